@@ -27,16 +27,14 @@ impl Task for Shapes {
         format!("residual network of {NUM_BLOCKS} blocks and {CHANNELS} channels")
     }
 
-    fn build(&self, _: &Device) -> Result<Model, ModelError> {
-        let mut table = ParameterTable::default();
+    fn build(&self, _: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
         let mut units: Vec<Arc<dyn Unit>> = Vec::new();
         table.begin_unit("stem");
         let convolution = Convolution::new(&mut table, "stem", SIZE, (1, CHANNELS));
         units.push(Arc::new(move |cx: &mut UnitContext<'_>| {
             let image = cx.batch("image");
             let x = cx.apply(&convolution, [image])?;
-            cx.output("x", x);
-            Ok(())
+            cx.output("x", x)
         }));
         for block in 0..NUM_BLOCKS {
             table.begin_unit(format!("block.{block}"));
@@ -50,8 +48,7 @@ impl Task for Shapes {
                 let hidden = cx.apply(&second, [hidden])?;
                 let sum = cx.apply(&Add, (x, hidden))?;
                 let x = cx.apply(&Relu, [sum])?;
-                cx.output("x", x);
-                Ok(())
+                cx.output("x", x)
             }));
         }
         table.begin_unit("head");

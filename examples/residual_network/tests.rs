@@ -114,8 +114,8 @@ impl Task for Empty {
         Shapes.description()
     }
 
-    fn build(&self, device: &Device) -> Result<Model, ModelError> {
-        Shapes.build(device)
+    fn build(&self, device: &Device, table: ParameterTable) -> Result<Model, ModelError> {
+        Shapes.build(device, table)
     }
 
     fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError> {

@@ -1,4 +1,4 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, what passes take, what ranks do, random numbers,
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, what passes take, what ranks do, random numbers,
 //! enums with names, the texts of errors, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
@@ -6,6 +6,7 @@
 mod bytes;
 mod category;
 mod cost;
+mod cut;
 mod dtype;
 mod error_text;
 mod event;
@@ -20,6 +21,7 @@ mod svg;
 pub use bytes::{Bytes, ParseBytesError};
 pub use category::Category;
 pub use cost::{Cost, Traffic};
+pub use cut::{AxisPlace, Cut, Segment};
 pub use dtype::{DType, ParseDTypeError};
 pub use error_text::with_sources;
 pub use event::{Event, HostMemory, Latch, Pending};

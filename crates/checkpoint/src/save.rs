@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::extent::{intersection, position_in};
+use crate::extent::intersection;
 use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix};
 use crate::folder::{FolderNames, step_name};
 use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PartEntry, TensorEntry};
@@ -17,7 +17,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
-use trireme_plan::{Extent, Mesh, TensorPlacement};
+use trireme_plan::{Extent, Mesh, TensorPlacement, position_in};
 
 /// What a rank holds of a job's tensors, which need not be in memory all at once.
 pub trait TensorSource {

@@ -2,7 +2,7 @@
 
 use crate::StoredDType;
 use crate::error::{CheckpointError, Mismatch};
-use crate::extent::{checked_num_elements, intersection, lies_within, runs};
+use crate::extent::{checked_num_elements, intersection, lies_within};
 use crate::files::{damaged, open_file, reading};
 use crate::safetensors_file::read_as;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16};
-use trireme_plan::{Extent, TensorPlacement};
+use trireme_plan::{Extent, TensorPlacement, runs};
 
 const READ_BUFFER_BYTES: usize = 256 << 10;
 

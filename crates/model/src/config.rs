@@ -6,7 +6,7 @@ use crate::model::Model;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use trireme_tensor::tape::RotaryTable;
-use trireme_tensor::{Activation, AttentionRule, Device};
+use trireme_tensor::{Activation, AttentionRule, Device, ParameterTable};
 
 /// Everything that determines a model's parameters and arithmetic.
 #[derive(Debug, Clone, PartialEq)]
@@ -330,11 +330,27 @@ impl ModelConfig {
     /// # Errors
     /// Sizes that do not fit each other, or no memory for tables of positions.
     pub fn build(&self, seq_len_max: usize, device: &Device) -> Result<Model, ModelError> {
+        self.build_into(ParameterTable::default(), seq_len_max, device)
+    }
+
+    /// As [`build`](ModelConfig::build), with parameters in `table`, which is empty: what a rank of the tensor axis has of the model.
+    ///
+    /// # Errors
+    /// As those of [`build`](ModelConfig::build).
+    ///
+    /// # Panics
+    /// If so many ranks [cannot cut](ParameterTable::check_degree) the model.
+    pub fn build_into(
+        &self,
+        table: ParameterTable,
+        seq_len_max: usize,
+        device: &Device,
+    ) -> Result<Model, ModelError> {
         self.check()?;
-        let table = |rope: &Rope| {
+        let angles = |rope: &Rope| {
             RotaryTable::new(device, seq_len_max, &rope.frequencies(self.head_dim)).map(Arc::new)
         };
-        Ok(families::build(self, self.rope.as_ref().map(table).transpose()?.as_ref()))
+        Ok(families::build(self, self.rope.as_ref().map(angles).transpose()?.as_ref(), table))
     }
 
     /// The `config.json` that reads back as this model.

@@ -1,4 +1,4 @@
-use trireme_tensor::DeviceError;
+use trireme_tensor::{DeviceError, UncuttableError};
 
 /// What a model refuses.
 #[derive(Debug, thiserror::Error)]
@@ -39,6 +39,9 @@ pub enum ModelError {
         /// Samples of the batch.
         num_samples: usize,
     },
+    /// So many ranks of the tensor axis cannot cut the model.
+    #[error(transparent)]
+    Uncuttable(#[from] UncuttableError),
     /// A program cannot build its model.
     #[error("cannot build the model")]
     Build(#[source] Box<dyn std::error::Error + Send + Sync>),

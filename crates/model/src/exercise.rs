@@ -3,9 +3,10 @@
 use crate::bundle::{Batch, Bundle};
 use crate::error::ModelError;
 use crate::model::Model;
-use crate::rehearsal::{Rehearsal, Rehearser, Watched};
+use crate::rehearsal::{PassOptions, Rehearsal, Rehearser, Watched};
 use std::cell::Cell;
-use trireme_tensor::{Category, Device, Fp8Recipe, Fp8State, Parameters, Precision};
+use trireme_tensor::tape::TensorAxis;
+use trireme_tensor::{Category, Device, Fp8State, Parameters, Precision};
 
 /// A unit, ready to run by itself.
 #[derive(Debug)]
@@ -15,6 +16,7 @@ pub struct Exercise<'a> {
     device: &'a Device,
     precision: Precision,
     fp8: Option<Fp8State>,
+    axis: Option<TensorAxis>,
     rehearsal: &'a Rehearsal,
     parameters: Parameters,
 }
@@ -28,9 +30,10 @@ impl Model {
         &'a self,
         unit: usize,
         device: &'a Device,
-        (precision, fp8): (Precision, Option<Fp8Recipe>),
+        options: PassOptions,
         rehearsal: &'a Rehearsal,
     ) -> Result<Exercise<'a>, ModelError> {
+        let PassOptions { precision, fp8, shards_rows } = options;
         let table = self.table();
         let owner = table.tie().filter(|tie| tie.reader == unit).map(|tie| tie.span.unit);
         let mut parts = table.shards(0, 1);
@@ -39,11 +42,12 @@ impl Model {
         others.for_each(|(_, part)| *part = 0..0);
         let mut parameters = Parameters::zeros_of(table, parts, device, Category::Parameters)?;
         parameters.load(|info, held, values| {
-            info.initial.fill(&info.name, 0, held.start, values);
+            info.initialize(0, held, values);
             Ok::<(), ModelError>(())
         })?;
         let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, table, device)).transpose()?;
-        Ok(Exercise { model: self, unit, device, precision, fp8, rehearsal, parameters })
+        let axis = self.axis_alone(shards_rows);
+        Ok(Exercise { model: self, unit, device, precision, fp8, axis, rehearsal, parameters })
     }
 }
 
@@ -60,6 +64,7 @@ impl Exercise<'_> {
             device: self.device,
             precision: self.precision,
             fp8: self.fp8.as_ref().map(Fp8State::scales),
+            axis: self.axis.clone(),
             parameters: &parameters,
         };
         let specs: Vec<_> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();

@@ -23,7 +23,7 @@ pub use exercise::Exercise;
 pub use families::{Family, canonical_names};
 pub use model::Model;
 pub use past::Past;
-pub use rehearsal::{BatchTensor, KeptBytes, Rehearsal, Report, UnitRehearsal};
+pub use rehearsal::{BatchTensor, KeptBytes, PassOptions, Rehearsal, Report, UnitRehearsal};
 pub use sampling::Sampling;
 pub use tokens::{LOGITS, TARGETS, TOKENS, set_window, token_specs};
 pub use unit::{Unit, UnitContext, UnitPass};

@@ -2,7 +2,7 @@ use crate::error::ModelError;
 use crate::unit::Unit;
 use std::fmt;
 use std::sync::Arc;
-use trireme_tensor::{Category, Device, ParameterTable, Parameters};
+use trireme_tensor::{AxisPlace, Category, Device, DeviceOptions, ParameterTable, Parameters};
 
 /// A model: a chain of units, and the table of their parameters. It is a description; its caller provides the values.
 #[derive(Clone)]
@@ -25,6 +25,23 @@ impl Model {
     pub fn new(units: Vec<Arc<dyn Unit>>, table: ParameterTable) -> Self {
         assert_eq!(units.len(), table.units().len(), "each unit has its place in the table of parameters");
         Model { units, table: Arc::new(table) }
+    }
+
+    /// Builds what a rank of the tensor axis has of a model. `build` adds its parameters to the table that it is given, and builds its
+    /// operations of what it gets in return.
+    ///
+    /// # Errors
+    /// Those of `build`, and [`ModelError::Uncuttable`].
+    pub fn build_at(
+        place: AxisPlace,
+        device: &Device,
+        build: impl Fn(&Device, ParameterTable) -> Result<Model, ModelError>,
+    ) -> Result<Self, ModelError> {
+        if place.degree > 1 {
+            let counting = Device::counting(DeviceOptions::default())?;
+            build(&counting, ParameterTable::default())?.table().check_degree(place.degree)?;
+        }
+        build(device, ParameterTable::of_place(place))
     }
 
     /// Its parameters' names, shapes and places.
@@ -52,7 +69,7 @@ impl Model {
     pub fn initial_parameters(&self, device: &Device, seed: u64) -> Result<Parameters, ModelError> {
         let mut parameters = Parameters::zeros(&self.table, device, Category::Parameters)?;
         parameters.load(|info, held, values| {
-            info.initial.fill(&info.name, seed, held.start, values);
+            info.initialize(seed, held, values);
             Ok::<(), ModelError>(())
         })?;
         Ok(parameters)

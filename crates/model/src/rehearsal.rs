@@ -7,11 +7,28 @@ use crate::unit::UnitPass;
 use std::cell::Cell;
 use std::sync::Arc;
 use trireme_base::{Cost, DType, JournalEntry, RandomKey, UnitPasses};
-use trireme_tensor::tape::{Metric, Recording};
+use trireme_tensor::tape::{AloneOnAxis, Metric, Recording, TensorAxis};
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
-    ParameterSource, ParameterSpan, Parameters, Precision, Tape, Tensor, View, ViewMut,
+    ParameterSource, ParameterSpan, ParameterTable, Parameters, Precision, Tape, Tensor, View, ViewMut,
 };
+
+/// How passes compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PassOptions {
+    /// What products and activations are in.
+    pub precision: Precision,
+    /// The formats of the factors of products, if they are narrower.
+    pub fp8: Option<Fp8Recipe>,
+    /// Whether ranks of the tensor axis have parts of the rows between layers that they cut: sequence parallelism.
+    pub shards_rows: bool,
+}
+
+impl From<Precision> for PassOptions {
+    fn from(precision: Precision) -> Self {
+        PassOptions { precision, fp8: None, shards_rows: false }
+    }
+}
 
 /// What the passes of a model over microbatches of one shape are.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,6 +55,9 @@ pub struct UnitRehearsal {
     pub backward_reads: bool,
     /// Whether a weight half that runs apart reads parameters.
     pub weight_half_reads: bool,
+    /// Parameters, by their places in the table, of whose gradients backward makes only this rank's term: ranks of the tensor axis that
+    /// hold the same elements of them add these up.
+    pub grad_terms: Vec<usize>,
 }
 
 /// A mean over rows that a unit reports of each microbatch.
@@ -78,13 +98,12 @@ impl Rehearsal {
     /// Those of `build`, and of the rehearsal.
     pub fn of(
         build: impl FnOnce(&Device) -> Result<Model, ModelError>,
-        options: DeviceOptions,
-        precision: Precision,
-        fp8: Option<Fp8Recipe>,
+        device_options: DeviceOptions,
+        options: impl Into<PassOptions>,
         batch: &[TensorSpec],
     ) -> Result<Self, ModelError> {
-        let device = Device::counting(DeviceOptions { budget: None, ..options })?;
-        build(&device)?.rehearse(&device, precision, fp8, batch)
+        let device = Device::counting(DeviceOptions { budget: None, ..device_options })?;
+        build(&device)?.rehearse(&device, options, batch)
     }
 
     /// What passes of the units take.
@@ -116,6 +135,12 @@ impl Rehearsal {
 }
 
 impl Model {
+    /// The tensor axis that the model's table is for, with nobody else on it; `None` if it has one rank.
+    pub(crate) fn axis_alone(&self, shards_rows: bool) -> Option<TensorAxis> {
+        let place = self.table().place();
+        (place.degree > 1).then(|| TensorAxis { ops: Arc::new(AloneOnAxis(place)), shards_rows })
+    }
+
     /// Finds what the passes over microbatches of these tensors are.
     ///
     /// Each unit runs forward and backward once, and once more with the halves of backward apart, on the model's `device`, which
@@ -126,15 +151,16 @@ impl Model {
     pub fn rehearse(
         &self,
         device: &Device,
-        precision: Precision,
-        fp8: Option<Fp8Recipe>,
+        options: impl Into<PassOptions>,
         batch: &[TensorSpec],
     ) -> Result<Rehearsal, ModelError> {
+        let PassOptions { precision, fp8, shards_rows } = options.into();
         let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, self.table(), device)).transpose()?;
         let fp8 = fp8.as_ref().map(Fp8State::scales);
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
         let parameters = Watched { parameters: &parameters, was_read: Cell::new(false) };
-        let rehearser = Rehearser { model: self, device, precision, fp8, parameters: &parameters };
+        let axis = self.axis_alone(shards_rows);
+        let rehearser = Rehearser { model: self, device, precision, fp8, axis, parameters: &parameters };
         let mut tensors = Batch::new();
         let mut found = Rehearsal { units: Vec::new(), batch: Vec::new() };
         for &spec in batch {
@@ -196,6 +222,7 @@ pub(crate) struct Rehearser<'a> {
     pub(crate) device: &'a Device,
     pub(crate) precision: Precision,
     pub(crate) fp8: Option<&'a Arc<Fp8Scales>>,
+    pub(crate) axis: Option<TensorAxis>,
     pub(crate) parameters: &'a Watched<'a>,
 }
 
@@ -245,11 +272,12 @@ impl Rehearser<'_> {
         let (_, renewal_peak, renewal_cost) = self.watch(|| pass.recompute(self.parameters, batch))?;
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         let grads = self.grads(&output_specs)?;
+        let mut sink = CountingSink::new(self);
         let (input_grads, backward_peak, backward_cost) = self.watch(|| {
-            let mut sink = CountingSink { device: self.device, target: None };
             pass.backward(self.parameters, grads, batch, &mut sink)?;
             pass.take_input_grads()
         })?;
+        let grad_terms = sink.terms;
         let backward_reads = self.parameters.was_read.get();
         let input_grad = self.bytes_of(&input_grads)?;
         drop(input_grads);
@@ -281,6 +309,7 @@ impl Rehearser<'_> {
             reports,
             backward_reads,
             weight_half_reads,
+            grad_terms,
         };
         Ok((found, outputs, names))
     }
@@ -303,10 +332,8 @@ impl Rehearser<'_> {
         })?;
         drop(input_grads);
         let halved = self.in_use() - base;
-        let (_, _, weight_half_cost) = self.watch(|| {
-            let mut sink = CountingSink { device: self.device, target: None };
-            pass.backward_weight(self.parameters, batch, &mut sink)
-        })?;
+        let (_, _, weight_half_cost) =
+            self.watch(|| pass.backward_weight(self.parameters, batch, &mut CountingSink::new(self)))?;
         let passes = UnitPasses { halved, input_half_cost, weight_half_cost, ..UnitPasses::default() };
         Ok((passes, self.parameters.was_read.get()))
     }
@@ -319,6 +346,7 @@ impl Rehearser<'_> {
         batch: &mut Batch,
     ) -> Result<(UnitPass, Bundle<Tensor>), DeviceError> {
         let tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
+        let tape = tape.with_axis(self.axis.clone());
         UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch)
     }
 
@@ -369,16 +397,39 @@ fn fill(device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
 /// Takes gradients and forgets them.
 struct CountingSink<'a> {
     device: &'a Device,
+    table: &'a ParameterTable,
     target: Option<Tensor>,
+    are_terms: bool,
+    /// As [`UnitRehearsal::grad_terms`].
+    terms: Vec<usize>,
+}
+
+impl<'a> CountingSink<'a> {
+    fn new(rehearser: &Rehearser<'a>) -> Self {
+        let (device, table) = (rehearser.device, &**rehearser.model.table());
+        CountingSink { device, table, target: None, are_terms: false, terms: Vec::new() }
+    }
 }
 
 impl GradSink for CountingSink<'_> {
     fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        for id in span.first.0..span.first.0 + span.num_parameters {
+            let info = &self.table.parameters()[id];
+            // Ranks that share heads each have other heads that read them.
+            let is_term = info.num_holders() > 1 && (self.are_terms || info.cut.is_some());
+            if is_term && !self.terms.contains(&id) {
+                self.terms.push(id);
+            }
+        }
         let target = self.device.empty(span.shape, DType::F32, Category::Gradients)?;
         Ok(GradTarget { view: self.target.insert(target).view_mut(), accumulate: false })
     }
 
     fn grad_ready(&mut self, _: &ParameterSpan) {
         self.target = None;
+    }
+
+    fn expect_terms(&mut self, are_terms: bool) {
+        self.are_terms = are_terms;
     }
 }

@@ -25,8 +25,7 @@ impl Unit for TokenEmbedding {
         if let Some(scale) = &self.scale {
             x = cx.apply(scale, [x])?;
         }
-        cx.output(HIDDEN, x);
-        Ok(())
+        cx.output(HIDDEN, x)
     }
 }
 
@@ -64,8 +63,7 @@ impl Unit for Block {
         let normed = cx.apply(&self.mlp_norm, [&x])?;
         let inner = cx.apply(&self.mlp_in, [normed])?;
         let x = add_to(x, cx, (&self.mlp_out, inner), self.mlp_output_norm.as_ref())?;
-        cx.output(HIDDEN, x);
-        Ok(())
+        cx.output(HIDDEN, x)
     }
 }
 
@@ -98,11 +96,9 @@ struct HeadNorm {
 }
 
 impl QkNorms {
-    /// For the heads of queries and those of keys, with their widths.
-    pub(crate) fn new(
-        norms: [Arc<Norm>; 2],
-        (num_heads, num_kv_heads, head_dim): (usize, usize, usize),
-    ) -> Self {
+    /// For the heads of queries and those of keys of an attention.
+    pub(crate) fn new(norms: [Arc<Norm>; 2], attention: &Attention) -> Self {
+        let Attention { num_heads, num_kv_heads, head_dim, .. } = *attention;
         let mut end = 0;
         let mut slice = |heads: usize| {
             let start = end;
@@ -156,8 +152,7 @@ impl Unit for Head {
             Some(targets) => cx.apply_loss(&self.loss, (normed, targets), 1.0),
             None => {
                 let logits = cx.logits(&self.loss, &normed)?;
-                cx.output(LOGITS, logits);
-                Ok(())
+                cx.output(LOGITS, logits)
             }
         }
     }

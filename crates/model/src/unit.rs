@@ -84,11 +84,16 @@ impl UnitContext<'_> {
     /// Passes a value on to the next unit. Its dim 0 is that of the batch, or a multiple. Tensors of the batch need not be passed on;
     /// every unit can read them.
     ///
+    /// # Errors
+    /// If ranks of the tensor axis cannot have equal parts of its rows, and do.
+    ///
     /// # Panics
-    /// If the name is taken, or the value is a tensor of the batch.
-    pub fn output(&mut self, name: &'static str, value: Var) {
+    /// If the name is taken, the value is a tensor of the batch, or ranks of the tensor axis have only parts of it.
+    pub fn output(&mut self, name: &'static str, value: Var) -> Result<(), DeviceError> {
         assert!(self.lent.iter().all(|(_, &lent)| lent != value.id()), "'{name}' is a tensor of the batch");
+        let value = self.recorder.between_units(value)?;
         self.outputs.push(name, value);
+        Ok(())
     }
 
     /// Runs attention; over what a generation has read before as well.

@@ -4,13 +4,13 @@ use crate::kind::AdafactorSettings;
 use crate::members::{Member, Members};
 use crate::optimizer::UnitStep;
 use crate::share::adafactor;
-use trireme_base::DType;
+use trireme_base::{DType, Segment};
 use trireme_tensor::{
     Category, Device, DeviceError, FACTORED_FLOOR, FactoredMatrix, FactoredStep, ParameterInfo, RmsStep,
     Shape, Tensor, Update, View, ViewMut,
 };
 
-/// A matrix whose second moment is a column times a row. Every rank has both, whatever it has of the matrix: they are as
+/// A matrix whose second moment is a column times a row. Every rank has both of the whole matrix, whatever it has of it: they are as
 /// many as rows and columns.
 #[derive(Debug)]
 pub(crate) struct Factored {
@@ -19,10 +19,20 @@ pub(crate) struct Factored {
     matrix: FactoredMatrix,
     /// Mean squares of rows, then of columns.
     moments: [Tensor; 2],
+    /// Those of the rows and columns that are here, if ranks of the tensor axis cut the matrix.
+    here: Option<[Tensor; 2]>,
+    /// What is here of the rows, and of the columns.
+    segments: [Vec<Segment>; 2],
     row_mean: f64,
     /// Moments on the host, while they change.
     on_host: Vec<f32>,
+    /// Those of what is here.
+    own_moments: Vec<f32>,
+    /// Sums over what is here, by rows and then by columns.
+    own_sums: Vec<f64>,
+    /// Of what is here.
     shape: Shape,
+    whole: Shape,
     offset: usize,
     num_elements: f64,
     mean_square: f64,
@@ -41,18 +51,24 @@ impl Factored {
         matrix: FactoredMatrix,
         device: &Device,
     ) -> Result<Self, DeviceError> {
-        let shape = info.shape;
+        let (shape, whole) = (info.shape, info.whole);
         let zeros = |len: usize| device.zeros([len].into(), DType::F32, Category::Optimizer);
+        let moments = |shape: Shape| Ok::<_, DeviceError>([zeros(shape.rows())?, zeros(shape.cols())?]);
         Ok(Factored {
             settings,
             members,
             matrix,
-            moments: [zeros(shape.rows())?, zeros(shape.cols())?],
+            moments: moments(whole)?,
+            here: (shape != whole).then(|| moments(shape)).transpose()?,
+            segments: [info.segments(0), info.segments(1)],
             row_mean: 0.0,
-            on_host: Vec::with_capacity(shape.rows().max(shape.cols())),
+            on_host: Vec::with_capacity(whole.rows().max(whole.cols())),
+            own_moments: Vec::with_capacity(shape.rows().max(shape.cols())),
+            own_sums: vec![0.0; shape.rows() + shape.cols()],
             shape,
+            whole,
             offset: info.offset,
-            num_elements: shape.num_elements() as f64,
+            num_elements: whole.num_elements() as f64,
             mean_square: 0.0,
             update_mean_square: 0.0,
         })
@@ -94,17 +110,28 @@ impl Factored {
             self.members.sum_by(step.device, |pieces, sums| {
                 step.device.update((pieces, &updates), parameters, grads, &mut [], step.noise, Some(sums));
             })?;
-            sums.push(self.members.sum(self.member(), 0));
+            let is_counted = step.counts(self.member());
+            sums.push(if is_counted { self.members.sum(self.member(), 0) } else { 0.0 });
             let first = sums.len();
-            sums.resize(first + num_sums, 0.0);
-            step.device.download(own.view(), &mut sums[first..]);
+            sums.resize(first + self.whole.rows() + self.whole.cols(), 0.0);
+            if is_counted {
+                step.device.download(own.view(), &mut self.own_sums);
+                let (rows, cols) = self.own_sums.split_at(self.shape.rows());
+                let starts = [first, first + self.whole.rows()];
+                for ((own, first), segments) in [rows, cols].into_iter().zip(starts).zip(&self.segments) {
+                    for &Segment { start, place, len } in segments {
+                        sums[first + start..][..len].copy_from_slice(&own[place..place + len]);
+                    }
+                }
+            }
         } else {
             let factored = self.step(1.0, 1.0, grad_scale);
-            let moments = self.moments.each_ref().map(Tensor::view);
+            let moments = self.here.as_ref().unwrap_or(&self.moments).each_ref().map(Tensor::view);
             self.members.sum_by(step.device, |pieces, sums| {
                 step.device.factored_squares(pieces, factored, moments, grads, sums);
             })?;
-            sums.push(self.members.sum(self.member(), 0));
+            let is_counted = step.counts(self.member());
+            sums.push(if is_counted { self.members.sum(self.member(), 0) } else { 0.0 });
         }
         Ok(())
     }
@@ -121,12 +148,11 @@ impl Factored {
         let mixing = f64::from(self.numbers(step).mixing);
         let values = &mut self.on_host;
         // Columns first: what is on the host at the end are the rows.
-        let (rows, cols) = sums.split_at(self.shape.rows());
-        let (cols, rest) = cols.split_at(self.shape.cols());
+        let (rows, cols) = sums.split_at(self.whole.rows());
+        let (cols, rest) = cols.split_at(self.whole.cols());
         *sums = rest;
-        for (moments, (here, num_terms)) in
-            self.moments.iter_mut().zip([(rows, cols.len()), (cols, rows.len())]).rev()
-        {
+        let of_dims = [(rows, cols.len()), (cols, rows.len())];
+        for (dim, (moments, (here, num_terms))) in self.moments.iter_mut().zip(of_dims).enumerate().rev() {
             values.clear();
             values.resize(here.len(), 0.0);
             step.device.download(moments.view(), values);
@@ -135,6 +161,17 @@ impl Factored {
                 *moment = ((1.0 - mixing) * f64::from(*moment) + mixing * square) as f32;
             }
             step.device.upload(values, moments.view_mut());
+            if let Some(here) = &mut self.here {
+                // What fills up a part has gradients of 0, which any moment leaves.
+                let len = here[dim].shape().num_elements();
+                let own = &mut self.own_moments;
+                own.clear();
+                own.resize(len, 1.0);
+                for &Segment { start, place, len } in &self.segments[dim] {
+                    own[place..place + len].copy_from_slice(&values[start..start + len]);
+                }
+                step.device.upload(own, here[dim].view_mut());
+            }
         }
         self.row_mean = values.iter().map(|&row| f64::from(row)).sum::<f64>() / values.len() as f64;
     }
@@ -142,7 +179,7 @@ impl Factored {
     /// Updates what is here.
     pub(crate) fn apply(&mut self, step: &UnitStep<'_>, parameters: ViewMut<'_>, grads: View<'_>) {
         let RmsStep { lr, keep, grad_scale, .. } = self.numbers(step);
-        let moments = self.moments.each_ref().map(Tensor::view);
+        let moments = self.here.as_ref().unwrap_or(&self.moments).each_ref().map(Tensor::view);
         step.device.factored_update(
             &self.members.pieces,
             self.step(lr, keep, grad_scale),

@@ -4,6 +4,8 @@
 //! `4 (N - 1) / N` bytes an element once a step, and each rank makes those matrices orthogonal of which it has something. The
 //! other way, to send each matrix to one rank and its result back, would cost the same bytes twice in two exchanges, and
 //! compute only the matrices that lie in two shards once instead of twice.
+//!
+//! Where ranks of the tensor axis cut a matrix, each gathers all of it, makes it orthogonal, and keeps its part.
 
 use crate::kind::MuonSettings;
 use crate::members::{Member, Members};
@@ -52,12 +54,23 @@ impl Muon {
         shards.gather(whole.view_mut(), part.clone())?;
         for member in self.members.list.iter().filter(|member| !member.held.is_empty()) {
             let info = &step.table.parameters()[member.parameter];
-            let matrix = whole.view_mut().into_part(info.offset, info.shape);
-            device.orthogonalize(matrix, self.settings.num_iterations, self.settings.precision)?;
+            let mut matrix = whole.view_mut().into_part(info.offset, info.shape);
+            let MuonSettings { num_iterations, precision, .. } = self.settings;
+            if info.shape == info.whole {
+                device.orthogonalize(matrix, num_iterations, precision)?;
+                continue;
+            }
+            let mut joined = device.empty(info.whole, DType::F32, Category::Optimizer)?;
+            shards.join(info, matrix.reborrow().as_view(), joined.view_mut())?;
+            device.orthogonalize(joined.view_mut(), num_iterations, precision)?;
+            for (first, run) in info.runs(0..info.shape.num_elements()) {
+                let shape = [run.len()].into();
+                device.copy(joined.view().part(first, shape), matrix.reborrow().into_part(run.start, shape));
+            }
         }
         let descend = |_: usize, member: &Member| {
             let own = member.settings;
-            let factor = scale.factor(step.table.parameters()[member.parameter].shape);
+            let factor = scale.factor(step.table.parameters()[member.parameter].whole);
             let lr = (f64::from(own.lr_scale) * step.settings.lr * factor) as f32;
             Update::Descend { lr, keep: 1.0 - step.lr(own) * own.weight_decay }
         };

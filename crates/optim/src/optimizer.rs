@@ -45,7 +45,12 @@ impl UnitStep<'_> {
 
     /// Of a whole parameter.
     pub(crate) fn num_elements(&self, member: &Member) -> usize {
-        self.table.parameters()[member.parameter].shape.num_elements()
+        self.table.parameters()[member.parameter].whole.num_elements()
+    }
+
+    /// Whether this rank counts a member in sums over all ranks.
+    pub(crate) fn counts(&self, member: &Member) -> bool {
+        self.table.parameters()[member.parameter].is_counted()
     }
 }
 

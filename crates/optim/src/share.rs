@@ -197,7 +197,9 @@ impl Share {
             step.device.update((pieces, &updates), parameters, grads, states, step.noise, Some(sums));
         })?;
         for member in &self.members.list {
-            sums.extend((0..num_sums).map(|which| self.members.sum(member, which)));
+            let is_counted = step.counts(member);
+            let sum = |which| if is_counted { self.members.sum(member, which) } else { 0.0 };
+            sums.extend((0..num_sums).map(sum));
         }
         Ok(())
     }

@@ -19,7 +19,7 @@ pub struct StateInfo<'a> {
     /// Whether the state has an element for each of the parameter's, and lies as the parameter does; else all of it is
     /// here, alike on all ranks.
     pub is_like_parameter: bool,
-    /// Elements of the state that are here.
+    /// Elements of the state that are here, of what this rank of the tensor axis has of the parameter.
     pub held: Range<usize>,
 }
 
@@ -105,7 +105,7 @@ impl Optimizer {
             for ((name, _), state) in names.iter().zip(states) {
                 for member in members.list.iter().filter(|member| !member.held.is_empty()) {
                     let parameter = &table.parameters()[member.parameter];
-                    let (shape, held) = (parameter.shape, member.held.clone());
+                    let (shape, held) = (parameter.whole, member.held.clone());
                     buffer.clear();
                     buffer.resize(held.len(), 0.0);
                     let info = StateInfo { name, parameter, shape, is_like_parameter: true, held };
@@ -137,7 +137,7 @@ impl Optimizer {
         StateInfo {
             name,
             parameter,
-            shape: parameter.shape,
+            shape: parameter.whole,
             is_like_parameter: true,
             held: member.held.clone(),
         }

@@ -14,7 +14,7 @@ pub enum ParallelError {
     Program(#[from] ProgramError),
     /// The device refused.
     #[error(transparent)]
-    Device(#[from] DeviceError),
+    Device(DeviceError),
     /// A step needs more memory than the device's budget.
     #[error("{line}: {source}")]
     OverBudget {
@@ -120,6 +120,29 @@ pub enum ParallelError {
         /// Hash of the other rank's.
         expected: u64,
     },
+}
+
+/// What an exchange within a unit has come to is the error of the step.
+impl From<DeviceError> for ParallelError {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Exchange(source) => match source.downcast() {
+                Ok(error) => *error,
+                Err(source) => ParallelError::Device(DeviceError::Exchange(source)),
+            },
+            error => ParallelError::Device(error),
+        }
+    }
+}
+
+/// For exchanges within a unit.
+impl From<ParallelError> for DeviceError {
+    fn from(error: ParallelError) -> Self {
+        match error {
+            ParallelError::Device(error) => error,
+            error => DeviceError::Exchange(Box::new(error)),
+        }
+    }
 }
 
 impl From<OverBudget> for ParallelError {

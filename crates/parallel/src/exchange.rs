@@ -2,26 +2,29 @@ use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use std::ops::Range;
-use trireme_base::{Pending, ReduceOp};
+use trireme_base::{AxisPlace, Pending, ReduceOp};
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
-use trireme_tensor::{Category, Device, LEAVES, ViewMut};
+use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
 
 /// What an optimizer exchanges with those of the other shards, if the update is sharded.
 pub(crate) struct ShardExchange {
     /// What updates run on.
     device: Device,
-    sums: Pool<f64>,
+    /// Of those of the other shards, and of the tensor axis.
+    sums: [Pool<f64>; 2],
     wholes: Pool<f32>,
+    parts: Pool<f32>,
 }
 
 impl ShardExchange {
     /// For updates on `device`; memory for messages is counted on `counted`.
     pub(crate) fn new(ranks: &RankGrid, outline: &Outline, device: &Device, counted: &Device) -> Self {
-        let group = ranks.updating(outline);
-        let sums = Pool::new(group, counted, Category::Communication, true);
-        let wholes = Pool::new(group, counted, Category::Communication, true);
-        ShardExchange { device: device.clone(), sums, wholes }
+        let (group, tensor) = (ranks.updating(outline), ranks.tensor());
+        let sums = [group, tensor].map(|group| Pool::new(group, counted, Category::Communication, true));
+        let [wholes, parts] =
+            [group, tensor].map(|group| Pool::new(group, counted, Category::Communication, true));
+        ShardExchange { device: device.clone(), sums, wholes, parts }
     }
 }
 
@@ -29,14 +32,13 @@ impl ShardOps for ShardExchange {
     type Error = ParallelError;
 
     fn sum(&mut self, values: &mut [f64]) -> Result<(), ParallelError> {
-        if self.sums.group().world_size() == 1 {
-            return Ok(());
+        for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
+            let mut buffer = pool.take_buffer(values.len())?.wait();
+            buffer.copy_from_slice(values);
+            let buffer = pool.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
+            values.copy_from_slice(&buffer);
+            pool.give_buffer(buffer.len(), Pending::new(buffer));
         }
-        let mut buffer = self.sums.take_buffer(values.len())?.wait();
-        buffer.copy_from_slice(values);
-        let buffer = self.sums.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
-        values.copy_from_slice(&buffer);
-        self.sums.give_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
     }
 
@@ -52,6 +54,29 @@ impl ShardOps for ShardExchange {
         let buffer = self.wholes.group().all_gather(buffer).wait()?;
         self.device.upload(&buffer[..len], whole);
         self.wholes.give_buffer(buffer.len(), Pending::new(buffer));
+        Ok(())
+    }
+
+    fn join(
+        &mut self,
+        info: &ParameterInfo,
+        part: View<'_>,
+        whole: ViewMut<'_>,
+    ) -> Result<(), ParallelError> {
+        let AxisPlace { rank, degree } = info.place;
+        let len = part.shape().num_elements();
+        let mut buffer = self.parts.take_buffer(degree * len)?.wait();
+        self.device.download(part, &mut buffer[rank * len..(rank + 1) * len]);
+        let buffer = self.parts.group().all_gather(buffer).wait()?;
+        self.device.fill(whole, |values| {
+            for info in AxisPlace::all(degree).map(|place| info.at(place)) {
+                let part = &buffer[info.place.rank * len..];
+                info.runs(0..len)
+                    .for_each(|(first, run)| values[first..][..run.len()].copy_from_slice(&part[run]));
+            }
+            Ok::<_, ParallelError>(())
+        })?;
+        self.parts.give_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
     }
 }

@@ -381,6 +381,11 @@ impl Gradients {
         if self.gathered.is_some() { &self.device } else { self.reduced_device(unit) }
     }
 
+    /// The elements of a unit that [`reduced`](Gradients::reduced) has.
+    pub(crate) fn part(&self, unit: usize) -> Range<usize> {
+        self.units[unit].own.clone()
+    }
+
     /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches of all ranks, in what it was
     /// reduced in.
     pub(crate) fn reduced(&self, unit: usize) -> View<'_> {

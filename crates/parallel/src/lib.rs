@@ -3,6 +3,7 @@
 //! [`Executor`] holds a rank's share of a model and runs programs; it decides nothing. What a program may contain is proven by
 //! `trireme_schedule::validate` before it runs.
 
+mod axis;
 mod chain;
 mod compressed;
 mod counted;
@@ -11,6 +12,7 @@ mod exchange;
 mod exchanged;
 mod executor;
 mod fp8;
+mod grad_terms;
 mod gradients;
 mod hierarchical;
 mod offload;
@@ -23,6 +25,7 @@ mod reduction;
 mod secondary;
 mod shard_sum;
 mod space;
+mod squares;
 mod step;
 mod stored;
 mod tied;
@@ -36,6 +39,6 @@ pub use executor::{ActionTime, Executor, ExecutorSetup, Generation, MemoryUse};
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
 pub use placement::Placements;
-pub use ranks::RankGrid;
+pub use ranks::{Degrees, RankGrid};
 pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan, ZeroPlusPlus};
 pub use trireme_swap::SwapOptions;

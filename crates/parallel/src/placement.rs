@@ -14,17 +14,18 @@ pub struct Placements {
 
 impl Placements {
     /// Parameters lie with their unit's rank of the pipeline. Ranks that shard the optimizer's state cut them where shards of
-    /// their unit's flat buffer end.
+    /// their unit's flat buffer end, and ranks of the tensor axis as the model has declared.
     pub fn new(table: &ParameterTable, outline: &Outline, mesh: Mesh) -> Self {
         let is_sharded = outline.state.is_sharded(StateClass::Optimizer);
         let along = |info: &ParameterInfo, axis, degree| match axis {
             Axis::PIPELINE => Placement::Single { rank: outline.rank_of(info.unit) },
             Axis::DATA_SHARD if is_sharded => shards(table, info, degree),
+            Axis::TENSOR => info.cut.filter(|_| degree > 1).map_or(Placement::Replicate, Placement::Cut),
             _ => Placement::Replicate,
         };
         let placement = |info: &ParameterInfo| TensorPlacement {
             name: info.name.clone(),
-            shape: info.shape.dims().to_vec(),
+            shape: info.whole.dims().to_vec(),
             dtype: DType::F32,
             placements: mesh.axes().iter().map(|&(axis, degree)| along(info, axis, degree)).collect(),
         };
@@ -49,14 +50,14 @@ impl Placements {
     pub fn parts(&self, table: &ParameterTable, rank: Rank) -> Vec<Range<usize>> {
         let mut parts: Vec<Option<Range<usize>>> = vec![None; table.units().len()];
         for (info, tensor) in table.parameters().iter().zip(&self.tensors) {
-            let extents = tensor.extents(&self.mesh, rank).expect("placements are made for their mesh");
-            for extent in extents {
-                let run = extent.as_run(&tensor.shape).expect("flat buffers are cut into runs");
-                let held = info.offset + run.start..info.offset + run.end;
-                let part = parts[info.unit].get_or_insert(held.start..held.start);
-                assert_eq!(part.end, held.start, "a rank holds one part of a unit");
-                part.end = held.end;
+            let (_, held) = tensor.held(&self.mesh, rank).expect("placements are made for their mesh");
+            if held.is_empty() {
+                continue;
             }
+            let held = info.offset + held.start..info.offset + held.end;
+            let part = parts[info.unit].get_or_insert(held.start..held.start);
+            assert_eq!(part.end, held.start, "a rank holds one part of a unit");
+            part.end = held.end;
         }
         parts.into_iter().map(Option::unwrap_or_default).collect()
     }

@@ -3,15 +3,51 @@
 use crate::error::ParallelError;
 use std::fmt;
 use std::sync::Arc;
-use trireme_base::Rank;
+use trireme_base::{AxisPlace, Rank};
 use trireme_comm::Group;
 use trireme_plan::{Axis, Mesh};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Outline, StateClass};
 
-/// The ranks of a world, as a mesh of the axes [pipeline](Axis::PIPELINE), [replicas](Axis::DATA_REPLICATE) and
-/// [shards](Axis::DATA_SHARD). Those with the same place in the pipeline run the same
-/// units, and are data-parallel: the ranks of a replica are neighbours and shard its training state; ranks with the same
+/// How many ranks there are along the axes of a mesh; the axis of replicas has as many as these leave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Degrees {
+    /// Along [`Axis::PIPELINE`].
+    pub pipeline: usize,
+    /// Along [`Axis::DATA_SHARD`].
+    pub shards: usize,
+    /// Along [`Axis::TENSOR`].
+    pub tensor: usize,
+}
+
+impl Degrees {
+    /// Replicas alone.
+    pub const ONE: Degrees = Degrees { pipeline: 1, shards: 1, tensor: 1 };
+
+    /// The mesh of so many ranks, which [`RankGrid`] describes.
+    ///
+    /// # Panics
+    /// If the degrees do not divide the number of ranks.
+    pub fn mesh(self, world_size: usize) -> Mesh {
+        let Degrees { pipeline, shards, tensor } = self;
+        let num_of_replica = pipeline * shards * tensor;
+        assert!(world_size.is_multiple_of(num_of_replica), "{self:?} for {world_size} ranks");
+        let axes = [
+            (Axis::PIPELINE, pipeline),
+            (Axis::DATA_REPLICATE, world_size / num_of_replica),
+            (Axis::DATA_SHARD, shards),
+            (Axis::TENSOR, tensor),
+        ];
+        Mesh::new(&axes).expect("groups have ranks")
+    }
+}
+
+/// The ranks of a world, as a mesh of the axes [pipeline](Axis::PIPELINE), [replicas](Axis::DATA_REPLICATE),
+/// [shards](Axis::DATA_SHARD) and [tensor](Axis::TENSOR), the last varying fastest: those that exchange most are neighbours. So the rank
+/// at the places `p`, `r`, `s` and `t` is `((p * replicas + r) * shards + s) * tensor + t`.
+///
+/// Ranks with the same place in the pipeline run the same units. Those that differ in their tensor place alone see the same microbatches,
+/// and have parts of the same parameters. The others are data-parallel: those of a replica shard its training state; ranks with the same
 /// shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2).
 pub struct RankGrid {
     mesh: Mesh,
@@ -24,6 +60,8 @@ pub struct RankGrid {
     shards: Arc<Group>,
     /// The ranks with this rank's shard.
     replicas: Arc<Group>,
+    /// The ranks that have parts of the same parameters.
+    tensor: Arc<Group>,
     /// This rank.
     own: Arc<Group>,
     levels: Option<Levels>,
@@ -78,40 +116,36 @@ impl RankGrid {
     /// Arranges the ranks of `world`; collective over it.
     ///
     /// # Panics
-    /// If `pipeline_degree * num_shards` does not divide the number of ranks.
-    pub fn new(world: Group, pipeline_degree: usize, num_shards: usize) -> Result<Self, ParallelError> {
-        let mesh = RankGrid::mesh_of(world.world_size(), pipeline_degree, num_shards);
+    /// If the degrees do not divide the number of ranks.
+    pub fn new(world: Group, degrees: Degrees) -> Result<Self, ParallelError> {
+        let mesh = degrees.mesh(world.world_size());
         let mut groups = Groups::new(&mesh, world);
         let pipeline = groups.along("pipeline", &[Axis::PIPELINE])?;
         let data = groups.along("data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD])?;
         let shards = groups.along("shards", &[Axis::DATA_SHARD])?;
         let replicas = groups.along("replicas", &[Axis::DATA_REPLICATE])?;
+        let tensor = groups.along("tensor", &[Axis::TENSOR])?;
         let own = groups.along("own", &[])?;
         let groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
         let world = Arc::clone(&groups[0]);
-        Ok(RankGrid { mesh, world, pipeline, data, shards, replicas, own, levels: None, groups })
+        Ok(RankGrid { mesh, world, pipeline, data, shards, replicas, tensor, own, levels: None, groups })
     }
 
-    /// The mesh of so many ranks.
-    ///
-    /// # Panics
-    /// If `pipeline_degree * num_shards` does not divide the number of ranks.
-    pub fn mesh_of(world_size: usize, pipeline_degree: usize, num_shards: usize) -> Mesh {
-        let is_whole = world_size.is_multiple_of(pipeline_degree * num_shards);
-        assert!(is_whole, "{pipeline_degree} stages of {num_shards} shards for {world_size} ranks");
-        let axes = [
-            (Axis::PIPELINE, pipeline_degree),
-            (Axis::DATA_REPLICATE, world_size / (pipeline_degree * num_shards)),
-            (Axis::DATA_SHARD, num_shards),
-        ];
-        Mesh::new(&axes).expect("groups have ranks")
+    /// The ranks of the tensor axis that hold the same elements of a parameter, if `num_holders` neighbours do; collective over the axis.
+    pub(crate) fn holders(&mut self, num_holders: usize) -> Result<Arc<Group>, ParallelError> {
+        let group = part(&self.tensor, "holders", num_holders, |rank| rank / num_holders)?;
+        if !self.groups.iter().any(|made| Arc::ptr_eq(made, &group)) {
+            self.groups.push(Arc::clone(&group));
+        }
+        Ok(group)
     }
 
     /// Splits the shards' ranks by hosts, if a replica has equally many on each of its hosts; collective over all ranks.
     pub(crate) fn split_by_hosts(&mut self) -> Result<(), ParallelError> {
-        let num_shards = self.shards.world_size();
-        for replica in 0..self.world.world_size() / num_shards {
-            let ranks = replica * num_shards..(replica + 1) * num_shards;
+        let group_of = |rank: usize| self.mesh.group_of(Rank(rank), &[Axis::DATA_SHARD]);
+        let num_ranks = self.world.world_size();
+        for replica in 0..num_ranks / self.shards.world_size() {
+            let ranks = (0..num_ranks).filter(|&rank| group_of(rank) == replica);
             let hosts: Vec<usize> = ranks.map(|rank| self.world.hosts().host_of(Rank(rank))).collect();
             let hosts = Hosts::new(&hosts);
             if hosts.ranks_per_host().is_none() {
@@ -154,6 +188,16 @@ impl RankGrid {
     /// The ranks that hold the same shard as this one.
     pub fn replicas(&self) -> &Arc<Group> {
         &self.replicas
+    }
+
+    /// The ranks that have parts of the same parameters, and see the same microbatches.
+    pub fn tensor(&self) -> &Arc<Group> {
+        &self.tensor
+    }
+
+    /// This rank's place on the tensor axis.
+    pub fn tensor_place(&self) -> AxisPlace {
+        AxisPlace::new(self.tensor.rank().0, self.tensor.world_size())
     }
 
     /// The ranks as a mesh.
@@ -225,7 +269,7 @@ mod tests {
     #[test]
     fn shards_are_split_by_hosts_of_equally_many_ranks() {
         let levels = run_ranks_on(&[0, 1, 0, 1, 1, 0, 1, 0], |group| {
-            let mut ranks = RankGrid::new(group, 1, 4).unwrap();
+            let mut ranks = RankGrid::new(group, Degrees { shards: 4, ..Degrees::ONE }).unwrap();
             ranks.split_by_hosts().unwrap();
             let Levels { hosts, within, across } = ranks.levels().unwrap();
             let (host, local) = (hosts.host_of(ranks.shards().rank()), within.rank().0);
@@ -241,7 +285,7 @@ mod tests {
     fn hosts_of_unequally_many_ranks_are_refused_by_all() {
         for hosts in [&[0, 0, 1, 0, 1, 0][..], &[0, 1, 1, 0, 0, 0]] {
             let found = run_ranks_on(hosts, |group| {
-                let mut ranks = RankGrid::new(group, 1, 3).unwrap();
+                let mut ranks = RankGrid::new(group, Degrees { shards: 3, ..Degrees::ONE }).unwrap();
                 ranks.split_by_hosts().map_err(|error| error.to_string())
             });
             assert!(found.iter().all(|found| {

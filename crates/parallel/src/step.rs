@@ -4,6 +4,7 @@ use crate::gradients::Determinism;
 use std::fmt;
 use std::time::Duration;
 use trireme_comm::{Compression, CompressionStatistics};
+use trireme_model::PassOptions;
 use trireme_optim::LossScaling;
 use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
 
@@ -15,6 +16,8 @@ pub struct ExecutorOptions {
     /// How the blocks' linear layers work in fp8, which is emulated in bf16 and needs that `precision`; `None` for not at
     /// all.
     pub fp8: Option<Fp8Recipe>,
+    /// Whether ranks of the tensor axis have parts of the rows of a microbatch between layers that they cut: sequence parallelism.
+    pub shards_rows: bool,
     /// What gradients are rounded to before they are summed over ranks: 16 bits halve the bytes of messages. A world of
     /// one rounds nothing, and what is compressed is not rounded as well.
     pub reduce_dtype: Precision,
@@ -60,6 +63,7 @@ impl ExecutorOptions {
     pub const PLAIN: ExecutorOptions = ExecutorOptions {
         precision: Precision::F32,
         fp8: None,
+        shards_rows: false,
         reduce_dtype: Precision::F32,
         fusion_bytes: 0,
         zero_plus_plus: ZeroPlusPlus::NONE,
@@ -72,6 +76,11 @@ impl ExecutorOptions {
     /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes): to copy a shorter gradient takes less than a message by
     /// TCP takes to begin.
     pub const FUSION_BYTES: usize = 512 << 10;
+
+    /// How passes compute.
+    pub fn passes(&self) -> PassOptions {
+        PassOptions { precision: self.precision, fp8: self.fp8, shards_rows: self.shards_rows }
+    }
 
     /// What parameters are gathered in.
     pub fn gather_precision(&self) -> Precision {

@@ -16,7 +16,7 @@ fn device() -> Device {
 fn forward_only(config: &ModelConfig, device: &Device) -> Executor {
     let build = |device: &Device| config.build(1, device);
     let rehearsal =
-        Rehearsal::of(build, DeviceOptions::default(), Precision::F32, None, &token_specs(1, 1)).unwrap();
+        Rehearsal::of(build, DeviceOptions::default(), Precision::F32, &token_specs(1, 1)).unwrap();
     let model = config.build(8, device).unwrap();
     let parameters = model.initial_parameters(device, 7).unwrap();
     let before = device.memory().usage(Category::Parameters).peak;

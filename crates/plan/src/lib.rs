@@ -5,6 +5,8 @@
 
 mod mesh;
 mod placement;
+mod run;
 
 pub use mesh::{Axis, Mesh, MeshError};
-pub use placement::{Extent, Placement, PlacementError, TensorPlacement};
+pub use placement::{Extent, HeldBox, Part, Placement, PlacementError, TensorPlacement};
+pub use run::{Run, position_in, runs};

@@ -12,6 +12,8 @@ impl Axis {
     pub const DATA_REPLICATE: Axis = Axis::named("data_replicate");
     /// Ranks that shard the training state, or a part of it, and see different microbatches.
     pub const DATA_SHARD: Axis = Axis::named("data_shard");
+    /// Ranks that hold parts of the same parameters, and see the same microbatches.
+    pub const TENSOR: Axis = Axis::named("tensor");
 
     /// An axis of this name.
     pub const fn named(name: &'static str) -> Self {
@@ -107,6 +109,41 @@ impl Mesh {
     }
 }
 
+/// Rows of a picture; further ones are left out.
+const ROWS_MAX: usize = 32;
+
+/// The ranks by their places: a row for each place on all axes but the last, and a column for each on that. Axes of one rank are
+/// left out.
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let several: Vec<(Axis, usize)> =
+            self.axes.iter().copied().filter(|(_, degree)| *degree > 1).collect();
+        let Some((&(last, num_cols), others)) = several.split_last() else { return writeln!(f, "rank 0") };
+        let num_rows = self.num_ranks() / num_cols;
+        let width = |axis: Axis, degree: usize| axis.0.len().max((degree - 1).to_string().len());
+        let cell = (self.num_ranks() - 1).to_string().len().max((num_cols - 1).to_string().len());
+        let row = |f: &mut fmt::Formatter<'_>, name: &str, cells: &mut dyn Iterator<Item = usize>| {
+            write!(f, "{name}")?;
+            for number in cells {
+                write!(f, "  {number:>cell$}")?;
+            }
+            writeln!(f)
+        };
+        others.iter().try_for_each(|&(axis, _)| write!(f, "{axis}  "))?;
+        row(f, last.0, &mut (0..num_cols))?;
+        for index in 0..num_rows.min(ROWS_MAX) {
+            let mut rest = index * num_cols;
+            for (place, &(axis, degree)) in others.iter().enumerate() {
+                let inner: usize = several[place + 1..].iter().map(|(_, degree)| degree).product();
+                write!(f, "{:>width$}  ", rest / inner, width = width(axis, degree))?;
+                rest %= inner;
+            }
+            row(f, &" ".repeat(last.0.len()), &mut (index * num_cols..(index + 1) * num_cols))?;
+        }
+        if num_rows > ROWS_MAX { writeln!(f, "and {} more rows", num_rows - ROWS_MAX) } else { Ok(()) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -122,12 +159,32 @@ mod tests {
 
     #[test]
     fn groups_differ_along_their_axes_only() {
-        let tensor = Axis::named("tensor");
+        let tensor = Axis::TENSOR;
         let mesh = Mesh::new(&[(Axis::PIPELINE, 2), (Axis::DATA_SHARD, 3), (tensor, 2)]).unwrap();
         let groups = |axes: &[Axis]| (0..12).map(|rank| mesh.group_of(Rank(rank), axes)).collect::<Vec<_>>();
         assert_eq!(groups(&[tensor]), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]);
         assert_eq!(groups(&[Axis::DATA_SHARD]), [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]);
         assert_eq!(groups(&[Axis::PIPELINE, tensor]), [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]);
+    }
+
+    #[test]
+    fn a_picture_has_a_row_for_each_place_on_the_other_axes() {
+        let axes = [(Axis::PIPELINE, 2), (Axis::DATA_REPLICATE, 1), (Axis::DATA_SHARD, 3), (Axis::TENSOR, 2)];
+        let picture = Mesh::new(&axes).unwrap().to_string();
+        let expected = "\
+pipeline  data_shard  tensor   0   1
+       0           0           0   1
+       0           1           2   3
+       0           2           4   5
+       1           0           6   7
+       1           1           8   9
+       1           2          10  11
+";
+        assert_eq!(picture, expected);
+        assert_eq!(Mesh::data_parallel(3).to_string(), "data_replicate  0  1  2\n                0  1  2\n");
+        assert_eq!(Mesh::data_parallel(1).to_string(), "rank 0\n");
+        let large = Mesh::new(&[(Axis::DATA_SHARD, 50), (Axis::TENSOR, 2)]).unwrap().to_string();
+        assert!(large.ends_with("and 18 more rows\n"), "{large}");
     }
 
     #[test]

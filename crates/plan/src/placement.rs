@@ -1,7 +1,8 @@
 use crate::mesh::Mesh;
+use crate::run::runs;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
-use trireme_base::{DType, Rank};
+use trireme_base::{AxisPlace, Cut, DType, Rank, Segment};
 
 /// How a tensor lies along one mesh axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,8 +15,11 @@ pub enum Placement {
         /// The dim that is cut.
         dim: usize,
     },
+    /// The ranks hold parts of the groups of a dim, in whole granules: tensor parallelism.
+    Cut(Cut),
     /// The ranks hold consecutive runs of the elements in row-major order: rank `i` of the axis those from `bounds[i]` to
-    /// `bounds[i + 1]` of what the axes before leave it. So a buffer of several tensors is cut wherever its shards end.
+    /// `bounds[i + 1]` of what the other axes leave it, with what fills up parts. So a buffer of several tensors is cut wherever its
+    /// shards end.
     Ragged {
         /// One more than there are ranks, rising, from 0 to the number of elements.
         bounds: Vec<usize>,
@@ -116,6 +120,110 @@ impl Extent {
     }
 }
 
+/// What a rank has of a tensor as it lies in its memory, row-major, before that is cut into runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Sizes of the dims here.
+    shape: Vec<usize>,
+    /// For each dim, what of the tensor is here; between the segments lies what fills up the part.
+    segments: Vec<Vec<Segment>>,
+}
+
+impl Part {
+    /// All of a tensor of this shape.
+    pub fn whole(shape: &[usize]) -> Self {
+        let segment = |&len: &usize| vec![Segment { start: 0, place: 0, len }];
+        Part { shape: shape.to_vec(), segments: shape.iter().map(segment).collect() }
+    }
+
+    /// What a rank has of it along an axis that cuts it so.
+    ///
+    /// # Panics
+    /// If so many ranks cannot cut it, or there is no such dim.
+    pub fn cut(self, cut: Cut, place: AxisPlace) -> Self {
+        let len = self.shape[cut.dim];
+        let segments: Vec<Segment> = cut.segments(len, place).collect();
+        self.narrow(cut.dim, cut.part_len(len, place.degree), &segments)
+    }
+
+    /// Keeps `segments` of a dim, which has `len` elements then.
+    fn narrow(mut self, dim: usize, len: usize, segments: &[Segment]) -> Self {
+        let shared = |new: &Segment, old: &Segment| {
+            let (start, end) = (new.start.max(old.place), (new.start + new.len).min(old.place + old.len));
+            (start < end).then(|| Segment {
+                start: old.start + start - old.place,
+                place: new.place + start - new.start,
+                len: end - start,
+            })
+        };
+        let old = std::mem::take(&mut self.segments[dim]);
+        self.segments[dim] =
+            segments.iter().flat_map(|new| old.iter().filter_map(|old| shared(new, old))).collect();
+        self.shape[dim] = len;
+        self
+    }
+
+    /// Number of elements here, with those that fill it up.
+    pub fn num_elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// The boxes of the tensor that the elements `held` make up, counted in row-major order within what is here.
+    pub fn boxes(&self, held: Range<usize>) -> Vec<HeldBox> {
+        let mut boxes = Vec::new();
+        let mut first = 0;
+        for piece in Extent::whole(&self.shape).run(held) {
+            let num_elements = piece.num_elements();
+            let empty = Extent { start: Vec::new(), shape: Vec::new() };
+            self.add_boxes(&piece, first, (empty.clone(), empty), &mut boxes);
+            first += num_elements;
+        }
+        boxes
+    }
+
+    /// Adds the boxes within a `piece` whose first dims are those of `found`: in the tensor, and here.
+    fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<HeldBox>) {
+        let dim = found.0.start.len();
+        if dim == self.shape.len() {
+            let (extent, within) = found;
+            return boxes.push(HeldBox { extent, piece: piece.clone(), within, first });
+        }
+        let (start, end) = (piece.start[dim], piece.start[dim] + piece.shape[dim]);
+        for segment in &self.segments[dim] {
+            let (from, to) = (start.max(segment.place), end.min(segment.place + segment.len));
+            if from < to {
+                let (mut extent, mut within) = found.clone();
+                extent.start.push(segment.start + from - segment.place);
+                within.start.push(from);
+                [&mut extent, &mut within].into_iter().for_each(|found| found.shape.push(to - from));
+                self.add_boxes(piece, first, (extent, within), boxes);
+            }
+        }
+    }
+}
+
+/// A box of a tensor, and where a rank's memory has its elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeldBox {
+    /// The box.
+    pub extent: Extent,
+    /// The box of what the rank has that lies around it without gaps.
+    piece: Extent,
+    /// The box itself, of what the rank has.
+    within: Extent,
+    /// The first element of `piece`, among those that the rank holds.
+    first: usize,
+}
+
+impl HeldBox {
+    /// Where its elements lie among those that the rank holds, in row-major order.
+    pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        let first = self.first;
+        runs(&self.within, &self.piece, &self.within)
+            .map(move |run| first + run.source..first + run.source + run.len)
+    }
+}
+
 /// A placement that does not fit its tensor or mesh.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PlacementError {
@@ -142,6 +250,18 @@ pub enum PlacementError {
         degree: usize,
         /// Elements that are cut.
         num_elements: usize,
+    },
+    /// A dim that so many ranks cannot cut.
+    #[error("tensor '{name}' is cut by {degree} ranks as {cut:?}, which does not fit {len} elements")]
+    WrongCut {
+        /// The tensor.
+        name: String,
+        /// How it is cut.
+        cut: Cut,
+        /// Elements of the dim.
+        len: usize,
+        /// Ranks of the axis.
+        degree: usize,
     },
     /// A rank that the axis lacks.
     #[error("tensor '{name}' is placed on rank {rank} of an axis of {degree}")]
@@ -176,12 +296,29 @@ impl TensorPlacement {
         }
     }
 
-    /// The parts of the tensor that `rank` holds, in row-major order; several ranks hold the same ones where it is
-    /// replicated. One box, unless it is cut into ragged runs: then none or several.
+    /// The parts of the tensor that `rank` holds, in the order of its memory; several ranks hold the same ones where it is
+    /// replicated. One box, unless it is cut in groups or into ragged runs: then several. None if there are no elements.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
     pub fn extents(&self, mesh: &Mesh, rank: Rank) -> Result<Vec<Extent>, PlacementError> {
+        Ok(self.boxes(mesh, rank)?.into_iter().map(|held| held.extent).collect())
+    }
+
+    /// As [`extents`](TensorPlacement::extents), with where their elements lie.
+    ///
+    /// # Panics
+    /// If `rank` is outside of the mesh.
+    pub fn boxes(&self, mesh: &Mesh, rank: Rank) -> Result<Vec<HeldBox>, PlacementError> {
+        let (part, held) = self.held(mesh, rank)?;
+        Ok(part.boxes(held))
+    }
+
+    /// What `rank` has of the tensor, and the elements that it holds, counted within that.
+    ///
+    /// # Panics
+    /// If `rank` is outside of the mesh.
+    pub fn held(&self, mesh: &Mesh, rank: Rank) -> Result<(Part, Range<usize>), PlacementError> {
         if self.placements.len() != mesh.axes().len() {
             return Err(PlacementError::WrongNumber {
                 name: self.name.clone(),
@@ -189,51 +326,58 @@ impl TensorPlacement {
                 axes: mesh.axes().len(),
             });
         }
-        let mut extents = vec![Extent::whole(&self.shape)];
+        let (mut part, mut bounds, mut is_elsewhere) = (Part::whole(&self.shape), None, false);
         let positions = mesh.coordinates(rank);
         for ((placement, &(_, degree)), position) in self.placements.iter().zip(mesh.axes()).zip(positions) {
+            let place = AxisPlace::new(position, degree);
             match placement {
                 Placement::Replicate => (),
-                Placement::Shard { dim } => {
-                    let cut = |extent: &mut Extent| self.shard(extent, *dim, degree, position);
-                    extents.iter_mut().try_for_each(cut)?;
-                }
+                Placement::Shard { dim } => part = self.shard(part, *dim, place)?,
+                Placement::Cut(cut) => part = self.cut(part, *cut, place)?,
                 Placement::Single { rank } if *rank >= degree => {
                     return Err(PlacementError::NoSuchRank { name: self.name.clone(), rank: *rank, degree });
                 }
-                Placement::Single { rank } if *rank != position => return Ok(Vec::new()),
-                Placement::Single { .. } => (),
-                Placement::Ragged { bounds } => extents = self.ragged(&extents, bounds, degree, position)?,
+                Placement::Single { rank } => is_elsewhere |= *rank != position,
+                Placement::Ragged { bounds: found } => bounds = Some((found, place)),
             }
         }
-        Ok(extents)
+        let held = match bounds {
+            _ if is_elsewhere => 0..0,
+            None => 0..part.num_elements(),
+            Some((bounds, place)) => self.ragged(bounds, part.num_elements(), place)?,
+        };
+        Ok((part, held))
     }
 
-    fn shard(
-        &self,
-        extent: &mut Extent,
-        dim: usize,
-        degree: usize,
-        position: usize,
-    ) -> Result<(), PlacementError> {
-        if dim >= self.shape.len() {
-            let (name, shape) = (self.name.clone(), self.shape.clone());
-            return Err(PlacementError::NoSuchDim { name, shape, dim });
+    fn no_such_dim(&self, dim: usize) -> PlacementError {
+        let (name, shape) = (self.name.clone(), self.shape.clone());
+        PlacementError::NoSuchDim { name, shape, dim }
+    }
+
+    fn shard(&self, part: Part, dim: usize, place: AxisPlace) -> Result<Part, PlacementError> {
+        let &len = part.shape.get(dim).ok_or_else(|| self.no_such_dim(dim))?;
+        let (base, longer) = (len / place.degree, len % place.degree);
+        let start = place.rank * base + place.rank.min(longer);
+        let len = base + usize::from(place.rank < longer);
+        Ok(part.narrow(dim, len, &[Segment { start, place: 0, len }]))
+    }
+
+    fn cut(&self, part: Part, cut: Cut, place: AxisPlace) -> Result<Part, PlacementError> {
+        let &len = part.shape.get(cut.dim).ok_or_else(|| self.no_such_dim(cut.dim))?;
+        if cut.num_holders(len, place.degree).is_none() {
+            let (name, degree) = (self.name.clone(), place.degree);
+            return Err(PlacementError::WrongCut { name, cut, len, degree });
         }
-        let (base, longer) = (extent.shape[dim] / degree, extent.shape[dim] % degree);
-        extent.start[dim] += position * base + position.min(longer);
-        extent.shape[dim] = base + usize::from(position < longer);
-        Ok(())
+        Ok(part.cut(cut, place))
     }
 
     fn ragged(
         &self,
-        extents: &[Extent],
         bounds: &[usize],
-        degree: usize,
-        position: usize,
-    ) -> Result<Vec<Extent>, PlacementError> {
-        let num_elements = extents.iter().map(Extent::num_elements).sum();
+        num_elements: usize,
+        place: AxisPlace,
+    ) -> Result<Range<usize>, PlacementError> {
+        let degree = place.degree;
         let is_cut = bounds.len() == degree + 1
             && bounds.is_sorted()
             && (bounds[0], bounds[degree]) == (0, num_elements);
@@ -241,16 +385,7 @@ impl TensorPlacement {
             let (name, bounds) = (self.name.clone(), bounds.to_vec());
             return Err(PlacementError::WrongBounds { name, bounds, degree, num_elements });
         }
-        let (start, end) = (bounds[position], bounds[position + 1]);
-        let mut runs = Vec::new();
-        let mut first = 0;
-        for extent in extents {
-            let len = extent.num_elements();
-            let within = start.clamp(first, first + len) - first..end.clamp(first, first + len) - first;
-            runs.extend(extent.run(within));
-            first += len;
-        }
-        Ok(runs)
+        Ok(bounds[place.rank]..bounds[place.rank + 1])
     }
 }
 
@@ -260,7 +395,7 @@ mod tests {
     use crate::mesh::Axis;
     use proptest::prelude::*;
 
-    fn sharded(size: usize, degree: usize) -> Vec<(usize, usize)> {
+    fn sharded(size: usize, degree: usize) -> Vec<Option<(usize, usize)>> {
         let mesh = Mesh::new(&[(Axis::DATA_REPLICATE, degree)]).unwrap();
         let tensor = TensorPlacement {
             name: "w".into(),
@@ -268,15 +403,15 @@ mod tests {
             dtype: DType::F32,
             placements: vec![Placement::Shard { dim: 1 }],
         };
-        let part = |rank| tensor.extents(&mesh, Rank(rank)).unwrap().remove(0);
-        (0..degree).map(|rank| (part(rank).start[1], part(rank).shape[1])).collect()
+        let part = |rank| tensor.extents(&mesh, Rank(rank)).unwrap().pop();
+        (0..degree).map(|rank| part(rank).map(|part| (part.start[1], part.shape[1]))).collect()
     }
 
     #[test]
     fn shards_are_consecutive_and_cover_the_dim() {
-        assert_eq!(sharded(6, 2), [(0, 3), (3, 3)]);
-        assert_eq!(sharded(7, 3), [(0, 3), (3, 2), (5, 2)]);
-        assert_eq!(sharded(1, 3), [(0, 1), (1, 0), (1, 0)]);
+        assert_eq!(sharded(6, 2), [Some((0, 3)), Some((3, 3))]);
+        assert_eq!(sharded(7, 3), [Some((0, 3)), Some((3, 2)), Some((5, 2))]);
+        assert_eq!(sharded(1, 3), [Some((0, 1)), None, None]);
     }
 
     #[test]
@@ -349,6 +484,47 @@ mod tests {
             }
             prop_assert_eq!(found, (0..num_elements).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn parts_of_groups_lie_beside_each_other_in_memory() {
+        let mesh = Mesh::new(&[(Axis::DATA_SHARD, 2), (Axis::TENSOR, 2)]).unwrap();
+        let tensor = TensorPlacement {
+            name: "qkv".into(),
+            shape: vec![3, 12],
+            dtype: DType::F32,
+            placements: vec![
+                Placement::Ragged { bounds: vec![0, 8, 18] },
+                Placement::Cut(Cut::along(1).with_groups(3).with_granule(2)),
+            ],
+        };
+        let mut found = vec![0; 36];
+        for rank in 0..4 {
+            let boxes = tensor.boxes(&mesh, Rank(rank)).unwrap();
+            let mut held = Vec::new();
+            for part in &boxes {
+                let Extent { start, shape } = &part.extent;
+                let positions = (0..shape[0])
+                    .flat_map(|row| (0..shape[1]).map(move |col| (start[0] + row) * 12 + start[1] + col));
+                let places = part.runs().flatten();
+                held.extend(places.zip(positions));
+            }
+            held.sort_unstable();
+            let places: Vec<usize> = held.iter().map(|(place, _)| *place).collect();
+            assert_eq!(places, (0..[8, 10][rank / 2]).collect::<Vec<_>>());
+            // Rows of what is here are the rank's columns of each group.
+            for (place, position) in held {
+                let (row, col) = ((place + 8 * (rank / 2)) / 6, (place + 8 * (rank / 2)) % 6);
+                assert_eq!(position, row * 12 + col / 2 * 4 + rank % 2 * 2 + col % 2);
+                found[position] += 1;
+            }
+        }
+        assert_eq!(found, [1; 36]);
+        let uneven = TensorPlacement {
+            placements: vec![Placement::Replicate, Placement::Cut(Cut::along(0))],
+            ..tensor
+        };
+        assert!(matches!(uneven.extents(&mesh, Rank(0)), Err(PlacementError::WrongCut { degree: 2, .. })));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a model declares of a parameter.
 
-use trireme_base::RandomKey;
+use trireme_base::{Cut, RandomKey};
 
 /// A parameter as a model declares it, once. Whoever initializes, updates, cuts or stores it reads it from here.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,7 +38,7 @@ impl Parameter {
     /// # Panics
     /// If it has no such dim, or the dim does not consist of whole granules in each group.
     pub fn with_cut(self, cut: Cut) -> Self {
-        let Cut { dim, num_groups, granule } = cut;
+        let Cut { dim, num_groups, granule, .. } = cut;
         let whole = num_groups.saturating_mul(granule);
         assert!(
             self.dims.get(dim).is_some_and(|&len| whole > 0 && len.is_multiple_of(whole)),
@@ -87,37 +87,6 @@ impl Initial {
                 RandomKey::new(seed, name).fill_normal_from(first as u64, values, standard_deviation);
             }
         }
-    }
-}
-
-/// Where tensor parallelism may cut a parameter.
-///
-/// A rank gets an equal part of each group, in whole granules: of a fused projection to queries, keys and values there are
-/// three groups, with granules as long as a head is wide.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Cut {
-    /// The dim that is cut.
-    pub dim: usize,
-    /// Equal parts of the dim of which each rank gets its own part.
-    pub num_groups: usize,
-    /// Consecutive elements of the dim that stay together.
-    pub granule: usize,
-}
-
-impl Cut {
-    /// Along `dim`, at any element.
-    pub fn along(dim: usize) -> Self {
-        Cut { dim, num_groups: 1, granule: 1 }
-    }
-
-    /// The same in whole granules, such as heads.
-    pub fn with_granule(self, granule: usize) -> Self {
-        Cut { granule, ..self }
-    }
-
-    /// The same within each of so many equal parts.
-    pub fn with_groups(self, num_groups: usize) -> Self {
-        Cut { num_groups, ..self }
     }
 }
 

@@ -21,7 +21,7 @@ pub mod tape;
 mod tensor;
 mod values;
 
-pub use declaration::{Cut, Initial, Parameter, ParameterClass};
+pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
     Backend, DetachedOptions, Device, DeviceError, DeviceOptions, MatmulEpilogue, PinnedMemory, Transpose,
     WaitSite,
@@ -35,12 +35,13 @@ pub use kernels::{
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameter_table::{
-    LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, Tie, UnitInfo, leaf_sum,
+    LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, SpanPart, Tie, UncuttableError,
+    UnitInfo, leaf_sum,
 };
 pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, Tape, Var};
 pub use tensor::{Tensor, View, ViewMut};
-pub use trireme_base::Category;
+pub use trireme_base::{AxisPlace, Category, Cut};
 pub use values::Values;

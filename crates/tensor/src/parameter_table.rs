@@ -1,8 +1,9 @@
 //! Which parameters a model has, and where each is in the flat buffer of its unit.
 
-use crate::declaration::{Cut, Initial, Parameter, ParameterClass};
+use crate::declaration::{Initial, Parameter, ParameterClass};
 use crate::shape::Shape;
 use std::ops::Range;
+use trireme_base::{AxisPlace, Cut, Segment};
 
 /// A parameter's place in its [`ParameterTable`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -13,7 +14,9 @@ pub struct ParameterId(pub usize);
 pub struct ParameterInfo {
     /// Fully qualified name, as Hugging Face checkpoints spell it.
     pub name: String,
-    /// Shape, as Hugging Face checkpoints store it.
+    /// Shape of the whole, as Hugging Face checkpoints store it.
+    pub whole: Shape,
+    /// Shape of what this rank of the tensor axis has of it.
     pub shape: Shape,
     /// Its values before training.
     pub initial: Initial,
@@ -21,6 +24,8 @@ pub struct ParameterInfo {
     pub class: ParameterClass,
     /// How tensor parallelism may cut it; `None` if each rank needs all of it.
     pub cut: Option<Cut>,
+    /// Which rank of the tensor axis this is.
+    pub place: AxisPlace,
     /// Unit that holds it.
     pub unit: usize,
     /// First element within the unit's flat buffer.
@@ -28,6 +33,51 @@ pub struct ParameterInfo {
 }
 
 impl ParameterInfo {
+    /// How many ranks of the tensor axis hold the same elements as this one: neighbours, the first of which has a multiple of that as its
+    /// number.
+    pub fn num_holders(&self) -> usize {
+        let holders = |cut: Cut| cut.num_holders(self.whole.dims()[cut.dim], self.place.degree);
+        self.cut.map_or(self.place.degree, |cut| holders(cut).expect("the table was checked to be cut"))
+    }
+
+    /// The same parameter as another rank of the tensor axis has it.
+    pub fn at(&self, place: AxisPlace) -> Self {
+        ParameterInfo { place, ..self.clone() }
+    }
+
+    /// Whether this is the first of the ranks that hold the same elements: the one that counts them in sums over all ranks.
+    pub fn is_counted(&self) -> bool {
+        self.place.rank.is_multiple_of(self.num_holders())
+    }
+
+    /// What this rank of the tensor axis has of a dim of the whole parameter.
+    pub fn segments(&self, dim: usize) -> Vec<Segment> {
+        let len = self.whole.dims()[dim];
+        match self.cut {
+            Some(cut) if cut.dim == dim => cut.segments(len, self.place).collect(),
+            _ => vec![Segment { start: 0, place: 0, len }],
+        }
+    }
+
+    /// The runs of the whole parameter, row-major, that the elements `held` make up, counted within what this rank of the tensor axis has:
+    /// for each its first element in the whole, and the range within what the rank has.
+    pub fn runs(&self, held: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+        // A parameter that is not cut is one row.
+        let one_row = (Cut::along(0), [self.whole.num_elements()], AxisPlace::ALONE);
+        match self.cut {
+            Some(cut) if self.place.degree > 1 => cut.runs(self.whole.dims(), self.place, held),
+            _ => one_row.0.runs(&one_row.1, one_row.2, held),
+        }
+    }
+
+    /// Writes the initial values of the elements `held` of what this rank has.
+    pub fn initialize(&self, seed: u64, held: Range<usize>, values: &mut [f32]) {
+        for (first, run) in self.runs(held.clone()) {
+            let run = run.start - held.start..run.end - held.start;
+            self.initial.fill(&self.name, seed, first, &mut values[run]);
+        }
+    }
+
     /// The parameter's elements within its unit's flat buffer.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset.saturating_add(self.shape.num_elements())
@@ -67,6 +117,9 @@ pub fn leaf_sum<T: Copy>(
     let right = leaf_sum(middle..leaves.end, zero, leaf, add);
     add(left, right)
 }
+
+/// Degrees of tensor parallelism beyond this are not suggested.
+const DEGREE_MAX: usize = 1024;
 
 /// What is gathered, reduced, fetched and stepped together.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -115,6 +168,21 @@ pub struct ParameterSpan {
     pub first: ParameterId,
     /// Number of parameters.
     pub num_parameters: usize,
+    /// Which part of it is here, if the tensor axis has several ranks and they cut it.
+    pub part: Option<SpanPart>,
+}
+
+/// The part of a span that a rank of the tensor axis has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SpanPart {
+    /// The dim that is cut.
+    pub dim: usize,
+    /// The first element of the dim that is here, of a parameter by itself.
+    pub start: usize,
+    /// How many elements of the dim are here, of a parameter by itself, without those that fill it up.
+    pub len: usize,
+    /// How many elements the dim has on all ranks, of a parameter by itself.
+    pub whole: usize,
 }
 
 /// All parameters of a model, by unit.
@@ -124,6 +192,39 @@ pub struct ParameterTable {
     units: Vec<UnitInfo>,
     matrices: Vec<ParameterSpan>,
     tie: Option<Tie>,
+    place: AxisPlace,
+}
+
+/// A parameter that so many ranks of the tensor axis cannot cut.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{degree} ranks cannot cut dim {dim} of '{name}' into equal parts: it has {num_granules} pieces of {granule} elements that stay together{}; \
+     the nearest degrees that divide the model are {}",
+    groups(*.num_groups), join(.nearest)
+)]
+pub struct UncuttableError {
+    /// The first such parameter.
+    pub name: String,
+    /// The dim that is cut.
+    pub dim: usize,
+    /// Groups, of each of which a rank gets its part.
+    pub num_groups: usize,
+    /// Pieces that are not cut, in each group.
+    pub num_granules: usize,
+    /// Elements of such a piece.
+    pub granule: usize,
+    /// The ranks.
+    pub degree: usize,
+    /// Numbers of ranks that can cut all parameters: the next smaller and the next larger one, if there is one.
+    pub nearest: Vec<usize>,
+}
+
+fn groups(num_groups: usize) -> String {
+    if num_groups == 1 { String::new() } else { format!(" in each of {num_groups} groups") }
+}
+
+fn join(degrees: &[usize]) -> String {
+    degrees.iter().map(usize::to_string).collect::<Vec<_>>().join(" and ")
 }
 
 /// Parameters that a unit reads although another unit holds them.
@@ -136,6 +237,66 @@ pub struct Tie {
 }
 
 impl ParameterTable {
+    /// An empty table of what a rank of the tensor axis has of parameters.
+    pub fn of_place(place: AxisPlace) -> Self {
+        ParameterTable { place, ..ParameterTable::default() }
+    }
+
+    /// Which rank of the tensor axis the table is for.
+    pub fn place(&self) -> AxisPlace {
+        self.place
+    }
+
+    /// The parameters of all ranks of the tensor axis, in the same order. Nothing is tied, for nothing runs with them.
+    pub fn whole(&self) -> ParameterTable {
+        let mut whole = ParameterTable::default();
+        for unit in &self.units {
+            whole.begin_unit(unit.name.clone());
+            for info in &self.parameters[unit.parameters.clone()] {
+                let ParameterInfo { name, initial, class, cut, .. } = info.clone();
+                whole.push(Parameter { name, dims: info.whole.dims().to_vec(), initial, class, cut });
+            }
+        }
+        whole
+    }
+
+    /// Whether so many ranks of the tensor axis can have parts of the parameters of this table, which has all of them.
+    ///
+    /// # Errors
+    /// The first parameter that they cannot cut.
+    pub fn check_degree(&self, degree: usize) -> Result<(), UncuttableError> {
+        let cuts = |info: &ParameterInfo| Some((info.cut?, info.whole.dims()[info.cut?.dim]));
+        let can_cut = |degree: usize| {
+            let mut cuts = self.parameters.iter().filter_map(cuts);
+            degree > 0 && cuts.all(|(cut, len)| cut.num_holders(len, degree).is_some())
+        };
+        let refusing = self.parameters.iter().find(|info| {
+            cuts(info).is_some_and(|(cut, len)| degree == 0 || cut.num_holders(len, degree).is_none())
+        });
+        let Some(info) = refusing else { return Ok(()) };
+        let (cut, len) = cuts(info).expect("it is cut");
+        let num_granules = cut.num_granules(len);
+        let below = (1..degree).rev().find(|&degree| can_cut(degree));
+        let above = (degree + 1..=DEGREE_MAX.max(degree)).find(|&degree| can_cut(degree));
+        Err(UncuttableError {
+            name: info.name.clone(),
+            dim: cut.dim,
+            num_groups: cut.num_groups,
+            num_granules,
+            granule: cut.granule,
+            degree,
+            nearest: below.into_iter().chain(above).collect(),
+        })
+    }
+
+    /// What this rank of the tensor axis has of so many things that are cut like this, such as heads.
+    ///
+    /// # Panics
+    /// If they cannot be cut; [`check_degree`](ParameterTable::check_degree) refuses the parameters that belong to them before.
+    pub fn part_of(&self, cut: Cut, len: usize) -> usize {
+        cut.part_len(len, self.place.degree)
+    }
+
     /// Begins a unit; the parameters added next belong to it. Returns its index.
     pub fn begin_unit(&mut self, name: impl Into<String>) -> usize {
         let next = self.parameters.len();
@@ -163,6 +324,8 @@ impl ParameterTable {
             let (part, mut dims) = (self.push(part), stack.shape.dims().to_vec());
             assert_eq!(part.shape.dims()[1..], dims[1..], "parameters of unequal rows do not stack");
             dims[0] = dims[0].saturating_add(part.shape.dims()[0]);
+            let cut_dims = [part, stack].map(|span| span.part.map(|part| part.dim));
+            assert_eq!(cut_dims[0], cut_dims[1], "parameters that are cut along different dims do not stack");
             ParameterSpan { shape: Shape::new(&dims), num_parameters: stack.num_parameters + 1, ..stack }
         });
         self.matrices.extend(Some(span).filter(|_| is_matrix));
@@ -174,12 +337,19 @@ impl ParameterTable {
         let unit = self.last_unit();
         let info = &mut self.units[unit];
         let (first, offset) = (ParameterId(self.parameters.len()), info.num_elements);
+        let (whole, place) = (Shape::new(&dims), self.place);
+        let (mut dims, mut part) = (dims, None);
+        if let Some(cut) = cut.filter(|_| place.degree > 1) {
+            let first = cut.segments(dims[cut.dim], place).next().expect("there is a group");
+            part = Some(SpanPart { dim: cut.dim, start: first.start, len: first.len, whole: dims[cut.dim] });
+            dims[cut.dim] = cut.part_len(dims[cut.dim], place.degree);
+        }
         let shape = Shape::new(&dims);
         // Saturates, as shapes do: a device refuses to hold so many.
         info.num_elements = info.num_elements.saturating_add(shape.num_elements());
         info.parameters.end += 1;
-        self.parameters.push(ParameterInfo { name, shape, initial, class, cut, unit, offset });
-        ParameterSpan { unit, offset, shape, first, num_parameters: 1 }
+        self.parameters.push(ParameterInfo { name, whole, shape, initial, class, cut, place, unit, offset });
+        ParameterSpan { unit, offset, shape, first, num_parameters: 1, part }
     }
 
     fn last_unit(&self) -> usize {

@@ -28,8 +28,8 @@ impl Unit for Stem {
         let features = cx.apply(&Convert, [features])?;
         let dense = cx.apply(&self.dense, [features])?;
         let sparse = cx.apply(&self.bags, [ids])?;
-        cx.output("dense", dense);
-        cx.output("sparse", sparse);
+        cx.output("dense", dense)?;
+        cx.output("sparse", sparse)?;
         Ok(())
     }
 }
@@ -49,9 +49,9 @@ impl Unit for Middle {
         let normed = cx.apply(&self.norm, [&sparse])?;
         let hidden = cx.apply(&self.linear, (normed, sparse))?;
         let hidden = cx.apply(&self.dropout, [hidden])?;
-        cx.output("sparse", hidden);
+        cx.output("sparse", hidden)?;
         let Some(near) = &self.near else {
-            cx.output("dense", dense);
+            cx.output("dense", dense)?;
             return Ok(());
         };
         let features = cx.batch("features");
@@ -60,7 +60,7 @@ impl Unit for Middle {
         cx.apply_metric("distance", &MeanLoss(SquaredError), (&near, &features))?;
         cx.apply_loss(&MeanLoss(SquaredError), (near, features), 0.25)?;
         let dense = cx.apply(&Tanh, [dense])?;
-        cx.output("dense", dense);
+        cx.output("dense", dense)?;
         Ok(())
     }
 }
@@ -116,14 +116,13 @@ impl Unit for Classes {
     }
 }
 
-/// Builds a classifier of dense features and bags of ids, whose units in the middle also learn to return to the features.
+/// Builds, of parameters of `table`, a classifier of dense features and bags of ids, whose units in the middle also learn to return to the features.
 ///
 /// Its metrics are `distance` (of two units), `accuracy`, `recall` (of as many rows as are of the class) and `cross_entropy`.
 ///
 /// # Errors
 /// None.
-pub fn build_classifier(_: &Device) -> Result<Model, ModelError> {
-    let mut table = ParameterTable::default();
+pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
     let normal = Initial::Normal { standard_deviation: 0.3 };
     let linear = |table: &mut ParameterTable, name: &str, inputs, outputs, activation| {
         Arc::new(Linear::new(table, name, [inputs, outputs], normal, activation))

@@ -10,6 +10,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use trireme_base::{DType, with_sources};
@@ -19,7 +20,7 @@ use trireme_checkpoint::{
 };
 use trireme_optim::{LossScalerState, StateInfo};
 use trireme_parallel::{Executor, ParallelError};
-use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
+use trireme_plan::{Axis, HeldBox, Mesh, Placement, TensorPlacement};
 use trireme_schedule::StateClass;
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
@@ -171,6 +172,24 @@ impl RunTensors<'_> {
         Ok(())
     }
 
+    /// What this rank holds of a tensor, in the order of its boxes.
+    fn in_boxes(&self, index: usize, values: Vec<f32>) -> Result<Vec<f32>, CheckpointError> {
+        let executor = &*self.executor;
+        let (mesh, rank) = (executor.placements().mesh(), executor.group().rank());
+        let boxes = self.tensors[index].boxes(mesh, rank)?;
+        let runs: Vec<Range<usize>> = boxes.iter().flat_map(HeldBox::runs).collect();
+        let is_in_order = runs.iter().scan(0, |next, run| {
+            let is_next = run.start == *next;
+            *next = run.end;
+            Some(is_next)
+        });
+        let num_elements: usize = runs.iter().map(Range::len).sum();
+        if num_elements == values.len() && is_in_order.into_iter().all(|is_next| is_next) {
+            return Ok(values);
+        }
+        Ok(runs.into_iter().flat_map(|run| values[run].iter().copied()).collect())
+    }
+
     fn send_back(&mut self) -> Result<(), ParallelError> {
         match self.brought.take() {
             Some((class, unit)) => self.executor.send_state(class, unit, false),
@@ -203,11 +222,12 @@ impl TensorSource for RunTensors<'_> {
                         .shard_device()
                         .read::<f32>(executor.shard(info.unit).part(first, [held.len()].into()))
                 });
-                write(bytemuck::cast_slice(&values))
+                write(bytemuck::cast_slice(&self.in_boxes(index, values)?))
             }
-            Entry::OptimizerState { unit, index } => {
+            Entry::OptimizerState { unit, index: state } => {
                 let states = executor.optimizer().states(unit);
-                write(bytemuck::cast_slice(&states[index].values(executor.optimizer_device())))
+                let values = states[state].values(executor.optimizer_device());
+                write(bytemuck::cast_slice(&self.in_boxes(index, values)?))
             }
             Entry::AmaxHistory { layer } => {
                 let state = executor.fp8_state().expect("only fp8 has histories");

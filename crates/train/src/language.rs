@@ -14,7 +14,7 @@ use trireme_base::DType;
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec};
-use trireme_tensor::Device;
+use trireme_tensor::{Device, ParameterTable};
 
 /// The name of the corpus' checksum in the identity of its samples.
 pub(crate) const CORPUS: &str = "corpus";
@@ -82,8 +82,8 @@ impl Task for LanguageTask {
         )
     }
 
-    fn build(&self, device: &Device) -> Result<Model, ModelError> {
-        self.model.build(self.seq_len, device)
+    fn build(&self, device: &Device, table: ParameterTable) -> Result<Model, ModelError> {
+        self.model.build_into(table, self.seq_len, device)
     }
 
     fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError> {

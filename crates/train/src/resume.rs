@@ -8,7 +8,7 @@ use crate::error::TrainError;
 use crate::fp8::read_histories;
 use crate::observer::Observer;
 use crate::task::Task;
-use crate::weights::{checked_weights, read_extents, read_held};
+use crate::weights::{checked_weights, part, read_boxes, read_held};
 use serde::de::Error as _;
 use std::error::Error;
 use std::path::Path;
@@ -19,6 +19,7 @@ use trireme_checkpoint::{
 };
 use trireme_comm::Group;
 use trireme_parallel::Executor;
+use trireme_plan::Part;
 
 /// The longest description of a failure that ranks send each other, in bytes.
 const MESSAGE_BYTES_MAX: usize = 4096;
@@ -236,7 +237,11 @@ fn restore(
     let weights = checked_weights(&checkpoint.weights(), &model)?;
     executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
     executor.load_optimizer(|info, values| {
-        read_extents(checkpoint.tensors(), &state_name(info), info.shape, info.held.clone(), values)
+        let part = match info.is_like_parameter {
+            true => part(info.parameter),
+            false => Part::whole(info.shape.dims()),
+        };
+        read_boxes(checkpoint.tensors(), &state_name(info), &part, info.held.clone(), values)
     })?;
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;

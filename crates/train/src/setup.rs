@@ -15,6 +15,7 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use trireme_base::Rank;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
 use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
@@ -227,8 +228,7 @@ pub fn new_executor(
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
-    let pipeline_degree = config.parallelism().pipeline_parallel_degree;
-    let ranks = RankGrid::new(group, pipeline_degree, config.num_shards())?;
+    let ranks = RankGrid::new(group, config.degrees())?;
     let optimizer = &optimizer_options(config, model.table())?;
     let program = programs.swap_remove(ranks.pipeline().rank().0);
     let offload = &offload_options(config, &program.outline.state, device)?;
@@ -243,6 +243,7 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
     ExecutorOptions {
         precision: precision(training.dtype),
         fp8: fp8::recipe(training),
+        shards_rows: config.parallelism().sequence_parallel,
         reduce_dtype: precision(training.reduce_dtype),
         fusion_bytes: config.comm().fusion_bytes,
         zero_plus_plus: zero_plus_plus(config.parallelism()),
@@ -284,17 +285,17 @@ pub fn proven_programs(
     Ok(programs)
 }
 
-/// What passes of a model are on any worker.
+/// What passes of a model are on a worker.
 pub(crate) fn rehearse(
     config: &Config,
     task: &dyn Task,
-    num_threads: usize,
+    (rank, num_threads): (Rank, usize),
     batch: &[TensorSpec],
 ) -> Result<Rehearsal, TrainError> {
-    let training = config.training();
-    let (precision, fp8) = (precision(training.dtype), fp8::recipe(training));
-    let build = |device: &Device| task.build(device);
-    Ok(Rehearsal::of(build, device_options(config, num_threads), precision, fp8, batch)?)
+    let build = |device: &Device, table| task.build(device, table);
+    let build_part = |device: &Device| Model::build_at(config.tensor_place(rank), device, build);
+    let passes = executor_options(config).passes();
+    Ok(Rehearsal::of(build_part, device_options(config, num_threads), passes, batch)?)
 }
 
 /// What it takes to have state where a layout says.

@@ -6,7 +6,7 @@ use crate::error::TrainError;
 use std::borrow::Cow;
 use trireme_checkpoint::Checkpoint;
 use trireme_model::{Model, ModelError};
-use trireme_tensor::Device;
+use trireme_tensor::{Device, ParameterTable};
 
 /// What a run trains: a model, and the samples that it learns from. The config says everything else.
 ///
@@ -15,11 +15,13 @@ pub trait Task: Send + Sync {
     /// What the run shows of the model, such as `residual network of 4 blocks`.
     fn description(&self) -> String;
 
-    /// Builds the model on `device`, which may be one that only counts memory. The parameters have no values yet.
+    /// Builds the model on `device`, which may be one that only counts memory. Its parameters go into `table`, which is empty; they have no
+    /// values yet. If the tensor axis has several ranks, what the table returns is this rank's part of parameters that are
+    /// [cut](trireme_tensor::Parameter::with_cut).
     ///
     /// # Errors
     /// If the model cannot be built ([`ModelError::Build`] with the reason), or there is no memory for its constants.
-    fn build(&self, device: &Device) -> Result<Model, ModelError>;
+    fn build(&self, device: &Device, table: ParameterTable) -> Result<Model, ModelError>;
 
     /// Opens the samples to train on. `seed` is that of the run, for whatever is random in their order or contents. A run opens
     /// them more than once; large contents that a dataset holds in memory should be shared.

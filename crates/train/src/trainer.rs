@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
-use trireme_model::{Batch, HostBatch};
+use trireme_model::{Batch, HostBatch, Model};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, StepOutcome, StepPlan};
 use trireme_tensor::{Backend, CpuFeatures, DetachedOptions, Device, DeviceOptions, Parameters};
@@ -136,8 +136,9 @@ impl<'a> Trainer<'a> {
             ..device_options(config, options.num_threads)
         })?;
         let batch_specs = batch_specs(&*train, training.local_batch_size);
-        let rehearsal = rehearse(config, &*task, options.num_threads, &batch_specs)?;
-        let model = task.build(&device)?;
+        let rehearsal = rehearse(config, &*task, (group.rank(), options.num_threads), &batch_specs)?;
+        let build = |device: &Device, table| task.build(device, table);
+        let model = Model::build_at(config.tensor_place(group.rank()), &device, build)?;
         let choices = match &options.plan {
             Some(plan) => plan.choices.clone(),
             None => StepChoices::given(config, &rehearsal.passes())?,
@@ -372,7 +373,7 @@ impl<'a> Trainer<'a> {
         let training = self.config.training();
         RunFacts {
             model: self.task.description(),
-            num_parameters: self.executor.model().table().num_elements(),
+            num_parameters: self.executor.model().table().whole().num_elements(),
             world_size: self.executor.group().world_size(),
             num_threads: self.options.num_threads,
             transport: self.executor.group().transport().to_string(),

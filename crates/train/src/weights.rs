@@ -6,9 +6,9 @@ use std::path::Path;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
 use trireme_model::{Model, ModelConfig, Rehearsal, canonical_names, token_specs};
 use trireme_parallel::{Executor, Placements};
-use trireme_plan::{Extent, Mesh};
+use trireme_plan::{Mesh, Part};
 use trireme_schedule::Outline;
-use trireme_tensor::{Category, Device, DeviceOptions, ParameterInfo, Parameters, Precision, Shape};
+use trireme_tensor::{Category, Device, DeviceOptions, ParameterInfo, Parameters, Precision};
 
 /// A model with its weights, for use without training.
 pub struct LoadedModel {
@@ -59,7 +59,7 @@ pub fn forward_executor(
 ) -> Result<Executor, TrainError> {
     let rehearsed = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
     let build = |device: &Device| config.build(1, device);
-    let rehearsal = Rehearsal::of(build, rehearsed, Precision::F32, None, &token_specs(1, 1))?;
+    let rehearsal = Rehearsal::of(build, rehearsed, Precision::F32, &token_specs(1, 1))?;
     Ok(Executor::forward_only(model, rehearsal, parameters, device)?)
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn read_held(
     allow_non_finite: bool,
 ) -> impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), TrainError> {
     move |info, held, values| {
-        read_extents(stored, &info.name, info.shape, held.clone(), values)?;
+        read_boxes(stored, &info.name, &part(info), held.clone(), values)?;
         match values.iter().position(|value| !value.is_finite()) {
             Some(first) if !allow_non_finite => Err(TrainError::NonFiniteWeights {
                 path: stored.path().to_owned(),
@@ -93,19 +93,35 @@ pub(crate) fn read_held(
     }
 }
 
-/// Reads the elements `held` of a tensor, counted in row-major order.
-pub(crate) fn read_extents(
+/// What this rank of the tensor axis has of a parameter.
+pub(crate) fn part(info: &ParameterInfo) -> Part {
+    let whole = Part::whole(info.whole.dims());
+    info.cut.map_or_else(|| whole.clone(), |cut| whole.clone().cut(cut, info.place))
+}
+
+/// Reads the elements `held` of what a rank has of a tensor.
+pub(crate) fn read_boxes(
     stored: &StoredTensors,
     name: &str,
-    shape: Shape,
+    part: &Part,
     held: Range<usize>,
     values: &mut [f32],
 ) -> Result<(), TrainError> {
-    let mut rest = values;
-    for extent in Extent::whole(shape.dims()).run(held) {
-        let (own, others) = rest.split_at_mut(extent.num_elements());
-        stored.read_into(name, &extent, bytemuck::cast_slice_mut(own))?;
-        rest = others;
+    let mut scratch = Vec::new();
+    for held in part.boxes(held) {
+        let mut runs = held.runs();
+        if let (Some(run), None) = (runs.next(), runs.next()) {
+            stored.read_into(name, &held.extent, bytemuck::cast_slice_mut(&mut values[run]))?;
+            continue;
+        }
+        scratch.resize(held.extent.num_elements(), 0.0);
+        stored.read_into(name, &held.extent, bytemuck::cast_slice_mut(&mut scratch))?;
+        let mut rest = &scratch[..];
+        for run in held.runs() {
+            let (own, others) = rest.split_at(run.len());
+            values[run].copy_from_slice(own);
+            rest = others;
+        }
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Instant;
 use trireme_comm::CodecName;
 use trireme_model::{Model, ModelError, TensorSpec};
-use trireme_tensor::Device;
+use trireme_tensor::{Device, ParameterTable};
 use trireme_testkit::{CountingAllocator, build_classifier, classifier_sample, run_ranks_on};
 use trireme_train::config::{Config, Subject};
 use trireme_train::metrics::{MetricsFiles, MetricsWriter};
@@ -116,8 +116,8 @@ impl Task for Classifier {
         "classifier".to_owned()
     }
 
-    fn build(&self, device: &Device) -> Result<Model, ModelError> {
-        build_classifier(device)
+    fn build(&self, device: &Device, table: ParameterTable) -> Result<Model, ModelError> {
+        build_classifier(device, table)
     }
 
     fn train_data(&self, _: u64) -> Result<Box<dyn Dataset>, TrainError> {

@@ -165,9 +165,13 @@ fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
     if args.program {
         text += &format!("{}\n", plan.program);
     }
-    text += &format!("{}; {workers}\n\n", parameters(plan.model.table().num_elements()));
+    text += &format!("{}; {workers}\n\n", parameters(plan.model.table().whole().num_elements()));
     if config.parallelism().pipeline_parallel_degree > 1 {
         text += &format!("{}\nrank {}, which needs the most memory:\n", drawing.summary(config), plan.rank);
+    }
+    let mesh = config.degrees().mesh(config.world_size());
+    if mesh.axes().iter().filter(|(_, degree)| *degree > 1).count() > 1 {
+        text += &format!("ranks by their places on the axes:\n{mesh}\n");
     }
     let total = plan.prediction.total();
     text += &table(&[("predicted", plan.prediction.peaks, total)]);

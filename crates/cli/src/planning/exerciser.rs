@@ -70,11 +70,9 @@ impl<'a> Exerciser<'a> {
 
     /// The kernels of passes of each unit that is like no other one before.
     pub(super) fn units(&self, job: Job<'_>, model: &Model, rehearsal: &Rehearsal) -> Result<()> {
-        let options = executor_options(job.config);
-        let precision = (options.precision, options.fp8);
+        let options = executor_options(job.config).passes();
         for unit in distinct_units(model, rehearsal) {
-            let exercise =
-                model.exercise(unit, self.device, precision, rehearsal).map_err(TrainError::from)?;
+            let exercise = model.exercise(unit, self.device, options, rehearsal).map_err(TrainError::from)?;
             self.repeat(|| Ok(exercise.run().map_err(TrainError::from)?))?;
         }
         Ok(())

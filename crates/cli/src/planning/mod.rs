@@ -28,11 +28,11 @@ use trireme_base::{Bytes, Category, Rank, StepEntries, UnitPasses};
 use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
-use trireme_parallel::{Executor, Placements, RankGrid, chain};
+use trireme_parallel::{Executor, Placements, chain};
 use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Chain, Program};
-use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
+use trireme_tensor::{AxisPlace, CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
@@ -77,11 +77,11 @@ pub(crate) enum Blueprint<'a> {
 }
 
 impl Blueprint<'_> {
-    fn build(&self, device: &Device) -> Result<Model, ModelError> {
-        match self {
-            Blueprint::Language { model, seq_len } => model.build(*seq_len, device),
-            Blueprint::Task { task, .. } => task.build(device),
-        }
+    fn build(&self, device: &Device, place: AxisPlace) -> Result<Model, ModelError> {
+        Model::build_at(place, device, |device, table| match self {
+            Blueprint::Language { model, seq_len } => model.build_into(table, *seq_len, device),
+            Blueprint::Task { task, .. } => task.build(device, table),
+        })
     }
 
     fn batch(&self, num_samples: usize) -> Vec<TensorSpec> {
@@ -164,10 +164,10 @@ impl<'a> Workers<'a> {
     /// For each place of the pipeline a worker, one of this host if there is any, and how many of them this host has there.
     /// Neighbours share a host, as launchers number them.
     fn by_place(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
-        let data_degree = config.data_parallel_degree();
+        let num_of_place = config.workers_per_place();
         let first = self.rank / self.local_world_size * self.local_world_size;
         let worker = |place: usize| {
-            let ranks = place * data_degree..(place + 1) * data_degree;
+            let ranks = place * num_of_place..(place + 1) * num_of_place;
             let near = ranks.start.max(first)..ranks.end.min(first + self.local_world_size);
             let rank = if near.is_empty() { ranks.start } else { near.start };
             (Workers { rank, ..self }, near.len())
@@ -214,7 +214,7 @@ impl Plan {
     pub(crate) fn new(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
         let Job { config, workers, .. } = job;
         let mut plan = Plan::of_worker(job, chosen)?;
-        let place = |workers: Workers<'_>| workers.rank / config.data_parallel_degree();
+        let place = |workers: Workers<'_>| workers.rank / config.workers_per_place();
         let mut on_host = limits::launcher_bytes(workers);
         for (worker, num_workers) in
             workers.by_place(config).into_iter().filter(|(_, num_workers)| *num_workers > 0)
@@ -254,17 +254,16 @@ impl Plan {
         let (model, rehearsal) = rehearsed(job)?;
         let device = Device::counting(device_options_without_budget(config, workers))?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
-        let (num_shards, data_degree) = (config.num_shards(), config.data_parallel_degree());
+        let num_shards = config.num_shards();
         let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal));
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
-        let rank = workers.rank / data_degree;
+        let rank = workers.rank / config.workers_per_place();
         // What another worker has chosen it has proven.
         let make = if is_open { proven_programs } else { step_programs };
         let outline = make(config, &chain, &given)?.swap_remove(rank).outline;
         let of_model = (model.table(), &rehearsal);
-        let pipeline_degree = config.parallelism().pipeline_parallel_degree;
-        let mesh = RankGrid::mesh_of(workers.world_size, pipeline_degree, num_shards);
+        let mesh = config.degrees().mesh(workers.world_size);
         let placements = Placements::new(model.table(), &outline, mesh);
         let parts = (&placements.parts(model.table(), Rank(workers.rank))[..], num_shards);
         let sizes = state_sizes(of_model, (&options, &optimizer), parts, &outline, &device)?;
@@ -300,15 +299,15 @@ impl Plan {
         };
         let stages: Vec<StepEntries> =
             workers.by_place(config).into_iter().map(entries).collect::<Result<_>>()?;
-        let (rank, data_degree) = (world.rank(), config.data_parallel_degree());
-        let outline = step_programs(config, &chain, &self.choices)?.swap_remove(rank.0 / data_degree).outline;
-        let pipeline_degree = config.parallelism().pipeline_parallel_degree;
-        let mesh = RankGrid::mesh_of(world.world_size(), pipeline_degree, config.num_shards());
+        let (rank, num_of_place) = (world.rank(), config.workers_per_place());
+        let outline =
+            step_programs(config, &chain, &self.choices)?.swap_remove(rank.0 / num_of_place).outline;
+        let mesh = config.degrees().mesh(world.world_size());
         let parts = Placements::new(model.table(), &outline, mesh).parts(model.table(), rank);
         let limits = (&parts[..], self.bounds.machine);
         let rates = Probed::measure(job, &stages, (&model, &rehearsal), limits, world)?;
         let Some(rates) = rates else { return Ok(None) };
-        let mut time = step_time(&stages, data_degree, &rates)?;
+        let mut time = step_time(&stages, num_of_place, &rates)?;
         // A program that does not drain has several steps.
         let num_steps = outline.num_steps() as f64;
         time.computing.iter_mut().chain([&mut time.seconds]).for_each(|seconds| *seconds /= num_steps);
@@ -342,9 +341,10 @@ impl Plan {
 fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
-    let model = blueprint.build(&device).map_err(TrainError::from)?;
-    let (options, batch) = (executor_options(config), blueprint.batch(config.training().local_batch_size));
-    let rehearsal = model.rehearse(&device, options.precision, options.fp8, &batch);
+    let place = config.tensor_place(Rank(workers.rank));
+    let model = blueprint.build(&device, place).map_err(TrainError::from)?;
+    let batch = blueprint.batch(config.training().local_batch_size);
+    let rehearsal = model.rehearse(&device, executor_options(config).passes(), &batch);
     Ok((model, rehearsal.map_err(TrainError::from)?))
 }
 
@@ -357,9 +357,10 @@ fn dry_executor(
 ) -> Result<(Executor, Program)> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
-    let model = blueprint.build(&device).map_err(TrainError::from)?;
+    let model =
+        blueprint.build(&device, config.tensor_place(Rank(workers.rank))).map_err(TrainError::from)?;
     let programs = step_programs(config, chain, choices)?;
-    let program = programs[workers.rank / config.data_parallel_degree()].clone();
+    let program = programs[workers.rank / config.workers_per_place()].clone();
     let of_model = (model, rehearsal.clone());
     Ok((new_executor(config, of_model, programs, workers.dry_group()?, &device)?, program))
 }

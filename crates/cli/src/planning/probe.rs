@@ -165,9 +165,9 @@ pub(super) fn weight(call: &KernelCall) -> f64 {
 
 /// What operations and messages take while all ranks do them.
 fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BTreeMap<Link, f64>> {
-    let pipeline_degree = job.config.parallelism().pipeline_parallel_degree;
-    let ranks = RankGrid::new(world, pipeline_degree, job.config.num_shards()).map_err(TrainError::from)?;
-    let groups = [ranks.world(), ranks.data(), ranks.shards(), ranks.replicas(), ranks.pipeline()];
+    let ranks = RankGrid::new(world, job.config.degrees()).map_err(TrainError::from)?;
+    let groups =
+        [ranks.world(), ranks.data(), ranks.shards(), ranks.replicas(), ranks.tensor(), ranks.pipeline()];
     let mut found = BTreeMap::new();
     for link in links {
         let (operation, num_ranks, len, element_bytes) = link;

@@ -8,11 +8,11 @@ use trireme_base::{Category, Rank};
 use trireme_comm::{Compression, Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{
-    AdamWSettings, LossScaling, MuonScale, MuonSettings, OptimizerKind, OptimizerOptions, ParameterGroup,
-    StateDType,
+    AdafactorSettings, AdamWSettings, LossScaling, MuonScale, MuonSettings, OptimizerKind, OptimizerOptions,
+    ParameterGroup, StateDType,
 };
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
+    Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
     ParallelError, RankGrid, StepPlan, ZeroPlusPlus, chain,
 };
 use trireme_schedule::collective::Hosts;
@@ -21,7 +21,10 @@ use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, 
 use trireme_schedule::{
     Chain, ClassLayout, Keep, Outline, Program, Share, StateClass, StateLayout, Tier, single,
 };
-use trireme_tensor::{Backend, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
+use trireme_tensor::{
+    AxisPlace, Backend, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, ParameterTable,
+    Precision,
+};
 use trireme_testkit::{
     build_classifier, classifier_batch, classifier_specs, random_batch, run_ranks, run_ranks_on, small_models,
 };
@@ -30,6 +33,7 @@ const NUM_THREADS: usize = 2;
 
 const OPTIONS: ExecutorOptions = ExecutorOptions {
     precision: Precision::F32,
+    shards_rows: true,
     fp8: None,
     reduce_dtype: Precision::F32,
     fusion_bytes: 60 << 10,
@@ -64,14 +68,24 @@ fn model_of_layers(num_layers: usize) -> ModelConfig {
 
 /// A model, for microbatches of so many samples of so many tokens.
 trait Subject: Sync {
-    fn build(&self, shape: (usize, usize), device: &Device) -> Result<Model, ModelError>;
+    fn build(
+        &self,
+        shape: (usize, usize),
+        device: &Device,
+        table: ParameterTable,
+    ) -> Result<Model, ModelError>;
     fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec>;
     fn batch(&self, device: &Device, shape: (usize, usize), step: u64, index: usize) -> Batch;
 }
 
 impl Subject for ModelConfig {
-    fn build(&self, shape: (usize, usize), device: &Device) -> Result<Model, ModelError> {
-        self.build(shape.1, device)
+    fn build(
+        &self,
+        shape: (usize, usize),
+        device: &Device,
+        table: ParameterTable,
+    ) -> Result<Model, ModelError> {
+        self.build_into(table, shape.1, device)
     }
 
     fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec> {
@@ -87,8 +101,8 @@ impl Subject for ModelConfig {
 struct Classifier;
 
 impl Subject for Classifier {
-    fn build(&self, _: (usize, usize), device: &Device) -> Result<Model, ModelError> {
-        build_classifier(device)
+    fn build(&self, _: (usize, usize), device: &Device, table: ParameterTable) -> Result<Model, ModelError> {
+        build_classifier(device, table)
     }
 
     fn specs(&self, (num_samples, _): (usize, usize)) -> Vec<TensorSpec> {
@@ -106,6 +120,7 @@ struct Case {
     optimizer: OptimizerOptions,
     num_microbatches: usize,
     num_shards: usize,
+    tensor_degree: usize,
     keep: Keep,
     state: StateLayout,
     /// The schedule of a pipeline, its ranks, and stages of each.
@@ -122,6 +137,7 @@ impl Default for Case {
             optimizer,
             num_microbatches: 1,
             num_shards: 1,
+            tensor_degree: 1,
             keep: Keep::All,
             state: StateLayout::WHOLE,
             pipeline: None,
@@ -156,11 +172,14 @@ impl Case {
         lay_out(recompute(program, &keeps), self.state)
     }
 
-    fn rehearsal(&self, model: &dyn Subject) -> Rehearsal {
-        let build = |device: &Device| model.build(self.shape, device);
-        let ExecutorOptions { precision, fp8, .. } = self.options;
+    fn build(&self, model: &dyn Subject, device: &Device, place: AxisPlace) -> Result<Model, ModelError> {
+        Model::build_at(place, device, |device, table| model.build(self.shape, device, table))
+    }
+
+    fn rehearsal(&self, model: &dyn Subject, place: AxisPlace) -> Rehearsal {
+        let build = |device: &Device| self.build(model, device, place);
         let specs = model.specs(self.shape);
-        Rehearsal::of(build, self.device_options(None), precision, fp8, &specs).unwrap()
+        Rehearsal::of(build, self.device_options(None), self.options.passes(), &specs).unwrap()
     }
 
     fn pipeline_degree(&self) -> usize {
@@ -179,9 +198,10 @@ impl Case {
         device: &Device,
         host: &Device,
     ) -> Result<Executor, ParallelError> {
-        let model = subject.build(self.shape, device)?;
-        let rehearsal = self.rehearsal(subject);
-        let ranks = RankGrid::new(group, self.pipeline_degree(), self.num_shards)?;
+        let (pipeline, shards, tensor) = (self.pipeline_degree(), self.num_shards, self.tensor_degree);
+        let ranks = RankGrid::new(group, Degrees { pipeline, shards, tensor })?;
+        let model = self.build(subject, device, ranks.tensor_place())?;
+        let rehearsal = self.rehearsal(subject, ranks.tensor_place());
         let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };
@@ -417,6 +437,36 @@ fn state_that_lives_elsewhere() {
 }
 
 #[test]
+fn layers_that_ranks_cut() {
+    let [gpt2, llama] = small_models();
+    let shape = (2, 16);
+    let alone = Case { shape, tensor_degree: 2, ..Case::default() };
+    let unsharded = ExecutorOptions { shards_rows: false, ..OPTIONS };
+    for (stage, options) in [(0, OPTIONS), (0, unsharded), (1, OPTIONS), (2, OPTIONS), (3, OPTIONS)] {
+        let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
+        let num_microbatches = 2;
+        let case = Case { options, num_shards, state, num_microbatches, ..alone.clone() };
+        case.check(&llama, 2 * num_shards);
+    }
+    // Three heads are for one rank or three.
+    Case { tensor_degree: 3, shape: (2, 18), ..alone.clone() }.check(&gpt2, 3);
+    // Pairs of ranks share heads of keys and values.
+    Case { tensor_degree: 4, ..alone.clone() }.check(&llama, 4);
+    for kind in [Kind::OneFOneB, Kind::ZeroBubbleH1] {
+        let pipeline = Some((kind, 2, 1));
+        Case { pipeline, num_microbatches: 2, ..alone.clone() }.check(&llama, 4);
+    }
+    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
+    let adafactor = AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: false };
+    for kind in [OptimizerKind::Lamb(adam), OptimizerKind::Adafactor(adafactor)] {
+        let optimizer = OptimizerOptions { kind, ..adamw() };
+        Case { optimizer, ..alone.clone() }.check(&llama, 2);
+    }
+    let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    Case { options, keep: Keep::Input, ..alone }.check(&llama, 2);
+}
+
+#[test]
 fn optimizers_with_scratch_memory_and_exchanges() {
     let [config, _] = small_models();
     let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
@@ -442,7 +492,8 @@ fn optimizers_with_scratch_memory_and_exchanges() {
 fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     let config = medium_model();
     let case = Case::default();
-    let (device, rehearsal) = (Device::counting(case.device_options(None)).unwrap(), case.rehearsal(&config));
+    let (device, rehearsal) =
+        (Device::counting(case.device_options(None)).unwrap(), case.rehearsal(&config, AxisPlace::ALONE));
     let model = config.build(case.shape.1, &device).unwrap();
     let program = case.program(&chain(model.table(), &rehearsal), 0);
     let predicted = case.dry_run(&config, Backend::Cpu, &[0], 0);

@@ -20,4 +20,5 @@ mod places;
 mod process_limits;
 mod simd;
 mod strangers;
+mod tensor;
 mod traces;

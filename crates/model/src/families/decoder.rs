@@ -1,7 +1,7 @@
 //! What families have in common that descend from llama: rotary positions, RMS normalisation, gated feed-forward, and the names and
 //! layouts of their Hugging Face checkpoints.
 
-use super::{Family, attention, normal, output_weight, token_table};
+use super::{Family, attention, kv_heads, normal, output_weight, token_table};
 use crate::config::{
     AttentionConfig, ModelConfig, Reader, Rope, RopeScaling, SlidingWindow, shortest, wrong,
 };
@@ -214,8 +214,13 @@ pub(super) fn write_decoder(config: &ModelConfig, class: &str, own: Value) -> Va
 }
 
 /// The model of a config.
-pub(super) fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, style: Style) -> Model {
-    let mut builder = Builder { config, style, table: ParameterTable::default() };
+pub(super) fn build(
+    config: &ModelConfig,
+    rotary: Option<&Arc<RotaryTable>>,
+    table: ParameterTable,
+    style: Style,
+) -> Model {
+    let mut builder = Builder { config, style, table };
     builder.table.begin_unit("embedding");
     let tokens = builder.table.add(token_table("model.embed_tokens.weight", config));
     let scale = style.scales_embedding.then(|| Arc::new(Scale((config.hidden_size as f32).sqrt())));
@@ -250,18 +255,21 @@ impl Builder<'_> {
         let norm_name = |part: &str| format!("{name}.{part}_layernorm");
         let has_output_norms = self.style.has_output_norms;
         let before_mlp = if has_output_norms { "pre_feedforward" } else { "post_attention" };
-        let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
-        let qkv = qkv.map(|(part, outputs)| (attention_part(part), outputs));
+        let (heads, kv_heads) = (Cut::along(0).with_granule(dim), kv_heads(dim));
+        let qkv = [("q_proj", queries, heads), ("k_proj", keys, kv_heads), ("v_proj", keys, kv_heads)];
+        let qkv = qkv.map(|(part, outputs, cut)| (attention_part(part), outputs, cut));
+        let mlp_inputs = ["gate", "up"].map(|part| (mlp(part), inner, Cut::along(0)));
+        let attention = attention(config, layer, rotary, &self.table);
         let gated = InputActivation::Gated(config.activation);
         let identity = InputActivation::Identity;
         Block {
             attention_norm: self.norm(&norm_name("input"), config.hidden_size),
-            qkv: self.widening(&qkv, config.qkv_bias, dim),
+            qkv: self.widening(&qkv, config.qkv_bias),
             qk_norms: self.style.has_qk_norms.then(|| {
                 let norms = ["q_norm", "k_norm"].map(|part| self.norm(&attention_part(part), dim));
-                QkNorms::new(norms, (config.num_heads, config.num_kv_heads, dim))
+                QkNorms::new(norms, &attention)
             }),
-            attention: attention(config, layer, rotary),
+            attention,
             attention_output: self.narrowing(
                 &attention_part("o_proj"),
                 (queries, dim),
@@ -271,7 +279,7 @@ impl Builder<'_> {
             attention_output_norm: has_output_norms
                 .then(|| self.norm(&norm_name("post_attention"), config.hidden_size)),
             mlp_norm: self.norm(&norm_name(before_mlp), config.hidden_size),
-            mlp_in: self.widening(&[(mlp("gate"), inner), (mlp("up"), inner)], config.mlp_bias, 1),
+            mlp_in: self.widening(&mlp_inputs, config.mlp_bias),
             mlp_out: self.narrowing(&mlp("down"), (inner, 1), config.mlp_bias, gated),
             mlp_output_norm: has_output_norms
                 .then(|| self.norm(&norm_name("post_feedforward"), config.hidden_size)),
@@ -292,14 +300,14 @@ impl Builder<'_> {
 
     /// Projections of one input lie side by side, so that one product serves them all. They are cut by their outputs, with their
     /// biases.
-    fn widening(&mut self, parts: &[(String, usize)], has_bias: bool, granule: usize) -> Arc<Linear> {
-        let (cut, inputs) = (Cut::along(0).with_granule(granule), self.config.hidden_size);
-        let weight = |(name, outputs): &(String, usize)| {
+    fn widening(&mut self, parts: &[(String, usize, Cut)], has_bias: bool) -> Arc<Linear> {
+        let inputs = self.config.hidden_size;
+        let weight = |(name, outputs, cut): &(String, usize, Cut)| {
             let dims = [*outputs, inputs];
-            Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config)).with_cut(cut)
+            Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config)).with_cut(*cut)
         };
-        let bias = |(name, outputs): &(String, usize)| {
-            Parameter::vector(format!("{name}.bias"), *outputs, Initial::ZEROS).with_cut(cut)
+        let bias = |(name, outputs, cut): &(String, usize, Cut)| {
+            Parameter::vector(format!("{name}.bias"), *outputs, Initial::ZEROS).with_cut(*cut)
         };
         Arc::new(Linear {
             weight: self.table.add_stacked(parts.iter().map(weight)),

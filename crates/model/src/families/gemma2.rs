@@ -11,8 +11,12 @@ use crate::error::ModelError;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;
 
-pub(super) const FAMILY: Family =
-    Family { name: "gemma2", read, write, build: |config, rotary| build(config, rotary, STYLE) };
+pub(super) const FAMILY: Family = Family {
+    name: "gemma2",
+    read,
+    write,
+    build: |config, rotary, table| build(config, rotary, table, STYLE),
+};
 
 const STYLE: Style =
     Style { has_output_norms: true, norm_weight_offset: 1.0, scales_embedding: true, ..Style::LLAMA };

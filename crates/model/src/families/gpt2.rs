@@ -71,9 +71,8 @@ fn write(config: &ModelConfig) -> Value {
     })
 }
 
-fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>) -> Model {
+fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: ParameterTable) -> Model {
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-    let mut table = ParameterTable::default();
     let norm = |table: &mut ParameterTable, name: &str| {
         Arc::new(Norm {
             weight: table.add(Parameter::vector(format!("{name}.weight"), hidden, Initial::ONES)),
@@ -132,7 +131,7 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>) -> Model {
                 1,
                 InputActivation::Of(config.activation),
             ),
-            attention: attention(config, layer, rotary),
+            attention: attention(config, layer, rotary, &table),
             qk_norms: None,
             attention_output_norm: None,
             mlp_output_norm: None,

@@ -6,8 +6,12 @@ use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
-pub(super) const FAMILY: Family =
-    Family { name: "llama", read, write, build: |config, rotary| build(config, rotary, Style::LLAMA) };
+pub(super) const FAMILY: Family = Family {
+    name: "llama",
+    read,
+    write,
+    build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),
+};
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;

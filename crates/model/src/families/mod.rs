@@ -34,7 +34,7 @@ pub struct Family {
     name: &'static str,
     pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig, ModelError>,
     pub(crate) write: fn(&ModelConfig) -> Value,
-    build: fn(&ModelConfig, Option<&Arc<RotaryTable>>) -> Model,
+    build: fn(&ModelConfig, Option<&Arc<RotaryTable>>, ParameterTable) -> Model,
 }
 
 impl Family {
@@ -63,16 +63,26 @@ impl fmt::Debug for Family {
     }
 }
 
-/// The model of a config, with a rotary table if its positions are rotary.
-pub(crate) fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>) -> Model {
-    (config.family.build)(config, rotary)
+/// The model of a config, with a rotary table if its positions are rotary; its parameters go into `table`.
+pub(crate) fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, table: ParameterTable) -> Model {
+    (config.family.build)(config, rotary, table)
 }
 
-/// The attention of a layer.
-fn attention(config: &ModelConfig, layer: usize, rotary: Option<&Arc<RotaryTable>>) -> Arc<Attention> {
+/// How ranks of the tensor axis cut heads of keys and values, in elements of `granule`.
+fn kv_heads(granule: usize) -> Cut {
+    Cut::along(0).with_granule(granule).shared()
+}
+
+/// The attention of a layer, by the heads that are here.
+fn attention(
+    config: &ModelConfig,
+    layer: usize,
+    rotary: Option<&Arc<RotaryTable>>,
+    table: &ParameterTable,
+) -> Arc<Attention> {
     Arc::new(Attention {
-        num_heads: config.num_heads,
-        num_kv_heads: config.num_kv_heads,
+        num_heads: table.part_of(Cut::along(0), config.num_heads),
+        num_kv_heads: table.part_of(kv_heads(1), config.num_kv_heads),
         head_dim: config.head_dim,
         rule: config.attention_rule(layer),
         is_padded: false,
@@ -88,7 +98,7 @@ fn normal(config: &ModelConfig) -> Initial {
 /// A row of the residual stream's width for each token.
 fn token_table(name: &str, config: &ModelConfig) -> Parameter {
     let dims = [config.vocab_size, config.hidden_size];
-    Parameter::embedding(name, &dims, normal(config)).with_cut(Cut::along(0))
+    Parameter::embedding(name, &dims, normal(config)).with_cut(Cut::along(0).padded())
 }
 
 /// The weight of the output layer: that of the embedding, if they are tied.

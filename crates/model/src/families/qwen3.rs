@@ -9,7 +9,7 @@ use crate::error::ModelError;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family =
-    Family { name: "qwen3", read, write, build: |config, rotary| build(config, rotary, STYLE) };
+    Family { name: "qwen3", read, write, build: |config, rotary, table| build(config, rotary, table, STYLE) };
 
 const STYLE: Style = Style { has_qk_norms: true, ..Style::LLAMA };
 

@@ -10,7 +10,8 @@ use trireme_optim::{
     OptimizerKind, OptimizerOptions, SgdSettings, ShardOps, StepSettings, VarianceSchedule, WholeUnits,
 };
 use trireme_tensor::{
-    Device, DeviceError, DeviceOptions, Initial, Parameter, ParameterTable, Precision, View, ViewMut,
+    Device, DeviceError, DeviceOptions, Initial, Parameter, ParameterInfo, ParameterTable, Precision, View,
+    ViewMut,
 };
 
 pub(crate) const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
@@ -149,6 +150,10 @@ impl ShardOps for Shards {
         }
         device.upload(&values, whole);
         Ok(())
+    }
+
+    fn join(&mut self, info: &ParameterInfo, _: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
+        unreachable!("{} is not cut", info.name)
     }
 }
 

@@ -2,11 +2,8 @@
 
 use super::Executor;
 use crate::error::ParallelError;
-use crate::exchanged::Exchanged;
-use crate::space::change_on;
 use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use crate::waiting::Waiting;
-use trireme_base::ReduceOp;
 use trireme_comm::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
 use trireme_schedule::StateClass;
@@ -111,48 +108,31 @@ impl Executor {
         across: bool,
         waiting: &mut Waiting,
     ) -> Result<f64, ParallelError> {
-        // Those of gradients that are away were summed before they left.
-        if !self.offloaded.moves(StateClass::Gradients) {
-            for unit in 0..self.model.num_units() {
-                if self.program.outline.holds(unit) {
-                    self.square(unit)?;
-                }
+        for unit in 0..self.model.num_units() {
+            match self.program.outline.holds(unit) {
+                false => self.squares.skip(unit),
+                // Those of gradients that are away were summed before they left.
+                true if self.offloaded.moves(StateClass::Gradients) => (),
+                true => self.square(unit)?,
             }
         }
-        let mut squares = self.squares.take().expect("squares are summed once a step");
-        let len = squares.len();
-        // Zeros of units that lie elsewhere change no sum.
-        let elsewhere = (0..len).filter(|&unit| !self.program.outline.holds(unit));
-        elsewhere.for_each(|unit| self.device.zero(squares.part_mut(unit..unit + 1)));
-        let (mut buffer, part) = squares.leave(&self.device, 0..len, 0..0);
-        let groups = [Some(self.ranks.shards()), across.then_some(self.ranks.pipeline())];
-        for group in groups.into_iter().flatten() {
-            buffer = waiting.wait(group.all_reduce(buffer, ReduceOp::Sum))?;
-        }
-        let mut squares = Exchanged::arrive(buffer, part, &self.device);
-        let sum = squares.host_elements().iter().sum();
-        self.squares = Some(squares);
-        Ok(sum)
+        let ranks = &self.ranks;
+        let groups = [ranks.shards(), ranks.tensor(), ranks.pipeline()];
+        self.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 
     /// Sums the squares of this rank's part of a unit's gradient.
     pub(super) fn square(&mut self, unit: usize) -> Result<(), ParallelError> {
-        let leaf_len = self.model.table().units()[unit].leaf_len();
         let device = self.gradients.reduced_device(unit);
         let grads = Values::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
-        let squares = self.squares.as_mut().expect("squares are summed once a step");
-        let square = squares.part_mut(unit..unit + 1);
-        let category = Category::Communication;
-        change_on(square, &self.device, device, category, |square| {
-            device.sum_of_squares(grads.view(), leaf_len, square);
-            Ok(())
-        })
+        self.squares.take(unit, (grads.view(), self.gradients.part(unit)), device)
     }
 
     /// Waits for all reductions; the mean loss over the global batch, and how long this rank has waited in this step.
     fn finish_reductions(&mut self) -> Result<(f64, Waiting), ParallelError> {
         let mut waiting = self.gradients.wait()?;
         waiting.add(std::mem::take(&mut self.waiting));
+        waiting.add(self.axis.as_ref().map_or_else(Waiting::default, |axis| axis.take_waiting()));
         self.messages.finish_until(0, &mut waiting)?;
         let loss = self.means.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.fp8 {

@@ -5,7 +5,7 @@ use super::{Executor, ExecutorSetup, forward_program};
 use crate::chain::chain;
 use crate::error::ParallelError;
 use crate::offload::OffloadOptions;
-use crate::ranks::RankGrid;
+use crate::ranks::{Degrees, RankGrid};
 use crate::step::ExecutorOptions;
 use trireme_base::{Category, DType};
 use trireme_model::{Batch, LOGITS, Model, Past, Rehearsal, TOKENS};
@@ -34,7 +34,7 @@ impl Executor {
                 momentum: 0.0,
                 nesterov: false,
             })),
-            ranks: RankGrid::new(trireme_comm::single(), 1, 1)?,
+            ranks: RankGrid::new(trireme_comm::single(), Degrees::ONE)?,
             device,
             program: forward_program(&outline)?,
             options: ExecutorOptions::PLAIN,

@@ -5,10 +5,10 @@ use crate::error::ParallelError;
 use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::Rank;
+use trireme_base::{AxisPlace, Rank};
 use trireme_optim::StateInfo;
 use trireme_schedule::StateClass;
-use trireme_tensor::{Category, ParameterInfo, Parameters};
+use trireme_tensor::{Category, ParameterInfo, ParameterTable, Parameters};
 
 impl Executor {
     /// Calls `write` with the description of each parameter of which this rank steps something, which of its elements that
@@ -41,7 +41,7 @@ impl Executor {
     /// Gives parameters their declared initial values. Collective.
     pub fn initialize(&mut self, seed: u64) -> Result<(), ParallelError> {
         self.load_parameters(|info, held, values| {
-            info.initial.fill(&info.name, seed, held.start, values);
+            info.initialize(seed, held, values);
             Ok(())
         })
     }
@@ -66,7 +66,8 @@ impl Executor {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, ParallelError> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
-        let zeros = || Parameters::zeros(&table, &self.device.host()?, Category::Parameters);
+        let whole = if table.place().degree > 1 { Arc::new(table.whole()) } else { Arc::clone(&table) };
+        let zeros = || Parameters::zeros(&whole, &self.device.host()?, Category::Parameters);
         let all = is_root.then(zeros).transpose();
         let outcomes = self.group().all_gather_bytes(&[u8::from(all.is_err())]).wait()?;
         let mut all = all?;
@@ -74,6 +75,7 @@ impl Executor {
             return Ok(None);
         }
         let group = Arc::clone(self.ranks.updating(&self.program.outline));
+        let tensor = Arc::clone(self.ranks.tensor());
         for (unit, info) in table.units().iter().enumerate() {
             let mut buffer = group.buffer::<f32>(info.padded_len())?;
             let owner = self.program.outline.rank_of(unit);
@@ -86,8 +88,16 @@ impl Executor {
                 buffer = group.all_gather(buffer).wait()?;
             }
             let buffer = self.ranks.pipeline().broadcast(buffer, Rank(owner)).wait()?;
+            if table.place().degree == 1 {
+                all.iter_mut().for_each(|all| all.set(unit, &buffer[..info.num_elements]));
+                continue;
+            }
+            let len = buffer.len();
+            let mut parts = tensor.buffer::<f32>(tensor.world_size() * len)?;
+            parts[tensor.rank().0 * len..][..len].copy_from_slice(&buffer);
+            let parts = tensor.all_gather(parts).wait()?;
             if let Some(all) = &mut all {
-                all.set(unit, &buffer[..info.num_elements]);
+                all.set(unit, &joined(&table, &whole, unit, &parts));
             }
         }
         Ok(all)
@@ -117,4 +127,22 @@ impl Executor {
             None => Ok(()),
         }
     }
+}
+
+/// A unit's flat buffer, of `whole`, from those of all ranks of the tensor axis, which follow each other in `parts`.
+fn joined(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
+    let degree = table.place().degree;
+    let len = parts.len() / degree;
+    let mut values = vec![0.0; whole.units()[unit].num_elements];
+    for index in table.units()[unit].parameters.clone() {
+        let (info, offset) = (&table.parameters()[index], whole.parameters()[index].offset);
+        let holders = AxisPlace::all(degree).map(|place| info.at(place)).filter(ParameterInfo::is_counted);
+        for info in holders {
+            let part = &parts[info.place.rank * len + info.offset..];
+            for (first, run) in info.runs(0..info.shape.num_elements()) {
+                values[offset + first..][..run.len()].copy_from_slice(&part[run]);
+            }
+        }
+    }
+    values
 }

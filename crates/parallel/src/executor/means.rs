@@ -75,7 +75,7 @@ impl Means {
         device: &Device,
     ) -> Result<Self, ParallelError> {
         let (world, num_microbatches) = (Arc::clone(ranks.world()), outline.num_microbatches);
-        let data_degree = ranks.data().world_size();
+        let (data_degree, tensor_degree) = (ranks.data().world_size(), ranks.tensor().world_size());
         let num_all = data_degree * num_microbatches;
         let numbers = |reports: &mut dyn Iterator<Item = (usize, Report)>| {
             reports.map(|(_, report)| width(report)).sum::<usize>() * num_microbatches
@@ -86,7 +86,8 @@ impl Means {
             let mut order = vec![0; num_all];
             for place in 0..num_all {
                 let (rank, microbatch) = (Rank(place / num_microbatches), place % num_microbatches);
-                let holder = outline.rank_of(unit) * data_degree + rank.0;
+                // All ranks of the tensor axis report the same.
+                let holder = (outline.rank_of(unit) * data_degree + rank.0) * tensor_degree;
                 order[global_microbatch(outline, ranks, rank, microbatch)] =
                     holder * len + first + microbatch * width(report);
             }

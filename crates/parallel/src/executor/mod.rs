@@ -13,15 +13,17 @@ mod relocation;
 mod timeline;
 mod updating;
 
+use crate::axis::GroupAxis;
 use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
-use crate::exchanged::Exchanged;
 use crate::fp8::AgreedScales;
+use crate::grad_terms::GradTerms;
 use crate::gradients::Gradients;
 use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::RankParameters;
 use crate::placement::Placements;
 use crate::ranks::RankGrid;
+use crate::squares::Squares;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::waiting::Waiting;
 use asynchronous::Updates;
@@ -64,14 +66,16 @@ pub struct Executor {
     /// For each unit: its gradient was summed before it left.
     is_squared: Vec<bool>,
     exchange: ShardExchange,
+    /// The ranks of the tensor axis, if there are several.
+    axis: Option<Arc<GroupAxis>>,
+    grad_terms: GradTerms,
     gradients: Gradients,
     in_flight: InFlight,
     messages: Messages,
     loss_scaler: LossScaler,
     fp8: Option<AgreedScales>,
     means: Means,
-    /// Sums of the squares of each unit's gradient.
-    squares: Option<Exchanged<f64>>,
+    squares: Squares,
     /// Of a program that does not drain between updates.
     updates: Option<Updates>,
     /// The step of the program that runs, or its first one.
@@ -126,7 +130,11 @@ impl Executor {
         if state.is_sharded(StateClass::Parameters) && num_shards > 1 && spared != ZeroPlusPlus::NONE {
             ranks.split_by_hosts()?;
         }
+        assert_eq!(model.table().place(), ranks.tensor_place(), "the model's parts are those of this rank");
+        let grad_terms = GradTerms::new(model.table(), &rehearsal, &mut ranks, device)?;
         let ranks = Arc::new(ranks);
+        let axis =
+            (ranks.tensor().world_size() > 1).then(|| Arc::new(GroupAxis::new(ranks.tensor(), device)));
         let (table, outline) = (model.table(), &program.outline);
         let precision = (options.gather_precision(), spared);
         let shards_device = offload.device_of(&state, state.class_of_weights(), device);
@@ -151,7 +159,7 @@ impl Executor {
         let exchange = ShardExchange::new(&ranks, outline, &optimizer_device, device);
         let means = Means::new(outline, &ranks, &rehearsal, device)?;
         let updates = Updates::new(outline, ranks.pipeline())?;
-        let squares = Some(Exchanged::new_for_host(ranks.shards(), device, outline.chain.num_units)?);
+        let squares = Squares::new(table, &ranks, device)?;
         let fp8 =
             options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;
         let forward = forward_program(outline)?;
@@ -175,6 +183,8 @@ impl Executor {
             parameters,
             optimizer,
             exchange,
+            axis,
+            grad_terms,
             gradients,
             loss_scaler: LossScaler::new(options.loss_scaling),
             fp8,

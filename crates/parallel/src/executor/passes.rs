@@ -2,12 +2,13 @@
 
 use super::Executor;
 use super::asynchronous::PassParameters;
+use crate::axis::GroupAxis;
 use crate::error::ParallelError;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Keep, Message, MessageKind, Outline};
-use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
+use trireme_tensor::tape::{AxisOps, Metric, Randomness, Recording, RowMean, TensorAxis};
 use trireme_tensor::{Category, Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
@@ -386,6 +387,12 @@ impl Executor {
 
     fn new_tape(&self, recording: Recording) -> Tape {
         let scales = self.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales()));
-        Tape::new(&self.device, recording, self.options.precision).with_fp8(scales)
+        let tape = Tape::new(&self.device, recording, self.options.precision).with_fp8(scales);
+        let Some(axis) = &self.axis else { return tape };
+        // A generation reads any number of tokens at a time.
+        let shards_rows =
+            self.options.shards_rows && !matches!(self.in_flight.purpose, Purpose::Generation(_));
+        let ops: Arc<dyn AxisOps> = Arc::<GroupAxis>::clone(axis);
+        tape.with_axis(Some(TensorAxis { ops, shards_rows }))
     }
 }

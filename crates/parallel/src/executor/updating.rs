@@ -34,6 +34,10 @@ impl Executor {
     pub(super) fn reduce(&mut self, unit: usize, plan: StepPlan) -> Result<(), ParallelError> {
         let step = self.update_number(plan);
         let is_momentum = self.is_momentum(unit, step);
+        if self.grad_terms.has(unit) {
+            let Executor { grad_terms, gradients, device, waiting, .. } = self;
+            grad_terms.sum(device, unit, gradients.own_sum(unit), waiting)?;
+        }
         if is_momentum {
             let settings = StepSettings { step, lr: plan.lr, grad_scale: 1.0 / self.gradient_unit() };
             let Executor { optimizer, optimizer_device: on, gradients, device, .. } = self;

@@ -6,14 +6,14 @@ use trireme_comm::Group;
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome, StepPlan,
-    chain,
+    Degrees, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
+    StepPlan, chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Chain, Keep, Program, StateLayout, single};
 use trireme_swap::SwapOptions;
-use trireme_tensor::{Backend, Device, DeviceOptions};
+use trireme_tensor::{Backend, Device, DeviceOptions, ParameterTable};
 use trireme_testkit::random_batch;
 
 pub const SHAPE: (usize, usize) = (2, 17);
@@ -53,6 +53,8 @@ pub struct Layout<'a> {
     pub weight_decay: f32,
     /// Ranks of a replica.
     pub num_shards: usize,
+    /// Ranks of the tensor axis.
+    pub tensor: usize,
     /// How units are cut into stages, and in what order these run.
     pub pipeline: Option<Pipeline>,
     /// What units keep; all of them all if there is no choice.
@@ -99,6 +101,7 @@ impl Default for Layout<'_> {
             optimizer: OptimizerKind::AdamW(ADAMW),
             weight_decay: 0.1,
             num_shards: 1,
+            tensor: 1,
             pipeline: None,
             keeps: &[],
             state: StateLayout::WHOLE,
@@ -116,12 +119,12 @@ pub fn laid_out(
     accumulation: usize,
     layout: &Layout<'_>,
 ) -> Executor {
-    let build = |device: &Device| config.build(config.max_position_embeddings, device);
+    let build = |device: &Device, table| config.build_into(table, config.max_position_embeddings, device);
     laid_out_model((&build, &token_specs(SHAPE.0, SHAPE.1)), group, num_threads, accumulation, layout)
 }
 
 /// Builds a model.
-pub type Build<'a> = &'a dyn Fn(&Device) -> Result<Model, ModelError>;
+pub type Build<'a> = &'a dyn Fn(&Device, ParameterTable) -> Result<Model, ModelError>;
 
 /// A model that is built by a function, for microbatches of these tensors.
 pub fn laid_out_model(
@@ -134,11 +137,12 @@ pub fn laid_out_model(
     let alike = DeviceOptions { num_threads, backend: layout.backend, ..DeviceOptions::default() };
     let device = Device::open(alike).unwrap();
     let Layout { options, .. } = layout;
-    let rehearsal = Rehearsal::of(build, alike, options.precision, options.fp8, specs).unwrap();
+    let (pipeline, shards) = (layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks), layout.num_shards);
+    let ranks = RankGrid::new(group, Degrees { pipeline, shards, tensor: layout.tensor }).unwrap();
+    let build = |device: &Device| Model::build_at(ranks.tensor_place(), device, build);
+    let rehearsal = Rehearsal::of(build, alike, options.passes(), specs).unwrap();
     let model = build(&device).unwrap();
     let chain = chain(model.table(), &rehearsal);
-    let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
-    let ranks = RankGrid::new(group, pipeline_degree, layout.num_shards).unwrap();
     let program = match layout.pipeline {
         Some(pipeline) => {
             let splits = pipeline.even_splits(model.num_units());
@@ -176,7 +180,7 @@ pub fn cut_anew(executor: &Executor, splits: &[usize], layout: &Layout<'_>) -> P
 
 /// Tokens that the model of an executor knows.
 pub fn vocab_size(executor: &Executor) -> usize {
-    executor.model().table().parameters()[0].shape.rows()
+    executor.model().table().parameters()[0].whole.rows()
 }
 
 /// This rank's share of `num_microbatches` random microbatches of a step.

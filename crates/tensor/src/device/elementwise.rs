@@ -2,6 +2,7 @@
 
 use super::{Device, each};
 use crate::kernels::Activation;
+use crate::kernels::cpu::dropout::WordRows;
 use crate::kernels::cpu::element::with_element;
 use crate::tensor::{View, ViewMut};
 use trireme_base::{Cost, RandomKey};
@@ -114,13 +115,12 @@ impl Device {
         });
     }
 
-    /// Sets element `i` of `x` to 0 where word `first + i` of the stream lies below `rate` of its range, else divides it by
-    /// `1 - rate`.
-    pub(crate) fn dropout(&self, x: ViewMut<'_>, key: RandomKey, first: u64, rate: f32) {
+    /// Sets each element of `x` to 0 where its word of the stream lies below `rate` of its range, else divides it by `1 - rate`.
+    pub(crate) fn dropout(&self, x: ViewMut<'_>, key: RandomKey, words: WordRows, rate: f32) {
         let cost = each(x.shape(), 1).updates(x.num_bytes());
         let mut x = x.into_place();
         self.issue("dropout", cost, move |cpu| {
-            with_element!(x.dtype() => |T| cpu.dropout::<T>(x.elements(cpu), key, first, rate));
+            with_element!(x.dtype() => |T| cpu.dropout::<T>(x.elements(cpu), key, words, rate));
         });
     }
 
@@ -214,6 +214,33 @@ impl Device {
             with_element!(term.dtype() => |T| {
                 cpu.zip_in_place::<T, T>(out.elements(cpu), term.elements(cpu), |out, term| out + term);
             });
+        });
+    }
+
+    /// `y = x + bias + residual`, of rows as long as `bias`; `bias` and `residual` are f32.
+    ///
+    /// # Panics
+    /// If the shapes differ.
+    pub(crate) fn add_bias(
+        &self,
+        x: View<'_>,
+        bias: Option<View<'_>>,
+        residual: Option<View<'_>>,
+        y: ViewMut<'_>,
+    ) {
+        assert!(x.shape() == y.shape() && residual.is_none_or(|residual| residual.shape() == y.shape()));
+        let num_terms = usize::from(bias.is_some()) + usize::from(residual.is_some());
+        let read_bytes = x.num_bytes() + residual.map_or(0, |residual| residual.num_bytes());
+        let cost = each(x.shape(), num_terms).reads(read_bytes).writes(y.num_bytes());
+        let (cols, bias, residual) =
+            (x.shape().cols(), bias.map(|bias| bias.place()), residual.map(|residual| residual.place()));
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("add_bias", cost, move |cpu| {
+            let (bias, residual) =
+                (bias.map(|bias| bias.f32s(cpu)), residual.map(|residual| residual.f32s(cpu)));
+            with_element!(x.dtype() => |T| with_element!(y.dtype() => |U| {
+                cpu.add_bias::<T, U>(x.elements(cpu), bias, residual, (y.elements(cpu), cols));
+            }));
         });
     }
 

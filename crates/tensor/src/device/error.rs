@@ -44,6 +44,22 @@ pub enum DeviceError {
     /// Its memory is used up.
     #[error("{0}")]
     OutOfMemory(String),
+    /// Rows that the ranks of the tensor axis cannot have equal parts of.
+    #[error(
+        "{degree} ranks of the tensor axis cannot have equal parts of dim {dim} of {shape:?}; use a seq_len that {degree} divides, or \
+         [parallelism] sequence_parallel = false"
+    )]
+    UnequalRows {
+        /// Of the value.
+        shape: Shape,
+        /// The dim to cut.
+        dim: usize,
+        /// The ranks.
+        degree: usize,
+    },
+    /// A rank of the tensor axis could not exchange values with the others.
+    #[error("{0}")]
+    Exchange(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Its budget is used up.
     #[error(transparent)]
     OverBudget(#[from] OverBudget),

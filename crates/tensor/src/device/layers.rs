@@ -7,6 +7,7 @@ use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::embedding::Bags;
 use crate::kernels::cpu::norm::{NormKind, Normalised};
+use crate::parameter_table::SpanPart;
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
 use trireme_base::{Cost, DType};
@@ -180,6 +181,15 @@ impl Device {
         });
     }
 
+    /// Statistics of the rows, `[rows, 3]`, from those that ranks have of their parts of the vocabulary, `[ranks, rows, 3]`.
+    pub(crate) fn merge_statistics(&self, parts: View<'_>, statistics: ViewMut<'_>) {
+        let cost = each(parts.shape(), Cost::EXP).reads(parts.num_bytes()).writes(statistics.num_bytes());
+        let (parts, mut statistics) = (parts.place(), statistics.into_place());
+        self.issue("merge_statistics", cost, move |cpu| {
+            cpu.merge_statistics(parts.f32s(cpu), statistics.f32s(cpu));
+        });
+    }
+
     /// Gradient of the rows' losses with respect to a chunk of logits, `[rows, chunk]`, for the statistics of all chunks, `[rows, 3]`.
     pub(crate) fn cross_entropy_gradient(
         &self,
@@ -215,16 +225,22 @@ pub(crate) struct BagViews<'a> {
     /// Whether sums are divided by the number of ids.
     pub(crate) takes_mean: bool,
     bag_len: usize,
+    part: Option<(usize, usize)>,
 }
 
 impl<'a> BagViews<'a> {
     pub(crate) fn new(ids: View<'a>, lens: Option<View<'a>>, takes_mean: bool) -> Self {
-        BagViews { ids, lens, takes_mean, bag_len: ids.shape().cols() }
+        BagViews { ids, lens, takes_mean, bag_len: ids.shape().cols(), part: None }
     }
 
     /// One id a bag.
-    fn of_single_ids(ids: View<'a>) -> Self {
-        BagViews { ids, lens: None, takes_mean: false, bag_len: 1 }
+    pub(crate) fn of_single_ids(ids: View<'a>) -> Self {
+        BagViews { ids, lens: None, takes_mean: false, bag_len: 1, part: None }
+    }
+
+    /// The same for the part of a table that a rank of the tensor axis has.
+    pub(crate) fn of_part(self, part: Option<SpanPart>) -> Self {
+        BagViews { part: part.map(|part| (part.start, part.len)), ..self }
     }
 
     fn num_ids(&self) -> usize {
@@ -233,7 +249,7 @@ impl<'a> BagViews<'a> {
 
     fn places(&self) -> BagPlaces {
         let (ids, lens) = (self.ids.place(), self.lens.map(|lens| lens.place()));
-        BagPlaces { ids, lens, takes_mean: self.takes_mean, bag_len: self.bag_len }
+        BagPlaces { ids, lens, takes_mean: self.takes_mean, bag_len: self.bag_len, part: self.part }
     }
 }
 
@@ -243,12 +259,19 @@ struct BagPlaces {
     lens: Option<Place>,
     takes_mean: bool,
     bag_len: usize,
+    part: Option<(usize, usize)>,
 }
 
 impl BagPlaces {
     fn elements<'c>(&self, cpu: &'c Cpu) -> Bags<'c> {
         let lens = self.lens.map(|lens| lens.u32s(cpu));
-        Bags { ids: self.ids.u32s(cpu), bag_len: self.bag_len, lens, takes_mean: self.takes_mean }
+        Bags {
+            ids: self.ids.u32s(cpu),
+            bag_len: self.bag_len,
+            lens,
+            takes_mean: self.takes_mean,
+            part: self.part,
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Backward over a tape, and what backward of one operation works with.
 
 use super::value::Value;
-use super::{Node, OperationContext, ReadBy, Tape, VarId, cast, copy};
+use super::{Node, OperationContext, ReadBy, Sharding, Tape, VarId, cast, copy};
 use crate::device::{Device, DeviceError};
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
@@ -29,6 +29,11 @@ pub trait GradSink {
 
     /// The contribution is written.
     fn grad_ready(&mut self, span: &ParameterSpan);
+
+    /// Whether what comes next is only this rank's term of a sum over the ranks of the tensor axis, as far as parameters are not cut.
+    fn expect_terms(&mut self, are_terms: bool) {
+        let _ = are_terms;
+    }
 }
 
 /// Lets `write` put the gradient of a span where the sink wants it, or add it there if its second argument says so.
@@ -97,6 +102,7 @@ impl Tape {
         for index in (0..self.nodes.len()).rev() {
             if self.reach(index)? {
                 let op = self.nodes[index].op.clone();
+                self.announce(index, sink);
                 op.get().backward(&mut BackwardContext::new(self, parameters, index, Done::Both), sink)?;
                 self.pass_grad(index, Done::Both)?;
             }
@@ -144,6 +150,7 @@ impl Tape {
         for index in (0..self.nodes.len()).rev() {
             if self.nodes[index].op.get().has_parameters() && self.is_reached(index) {
                 let op = self.nodes[index].op.clone();
+                self.announce(index, sink);
                 let cx = &mut BackwardContext::new(self, parameters, index, Done::WeightHalf);
                 op.get().backward_weight(cx, sink)?;
                 self.leave(index, Done::WeightHalf);
@@ -151,6 +158,14 @@ impl Tape {
         }
         self.nodes.clear();
         Ok(())
+    }
+
+    /// Tells the sink what the gradients are that a node makes.
+    fn announce(&self, index: usize, sink: &mut dyn GradSink) {
+        let Node { op, outputs, .. } = &self.nodes[index];
+        let sharding =
+            self.values[outputs.clone()].first().map_or(Sharding::Replicated, |value| value.sharding);
+        sink.expect_terms(self.axis.is_some() && op.get().makes_grad_terms(sharding));
     }
 
     fn begin_backward(
@@ -314,6 +329,16 @@ impl<'a> BackwardContext<'a> {
     pub fn input(&self, index: usize) -> View<'_> {
         self.check_read(self.tape.nodes[self.node].op.get().reads_input(index), "input", index);
         self.tape.values[self.argument(index)].tensor().view()
+    }
+
+    /// What this rank of the tensor axis has of an input.
+    pub fn input_sharding(&self, index: usize) -> Sharding {
+        self.tape.values[self.argument(index)].sharding
+    }
+
+    /// What this rank of the tensor axis has of the only output.
+    pub fn output_sharding(&self) -> Sharding {
+        self.result(0).sharding
     }
 
     /// The shape of an input, whether its value is still there or not.

@@ -2,7 +2,8 @@
 
 use super::value::Value;
 use super::{
-    Argument, Arguments, Metric, Node, Op, Operation, OperationContext, ReadBy, Recording, Tape, Var, copy,
+    Argument, Arguments, Metric, Node, Op, Operation, OperationContext, ReadBy, Recording, Sharding, Tape,
+    Var, copy,
 };
 use crate::device::DeviceError;
 use crate::parameters::ParameterSource;
@@ -13,7 +14,7 @@ use trireme_base::DType;
 
 /// Runs operations forward, and records them if the tape does.
 pub struct Recorder<'a> {
-    tape: &'a mut Tape,
+    pub(super) tape: &'a mut Tape,
     parameters: &'a dyn ParameterSource,
 }
 
@@ -109,9 +110,10 @@ impl<'a> Recorder<'a> {
         inputs: impl Arguments,
         loss_weight: f32,
     ) -> Result<Range<usize>, DeviceError> {
+        let first = self.tape.arguments.len();
+        inputs.append_to(&mut self.tape.arguments);
+        let first = self.adapt(op.get(), first)?;
         let tape = &mut *self.tape;
-        let first = tape.arguments.len();
-        inputs.append_to(&mut tape.arguments);
         let num_inputs = tape.arguments.len() - first;
         assert!(op.get().num_inputs().contains(&num_inputs), "{op:?} does not take {num_inputs} inputs");
         let node = Node {
@@ -144,6 +146,8 @@ pub struct ForwardContext<'a> {
     next_saved: usize,
     /// Of a node whose operation runs again: where its outputs and saved tensors end.
     ends: Option<[usize; 2]>,
+    /// What ranks have of the outputs.
+    sharding: Sharding,
     operation: &'a dyn Operation,
 }
 
@@ -169,12 +173,14 @@ impl ForwardContext<'_> {
         mut node: Node,
     ) -> Result<Range<usize>, DeviceError> {
         let operation = node.op.get();
+        let sharding = tape.output_sharding(operation, &tape.arguments[node.inputs.clone()]);
         let mut cx = ForwardContext {
             common: OperationContext { tape: &mut *tape, parameters, loss_weight: node.loss_weight },
             inputs: node.inputs.clone(),
             next_output: node.outputs.start,
             next_saved: node.saved.start,
             ends: None,
+            sharding,
             operation,
         };
         operation.forward(&mut cx)?;
@@ -218,13 +224,25 @@ impl ForwardContext<'_> {
         let (next_output, next_saved) = (node.outputs.start, node.saved.start);
         let ends = Some([node.outputs.end, node.saved.end]);
         let operation = op.get();
+        let sharding = tape.values[next_output].sharding;
         let common = OperationContext { loss_weight: node.loss_weight, tape, parameters };
-        operation.forward(&mut ForwardContext { common, inputs, next_output, next_saved, ends, operation })
+        let mut cx = ForwardContext { common, inputs, next_output, next_saved, ends, sharding, operation };
+        operation.forward(&mut cx)
     }
 
     /// Number of inputs.
     pub fn num_inputs(&self) -> usize {
         self.inputs.len()
+    }
+
+    /// What this rank of the tensor axis has of an input.
+    pub fn input_sharding(&self, index: usize) -> Sharding {
+        self.value(index).sharding
+    }
+
+    /// What ranks of the tensor axis have of the outputs.
+    pub fn output_sharding(&self) -> Sharding {
+        self.sharding
     }
 
     fn argument(&self, index: usize) -> &Argument {
@@ -295,7 +313,9 @@ impl ForwardContext<'_> {
         let requires_grad = self.operation.has_parameters()
             || arguments.iter().any(|argument| self.tape.values[argument.value].requires_grad);
         let is_recomputable = self.operation.is_recomputable();
-        self.tape.push(Value::output(tensor, requires_grad, is_recomputable));
+        let value =
+            Value { sharding: self.sharding, ..Value::output(tensor, requires_grad, is_recomputable) };
+        self.tape.push(value);
     }
 
     /// Memory for what [`save`](ForwardContext::save) will take, with unspecified contents: when the operation runs again, the same.

@@ -9,6 +9,7 @@
 //! Several operations may read a value; their gradients are added in the reverse order of the record. The tape counts who
 //! still reads a value, so an operation computes in the memory of another value only where nobody reads that again.
 
+mod axis;
 mod backward;
 mod context;
 mod forward;
@@ -18,6 +19,9 @@ mod operations;
 mod tests;
 mod value;
 
+pub use axis::{
+    AllGatherRows, AloneOnAxis, AxisOps, CopyToRanks, Sharding, SplitRows, SumOverRanks, TensorAxis,
+};
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::{OperationContext, Randomness};
 pub use forward::{ForwardContext, Recorder};
@@ -51,6 +55,7 @@ pub struct Tape {
     recording: Recording,
     precision: Precision,
     fp8: Option<Arc<Fp8Scales>>,
+    axis: Option<TensorAxis>,
     loss_scale: f32,
     first_position: usize,
     randomness: Randomness,
@@ -126,6 +131,7 @@ impl Tape {
             recording,
             precision,
             fp8: None,
+            axis: None,
             loss_scale: 1.0,
             first_position: 0,
             randomness: Randomness::default(),
@@ -184,8 +190,8 @@ impl Tape {
 
     /// Puts a value on the tape that [has a gradient](Tape::take_grad) after backward, unless it is of whole numbers.
     pub fn input(&mut self, tensor: Tensor) -> Var {
-        let requires_grad = tensor.dtype().is_float();
-        self.push(Value::input(tensor, requires_grad))
+        let (requires_grad, sharding) = (tensor.dtype().is_float(), self.sharding_of_input(&tensor));
+        self.push(Value { sharding, ..Value::input(tensor, requires_grad) })
     }
 
     /// Puts a value on the tape without a gradient, such as tokens.

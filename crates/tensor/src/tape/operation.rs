@@ -1,6 +1,6 @@
 //! What an operation is.
 
-use super::{BackwardContext, ForwardContext, GradSink};
+use super::{BackwardContext, ForwardContext, GradSink, Sharding, TensorAxis};
 use crate::device::DeviceError;
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -73,6 +73,24 @@ pub trait Operation: fmt::Debug + Send + Sync {
     fn reads_output(&self, output: usize) -> ReadBy {
         let _ = output;
         ReadBy::NEITHER
+    }
+
+    /// Whether an input may lie in [rows](Sharding::Rows): each row of the outputs then depends on no other row of the input, or the
+    /// operation gathers the others by itself.
+    fn takes_rows(&self, input: usize) -> bool {
+        let _ = input;
+        false
+    }
+
+    /// What a rank of the tensor axis has of the outputs, if that does not follow from what it has of the inputs.
+    fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
+        let _ = axis;
+        None
+    }
+
+    /// Whether a rank makes only a term of the gradients of parameters that are not cut, where ranks have this of the outputs.
+    fn makes_grad_terms(&self, outputs: Sharding) -> bool {
+        outputs != Sharding::Replicated
     }
 
     /// Whether a tape may [drop](super::Tape::keep_products) the outputs after forward, and run forward again before backward:

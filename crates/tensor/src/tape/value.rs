@@ -1,5 +1,6 @@
 //! Values on a tape, and how operations are given them.
 
+use super::Sharding;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 use trireme_base::DType;
@@ -76,6 +77,8 @@ impl<A: Into<Argument>, B: Into<Argument>, C: Into<Argument>> Arguments for (A, 
 pub(super) struct Value {
     pub(super) shape: Shape,
     pub(super) dtype: DType,
+    /// What this rank of the tensor axis has of it.
+    pub(super) sharding: Sharding,
     /// `None` where it was taken or has had its last use.
     pub(super) tensor: Option<Tensor>,
     pub(super) grad: Option<Tensor>,
@@ -98,6 +101,7 @@ impl Value {
         Value {
             shape,
             dtype,
+            sharding: Sharding::Replicated,
             tensor: Some(tensor),
             grad: None,
             requires_grad,

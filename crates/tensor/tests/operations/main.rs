@@ -1,5 +1,6 @@
 //! Every operation against its definition in f64: values, and the gradients of all inputs and parameters.
 
+mod axis;
 mod elements;
 mod layers;
 mod losses;

@@ -7,8 +7,7 @@ use std::path::PathBuf;
 use trireme_schedule::pipeline::Kind;
 
 /// Keys of `[parallelism]` that the design names and this version does not have.
-pub(super) const LATER_PARALLELISM_KEYS: &[&str] =
-    &["tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"];
+pub(super) const LATER_PARALLELISM_KEYS: &[&str] = &["context_parallel_degree", "expert_parallel_degree"];
 
 config_section! {
     /// How the work is divided among the workers.
@@ -16,6 +15,15 @@ config_section! {
         /// Number of replicas of the training state, each of which sees different data. -1 uses as many as the shards
         /// leave.
         data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
+        /// Number of workers that divide the products of every layer among them: heads of attention, the inner width of
+        /// feed-forward layers, and the vocabulary. They are neighbours, see the same data, and exchange activations
+        /// twice for each layer in forward and in backward. Sums of a layer are taken in another order than on one
+        /// worker, so losses differ by rounding.
+        tensor_parallel_degree: usize = 1, within 1..=1 << 12;
+        /// With `tensor_parallel_degree` above 1: whether the workers also divide what lies between these layers,
+        /// normalisations and residuals, by positions. That takes no more messages, and less memory. `seq_len` must
+        /// be a multiple of `tensor_parallel_degree`.
+        sequence_parallel: bool = true;
         /// Number of workers in a pipeline. The units of the model (embedding, blocks, head) are divided among them
         /// in stages of about equal work, and each microbatch passes through all of them. Ranks of neighbours in the
         /// pipeline differ by the number of data-parallel workers. Losses and weights have the same bits with every

@@ -46,6 +46,8 @@ use sections::Sections;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use trireme_base::{AxisPlace, Rank};
+use trireme_parallel::Degrees;
 
 /// The largest file that is read as a config.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -170,7 +172,28 @@ impl Config {
 
     /// Workers that see different data.
     pub fn data_parallel_degree(&self) -> usize {
+        self.workers_per_place() / self.parallelism().tensor_parallel_degree
+    }
+
+    /// Workers at each place of the pipeline.
+    pub fn workers_per_place(&self) -> usize {
         self.world_size / self.parallelism().pipeline_parallel_degree
+    }
+
+    /// How the workers lie on the axes of a mesh.
+    pub fn degrees(&self) -> Degrees {
+        let Parallelism { pipeline_parallel_degree, tensor_parallel_degree, .. } = *self.parallelism();
+        Degrees {
+            pipeline: pipeline_parallel_degree,
+            shards: self.num_shards(),
+            tensor: tensor_parallel_degree,
+        }
+    }
+
+    /// The place of a worker on the tensor axis.
+    pub fn tensor_place(&self, rank: Rank) -> AxisPlace {
+        let degree = self.parallelism().tensor_parallel_degree;
+        AxisPlace::new(rank.0 % degree, degree)
     }
 
     /// Stages of a worker of the pipeline.

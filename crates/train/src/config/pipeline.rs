@@ -8,18 +8,44 @@ use trireme_comm::CodecName;
 use trireme_schedule::StateClass;
 use trireme_schedule::pipeline::Kind;
 
+const TENSOR_DEGREE: &str = "parallelism.tensor_parallel_degree";
 const DEGREE: &str = "parallelism.pipeline_parallel_degree";
 const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
 const SCHEDULE_FILE: &str = "parallelism.pipeline_parallel_schedule_file";
 const INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
 
 /// The workers that see different data.
-pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usize {
+pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize {
+    let Parallelism { pipeline_parallel_degree, tensor_parallel_degree, .. } =
+        checks.loose.sections.parallelism;
+    let degrees = [
+        (DEGREE, "pipeline degree", pipeline_parallel_degree),
+        (TENSOR_DEGREE, "tensor degree", tensor_parallel_degree),
+    ];
+    let several: Vec<_> = degrees.into_iter().filter(|(_, _, degree)| *degree > 1).collect();
+    let num_of_replica = pipeline_parallel_degree * tensor_parallel_degree;
+    let keys: Vec<&str> = several.iter().map(|(key, ..)| *key).chain(["launch.workers"]).collect();
+    checks.require(world_size.is_multiple_of(num_of_replica), &keys, || {
+        let names: Vec<String> =
+            several.iter().map(|(_, name, degree)| format!("the {name} {degree}")).collect();
+        let product = if several.len() > 1 { format!(" = {num_of_replica}") } else { String::new() };
+        let nearest = match world_size / num_of_replica * num_of_replica {
+            0 => num_of_replica.to_string(),
+            below => format!("{below} or {}", below + num_of_replica),
+        };
+        let workers = if world_size == 1 { "worker" } else { "workers" };
+        format!(
+            "{world_size} {workers} is not a multiple of {}{product}; use {nearest} workers, or other degrees",
+            names.join(" times ")
+        )
+    });
+    check_pipeline(checks);
+    (world_size / num_of_replica).max(1)
+}
+
+fn check_pipeline(checks: &mut Checks<'_>) {
     let Sections { parallelism, comm, .. } = &checks.loose.sections;
     let degree = parallelism.pipeline_parallel_degree;
-    checks.require(world_size.is_multiple_of(degree), &[DEGREE, "launch.workers"], || {
-        format!("{world_size} workers is not a multiple of the pipeline degree {degree}")
-    });
     checks.require(
         degree == 1 || comm.compression == CodecName::None,
         &["comm.compression", DEGREE],
@@ -61,7 +87,6 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
             "only applies with pipeline_parallel_degree above 1; set that, or remove this key".to_owned()
         });
     }
-    (world_size / degree).max(1)
 }
 
 fn check_schedule(checks: &mut Checks<'_>) {

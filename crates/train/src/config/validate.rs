@@ -6,7 +6,7 @@ use super::costs::check_costs;
 use super::memory::{check_activation_checkpoint, check_offload, check_parallelism, degrees, is_on_disk};
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
-use super::pipeline::check_pipeline;
+use super::pipeline::check_degrees;
 use super::reader::Loose;
 use super::section::Section;
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
@@ -44,7 +44,7 @@ pub(super) fn validate(
         }
         Subject::OwnTask => refuse_language_keys(&mut checks),
     }
-    let data_parallel_degree = check_pipeline(&mut checks, world_size);
+    let data_parallel_degree = check_degrees(&mut checks, world_size);
     check_training(&mut checks, data_parallel_degree);
     check_parallelism(&mut checks, data_parallel_degree);
     check_activation_checkpoint(&mut checks);

@@ -12,11 +12,11 @@ use std::time::Instant;
 use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
-use trireme_model::{HostBatch, ModelConfig, Rehearsal, set_window, token_specs};
+use trireme_model::{HostBatch, Model, ModelConfig, PassOptions, Rehearsal, set_window, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepPlan,
-    ZeroPlusPlus, chain,
+    Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid,
+    StepPlan, ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier, single as single_stage};
@@ -63,6 +63,9 @@ pub(crate) struct StepArgs {
     /// What is sharded across the workers: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well.
     #[arg(long, value_name = "N", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: u8,
+    /// Workers that divide the layers among them, and see the same data (tensor and sequence parallelism).
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    tensor: usize,
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
     #[arg(long, value_name = "N", default_value_t = 1)]
     prefetch: usize,
@@ -232,18 +235,27 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     if args.seq > config.max_position_embeddings {
         bail!("--seq {} exceeds the model's {} positions", args.seq, config.max_position_embeddings);
     }
-    let build = |device: &Device| config.build(args.seq, device);
-    let (fp8, batch) = (args.fp8.map(Fp8Recipe::new), token_specs(args.batch, args.seq));
+    let state = state_layout(args);
+    let num_workers = group.world_size();
+    if args.tensor == 0 || !num_workers.is_multiple_of(args.tensor) {
+        bail!("--tensor {} does not divide {num_workers} workers", args.tensor);
+    }
+    let shards = if state.has_shards() { num_workers / args.tensor } else { 1 };
+    let ranks = RankGrid::new(group, Degrees { pipeline: 1, shards, tensor: args.tensor })?;
+    let build = |device: &Device| {
+        let place = ranks.tensor_place();
+        Model::build_at(place, device, |device, table| config.build_into(table, args.seq, device))
+    };
+    let fp8 = args.fp8.map(Fp8Recipe::new);
+    let passes = PassOptions { precision: args.dtype, fp8, shards_rows: true };
+    let batch = token_specs(args.batch, args.seq);
     let alike = DeviceOptions {
         num_threads: device.num_threads(),
         features_max: Some(device.cpu_features()),
         ..DeviceOptions::default()
     };
-    let rehearsal = Rehearsal::of(build, alike, args.dtype, fp8, &batch)?;
+    let rehearsal = Rehearsal::of(build, alike, passes, &batch)?;
     let model = build(device)?;
-    let state = state_layout(args);
-    let num_shards = if state.has_shards() { group.world_size() } else { 1 };
-    let ranks = RankGrid::new(group, 1, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
     let optimizer =
         &OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
@@ -266,8 +278,9 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     }
     let program = lay_out(program, state);
     let options = ExecutorOptions {
-        precision: args.dtype,
-        fp8,
+        precision: passes.precision,
+        fp8: passes.fp8,
+        shards_rows: passes.shards_rows,
         reduce_dtype: args.reduce_dtype,
         fusion_bytes: ExecutorOptions::FUSION_BYTES,
         zero_plus_plus: ZeroPlusPlus::NONE,
@@ -303,6 +316,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     // Independent workers meet again when they tell what they found.
     let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let mut executor = build(args, group, &device)?;
+    let data_degree = world_size / args.tensor;
     let tokens = Tokens::open(args, read_model(&args.model)?.vocab_size)?;
     let mut samples = HostBatch::new(&token_specs(args.batch, args.seq));
     let mut window = vec![0; args.seq + 1];
@@ -312,7 +326,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     for step in 0..args.warmup + args.steps {
         let began = Instant::now();
         for row in 0..args.batch {
-            let sample = (step * world_size + rank.0) * args.batch + row;
+            let sample = (step * data_degree + rank.0 / args.tensor) * args.batch + row;
             tokens.read(sample as u64, &mut window)?;
             set_window(&mut samples, row, &window);
         }
@@ -341,7 +355,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
         return Ok(());
     }
     let worst = |index: usize| all.iter().map(|facts| facts[index]).fold(0.0, f64::max);
-    let tokens_per_step = (args.batch * args.seq * world_size) as f64;
+    let tokens_per_step = (args.batch * args.seq * data_degree) as f64;
     seconds.sort_by(f64::total_cmp);
     print(
         args,
@@ -349,13 +363,14 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
             peer: "trireme",
             version: env!("CARGO_PKG_VERSION"),
             model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
-            params: executor.model().table().num_elements(),
+            params: executor.model().table().whole().num_elements(),
             dtype: args.dtype.to_string(),
             fp8: args.fp8.map(|formats| format!("{formats} (emulated)")),
             reduce_dtype: args.reduce_dtype.to_string(),
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",
                 (_, true) => "independent",
+                _ if args.tensor > 1 => "tensor",
                 (_, false) => ["ddp", "zero1", "zero2", "zero3"][usize::from(args.zero_stage)],
             },
             compile: false,

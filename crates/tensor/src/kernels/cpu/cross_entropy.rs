@@ -11,14 +11,17 @@ pub(crate) const STATISTICS: usize = 3;
 /// Columns of the logits that a chunk holds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct VocabularyChunk {
+    /// The first of them, of what is here of the vocabulary.
     pub(crate) first: usize,
     pub(crate) len: usize,
+    /// Where what is here of the vocabulary begins.
+    pub(crate) vocabulary_start: usize,
 }
 
 impl VocabularyChunk {
     /// Column of a target within the chunk.
     fn column(&self, target: u32) -> Option<usize> {
-        (target as usize).checked_sub(self.first).filter(|&column| column < self.len)
+        (target as usize).checked_sub(self.vocabulary_start + self.first).filter(|&column| column < self.len)
     }
 }
 
@@ -63,6 +66,24 @@ impl Cpu {
                     saved[2] = logits[column];
                 }
             }
+        });
+    }
+
+    /// The `statistics` of the whole vocabulary, from those of its parts, which follow each other in `parts`.
+    pub(crate) fn merge_statistics(&self, parts: &[f32], statistics: &mut [f32]) {
+        let len = statistics.len();
+        assert!(len > 0 && parts.len().is_multiple_of(len));
+        self.for_each_row(statistics, STATISTICS, |row, merged| {
+            let parts = || parts.chunks_exact(len).map(|part| &part[row * STATISTICS..][..STATISTICS]);
+            let max =
+                parts().map(|part| part[0]).fold(f32::MIN, |max, part| if part > max { part } else { max });
+            let (mut sum, mut target) = (0.0, 0.0);
+            for part in parts() {
+                sum += part[1] * exp(part[0] - max);
+                // Those of the other parts are zeros.
+                target += part[2];
+            }
+            merged.copy_from_slice(&[max, sum, target]);
         });
     }
 

@@ -23,16 +23,35 @@ for_each_simd_level! {
     }
 }
 
+/// Which words of a stream belong to elements: rows of `len` elements have neighbouring words, and the next row begins `stride` words on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WordRows {
+    pub(crate) first: u64,
+    pub(crate) len: usize,
+    pub(crate) stride: usize,
+}
+
 impl Cpu {
-    /// Sets element `i` to 0 where word `first + i` of the stream lies below `rate` of its range, else divides it by `1 - rate`.
-    pub(crate) fn dropout<T: Element>(&self, x: &mut [T], key: RandomKey, first: u64, rate: f32) {
+    /// Sets each element to 0 where its word of the stream lies below `rate` of its range, else divides it by `1 - rate`.
+    pub(crate) fn dropout<T: Element>(&self, x: &mut [T], key: RandomKey, words: WordRows, rate: f32) {
         let threshold = (f64::from(rate) * 2.0_f64.powi(32)) as u32;
-        let (len, scale) = (x.len(), 1.0 / (1.0 - rate));
+        let scale = 1.0 / (1.0 - rate);
+        // Rows without words between them are one.
+        let row_len = if words.len == words.stride { 1 } else { words.len };
+        let stride = if words.len == words.stride { 1 } else { words.stride };
+        let num_rows = x.len() / row_len.max(1);
         let x = SharedSlice::new(x);
-        self.for_row_blocks(len, 1, |start, len| {
-            // SAFETY: blocks do not overlap.
-            let x = unsafe { x.range(start, len) };
-            drop_block(self.features, x, key, first.wrapping_add(start as u64), threshold, scale);
+        self.for_row_blocks(num_rows, row_len, |start, num| {
+            let drop = |row: usize, num: usize| {
+                // SAFETY: rows do not overlap.
+                let x = unsafe { x.range(row * row_len, num * row_len) };
+                let first = words.first.wrapping_add((row * stride) as u64);
+                drop_block(self.features, x, key, first, threshold, scale);
+            };
+            match row_len == stride {
+                true => drop(start, num),
+                false => (start..start + num).for_each(|row| drop(row, 1)),
+            }
         });
     }
 }

@@ -27,6 +27,20 @@ for_each_simd_level! {
         }
     }
 
+    fn add_bias_row<T: Element, U: Element>(x: &[T], bias: Option<&[f32]>, residual: Option<&[f32]>, y: &mut [U]) {
+        match (bias, residual) {
+            (Some(bias), Some(residual)) => {
+                for (((y, x), bias), residual) in y.iter_mut().zip(x).zip(bias).zip(residual) {
+                    *y = U::from_f32(x.to_f32() + bias + residual);
+                }
+            }
+            (Some(term), None) | (None, Some(term)) => {
+                y.iter_mut().zip(x).zip(term).for_each(|((y, x), term)| *y = U::from_f32(x.to_f32() + term));
+            }
+            (None, None) => y.iter_mut().zip(x).for_each(|(y, x)| *y = U::from_f32(x.to_f32())),
+        }
+    }
+
     fn sum_row<T: Element, U: Element, F: Fn(f32, f32) -> f32>(left: &[T], right: &[U], function: &F) -> f32 {
         sum_zip(left, right, left, |left, right, _| function(left.to_f32(), right.to_f32()))
     }
@@ -81,6 +95,29 @@ impl Cpu {
         self.for_row_blocks(x.len(), 1, |first, len| {
             // SAFETY: blocks do not overlap.
             update_block(self.features, unsafe { out.range(first, len) }, &x[first..first + len], &function);
+        });
+    }
+
+    /// `y = x + bias + residual`, for rows that are as long as `bias`.
+    pub(crate) fn add_bias<T: Element, U: Element>(
+        &self,
+        x: &[T],
+        bias: Option<&[f32]>,
+        residual: Option<&[f32]>,
+        (y, cols): (&mut [U], usize),
+    ) {
+        assert!(x.len() == y.len() && residual.is_none_or(|residual| residual.len() == y.len()));
+        assert!(bias.is_none_or(|bias| bias.len() == cols));
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(x.len() / cols.max(1), cols, |first, num| {
+            for row in first..first + num {
+                let range = row * cols..(row + 1) * cols;
+                let residual = residual.map(|residual| &residual[range.clone()]);
+                // SAFETY: rows do not overlap.
+                add_bias_row(self.features, &x[range], bias, residual, unsafe {
+                    out.range(row * cols, cols)
+                });
+            }
         });
     }
 

@@ -13,6 +13,8 @@ pub(crate) struct Bags<'a> {
     pub(crate) lens: Option<&'a [u32]>,
     /// Whether sums are divided by the number of ids.
     pub(crate) takes_mean: bool,
+    /// The ids whose rows are here, where the table is a part of a larger one; rows of others are zeros. `None` if all are here.
+    pub(crate) part: Option<(usize, usize)>,
 }
 
 impl<'a> Bags<'a> {
@@ -21,6 +23,15 @@ impl<'a> Bags<'a> {
         let len = self.lens.map_or(self.bag_len, |lens| (lens[index] as usize).min(self.bag_len));
         let factor = if self.takes_mean { 1.0 / len.max(1) as f32 } else { 1.0 };
         (&self.ids[index * self.bag_len..][..len], factor)
+    }
+
+    /// The row of the table for an id, unless it is elsewhere.
+    #[inline]
+    fn row(&self, id: u32) -> Option<usize> {
+        match self.part {
+            None => Some(id as usize),
+            Some((first, len)) => (id as usize).checked_sub(first).filter(|&row| row < len),
+        }
     }
 }
 
@@ -41,11 +52,11 @@ for_each_simd_level! {
         }
     }
 
-    fn sum_bag<T: Element, P: Element>(ids: &[u32], table: &[T], factor: f32, out: &mut [f32]) {
+    fn sum_bag<T: Element, P: Element>(bags: Bags<'_>, index: usize, table: &[T], out: &mut [f32]) {
         out.fill(0.0);
-        let cols = out.len();
-        for &id in ids {
-            let row = &table[id as usize * cols..(id as usize + 1) * cols];
+        let (cols, (ids, factor)) = (out.len(), bags.bag(index));
+        for row in ids.iter().filter_map(|&id| bags.row(id)) {
+            let row = &table[row * cols..(row + 1) * cols];
             out.iter_mut().zip(row).for_each(|(out, row)| *out += P::from_f32(row.to_f32()).to_f32());
         }
         if factor != 1.0 {
@@ -57,9 +68,9 @@ for_each_simd_level! {
         for (row, dy) in dy.chunks_exact(cols).enumerate() {
             let dy = &dy[first..first + width];
             let (ids, factor) = bags.bag(row);
-            for &id in ids {
+            for row in ids.iter().filter_map(|&id| bags.row(id)) {
                 // SAFETY: this task alone has these columns.
-                let out = unsafe { d_table.range(id as usize * cols + first, width) };
+                let out = unsafe { d_table.range(row * cols + first, width) };
                 out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += factor * dy);
             }
         }
@@ -79,8 +90,7 @@ impl Cpu {
         out: &mut [f32],
     ) {
         self.for_each_row(out, cols, |row, out| {
-            let (ids, factor) = bags.bag(row);
-            sum_bag::<T, P>(self.features, ids, table, factor, out);
+            sum_bag::<T, P>(self.features, bags, row, table, out);
         });
     }
 

@@ -9,7 +9,7 @@ pub(crate) mod arena;
 pub(crate) mod attention;
 pub(crate) mod blocks;
 pub(crate) mod cross_entropy;
-mod dropout;
+pub(crate) mod dropout;
 pub(crate) mod element;
 mod elementwise;
 pub(crate) mod embedding;

@@ -47,4 +47,8 @@ impl Operation for Add {
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::NEITHER
     }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
 }

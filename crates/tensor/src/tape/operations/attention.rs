@@ -217,6 +217,7 @@ impl Recorder<'_> {
     ) -> Result<Var, DeviceError> {
         let (tape, _) = self.unrecorded();
         let shape = attention.shape(tape.values[qkv.0].tensor().shape(), None);
+        let sharding = tape.values[qkv.0].sharding;
         let mut qkv = tape.take_value(qkv.id());
         if let Some(rotary) = &attention.rotary {
             tape.device.rotary(qkv.view_mut(), shape, rotary.at(cache.len), false);
@@ -229,6 +230,8 @@ impl Recorder<'_> {
         let (y_view, log_sums) = (y.view_mut(), log_sums.view_mut());
         tape.device.attention_cached(qkv.view(), (shape, attention.rule), views, y_view, log_sums)?;
         cache.len += shape.seq_len;
-        Ok(tape.constant(y))
+        let attended = tape.constant(y);
+        tape.values[attended.0].sharding = sharding;
+        Ok(attended)
     }
 }

@@ -28,4 +28,8 @@ impl Operation for Convert {
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::NEITHER
     }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
 }

@@ -13,7 +13,7 @@ use std::ops::RangeInclusive;
 pub struct CrossEntropy;
 
 fn whole(shape: Shape) -> VocabularyChunk {
-    VocabularyChunk { first: 0, len: shape.cols() }
+    VocabularyChunk { first: 0, len: shape.cols(), vocabulary_start: 0 }
 }
 
 /// The statistics of all rows.

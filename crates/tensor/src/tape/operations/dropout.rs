@@ -1,13 +1,17 @@
 use crate::device::DeviceError;
-use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, Randomness, ReadBy};
+use crate::kernels::cpu::dropout::WordRows;
+use crate::tape::{
+    BackwardContext, ForwardContext, Operation, OperationContext, Randomness, ReadBy, Sharding, TensorAxis,
+};
 use crate::tensor::Tensor;
-use trireme_base::RandomKey;
+use trireme_base::{AxisPlace, RandomKey};
 
 /// Sets each element of `x` (of any floats) to 0 with the same probability, and scales the others so that the mean stays (Srivastava et
 /// al., "Dropout", 2014). Each sample has equally many elements, one sample after the other. Tapes that do not record leave
 /// `x` as it is.
 ///
-/// Whether an element stays is a function of seed, name, step, sample and place within the sample. Backward computes it again.
+/// Whether an element stays is a function of seed, name, step, sample and place within the sample, also where ranks of the tensor axis have
+/// parts of `x`. Backward computes it again.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     name: String,
@@ -25,13 +29,21 @@ impl Dropout {
     }
 
     /// Multiplies elements by 0 or by what keeps the mean, as `x` forward and its gradient backward.
-    fn drop(&self, cx: &OperationContext<'_>, x: &mut Tensor) {
+    fn drop(&self, cx: &OperationContext<'_>, x: &mut Tensor, sharding: Sharding) {
         let Randomness { seed, step, first_sample, num_samples } = cx.randomness();
         let key = RandomKey::new(seed, &self.name).derived(step);
-        let (len, num_samples) = (x.shape().num_elements(), num_samples.max(1));
+        let place = cx.axis().map_or(AxisPlace::ALONE, TensorAxis::place);
+        let (here, cols, num_samples) = (x.shape().num_elements(), x.shape().cols(), num_samples.max(1));
+        // Where elements lie in the value of all ranks.
+        let (degree, start, stride) = match sharding {
+            Sharding::Replicated => (1, 0, cols),
+            Sharding::Rows => (place.degree, place.rank * here, cols),
+            Sharding::Cut => (place.degree, place.rank * cols, place.degree * cols),
+        };
+        let len = here * degree;
         assert!(len.is_multiple_of(num_samples), "{len} elements of {num_samples} samples");
-        let first = first_sample.wrapping_mul((len / num_samples) as u64);
-        cx.device().dropout(x.view_mut(), key, first, self.rate);
+        let first = first_sample.wrapping_mul((len / num_samples) as u64).wrapping_add(start as u64);
+        cx.device().dropout(x.view_mut(), key, WordRows { first, len: cols, stride }, self.rate);
     }
 }
 
@@ -39,7 +51,7 @@ impl Operation for Dropout {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let mut y = cx.take_or_copy_input(0)?;
         if cx.is_recording() {
-            self.drop(cx, &mut y);
+            self.drop(cx, &mut y, cx.output_sharding());
         }
         cx.output(y);
         Ok(())
@@ -47,11 +59,15 @@ impl Operation for Dropout {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let mut grad = cx.take_output_grad();
-        self.drop(cx, &mut grad);
+        self.drop(cx, &mut grad, cx.output_sharding());
         cx.add_grad(0, grad)
     }
 
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::NEITHER
+    }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
     }
 }

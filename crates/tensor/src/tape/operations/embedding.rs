@@ -1,10 +1,15 @@
-use crate::device::DeviceError;
+use crate::device::{BagViews, DeviceError};
 use crate::parameter_table::ParameterSpan;
-use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, add_to_grad};
+use crate::tape::{
+    BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, add_to_grad,
+};
+use crate::tensor::Tensor;
 use trireme_base::DType;
 
 /// Rows of a table by token id, plus rows of a second table by position: of ids (`[batch, seq_len]`, u32), as `[batch, seq_len, cols]`,
 /// f32. Positions begin at the tape's first position.
+///
+/// Ranks of the tensor axis may have parts of the table's rows; then each looks up its own, and they add up what they find.
 #[derive(Debug, Clone, Copy)]
 pub struct Embedding {
     /// `[vocabulary, cols]`.
@@ -13,8 +18,54 @@ pub struct Embedding {
     pub positions: Option<ParameterSpan>,
 }
 
+impl Embedding {
+    /// Rows of this rank's part of the table, of which the other ranks have the others: their sum is exact in any precision, for one
+    /// term of it is not zero.
+    fn forward_in_parts(&self, cx: &ForwardContext<'_>) -> Result<Tensor, DeviceError> {
+        let (ids, device) = (cx.input(0), cx.device());
+        let (seq_len, cols) = (ids.shape().cols(), self.tokens.shape.cols());
+        let mut rows = cx.empty([ids.shape().rows(), seq_len, cols], DType::F32)?;
+        let bags = BagViews::of_single_ids(ids).of_part(self.tokens.part);
+        device.embedding_bag(cx.precision(), bags, cx.parameter(&self.tokens), rows.view_mut());
+        let mut term = rows;
+        if cx.precision().dtype() != DType::F32 {
+            let mut rounded = cx.empty(term.shape(), cx.precision().dtype())?;
+            device.convert(term.view(), rounded.view_mut());
+            term = rounded;
+        }
+        let sum = cx.sum_over_ranks(term, cx.output_sharding())?;
+        let mut y = cx.empty(sum.shape(), DType::F32)?;
+        device.convert(sum.view(), y.view_mut());
+        drop(sum);
+        let Some(positions) = &self.positions else { return Ok(y) };
+        let positions = cx.parameter_in_f32(positions)?;
+        let first_row = if cx.output_sharding() == Sharding::Rows { y.shape().rows() } else { 0 };
+        let first_row = first_row * cx.axis().map_or(0, |axis| axis.place().rank);
+        let first_position = cx.first_position();
+        let mut sum = cx.empty(y.shape(), DType::F32)?;
+        device.for_each_row(
+            [y.view(), positions.view()],
+            sum.view_mut(),
+            1,
+            move |[y, positions], row, sum| {
+                let position = first_position + (first_row + row) % seq_len;
+                let (y, positions) = (&y[row * cols..], &positions[position * cols..]);
+                sum.iter_mut()
+                    .zip(y.iter().zip(positions))
+                    .for_each(|(sum, (y, position))| *sum = y + position);
+            },
+        );
+        Ok(sum)
+    }
+}
+
 impl Operation for Embedding {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        if self.tokens.part.is_some() {
+            let y = self.forward_in_parts(cx)?;
+            cx.output(y);
+            return Ok(());
+        }
         let ids = cx.input(0);
         let (batch, seq_len) = (ids.shape().rows(), ids.shape().cols());
         let mut y = cx.empty([batch, seq_len, self.tokens.shape.cols()], DType::F32)?;
@@ -35,13 +86,15 @@ impl Operation for Embedding {
         cx: &mut BackwardContext<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
+        let dy = cx.all_rows(cx.grad(), cx.output_sharding())?;
+        let bags = BagViews::of_single_ids(cx.input(0)).of_part(self.tokens.part);
         add_to_grad(cx.device(), sink, &self.tokens, |out| {
-            cx.device().embedding_backward(cx.input(0), cx.grad(), out)
+            cx.device().embedding_bag_backward(bags, dy.view(), out)
         })?;
         if let Some(positions) = &self.positions {
             let seq_len = cx.input(0).shape().cols();
             add_to_grad(cx.device(), sink, positions, |out| {
-                cx.device().position_backward(cx.grad(), seq_len, out)
+                cx.device().position_backward(dy.view(), seq_len, out)
             })?;
         }
         Ok(())
@@ -53,5 +106,14 @@ impl Operation for Embedding {
 
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::WEIGHT_HALF
+    }
+
+    fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
+        self.tokens.part.map(|_| axis.between_layers())
+    }
+
+    /// Backward reads the gradients of all rows.
+    fn makes_grad_terms(&self, _: Sharding) -> bool {
+        false
     }
 }

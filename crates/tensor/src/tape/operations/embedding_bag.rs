@@ -1,11 +1,15 @@
 use crate::device::{BagViews, DeviceError};
 use crate::parameter_table::ParameterSpan;
-use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, add_to_grad};
+use crate::tape::{
+    BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, add_to_grad,
+};
 use crate::tensor::View;
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// Sums or means of rows of a table: of ids (`[batch, bag]`, u32), as `[batch, cols]`, f32.
+///
+/// Ranks of the tensor axis may have parts of the table's rows; then they add up what they find in theirs.
 #[derive(Debug, Clone, Copy)]
 pub struct EmbeddingBag {
     /// `[num_rows, cols]`.
@@ -18,7 +22,7 @@ pub struct EmbeddingBag {
 
 impl EmbeddingBag {
     fn bags<'a>(&self, ids: View<'a>, lens: Option<View<'a>>) -> BagViews<'a> {
-        BagViews::new(ids, lens, self.takes_mean)
+        BagViews::new(ids, lens, self.takes_mean).of_part(self.table.part)
     }
 }
 
@@ -32,6 +36,9 @@ impl Operation for EmbeddingBag {
         let shape = [cx.input(0).shape().rows(), self.table.shape.cols()];
         let mut y = cx.empty(shape, DType::F32)?;
         cx.device().embedding_bag(cx.precision(), bags, cx.parameter(&self.table), y.view_mut());
+        if self.table.part.is_some() {
+            y = cx.sum_over_ranks(y, Sharding::Replicated)?;
+        }
         cx.output(y);
         Ok(())
     }
@@ -58,5 +65,9 @@ impl Operation for EmbeddingBag {
 
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::WEIGHT_HALF
+    }
+
+    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
+        self.table.part.map(|_| Sharding::Replicated)
     }
 }

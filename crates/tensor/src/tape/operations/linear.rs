@@ -5,7 +5,10 @@ use crate::kernels::Activation;
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use crate::tape::{
+    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, Sharding, TensorAxis,
+    write_grad,
+};
 use crate::tensor::{Tensor, View, ViewMut};
 use crate::values::Values;
 use std::ops::RangeInclusive;
@@ -36,6 +39,11 @@ pub enum InputActivation {
 
 /// `y = activation(x) W + bias + residual`, for `x` (`[.., inputs]`, in the tape's precision) and an optional residual (`[.., outputs]`,
 /// f32), as `[.., outputs]`: in the tape's precision, or in f32 with a residual.
+///
+/// Where ranks of the tensor axis cut the weight by its outputs, each makes its part of them of all rows of `x`, and the gradient of `x` is
+/// the sum of what ranks make of theirs. Where they cut it by its inputs, `y` is the sum of what ranks make of their parts, in the tape's
+/// precision, to which bias and residual are added once. So one of the two passes of each has an exchange of `rows * inputs` or `rows *
+/// outputs` elements: an all-reduce, or with sequence parallelism an all-gather in one and a reduce-scatter in the other.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear {
     /// The matrix.
@@ -46,6 +54,17 @@ pub struct Linear {
     pub bias: Option<ParameterSpan>,
     /// Applied to the input first.
     pub activation: InputActivation,
+}
+
+/// How ranks of the tensor axis cut a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// Not at all.
+    Whole,
+    /// By its outputs.
+    Widening,
+    /// By its inputs.
+    Narrowing,
 }
 
 impl Linear {
@@ -73,6 +92,46 @@ impl Linear {
         }
     }
 
+    fn role(&self) -> Role {
+        let outputs_dim = match self.layout {
+            WeightLayout::InputsFirst => 1,
+            WeightLayout::OutputsFirst => 0,
+        };
+        match self.weight.part {
+            None => Role::Whole,
+            Some(part) if part.dim == outputs_dim => Role::Widening,
+            Some(_) => Role::Narrowing,
+        }
+    }
+
+    /// What the layer, cut by its outputs, reads of `values` of the rows that are here.
+    fn all_rows<'a>(
+        &self,
+        cx: &OperationContext<'_>,
+        values: View<'a>,
+        sharding: Sharding,
+    ) -> Result<Values<'a>, DeviceError> {
+        cx.all_rows(values, if self.role() == Role::Widening { sharding } else { Sharding::Replicated })
+    }
+
+    /// The output of a layer that is cut by its inputs, of this rank's term.
+    fn add_up(
+        &self,
+        cx: &ForwardContext<'_>,
+        term: Tensor,
+        bias: Option<View<'_>>,
+        residual: Option<View<'_>>,
+    ) -> Result<Tensor, DeviceError> {
+        let sum = cx.sum_over_ranks(term, cx.output_sharding())?;
+        if bias.is_none() && residual.is_none() {
+            return Ok(sum);
+        }
+        let dtype = if residual.is_some() { DType::F32 } else { sum.dtype() };
+        let mut y = cx.empty(sum.shape(), dtype)?;
+        cx.device().add_bias(sum.view(), bias, residual, y.view_mut());
+        Ok(y)
+    }
+
     /// How the weight is read in `x W`, and in `dy W^T`.
     fn transposes(&self) -> (Transpose, Transpose) {
         match self.layout {
@@ -89,7 +148,24 @@ impl Linear {
         let weight = factor(cx.device(), fp8, Operand::Weight, cx.parameter(&self.weight))?;
         let (left, right) = ((dy, Transpose::No), (weight.view(), self.transposes().1));
         cx.device().matmul(cx.precision(), left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
-        Ok(dx)
+        match self.role() {
+            Role::Widening => cx.sum_over_ranks(dx, cx.input_sharding(0)),
+            _ => Ok(dx),
+        }
+    }
+
+    /// The gradient of all rows that the product has made, in the tape's precision if it is gathered.
+    fn all_grads<'a>(&self, cx: &'a BackwardContext<'_>) -> Result<Values<'a>, DeviceError> {
+        let (dy, dtype) = (cx.grad(), cx.precision().dtype());
+        if self.role() != Role::Narrowing || cx.output_sharding() != Sharding::Rows {
+            return Ok(Values::Stored(dy));
+        }
+        if dy.dtype() == dtype {
+            return Ok(Values::Converted(cx.gather_rows(dy)?));
+        }
+        let mut rounded = cx.empty(dy.shape(), dtype)?;
+        cx.device().convert(dy, rounded.view_mut());
+        Ok(Values::Converted(cx.gather_rows(rounded.view())?))
     }
 
     /// Where the input half keeps what the activation made of the input, and the gradient as products read it in fp8.
@@ -120,28 +196,41 @@ impl Operation for Linear {
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let (x, device) = (cx.input(0), cx.device());
+        let (x, device) = (self.all_rows(cx, cx.input(0), cx.input_sharding(0))?, cx.device());
         let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
-        let dtype = if residual.is_some() { DType::F32 } else { cx.precision().dtype() };
-        let mut y = cx.empty(x.shape().with_cols(self.outputs()), dtype)?;
-        let activated = activate(device, self.activation, x)?;
-        let input = activated.as_ref().map_or(x, Tensor::view);
+        let is_term = self.role() == Role::Narrowing;
+        assert!(!is_term || cx.input_sharding(0) == Sharding::Cut, "{self:?} reads what was not cut");
+        let dtype = if residual.is_some() && !is_term { DType::F32 } else { cx.precision().dtype() };
+        let mut y = cx.empty(x.view().shape().with_cols(self.outputs()), dtype)?;
+        let activated = activate(device, self.activation, x.view())?;
+        let input = activated.as_ref().map_or(x.view(), Tensor::view);
         let fp8 = cx.fp8_layer(self.weight.first);
         let input = factor(device, fp8, Operand::Input, input)?;
         let weight = factor(device, fp8, Operand::Weight, cx.parameter(&self.weight))?;
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
-        let epilogue = MatmulEpilogue::Add { bias: bias.as_ref().map(|bias| bias.view()), residual };
+        let bias_view = bias.as_ref().map(|bias| bias.view());
+        let epilogue = match is_term {
+            true => MatmulEpilogue::Overwrite,
+            false => MatmulEpilogue::Add { bias: bias_view, residual },
+        };
         let (left, right) = ((input.view(), Transpose::No), (weight.view(), self.transposes().0));
         device.matmul(cx.precision(), left, right, y.view_mut(), epilogue)?;
         drop(input);
-        drop((activated, weight, bias));
+        drop((activated, weight, x));
+        if is_term {
+            y = self.add_up(cx, y, bias_view, residual)?;
+        }
+        drop(bias);
         cx.output(y);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let fp8 = cx.fp8_layer(self.weight.first);
-        let dy = factor(cx.device(), fp8, Operand::OutputGrad, cx.grad())?;
+        let mut dy = self.all_grads(cx)?;
+        if let Values::Converted(rounded) = factor(cx.device(), fp8, Operand::OutputGrad, dy.view())? {
+            dy = Values::Converted(rounded);
+        }
         // An activation's pass also makes what the weight half reads.
         let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
         let d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
@@ -183,8 +272,10 @@ impl Operation for Linear {
         let (activated, rounded) = self.kept_places();
         write_grad(sink, &self.weight, |out, accumulate| {
             let activated = activated.and_then(|place| cx.kept(place));
-            // Rounded again rather than kept: its scale is still that of the step.
-            let input = factor(cx.device(), fp8, Operand::Input, activated.unwrap_or_else(|| cx.input(0)))?;
+            let input = activated.unwrap_or_else(|| cx.input(0));
+            // Gathered and rounded again rather than kept: the scale is still that of the step.
+            let input = self.all_rows(cx, input, cx.input_sharding(0))?;
+            let input = factor(cx.device(), fp8, Operand::Input, input.view())?;
             let dy = cx.kept(rounded).unwrap_or_else(|| cx.grad());
             weight_grad(cx.device(), cx.precision(), self.layout, input.view(), dy, out, accumulate)
         })?;
@@ -207,6 +298,18 @@ impl Operation for Linear {
             // What the activation makes of it is kept for the weight half.
             (0, _) => ReadBy::INPUT_HALF,
             _ => ReadBy::NEITHER,
+        }
+    }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
+
+    fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
+        match self.role() {
+            Role::Whole => None,
+            Role::Widening => Some(Sharding::Cut),
+            Role::Narrowing => Some(axis.between_layers()),
         }
     }
 }

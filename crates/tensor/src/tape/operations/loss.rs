@@ -1,5 +1,6 @@
 use super::linear::weight_grad;
 use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
+use crate::kernels::Blocks;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::kernels::tanh;
 use crate::parameter_table::ParameterSpan;
@@ -8,7 +9,7 @@ use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, GradTarget, Operation, OperationContext, Pointwise, Recorder,
-    Tanh, Var, WeightLayout,
+    Sharding, Tanh, TensorAxis, Var, WeightLayout,
 };
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
@@ -28,6 +29,9 @@ const CHUNK_COLS_MIN: usize = 2048;
 /// Logits are f32 and exist for a chunk of the vocabulary at a time. If there are several chunks, backward makes each twice:
 /// for the sums of the softmax, and for the gradient (Wijmans et al., "Cut your losses in large-vocabulary language models",
 /// 2024): a third more work in this layer, for memory that does not grow with the vocabulary.
+///
+/// Where ranks of the tensor axis have parts of the vocabulary, they gather three numbers for each row, and add up the gradients of `x`;
+/// no rank has logits of the others.
 #[derive(Debug, Clone, Copy)]
 pub struct LossHead {
     /// `[vocabulary, cols]`; may belong to another unit (tied to the embedding).
@@ -39,10 +43,15 @@ pub struct LossHead {
 impl LossHead {
     /// Columns of the vocabulary whose logits are held at once for `rows` rows.
     pub(crate) fn chunks(&self, rows: usize) -> impl Iterator<Item = VocabularyChunk> + Clone + use<> {
-        let vocabulary = self.weight.shape.rows();
+        let (vocabulary, vocabulary_start) = self.vocabulary();
         let len = (LOGITS_BYTES_MAX / (size_of::<f32>() * rows.max(1))).max(CHUNK_COLS_MIN).min(vocabulary);
         let first = (0..vocabulary).step_by(len.max(1));
-        first.map(move |first| VocabularyChunk { first, len: len.min(vocabulary - first) })
+        first.map(move |first| VocabularyChunk { first, len: len.min(vocabulary - first), vocabulary_start })
+    }
+
+    /// How many rows of the vocabulary this rank has, and the first of them.
+    fn vocabulary(&self) -> (usize, usize) {
+        self.weight.part.map_or((self.weight.shape.rows(), 0), |part| (part.len, part.start))
     }
 
     /// The part of the weight that belongs to a chunk.
@@ -70,22 +79,44 @@ impl LossHead {
         Ok(logits)
     }
 
-    /// What the softmax of every row sums to, and the logits if one chunk held them all.
+    /// The logits of the whole vocabulary, of which ranks have `part`s that are filled up to the same length.
+    fn all_logits(&self, device: &Device, axis: &TensorAxis, part: &Tensor) -> Result<Tensor, DeviceError> {
+        let (rows, cols, degree) = (part.shape().rows(), part.shape().cols(), axis.place().degree);
+        let mut parts = device.activation([degree, rows, cols])?;
+        axis.ops.all_gather(device, part.view(), parts.view_mut())?;
+        let whole = self.weight.part.map_or(cols, |part| part.whole);
+        let mut all = device.activation(part.shape().with_cols(whole))?;
+        for (rank, first) in (0..whole).step_by(cols).enumerate() {
+            let len = cols.min(whole - first);
+            let from = Blocks { offset: rank * rows * cols, stride: cols };
+            let to = Blocks { offset: first, stride: whole };
+            device.copy_blocks((parts.view(), from), (all.view_mut(), to), (rows, len));
+        }
+        Ok(all)
+    }
+
+    /// What the softmax of every row sums to, and the logits if one chunk held all that are here.
     fn statistics(
         &self,
-        (device, precision): (&Device, Precision),
-        parameters: &dyn ParameterSource,
+        cx: &OperationContext<'_>,
         x: View<'_>,
         targets: View<'_>,
     ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+        let (device, precision, parameters) = (cx.device(), cx.precision(), cx.parameters());
         let rows = x.shape().rows();
         let mut statistics = device.activation([rows, STATISTICS])?;
         let mut whole = None;
         for chunk in self.chunks(rows) {
             let logits = self.chunk_logits((device, precision), parameters, x, chunk)?;
             device.softmax_statistics(logits.view(), targets, chunk, statistics.view_mut());
-            whole = (chunk.len == self.weight.shape.rows()).then_some(logits);
+            whole = (chunk.len == self.vocabulary().0).then_some(logits);
         }
+        let Some(axis) = cx.axis().filter(|_| self.weight.part.is_some()) else {
+            return Ok((statistics, whole));
+        };
+        let mut parts = device.activation([axis.place().degree, rows, STATISTICS])?;
+        axis.ops.all_gather(device, statistics.view(), parts.view_mut())?;
+        device.merge_statistics(parts.view(), statistics.view_mut());
         Ok((statistics, whole))
     }
 }
@@ -107,10 +138,16 @@ impl Recorder<'_> {
     /// # Panics
     /// If the tape records.
     pub fn logits(&mut self, head: &LossHead, x: &Var) -> Result<Var, DeviceError> {
-        let whole = VocabularyChunk { first: 0, len: head.weight.shape.rows() };
+        let (len, vocabulary_start) = (head.weight.shape.rows(), head.vocabulary().1);
+        let whole = VocabularyChunk { first: 0, len, vocabulary_start };
         let (tape, parameters) = self.unrecorded();
-        let x = tape.values[x.0].tensor().view();
-        let logits = head.chunk_logits((&tape.device, tape.precision), parameters, x, whole)?;
+        let value = &tape.values[x.0];
+        assert_ne!(value.sharding, Sharding::Rows, "logits are made of rows that every rank has");
+        let (device, x) = (&tape.device, value.tensor().view());
+        let mut logits = head.chunk_logits((device, tape.precision), parameters, x, whole)?;
+        if let Some(axis) = tape.axis.as_ref().filter(|_| head.weight.part.is_some()) {
+            logits = head.all_logits(device, axis, &logits)?;
+        }
         Ok(tape.constant(logits))
     }
 }
@@ -124,39 +161,44 @@ impl Operation for LossHead {
         if cx.is_recording() {
             return Ok(());
         }
-        let x = cx.input(0);
-        let targets = cx.input(1).part(0, [x.shape().rows()].into());
-        let (statistics, _) = self.statistics((cx.device(), cx.precision()), cx.parameters(), x, targets)?;
+        let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
+        let targets = cx.input(1).part(0, [x.view().shape().rows()].into());
+        let (statistics, _) = self.statistics(cx, x.view(), targets)?;
+        drop(x);
         add_losses(cx, &statistics)
     }
 
     /// Gradients of the mean loss over the rows, times the loss scale.
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
-        let (statistics, mut whole) = self.statistics_again(cx)?;
-        let mut dx = self.empty_input_grad(cx)?;
-        let mut target = sink.target(&self.weight)?;
-        for chunk in self.chunks(cx.input(0).shape().rows()) {
-            let gradient = self.logits_grad(cx, statistics.view(), chunk, whole.take())?;
+        let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
+        let (statistics, mut whole) = self.statistics_again(cx, x.view())?;
+        let mut dx = self.empty_input_grad(cx, x.view())?;
+        let mut target = self.target(cx.device(), sink)?;
+        for chunk in self.chunks(x.view().shape().rows()) {
+            let gradient = self.logits_grad(cx, (x.view(), statistics.view()), chunk, whole.take())?;
             self.add_input_grad(cx, &gradient, chunk, &mut dx)?;
-            self.add_weight_grad(cx, gradient.view(), chunk, &mut target)?;
+            self.add_weight_grad(cx, (x.view(), gradient.view()), chunk, &mut target)?;
         }
         sink.grad_ready(&self.weight);
-        cx.add_grad(0, dx)?;
+        drop(x);
+        self.give_input_grad(cx, dx)?;
         add_losses(cx, &statistics)
     }
 
     /// Of several chunks the weight half makes the logits again.
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let (statistics, mut whole) = self.statistics_again(cx)?;
+        let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
+        let (statistics, mut whole) = self.statistics_again(cx, x.view())?;
         let is_one_chunk = whole.is_some();
-        let mut dx = self.empty_input_grad(cx)?;
+        let mut dx = self.empty_input_grad(cx, x.view())?;
         let mut kept = None;
-        for chunk in self.chunks(cx.input(0).shape().rows()) {
-            let gradient = self.logits_grad(cx, statistics.view(), chunk, whole.take())?;
+        for chunk in self.chunks(x.view().shape().rows()) {
+            let gradient = self.logits_grad(cx, (x.view(), statistics.view()), chunk, whole.take())?;
             self.add_input_grad(cx, &gradient, chunk, &mut dx)?;
             kept = is_one_chunk.then_some(gradient);
         }
-        cx.add_grad(0, dx)?;
+        drop(x);
+        self.give_input_grad(cx, dx)?;
         add_losses(cx, &statistics)?;
         cx.keep(statistics);
         if let Some(gradient) = kept {
@@ -170,14 +212,15 @@ impl Operation for LossHead {
         cx: &mut BackwardContext<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let mut target = sink.target(&self.weight)?;
-        for chunk in self.chunks(cx.input(0).shape().rows()) {
+        let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
+        let mut target = self.target(cx.device(), sink)?;
+        for chunk in self.chunks(x.view().shape().rows()) {
             match cx.kept(1) {
-                Some(gradient) => self.add_weight_grad(cx, gradient, chunk, &mut target)?,
+                Some(gradient) => self.add_weight_grad(cx, (x.view(), gradient), chunk, &mut target)?,
                 None => {
                     let statistics = cx.kept(0).expect("the input half has kept them");
-                    let gradient = self.logits_grad(cx, statistics, chunk, None)?;
-                    self.add_weight_grad(cx, gradient.view(), chunk, &mut target)?;
+                    let gradient = self.logits_grad(cx, (x.view(), statistics), chunk, None)?;
+                    self.add_weight_grad(cx, (x.view(), gradient.view()), chunk, &mut target)?;
                 }
             }
         }
@@ -188,39 +231,79 @@ impl Operation for LossHead {
     fn has_parameters(&self) -> bool {
         true
     }
+
+    fn takes_rows(&self, input: usize) -> bool {
+        input == 0
+    }
+
+    /// It has none; the loss is the same on all ranks.
+    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
+        Some(Sharding::Replicated)
+    }
 }
 
 /// The parts of backward.
 impl LossHead {
-    fn targets<'a>(&self, cx: &'a BackwardContext<'_>) -> View<'a> {
-        cx.input(1).part(0, [cx.input(0).shape().rows()].into())
+    fn targets<'a>(&self, cx: &'a BackwardContext<'_>, x: View<'_>) -> View<'a> {
+        cx.input(1).part(0, [x.shape().rows()].into())
     }
 
-    fn statistics_again(&self, cx: &BackwardContext<'_>) -> Result<(Tensor, Option<Tensor>), DeviceError> {
-        self.statistics((cx.device(), cx.precision()), cx.parameters(), cx.input(0), self.targets(cx))
+    fn statistics_again(
+        &self,
+        cx: &BackwardContext<'_>,
+        x: View<'_>,
+    ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+        self.statistics(cx, x, self.targets(cx, x))
     }
 
     /// Memory for the gradient of `x`: sums over the vocabulary, so f32 until they are complete.
-    fn empty_input_grad(&self, cx: &BackwardContext<'_>) -> Result<Tensor, DeviceError> {
-        cx.empty(cx.input(0).shape(), DType::F32)
+    fn empty_input_grad(&self, cx: &BackwardContext<'_>, x: View<'_>) -> Result<Tensor, DeviceError> {
+        cx.empty(x.shape(), DType::F32)
+    }
+
+    /// Gives the input its gradient, of which `dx` is what this rank's part of the vocabulary makes.
+    fn give_input_grad(&self, cx: &mut BackwardContext<'_>, mut dx: Tensor) -> Result<(), DeviceError> {
+        let (sharding, dtype) = (cx.input_sharding(0), cx.precision().dtype());
+        if self.weight.part.is_some() {
+            if dtype != DType::F32 {
+                let mut rounded = cx.empty(dx.shape(), dtype)?;
+                cx.device().convert(dx.view(), rounded.view_mut());
+                dx = rounded;
+            }
+            dx = cx.sum_over_ranks(dx, sharding)?;
+        } else if sharding == Sharding::Rows {
+            dx = cx.split_rows(dx.view())?;
+        }
+        cx.add_grad(0, dx)
+    }
+
+    /// Where the gradient of the weight goes; zeros where rows fill up this rank's part.
+    fn target<'a>(&self, device: &Device, sink: &'a mut dyn GradSink) -> Result<GradTarget<'a>, DeviceError> {
+        let mut target = sink.target(&self.weight)?;
+        let (rows, cols) = (self.vocabulary().0, self.weight.shape.cols());
+        let num_more = self.weight.shape.rows() - rows;
+        if num_more > 0 && !target.accumulate {
+            device.zero(target.view.reborrow().into_part(rows * cols, [num_more, cols].into()));
+        }
+        Ok(target)
     }
 
     /// The gradient of a chunk of the logits, which are computed unless given.
     fn logits_grad(
         &self,
         cx: &BackwardContext<'_>,
-        statistics: View<'_>,
+        (x, statistics): (View<'_>, View<'_>),
         chunk: VocabularyChunk,
         logits: Option<Tensor>,
     ) -> Result<Tensor, DeviceError> {
-        let (device, precision, x) = (cx.device(), cx.precision(), cx.input(0));
+        let (device, precision) = (cx.device(), cx.precision());
         let logits = match logits {
             Some(logits) => logits,
             None => self.chunk_logits((device, precision), cx.parameters(), x, chunk)?,
         };
         let scale = cx.loss_scale() / x.shape().rows() as f32;
         let mut gradient = cx.empty(logits.shape(), precision.dtype())?;
-        let targets = self.targets(cx);
+        let targets = self.targets(cx, x);
         device.cross_entropy_gradient(logits.view(), targets, chunk, statistics, scale, gradient.view_mut());
         if let Some(cap) = self.soft_cap {
             let slope = move |grad: f32, capped: f32| grad * (1.0 - (capped / cap) * (capped / cap));
@@ -245,13 +328,13 @@ impl LossHead {
     fn add_weight_grad(
         &self,
         cx: &BackwardContext<'_>,
-        gradient: View<'_>,
+        (x, gradient): (View<'_>, View<'_>),
         chunk: VocabularyChunk,
         target: &mut GradTarget<'_>,
     ) -> Result<(), DeviceError> {
         let span = self.chunk_span(chunk);
         let out = target.view.reborrow().into_part(span.offset - self.weight.offset, span.shape);
-        let (x, layout) = (cx.input(0), WeightLayout::OutputsFirst);
+        let layout = WeightLayout::OutputsFirst;
         weight_grad(cx.device(), cx.precision(), layout, x, gradient, out, target.accumulate)
     }
 }

@@ -31,4 +31,8 @@ impl Operation for Mul {
         }
         Ok(())
     }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
 }

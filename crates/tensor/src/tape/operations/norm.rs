@@ -117,4 +117,8 @@ impl Operation for Norm {
     fn is_recomputable(&self) -> bool {
         true
     }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
 }

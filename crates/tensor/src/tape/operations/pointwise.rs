@@ -45,4 +45,8 @@ impl<F: Pointwise> Operation for F {
     fn reads_output(&self, _: usize) -> ReadBy {
         if F::DERIVATIVE_OF_OUTPUT { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
     }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
 }

@@ -24,4 +24,8 @@ impl Operation for Scale {
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::NEITHER
     }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
 }

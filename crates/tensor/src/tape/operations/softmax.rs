@@ -27,4 +27,8 @@ impl Operation for Softmax {
     fn reads_output(&self, _: usize) -> ReadBy {
         ReadBy::INPUT_HALF
     }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
 }

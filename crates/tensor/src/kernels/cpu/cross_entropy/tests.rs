@@ -63,7 +63,7 @@ impl Inputs {
     /// The rows' losses and the gradient.
     fn run<T: Element>(&self) -> [Vec<f32>; 2] {
         let Case { rows, cols, width, scale, .. } = self.case;
-        let chunk = |first| VocabularyChunk { first, len: width.min(cols - first) };
+        let chunk = |first| VocabularyChunk { first, len: width.min(cols - first), vocabulary_start: 0 };
         let chunks: Vec<_> =
             (0..cols).step_by(width).map(|first| (chunk(first), self.part(chunk(first)))).collect();
         run(|cpu| {

@@ -8,7 +8,7 @@ use trireme_base::Bf16;
 
 /// One id a bag.
 fn single_ids(ids: &[u32]) -> Bags<'_> {
-    Bags { ids, bag_len: 1, lens: None, takes_mean: false }
+    Bags { ids, bag_len: 1, lens: None, takes_mean: false, part: None }
 }
 
 /// What gradients hold before they are added to.

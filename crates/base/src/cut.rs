@@ -1,0 +1,241 @@
+//! How the dims of tensors are cut among ranks.
+
+use std::ops::Range;
+
+/// One of the ranks of an axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AxisPlace {
+    /// Its number, among those of the axis.
+    pub rank: usize,
+    /// Ranks of the axis.
+    pub degree: usize,
+}
+
+impl AxisPlace {
+    /// The only rank of its axis.
+    pub const ALONE: AxisPlace = AxisPlace { rank: 0, degree: 1 };
+
+    /// Rank `rank` of `degree`.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn new(rank: usize, degree: usize) -> Self {
+        assert!(rank < degree, "rank {rank} of {degree}");
+        AxisPlace { rank, degree }
+    }
+
+    /// All ranks of an axis of this degree.
+    pub fn all(degree: usize) -> impl Iterator<Item = AxisPlace> {
+        (0..degree).map(move |rank| AxisPlace { rank, degree })
+    }
+}
+
+impl Default for AxisPlace {
+    fn default() -> Self {
+        AxisPlace::ALONE
+    }
+}
+
+/// Where tensor parallelism may cut a parameter.
+///
+/// A rank gets an equal part of each group, in whole granules: of a fused projection to queries, keys and values there are
+/// three groups, with granules as long as a head is wide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Cut {
+    /// The dim that is cut.
+    pub dim: usize,
+    /// Equal parts of the dim of which each rank gets its own part.
+    pub num_groups: usize,
+    /// Consecutive elements of the dim that stay together.
+    pub granule: usize,
+    /// Whether several ranks may hold the same granule, where there are fewer granules than ranks: heads of keys and values, which
+    /// several heads of queries read.
+    pub is_shared: bool,
+    /// Whether the last ranks may hold fewer elements than the others, filled up with zeros: rows of a vocabulary.
+    pub is_padded: bool,
+}
+
+/// Elements of a dim that a rank holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    /// The first of them within the dim.
+    pub start: usize,
+    /// The first of them within what the rank holds of the dim.
+    pub place: usize,
+    /// How many there are.
+    pub len: usize,
+}
+
+impl Cut {
+    /// Along `dim`, at any element.
+    pub fn along(dim: usize) -> Self {
+        Cut { dim, num_groups: 1, granule: 1, is_shared: false, is_padded: false }
+    }
+
+    /// The same in whole granules, such as heads.
+    pub fn with_granule(self, granule: usize) -> Self {
+        Cut { granule, ..self }
+    }
+
+    /// The same within each of so many equal parts.
+    pub fn with_groups(self, num_groups: usize) -> Self {
+        Cut { num_groups, ..self }
+    }
+
+    /// The same where more ranks than granules hold each granule several times.
+    pub fn shared(self) -> Self {
+        Cut { is_shared: true, ..self }
+    }
+
+    /// The same at any element, with parts that are filled up to the same length.
+    ///
+    /// # Panics
+    /// If it has groups or granules.
+    pub fn padded(self) -> Self {
+        assert_eq!((self.num_groups, self.granule), (1, 1), "what is filled up is cut anywhere");
+        Cut { is_padded: true, ..self }
+    }
+
+    /// Granules of each group, of a dim of `len` elements.
+    pub fn num_granules(self, len: usize) -> usize {
+        len / self.num_groups.saturating_mul(self.granule).max(1)
+    }
+
+    /// How many of `degree` ranks hold the same elements of a dim of `len`; `None` if so many ranks cannot cut it.
+    pub fn num_holders(self, len: usize, degree: usize) -> Option<usize> {
+        let num_granules = self.num_granules(len);
+        let has_all = |part: usize| part * (degree - 1) < len;
+        if num_granules.is_multiple_of(degree)
+            || (self.is_padded && degree > 0 && has_all(len.div_ceil(degree)))
+        {
+            return Some(1);
+        }
+        let may_share = self.is_shared && num_granules > 0 && degree.is_multiple_of(num_granules);
+        may_share.then(|| degree / num_granules)
+    }
+
+    /// What a rank holds of a dim of `len` elements: one segment for each group, in order.
+    ///
+    /// # Panics
+    /// If so many ranks cannot cut it.
+    pub fn segments(self, len: usize, place: AxisPlace) -> impl Iterator<Item = Segment> + Clone {
+        let num_holders = self.num_holders(len, place.degree).expect("the dim was checked to be cut");
+        let group_len = len / self.num_groups;
+        let part = group_len.div_ceil(place.degree / num_holders);
+        let first = (place.rank / num_holders * part).min(group_len);
+        (0..self.num_groups).map(move |group| Segment {
+            start: group * group_len + first,
+            place: group * part,
+            len: part.min(group_len - first),
+        })
+    }
+
+    /// Elements that a rank holds of a dim of `len`, with those that fill it up: as many as every rank.
+    ///
+    /// # Panics
+    /// If so many ranks cannot cut it.
+    pub fn part_len(self, len: usize, degree: usize) -> usize {
+        let num_holders = self.num_holders(len, degree).expect("the dim was checked to be cut");
+        self.num_groups * (len / self.num_groups).div_ceil(degree / num_holders)
+    }
+
+    /// The runs of a tensor of the whole `shape`, row-major, that the elements `held` of a rank's part make up, counted within the part:
+    /// for each its first element in the tensor, and the range within the part. What fills up the part is in none.
+    ///
+    /// # Panics
+    /// If so many ranks cannot cut it.
+    pub fn runs(
+        self,
+        shape: &[usize],
+        place: AxisPlace,
+        held: Range<usize>,
+    ) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+        let len = shape[self.dim];
+        let row_len: usize = shape[self.dim + 1..].iter().product();
+        let (part_row, whole_row) = (self.part_len(len, place.degree) * row_len, len * row_len);
+        let rows = held.start / part_row.max(1)..held.end.div_ceil(part_row.max(1));
+        let segments = self.segments(len, place);
+        let runs = rows.flat_map(move |row| {
+            segments.clone().map(move |segment| {
+                let first = row * part_row + segment.place * row_len;
+                (row * whole_row + segment.start * row_len, first..first + segment.len * row_len)
+            })
+        });
+        runs.filter_map(move |(start, part)| {
+            let range = part.start.max(held.start)..part.end.min(held.end);
+            (!range.is_empty()).then(|| (start + range.start - part.start, range))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held(cut: Cut, len: usize, degree: usize) -> Vec<Vec<[usize; 2]>> {
+        let range = |segment: Segment| [segment.start, segment.start + segment.len];
+        AxisPlace::all(degree).map(|place| cut.segments(len, place).map(range).collect()).collect()
+    }
+
+    #[test]
+    fn ranks_hold_equal_parts_of_each_group() {
+        assert_eq!(held(Cut::along(0), 6, 2), [[[0, 3]], [[3, 6]]]);
+        let qkv = Cut::along(1).with_groups(3).with_granule(2);
+        assert_eq!(held(qkv, 12, 2), [[[0, 2], [4, 6], [8, 10]], [[2, 4], [6, 8], [10, 12]]]);
+        let places: Vec<usize> =
+            qkv.segments(12, AxisPlace::new(1, 2)).map(|segment| segment.place).collect();
+        assert_eq!(places, [0, 2, 4]);
+        assert_eq!(qkv.part_len(12, 2), 6);
+    }
+
+    #[test]
+    fn few_granules_are_shared_where_that_is_declared() {
+        let heads = Cut::along(0).with_granule(4);
+        assert_eq!([1, 2, 3, 4].map(|degree| heads.num_holders(8, degree)), [Some(1), Some(1), None, None]);
+        let shared = heads.shared();
+        assert_eq!(
+            [2, 3, 4, 6].map(|degree| shared.num_holders(8, degree)),
+            [Some(1), None, Some(2), Some(3)]
+        );
+        assert_eq!(held(shared, 8, 4), [[[0, 4]], [[0, 4]], [[4, 8]], [[4, 8]]]);
+    }
+
+    #[test]
+    fn parts_of_a_vocabulary_are_filled_up() {
+        let rows = Cut::along(0).padded();
+        assert_eq!(held(rows, 5, 2), [[[0, 3]], [[3, 5]]]);
+        assert_eq!(held(rows, 8, 3), [[[0, 3]], [[3, 6]], [[6, 8]]]);
+        assert_eq!((rows.part_len(5, 2), rows.part_len(8, 3)), (3, 3));
+        assert_eq!(rows.num_holders(5, 4), None, "the last rank would have none");
+        let runs: Vec<_> = rows.runs(&[5, 2], AxisPlace::new(1, 2), 0..6).collect();
+        assert_eq!(runs, [(6, 0..4)]);
+    }
+
+    #[test]
+    fn runs_say_where_elements_lie_in_the_tensor() {
+        let shape = [2, 6, 2];
+        let cuts = [Cut::along(0), Cut::along(1), Cut::along(1).with_groups(3), Cut::along(2)];
+        for cut in cuts {
+            let mut found = vec![0; 24];
+            for place in AxisPlace::all(2) {
+                for start in 0..12 {
+                    for end in start..=12 {
+                        let mut next = start;
+                        for (first, part) in cut.runs(&shape, place, start..end) {
+                            assert_eq!(part.start, next);
+                            next = part.end;
+                            if (start, end) == (0, 12) {
+                                (first..first + part.len()).for_each(|element| found[element] += 1);
+                            }
+                        }
+                        assert_eq!(next, end, "{cut:?} {place:?} {start}..{end}");
+                    }
+                }
+            }
+            assert_eq!(found, [1; 24]);
+        }
+        let grouped = Cut::along(1).with_groups(3);
+        let runs: Vec<_> = grouped.runs(&shape, AxisPlace::new(1, 2), 1..8).collect();
+        assert_eq!(runs, [(3, 1..2), (6, 2..4), (10, 4..6), (14, 6..8)]);
+    }
+}

@@ -1,0 +1,63 @@
+//! Layers that workers divide, from a config.
+
+use crate::common::{Scene, tells};
+
+const DEGREE: &str = "parallelism.tensor_parallel_degree";
+
+#[test]
+fn workers_that_divide_layers_have_the_losses_of_one() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --workers 1 --set run.name=one").succeeded();
+    for (name, settings) in [
+        ("shm", format!("--workers 2 --set {DEGREE}=2 --set comm.transport=shm")),
+        ("tcp", format!("--workers 2 --set {DEGREE}=2 --set comm.transport=tcp")),
+        ("grid", format!("--workers 4 --set {DEGREE}=2 --set parallelism.zero_stage=3")),
+        ("deep", format!("--workers 4 --set {DEGREE}=2 --set parallelism.pipeline_parallel_degree=2")),
+    ] {
+        let text = scene.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
+        let (found, expected) = (scene.losses(name), scene.losses("one"));
+        assert_eq!(found.len(), expected.len(), "{name}");
+        for ((step, found), (_, expected)) in found.iter().zip(&expected) {
+            let difference = f64::from_bits(*found) / f64::from_bits(*expected) - 1.0;
+            assert!(difference.abs() < 1e-5, "{name}, step {step}: {difference:e}");
+        }
+        // What was predicted of the rank that takes most is what was taken.
+        let total = text.lines().find(|line| line.starts_with("total")).unwrap();
+        let columns: Vec<&str> = total.split_whitespace().collect();
+        assert_eq!(columns[1], columns[3], "{text}");
+        assert!(scene.whole_checkpoints(name) > 0);
+    }
+    // Any model directory is the same: weights of whole tensors, under the same names.
+    scene.run("checkpoint export runs/shm exported").succeeded();
+    scene.run("generate exported --prompt word --num-tokens 4").succeeded();
+}
+
+#[test]
+fn plan_shows_which_ranks_divide_layers() {
+    let scene = Scene::with_corpus();
+    let settings = format!("--workers 4 --set {DEGREE}=2 --set parallelism.zero_stage=2");
+    let text = scene.run(&format!("plan tiny.toml {settings}")).succeeded();
+    tells(&text, &["data_shard  tensor  0  1\n         0          0  1\n         1          2  3\n"]);
+}
+
+#[test]
+fn degrees_that_cannot_be_are_refused_before_a_worker_starts() {
+    let scene = Scene::with_corpus();
+    for (settings, facts) in [
+        (
+            format!("--workers 3 --set {DEGREE}=2"),
+            ["not a multiple of the tensor degree 2", "use 2 or 4 workers"],
+        ),
+        (
+            format!("--workers 4 --set {DEGREE}=2 --set parallelism.pipeline_parallel_degree=3"),
+            ["the pipeline degree 3 times the tensor degree 2 = 6", "use 6 workers"],
+        ),
+        (format!("--workers 16 --set {DEGREE}=16"), ["16 ranks cannot cut", "the nearest degrees"]),
+        (
+            format!("--workers 2 --set {DEGREE}=2 --set training.seq_len=17"),
+            ["cannot have equal parts", "sequence_parallel = false"],
+        ),
+    ] {
+        tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);
+    }
+}

@@ -1,0 +1,321 @@
+//! Models whose layers ranks of the tensor axis cut, against one rank that has all of them.
+
+mod common;
+
+use common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out_model};
+use std::sync::Arc;
+use trireme_comm::Group;
+use trireme_model::{Batch, Model, ModelConfig, token_specs};
+use trireme_optim::{AdafactorSettings, LarsSettings, MuonScale, MuonSettings, OptimizerKind, SgdSettings};
+use trireme_parallel::{Executor, ExecutorOptions, Generation, GradNorm, StepPlan};
+use trireme_schedule::pipeline::Kind;
+use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
+use trireme_tensor::{
+    AxisPlace, Backend, DetachedOptions, Device, DeviceOptions, ParameterInfo, Parameters, Precision,
+};
+use trireme_testkit::{random_batch, run_ranks};
+
+const SHAPE: (usize, usize) = (2, 16);
+const MICROBATCHES: usize = 4;
+
+/// Relative difference of losses in f32 (an eighth of the bits of a sum of so few terms).
+const LOSS_TOLERANCE: f64 = 1e-5;
+
+/// Relative difference of losses in bf16.
+const BF16_LOSS_TOLERANCE: f64 = 1.0 / 256.0;
+
+/// Relative L2 difference of gradients in f32.
+const GRADIENT_TOLERANCE: f64 = 1e-4;
+
+fn models() -> Vec<ModelConfig> {
+    let gpt2 = r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}"#;
+    // Four ranks have one head of queries each, and two of them the same head of keys and values.
+    let llama = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+        "max_position_embeddings": 32, "attention_bias": true, "mlp_bias": true}"#;
+    // Heads of queries and keys are normalised.
+    let qwen3 = r#"{"model_type": "qwen3", "vocab_size": 64, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+        "max_position_embeddings": 32, "tie_word_embeddings": true}"#;
+    // What is added to the residual stream is normalised, and logits are capped.
+    let gemma2 = r#"{"model_type": "gemma2", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+        "max_position_embeddings": 32, "query_pre_attn_scalar": 6, "sliding_window": 8}"#;
+    [gpt2, llama, qwen3, gemma2].map(|text| ModelConfig::from_json(text).unwrap()).into()
+}
+
+/// What a training comes to.
+#[derive(Debug)]
+struct Found {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    /// By parameter, with its name.
+    parameters: Vec<(String, Vec<f32>)>,
+}
+
+fn executor(config: &ModelConfig, group: Group, num_ranks: usize, layout: &Layout<'_>) -> Executor {
+    let build = |device: &Device, table| config.build_into(table, SHAPE.1, device);
+    let data_degree = num_ranks / layout.tensor / layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
+    let model = (&build as common::Build<'_>, &token_specs(SHAPE.0, SHAPE.1)[..]);
+    laid_out_model(model, group, 1, MICROBATCHES / data_degree, layout)
+}
+
+fn train(config: &ModelConfig, num_ranks: usize, num_steps: u64, layout: &Layout<'_>) -> Found {
+    let found = run_ranks(num_ranks, |group| {
+        let mut executor = executor(config, group, num_ranks, layout);
+        let (mut losses, mut norms) = (Vec::new(), Vec::new());
+        for step in 1..=num_steps {
+            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
+            let outcome = executor.run(plan, &mut batches(&executor, config, step).into_iter()).unwrap();
+            losses.push(outcome.loss);
+            norms.push(outcome.grad_norm.unwrap());
+        }
+        executor.check_replicas().unwrap();
+        let all = executor.gather_parameters().unwrap();
+        let values = |all: Parameters| {
+            let table = Arc::clone(all.table());
+            let value =
+                |info: &ParameterInfo| (info.name.clone(), all.values(info.unit)[info.range()].to_vec());
+            table.parameters().iter().map(value).collect()
+        };
+        Found { losses, norms, parameters: all.map_or_else(Vec::new, values) }
+    });
+    let same = |of: fn(&Found) -> &Vec<f64>| found.iter().all(|one| of(one) == of(&found[0]));
+    assert!(same(|found| &found.losses) && same(|found| &found.norms), "all ranks come to the same");
+    found.into_iter().next().unwrap()
+}
+
+fn batches(executor: &Executor, config: &ModelConfig, step: u64) -> Vec<Batch> {
+    let num = executor.program().outline.num_microbatches;
+    let batch = |index| {
+        let place = executor.global_microbatch(index);
+        random_batch(executor.device(), SHAPE, config.vocab_size, step, place)
+    };
+    (0..num).map(batch).collect()
+}
+
+fn difference(found: &[f32], expected: &[f32]) -> f64 {
+    let squares =
+        |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
+    let pairs = found.iter().zip(expected).map(|(found, expected)| f64::from(*found) - f64::from(*expected));
+    squares(&mut { pairs }) / squares(&mut expected.iter().map(|&value| f64::from(value))).max(1e-12)
+}
+
+/// Layouts with a tensor axis, each with its ranks.
+fn layouts(options: ExecutorOptions) -> Vec<(usize, Layout<'static>)> {
+    let rows = ExecutorOptions { shards_rows: true, ..options };
+    let layout = |tensor, options| Layout { tensor, options, ..Layout::default() };
+    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
+    let halves = Some(Pipeline { kind: Kind::ZeroBubbleH1, num_ranks: 2, stages_per_rank: 1 });
+    let zero = |stage| Layout { num_shards: 2, state: StateLayout::zero(stage), ..layout(2, rows) };
+    vec![
+        (2, layout(2, options)),
+        (2, layout(2, rows)),
+        (4, layout(4, options)),
+        (4, layout(4, rows)),
+        (4, layout(2, rows)),
+        (4, zero(1)),
+        (4, zero(2)),
+        (4, zero(3)),
+        (4, Layout { pipeline, ..layout(2, options) }),
+        (8, Layout { pipeline: halves, ..zero(2) }),
+    ]
+}
+
+fn what(config: &ModelConfig, num_ranks: usize, layout: &Layout<'_>) -> String {
+    let Layout { tensor, state, .. } = layout;
+    format!("{} on {num_ranks} ranks, {tensor} of the tensor axis,{state}", config.family.name())
+}
+
+#[test]
+fn gradients_are_those_of_one_rank() {
+    let sgd = OptimizerKind::Sgd(SgdSettings { momentum: 0.0, nesterov: false });
+    let plain = |layout| Layout { optimizer: sgd, weight_decay: 0.0, ..layout };
+    for config in models() {
+        let before = train(&config, 1, 0, &Layout::default()).parameters;
+        let gradients = |found: Found| -> Vec<Vec<f32>> {
+            let pairs = found.parameters.iter().zip(&before);
+            let change = |(after, before): (&f32, &f32)| after - before;
+            pairs.map(|((_, after), (_, before))| after.iter().zip(before).map(change).collect()).collect()
+        };
+        let expected = gradients(train(&config, 1, 1, &plain(Layout::default())));
+        for (num_ranks, layout) in layouts(OPTIONS) {
+            let what = format!(
+                "{} on {num_ranks} ranks, {} of the tensor axis",
+                config.family.name(),
+                layout.tensor
+            );
+            assert_eq!(train(&config, num_ranks, 0, &layout).parameters, before, "{what}: initial values");
+            let found = gradients(train(&config, num_ranks, 1, &plain(layout)));
+            for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let difference = difference(found, expected);
+                assert!(
+                    difference < GRADIENT_TOLERANCE,
+                    "{what}: parameter {index} differs by {difference:e}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn losses_of_twenty_steps_are_those_of_one_rank() {
+    for config in models() {
+        let expected = train(&config, 1, 20, &Layout::default());
+        for (num_ranks, layout) in layouts(OPTIONS) {
+            let found = train(&config, num_ranks, 20, &layout);
+            for (found, expected) in [(&found.losses, &expected.losses), (&found.norms, &expected.norms)] {
+                for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
+                    let is_close = (found / expected - 1.0).abs() < LOSS_TOLERANCE;
+                    assert!(
+                        is_close,
+                        "{}, step {step}: {found} is not {expected}",
+                        what(&config, num_ranks, &layout)
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_recomputed_and_what_lives_elsewhere_changes_no_bit() {
+    let config = &models()[1];
+    let rows = ExecutorOptions { shards_rows: true, ..OPTIONS };
+    let layout = Layout { tensor: 2, options: rows, num_shards: 2, ..Layout::default() };
+    let zero = |stage| Layout { state: StateLayout::zero(stage), ..layout.clone() };
+    let expected = train(config, 4, 3, &zero(2));
+    let folder = tempfile::tempdir().unwrap();
+    let moved = zero(2).state.with_tier(StateClass::Optimizer, Tier::Disk);
+    let host = zero(2).state.with_tier(StateClass::Activations, Tier::Host);
+    let detached = Backend::Detached(DetachedOptions::default());
+    for layout in [
+        Layout { keeps: &[Keep::All, Keep::Products, Keep::Products, Keep::All], ..zero(2) },
+        Layout { keeps: &[Keep::All, Keep::Input, Keep::Input, Keep::All], ..zero(2) },
+        Layout { state: moved, folder: folder.path(), ..layout.clone() },
+        Layout { state: host, ..layout.clone() },
+        Layout { backend: detached, ..zero(2) },
+        zero(3),
+    ] {
+        let found = train(config, 4, 3, &layout);
+        assert!(
+            found.losses == expected.losses && found.parameters == expected.parameters,
+            "{}",
+            layout.state
+        );
+    }
+}
+
+#[test]
+fn optimizers_look_at_whole_parameters() {
+    let muon = MuonSettings {
+        momentum: 0.95,
+        nesterov: true,
+        num_iterations: 5,
+        scale: MuonScale::Original,
+        precision: Precision::F32,
+        adamw: ADAMW,
+        adamw_lr_scale: 1.0,
+    };
+    let adafactor = AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: true };
+    let kinds = [
+        OptimizerKind::Lamb(ADAMW),
+        OptimizerKind::Lars(LarsSettings { momentum: 0.9, trust_coefficient: 0.01 }),
+        OptimizerKind::Adafactor(adafactor),
+        OptimizerKind::Muon(muon),
+    ];
+    for config in &models()[..2] {
+        for optimizer in kinds {
+            let before = train(config, 1, 0, &Layout::default()).parameters;
+            let expected = train(config, 1, 2, &Layout { optimizer, ..Layout::default() }).parameters;
+            for (num_ranks, layout) in layouts(OPTIONS) {
+                let layout = Layout { optimizer, ..layout };
+                let found = train(config, num_ranks, 2, &layout).parameters;
+                // Softmax does not change with the biases of keys: their gradients are nothing but rounding, which an update of
+                // equal length for all elements makes large.
+                let is_noise = |name: &str| name.ends_with("c_attn.bias") || name.ends_with("k_proj.bias");
+                for (index, (name, before)) in
+                    before.iter().enumerate().filter(|(_, (name, _))| !is_noise(name))
+                {
+                    let moved = difference(before, &expected[index].1).max(1e-12);
+                    let difference = difference(&found[index].1, &expected[index].1) / moved;
+                    let is_close = difference < 10.0 * GRADIENT_TOLERANCE;
+                    let what = what(config, num_ranks, &layout);
+                    assert!(is_close, "{optimizer:?}, {what}: {name} differs by {difference:e}");
+                }
+            }
+        }
+    }
+}
+
+/// In bf16 a term of a sum is rounded once more than on one rank, to 8 bits, as each activation is that it is added to; so losses may
+/// differ as those do of one rank with another order of its sums: by a unit of rounding, 2^-8, of what a step changes.
+#[test]
+fn losses_in_16_bits_are_near_those_of_one_rank() {
+    let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    for config in models() {
+        let expected = train(&config, 1, 5, &Layout { options, ..Layout::default() }).losses;
+        for (num_ranks, layout) in layouts(options) {
+            let found = train(&config, num_ranks, 5, &layout).losses;
+            for (found, expected) in found.iter().zip(&expected) {
+                let difference = (found / expected - 1.0).abs();
+                assert!(
+                    difference < BF16_LOSS_TOLERANCE,
+                    "{}: {difference:e}",
+                    what(&config, num_ranks, &layout)
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn evaluation_and_generation_are_those_of_one_rank() {
+    for config in models() {
+        let run = |num_ranks, layout: &Layout<'_>| {
+            let found = run_ranks(num_ranks, |group| {
+                let mut executor = executor(&config, group, num_ranks, layout);
+                let batch = random_batch(executor.device(), SHAPE, config.vocab_size, 9, 0);
+                let mean = executor.evaluate(Some(batch)).unwrap()[0];
+                let mut generation = Generation::new(&mut executor, 8);
+                let mut logits = generation.read(&[1, 2, 3]).unwrap();
+                logits.extend(generation.read(&[4]).unwrap());
+                (mean.sum / mean.num_rows as f64, logits)
+            });
+            assert!(found.iter().all(|one| *one == found[0]), "all ranks come to the same");
+            found.into_iter().next().unwrap()
+        };
+        let expected = run(1, &Layout::default());
+        for (num_ranks, layout) in
+            layouts(OPTIONS).into_iter().filter(|(_, layout)| layout.pipeline.is_none())
+        {
+            let found = run(num_ranks, &layout);
+            assert!(
+                (found.0 / expected.0 - 1.0).abs() < LOSS_TOLERANCE,
+                "{}",
+                what(&config, num_ranks, &layout)
+            );
+            let difference = difference(&found.1, &expected.1);
+            assert!(difference < LOSS_TOLERANCE, "{}: {difference:e}", what(&config, num_ranks, &layout));
+        }
+    }
+}
+
+#[test]
+fn degrees_that_do_not_divide_are_refused_with_those_that_do() {
+    let device = Device::counting(DeviceOptions::default()).unwrap();
+    let refused = |config: &ModelConfig, degree| {
+        let build = |device: &Device, table| config.build_into(table, SHAPE.1, device);
+        Model::build_at(AxisPlace::new(0, degree), &device, build).unwrap_err().to_string()
+    };
+    assert_eq!(
+        refused(&models()[0], 3),
+        "3 ranks cannot cut dim 1 of 'transformer.h.0.attn.c_attn.weight' into equal parts: it has 4 pieces of 8 elements that \
+         stay together in each of 3 groups; the nearest degrees that divide the model are 2 and 4"
+    );
+    let llama = refused(&models()[1], 8);
+    assert!(
+        llama.contains("'model.layers.0.self_attn.q_proj.weight'") && llama.ends_with("model are 4"),
+        "{llama}"
+    );
+}

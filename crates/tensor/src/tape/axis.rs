@@ -1,0 +1,379 @@
+//! Values that the ranks of the tensor axis have parts of, and what these ranks exchange inside of a unit.
+//!
+//! Operations with parameters that are cut work on parts: a layer that is cut by its outputs makes a part of them, and one that is cut by
+//! its inputs adds up what the ranks make of theirs (Shoeybi et al., "Megatron-LM", 2019, section 3). With sequence parallelism, values
+//! between them lie in rows: each rank has an equal part of the rows of a microbatch, so that norms and residuals are not computed
+//! twice, and what is kept for backward is cut as well (Korthikanti et al., "Reducing activation recomputation in large transformer
+//! models", 2022, section 4.2). Rows are those of all sequences one after the other: parts follow each other in memory.
+
+use super::{
+    Argument, BackwardContext, ForwardContext, Op, Operation, OperationContext, ReadBy, Recorder, Tape, Var,
+};
+use crate::device::{Device, DeviceError};
+use crate::shape::Shape;
+use crate::tensor::{Tensor, View, ViewMut};
+use crate::values::Values;
+use smallvec::SmallVec;
+use std::fmt;
+use std::sync::Arc;
+use trireme_base::{AxisPlace, DType};
+
+/// What a rank of the tensor axis has of a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sharding {
+    /// All of it, as every rank does.
+    #[default]
+    Replicated,
+    /// An equal part of its rows, in the order of the ranks.
+    Rows,
+    /// What belongs to this rank's parts of parameters, such as its heads.
+    Cut,
+}
+
+/// One rank of an axis, and how values travel along it. All ranks of the axis make the same calls in the same order.
+///
+/// Each call ends when kernels that are issued later find the result.
+pub trait AxisOps: fmt::Debug + Send + Sync {
+    /// Which rank this is.
+    fn place(&self) -> AxisPlace;
+
+    /// `values` become their sums over the ranks.
+    ///
+    /// # Errors
+    /// [`DeviceError::Exchange`] if a rank fails, and if there is no memory for what travels.
+    fn all_reduce(&self, device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError>;
+
+    /// `whole` becomes the parts of all ranks, one after the other.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](AxisOps::all_reduce).
+    fn all_gather(&self, device: &Device, part: View<'_>, whole: ViewMut<'_>) -> Result<(), DeviceError>;
+
+    /// `part` becomes this rank's part of the sums of `whole` over the ranks.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](AxisOps::all_reduce).
+    fn reduce_scatter(&self, device: &Device, whole: View<'_>, part: ViewMut<'_>) -> Result<(), DeviceError>;
+}
+
+/// The tensor axis of a tape.
+#[derive(Debug, Clone)]
+pub struct TensorAxis {
+    /// This rank, and the others.
+    pub ops: Arc<dyn AxisOps>,
+    /// Whether values lie in rows between layers that are cut: sequence parallelism.
+    pub shards_rows: bool,
+}
+
+impl TensorAxis {
+    /// Which rank this is.
+    pub fn place(&self) -> AxisPlace {
+        self.ops.place()
+    }
+
+    /// What ranks have of values between layers that are cut.
+    pub fn between_layers(&self) -> Sharding {
+        if self.shards_rows { Sharding::Rows } else { Sharding::Replicated }
+    }
+
+    /// What ranks have of a value of this shape and type that passes from unit to unit.
+    fn between_units(&self, shape: Shape, dtype: DType) -> Sharding {
+        let is_sharded = shape.dims().len() >= ROWS_DIMS_MIN && dtype.is_float();
+        if is_sharded { self.between_layers() } else { Sharding::Replicated }
+    }
+
+    /// The shape of a rank's part of the rows of a value of this shape: the last dim but one is shorter.
+    ///
+    /// # Errors
+    /// If it does not divide.
+    fn part_shape(&self, whole: Shape) -> Result<Shape, DeviceError> {
+        let (dim, degree) = (rows_dim(whole), self.place().degree);
+        let len = whole.dims()[dim];
+        if !len.is_multiple_of(degree) {
+            return Err(DeviceError::UnequalRows { shape: whole, dim, degree });
+        }
+        Ok(whole.with_dim(dim, len / degree))
+    }
+
+    /// The shape of a value of which ranks have such parts of the rows.
+    fn whole_shape(&self, part: Shape) -> Shape {
+        let dim = rows_dim(part);
+        part.with_dim(dim, part.dims()[dim] * self.place().degree)
+    }
+}
+
+/// Values of fewer dims, such as one number a sample, every rank has.
+const ROWS_DIMS_MIN: usize = 3;
+
+fn rows_dim(shape: Shape) -> usize {
+    shape.dims().len().checked_sub(2).expect("a value in rows has columns")
+}
+
+impl OperationContext<'_> {
+    /// The tensor axis, if it has several ranks.
+    pub fn axis(&self) -> Option<&TensorAxis> {
+        self.tape.axis.as_ref()
+    }
+
+    fn expect_axis(&self) -> &TensorAxis {
+        self.axis().expect("only several ranks have parts of values")
+    }
+
+    /// The rows of all ranks, of a value of which this rank has `part`.
+    ///
+    /// # Errors
+    /// As [`AxisOps::all_gather`], and if there is no memory for them.
+    pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor, DeviceError> {
+        let axis = self.expect_axis();
+        let mut whole = self.empty(axis.whole_shape(part.shape()), part.dtype())?;
+        axis.ops.all_gather(self.device(), part, whole.view_mut())?;
+        Ok(whole)
+    }
+
+    /// All rows of a value, of which this rank has `values`.
+    ///
+    /// # Errors
+    /// As [`gather_rows`](OperationContext::gather_rows).
+    pub(super) fn all_rows<'a>(
+        &self,
+        values: View<'a>,
+        sharding: Sharding,
+    ) -> Result<Values<'a>, DeviceError> {
+        Ok(match sharding {
+            Sharding::Rows => Values::Converted(self.gather_rows(values)?),
+            _ => Values::Stored(values),
+        })
+    }
+
+    /// This rank's part of the rows of a value that all ranks have.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn split_rows(&self, whole: View<'_>) -> Result<Tensor, DeviceError> {
+        let axis = self.expect_axis();
+        let mut part = self.empty(axis.part_shape(whole.shape())?, whole.dtype())?;
+        let first = axis.place().rank * part.shape().num_elements();
+        self.device().copy(whole.part(first, part.shape()), part.view_mut());
+        Ok(part)
+    }
+
+    /// The sum over the ranks of values of which each has a term: all of it, or its part of the rows.
+    ///
+    /// # Errors
+    /// As [`AxisOps::reduce_scatter`], and if there is no memory for the part.
+    pub fn sum_over_ranks(&self, mut term: Tensor, sharding: Sharding) -> Result<Tensor, DeviceError> {
+        let axis = self.expect_axis();
+        if sharding != Sharding::Rows {
+            axis.ops.all_reduce(self.device(), term.view_mut())?;
+            return Ok(term);
+        }
+        let mut part = self.empty(axis.part_shape(term.shape())?, term.dtype())?;
+        axis.ops.reduce_scatter(self.device(), term.view(), part.view_mut())?;
+        Ok(part)
+    }
+}
+
+/// A rank of an axis whose other ranks are not there: what passes take is counted, and nothing travels.
+#[derive(Debug, Clone, Copy)]
+pub struct AloneOnAxis(pub AxisPlace);
+
+impl AxisOps for AloneOnAxis {
+    fn place(&self) -> AxisPlace {
+        self.0
+    }
+
+    fn all_reduce(&self, _: &Device, _: ViewMut<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn all_gather(&self, _: &Device, _: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, _: &Device, _: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}
+
+/// All rows of a value that lies in rows. Its readers compute the same on every rank.
+#[derive(Debug)]
+pub struct AllGatherRows;
+
+impl Operation for AllGatherRows {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let whole = cx.gather_rows(cx.input(0))?;
+        cx.output(whole);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let part = cx.split_rows(cx.grad())?;
+        cx.add_grad(0, part)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
+
+    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
+        Some(Sharding::Replicated)
+    }
+}
+
+/// This rank's part of the rows of a value that every rank has.
+#[derive(Debug)]
+pub struct SplitRows;
+
+impl Operation for SplitRows {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let part = cx.split_rows(cx.input(0))?;
+        cx.output(part);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let whole = cx.gather_rows(cx.grad())?;
+        cx.add_grad(0, whole)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+
+    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
+        Some(Sharding::Rows)
+    }
+}
+
+/// A value that every rank has, for operations that work on this rank's parts of parameters: its gradient is the sum of what ranks
+/// make of it. [`Linear`](super::Linear) does the same by itself.
+#[derive(Debug)]
+pub struct CopyToRanks;
+
+impl Operation for CopyToRanks {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let copy = cx.take_or_copy_input(0)?;
+        cx.output(copy);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let term = cx.take_output_grad();
+        let sum = if cx.axis().is_some() { cx.sum_over_ranks(term, Sharding::Replicated)? } else { term };
+        cx.add_grad(0, sum)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+
+    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
+        Some(Sharding::Cut)
+    }
+}
+
+/// The sum over the ranks of what they have made by their parts of parameters. [`Linear`](super::Linear) does the same by itself.
+#[derive(Debug)]
+pub struct SumOverRanks;
+
+impl Operation for SumOverRanks {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let term = cx.take_or_copy_input(0)?;
+        let sum = if cx.axis().is_some() { cx.sum_over_ranks(term, Sharding::Replicated)? } else { term };
+        cx.output(sum);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        cx.pass_grad(0);
+        Ok(())
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+
+    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
+        Some(Sharding::Replicated)
+    }
+}
+
+impl Recorder<'_> {
+    /// Makes what ranks have of the inputs from `first` on what an operation takes: all rows where it needs them, and of several values
+    /// of which one is in rows, all in rows. Where the inputs begin then.
+    pub(super) fn adapt(&mut self, op: &dyn Operation, first: usize) -> Result<usize, DeviceError> {
+        let Some(axis) = &self.tape.axis else { return Ok(first) };
+        let of = |tape: &Tape, argument: &Argument| tape.values[argument.value].sharding;
+        let mut arguments: SmallVec<[Argument; 4]> = self.tape.arguments.drain(first..).collect();
+        let is_in_rows =
+            |(place, argument)| op.takes_rows(place) && of(self.tape, argument) == Sharding::Rows;
+        let wants_rows = match op.output_sharding(axis) {
+            Some(sharding) => sharding == Sharding::Rows,
+            None => arguments.iter().enumerate().any(is_in_rows),
+        };
+        for (place, argument) in arguments.iter_mut().enumerate() {
+            let change: Op = match (of(self.tape, argument), op.takes_rows(place)) {
+                (Sharding::Rows, false) => (&AllGatherRows).into(),
+                (Sharding::Replicated, true) if wants_rows => (&SplitRows).into(),
+                _ => continue,
+            };
+            let Argument { value, is_last } = *argument;
+            *argument = self.apply(change, [Argument { value, is_last }])?.into();
+        }
+        let first = self.tape.arguments.len();
+        self.tape.arguments.extend(arguments);
+        Ok(first)
+    }
+
+    /// A value as it passes from unit to unit.
+    ///
+    /// # Errors
+    /// If there is no memory for it, and as [`AxisOps::all_gather`].
+    ///
+    /// # Panics
+    /// If ranks have parts of it that belong to their parts of parameters.
+    pub fn between_units(&mut self, value: Var) -> Result<Var, DeviceError> {
+        let Some(axis) = &self.tape.axis else { return Ok(value) };
+        let found = &self.tape.values[value.0];
+        match (found.sharding, axis.between_units(found.shape, found.dtype)) {
+            (Sharding::Cut, _) => panic!(
+                "a unit passes on what ranks have only parts of; a layer that is cut by its inputs comes first"
+            ),
+            (Sharding::Replicated, Sharding::Rows) => self.apply(&SplitRows, [value]),
+            (Sharding::Rows, Sharding::Replicated) => self.apply(&AllGatherRows, [value]),
+            _ => Ok(value),
+        }
+    }
+}
+
+impl Tape {
+    /// The same tape, on a rank of a tensor axis; `None` for the only one.
+    pub fn with_axis(self, axis: Option<TensorAxis>) -> Self {
+        Tape { axis, ..self }
+    }
+
+    /// What this rank has of a value that comes from another unit.
+    pub(super) fn sharding_of_input(&self, tensor: &Tensor) -> Sharding {
+        self.axis
+            .as_ref()
+            .map_or(Sharding::Replicated, |axis| axis.between_units(tensor.shape(), tensor.dtype()))
+    }
+
+    /// What ranks have of the outputs of an operation.
+    pub(super) fn output_sharding(&self, op: &dyn Operation, inputs: &[Argument]) -> Sharding {
+        let Some(axis) = &self.axis else { return Sharding::Replicated };
+        op.output_sharding(axis).unwrap_or_else(|| {
+            let all = || inputs.iter().map(|argument| self.values[argument.value].sharding);
+            let is = |sharding| all().any(|found| found == sharding);
+            match (is(Sharding::Cut), is(Sharding::Rows)) {
+                (true, _) => Sharding::Cut,
+                (false, true) => Sharding::Rows,
+                (false, false) => Sharding::Replicated,
+            }
+        })
+    }
+}

@@ -1,0 +1,283 @@
+//! Operations on a rank of the tensor axis, against the same on one rank.
+
+use std::sync::{Arc, Barrier, Mutex};
+use trireme_base::{AxisPlace, Cut, DType};
+use trireme_tensor::tape::{
+    Add, AxisOps, CopyToRanks, Dropout, Embedding, InputActivation, Linear, LossHead, Mean, MeanLoss, Norm,
+    Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks, TensorAxis, WeightLayout,
+};
+use trireme_tensor::{
+    Activation, Backend, Category, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
+    Initial, Parameter, ParameterInfo, ParameterSpan, ParameterTable, Parameters, Precision, Tape, View,
+    ViewMut,
+};
+use trireme_testkit::TracedDevice;
+
+/// Ranks as threads of the test, which exchange f32.
+#[derive(Debug)]
+struct Threads {
+    place: AxisPlace,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    slots: Mutex<Vec<Vec<f32>>>,
+    barrier: Barrier,
+}
+
+impl Threads {
+    fn all(&self, own: Vec<f32>) -> Vec<Vec<f32>> {
+        self.shared.slots.lock().unwrap()[self.place.rank] = own;
+        self.shared.barrier.wait();
+        let all = self.shared.slots.lock().unwrap().clone();
+        self.shared.barrier.wait();
+        all
+    }
+
+    fn sum(&self, own: Vec<f32>) -> Vec<f32> {
+        let sum =
+            |sum: Vec<f32>, term: Vec<f32>| sum.iter().zip(&term).map(|(sum, term)| sum + term).collect();
+        self.all(own).into_iter().reduce(sum).unwrap()
+    }
+}
+
+impl AxisOps for Threads {
+    fn place(&self) -> AxisPlace {
+        self.place
+    }
+
+    fn all_reduce(&self, device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
+        let sum = self.sum(device.read(values.as_view()));
+        device.upload(&sum, values);
+        Ok(())
+    }
+
+    fn all_gather(&self, device: &Device, part: View<'_>, whole: ViewMut<'_>) -> Result<(), DeviceError> {
+        device.upload(&self.all(device.read(part)).concat(), whole);
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, device: &Device, whole: View<'_>, part: ViewMut<'_>) -> Result<(), DeviceError> {
+        let sum = self.sum(device.read(whole));
+        let len = part.shape().num_elements();
+        device.upload(&sum[self.place.rank * len..][..len], part);
+        Ok(())
+    }
+}
+
+/// Gradients, and which of them are terms of a sum.
+struct Grads {
+    flat: Parameters,
+    is_written: Vec<bool>,
+    is_term: Vec<bool>,
+    are_terms: bool,
+}
+
+impl GradSink for Grads {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        let view = self.flat.flat_mut(span.unit).into_part(span.offset, span.shape);
+        Ok(GradTarget { view, accumulate: self.is_written[span.first.0] })
+    }
+
+    fn grad_ready(&mut self, span: &ParameterSpan) {
+        self.is_written[span.first.0] = true;
+        self.is_term[span.first.0] = self.are_terms && span.part.is_none();
+    }
+
+    fn expect_terms(&mut self, are_terms: bool) {
+        self.are_terms = are_terms;
+    }
+}
+
+const BATCH: usize = 2;
+const SEQ_LEN: usize = 6;
+const HIDDEN: usize = 8;
+const INNER: usize = 12;
+/// Does not divide.
+const VOCABULARY: usize = 11;
+
+/// What a rank finds: the loss, and for each parameter what it has of its gradient, and whether that is a term.
+type Found = (f64, Vec<(ParameterInfo, Vec<f32>, bool)>);
+
+/// Layers that are cut between others that are not, forward and backward.
+fn run(device: &Device, axis: Option<TensorAxis>) -> Found {
+    let place = axis.as_ref().map_or(AxisPlace::ALONE, TensorAxis::place);
+    let mut table = ParameterTable::of_place(place);
+    table.begin_unit("unit");
+    let normal = Initial::Normal { standard_deviation: 0.5 };
+    let matrix =
+        |name: &str, dims: [usize; 2], cut: Cut| Parameter::matrix(name, &dims, normal).with_cut(cut);
+    let rows = Cut::along(0).padded();
+    let tokens = table.add(matrix("tokens", [VOCABULARY, HIDDEN], rows));
+    let positions = Some(table.add(Parameter::embedding("positions", &[SEQ_LEN, HIDDEN], normal)));
+    let embedding = Arc::new(Embedding { tokens, positions });
+    let norm = |table: &mut ParameterTable, name: &str| {
+        let weight = table.add(Parameter::vector(name, HIDDEN, normal));
+        Arc::new(Norm { weight, bias: None, weight_offset: 1.0, epsilon: 1e-5, centred: true })
+    };
+    let norms = ["before", "after"].map(|name| norm(&mut table, name));
+    let wide = Arc::new(Linear {
+        weight: table.add(matrix("wide", [HIDDEN, INNER], Cut::along(1))),
+        layout: WeightLayout::InputsFirst,
+        bias: Some(table.add(Parameter::vector("wide.bias", INNER, normal).with_cut(Cut::along(0)))),
+        activation: InputActivation::Identity,
+    });
+    let narrow = Arc::new(Linear {
+        weight: table.add(matrix("narrow", [HIDDEN, INNER], Cut::along(1))),
+        layout: WeightLayout::OutputsFirst,
+        bias: Some(table.add(Parameter::vector("narrow.bias", HIDDEN, normal))),
+        activation: InputActivation::Of(Activation::Gelu),
+    });
+    let plain = Arc::new(Linear {
+        weight: table.add(Parameter::matrix("plain", &[HIDDEN, HIDDEN], normal)),
+        layout: WeightLayout::InputsFirst,
+        bias: None,
+        activation: InputActivation::Identity,
+    });
+    let head = Arc::new(LossHead {
+        weight: table.add(matrix("head", [VOCABULARY, HIDDEN], rows)),
+        soft_cap: Some(3.0),
+    });
+    let dropouts = ["rows", "inner"].map(|name| Arc::new(Dropout::new(name, 0.3)));
+    let mean_of_ranks = Arc::new(Scale(1.0 / place.degree as f32));
+    let table = Arc::new(table);
+    let mut parameters = Parameters::zeros(&table, device, Category::Parameters).unwrap();
+    let fill = |info: &ParameterInfo, held, values: &mut [f32]| {
+        info.initialize(1, held, values);
+        Ok::<_, DeviceError>(())
+    };
+    parameters.load(fill).unwrap();
+
+    let mut tape = Tape::new(device, Recording::On, Precision::F32).with_axis(axis);
+    tape.set_randomness(Randomness { seed: 1, step: 2, first_sample: 3, num_samples: BATCH });
+    let ids = |first: u32, tape: &mut Tape| {
+        let ids: Vec<u32> =
+            (0..(BATCH * SEQ_LEN) as u32).map(|i| (first + 7 * i) % VOCABULARY as u32).collect();
+        let shape = [BATCH, SEQ_LEN].into();
+        let mut tensor = device.empty(shape, DType::U32, Category::Activations).unwrap();
+        device.upload(&ids, tensor.view_mut());
+        tape.constant(tensor)
+    };
+    let (tokens, targets) = (ids(0, &mut tape), ids(3, &mut tape));
+    let zeros = device.zeros([BATCH, 1, HIDDEN].into(), DType::F32, Category::Activations).unwrap();
+    let zeros = tape.constant(zeros);
+    let record = || -> Result<(), DeviceError> {
+        let mut recorder = tape.recorder(&parameters);
+        let x = recorder.apply(&embedding, [tokens])?;
+        let normed = recorder.apply(&norms[0], [&x])?;
+        let inner = recorder.apply(&wide, [normed])?;
+        let inner = recorder.apply(&dropouts[1], [inner])?;
+        let x = recorder.apply(&narrow, (inner, x))?;
+        let x = recorder.apply(&dropouts[0], [x])?;
+        // What each rank makes of all rows, and all of them add up.
+        let copy = recorder.apply(&CopyToRanks, [&x])?;
+        let part = recorder.apply(&mean_of_ranks, [copy])?;
+        let sum = recorder.apply(&SumOverRanks, [part])?;
+        let turned = recorder.apply(&plain, [&x])?;
+        let x = recorder.apply(&Add, (x, turned))?;
+        let x = recorder.apply(&Add, (x, sum))?;
+        // Reads all rows of a sequence at once.
+        let mean = recorder.apply(&Mean { dim: 1 }, [&x])?;
+        recorder.apply_loss(&MeanLoss(SquaredError), (mean, zeros), 0.5)?;
+        let normed = recorder.apply(&norms[1], [x])?;
+        recorder.apply_loss(&head, (normed, targets), 1.0)
+    };
+    record().unwrap();
+    let flat = Parameters::zeros(&table, device, Category::Gradients).unwrap();
+    let none = vec![false; table.parameters().len()];
+    let mut sink = Grads { flat, is_written: none.clone(), is_term: none, are_terms: false };
+    tape.backward(&parameters, [], &mut sink).unwrap();
+    let loss = tape.loss().unwrap().read(device);
+    let values = sink.flat.values(0);
+    let grads = table.parameters().iter().zip(&sink.is_term);
+    let grads = grads.map(|(info, is_term)| (info.clone(), values[info.range()].to_vec(), *is_term));
+    (loss.sum / loss.num_rows as f64, grads.collect())
+}
+
+/// What ranks of an axis find, with their parts of gradients joined and terms added.
+fn run_ranks(backend: Backend, degree: usize, shards_rows: bool) -> (f64, Vec<(String, Vec<f32>)>) {
+    let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
+    let devices: Vec<TracedDevice> = (0..degree).map(|_| TracedDevice::open(options).unwrap()).collect();
+    let (slots, barrier) = (Mutex::new(vec![Vec::new(); degree]), Barrier::new(degree));
+    let shared = Arc::new(Shared { slots, barrier });
+    let found: Vec<Found> = std::thread::scope(|scope| {
+        let ranks = AxisPlace::all(degree).zip(&devices).map(|(place, device)| {
+            let ops = Arc::new(Threads { place, shared: Arc::clone(&shared) });
+            let axis = (degree > 1).then(|| TensorAxis { ops, shards_rows });
+            scope.spawn(move || run(device, axis))
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert!(found.iter().all(|(loss, _)| *loss == found[0].0), "ranks have one loss");
+    let joined = |index: usize| {
+        let mut whole = vec![0.0_f32; found[0].1[index].0.whole.num_elements()];
+        for (info, grads, is_term) in found.iter().map(|(_, grads)| &grads[index]) {
+            if !is_term && !info.is_counted() {
+                continue;
+            }
+            for (first, run) in info.runs(0..grads.len()) {
+                let run = &grads[run];
+                whole[first..][..run.len()].iter_mut().zip(run).for_each(|(whole, grad)| *whole += grad);
+            }
+        }
+        (found[0].1[index].0.name.clone(), whole)
+    };
+    (found[0].0, (0..found[0].1.len()).map(joined).collect())
+}
+
+#[test]
+fn layers_that_ranks_cut_compute_what_one_rank_computes() {
+    for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
+        let (loss, grads) = run_ranks(backend, 1, false);
+        for (degree, shards_rows) in [(2, false), (2, true), (3, false), (3, true)] {
+            let (found, found_grads) = run_ranks(backend, degree, shards_rows);
+            assert!((found / loss - 1.0).abs() < 1e-6, "{degree} ranks: {found} is not {loss}");
+            for ((name, grad), (_, found)) in grads.iter().zip(&found_grads) {
+                let largest = grad.iter().fold(0.0_f32, |largest, grad| largest.max(grad.abs()));
+                let difference = grad.iter().zip(found).map(|(grad, found)| (grad - found).abs());
+                let difference = difference.fold(0.0, f32::max) / largest;
+                assert!(
+                    difference < 1e-5,
+                    "{degree} ranks, rows {shards_rows}: {name} differs by {difference:e}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "reads what was not cut")]
+fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
+    let options = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
+    let device = Device::counting(options).unwrap();
+    let mut table = ParameterTable::of_place(AxisPlace::new(0, 2));
+    table.begin_unit("unit");
+    let weight = Parameter::matrix("weight", &[4, 4], Initial::ZEROS).with_cut(Cut::along(0));
+    let linear = Arc::new(Linear {
+        weight: table.add(weight),
+        layout: WeightLayout::InputsFirst,
+        bias: None,
+        activation: InputActivation::Identity,
+    });
+    let parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
+    let ops = Arc::new(trireme_tensor::tape::AloneOnAxis(AxisPlace::new(0, 2)));
+    let axis = TensorAxis { ops, shards_rows: false };
+    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_axis(Some(axis));
+    let x = tape.input(device.empty([1, 2, 2].into(), DType::F32, Category::Activations).unwrap());
+    let _ = tape.recorder(&parameters).apply(&linear, [x]);
+}
+
+#[test]
+fn rows_that_do_not_divide_are_refused() {
+    let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let ops = Arc::new(trireme_tensor::tape::AloneOnAxis(AxisPlace::new(0, 2)));
+    let axis = TensorAxis { ops, shards_rows: false };
+    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_axis(Some(axis));
+    let x = tape.input(device.empty([1, 3, 2].into(), DType::F32, Category::Activations).unwrap());
+    let mut table = ParameterTable::default();
+    table.begin_unit("none");
+    let none = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
+    let refused = tape.recorder(&none).apply(&SplitRows, [x]).unwrap_err().to_string();
+    assert!(refused.contains("cannot have equal parts of dim 1 of [1, 3, 2]"), "{refused}");
+}
