@@ -1,8 +1,9 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, what passes take, what ranks do, random numbers,
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, what ranks exchange within units, what passes take, what ranks do, random numbers,
 //! enums with names, the texts of errors, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
+mod axis_exchange;
 mod bytes;
 mod category;
 mod cost;
@@ -18,6 +19,7 @@ mod random;
 mod rank;
 mod svg;
 
+pub use axis_exchange::{AxisExchange, ExchangeKind, PassExchanges};
 pub use bytes::{Bytes, ParseBytesError};
 pub use category::Category;
 pub use cost::{Cost, Traffic};

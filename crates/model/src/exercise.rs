@@ -3,9 +3,8 @@
 use crate::bundle::{Batch, Bundle};
 use crate::error::ModelError;
 use crate::model::Model;
-use crate::rehearsal::{PassOptions, Rehearsal, Rehearser, Watched};
+use crate::rehearsal::{LoneAxis, PassOptions, Rehearsal, Rehearser, Watched};
 use std::cell::Cell;
-use trireme_tensor::tape::TensorAxis;
 use trireme_tensor::{Category, Device, Fp8State, Parameters, Precision};
 
 /// A unit, ready to run by itself.
@@ -16,7 +15,7 @@ pub struct Exercise<'a> {
     device: &'a Device,
     precision: Precision,
     fp8: Option<Fp8State>,
-    axis: Option<TensorAxis>,
+    axis: Option<LoneAxis>,
     rehearsal: &'a Rehearsal,
     parameters: Parameters,
 }

@@ -6,8 +6,8 @@ use crate::model::Model;
 use crate::unit::UnitPass;
 use std::cell::Cell;
 use std::sync::Arc;
-use trireme_base::{Cost, DType, JournalEntry, RandomKey, UnitPasses};
-use trireme_tensor::tape::{AloneOnAxis, Metric, Recording, TensorAxis};
+use trireme_base::{AxisExchange, Cost, DType, JournalEntry, PassExchanges, RandomKey, UnitPasses};
+use trireme_tensor::tape::{AloneOnAxis, AxisOps, Metric, Recording, TensorAxis};
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
     ParameterSource, ParameterSpan, ParameterTable, Parameters, Precision, Tape, Tensor, View, ViewMut,
@@ -58,6 +58,8 @@ pub struct UnitRehearsal {
     /// Parameters, by their places in the table, of whose gradients backward makes only this rank's term: ranks of the tensor axis that
     /// hold the same elements of them add these up.
     pub grad_terms: Vec<usize>,
+    /// What passes exchange along the tensor axis.
+    pub exchanges: PassExchanges,
 }
 
 /// A mean over rows that a unit reports of each microbatch.
@@ -136,9 +138,9 @@ impl Rehearsal {
 
 impl Model {
     /// The tensor axis that the model's table is for, with nobody else on it; `None` if it has one rank.
-    pub(crate) fn axis_alone(&self, shards_rows: bool) -> Option<TensorAxis> {
+    pub(crate) fn axis_alone(&self, shards_rows: bool) -> Option<LoneAxis> {
         let place = self.table().place();
-        (place.degree > 1).then(|| TensorAxis { ops: Arc::new(AloneOnAxis(place)), shards_rows })
+        (place.degree > 1).then(|| LoneAxis { ops: Arc::new(AloneOnAxis::new(place)), shards_rows })
     }
 
     /// Finds what the passes over microbatches of these tensors are.
@@ -203,6 +205,20 @@ fn check_outputs(
     }
 }
 
+/// A tensor axis on which one rank is alone.
+#[derive(Debug, Clone)]
+pub(crate) struct LoneAxis {
+    ops: Arc<AloneOnAxis>,
+    shards_rows: bool,
+}
+
+impl LoneAxis {
+    fn for_tapes(&self) -> TensorAxis {
+        let ops: Arc<dyn AxisOps> = Arc::<AloneOnAxis>::clone(&self.ops);
+        TensorAxis { ops, shards_rows: self.shards_rows }
+    }
+}
+
 /// Parameters that note whether they are read.
 #[derive(Debug)]
 pub(crate) struct Watched<'a> {
@@ -222,13 +238,18 @@ pub(crate) struct Rehearser<'a> {
     pub(crate) device: &'a Device,
     pub(crate) precision: Precision,
     pub(crate) fp8: Option<&'a Arc<Fp8Scales>>,
-    pub(crate) axis: Option<TensorAxis>,
+    pub(crate) axis: Option<LoneAxis>,
     pub(crate) parameters: &'a Watched<'a>,
 }
 
 impl Rehearser<'_> {
     fn in_use(&self) -> usize {
         self.device.memory().usage(Category::Activations).current
+    }
+
+    /// What was exchanged along the axis since the last call.
+    fn exchanges(&self) -> Vec<AxisExchange> {
+        self.axis.as_ref().map_or_else(Vec::new, |axis| axis.ops.take())
     }
 
     /// What `pass` returns, the most in use while it ran, and its cost.
@@ -258,6 +279,7 @@ impl Rehearser<'_> {
         let base = self.in_use() - input;
         let ((mut pass, outputs), forward_peak, forward_cost) =
             self.watch(|| self.forward(unit, inputs, batch))?;
+        let forward = self.exchanges();
         let report = |metric: &Metric| Report { metric: Some(metric.name), num_rows: metric.mean.num_rows };
         let metrics: Vec<Report> = pass.metrics().iter().map(report).collect();
         let output = self.bytes_of(&outputs)?;
@@ -270,6 +292,7 @@ impl Rehearser<'_> {
         let inputs_bytes = input_specs.iter().map(TensorSpec::num_bytes).sum();
         let kept_bytes = KeptBytes { record: record_bytes, products: pass.num_bytes(), inputs: inputs_bytes };
         let (_, renewal_peak, renewal_cost) = self.watch(|| pass.recompute(self.parameters, batch))?;
+        debug_assert!(self.exchanges().is_empty(), "what is quickly computed again is computed by each rank");
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         let grads = self.grads(&output_specs)?;
         let mut sink = CountingSink::new(self);
@@ -278,6 +301,7 @@ impl Rehearser<'_> {
             pass.take_input_grads()
         })?;
         let grad_terms = sink.terms;
+        let backward = self.exchanges();
         let backward_reads = self.parameters.was_read.get();
         let input_grad = self.bytes_of(&input_grads)?;
         drop(input_grads);
@@ -287,7 +311,7 @@ impl Rehearser<'_> {
         drop(pass);
         let base_of_halves = self.in_use();
         let inputs = self.tensors(&input_specs)?;
-        let (halves, weight_half_reads) = self.halves(unit, inputs, batch, base_of_halves)?;
+        let (halves, weight_half_reads, of_halves) = self.halves(unit, inputs, batch, base_of_halves)?;
         let passes = UnitPasses {
             input,
             output,
@@ -310,19 +334,22 @@ impl Rehearser<'_> {
             backward_reads,
             weight_half_reads,
             grad_terms,
+            exchanges: PassExchanges { forward, backward, ..of_halves },
         };
         Ok((found, outputs, names))
     }
 
-    /// What the halves of backward take where they run apart, beside `base` bytes; and whether the weight half reads parameters.
+    /// What the halves of backward take where they run apart, beside `base` bytes; whether the weight half reads parameters; and what
+    /// they exchange.
     fn halves(
         &self,
         unit: usize,
         inputs: Bundle<Tensor>,
         batch: &mut Batch,
         base: usize,
-    ) -> Result<(UnitPasses, bool), ModelError> {
+    ) -> Result<(UnitPasses, bool, PassExchanges), ModelError> {
         let (mut pass, outputs) = self.forward(unit, inputs, batch)?;
+        self.exchanges();
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         drop(outputs);
         let grads = self.grads(&output_specs)?;
@@ -331,11 +358,14 @@ impl Rehearser<'_> {
             pass.take_input_grads()
         })?;
         drop(input_grads);
+        let input_half = self.exchanges();
         let halved = self.in_use() - base;
         let (_, _, weight_half_cost) =
             self.watch(|| pass.backward_weight(self.parameters, batch, &mut CountingSink::new(self)))?;
         let passes = UnitPasses { halved, input_half_cost, weight_half_cost, ..UnitPasses::default() };
-        Ok((passes, self.parameters.was_read.get()))
+        let exchanges =
+            PassExchanges { input_half, weight_half: self.exchanges(), ..PassExchanges::default() };
+        Ok((passes, self.parameters.was_read.get(), exchanges))
     }
 
     /// Forward of a unit on a tape of its own.
@@ -346,7 +376,7 @@ impl Rehearser<'_> {
         batch: &mut Batch,
     ) -> Result<(UnitPass, Bundle<Tensor>), DeviceError> {
         let tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
-        let tape = tape.with_axis(self.axis.clone());
+        let tape = tape.with_axis(self.axis.as_ref().map(LoneAxis::for_tapes));
         UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch)
     }
 

@@ -1,7 +1,8 @@
 //! A model as programs see it.
 
+use trireme_base::PassExchanges;
 use trireme_model::{Rehearsal, UnitRehearsal};
-use trireme_schedule::Chain;
+use trireme_schedule::{Chain, UnitExchanges};
 use trireme_tensor::ParameterTable;
 
 /// What programs depend on of a model with these parameters, whose passes are those of `rehearsal`.
@@ -16,5 +17,20 @@ pub fn chain(table: &ParameterTable, rehearsal: &Rehearsal) -> Chain {
         unread: those(|unit| !unit.backward_reads),
         reread: those(|unit| unit.weight_half_reads),
         unkept: those(|unit| !unit.passes.keeps()),
+        exchanges: exchanges(rehearsal),
     }
+}
+
+/// What units exchange, those together that follow each other and exchange the same.
+fn exchanges(rehearsal: &Rehearsal) -> Vec<UnitExchanges> {
+    let mut found: Vec<UnitExchanges> = Vec::new();
+    for (unit, rehearsed) in rehearsal.units.iter().enumerate() {
+        let passes = &rehearsed.exchanges;
+        match found.last_mut() {
+            Some(last) if last.units.end == unit && last.passes == *passes => last.units.end = unit + 1,
+            _ if *passes == PassExchanges::default() => (),
+            _ => found.push(UnitExchanges { units: unit..unit + 1, passes: passes.clone() }),
+        }
+    }
+    found
 }

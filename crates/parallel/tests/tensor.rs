@@ -4,6 +4,7 @@ mod common;
 
 use common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out_model};
 use std::sync::Arc;
+use trireme_base::{AxisExchange, ExchangeKind, PassExchanges};
 use trireme_comm::Group;
 use trireme_model::{Batch, Model, ModelConfig, token_specs};
 use trireme_optim::{AdafactorSettings, LarsSettings, MuonScale, MuonSettings, OptimizerKind, SgdSettings};
@@ -297,6 +298,83 @@ fn evaluation_and_generation_are_those_of_one_rank() {
             );
             let difference = difference(&found.1, &expected.1);
             assert!(difference < LOSS_TOLERANCE, "{}: {difference:e}", what(&config, num_ranks, &layout));
+        }
+    }
+}
+
+/// Megatron-LM, 2019, section 3: two all-reduces a block in each direction; Korthikanti et al. 2022, section 4.2.2: an all-gather and a
+/// reduce-scatter instead of each, and in backward the rows once more.
+#[test]
+fn messages_are_those_of_the_papers() {
+    use ExchangeKind::{AllGather as Gather, AllReduce as Reduce, ReduceScatter as Scatter};
+    let rows = SHAPE.0 * SHAPE.1;
+    for config in &models()[..2] {
+        for (precision, shards_rows) in
+            [(Precision::F32, false), (Precision::F32, true), (Precision::Bf16, true)]
+        {
+            let options = ExecutorOptions { precision, shards_rows, ..OPTIONS };
+            let layout = Layout { tensor: 2, options, ..Layout::default() };
+            let (wide, narrow) =
+                (rows * config.hidden_size * 4, rows * config.hidden_size * precision.dtype().size());
+            let statistics = 2 * rows * 3 * 4;
+            let list = |exchanges: &[(ExchangeKind, usize)]| -> Vec<AxisExchange> {
+                exchanges.iter().map(|&(kind, num_bytes)| AxisExchange { kind, num_bytes }).collect()
+            };
+            let all =
+                |kinds: &[ExchangeKind]| list(&kinds.iter().map(|&kind| (kind, narrow)).collect::<Vec<_>>());
+            let block = match shards_rows {
+                false => PassExchanges {
+                    forward: all(&[Reduce, Reduce]),
+                    backward: all(&[Reduce, Reduce]),
+                    input_half: all(&[Reduce, Reduce]),
+                    weight_half: Vec::new(),
+                },
+                true => PassExchanges {
+                    forward: all(&[Gather, Scatter, Gather, Scatter]),
+                    backward: all(&[Gather, Scatter, Gather, Gather, Scatter, Gather]),
+                    input_half: all(&[Gather, Scatter, Gather, Scatter]),
+                    weight_half: all(&[Gather, Gather]),
+                },
+            };
+            let (embedding, head) = match shards_rows {
+                false => ((vec![(Reduce, narrow)], vec![]), vec![(Gather, statistics), (Reduce, narrow)]),
+                true => (
+                    (vec![(Scatter, narrow)], vec![(Gather, wide)]),
+                    vec![(Gather, narrow), (Gather, statistics), (Scatter, narrow)],
+                ),
+            };
+            let found = run_ranks(4, |group| {
+                let mut executor = executor(config, group, 4, &layout);
+                let units: Vec<PassExchanges> =
+                    executor.rehearsal().units.iter().map(|unit| unit.exchanges.clone()).collect();
+                let tensor = Arc::clone(executor.ranks().tensor());
+                let before = tensor.statistics().payload_bytes;
+                let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off };
+                executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();
+                let table = executor.model().table();
+                let terms = executor.rehearsal().units.iter().flat_map(|unit| &unit.grad_terms);
+                let terms: usize = terms.map(|&term| table.parameters()[term].shape.num_elements() * 4).sum();
+                let num_microbatches = executor.program().outline.num_microbatches;
+                (units, terms, num_microbatches, (tensor.statistics().payload_bytes - before) as usize)
+            });
+            for (units, terms, num_microbatches, sent) in found {
+                assert!(units[1..units.len() - 1].iter().all(|unit| *unit == block), "{units:?}");
+                assert_eq!(
+                    (&units[0].forward, &units[0].backward),
+                    (&list(&embedding.0), &list(&embedding.1))
+                );
+                assert_eq!(
+                    (&units[units.len() - 1].forward, &units[units.len() - 1].backward),
+                    (&Vec::new(), &list(&head))
+                );
+                // Of two ranks each sends half of what is gathered or scattered, and as much as is all-reduced.
+                let bytes = |exchange: &AxisExchange| match exchange.kind {
+                    Reduce => exchange.num_bytes,
+                    Gather | Scatter => exchange.num_bytes / 2,
+                };
+                let passes = units.iter().flat_map(|unit| unit.forward.iter().chain(&unit.backward));
+                assert_eq!(sent, passes.map(bytes).sum::<usize>() * num_microbatches + terms);
+            }
         }
     }
 }

@@ -6,6 +6,7 @@
 mod action;
 pub mod collective;
 pub mod engine;
+mod exchanges;
 mod layout;
 pub mod lowering;
 mod parse;
@@ -15,6 +16,7 @@ pub mod single;
 mod validate;
 
 pub use action::{Action, Keep, Message, MessageKind, StateClass, StateOf, Stream};
+pub use exchanges::UnitExchanges;
 pub use layout::{ClassLayout, Share, StateLayout, Tier};
 pub use parse::ParseError;
 pub use program::{Asynchronous, Chain, Outline, Program, Stage};

@@ -1,10 +1,12 @@
 use crate::action::{Action, MessageKind};
+use crate::exchanges::UnitExchanges;
 use crate::layout::StateLayout;
 use crate::parse::{ParseError, lines};
 use crate::pipeline::WeightVersions;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
+use trireme_base::AxisExchange;
 
 /// Consecutive units that lie on one rank of a pipeline.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,6 +39,8 @@ pub struct Chain {
     pub reread: Vec<usize>,
     /// Units that keep nothing for a later backward: they read only the batch, or backward follows at once.
     pub unkept: Vec<usize>,
+    /// What units exchange along the tensor axis, if it has several ranks; in order, each unit once at most.
+    pub exchanges: Vec<UnitExchanges>,
 }
 
 impl Chain {
@@ -54,7 +58,10 @@ impl Chain {
     pub fn is_consistent(&self) -> bool {
         let tied = self.ties.iter().flat_map(|&(reader, owner)| [reader, owner]);
         let special = [&self.unread, &self.reread, &self.unkept].into_iter().flatten().copied();
-        tied.chain(special).all(|unit| unit < self.num_units)
+        let ends = self.exchanges.iter().flat_map(|exchanges| [exchanges.units.start, exchanges.units.end]);
+        let ends: Vec<usize> = ends.collect();
+        let are_in_order = ends.is_sorted() && ends.last().is_none_or(|&end| end <= self.num_units);
+        are_in_order && tied.chain(special).all(|unit| unit < self.num_units)
     }
 }
 
@@ -65,7 +72,7 @@ impl Chain {
         let last = num_units - 1;
         let ends = if last > 0 { vec![0, last] } else { vec![0] };
         let ties = if is_tied && last > 0 { vec![(last, 0)] } else { Vec::new() };
-        Chain { num_units, ties, unread: vec![0], reread: vec![last], unkept: ends }
+        Chain { num_units, ties, unread: vec![0], reread: vec![last], unkept: ends, exchanges: Vec::new() }
     }
 }
 
@@ -116,6 +123,22 @@ impl Outline {
     /// The units that lie on this rank, in order.
     pub fn held(&self) -> impl DoubleEndedIterator<Item = usize> + '_ {
         (0..self.chain.num_units).filter(|&unit| self.holds(unit))
+    }
+
+    /// What an action exchanges along the tensor axis, in order. A recomputation from a unit's input exchanges what forward does.
+    pub fn exchanges(&self, action: Action) -> &[AxisExchange] {
+        let unit = action.unit();
+        let Some(found) = self.chain.exchanges.iter().find(|exchanges| exchanges.units.contains(&unit))
+        else {
+            return &[];
+        };
+        match action {
+            Action::Forward { .. } | Action::Recompute { .. } => &found.passes.forward,
+            Action::Backward { .. } => &found.passes.backward,
+            Action::BackwardInput { .. } => &found.passes.input_half,
+            Action::BackwardWeight { .. } => &found.passes.weight_half,
+            _ => &[],
+        }
     }
 
     /// The units whose parameters an action reads.
@@ -175,7 +198,8 @@ impl Outline {
 /// The header continues with `optimizer shard`, `activations whole@disk` or `gradients none` for each class of state that ranks shard, that
 /// lives elsewhere than on the device, or that there is none of ([`StateLayout`]), and with `ties 2:0` for each unit (here the
 /// third) that reads the parameters of another one (the first). `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
-/// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
+/// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). `exchanges 1-4:F=all_reduce/4096` says what
+/// passes of units exchange along the tensor axis ([`UnitExchanges`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
@@ -187,13 +211,14 @@ pub struct Program {
 
 impl fmt::Display for Outline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Chain { num_units, ties, unread, reread, unkept } = &self.chain;
+        let Chain { num_units, ties, unread, reread, unkept, exchanges } = &self.chain;
         write!(f, "units {num_units} microbatches {}", self.num_microbatches)?;
         write!(f, "{}", self.state)?;
         ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))?;
         for (name, units) in [("unread", unread), ("reread", reread), ("unkept", unkept)] {
             units.iter().try_for_each(|unit| write!(f, " {name} {unit}"))?;
         }
+        exchanges.iter().try_for_each(|exchanges| write!(f, " exchanges {exchanges}"))?;
         if !self.stages.is_empty() {
             write!(f, " rank {}", self.rank)?;
         }
@@ -219,8 +244,8 @@ impl FromStr for Outline {
             ParseError(format!(
                 "'{text}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' (optimizer, \
                  parameters, gradients, activations; whole, shard, none; host, disk), 'gather_ahead N', 'gathered kept', \
-                 'fetch_ahead N', 'moved_units N', 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' \
-                 and 'steps N weights W'"
+                 'fetch_ahead N', 'moved_units N', 'ties U:V', 'unread U', 'reread U', 'unkept U', \
+                 'exchanges U-V:PASS=KIND/BYTES' (F, B, I, W; all_reduce, all_gather, reduce_scatter), 'rank R', 'stage U-V@R' and 'steps N weights W'"
             ))
         })
     }
@@ -244,6 +269,7 @@ fn parse_outline(text: &str) -> Option<Outline> {
             ["unread", unit] => outline.chain.unread.push(unit.parse().ok()?),
             ["reread", unit] => outline.chain.reread.push(unit.parse().ok()?),
             ["unkept", unit] => outline.chain.unkept.push(unit.parse().ok()?),
+            ["exchanges", text] => outline.chain.exchanges.push(UnitExchanges::parse(text)?),
             ["rank", rank] => outline.rank = rank.parse().ok()?,
             ["stage", stage] => {
                 let (units, rank) = stage.split_once('@')?;

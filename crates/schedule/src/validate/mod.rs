@@ -174,10 +174,13 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     }
 }
 
-/// Proves the programs of all ranks of one data-parallel group together: each by itself, and their collectives in one order.
+/// Proves the programs of all ranks with one place in a pipeline together: each by itself, and their collectives in one order, those
+/// within passes of units among them.
 pub fn validate_world(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
     let collectives = |program: &Program| -> Vec<Action> {
-        let is_collective = |action: &Action| action.stream() == Stream::DataParallel;
+        let is_collective = |action: &Action| {
+            action.stream() == Stream::DataParallel || !program.outline.exchanges(*action).is_empty()
+        };
         program.actions.iter().copied().filter(is_collective).collect()
     };
     let Some(first) = programs.first() else { return Ok(()) };

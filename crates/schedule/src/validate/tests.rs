@@ -171,6 +171,24 @@ fn ranks_must_agree_on_the_order_of_collectives() {
 }
 
 #[test]
+fn ranks_must_agree_on_the_order_of_what_units_exchange() {
+    let header = "units 2 microbatches 2 exchanges 0-2:F=all_reduce/8:B=all_reduce/8";
+    let backward = "B 1 0\nB 0 0\nB 1 1\nREDUCE_GRAD 1\nB 0 1\nREDUCE_GRAD 0\nSTEP 0\nSTEP 1";
+    let program = |header: &str, forward: &str| -> Program {
+        format!("{header}\n{forward}\n{backward}").parse().unwrap()
+    };
+    let [first, second] = ["F 0 0\nF 1 0\nF 0 1\nF 1 1", "F 0 0\nF 0 1\nF 1 0\nF 1 1"];
+    let programs = [program(header, first), program(header, second)];
+    assert_eq!(validate_world(&[programs[0].clone(), programs[0].clone()], 2), Ok(()));
+    let error = validate_world(&programs, 2).unwrap_err();
+    assert_eq!(error.to_string(), "collective 1 of rank 1 is 'F 0 1', but rank 0 issues 'F 1 0'");
+    // Nothing is exchanged within units.
+    let alone = "units 2 microbatches 2";
+    assert_eq!(validate_world(&[program(alone, first), program(alone, second)], 2), Ok(()));
+    assert_eq!(programs[0].to_string().parse(), Ok(programs[0].clone()));
+}
+
+#[test]
 fn refusals_name_the_place() {
     let parse = |text: &str| text.parse::<Program>().unwrap_err().to_string();
     assert!(parse("F 0 0").contains("line 1: 'F 0 0' should read"));

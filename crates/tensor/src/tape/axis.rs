@@ -15,8 +15,8 @@ use crate::tensor::{Tensor, View, ViewMut};
 use crate::values::Values;
 use smallvec::SmallVec;
 use std::fmt;
-use std::sync::Arc;
-use trireme_base::{AxisPlace, DType};
+use std::sync::{Arc, Mutex, PoisonError};
+use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind};
 
 /// What a rank of the tensor axis has of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -173,25 +173,46 @@ impl OperationContext<'_> {
     }
 }
 
-/// A rank of an axis whose other ranks are not there: what passes take is counted, and nothing travels.
-#[derive(Debug, Clone, Copy)]
-pub struct AloneOnAxis(pub AxisPlace);
+/// A rank of an axis whose other ranks are not there: what would travel is noted.
+#[derive(Debug)]
+pub struct AloneOnAxis {
+    place: AxisPlace,
+    noted: Mutex<Vec<AxisExchange>>,
+}
+
+impl AloneOnAxis {
+    /// This rank.
+    pub fn new(place: AxisPlace) -> Self {
+        AloneOnAxis { place, noted: Mutex::default() }
+    }
+
+    /// What was noted since the last call, in order.
+    pub fn take(&self) -> Vec<AxisExchange> {
+        std::mem::take(&mut self.noted.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn note(&self, kind: ExchangeKind, whole: View<'_>) -> Result<(), DeviceError> {
+        let exchange = AxisExchange { kind, num_bytes: whole.num_bytes() };
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner).push(exchange);
+        Ok(())
+    }
+}
 
 impl AxisOps for AloneOnAxis {
     fn place(&self) -> AxisPlace {
-        self.0
+        self.place
     }
 
-    fn all_reduce(&self, _: &Device, _: ViewMut<'_>) -> Result<(), DeviceError> {
-        Ok(())
+    fn all_reduce(&self, _: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
+        self.note(ExchangeKind::AllReduce, values.as_view())
     }
 
-    fn all_gather(&self, _: &Device, _: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
-        Ok(())
+    fn all_gather(&self, _: &Device, _: View<'_>, whole: ViewMut<'_>) -> Result<(), DeviceError> {
+        self.note(ExchangeKind::AllGather, whole.as_view())
     }
 
-    fn reduce_scatter(&self, _: &Device, _: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
-        Ok(())
+    fn reduce_scatter(&self, _: &Device, whole: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
+        self.note(ExchangeKind::ReduceScatter, whole)
     }
 }
 

@@ -3,8 +3,9 @@
 use std::sync::{Arc, Barrier, Mutex};
 use trireme_base::{AxisPlace, Cut, DType};
 use trireme_tensor::tape::{
-    Add, AxisOps, CopyToRanks, Dropout, Embedding, InputActivation, Linear, LossHead, Mean, MeanLoss, Norm,
-    Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks, TensorAxis, WeightLayout,
+    Add, AloneOnAxis, AxisOps, CopyToRanks, Dropout, Embedding, InputActivation, Linear, LossHead, Mean,
+    MeanLoss, Norm, Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks, TensorAxis,
+    WeightLayout,
 };
 use trireme_tensor::{
     Activation, Backend, Category, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
@@ -261,7 +262,7 @@ fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
         activation: InputActivation::Identity,
     });
     let parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
-    let ops = Arc::new(trireme_tensor::tape::AloneOnAxis(AxisPlace::new(0, 2)));
+    let ops = Arc::new(AloneOnAxis::new(AxisPlace::new(0, 2)));
     let axis = TensorAxis { ops, shards_rows: false };
     let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_axis(Some(axis));
     let x = tape.input(device.empty([1, 2, 2].into(), DType::F32, Category::Activations).unwrap());
@@ -271,7 +272,7 @@ fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
 #[test]
 fn rows_that_do_not_divide_are_refused() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-    let ops = Arc::new(trireme_tensor::tape::AloneOnAxis(AxisPlace::new(0, 2)));
+    let ops = Arc::new(AloneOnAxis::new(AxisPlace::new(0, 2)));
     let axis = TensorAxis { ops, shards_rows: false };
     let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_axis(Some(axis));
     let x = tape.input(device.empty([1, 3, 2].into(), DType::F32, Category::Activations).unwrap());

@@ -1,0 +1,72 @@
+//! What units exchange along the tensor axis, as programs name it.
+
+use std::fmt;
+use std::ops::Range;
+use trireme_base::{AxisExchange, ExchangeKind, PassExchanges};
+
+/// Units that follow each other and exchange the same.
+///
+/// The text form has what each pass exchanges, with the bytes of the whole vector:
+/// `1-4:F=all_gather/4096,reduce_scatter/4096:B=all_gather/4096`. Passes that exchange nothing are left out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnitExchanges {
+    /// The units.
+    pub units: Range<usize>,
+    /// What their passes exchange.
+    pub passes: PassExchanges,
+}
+
+impl UnitExchanges {
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let mut parts = text.split(':');
+        let (start, end) = parts.next()?.split_once('-')?;
+        let mut passes = PassExchanges::default();
+        for part in parts {
+            let (name, exchanges) = part.split_once('=')?;
+            let pass = match name {
+                "F" => &mut passes.forward,
+                "B" => &mut passes.backward,
+                "I" => &mut passes.input_half,
+                "W" => &mut passes.weight_half,
+                _ => return None,
+            };
+            *pass = exchanges.split(',').map(parse_exchange).collect::<Option<_>>()?;
+        }
+        Some(UnitExchanges { units: start.parse().ok()?..end.parse().ok()?, passes })
+    }
+}
+
+fn parse_exchange(text: &str) -> Option<AxisExchange> {
+    let (kind, num_bytes) = text.split_once('/')?;
+    Some(AxisExchange { kind: ExchangeKind::named(kind)?, num_bytes: num_bytes.parse().ok()? })
+}
+
+impl fmt::Display for UnitExchanges {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let PassExchanges { forward, backward, input_half, weight_half } = &self.passes;
+        write!(f, "{}-{}", self.units.start, self.units.end)?;
+        for (name, exchanges) in [("F", forward), ("B", backward), ("I", input_half), ("W", weight_half)] {
+            for (place, AxisExchange { kind, num_bytes }) in exchanges.iter().enumerate() {
+                let before = if place == 0 { format!(":{name}=") } else { ",".to_owned() };
+                write!(f, "{before}{}/{num_bytes}", kind.name())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exchanges_read_back_as_written() {
+        let text = "1-4:F=all_gather/4096,reduce_scatter/4096:I=all_reduce/12";
+        let exchanges = UnitExchanges::parse(text).unwrap();
+        assert_eq!((exchanges.to_string(), exchanges.units), (text.to_owned(), 1..4));
+        assert_eq!(exchanges.passes.forward.len(), 2);
+        for text in ["", "1", "1-2:F", "1-2:X=all_gather/1", "1-2:F=all/1", "1-2:F=all_gather/x"] {
+            assert_eq!(UnitExchanges::parse(text), None, "{text}");
+        }
+    }
+}
