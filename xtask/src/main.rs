@@ -1,13 +1,14 @@
-//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask compare` and `cargo xtask faults`.
+//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask ladder`, `cargo xtask compare` and `cargo xtask faults`.
 
 mod compare;
 mod faults;
 mod kernels;
 mod tidy;
 
+use anyhow::{Context, Result};
 use clap::Parser;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 /// Chores of the workspace.
 #[derive(Debug, clap::Parser)]
@@ -19,6 +20,10 @@ enum Chore {
     /// the form and length of files.
     Tidy,
     Kernels(kernels::KernelsArgs),
+    /// Train small models on every layout, and print how far their losses are from those of one worker.
+    ///
+    /// The test that does so fails if they are further than they may be: not at all without a tensor axis.
+    Ladder,
     Compare(compare::CompareArgs),
     Faults(faults::FaultsArgs),
 }
@@ -27,6 +32,7 @@ fn main() -> ExitCode {
     let succeeded = match Chore::parse() {
         Chore::Tidy => tidy::run(workspace_root()),
         Chore::Kernels(args) => kernels::run(&args, workspace_root()).map(|()| true),
+        Chore::Ladder => ladder(workspace_root()),
         Chore::Compare(args) => compare::run(&args, workspace_root()),
         Chore::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
     };
@@ -38,6 +44,14 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Runs `cargo xtask ladder`.
+fn ladder(root: &Path) -> Result<bool> {
+    let mut test = Command::new("cargo");
+    test.args(["test", "--quiet", "--package", "trireme", "--test", "command", "ladder::"]);
+    let status = test.args(["--", "--nocapture"]).current_dir(root).status().context("cannot run cargo")?;
+    Ok(status.success())
 }
 
 fn workspace_root() -> &'static Path {

@@ -13,6 +13,7 @@ mod full_disk;
 mod hangs;
 mod hosts;
 mod journey;
+mod ladder;
 mod measuring;
 mod memory;
 mod pipeline;
