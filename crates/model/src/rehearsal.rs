@@ -432,12 +432,15 @@ struct CountingSink<'a> {
     are_terms: bool,
     /// As [`UnitRehearsal::grad_terms`].
     terms: Vec<usize>,
+    /// For each parameter.
+    was_written: Vec<bool>,
 }
 
 impl<'a> CountingSink<'a> {
     fn new(rehearser: &Rehearser<'a>) -> Self {
         let (device, table) = (rehearser.device, &**rehearser.model.table());
-        CountingSink { device, table, target: None, are_terms: false, terms: Vec::new() }
+        let was_written = vec![false; table.parameters().len()];
+        CountingSink { device, table, target: None, are_terms: false, terms: Vec::new(), was_written }
     }
 }
 
@@ -447,9 +450,17 @@ impl GradSink for CountingSink<'_> {
             let info = &self.table.parameters()[id];
             // Ranks that share heads each have other heads that read them.
             let is_term = info.num_holders() > 1 && (self.are_terms || info.cut.is_some());
-            if is_term && !self.terms.contains(&id) {
+            if self.was_written[id] {
+                let name = &info.name;
+                assert_eq!(
+                    is_term,
+                    self.terms.contains(&id),
+                    "{name} is read for rows and for values that every rank has"
+                );
+            } else if is_term {
                 self.terms.push(id);
             }
+            self.was_written[id] = true;
         }
         let target = self.device.empty(span.shape, DType::F32, Category::Gradients)?;
         Ok(GradTarget { view: self.target.insert(target).view_mut(), accumulate: false })

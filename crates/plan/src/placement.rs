@@ -64,17 +64,6 @@ impl Extent {
         self.shape.iter().product()
     }
 
-    /// Which elements of a tensor of this shape lie in the box, in row-major order; `None` if others lie between them.
-    pub fn as_run(&self, shape: &[usize]) -> Option<Range<usize>> {
-        let index = |at: &dyn Fn(usize) -> usize| {
-            shape.iter().enumerate().fold(0, |index, (dim, size)| index * size + at(dim))
-        };
-        let first = index(&|dim| self.start[dim]);
-        let is_run = self.num_elements() == 0
-            || index(&|dim| self.start[dim] + self.shape[dim] - 1) + 1 - first == self.num_elements();
-        is_run.then(|| first..first + self.num_elements())
-    }
-
     /// The boxes that the elements `range`, counted in row-major order within this one, make up; in that order, and as few
     /// as possible: at most two less one for each dim.
     ///
@@ -440,11 +429,6 @@ mod tests {
         assert_eq!(boxes(8..24), [(vec![2, 0, 2], vec![2, 2, 4])]);
         assert_eq!(boxes(9..11), [(vec![2, 0, 3], vec![1, 1, 2])]);
         assert_eq!(boxes(5..5), []);
-        let run = |start: [usize; 2], shape: [usize; 2]| {
-            Extent { start: start.to_vec(), shape: shape.to_vec() }.as_run(&[4, 5])
-        };
-        assert_eq!([run([1, 0], [2, 5]), run([3, 2], [1, 3])], [Some(5..15), Some(17..20)]);
-        assert_eq!([run([0, 1], [2, 4]), run([2, 5], [1, 0])], [None, Some(15..15)]);
         let several = [
             (vec![1, 0, 5], vec![1, 1, 1]),
             (vec![1, 1, 2], vec![1, 1, 4]),

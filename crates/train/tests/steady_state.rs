@@ -35,6 +35,11 @@ fn steps_allocate_nothing() {
         check(&keys);
         check_on(&[0, 1], &[&keys[..], &["parallelism.zero_hpz=true", "training.dtype=bf16"]].concat());
     }
+    let tensor = "parallelism.tensor_parallel_degree=2";
+    check(&[tensor]);
+    check(&[tensor, "training.dtype=bf16", "activation_checkpoint.mode=block"]);
+    check(&[tensor, "parallelism.sequence_parallel=false", "optimizer.name=lamb"]);
+    check(&[tensor, "optimizer.name=adafactor"]);
     let pipeline = ["parallelism.pipeline_parallel_degree=2", "model.tie_word_embeddings=false"];
     check(&pipeline);
     check(&[&pipeline[..], &["parallelism.pipeline_parallel_rebalance_interval=1"]].concat());

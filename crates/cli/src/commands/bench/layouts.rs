@@ -25,7 +25,7 @@ Examples:
       One layout of your own; may be repeated.";
 
 /// Overrides of the config for each layout.
-const LAYOUTS: [&str; 18] = [
+const LAYOUTS: [&str; 23] = [
     "launch.workers=1",
     "launch.workers=1 activation_checkpoint.mode=selective",
     "launch.workers=1 activation_checkpoint.mode=block",
@@ -44,6 +44,11 @@ const LAYOUTS: [&str; 18] = [
     "launch.workers=4 parallelism.zero_stage=3",
     "launch.workers=4 parallelism.pipeline_parallel_degree=2 parallelism.zero_stage=1",
     "launch.workers=4 parallelism.pipeline_parallel_degree=4",
+    "launch.workers=2 parallelism.tensor_parallel_degree=2",
+    "launch.workers=2 parallelism.tensor_parallel_degree=2 parallelism.sequence_parallel=false",
+    "launch.workers=4 parallelism.tensor_parallel_degree=2",
+    "launch.workers=4 parallelism.tensor_parallel_degree=2 parallelism.zero_stage=2",
+    "launch.workers=4 parallelism.tensor_parallel_degree=2 parallelism.pipeline_parallel_degree=2",
 ];
 
 /// Compare predicted and measured step times of several layouts on this machine.
