@@ -292,7 +292,8 @@ impl Rehearser<'_> {
         let inputs_bytes = input_specs.iter().map(TensorSpec::num_bytes).sum();
         let kept_bytes = KeptBytes { record: record_bytes, products: pass.num_bytes(), inputs: inputs_bytes };
         let (_, renewal_peak, renewal_cost) = self.watch(|| pass.recompute(self.parameters, batch))?;
-        debug_assert!(self.exchanges().is_empty(), "what is quickly computed again is computed by each rank");
+        let exchanged = self.exchanges();
+        debug_assert!(exchanged.is_empty(), "each rank recomputes without the others");
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         let grads = self.grads(&output_specs)?;
         let mut sink = CountingSink::new(self);

@@ -52,7 +52,7 @@ impl GroupAxis {
         rank * (len / degree)..(rank + 1) * (len / degree)
     }
 
-    /// Exchanges a vector of `len` elements: `from` becomes its elements `leaving`, and those of `arriving` come to `to`.
+    /// Copies `from` to the elements `leaving` of a buffer of `len` elements, and exchanges it.
     fn exchange<T: Stored>(
         &self,
         pool: &Pool<T>,

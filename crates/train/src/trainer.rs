@@ -141,7 +141,11 @@ impl<'a> Trainer<'a> {
         let model = Model::build_at(config.tensor_place(group.rank()), &device, build)?;
         let choices = match &options.plan {
             Some(plan) => plan.choices.clone(),
-            None => StepChoices::given(config, &rehearsal.passes())?,
+            None => {
+                // Passes of ranks of the tensor axis may differ, what they do must not.
+                let own = StepChoices::given(config, &rehearsal.passes())?;
+                StepChoices::of_root(is_root.then_some(&own), &group)?.unwrap_or(own)
+            }
         };
         let balance = Balance::new(config, rehearsal.passes());
         let mut executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;

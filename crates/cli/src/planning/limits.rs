@@ -4,6 +4,7 @@ use super::{Job, Plan, Workers, advice};
 use anyhow::{Result, bail};
 use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;
+use trireme_tensor::ParameterTable;
 use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config};
 
 /// What a process takes that is not counted: its heap, its threads, what the kernel holds for it, a checkpoint's writer.
@@ -64,15 +65,20 @@ impl Plan {
     }
 
     /// What the first worker holds while it writes a sample after the last step: its state, all parameters, and the unit that
-    /// is being gathered.
+    /// is being gathered, from all ranks of the tensor axis.
     fn sampling_bytes(&self, config: &Config) -> usize {
         if config.generate().num_tokens == 0 {
             return 0;
         }
-        let units = self.model.table().units();
-        let largest = units.iter().map(|unit| unit.num_elements).max().unwrap_or(0);
-        let gathered =
-            self.model.table().num_elements().saturating_add(largest).saturating_mul(size_of::<f32>());
+        let (part, whole) = (self.model.table(), self.model.table().whole());
+        let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
+        let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));
+        if part.place().degree > 1 {
+            // Its parts one after the other, and joined.
+            let largest = largest(&whole).unwrap_or(0).saturating_mul(2);
+            num_elements = num_elements.saturating_add(largest);
+        }
+        let gathered = num_elements.saturating_mul(size_of::<f32>());
         let state = self.prediction.own_between_steps.saturating_add(self.prediction.host);
         state.saturating_add(gathered)
     }

@@ -58,8 +58,8 @@ pub enum DeviceError {
         degree: usize,
     },
     /// A rank of the tensor axis could not exchange values with the others.
-    #[error("{0}")]
-    Exchange(#[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error(transparent)]
+    Exchange(Box<dyn std::error::Error + Send + Sync>),
     /// Its budget is used up.
     #[error(transparent)]
     OverBudget(#[from] OverBudget),

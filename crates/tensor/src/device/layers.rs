@@ -239,7 +239,11 @@ impl<'a> BagViews<'a> {
     }
 
     /// The same for the part of a table that a rank of the tensor axis has.
+    ///
+    /// # Panics
+    /// If the table is not cut by its rows.
     pub(crate) fn of_part(self, part: Option<SpanPart>) -> Self {
+        assert!(part.is_none_or(|part| part.dim == 0), "a table is cut by its rows");
         BagViews { part: part.map(|part| (part.start, part.len)), ..self }
     }
 

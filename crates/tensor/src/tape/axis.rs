@@ -82,7 +82,8 @@ impl TensorAxis {
         if is_sharded { self.between_layers() } else { Sharding::Replicated }
     }
 
-    /// The shape of a rank's part of the rows of a value of this shape: the last dim but one is shorter.
+    /// The shape of a rank's part of the rows of a value of this shape: the last dim but one is shorter. Only the number of elements is
+    /// that of the rows: `[batch, seq_len / degree, cols]` are consecutive rows of all sequences, not the same positions of each.
     ///
     /// # Errors
     /// If it does not divide.
@@ -303,6 +304,8 @@ pub struct SumOverRanks;
 
 impl Operation for SumOverRanks {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::Cut;
+        assert!(is_term, "every rank has all of what it would add up");
         let term = cx.take_or_copy_input(0)?;
         let sum = if cx.axis().is_some() { cx.sum_over_ranks(term, Sharding::Replicated)? } else { term };
         cx.output(sum);
@@ -324,8 +327,8 @@ impl Operation for SumOverRanks {
 }
 
 impl Recorder<'_> {
-    /// Makes what ranks have of the inputs from `first` on what an operation takes: all rows where it needs them, and of several values
-    /// of which one is in rows, all in rows. Where the inputs begin then.
+    /// Gathers inputs in rows for an operation that needs all rows, and splits replicated inputs where others are in rows. The inputs are the
+    /// arguments from `first` on; returns where they begin afterwards.
     pub(super) fn adapt(&mut self, op: &dyn Operation, first: usize) -> Result<usize, DeviceError> {
         let Some(axis) = &self.tape.axis else { return Ok(first) };
         let of = |tape: &Tape, argument: &Argument| tape.values[argument.value].sharding;
@@ -336,6 +339,16 @@ impl Recorder<'_> {
             Some(sharding) => sharding == Sharding::Rows,
             None => arguments.iter().enumerate().any(is_in_rows),
         };
+        let is_one = |sharding, has_grad: bool| {
+            let mut values = arguments.iter().map(|argument| &self.tape.values[argument.value]);
+            values.any(|value| value.sharding == sharding && (!has_grad || value.requires_grad))
+        };
+        assert!(
+            op.output_sharding(axis).is_some()
+                || !is_one(Sharding::Cut, false)
+                || !is_one(Sharding::Replicated, true),
+            "{op:?} reads a value that is cut, and one that is not, whose gradient would be a part of a sum: CopyToRanks comes first"
+        );
         for (place, argument) in arguments.iter_mut().enumerate() {
             let change: Op = match (of(self.tape, argument), op.takes_rows(place)) {
                 (Sharding::Rows, false) => (&AllGatherRows).into(),

@@ -15,18 +15,17 @@ config_section! {
         /// Number of replicas of the training state, each of which sees different data. -1 uses as many as the shards
         /// leave.
         data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
-        /// Number of workers that divide the products of every layer among them: heads of attention, the inner width of
-        /// feed-forward layers, and the vocabulary. They are neighbours, see the same data, and exchange activations
-        /// twice for each layer in forward and in backward. Sums of a layer are taken in another order than on one
-        /// worker, so losses differ by rounding.
+        /// Number of workers that divide each block (heads of attention, inner width of the feed-forward layer) and the
+        /// vocabulary. They are neighbours, read the same data, and exchange activations twice per block in forward and
+        /// twice in backward. The order of sums differs from that of one worker, so losses differ by rounding.
         tensor_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// With `tensor_parallel_degree` above 1: whether the workers also divide what lies between these layers,
-        /// normalisations and residuals, by positions. That takes no more messages, and less memory. `seq_len` must
-        /// be a multiple of `tensor_parallel_degree`.
+        /// With `tensor_parallel_degree` above 1: whether these workers also divide the rows of normalisations, of
+        /// residuals and of what blocks pass on. This takes less memory. Forward sends as many bytes as without;
+        /// backward sends half as many again. `seq_len` must be a multiple of `tensor_parallel_degree`.
         sequence_parallel: bool = true;
         /// Number of workers in a pipeline. The units of the model (embedding, blocks, head) are divided among them
         /// in stages of about equal work, and each microbatch passes through all of them. Ranks of neighbours in the
-        /// pipeline differ by the number of data-parallel workers. Losses and weights have the same bits with every
+        /// pipeline differ by the number of data-parallel workers times `tensor_parallel_degree`. Losses and weights have the same bits with every
         /// schedule that drains between steps.
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
         /// Order in which stages run: `gpipe`, `1f1b`, `interleaved-1f1b`, `breadth-first`, `zb-h1`, `zb-h2`, `zb-v`,
@@ -58,8 +57,8 @@ config_section! {
         /// Units move if the work of the busiest worker of the pipeline, relative to the mean, exceeds this value.
         /// Only applies with `pipeline_parallel_rebalance_interval`.
         pipeline_parallel_rebalance_threshold: f64 = 1.1, within 1.0..;
-        /// Number of workers that shard one replica of the training state; they see different data, too. They are
-        /// neighbours, so one replica can stay within a host (hybrid sharding). If anything is sharded, -1 uses as many
+        /// Number of workers that shard one replica of the training state; they see different data, too. Their
+        /// ranks differ by `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). If anything is sharded, -1 uses as many
         /// as the replicas leave (one replica across all workers if neither is set); else 1. Only applies with
         /// `zero_stage` or `shard_gradients`.
         data_parallel_shard_degree: i64 = -1, within -1..=1 << 20;

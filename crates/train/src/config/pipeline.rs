@@ -1,6 +1,7 @@
 //! Checks of how a model is divided into stages.
 
 use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
+use super::compression::exchanges_momentum;
 use super::layout::{Offload, Parallelism};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
@@ -45,11 +46,12 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
 }
 
 fn check_tensor(checks: &mut Checks<'_>) {
-    let Sections { parallelism, comm, .. } = &checks.loose.sections;
+    let Sections { parallelism, comm, optimizer, .. } = &checks.loose.sections;
     let is_divided = parallelism.tensor_parallel_degree > 1;
     let has_integers = parallelism.zero_quantized_gradients != QuantizedGradients::None;
     for (key, is_rounded) in [
         ("comm.compression", comm.compression != CodecName::None),
+        ("optimizer.name", exchanges_momentum(optimizer.name)),
         ("parallelism.zero_quantized_weights", parallelism.zero_quantized_weights),
         ("parallelism.zero_quantized_gradients", has_integers),
     ] {

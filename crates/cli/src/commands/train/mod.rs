@@ -404,7 +404,9 @@ fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
     let config = job.config;
     let is_kept_open = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
     let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
-    if !is_kept_open && !has_file && open_classes(config).is_empty() {
+    // Ranks of the tensor axis may have parts of the vocabulary of unequal cost, and must not cut stages by their own.
+    let is_divided = config.parallelism().tensor_parallel_degree > 1;
+    if !is_kept_open && !has_file && !is_divided && open_classes(config).is_empty() {
         return fitting(None);
     }
     let is_root = group.rank() == Rank::ROOT;

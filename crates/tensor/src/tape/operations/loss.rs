@@ -51,7 +51,9 @@ impl LossHead {
 
     /// How many rows of the vocabulary this rank has, and the first of them.
     fn vocabulary(&self) -> (usize, usize) {
-        self.weight.part.map_or((self.weight.shape.rows(), 0), |part| (part.len, part.start))
+        let Some(part) = self.weight.part else { return (self.weight.shape.rows(), 0) };
+        assert_eq!(part.dim, 0, "an output layer is cut by its rows");
+        (part.len, part.start)
     }
 
     /// The part of the weight that belongs to a chunk.
