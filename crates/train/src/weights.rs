@@ -96,7 +96,11 @@ pub(crate) fn read_held(
 /// What this rank of the tensor axis has of a parameter.
 pub(crate) fn part(info: &ParameterInfo) -> Part {
     let whole = Part::whole(info.whole.dims());
-    info.cut.map_or_else(|| whole.clone(), |cut| whole.clone().cut(cut, info.place))
+    match info.cut {
+        Some(cut) if info.place.degree > 1 => whole.cut(cut, info.place),
+        // Groups of a dim would be boxes of their own.
+        _ => whole,
+    }
 }
 
 /// Reads the elements `held` of what a rank has of a tensor.

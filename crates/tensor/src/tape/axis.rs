@@ -158,12 +158,12 @@ impl OperationContext<'_> {
         Ok(part)
     }
 
-    /// The sum over the ranks of values of which each has a term: all of it, or its part of the rows.
+    /// The sum over the ranks of values of which each has a term: all of it, or its part of the rows. The term itself on a single rank.
     ///
     /// # Errors
     /// As [`AxisOps::reduce_scatter`], and if there is no memory for the part.
     pub fn sum_over_ranks(&self, mut term: Tensor, sharding: Sharding) -> Result<Tensor, DeviceError> {
-        let axis = self.expect_axis();
+        let Some(axis) = self.axis() else { return Ok(term) };
         if sharding != Sharding::Rows {
             axis.ops.all_reduce(self.device(), term.view_mut())?;
             return Ok(term);
@@ -285,7 +285,7 @@ impl Operation for CopyToRanks {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let term = cx.take_output_grad();
-        let sum = if cx.axis().is_some() { cx.sum_over_ranks(term, Sharding::Replicated)? } else { term };
+        let sum = cx.sum_over_ranks(term, Sharding::Replicated)?;
         cx.add_grad(0, sum)
     }
 
@@ -307,7 +307,7 @@ impl Operation for SumOverRanks {
         let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::Cut;
         assert!(is_term, "every rank has all of what it would add up");
         let term = cx.take_or_copy_input(0)?;
-        let sum = if cx.axis().is_some() { cx.sum_over_ranks(term, Sharding::Replicated)? } else { term };
+        let sum = cx.sum_over_ranks(term, Sharding::Replicated)?;
         cx.output(sum);
         Ok(())
     }
