@@ -13,7 +13,9 @@ const HELP: &str = "\
 Each layout is trained for some steps, as `trireme train` does. Its workers first
 measure kernels and communication in isolation, and predict the time of a step from
 these figures and a dry run (`trireme plan --time`). The measured time is the median
-of the steps after the third. Both times are medians over the rounds.
+of the steps after the third. Both times, and their ratio, are medians over the rounds:
+a prediction is compared with the run that follows it at once, because machines change
+their speed.
 
 The config's global batch size is the same for every layout. For the list of layouts it
 must be divisible by four times the local batch size.
@@ -91,7 +93,7 @@ struct Compared<'a> {
     layout: &'a str,
     predicted_step_seconds: f64,
     measured_step_seconds: f64,
-    /// Predicted by measured.
+    /// Predicted by measured, of one round.
     ratio: f64,
 }
 
@@ -125,8 +127,8 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     }
     drop(measuring);
     let compared = layouts.iter().zip(found).map(|(layout, times)| {
+        let ratio = median(times[0].iter().zip(&times[1]).map(|(predicted, measured)| predicted / measured));
         let [predicted, measured] = times.map(median);
-        let ratio = predicted / measured;
         Compared { layout, predicted_step_seconds: predicted, measured_step_seconds: measured, ratio }
     });
     let compared: Vec<Compared<'_>> = compared.collect();
