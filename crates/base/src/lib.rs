@@ -1,5 +1,5 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, what ranks exchange within units, what passes take, what ranks do, random numbers,
-//! enums with names, the texts of errors, and SVG documents.
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, which positions ranks have, what they exchange
+//! within units, what passes take, what ranks do, random numbers, enums with names, the texts of errors, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
@@ -15,11 +15,12 @@ mod half;
 mod journal;
 mod named;
 mod passes;
+mod positions;
 mod random;
 mod rank;
 mod svg;
 
-pub use axis_exchange::{AxisExchange, ExchangeKind, PassExchanges};
+pub use axis_exchange::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
 pub use bytes::{Bytes, ParseBytesError};
 pub use category::Category;
 pub use cost::{Cost, Traffic};
@@ -30,6 +31,7 @@ pub use event::{Event, HostMemory, Latch, Pending};
 pub use half::{Bf16, F16};
 pub use journal::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
 pub use passes::UnitPasses;
+pub use positions::{ContextPlace, Positions};
 pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};
 pub use svg::{Anchor, Svg};

@@ -9,6 +9,8 @@ pub struct CommStatistics {
     /// from and written to peers' memory with shared memory. The formulas are those of
     /// [`trireme_schedule::collective`].
     pub payload_bytes: u64,
+    /// Bytes of user data in messages that this rank has sent ([`Group::send`](crate::Group::send)).
+    pub message_bytes: u64,
     /// Time spent executing operations, waiting for peers included.
     pub busy: Duration,
     /// The part of `busy` spent asleep or spinning until a peer came.

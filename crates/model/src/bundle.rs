@@ -1,8 +1,9 @@
 //! Named tensors, and what stands for them.
 
+use crate::tokens::DOCUMENT_STARTS;
 use smallvec::SmallVec;
 use std::fmt;
-use trireme_base::DType;
+use trireme_base::{ContextPlace, DType, Positions};
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor};
 
 /// A few named values in a fixed order: the tensors that units pass on, those of a microbatch, or what stands for them.
@@ -130,6 +131,20 @@ impl TensorSpec {
         TensorSpec { shape: self.shape.with_dim(0, rows), ..self }
     }
 
+    /// The spec of what one of the ranks of the context axis has of a batch: some of the positions, dim 1.
+    pub fn of_positions(self, context: ContextPlace) -> Self {
+        match context {
+            ContextPlace::ALONE => self,
+            _ => TensorSpec { shape: self.shape.with_dim(1, self.positions(context).len()), ..self },
+        }
+    }
+
+    /// The positions that one of the ranks of the context axis has of a batch: its own, or, of where documents begin, those of its heads.
+    fn positions(&self, context: ContextPlace) -> Positions {
+        let len = self.shape.dims()[1];
+        if self.name == DOCUMENT_STARTS { context.positions_of_heads(len) } else { context.positions(len) }
+    }
+
     /// Whether the tensor has a gradient: those of whole numbers have none.
     pub fn has_grad(&self) -> bool {
         self.dtype.is_float()
@@ -182,9 +197,33 @@ impl HostBatch {
     /// # Errors
     /// If it has no memory for them.
     pub fn upload(&self, device: &Device) -> Result<Batch, DeviceError> {
+        self.upload_positions(device, ContextPlace::ALONE)
+    }
+
+    /// Copies to a device what one of the ranks of the context axis has: its positions, dim 1 of each tensor.
+    ///
+    /// # Errors
+    /// If it has no memory for them.
+    pub fn upload_positions(&self, device: &Device, context: ContextPlace) -> Result<Batch, DeviceError> {
         let tensor = |(spec, words): &(TensorSpec, Vec<Word>)| {
-            let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
-            device.upload(&bytemuck::cast_slice::<_, u8>(words)[..spec.num_bytes()], tensor.view_mut());
+            let bytes = &bytemuck::cast_slice::<_, u8>(words)[..spec.num_bytes()];
+            let shape = spec.of_positions(context).shape;
+            let mut tensor = device.empty(shape, spec.dtype, Category::Activations)?;
+            if context == ContextPlace::ALONE {
+                device.upload(bytes, tensor.view_mut());
+                return Ok((spec.name, tensor));
+            }
+            let (num_samples, positions) = (shape.dims()[0], spec.positions(context));
+            let position_len: usize = shape.dims()[2..].iter().product();
+            let position_bytes = position_len * spec.dtype.size();
+            let sample_bytes = bytes.len() / num_samples;
+            for (sample, bytes) in bytes.chunks_exact(sample_bytes).enumerate() {
+                for (index, run) in positions.runs() {
+                    let first = (sample * positions.len() + index) * position_len;
+                    let part = tensor.view_mut().into_part(first, [run.len() * position_len].into());
+                    device.upload(&bytes[run.start * position_bytes..run.end * position_bytes], part);
+                }
+            }
             Ok((spec.name, tensor))
         };
         self.0.iter().map(tensor).collect()

@@ -3,7 +3,7 @@
 use crate::bundle::{Batch, Bundle};
 use crate::error::ModelError;
 use crate::model::Model;
-use crate::rehearsal::{LoneAxis, PassOptions, Rehearsal, Rehearser, Watched};
+use crate::rehearsal::{LoneAxes, PassOptions, Rehearsal, Rehearser, Watched};
 use std::cell::Cell;
 use trireme_tensor::{Category, Device, Fp8State, Parameters, Precision};
 
@@ -15,7 +15,7 @@ pub struct Exercise<'a> {
     device: &'a Device,
     precision: Precision,
     fp8: Option<Fp8State>,
-    axis: Option<LoneAxis>,
+    axes: LoneAxes,
     rehearsal: &'a Rehearsal,
     parameters: Parameters,
 }
@@ -32,7 +32,7 @@ impl Model {
         options: PassOptions,
         rehearsal: &'a Rehearsal,
     ) -> Result<Exercise<'a>, ModelError> {
-        let PassOptions { precision, fp8, shards_rows } = options;
+        let PassOptions { precision, fp8, .. } = options;
         let table = self.table();
         let owner = table.tie().filter(|tie| tie.reader == unit).map(|tie| tie.span.unit);
         let mut parts = table.shards(0, 1);
@@ -45,8 +45,8 @@ impl Model {
             Ok::<(), ModelError>(())
         })?;
         let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, table, device)).transpose()?;
-        let axis = self.axis_alone(shards_rows);
-        Ok(Exercise { model: self, unit, device, precision, fp8, axis, rehearsal, parameters })
+        let axes = self.axes_alone(options);
+        Ok(Exercise { model: self, unit, device, precision, fp8, axes, rehearsal, parameters })
     }
 }
 
@@ -63,7 +63,7 @@ impl Exercise<'_> {
             device: self.device,
             precision: self.precision,
             fp8: self.fp8.as_ref().map(Fp8State::scales),
-            axis: self.axis.clone(),
+            axes: self.axes.clone(),
             parameters: &parameters,
         };
         let specs: Vec<_> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();

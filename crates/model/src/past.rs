@@ -61,10 +61,10 @@ impl Past {
             let kv_cols = attention.num_kv_heads * attention.head_dim;
             self.caches.push(KeyValueCache::new(&self.device, 1, self.capacity, kv_cols)?);
         }
-        let rotary = attention.rotary.as_ref().map(|table| self.whole_table(table)).transpose()?;
+        let rotary = attention.rotary().map(|table| self.whole_table(table)).transpose()?;
         let cache = &mut self.caches[self.next];
         self.next += 1;
-        recorder.attention_cached(&Attention { rotary, ..*attention }, qkv, cache)
+        recorder.attention_cached(&attention.clone().with_rotary(rotary), qkv, cache)
     }
 
     /// A model's table, for all positions of the sequence.

@@ -6,8 +6,13 @@ use crate::model::Model;
 use crate::unit::UnitPass;
 use std::cell::Cell;
 use std::sync::Arc;
-use trireme_base::{AxisExchange, Cost, DType, JournalEntry, PassExchanges, RandomKey, UnitPasses};
-use trireme_tensor::tape::{AloneOnAxis, AxisOps, Metric, Recording, TensorAxis};
+use trireme_base::{
+    AxisExchange, AxisPlace, ContextPlace, Cost, DType, JournalEntry, PassExchanges, RandomKey, UnitAxis,
+    UnitPasses,
+};
+use trireme_tensor::tape::{
+    AloneOnAxis, AxisOps, ContextAxis, Metric, NotedExchanges, Recording, TensorAxis,
+};
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
     ParameterSource, ParameterSpan, ParameterTable, Parameters, Precision, Tape, Tensor, View, ViewMut,
@@ -22,11 +27,13 @@ pub struct PassOptions {
     pub fp8: Option<Fp8Recipe>,
     /// Whether ranks of the tensor axis have parts of the rows between layers that they cut: sequence parallelism.
     pub shards_rows: bool,
+    /// Which of the ranks that have the positions of a sequence this is. Batches hold its positions alone.
+    pub context: ContextPlace,
 }
 
 impl From<Precision> for PassOptions {
     fn from(precision: Precision) -> Self {
-        PassOptions { precision, fp8: None, shards_rows: false }
+        PassOptions { precision, fp8: None, shards_rows: false, context: ContextPlace::ALONE }
     }
 }
 
@@ -58,7 +65,7 @@ pub struct UnitRehearsal {
     /// Parameters, by their places in the table, of whose gradients backward makes only this rank's term: ranks of the tensor axis that
     /// hold the same elements of them add these up.
     pub grad_terms: Vec<usize>,
-    /// What passes exchange along the tensor axis.
+    /// What passes exchange.
     pub exchanges: PassExchanges,
 }
 
@@ -137,10 +144,19 @@ impl Rehearsal {
 }
 
 impl Model {
-    /// The tensor axis that the model's table is for, with nobody else on it; `None` if it has one rank.
-    pub(crate) fn axis_alone(&self, shards_rows: bool) -> Option<LoneAxis> {
-        let place = self.table().place();
-        (place.degree > 1).then(|| LoneAxis { ops: Arc::new(AloneOnAxis::new(place)), shards_rows })
+    /// The axes of these passes, with nobody else on them.
+    pub(crate) fn axes_alone(&self, PassOptions { shards_rows, context, .. }: PassOptions) -> LoneAxes {
+        let noted = NotedExchanges::default();
+        let alone = |axis, place: AxisPlace| -> Option<Arc<dyn AxisOps>> {
+            (place.degree > 1).then(|| Arc::new(AloneOnAxis::new(axis, place, &noted)) as Arc<dyn AxisOps>)
+        };
+        let tensor = alone(UnitAxis::Tensor, self.table().place());
+        let (ring, heads) = (alone(UnitAxis::Ring, context.ring), alone(UnitAxis::Heads, context.heads));
+        LoneAxes {
+            tensor: tensor.map(|ops| TensorAxis { ops, shards_rows }),
+            context: (context.degree() > 1).then_some(ContextAxis { ring, heads }),
+            noted,
+        }
     }
 
     /// Finds what the passes over microbatches of these tensors are.
@@ -156,13 +172,14 @@ impl Model {
         options: impl Into<PassOptions>,
         batch: &[TensorSpec],
     ) -> Result<Rehearsal, ModelError> {
-        let PassOptions { precision, fp8, shards_rows } = options.into();
+        let options = options.into();
+        let PassOptions { precision, fp8, .. } = options;
         let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, self.table(), device)).transpose()?;
         let fp8 = fp8.as_ref().map(Fp8State::scales);
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
         let parameters = Watched { parameters: &parameters, was_read: Cell::new(false) };
-        let axis = self.axis_alone(shards_rows);
-        let rehearser = Rehearser { model: self, device, precision, fp8, axis, parameters: &parameters };
+        let axes = self.axes_alone(options);
+        let rehearser = Rehearser { model: self, device, precision, fp8, axes, parameters: &parameters };
         let mut tensors = Batch::new();
         let mut found = Rehearsal { units: Vec::new(), batch: Vec::new() };
         for &spec in batch {
@@ -205,18 +222,12 @@ fn check_outputs(
     }
 }
 
-/// A tensor axis on which one rank is alone.
+/// Axes on which one rank is alone.
 #[derive(Debug, Clone)]
-pub(crate) struct LoneAxis {
-    ops: Arc<AloneOnAxis>,
-    shards_rows: bool,
-}
-
-impl LoneAxis {
-    fn for_tapes(&self) -> TensorAxis {
-        let ops: Arc<dyn AxisOps> = Arc::<AloneOnAxis>::clone(&self.ops);
-        TensorAxis { ops, shards_rows: self.shards_rows }
-    }
+pub(crate) struct LoneAxes {
+    tensor: Option<TensorAxis>,
+    context: Option<ContextAxis>,
+    noted: NotedExchanges,
 }
 
 /// Parameters that note whether they are read.
@@ -238,7 +249,7 @@ pub(crate) struct Rehearser<'a> {
     pub(crate) device: &'a Device,
     pub(crate) precision: Precision,
     pub(crate) fp8: Option<&'a Arc<Fp8Scales>>,
-    pub(crate) axis: Option<LoneAxis>,
+    pub(crate) axes: LoneAxes,
     pub(crate) parameters: &'a Watched<'a>,
 }
 
@@ -247,9 +258,9 @@ impl Rehearser<'_> {
         self.device.memory().usage(Category::Activations).current
     }
 
-    /// What was exchanged along the axis since the last call.
+    /// What was exchanged since the last call.
     fn exchanges(&self) -> Vec<AxisExchange> {
-        self.axis.as_ref().map_or_else(Vec::new, |axis| axis.ops.take())
+        self.axes.noted.take()
     }
 
     /// What `pass` returns, the most in use while it ran, and its cost.
@@ -377,7 +388,7 @@ impl Rehearser<'_> {
         batch: &mut Batch,
     ) -> Result<(UnitPass, Bundle<Tensor>), DeviceError> {
         let tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
-        let tape = tape.with_axis(self.axis.as_ref().map(LoneAxis::for_tapes));
+        let tape = tape.with_axis(self.axes.tensor.clone()).with_context(self.axes.context.clone());
         UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch)
     }
 

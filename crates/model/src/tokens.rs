@@ -12,6 +12,10 @@ pub const TARGETS: &str = "targets";
 /// Name of what the last unit of a language model passes on of a batch without targets: `[batch, seq_len, vocabulary]`, f32.
 pub const LOGITS: &str = "logits";
 
+/// Name of the tensor of a batch that says for each token at which position of its sequence its document begins: `[batch, seq_len]`. Optional:
+/// with it, no token attends to those of documents before.
+pub const DOCUMENT_STARTS: &str = "document_starts";
+
 /// What a batch of `batch` sequences of `seq_len` tokens consists of.
 pub fn token_specs(batch: usize, seq_len: usize) -> Vec<TensorSpec> {
     [TOKENS, TARGETS].map(|name| TensorSpec::new(name, &[batch, seq_len], DType::U32)).into()

@@ -2,6 +2,7 @@
 
 use crate::bundle::{Batch, Bundle};
 use crate::past::Past;
+use crate::tokens::DOCUMENT_STARTS;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, Metric, PendingMean, Recorder, VarId};
@@ -96,13 +97,18 @@ impl UnitContext<'_> {
         Ok(())
     }
 
-    /// Runs attention; over what a generation has read before as well.
+    /// Runs attention: within documents, if the batch says [where they begin](crate::DOCUMENT_STARTS); over what a generation has read before
+    /// as well.
     ///
     /// # Errors
     /// If there is no memory for what it computes.
     pub fn attention(&mut self, attention: &Arc<Attention>, qkv: Var) -> Result<Var, DeviceError> {
+        let document_starts = self.optional_batch(DOCUMENT_STARTS);
         match &mut self.past {
-            None => self.recorder.apply(attention, [qkv]),
+            None => match document_starts {
+                Some(starts) => self.recorder.apply(attention, (qkv, starts)),
+                None => self.recorder.apply(attention, [qkv]),
+            },
             Some(past) => past.attention(&mut self.recorder, attention, qkv),
         }
     }

@@ -3,7 +3,7 @@
 use crate::error::ParallelError;
 use std::fmt;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, Rank};
+use trireme_base::{AxisPlace, ContextPlace, Rank};
 use trireme_comm::Group;
 use trireme_plan::{Axis, Mesh};
 use trireme_schedule::collective::Hosts;
@@ -14,52 +14,80 @@ use trireme_schedule::{Outline, StateClass};
 pub struct Degrees {
     /// Along [`Axis::PIPELINE`].
     pub pipeline: usize,
-    /// Along [`Axis::DATA_SHARD`].
+    /// Ranks that shard a replica of the training state: along [`Axis::DATA_SHARD`] and [`Axis::CONTEXT`], or 1 if nothing is sharded.
     pub shards: usize,
+    /// Along [`Axis::CONTEXT`].
+    pub context: usize,
+    /// Of these, neighbours that exchange positions for heads; among the others keys and values travel in a ring.
+    pub heads: usize,
     /// Along [`Axis::TENSOR`].
     pub tensor: usize,
 }
 
 impl Degrees {
     /// Replicas alone.
-    pub const ONE: Degrees = Degrees { pipeline: 1, shards: 1, tensor: 1 };
+    pub const ONE: Degrees = Degrees { pipeline: 1, shards: 1, context: 1, heads: 1, tensor: 1 };
 
     /// The mesh of so many ranks, which [`RankGrid`] describes.
     ///
     /// # Panics
     /// If the degrees do not divide the number of ranks.
     pub fn mesh(self, world_size: usize) -> Mesh {
-        let Degrees { pipeline, shards, tensor } = self;
-        let num_of_replica = pipeline * shards * tensor;
+        let Degrees { pipeline, shards, context, tensor, .. } = self;
+        assert!(shards == 1 || shards.is_multiple_of(context), "{self:?}");
+        let data_shards = (shards / context).max(1);
+        let num_of_replica = pipeline * data_shards * context * tensor;
         assert!(world_size.is_multiple_of(num_of_replica), "{self:?} for {world_size} ranks");
         let axes = [
             (Axis::PIPELINE, pipeline),
             (Axis::DATA_REPLICATE, world_size / num_of_replica),
-            (Axis::DATA_SHARD, shards),
+            (Axis::DATA_SHARD, data_shards),
+            (Axis::CONTEXT, context),
             (Axis::TENSOR, tensor),
         ];
         Mesh::new(&axes).expect("groups have ranks")
     }
+
+    /// The mesh as the training state lies on it: ranks of the context axis are shards or replicas like others. They are numbered as in the
+    /// [mesh](Degrees::mesh).
+    ///
+    /// # Panics
+    /// As [`mesh`](Degrees::mesh).
+    pub fn state_mesh(self, world_size: usize) -> Mesh {
+        Degrees { context: 1, ..self }.mesh(world_size)
+    }
+
+    /// Which of the ranks that have the positions of a sequence a rank is.
+    pub fn context_place(self, rank: Rank) -> ContextPlace {
+        ContextPlace::new(AxisPlace::new(rank.0 / self.tensor % self.context, self.context), self.heads)
+    }
 }
 
 /// The ranks of a world, as a mesh of the axes [pipeline](Axis::PIPELINE), [replicas](Axis::DATA_REPLICATE),
-/// [shards](Axis::DATA_SHARD) and [tensor](Axis::TENSOR), the last varying fastest: those that exchange most are neighbours. So the rank
-/// at the places `p`, `r`, `s` and `t` is `((p * replicas + r) * shards + s) * tensor + t`.
+/// [shards](Axis::DATA_SHARD), [context](Axis::CONTEXT) and [tensor](Axis::TENSOR), the last varying fastest: those that exchange most are
+/// neighbours. So the rank at the places `p`, `r`, `s`, `c` and `t` is `(((p * replicas + r) * shards + s) * context + c) * tensor + t`.
 ///
 /// Ranks with the same place in the pipeline run the same units. Those that differ in their tensor place alone see the same microbatches,
 /// and have parts of the same parameters. The others are data-parallel: those of a replica shard its training state; ranks with the same
-/// shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2).
+/// shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2). Ranks of the context axis are among
+/// them: they see parts of the same sequences, and shard the state of a replica with the others if it is sharded.
 pub struct RankGrid {
+    /// As the training state lies on it.
     mesh: Mesh,
+    degrees: Degrees,
     world: Arc<Group>,
     /// The ranks that run the other units for the same microbatches.
     pipeline: Arc<Group>,
-    /// The ranks that run the same units.
+    /// The ranks that run the same units for other microbatches, or for other positions.
     data: Arc<Group>,
     /// The ranks of this rank's replica.
     shards: Arc<Group>,
     /// The ranks with this rank's shard.
     replicas: Arc<Group>,
+    /// The ranks among which keys and values of the same sequences travel.
+    ring: Arc<Group>,
+    /// The ranks that exchange positions of the same sequences for heads.
+    heads: Arc<Group>,
     /// The ranks that have parts of the same parameters.
     tensor: Arc<Group>,
     /// This rank.
@@ -112,6 +140,12 @@ fn part(
     })
 }
 
+fn add_once(groups: &mut Vec<Arc<Group>>, group: &Arc<Group>) {
+    if !groups.iter().any(|made| Arc::ptr_eq(made, group)) {
+        groups.push(Arc::clone(group));
+    }
+}
+
 impl RankGrid {
     /// Arranges the ranks of `world`; collective over it.
     ///
@@ -121,22 +155,46 @@ impl RankGrid {
         let mesh = degrees.mesh(world.world_size());
         let mut groups = Groups::new(&mesh, world);
         let pipeline = groups.along("pipeline", &[Axis::PIPELINE])?;
-        let data = groups.along("data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD])?;
-        let shards = groups.along("shards", &[Axis::DATA_SHARD])?;
-        let replicas = groups.along("replicas", &[Axis::DATA_REPLICATE])?;
+        let data = groups.along("data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD, Axis::CONTEXT])?;
+        let (sharding, replicating): (&[Axis], &[Axis]) = match degrees.shards {
+            1 => (&[], &[Axis::DATA_REPLICATE, Axis::CONTEXT]),
+            _ => (&[Axis::DATA_SHARD, Axis::CONTEXT], &[Axis::DATA_REPLICATE]),
+        };
+        let shards = groups.along("shards", sharding)?;
+        let replicas = groups.along("replicas", replicating)?;
+        let context = groups.along("context", &[Axis::CONTEXT])?;
         let tensor = groups.along("tensor", &[Axis::TENSOR])?;
         let own = groups.along("own", &[])?;
-        let groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
-        let world = Arc::clone(&groups[0]);
-        Ok(RankGrid { mesh, world, pipeline, data, shards, replicas, tensor, own, levels: None, groups })
+        let mut groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
+        let (world, heads) = (Arc::clone(&groups[0]), degrees.heads);
+        let ring = part(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
+        let heads = part(&context, "heads", heads, |rank| rank / heads)?;
+        for group in [&ring, &heads] {
+            add_once(&mut groups, group);
+        }
+        let mesh = degrees.state_mesh(world.world_size());
+        let levels = None;
+        Ok(RankGrid {
+            mesh,
+            degrees,
+            world,
+            pipeline,
+            data,
+            shards,
+            replicas,
+            ring,
+            heads,
+            tensor,
+            own,
+            levels,
+            groups,
+        })
     }
 
     /// The ranks of the tensor axis that hold the same elements of a parameter, if `num_holders` neighbours do; collective over the axis.
     pub(crate) fn holders(&mut self, num_holders: usize) -> Result<Arc<Group>, ParallelError> {
         let group = part(&self.tensor, "holders", num_holders, |rank| rank / num_holders)?;
-        if !self.groups.iter().any(|made| Arc::ptr_eq(made, &group)) {
-            self.groups.push(Arc::clone(&group));
-        }
+        add_once(&mut self.groups, &group);
         Ok(group)
     }
 
@@ -175,7 +233,7 @@ impl RankGrid {
         &self.pipeline
     }
 
-    /// The ranks that run the same units for other microbatches.
+    /// The ranks that run the same units for other microbatches, or for other positions of the same ones.
     pub fn data(&self) -> &Arc<Group> {
         &self.data
     }
@@ -190,6 +248,27 @@ impl RankGrid {
         &self.replicas
     }
 
+    /// This rank's place among those that see different samples.
+    pub fn sample_place(&self) -> AxisPlace {
+        let context = self.degrees.context;
+        AxisPlace::new(self.data.rank().0 / context, self.data.world_size() / context)
+    }
+
+    /// Which of the ranks that have the positions of the same sequences this is.
+    pub fn context_place(&self) -> ContextPlace {
+        self.degrees.context_place(self.world.rank())
+    }
+
+    /// The ranks among which keys and values of the same sequences travel, in the order of their positions.
+    pub fn ring(&self) -> &Arc<Group> {
+        &self.ring
+    }
+
+    /// The ranks that exchange positions of the same sequences for heads.
+    pub fn heads(&self) -> &Arc<Group> {
+        &self.heads
+    }
+
     /// The ranks that have parts of the same parameters, and see the same microbatches.
     pub fn tensor(&self) -> &Arc<Group> {
         &self.tensor
@@ -200,7 +279,7 @@ impl RankGrid {
         AxisPlace::new(self.tensor.rank().0, self.tensor.world_size())
     }
 
-    /// The ranks as a mesh.
+    /// The ranks as a mesh on which the training state lies: those of the context axis are shards or replicas like others.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }

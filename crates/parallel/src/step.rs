@@ -3,6 +3,7 @@
 use crate::gradients::Determinism;
 use std::fmt;
 use std::time::Duration;
+use trireme_base::ContextPlace;
 use trireme_comm::{Compression, CompressionStatistics};
 use trireme_model::PassOptions;
 use trireme_optim::LossScaling;
@@ -77,9 +78,9 @@ impl ExecutorOptions {
     /// TCP takes to begin.
     pub const FUSION_BYTES: usize = 512 << 10;
 
-    /// How passes compute.
-    pub fn passes(&self) -> PassOptions {
-        PassOptions { precision: self.precision, fp8: self.fp8, shards_rows: self.shards_rows }
+    /// How passes compute, on one of the ranks that have the positions of a sequence.
+    pub fn passes(&self, context: ContextPlace) -> PassOptions {
+        PassOptions { precision: self.precision, fp8: self.fp8, shards_rows: self.shards_rows, context }
     }
 
     /// What parameters are gathered in.

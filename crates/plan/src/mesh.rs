@@ -12,6 +12,8 @@ impl Axis {
     pub const DATA_REPLICATE: Axis = Axis::named("data_replicate");
     /// Ranks that shard the training state, or a part of it, and see different microbatches.
     pub const DATA_SHARD: Axis = Axis::named("data_shard");
+    /// Ranks that hold the same parameters or shards of them, and see parts of the same sequences.
+    pub const CONTEXT: Axis = Axis::named("context");
     /// Ranks that hold parts of the same parameters, and see the same microbatches.
     pub const TENSOR: Axis = Axis::named("tensor");
 

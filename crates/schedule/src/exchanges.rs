@@ -1,13 +1,13 @@
-//! What units exchange along the tensor axis, as programs name it.
+//! What units exchange, as programs name it.
 
 use std::fmt;
 use std::ops::Range;
-use trireme_base::{AxisExchange, ExchangeKind, PassExchanges};
+use trireme_base::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
 
 /// Units that follow each other and exchange the same.
 ///
-/// The text form has what each pass exchanges, with the bytes of the whole vector:
-/// `1-4:F=all_gather/4096,reduce_scatter/4096:B=all_gather/4096`. Passes that exchange nothing are left out.
+/// The text form has what each pass exchanges, with the axis and the bytes of the vector:
+/// `1-4:F=tensor.all_gather/4096,tensor.reduce_scatter/4096:B=ring.shift/4096`. Passes that exchange nothing are left out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitExchanges {
     /// The units.
@@ -37,8 +37,10 @@ impl UnitExchanges {
 }
 
 fn parse_exchange(text: &str) -> Option<AxisExchange> {
-    let (kind, num_bytes) = text.split_once('/')?;
-    Some(AxisExchange { kind: ExchangeKind::named(kind)?, num_bytes: num_bytes.parse().ok()? })
+    let (axis, rest) = text.split_once('.')?;
+    let (kind, num_bytes) = rest.split_once('/')?;
+    let (axis, kind) = (UnitAxis::named(axis)?, ExchangeKind::named(kind)?);
+    Some(AxisExchange { axis, kind, num_bytes: num_bytes.parse().ok()? })
 }
 
 impl fmt::Display for UnitExchanges {
@@ -46,9 +48,9 @@ impl fmt::Display for UnitExchanges {
         let PassExchanges { forward, backward, input_half, weight_half } = &self.passes;
         write!(f, "{}-{}", self.units.start, self.units.end)?;
         for (name, exchanges) in [("F", forward), ("B", backward), ("I", input_half), ("W", weight_half)] {
-            for (place, AxisExchange { kind, num_bytes }) in exchanges.iter().enumerate() {
+            for (place, AxisExchange { axis, kind, num_bytes }) in exchanges.iter().enumerate() {
                 let before = if place == 0 { format!(":{name}=") } else { ",".to_owned() };
-                write!(f, "{before}{}/{num_bytes}", kind.name())?;
+                write!(f, "{before}{}.{}/{num_bytes}", axis.name(), kind.name())?;
             }
         }
         Ok(())
@@ -61,11 +63,19 @@ mod tests {
 
     #[test]
     fn exchanges_read_back_as_written() {
-        let text = "1-4:F=all_gather/4096,reduce_scatter/4096:I=all_reduce/12";
+        let text = "1-4:F=tensor.all_gather/4096,ring.shift/4096:I=heads.all_to_all/12";
         let exchanges = UnitExchanges::parse(text).unwrap();
         assert_eq!((exchanges.to_string(), exchanges.units), (text.to_owned(), 1..4));
         assert_eq!(exchanges.passes.forward.len(), 2);
-        for text in ["", "1", "1-2:F", "1-2:X=all_gather/1", "1-2:F=all/1", "1-2:F=all_gather/x"] {
+        for text in [
+            "",
+            "1",
+            "1-2:F",
+            "1-2:X=ring.shift/1",
+            "1-2:F=ring.all/1",
+            "1-2:F=shift/1",
+            "1-2:F=ring.shift/x",
+        ] {
             assert_eq!(UnitExchanges::parse(text), None, "{text}");
         }
     }

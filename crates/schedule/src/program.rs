@@ -125,7 +125,7 @@ impl Outline {
         (0..self.chain.num_units).filter(|&unit| self.holds(unit))
     }
 
-    /// What an action exchanges along the tensor axis, in order. A recomputation from a unit's input exchanges what forward does.
+    /// What an action exchanges within its unit, in order. A recomputation from a unit's input exchanges what forward does.
     pub fn exchanges(&self, action: Action) -> &[AxisExchange] {
         let unit = action.unit();
         let Some(found) = self.chain.exchanges.iter().find(|exchanges| exchanges.units.contains(&unit))
@@ -198,7 +198,7 @@ impl Outline {
 /// The header continues with `optimizer shard`, `activations whole@disk` or `gradients none` for each class of state that ranks shard, that
 /// lives elsewhere than on the device, or that there is none of ([`StateLayout`]), and with `ties 2:0` for each unit (here the
 /// third) that reads the parameters of another one (the first). `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
-/// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). `exchanges 1-4:F=all_reduce/4096` says what
+/// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). `exchanges 1-4:F=tensor.all_reduce/4096` says what
 /// passes of units exchange along the tensor axis ([`UnitExchanges`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -245,7 +245,7 @@ impl FromStr for Outline {
                 "'{text}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' (optimizer, \
                  parameters, gradients, activations; whole, shard, none; host, disk), 'gather_ahead N', 'gathered kept', \
                  'fetch_ahead N', 'moved_units N', 'ties U:V', 'unread U', 'reread U', 'unkept U', \
-                 'exchanges U-V:PASS=KIND/BYTES' (F, B, I, W; all_reduce, all_gather, reduce_scatter), 'rank R', 'stage U-V@R' and 'steps N weights W'"
+                 'exchanges U-V:PASS=AXIS.KIND/BYTES' (F, B, I, W; tensor, ring, heads; all_reduce, all_gather, reduce_scatter, all_to_all, shift), 'rank R', 'stage U-V@R' and 'steps N weights W'"
             ))
         })
     }

@@ -12,7 +12,7 @@ mod quantized;
 mod sums;
 mod transfer;
 
-pub(crate) use attention::{AttentionViews, CacheViews, RotaryViews};
+pub(crate) use attention::{AttentionViews, CacheViews, OutputViews, RotaryViews};
 pub(crate) use detached::Queue;
 pub use detached::{DetachedOptions, WaitSite};
 pub use error::DeviceError;

@@ -60,16 +60,26 @@ pub fn small_models() -> [ModelConfig; 2] {
 /// If the device has no memory.
 pub fn random_batch(
     device: &Device,
-    (batch, seq_len): (usize, usize),
+    shape: (usize, usize),
     vocab_size: usize,
     step: u64,
     index: usize,
 ) -> Batch {
+    random_tokens(shape, vocab_size, step, index).upload(device).expect("memory for a batch")
+}
+
+/// As [`random_batch`], in memory of the host.
+pub fn random_tokens(
+    (batch, seq_len): (usize, usize),
+    vocab_size: usize,
+    step: u64,
+    index: usize,
+) -> HostBatch {
     let mut tokens = HostBatch::new(&token_specs(batch, seq_len));
     let mut random = Random::new(RandomKey::new(step << 32 | index as u64, "random batch"), 0);
     for row in 0..batch {
         let window: Vec<u32> = (0..=seq_len).map(|_| random.below(vocab_size as u64) as u32).collect();
         set_window(&mut tokens, row, &window);
     }
-    tokens.upload(device).expect("memory for a batch")
+    tokens
 }

@@ -2,7 +2,7 @@
 
 use crate::error::TrainError;
 use std::collections::BTreeMap;
-use trireme_base::DType;
+use trireme_base::{ContextPlace, DType};
 use trireme_model::{Batch, HostBatch, TensorSpec};
 use trireme_tensor::Device;
 
@@ -66,7 +66,7 @@ pub(crate) fn batch_specs(dataset: &dyn Dataset, num_samples: usize) -> Vec<Tens
     dataset.sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
 }
 
-/// Reads the samples from `first` on, as many as `batch` has, and copies them to the device.
+/// Reads the samples from `first` on, as many as `batch` has, and copies the positions that this rank has of them to the device.
 ///
 /// # Errors
 /// If there is no memory for them, or a sample cannot be read.
@@ -75,9 +75,10 @@ pub(crate) fn read_batch(
     device: &Device,
     batch: &mut HostBatch,
     first: u64,
+    context: ContextPlace,
 ) -> Result<Batch, TrainError> {
     for row in 0..batch.num_samples() {
         dataset.read(first + row as u64, &mut Sample { batch, row })?;
     }
-    Ok(batch.upload(device)?)
+    Ok(batch.upload_positions(device, context)?)
 }

@@ -272,6 +272,20 @@ pub enum TrainError {
     /// A dataset of the program's own cannot be opened or read.
     #[error("cannot read the samples")]
     Samples(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// Documents shall be masked, but nothing ends them.
+    #[error(
+        "the tokenizer has no token that ends a document; remove [data] mask_documents, or use a tokenizer that has one"
+    )]
+    NoDocumentEnd,
+    /// Samples that workers cannot have parts of.
+    #[error(
+        "samples of this task have no positions that {degree} workers could divide; set [parallelism] context_parallel_degree = 1 (or let \
+         the task's has_positions say that they have)"
+    )]
+    NoPositions {
+        /// The workers.
+        degree: usize,
+    },
     /// A dataset is empty.
     #[error(
         "there are no samples for {purpose}; check what the task's train_data and validation_data return"

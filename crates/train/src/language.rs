@@ -13,7 +13,7 @@ use std::sync::Arc;
 use trireme_base::DType;
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
-use trireme_model::{Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec};
+use trireme_model::{DOCUMENT_STARTS, Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec};
 use trireme_tensor::{Device, ParameterTable};
 
 /// The name of the corpus' checksum in the identity of its samples.
@@ -30,6 +30,8 @@ pub struct LanguageTask {
     train: Arc<TokenFile>,
     validation: Option<Arc<TokenFile>>,
     seq_len: usize,
+    /// The token that ends documents, which attention does not reach across; `None` if it does.
+    document_end: Option<u32>,
 }
 
 impl LanguageTask {
@@ -42,6 +44,10 @@ impl LanguageTask {
         let Corpus { train, validation, .. } = Corpus::open(folder)?;
         let tokenizer = Tokenizer::load(folder)?;
         let (model, notices) = model_config(config, train.vocabulary_size())?;
+        let document_end = match config.data().mask_documents {
+            true => Some(tokenizer.end_of_document().ok_or(TrainError::NoDocumentEnd)?),
+            false => None,
+        };
         Ok(LanguageTask {
             model_json: format!("{:#}\n", model.to_json()),
             model,
@@ -50,6 +56,7 @@ impl LanguageTask {
             train: Arc::new(train),
             validation: validation.map(Arc::new),
             seq_len: config.training().seq_len,
+            document_end,
         })
     }
 
@@ -61,6 +68,12 @@ impl LanguageTask {
     /// The corpus' tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// Windows of the sequences' length, and the token that follows.
+    fn windows(&self, tokens: &Arc<TokenFile>, sampler: Sampler) -> TokenWindows {
+        let (window, document_end) = (vec![0; self.seq_len + 1], self.document_end);
+        TokenWindows { tokens: Arc::clone(tokens), sampler, window, document_end }
     }
 
     /// The tokens to train on, and those held out.
@@ -88,13 +101,17 @@ impl Task for LanguageTask {
 
     fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError> {
         let sampler = Sampler::shuffled(self.train.num_tokens(), self.seq_len, seed)?;
-        Ok(Box::new(TokenWindows::new(&self.train, self.seq_len, sampler)))
+        Ok(Box::new(self.windows(&self.train, sampler)))
     }
 
     fn validation_data(&self) -> Result<Option<Box<dyn Dataset>>, TrainError> {
         let Some(tokens) = &self.validation else { return Ok(None) };
         let sampler = Sampler::sequential(tokens.num_tokens(), self.seq_len)?;
-        Ok(Some(Box::new(TokenWindows::new(tokens, self.seq_len, sampler))))
+        Ok(Some(Box::new(self.windows(tokens, sampler))))
+    }
+
+    fn has_positions(&self) -> bool {
+        true
     }
 
     fn notices(&self) -> Vec<String> {
@@ -140,14 +157,11 @@ struct TokenWindows {
     tokens: Arc<TokenFile>,
     sampler: Sampler,
     window: Vec<u32>,
+    /// As [`LanguageTask::document_end`].
+    document_end: Option<u32>,
 }
 
 impl TokenWindows {
-    /// Windows of `seq_len` tokens and the one that follows.
-    fn new(tokens: &Arc<TokenFile>, seq_len: usize, sampler: Sampler) -> Self {
-        TokenWindows { tokens: Arc::clone(tokens), sampler, window: vec![0; seq_len + 1] }
-    }
-
     fn seq_len(&self) -> usize {
         self.window.len() - 1
     }
@@ -155,7 +169,8 @@ impl TokenWindows {
 
 impl Dataset for TokenWindows {
     fn sample(&self) -> Vec<TensorSpec> {
-        [TOKENS, TARGETS].map(|name| TensorSpec::new(name, &[self.seq_len()], DType::U32)).into()
+        let names = [TOKENS, TARGETS].into_iter().chain(self.document_end.map(|_| DOCUMENT_STARTS));
+        names.map(|name| TensorSpec::new(name, &[self.seq_len()], DType::U32)).collect()
     }
 
     fn num_samples(&self) -> u64 {
@@ -179,6 +194,32 @@ impl Dataset for TokenWindows {
         let seq_len = self.seq_len();
         sample.u32s(TOKENS).copy_from_slice(&self.window[..seq_len]);
         sample.u32s(TARGETS).copy_from_slice(&self.window[1..]);
+        if let Some(end) = self.document_end {
+            write_document_starts(&self.window[..seq_len], end, sample.u32s(DOCUMENT_STARTS));
+        }
         Ok(())
+    }
+}
+
+/// Where the document of each token begins, if one ends with the token `end`.
+fn write_document_starts(tokens: &[u32], end: u32, starts: &mut [u32]) {
+    let mut start = 0;
+    for (position, (token, out)) in tokens.iter().zip(starts).enumerate() {
+        *out = start;
+        if *token == end {
+            start = position as u32 + 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_document_begins_after_the_token_that_ends_one() {
+        let mut starts = [9; 7];
+        write_document_starts(&[5, 0, 0, 7, 8, 0, 1], 0, &mut starts);
+        assert_eq!(starts, [0, 0, 2, 3, 3, 3, 6]);
     }
 }

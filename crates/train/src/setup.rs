@@ -285,7 +285,16 @@ pub fn proven_programs(
     Ok(programs)
 }
 
-/// What passes of a model are on a worker.
+/// Refuses to divide positions where samples have none.
+///
+/// # Errors
+/// [`TrainError::NoPositions`].
+pub fn check_positions(config: &Config, has_positions: bool) -> Result<(), TrainError> {
+    let degree = config.parallelism().context_parallel_degree;
+    if degree > 1 && !has_positions { Err(TrainError::NoPositions { degree }) } else { Ok(()) }
+}
+
+/// What passes of a model are on a worker. `batch` has all positions.
 pub(crate) fn rehearse(
     config: &Config,
     task: &dyn Task,
@@ -294,8 +303,11 @@ pub(crate) fn rehearse(
 ) -> Result<Rehearsal, TrainError> {
     let build = |device: &Device, table| task.build(device, table);
     let build_part = |device: &Device| Model::build_at(config.tensor_place(rank), device, build);
-    let passes = executor_options(config).passes();
-    Ok(Rehearsal::of(build_part, device_options(config, num_threads), passes, batch)?)
+    let context = config.context_place(rank);
+    check_positions(config, task.has_positions())?;
+    let passes = executor_options(config).passes(context);
+    let batch: Vec<TensorSpec> = batch.iter().map(|spec| spec.of_positions(context)).collect();
+    Ok(Rehearsal::of(build_part, device_options(config, num_threads), passes, &batch)?)
 }
 
 /// What it takes to have state where a layout says.

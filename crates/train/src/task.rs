@@ -38,6 +38,12 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
+    /// Whether dim 0 of each tensor of a sample is that of the positions of a sequence, of which workers may have parts: what is made of a
+    /// position then depends on others by [attention](trireme_tensor::tape::Attention) alone, and the loss is a mean over positions.
+    fn has_positions(&self) -> bool {
+        false
+    }
+
     /// What the user should know before the run.
     fn notices(&self) -> Vec<String> {
         Vec::new()

@@ -4,7 +4,7 @@ use crate::config::Training;
 use crate::dataset::{Dataset, batch_specs, read_batch};
 use crate::error::TrainError;
 use crate::metrics::MetricValues;
-use trireme_base::ReduceOp;
+use trireme_base::{AxisPlace, ReduceOp};
 use trireme_comm::Buffer;
 use trireme_model::{Batch, HostBatch, Rehearsal};
 use trireme_parallel::Executor;
@@ -15,7 +15,7 @@ pub(crate) struct Validation {
     num_samples: usize,
     batch_size: usize,
     /// For each batch, sum and rows of each report. A rank with the unit fills in its own, and the sum over ranks is exact, for
-    /// the others add zeros.
+    /// the others add zeros; unless ranks have parts of the positions, whose sums are added up.
     reports: Option<Buffer<f64>>,
 }
 
@@ -48,14 +48,13 @@ impl Validation {
 
     /// The loss and the metrics; the same bits for any number of ranks. Collective.
     pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Validated, TrainError> {
-        let data = executor.ranks().data();
-        let (rank, world_size) = (data.rank().0, data.world_size());
+        let AxisPlace { rank, degree } = executor.ranks().sample_place();
         let mut reports = self.reports.take().expect("validations follow each other");
         reports.fill(0.0);
         let num_batches = self.num_samples.div_ceil(self.batch_size);
         // A sum and a number of rows for each report.
         let batch_len = reports.len() / num_batches;
-        for first in (0..num_batches).step_by(world_size) {
+        for first in (0..num_batches).step_by(degree) {
             // Ranks that have no batch any more still help to gather sharded parameters.
             let index = Some(first + rank).filter(|&index| index < num_batches);
             let batch = index.map(|index| self.batch(index, executor)).transpose()?;
@@ -74,7 +73,8 @@ impl Validation {
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
         let first = index * self.batch_size;
         let specs = batch_specs(&*self.samples, self.batch_size.min(self.num_samples - first));
-        read_batch(&mut *self.samples, executor.device(), &mut HostBatch::new(&specs), first as u64)
+        let context = executor.ranks().context_place();
+        read_batch(&mut *self.samples, executor.device(), &mut HostBatch::new(&specs), first as u64, context)
     }
 }
 

@@ -131,17 +131,21 @@ fn a_run_that_began_on_the_cpu_ends_on_a_detached_device_and_the_other_way_round
     }
 }
 
-/// Ranks of the tensor axis take sums in another order, so what follows is near, not equal; what is stored has the same bits.
+/// Ranks of the tensor axis and of the context axis take sums in another order, so what follows is near, not equal; what is stored has
+/// the same bits.
 #[test]
-fn a_checkpoint_of_any_tensor_degree_continues_with_any_other() {
+fn a_checkpoint_of_any_degree_continues_with_any_other() {
     const TENSOR: &str = "parallelism.tensor_parallel_degree=2";
-    let layouts: [(usize, &[&str]); 6] = [
+    const CONTEXT: &str = "parallelism.context_parallel_degree=2";
+    let layouts: [(usize, &[&str]); 8] = [
         (2, &[TENSOR]),
         (1, &[]),
         (4, &[TENSOR, "parallelism.zero_stage=3"]),
         (2, &["parallelism.zero_stage=2"]),
         (4, &[TENSOR, "parallelism.pipeline_parallel_degree=2", "parallelism.sequence_parallel=false"]),
         (4, &["parallelism.tensor_parallel_degree=4"]),
+        (2, &[CONTEXT, "parallelism.zero_stage=1"]),
+        (4, &[CONTEXT, TENSOR]),
     ];
     for model in [&["model.architecture=gpt2", "model.num_kv_heads=0"][..], &["model.architecture=llama"]] {
         for optimizer in ["adamw", "adafactor"] {

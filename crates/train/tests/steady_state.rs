@@ -40,6 +40,10 @@ fn steps_allocate_nothing() {
     check(&[tensor, "training.dtype=bf16", "activation_checkpoint.mode=block"]);
     check(&[tensor, "parallelism.sequence_parallel=false", "optimizer.name=lamb"]);
     check(&[tensor, "optimizer.name=adafactor"]);
+    let context = "parallelism.context_parallel_degree=2";
+    check(&[context]);
+    check(&[context, "parallelism.context_parallel_heads_degree=2", "data.mask_documents=true"]);
+    check(&[context, "parallelism.zero_stage=2", "training.dtype=bf16"]);
     let pipeline = ["parallelism.pipeline_parallel_degree=2", "model.tie_word_embeddings=false"];
     check(&pipeline);
     check(&[&pipeline[..], &["parallelism.pipeline_parallel_rebalance_interval=1"]].concat());

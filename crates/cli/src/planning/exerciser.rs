@@ -9,7 +9,7 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
-use trireme_base::{Category, DType, Journal, JournalEntry, KernelCall, RandomKey};
+use trireme_base::{Category, DType, Journal, JournalEntry, KernelCall, RandomKey, Rank};
 use trireme_comm::Group;
 use trireme_model::{Model, Rehearsal};
 use trireme_optim::{Optimizer, StepSettings, WholeUnits};
@@ -70,7 +70,7 @@ impl<'a> Exerciser<'a> {
 
     /// The kernels of passes of each unit that is like no other one before.
     pub(super) fn units(&self, job: Job<'_>, model: &Model, rehearsal: &Rehearsal) -> Result<()> {
-        let options = executor_options(job.config).passes();
+        let options = executor_options(job.config).passes(job.config.context_place(Rank(job.workers.rank)));
         for unit in distinct_units(model, rehearsal) {
             let exercise = model.exercise(unit, self.device, options, rehearsal).map_err(TrainError::from)?;
             self.repeat(|| Ok(exercise.run().map_err(TrainError::from)?))?;

@@ -24,10 +24,10 @@ use probe::Probed;
 use sizes::{batch_memory, state_sizes};
 use std::fmt;
 use std::path::Path;
-use trireme_base::{Bytes, Category, Rank, StepEntries, UnitPasses};
+use trireme_base::{Bytes, Category, ContextPlace, DType, Rank, StepEntries, UnitPasses};
 use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
-use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
+use trireme_model::{DOCUMENT_STARTS, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_parallel::{Executor, Placements, chain};
 use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
 use trireme_schedule::collective::Hosts;
@@ -36,8 +36,8 @@ use trireme_tensor::{AxisPlace, CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    StepChoices, Task, TrainError, WorkerPlan, device_options, executor_options, local_threads, model_config,
-    new_executor, optimizer_options, proven_programs, step_programs,
+    StepChoices, Task, TrainError, WorkerPlan, check_positions, device_options, executor_options,
+    local_threads, model_config, new_executor, optimizer_options, proven_programs, step_programs,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -54,7 +54,16 @@ impl Source<'_> {
     /// Reads the config with further overrides.
     pub(crate) fn load(&self, changes: &[String]) -> Result<Config, ConfigError> {
         let overrides = [self.overrides, changes].concat();
-        Config::load_as(self.subject, self.path, &overrides, self.world_size)
+        let config = Config::load_as(self.subject, self.path, &overrides, self.world_size)?;
+        if config.parallelism().context_parallel_degree == 1 || self.subject == Subject::OwnTask {
+            return Ok(config);
+        }
+        // A model that cannot be read is refused where it is needed.
+        let heads = model_config(&config, 0).map(|(model, _)| (model.num_heads, model.num_kv_heads));
+        Ok(match heads {
+            Ok((num_heads, num_kv_heads)) => config.with_heads_chosen(num_heads, num_kv_heads),
+            Err(_) => config,
+        })
     }
 }
 
@@ -84,10 +93,24 @@ impl Blueprint<'_> {
         })
     }
 
-    fn batch(&self, num_samples: usize) -> Vec<TensorSpec> {
-        match self {
-            Blueprint::Language { seq_len, .. } => token_specs(num_samples, *seq_len),
+    /// What a worker has of a microbatch.
+    fn batch(&self, config: &Config, context: ContextPlace) -> Vec<TensorSpec> {
+        let num_samples = config.training().local_batch_size;
+        let whole: Vec<TensorSpec> = match self {
+            Blueprint::Language { seq_len, .. } => {
+                let names = config.data().mask_documents.then_some(DOCUMENT_STARTS).into_iter();
+                let more = names.map(|name| TensorSpec::new(name, &[num_samples, *seq_len], DType::U32));
+                token_specs(num_samples, *seq_len).into_iter().chain(more).collect()
+            }
             Blueprint::Task { sample, .. } => sample.iter().map(|spec| spec.in_batch(num_samples)).collect(),
+        };
+        whole.into_iter().map(|spec| spec.of_positions(context)).collect()
+    }
+
+    fn has_positions(&self) -> bool {
+        match self {
+            Blueprint::Language { .. } => true,
+            Blueprint::Task { task, .. } => task.has_positions(),
         }
     }
 }
@@ -263,7 +286,7 @@ impl Plan {
         let make = if is_open { proven_programs } else { step_programs };
         let outline = make(config, &chain, &given)?.swap_remove(rank).outline;
         let of_model = (model.table(), &rehearsal);
-        let mesh = config.degrees().mesh(workers.world_size);
+        let mesh = config.degrees().state_mesh(workers.world_size);
         let placements = Placements::new(model.table(), &outline, mesh);
         let parts = (&placements.parts(model.table(), Rank(workers.rank))[..], num_shards);
         let sizes = state_sizes(of_model, (&options, &optimizer), parts, &outline, &device)?;
@@ -302,7 +325,7 @@ impl Plan {
         let (rank, num_of_place) = (world.rank(), config.workers_per_place());
         let outline =
             step_programs(config, &chain, &self.choices)?.swap_remove(rank.0 / num_of_place).outline;
-        let mesh = config.degrees().mesh(world.world_size());
+        let mesh = config.degrees().state_mesh(world.world_size());
         let parts = Placements::new(model.table(), &outline, mesh).parts(model.table(), rank);
         let limits = (&parts[..], self.bounds.machine);
         let rates = Probed::measure(job, &stages, (&model, &rehearsal), limits, world)?;
@@ -343,8 +366,10 @@ fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let place = config.tensor_place(Rank(workers.rank));
     let model = blueprint.build(&device, place).map_err(TrainError::from)?;
-    let batch = blueprint.batch(config.training().local_batch_size);
-    let rehearsal = model.rehearse(&device, executor_options(config).passes(), &batch);
+    check_positions(config, blueprint.has_positions())?;
+    let context = config.context_place(Rank(workers.rank));
+    let batch = blueprint.batch(config, context);
+    let rehearsal = model.rehearse(&device, executor_options(config).passes(context), &batch);
     Ok((model, rehearsal.map_err(TrainError::from)?))
 }
 

@@ -166,8 +166,17 @@ pub(super) fn weight(call: &KernelCall) -> f64 {
 /// What operations and messages take while all ranks do them.
 fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BTreeMap<Link, f64>> {
     let ranks = RankGrid::new(world, job.config.degrees()).map_err(TrainError::from)?;
-    let groups =
-        [ranks.world(), ranks.data(), ranks.shards(), ranks.replicas(), ranks.tensor(), ranks.pipeline()];
+    let groups = [
+        ranks.world(),
+        ranks.data(),
+        ranks.shards(),
+        ranks.replicas(),
+        ranks.ring(),
+        ranks.heads(),
+        ranks.tensor(),
+        ranks.pipeline(),
+    ];
+    let of_messages = if ranks.pipeline().world_size() > 1 { ranks.pipeline() } else { ranks.ring() };
     let mut found = BTreeMap::new();
     for link in links {
         let (operation, num_ranks, len, element_bytes) = link;
@@ -181,7 +190,7 @@ fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BT
             None => continue,
         };
         let samples = match (operation, element_bytes) {
-            ("message", _) => samples::<u8>(world, ranks.pipeline(), operation, len)?,
+            ("message", _) => samples::<u8>(world, of_messages, operation, len)?,
             (_, 8) => samples::<f64>(world, &group, operation, len)?,
             (_, 4) => samples::<f32>(world, &group, operation, len)?,
             (_, 2) => samples::<Bf16>(world, &group, operation, len)?,

@@ -4,7 +4,7 @@ mod communication;
 mod entries;
 mod limits;
 
-use trireme_base::{Category, Rank};
+use trireme_base::{Category, ContextPlace, Rank};
 use trireme_comm::{Compression, Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{
@@ -26,7 +26,8 @@ use trireme_tensor::{
     Precision,
 };
 use trireme_testkit::{
-    build_classifier, classifier_batch, classifier_specs, random_batch, run_ranks, run_ranks_on, small_models,
+    build_classifier, classifier_batch, classifier_specs, random_tokens, run_ranks, run_ranks_on,
+    small_models,
 };
 
 const NUM_THREADS: usize = 2;
@@ -75,7 +76,14 @@ trait Subject: Sync {
         table: ParameterTable,
     ) -> Result<Model, ModelError>;
     fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec>;
-    fn batch(&self, device: &Device, shape: (usize, usize), step: u64, index: usize) -> Batch;
+    /// What a rank has of a batch.
+    fn batch(
+        &self,
+        device: &Device,
+        shape: (usize, usize),
+        place: (u64, usize),
+        context: ContextPlace,
+    ) -> Batch;
 }
 
 impl Subject for ModelConfig {
@@ -92,8 +100,14 @@ impl Subject for ModelConfig {
         token_specs(shape.0, shape.1).to_vec()
     }
 
-    fn batch(&self, device: &Device, shape: (usize, usize), step: u64, index: usize) -> Batch {
-        random_batch(device, shape, self.vocab_size, step, index)
+    fn batch(
+        &self,
+        device: &Device,
+        shape: (usize, usize),
+        (step, index): (u64, usize),
+        context: ContextPlace,
+    ) -> Batch {
+        random_tokens(shape, self.vocab_size, step, index).upload_positions(device, context).unwrap()
     }
 }
 
@@ -109,7 +123,13 @@ impl Subject for Classifier {
         classifier_specs(num_samples).to_vec()
     }
 
-    fn batch(&self, device: &Device, (num_samples, _): (usize, usize), step: u64, index: usize) -> Batch {
+    fn batch(
+        &self,
+        device: &Device,
+        (num_samples, _): (usize, usize),
+        (step, index): (u64, usize),
+        _: ContextPlace,
+    ) -> Batch {
         classifier_batch(device, num_samples, step, index)
     }
 }
@@ -121,6 +141,8 @@ struct Case {
     num_microbatches: usize,
     num_shards: usize,
     tensor_degree: usize,
+    /// The degree of the context axis, and how many of its ranks exchange heads.
+    context: (usize, usize),
     keep: Keep,
     state: StateLayout,
     /// The schedule of a pipeline, its ranks, and stages of each.
@@ -138,6 +160,7 @@ impl Default for Case {
             num_microbatches: 1,
             num_shards: 1,
             tensor_degree: 1,
+            context: (1, 1),
             keep: Keep::All,
             state: StateLayout::WHOLE,
             pipeline: None,
@@ -176,10 +199,11 @@ impl Case {
         Model::build_at(place, device, |device, table| model.build(self.shape, device, table))
     }
 
-    fn rehearsal(&self, model: &dyn Subject, place: AxisPlace) -> Rehearsal {
+    fn rehearsal(&self, model: &dyn Subject, place: AxisPlace, context: ContextPlace) -> Rehearsal {
         let build = |device: &Device| self.build(model, device, place);
-        let specs = model.specs(self.shape);
-        Rehearsal::of(build, self.device_options(None), self.options.passes(), &specs).unwrap()
+        let specs = model.specs(self.shape).into_iter().map(|spec| spec.of_positions(context));
+        let (specs, passes) = (specs.collect::<Vec<_>>(), self.options.passes(context));
+        Rehearsal::of(build, self.device_options(None), passes, &specs).unwrap()
     }
 
     fn pipeline_degree(&self) -> usize {
@@ -199,9 +223,10 @@ impl Case {
         host: &Device,
     ) -> Result<Executor, ParallelError> {
         let (pipeline, shards, tensor) = (self.pipeline_degree(), self.num_shards, self.tensor_degree);
-        let ranks = RankGrid::new(group, Degrees { pipeline, shards, tensor })?;
+        let (context, heads) = self.context;
+        let ranks = RankGrid::new(group, Degrees { pipeline, shards, context, heads, tensor })?;
         let model = self.build(subject, device, ranks.tensor_place())?;
-        let rehearsal = self.rehearsal(subject, ranks.tensor_place());
+        let rehearsal = self.rehearsal(subject, ranks.tensor_place(), ranks.context_place());
         let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };
@@ -220,7 +245,8 @@ impl Case {
         let mut executor = self.executor(subject, group, device, host)?;
         executor.initialize(1)?;
         for step in 1..=4 {
-            let batch = |index| subject.batch(device, self.shape, step, index);
+            let context = executor.ranks().context_place();
+            let batch = |index| subject.batch(device, self.shape, (step, index), context);
             let Outline { num_microbatches, .. } = executor.program().outline;
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
@@ -467,6 +493,25 @@ fn layers_that_ranks_cut() {
 }
 
 #[test]
+fn positions_that_ranks_divide() {
+    let [gpt2, llama] = small_models();
+    let alone = Case { shape: (2, 16), context: (2, 1), ..Case::default() };
+    for (stage, context) in [(0, (2, 1)), (0, (2, 2)), (1, (2, 1)), (2, (2, 2)), (3, (2, 1))] {
+        let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 4));
+        let case = Case { num_shards, state, context, num_microbatches: 2, ..alone.clone() };
+        case.check(&llama, if stage == 0 { 2 } else { 4 });
+    }
+    Case { context: (4, 1), ..alone.clone() }.check(&gpt2, 4);
+    Case { context: (4, 2), ..alone.clone() }.check(&llama, 4);
+    let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    for keep in [Keep::Input, Keep::Products] {
+        Case { options, keep, tensor_degree: 2, ..alone.clone() }.check(&llama, 4);
+    }
+    let pipeline = Some((Kind::ZeroBubbleH1, 2, 1));
+    Case { pipeline, num_microbatches: 2, ..alone }.check(&llama, 4);
+}
+
+#[test]
 fn optimizers_with_scratch_memory_and_exchanges() {
     let [config, _] = small_models();
     let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
@@ -492,8 +537,10 @@ fn optimizers_with_scratch_memory_and_exchanges() {
 fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     let config = medium_model();
     let case = Case::default();
-    let (device, rehearsal) =
-        (Device::counting(case.device_options(None)).unwrap(), case.rehearsal(&config, AxisPlace::ALONE));
+    let (device, rehearsal) = (
+        Device::counting(case.device_options(None)).unwrap(),
+        case.rehearsal(&config, AxisPlace::ALONE, ContextPlace::ALONE),
+    );
     let model = config.build(case.shape.1, &device).unwrap();
     let program = case.program(&chain(model.table(), &rehearsal), 0);
     let predicted = case.dry_run(&config, Backend::Cpu, &[0], 0);

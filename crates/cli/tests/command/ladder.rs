@@ -3,7 +3,7 @@
 use crate::common::Scene;
 use std::fmt::Write;
 
-/// Relative difference of losses in f32 where ranks take the sums of a layer in another order.
+/// Relative difference of losses in f32 where ranks take the sums of a layer, or over positions, in another order.
 const LOSS_TOLERANCE: f64 = 1e-5;
 
 const MODELS: [(&str, &str); 3] = [
@@ -25,7 +25,7 @@ const MODELS: [(&str, &str); 3] = [
 ];
 
 /// Workers, and the keys of a layout; those of `[parallelism]` without the section.
-const LAYOUTS: [(usize, &str); 44] = [
+const LAYOUTS: [(usize, &str); 57] = [
     (2, ""),
     (4, ""),
     (8, ""),
@@ -70,6 +70,19 @@ const LAYOUTS: [(usize, &str); 44] = [
     (2, "tensor_parallel_degree=2 activation_checkpoint.mode=block"),
     (4, "tensor_parallel_degree=2 zero_stage=2 offload.optimizer=disk"),
     (2, "tensor_parallel_degree=2 offload.activations=host"),
+    (2, "context_parallel_degree=2 context_parallel_heads_degree=1"),
+    (2, "context_parallel_degree=2 context_parallel_heads_degree=2"),
+    (2, "context_parallel_degree=2 comm.transport=tcp"),
+    (4, "context_parallel_degree=4 context_parallel_heads_degree=1"),
+    (4, "context_parallel_degree=4 context_parallel_heads_degree=2"),
+    (4, "context_parallel_degree=2 zero_stage=2"),
+    (8, "context_parallel_degree=2 zero_stage=3"),
+    (4, "context_parallel_degree=2 pipeline_parallel_degree=2"),
+    (4, "context_parallel_degree=2 tensor_parallel_degree=2"),
+    (8, "context_parallel_degree=2 tensor_parallel_degree=2 zero_stage=2"),
+    (8, "context_parallel_degree=2 tensor_parallel_degree=2 pipeline_parallel_degree=2"),
+    (2, "context_parallel_degree=2 activation_checkpoint.mode=selective"),
+    (2, "context_parallel_degree=2 activation_checkpoint.mode=block zero_stage=2 offload.optimizer=disk"),
 ];
 
 /// The largest relative difference of a run's losses from those of one worker; checks the memory that was predicted.
@@ -114,7 +127,8 @@ fn every_layout_trains_as_one_worker_does() {
     let mut missed = 0;
     for (workers, layout) in LAYOUTS {
         write!(table, "{workers:>7}").unwrap();
-        let tolerance = if layout.contains("tensor") { LOSS_TOLERANCE } else { 0.0 };
+        let splits_sums = layout.contains("tensor") || layout.contains("context");
+        let tolerance = if splits_sums { LOSS_TOLERANCE } else { 0.0 };
         for (model, _) in MODELS {
             let difference = difference(&scene, model, workers, layout);
             missed += usize::from(difference > tolerance);
@@ -126,6 +140,6 @@ fn every_layout_trains_as_one_worker_does() {
     println!("largest relative difference of the losses of 20 steps from those of one worker:\n{table}");
     assert_eq!(
         missed, 0,
-        "layouts differ by more than {LOSS_TOLERANCE:e}, or at all without a tensor axis:\n{table}"
+        "layouts differ by more than {LOSS_TOLERANCE:e}, or at all without a tensor or context axis:\n{table}"
     );
 }

@@ -1,7 +1,8 @@
-//! Layers that workers divide, from a config.
+//! Layers and positions that workers divide, from a config.
 
 use crate::common::{Scene, tells};
 
+const CONTEXT: &str = "parallelism.context_parallel_degree";
 const DEGREE: &str = "parallelism.tensor_parallel_degree";
 
 #[test]
@@ -38,6 +39,9 @@ fn plan_shows_which_ranks_divide_layers() {
     let settings = format!("--workers 4 --set {DEGREE}=2 --set parallelism.zero_stage=2");
     let text = scene.run(&format!("plan tiny.toml {settings}")).succeeded();
     tells(&text, &["data_shard  tensor  0  1\n         0          0  1\n         1          2  3\n"]);
+    let settings = format!("--workers 4 --set {DEGREE}=2 --set {CONTEXT}=2");
+    let text = scene.run(&format!("plan tiny.toml {settings}")).succeeded();
+    tells(&text, &["context  tensor  0  1\n      0          0  1\n      1          2  3\n"]);
 }
 
 #[test]
@@ -53,6 +57,18 @@ fn degrees_that_cannot_be_are_refused_before_a_worker_starts() {
             ["the pipeline degree 3 times the tensor degree 2 = 6", "use 6 workers"],
         ),
         (format!("--workers 16 --set {DEGREE}=16"), ["16 ranks cannot cut", "the nearest degrees"]),
+        (
+            format!("--workers 4 --set {CONTEXT}=4 --set training.seq_len=17"),
+            ["17 is not a multiple of 8", "use 16 or 24"],
+        ),
+        (
+            format!("--workers 4 --set {CONTEXT}=4 --set parallelism.context_parallel_heads_degree=3"),
+            ["3 does not divide", "use a divisor"],
+        ),
+        (
+            format!("--workers 8 --set {CONTEXT}=8 --set parallelism.context_parallel_heads_degree=8"),
+            ["8 ranks cannot have equal parts of", "such as 1"],
+        ),
         (
             format!("--workers 2 --set {DEGREE}=2 --set training.seq_len=17"),
             ["cannot have equal parts", "sequence_parallel = false"],

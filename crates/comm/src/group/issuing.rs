@@ -6,6 +6,7 @@ use crate::engine::Payload;
 use crate::messages::{Messenger, Receipt};
 use crate::{Buffer, CommError, Element, Operation, Work};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use trireme_base::{Issued, Rank};
 
 impl Group {
@@ -77,6 +78,10 @@ impl Group {
             }
             Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
                 let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
+                if name == "send" {
+                    let num_bytes = (buffer.len() * size_of::<T>()) as u64;
+                    self.message_bytes.fetch_add(num_bytes, Ordering::Relaxed);
+                }
                 let receipt = issue(messenger, peer, operation, buffer.into_storage());
                 Work::message(receipt, Buffer::from_storage)
             }

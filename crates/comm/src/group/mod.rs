@@ -57,6 +57,8 @@ pub struct Group {
     executor: Option<Executor>,
     /// Absent in a world of one and in a dry one.
     messenger: Option<Messenger>,
+    /// As in [`CommStatistics`].
+    message_bytes: AtomicU64,
     /// Of a dry group.
     dry: Option<Dry>,
 }
@@ -110,6 +112,7 @@ impl Group {
             num_splits: AtomicU64::new(0),
             executor: Some(Executor { queue, thread: Some(thread), recorder }),
             messenger: Some(messenger),
+            message_bytes: AtomicU64::new(0),
             dry: None,
         })
     }
@@ -136,6 +139,7 @@ impl Group {
             num_splits: AtomicU64::new(0),
             executor: None,
             messenger: None,
+            message_bytes: AtomicU64::new(0),
             dry: None,
         }
     }
@@ -397,7 +401,9 @@ impl Group {
 
     /// What the group has done so far.
     pub fn statistics(&self) -> CommStatistics {
-        self.executor.as_ref().map_or_else(CommStatistics::default, |executor| executor.queue.statistics())
+        let statistics =
+            self.executor.as_ref().map(|executor| executor.queue.statistics()).unwrap_or_default();
+        CommStatistics { message_bytes: self.message_bytes.load(Ordering::Relaxed), ..statistics }
     }
 }
 

@@ -80,14 +80,10 @@ fn attention(
     rotary: Option<&Arc<RotaryTable>>,
     table: &ParameterTable,
 ) -> Arc<Attention> {
-    Arc::new(Attention {
-        num_heads: table.part_of(Cut::along(0), config.num_heads),
-        num_kv_heads: table.part_of(kv_heads(1), config.num_kv_heads),
-        head_dim: config.head_dim,
-        rule: config.attention_rule(layer),
-        is_padded: false,
-        rotary: rotary.cloned(),
-    })
+    let num_heads = table.part_of(Cut::along(0), config.num_heads);
+    let num_kv_heads = table.part_of(kv_heads(1), config.num_kv_heads);
+    let attention = Attention::new(num_heads, num_kv_heads, config.head_dim, config.attention_rule(layer));
+    Arc::new(attention.with_rotary(rotary.cloned()))
 }
 
 /// Initial values of most matrices.

@@ -132,7 +132,7 @@ impl Executor {
     fn finish_reductions(&mut self) -> Result<(f64, Waiting), ParallelError> {
         let mut waiting = self.gradients.wait()?;
         waiting.add(std::mem::take(&mut self.waiting));
-        waiting.add(self.axis.as_ref().map_or_else(Waiting::default, |axis| axis.take_waiting()));
+        waiting.add(self.axes.take_waiting());
         self.messages.finish_until(0, &mut waiting)?;
         let loss = self.means.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.fp8 {

@@ -14,8 +14,9 @@ use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::Device;
 use trireme_tensor::tape::{PendingMean, RowMean};
 
-/// The place among all microbatches of a step, or of all steps of a program, of microbatch `index` of the data-parallel `rank`.
-pub(super) fn global_microbatch(outline: &Outline, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
+/// The place, among the reports of all microbatches of a step, or of all steps of a program, of microbatch `index` of the data-parallel
+/// `rank`. Ranks that have the positions of a microbatch have neighbouring places.
+pub(super) fn report_place(outline: &Outline, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
     let num_shards = ranks.shards().world_size();
     let num_microbatches = outline.microbatches_per_step();
     let (step, index) = (index / num_microbatches, index % num_microbatches);
@@ -23,7 +24,8 @@ pub(super) fn global_microbatch(outline: &Outline, ranks: &RankGrid, rank: Rank,
         let (replica, shard) = (rank.0 / num_shards, rank.0 % num_shards);
         (replica * num_microbatches + index) * num_shards + shard
     } else {
-        rank.0 * num_microbatches + index
+        let context = ranks.context_place().degree();
+        (rank.0 / context * num_microbatches + index) * context + rank.0 % context
     };
     step * num_microbatches * ranks.data().world_size() + within
 }
@@ -88,7 +90,7 @@ impl Means {
                 let (rank, microbatch) = (Rank(place / num_microbatches), place % num_microbatches);
                 // All ranks of the tensor axis report the same.
                 let holder = (outline.rank_of(unit) * data_degree + rank.0) * tensor_degree;
-                order[global_microbatch(outline, ranks, rank, microbatch)] =
+                order[report_place(outline, ranks, rank, microbatch)] =
                     holder * len + first + microbatch * width(report);
             }
             Term { unit, report, first, order }

@@ -13,7 +13,7 @@ mod relocation;
 mod timeline;
 mod updating;
 
-use crate::axis::GroupAxis;
+use crate::axis::UnitAxes;
 use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
 use crate::fp8::AgreedScales;
@@ -29,7 +29,7 @@ use crate::waiting::Waiting;
 use asynchronous::Updates;
 pub use dry::MemoryUse;
 pub use generation::Generation;
-use means::{Means, global_microbatch};
+use means::{Means, report_place};
 use messages::Messages;
 use passes::InFlight;
 use std::ops::Range;
@@ -67,7 +67,7 @@ pub struct Executor {
     is_squared: Vec<bool>,
     exchange: ShardExchange,
     /// The ranks of the tensor axis, if there are several.
-    axis: Option<Arc<GroupAxis>>,
+    axes: UnitAxes,
     grad_terms: GradTerms,
     gradients: Gradients,
     in_flight: InFlight,
@@ -133,8 +133,7 @@ impl Executor {
         assert_eq!(model.table().place(), ranks.tensor_place(), "the model's parts are those of this rank");
         let grad_terms = GradTerms::new(model.table(), &rehearsal, &mut ranks, device)?;
         let ranks = Arc::new(ranks);
-        let axis =
-            (ranks.tensor().world_size() > 1).then(|| Arc::new(GroupAxis::new(ranks.tensor(), device)));
+        let axes = UnitAxes::new(&ranks, device);
         let (table, outline) = (model.table(), &program.outline);
         let precision = (options.gather_precision(), spared);
         let shards_device = offload.device_of(&state, state.class_of_weights(), device);
@@ -183,7 +182,7 @@ impl Executor {
             parameters,
             optimizer,
             exchange,
-            axis,
+            axes,
             grad_terms,
             gradients,
             loss_scaler: LossScaler::new(options.loss_scaling),
@@ -329,7 +328,8 @@ impl Executor {
     /// Ranks that reduce gradients once a step have neighbouring microbatches. Where shards are reduced after each one, the
     /// shards' ranks take turns, so that sums over them come first and the order of all sums stays the same.
     pub fn global_microbatch(&self, index: usize) -> usize {
-        global_microbatch(&self.program.outline, &self.ranks, self.ranks.data().rank(), index)
+        let place = report_place(&self.program.outline, &self.ranks, self.ranks.data().rank(), index);
+        place / self.ranks.context_place().degree()
     }
 
     /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order.

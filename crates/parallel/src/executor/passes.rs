@@ -2,13 +2,12 @@
 
 use super::Executor;
 use super::asynchronous::PassParameters;
-use crate::axis::GroupAxis;
 use crate::error::ParallelError;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Keep, Message, MessageKind, Outline};
-use trireme_tensor::tape::{AxisOps, Metric, Randomness, Recording, RowMean, TensorAxis};
+use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
 use trireme_tensor::{Category, Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
@@ -231,7 +230,7 @@ impl Executor {
     fn randomness(&self, microbatch: usize) -> Randomness {
         let per_step = self.program.outline.microbatches_per_step();
         let step = self.first_step + (microbatch / per_step) as u64;
-        let global = self.global_microbatch(microbatch) % (per_step * self.ranks.data().world_size());
+        let global = self.global_microbatch(microbatch) % (per_step * self.ranks.sample_place().degree);
         let num_samples = self.rehearsal.num_samples();
         let first_sample = (global * num_samples) as u64;
         Randomness { seed: self.options.seed, step, first_sample, num_samples }
@@ -388,11 +387,7 @@ impl Executor {
     fn new_tape(&self, recording: Recording) -> Tape {
         let scales = self.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales()));
         let tape = Tape::new(&self.device, recording, self.options.precision).with_fp8(scales);
-        let Some(axis) = &self.axis else { return tape };
-        // A generation reads any number of tokens at a time.
-        let shards_rows =
-            self.options.shards_rows && !matches!(self.in_flight.purpose, Purpose::Generation(_));
-        let ops: Arc<dyn AxisOps> = Arc::<GroupAxis>::clone(axis);
-        tape.with_axis(Some(TensorAxis { ops, shards_rows }))
+        let is_generation = matches!(self.in_flight.purpose, Purpose::Generation(_));
+        self.axes.give(tape, self.options.shards_rows, is_generation)
     }
 }

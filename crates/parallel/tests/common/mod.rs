@@ -53,6 +53,8 @@ pub struct Layout<'a> {
     pub weight_decay: f32,
     /// Ranks of a replica.
     pub num_shards: usize,
+    /// Ranks of the context axis, and how many of them exchange positions for heads.
+    pub context: (usize, usize),
     /// Ranks of the tensor axis.
     pub tensor: usize,
     /// How units are cut into stages, and in what order these run.
@@ -101,6 +103,7 @@ impl Default for Layout<'_> {
             optimizer: OptimizerKind::AdamW(ADAMW),
             weight_decay: 0.1,
             num_shards: 1,
+            context: (1, 1),
             tensor: 1,
             pipeline: None,
             keeps: &[],
@@ -138,9 +141,12 @@ pub fn laid_out_model(
     let device = Device::open(alike).unwrap();
     let Layout { options, .. } = layout;
     let (pipeline, shards) = (layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks), layout.num_shards);
-    let ranks = RankGrid::new(group, Degrees { pipeline, shards, tensor: layout.tensor }).unwrap();
+    let ((context, heads), tensor) = (layout.context, layout.tensor);
+    let ranks = RankGrid::new(group, Degrees { pipeline, shards, context, heads, tensor }).unwrap();
+    let place = ranks.context_place();
+    let specs: Vec<TensorSpec> = specs.iter().map(|spec| spec.of_positions(place)).collect();
     let build = |device: &Device| Model::build_at(ranks.tensor_place(), device, build);
-    let rehearsal = Rehearsal::of(build, alike, options.passes(), specs).unwrap();
+    let rehearsal = Rehearsal::of(build, alike, options.passes(place), &specs).unwrap();
     let model = build(&device).unwrap();
     let chain = chain(model.table(), &rehearsal);
     let program = match layout.pipeline {
@@ -185,7 +191,7 @@ pub fn vocab_size(executor: &Executor) -> usize {
 
 /// This rank's share of `num_microbatches` random microbatches of a step.
 pub fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<Batch> {
-    let per_rank = num_microbatches / executor.ranks().data().world_size();
+    let per_rank = num_microbatches / executor.ranks().sample_place().degree;
     let vocab_size = vocab_size(executor);
     let place = |index| executor.global_microbatch(index);
     let batch = |index| random_batch(executor.device(), SHAPE, vocab_size, step, place(index));

@@ -172,7 +172,7 @@ fn ranks_must_agree_on_the_order_of_collectives() {
 
 #[test]
 fn ranks_must_agree_on_the_order_of_what_units_exchange() {
-    let header = "units 2 microbatches 2 exchanges 0-2:F=all_reduce/8:B=all_reduce/8";
+    let header = "units 2 microbatches 2 exchanges 0-2:F=tensor.all_reduce/8:B=tensor.all_reduce/8";
     let backward = "B 1 0\nB 0 0\nB 1 1\nREDUCE_GRAD 1\nB 0 1\nREDUCE_GRAD 0\nSTEP 0\nSTEP 1";
     let program = |header: &str, forward: &str| -> Program {
         format!("{header}\n{forward}\n{backward}").parse().unwrap()

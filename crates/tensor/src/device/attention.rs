@@ -3,9 +3,11 @@
 use super::{Device, DeviceError};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::{Element, with_element};
-use crate::kernels::{AttentionInputs, AttentionRule, AttentionShape, CacheSpan, Place, Rotary};
+use crate::kernels::{
+    AttentionInputs, AttentionRule, AttentionScope, AttentionShape, CacheSpan, Place, Results, Rotary,
+};
 use crate::tensor::{Tensor, View, ViewMut};
-use trireme_base::{Cost, DType};
+use trireme_base::{Cost, DType, Positions};
 
 impl Device {
     /// Rotates query and key heads in place, with which each row of `qkv` begins; `inverse` is the gradient.
@@ -19,10 +21,10 @@ impl Device {
         let num_heads = shape.num_heads + shape.num_kv_heads;
         let num_rotated = shape.rows().saturating_mul(num_heads.saturating_mul(shape.head_dim));
         let cost = Cost::others(&[3, num_rotated]).updates(num_rotated.saturating_mul(qkv.dtype().size()));
-        let RotaryViews { cos, sin, first_position } = rotary;
+        let RotaryViews { cos, sin, positions } = rotary;
         let (mut qkv, cos, sin) = (qkv.into_place(), cos.place(), sin.place());
         self.issue("rotary", cost, move |cpu| {
-            let rotary = Rotary { cos: cos.f32s(cpu), sin: sin.f32s(cpu), first_position };
+            let rotary = Rotary { cos: cos.f32s(cpu), sin: sin.f32s(cpu), positions };
             with_element!(qkv.dtype() => |T| cpu.rotary::<T>(qkv.elements(cpu), shape, rotary, inverse));
         });
     }
@@ -38,16 +40,48 @@ impl Device {
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let num_pairs = rule.num_pairs(shape.seq_len, shape.num_keys);
-        let cost = inputs.read(forward_cost(shape, num_pairs));
-        let cost = cost.writes(y.num_bytes()).writes(log_sums.num_bytes());
-        let mut scratch = self.attention_scratch(y.dtype(), shape, false)?;
+        let dtype = inputs.queries.dtype();
+        assert_eq!(y.dtype(), dtype);
+        let of = (shape, AttentionScope::whole(shape, rule));
+        let cost = forward_cost(shape, of.1.num_pairs());
+        let cost = inputs.read(cost).writes(y.num_bytes()).writes(log_sums.num_bytes());
+        let mut scratch = self.attention_scratch(dtype, shape, false)?;
         let (inputs, mut y) = (inputs.places(), y.into_place());
         let (mut log_sums, mut scratch) = (log_sums.into_place(), scratch.view_mut().into_place());
         self.issue("attention", cost, move |cpu| {
             let (log_sums, scratch) = (log_sums.f32s(cpu), scratch.f32s(cpu));
-            with_element!(y.dtype() => |T| {
-                cpu.attention::<T>(inputs.elements(cpu), (shape, rule), y.elements(cpu), log_sums, scratch);
+            with_element!(dtype => |T| {
+                let y = Results::Elements(y.elements(cpu));
+                cpu.attention::<T>(inputs.elements(cpu), of, y, log_sums, scratch);
+            });
+        });
+        Ok(())
+    }
+
+    /// Takes some keys into attention: `y`, in f32, and `log_sums`, shaped as in [`Device::attention`], hold the results for other keys, or
+    /// zeros and negative infinity; they become those for all. Over all keys, block by block, it is the same as attention, in another order
+    /// of sums.
+    ///
+    /// # Errors
+    /// If there is no scratch memory.
+    pub(crate) fn attention_block(
+        &self,
+        inputs: AttentionViews<'_>,
+        of: (AttentionShape, AttentionScope),
+        y: ViewMut<'_>,
+        log_sums: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let dtype = inputs.queries.dtype();
+        let cost = forward_cost(of.0, of.1.num_pairs());
+        let cost = inputs.read(cost).updates(y.num_bytes()).updates(log_sums.num_bytes());
+        let mut scratch = self.attention_scratch(dtype, of.0, false)?;
+        let (inputs, mut y) = (inputs.places(), y.into_place());
+        let (mut log_sums, mut scratch) = (log_sums.into_place(), scratch.view_mut().into_place());
+        self.issue("attention_block", cost, move |cpu| {
+            let (log_sums, scratch) = (log_sums.f32s(cpu), scratch.f32s(cpu));
+            let y = y.f32s(cpu);
+            with_element!(dtype => |T| {
+                cpu.attention::<T>(inputs.elements(cpu), of, Results::Sums(y), log_sums, scratch);
             });
         });
         Ok(())
@@ -76,10 +110,8 @@ impl Device {
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        // Those of all positions, without those of the positions before.
         let CacheViews { keys, values, capacity, len } = cache;
-        let num_positions = len + shape.seq_len;
-        let num_pairs = rule.num_pairs(num_positions, num_positions) - rule.num_pairs(len, len);
+        let num_pairs = AttentionScope::after(len, shape, rule).num_pairs();
         let of_positions = |num: usize| num * 2 * shape.kv_cols() * size_of::<f32>();
         let cost = forward_cost(shape, num_pairs).reads(qkv.num_bytes() + of_positions(len));
         let written = y.num_bytes() + log_sums.num_bytes() + of_positions(shape.seq_len);
@@ -104,27 +136,54 @@ impl Device {
         &self,
         inputs: AttentionViews<'_>,
         (shape, rule): (AttentionShape, AttentionRule),
-        (y, log_sums, dy): (View<'_>, View<'_>, View<'_>),
+        output: OutputViews<'_>,
         (d_queries, d_keys_values): (ViewMut<'_>, Option<ViewMut<'_>>),
     ) -> Result<(), DeviceError> {
-        // Five products: the scores once more, and the gradients of weights, values, queries and keys.
-        let num_pairs = rule.num_pairs(shape.seq_len, shape.num_keys);
-        let exponentials = Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs]);
-        let products = Cost::products(&[10, shape.batch, shape.output_cols(), num_pairs]);
-        let output_bytes = y.num_bytes() + log_sums.num_bytes() + dy.num_bytes();
+        let dtype = inputs.queries.dtype();
+        assert_eq!(d_queries.dtype(), dtype);
+        let of = (shape, AttentionScope::whole(shape, rule));
         let written_bytes = d_queries.num_bytes() + d_keys_values.as_ref().map_or(0, ViewMut::num_bytes);
-        let cost = inputs.read(products + exponentials).reads(output_bytes).writes(written_bytes);
-        let mut scratch = self.attention_scratch(y.dtype(), shape, true)?;
-        let (inputs, y, log_sums, dy) = (inputs.places(), y.place(), log_sums.place(), dy.place());
+        let cost = output.read(inputs.read(backward_cost(shape, of.1.num_pairs()))).writes(written_bytes);
+        let mut scratch = self.attention_scratch(dtype, shape, true)?;
+        let (inputs, output) = (inputs.places(), output.places());
         let (mut d_queries, mut d_keys_values) =
             (d_queries.into_place(), d_keys_values.map(ViewMut::into_place));
         let mut scratch = scratch.view_mut().into_place();
         self.issue("attention_backward", cost, move |cpu| {
-            with_element!(y.dtype() => |T| {
-                let output = (y.elements(cpu), log_sums.f32s(cpu), dy.elements(cpu));
-                let d_keys_values = d_keys_values.as_mut().map(|grad| grad.elements(cpu));
-                let (grads, scratch) = ((d_queries.elements(cpu), d_keys_values), scratch.f32s(cpu));
-                cpu.attention_backward::<T>(inputs.elements(cpu), (shape, rule), output, grads, scratch);
+            with_element!(dtype => |T| {
+                let d_keys_values = d_keys_values.as_mut().map(|grad| Results::Elements(grad.elements(cpu)));
+                let grads = (Results::Elements(d_queries.elements(cpu)), d_keys_values);
+                let (inputs, scratch) = (inputs.elements(cpu), scratch.f32s(cpu));
+                cpu.attention_backward::<T>(inputs, of, output.elements(cpu), grads, scratch);
+            });
+        });
+        Ok(())
+    }
+
+    /// Adds the gradients of [`Device::attention_block`] with respect to queries, keys and values, in f32. `output` is that for all keys.
+    ///
+    /// # Errors
+    /// If there is no scratch memory.
+    pub(crate) fn attention_block_backward(
+        &self,
+        inputs: AttentionViews<'_>,
+        of: (AttentionShape, AttentionScope),
+        output: OutputViews<'_>,
+        (d_queries, d_keys_values): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<(), DeviceError> {
+        let dtype = inputs.queries.dtype();
+        let updated_bytes = d_queries.num_bytes() + d_keys_values.num_bytes();
+        let cost = output.read(inputs.read(backward_cost(of.0, of.1.num_pairs()))).updates(updated_bytes);
+        let mut scratch = self.attention_scratch(dtype, of.0, true)?;
+        let (inputs, output) = (inputs.places(), output.places());
+        let (mut d_queries, mut d_keys_values) = (d_queries.into_place(), d_keys_values.into_place());
+        let mut scratch = scratch.view_mut().into_place();
+        self.issue("attention_block_backward", cost, move |cpu| {
+            let grads = (d_queries.f32s(cpu), d_keys_values.f32s(cpu));
+            let scratch = scratch.f32s(cpu);
+            with_element!(dtype => |T| {
+                let grads = (Results::Sums(grads.0), Some(Results::Sums(grads.1)));
+                cpu.attention_backward::<T>(inputs.elements(cpu), of, output.elements(cpu), grads, scratch);
             });
         });
         Ok(())
@@ -137,20 +196,65 @@ fn forward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
         + Cost::others(&[Cost::EXP + 4, shape.batch, shape.num_heads, num_pairs])
 }
 
+/// Five products: the scores once more, and the gradients of weights, values, queries and keys; without what is read and written.
+fn backward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
+    Cost::products(&[10, shape.batch, shape.output_cols(), num_pairs])
+        + Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs])
+}
+
+/// What forward has made, and its gradient.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OutputViews<'a> {
+    pub(crate) y: View<'a>,
+    pub(crate) log_sums: View<'a>,
+    pub(crate) dy: View<'a>,
+}
+
+impl OutputViews<'_> {
+    /// The same cost, and these read.
+    fn read(&self, cost: Cost) -> Cost {
+        cost.reads(self.y.num_bytes() + self.log_sums.num_bytes() + self.dy.num_bytes())
+    }
+
+    fn places(&self) -> OutputPlaces {
+        OutputPlaces { y: self.y.place(), log_sums: self.log_sums.place(), dy: self.dy.place() }
+    }
+}
+
+/// The places of [`OutputViews`].
+struct OutputPlaces {
+    y: Place,
+    log_sums: Place,
+    dy: Place,
+}
+
+impl OutputPlaces {
+    fn elements<'c, T: Element>(&self, cpu: &'c Cpu) -> (&'c [T], &'c [f32], &'c [T]) {
+        (self.y.elements(cpu), self.log_sums.f32s(cpu), self.dy.elements(cpu))
+    }
+}
+
 /// Queries, keys and values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionViews<'a> {
     pub(crate) queries: View<'a>,
     /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
     pub(crate) keys_values: Option<View<'a>>,
-    /// Of each sequence, how many of its keys are not padding (u32); `None` if none is.
+    /// Of each sequence, the position from which on its keys are padding (u32); `None` if none is.
     pub(crate) num_keys: Option<View<'a>>,
+    /// Of each query, the position at which its document begins (u32); `None` if that of the sequence is one.
+    pub(crate) document_starts: Option<View<'a>>,
 }
 
 impl<'a> AttentionViews<'a> {
+    /// Queries, keys and values in the same rows, without padding.
+    pub(crate) fn together(rows: View<'a>) -> Self {
+        AttentionViews { queries: rows, keys_values: None, num_keys: None, document_starts: None }
+    }
+
     /// The same cost, and these read.
     fn read(&self, cost: Cost) -> Cost {
-        let others = [self.keys_values, self.num_keys].into_iter().flatten();
+        let others = [self.keys_values, self.num_keys, self.document_starts].into_iter().flatten();
         cost.reads(self.queries.num_bytes() + others.map(|view| view.num_bytes()).sum::<usize>())
     }
 
@@ -159,6 +263,7 @@ impl<'a> AttentionViews<'a> {
             queries: self.queries.place(),
             keys_values: self.keys_values.map(|view| view.place()),
             num_keys: self.num_keys.map(|view| view.place()),
+            document_starts: self.document_starts.map(|view| view.place()),
         }
     }
 }
@@ -168,6 +273,7 @@ struct AttentionPlaces {
     queries: Place,
     keys_values: Option<Place>,
     num_keys: Option<Place>,
+    document_starts: Option<Place>,
 }
 
 impl AttentionPlaces {
@@ -176,6 +282,7 @@ impl AttentionPlaces {
             queries: self.queries.elements(cpu),
             keys_values: self.keys_values.map(|place| place.elements(cpu)),
             num_keys: self.num_keys.map(|place| place.u32s(cpu)),
+            document_starts: self.document_starts.map(|place| place.u32s(cpu)),
         }
     }
 }
@@ -185,8 +292,8 @@ impl AttentionPlaces {
 pub(crate) struct RotaryViews<'a> {
     pub(crate) cos: View<'a>,
     pub(crate) sin: View<'a>,
-    /// Position of the first row of each sequence.
-    pub(crate) first_position: usize,
+    /// Positions of the rows of each sequence.
+    pub(crate) positions: Positions,
 }
 
 /// Keys and values of earlier positions, `[batch, capacity, kv_cols]` each.

@@ -57,7 +57,27 @@ pub enum DeviceError {
         /// The ranks.
         degree: usize,
     },
-    /// A rank of the tensor axis could not exchange values with the others.
+    /// Heads that the ranks which exchange them cannot have equal parts of.
+    #[error(
+        "{degree} ranks cannot have equal parts of {num_heads} heads; set [parallelism] context_parallel_heads_degree to a divisor of \
+         {num_heads} and of context_parallel_degree, such as 1"
+    )]
+    UnequalHeads {
+        /// The heads that a rank has before.
+        num_heads: usize,
+        /// The ranks.
+        degree: usize,
+    },
+    /// An operation that is wrong where ranks have parts of the positions.
+    #[error(
+        "{operation} mixes positions of a sequence, of which the ranks of the context axis have parts; set [parallelism] \
+         context_parallel_degree = 1, or do this by attention"
+    )]
+    NeedsAllPositions {
+        /// The operation.
+        operation: String,
+    },
+    /// A rank could not exchange values with the others.
     #[error(transparent)]
     Exchange(Box<dyn std::error::Error + Send + Sync>),
     /// Its budget is used up.

@@ -10,7 +10,7 @@ use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::parameter_table::SpanPart;
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
-use trireme_base::{Cost, DType};
+use trireme_base::{Cost, DType, Positions};
 
 impl Device {
     /// Normalises each row of `x`, `[rows, cols]`; weight and bias are `[cols]`, `statistics` `[rows, 2]`.
@@ -92,15 +92,14 @@ impl Device {
         });
     }
 
-    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`, of rows, with `at` the `seq_len` and the `first_position`, of
-    /// values rounded to `precision`.
+    /// `out[i] = table[ids[i]] + positions[at(i % at.len())]`, of rows in sequences of `at.len()`, of values rounded to `precision`.
     pub(crate) fn embedding(
         &self,
         precision: Precision,
         ids: View<'_>,
         table: View<'_>,
         positions: Option<View<'_>>,
-        at: (usize, usize),
+        at: Positions,
         out: ViewMut<'_>,
     ) {
         let num_elements = out.shape().num_elements();
@@ -155,13 +154,14 @@ impl Device {
         self.embedding_bag_backward(BagViews::of_single_ids(ids), dy, d_table);
     }
 
-    /// `d_positions[t] += sum over sequences of dy[sequence, t]`.
-    pub(crate) fn position_backward(&self, dy: View<'_>, seq_len: usize, d_positions: ViewMut<'_>) {
-        let cost = each(dy.shape(), 1).reads(dy.num_bytes()).updates(d_positions.num_bytes());
+    /// `d_positions[at(t)] += sum over sequences of dy[sequence, t]`.
+    pub(crate) fn position_backward(&self, dy: View<'_>, at: Positions, d_positions: ViewMut<'_>) {
         let cols = dy.shape().cols();
+        let num_updated = at.len().saturating_mul(cols).saturating_mul(DType::F32.size());
+        let cost = each(dy.shape(), 1).reads(dy.num_bytes()).updates(num_updated);
         let (dy, mut d_positions) = (dy.place(), d_positions.into_place());
         self.issue("position_backward", cost, move |cpu| {
-            cpu.position_backward(dy.f32s(cpu), seq_len, cols, d_positions.f32s(cpu));
+            cpu.position_backward(dy.f32s(cpu), at, cols, d_positions.f32s(cpu));
         });
     }
 

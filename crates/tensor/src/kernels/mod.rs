@@ -6,7 +6,7 @@ mod place;
 
 pub(crate) use cpu::SharedSlice;
 pub use cpu::activation::Activation;
-pub(crate) use cpu::attention::{AttentionInputs, CacheSpan, Rotary};
+pub(crate) use cpu::attention::{AttentionInputs, AttentionScope, CacheSpan, Results, Rotary};
 pub use cpu::attention::{AttentionRule, AttentionShape};
 pub(crate) use cpu::blocks::Blocks;
 pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};

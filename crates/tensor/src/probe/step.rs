@@ -5,7 +5,7 @@ mod rows;
 
 use super::{KernelFigure, Limit, Peaks, Probe, ProductSizes, Ran, StepSizes, Transposes, Unit};
 use crate::declaration::{Initial, Parameter};
-use crate::device::{AttentionViews, DeviceError, MatmulEpilogue, RotaryViews};
+use crate::device::{AttentionViews, DeviceError, MatmulEpilogue, OutputViews, RotaryViews};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::kernels::{AttentionRule, AttentionShape};
 use crate::parameter_table::ParameterTable;
@@ -14,7 +14,7 @@ use crate::tape::LossHead;
 use crate::tensor::Tensor;
 use std::convert::Infallible;
 use std::time::Instant;
-use trireme_base::{Category, DType};
+use trireme_base::{Category, DType, Positions};
 
 impl Probe {
     /// The peaks that bound kernels of a precision on this device.
@@ -240,17 +240,17 @@ impl Step<'_> {
 
         let name = [batch, seq_len, num_heads, num_kv_heads, head_dim];
         self.kernel(("attention: forward", layers), &name, |_| {
-            let inputs = AttentionViews { queries: qkv.view(), keys_values: None, num_keys: None };
-            device.attention(inputs, of, y.view_mut(), log_sums.view_mut())
+            device.attention(AttentionViews::together(qkv.view()), of, y.view_mut(), log_sums.view_mut())
         })?;
         self.kernel(("attention: backward", layers), &name, |_| {
-            let output = (y.view(), log_sums.view(), dy.view());
-            let inputs = AttentionViews { queries: qkv.view(), keys_values: None, num_keys: None };
+            let output = OutputViews { y: y.view(), log_sums: log_sums.view(), dy: dy.view() };
+            let inputs = AttentionViews::together(qkv.view());
             device.attention_backward(inputs, of, output, (d_qkv.view_mut(), None))
         })?;
         if self.sizes.is_llama {
             let angles = self.tensor([seq_len, head_dim / 2])?;
-            let rotary = RotaryViews { cos: angles.view(), sin: angles.view(), first_position: 0 };
+            let positions = Positions::run(0, seq_len);
+            let rotary = RotaryViews { cos: angles.view(), sin: angles.view(), positions };
             self.kernel(("rotary", 2.0 * layers), &name, |_| {
                 device.rotary(qkv.view_mut(), shape, rotary, false);
             })?;

@@ -7,16 +7,15 @@
 //! models", 2022, section 4.2). Rows are those of all sequences one after the other: parts follow each other in memory.
 
 use super::{
-    Argument, BackwardContext, ForwardContext, Op, Operation, OperationContext, ReadBy, Recorder, Tape, Var,
+    AllGatherRows, Argument, AxisOps, Op, Operation, OperationContext, Recorder, SplitRows, Tape, Var,
 };
-use crate::device::{Device, DeviceError};
+use crate::device::DeviceError;
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::{Tensor, View};
 use crate::values::Values;
 use smallvec::SmallVec;
-use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind};
+use std::sync::Arc;
+use trireme_base::{AxisPlace, DType};
 
 /// What a rank of the tensor axis has of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -28,32 +27,6 @@ pub enum Sharding {
     Rows,
     /// What belongs to this rank's parts of parameters, such as its heads.
     Cut,
-}
-
-/// One rank of an axis, and how values travel along it. All ranks of the axis make the same calls in the same order.
-///
-/// Each call ends when kernels that are issued later find the result.
-pub trait AxisOps: fmt::Debug + Send + Sync {
-    /// Which rank this is.
-    fn place(&self) -> AxisPlace;
-
-    /// `values` become their sums over the ranks.
-    ///
-    /// # Errors
-    /// [`DeviceError::Exchange`] if a rank fails, and if there is no memory for what travels.
-    fn all_reduce(&self, device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError>;
-
-    /// `whole` becomes the parts of all ranks, one after the other.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](AxisOps::all_reduce).
-    fn all_gather(&self, device: &Device, part: View<'_>, whole: ViewMut<'_>) -> Result<(), DeviceError>;
-
-    /// `part` becomes this rank's part of the sums of `whole` over the ranks.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](AxisOps::all_reduce).
-    fn reduce_scatter(&self, device: &Device, whole: View<'_>, part: ViewMut<'_>) -> Result<(), DeviceError>;
 }
 
 /// The tensor axis of a tape.
@@ -171,158 +144,6 @@ impl OperationContext<'_> {
         let mut part = self.empty(axis.part_shape(term.shape())?, term.dtype())?;
         axis.ops.reduce_scatter(self.device(), term.view(), part.view_mut())?;
         Ok(part)
-    }
-}
-
-/// A rank of an axis whose other ranks are not there: what would travel is noted.
-#[derive(Debug)]
-pub struct AloneOnAxis {
-    place: AxisPlace,
-    noted: Mutex<Vec<AxisExchange>>,
-}
-
-impl AloneOnAxis {
-    /// This rank.
-    pub fn new(place: AxisPlace) -> Self {
-        AloneOnAxis { place, noted: Mutex::default() }
-    }
-
-    /// What was noted since the last call, in order.
-    pub fn take(&self) -> Vec<AxisExchange> {
-        std::mem::take(&mut self.noted.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn note(&self, kind: ExchangeKind, whole: View<'_>) -> Result<(), DeviceError> {
-        let exchange = AxisExchange { kind, num_bytes: whole.num_bytes() };
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner).push(exchange);
-        Ok(())
-    }
-}
-
-impl AxisOps for AloneOnAxis {
-    fn place(&self) -> AxisPlace {
-        self.place
-    }
-
-    fn all_reduce(&self, _: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
-        self.note(ExchangeKind::AllReduce, values.as_view())
-    }
-
-    fn all_gather(&self, _: &Device, _: View<'_>, whole: ViewMut<'_>) -> Result<(), DeviceError> {
-        self.note(ExchangeKind::AllGather, whole.as_view())
-    }
-
-    fn reduce_scatter(&self, _: &Device, whole: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
-        self.note(ExchangeKind::ReduceScatter, whole)
-    }
-}
-
-/// All rows of a value that lies in rows. Its readers compute the same on every rank.
-#[derive(Debug)]
-pub struct AllGatherRows;
-
-impl Operation for AllGatherRows {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let whole = cx.gather_rows(cx.input(0))?;
-        cx.output(whole);
-        Ok(())
-    }
-
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let part = cx.split_rows(cx.grad())?;
-        cx.add_grad(0, part)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
-    }
-
-    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
-        Some(Sharding::Replicated)
-    }
-}
-
-/// This rank's part of the rows of a value that every rank has.
-#[derive(Debug)]
-pub struct SplitRows;
-
-impl Operation for SplitRows {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let part = cx.split_rows(cx.input(0))?;
-        cx.output(part);
-        Ok(())
-    }
-
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let whole = cx.gather_rows(cx.grad())?;
-        cx.add_grad(0, whole)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
-    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
-        Some(Sharding::Rows)
-    }
-}
-
-/// A value that every rank has, for operations that work on this rank's parts of parameters: its gradient is the sum of what ranks
-/// make of it. [`Linear`](super::Linear) does the same by itself.
-#[derive(Debug)]
-pub struct CopyToRanks;
-
-impl Operation for CopyToRanks {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let copy = cx.take_or_copy_input(0)?;
-        cx.output(copy);
-        Ok(())
-    }
-
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let term = cx.take_output_grad();
-        let sum = cx.sum_over_ranks(term, Sharding::Replicated)?;
-        cx.add_grad(0, sum)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
-    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
-        Some(Sharding::Cut)
-    }
-}
-
-/// The sum over the ranks of what they have made by their parts of parameters. [`Linear`](super::Linear) does the same by itself.
-#[derive(Debug)]
-pub struct SumOverRanks;
-
-impl Operation for SumOverRanks {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::Cut;
-        assert!(is_term, "every rank has all of what it would add up");
-        let term = cx.take_or_copy_input(0)?;
-        let sum = cx.sum_over_ranks(term, Sharding::Replicated)?;
-        cx.output(sum);
-        Ok(())
-    }
-
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        cx.pass_grad(0);
-        Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
-    fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
-        Some(Sharding::Replicated)
     }
 }
 

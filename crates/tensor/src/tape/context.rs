@@ -44,11 +44,6 @@ impl OperationContext<'_> {
         self.tape.precision
     }
 
-    /// Position of the first token of every sequence.
-    pub fn first_position(&self) -> usize {
-        self.tape.first_position
-    }
-
     /// What random numbers of the pass depend on.
     pub fn randomness(&self) -> Randomness {
         self.tape.randomness

@@ -113,6 +113,7 @@ impl<'a> Recorder<'a> {
         let first = self.tape.arguments.len();
         inputs.append_to(&mut self.tape.arguments);
         let first = self.adapt(op.get(), first)?;
+        let first = self.exchange_for_heads(op.get(), first)?;
         let tape = &mut *self.tape;
         let num_inputs = tape.arguments.len() - first;
         assert!(op.get().num_inputs().contains(&num_inputs), "{op:?} does not take {num_inputs} inputs");
@@ -122,9 +123,10 @@ impl<'a> Recorder<'a> {
             saved: tape.tensors.len()..tape.tensors.len(),
             kept: 0..0,
             loss_weight,
-            op,
+            op: op.clone(),
         };
-        ForwardContext::first(tape, self.parameters, node)
+        let outputs = ForwardContext::first(tape, self.parameters, node)?;
+        self.exchange_for_positions(&op, outputs)
     }
 
     /// The tape, for what is never differentiated.

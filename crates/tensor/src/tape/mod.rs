@@ -10,8 +10,10 @@
 //! still reads a value, so an operation computes in the memory of another value only where nobody reads that again.
 
 mod axis;
+mod axis_ops;
 mod backward;
 mod context;
+mod context_axis;
 mod forward;
 mod operation;
 mod operations;
@@ -19,11 +21,11 @@ mod operations;
 mod tests;
 mod value;
 
-pub use axis::{
-    AllGatherRows, AloneOnAxis, AxisOps, CopyToRanks, Sharding, SplitRows, SumOverRanks, TensorAxis,
-};
+pub use axis::{Sharding, TensorAxis};
+pub use axis_ops::{AloneOnAxis, AxisOps, NotedExchanges};
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::{OperationContext, Randomness};
+pub use context_axis::{ContextAxis, Operand};
 pub use forward::{ForwardContext, Recorder};
 pub use operation::{Op, Operation, ReadBy};
 pub use operations::*;
@@ -56,6 +58,7 @@ pub struct Tape {
     precision: Precision,
     fp8: Option<Arc<Fp8Scales>>,
     axis: Option<TensorAxis>,
+    context: Option<ContextAxis>,
     loss_scale: f32,
     first_position: usize,
     randomness: Randomness,
@@ -132,6 +135,7 @@ impl Tape {
             precision,
             fp8: None,
             axis: None,
+            context: None,
             loss_scale: 1.0,
             first_position: 0,
             randomness: Randomness::default(),

@@ -1,6 +1,6 @@
 //! What an operation is.
 
-use super::{BackwardContext, ForwardContext, GradSink, Sharding, TensorAxis};
+use super::{BackwardContext, ForwardContext, GradSink, Operand, Sharding, TensorAxis};
 use crate::device::DeviceError;
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -80,6 +80,20 @@ pub trait Operation: fmt::Debug + Send + Sync {
     fn takes_rows(&self, input: usize) -> bool {
         let _ = input;
         false
+    }
+
+    /// Whether the operation is right where ranks of the context axis have parts of the positions, dim 1 of its inputs: what it makes of a
+    /// position depends on no other one, or it takes in the others by itself.
+    fn takes_positions(&self) -> bool {
+        self.takes_rows(0)
+    }
+
+    /// What exchanges this rank's positions of an input for its heads, or its heads of the only output for its positions, where ranks of
+    /// the context axis do so: an operation that needs all positions, but of some heads only. Asked for inputs of floats, of which
+    /// there are so many.
+    fn head_exchange(&self, operand: Operand, num_float_inputs: usize) -> Option<Op> {
+        let _ = (operand, num_float_inputs);
+        None
     }
 
     /// What a rank of the tensor axis has of the outputs, if that does not follow from what it has of the inputs.

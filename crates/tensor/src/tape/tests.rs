@@ -85,14 +85,7 @@ impl Network {
                 Ok::<_, DeviceError>(())
             })
             .unwrap();
-        let attention = Attention {
-            num_heads: 2,
-            num_kv_heads: 2,
-            head_dim: COLS / 2,
-            rule: AttentionRule::causal(COLS / 2),
-            is_padded: false,
-            rotary: None,
-        };
+        let attention = Attention::new(2, 2, COLS / 2, AttentionRule::causal(COLS / 2));
         Network {
             device,
             embedding: embedding.into(),

@@ -46,7 +46,7 @@ fn attention(qkv: &[f64], is_rotary: bool) -> Vec<f64> {
 fn operation(device: &Device, is_rotary: bool) -> Attention {
     let rotary = is_rotary.then(|| Arc::new(RotaryTable::new(device, SEQ_LEN, &FREQUENCIES).unwrap()));
     let rule = AttentionRule::causal(DIM);
-    Attention { num_heads: HEADS, num_kv_heads: HEADS, head_dim: DIM, rule, is_padded: false, rotary }
+    Attention::new(HEADS, HEADS, DIM, rule).with_rotary(rotary)
 }
 
 fn no_parameters(device: &Device) -> Parameters {

@@ -1,71 +1,18 @@
 //! Operations on a rank of the tensor axis, against the same on one rank.
 
-use std::sync::{Arc, Barrier, Mutex};
-use trireme_base::{AxisPlace, Cut, DType};
+use crate::threads::Threads;
+use std::sync::Arc;
+use trireme_base::{AxisPlace, Cut, DType, UnitAxis};
 use trireme_tensor::tape::{
-    Add, AloneOnAxis, AxisOps, CopyToRanks, Dropout, Embedding, InputActivation, Linear, LossHead, Mean,
-    MeanLoss, Norm, Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks, TensorAxis,
+    Add, AloneOnAxis, CopyToRanks, Dropout, Embedding, InputActivation, Linear, LossHead, Mean, MeanLoss,
+    Norm, NotedExchanges, Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks, TensorAxis,
     WeightLayout,
 };
 use trireme_tensor::{
     Activation, Backend, Category, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
-    Initial, Parameter, ParameterInfo, ParameterSpan, ParameterTable, Parameters, Precision, Tape, View,
-    ViewMut,
+    Initial, Parameter, ParameterInfo, ParameterSpan, ParameterTable, Parameters, Precision, Tape,
 };
 use trireme_testkit::TracedDevice;
-
-/// Ranks as threads of the test, which exchange f32.
-#[derive(Debug)]
-struct Threads {
-    place: AxisPlace,
-    shared: Arc<Shared>,
-}
-
-#[derive(Debug)]
-struct Shared {
-    slots: Mutex<Vec<Vec<f32>>>,
-    barrier: Barrier,
-}
-
-impl Threads {
-    fn all(&self, own: Vec<f32>) -> Vec<Vec<f32>> {
-        self.shared.slots.lock().unwrap()[self.place.rank] = own;
-        self.shared.barrier.wait();
-        let all = self.shared.slots.lock().unwrap().clone();
-        self.shared.barrier.wait();
-        all
-    }
-
-    fn sum(&self, own: Vec<f32>) -> Vec<f32> {
-        let sum =
-            |sum: Vec<f32>, term: Vec<f32>| sum.iter().zip(&term).map(|(sum, term)| sum + term).collect();
-        self.all(own).into_iter().reduce(sum).unwrap()
-    }
-}
-
-impl AxisOps for Threads {
-    fn place(&self) -> AxisPlace {
-        self.place
-    }
-
-    fn all_reduce(&self, device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
-        let sum = self.sum(device.read(values.as_view()));
-        device.upload(&sum, values);
-        Ok(())
-    }
-
-    fn all_gather(&self, device: &Device, part: View<'_>, whole: ViewMut<'_>) -> Result<(), DeviceError> {
-        device.upload(&self.all(device.read(part)).concat(), whole);
-        Ok(())
-    }
-
-    fn reduce_scatter(&self, device: &Device, whole: View<'_>, part: ViewMut<'_>) -> Result<(), DeviceError> {
-        let sum = self.sum(device.read(whole));
-        let len = part.shape().num_elements();
-        device.upload(&sum[self.place.rank * len..][..len], part);
-        Ok(())
-    }
-}
 
 /// Gradients, and which of them are terms of a sum.
 struct Grads {
@@ -200,11 +147,8 @@ fn run(device: &Device, axis: Option<TensorAxis>) -> Found {
 fn run_ranks(backend: Backend, degree: usize, shards_rows: bool) -> (f64, Vec<(String, Vec<f32>)>) {
     let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
     let devices: Vec<TracedDevice> = (0..degree).map(|_| TracedDevice::open(options).unwrap()).collect();
-    let (slots, barrier) = (Mutex::new(vec![Vec::new(); degree]), Barrier::new(degree));
-    let shared = Arc::new(Shared { slots, barrier });
     let found: Vec<Found> = std::thread::scope(|scope| {
-        let ranks = AxisPlace::all(degree).zip(&devices).map(|(place, device)| {
-            let ops = Arc::new(Threads { place, shared: Arc::clone(&shared) });
+        let ranks = Threads::all(degree).into_iter().zip(&devices).map(|(ops, device)| {
             let axis = (degree > 1).then(|| TensorAxis { ops, shards_rows });
             scope.spawn(move || run(device, axis))
         });
@@ -262,7 +206,7 @@ fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
         activation: InputActivation::Identity,
     });
     let parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
-    let ops = Arc::new(AloneOnAxis::new(AxisPlace::new(0, 2)));
+    let ops = Arc::new(AloneOnAxis::new(UnitAxis::Tensor, AxisPlace::new(0, 2), &NotedExchanges::default()));
     let axis = TensorAxis { ops, shards_rows: false };
     let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_axis(Some(axis));
     let x = tape.input(device.empty([1, 2, 2].into(), DType::F32, Category::Activations).unwrap());
@@ -272,7 +216,7 @@ fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
 #[test]
 fn rows_that_do_not_divide_are_refused() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-    let ops = Arc::new(AloneOnAxis::new(AxisPlace::new(0, 2)));
+    let ops = Arc::new(AloneOnAxis::new(UnitAxis::Tensor, AxisPlace::new(0, 2), &NotedExchanges::default()));
     let axis = TensorAxis { ops, shards_rows: false };
     let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_axis(Some(axis));
     let x = tape.input(device.empty([1, 3, 2].into(), DType::F32, Category::Activations).unwrap());

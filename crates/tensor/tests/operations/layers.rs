@@ -170,14 +170,8 @@ fn causal_attention() {
             y
         };
         let cols = (num_heads + 2 * num_kv_heads) * head_dim;
-        let attention = op(Attention {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            rule: AttentionRule::causal(head_dim),
-            is_padded: false,
-            rotary: None,
-        });
+        let attention =
+            op(Attention::new(num_heads, num_kv_heads, head_dim, AttentionRule::causal(head_dim)));
         check(&attention, &no_parameters(), &[Input::random(&[batch, seq_len, cols], "qkv")], &reference);
     }
 }
@@ -211,7 +205,7 @@ fn attention_with_keys_apart_padding_and_a_cap() {
         }
         y
     };
-    let attention = Attention { num_heads, num_kv_heads, head_dim, rule, is_padded: true, rotary: None };
+    let attention = Attention::new(num_heads, num_kv_heads, head_dim, rule);
     let inputs = [
         Input::random(&[batch, num_queries, num_heads * head_dim], "queries"),
         Input::random(&[batch, num_keys, 2 * num_kv_heads * head_dim], "keys and values"),

@@ -1,12 +1,14 @@
 //! Every operation against its definition in f64: values, and the gradients of all inputs and parameters.
 
 mod axis;
+mod context;
 mod elements;
 mod layers;
 mod losses;
 mod random;
 mod readers;
 mod shapes;
+mod threads;
 
 use std::sync::Arc;
 use trireme_tensor::tape::{Op, Operation};

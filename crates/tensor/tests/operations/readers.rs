@@ -40,7 +40,7 @@ fn random(device: &Device, shape: impl Into<Shape>, name: &str) -> Tensor {
 fn rotary_attention(device: &Device, seq_len: usize) -> Arc<Attention> {
     let rotary = Some(Arc::new(RotaryTable::new(device, seq_len, &[1.0, 0.25]).unwrap()));
     let rule = AttentionRule::causal(4);
-    Arc::new(Attention { num_heads: 1, num_kv_heads: 1, head_dim: 4, rule, is_padded: false, rotary })
+    Arc::new(Attention::new(1, 1, 4, rule).with_rotary(rotary))
 }
 
 /// Two linear layers, a normalisation and a sum read one value, in every order.

@@ -46,7 +46,7 @@ use sections::Sections;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use trireme_base::{AxisPlace, Rank};
+use trireme_base::{AxisPlace, ContextPlace, Rank};
 use trireme_parallel::Degrees;
 
 /// The largest file that is read as a config.
@@ -159,6 +159,24 @@ impl Config {
         explain::values(self)
     }
 
+    /// The same config, in which the workers that divide positions exchange them for heads as far as that sends fewer bytes than a ring, if it
+    /// leaves that open: in a model with so many query heads and heads of keys and values.
+    pub fn with_heads_chosen(mut self, num_heads: usize, num_kv_heads: usize) -> Self {
+        let width = if self.training().dtype == TrainingDtype::F32 { 4.0 } else { 2.0 };
+        let parallelism = &mut self.sections.parallelism;
+        let (degree, tensor) = (parallelism.context_parallel_degree, parallelism.tensor_parallel_degree);
+        if parallelism.context_parallel_heads_degree == 0 {
+            let heads = [num_heads, num_kv_heads].map(|heads| heads.div_ceil(tensor));
+            let sent = |heads_degree: &usize| bytes_sent(heads, degree, *heads_degree, width);
+            let is_possible = |by: &usize| {
+                degree.is_multiple_of(*by) && heads.iter().all(|heads| heads.is_multiple_of(*by))
+            };
+            let best = (1..=degree).filter(is_possible).min_by(|a, b| sent(a).total_cmp(&sent(b)));
+            parallelism.context_parallel_heads_degree = best.unwrap_or(1);
+        }
+        self
+    }
+
     /// The same config with the corpus in `folder`.
     pub fn with_data_folder(mut self, folder: PathBuf) -> Self {
         self.sections.data.folder = folder;
@@ -170,9 +188,10 @@ impl Config {
         self.world_size
     }
 
-    /// Workers that see different data.
+    /// Workers that see different samples.
     pub fn data_parallel_degree(&self) -> usize {
-        self.workers_per_place() / self.parallelism().tensor_parallel_degree
+        let Parallelism { context_parallel_degree, tensor_parallel_degree, .. } = *self.parallelism();
+        self.workers_per_place() / (context_parallel_degree * tensor_parallel_degree)
     }
 
     /// Workers at each place of the pipeline.
@@ -182,12 +201,19 @@ impl Config {
 
     /// How the workers lie on the axes of a mesh.
     pub fn degrees(&self) -> Degrees {
-        let Parallelism { pipeline_parallel_degree, tensor_parallel_degree, .. } = *self.parallelism();
+        let parallelism = self.parallelism();
         Degrees {
-            pipeline: pipeline_parallel_degree,
+            pipeline: parallelism.pipeline_parallel_degree,
             shards: self.num_shards(),
-            tensor: tensor_parallel_degree,
+            context: parallelism.context_parallel_degree,
+            heads: parallelism.context_parallel_heads_degree.max(1),
+            tensor: parallelism.tensor_parallel_degree,
         }
+    }
+
+    /// Which of the workers that have the positions of a sequence a worker is.
+    pub fn context_place(&self, rank: Rank) -> ContextPlace {
+        self.degrees().context_place(rank)
     }
 
     /// The place of a worker on the tensor axis.
@@ -219,9 +245,11 @@ impl Config {
         self.parallelism().num_stages()
     }
 
-    /// Workers that shard one replica of the training state.
+    /// Workers that shard one replica of the training state; 1 if nothing is sharded.
     pub fn num_shards(&self) -> usize {
-        self.parallelism().data_parallel_shard_degree as usize
+        let Parallelism { data_parallel_shard_degree, context_parallel_degree, .. } = *self.parallelism();
+        let shards = data_parallel_shard_degree as usize;
+        if self.parallelism().state_layout().has_shards() { shards * context_parallel_degree } else { shards }
     }
 
     /// Microbatches that each worker computes in one step: the gradient accumulation.
@@ -253,4 +281,15 @@ impl Config {
             (None, None, None) => unreachable!("a config of a language model describes one"),
         }
     }
+}
+
+/// What a worker sends for each position that it has and each element of a head, in a block's forward and backward: bytes, where activations
+/// have `width`. See docs/context.md.
+fn bytes_sent([heads, kv_heads]: [usize; 2], degree: usize, heads_degree: usize, width: f64) -> f64 {
+    let (ring, sharing) = ((degree / heads_degree) as f64, heads_degree as f64);
+    let [heads, keys_values] = [heads as f64, 2.0 * kv_heads as f64];
+    // Queries, keys and values, and the output; their gradients come back.
+    let exchanged = 2.0 * (sharing - 1.0) / sharing * (2.0 * heads + keys_values) * width;
+    let grads = if ring > 1.0 { ring * 4.0 } else { 0.0 };
+    exchanged + keys_values * (2.0 * (ring - 1.0) * width + grads)
 }

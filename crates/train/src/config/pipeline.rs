@@ -10,6 +10,8 @@ use trireme_schedule::StateClass;
 use trireme_schedule::pipeline::Kind;
 
 const TENSOR_DEGREE: &str = "parallelism.tensor_parallel_degree";
+const CONTEXT_DEGREE: &str = "parallelism.context_parallel_degree";
+const HEADS_DEGREE: &str = "parallelism.context_parallel_heads_degree";
 const DEGREE: &str = "parallelism.pipeline_parallel_degree";
 const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
 const SCHEDULE_FILE: &str = "parallelism.pipeline_parallel_schedule_file";
@@ -17,14 +19,15 @@ const INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
 
 /// The workers that see different data.
 pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize {
-    let Parallelism { pipeline_parallel_degree, tensor_parallel_degree, .. } =
+    let Parallelism { pipeline_parallel_degree, context_parallel_degree, tensor_parallel_degree, .. } =
         checks.loose.sections.parallelism;
     let degrees = [
         (DEGREE, "pipeline degree", pipeline_parallel_degree),
+        (CONTEXT_DEGREE, "context degree", context_parallel_degree),
         (TENSOR_DEGREE, "tensor degree", tensor_parallel_degree),
     ];
     let several: Vec<_> = degrees.into_iter().filter(|(_, _, degree)| *degree > 1).collect();
-    let num_of_replica = pipeline_parallel_degree * tensor_parallel_degree;
+    let num_of_replica = pipeline_parallel_degree * context_parallel_degree * tensor_parallel_degree;
     let keys: Vec<&str> = several.iter().map(|(key, ..)| *key).chain(["launch.workers"]).collect();
     checks.require(world_size.is_multiple_of(num_of_replica), &keys, || {
         let names: Vec<String> =
@@ -41,6 +44,7 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
         )
     });
     check_tensor(checks);
+    check_context(checks);
     check_pipeline(checks);
     (world_size / num_of_replica).max(1)
 }
@@ -61,6 +65,27 @@ fn check_tensor(checks: &mut Checks<'_>) {
                 .to_owned()
         });
     }
+}
+
+fn check_context(checks: &mut Checks<'_>) {
+    let Sections { parallelism, training, .. } = &checks.loose.sections;
+    let (degree, heads, seq_len) =
+        (parallelism.context_parallel_degree, parallelism.context_parallel_heads_degree, training.seq_len);
+    let num_parts = 2 * degree;
+    checks.require(degree == 1 || seq_len.is_multiple_of(num_parts), &["training.seq_len", CONTEXT_DEGREE], || {
+        let below = seq_len / num_parts * num_parts;
+        let nearest = match below {
+            0 => num_parts.to_string(),
+            _ => format!("{below} or {}", below + num_parts),
+        };
+        format!(
+            "{degree} workers have two parts each of a sequence, but {seq_len} is not a multiple of {num_parts}; use {nearest}, or another \
+             degree"
+        )
+    });
+    checks.require(heads == 0 || degree.is_multiple_of(heads), &[HEADS_DEGREE, CONTEXT_DEGREE], || {
+        format!("{heads} does not divide context_parallel_degree = {degree}; use a divisor of it, or 0")
+    });
 }
 
 fn check_pipeline(checks: &mut Checks<'_>) {

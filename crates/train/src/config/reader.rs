@@ -233,7 +233,7 @@ fn outside_of_sections(sections: &Sections, key: &str) -> String {
 
 fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if section == "parallelism" && LATER_PARALLELISM_KEYS.contains(&key) {
-        return "not supported by this version, which has data, tensor and pipeline parallelism (with zero_stage)".to_owned();
+        return "not supported by this version, which has data, tensor, context and pipeline parallelism (with zero_stage)".to_owned();
     }
     if let Some(other) = section_with(sections, key) {
         return format!("unknown key in [{section}]; it belongs in [{other}]");

@@ -110,6 +110,9 @@ config_section! {
         field: String = "text".to_owned();
         /// What to do with bytes that are not valid UTF-8: `replace` them, or `refuse` the file.
         invalid_utf8: InvalidUtf8 = InvalidUtf8::Replace;
+        /// Whether tokens attend to none of earlier documents in their sequence: a document ends with the end token that
+        /// the tokenizer has.
+        mask_documents: bool = false;
         /// Fraction of the tokens held out for validation.
         validation_fraction: f64 = 0.05, within 0.0..=0.5;
     }

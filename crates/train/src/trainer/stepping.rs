@@ -124,6 +124,7 @@ impl Trainer<'_> {
     /// This rank's microbatches of the next program.
     fn load_batches(&mut self) -> Result<(), TrainError> {
         let local_batch_size = self.config.training().local_batch_size;
+        let context = self.executor.ranks().context_place();
         for index in 0..self.executor.program().outline.num_microbatches {
             let microbatch = self.executor.global_microbatch(index);
             let first = self.state.next_sample + (microbatch * local_batch_size) as u64;
@@ -132,6 +133,7 @@ impl Trainer<'_> {
                 self.executor.device(),
                 &mut self.host_batch,
                 first,
+                context,
             )?);
         }
         Ok(())

@@ -66,6 +66,12 @@ pub(crate) struct StepArgs {
     /// Workers that divide the layers among them, and see the same data (tensor and sequence parallelism).
     #[arg(long, value_name = "N", default_value_t = 1)]
     tensor: usize,
+    /// Workers that divide the positions of each sequence among them (context parallelism).
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    context: usize,
+    /// With --context: neighbours that exchange positions for heads; among the others keys and values go around a ring.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    heads: usize,
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
     #[arg(long, value_name = "N", default_value_t = 1)]
     prefetch: usize,
@@ -237,18 +243,32 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     }
     let state = state_layout(args);
     let num_workers = group.world_size();
-    if args.tensor == 0 || !num_workers.is_multiple_of(args.tensor) {
-        bail!("--tensor {} does not divide {num_workers} workers", args.tensor);
+    let (tensor, context) = (args.tensor, args.context);
+    if tensor * context == 0 || !num_workers.is_multiple_of(tensor * context) {
+        bail!("--tensor {tensor} times --context {context} does not divide {num_workers} workers");
     }
-    let shards = if state.has_shards() { num_workers / args.tensor } else { 1 };
-    let ranks = RankGrid::new(group, Degrees { pipeline: 1, shards, tensor: args.tensor })?;
+    if context > 1 && !args.seq.is_multiple_of(2 * context) {
+        bail!(
+            "--seq {} is not a multiple of {}, two parts for each worker of --context",
+            args.seq,
+            2 * context
+        );
+    }
+    if args.heads == 0 || !context.is_multiple_of(args.heads) {
+        bail!("--heads {} does not divide --context {context}", args.heads);
+    }
+    let shards = if state.has_shards() { num_workers / tensor } else { 1 };
+    let degrees = Degrees { pipeline: 1, shards, context, heads: args.heads, tensor };
+    let ranks = RankGrid::new(group, degrees)?;
     let build = |device: &Device| {
         let place = ranks.tensor_place();
         Model::build_at(place, device, |device, table| config.build_into(table, args.seq, device))
     };
     let fp8 = args.fp8.map(Fp8Recipe::new);
-    let passes = PassOptions { precision: args.dtype, fp8, shards_rows: true };
-    let batch = token_specs(args.batch, args.seq);
+    let context = ranks.context_place();
+    let passes = PassOptions { precision: args.dtype, fp8, shards_rows: true, context };
+    let batch: Vec<_> =
+        token_specs(args.batch, args.seq).iter().map(|spec| spec.of_positions(context)).collect();
     let alike = DeviceOptions {
         num_threads: device.num_threads(),
         features_max: Some(device.cpu_features()),
@@ -316,7 +336,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     // Independent workers meet again when they tell what they found.
     let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let mut executor = build(args, group, &device)?;
-    let data_degree = world_size / args.tensor;
+    let (place, context) = (executor.ranks().sample_place(), executor.ranks().context_place());
     let tokens = Tokens::open(args, read_model(&args.model)?.vocab_size)?;
     let mut samples = HostBatch::new(&token_specs(args.batch, args.seq));
     let mut window = vec![0; args.seq + 1];
@@ -326,11 +346,11 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     for step in 0..args.warmup + args.steps {
         let began = Instant::now();
         for row in 0..args.batch {
-            let sample = (step * data_degree + rank.0 / args.tensor) * args.batch + row;
+            let sample = (step * place.degree + place.rank) * args.batch + row;
             tokens.read(sample as u64, &mut window)?;
             set_window(&mut samples, row, &window);
         }
-        let batch = samples.upload(&device)?;
+        let batch = samples.upload_positions(&device, context)?;
         let disk_before = executor.disk_bytes();
         let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off };
         let outcome = executor.run(plan, &mut std::iter::once(batch))?;
@@ -355,7 +375,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
         return Ok(());
     }
     let worst = |index: usize| all.iter().map(|facts| facts[index]).fold(0.0, f64::max);
-    let tokens_per_step = (args.batch * args.seq * data_degree) as f64;
+    let tokens_per_step = (args.batch * args.seq * place.degree) as f64;
     seconds.sort_by(f64::total_cmp);
     print(
         args,
@@ -370,6 +390,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",
                 (_, true) => "independent",
+                _ if args.context > 1 => "context",
                 _ if args.tensor > 1 => "tensor",
                 (_, false) => ["ddp", "zero1", "zero2", "zero3"][usize::from(args.zero_stage)],
             },

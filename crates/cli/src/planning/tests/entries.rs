@@ -35,8 +35,10 @@ fn check(case: &Case, world_size: usize) {
         executor.initialize(1).unwrap();
         for step in 1..=3 {
             let num_microbatches = executor.program().outline.num_microbatches;
-            let batches: Vec<Batch> =
-                (0..num_microbatches).map(|index| subject.batch(&device, case.shape, step, index)).collect();
+            let context = executor.ranks().context_place();
+            let batches: Vec<Batch> = (0..num_microbatches)
+                .map(|index| subject.batch(&device, case.shape, (step, index), context))
+                .collect();
             journal.take();
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
             executor.run(plan, &mut batches.into_iter()).unwrap();

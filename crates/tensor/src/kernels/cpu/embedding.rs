@@ -3,6 +3,7 @@
 use super::element::Element;
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
+use trireme_base::Positions;
 
 /// Ids in bags of equal length, of which only the first may count.
 #[derive(Debug, Clone, Copy)]
@@ -39,13 +40,13 @@ impl<'a> Bags<'a> {
 const COLUMNS_PER_TASK: usize = 64;
 
 for_each_simd_level! {
-    fn gather_rows<T: Element, P: Element>(ids: &[u32], table: &[T], positions: Option<&[T]>, first_position: usize, out: &mut [f32], cols: usize) {
+    fn gather_rows<T: Element, P: Element>(ids: &[u32], table: &[T], positions: Option<&[T]>, at: Positions, out: &mut [f32], cols: usize) {
         let round = |value: T| P::from_f32(value.to_f32()).to_f32();
         for (offset, (&id, out)) in ids.iter().zip(out.chunks_exact_mut(cols)).enumerate() {
             let row = &table[id as usize * cols..(id as usize + 1) * cols];
             out.iter_mut().zip(row).for_each(|(out, &row)| *out = round(row));
             if let Some(positions) = positions {
-                let start = (first_position + offset) * cols;
+                let start = at.at(offset) * cols;
                 let row = &positions[start..start + cols];
                 out.iter_mut().zip(row).for_each(|(out, &row)| *out += round(row));
             }
@@ -114,7 +115,7 @@ impl Cpu {
         });
     }
 
-    /// `out[i] = P(table[ids[i]]) + P(positions[first_position + i % seq_len])`; `out` is `ids.len() x cols`.
+    /// `out[i] = P(table[ids[i]]) + P(positions[at(i % at.len())])`, in sequences of `at.len()`; `out` is `ids.len() x cols`.
     ///
     /// # Panics
     /// If there are no ids, an id lies outside of the table or a position outside of `positions`.
@@ -123,38 +124,32 @@ impl Cpu {
         ids: &[u32],
         table: &[T],
         positions: Option<&[T]>,
-        (seq_len, first_position): (usize, usize),
+        at: Positions,
         out: &mut [f32],
     ) {
-        let cols = out.len() / ids.len();
+        let (cols, seq_len) = (out.len() / ids.len(), at.len());
         let shared = SharedSlice::new(out);
         self.threads.run(ids.len() / seq_len, &|sequence| {
             let first = sequence * seq_len;
             // SAFETY: sequences do not overlap.
             let out = unsafe { shared.range(first * cols, seq_len * cols) };
-            gather_rows::<T, P>(
-                self.features,
-                &ids[first..first + seq_len],
-                table,
-                positions,
-                first_position,
-                out,
-                cols,
-            );
+            gather_rows::<T, P>(self.features, &ids[first..first + seq_len], table, positions, at, out, cols);
         });
     }
 
-    /// `d_positions[t] += sum over sequences of dy[sequence, t]`.
-    pub(crate) fn position_backward(&self, dy: &[f32], seq_len: usize, cols: usize, d_positions: &mut [f32]) {
-        let shared = SharedSlice::new(&mut d_positions[..seq_len * cols]);
-        self.for_row_blocks(seq_len, cols, |first, rows| {
-            // SAFETY: blocks of rows do not overlap.
-            let out = unsafe { shared.range(first * cols, rows * cols) };
-            for sequence in dy.chunks_exact(seq_len * cols) {
-                let dy = &sequence[first * cols..(first + rows) * cols];
-                out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += dy);
-            }
-        });
+    /// `d_positions[at(t)] += sum over sequences of dy[sequence, t]`.
+    pub(crate) fn position_backward(&self, dy: &[f32], at: Positions, cols: usize, d_positions: &mut [f32]) {
+        for (start, run) in at.runs() {
+            let shared = SharedSlice::new(&mut d_positions[run.start * cols..run.end * cols]);
+            self.for_row_blocks(run.len(), cols, |first, rows| {
+                // SAFETY: blocks of rows do not overlap.
+                let out = unsafe { shared.range(first * cols, rows * cols) };
+                for sequence in dy.chunks_exact(at.len() * cols) {
+                    let dy = &sequence[(start + first) * cols..(start + first + rows) * cols];
+                    out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += dy);
+                }
+            });
+        }
     }
 }
 

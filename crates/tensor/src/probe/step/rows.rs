@@ -7,7 +7,7 @@ use crate::kernels::{Activation, AttentionShape, IntegerFormat};
 use crate::probe::StepSizes;
 use crate::tensor::Tensor;
 use std::time::Instant;
-use trireme_base::{Category, DType};
+use trireme_base::{Category, DType, Positions};
 
 impl Step<'_> {
     pub(super) fn norms(&mut self) -> Result<(), DeviceError> {
@@ -104,17 +104,17 @@ impl Step<'_> {
         let mut table = self.tensor([vocabulary, hidden])?;
         let (mut positions, mut x) = (self.tensor([seq_len, hidden])?, self.tensor([rows, hidden])?);
         let shape = [rows, hidden];
-        let learned = !is_llama;
+        let (learned, at) = (!is_llama, Positions::run(0, seq_len));
         self.kernel(("embedding: forward", 1.0), &shape, |_| {
             let positions = learned.then(|| positions.view());
-            device.embedding(precision, ids.view(), table.view(), positions, (seq_len, 0), x.view_mut());
+            device.embedding(precision, ids.view(), table.view(), positions, at, x.view_mut());
         })?;
         self.kernel(("embedding: table gradient", 1.0), &shape, |_| {
             device.embedding_backward(ids.view(), x.view(), table.view_mut());
         })?;
         if learned {
             self.kernel(("embedding: position gradient", 1.0), &shape, |_| {
-                device.position_backward(x.view(), seq_len, positions.view_mut());
+                device.position_backward(x.view(), at, positions.view_mut());
             })?;
         }
         Ok(())

@@ -26,4 +26,8 @@ impl Operation for Accuracy {
     fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         Ok(())
     }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
 }

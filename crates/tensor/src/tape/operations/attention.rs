@@ -1,11 +1,15 @@
-use crate::device::{AttentionViews, CacheViews, Device, DeviceError, RotaryViews};
+use super::exchange_heads::ExchangeHeads;
+use super::ring_attention::RingAttention;
+use crate::device::{AttentionViews, CacheViews, Device, DeviceError, OutputViews, RotaryViews};
 use crate::kernels::{AttentionRule, AttentionShape};
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Recorder, Var};
-use crate::tensor::Tensor;
+use crate::tape::{
+    BackwardContext, ForwardContext, Op, Operand, Operation, OperationContext, ReadBy, Recorder, Var,
+};
+use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use trireme_base::{Category, DType};
+use trireme_base::{Category, DType, Positions};
 
 /// Cosines and sines for every position of a rotary embedding, `[positions, head_dim / 2]` each.
 #[derive(Debug)]
@@ -49,8 +53,8 @@ impl RotaryTable {
         RotaryTable::new(device, positions, &self.frequencies)
     }
 
-    pub(crate) fn at(&self, first_position: usize) -> RotaryViews<'_> {
-        RotaryViews { cos: self.cos.view(), sin: self.sin.view(), first_position }
+    pub(crate) fn at(&self, positions: Positions) -> RotaryViews<'_> {
+        RotaryViews { cos: self.cos.view(), sin: self.sin.view(), positions }
     }
 }
 
@@ -91,7 +95,12 @@ impl KeyValueCache {
 /// Attention within sequences, as `[batch, seq_len, num_heads * head_dim]` in the tape's precision.
 ///
 /// Of rows of query heads, key heads and value heads (`[batch, seq_len, qkv_cols]`); or of queries (`[batch, seq_len, num_heads *
-/// head_dim]`) and, apart, rows of key heads and value heads (`[batch, num_keys, 2 * num_kv_heads * head_dim]`).
+/// head_dim]`) and, apart, rows of key heads and value heads (`[batch, num_keys, 2 * num_kv_heads * head_dim]`). Further inputs, in u32, may
+/// say how many keys of each sequence are not padding (`[batch]`), and for each query where its document begins (`[batch, seq_len]`): a
+/// causal query sees no key before.
+///
+/// Where ranks of the context axis have parts of the positions, they exchange them for heads first, or the keys and values of all pass by, or
+/// both. What says where documents begin is then about the positions of the heads.
 #[derive(Debug, Clone)]
 pub struct Attention {
     /// Query heads.
@@ -102,13 +111,44 @@ pub struct Attention {
     pub head_dim: usize,
     /// Which keys a query sees, and how scores become weights.
     pub rule: AttentionRule,
-    /// Whether there is one more input, `[batch]` in u32: how many keys of each sequence are not padding.
-    pub is_padded: bool,
-    /// Rotates queries and keys first. The table must cover every position. `None` if keys and values are a separate input.
-    pub rotary: Option<Arc<RotaryTable>>,
+    rotary: Option<Arc<RotaryTable>>,
+    exchanges: Exchanges,
+}
+
+/// What exchanges positions for heads, and back.
+#[derive(Debug, Clone)]
+struct Exchanges {
+    together: Arc<ExchangeHeads>,
+    queries: Arc<ExchangeHeads>,
+    keys_values: Arc<ExchangeHeads>,
+    output: Arc<ExchangeHeads>,
 }
 
 impl Attention {
+    /// Attention by this rule, with query heads and key-value heads, which divide them, of `head_dim` elements.
+    pub fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize, rule: AttentionRule) -> Self {
+        let exchange = |groups: &[usize], to_heads| {
+            Arc::new(ExchangeHeads { groups: groups.to_vec(), head_dim, to_heads })
+        };
+        let exchanges = Exchanges {
+            together: exchange(&[num_heads, num_kv_heads, num_kv_heads], true),
+            queries: exchange(&[num_heads], true),
+            keys_values: exchange(&[num_kv_heads, num_kv_heads], true),
+            output: exchange(&[num_heads], false),
+        };
+        Attention { num_heads, num_kv_heads, head_dim, rule, rotary: None, exchanges }
+    }
+
+    /// The same, which rotates queries and keys first, by a table that covers every position. Keys and values are no separate input then.
+    pub fn with_rotary(self, rotary: Option<Arc<RotaryTable>>) -> Self {
+        Attention { rotary, ..self }
+    }
+
+    /// What rotates queries and keys.
+    pub fn rotary(&self) -> Option<&Arc<RotaryTable>> {
+        self.rotary.as_ref()
+    }
+
     /// The sizes for queries, or queries with keys and values, of this shape, and for keys and values that lie apart.
     ///
     /// # Panics
@@ -122,34 +162,56 @@ impl Attention {
         AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, num_keys }
     }
 
-    /// Whether keys and values lie apart, of an operation with so many inputs.
-    fn is_apart(&self, num_inputs: usize) -> bool {
-        num_inputs > 1 + usize::from(self.is_padded)
+    /// The sizes of what this rank attends to.
+    fn shape_of(&self, cx: &OperationContext<'_>, views: &AttentionViews<'_>) -> AttentionShape {
+        let degree = cx.context_place().heads.degree;
+        let shape = self.shape(views.queries.shape(), views.keys_values.map(|view| view.shape()));
+        let (num_heads, num_kv_heads) = (shape.num_heads / degree, shape.num_kv_heads / degree);
+        AttentionShape { num_heads, num_kv_heads, ..shape }
     }
+}
+
+/// What an attention is given, by the types and shapes of its inputs.
+fn given<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionViews<'a> {
+    let mut views = AttentionViews::together(input(0));
+    for view in (1..num_inputs).map(input) {
+        let place = match (view.dtype(), view.shape().dims().len()) {
+            (DType::U32, 1) => &mut views.num_keys,
+            (DType::U32, _) => &mut views.document_starts,
+            _ => &mut views.keys_values,
+        };
+        assert!(place.replace(view).is_none(), "attention is given the same twice: {:?}", view.shape());
+    }
+    views
 }
 
 impl Operation for Attention {
     fn num_inputs(&self) -> RangeInclusive<usize> {
-        if self.is_padded { 2..=3 } else { 1..=2 }
+        1..=4
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let (last, is_apart) = (cx.num_inputs() - 1, self.is_apart(cx.num_inputs()));
-        let dtype = cx.input(0).dtype();
-        let shape = self.shape(cx.input(0).shape(), is_apart.then(|| cx.input(1).shape()));
+        let (num_inputs, dtype) = (cx.num_inputs(), cx.input(0).dtype());
+        let views = given(num_inputs, |index| cx.input(index));
+        let (shape, is_apart) = (self.shape_of(cx, &views), views.keys_values.is_some());
         let rotated = match &self.rotary {
             Some(_) if is_apart => panic!("queries and keys are rotated where they lie together"),
             Some(rotary) => rotate(cx, shape, rotary)?,
             None => None,
         };
-        let mut y = cx.empty([shape.batch, shape.seq_len, shape.output_cols()], dtype)?;
         let mut log_sums = cx.empty_to_save([shape.batch, shape.num_heads, shape.seq_len], DType::F32)?;
-        let inputs = AttentionViews {
-            queries: rotated.as_ref().map_or(cx.input(0), Tensor::view),
-            keys_values: is_apart.then(|| cx.input(1)),
-            num_keys: self.is_padded.then(|| cx.input(last)),
+        let views = given(num_inputs, |index| match (index, &rotated) {
+            (0, Some(rotated)) => rotated.view(),
+            _ => cx.input(index),
+        });
+        let y = match RingAttention::of(cx, shape, self.rule) {
+            Some(ring) => ring.forward(cx, views, &mut log_sums)?,
+            None => {
+                let mut y = cx.empty([shape.batch, shape.seq_len, shape.output_cols()], dtype)?;
+                cx.device().attention(views, (shape, self.rule), y.view_mut(), log_sums.view_mut())?;
+                y
+            }
         };
-        cx.device().attention(inputs, (shape, self.rule), y.view_mut(), log_sums.view_mut())?;
         cx.save(log_sums);
         if let Some(rotated) = rotated {
             cx.save(rotated);
@@ -159,25 +221,44 @@ impl Operation for Attention {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let (last, is_apart) = (cx.num_inputs() - 1, self.is_apart(cx.num_inputs()));
-        let inputs = AttentionViews {
-            queries: cx.saved(1).unwrap_or_else(|| cx.input(0)),
-            keys_values: is_apart.then(|| cx.input(1)),
-            num_keys: self.is_padded.then(|| cx.input(last)),
-        };
-        let AttentionViews { queries, keys_values, .. } = inputs;
-        let shape = self.shape(queries.shape(), keys_values.map(|view| view.shape()));
-        let mut d_queries = cx.empty(queries.shape(), queries.dtype())?;
-        let mut d_keys_values = keys_values.map(|view| cx.empty(view.shape(), view.dtype())).transpose()?;
+        let views = given(cx.num_inputs(), |index| match index {
+            0 => cx.saved(1).unwrap_or_else(|| cx.input(0)),
+            _ => cx.input(index),
+        });
+        let shape = self.shape_of(cx, &views);
         let log_sums = cx.saved(0).expect("forward has saved them");
-        let output = (cx.output(0), log_sums, cx.grad());
-        let grads = (d_queries.view_mut(), d_keys_values.as_mut().map(Tensor::view_mut));
-        cx.device().attention_backward(inputs, (shape, self.rule), output, grads)?;
+        let output = OutputViews { y: cx.output(0), log_sums, dy: cx.grad() };
+        let (mut d_queries, d_keys_values) = match RingAttention::of(cx, shape, self.rule) {
+            Some(ring) => ring.backward(cx, views, output)?,
+            None => {
+                let like = |view: View<'_>| cx.empty(view.shape(), view.dtype());
+                let mut d_queries = like(views.queries)?;
+                let mut d_keys_values = views.keys_values.map(like).transpose()?;
+                let grads = (d_queries.view_mut(), d_keys_values.as_mut().map(Tensor::view_mut));
+                cx.device().attention_backward(views, (shape, self.rule), output, grads)?;
+                (d_queries, d_keys_values)
+            }
+        };
         if let Some(rotary) = &self.rotary {
-            cx.device().rotary(d_queries.view_mut(), shape, rotary.at(cx.first_position()), true);
+            let positions = cx.positions_of_heads(shape.seq_len);
+            cx.device().rotary(d_queries.view_mut(), shape, rotary.at(positions), true);
         }
         cx.add_grad(0, d_queries)?;
         d_keys_values.map_or(Ok(()), |grad| cx.add_grad(1, grad))
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
+
+    fn head_exchange(&self, operand: Operand, num_float_inputs: usize) -> Option<Op> {
+        let Exchanges { together, queries, keys_values, output } = &self.exchanges;
+        Some(match (operand, num_float_inputs) {
+            (Operand::Output, _) => output.into(),
+            (Operand::Input(0), 1) => together.into(),
+            (Operand::Input(0), _) => queries.into(),
+            (Operand::Input(_), _) => keys_values.into(),
+        })
     }
 
     fn reads_output(&self, _: usize) -> ReadBy {
@@ -191,13 +272,13 @@ fn rotate(
     shape: AttentionShape,
     rotary: &RotaryTable,
 ) -> Result<Option<Tensor>, DeviceError> {
-    let (device, first) = (cx.device().clone(), cx.first_position());
+    let (device, positions) = (cx.device().clone(), cx.positions_of_heads(shape.seq_len));
     if let Some(qkv) = cx.input_mut(0) {
-        device.rotary(qkv, shape, rotary.at(first), false);
+        device.rotary(qkv, shape, rotary.at(positions), false);
         return Ok(None);
     }
     let mut rotated = cx.copy_input(0)?;
-    device.rotary(rotated.view_mut(), shape, rotary.at(first), false);
+    device.rotary(rotated.view_mut(), shape, rotary.at(positions), false);
     Ok(Some(rotated))
 }
 
@@ -220,7 +301,8 @@ impl Recorder<'_> {
         let sharding = tape.values[qkv.0].sharding;
         let mut qkv = tape.take_value(qkv.id());
         if let Some(rotary) = &attention.rotary {
-            tape.device.rotary(qkv.view_mut(), shape, rotary.at(cache.len), false);
+            let positions = Positions::run(cache.len, shape.seq_len);
+            tape.device.rotary(qkv.view_mut(), shape, rotary.at(positions), false);
         }
         let mut y = tape.device.activation([shape.batch, shape.seq_len, shape.output_cols()])?;
         let mut log_sums = tape.device.activation([shape.batch, shape.num_heads, shape.seq_len])?;

@@ -54,4 +54,8 @@ impl Operation for Concat {
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::NEITHER
     }
+
+    fn takes_positions(&self) -> bool {
+        self.dim != 1
+    }
 }

@@ -51,4 +51,8 @@ impl Operation for CrossEntropy {
         cx.add_grad(0, grad)?;
         add_losses(cx, &statistics)
     }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
 }

@@ -11,7 +11,7 @@ use trireme_base::{AxisPlace, RandomKey};
 /// `x` as it is.
 ///
 /// Whether an element stays is a function of seed, name, step, sample and place within the sample, also where ranks of the tensor axis have
-/// parts of `x`. Backward computes it again.
+/// parts of `x`, or ranks of the context axis parts of the positions. Backward computes it again.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     name: String,
@@ -42,8 +42,32 @@ impl Dropout {
         };
         let len = here * degree;
         assert!(len.is_multiple_of(num_samples), "{len} elements of {num_samples} samples");
-        let first = first_sample.wrapping_mul((len / num_samples) as u64).wrapping_add(start as u64);
-        cx.device().dropout(x.view_mut(), key, WordRows { first, len: cols, stride }, self.rate);
+        if cx.context().is_none() {
+            let first = first_sample.wrapping_mul((len / num_samples) as u64).wrapping_add(start as u64);
+            cx.device().dropout(x.view_mut(), key, WordRows { first, len: cols, stride }, self.rate);
+            return;
+        }
+        // Of the values of all tensor ranks: elements of a position, and positions of a sample that are here.
+        let position_len: usize = x.shape().dims()[2..].iter().product::<usize>() * stride / cols;
+        let at = cx.positions(len / num_samples / position_len);
+        let sample_len = at.len() * cx.context_place().degree() * position_len;
+        let (row_start, col_start) = if sharding == Sharding::Rows { (start, 0) } else { (0, start) };
+        for (sample, (index, run)) in
+            (0..num_samples).flat_map(|sample| at.runs().map(move |run| (sample, run)))
+        {
+            // What this rank has of the run, among the elements of all positions that are here.
+            let run_start = (sample * at.len() + index) * position_len;
+            let begin = run_start.max(row_start);
+            let end = (run_start + run.len() * position_len).min(row_start + here * stride / cols);
+            if begin >= end {
+                continue;
+            }
+            let first = first_sample.wrapping_add(sample as u64).wrapping_mul(sample_len as u64);
+            let first = first.wrapping_add((run.start * position_len + begin - run_start + col_start) as u64);
+            let [from, len] = [begin - row_start, end - begin].map(|elements| elements / stride * cols);
+            let part = x.view_mut().into_part(from, [len / cols, cols].into());
+            cx.device().dropout(part, key, WordRows { first, len: cols, stride }, self.rate);
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use crate::tensor::Tensor;
 use trireme_base::DType;
 
 /// Rows of a table by token id, plus rows of a second table by position: of ids (`[batch, seq_len]`, u32), as `[batch, seq_len, cols]`,
-/// f32. Positions begin at the tape's first position.
+/// f32. Positions are those that this rank of the context axis has, or begin at the tape's first position.
 ///
 /// Ranks of the tensor axis may have parts of the table's rows; then each looks up its own, and they add up what they find.
 #[derive(Debug, Clone, Copy)]
@@ -41,14 +41,14 @@ impl Embedding {
         let positions = cx.parameter_in_f32(positions)?;
         let first_row = if cx.output_sharding() == Sharding::Rows { y.shape().rows() } else { 0 };
         let first_row = first_row * cx.axis().map_or(0, |axis| axis.place().rank);
-        let first_position = cx.first_position();
+        let at = cx.positions(seq_len);
         let mut sum = cx.empty(y.shape(), DType::F32)?;
         device.for_each_row(
             [y.view(), positions.view()],
             sum.view_mut(),
             1,
             move |[y, positions], row, sum| {
-                let position = first_position + (first_row + row) % seq_len;
+                let position = at.at((first_row + row) % seq_len);
                 let (y, positions) = (&y[row * cols..], &positions[position * cols..]);
                 sum.iter_mut()
                     .zip(y.iter().zip(positions))
@@ -70,8 +70,8 @@ impl Operation for Embedding {
         let (batch, seq_len) = (ids.shape().rows(), ids.shape().cols());
         let mut y = cx.empty([batch, seq_len, self.tokens.shape.cols()], DType::F32)?;
         let tables = (cx.parameter(&self.tokens), self.positions.map(|positions| cx.parameter(&positions)));
-        let first = (seq_len, cx.first_position());
-        cx.device().embedding(cx.precision(), ids, tables.0, tables.1, first, y.view_mut());
+        let at = cx.positions(seq_len);
+        cx.device().embedding(cx.precision(), ids, tables.0, tables.1, at, y.view_mut());
         cx.output(y);
         Ok(())
     }
@@ -92,9 +92,9 @@ impl Operation for Embedding {
             cx.device().embedding_bag_backward(bags, dy.view(), out)
         })?;
         if let Some(positions) = &self.positions {
-            let seq_len = cx.input(0).shape().cols();
+            let at = cx.positions(cx.input(0).shape().cols());
             add_to_grad(cx.device(), sink, positions, |out| {
-                cx.device().position_backward(dy.view(), seq_len, out)
+                cx.device().position_backward(dy.view(), at, out)
             })?;
         }
         Ok(())
@@ -106,6 +106,10 @@ impl Operation for Embedding {
 
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::WEIGHT_HALF
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
     }
 
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {

@@ -67,4 +67,8 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         cx.device().zip((cx.input(0), cx.input(1)), grad.view_mut(), L::OPERATIONS + 1, derivative);
         cx.add_grad(0, grad)
     }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
 }

@@ -51,4 +51,8 @@ impl Operation for Reshape {
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::NEITHER
     }
+
+    fn takes_positions(&self) -> bool {
+        self.0.starts_with(&[NewDim::Same; 2])
+    }
 }

@@ -39,4 +39,8 @@ impl Operation for Slice {
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::NEITHER
     }
+
+    fn takes_positions(&self) -> bool {
+        self.dim != 1
+    }
 }

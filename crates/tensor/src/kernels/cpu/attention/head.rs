@@ -48,7 +48,7 @@ impl<'a, T: Element> Scratch<'a, T> {
 
 for_each_simd_level! {
     /// Turns raw scores of a block, rows of `num_keys`, into `weights`, and brings `rows` up to date.
-    fn soften<T: Element>(scores: &mut [f32], pair: BlockPair, scale: f32, rows: &mut [SoftRow], weights: &mut [T]) {
+    fn soften<T: Element>(scores: &mut [f32], pair: BlockPair<'_>, scale: f32, rows: &mut [SoftRow], weights: &mut [T]) {
         // In two passes, so that a row does not wait for what follows from the row before.
         for (index, (row, scores)) in rows.iter_mut().zip(scores.chunks_exact_mut(pair.num_keys)).enumerate() {
             let seen = pair.pad_visible(index, scores);
@@ -88,8 +88,8 @@ for_each_simd_level! {
 
     /// From scores of a block, raw or capped, and the gradient of the weights, both rows of `num_keys`: `weights`, and the gradient
     /// of the raw scores.
-    fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
-        let AttentionRule { scale, soft_cap, .. } = pair.keys.rule;
+    fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair<'_>, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
+        let AttentionRule { scale, soft_cap, .. } = pair.keys.scope.rule;
         let raw = scores.chunks_exact(pair.num_keys).zip(d_weights.chunks_exact(pair.num_keys));
         let out = weights.chunks_exact_mut(pair.num_keys).zip(d_scores.chunks_exact_mut(pair.num_keys));
         for (index, ((row, (scores, d_weights)), (weights, d_scores))) in rows.iter().zip(raw).zip(out).enumerate() {
@@ -139,7 +139,7 @@ struct SavedRow {
 /// Queries of one head and sequence.
 pub(super) struct Head<'a> {
     pub(super) queries: Matrix<'a>,
-    pub(super) keys: KeyView,
+    pub(super) keys: KeyView<'a>,
     /// The first key of the factors: a multiple of [`KEY_BLOCK`].
     pub(super) first_packed: usize,
     pub(super) head_dim: usize,
@@ -147,15 +147,15 @@ pub(super) struct Head<'a> {
 
 /// A block of queries against a block of keys.
 #[derive(Clone, Copy)]
-struct BlockPair {
+struct BlockPair<'a> {
     first_query: usize,
     num_queries: usize,
     first_key: usize,
     num_keys: usize,
-    keys: KeyView,
+    keys: KeyView<'a>,
 }
 
-impl BlockPair {
+impl BlockPair<'_> {
     /// The keys of the pair that its query `row` sees.
     fn visible(self, row: usize) -> Range<usize> {
         let seen = self.keys.of_query(self.first_query + row);
@@ -186,7 +186,7 @@ impl BlockPair {
 
 impl Head<'_> {
     /// Blocks of keys that queries `first..first + num_queries` see.
-    fn key_blocks(&self, first_query: usize, num_queries: usize) -> impl Iterator<Item = BlockPair> {
+    fn key_blocks(&self, first_query: usize, num_queries: usize) -> impl Iterator<Item = BlockPair<'_>> {
         let (keys, seen) = (self.keys, self.keys.of_queries(first_query..first_query + num_queries));
         (seen.start / KEY_BLOCK..seen.end.div_ceil(KEY_BLOCK)).map(move |block| {
             let first_key = block * KEY_BLOCK;
@@ -197,32 +197,39 @@ impl Head<'_> {
 
     /// What scores are still multiplied by after [`cap`](Head::cap).
     fn scale(&self) -> f32 {
-        let AttentionRule { scale, soft_cap, .. } = self.keys.rule;
+        let AttentionRule { scale, soft_cap, .. } = self.keys.scope.rule;
         if soft_cap.is_some() { 1.0 } else { scale }
     }
 
     /// Caps raw scores, if the rule caps them.
     fn cap(&self, cpu: &Cpu, scores: &mut [f32]) {
-        let AttentionRule { scale, soft_cap, .. } = self.keys.rule;
+        let AttentionRule { scale, soft_cap, .. } = self.keys.scope.rule;
         if let Some(cap) = soft_cap {
             cap_scores(cpu.features, scores, scale, cap);
         }
     }
 
-    /// Output rows of one block of queries (`log_sums.len() x head_dim`), and the logarithm of each row's sum of exponentials.
+    /// Output rows of one block of queries (`log_sums.len() x head_dim`), and the logarithm of each row's sum of exponentials. If the rows
+    /// are `carried`, `out` and `log_sums` hold those for other keys, and become those for all.
     pub(super) fn forward<T: Element>(
         &self,
         cpu: &Cpu,
         first_query: usize,
         factors: ForwardFactors<'_>,
         scratch: &mut Scratch<'_, T>,
-        out: &mut [f32],
-        log_sums: &mut [f32],
+        (out, log_sums, is_carried): (&mut [f32], &mut [f32], bool),
     ) {
         let num_queries = log_sums.len();
         let mut rows = [SoftRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
-        let mut is_first = true;
+        if is_carried {
+            // As if there was one key with this weight, whose value is the output.
+            for (row, &log_sum) in rows.iter_mut().zip(&*log_sums) {
+                row.max = log_sum / self.scale();
+                row.sum = if log_sum > f32::NEG_INFINITY { 1.0 } else { 0.0 };
+            }
+        }
+        let mut is_first = !is_carried;
         for pair in self.key_blocks(first_query, num_queries) {
             let len = num_queries * pair.num_keys;
             let (scores, weights) = (&mut scratch.scores[..len], &mut scratch.weights[..len]);
@@ -249,14 +256,14 @@ impl Head<'_> {
     }
 
     /// Raw scores of a pair, rows of `num_keys`.
-    fn scores(&self, pair: BlockPair, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
+    fn scores(&self, pair: BlockPair<'_>, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
         let size = Product { rows: pair.num_queries, cols: pair.num_keys, inner: self.head_dim };
         let queries = LeftFactor::InMemory(self.queries.from(pair.first_query, 0));
         let keys = keys_transposed.from(pair.first_key - self.first_packed);
         Tile::whole(scores, size).multiply(queries, keys, false);
     }
 
-    /// Adds one block of queries' share to the gradients of keys and values, and writes its own.
+    /// Adds one block of queries' share to the gradients of keys and values, and writes its own; or adds to that, if it is `carried`.
     pub(super) fn backward<T: Element>(
         &self,
         cpu: &Cpu,
@@ -264,7 +271,7 @@ impl Head<'_> {
         factors: BackwardFactors<'_>,
         scratch: &mut Scratch<'_, T>,
         output: OutputRows<'_, T>,
-        grads: &mut HeadGrads<'_>,
+        (grads, is_carried): (&mut HeadGrads<'_>, bool),
     ) {
         let (num_queries, dim) = (output.log_sums.len(), self.head_dim);
         let micro = Micro::new(cpu.features, T::PRECISION);
@@ -280,7 +287,7 @@ impl Head<'_> {
         let queries = self.queries.from(first_query, 0);
         let queries = RightPanels::pack(micro, (num_queries, dim), queries, query_words);
         let dy_panels = RightPanels::pack(micro, (num_queries, dim), dy, dy_words);
-        let mut is_first = true;
+        let mut is_first = !is_carried;
         for pair in self.key_blocks(first_query, num_queries) {
             let BlockPair { first_key, num_keys, .. } = pair;
             let len = num_queries * num_keys;

@@ -9,6 +9,7 @@ mod head;
 mod rule;
 
 pub use rule::AttentionRule;
+pub(crate) use rule::AttentionScope;
 
 use super::element::Element;
 use super::matmul::{Matrix, Micro};
@@ -17,6 +18,7 @@ use super::{Cpu, SharedSlice};
 use factors::KeysValues;
 use head::{Head, HeadGrads, KEY_BLOCK, OutputRows, QUERY_BLOCK, Scratch};
 use rule::KeyView;
+use trireme_base::Positions;
 
 /// Queries of a task of forward, which share packed keys and values.
 const TASK_QUERIES: usize = 4 * QUERY_BLOCK;
@@ -81,8 +83,72 @@ pub(crate) struct AttentionInputs<'a, T> {
     pub(crate) queries: &'a [T],
     /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
     pub(crate) keys_values: Option<&'a [T]>,
-    /// Of each sequence, how many of its keys are not padding; `None` if none is.
+    /// Of each sequence, the position from which on its keys are padding; `None` if none is.
     pub(crate) num_keys: Option<&'a [u32]>,
+    /// Of each query, the position at which its document begins: it sees no key before; `None` if that of the sequence is one.
+    pub(crate) document_starts: Option<&'a [u32]>,
+}
+
+/// Where rows of results go.
+pub(crate) enum Results<'a, T> {
+    /// To elements, rounded.
+    Elements(&'a mut [T]),
+    /// To what is there for other keys, in f32.
+    Sums(&'a mut [f32]),
+}
+
+impl<T: Element> Results<'_, T> {
+    fn len(&self) -> usize {
+        match self {
+            Results::Elements(elements) => elements.len(),
+            Results::Sums(sums) => sums.len(),
+        }
+    }
+}
+
+/// Rows of results that tasks write, `stride` elements apart.
+enum ResultRows<'a, T> {
+    Elements(SharedSlice<'a, T>),
+    Sums(SharedSlice<'a, f32>),
+}
+
+impl<'a, T: Element> ResultRows<'a, T> {
+    fn new(results: Results<'a, T>) -> Self {
+        match results {
+            Results::Elements(elements) => ResultRows::Elements(SharedSlice::new(elements)),
+            Results::Sums(sums) => ResultRows::Sums(SharedSlice::new(sums)),
+        }
+    }
+
+    /// Copies to `rows` of `dim` elements what is there of other keys. Returns whether anything is.
+    ///
+    /// # Safety
+    /// No one else reaches these rows.
+    unsafe fn load(&self, rows: &mut [f32], (start, stride): (usize, usize), dim: usize) -> bool {
+        let ResultRows::Sums(sums) = self else { return false };
+        for (row, to) in rows.chunks_exact_mut(dim).enumerate() {
+            // SAFETY: the caller has the row.
+            to.copy_from_slice(unsafe { sums.range(start + row * stride, dim) });
+        }
+        true
+    }
+
+    /// Rounds rows of `dim` elements, or writes them over what [`load`](ResultRows::load) has found.
+    ///
+    /// # Safety
+    /// No one else reaches these rows.
+    unsafe fn store(&self, cpu: &Cpu, rows: &[f32], (start, stride): (usize, usize), dim: usize) {
+        for (row, from) in rows.chunks_exact(dim).enumerate() {
+            let start = start + row * stride;
+            // SAFETY: the caller has the row.
+            unsafe {
+                match self {
+                    ResultRows::Elements(out) => round_row(cpu.features, from, out.range(start, dim)),
+                    ResultRows::Sums(out) => out.range(start, dim).copy_from_slice(from),
+                }
+            }
+        }
+    }
 }
 
 /// Where rows of heads lie.
@@ -114,7 +180,8 @@ impl Layout {
 }
 
 impl<'a, T: Element> AttentionInputs<'a, T> {
-    fn layout(&self, shape: AttentionShape) -> Layout {
+    fn layout(&self, shape: AttentionShape, scope: &AttentionScope) -> Layout {
+        assert_eq!((scope.queries.len(), scope.keys.len()), (shape.seq_len, shape.num_keys), "{scope:?}");
         let layout = Layout::new(shape, self.keys_values.is_some());
         let keys_values = self.keys_values.unwrap_or(self.queries);
         assert_eq!(self.queries.len(), shape.rows() * layout.query_cols, "rows of queries");
@@ -128,10 +195,11 @@ impl<'a, T: Element> AttentionInputs<'a, T> {
         [queries, Matrix::row_major(T::floats(keys_values), layout.key_value_cols, false)]
     }
 
-    /// Keys of a sequence that are not padding.
-    fn num_keys(&self, shape: AttentionShape, sequence: usize) -> usize {
-        let given = self.num_keys.map_or(shape.num_keys, |num_keys| num_keys[sequence] as usize);
-        given.min(shape.num_keys)
+    /// The keys of a sequence.
+    fn view(&self, shape: AttentionShape, scope: AttentionScope, sequence: usize) -> KeyView<'a> {
+        let end = self.num_keys.map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
+        let of_sequence = |starts: &'a [u32]| &starts[sequence * shape.seq_len..][..shape.seq_len];
+        KeyView { scope, end, document_starts: self.document_starts.map(of_sequence) }
     }
 }
 
@@ -142,8 +210,8 @@ pub(crate) struct Rotary<'a> {
     pub(crate) cos: &'a [f32],
     /// Sines.
     pub(crate) sin: &'a [f32],
-    /// Position of the first row of each sequence.
-    pub(crate) first_position: usize,
+    /// Positions of the rows of each sequence.
+    pub(crate) positions: Positions,
 }
 
 /// Keys and values of earlier positions, `batch x capacity x kv_cols` each.
@@ -195,7 +263,7 @@ impl Cpu {
         let qkv = SharedSlice::new(qkv);
         self.for_row_blocks(shape.rows(), cols, |first, num_rows| {
             for row in first..first + num_rows {
-                let start = (rotary.first_position + row % shape.seq_len) * half;
+                let start = rotary.positions.at(row % shape.seq_len) * half;
                 let (cos, sin) = (&rotary.cos[start..start + half], &rotary.sin[start..start + half]);
                 // SAFETY: rows do not overlap.
                 let row = unsafe { qkv.range(row * cols, rotated) };
@@ -226,19 +294,20 @@ impl Cpu {
     }
 
     /// Attention within each sequence: `y` has [`AttentionShape::output_cols`] a row, `log_sums` one value
-    /// a head and row (`batch x num_heads x seq_len`).
+    /// a head and row (`batch x num_heads x seq_len`). If `y` are sums, they and `log_sums` hold the results for other keys (zeros and
+    /// negative infinity if there were none).
     pub(crate) fn attention<T: Element>(
         &self,
         inputs: AttentionInputs<'_, T>,
-        (shape, rule): (AttentionShape, AttentionRule),
-        y: &mut [T],
+        (shape, scope): (AttentionShape, AttentionScope),
+        y: Results<'_, T>,
         log_sums: &mut [f32],
         scratch: &mut [f32],
     ) {
-        let layout = inputs.layout(shape);
+        let layout = inputs.layout(shape, &scope);
         assert_eq!(log_sums.len(), shape.rows() * shape.num_heads);
         let [queries, keys_values] = inputs.matrices(layout);
-        let view = |sequence| KeyView { rule, num_earlier: 0, num_keys: inputs.num_keys(shape, sequence) };
+        let view = |sequence| inputs.view(shape, scope, sequence);
         self.attend((shape, 0), &view, y, log_sums, scratch, &|sequence, head| {
             let first_key = sequence * shape.num_keys;
             let key_value = layout.key_value(shape, head / shape.heads_per_kv_head());
@@ -270,7 +339,9 @@ impl Cpu {
         let keys = Matrix::row_major(f32::floats(cache.keys), kv_cols, false);
         let values = Matrix::row_major(f32::floats(cache.values), kv_cols, false);
         let num_earlier = cache.len;
-        let view = |_| KeyView { rule, num_earlier, num_keys: num_earlier + shape.seq_len };
+        let scope = AttentionScope::after(num_earlier, shape, rule);
+        let view = |_| KeyView { scope, end: usize::MAX, document_starts: None };
+        let y = Results::Elements(y);
         self.attend((shape, num_earlier), &view, y, log_sums, scratch, &|sequence, head| {
             let kv_col = head / shape.heads_per_kv_head() * shape.head_dim;
             let queries = queries.from(sequence * shape.seq_len, head * shape.head_dim);
@@ -282,8 +353,8 @@ impl Cpu {
     fn attend<'a, T: Element>(
         &self,
         (shape, num_earlier): (AttentionShape, usize),
-        view_of: &(dyn Fn(usize) -> KeyView + Sync),
-        y: &mut [T],
+        view_of: &(dyn Fn(usize) -> KeyView<'a> + Sync),
+        y: Results<'_, T>,
         log_sums: &mut [f32],
         scratch: &mut [f32],
         parts_of: &(dyn Fn(usize, usize) -> [Matrix<'a>; 3] + Sync),
@@ -292,7 +363,7 @@ impl Cpu {
         let (micro, out_cols) = (Micro::new(self.features, T::PRECISION), shape.output_cols());
         let scratch_len = self.scratch_len::<T>(shape, num_earlier, false);
         let (y, log_sums, scratch) =
-            (SharedSlice::new(y), SharedSlice::new(log_sums), SharedSlice::new(scratch));
+            (ResultRows::new(y), SharedSlice::new(log_sums), SharedSlice::new(scratch));
         let parts = seq_len.div_ceil(TASK_QUERIES);
         self.threads.run_on_threads(shape.batch * num_heads * parts, &|thread, task| {
             let (sequence_head, first) = (task / parts, task % parts * TASK_QUERIES);
@@ -319,48 +390,33 @@ impl Cpu {
                 // SAFETY: this task alone has these rows of this head.
                 unsafe {
                     let log_sums = log_sums.range(sequence_head * seq_len + first, num_queries);
-                    parts.forward(self, first, factors, &mut blocks, sums, log_sums);
-                    self.put_rows(sums, &y, (start, out_cols), head_dim);
+                    let is_carried = y.load(sums, (start, out_cols), head_dim);
+                    parts.forward(self, first, factors, &mut blocks, (sums, log_sums, is_carried));
+                    y.store(self, sums, (start, out_cols), head_dim);
                 }
             }
         });
     }
 
-    /// Rounds rows of `dim` sums to rows of `out` that begin at `start` and are `stride` apart.
-    ///
-    /// # Safety
-    /// No one else reaches these rows.
-    unsafe fn put_rows<T: Element>(
-        &self,
-        sums: &[f32],
-        out: &SharedSlice<'_, T>,
-        (start, stride): (usize, usize),
-        dim: usize,
-    ) {
-        for (row, sums) in sums.chunks_exact(dim).enumerate() {
-            // SAFETY: the caller has the row.
-            round_row(self.features, sums, unsafe { out.range(start + row * stride, dim) });
-        }
-    }
-
     /// Gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if these lie apart; else `d_keys_values` is
-    /// `None`, and the gradient of all goes to `d_queries`.
+    /// `None`, and the gradient of all goes to `d_queries`. Gradients that are sums are added to what is there. `y` and `log_sums` are those
+    /// for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,
         inputs: AttentionInputs<'_, T>,
-        (shape, rule): (AttentionShape, AttentionRule),
+        (shape, scope): (AttentionShape, AttentionScope),
         (y, log_sums, dy): (&[T], &[f32], &[T]),
-        (d_queries, d_keys_values): (&mut [T], Option<&mut [T]>),
+        (d_queries, d_keys_values): (Results<'_, T>, Option<Results<'_, T>>),
         scratch: &mut [f32],
     ) {
         let (out_cols, seq_len, num_keys, dim) =
             (shape.output_cols(), shape.seq_len, shape.num_keys, shape.head_dim);
-        let layout = inputs.layout(shape);
+        let layout = inputs.layout(shape, &scope);
         assert!(inputs.queries.len() == d_queries.len() && y.len() == dy.len());
-        assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(|grad| grad.len()));
+        assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(Results::len));
         assert_eq!(y.len(), shape.rows() * out_cols);
         let [query_rows, key_value_rows] = inputs.matrices(layout);
-        let (d_queries, d_keys_values) = (SharedSlice::new(d_queries), d_keys_values.map(SharedSlice::new));
+        let (d_queries, d_keys_values) = (ResultRows::new(d_queries), d_keys_values.map(ResultRows::new));
         let d_keys_values = d_keys_values.as_ref().unwrap_or(&d_queries);
         let scratch = SharedSlice::new(scratch);
         let scratch_len = self.scratch_len::<T>(shape, 0, true);
@@ -378,11 +434,17 @@ impl Cpu {
             let keys_values = KeysValues { keys, values, num_keys, head_dim: dim };
             let factors = keys_values.backward_factors(micro, bytemuck::cast_slice_mut(words));
             let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
-            keys_values.fill(0.0);
             let (keys, values) = keys_values.split_at_mut(num_keys * dim);
+            let place_of = |col: usize| (first_key * layout.key_value_cols + col, layout.key_value_cols);
+            for (sums, col) in [&mut *keys, &mut *values].into_iter().zip(key_value) {
+                // SAFETY: this task alone has the columns of this key-value head in this sequence.
+                if !unsafe { d_keys_values.load(sums, place_of(col), dim) } {
+                    sums.fill(0.0);
+                }
+            }
             let mut grads = HeadGrads { queries, keys, values };
             let per_kv_head = shape.heads_per_kv_head();
-            let view = KeyView { rule, num_earlier: 0, num_keys: inputs.num_keys(shape, sequence) };
+            let view = inputs.view(shape, scope, sequence);
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
                 let queries = query_rows.from(first, head * dim);
                 let parts = Head { queries, keys: view, first_packed: 0, head_dim: dim };
@@ -396,16 +458,18 @@ impl Cpu {
                         cols: out_cols,
                         log_sums: &log_sums[saved..saved + num_queries],
                     };
-                    parts.backward(self, query, factors, &mut blocks, output, &mut grads);
                     let place = ((first + query) * layout.query_cols + head * dim, layout.query_cols);
                     // SAFETY: this task alone has the query heads of its key-value head in this sequence.
-                    unsafe { self.put_rows(&grads.queries[..num_queries * dim], &d_queries, place, dim) };
+                    unsafe {
+                        let is_carried = d_queries.load(&mut grads.queries[..num_queries * dim], place, dim);
+                        parts.backward(self, query, factors, &mut blocks, output, (&mut grads, is_carried));
+                        d_queries.store(self, &grads.queries[..num_queries * dim], place, dim);
+                    }
                 }
             }
-            let cols = layout.key_value_cols;
             for (sums, col) in [&*grads.keys, &*grads.values].into_iter().zip(key_value) {
-                // SAFETY: this task alone has the columns of this key-value head in this sequence.
-                unsafe { self.put_rows(sums, d_keys_values, (first_key * cols + col, cols), dim) };
+                // SAFETY: as above.
+                unsafe { d_keys_values.store(self, sums, place_of(col), dim) };
             }
         });
     }

@@ -1,3 +1,4 @@
+mod blocks;
 mod reference;
 
 use super::*;
@@ -9,7 +10,7 @@ use crate::kernels::cpu::test_support::{
 };
 use proptest::prelude::*;
 use reference::{Facts, Reference};
-use trireme_base::{Bf16, F16};
+use trireme_base::{AxisPlace, Bf16, F16};
 
 const fn shape(
     batch: usize,
@@ -39,6 +40,7 @@ struct Inputs<T> {
     shape: AttentionShape,
     rule: AttentionRule,
     num_keys: Option<Vec<u32>>,
+    document_starts: Option<Vec<u32>>,
     qkv: Vec<T>,
     dy: Vec<T>,
 }
@@ -47,7 +49,8 @@ impl<T: Element> Inputs<T> {
     fn new(shape: AttentionShape) -> Self {
         let qkv = narrow(&random(shape.rows() * shape.qkv_cols(), "qkv"));
         let dy = narrow(&random(shape.rows() * shape.output_cols(), "dy"));
-        Inputs { shape, rule: AttentionRule::causal(shape.head_dim), num_keys: None, qkv, dy }
+        let rule = AttentionRule::causal(shape.head_dim);
+        Inputs { shape, rule, num_keys: None, document_starts: None, qkv, dy }
     }
 
     fn exact(&self) -> Reference {
@@ -55,40 +58,46 @@ impl<T: Element> Inputs<T> {
     }
 
     fn facts(&self) -> Facts {
-        Facts { shape: self.shape, rule: self.rule, num_keys: self.num_keys.clone() }
+        let (num_keys, document_starts) = (self.num_keys.clone(), self.document_starts.clone());
+        Facts { shape: self.shape, rule: self.rule, num_keys, document_starts }
+    }
+
+    fn views<'a>(&'a self, queries: &'a [T], keys_values: Option<&'a [T]>) -> AttentionInputs<'a, T> {
+        let (num_keys, document_starts) = (self.num_keys.as_deref(), self.document_starts.as_deref());
+        AttentionInputs { queries, keys_values, num_keys, document_starts }
     }
 
     /// The output, its logarithms of sums, and the gradient.
     fn run_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
-        let Inputs { shape, rule, num_keys, qkv, dy } = self;
-        let inputs = AttentionInputs { queries: qkv, keys_values: None, num_keys: num_keys.as_deref() };
-        let of = (*shape, *rule);
+        let Inputs { shape, qkv, dy, .. } = self;
+        let inputs = self.views(qkv, None);
+        let of = (*shape, AttentionScope::whole(*shape, self.rule));
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, false)];
-        cpu.attention(inputs, of, &mut y, &mut log_sums, &mut scratch);
+        cpu.attention(inputs, of, Results::Elements(&mut y), &mut log_sums, &mut scratch);
         let mut d_qkv = narrow::<T>(&vec![f32::NAN; qkv.len()]);
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        cpu.attention_backward(inputs, of, (&y, &log_sums, dy), (&mut d_qkv, None), &mut scratch);
+        let grads = (Results::Elements(&mut d_qkv), None);
+        cpu.attention_backward(inputs, of, (&y, &log_sums, dy), grads, &mut scratch);
         [widen(&y), log_sums, widen(&d_qkv)]
     }
 
     /// The same, with rows of keys and values apart from those of queries.
     fn run_apart_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
-        let Inputs { shape, rule, num_keys, qkv, dy } = self;
+        let Inputs { shape, qkv, dy, .. } = self;
         let rows = || qkv.chunks_exact(shape.qkv_cols());
         let queries: Vec<T> = rows().flat_map(|row| &row[..shape.output_cols()]).copied().collect();
         let keys_values: Vec<T> = rows().flat_map(|row| &row[shape.output_cols()..]).copied().collect();
-        let num_keys = num_keys.as_deref();
-        let inputs = AttentionInputs { queries: &queries, keys_values: Some(&keys_values), num_keys };
-        let of = (*shape, *rule);
+        let inputs = self.views(&queries, Some(&keys_values));
+        let of = (*shape, AttentionScope::whole(*shape, self.rule));
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        cpu.attention(inputs, of, &mut y, &mut log_sums, &mut scratch);
+        cpu.attention(inputs, of, Results::Elements(&mut y), &mut log_sums, &mut scratch);
         let [mut d_queries, mut d_keys_values] =
             [&queries, &keys_values].map(|x| narrow::<T>(&vec![f32::NAN; x.len()]));
-        let grads = (&mut d_queries[..], Some(&mut d_keys_values[..]));
+        let grads = (Results::Elements(&mut d_queries), Some(Results::Elements(&mut d_keys_values)));
         cpu.attention_backward(inputs, of, (&y, &log_sums, dy), grads, &mut scratch);
         let (queries, keys_values) = (widen(&d_queries), widen(&d_keys_values));
         let kv_cols = 2 * shape.kv_cols();
@@ -107,9 +116,13 @@ fn check<T: Element>(shape: AttentionShape) {
 }
 
 fn check_inputs<T: Element>(inputs: &Inputs<T>) {
+    check_results(inputs, inputs.run());
+}
+
+fn check_results<T: Element>(inputs: &Inputs<T>, found: Vec<(CpuFeatures, [Vec<f32>; 3])>) {
     let (exact, shape) = (inputs.exact(), inputs.shape);
     let num_terms = shape.seq_len * shape.heads_per_kv_head() + shape.head_dim;
-    for (features, [y, log_sums, d_qkv]) in inputs.run() {
+    for (features, [y, log_sums, d_qkv]) in found {
         assert_close::<T>(&(features, "output", shape), &y, exact.y.iter().copied(), num_terms);
         assert_close::<f32>(&(features, "sums", shape), &log_sums, exact.log_sums.iter().copied(), num_terms);
         assert_close::<T>(&(features, "gradient", shape), &d_qkv, exact.d_qkv.iter().copied(), num_terms);
@@ -149,6 +162,20 @@ fn every_rule_matches_f64_with_padding_and_without() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn queries_see_their_document_alone() {
+    for dtype in DTYPES {
+        with_element!(dtype => |T| {
+            let mut inputs = Inputs::<T>::new(shape(2, 70, 2, 1, 5));
+            // Documents of 3, 1, 40 and 26 positions, and one of all.
+            let starts = [(0, 3), (3, 1), (4, 40), (44, 26), (0, 70)];
+            let starts = starts.iter().flat_map(|&(start, len)| std::iter::repeat_n(start, len));
+            inputs.document_starts = Some(starts.collect());
+            check_inputs(&inputs);
+        });
     }
 }
 
@@ -195,7 +222,7 @@ fn the_gradient_is_linear_to_the_last_bit() {
     fn check<T: Element>(shape: AttentionShape, factor: f32) {
         let small = Inputs::<T>::new(shape);
         let dy = small.dy.iter().map(|dy| T::from_f32(dy.to_f32() * factor)).collect();
-        let large = Inputs { dy, qkv: small.qkv.clone(), num_keys: None, ..small };
+        let large = Inputs { dy, qkv: small.qkv.clone(), ..Inputs::new(shape) };
         for ((features, [_, _, small]), (_, [_, _, large])) in small.run().into_iter().zip(large.run()) {
             let scaled: Vec<f32> = small.iter().map(|x| x * factor).collect();
             assert_eq!(scaled, large, "{features}");
@@ -333,7 +360,7 @@ fn what_is_not_finite_stays_in_its_sequence_and_group_of_heads() {
         for kind in [Kind::Query, Kind::Key, Kind::Value, Kind::Output] {
             let culprit = Place { kind, ..base };
             let (qkv, dy) = (inputs.qkv.clone(), inputs.dy.clone());
-            let mut spoilt = Inputs { qkv, dy, num_keys: None, ..inputs };
+            let mut spoilt = Inputs { qkv, dy, ..Inputs::new(shape) };
             match kind {
                 Kind::Output => spoilt.dy[culprit.in_output(shape)] = T::from_f32(value),
                 _ => spoilt.qkv[culprit.in_qkv(shape)] = T::from_f32(value),
@@ -439,7 +466,7 @@ fn rotations_match_f64_and_are_undone_by_their_inverse() {
         let angles = random((shape.seq_len + 7) * half, "angles");
         let (cos, sin): (Vec<f32>, Vec<f32>) =
             angles.iter().map(|angle| angle.sin_cos()).map(|(s, c)| (c, s)).unzip();
-        let rotary = Rotary { cos: &cos, sin: &sin, first_position: 7 };
+        let rotary = Rotary { cos: &cos, sin: &sin, positions: Positions::run(7, shape.seq_len) };
         let [turned, back] = run(|cpu| {
             [false, true].map(|inverse| {
                 let mut qkv = qkv.clone();

@@ -4,7 +4,7 @@ use crate::kernels::cpu::test_support::{
 };
 use proptest::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use trireme_base::Bf16;
+use trireme_base::{AxisPlace, Bf16, Positions};
 
 /// One id a bag.
 fn single_ids(ids: &[u32]) -> Bags<'_> {
@@ -75,7 +75,7 @@ impl Inputs {
                     &self.ids,
                     &self.table,
                     positions,
-                    (seq_len, first_position),
+                    Positions::run(first_position, seq_len),
                     &mut out,
                 );
                 out
@@ -88,7 +88,7 @@ impl Inputs {
                 self.dy.len() / self.ids.len(),
                 &mut d_table,
             );
-            cpu.position_backward(&self.dy, seq_len, cols, &mut d_positions);
+            cpu.position_backward(&self.dy, Positions::run(0, seq_len), cols, &mut d_positions);
             [embed(Some(&self.positions)), embed(None), d_table, d_positions]
         })
     }
@@ -169,7 +169,7 @@ fn gradients_of_one_token_are_added_in_the_order_of_rows() {
     let [d_table, d_positions] = run(|cpu| {
         let (mut d_table, mut d_positions) = (vec![0.0; 2 * cols], vec![0.0; cols]);
         cpu.embedding_bag_backward(single_ids(&[1; 5]), &dy, dy.len() / 5, &mut d_table);
-        cpu.position_backward(&dy, 1, cols, &mut d_positions);
+        cpu.position_backward(&dy, Positions::run(0, 1), cols, &mut d_positions);
         [d_table, d_positions]
     });
     assert_eq!(d_table, [vec![0.0; cols], vec![0.25; cols]].concat());
@@ -208,8 +208,14 @@ fn rows_are_rounded_whether_they_are_stored_so_or_not() {
     let ids = [4, 0, 3];
     let [wide, stored] = run(|cpu| {
         let (mut wide, mut stored) = (vec![0.0; 18], vec![0.0; 18]);
-        cpu.embedding::<f32, Bf16>(&ids, &table, Some(&positions), (3, 0), &mut wide);
-        cpu.embedding::<Bf16, Bf16>(&ids, &narrow_table, Some(&narrow_positions), (3, 0), &mut stored);
+        cpu.embedding::<f32, Bf16>(&ids, &table, Some(&positions), Positions::run(0, 3), &mut wide);
+        cpu.embedding::<Bf16, Bf16>(
+            &ids,
+            &narrow_table,
+            Some(&narrow_positions),
+            Positions::run(0, 3),
+            &mut stored,
+        );
         [wide, stored]
     });
     assert_eq!(wide, stored);
@@ -225,7 +231,8 @@ fn ids_and_positions_outside_of_their_tables_are_refused() {
     let panics = |test: &dyn Fn()| catch_unwind(AssertUnwindSafe(test)).is_err();
     for level in levels() {
         let embed = |id: u32, positions: Option<&[f32]>, first: usize| {
-            cpu(level, 1).embedding::<f32, f32>(&[0, id], &[0.0; 6], positions, (2, first), &mut [0.0; 4]);
+            let at = Positions::run(first, 2);
+            cpu(level, 1).embedding::<f32, f32>(&[0, id], &[0.0; 6], positions, at, &mut [0.0; 4]);
         };
         let backward =
             |id: u32| cpu(level, 1).embedding_bag_backward(single_ids(&[0, id]), &[0.0; 4], 2, &mut [0.0; 6]);
@@ -234,6 +241,37 @@ fn ids_and_positions_outside_of_their_tables_are_refused() {
         assert!(panics(&|| embed(3, None, 0)) && panics(&|| embed(u32::MAX, None, 0)));
         assert!(panics(&|| embed(2, Some(&[0.0; 6]), 2)));
         assert!(panics(&|| backward(3)) && panics(&|| backward(u32::MAX)));
-        assert!(panics(&|| cpu(level, 1).position_backward(&[0.0; 4], 2, 2, &mut [0.0; 3])));
+        let at = Positions::run(0, 2);
+        assert!(panics(&|| cpu(level, 1).position_backward(&[0.0; 4], at, 2, &mut [0.0; 3])));
     }
+}
+
+#[test]
+fn positions_of_two_runs_have_the_values_and_gradients_of_all() {
+    let (cols, len) = (5, 12);
+    let (ids, table) = (vec![0_u32; 2 * len], random(cols, "table"));
+    let (positions, dy) = (random(len * cols, "positions"), random(2 * len * cols, "dy"));
+    let run_at = |at: Positions| {
+        let rows = move |all: &[f32]| -> Vec<f32> {
+            let of_sequence =
+                move |sequence: usize| (0..at.len()).map(move |index| sequence * len + at.at(index));
+            (0..2).flat_map(of_sequence).flat_map(|row| all[row * cols..(row + 1) * cols].to_vec()).collect()
+        };
+        let [out, d_positions] = run(|cpu| {
+            let (mut out, mut d_positions) = (vec![f32::NAN; 2 * at.len() * cols], vec![0.0; len * cols]);
+            let ids = &ids[..2 * at.len()];
+            cpu.embedding::<f32, f32>(ids, &table, Some(&positions), at, &mut out);
+            cpu.position_backward(&rows(&dy), at, cols, &mut d_positions);
+            [out, d_positions]
+        });
+        (out, d_positions, rows)
+    };
+    let (whole, d_whole, _) = run_at(Positions::run(0, len));
+    let mut sum = vec![0.0; len * cols];
+    for place in AxisPlace::all(3) {
+        let (out, d_positions, rows) = run_at(Positions::zig_zag(len, place));
+        assert_eq!(out, rows(&whole), "{place:?}");
+        sum.iter_mut().zip(d_positions).for_each(|(sum, d)| *sum += d);
+    }
+    assert_eq!(sum, d_whole);
 }

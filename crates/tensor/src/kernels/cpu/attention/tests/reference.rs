@@ -14,6 +14,7 @@ pub(super) struct Facts {
     pub(super) shape: AttentionShape,
     pub(super) rule: AttentionRule,
     pub(super) num_keys: Option<Vec<u32>>,
+    pub(super) document_starts: Option<Vec<u32>>,
 }
 
 impl Facts {
@@ -21,9 +22,11 @@ impl Facts {
     fn seen(&self, sequence: usize, position: usize) -> Vec<usize> {
         let num_keys = self.num_keys.as_ref().map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
         let AttentionRule { is_causal, window, .. } = self.rule;
+        let row = sequence * self.shape.seq_len + position;
+        let start = self.document_starts.as_ref().map_or(0, |starts| starts[row] as usize);
         let is_seen = |key: &usize| {
             let is_past = *key <= position && window.is_none_or(|window| position - key < window);
-            *key < num_keys && (!is_causal || is_past)
+            *key < num_keys && (!is_causal || is_past && *key >= start)
         };
         (0..self.shape.seq_len).filter(is_seen).collect()
     }
@@ -146,7 +149,7 @@ fn the_gradients_of_the_reference_are_differences_of_its_outputs() {
     let qkv = exactly(&random(shape.rows() * shape.qkv_cols(), "qkv"));
     let dy = exactly(&random(shape.rows() * shape.output_cols(), "dy"));
     for rule in rules(3) {
-        let facts = Facts { shape, rule, num_keys: Some(vec![4, 3]) };
+        let facts = Facts { shape, rule, num_keys: Some(vec![4, 3]), document_starts: None };
         let exact = Reference::new(&qkv, &dy, &facts);
         for (index, exact) in exact.d_qkv.iter().enumerate() {
             let shifted = |by: f64| {

@@ -1,10 +1,10 @@
-//! Models whose layers ranks of the tensor axis cut, against one rank that has all of them.
+//! Models whose layers ranks of the tensor axis cut, and whose positions ranks of the context axis divide, against one rank that has all.
 
 mod common;
 
 use common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out_model};
 use std::sync::Arc;
-use trireme_base::{AxisExchange, ExchangeKind, PassExchanges};
+use trireme_base::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
 use trireme_comm::Group;
 use trireme_model::{Batch, Model, ModelConfig, token_specs};
 use trireme_optim::{AdafactorSettings, LarsSettings, MuonScale, MuonSettings, OptimizerKind, SgdSettings};
@@ -14,7 +14,7 @@ use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{
     AxisPlace, Backend, DetachedOptions, Device, DeviceOptions, ParameterInfo, Parameters, Precision,
 };
-use trireme_testkit::{random_batch, run_ranks};
+use trireme_testkit::{random_tokens, run_ranks};
 
 const SHAPE: (usize, usize) = (2, 16);
 const MICROBATCHES: usize = 4;
@@ -56,7 +56,9 @@ struct Found {
 
 fn executor(config: &ModelConfig, group: Group, num_ranks: usize, layout: &Layout<'_>) -> Executor {
     let build = |device: &Device, table| config.build_into(table, SHAPE.1, device);
-    let data_degree = num_ranks / layout.tensor / layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
+    let num_of_samples =
+        layout.tensor * layout.context.0 * layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
+    let data_degree = num_ranks / num_of_samples;
     let model = (&build as common::Build<'_>, &token_specs(SHAPE.0, SHAPE.1)[..]);
     laid_out_model(model, group, 1, MICROBATCHES / data_degree, layout)
 }
@@ -90,9 +92,15 @@ fn batches(executor: &Executor, config: &ModelConfig, step: u64) -> Vec<Batch> {
     let num = executor.program().outline.num_microbatches;
     let batch = |index| {
         let place = executor.global_microbatch(index);
-        random_batch(executor.device(), SHAPE, config.vocab_size, step, place)
+        positions_of_batch(executor, config, step, place)
     };
     (0..num).map(batch).collect()
+}
+
+/// What this rank has of a random batch.
+fn positions_of_batch(executor: &Executor, config: &ModelConfig, step: u64, place: usize) -> Batch {
+    let batch = random_tokens(SHAPE, config.vocab_size, step, place);
+    batch.upload_positions(executor.device(), executor.ranks().context_place()).unwrap()
 }
 
 fn difference(found: &[f32], expected: &[f32]) -> f64 {
@@ -102,13 +110,14 @@ fn difference(found: &[f32], expected: &[f32]) -> f64 {
     squares(&mut { pairs }) / squares(&mut expected.iter().map(|&value| f64::from(value))).max(1e-12)
 }
 
-/// Layouts with a tensor axis, each with its ranks.
+/// Layouts with a tensor axis or a context axis, each with its ranks.
 fn layouts(options: ExecutorOptions) -> Vec<(usize, Layout<'static>)> {
     let rows = ExecutorOptions { shards_rows: true, ..options };
     let layout = |tensor, options| Layout { tensor, options, ..Layout::default() };
     let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
     let halves = Some(Pipeline { kind: Kind::ZeroBubbleH1, num_ranks: 2, stages_per_rank: 1 });
     let zero = |stage| Layout { num_shards: 2, state: StateLayout::zero(stage), ..layout(2, rows) };
+    let context = |degree, heads| Layout { context: (degree, heads), ..layout(1, rows) };
     vec![
         (2, layout(2, options)),
         (2, layout(2, rows)),
@@ -120,12 +129,26 @@ fn layouts(options: ExecutorOptions) -> Vec<(usize, Layout<'static>)> {
         (4, zero(3)),
         (4, Layout { pipeline, ..layout(2, options) }),
         (8, Layout { pipeline: halves, ..zero(2) }),
+        (2, context(2, 1)),
+        (2, context(2, 2)),
+        (4, context(4, 1)),
+        (4, context(4, 2)),
+        (4, context(2, 1)),
+        (4, Layout { num_shards: 4, state: StateLayout::zero(1), ..context(2, 2) }),
+        (4, Layout { num_shards: 2, state: StateLayout::zero(2), ..context(2, 1) }),
+        (4, Layout { num_shards: 4, state: StateLayout::zero(3), ..context(4, 2) }),
+        (4, Layout { tensor: 2, ..context(2, 1) }),
+        (8, Layout { tensor: 2, num_shards: 4, state: StateLayout::zero(2), ..context(2, 1) }),
+        (4, Layout { pipeline, ..context(2, 1) }),
     ]
 }
 
 fn what(config: &ModelConfig, num_ranks: usize, layout: &Layout<'_>) -> String {
-    let Layout { tensor, state, .. } = layout;
-    format!("{} on {num_ranks} ranks, {tensor} of the tensor axis,{state}", config.family.name())
+    let Layout { tensor, context, state, .. } = layout;
+    let name = config.family.name();
+    format!(
+        "{name} on {num_ranks} ranks, {tensor} of the tensor axis and {context:?} of the context axis,{state}"
+    )
 }
 
 #[test]
@@ -141,11 +164,7 @@ fn gradients_are_those_of_one_rank() {
         };
         let expected = gradients(train(&config, 1, 1, &plain(Layout::default())));
         for (num_ranks, layout) in layouts(OPTIONS) {
-            let what = format!(
-                "{} on {num_ranks} ranks, {} of the tensor axis",
-                config.family.name(),
-                layout.tensor
-            );
+            let what = what(&config, num_ranks, &layout);
             assert_eq!(train(&config, num_ranks, 0, &layout).parameters, before, "{what}: initial values");
             let found = gradients(train(&config, num_ranks, 1, &plain(layout)));
             for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -276,15 +295,18 @@ fn evaluation_and_generation_are_those_of_one_rank() {
         let run = |num_ranks, layout: &Layout<'_>| {
             let found = run_ranks(num_ranks, |group| {
                 let mut executor = executor(&config, group, num_ranks, layout);
-                let batch = random_batch(executor.device(), SHAPE, config.vocab_size, 9, 0);
+                let batch = positions_of_batch(&executor, &config, 9, 0);
                 let mean = executor.evaluate(Some(batch)).unwrap()[0];
                 let mut generation = Generation::new(&mut executor, 8);
                 let mut logits = generation.read(&[1, 2, 3]).unwrap();
                 logits.extend(generation.read(&[4]).unwrap());
-                (mean.sum / mean.num_rows as f64, logits)
+                (mean, logits)
             });
-            assert!(found.iter().all(|one| *one == found[0]), "all ranks come to the same");
-            found.into_iter().next().unwrap()
+            assert!(found.iter().all(|(_, logits)| *logits == found[0].1), "all ranks come to the same");
+            // Ranks have all rows, or parts of them.
+            let sum: f64 = found.iter().map(|(mean, _)| mean.sum).sum();
+            let num_rows: usize = found.iter().map(|(mean, _)| mean.num_rows).sum();
+            (sum / num_rows as f64, found.into_iter().next().unwrap().1)
         };
         let expected = run(1, &Layout::default());
         for (num_ranks, layout) in
@@ -318,7 +340,8 @@ fn messages_are_those_of_the_papers() {
                 (rows * config.hidden_size * 4, rows * config.hidden_size * precision.dtype().size());
             let statistics = 2 * rows * 3 * 4;
             let list = |exchanges: &[(ExchangeKind, usize)]| -> Vec<AxisExchange> {
-                exchanges.iter().map(|&(kind, num_bytes)| AxisExchange { kind, num_bytes }).collect()
+                let exchange = |&(kind, num_bytes)| AxisExchange { axis: UnitAxis::Tensor, kind, num_bytes };
+                exchanges.iter().map(exchange).collect()
             };
             let all =
                 |kinds: &[ExchangeKind]| list(&kinds.iter().map(|&kind| (kind, narrow)).collect::<Vec<_>>());
@@ -371,9 +394,76 @@ fn messages_are_those_of_the_papers() {
                 let bytes = |exchange: &AxisExchange| match exchange.kind {
                     Reduce => exchange.num_bytes,
                     Gather | Scatter => exchange.num_bytes / 2,
+                    other => panic!("{other:?} along the tensor axis"),
                 };
                 let passes = units.iter().flat_map(|unit| unit.forward.iter().chain(&unit.backward));
                 assert_eq!(sent, passes.map(bytes).sum::<usize>() * num_microbatches + terms);
+            }
+        }
+    }
+}
+
+/// Liu et al. 2023, section 3: keys and values go around once in forward and once in backward, and their gradients with them, home as well.
+/// Jacobs et al. 2023, section 3.2: an all-to-all of queries, keys and values, and one of the output, in each direction.
+#[test]
+fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
+    use ExchangeKind::{AllToAll, Shift};
+    for config in &models()[..2] {
+        for (precision, degree, heads) in
+            [(Precision::F32, 2, 1), (Precision::Bf16, 4, 1), (Precision::F32, 2, 2), (Precision::Bf16, 4, 2)]
+        {
+            let (options, ring) = (ExecutorOptions { precision, ..OPTIONS }, degree / heads);
+            let layout = Layout { context: (degree, heads), options, ..Layout::default() };
+            let (width, rows) = (precision.dtype().size(), SHAPE.0 * SHAPE.1 / degree);
+            let queries = rows * config.num_heads * config.head_dim;
+            let keys_values = rows * 2 * config.num_kv_heads * config.head_dim;
+            let along = |axis, kind, num_bytes: usize| AxisExchange { axis, kind, num_bytes };
+            let exchanged = |elements: usize| {
+                (heads > 1).then(|| along(UnitAxis::Heads, AllToAll, elements * width)).into_iter()
+            };
+            let shift = |width: usize| along(UnitAxis::Ring, Shift, keys_values * width);
+            let passing = || std::iter::repeat_n(shift(width), ring - 1);
+            // In backward the gradients follow, each after the keys that it is of.
+            let back = (0..ring).flat_map(|step| {
+                let keys = (step + 1 < ring).then(|| shift(width));
+                keys.into_iter().chain((ring > 1).then(|| shift(4)))
+            });
+            let forward: Vec<AxisExchange> =
+                exchanged(queries + keys_values).chain(passing()).chain(exchanged(queries)).collect();
+            let backward: Vec<AxisExchange> =
+                exchanged(queries).chain(back).chain(exchanged(queries + keys_values)).collect();
+            let found = run_ranks(degree, |group| {
+                let mut executor = executor(config, group, degree, &layout);
+                let units = executor.rehearsal().units.iter().map(|unit| unit.exchanges.clone());
+                let units: Vec<PassExchanges> = units.collect();
+                let groups = [executor.ranks().ring(), executor.ranks().heads()].map(Arc::clone);
+                let of_groups = || groups.each_ref().map(|group| group.statistics());
+                let sent = || of_groups().map(|of_group| of_group.message_bytes + of_group.payload_bytes);
+                let before = sent();
+                let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off };
+                // With one kind of group the ring, or those that exchange heads, are the data-parallel ranks, too.
+                let is_both = ring > 1 && heads > 1;
+                executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();
+                let num_microbatches = executor.program().outline.num_microbatches;
+                let sent: Vec<u64> =
+                    sent().iter().zip(before).map(|(after, before)| after - before).collect();
+                (units, num_microbatches, is_both.then_some(sent))
+            });
+            for (units, num_microbatches, sent) in found {
+                for unit in &units[1..units.len() - 1] {
+                    assert_eq!((&unit.forward, &unit.backward), (&forward, &backward));
+                    assert_eq!((&unit.input_half, &unit.weight_half), (&backward, &Vec::new()));
+                }
+                let of_axis = |wanted| -> usize {
+                    let all = forward.iter().chain(&backward).filter(|exchange| exchange.axis == wanted);
+                    all.map(|exchange| exchange.num_bytes).sum::<usize>()
+                        * num_microbatches
+                        * (units.len() - 2)
+                };
+                if let Some(sent) = sent {
+                    let expected = [of_axis(UnitAxis::Ring), of_axis(UnitAxis::Heads) * (heads - 1) / heads];
+                    assert_eq!(sent, expected.map(|bytes| bytes as u64));
+                }
             }
         }
     }

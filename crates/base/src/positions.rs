@@ -1,0 +1,189 @@
+//! Which positions of a sequence a rank has.
+
+use crate::AxisPlace;
+use std::ops::Range;
+
+/// A rank among those that have the positions of the same sequences.
+///
+/// Keys and values travel around a ring of ranks (Liu et al., "Ring attention", 2023). Or each rank gets all positions for a part of the heads
+/// (Jacobs et al., "DeepSpeed Ulysses", 2023). Or both: then each place of the ring is that of several ranks, neighbours, which exchange
+/// their positions for heads first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ContextPlace {
+    /// Its place on the ring.
+    pub ring: AxisPlace,
+    /// Which of the ranks with this place it is.
+    pub heads: AxisPlace,
+}
+
+impl ContextPlace {
+    /// The only rank that has positions.
+    pub const ALONE: ContextPlace = ContextPlace { ring: AxisPlace::ALONE, heads: AxisPlace::ALONE };
+
+    /// One of the ranks of the context axis, of which `heads_degree` neighbours exchange positions for heads.
+    ///
+    /// # Panics
+    /// If that does not divide the degree of the axis.
+    pub fn new(AxisPlace { rank, degree }: AxisPlace, heads_degree: usize) -> Self {
+        assert!(degree.is_multiple_of(heads_degree), "{heads_degree} of {degree} ranks exchange heads");
+        ContextPlace {
+            ring: AxisPlace::new(rank / heads_degree, degree / heads_degree),
+            heads: AxisPlace::new(rank % heads_degree, heads_degree),
+        }
+    }
+
+    /// Ranks that have the positions of a sequence together.
+    pub fn degree(self) -> usize {
+        self.ring.degree * self.heads.degree
+    }
+
+    /// The positions of a sequence of `len` that ranks with this place on the ring have together: those of this rank's heads.
+    ///
+    /// # Panics
+    /// If the sequence does not divide into twice as many parts as the ring has ranks.
+    pub fn positions_of_heads(self, len: usize) -> Positions {
+        Positions::zig_zag(len, self.ring)
+    }
+
+    /// The positions that this rank has of a sequence of `len`.
+    ///
+    /// # Panics
+    /// If the sequence does not divide into twice as many parts as there are ranks.
+    pub fn positions(self, len: usize) -> Positions {
+        assert!(len.is_multiple_of(2 * self.degree()) || self.degree() == 1, "{len} positions for {self:?}");
+        let own_len = len / self.degree();
+        self.positions_of_heads(len).part(self.heads.rank * own_len..(self.heads.rank + 1) * own_len)
+    }
+}
+
+/// Positions of a sequence, in ascending order: those of one run, or of two. So positions that follow each other in the sequence are
+/// neighbours here, too, and what lies within an interval of the sequence is one range of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Positions {
+    first: usize,
+    /// How many there are before `second`.
+    first_len: usize,
+    second: usize,
+    len: usize,
+}
+
+impl Positions {
+    /// `len` positions from `first` on.
+    pub fn run(first: usize, len: usize) -> Self {
+        Positions { first, first_len: len, second: first.saturating_add(len), len }
+    }
+
+    /// What one of the ranks of an axis has of a sequence of `len` positions, if each is to see equally many pairs of a position and one
+    /// before it: of twice as many equal parts as there are ranks, one from the front and the one as far from the end (zig-zag).
+    ///
+    /// # Panics
+    /// If the sequence does not divide into these parts.
+    pub fn zig_zag(len: usize, AxisPlace { rank, degree }: AxisPlace) -> Self {
+        if degree == 1 {
+            return Positions::run(0, len);
+        }
+        assert!(len.is_multiple_of(2 * degree), "{len} positions for {degree} ranks");
+        let part = len / (2 * degree);
+        Positions {
+            first: rank * part,
+            first_len: part,
+            second: (2 * degree - 1 - rank) * part,
+            len: 2 * part,
+        }
+    }
+
+    /// Those from one index to another.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn part(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {self:?}");
+        let Positions { first, first_len, second, .. } = self;
+        if range.start >= first_len {
+            return Positions::run(second + range.start - first_len, range.len());
+        }
+        let first_len = range.end.min(first_len) - range.start;
+        Positions { first: first + range.start, first_len, second, len: range.len() }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The position at an index.
+    pub fn at(&self, index: usize) -> usize {
+        if index < self.first_len { self.first + index } else { self.second + index - self.first_len }
+    }
+
+    /// How many of them come before a position of the sequence.
+    pub fn before(&self, position: usize) -> usize {
+        let of_first = position.saturating_sub(self.first).min(self.first_len);
+        of_first + position.saturating_sub(self.second).min(self.len - self.first_len)
+    }
+
+    /// The runs, each with the index at which it begins and the positions of the sequence.
+    pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+        let Positions { first, first_len, second, len } = *self;
+        let runs = [(0, first..first + first_len), (first_len, second..second + (len - first_len))];
+        runs.into_iter().filter(|(_, run)| !run.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_have_all_positions_and_equally_many_pairs() {
+        for degree in 1..6 {
+            let len = 6 * degree;
+            let of_ranks: Vec<Positions> =
+                AxisPlace::all(degree).map(|place| Positions::zig_zag(len, place)).collect();
+            let mut all: Vec<usize> =
+                of_ranks.iter().flat_map(|of| (0..of.len()).map(|i| of.at(i))).collect();
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..len), "{degree}");
+            let num_pairs = |of: &Positions| (0..of.len()).map(|index| of.at(index)).sum::<usize>();
+            assert!(of_ranks.iter().all(|of| num_pairs(of) == num_pairs(&of_ranks[0])), "{degree}");
+        }
+    }
+
+    #[test]
+    fn ranks_with_a_place_on_the_ring_have_its_positions_together() {
+        let places = AxisPlace::all(6).map(|place| ContextPlace::new(place, 3));
+        let mut all = Vec::new();
+        for place in places {
+            let own = place.positions(24);
+            assert_eq!((own.len(), place.degree()), (4, 6));
+            all.extend((0..own.len()).map(|index| own.at(index)));
+        }
+        let of_ring = AxisPlace::all(2).map(|place| Positions::zig_zag(24, place));
+        assert!(all.into_iter().eq(of_ring.flat_map(|of| (0..of.len()).map(move |index| of.at(index)))));
+        let own = ContextPlace::new(AxisPlace::new(2, 4), 4).positions(16);
+        assert!(own.runs().eq([(0, 8..12)]));
+    }
+
+    #[test]
+    fn indices_positions_and_parts_agree() {
+        let whole = Positions::zig_zag(24, AxisPlace::new(1, 3));
+        for (start, end) in [(0, 8), (0, 3), (2, 7), (5, 8), (4, 4), (0, 4), (8, 8)] {
+            let part = whole.part(start..end);
+            assert_eq!(part.len(), end - start);
+            let positions: Vec<usize> = (0..part.len()).map(|index| part.at(index)).collect();
+            assert!(positions.iter().copied().eq((start..end).map(|index| whole.at(index))));
+            for position in 0..26 {
+                let before = positions.iter().filter(|at| **at < position).count();
+                assert_eq!(part.before(position), before, "{start}..{end} before {position}");
+            }
+            let runs =
+                part.runs().flat_map(|(index, run)| run.enumerate().map(move |(i, at)| (index + i, at)));
+            assert!(runs.eq(positions.into_iter().enumerate()));
+        }
+    }
+}

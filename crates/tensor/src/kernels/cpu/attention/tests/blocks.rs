@@ -1,0 +1,113 @@
+//! Attention that takes in the keys of one rank after the other.
+
+use super::*;
+
+impl<T: Element> Inputs<T> {
+    /// The same by ranks that have the positions in zig-zag, and take in the keys of one rank after the other.
+    fn run_in_blocks_on(&self, cpu: &Cpu, degree: usize) -> [Vec<f32>; 3] {
+        let Inputs { shape, rule, qkv, dy, .. } = self;
+        let [q_cols, kv_cols] = [shape.output_cols(), 2 * shape.kv_cols()];
+        let ranks = || AxisPlace::all(degree).map(|place| Positions::zig_zag(shape.seq_len, place));
+        let part =
+            AttentionShape { seq_len: shape.seq_len / degree, num_keys: shape.seq_len / degree, ..*shape };
+        let rows_of = |at: Positions| {
+            let of_sequence =
+                move |sequence| (0..at.len()).map(move |index| sequence * shape.seq_len + at.at(index));
+            (0..shape.batch).flat_map(of_sequence)
+        };
+        fn take<U: Copy>(
+            all: &[U],
+            cols: usize,
+            rows: impl Iterator<Item = usize>,
+            of: std::ops::Range<usize>,
+        ) -> Vec<U> {
+            rows.flat_map(|row| all[row * cols..][of.clone()].to_vec()).collect()
+        }
+        let queries = |at| take(qkv, shape.qkv_cols(), rows_of(at), 0..q_cols);
+        let keys_values = |at| take(qkv, shape.qkv_cols(), rows_of(at), q_cols..shape.qkv_cols());
+        let starts = |at| self.document_starts.as_ref().map(|starts| take(starts, 1, rows_of(at), 0..1));
+        let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(part, 0, true)];
+        let mut found =
+            [vec![f32::NAN; dy.len()], vec![f32::NAN; shape.rows() * shape.num_heads], vec![0.0; qkv.len()]];
+        for (rank, at) in ranks().enumerate() {
+            let (queries, dy, document_starts) =
+                (queries(at), take(dy, q_cols, rows_of(at), 0..q_cols), starts(at));
+            // Those of the rank itself come first.
+            let blocks: Vec<Positions> = ranks().skip(rank).chain(ranks().take(rank)).collect();
+            let scope = |keys| AttentionScope { rule: *rule, queries: at, keys };
+            let mut sums = vec![0.0; dy.len()];
+            let mut log_sums = vec![f32::NEG_INFINITY; part.rows() * part.num_heads];
+            let (num_keys, document_starts) = (self.num_keys.as_deref(), document_starts.as_deref());
+            for &keys in &blocks {
+                let keys_values = keys_values(keys);
+                let inputs = AttentionInputs {
+                    queries: &queries,
+                    keys_values: Some(&keys_values),
+                    num_keys,
+                    document_starts,
+                };
+                let of = (part, scope(keys));
+                cpu.attention(inputs, of, Results::Sums(&mut sums), &mut log_sums, &mut scratch);
+            }
+            let y = narrow::<T>(&sums);
+            let mut d_queries = vec![0.0; queries.len()];
+            for &keys in &blocks {
+                let keys_values = keys_values(keys);
+                let inputs = AttentionInputs {
+                    queries: &queries,
+                    keys_values: Some(&keys_values),
+                    num_keys,
+                    document_starts,
+                };
+                let mut d_keys_values =
+                    take(&found[2], shape.qkv_cols(), rows_of(keys), q_cols..shape.qkv_cols());
+                let grads = (Results::Sums(&mut d_queries), Some(Results::Sums(&mut d_keys_values)));
+                cpu.attention_backward(
+                    inputs,
+                    (part, scope(keys)),
+                    (&y, &log_sums, &dy),
+                    grads,
+                    &mut scratch,
+                );
+                for (row, grads) in rows_of(keys).zip(d_keys_values.chunks_exact(kv_cols)) {
+                    found[2][row * shape.qkv_cols() + q_cols..][..kv_cols].copy_from_slice(grads);
+                }
+            }
+            for (index, row) in rows_of(at).enumerate() {
+                found[0][row * q_cols..][..q_cols].copy_from_slice(&widen(&y)[index * q_cols..][..q_cols]);
+                let d_queries = &d_queries[index * q_cols..][..q_cols];
+                found[2][row * shape.qkv_cols()..][..q_cols].copy_from_slice(d_queries);
+                for head in 0..shape.num_heads {
+                    let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
+                    let of = |seq_len: usize, position: usize| {
+                        (sequence * shape.num_heads + head) * seq_len + position
+                    };
+                    found[1][of(shape.seq_len, position)] = log_sums[of(part.seq_len, index % part.seq_len)];
+                }
+            }
+        }
+        found
+    }
+}
+
+#[test]
+fn keys_block_by_block_match_f64() {
+    let all = [(shape(1, 12, 2, 1, 3), 3), (shape(2, 72, 4, 2, 5), 2), (shape(1, 640, 2, 1, 6), 2)];
+    for &(shape, degree) in affordable(&all, 1) {
+        for rule in [AttentionRule::causal(shape.head_dim)].into_iter().chain(rules(shape.head_dim)) {
+            for dtype in DTYPES {
+                with_element!(dtype => |T| {
+                    let mut inputs = Inputs { rule, ..Inputs::<T>::new(shape) };
+                    check_results(&inputs, run_at_levels(|cpu| inputs.run_in_blocks_on(cpu, degree)));
+                    if rule.is_causal {
+                        let start = |row: usize| if row % shape.seq_len < 7 { 0 } else { 7 };
+                        inputs.document_starts = Some((0..shape.rows()).map(start).collect());
+                    } else {
+                        inputs.num_keys = Some(vec![9; shape.batch]);
+                    }
+                    check_results(&inputs, run_at_levels(|cpu| inputs.run_in_blocks_on(cpu, degree)));
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! Values of which ranks have parts of the positions: context parallelism.
+//!
+//! Dim 1 of values is that of positions. What operations make of one position depends on no other one, except in attention, which takes
+//! in the keys of all ranks ([`Attention`](super::Attention)). To everything outside of units, these ranks are data-parallel: they have the
+//! same parameters, and their gradients are summed.
+
+use super::{Argument, AxisOps, Op, Operation, OperationContext, Recorder, Tape, Var};
+use crate::device::DeviceError;
+use smallvec::SmallVec;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::{AxisPlace, ContextPlace, Positions};
+
+/// The context axis of a tape.
+#[derive(Debug, Clone)]
+pub struct ContextAxis {
+    /// The ranks among which keys and values travel; `None` if this rank alone has all positions of its heads.
+    pub ring: Option<Arc<dyn AxisOps>>,
+    /// The ranks that exchange positions for heads; `None` if this rank has all heads of its positions.
+    pub heads: Option<Arc<dyn AxisOps>>,
+}
+
+impl ContextAxis {
+    /// Which rank this is.
+    pub fn place(&self) -> ContextPlace {
+        let place = |ops: &Option<Arc<dyn AxisOps>>| ops.as_ref().map_or(AxisPlace::ALONE, |ops| ops.place());
+        ContextPlace { ring: place(&self.ring), heads: place(&self.heads) }
+    }
+}
+
+/// What an operation reads or makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operand {
+    /// The input of this number.
+    Input(usize),
+    /// Its output.
+    Output,
+}
+
+impl OperationContext<'_> {
+    /// The context axis, if it has several ranks.
+    pub fn context(&self) -> Option<&ContextAxis> {
+        self.tape.context.as_ref()
+    }
+
+    /// Which of the ranks of the context axis this is.
+    pub fn context_place(&self) -> ContextPlace {
+        self.context().map_or(ContextPlace::ALONE, ContextAxis::place)
+    }
+
+    /// The positions of sequences of which this rank has `len`.
+    pub fn positions(&self, len: usize) -> Positions {
+        match self.context_place() {
+            ContextPlace::ALONE => Positions::run(self.tape.first_position, len),
+            place => place.positions(len * place.degree()),
+        }
+    }
+
+    /// The positions of sequences of which this rank has `len` for its heads.
+    pub fn positions_of_heads(&self, len: usize) -> Positions {
+        match self.context_place() {
+            place if place.ring == AxisPlace::ALONE => Positions::run(self.tape.first_position, len),
+            place => place.positions_of_heads(len * place.ring.degree),
+        }
+    }
+}
+
+impl Recorder<'_> {
+    /// Exchanges positions of inputs for heads, where the operation wants that. The inputs are the arguments from `first` on; returns
+    /// where they begin afterwards.
+    ///
+    /// # Errors
+    /// If the operation is wrong where ranks have parts of the positions, and what an exchange meets with.
+    pub(super) fn exchange_for_heads(
+        &mut self,
+        op: &dyn Operation,
+        first: usize,
+    ) -> Result<usize, DeviceError> {
+        let Some(axis) = &self.tape.context else { return Ok(first) };
+        if !op.takes_positions() {
+            return Err(DeviceError::NeedsAllPositions { operation: format!("{op:?}") });
+        }
+        if axis.heads.is_none() || op.head_exchange(Operand::Output, 1).is_none() {
+            return Ok(first);
+        }
+        let mut arguments: SmallVec<[Argument; 4]> = self.tape.arguments.drain(first..).collect();
+        let is_float = |tape: &Tape, argument: &Argument| tape.values[argument.value].dtype.is_float();
+        let num_floats = arguments.iter().filter(|argument| is_float(self.tape, argument)).count();
+        for (place, argument) in arguments.iter_mut().enumerate() {
+            let exchange = op.head_exchange(Operand::Input(place), num_floats);
+            if let Some(exchange) = exchange.filter(|_| is_float(self.tape, argument)) {
+                let Argument { value, is_last } = *argument;
+                *argument = self.apply(exchange, [Argument { value, is_last }])?.into();
+            }
+        }
+        let first = self.tape.arguments.len();
+        self.tape.arguments.extend(arguments);
+        Ok(first)
+    }
+
+    /// Exchanges heads of the only output for positions, where inputs were exchanged; the outputs.
+    pub(super) fn exchange_for_positions(
+        &mut self,
+        op: &Op,
+        outputs: Range<usize>,
+    ) -> Result<Range<usize>, DeviceError> {
+        let has_heads = self.tape.context.as_ref().is_some_and(|axis| axis.heads.is_some());
+        let Some(exchange) = op.get().head_exchange(Operand::Output, 1).filter(|_| has_heads) else {
+            return Ok(outputs);
+        };
+        assert_eq!(outputs.len(), 1, "{op:?} exchanges one output");
+        let Var(output) = self.apply(exchange, [Var(outputs.start)])?;
+        Ok(output..output + 1)
+    }
+}
+
+impl Tape {
+    /// The same tape, on a rank of a context axis; `None` for the only one.
+    pub fn with_context(self, context: Option<ContextAxis>) -> Self {
+        Tape { context, ..self }
+    }
+}

@@ -1,0 +1,138 @@
+use crate::device::DeviceError;
+use crate::kernels::Blocks;
+use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext, ReadBy};
+use crate::tensor::{Tensor, View};
+use std::sync::Arc;
+use trireme_base::AxisPlace;
+
+/// From all heads of this rank's positions, `[batch, positions, cols]`, to all positions of its heads, or back: each rank sends every other
+/// one a part of what it has (Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.2). The last dim is one of groups of heads, such as those of
+/// queries, keys and values, of which a rank gets an equal part each.
+///
+/// Cost: one all-to-all of the value, and one of its gradient; `(degree - 1) / degree` of it is sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExchangeHeads {
+    /// Heads of each group, on all ranks.
+    pub groups: Vec<usize>,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Whether the value has all heads, and gets all positions; else the other way round.
+    pub to_heads: bool,
+}
+
+impl ExchangeHeads {
+    fn exchange(
+        &self,
+        cx: &OperationContext<'_>,
+        x: View<'_>,
+        to_heads: bool,
+    ) -> Result<Tensor, DeviceError> {
+        let heads = cx.context().and_then(|axis| axis.heads.as_ref());
+        let heads = heads.expect("only several ranks exchange heads");
+        let degree = heads.place().degree;
+        if let Some(&num_heads) = self.groups.iter().find(|num_heads| !num_heads.is_multiple_of(degree)) {
+            return Err(DeviceError::UnequalHeads { num_heads, degree });
+        }
+        if to_heads { self.to_heads(cx, heads, x) } else { self.to_positions(cx, heads, x) }
+    }
+
+    fn to_heads(
+        &self,
+        cx: &OperationContext<'_>,
+        heads: &Arc<dyn AxisOps>,
+        x: View<'_>,
+    ) -> Result<Tensor, DeviceError> {
+        let (device, AxisPlace { degree, .. }) = (cx.device(), heads.place());
+        let &[batch, len, cols] = x.shape().dims() else {
+            panic!("{:?} is not [batch, len, cols]", x.shape())
+        };
+        let own_cols = cols / degree;
+        let mut parts = cx.empty([degree, batch * len, own_cols], x.dtype())?;
+        for (from, to, width) in self.columns(degree, [batch * len, own_cols]) {
+            let (from, to) = (Blocks { offset: from, stride: cols }, Blocks { offset: to, stride: own_cols });
+            device.copy_blocks((x, from), (parts.view_mut(), to), (batch * len, width));
+        }
+        let mut received = cx.empty([batch, degree * len, own_cols], x.dtype())?;
+        heads.all_to_all(device, parts.view(), received.view_mut())?;
+        if batch == 1 {
+            return Ok(received);
+        }
+        // The parts of all ranks hold each sequence's positions of this rank.
+        drop(parts);
+        let mut all = cx.empty(received.shape(), x.dtype())?;
+        for (from, to) in sequences(degree, len * own_cols, batch) {
+            device.copy_blocks((received.view(), from), (all.view_mut(), to), (batch, len * own_cols));
+        }
+        Ok(all)
+    }
+
+    fn to_positions(
+        &self,
+        cx: &OperationContext<'_>,
+        heads: &Arc<dyn AxisOps>,
+        x: View<'_>,
+    ) -> Result<Tensor, DeviceError> {
+        let (device, AxisPlace { degree, .. }) = (cx.device(), heads.place());
+        let &[batch, all_len, own_cols] = x.shape().dims() else {
+            panic!("{:?} is not [batch, len, cols]", x.shape())
+        };
+        let (len, cols) = (all_len / degree, own_cols * degree);
+        let mut parts = cx.empty([degree, batch * len, own_cols], x.dtype())?;
+        for (to, from) in sequences(degree, len * own_cols, batch) {
+            device.copy_blocks((x, from), (parts.view_mut(), to), (batch, len * own_cols));
+        }
+        let mut received = cx.empty(parts.shape(), x.dtype())?;
+        heads.all_to_all(device, parts.view(), received.view_mut())?;
+        drop(parts);
+        let mut all = cx.empty([batch, len, cols], x.dtype())?;
+        for (to, from, width) in self.columns(degree, [batch * len, own_cols]) {
+            let (from, to) = (Blocks { offset: from, stride: own_cols }, Blocks { offset: to, stride: cols });
+            device.copy_blocks((received.view(), from), (all.view_mut(), to), (batch * len, width));
+        }
+        Ok(all)
+    }
+
+    /// Where the columns of each rank and group begin in rows of all heads, where in the rank's part of `[rows, own_cols]`, and how many
+    /// there are.
+    fn columns(
+        &self,
+        degree: usize,
+        [rows, own_cols]: [usize; 2],
+    ) -> impl Iterator<Item = (usize, usize, usize)> {
+        let mut end = 0;
+        self.groups.iter().flat_map(move |&num_heads| {
+            let (first, width) = (end, num_heads / degree * self.head_dim);
+            end += num_heads * self.head_dim;
+            (0..degree)
+                .map(move |rank| (first + rank * width, rank * rows * own_cols + first / degree, width))
+        })
+    }
+}
+
+/// Where the positions of each rank begin, a sequence after the other: in the rank's part, and among all.
+fn sequences(degree: usize, len: usize, batch: usize) -> impl Iterator<Item = (Blocks, Blocks)> {
+    let part = move |rank| Blocks { offset: rank * batch * len, stride: len };
+    let all = move |rank| Blocks { offset: rank * len, stride: degree * len };
+    (0..degree).map(move |rank| (part(rank), all(rank)))
+}
+
+impl Operation for ExchangeHeads {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let exchanged = self.exchange(cx, cx.input(0), self.to_heads)?;
+        cx.output(exchanged);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let grad = self.exchange(cx, cx.grad(), !self.to_heads)?;
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
+}

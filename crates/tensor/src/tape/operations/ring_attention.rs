@@ -1,0 +1,152 @@
+//! Attention to the keys of all ranks of a ring, which pass by one rank after the other (Liu, Zaharia, Abbeel: "Ring attention with blockwise
+//! transformers", 2023). No rank ever has more than two ranks' keys and values.
+//!
+//! Ranks have positions in zig-zag, so that each sees about as many pairs in every step if attention is causal (Brandon et al., "Striped
+//! attention", 2023, has another order for the same purpose).
+//!
+//! Cost, of `degree` ranks: keys and values are sent `degree - 1` times in forward and in backward, and their gradients, in f32, `degree` times.
+
+use crate::device::{AttentionViews, DeviceError, OutputViews};
+use crate::kernels::{AttentionRule, AttentionScope, AttentionShape, Blocks};
+use crate::tape::{AxisOps, OperationContext, cast};
+use crate::tensor::{Tensor, View};
+use crate::values::Values;
+use std::sync::Arc;
+use trireme_base::{AxisPlace, DType, Positions};
+
+/// What this rank of a ring attends to.
+pub(super) struct RingAttention {
+    ops: Arc<dyn AxisOps>,
+    shape: AttentionShape,
+    rule: AttentionRule,
+}
+
+impl RingAttention {
+    /// On the ring of the context axis; `None` if it has one rank.
+    pub(super) fn of(cx: &OperationContext<'_>, shape: AttentionShape, rule: AttentionRule) -> Option<Self> {
+        let ops = Arc::clone(cx.context()?.ring.as_ref()?);
+        Some(RingAttention { ops, shape, rule })
+    }
+
+    /// The keys that are here in a step: first this rank's own.
+    fn scope(&self, step: usize) -> AttentionScope {
+        let AxisPlace { rank, degree } = self.ops.place();
+        let of = |rank, len| Positions::zig_zag(len * degree, AxisPlace { rank, degree });
+        AttentionScope {
+            rule: self.rule,
+            queries: of(rank, self.shape.seq_len),
+            keys: of((rank + degree - step) % degree, self.shape.num_keys),
+        }
+    }
+
+    fn degree(&self) -> usize {
+        self.ops.place().degree
+    }
+
+    /// The queries, and the keys and values of this rank, each in rows of their own.
+    fn apart<'a>(
+        &self,
+        cx: &OperationContext<'_>,
+        views: &AttentionViews<'a>,
+    ) -> Result<[Values<'a>; 2], DeviceError> {
+        if let Some(keys_values) = views.keys_values {
+            return Ok([Values::Stored(views.queries), Values::Stored(keys_values)]);
+        }
+        let [batch, len, q_cols, kv_cols] = self.sizes();
+        let part = |first: usize, cols: usize| {
+            let mut part = cx.empty([batch, len, cols], views.queries.dtype())?;
+            let from = Blocks { offset: first, stride: q_cols + kv_cols };
+            let to = (part.view_mut(), Blocks { offset: 0, stride: cols });
+            cx.device().copy_blocks((views.queries, from), to, (batch * len, cols));
+            Ok::<_, DeviceError>(Values::Converted(part))
+        };
+        Ok([part(0, q_cols)?, part(q_cols, kv_cols)?])
+    }
+
+    /// Sequences, their queries here, and columns of queries and of keys and values.
+    fn sizes(&self) -> [usize; 4] {
+        let AttentionShape { batch, seq_len, .. } = self.shape;
+        [batch, seq_len, self.shape.output_cols(), 2 * self.shape.kv_cols()]
+    }
+
+    /// The keys and values of the rank before, while those that are here were sent on.
+    fn next(&self, cx: &OperationContext<'_>, block: View<'_>) -> Result<Tensor, DeviceError> {
+        let mut next = cx.empty(block.shape(), block.dtype())?;
+        self.ops.finish_shift(cx.device(), next.view_mut())?;
+        Ok(next)
+    }
+
+    /// The output.
+    pub(super) fn forward(
+        &self,
+        cx: &OperationContext<'_>,
+        views: AttentionViews<'_>,
+        log_sums: &mut Tensor,
+    ) -> Result<Tensor, DeviceError> {
+        let (device, [batch, len, q_cols, _]) = (cx.device(), self.sizes());
+        let [queries, mut block] = self.apart(cx, &views)?;
+        let mut sums = cx.zeros([batch, len, q_cols], DType::F32)?;
+        device.map_in_place(log_sums.view_mut(), 0, |_| f32::NEG_INFINITY);
+        for step in 0..self.degree() {
+            let is_last = step + 1 == self.degree();
+            if !is_last {
+                self.ops.start_shift(device, block.view())?;
+            }
+            let views = AttentionViews { queries: queries.view(), keys_values: Some(block.view()), ..views };
+            device.attention_block(
+                views,
+                (self.shape, self.scope(step)),
+                sums.view_mut(),
+                log_sums.view_mut(),
+            )?;
+            if !is_last {
+                block = Values::Converted(self.next(cx, block.view())?);
+            }
+        }
+        drop((queries, block));
+        cast(device, sums, views.queries.dtype())
+    }
+
+    /// The gradients of the queries, and of keys and values if they lie apart.
+    pub(super) fn backward(
+        &self,
+        cx: &OperationContext<'_>,
+        views: AttentionViews<'_>,
+        output: OutputViews<'_>,
+    ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+        let (device, dtype, [batch, len, q_cols, kv_cols]) =
+            (cx.device(), views.queries.dtype(), self.sizes());
+        let [queries, mut block] = self.apart(cx, &views)?;
+        let mut d_queries = cx.zeros([batch, len, q_cols], DType::F32)?;
+        let mut d_block = cx.zeros(block.view().shape(), DType::F32)?;
+        for step in 0..self.degree() {
+            let is_last = step + 1 == self.degree();
+            if !is_last {
+                self.ops.start_shift(device, block.view())?;
+            }
+            if step > 0 {
+                self.ops.finish_shift(device, d_block.view_mut())?;
+            }
+            let views = AttentionViews { queries: queries.view(), keys_values: Some(block.view()), ..views };
+            let grads = (d_queries.view_mut(), d_block.view_mut());
+            device.attention_block_backward(views, (self.shape, self.scope(step)), output, grads)?;
+            // The gradient of keys goes with them, and comes home with the last step.
+            self.ops.start_shift(device, d_block.view())?;
+            if !is_last {
+                block = Values::Converted(self.next(cx, block.view())?);
+            }
+        }
+        drop((queries, block));
+        self.ops.finish_shift(device, d_block.view_mut())?;
+        let [d_queries, d_block] = [cast(device, d_queries, dtype)?, cast(device, d_block, dtype)?];
+        if views.keys_values.is_some() {
+            return Ok((d_queries, Some(d_block)));
+        }
+        let mut grad = cx.empty([batch, len, q_cols + kv_cols], dtype)?;
+        for (part, offset, cols) in [(d_queries, 0, q_cols), (d_block, q_cols, kv_cols)] {
+            let to = (grad.view_mut(), Blocks { offset, stride: q_cols + kv_cols });
+            device.copy_blocks((part.view(), Blocks { offset: 0, stride: cols }), to, (batch * len, cols));
+        }
+        Ok((grad, None))
+    }
+}

@@ -1,0 +1,211 @@
+//! Operations on a rank that has a part of the positions, against the same on one rank.
+
+use crate::no_parameters;
+use crate::threads::Threads;
+use std::sync::Arc;
+use trireme_base::{AxisPlace, ContextPlace, DType, Positions, RandomKey, UnitAxis};
+use trireme_tensor::tape::{
+    AloneOnAxis, Attention, AxisOps, ContextAxis, Dropout, Mean, NotedExchanges, Randomness, Recording,
+    RotaryTable,
+};
+use trireme_tensor::{
+    AttentionRule, Backend, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision, Shape,
+    Tape, Tensor,
+};
+use trireme_testkit::TracedDevice;
+
+const BATCH: usize = 2;
+const LEN: usize = 24;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const DIM: usize = 6;
+const COLS: usize = (HEADS + 2 * KV_HEADS) * DIM;
+const OUT: usize = HEADS * DIM;
+
+/// What is attended to.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    rule: AttentionRule,
+    /// Of the first sequence.
+    num_keys: Option<u32>,
+    has_documents: bool,
+    is_rotary: bool,
+    is_apart: bool,
+}
+
+fn random(len: usize, name: &str) -> Vec<f32> {
+    let mut values = vec![0.0; len];
+    RandomKey::new(1, name).fill_normal(&mut values, 1.0);
+    values
+}
+
+/// Rows of these positions.
+fn rows<T: Copy>(all: &[T], cols: usize, at: Positions) -> Vec<T> {
+    let of_sequence = |sequence| (0..at.len()).map(move |index| sequence * LEN + at.at(index));
+    let all_rows = (0..BATCH).flat_map(of_sequence);
+    all_rows.flat_map(|row| all[row * cols..(row + 1) * cols].iter().copied()).collect()
+}
+
+fn no_values(device: &Device) -> Parameters {
+    Parameters::zeros(&Arc::new(no_parameters()), device, Category::Parameters).unwrap()
+}
+
+fn tensor(device: &Device, dims: &[usize], values: &[f32]) -> Tensor {
+    let mut tensor = device.empty(Shape::new(dims), DType::F32, Category::Activations).unwrap();
+    device.upload(values, tensor.view_mut());
+    tensor
+}
+
+fn ids(device: &Device, dims: &[usize], values: &[u32]) -> Tensor {
+    let mut tensor = device.empty(Shape::new(dims), DType::U32, Category::Activations).unwrap();
+    device.upload(values, tensor.view_mut());
+    tensor
+}
+
+/// The outputs and gradients of a rank: rows of its positions.
+fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<ContextAxis>) -> [Vec<f32>; 3] {
+    let place = axis.as_ref().map_or(ContextPlace::ALONE, ContextAxis::place);
+    let (at, of_heads) = (place.positions(LEN), place.positions_of_heads(LEN));
+    let rotary = case.is_rotary.then(|| Arc::new(RotaryTable::new(device, LEN, &[1.0, 0.4, 0.05]).unwrap()));
+    let attention = Arc::new(Attention::new(HEADS, KV_HEADS, DIM, case.rule).with_rotary(rotary));
+    let dropout = Arc::new(Dropout::new("dropout", 0.4));
+    let mut tape = Tape::new(device, Recording::On, Precision::F32).with_context(axis);
+    tape.set_randomness(Randomness { seed: 1, step: 2, first_sample: 3, num_samples: BATCH });
+    let qkv = random(BATCH * LEN * COLS, "qkv");
+    let columns = |first: usize, last: usize| -> Vec<f32> {
+        let own = rows(&qkv, COLS, at);
+        own.chunks_exact(COLS).flat_map(|row| row[first..last].to_vec()).collect()
+    };
+    let len = at.len();
+    let mut values = match case.is_apart {
+        false => vec![tape.input(tensor(device, &[BATCH, len, COLS], &columns(0, COLS)))],
+        true => vec![
+            tape.input(tensor(device, &[BATCH, len, OUT], &columns(0, OUT))),
+            tape.input(tensor(device, &[BATCH, len, COLS - OUT], &columns(OUT, COLS))),
+        ],
+    };
+    let num_floats = values.len();
+    let places: Vec<_> = values.iter().map(|value| value.id()).collect();
+    if let Some(num_keys) = case.num_keys {
+        values.push(tape.constant(ids(device, &[BATCH], &[num_keys, LEN as u32])));
+    }
+    if case.has_documents {
+        let start = |row: usize| [0, 5, 17][usize::from(row % LEN >= 5) + usize::from(row % LEN >= 17)];
+        let starts: Vec<u32> = (0..BATCH * LEN).map(start).collect();
+        values.push(tape.constant(ids(device, &[BATCH, of_heads.len()], &rows(&starts, 1, of_heads))));
+    }
+    let mut recorder = tape.recorder(parameters);
+    let attended = recorder.apply(&attention, values).unwrap();
+    let y = recorder.apply(&dropout, [attended]).unwrap();
+    let y_id = y.id();
+    let output = tape.take_output(&y).unwrap();
+    let found = device.read::<f32>(output.view());
+    let dy = rows(&random(BATCH * LEN * OUT, "dy"), OUT, at);
+    let dy = tensor(device, &[BATCH, len, OUT], &dy);
+    tape.backward_input(parameters, [(y_id, dy)]).unwrap();
+    let mut grads = places.into_iter().map(|place| device.read::<f32>(tape.take_grad(place).unwrap().view()));
+    let first = grads.next().unwrap();
+    [found, first, if num_floats == 2 { grads.next().unwrap() } else { Vec::new() }]
+}
+
+/// What ranks find, put together.
+fn run_ranks(backend: Backend, case: Case, degree: usize, heads: usize) -> [Vec<f32>; 3] {
+    let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
+    let ring = degree / heads;
+    let axes = |groups: usize, len: usize| (0..groups).map(|_| Threads::all(len)).collect::<Vec<_>>();
+    let (rings, all_heads) = (axes(heads, ring), axes(ring, heads));
+    let devices: Vec<TracedDevice> = (0..degree).map(|_| TracedDevice::open(options).unwrap()).collect();
+    let found: Vec<[Vec<f32>; 3]> = std::thread::scope(|scope| {
+        let ranks = AxisPlace::all(degree).zip(&devices).map(|(place, device)| {
+            let ContextPlace { ring: on_ring, heads: of_heads } = ContextPlace::new(place, heads);
+            let ops = |axis: &Arc<Threads>| Arc::clone(axis) as Arc<dyn AxisOps>;
+            let axis = ContextAxis {
+                ring: (ring > 1).then(|| ops(&rings[of_heads.rank][on_ring.rank])),
+                heads: (heads > 1).then(|| ops(&all_heads[on_ring.rank][of_heads.rank])),
+            };
+            scope.spawn(move || {
+                let parameters = no_values(device);
+                run(device, &parameters, case, (degree > 1).then_some(axis))
+            })
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let widths = if case.is_apart { [OUT, OUT, COLS - OUT] } else { [OUT, COLS, 0] };
+    [0, 1, 2].map(|index| {
+        let cols = widths[index];
+        let mut whole = vec![f32::NAN; BATCH * LEN * cols];
+        for (place, found) in AxisPlace::all(degree).zip(&found) {
+            let at = ContextPlace::new(place, heads).positions(LEN);
+            let numbers: Vec<usize> = rows(&(0..BATCH * LEN).collect::<Vec<_>>(), 1, at);
+            for (row, values) in numbers.into_iter().zip(found[index].chunks_exact(cols.max(1))) {
+                whole[row * cols..][..cols].copy_from_slice(values);
+            }
+        }
+        whole
+    })
+}
+
+#[test]
+fn attention_to_the_keys_of_all_ranks_is_that_of_one_rank() {
+    let causal = AttentionRule::causal(DIM);
+    let plain =
+        Case { rule: causal, num_keys: None, has_documents: false, is_rotary: false, is_apart: false };
+    let cases = [
+        Case { is_rotary: true, ..plain },
+        Case { rule: AttentionRule { window: Some(7), ..causal }, ..plain },
+        Case { has_documents: true, is_rotary: true, ..plain },
+        Case {
+            rule: AttentionRule { soft_cap: Some(2.0), ..AttentionRule::full(DIM) },
+            num_keys: Some(9),
+            ..plain
+        },
+        Case { is_apart: true, num_keys: Some(20), has_documents: true, ..plain },
+    ];
+    for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
+        for case in cases {
+            let expected = run_ranks(backend, case, 1, 1);
+            for (degree, heads) in [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2)] {
+                let found = run_ranks(backend, case, degree, heads);
+                for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let is_zero = |value: &f32| *value == 0.0;
+                    assert_eq!(
+                        found.iter().filter(|value| is_zero(value)).count(),
+                        expected.iter().filter(|value| is_zero(value)).count(),
+                        "{case:?} on {degree}: other elements are dropped"
+                    );
+                    let difference =
+                        found.iter().zip(expected).map(|(found, expected)| (found - expected).abs());
+                    let difference = difference.fold(0.0, f32::max);
+                    assert!(
+                        difference < 2e-5,
+                        "{case:?} on {degree}, {heads} of heads: {index} differs by {difference:e}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn axis_alone(heads: usize) -> ContextAxis {
+    let noted = NotedExchanges::default();
+    let alone = |axis, place| Arc::new(AloneOnAxis::new(axis, place, &noted)) as Arc<dyn AxisOps>;
+    match heads {
+        1 => ContextAxis { ring: Some(alone(UnitAxis::Ring, AxisPlace::new(0, 2))), heads: None },
+        _ => ContextAxis { ring: None, heads: Some(alone(UnitAxis::Heads, AxisPlace::new(0, heads))) },
+    }
+}
+
+#[test]
+fn what_mixes_positions_and_heads_that_do_not_divide_are_refused() {
+    let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let parameters = no_values(&device);
+    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_context(Some(axis_alone(1)));
+    let x = tape.input(tensor(&device, &[1, 4, 2], &[0.0; 8]));
+    let refused = tape.recorder(&parameters).apply(&Mean { dim: 1 }, [x]).unwrap_err().to_string();
+    assert!(refused.contains("Mean { dim: 1 } mixes positions"), "{refused}");
+    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_context(Some(axis_alone(4)));
+    let x = tape.input(tensor(&device, &[1, 4, COLS], &[0.0; 4 * COLS]));
+    let attention = Arc::new(Attention::new(HEADS, KV_HEADS, DIM, AttentionRule::causal(DIM)));
+    let refused = tape.recorder(&parameters).apply(&attention, [x]).unwrap_err().to_string();
+    assert!(refused.contains("4 ranks cannot have equal parts of 2 heads"), "{refused}");
+}
