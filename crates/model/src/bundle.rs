@@ -131,18 +131,28 @@ impl TensorSpec {
         TensorSpec { shape: self.shape.with_dim(0, rows), ..self }
     }
 
-    /// The spec of what one of the ranks of the context axis has of a batch: some of the positions, dim 1.
+    /// The positions of a tensor of a batch: dim 1. One number a sample has none.
+    pub fn num_positions(&self) -> Option<usize> {
+        self.shape.dims().get(1).copied()
+    }
+
+    /// The spec of what one of the ranks of the context axis has of a tensor of a batch: some of the positions, or all of what has none.
     pub fn of_positions(self, context: ContextPlace) -> Self {
-        match context {
-            ContextPlace::ALONE => self,
-            _ => TensorSpec { shape: self.shape.with_dim(1, self.positions(context).len()), ..self },
+        match self.positions(context) {
+            None => self,
+            Some(positions) => TensorSpec { shape: self.shape.with_dim(1, positions.len()), ..self },
         }
     }
 
-    /// The positions that one of the ranks of the context axis has of a batch: its own, or, of where documents begin, those of its heads.
-    fn positions(&self, context: ContextPlace) -> Positions {
-        let len = self.shape.dims()[1];
-        if self.name == DOCUMENT_STARTS { context.positions_of_heads(len) } else { context.positions(len) }
+    /// The positions that one of the ranks of the context axis has of a tensor of a batch: its own, or, of where documents begin, those of
+    /// its heads. `None` if it has all of the tensor.
+    fn positions(&self, context: ContextPlace) -> Option<Positions> {
+        let len = self.num_positions().filter(|_| context != ContextPlace::ALONE)?;
+        Some(if self.name == DOCUMENT_STARTS {
+            context.positions_of_heads(len)
+        } else {
+            context.positions(len)
+        })
     }
 
     /// Whether the tensor has a gradient: those of whole numbers have none.
@@ -209,11 +219,11 @@ impl HostBatch {
             let bytes = &bytemuck::cast_slice::<_, u8>(words)[..spec.num_bytes()];
             let shape = spec.of_positions(context).shape;
             let mut tensor = device.empty(shape, spec.dtype, Category::Activations)?;
-            if context == ContextPlace::ALONE {
+            let Some(positions) = spec.positions(context) else {
                 device.upload(bytes, tensor.view_mut());
                 return Ok((spec.name, tensor));
-            }
-            let (num_samples, positions) = (shape.dims()[0], spec.positions(context));
+            };
+            let num_samples = shape.dims()[0];
             let position_len: usize = shape.dims()[2..].iter().product();
             let position_bytes = position_len * spec.dtype.size();
             let sample_bytes = bytes.len() / num_samples;

@@ -168,7 +168,11 @@ impl RankGrid {
         let mut groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
         let (world, heads) = (Arc::clone(&groups[0]), degrees.heads);
         let ring = part(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
-        let heads = part(&context, "heads", heads, |rank| rank / heads)?;
+        // What units exchange must not wait for what is gathered ahead or reduced behind them: these ranks may be all data-parallel ones.
+        let heads = match heads {
+            1 => Arc::clone(&own),
+            _ => Arc::new(context.split_by("heads", |rank| (rank.0 / heads) as u64)?),
+        };
         for group in [&ring, &heads] {
             add_once(&mut groups, group);
         }
@@ -299,9 +303,10 @@ impl RankGrid {
         self.groups.iter().for_each(|group| group.set_line(line));
     }
 
-    /// Bytes of vectors that this rank has sent, by all groups.
+    /// Bytes of vectors that this rank has sent, by all groups, messages among them.
     pub fn payload_bytes(&self) -> u64 {
-        self.groups.iter().map(|group| group.statistics().payload_bytes).sum()
+        let all = self.groups.iter().map(|group| group.statistics());
+        all.map(|statistics| statistics.payload_bytes + statistics.message_bytes).sum()
     }
 
     /// The part of it that went to other hosts by groups that hold one rank of each host; `None` where none were made.

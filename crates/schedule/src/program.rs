@@ -39,7 +39,7 @@ pub struct Chain {
     pub reread: Vec<usize>,
     /// Units that keep nothing for a later backward: they read only the batch, or backward follows at once.
     pub unkept: Vec<usize>,
-    /// What units exchange along the tensor axis, if it has several ranks; in order, each unit once at most.
+    /// What units exchange within them, if it has several ranks; in order, each unit once at most.
     pub exchanges: Vec<UnitExchanges>,
 }
 
@@ -199,7 +199,7 @@ impl Outline {
 /// lives elsewhere than on the device, or that there is none of ([`StateLayout`]), and with `ties 2:0` for each unit (here the
 /// third) that reads the parameters of another one (the first). `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
 /// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). `exchanges 1-4:F=tensor.all_reduce/4096` says what
-/// passes of units exchange along the tensor axis ([`UnitExchanges`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
+/// passes of units exchange within them ([`UnitExchanges`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {

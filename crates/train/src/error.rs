@@ -286,6 +286,19 @@ pub enum TrainError {
         /// The workers.
         degree: usize,
     },
+    /// Samples with a number of positions that workers cannot have equal parts of.
+    #[error(
+        "{degree} workers have two equal parts each of the positions, but {tensor} has {len}, which is not a multiple of {}; use samples of \
+         such a length, or another [parallelism] context_parallel_degree", 2 * degree
+    )]
+    UnequalPositions {
+        /// The tensor of the batch.
+        tensor: String,
+        /// Its positions.
+        len: usize,
+        /// The workers.
+        degree: usize,
+    },
     /// A dataset is empty.
     #[error(
         "there are no samples for {purpose}; check what the task's train_data and validation_data return"

@@ -44,7 +44,7 @@ pub use run_lock::RunLock;
 pub use sample::{SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
-    check_positions, executor_options, local_threads, model_config, new_executor, proven_programs,
+    executor_options, local_threads, model_config, new_executor, positions_of_batch, proven_programs,
     share_of_cores, step_programs,
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};

@@ -15,7 +15,7 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use trireme_base::Rank;
+use trireme_base::{ContextPlace, Rank};
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
 use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
@@ -285,13 +285,26 @@ pub fn proven_programs(
     Ok(programs)
 }
 
-/// Refuses to divide positions where samples have none.
+/// What a worker has of the tensors of a microbatch.
 ///
 /// # Errors
-/// [`TrainError::NoPositions`].
-pub fn check_positions(config: &Config, has_positions: bool) -> Result<(), TrainError> {
-    let degree = config.parallelism().context_parallel_degree;
-    if degree > 1 && !has_positions { Err(TrainError::NoPositions { degree }) } else { Ok(()) }
+/// [`TrainError::NoPositions`] and [`TrainError::UnequalPositions`] if workers cannot have equal parts of the positions.
+pub fn positions_of_batch(
+    batch: &[TensorSpec],
+    context: ContextPlace,
+    has_positions: bool,
+) -> Result<Vec<TensorSpec>, TrainError> {
+    let degree = context.degree();
+    if degree > 1 && !has_positions {
+        return Err(TrainError::NoPositions { degree });
+    }
+    let of_worker = |spec: &TensorSpec| match spec.num_positions() {
+        Some(len) if degree > 1 && !len.is_multiple_of(2 * degree) => {
+            Err(TrainError::UnequalPositions { tensor: spec.to_string(), len, degree })
+        }
+        _ => Ok(spec.of_positions(context)),
+    };
+    batch.iter().map(of_worker).collect()
 }
 
 /// What passes of a model are on a worker. `batch` has all positions.
@@ -304,9 +317,8 @@ pub(crate) fn rehearse(
     let build = |device: &Device, table| task.build(device, table);
     let build_part = |device: &Device| Model::build_at(config.tensor_place(rank), device, build);
     let context = config.context_place(rank);
-    check_positions(config, task.has_positions())?;
     let passes = executor_options(config).passes(context);
-    let batch: Vec<TensorSpec> = batch.iter().map(|spec| spec.of_positions(context)).collect();
+    let batch = positions_of_batch(batch, context, task.has_positions())?;
     Ok(Rehearsal::of(build_part, device_options(config, num_threads), passes, &batch)?)
 }
 
@@ -339,5 +351,27 @@ fn zero_plus_plus(parallelism: &config::Parallelism) -> ZeroPlusPlus {
             config::QuantizedGradients::Int8 => Some(IntegerFormat::Int8),
             config::QuantizedGradients::Int4 => Some(IntegerFormat::Int4),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_base::{AxisPlace, DType};
+
+    #[test]
+    fn workers_have_equal_parts_of_the_positions_of_a_batch_or_are_refused() {
+        let specs = |len| {
+            [("rows", &[3, len, 5][..]), ("lens", &[3])]
+                .map(|(name, dims)| TensorSpec::new(name, dims, DType::U32))
+        };
+        let context = ContextPlace::new(AxisPlace::new(1, 2), 1);
+        let found = positions_of_batch(&specs(8), context, true).unwrap();
+        assert_eq!(found.iter().map(|spec| spec.shape.dims()).collect::<Vec<_>>(), [&[3, 4, 5][..], &[3]]);
+        let refused = positions_of_batch(&specs(6), context, true).unwrap_err().to_string();
+        assert!(refused.contains("rows") && refused.contains("6, which is not a multiple of 4"), "{refused}");
+        let refused = positions_of_batch(&specs(8), context, false).unwrap_err().to_string();
+        assert!(refused.contains("has_positions"), "{refused}");
+        assert_eq!(positions_of_batch(&specs(6), ContextPlace::ALONE, false).unwrap(), specs(6));
     }
 }

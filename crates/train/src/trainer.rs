@@ -125,7 +125,8 @@ impl<'a> Trainer<'a> {
         let facts = Facts::of_config(config, options.features_max);
         agree(&facts.and(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
         task.notices().iter().for_each(|notice| observer.notice(notice));
-        notice_determinism(config, config.data_parallel_degree(), observer);
+        let num_reducing = config.data_parallel_degree() * config.parallelism().context_parallel_degree;
+        notice_determinism(config, num_reducing, observer);
         notice_delay(config, observer);
         if training.fp8 != Fp8::Off {
             observer.notice(FP8_NOTICE);

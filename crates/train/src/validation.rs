@@ -46,7 +46,7 @@ impl Validation {
         Ok(Validation { samples, num_samples, batch_size, reports })
     }
 
-    /// The loss and the metrics; the same bits for any number of ranks. Collective.
+    /// The loss and the metrics; the same bits for any number of ranks, unless ranks have parts of the positions. Collective.
     pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Validated, TrainError> {
         let AxisPlace { rank, degree } = executor.ranks().sample_place();
         let mut reports = self.reports.take().expect("validations follow each other");

@@ -36,8 +36,8 @@ use trireme_tensor::{AxisPlace, CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    StepChoices, Task, TrainError, WorkerPlan, check_positions, device_options, executor_options,
-    local_threads, model_config, new_executor, optimizer_options, proven_programs, step_programs,
+    StepChoices, Task, TrainError, WorkerPlan, device_options, executor_options, local_threads, model_config,
+    new_executor, optimizer_options, positions_of_batch, proven_programs, step_programs,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -94,7 +94,7 @@ impl Blueprint<'_> {
     }
 
     /// What a worker has of a microbatch.
-    fn batch(&self, config: &Config, context: ContextPlace) -> Vec<TensorSpec> {
+    fn batch(&self, config: &Config, context: ContextPlace) -> Result<Vec<TensorSpec>, TrainError> {
         let num_samples = config.training().local_batch_size;
         let whole: Vec<TensorSpec> = match self {
             Blueprint::Language { seq_len, .. } => {
@@ -104,14 +104,11 @@ impl Blueprint<'_> {
             }
             Blueprint::Task { sample, .. } => sample.iter().map(|spec| spec.in_batch(num_samples)).collect(),
         };
-        whole.into_iter().map(|spec| spec.of_positions(context)).collect()
-    }
-
-    fn has_positions(&self) -> bool {
-        match self {
+        let has_positions = match self {
             Blueprint::Language { .. } => true,
             Blueprint::Task { task, .. } => task.has_positions(),
-        }
+        };
+        positions_of_batch(&whole, context, has_positions)
     }
 }
 
@@ -366,9 +363,8 @@ fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let place = config.tensor_place(Rank(workers.rank));
     let model = blueprint.build(&device, place).map_err(TrainError::from)?;
-    check_positions(config, blueprint.has_positions())?;
     let context = config.context_place(Rank(workers.rank));
-    let batch = blueprint.batch(config, context);
+    let batch = blueprint.batch(config, context)?;
     let rehearsal = model.rehearse(&device, executor_options(config).passes(context), &batch);
     Ok((model, rehearsal.map_err(TrainError::from)?))
 }

@@ -62,6 +62,10 @@ fn degrees_that_cannot_be_are_refused_before_a_worker_starts() {
             ["17 is not a multiple of 8", "use 16 or 24"],
         ),
         (
+            format!("--workers 8 --set {CONTEXT}=2 --set {DEGREE}=4 --set training.seq_len=20"),
+            ["2 workers have 4 equal parts each", "use 16 or 24"],
+        ),
+        (
             format!("--workers 4 --set {CONTEXT}=4 --set parallelism.context_parallel_heads_degree=3"),
             ["3 does not divide", "use a divisor"],
         ),

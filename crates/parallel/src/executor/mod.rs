@@ -66,7 +66,7 @@ pub struct Executor {
     /// For each unit: its gradient was summed before it left.
     is_squared: Vec<bool>,
     exchange: ShardExchange,
-    /// The ranks of the tensor axis, if there are several.
+    /// The ranks with which units exchange values.
     axes: UnitAxes,
     grad_terms: GradTerms,
     gradients: Gradients,

@@ -70,8 +70,8 @@ pub enum DeviceError {
     },
     /// An operation that is wrong where ranks have parts of the positions.
     #[error(
-        "{operation} mixes positions of a sequence, of which the ranks of the context axis have parts; set [parallelism] \
-         context_parallel_degree = 1, or do this by attention"
+        "{operation} mixes positions of a sequence, of which the ranks of the context axis have parts, or works on floats of fewer dims than \
+         [samples, positions, cols]; set [parallelism] context_parallel_degree = 1, or do this by attention"
     )]
     NeedsAllPositions {
         /// The operation.

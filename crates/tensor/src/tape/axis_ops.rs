@@ -8,7 +8,7 @@ use trireme_base::{AxisExchange, AxisPlace, ExchangeKind, UnitAxis};
 
 /// One rank of an axis, and how values travel along it. All ranks of the axis make the same calls in the same order.
 ///
-/// Each call ends when kernels that are issued later find the result.
+/// Each call ends when kernels that are issued later find the result. After an error the axis is not used again.
 pub trait AxisOps: fmt::Debug + Send + Sync {
     /// Which rank this is.
     fn place(&self) -> AxisPlace;

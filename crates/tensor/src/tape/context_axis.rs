@@ -1,6 +1,6 @@
 //! Values of which ranks have parts of the positions: context parallelism.
 //!
-//! Dim 1 of values is that of positions. What operations make of one position depends on no other one, except in attention, which takes
+//! Dim 1 of values is that of positions, and floats have at least one more. What operations make of one position depends on no other one, except in attention, which takes
 //! in the keys of all ranks ([`Attention`](super::Attention)). To everything outside of units, these ranks are data-parallel: they have the
 //! same parameters, and their gradients are summed.
 
@@ -10,6 +10,9 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, Positions};
+
+/// Dims of a value with positions: of the samples, of the positions, and of what there is of each.
+const DIMS_MIN: usize = 3;
 
 /// The context axis of a tape.
 #[derive(Debug, Clone)]
@@ -77,7 +80,11 @@ impl Recorder<'_> {
         first: usize,
     ) -> Result<usize, DeviceError> {
         let Some(axis) = &self.tape.context else { return Ok(first) };
-        if !op.takes_positions() {
+        let inputs = self.tape.arguments[first..].iter().map(|argument| &self.tape.values[argument.value]);
+        // Dim 1 of fewer dims could be the last one, over which operations work.
+        let has_dims =
+            inputs.filter(|value| value.dtype.is_float()).all(|value| value.shape.dims().len() >= DIMS_MIN);
+        if !op.takes_positions() || !has_dims {
             return Err(DeviceError::NeedsAllPositions { operation: format!("{op:?}") });
         }
         if axis.heads.is_none() || op.head_exchange(Operand::Output, 1).is_none() {

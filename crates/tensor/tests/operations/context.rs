@@ -6,7 +6,7 @@ use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, DType, Positions, RandomKey, UnitAxis};
 use trireme_tensor::tape::{
     AloneOnAxis, Attention, AxisOps, ContextAxis, Dropout, Mean, NotedExchanges, Randomness, Recording,
-    RotaryTable,
+    RotaryTable, Softmax,
 };
 use trireme_tensor::{
     AttentionRule, Backend, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision, Shape,
@@ -203,6 +203,11 @@ fn what_mixes_positions_and_heads_that_do_not_divide_are_refused() {
     let x = tape.input(tensor(&device, &[1, 4, 2], &[0.0; 8]));
     let refused = tape.recorder(&parameters).apply(&Mean { dim: 1 }, [x]).unwrap_err().to_string();
     assert!(refused.contains("Mean { dim: 1 } mixes positions"), "{refused}");
+    // Softmax is over the last dim, which here would be that of positions.
+    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_context(Some(axis_alone(1)));
+    let x = tape.input(tensor(&device, &[2, 4], &[0.0; 8]));
+    let refused = tape.recorder(&parameters).apply(&Softmax, [x]).unwrap_err().to_string();
+    assert!(refused.contains("fewer dims than [samples, positions, cols]"), "{refused}");
     let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_context(Some(axis_alone(4)));
     let x = tape.input(tensor(&device, &[1, 4, COLS], &[0.0; 4 * COLS]));
     let attention = Arc::new(Attention::new(HEADS, KV_HEADS, DIM, AttentionRule::causal(DIM)));

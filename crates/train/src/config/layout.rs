@@ -31,11 +31,11 @@ config_section! {
         /// How many of the workers of `context_parallel_degree` exchange their positions for heads before attention and
         /// back after it (Ulysses); the others send keys and values around a ring. 1 is a ring of all, and the degree
         /// itself no ring. Must divide the degree, and the heads of keys and values that a worker has. 0 chooses
-        /// what sends the fewest bytes.
+        /// what sends the fewest bytes; for a task of one's own, a ring.
         context_parallel_heads_degree: usize = 0, within 0..=1 << 12;
         /// Number of workers in a pipeline. The units of the model (embedding, blocks, head) are divided among them
         /// in stages of about equal work, and each microbatch passes through all of them. Ranks of neighbours in the
-        /// pipeline differ by the number of data-parallel workers times those of the two keys above. Losses and weights have the same bits with every
+        /// pipeline differ by the number of data-parallel workers times `context_parallel_degree` times `tensor_parallel_degree`. Losses and weights have the same bits with every
         /// schedule that drains between steps.
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
         /// Order in which stages run: `gpipe`, `1f1b`, `interleaved-1f1b`, `breadth-first`, `zb-h1`, `zb-h2`, `zb-v`,
@@ -68,7 +68,7 @@ config_section! {
         /// Only applies with `pipeline_parallel_rebalance_interval`.
         pipeline_parallel_rebalance_threshold: f64 = 1.1, within 1.0..;
         /// Number of workers that shard one replica of the training state; they see different data, too. Their
-        /// ranks differ by `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). Workers of
+        /// ranks differ by `context_parallel_degree` times `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). Workers of
         /// `context_parallel_degree` shard it with them. If anything is sharded, -1 uses as many
         /// as the replicas leave (one replica across all workers if neither is set); else 1. Only applies with
         /// `zero_stage` or `shard_gradients`.

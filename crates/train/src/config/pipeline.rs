@@ -44,7 +44,7 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
         )
     });
     check_tensor(checks);
-    check_context(checks);
+    check_heads(checks);
     check_pipeline(checks);
     (world_size / num_of_replica).max(1)
 }
@@ -67,11 +67,14 @@ fn check_tensor(checks: &mut Checks<'_>) {
     }
 }
 
-fn check_context(checks: &mut Checks<'_>) {
+/// Whether workers can have equal parts of the positions of a sequence of tokens.
+pub(super) fn check_positions(checks: &mut Checks<'_>) {
     let Sections { parallelism, training, .. } = &checks.loose.sections;
-    let (degree, heads, seq_len) =
-        (parallelism.context_parallel_degree, parallelism.context_parallel_heads_degree, training.seq_len);
-    let num_parts = 2 * degree;
+    let (degree, seq_len) = (parallelism.context_parallel_degree, training.seq_len);
+    let tensor = if parallelism.sequence_parallel { parallelism.tensor_parallel_degree } else { 1 };
+    // Two parts for each worker; what a worker has is divided among those that cut its layers.
+    let parts_each = if tensor.is_multiple_of(2) { tensor } else { 2 * tensor };
+    let num_parts = degree * parts_each;
     checks.require(degree == 1 || seq_len.is_multiple_of(num_parts), &["training.seq_len", CONTEXT_DEGREE], || {
         let below = seq_len / num_parts * num_parts;
         let nearest = match below {
@@ -79,10 +82,15 @@ fn check_context(checks: &mut Checks<'_>) {
             _ => format!("{below} or {}", below + num_parts),
         };
         format!(
-            "{degree} workers have two parts each of a sequence, but {seq_len} is not a multiple of {num_parts}; use {nearest}, or another \
-             degree"
+            "{degree} workers have {parts_each} equal parts each of a sequence, but {seq_len} is not a multiple of {num_parts}; use \
+             {nearest}, or other degrees"
         )
     });
+}
+
+fn check_heads(checks: &mut Checks<'_>) {
+    let parallelism = &checks.loose.sections.parallelism;
+    let (degree, heads) = (parallelism.context_parallel_degree, parallelism.context_parallel_heads_degree);
     checks.require(heads == 0 || degree.is_multiple_of(heads), &[HEADS_DEGREE, CONTEXT_DEGREE], || {
         format!("{heads} does not divide context_parallel_degree = {degree}; use a divisor of it, or 0")
     });

@@ -6,7 +6,7 @@ use super::costs::check_costs;
 use super::memory::{check_activation_checkpoint, check_offload, check_parallelism, degrees, is_on_disk};
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
-use super::pipeline::check_degrees;
+use super::pipeline::{check_degrees, check_positions};
 use super::reader::Loose;
 use super::section::Section;
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
@@ -41,6 +41,7 @@ pub(super) fn validate(
         Subject::LanguageModel => {
             check_model(&mut checks);
             check_data(&mut checks);
+            check_positions(&mut checks);
         }
         Subject::OwnTask => refuse_language_keys(&mut checks),
     }

@@ -48,7 +48,12 @@ impl Dropout {
             return;
         }
         // Of the values of all tensor ranks: elements of a position, and positions of a sample that are here.
-        let position_len: usize = x.shape().dims()[2..].iter().product::<usize>() * stride / cols;
+        let inner: usize = x.shape().dims()[2..].iter().product();
+        let position_len = match sharding {
+            // The dim but the last is cut.
+            Sharding::Rows if x.shape().dims().len() > 3 => inner * degree,
+            _ => inner * stride / cols,
+        };
         let at = cx.positions(len / num_samples / position_len);
         let sample_len = at.len() * cx.context_place().degree() * position_len;
         let (row_start, col_start) = if sharding == Sharding::Rows { (start, 0) } else { (0, start) };

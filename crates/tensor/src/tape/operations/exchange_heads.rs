@@ -77,13 +77,16 @@ impl ExchangeHeads {
             panic!("{:?} is not [batch, len, cols]", x.shape())
         };
         let (len, cols) = (all_len / degree, own_cols * degree);
-        let mut parts = cx.empty([degree, batch * len, own_cols], x.dtype())?;
-        for (to, from) in sequences(degree, len * own_cols, batch) {
-            device.copy_blocks((x, from), (parts.view_mut(), to), (batch, len * own_cols));
+        let mut received = cx.empty([degree, batch * len, own_cols], x.dtype())?;
+        if batch == 1 {
+            heads.all_to_all(device, x, received.view_mut())?;
+        } else {
+            let mut parts = cx.empty(received.shape(), x.dtype())?;
+            for (to, from) in sequences(degree, len * own_cols, batch) {
+                device.copy_blocks((x, from), (parts.view_mut(), to), (batch, len * own_cols));
+            }
+            heads.all_to_all(device, parts.view(), received.view_mut())?;
         }
-        let mut received = cx.empty(parts.shape(), x.dtype())?;
-        heads.all_to_all(device, parts.view(), received.view_mut())?;
-        drop(parts);
         let mut all = cx.empty([batch, len, cols], x.dtype())?;
         for (to, from, width) in self.columns(degree, [batch * len, own_cols]) {
             let (from, to) = (Blocks { offset: from, stride: own_cols }, Blocks { offset: to, stride: cols });

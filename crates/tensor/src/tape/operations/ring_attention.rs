@@ -1,5 +1,5 @@
 //! Attention to the keys of all ranks of a ring, which pass by one rank after the other (Liu, Zaharia, Abbeel: "Ring attention with blockwise
-//! transformers", 2023). No rank ever has more than two ranks' keys and values.
+//! transformers", 2023). A rank has those of two ranks at a time, and as much in buffers, however many there are.
 //!
 //! Ranks have positions in zig-zag, so that each sees about as many pairs in every step if attention is causal (Brandon et al., "Striped
 //! attention", 2023, has another order for the same purpose).
@@ -93,12 +93,10 @@ impl RingAttention {
                 self.ops.start_shift(device, block.view())?;
             }
             let views = AttentionViews { queries: queries.view(), keys_values: Some(block.view()), ..views };
-            device.attention_block(
-                views,
-                (self.shape, self.scope(step)),
-                sums.view_mut(),
-                log_sums.view_mut(),
-            )?;
+            let scope = self.scope(step);
+            if scope.num_pairs() > 0 {
+                device.attention_block(views, (self.shape, scope), sums.view_mut(), log_sums.view_mut())?;
+            }
             if !is_last {
                 block = Values::Converted(self.next(cx, block.view())?);
             }
@@ -128,8 +126,10 @@ impl RingAttention {
                 self.ops.finish_shift(device, d_block.view_mut())?;
             }
             let views = AttentionViews { queries: queries.view(), keys_values: Some(block.view()), ..views };
-            let grads = (d_queries.view_mut(), d_block.view_mut());
-            device.attention_block_backward(views, (self.shape, self.scope(step)), output, grads)?;
+            let (scope, grads) = (self.scope(step), (d_queries.view_mut(), d_block.view_mut()));
+            if scope.num_pairs() > 0 {
+                device.attention_block_backward(views, (self.shape, scope), output, grads)?;
+            }
             // The gradient of keys goes with them, and comes home with the last step.
             self.ops.start_shift(device, d_block.view())?;
             if !is_last {

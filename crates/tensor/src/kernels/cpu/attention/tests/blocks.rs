@@ -38,37 +38,25 @@ impl<T: Element> Inputs<T> {
             let mut sums = vec![0.0; dy.len()];
             let mut log_sums = vec![f32::NEG_INFINITY; part.rows() * part.num_heads];
             let (num_keys, document_starts) = (self.num_keys.as_deref(), document_starts.as_deref());
-            for &keys in &blocks {
-                let keys_values = keys_values(keys);
-                let inputs = AttentionInputs {
-                    queries: &queries,
-                    keys_values: Some(&keys_values),
-                    num_keys,
-                    document_starts,
-                };
+            let rows: Vec<Vec<T>> = blocks.iter().map(|&keys| keys_values(keys)).collect();
+            let inputs = rows.iter().map(|rows| AttentionInputs {
+                queries: &queries,
+                keys_values: Some(rows),
+                num_keys,
+                document_starts,
+            });
+            for (&keys, inputs) in blocks.iter().zip(inputs.clone()) {
                 let of = (part, scope(keys));
                 cpu.attention(inputs, of, Results::Sums(&mut sums), &mut log_sums, &mut scratch);
             }
             let y = narrow::<T>(&sums);
             let mut d_queries = vec![0.0; queries.len()];
-            for &keys in &blocks {
-                let keys_values = keys_values(keys);
-                let inputs = AttentionInputs {
-                    queries: &queries,
-                    keys_values: Some(&keys_values),
-                    num_keys,
-                    document_starts,
-                };
+            for (&keys, inputs) in blocks.iter().zip(inputs) {
                 let mut d_keys_values =
                     take(&found[2], shape.qkv_cols(), rows_of(keys), q_cols..shape.qkv_cols());
                 let grads = (Results::Sums(&mut d_queries), Some(Results::Sums(&mut d_keys_values)));
-                cpu.attention_backward(
-                    inputs,
-                    (part, scope(keys)),
-                    (&y, &log_sums, &dy),
-                    grads,
-                    &mut scratch,
-                );
+                let of = (part, scope(keys));
+                cpu.attention_backward(inputs, of, (&y, &log_sums, &dy), grads, &mut scratch);
                 for (row, grads) in rows_of(keys).zip(d_keys_values.chunks_exact(kv_cols)) {
                     found[2][row * shape.qkv_cols() + q_cols..][..kv_cols].copy_from_slice(grads);
                 }
