@@ -300,7 +300,7 @@ pub fn positions_of_batch(
     }
     let of_worker = |spec: &TensorSpec| match spec.num_positions() {
         Some(len) if degree > 1 && !len.is_multiple_of(2 * degree) => {
-            Err(TrainError::UnequalPositions { tensor: spec.to_string(), len, degree })
+            Err(TrainError::UnequalPositions { tensor: format!("'{}' ({spec})", spec.name), len, degree })
         }
         _ => Ok(spec.of_positions(context)),
     };

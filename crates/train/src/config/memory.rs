@@ -67,7 +67,7 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
         format!("data_parallel_shard_degree = {shards} has no effect with zero_stage = 0; set zero_stage = 1, 2 or 3, or shard_gradients = true, or remove this key")
     });
     checks.require(replicas * shards == world_size, &keys, || {
-        format!("{replicas} replicas of {shards} shards take {} workers, but {world_size} see different samples; set one of the two \
+        format!("{replicas} replicas of {shards} shards take {} workers, but there are {world_size} that see different samples; set one of the two \
              degrees to -1, which takes what the other leaves", replicas * shards)
     });
     checks.require(
