@@ -1,7 +1,7 @@
 //! One head of one sequence, block by block.
 
 use super::factors::{BackwardFactors, ForwardFactors};
-use super::rule::{AttentionRule, KeyView};
+use super::rule::{AttentionRule, KeyView, all_seen};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::matmul::{LeftFactor, Matrix, Micro, Product, RightPanels, Tile};
@@ -88,8 +88,8 @@ for_each_simd_level! {
 
     /// From scores of a block, raw or capped, and the gradient of the weights, both rows of `num_keys`: `weights`, and the gradient
     /// of the raw scores.
-    fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair<'_>, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
-        let AttentionRule { scale, soft_cap, .. } = pair.keys.scope.rule;
+    fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair<'_>, rule: AttentionRule, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
+        let AttentionRule { scale, soft_cap, .. } = rule;
         let raw = scores.chunks_exact(pair.num_keys).zip(d_weights.chunks_exact(pair.num_keys));
         let out = weights.chunks_exact_mut(pair.num_keys).zip(d_scores.chunks_exact_mut(pair.num_keys));
         for (index, ((row, (scores, d_weights)), (weights, d_scores))) in rows.iter().zip(raw).zip(out).enumerate() {
@@ -145,22 +145,24 @@ pub(super) struct Head<'a> {
     pub(super) head_dim: usize,
 }
 
+/// Of each query of a block, the keys that it sees. Several blocks of keys ask for them.
+type SeenKeys = [Range<usize>; QUERY_BLOCK];
+
 /// A block of queries against a block of keys.
 #[derive(Clone, Copy)]
 struct BlockPair<'a> {
     first_query: usize,
-    num_queries: usize,
     first_key: usize,
     num_keys: usize,
-    keys: KeyView<'a>,
+    /// Of each query of the block.
+    seen: &'a [Range<usize>],
 }
 
 impl BlockPair<'_> {
     /// The keys of the pair that its query `row` sees.
     fn visible(self, row: usize) -> Range<usize> {
-        let seen = self.keys.of_query(self.first_query + row);
         let within = |key: usize| key.saturating_sub(self.first_key).min(self.num_keys);
-        within(seen.start)..within(seen.end)
+        within(self.seen[row].start)..within(self.seen[row].end)
     }
 
     /// The same in whole registers, as far as the pair has them: loops over rests are slow. Nothing if the query sees nothing.
@@ -185,13 +187,17 @@ impl BlockPair<'_> {
 }
 
 impl Head<'_> {
-    /// Blocks of keys that queries `first..first + num_queries` see.
-    fn key_blocks(&self, first_query: usize, num_queries: usize) -> impl Iterator<Item = BlockPair<'_>> {
-        let (keys, seen) = (self.keys, self.keys.of_queries(first_query..first_query + num_queries));
-        (seen.start / KEY_BLOCK..seen.end.div_ceil(KEY_BLOCK)).map(move |block| {
+    /// The keys that each of the queries `first..first + num_queries` sees.
+    fn seen_keys(&self, first: usize, num_queries: usize) -> SeenKeys {
+        std::array::from_fn(|row| if row < num_queries { self.keys.of_query(first + row) } else { 0..0 })
+    }
+
+    /// Blocks of keys that queries from `first_query` on see.
+    fn key_blocks(first_query: usize, seen: &[Range<usize>]) -> impl Iterator<Item = BlockPair<'_>> {
+        let all = all_seen(seen);
+        (all.start / KEY_BLOCK..all.end.div_ceil(KEY_BLOCK)).map(move |block| {
             let first_key = block * KEY_BLOCK;
-            let num_keys = KEY_BLOCK.min(seen.end - first_key);
-            BlockPair { first_query, num_queries, first_key, num_keys, keys }
+            BlockPair { first_query, first_key, num_keys: KEY_BLOCK.min(all.end - first_key), seen }
         })
     }
 
@@ -230,7 +236,8 @@ impl Head<'_> {
             }
         }
         let mut is_first = !is_carried;
-        for pair in self.key_blocks(first_query, num_queries) {
+        let seen = self.seen_keys(first_query, num_queries);
+        for pair in Self::key_blocks(first_query, &seen[..num_queries]) {
             let len = num_queries * pair.num_keys;
             let (scores, weights) = (&mut scratch.scores[..len], &mut scratch.weights[..len]);
             self.scores(pair, factors.keys_transposed, scores);
@@ -257,7 +264,7 @@ impl Head<'_> {
 
     /// Raw scores of a pair, rows of `num_keys`.
     fn scores(&self, pair: BlockPair<'_>, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
-        let size = Product { rows: pair.num_queries, cols: pair.num_keys, inner: self.head_dim };
+        let size = Product { rows: pair.seen.len(), cols: pair.num_keys, inner: self.head_dim };
         let queries = LeftFactor::InMemory(self.queries.from(pair.first_query, 0));
         let keys = keys_transposed.from(pair.first_key - self.first_packed);
         Tile::whole(scores, size).multiply(queries, keys, false);
@@ -288,7 +295,8 @@ impl Head<'_> {
         let queries = RightPanels::pack(micro, (num_queries, dim), queries, query_words);
         let dy_panels = RightPanels::pack(micro, (num_queries, dim), dy, dy_words);
         let mut is_first = !is_carried;
-        for pair in self.key_blocks(first_query, num_queries) {
+        let seen = self.seen_keys(first_query, num_queries);
+        for pair in Self::key_blocks(first_query, &seen[..num_queries]) {
             let BlockPair { first_key, num_keys, .. } = pair;
             let len = num_queries * num_keys;
             let (scores, d_weights) = (&mut scratch.scores[..len], &mut scratch.d_weights[..len]);
@@ -298,7 +306,16 @@ impl Head<'_> {
             let size = Product { rows: num_queries, cols: num_keys, inner: dim };
             let values = factors.values_transposed.from(first_key);
             Tile::whole(d_weights, size).multiply(LeftFactor::InMemory(dy), values, false);
-            soften_backward(cpu.features, scores, d_weights, pair, rows, weights, d_scores);
+            soften_backward(
+                cpu.features,
+                scores,
+                d_weights,
+                pair,
+                self.keys.scope.rule,
+                rows,
+                weights,
+                d_scores,
+            );
             let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
             let to_keys = Product { rows: num_keys, cols: dim, inner: num_queries };
             let key_rows = first_key * dim..(first_key + num_keys) * dim;

@@ -113,11 +113,19 @@ impl KeyView<'_> {
         keys.before(start.min(self.end))..keys.before(end.min(self.end))
     }
 
-    /// The keys that some of these queries see. Later queries begin and end with no earlier keys.
+    /// The keys that some of these queries see.
     pub(super) fn of_queries(&self, queries: Range<usize>) -> Range<usize> {
-        let seen = self.of_query(queries.start).start..self.of_query(queries.end - 1).end;
-        if seen.is_empty() { 0..0 } else { seen }
+        all_seen(&[self.of_query(queries.start), self.of_query(queries.end - 1)])
     }
+}
+
+/// The keys that some of several queries see, in order. Later queries begin and end with no earlier keys.
+pub(super) fn all_seen(of_queries: &[Range<usize>]) -> Range<usize> {
+    let seen = match of_queries {
+        [] => 0..0,
+        [first, ..] => first.start..of_queries[of_queries.len() - 1].end,
+    };
+    if seen.is_empty() { 0..0 } else { seen }
 }
 
 #[cfg(test)]
