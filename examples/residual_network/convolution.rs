@@ -1,7 +1,7 @@
 //! A convolution, which Trireme does not have.
 
 use std::sync::Arc;
-use trireme::base::DType;
+use trireme::base::{Cut, DType};
 use trireme::tape::{BackwardContext, ForwardContext, Operation, ReadBy, write_grad};
 use trireme::tensor::{DeviceError, GradSink, Initial, Parameter, ParameterSpan, ParameterTable};
 
@@ -12,13 +12,24 @@ const OFFSETS: usize = 9;
 /// outputs]`, computed in f32.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Convolution {
-    /// `[9 * inputs, outputs]`.
+    /// `[9 * inputs, outputs]`, or this rank's part of one of them.
     weight: ParameterSpan,
     /// Pixels of a side of the image.
     size: usize,
 }
 
 impl Convolution {
+    /// Channels of the output, of which ranks of the tensor axis make a part each.
+    pub(crate) fn by_outputs() -> Cut {
+        Cut::along(1)
+    }
+
+    /// Channels of the input, of which ranks of the tensor axis read a part each; the output is the sum of what they make. The weight has
+    /// them once for each offset.
+    pub(crate) fn by_inputs() -> Cut {
+        Cut::along(0).with_groups(OFFSETS)
+    }
+
     /// Declares the weight, whose products have the variance of their inputs (He et al., "Delving deep into rectifiers", 2015,
     /// section 2.2).
     pub(crate) fn new(
@@ -26,11 +37,13 @@ impl Convolution {
         name: &str,
         size: usize,
         (inputs, outputs): (usize, usize),
+        cut: Option<Cut>,
     ) -> Arc<Self> {
         let fan_in = OFFSETS * inputs;
         let initial = Initial::Normal { standard_deviation: (2.0 / fan_in as f32).sqrt() };
-        let weight = table.add(Parameter::matrix(format!("{name}.weight"), &[fan_in, outputs], initial));
-        Arc::new(Convolution { weight, size })
+        let weight = Parameter::matrix(format!("{name}.weight"), &[fan_in, outputs], initial);
+        let weight = cut.into_iter().fold(weight, Parameter::with_cut);
+        Arc::new(Convolution { weight: table.add(weight), size })
     }
 
     /// The pixel at an offset from another one, unless it lies outside of its image. Pixels of a batch are numbered on.

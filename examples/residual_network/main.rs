@@ -2,17 +2,17 @@
 //!
 //! `cargo run --release --example residual_network -- train examples/residual_network/shapes.toml --workers 2`
 
-mod convolution;
-mod images;
-#[cfg(test)]
-mod tests;
+pub(crate) mod convolution;
+pub(crate) mod images;
 
 use convolution::Convolution;
 use images::{CLASSES, Images, SIZE};
 use std::process::ExitCode;
 use std::sync::Arc;
 use trireme::model::{Model, ModelError, Unit, UnitContext};
-use trireme::tape::{Accuracy, Add, Convert, CrossEntropy, InputActivation, Linear, Mean, Relu};
+use trireme::tape::{
+    Accuracy, Add, Convert, CopyToRanks, CrossEntropy, InputActivation, Linear, Mean, Relu, SumOverRanks,
+};
 use trireme::tensor::{Device, Initial, ParameterTable};
 use trireme::train::TrainError;
 use trireme::{Dataset, Task};
@@ -20,7 +20,7 @@ use trireme::{Dataset, Task};
 const CHANNELS: usize = 8;
 const NUM_BLOCKS: usize = 4;
 
-struct Shapes;
+pub(crate) struct Shapes;
 
 impl Task for Shapes {
     fn description(&self) -> String {
@@ -30,7 +30,7 @@ impl Task for Shapes {
     fn build(&self, _: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
         let mut units: Vec<Arc<dyn Unit>> = Vec::new();
         table.begin_unit("stem");
-        let convolution = Convolution::new(&mut table, "stem", SIZE, (1, CHANNELS));
+        let convolution = Convolution::new(&mut table, "stem", SIZE, (1, CHANNELS), None);
         units.push(Arc::new(move |cx: &mut UnitContext<'_>| {
             let image = cx.batch("image");
             let x = cx.apply(&convolution, [image])?;
@@ -38,14 +38,20 @@ impl Task for Shapes {
         }));
         for block in 0..NUM_BLOCKS {
             table.begin_unit(format!("block.{block}"));
-            let [first, second] = ["first", "second"].map(|name| {
-                Convolution::new(&mut table, &format!("block.{block}.{name}"), SIZE, (CHANNELS, CHANNELS))
-            });
+            let [first, second] =
+                [("first", Convolution::by_outputs()), ("second", Convolution::by_inputs())].map(
+                    |(name, cut)| {
+                        let name = format!("block.{block}.{name}");
+                        Convolution::new(&mut table, &name, SIZE, (CHANNELS, CHANNELS), Some(cut))
+                    },
+                );
             units.push(Arc::new(move |cx: &mut UnitContext<'_>| {
                 let x = cx.input("x");
-                let hidden = cx.apply(&first, [&x])?;
+                let hidden = cx.apply(&CopyToRanks, [&x])?;
+                let hidden = cx.apply(&first, [hidden])?;
                 let hidden = cx.apply(&Relu, [hidden])?;
                 let hidden = cx.apply(&second, [hidden])?;
+                let hidden = cx.apply(&SumOverRanks, [hidden])?;
                 let sum = cx.apply(&Add, (x, hidden))?;
                 let x = cx.apply(&Relu, [sum])?;
                 cx.output("x", x)

@@ -1,8 +1,12 @@
 //! The convolution against f64, and the same bits under every layout.
 
-use crate::Shapes;
-use crate::convolution::Convolution;
-use crate::images::Images;
+#[expect(dead_code, reason = "the function that starts the program")]
+#[path = "main.rs"]
+mod program;
+
+use program::Shapes;
+use program::convolution::Convolution;
+use program::images::Images;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,7 +25,7 @@ fn the_convolution_has_the_gradients_of_its_formula() {
     let (inputs, outputs, batch) = (3, 2, 2);
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
-    let convolution = Convolution::new(&mut table, "convolution", SIZE, (inputs, outputs));
+    let convolution = Convolution::new(&mut table, "convolution", SIZE, (inputs, outputs), None);
     let reference = |x: &[Vec<f64>], weight: &[f64]| -> Vec<f64> {
         let pixel = |image: usize, row: usize, col: usize, output: usize| {
             let mut sum = 0.0;

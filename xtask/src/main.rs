@@ -22,7 +22,7 @@ enum Chore {
     Kernels(kernels::KernelsArgs),
     /// Train small models on every layout, and print how far their losses are from those of one worker.
     ///
-    /// The test that does so fails if they are further than they may be: not at all without a tensor axis.
+    /// The test that does so fails if they are further than they may be: not at all without a tensor axis or a context axis.
     Ladder,
     Compare(compare::CompareArgs),
     Faults(faults::FaultsArgs),
@@ -48,10 +48,15 @@ fn main() -> ExitCode {
 
 /// Runs `cargo xtask ladder`.
 fn ladder(root: &Path) -> Result<bool> {
-    let mut test = Command::new("cargo");
-    test.args(["test", "--quiet", "--package", "trireme", "--test", "command", "ladder::"]);
-    let status = test.args(["--", "--nocapture"]).current_dir(root).status().context("cannot run cargo")?;
-    Ok(status.success())
+    let cargo = |arguments: &[&str]| -> Result<bool> {
+        let mut command = Command::new("cargo");
+        command.args(arguments).current_dir(root);
+        Ok(command.status().context("cannot run cargo")?.success())
+    };
+    let example = ["build", "--quiet", "--package", "trireme", "--example", "residual_network"];
+    let test =
+        ["test", "--quiet", "--package", "trireme", "--test", "command", "ladder::", "--", "--nocapture"];
+    Ok(cargo(&example)? && cargo(&test)?)
 }
 
 fn workspace_root() -> &'static Path {

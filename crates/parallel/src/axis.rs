@@ -5,13 +5,12 @@ use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
-use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{AxisPlace, Bf16, DType, F16, Pending, Rank, ReduceOp};
+use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
-use trireme_tensor::tape::{AxisOps, ContextAxis, TensorAxis};
+use trireme_tensor::tape::{AxisOps, ContextAxis, PendingExchange, TensorAxis};
 use trireme_tensor::{Category, Device, DeviceError, Tape, View, ViewMut};
 
 /// The axes of units.
@@ -52,25 +51,25 @@ impl UnitAxes {
 /// The ranks of an axis, as operations of units see them. What travels passes through memory of their group.
 pub(crate) struct GroupAxis {
     group: Arc<Group>,
-    f32s: Pool<f32>,
-    bf16s: Pool<Bf16>,
-    f16s: Pool<F16>,
-    shifts: Shifts,
+    f32s: Lane<f32>,
+    bf16s: Lane<Bf16>,
+    f16s: Lane<F16>,
     /// How long this rank has waited.
     waiting: Mutex<Waiting>,
 }
 
-/// Shifts under way, of each type in order.
-#[derive(Default)]
-struct Shifts {
-    f32s: Mutex<VecDeque<Shift<f32>>>,
-    bf16s: Mutex<VecDeque<Shift<Bf16>>>,
-    f16s: Mutex<VecDeque<Shift<F16>>>,
+/// Values of one type on their way.
+struct Lane<T> {
+    pool: Pool<T>,
+    /// Those pending, by the number of the exchange.
+    pending: Mutex<Vec<Option<Started<T>>>>,
 }
 
-struct Shift<T> {
-    sent: Work<Buffer<T>>,
-    received: Work<Buffer<T>>,
+struct Started<T> {
+    kind: ExchangeKind,
+    vector: Work<Buffer<T>>,
+    /// What this rank sends of its own, where it receives another vector.
+    sent: Option<Work<Buffer<T>>>,
 }
 
 impl fmt::Debug for GroupAxis {
@@ -84,10 +83,9 @@ impl GroupAxis {
     fn new(group: &Arc<Group>, device: &Device) -> Self {
         GroupAxis {
             group: Arc::clone(group),
-            f32s: Pool::new(group, device, Category::Communication, true),
-            bf16s: Pool::new(group, device, Category::Communication, true),
-            f16s: Pool::new(group, device, Category::Communication, true),
-            shifts: Shifts::default(),
+            f32s: Lane::new(group, device),
+            bf16s: Lane::new(group, device),
+            f16s: Lane::new(group, device),
             waiting: Mutex::default(),
         }
     }
@@ -95,6 +93,17 @@ impl GroupAxis {
     /// How long this rank has waited since the last call.
     fn take_waiting(&self) -> Waiting {
         std::mem::take(&mut self.waiting.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl<T: Stored> Lane<T> {
+    fn new(group: &Arc<Group>, device: &Device) -> Self {
+        Lane { pool: Pool::new(group, device, Category::Communication, true), pending: Mutex::default() }
+    }
+
+    fn place(&self) -> AxisPlace {
+        let group = self.pool.group();
+        AxisPlace::new(group.rank().0, group.world_size())
     }
 
     /// This rank's part of `len` elements.
@@ -104,36 +113,72 @@ impl GroupAxis {
         rank * (len / degree)..(rank + 1) * (len / degree)
     }
 
-    /// Copies `from` to the elements `leaving` of a buffer of `len` elements, and exchanges it.
-    fn exchange<T: Stored>(
+    fn start(
         &self,
-        pool: &Pool<T>,
         device: &Device,
-        len: usize,
-        (from, leaving): (View<'_>, Range<usize>),
-        exchange: impl FnOnce(Buffer<T>) -> Work<Buffer<T>>,
-    ) -> Result<Buffer<T>, ParallelError> {
-        let mut buffer = pool.take_buffer(len)?.wait();
-        device.download(from, &mut buffer[leaving]);
-        let work = exchange(buffer);
-        Ok(self.waiting.lock().unwrap_or_else(PoisonError::into_inner).wait(work)?)
+        kind: ExchangeKind,
+        values: View<'_>,
+    ) -> Result<PendingExchange, ParallelError> {
+        let (group, AxisPlace { rank, degree }) = (self.pool.group(), self.place());
+        let own_len = values.shape().num_elements();
+        let is_part = kind == ExchangeKind::AllGather;
+        let len = if is_part { own_len * degree } else { own_len };
+        let mut own = self.pool.take_buffer(len)?.wait();
+        device.download(values, &mut own[if is_part { self.own_part(len) } else { 0..len }]);
+        let mut sent = None;
+        let vector = match kind {
+            ExchangeKind::AllReduce => group.all_reduce(own, ReduceOp::Sum),
+            ExchangeKind::AllGather => group.all_gather(own),
+            ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
+            ExchangeKind::AllToAll => group.all_to_all(own),
+            ExchangeKind::Shift => {
+                let received = self.pool.take_buffer(len)?.wait();
+                sent = Some(group.send(own, Rank((rank + 1) % degree)));
+                group.receive(received, Rank((rank + degree - 1) % degree))
+            }
+        };
+        let mut all = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = all.iter().position(Option::is_none).unwrap_or_else(|| {
+            all.push(None);
+            all.len() - 1
+        });
+        all[number] = Some(Started { kind, vector, sent });
+        Ok(PendingExchange::new(number))
+    }
+
+    fn finish(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
+        result: ViewMut<'_>,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner)[exchange.number()].take();
+        let Started { kind, vector, sent } = pending.expect("an exchange is finished once");
+        let vector = waiting.wait(vector)?;
+        let is_part = kind == ExchangeKind::ReduceScatter;
+        device.upload(&vector[if is_part { self.own_part(vector.len()) } else { 0..vector.len() }], result);
+        for vector in [Some(vector), sent.map(|sent| waiting.wait(sent)).transpose()?].into_iter().flatten() {
+            self.pool.give_buffer(vector.len(), Pending::new(vector));
+        }
+        Ok(())
     }
 }
 
-/// Runs `$body` with `$pool` as the pool for elements of a type, and `$shifts` as the shifts of such under way.
-macro_rules! with_pool {
-    ($axis:expr, $dtype:expr => |$pool:ident, $shifts:pat_param| $body:expr) => {
+/// Runs `$body` with `$lane` as the lane of a type.
+macro_rules! with_lane {
+    ($axis:expr, $dtype:expr => |$lane:ident| $body:expr) => {
         match $dtype {
             DType::F32 => {
-                let ($pool, $shifts) = (&$axis.f32s, &$axis.shifts.f32s);
+                let $lane = &$axis.f32s;
                 $body
             }
             DType::Bf16 => {
-                let ($pool, $shifts) = (&$axis.bf16s, &$axis.shifts.bf16s);
+                let $lane = &$axis.bf16s;
                 $body
             }
             DType::F16 => {
-                let ($pool, $shifts) = (&$axis.f16s, &$axis.shifts.f16s);
+                let $lane = &$axis.f16s;
                 $body
             }
             other => unreachable!("units exchange floats, not {other}"),
@@ -146,76 +191,22 @@ impl AxisOps for GroupAxis {
         AxisPlace::new(self.group.rank().0, self.group.world_size())
     }
 
-    fn all_reduce(&self, device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
-        let len = values.shape().num_elements();
-        with_pool!(self, values.dtype() => |pool, _| {
-            let sum = |buffer| self.group.all_reduce(buffer, ReduceOp::Sum);
-            let buffer = self.exchange(pool, device, len, (values.as_view(), 0..len), sum)?;
-            device.upload(&buffer[..], values);
-            pool.give_buffer(len, Pending::new(buffer));
-        });
-        Ok(())
+    fn start(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        values: View<'_>,
+    ) -> Result<PendingExchange, DeviceError> {
+        Ok(with_lane!(self, values.dtype() => |lane| lane.start(device, kind, values))?)
     }
 
-    fn all_gather(&self, device: &Device, part: View<'_>, whole: ViewMut<'_>) -> Result<(), DeviceError> {
-        let len = whole.shape().num_elements();
-        with_pool!(self, whole.dtype() => |pool, _| {
-            let gather = |buffer| self.group.all_gather(buffer);
-            let buffer = self.exchange(pool, device, len, (part, self.own_part(len)), gather)?;
-            device.upload(&buffer[..], whole);
-            pool.give_buffer(len, Pending::new(buffer));
-        });
-        Ok(())
-    }
-
-    fn reduce_scatter(&self, device: &Device, whole: View<'_>, part: ViewMut<'_>) -> Result<(), DeviceError> {
-        let len = whole.shape().num_elements();
-        with_pool!(self, whole.dtype() => |pool, _| {
-            let sum = |buffer| self.group.reduce_scatter(buffer, ReduceOp::Sum);
-            let buffer = self.exchange(pool, device, len, (whole, 0..len), sum)?;
-            device.upload(&buffer[self.own_part(len)], part);
-            pool.give_buffer(len, Pending::new(buffer));
-        });
-        Ok(())
-    }
-
-    fn all_to_all(&self, device: &Device, from: View<'_>, to: ViewMut<'_>) -> Result<(), DeviceError> {
-        let len = from.shape().num_elements();
-        with_pool!(self, from.dtype() => |pool, _| {
-            let swap = |buffer| self.group.all_to_all(buffer);
-            let buffer = self.exchange(pool, device, len, (from, 0..len), swap)?;
-            device.upload(&buffer[..], to);
-            pool.give_buffer(len, Pending::new(buffer));
-        });
-        Ok(())
-    }
-
-    fn start_shift(&self, device: &Device, values: View<'_>) -> Result<(), DeviceError> {
-        let (len, AxisPlace { rank, degree }) = (values.shape().num_elements(), self.place());
-        with_pool!(self, values.dtype() => |pool, shifts| {
-            let [mut sent, received] = [pool.take_buffer(len)?.wait(), pool.take_buffer(len)?.wait()];
-            device.download(values, &mut sent[..]);
-            let shift = Shift {
-                sent: self.group.send(sent, Rank((rank + 1) % degree)),
-                received: self.group.receive(received, Rank((rank + degree - 1) % degree)),
-            };
-            shifts.lock().unwrap_or_else(PoisonError::into_inner).push_back(shift);
-        });
-        Ok(())
-    }
-
-    fn finish_shift(&self, device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
-        let len = values.shape().num_elements();
-        with_pool!(self, values.dtype() => |pool, shifts| {
-            let shift = shifts.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-            let Shift { sent, received } = shift.expect("a shift was started");
-            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-            let received = waiting.wait(received).map_err(ParallelError::from)?;
-            device.upload(&received[..], values);
-            let sent = waiting.wait(sent).map_err(ParallelError::from)?;
-            pool.give_buffer(len, Pending::new(sent));
-            pool.give_buffer(len, Pending::new(received));
-        });
-        Ok(())
+    fn finish(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(with_lane!(self, result.dtype() => |lane| lane.finish(device, &exchange, result, &mut waiting))?)
     }
 }

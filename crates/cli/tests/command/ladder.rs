@@ -1,7 +1,10 @@
 //! The ladder: every layout against one worker, as processes. `cargo xtask ladder` prints its table.
 
-use crate::common::Scene;
-use std::fmt::Write;
+use crate::common::{Running, Scene, tells};
+use std::fmt::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use trireme_testkit::or_skip;
 
 /// Relative difference of losses in f32 where ranks take the sums of a layer, or over positions, in another order.
 const LOSS_TOLERANCE: f64 = 1e-5;
@@ -23,6 +26,9 @@ const MODELS: [(&str, &str); 3] = [
             "query_pre_attn_scalar": 8, "sliding_window": 8}"#,
     ),
 ];
+
+/// The example: a model, an operation and samples of a user's own.
+const EXAMPLE: &str = "residual_network";
 
 /// Workers, and the keys of a layout; those of `[parallelism]` without the section.
 const LAYOUTS: [(usize, &str); 57] = [
@@ -85,55 +91,106 @@ const LAYOUTS: [(usize, &str); 57] = [
     (2, "context_parallel_degree=2 activation_checkpoint.mode=block zero_stage=2 offload.optimizer=disk"),
 ];
 
-/// The largest relative difference of a run's losses from those of one worker; checks the memory that was predicted.
-fn difference(scene: &Scene, model: &str, workers: usize, layout: &str) -> f64 {
-    let keys = layout.split_whitespace().map(|key| {
-        let section = if key.split_once('=').unwrap().0.contains('.') { "" } else { "parallelism." };
-        format!(" --set {section}{key}")
-    });
-    let keys: String = keys.collect();
-    let fixed = "--set run.name=rung --set checkpoint.resume=never --set checkpoint.enable=false --set generate.num_tokens=0";
-    let command = format!("train {model}.toml --workers {workers} {fixed}{keys}");
-    let text = scene.run(&command).succeeded();
-    let total = text.lines().find(|line| line.starts_with("total")).unwrap();
-    let columns: Vec<&str> = total.split_whitespace().collect();
-    assert_eq!(Some(&columns[1]), columns.last(), "{command}: memory was predicted otherwise: {text}");
-    let (found, expected) = (scene.losses("rung"), scene.losses(model));
-    assert_eq!(found.len(), expected.len(), "{command}");
-    let pairs = found.into_iter().zip(expected);
-    let differences = pairs.map(|((_, found), (_, expected))| match found == expected {
-        true => 0.0,
-        false => (f64::from_bits(found) / f64::from_bits(expected) - 1.0).abs(),
-    });
-    differences.fold(0.0, f64::max)
+/// What is trained on every layout: `{name}.toml` tells how.
+struct Subject {
+    name: &'static str,
+    program: PathBuf,
+    /// Whether ranks may divide the positions of its samples.
+    has_positions: bool,
+}
+
+impl Subject {
+    fn train(&self, scene: &Scene, arguments: &str) -> Running {
+        let mut command = Command::new(&self.program);
+        let fixed = "--set checkpoint.enable=false --set checkpoint.resume=never --set generate.num_tokens=0";
+        let all = format!("train {}.toml {fixed} {arguments}", self.name);
+        command.args(all.split_whitespace());
+        scene.prepare(&mut command);
+        Running::start(command)
+    }
+
+    /// The largest relative difference of losses from those of one worker; checks the memory that was predicted.
+    fn difference(&self, scene: &Scene, workers: usize, layout: &str) -> Found {
+        let keys = layout.split_whitespace().map(|key| {
+            let section = if key.split_once('=').unwrap().0.contains('.') { "" } else { "parallelism." };
+            format!(" --set {section}{key}")
+        });
+        let what = format!("--workers {workers}{}", keys.collect::<String>());
+        let outcome = self.train(scene, &format!("--set run.name=rung {what}")).end();
+        if layout.contains("context") && !self.has_positions {
+            tells(&outcome.refused(), &["Convolution", "positions"]);
+            return Found::Refused;
+        }
+        let text = outcome.succeeded();
+        let total = text.lines().find(|line| line.starts_with("total")).unwrap();
+        let columns: Vec<&str> = total.split_whitespace().collect();
+        assert_eq!(Some(&columns[1]), columns.last(), "{what}: memory was predicted otherwise: {text}");
+        let (found, expected) = (scene.losses("rung"), scene.losses(self.name));
+        assert_eq!(found.len(), expected.len(), "{what}");
+        let pairs = found.into_iter().zip(expected);
+        let differences = pairs.map(|((_, found), (_, expected))| match found == expected {
+            true => 0.0,
+            false => (f64::from_bits(found) / f64::from_bits(expected) - 1.0).abs(),
+        });
+        Found::Difference(differences.fold(0.0, f64::max))
+    }
+}
+
+/// A cell of the table.
+enum Found {
+    Difference(f64),
+    Refused,
+}
+
+impl fmt::Display for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Found::Difference(0.0) => f.pad("equal"),
+            Found::Difference(difference) => f.pad(&format!("{difference:.1e}")),
+            Found::Refused => f.pad("refused"),
+        }
+    }
+}
+
+/// The models, and the example, which Cargo builds with all tests of the workspace, but not with this one alone.
+fn subjects() -> Vec<Subject> {
+    let trireme = Path::new(env!("CARGO_BIN_EXE_trireme"));
+    let model = |(name, _)| Subject { name, program: trireme.to_owned(), has_positions: true };
+    let mut subjects: Vec<Subject> = MODELS.into_iter().map(model).collect();
+    let program = trireme.with_file_name("examples").join(EXAMPLE);
+    let found = program.exists().then_some(program).ok_or("cargo build --example residual_network makes it");
+    let example = |program| Subject { name: EXAMPLE, program, has_positions: false };
+    subjects.extend(or_skip("program of the example", found).map(example));
+    subjects
 }
 
 #[test]
 fn every_layout_trains_as_one_worker_does() {
     let scene = Scene::with_corpus();
+    let training = "[training]\nlocal_batch_size = 2\nglobal_batch_size = 16\nsteps = 20\nthreads = 1\n[optimizer]\nlr = 1e-3\n";
     for (name, config) in MODELS {
         scene.write(&format!("{name}.json"), config);
-        scene.write(
-            &format!("{name}.toml"),
-            format!(
-                "[model]\nconfig = \"{name}.json\"\n[data]\nfolder = \"corpus\"\n[training]\nlocal_batch_size = 2\n\
-                 global_batch_size = 16\nseq_len = 16\nsteps = 20\nthreads = 1\n[optimizer]\nlr = 1e-3\n"
-            ),
-        );
-        let alone = "--workers 1 --set checkpoint.enable=false --set generate.num_tokens=0";
-        scene.run(&format!("train {name}.toml {alone} --set run.name={name}")).succeeded();
+        let model = format!("[model]\nconfig = \"{name}.json\"\n[data]\nfolder = \"corpus\"\n");
+        let training = training.replace("steps", "seq_len = 16\nsteps");
+        scene.write(&format!("{name}.toml"), model + &training);
     }
-    let mut table = format!("{:>7}  {:>8}  {:>8}  {:>8}  layout\n", "workers", "gpt2", "llama", "gemma2");
+    scene.write(&format!("{EXAMPLE}.toml"), training);
+    let subjects = subjects();
+    let mut table = format!("{:>7}", "workers");
+    for subject in &subjects {
+        subject.train(&scene, &format!("--workers 1 --set run.name={}", subject.name)).end().succeeded();
+        write!(table, "  {:>8}", subject.name).unwrap();
+    }
+    table.push_str("  layout\n");
     let mut missed = 0;
     for (workers, layout) in LAYOUTS {
         write!(table, "{workers:>7}").unwrap();
         let splits_sums = layout.contains("tensor") || layout.contains("context");
         let tolerance = if splits_sums { LOSS_TOLERANCE } else { 0.0 };
-        for (model, _) in MODELS {
-            let difference = difference(&scene, model, workers, layout);
-            missed += usize::from(difference > tolerance);
-            let cell = if difference == 0.0 { "equal".to_owned() } else { format!("{difference:.1e}") };
-            write!(table, "  {cell:>8}").unwrap();
+        for subject in &subjects {
+            let found = subject.difference(&scene, workers, layout);
+            missed += usize::from(matches!(found, Found::Difference(difference) if difference > tolerance));
+            write!(table, "  {found:>width$}", width = subject.name.len().max(8)).unwrap();
         }
         writeln!(table, "  {layout}").unwrap();
     }

@@ -264,13 +264,13 @@ impl Builder<'_> {
         let identity = InputActivation::Identity;
         Block {
             attention_norm: self.norm(&norm_name("input"), config.hidden_size),
-            qkv: self.widening(&qkv, config.qkv_bias),
+            qkv: self.column_parallel(&qkv, config.qkv_bias),
             qk_norms: self.style.has_qk_norms.then(|| {
                 let norms = ["q_norm", "k_norm"].map(|part| self.norm(&attention_part(part), dim));
                 QkNorms::new(norms, &attention)
             }),
             attention,
-            attention_output: self.narrowing(
+            attention_output: self.row_parallel(
                 &attention_part("o_proj"),
                 (queries, dim),
                 config.attention_output_bias,
@@ -279,8 +279,8 @@ impl Builder<'_> {
             attention_output_norm: has_output_norms
                 .then(|| self.norm(&norm_name("post_attention"), config.hidden_size)),
             mlp_norm: self.norm(&norm_name(before_mlp), config.hidden_size),
-            mlp_in: self.widening(&mlp_inputs, config.mlp_bias),
-            mlp_out: self.narrowing(&mlp("down"), (inner, 1), config.mlp_bias, gated),
+            mlp_in: self.column_parallel(&mlp_inputs, config.mlp_bias),
+            mlp_out: self.row_parallel(&mlp("down"), (inner, 1), config.mlp_bias, gated),
             mlp_output_norm: has_output_norms
                 .then(|| self.norm(&norm_name("post_feedforward"), config.hidden_size)),
         }
@@ -300,7 +300,7 @@ impl Builder<'_> {
 
     /// Projections of one input lie side by side, so that one product serves them all. They are cut by their outputs, with their
     /// biases.
-    fn widening(&mut self, parts: &[(String, usize, Cut)], has_bias: bool) -> Arc<Linear> {
+    fn column_parallel(&mut self, parts: &[(String, usize, Cut)], has_bias: bool) -> Arc<Linear> {
         let inputs = self.config.hidden_size;
         let weight = |(name, outputs, cut): &(String, usize, Cut)| {
             let dims = [*outputs, inputs];
@@ -318,7 +318,7 @@ impl Builder<'_> {
     }
 
     /// The projection back to the residual stream, which is cut by its inputs.
-    fn narrowing(
+    fn row_parallel(
         &mut self,
         name: &str,
         (inputs, granule): (usize, usize),

@@ -86,8 +86,8 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
     // What is added to the residual stream by each of so many layers (Radford et al. 2019, section 2.3).
     let num_added = (2.0 * config.num_layers as f32).sqrt();
     let into_residual = Initial::Normal { standard_deviation: config.initializer_range / num_added };
-    // A layer that widens is cut by its outputs, with its bias; the one after it by its inputs.
-    let widening = |table: &mut ParameterTable, name: String, outputs: usize, cut: Cut| {
+    // A column-parallel layer is cut by its outputs, with its bias; the row-parallel one after it by its inputs.
+    let column_parallel = |table: &mut ParameterTable, name: String, outputs: usize, cut: Cut| {
         let weight = Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_cut(cut);
         let bias = Parameter::vector(format!("{name}.bias"), outputs, Initial::ZEROS);
         Arc::new(Linear {
@@ -97,16 +97,17 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
             activation: InputActivation::Identity,
         })
     };
-    let narrowing = |table: &mut ParameterTable, name: String, inputs: usize, granule: usize, activation| {
-        let weight = Parameter::matrix(format!("{name}.weight"), &[inputs, hidden], into_residual);
-        let bias = Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS);
-        Arc::new(Linear {
-            weight: table.add(weight.with_cut(Cut::along(0).with_granule(granule))),
-            layout: WeightLayout::InputsFirst,
-            bias: Some(table.add(bias)),
-            activation,
-        })
-    };
+    let row_parallel =
+        |table: &mut ParameterTable, name: String, inputs: usize, granule: usize, activation| {
+            let weight = Parameter::matrix(format!("{name}.weight"), &[inputs, hidden], into_residual);
+            let bias = Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS);
+            Arc::new(Linear {
+                weight: table.add(weight.with_cut(Cut::along(0).with_granule(granule))),
+                layout: WeightLayout::InputsFirst,
+                bias: Some(table.add(bias)),
+                activation,
+            })
+        };
     table.begin_unit("embedding");
     let tokens = table.add(token_table("transformer.wte.weight", config));
     let positions = [config.max_position_embeddings, hidden];
@@ -120,11 +121,11 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         let qkv = Cut::along(1).with_groups(3).with_granule(head);
         units.push(Arc::new(Block {
             attention_norm: norm(&mut table, &format!("{name}.ln_1")),
-            qkv: widening(&mut table, format!("{name}.attn.c_attn"), 3 * hidden, qkv),
-            attention_output: narrowing(&mut table, format!("{name}.attn.c_proj"), hidden, head, identity),
+            qkv: column_parallel(&mut table, format!("{name}.attn.c_attn"), 3 * hidden, qkv),
+            attention_output: row_parallel(&mut table, format!("{name}.attn.c_proj"), hidden, head, identity),
             mlp_norm: norm(&mut table, &format!("{name}.ln_2")),
-            mlp_in: widening(&mut table, format!("{name}.mlp.c_fc"), inner, Cut::along(1)),
-            mlp_out: narrowing(
+            mlp_in: column_parallel(&mut table, format!("{name}.mlp.c_fc"), inner, Cut::along(1)),
+            mlp_out: row_parallel(
                 &mut table,
                 format!("{name}.mlp.c_proj"),
                 inner,

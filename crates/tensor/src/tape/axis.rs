@@ -7,7 +7,8 @@
 //! models", 2022, section 4.2). Rows are those of all sequences one after the other: parts follow each other in memory.
 
 use super::{
-    AllGatherRows, Argument, AxisOps, Op, Operation, OperationContext, Recorder, SplitRows, Tape, Var,
+    AllGatherRows, Argument, AxisOps, Op, Operation, OperationContext, PendingExchange, Recorder, SplitRows,
+    Tape, Var,
 };
 use crate::device::DeviceError;
 use crate::shape::Shape;
@@ -15,7 +16,7 @@ use crate::tensor::{Tensor, View};
 use crate::values::Values;
 use smallvec::SmallVec;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, DType};
+use trireme_base::{AxisPlace, DType, ExchangeKind};
 
 /// What a rank of the tensor axis has of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -76,6 +77,15 @@ impl TensorAxis {
     }
 }
 
+/// A value that ranks of the tensor axis make together.
+#[derive(Debug)]
+pub(super) enum PendingValue {
+    /// The only rank has made it.
+    Here(Tensor),
+    /// The exchange that brings it is pending.
+    Travelling(PendingExchange, Shape, DType),
+}
+
 /// Values of fewer dims, such as one number a sample, every rank has.
 const ROWS_DIMS_MIN: usize = 3;
 
@@ -96,12 +106,29 @@ impl OperationContext<'_> {
     /// The rows of all ranks, of a value of which this rank has `part`.
     ///
     /// # Errors
-    /// As [`AxisOps::all_gather`], and if there is no memory for them.
+    /// As [`AxisOps::start`], and if there is no memory for them.
     pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor, DeviceError> {
+        let gather = self.start_gather(part)?;
+        self.finish_on_axis(gather)
+    }
+
+    /// Starts [`gather_rows`](OperationContext::gather_rows).
+    pub(super) fn start_gather(&self, part: View<'_>) -> Result<PendingValue, DeviceError> {
         let axis = self.expect_axis();
-        let mut whole = self.empty(axis.whole_shape(part.shape()), part.dtype())?;
-        axis.ops.all_gather(self.device(), part, whole.view_mut())?;
-        Ok(whole)
+        let exchange = axis.ops.start(self.device(), ExchangeKind::AllGather, part)?;
+        Ok(PendingValue::Travelling(exchange, axis.whole_shape(part.shape()), part.dtype()))
+    }
+
+    /// What a rank gets by an exchange that it has started.
+    pub(super) fn finish_on_axis(&self, value: PendingValue) -> Result<Tensor, DeviceError> {
+        match value {
+            PendingValue::Here(tensor) => Ok(tensor),
+            PendingValue::Travelling(exchange, shape, dtype) => {
+                let mut result = self.empty(shape, dtype)?;
+                self.expect_axis().ops.finish(self.device(), exchange, result.view_mut())?;
+                Ok(result)
+            }
+        }
     }
 
     /// All rows of a value, of which this rank has `values`.
@@ -134,16 +161,21 @@ impl OperationContext<'_> {
     /// The sum over the ranks of values of which each has a term: all of it, or its part of the rows. The term itself on a single rank.
     ///
     /// # Errors
-    /// As [`AxisOps::reduce_scatter`], and if there is no memory for the part.
-    pub fn sum_over_ranks(&self, mut term: Tensor, sharding: Sharding) -> Result<Tensor, DeviceError> {
-        let Some(axis) = self.axis() else { return Ok(term) };
-        if sharding != Sharding::Rows {
-            axis.ops.all_reduce(self.device(), term.view_mut())?;
-            return Ok(term);
-        }
-        let mut part = self.empty(axis.part_shape(term.shape())?, term.dtype())?;
-        axis.ops.reduce_scatter(self.device(), term.view(), part.view_mut())?;
-        Ok(part)
+    /// As [`AxisOps::start`], and if there is no memory for the sum.
+    pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor, DeviceError> {
+        let sum = self.start_sum(term, sharding)?;
+        self.finish_on_axis(sum)
+    }
+
+    /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks). The memory of the term is free from then on.
+    pub(super) fn start_sum(&self, term: Tensor, sharding: Sharding) -> Result<PendingValue, DeviceError> {
+        let Some(axis) = self.axis() else { return Ok(PendingValue::Here(term)) };
+        let (kind, shape) = match sharding {
+            Sharding::Rows => (ExchangeKind::ReduceScatter, axis.part_shape(term.shape())?),
+            _ => (ExchangeKind::AllReduce, term.shape()),
+        };
+        let exchange = axis.ops.start(self.device(), kind, term.view())?;
+        Ok(PendingValue::Travelling(exchange, shape, term.dtype()))
     }
 }
 
@@ -187,7 +219,7 @@ impl Recorder<'_> {
     /// A value as it passes from unit to unit.
     ///
     /// # Errors
-    /// If there is no memory for it, and as [`AxisOps::all_gather`].
+    /// If there is no memory for it, and as [`AxisOps::start`].
     ///
     /// # Panics
     /// If ranks have parts of it that belong to their parts of parameters.

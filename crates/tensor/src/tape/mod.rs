@@ -21,8 +21,9 @@ mod operations;
 mod tests;
 mod value;
 
+use axis::PendingValue;
 pub use axis::{Sharding, TensorAxis};
-pub use axis_ops::{AloneOnAxis, AxisOps, NotedExchanges};
+pub use axis_ops::{AloneOnAxis, AxisOps, NotedExchanges, PendingExchange};
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::{OperationContext, Randomness};
 pub use context_axis::{ContextAxis, Operand};

@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier, Condvar, Mutex};
-use trireme_base::AxisPlace;
-use trireme_tensor::tape::AxisOps;
+use trireme_base::{AxisPlace, ExchangeKind};
+use trireme_tensor::tape::{AxisOps, PendingExchange};
 use trireme_tensor::{Device, DeviceError, View, ViewMut};
 
 /// Ranks as threads of the test, which exchange f32.
@@ -11,6 +11,8 @@ use trireme_tensor::{Device, DeviceError, View, ViewMut};
 pub(crate) struct Threads {
     place: AxisPlace,
     shared: Arc<Shared>,
+    /// Of each exchange that was started; that of a shift comes from the rank before.
+    results: Mutex<Vec<Option<Vec<f32>>>>,
 }
 
 #[derive(Debug)]
@@ -31,7 +33,8 @@ impl Threads {
             sent: Mutex::new(vec![VecDeque::new(); degree]),
             is_sent: Condvar::new(),
         });
-        let rank = |place| Arc::new(Threads { place, shared: Arc::clone(&shared) });
+        let rank =
+            |place| Arc::new(Threads { place, shared: Arc::clone(&shared), results: Mutex::default() });
         AxisPlace::all(degree).map(rank).collect()
     }
 
@@ -55,47 +58,47 @@ impl AxisOps for Threads {
         self.place
     }
 
-    fn all_reduce(&self, device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
-        let sum = self.sum(device.read(values.as_view()));
-        device.upload(&sum, values);
-        Ok(())
-    }
-
-    fn all_gather(&self, device: &Device, part: View<'_>, whole: ViewMut<'_>) -> Result<(), DeviceError> {
-        device.upload(&self.gather(device.read(part)).concat(), whole);
-        Ok(())
-    }
-
-    fn reduce_scatter(&self, device: &Device, whole: View<'_>, part: ViewMut<'_>) -> Result<(), DeviceError> {
-        let sum = self.sum(device.read(whole));
-        let len = part.shape().num_elements();
-        device.upload(&sum[self.place.rank * len..][..len], part);
-        Ok(())
-    }
-
-    fn all_to_all(&self, device: &Device, from: View<'_>, to: ViewMut<'_>) -> Result<(), DeviceError> {
+    fn start(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        values: View<'_>,
+    ) -> Result<PendingExchange, DeviceError> {
         let AxisPlace { rank, degree } = self.place;
-        let len = from.shape().num_elements() / degree;
-        let all = self.gather(device.read(from));
-        let parts: Vec<f32> =
-            all.iter().flat_map(|from| &from[rank * len..(rank + 1) * len]).copied().collect();
-        device.upload(&parts, to);
-        Ok(())
+        let values: Vec<f32> = device.read(values);
+        let own = rank * (values.len() / degree)..(rank + 1) * (values.len() / degree);
+        let result = match kind {
+            ExchangeKind::AllReduce => Some(self.sum(values)),
+            ExchangeKind::AllGather => Some(self.gather(values).concat()),
+            ExchangeKind::ReduceScatter => Some(self.sum(values)[own].to_vec()),
+            ExchangeKind::AllToAll => {
+                Some(self.gather(values).iter().flat_map(|from| &from[own.clone()]).copied().collect())
+            }
+            ExchangeKind::Shift => {
+                self.shared.sent.lock().unwrap()[(rank + 1) % degree].push_back(values);
+                self.shared.is_sent.notify_all();
+                None
+            }
+        };
+        let mut results = self.results.lock().unwrap();
+        results.push(result);
+        Ok(PendingExchange::new(results.len() - 1))
     }
 
-    fn start_shift(&self, device: &Device, values: View<'_>) -> Result<(), DeviceError> {
-        let next = (self.place.rank + 1) % self.place.degree;
-        let values = device.read(values);
-        self.shared.sent.lock().unwrap()[next].push_back(values);
-        self.shared.is_sent.notify_all();
-        Ok(())
-    }
-
-    fn finish_shift(&self, device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
-        let sent = self.shared.sent.lock().unwrap();
-        let mut sent = self.shared.is_sent.wait_while(sent, |sent| sent[self.place.rank].is_empty()).unwrap();
-        let arrived = sent[self.place.rank].pop_front().unwrap();
-        device.upload(&arrived, values);
+    fn finish(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let found = self.results.lock().unwrap()[exchange.number()].take();
+        let found = found.unwrap_or_else(|| {
+            let sent = self.shared.sent.lock().unwrap();
+            let is_empty = |sent: &mut Vec<VecDeque<_>>| sent[self.place.rank].is_empty();
+            let mut sent = self.shared.is_sent.wait_while(sent, is_empty).unwrap();
+            sent[self.place.rank].pop_front().unwrap()
+        });
+        device.upload(&found, result);
         Ok(())
     }
 }

@@ -27,7 +27,7 @@ Examples:
       One layout of your own; may be repeated.";
 
 /// Overrides of the config for each layout.
-const LAYOUTS: [&str; 23] = [
+const LAYOUTS: [&str; 27] = [
     "launch.workers=1",
     "launch.workers=1 activation_checkpoint.mode=selective",
     "launch.workers=1 activation_checkpoint.mode=block",
@@ -51,6 +51,10 @@ const LAYOUTS: [&str; 23] = [
     "launch.workers=4 parallelism.tensor_parallel_degree=2",
     "launch.workers=4 parallelism.tensor_parallel_degree=2 parallelism.zero_stage=2",
     "launch.workers=4 parallelism.tensor_parallel_degree=2 parallelism.pipeline_parallel_degree=2",
+    "launch.workers=2 parallelism.context_parallel_degree=2 parallelism.context_parallel_heads_degree=1",
+    "launch.workers=2 parallelism.context_parallel_degree=2 parallelism.context_parallel_heads_degree=2",
+    "launch.workers=4 parallelism.context_parallel_degree=2",
+    "launch.workers=4 parallelism.context_parallel_degree=2 parallelism.tensor_parallel_degree=2",
 ];
 
 /// Compare predicted and measured step times of several layouts on this machine.

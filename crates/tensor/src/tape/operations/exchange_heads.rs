@@ -3,7 +3,7 @@ use crate::kernels::Blocks;
 use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext, ReadBy};
 use crate::tensor::{Tensor, View};
 use std::sync::Arc;
-use trireme_base::AxisPlace;
+use trireme_base::{AxisPlace, ExchangeKind};
 
 /// From all heads of this rank's positions, `[batch, positions, cols]`, to all positions of its heads, or back: each rank sends every other
 /// one a part of what it has (Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.2). The last dim is one of groups of heads, such as those of
@@ -53,7 +53,7 @@ impl ExchangeHeads {
             device.copy_blocks((x, from), (parts.view_mut(), to), (batch * len, width));
         }
         let mut received = cx.empty([batch, degree * len, own_cols], x.dtype())?;
-        heads.all_to_all(device, parts.view(), received.view_mut())?;
+        heads.exchange(device, ExchangeKind::AllToAll, parts.view(), received.view_mut())?;
         if batch == 1 {
             return Ok(received);
         }
@@ -79,13 +79,13 @@ impl ExchangeHeads {
         let (len, cols) = (all_len / degree, own_cols * degree);
         let mut received = cx.empty([degree, batch * len, own_cols], x.dtype())?;
         if batch == 1 {
-            heads.all_to_all(device, x, received.view_mut())?;
+            heads.exchange(device, ExchangeKind::AllToAll, x, received.view_mut())?;
         } else {
             let mut parts = cx.empty(received.shape(), x.dtype())?;
             for (to, from) in sequences(degree, len * own_cols, batch) {
                 device.copy_blocks((x, from), (parts.view_mut(), to), (batch, len * own_cols));
             }
-            heads.all_to_all(device, parts.view(), received.view_mut())?;
+            heads.exchange(device, ExchangeKind::AllToAll, parts.view(), received.view_mut())?;
         }
         let mut all = cx.empty([batch, len, cols], x.dtype())?;
         for (to, from, width) in self.columns(degree, [batch * len, own_cols]) {

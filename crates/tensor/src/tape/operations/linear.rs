@@ -6,8 +6,8 @@ use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, Sharding, TensorAxis,
-    write_grad,
+    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingValue, ReadBy, Sharding,
+    TensorAxis, write_grad,
 };
 use crate::tensor::{Tensor, View, ViewMut};
 use crate::values::Values;
@@ -62,9 +62,9 @@ enum Role {
     /// Not at all.
     Whole,
     /// By its outputs.
-    Widening,
+    ColumnParallel,
     /// By its inputs.
-    Narrowing,
+    RowParallel,
 }
 
 impl Linear {
@@ -99,9 +99,14 @@ impl Linear {
         };
         match self.weight.part {
             None => Role::Whole,
-            Some(part) if part.dim == outputs_dim => Role::Widening,
-            Some(_) => Role::Narrowing,
+            Some(part) if part.dim == outputs_dim => Role::ColumnParallel,
+            Some(_) => Role::RowParallel,
         }
+    }
+
+    /// Whether the layer, cut by its outputs, reads all rows of an input of which this rank has a part.
+    fn gathers(&self, sharding: Sharding) -> bool {
+        self.role() == Role::ColumnParallel && sharding == Sharding::Rows
     }
 
     /// What the layer, cut by its outputs, reads of `values` of the rows that are here.
@@ -111,7 +116,11 @@ impl Linear {
         values: View<'a>,
         sharding: Sharding,
     ) -> Result<Values<'a>, DeviceError> {
-        cx.all_rows(values, if self.role() == Role::Widening { sharding } else { Sharding::Replicated })
+        Ok(if self.gathers(sharding) {
+            Values::Converted(cx.gather_rows(values)?)
+        } else {
+            Values::Stored(values)
+        })
     }
 
     /// The output of a layer that is cut by its inputs, of this rank's term.
@@ -140,8 +149,8 @@ impl Linear {
         }
     }
 
-    /// Gradient of what the matrix is applied to, from `dy` as products read it.
-    fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<Tensor, DeviceError> {
+    /// Gradient of what the matrix is applied to, from `dy` as products read it: the sum of what ranks make of it, if they do.
+    fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue, DeviceError> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
         let mut dx = cx.empty(dy.shape().with_cols(inputs), cx.input_dtype(0))?;
         let fp8 = cx.fp8_layer(self.weight.first);
@@ -149,15 +158,94 @@ impl Linear {
         let (left, right) = ((dy, Transpose::No), (weight.view(), self.transposes().1));
         cx.device().matmul(cx.precision(), left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
         match self.role() {
-            Role::Widening => cx.sum_over_ranks(dx, cx.input_sharding(0)),
-            _ => Ok(dx),
+            Role::ColumnParallel => cx.start_sum(dx, cx.input_sharding(0)),
+            _ => Ok(PendingValue::Here(dx)),
         }
+    }
+
+    /// The input half, up to the gradient of an input that the product reads as it is: that may be pending.
+    fn input_half(&self, cx: &mut BackwardContext<'_>) -> Result<Option<PendingValue>, DeviceError> {
+        let fp8 = cx.fp8_layer(self.weight.first);
+        let mut dy = self.all_grads(cx)?;
+        if let Values::Converted(rounded) = factor(cx.device(), fp8, Operand::OutputGrad, dy.view())? {
+            dy = Values::Converted(rounded);
+        }
+        // An activation's pass also makes what the weight half reads.
+        let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
+        let mut d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
+        let rounded = match dy {
+            Values::Stored(_) => None,
+            Values::Converted(rounded) => Some(rounded),
+        };
+        match self.activation {
+            InputActivation::Identity => {}
+            InputActivation::Of(activation) => {
+                let mut d_input = cx.finish_on_axis(d_input.take().expect("it is needed"))?;
+                let mut x = cx.take_or_copy_input(0)?;
+                cx.device().activate_backward(activation, x.view_mut(), d_input.view_mut());
+                cx.add_grad(0, d_input)?;
+                cx.keep(x);
+            }
+            InputActivation::Gated(activation) => {
+                let mut d_input = cx.finish_on_axis(d_input.take().expect("it is needed"))?;
+                let mut x = cx.take_or_copy_input(0)?;
+                cx.device().gate_backward(activation, x.view_mut(), d_input.view_mut());
+                cx.add_grad(0, x)?;
+                cx.keep(d_input);
+            }
+        }
+        if let Some(rounded) = rounded {
+            cx.keep(rounded);
+        }
+        if cx.num_inputs() > 1 {
+            cx.pass_grad(1);
+        }
+        Ok(d_input)
+    }
+
+    /// Ends the input half.
+    fn end_input_half(
+        cx: &mut BackwardContext<'_>,
+        d_input: Option<PendingValue>,
+    ) -> Result<(), DeviceError> {
+        let Some(d_input) = d_input else { return Ok(()) };
+        let d_input = cx.finish_on_axis(d_input)?;
+        cx.add_grad(0, d_input)
+    }
+
+    /// The weight half; `rows` are those of the input, if they are being gathered.
+    fn weight_half(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+        rows: Option<PendingValue>,
+    ) -> Result<(), DeviceError> {
+        let fp8 = cx.fp8_layer(self.weight.first);
+        let (activated, rounded) = self.kept_places();
+        write_grad(sink, &self.weight, |out, accumulate| {
+            let activated = activated.and_then(|place| cx.kept(place));
+            let input = match rows {
+                Some(rows) => Values::Converted(cx.finish_on_axis(rows)?),
+                // Gathered and rounded again rather than kept: the scale is still that of the step.
+                None => self.all_rows(cx, activated.unwrap_or_else(|| cx.input(0)), cx.input_sharding(0))?,
+            };
+            let input = factor(cx.device(), fp8, Operand::Input, input.view())?;
+            let dy = cx.kept(rounded).unwrap_or_else(|| cx.grad());
+            weight_grad(cx.device(), cx.precision(), self.layout, input.view(), dy, out, accumulate)
+        })?;
+        if let Some(bias) = &self.bias {
+            write_grad(sink, bias, |out, accumulate| {
+                cx.device().column_sums(cx.grad(), out, accumulate);
+                Ok(())
+            })?;
+        }
+        Ok(())
     }
 
     /// The gradient of all rows that the product has made, in the tape's precision if it is gathered.
     fn all_grads<'a>(&self, cx: &'a BackwardContext<'_>) -> Result<Values<'a>, DeviceError> {
         let (dy, dtype) = (cx.grad(), cx.precision().dtype());
-        if self.role() != Role::Narrowing || cx.output_sharding() != Sharding::Rows {
+        if self.role() != Role::RowParallel || cx.output_sharding() != Sharding::Rows {
             return Ok(Values::Stored(dy));
         }
         if dy.dtype() == dtype {
@@ -198,7 +286,7 @@ impl Operation for Linear {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let (x, device) = (self.all_rows(cx, cx.input(0), cx.input_sharding(0))?, cx.device());
         let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
-        let is_term = self.role() == Role::Narrowing;
+        let is_term = self.role() == Role::RowParallel;
         assert!(!is_term || cx.input_sharding(0) == Sharding::Cut, "{self:?} reads what was not cut");
         let dtype = if residual.is_some() && !is_term { DType::F32 } else { cx.precision().dtype() };
         let mut y = cx.empty(x.view().shape().with_cols(self.outputs()), dtype)?;
@@ -226,41 +314,8 @@ impl Operation for Linear {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let fp8 = cx.fp8_layer(self.weight.first);
-        let mut dy = self.all_grads(cx)?;
-        if let Values::Converted(rounded) = factor(cx.device(), fp8, Operand::OutputGrad, dy.view())? {
-            dy = Values::Converted(rounded);
-        }
-        // An activation's pass also makes what the weight half reads.
-        let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
-        let d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
-        let rounded = match dy {
-            Values::Stored(_) => None,
-            Values::Converted(rounded) => Some(rounded),
-        };
-        match (self.activation, d_input) {
-            (_, None) => {}
-            (InputActivation::Identity, Some(d_input)) => cx.add_grad(0, d_input)?,
-            (InputActivation::Of(activation), Some(mut d_input)) => {
-                let mut x = cx.take_or_copy_input(0)?;
-                cx.device().activate_backward(activation, x.view_mut(), d_input.view_mut());
-                cx.add_grad(0, d_input)?;
-                cx.keep(x);
-            }
-            (InputActivation::Gated(activation), Some(mut d_input)) => {
-                let mut x = cx.take_or_copy_input(0)?;
-                cx.device().gate_backward(activation, x.view_mut(), d_input.view_mut());
-                cx.add_grad(0, x)?;
-                cx.keep(d_input);
-            }
-        }
-        if let Some(rounded) = rounded {
-            cx.keep(rounded);
-        }
-        if cx.num_inputs() > 1 {
-            cx.pass_grad(1);
-        }
-        Ok(())
+        let d_input = self.input_half(cx)?;
+        Self::end_input_half(cx, d_input)
     }
 
     fn backward_weight(
@@ -268,24 +323,18 @@ impl Operation for Linear {
         cx: &mut BackwardContext<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let fp8 = cx.fp8_layer(self.weight.first);
-        let (activated, rounded) = self.kept_places();
-        write_grad(sink, &self.weight, |out, accumulate| {
-            let activated = activated.and_then(|place| cx.kept(place));
-            let input = activated.unwrap_or_else(|| cx.input(0));
-            // Gathered and rounded again rather than kept: the scale is still that of the step.
-            let input = self.all_rows(cx, input, cx.input_sharding(0))?;
-            let input = factor(cx.device(), fp8, Operand::Input, input.view())?;
-            let dy = cx.kept(rounded).unwrap_or_else(|| cx.grad());
-            weight_grad(cx.device(), cx.precision(), self.layout, input.view(), dy, out, accumulate)
-        })?;
-        if let Some(bias) = &self.bias {
-            write_grad(sink, bias, |out, accumulate| {
-                cx.device().column_sums(cx.grad(), out, accumulate);
-                Ok(())
-            })?;
-        }
-        Ok(())
+        self.weight_half(cx, sink, None)
+    }
+
+    /// The input travels while its gradient is computed, and that gradient while the weight's is (Shoeybi et al., "Megatron-LM", 2019, of
+    /// which later versions do so).
+    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+        let is_read_as_it_is = self.activation == InputActivation::Identity;
+        let gathers = is_read_as_it_is && self.gathers(cx.input_sharding(0));
+        let rows = gathers.then(|| cx.start_gather(cx.input(0))).transpose()?;
+        let d_input = self.input_half(cx)?;
+        self.weight_half(cx, sink, rows)?;
+        Self::end_input_half(cx, d_input)
     }
 
     fn has_parameters(&self) -> bool {
@@ -308,8 +357,8 @@ impl Operation for Linear {
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
         match self.role() {
             Role::Whole => None,
-            Role::Widening => Some(Sharding::Cut),
-            Role::Narrowing => Some(axis.between_layers()),
+            Role::ColumnParallel => Some(Sharding::Cut),
+            Role::RowParallel => Some(axis.between_layers()),
         }
     }
 }

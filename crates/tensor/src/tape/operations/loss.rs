@@ -13,7 +13,7 @@ use crate::tape::{
 };
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
-use trireme_base::DType;
+use trireme_base::{DType, ExchangeKind};
 
 /// Bytes of logits held at once; part of the result's bits, for sums over the vocabulary are taken chunk by chunk.
 const LOGITS_BYTES_MAX: usize = 32 << 20;
@@ -85,7 +85,7 @@ impl LossHead {
     fn all_logits(&self, device: &Device, axis: &TensorAxis, part: &Tensor) -> Result<Tensor, DeviceError> {
         let (rows, cols, degree) = (part.shape().rows(), part.shape().cols(), axis.place().degree);
         let mut parts = device.activation([degree, rows, cols])?;
-        axis.ops.all_gather(device, part.view(), parts.view_mut())?;
+        axis.ops.exchange(device, ExchangeKind::AllGather, part.view(), parts.view_mut())?;
         let whole = self.weight.part.map_or(cols, |part| part.whole);
         let mut all = device.activation(part.shape().with_cols(whole))?;
         for (rank, first) in (0..whole).step_by(cols).enumerate() {
@@ -117,7 +117,7 @@ impl LossHead {
             return Ok((statistics, whole));
         };
         let mut parts = device.activation([axis.place().degree, rows, STATISTICS])?;
-        axis.ops.all_gather(device, statistics.view(), parts.view_mut())?;
+        axis.ops.exchange(device, ExchangeKind::AllGather, statistics.view(), parts.view_mut())?;
         device.merge_statistics(parts.view(), statistics.view_mut());
         Ok((statistics, whole))
     }

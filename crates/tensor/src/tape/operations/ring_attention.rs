@@ -8,11 +8,11 @@
 
 use crate::device::{AttentionViews, DeviceError, OutputViews};
 use crate::kernels::{AttentionRule, AttentionScope, AttentionShape, Blocks};
-use crate::tape::{AxisOps, OperationContext, cast};
+use crate::tape::{AxisOps, OperationContext, PendingExchange, cast};
 use crate::tensor::{Tensor, View};
 use crate::values::Values;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, DType, Positions};
+use trireme_base::{AxisPlace, DType, ExchangeKind, Positions};
 
 /// What this rank of a ring attends to.
 pub(super) struct RingAttention {
@@ -69,10 +69,26 @@ impl RingAttention {
         [batch, seq_len, self.shape.output_cols(), 2 * self.shape.kv_cols()]
     }
 
+    /// Sends keys and values on, unless this is the last step.
+    fn send(
+        &self,
+        cx: &OperationContext<'_>,
+        block: View<'_>,
+        step: usize,
+    ) -> Result<Option<PendingExchange>, DeviceError> {
+        let shift = || self.ops.start(cx.device(), ExchangeKind::Shift, block);
+        (step + 1 < self.degree()).then(shift).transpose()
+    }
+
     /// The keys and values of the rank before, while those that are here were sent on.
-    fn next(&self, cx: &OperationContext<'_>, block: View<'_>) -> Result<Tensor, DeviceError> {
+    fn next(
+        &self,
+        cx: &OperationContext<'_>,
+        shift: PendingExchange,
+        block: View<'_>,
+    ) -> Result<Tensor, DeviceError> {
         let mut next = cx.empty(block.shape(), block.dtype())?;
-        self.ops.finish_shift(cx.device(), next.view_mut())?;
+        self.ops.finish(cx.device(), shift, next.view_mut())?;
         Ok(next)
     }
 
@@ -88,17 +104,14 @@ impl RingAttention {
         let mut sums = cx.zeros([batch, len, q_cols], DType::F32)?;
         device.map_in_place(log_sums.view_mut(), 0, |_| f32::NEG_INFINITY);
         for step in 0..self.degree() {
-            let is_last = step + 1 == self.degree();
-            if !is_last {
-                self.ops.start_shift(device, block.view())?;
-            }
+            let shift = self.send(cx, block.view(), step)?;
             let views = AttentionViews { queries: queries.view(), keys_values: Some(block.view()), ..views };
             let scope = self.scope(step);
             if scope.num_pairs() > 0 {
                 device.attention_block(views, (self.shape, scope), sums.view_mut(), log_sums.view_mut())?;
             }
-            if !is_last {
-                block = Values::Converted(self.next(cx, block.view())?);
+            if let Some(shift) = shift {
+                block = Values::Converted(self.next(cx, shift, block.view())?);
             }
         }
         drop((queries, block));
@@ -117,27 +130,27 @@ impl RingAttention {
         let [queries, mut block] = self.apart(cx, &views)?;
         let mut d_queries = cx.zeros([batch, len, q_cols], DType::F32)?;
         let mut d_block = cx.zeros(block.view().shape(), DType::F32)?;
+        // The gradient of keys goes with them, and comes home with the last step.
+        let mut d_shift = None;
         for step in 0..self.degree() {
-            let is_last = step + 1 == self.degree();
-            if !is_last {
-                self.ops.start_shift(device, block.view())?;
-            }
-            if step > 0 {
-                self.ops.finish_shift(device, d_block.view_mut())?;
+            let shift = self.send(cx, block.view(), step)?;
+            if let Some(d_shift) = d_shift.take() {
+                self.ops.finish(device, d_shift, d_block.view_mut())?;
             }
             let views = AttentionViews { queries: queries.view(), keys_values: Some(block.view()), ..views };
             let (scope, grads) = (self.scope(step), (d_queries.view_mut(), d_block.view_mut()));
             if scope.num_pairs() > 0 {
                 device.attention_block_backward(views, (self.shape, scope), output, grads)?;
             }
-            // The gradient of keys goes with them, and comes home with the last step.
-            self.ops.start_shift(device, d_block.view())?;
-            if !is_last {
-                block = Values::Converted(self.next(cx, block.view())?);
+            d_shift = Some(self.ops.start(device, ExchangeKind::Shift, d_block.view())?);
+            if let Some(shift) = shift {
+                block = Values::Converted(self.next(cx, shift, block.view())?);
             }
         }
         drop((queries, block));
-        self.ops.finish_shift(device, d_block.view_mut())?;
+        if let Some(d_shift) = d_shift {
+            self.ops.finish(device, d_shift, d_block.view_mut())?;
+        }
         let [d_queries, d_block] = [cast(device, d_queries, dtype)?, cast(device, d_block, dtype)?];
         if views.keys_values.is_some() {
             return Ok((d_queries, Some(d_block)));
