@@ -224,4 +224,18 @@ mod tests {
         ];
         assert_eq!(seconds(&[vec![first], vec![second]], 2, 1), 5.0 + 4.0 + 3.0 + 4.0);
     }
+
+    #[test]
+    fn what_goes_around_a_ring_arrives_at_the_rank_that_stands_for_the_others() {
+        let (to, from) = (Rank(1), Rank(1));
+        let shift = |first: usize| {
+            let (send, receive) = (Issued::Send { to, bytes: 8 }, Issued::Receive { from, bytes: 8 });
+            [JournalEntry::Issue(first, send), JournalEntry::Issue(first + 1, receive)]
+        };
+        let wait = |first: usize| [JournalEntry::Await(first + 1), JournalEntry::Await(first)];
+        let entries = shift(0).into_iter().chain([kernel(3)]).chain(wait(0));
+        let entries = entries.chain(shift(2)).chain([kernel(9)]).chain(wait(2)).collect();
+        // Kernels run at half speed for the four seconds of a message.
+        assert_eq!(seconds(&[vec![entries]], 4, 2), (4.0 + 1.0) + (4.0 + 7.0));
+    }
 }

@@ -121,6 +121,15 @@ pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
     Ok(engine.found)
 }
 
+/// How a rank joins the jobs of a channel: each side counts them for itself, so that a rank may expect what it starts. That is a message to a
+/// rank for which it stands as well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Side {
+    #[default]
+    Starts,
+    Expects,
+}
+
 /// Something that runs.
 struct Running<'a> {
     what: What,
@@ -163,7 +172,7 @@ struct JobState<'a> {
 struct Channel {
     jobs: Vec<usize>,
     /// Ranks that come to it, and how often each has come.
-    visits: Vec<(usize, usize)>,
+    visits: Vec<((usize, Side), usize)>,
 }
 
 #[derive(Default)]
@@ -225,11 +234,11 @@ impl<'a> Engine<'a> {
                     return;
                 }
                 Entry::Start(number, job) => {
-                    let index = self.join(rank, at, *number, job.channel);
+                    let index = self.join((rank, Side::Starts), at, *number, job.channel);
                     self.start(rank, index, job);
                 }
                 Entry::Expect(number, channel) => {
-                    self.join(rank, at, *number, *channel);
+                    self.join((rank, Side::Expects), at, *number, *channel);
                 }
                 Entry::Await(number) => {
                     // What nobody issued never ends.
@@ -247,18 +256,18 @@ impl<'a> Engine<'a> {
     }
 
     /// The job that a rank joins at an entry.
-    fn join(&mut self, rank: usize, at: usize, number: usize, channel: usize) -> usize {
+    fn join(&mut self, visitor: (usize, Side), at: usize, number: usize, channel: usize) -> usize {
         let channel = grown(&mut self.channels, channel);
         let visits = &mut channel.visits;
-        let place = visits.iter().position(|(visitor, _)| *visitor == rank).unwrap_or(visits.len());
+        let place = visits.iter().position(|(other, _)| *other == visitor).unwrap_or(visits.len());
         let visits = grown(visits, place);
         let visit = visits.1;
-        *visits = (rank, visit + 1);
+        *visits = (visitor, visit + 1);
         if visit == channel.jobs.len() {
             channel.jobs.push(self.jobs.len());
             self.jobs.push(JobState::default());
         }
-        let (state, job) = (&mut self.ranks[rank], channel.jobs[visit]);
+        let (state, job) = (&mut self.ranks[visitor.0], channel.jobs[visit]);
         *grown(&mut state.jobs, number) = Some(job);
         state.issued_at.push((at, job));
         job
