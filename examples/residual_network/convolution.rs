@@ -42,7 +42,10 @@ impl Convolution {
         let fan_in = OFFSETS * inputs;
         let initial = Initial::Normal { standard_deviation: (2.0 / fan_in as f32).sqrt() };
         let weight = Parameter::matrix(format!("{name}.weight"), &[fan_in, outputs], initial);
-        let weight = cut.into_iter().fold(weight, Parameter::with_cut);
+        let weight = match cut {
+            Some(cut) => weight.with_cut(cut),
+            None => weight,
+        };
         Arc::new(Convolution { weight: table.add(weight), size })
     }
 

@@ -354,7 +354,7 @@ fn messages_are_those_of_the_papers() {
                 },
                 true => PassExchanges {
                     forward: all(&[Gather, Scatter, Gather, Scatter]),
-                    // The input of a layer that is cut by its outputs comes while the gradient of that is computed.
+                    // The input of a column-parallel layer travels while its gradient is computed.
                     backward: all(&[Gather, Gather, Scatter, Gather, Gather, Scatter]),
                     input_half: all(&[Gather, Scatter, Gather, Scatter]),
                     weight_half: all(&[Gather, Gather]),

@@ -110,7 +110,7 @@ impl AxisOps for AloneOnAxis {
         let exchange = AxisExchange { axis: self.axis, kind, num_bytes: num_parts * values.num_bytes() };
         let mut noted = self.noted.0.lock().unwrap_or_else(PoisonError::into_inner);
         noted.push(exchange);
-        Ok(PendingExchange::new(noted.len()))
+        Ok(PendingExchange::new(0))
     }
 
     fn finish(&self, _: &Device, _: PendingExchange, _: ViewMut<'_>) -> Result<(), DeviceError> {

@@ -39,7 +39,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Both halves. To be implemented only if one of them makes what the other can use at once.
+    /// Both halves. To be implemented only if one of them makes what the other can use at once, or if values can travel while they compute.
     ///
     /// # Errors
     /// Those of the halves.

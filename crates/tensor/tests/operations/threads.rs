@@ -102,3 +102,11 @@ impl AxisOps for Threads {
         Ok(())
     }
 }
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        let results = self.results.get_mut().unwrap();
+        let are_finished = std::thread::panicking() || results.iter().all(Option::is_none);
+        assert!(are_finished, "an exchange was started, and not finished");
+    }
+}

@@ -6,8 +6,8 @@ use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingValue, ReadBy, Sharding,
-    TensorAxis, write_grad,
+    BackwardContext, ForwardContext, GradSink, Operation, PendingValue, ReadBy, Sharding, TensorAxis,
+    write_grad,
 };
 use crate::tensor::{Tensor, View, ViewMut};
 use crate::values::Values;
@@ -104,23 +104,9 @@ impl Linear {
         }
     }
 
-    /// Whether the layer, cut by its outputs, reads all rows of an input of which this rank has a part.
-    fn gathers(&self, sharding: Sharding) -> bool {
-        self.role() == Role::ColumnParallel && sharding == Sharding::Rows
-    }
-
-    /// What the layer, cut by its outputs, reads of `values` of the rows that are here.
-    fn all_rows<'a>(
-        &self,
-        cx: &OperationContext<'_>,
-        values: View<'a>,
-        sharding: Sharding,
-    ) -> Result<Values<'a>, DeviceError> {
-        Ok(if self.gathers(sharding) {
-            Values::Converted(cx.gather_rows(values)?)
-        } else {
-            Values::Stored(values)
-        })
+    /// What a rank has of an input that the layer reads all rows of: `Rows` if others are to be gathered.
+    fn read_sharding(&self, input: Sharding) -> Sharding {
+        if self.role() == Role::ColumnParallel { input } else { Sharding::Replicated }
     }
 
     /// The output of a layer that is cut by its inputs, of this rank's term.
@@ -163,7 +149,7 @@ impl Linear {
         }
     }
 
-    /// The input half, up to the gradient of an input that the product reads as it is: that may be pending.
+    /// The input half, up to a gradient that travels: only that of an input that the product reads as it is.
     fn input_half(&self, cx: &mut BackwardContext<'_>) -> Result<Option<PendingValue>, DeviceError> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let mut dy = self.all_grads(cx)?;
@@ -172,22 +158,25 @@ impl Linear {
         }
         // An activation's pass also makes what the weight half reads.
         let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
-        let mut d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
+        let d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
         let rounded = match dy {
             Values::Stored(_) => None,
             Values::Converted(rounded) => Some(rounded),
         };
-        match self.activation {
-            InputActivation::Identity => {}
-            InputActivation::Of(activation) => {
-                let mut d_input = cx.finish_on_axis(d_input.take().expect("it is needed"))?;
+        let mut travelling = None;
+        match (self.activation, d_input) {
+            (_, None) => {}
+            (InputActivation::Identity, Some(PendingValue::Here(d_input))) => cx.add_grad(0, d_input)?,
+            (InputActivation::Identity, d_input) => travelling = d_input,
+            (InputActivation::Of(activation), Some(d_input)) => {
+                let mut d_input = cx.finish_on_axis(d_input)?;
                 let mut x = cx.take_or_copy_input(0)?;
                 cx.device().activate_backward(activation, x.view_mut(), d_input.view_mut());
                 cx.add_grad(0, d_input)?;
                 cx.keep(x);
             }
-            InputActivation::Gated(activation) => {
-                let mut d_input = cx.finish_on_axis(d_input.take().expect("it is needed"))?;
+            (InputActivation::Gated(activation), Some(d_input)) => {
+                let mut d_input = cx.finish_on_axis(d_input)?;
                 let mut x = cx.take_or_copy_input(0)?;
                 cx.device().gate_backward(activation, x.view_mut(), d_input.view_mut());
                 cx.add_grad(0, x)?;
@@ -200,7 +189,7 @@ impl Linear {
         if cx.num_inputs() > 1 {
             cx.pass_grad(1);
         }
-        Ok(d_input)
+        Ok(travelling)
     }
 
     /// Ends the input half.
@@ -227,7 +216,10 @@ impl Linear {
             let input = match rows {
                 Some(rows) => Values::Converted(cx.finish_on_axis(rows)?),
                 // Gathered and rounded again rather than kept: the scale is still that of the step.
-                None => self.all_rows(cx, activated.unwrap_or_else(|| cx.input(0)), cx.input_sharding(0))?,
+                None => {
+                    let input = activated.unwrap_or_else(|| cx.input(0));
+                    cx.all_rows(input, self.read_sharding(cx.input_sharding(0)))?
+                }
             };
             let input = factor(cx.device(), fp8, Operand::Input, input.view())?;
             let dy = cx.kept(rounded).unwrap_or_else(|| cx.grad());
@@ -284,7 +276,7 @@ impl Operation for Linear {
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let (x, device) = (self.all_rows(cx, cx.input(0), cx.input_sharding(0))?, cx.device());
+        let (x, device) = (cx.all_rows(cx.input(0), self.read_sharding(cx.input_sharding(0)))?, cx.device());
         let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
         let is_term = self.role() == Role::RowParallel;
         assert!(!is_term || cx.input_sharding(0) == Sharding::Cut, "{self:?} reads what was not cut");
@@ -330,8 +322,8 @@ impl Operation for Linear {
     /// which later versions do so).
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
         let is_read_as_it_is = self.activation == InputActivation::Identity;
-        let gathers = is_read_as_it_is && self.gathers(cx.input_sharding(0));
-        let rows = gathers.then(|| cx.start_gather(cx.input(0))).transpose()?;
+        let has_part = self.read_sharding(cx.input_sharding(0)) == Sharding::Rows;
+        let rows = (is_read_as_it_is && has_part).then(|| cx.start_gather(cx.input(0))).transpose()?;
         let d_input = self.input_half(cx)?;
         self.weight_half(cx, sink, rows)?;
         Self::end_input_half(cx, d_input)
