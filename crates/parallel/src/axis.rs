@@ -50,7 +50,6 @@ impl UnitAxes {
 
 /// The ranks of an axis, as operations of units see them. What travels passes through memory of their group.
 pub(crate) struct GroupAxis {
-    group: Arc<Group>,
     f32s: Lane<f32>,
     bf16s: Lane<Bf16>,
     f16s: Lane<F16>,
@@ -65,6 +64,7 @@ struct Lane<T> {
     pending: Mutex<Vec<Option<Started<T>>>>,
 }
 
+/// An exchange that was started.
 struct Started<T> {
     kind: ExchangeKind,
     vector: Work<Buffer<T>>,
@@ -82,7 +82,6 @@ impl GroupAxis {
     /// Memory of the group is counted on `device`.
     fn new(group: &Arc<Group>, device: &Device) -> Self {
         GroupAxis {
-            group: Arc::clone(group),
             f32s: Lane::new(group, device),
             bf16s: Lane::new(group, device),
             f16s: Lane::new(group, device),
@@ -121,10 +120,12 @@ impl<T: Stored> Lane<T> {
     ) -> Result<PendingExchange, ParallelError> {
         let (group, AxisPlace { rank, degree }) = (self.pool.group(), self.place());
         let own_len = values.shape().num_elements();
-        let is_part = kind == ExchangeKind::AllGather;
-        let len = if is_part { own_len * degree } else { own_len };
+        let (len, place) = match kind {
+            ExchangeKind::AllGather => (own_len * degree, self.own_part(own_len * degree)),
+            _ => (own_len, 0..own_len),
+        };
         let mut own = self.pool.take_buffer(len)?.wait();
-        device.download(values, &mut own[if is_part { self.own_part(len) } else { 0..len }]);
+        device.download(values, &mut own[place]);
         let mut sent = None;
         let vector = match kind {
             ExchangeKind::AllReduce => group.all_reduce(own, ReduceOp::Sum),
@@ -156,8 +157,11 @@ impl<T: Stored> Lane<T> {
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner)[exchange.number()].take();
         let Started { kind, vector, sent } = pending.expect("an exchange is finished once");
         let vector = waiting.wait(vector)?;
-        let is_part = kind == ExchangeKind::ReduceScatter;
-        device.upload(&vector[if is_part { self.own_part(vector.len()) } else { 0..vector.len() }], result);
+        let place = match kind {
+            ExchangeKind::ReduceScatter => self.own_part(vector.len()),
+            _ => 0..vector.len(),
+        };
+        device.upload(&vector[place], result);
         for vector in [Some(vector), sent.map(|sent| waiting.wait(sent)).transpose()?].into_iter().flatten() {
             self.pool.give_buffer(vector.len(), Pending::new(vector));
         }
@@ -188,7 +192,7 @@ macro_rules! with_lane {
 
 impl AxisOps for GroupAxis {
     fn place(&self) -> AxisPlace {
-        AxisPlace::new(self.group.rank().0, self.group.world_size())
+        self.f32s.place()
     }
 
     fn start(

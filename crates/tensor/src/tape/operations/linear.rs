@@ -104,7 +104,7 @@ impl Linear {
         }
     }
 
-    /// What a rank has of an input that the layer reads all rows of: `Rows` if others are to be gathered.
+    /// What a rank has of an input, as the layer reads it: `Rows` only if it reads those of the other ranks, too.
     fn read_sharding(&self, input: Sharding) -> Sharding {
         if self.role() == Role::ColumnParallel { input } else { Sharding::Replicated }
     }
@@ -318,8 +318,8 @@ impl Operation for Linear {
         self.weight_half(cx, sink, None)
     }
 
-    /// The input travels while its gradient is computed, and that gradient while the weight's is (Shoeybi et al., "Megatron-LM", 2019, of
-    /// which later versions do so).
+    /// The rows of the input travel while its gradient is computed (Korthikanti et al., 2022, section 4.2.2), and that gradient while the
+    /// weight's is.
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
         let is_read_as_it_is = self.activation == InputActivation::Identity;
         let has_part = self.read_sharding(cx.input_sharding(0)) == Sharding::Rows;
