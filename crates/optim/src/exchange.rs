@@ -90,7 +90,7 @@ impl Optimizer {
                 unreachable!("an optimizer that exchanges momentum has one rule for all")
             };
             let rule = *rule;
-            members.update(device, parameters.reborrow(), grads, states, step.noise, |_, member: &Member| {
+            members.update(device, parameters.reborrow(), grads, states, step.noise, |member: &Member| {
                 update(rule.adam_step(member, &step).expect("it exchanges momentum"))
             });
         }

@@ -3,11 +3,11 @@
 use crate::kind::AdafactorSettings;
 use crate::members::{Member, Members};
 use crate::optimizer::UnitStep;
-use crate::share::adafactor;
+use crate::share::{adafactor_scale, rms};
 use trireme_base::{DType, Segment};
 use trireme_tensor::{
-    Category, Device, DeviceError, FACTORED_FLOOR, FactoredMatrix, FactoredStep, ParameterInfo, RmsStep,
-    Shape, Tensor, Update, View, ViewMut,
+    Category, Device, DeviceError, FactoredMatrix, FactoredMoments, FactoredStep, ParameterInfo, RmsStep,
+    Shape, Tensor, Update, UpdatePass, View, ViewMut,
 };
 
 /// A matrix whose second moment is a column times a row. Every rank has both of the whole matrix, whatever it has of it: they are as
@@ -23,20 +23,12 @@ pub(crate) struct Factored {
     here: Option<[Tensor; 2]>,
     /// What is here of the rows, and of the columns.
     segments: [Vec<Segment>; 2],
-    row_mean: f64,
-    /// Moments on the host, while they change.
-    on_host: Vec<f32>,
-    /// Those of what is here.
-    own_moments: Vec<f32>,
-    /// Sums over what is here, by rows and then by columns.
-    own_sums: Vec<f64>,
+    /// Mean of the moments of rows, one f64.
+    row_mean: Tensor,
     /// Of what is here.
     shape: Shape,
     whole: Shape,
     offset: usize,
-    num_elements: f64,
-    mean_square: f64,
-    update_mean_square: f64,
 }
 
 /// Names of the states, with the dim of the matrix that is left of it.
@@ -54,23 +46,22 @@ impl Factored {
         let (shape, whole) = (info.shape, info.whole);
         let zeros = |len: usize| device.zeros([len].into(), DType::F32, Category::Optimizer);
         let moments = |shape: Shape| Ok::<_, DeviceError>([zeros(shape.rows())?, zeros(shape.cols())?]);
+        let mut here = (shape != whole).then(|| moments(shape)).transpose()?;
+        // What fills up a part has gradients of 0, which any moment leaves.
+        for moments in here.iter_mut().flatten() {
+            device.upload(&vec![1.0_f32; moments.shape().num_elements()], moments.view_mut());
+        }
         Ok(Factored {
             settings,
             members,
             matrix,
             moments: moments(whole)?,
-            here: (shape != whole).then(|| moments(shape)).transpose()?,
+            here,
             segments: [info.segments(0), info.segments(1)],
-            row_mean: 0.0,
-            on_host: Vec::with_capacity(whole.rows().max(whole.cols())),
-            own_moments: Vec::with_capacity(shape.rows().max(shape.cols())),
-            own_sums: vec![0.0; shape.rows() + shape.cols()],
+            row_mean: device.zeros([1].into(), DType::F64, Category::Optimizer)?,
             shape,
             whole,
             offset: info.offset,
-            num_elements: whole.num_elements() as f64,
-            mean_square: 0.0,
-            update_mean_square: 0.0,
         })
     }
 
@@ -87,109 +78,110 @@ impl Factored {
         &mut self.moments
     }
 
-    fn numbers(&self, step: &UnitStep<'_>) -> RmsStep {
-        let own = self.member().settings;
-        adafactor(self.settings, own, step, self.mean_square, self.update_mean_square)
+    /// Sums that the exchange `phase` adds up.
+    pub(crate) fn num_sums(&self, phase: usize) -> usize {
+        if phase == 0 { 1 + self.whole.rows() + self.whole.cols() } else { 1 }
     }
 
-    /// First the square of the parameter and those of its gradient by row and column; then the square of the update.
+    /// First the square of the parameter and those of its gradient by row and column; then, with the moments that `known` leads to, the
+    /// square of the update.
     pub(crate) fn observe(
         &mut self,
-        phase: usize,
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
-        sums: &mut Vec<f64>,
+        (known, mut sums): (Option<View<'_>>, ViewMut<'_>),
     ) -> Result<(), DeviceError> {
-        let grad_scale = step.grad_scale();
-        if phase == 0 {
-            let updates = self.members.choose(|_, _| Update::Norms { grad_scale });
-            let num_sums = self.shape.rows() + self.shape.cols();
-            let mut own = step.device.empty([num_sums].into(), DType::F64, Category::Optimizer)?;
-            step.device.factored_sums(&self.matrix, grads, grad_scale, own.view_mut());
-            self.members.sum_by(step.device, |pieces, sums| {
-                step.device.update((pieces, &updates), parameters, grads, &mut [], step.noise, Some(sums));
+        let (device, grad_scale, noise) = (step.device, step.grad_scale(), step.noise);
+        let Some(known) = known else {
+            let updates = &self.members.choose(|_| Update::Norms { grad_scale });
+            self.members.sum_by(device, sums.reborrow().into_part(0, [1].into()), |pieces, sums| {
+                let pass = UpdatePass { pieces, updates, scales: None, noise, sums: Some(sums) };
+                device.update(pass, parameters, grads, &mut []);
             })?;
-            let is_counted = step.counts(self.member());
-            sums.push(if is_counted { self.members.sum(self.member(), 0) } else { 0.0 });
-            let first = sums.len();
-            sums.resize(first + self.whole.rows() + self.whole.cols(), 0.0);
-            if is_counted {
-                step.device.download(own.view(), &mut self.own_sums);
-                let (rows, cols) = self.own_sums.split_at(self.shape.rows());
-                let starts = [first, first + self.whole.rows()];
-                for ((own, first), segments) in [rows, cols].into_iter().zip(starts).zip(&self.segments) {
-                    for &Segment { start, place, len } in segments {
-                        sums[first + start..][..len].copy_from_slice(&own[place..place + len]);
-                    }
+            let len = self.whole.rows() + self.whole.cols();
+            return self.sum_by_dims(step, grads, sums.into_part(1, [len].into()));
+        };
+        self.change_moments(step, known);
+        self.members.sum_by(device, sums, |pieces, sums| {
+            device.factored_squares(pieces, self.step(step, 1.0), self.moments_here(), grads, sums);
+        })
+    }
+
+    /// Sums of the squares of the gradient over each row of the whole matrix, and each column, as far as they are here.
+    fn sum_by_dims(
+        &self,
+        step: &UnitStep<'_>,
+        grads: View<'_>,
+        mut sums: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (device, grad_scale) = (step.device, step.grad_scale());
+        let is_counted = step.counts(self.member());
+        if is_counted && self.here.is_none() {
+            device.factored_sums(&self.matrix, grads, grad_scale, sums);
+            return Ok(());
+        }
+        device.zero(sums.reborrow());
+        if is_counted {
+            let [rows, cols] = [self.shape.rows(), self.shape.cols()];
+            let mut own = device.empty([rows + cols].into(), DType::F64, Category::Optimizer)?;
+            device.factored_sums(&self.matrix, grads, grad_scale, own.view_mut());
+            for ((first, place), segments) in
+                [(0, 0), (self.whole.rows(), rows)].into_iter().zip(&self.segments)
+            {
+                for segment in segments {
+                    let len = [segment.len].into();
+                    let to = sums.reborrow().into_part(first + segment.start, len);
+                    device.copy(own.view().part(place + segment.place, len), to);
                 }
             }
-        } else {
-            let factored = self.step(1.0, 1.0, grad_scale);
-            let moments = self.here.as_ref().unwrap_or(&self.moments).each_ref().map(Tensor::view);
-            self.members.sum_by(step.device, |pieces, sums| {
-                step.device.factored_squares(pieces, factored, moments, grads, sums);
-            })?;
-            let is_counted = step.counts(self.member());
-            sums.push(if is_counted { self.members.sum(self.member(), 0) } else { 0.0 });
         }
         Ok(())
     }
 
-    /// Takes its sums from the front of `sums`.
-    pub(crate) fn heed(&mut self, phase: usize, step: &UnitStep<'_>, sums: &mut &[f64]) {
-        let (here, rest) = sums.split_at(1);
-        *sums = rest;
-        if phase == 1 {
-            self.update_mean_square = here[0] / self.num_elements;
-            return;
+    /// Moves the moments by the sums that are `known` of all rows and columns.
+    fn change_moments(&mut self, step: &UnitStep<'_>, known: View<'_>) {
+        let (device, RmsStep { mixing, .. }) =
+            (step.device, rms(self.settings, self.member().settings, step));
+        let [rows, cols] = [self.whole.rows(), self.whole.cols()];
+        let sums = [known.part(1, [rows].into()), known.part(1 + rows, [cols].into())];
+        for ((moments, sums), num_terms) in self.moments.iter_mut().zip(sums).zip([cols, rows]) {
+            device.factored_moments(sums, num_terms, mixing, moments.view_mut());
         }
-        self.mean_square = here[0] / self.num_elements;
-        let mixing = f64::from(self.numbers(step).mixing);
-        let values = &mut self.on_host;
-        // Columns first: what is on the host at the end are the rows.
-        let (rows, cols) = sums.split_at(self.whole.rows());
-        let (cols, rest) = cols.split_at(self.whole.cols());
-        *sums = rest;
-        let of_dims = [(rows, cols.len()), (cols, rows.len())];
-        for (dim, (moments, (here, num_terms))) in self.moments.iter_mut().zip(of_dims).enumerate().rev() {
-            values.clear();
-            values.resize(here.len(), 0.0);
-            step.device.download(moments.view(), values);
-            for (moment, sum) in values.iter_mut().zip(here) {
-                let square = sum / num_terms as f64 + f64::from(FACTORED_FLOOR);
-                *moment = ((1.0 - mixing) * f64::from(*moment) + mixing * square) as f32;
-            }
-            step.device.upload(values, moments.view_mut());
-            if let Some(here) = &mut self.here {
-                // What fills up a part has gradients of 0, which any moment leaves.
-                let len = here[dim].shape().num_elements();
-                let own = &mut self.own_moments;
-                own.clear();
-                own.resize(len, 1.0);
-                for &Segment { start, place, len } in &self.segments[dim] {
-                    own[place..place + len].copy_from_slice(&values[start..start + len]);
-                }
-                step.device.upload(own, here[dim].view_mut());
+        device.sum_elements(self.moments[0].view(), rows as f64, self.row_mean.view_mut());
+        for ((here, moments), segments) in
+            self.here.iter_mut().flatten().zip(&self.moments).zip(&self.segments)
+        {
+            for &Segment { start, place, len } in segments {
+                let len = [len].into();
+                device.copy(moments.view().part(start, len), here.view_mut().into_part(place, len));
             }
         }
-        self.row_mean = values.iter().map(|&row| f64::from(row)).sum::<f64>() / values.len() as f64;
     }
 
-    /// Updates what is here.
-    pub(crate) fn apply(&mut self, step: &UnitStep<'_>, parameters: ViewMut<'_>, grads: View<'_>) {
-        let RmsStep { lr, keep, grad_scale, .. } = self.numbers(step);
-        let moments = self.here.as_ref().unwrap_or(&self.moments).each_ref().map(Tensor::view);
-        step.device.factored_update(
-            &self.members.pieces,
-            self.step(lr, keep, grad_scale),
-            moments,
-            parameters,
-            grads,
-        );
+    /// Updates what is here, by the `sums` of each exchange.
+    pub(crate) fn apply(
+        &mut self,
+        step: &UnitStep<'_>,
+        parameters: ViewMut<'_>,
+        grads: View<'_>,
+        [first, second]: [View<'_>; 2],
+    ) -> Result<(), DeviceError> {
+        let sums = [first.part(0, [1].into()), second];
+        let settings = self.settings;
+        let scale =
+            self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
+        let factored = (self.step(step, rms(settings, self.member().settings, step).keep), scale.view());
+        step.device.factored_update(&self.members.pieces, factored, self.moments_here(), parameters, grads);
+        Ok(())
     }
 
-    fn step(&self, lr: f32, keep: f32, grad_scale: f32) -> FactoredStep {
-        FactoredStep { offset: self.offset, row_mean: self.row_mean, lr, keep, grad_scale }
+    fn moments_here(&self) -> FactoredMoments<'_> {
+        let [rows, cols] = self.here.as_ref().unwrap_or(&self.moments).each_ref().map(Tensor::view);
+        FactoredMoments { rows, cols, row_mean: self.row_mean.view() }
+    }
+
+    fn step(&self, step: &UnitStep<'_>, keep: f32) -> FactoredStep {
+        FactoredStep { offset: self.offset, lr: 1.0, keep, grad_scale: step.grad_scale() }
     }
 }

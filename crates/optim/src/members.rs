@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_tensor::{
-    Category, Device, DeviceError, OptimizerState, ParameterTable, Piece, Pieces, UnitInfo, Update, View,
-    ViewMut, leaf_sum,
+    Category, Device, DeviceError, LeafRun, OptimizerState, ParameterTable, Piece, Pieces, StepScale, Tensor,
+    UnitInfo, Update, UpdatePass, View, ViewMut,
 };
 
 /// A parameter, whether or not anything of it is here.
@@ -19,8 +19,6 @@ pub(crate) struct Member {
     pub(crate) held: Range<usize>,
     /// Its pieces, in order.
     pub(crate) pieces: Range<usize>,
-    /// Leaf of the first of them, where pieces are leaves.
-    first_leaf: usize,
 }
 
 /// How pieces are cut.
@@ -37,10 +35,12 @@ pub(crate) enum Cut {
 pub(crate) struct Members {
     pub(crate) list: Vec<Member>,
     pub(crate) pieces: Arc<Pieces>,
+    /// What this rank counts of each member in sums over all ranks, where pieces are leaves.
+    counted: Arc<Vec<LeafRun>>,
     /// One for each member, made anew in each phase.
     updates: Arc<Vec<Update>>,
-    /// Two sums over each piece, of the last kernel that took them.
-    sums: Vec<[f64; 2]>,
+    /// One for each member, made anew in each step.
+    scales: Arc<Vec<StepScale>>,
 }
 
 impl Members {
@@ -53,7 +53,7 @@ impl Members {
         chosen: Vec<(usize, ParameterSettings)>,
     ) -> Self {
         let mut pieces: Vec<Piece> = Vec::new();
-        let mut list = Vec::new();
+        let (mut list, mut counted) = (Vec::new(), Vec::new());
         let mut num_elements = 0;
         for (update, (parameter, settings)) in chosen.into_iter().enumerate() {
             let info = &table.parameters()[parameter];
@@ -75,14 +75,20 @@ impl Members {
                 });
                 (position, num_elements) = (position + len, num_elements + len);
             }
-            list.push(Member { parameter, settings, held, pieces: first..pieces.len(), first_leaf });
+            list.push(Member { parameter, settings, held, pieces: first..pieces.len() });
+            let end = if info.is_counted() { pieces.len() } else { first };
+            counted.push(LeafRun { pieces: first..end, first_leaf });
         }
-        let updates = Arc::new(Vec::with_capacity(list.len()));
-        let sums = vec![[0.0; 2]; pieces.len()];
-        Members { updates, list, pieces: Arc::new(Pieces::new(pieces)), sums }
+        Members {
+            updates: Arc::new(Vec::with_capacity(list.len())),
+            scales: Arc::new(Vec::with_capacity(list.len())),
+            list,
+            pieces: Arc::new(Pieces::new(pieces)),
+            counted: Arc::new(counted),
+        }
     }
 
-    /// Goes over what is here by an update for each member, which `update` gets with its index.
+    /// Goes over what is here by an update for each member.
     pub(crate) fn update(
         &mut self,
         device: &Device,
@@ -90,42 +96,57 @@ impl Members {
         grads: View<'_>,
         states: &mut [OptimizerState],
         noise: u32,
-        update: impl FnMut(usize, &Member) -> Update,
+        update: impl FnMut(&Member) -> Update,
     ) {
         let updates = self.choose(update);
-        device.update((&self.pieces, &updates), parameters, grads, states, noise, None);
+        let pass = UpdatePass { pieces: &self.pieces, updates: &updates, scales: None, noise, sums: None };
+        device.update(pass, parameters, grads, states);
     }
 
-    /// Lets a kernel take sums of each piece, and waits for them.
+    /// Lets a kernel take the two sums of each piece, and adds up what this rank counts of each member: all first sums, and then all second
+    /// ones if `out` has room for both.
     ///
     /// # Errors
-    /// If there is no memory for them.
+    /// If there is no memory for the sums of pieces.
     pub(crate) fn sum_by(
-        &mut self,
+        &self,
         device: &Device,
+        out: ViewMut<'_>,
         kernel: impl FnOnce(&Arc<Pieces>, ViewMut<'_>),
     ) -> Result<(), DeviceError> {
-        let shape = [self.sums.len(), 2].into();
+        let shape = [self.pieces.as_slice().len(), 2].into();
         let mut sums = device.empty(shape, DType::F64, Category::Optimizer)?;
         kernel(&self.pieces, sums.view_mut());
-        device.download(sums.view(), self.sums.as_flattened_mut());
+        device.leaf_sums(sums.view(), &self.counted, out);
         Ok(())
     }
 
-    /// The updates of all members, each of which `update` gets with its index.
-    pub(crate) fn choose(&mut self, mut update: impl FnMut(usize, &Member) -> Update) -> Arc<Vec<Update>> {
-        // A kernel that has not run may still hold the list; then this writes to a copy.
-        let updates = Arc::make_mut(&mut self.updates);
-        updates.clear();
-        updates.extend(self.list.iter().enumerate().map(|(index, member)| update(index, member)));
-        Arc::clone(&self.updates)
+    /// The updates of all members.
+    pub(crate) fn choose(&mut self, update: impl FnMut(&Member) -> Update) -> Arc<Vec<Update>> {
+        renew(&mut self.updates, self.list.iter().map(update))
     }
 
-    /// One of the two sums over what is here of a member.
-    pub(crate) fn sum(&self, member: &Member, which: usize) -> f64 {
-        let first = member.pieces.start;
-        let leaves = member.first_leaf..member.first_leaf + member.pieces.len();
-        let mut leaf = |leaf: usize| self.sums[first + leaf - member.first_leaf][which];
-        leaf_sum(leaves, 0.0, &mut leaf, &|left, right| left + right)
+    /// Factors of the learning rates of all members, from the sums of the squares of parameters and of updates.
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    pub(crate) fn scales(
+        &mut self,
+        device: &Device,
+        sums: [View<'_>; 2],
+        scale: impl FnMut(&Member) -> StepScale,
+    ) -> Result<Tensor, DeviceError> {
+        let scales = renew(&mut self.scales, self.list.iter().map(scale));
+        let mut factors = device.empty([scales.len()].into(), DType::F32, Category::Optimizer)?;
+        device.step_scales(&scales, sums, factors.view_mut());
+        Ok(factors)
     }
+}
+
+/// Replaces what is in a list. A kernel that has not run may still hold it; then a copy is written to.
+fn renew<T: Clone>(list: &mut Arc<Vec<T>>, items: impl Iterator<Item = T>) -> Arc<Vec<T>> {
+    let own = Arc::make_mut(list);
+    own.clear();
+    own.extend(items);
+    Arc::clone(list)
 }

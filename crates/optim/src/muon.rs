@@ -45,7 +45,7 @@ impl Muon {
         let mut whole = self.unit_buffer(device)?;
         let (part, here) = (self.part.clone(), [self.part.len()].into());
         let grad_scale = step.grad_scale();
-        let momentum_of = |_: usize, member: &Member| {
+        let momentum_of = |member: &Member| {
             let momentum = member.settings.beta1.unwrap_or(momentum);
             Update::MuonMomentum(MuonStep { momentum, nesterov, grad_scale })
         };
@@ -68,7 +68,7 @@ impl Muon {
                 device.copy(joined.view().part(first, shape), matrix.reborrow().into_part(run.start, shape));
             }
         }
-        let descend = |_: usize, member: &Member| {
+        let descend = |member: &Member| {
             let own = member.settings;
             let factor = scale.factor(step.table.parameters()[member.parameter].whole);
             let lr = (f64::from(own.lr_scale) * step.settings.lr * factor) as f32;

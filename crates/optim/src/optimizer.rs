@@ -9,9 +9,10 @@ use crate::shards::ShardOps;
 use crate::share::{Rule, Share};
 use std::ops::Range;
 use std::sync::Arc;
+use trireme_base::DType;
 use trireme_tensor::{
-    Device, DeviceError, FactoredMatrix, OptimizerState, ParameterClass, ParameterTable, StateDType, Tensor,
-    UnitInfo, View, ViewMut,
+    Category, Device, DeviceError, FactoredMatrix, OptimizerState, ParameterClass, ParameterTable,
+    StateDType, Tensor, UnitInfo, View, ViewMut,
 };
 
 /// What changes from step to step.
@@ -63,48 +64,65 @@ pub(crate) enum UnitShare {
 }
 
 impl UnitShare {
-    /// Adds what the exchange `phase` sums up of what is here.
+    /// Sums over whole parameters that the exchange `phase` adds up.
+    fn num_sums(&self, phase: usize) -> usize {
+        match self {
+            UnitShare::Elements(share) => share.num_sums(phase),
+            UnitShare::Factored(share) => share.num_sums(phase),
+            UnitShare::Muon(_) => 0,
+        }
+    }
+
+    /// Takes the sums of what is here that the exchange `phase` adds up. `known` are those of the first exchange, once it was.
     ///
     /// # Errors
-    /// If there is no memory for sums.
+    /// If there is no memory for sums of pieces.
     fn observe(
         &mut self,
         phase: usize,
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
-        sums: &mut Vec<f64>,
+        (known, sums): (Option<View<'_>>, ViewMut<'_>),
     ) -> Result<(), DeviceError> {
         match self {
             UnitShare::Elements(share) => share.observe(phase, step, parameters, grads, sums),
-            UnitShare::Factored(share) => share.observe(phase, step, parameters, grads, sums),
+            UnitShare::Factored(share) => share.observe(step, parameters, grads, (known, sums)),
             UnitShare::Muon(_) => Ok(()),
         }
     }
 
-    /// Takes the sums of what it has added from the front of `sums`.
-    fn heed(&mut self, phase: usize, step: &UnitStep<'_>, sums: &mut &[f64]) {
-        match self {
-            UnitShare::Elements(share) => share.heed(phase, sums),
-            UnitShare::Factored(share) => share.heed(phase, step, sums),
-            UnitShare::Muon(_) => {}
-        }
-    }
-
-    /// Updates what is here.
+    /// Updates what is here, by its sums of both exchanges.
     fn apply<S: ShardOps>(
         &mut self,
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
+        sums: [View<'_>; 2],
         shards: &mut S,
     ) -> Result<(), S::Error> {
         match self {
-            UnitShare::Elements(share) => share.apply(step, parameters, grads),
-            UnitShare::Factored(share) => share.apply(step, parameters, grads),
+            UnitShare::Elements(share) => share.apply(step, parameters, grads, sums)?,
+            UnitShare::Factored(share) => share.apply(step, parameters, grads, sums)?,
             UnitShare::Muon(share) => share.apply(step, parameters, grads, shards)?,
         }
         Ok(())
+    }
+}
+
+/// Where the sums of one share after the other lie in the vectors of the two exchanges.
+#[derive(Default)]
+struct SumPlaces {
+    ends: [usize; 2],
+}
+
+impl SumPlaces {
+    fn next(&mut self, share: &UnitShare) -> [Range<usize>; 2] {
+        [0, 1].map(|phase| {
+            let start = self.ends[phase];
+            self.ends[phase] += share.num_sums(phase);
+            start..self.ends[phase]
+        })
     }
 }
 
@@ -115,8 +133,6 @@ pub struct Optimizer {
     pub(crate) table: Arc<ParameterTable>,
     parts: Vec<Range<usize>>,
     pub(crate) units: Vec<Vec<UnitShare>>,
-    /// What an exchange adds up.
-    sums: Vec<f64>,
 }
 
 impl Optimizer {
@@ -160,7 +176,6 @@ impl Optimizer {
             table: Arc::clone(table),
             parts: parts.to_vec(),
             units: Vec::new(),
-            sums: Vec::new(),
         };
         for index in 0..parts.len() {
             let unit = optimizer.shares(index, device)?;
@@ -216,19 +231,29 @@ impl Optimizer {
         self.check_lengths(unit, parameters.shape().num_elements(), grads.shape().num_elements());
         let step = UnitStep { device, table: &self.table, settings, noise: noise(unit, settings.step) };
         let shares = &mut self.units[unit];
-        for phase in 0..2 {
-            self.sums.clear();
+        let num_sums = [0, 1].map(|phase| shares.iter().map(|share| share.num_sums(phase)).sum::<usize>());
+        let empty = |len: usize| device.empty([len].into(), DType::F64, Category::Optimizer);
+        let mut sums = [empty(num_sums[0])?, empty(num_sums[1])?];
+        for phase in (0..2).filter(|&phase| num_sums[phase] > 0) {
+            let (known, sums) = sums.split_at_mut(phase);
+            let mut places = SumPlaces::default();
             for share in shares.iter_mut() {
-                share.observe(phase, &step, parameters.reborrow(), grads, &mut self.sums)?;
+                let [first, second] = places.next(share);
+                let known = known.first().map(|known| known.view().part(first.start, [first.len()].into()));
+                let place = if phase == 0 { first } else { second };
+                let sums = sums[0].view_mut().into_part(place.start, [place.len()].into());
+                share.observe(phase, &step, parameters.reborrow(), grads, (known, sums))?;
             }
-            if self.sums.is_empty() {
-                break;
-            }
-            shards.sum(&mut self.sums)?;
-            let mut sums = &self.sums[..];
-            shares.iter_mut().for_each(|share| share.heed(phase, &step, &mut sums));
+            shards.sum(sums[0].view_mut())?;
         }
-        shares.iter_mut().try_for_each(|share| share.apply(&step, parameters.reborrow(), grads, shards))
+        let mut places = SumPlaces::default();
+        for share in shares.iter_mut() {
+            let [first, second] = places.next(share);
+            let known = [(&sums[0], first), (&sums[1], second)]
+                .map(|(sums, place)| sums.view().part(place.start, [place.len()].into()));
+            share.apply(&step, parameters.reborrow(), grads, known, shards)?;
+        }
+        Ok(())
     }
 
     pub(crate) fn check_lengths(&self, unit: usize, parameters: usize, grads: usize) {
@@ -272,7 +297,7 @@ impl UnitBuilder<'_> {
             let rule = rule(self.options.kind);
             let members = self.members(rule.cut(), rest);
             let states = self.states(&members, rule.states())?;
-            shares.push(UnitShare::Elements(Share::new(rule, members, states)));
+            shares.push(UnitShare::Elements(Share { rule, members, states }));
         }
         match self.options.kind {
             OptimizerKind::Muon(settings) if !matrices.is_empty() => {

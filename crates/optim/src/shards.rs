@@ -11,9 +11,9 @@ pub trait ShardOps {
     /// Why an exchange failed, or a step.
     type Error: From<DeviceError>;
 
-    /// Each value becomes its sum over the ranks, of neighbours first (the canonical tree of all reductions): over shards, and then over
-    /// the tensor axis.
-    fn sum(&mut self, values: &mut [f64]) -> Result<(), Self::Error>;
+    /// Each of the f64 `values`, which lie on the optimizer's device, becomes its sum over the ranks, of neighbours first (the canonical
+    /// tree of all reductions): over shards, and then over the tensor axis. Kernels that are issued later read the sums.
+    fn sum(&mut self, values: ViewMut<'_>) -> Result<(), Self::Error>;
 
     /// Completes a unit's flat buffer `whole`, of which this rank has the elements `part`: the others are where they hold
     /// theirs.
@@ -30,7 +30,7 @@ pub struct WholeUnits;
 impl ShardOps for WholeUnits {
     type Error = DeviceError;
 
-    fn sum(&mut self, _: &mut [f64]) -> Result<(), DeviceError> {
+    fn sum(&mut self, _: ViewMut<'_>) -> Result<(), DeviceError> {
         Ok(())
     }
 

@@ -7,8 +7,8 @@ use crate::kind::{
 use crate::members::{Cut, Member, Members};
 use crate::optimizer::UnitStep;
 use trireme_tensor::{
-    AdamStep, AdamWStep, DeviceError, LarsStep, LionStep, MomentumStep, OptimizerState, RmsStep, Update,
-    View, ViewMut,
+    AdamStep, AdamWStep, DeviceError, LarsStep, LionStep, MomentumStep, OptimizerState, RmsStep, StepScale,
+    Tensor, Update, UpdatePass, View, ViewMut,
 };
 
 /// How elements are updated.
@@ -69,16 +69,26 @@ impl Rule {
     }
 
     /// What goes over a member before the exchange `phase`.
-    fn before(self, phase: usize, member: &Member, step: &UnitStep<'_>, known: &[f64]) -> Update {
+    fn before(self, phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
         match (self, phase) {
             (Rule::Lamb(settings), _) => Update::LambMoments(adamw(settings, member.settings, step, 1.0)),
-            (Rule::Rms(settings), 1) => Update::RmsMoment(rms(settings, member, step, known)),
+            (Rule::Rms(settings), 1) => Update::RmsMoment(rms(settings, member.settings, step)),
             _ => Update::Norms { grad_scale: step.grad_scale() },
         }
     }
 
-    /// The update itself, by the sums that are known.
-    fn update(self, member: &Member, step: &UnitStep<'_>, known: &[f64]) -> Update {
+    /// How the sums over a member scale the learning rate, if it takes any.
+    fn scale(self, member: &Member, step: &UnitStep<'_>) -> StepScale {
+        match self {
+            Rule::Lamb(_) => StepScale::TrustRatio { weight_decay: 0.0 },
+            Rule::Lars(_) => StepScale::TrustRatio { weight_decay: member.settings.weight_decay },
+            Rule::Rms(settings) => adafactor_scale(settings, member, step),
+            rule => unreachable!("{rule:?} takes no sums"),
+        }
+    }
+
+    /// The update itself, of which the learning rate is still to be scaled.
+    fn update(self, member: &Member, step: &UnitStep<'_>) -> Update {
         let own = member.settings;
         let (lr, grad_scale, weight_decay) = (step.lr(own), step.grad_scale(), own.weight_decay);
         match self {
@@ -97,17 +107,12 @@ impl Rule {
                 let (beta1, beta2) = (own.beta1.unwrap_or(beta1), own.beta2.unwrap_or(beta2));
                 Update::Lion(LionStep { lr, beta1, beta2, weight_decay, grad_scale })
             }
-            Rule::Lamb(settings) => {
-                let trust = ratio(known[0].sqrt(), known[1].sqrt());
-                Update::Lamb(AdamWStep { lr: lr * trust, ..adamw(settings, own, step, 1.0) })
-            }
+            Rule::Lamb(settings) => Update::Lamb(adamw(settings, own, step, 1.0)),
             Rule::Lars(LarsSettings { momentum, trust_coefficient }) => {
-                let norm = known[0].sqrt();
-                let trust = ratio(norm, known[1].sqrt() + f64::from(weight_decay) * norm);
-                let (lr, momentum) = (lr * trust_coefficient * trust, own.beta1.unwrap_or(momentum));
+                let (lr, momentum) = (lr * trust_coefficient, own.beta1.unwrap_or(momentum));
                 Update::Lars(LarsStep { lr, momentum, weight_decay, grad_scale })
             }
-            Rule::Rms(settings) => Update::Rms(rms(settings, member, step, known)),
+            Rule::Rms(settings) => Update::Rms(rms(settings, own, step)),
         }
     }
 }
@@ -125,40 +130,27 @@ fn adamw(settings: AdamWSettings, own: ParameterSettings, step: &UnitStep<'_>, l
     }
 }
 
-/// Of two lengths; 1 where one of them is zero or not finite, for then it says nothing.
-fn ratio(left: f64, right: f64) -> f32 {
-    let ratio = (left / right) as f32;
-    if left > 0.0 && right > 0.0 && ratio.is_finite() { ratio } else { 1.0 }
+/// How Adafactor scales the learning rate of a member, which is 1 in [`rms`].
+pub(crate) fn adafactor_scale(
+    settings: AdafactorSettings,
+    member: &Member,
+    step: &UnitStep<'_>,
+) -> StepScale {
+    let AdafactorSettings { clip_threshold, relative_step: is_relative, .. } = settings;
+    let lr = step.settings.lr * f64::from(member.settings.lr_scale);
+    let lr = if is_relative { lr.min(1.0 / (step.settings.step as f64).sqrt()) } else { lr };
+    StepScale::Adafactor { lr, is_relative, clip_threshold, num_elements: step.num_elements(member) }
 }
 
-/// Adafactor's numbers, by the mean squares of the parameter and, once it is known, of its update.
-pub(crate) fn adafactor(
-    settings: AdafactorSettings,
-    own: ParameterSettings,
-    step: &UnitStep<'_>,
-    mean_square: f64,
-    update_mean_square: f64,
-) -> RmsStep {
-    /// Parameters count as no smaller: zeros could not begin to move.
-    const SIZE_MIN: f64 = 1e-3;
-    let number = step.settings.step as f64;
+/// Adafactor's other numbers.
+pub(crate) fn rms(settings: AdafactorSettings, own: ParameterSettings, step: &UnitStep<'_>) -> RmsStep {
     let lr = step.settings.lr * f64::from(own.lr_scale);
-    let size = match settings.relative_step {
-        true => mean_square.sqrt().max(SIZE_MIN) * lr.min(1.0 / number.sqrt()),
-        false => lr,
-    };
-    let excess = (update_mean_square.sqrt() / f64::from(settings.clip_threshold)).max(1.0);
     RmsStep {
-        lr: (size / excess) as f32,
-        mixing: number.powf(f64::from(settings.beta2_decay)) as f32,
+        lr: 1.0,
+        mixing: (step.settings.step as f64).powf(f64::from(settings.beta2_decay)) as f32,
         keep: (1.0 - lr * f64::from(own.weight_decay)) as f32,
         grad_scale: step.grad_scale(),
     }
-}
-
-fn rms(settings: AdafactorSettings, member: &Member, step: &UnitStep<'_>, known: &[f64]) -> RmsStep {
-    let num_elements = step.num_elements(member) as f64;
-    adafactor(settings, member.settings, step, known[0] / num_elements, known[1] / num_elements)
 }
 
 /// The parameters of a unit with one rule, and their states.
@@ -167,14 +159,12 @@ pub(crate) struct Share {
     pub(crate) rule: Rule,
     pub(crate) members: Members,
     pub(crate) states: Vec<OptimizerState>,
-    /// For each member, the sums that are known by now.
-    known: Vec<[f64; 2]>,
 }
 
 impl Share {
-    pub(crate) fn new(rule: Rule, members: Members, states: Vec<OptimizerState>) -> Self {
-        let known = vec![[0.0; 2]; members.list.len()];
-        Share { rule, members, states, known }
+    /// Sums that the exchange `phase` adds up.
+    pub(crate) fn num_sums(&self, phase: usize) -> usize {
+        self.rule.num_sums()[phase] * self.members.list.len()
     }
 
     /// Takes the sums of what is here that the exchange `phase` adds up.
@@ -184,42 +174,43 @@ impl Share {
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
-        sums: &mut Vec<f64>,
+        sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let num_sums = self.rule.num_sums()[phase];
-        if num_sums == 0 {
+        if self.num_sums(phase) == 0 {
             return Ok(());
         }
-        let (rule, known) = (self.rule, &self.known);
+        let rule = self.rule;
         let states = if rule.observes_states(phase) { &mut self.states[..] } else { &mut [] };
-        let updates = self.members.choose(|index, member| rule.before(phase, member, step, &known[index]));
-        self.members.sum_by(step.device, |pieces, sums| {
-            step.device.update((pieces, &updates), parameters, grads, states, step.noise, Some(sums));
-        })?;
-        for member in &self.members.list {
-            let is_counted = step.counts(member);
-            let sum = |which| if is_counted { self.members.sum(member, which) } else { 0.0 };
-            sums.extend((0..num_sums).map(sum));
-        }
+        let updates = &self.members.choose(|member| rule.before(phase, member, step));
+        self.members.sum_by(step.device, sums, |pieces, sums| {
+            let (noise, sums) = (step.noise, Some(sums));
+            let pass = UpdatePass { pieces, updates, scales: None, noise, sums };
+            step.device.update(pass, parameters, grads, states);
+        })
+    }
+
+    /// Updates what is here, by the `sums` of each exchange.
+    pub(crate) fn apply(
+        &mut self,
+        step: &UnitStep<'_>,
+        parameters: ViewMut<'_>,
+        grads: View<'_>,
+        [first, second]: [View<'_>; 2],
+    ) -> Result<(), DeviceError> {
+        let Share { rule, members, states } = self;
+        let len = members.list.len();
+        // Squares of parameters come first, and those of updates with them or in the second exchange.
+        let sums = match rule.num_sums() {
+            [0, _] => None,
+            [1, _] => Some([first, second]),
+            _ => Some([0, len].map(|start| first.part(start, [len].into()))),
+        };
+        let scales = sums.map(|sums| members.scales(step.device, sums, |member| rule.scale(member, step)));
+        let scales = scales.transpose()?;
+        let updates = &members.choose(|member| rule.update(member, step));
+        let scales = scales.as_ref().map(Tensor::view);
+        let pass = UpdatePass { pieces: &members.pieces, updates, scales, noise: step.noise, sums: None };
+        step.device.update(pass, parameters, grads, states);
         Ok(())
-    }
-
-    /// Takes its sums of the exchange `phase` from the front of `sums`.
-    pub(crate) fn heed(&mut self, phase: usize, sums: &mut &[f64]) {
-        let num_sums = self.rule.num_sums()[phase];
-        let first = if phase == 0 { 0 } else { self.rule.num_sums()[0] };
-        for known in &mut self.known {
-            let (here, rest) = sums.split_at(num_sums);
-            known[first..first + num_sums].copy_from_slice(here);
-            *sums = rest;
-        }
-    }
-
-    /// Updates what is here.
-    pub(crate) fn apply(&mut self, step: &UnitStep<'_>, parameters: ViewMut<'_>, grads: View<'_>) {
-        let (rule, known) = (self.rule, &self.known);
-        self.members.update(step.device, parameters, grads, &mut self.states, step.noise, |index, member| {
-            rule.update(member, step, &known[index])
-        });
     }
 }

@@ -2,7 +2,8 @@ use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use std::ops::Range;
-use trireme_base::{AxisPlace, Pending, ReduceOp};
+use trireme_base::{AxisPlace, DType, Pending, ReduceOp};
+use trireme_comm::Buffer;
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
@@ -31,13 +32,16 @@ impl ShardExchange {
 impl ShardOps for ShardExchange {
     type Error = ParallelError;
 
-    fn sum(&mut self, values: &mut [f64]) -> Result<(), ParallelError> {
+    fn sum(&mut self, mut values: ViewMut<'_>) -> Result<(), ParallelError> {
+        let len = values.shape().num_elements();
         for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
-            let mut buffer = pool.take_buffer(values.len())?.wait();
-            buffer.copy_from_slice(values);
-            let buffer = pool.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
-            values.copy_from_slice(&buffer);
-            pool.give_buffer(buffer.len(), Pending::new(buffer));
+            let mut buffer = pool.take_buffer(len)?;
+            self.device.download_later(values.as_view(), &mut buffer, 0);
+            let work = pool.group().all_reduce(Buffer::pending(buffer, len), ReduceOp::Sum);
+            let mut buffer = Pending::new(work.wait()?);
+            self.device.upload_later(&mut buffer, 0, values.reborrow());
+            self.device.wait_for(&buffer.event());
+            pool.give_buffer(len, buffer);
         }
         Ok(())
     }
@@ -48,12 +52,15 @@ impl ShardOps for ShardExchange {
         }
         // As long as shards of whole leaves make up.
         let len = whole.shape().num_elements();
-        let mut buffer = self.wholes.take_buffer(len.next_multiple_of(LEAVES))?.wait();
+        let buffer_len = len.next_multiple_of(LEAVES);
+        let mut buffer = self.wholes.take_buffer(buffer_len)?;
         let own = whole.reborrow().into_part(part.start, [part.len()].into());
-        self.device.download(own.as_view(), &mut buffer[part]);
-        let buffer = self.wholes.group().all_gather(buffer).wait()?;
-        self.device.upload(&buffer[..len], whole);
-        self.wholes.give_buffer(buffer.len(), Pending::new(buffer));
+        self.device.download_later(own.as_view(), &mut buffer, part.start * DType::F32.size());
+        let work = self.wholes.group().all_gather(Buffer::pending(buffer, buffer_len));
+        let mut buffer = Pending::new(work.wait()?);
+        self.device.upload_later(&mut buffer, 0, whole);
+        self.device.wait_for(&buffer.event());
+        self.wholes.give_buffer(buffer_len, buffer);
         Ok(())
     }
 

@@ -18,6 +18,7 @@ pub use detached::{DetachedOptions, WaitSite};
 pub use error::DeviceError;
 pub(crate) use layers::BagViews;
 pub use matmul::{MatmulEpilogue, Transpose};
+pub use optimizer::{FactoredMoments, UpdatePass};
 pub use transfer::PinnedMemory;
 
 use crate::kernels::cpu::Cpu;

@@ -23,20 +23,20 @@ mod values;
 
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
-    Backend, DetachedOptions, Device, DeviceError, DeviceOptions, MatmulEpilogue, PinnedMemory, Transpose,
-    WaitSite,
+    Backend, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments, MatmulEpilogue,
+    PinnedMemory, Transpose, UpdatePass, WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{
-    Activation, AdamStep, AdamWStep, AttentionRule, AttentionShape, CpuFeatures, FACTORED_FLOOR,
-    FactoredStep, IntegerFormat, LarsStep, LionStep, MomentumStep, MuonStep, Piece, Pieces, RmsStep,
-    StateDType, Update,
+    Activation, AdamStep, AdamWStep, AttentionRule, AttentionShape, CpuFeatures, FactoredStep, IntegerFormat,
+    LarsStep, LeafRun, LionStep, MomentumStep, MuonStep, Piece, Pieces, RmsStep, StateDType, StepScale,
+    Update,
 };
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameter_table::{
     LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, SpanPart, Tie, UncuttableError,
-    UnitInfo, leaf_sum,
+    UnitInfo,
 };
 pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;

@@ -98,7 +98,7 @@ pub const LEAVES: usize = 1024;
 
 /// Sum over some leaves, of neighbours first: what the tree over all leaves comes to if the others are zero. `zero` is the
 /// sum of no leaves.
-pub fn leaf_sum<T: Copy>(
+pub(crate) fn leaf_sum<T: Copy>(
     leaves: Range<usize>,
     zero: T,
     leaf: &mut impl FnMut(usize) -> T,

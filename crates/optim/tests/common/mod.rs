@@ -120,10 +120,11 @@ impl Shards {
 impl ShardOps for Shards {
     type Error = DeviceError;
 
-    fn sum(&mut self, values: &mut [f64]) -> Result<(), DeviceError> {
+    fn sum(&mut self, values: ViewMut<'_>) -> Result<(), DeviceError> {
         self.num_sums += 1;
-        let mut all = self.all(values.to_vec());
-        assert!(all.iter().all(|other| other.len() == values.len()), "ranks sum as many values");
+        let (device, len) = (device(1), values.shape().num_elements());
+        let mut all = self.all(device.read(values.as_view()));
+        assert!(all.iter().all(|other| other.len() == len), "ranks sum as many values");
         while all.len() > 1 {
             let add = |pair: &[Vec<f64>]| match pair {
                 [left, right] => left.iter().zip(right).map(|(left, right)| left + right).collect(),
@@ -131,8 +132,8 @@ impl ShardOps for Shards {
             };
             all = all.chunks(2).map(add).collect();
         }
-        values.copy_from_slice(&all[0]);
-        self.sum_bits.extend(values.iter().map(|value| value.to_bits()));
+        device.upload(&all[0], values);
+        self.sum_bits.extend(all[0].iter().map(|value| value.to_bits()));
         Ok(())
     }
 

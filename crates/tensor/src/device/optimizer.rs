@@ -3,7 +3,9 @@
 use super::{Device, DeviceError};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch};
-use crate::kernels::{Access, FactoredStep, Piece, Pieces, Place, StateDType, StateSlice, Update};
+use crate::kernels::{
+    Access, FactoredStep, LeafRun, Piece, Pieces, Place, StateDType, StateSlice, StepScale, Update,
+};
 use crate::optimizer::{FactoredMatrix, OptimizerState};
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
@@ -11,43 +13,116 @@ use std::ops::Add;
 use std::sync::Arc;
 use trireme_base::{Cost, DType};
 
+/// One pass of updates over pieces.
+pub struct UpdatePass<'a> {
+    /// What is updated.
+    pub pieces: &'a Arc<Pieces>,
+    /// Each piece names the one that goes over it.
+    pub updates: &'a Arc<Vec<Update>>,
+    /// Factors of the updates' learning rates, f32 `[updates]`, as [`Device::step_scales`] makes them.
+    pub scales: Option<View<'a>>,
+    /// Decides with the position of an element how states are rounded that are narrower than f32.
+    pub noise: u32,
+    /// Takes the two sums of each piece, f64 `[pieces, 2]`.
+    pub sums: Option<ViewMut<'a>>,
+}
+
+/// The second moment of a matrix: that of an element is its row's, divided by the mean of all rows, times its column's.
+#[derive(Debug, Clone, Copy)]
+pub struct FactoredMoments<'a> {
+    /// Of rows, f32 `[rows]`.
+    pub rows: View<'a>,
+    /// Of columns, f32 `[cols]`.
+    pub cols: View<'a>,
+    /// Mean of those of rows, one f64.
+    pub row_mean: View<'a>,
+}
+
 impl Device {
-    /// Goes over the elements of `pieces`, each by that of `updates` which it names, and takes two sums over each piece into `sums`,
-    /// f64 `[pieces, 2]`, if they are wanted.
-    ///
-    /// `states` are those that the updates speak of, at most two; where they are narrower than f32, `noise` decides with the
-    /// position of an element how they are rounded. `grads` may be empty where no update reads it.
+    /// Updates `parameters` and `states`, at most two, by `grads`, which may be empty where no update reads them.
     ///
     /// # Panics
-    /// If there are not sums for each piece, or a piece lies outside of a buffer.
+    /// If there are not sums for each piece or a scale for each update, or a piece lies outside of a buffer.
     pub fn update(
         &self,
-        (pieces, updates): (&Arc<Pieces>, &Arc<Vec<Update>>),
+        pass: UpdatePass<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
         states: &mut [OptimizerState],
-        noise: u32,
-        sums: Option<ViewMut<'_>>,
     ) {
         assert!(states.len() <= 2, "an update has at most two states");
+        let UpdatePass { pieces, updates, scales, noise, sums } = pass;
+        assert!(
+            scales.is_none_or(|scales| scales.shape().num_elements() == updates.len()),
+            "a scale for each"
+        );
         let cost = update_cost(pieces, updates, states);
         let mut places = [const { None }; 2];
         places.iter_mut().zip(states).for_each(|(place, state)| *place = Some(state.places()));
         let (pieces, updates) = (Arc::clone(pieces), Arc::clone(updates));
         let (mut parameters, grads) = (parameters.into_place(), grads.place());
-        let mut sums = sums.map(ViewMut::into_place);
+        let (scales, mut sums) = (scales.map(|scales| scales.place()), sums.map(ViewMut::into_place));
         self.issue("update", cost, move |cpu| {
             let states = places.each_mut().map(|place| match place {
                 Some(place) => place.slice(cpu),
                 None => StateSlice::Absent,
             });
             let sums = sums.as_mut().map(|sums| bytemuck::cast_slice_mut(sums.f64s(cpu)));
+            let scales = scales.map_or(&[][..], |scales| scales.f32s(cpu));
             let (parameters, grads) = (parameters.f32s(cpu), grads.f32s(cpu));
-            cpu.update((&pieces, &updates), parameters, grads, states, noise, sums);
+            cpu.update((&pieces, &updates, scales), parameters, grads, states, noise, sums);
         });
     }
 
-    /// Sums of the squares of what is here of a matrix' gradient in the order of [`leaf_sum`](crate::leaf_sum): over each of its rows, and
+    /// Adds up the sums of pieces, f64 `[pieces, 2]`, over each of `runs`: all first sums, and then all second ones if `out`, f64, has room
+    /// for both.
+    ///
+    /// # Panics
+    /// If `out` has room for something else.
+    pub fn leaf_sums(&self, sums: View<'_>, runs: &Arc<Vec<LeafRun>>, out: ViewMut<'_>) {
+        let (num_runs, num_sums) = (runs.len(), out.shape().num_elements());
+        assert!([num_runs, 2 * num_runs].contains(&num_sums), "{num_sums} sums of {num_runs} runs");
+        let cost = Cost::others(&[sums.shape().num_elements()]).reads(sums.num_bytes());
+        let cost = cost.writes(out.num_bytes());
+        let (sums, runs, mut out) = (sums.place(), Arc::clone(runs), out.into_place());
+        self.issue("leaf_sums", cost, move |cpu| {
+            if !cpu.threads.is_idle() {
+                let of_pieces = bytemuck::cast_slice(sums.f64s(cpu));
+                for (index, sum) in out.f64s(cpu).iter_mut().enumerate() {
+                    *sum = runs[index % num_runs].sum(of_pieces, index / num_runs);
+                }
+            }
+        });
+    }
+
+    /// The scale of each parameter in f32, from the sums of its squares and of those of its update, f64.
+    ///
+    /// # Panics
+    /// If there are not as many of each.
+    pub fn step_scales(
+        &self,
+        scales: &Arc<Vec<StepScale>>,
+        [of_parameter, of_update]: [View<'_>; 2],
+        out: ViewMut<'_>,
+    ) {
+        let len = scales.len();
+        let lens = [of_parameter.shape(), of_update.shape(), out.shape()].map(|shape| shape.num_elements());
+        assert_eq!(lens, [len; 3], "sums and scales of {len} parameters");
+        let cost = Cost::others(&[8, len]).reads(2 * of_parameter.num_bytes()).writes(out.num_bytes());
+        let (scales, mut out) = (Arc::clone(scales), out.into_place());
+        let (of_parameter, of_update) = (of_parameter.place(), of_update.place());
+        self.issue("step_scales", cost, move |cpu| {
+            if !cpu.threads.is_idle() {
+                let sums = of_parameter.f64s(cpu).iter().zip(of_update.f64s(cpu));
+                for ((out, scale), (&parameter, &update)) in out.f32s(cpu).iter_mut().zip(&*scales).zip(sums)
+                {
+                    *out = scale.of(parameter, update);
+                }
+            }
+        });
+    }
+
+    /// Sums of the squares of what is here of a matrix' gradient in the order of the unit's [leaves](crate::LEAVES): over each of its rows, and
     /// then over each of its columns, in f64.
     ///
     /// # Panics
@@ -65,41 +140,54 @@ impl Device {
         });
     }
 
+    /// Moves the second moments of rows, or of columns, by the share `mixing` towards the mean of the squares of `num_terms` gradients each, of
+    /// which `sums` has the sums in f64.
+    ///
+    /// # Panics
+    /// If there is not a sum for each moment.
+    pub fn factored_moments(&self, sums: View<'_>, num_terms: usize, mixing: f32, moments: ViewMut<'_>) {
+        let cost = Cost::others(&[6, moments.shape().num_elements()]).reads(sums.num_bytes());
+        let cost = cost.updates(moments.num_bytes());
+        let (sums, mut moments) = (sums.place(), moments.into_place());
+        self.issue("factored_moments", cost, move |cpu| {
+            cpu.factored_moments(sums.f64s(cpu), num_terms, mixing, moments.f32s(cpu));
+        });
+    }
+
     /// For each piece of a matrix, the sum of the squares of the update that [`Device::factored_update`] makes with a learning
     /// rate of 1, as [`update`](Device::update) takes its sums.
     pub fn factored_squares(
         &self,
         pieces: &Arc<Pieces>,
         step: FactoredStep,
-        moments: [View<'_>; 2],
+        moments: FactoredMoments<'_>,
         grads: View<'_>,
         sums: ViewMut<'_>,
     ) {
         let (cost, pieces) = (factored_cost(pieces), Arc::clone(pieces));
-        let (moments, grads, mut sums) =
-            (moments.map(|moments| moments.place()), grads.place(), sums.into_place());
+        let (moments, grads, mut sums) = (moments.places(), grads.place(), sums.into_place());
         self.issue("factored_squares", cost, move |cpu| {
             let sums = bytemuck::cast_slice_mut(sums.f64s(cpu));
             cpu.factored_squares(&pieces, step, factors(moments, cpu), grads.f32s(cpu), sums);
         });
     }
 
-    /// Adafactor's update of a matrix: each gradient is divided by the root of its second moment, which is the product of its row's,
-    /// divided by their mean, and its column's.
+    /// Adafactor's update of a matrix: each gradient is divided by the root of its second moment. `scale`, one f32, is a factor of the
+    /// learning rate.
     pub fn factored_update(
         &self,
         pieces: &Arc<Pieces>,
-        step: FactoredStep,
-        moments: [View<'_>; 2],
+        (step, scale): (FactoredStep, View<'_>),
+        moments: FactoredMoments<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
     ) {
         let cost = factored_cost(pieces).updates(DType::F32.size() * pieces.num_elements());
-        let (pieces, moments) = (Arc::clone(pieces), moments.map(|moments| moments.place()));
+        let (pieces, scale, moments) = (Arc::clone(pieces), scale.place(), moments.places());
         let (mut parameters, grads) = (parameters.into_place(), grads.place());
         self.issue("factored_update", cost, move |cpu| {
-            let (parameters, grads) = (parameters.f32s(cpu), grads.f32s(cpu));
-            cpu.factored_update(&pieces, step, factors(moments, cpu), parameters, grads);
+            let (step, factors) = ((step, scale.f32s(cpu)), factors(moments, cpu));
+            cpu.factored_update(&pieces, step, factors, parameters.f32s(cpu), grads.f32s(cpu));
         });
     }
 
@@ -146,8 +234,14 @@ impl Device {
     }
 }
 
-fn factors([rows, cols]: [Place; 2], cpu: &Cpu) -> Factors<'_> {
-    Factors { rows: rows.f32s(cpu), cols: cols.f32s(cpu) }
+impl FactoredMoments<'_> {
+    fn places(self) -> [Place; 3] {
+        [self.rows, self.cols, self.row_mean].map(|moments| moments.place())
+    }
+}
+
+fn factors([rows, cols, row_mean]: [Place; 3], cpu: &Cpu) -> Factors<'_> {
+    Factors { rows: rows.f32s(cpu), cols: cols.f32s(cpu), row_mean: row_mean.f64s(cpu) }
 }
 
 /// The update of each element of Adafactor's matrices, from the gradients.

@@ -11,8 +11,8 @@ pub use cpu::attention::{AttentionRule, AttentionShape};
 pub(crate) use cpu::blocks::Blocks;
 pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};
 pub use cpu::optimizer::{
-    AdamStep, AdamWStep, FACTORED_FLOOR, FactoredStep, LarsStep, LionStep, MomentumStep, MuonStep, Piece,
-    Pieces, RmsStep, StateDType, Update,
+    AdamStep, AdamWStep, FactoredStep, LarsStep, LeafRun, LionStep, MomentumStep, MuonStep, Piece, Pieces,
+    RmsStep, StateDType, StepScale, Update,
 };
 pub use cpu::peak::Unit;
 pub use cpu::quantized::IntegerFormat;

@@ -4,8 +4,8 @@ use super::{assert_near, empty, on_all, random, shaped, tensor};
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_tensor::{
-    AdamWStep, FactoredMatrix, FactoredStep, Initial, OptimizerState, Parameter, ParameterTable, Pieces,
-    Precision, StateDType, Update,
+    AdamWStep, FactoredMatrix, FactoredMoments, FactoredStep, Initial, LeafRun, OptimizerState, Parameter,
+    ParameterTable, Pieces, Precision, RmsStep, StateDType, StepScale, Update, UpdatePass,
 };
 
 const LEN: usize = 3000;
@@ -42,7 +42,8 @@ fn an_update_goes_over_parameters_and_states_and_takes_sums() {
             let state = |is_square| OptimizerState::zeros(&pieces, dtype, is_square, device).unwrap();
             let mut states = [state(false), state(true)];
             let updates = Arc::new(vec![Update::AdamW(ADAMW)]);
-            device.update((&pieces, &updates), p.view_mut(), g.view(), &mut states, 3, None);
+            let pass = UpdatePass { pieces: &pieces, updates: &updates, scales: None, noise: 3, sums: None };
+            device.update(pass, p.view_mut(), g.view(), &mut states);
             let all = 0..pieces.as_slice().len();
             let read = |state: &OptimizerState| {
                 let mut values = vec![0.0; LEN];
@@ -55,7 +56,9 @@ fn an_update_goes_over_parameters_and_states_and_takes_sums() {
             assert_eq!(read(&states[0]), first);
             let mut sums = empty(device, [all.len(), 2], DType::F64);
             let norms = Arc::new(vec![Update::Norms { grad_scale: 0.5 }]);
-            device.update((&pieces, &norms), p.view_mut(), g.view(), &mut [], 3, Some(sums.view_mut()));
+            let (updates, taken) = (&norms, Some(sums.view_mut()));
+            let pass = UpdatePass { pieces: &pieces, updates, scales: None, noise: 3, sums: taken };
+            device.update(pass, p.view_mut(), g.view(), &mut []);
             let sums: Vec<f64> = device.read(sums.view());
             [device.read(p.view()), first, second, sums.iter().map(|&sum| sum as f32).collect()]
         });
@@ -80,6 +83,56 @@ fn an_update_goes_over_parameters_and_states_and_takes_sums() {
 }
 
 #[test]
+fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
+    let (parameters, gradients) = (random(LEN, "parameters"), random(LEN, "gradients"));
+    let rms = RmsStep { lr: 0.1, mixing: 0.5, keep: 0.9, grad_scale: 2.0 };
+    let [found, sums, moments] = on_all(|device| {
+        let pieces = Arc::new(Pieces::whole(LEN));
+        let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
+        let num_pieces = pieces.as_slice().len();
+        let mut of_pieces = empty(device, [num_pieces, 2], DType::F64);
+        let updates = Arc::new(vec![Update::Norms { grad_scale: 2.0 }]);
+        let taken = Some(of_pieces.view_mut());
+        let pass = UpdatePass { pieces: &pieces, updates: &updates, scales: None, noise: 0, sums: taken };
+        device.update(pass, p.view_mut(), g.view(), &mut []);
+        // The second parameter is one that another rank counts.
+        let runs =
+            [LeafRun { pieces: 0..num_pieces, first_leaf: 3 }, LeafRun { pieces: 0..0, first_leaf: 0 }];
+        let mut sums = empty(device, [4], DType::F64);
+        device.leaf_sums(of_pieces.view(), &Arc::new(runs.to_vec()), sums.view_mut());
+        let of = |start: usize| sums.view().part(start, [2].into());
+        let num_elements = LEN;
+        let adafactor =
+            StepScale::Adafactor { lr: 0.5, is_relative: true, clip_threshold: 1.0, num_elements };
+        let rules = Arc::new(vec![adafactor, StepScale::TrustRatio { weight_decay: 0.5 }]);
+        let mut scales = empty(device, [2], DType::F32);
+        device.step_scales(&rules, [of(0), of(2)], scales.view_mut());
+        let mut states = [OptimizerState::zeros(&pieces, StateDType::F32, true, device).unwrap()];
+        states[0].write(&pieces, 0..num_pieces, device, &vec![4.0; LEN]);
+        let updates = Arc::new(vec![Update::Rms(rms), Update::Rms(rms)]);
+        let scales = Some(scales.view());
+        let pass = UpdatePass { pieces: &pieces, updates: &updates, scales, noise: 0, sums: None };
+        device.update(pass, p.view_mut(), g.view(), &mut states);
+        let mut moments = tensor(device, &[1.0, 2.0]);
+        device.factored_moments(of(0), 10, 0.25, moments.view_mut());
+        let narrow = |sums: Vec<f64>| sums.iter().map(|&sum| sum as f32).collect();
+        [device.read(p.view()), narrow(device.read(sums.view())), device.read(moments.view())]
+    });
+    let squares =
+        |values: &[f32], scale: f64| -> f64 { values.iter().map(|&x| (scale * f64::from(x)).powi(2)).sum() };
+    let (of_parameter, of_update) = (squares(&parameters, 1.0), squares(&gradients, 2.0));
+    assert_near(&sums, [of_parameter, 0.0, of_update, 0.0], 1e-5, "sum");
+    let excess = (of_update / LEN as f64).sqrt().max(1.0);
+    let scale = (of_parameter / LEN as f64).sqrt() * 0.5 / excess;
+    let updated = parameters
+        .iter()
+        .zip(&gradients)
+        .map(|(&p, &g)| 0.9 * f64::from(p) - 0.1 * scale * 2.0 * f64::from(g) / 2.0);
+    assert_near(&found, updated, 1e-5, "parameter");
+    assert_near(&moments, [0.75 + 0.25 * of_parameter / 10.0, 1.5], 1e-5, "moment");
+}
+
+#[test]
 fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
     let (rows, cols, len) = (6, 10, 60);
     let mut table = ParameterTable::default();
@@ -88,17 +141,21 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
     let matrix = FactoredMatrix::new(&table.parameters()[0], &table.units()[0], 0..len);
     let (parameters, gradients) = (random(len, "parameters"), random(len, "gradients"));
     let (row_moments, col_moments) = ([0.5_f32, 1.0, 2.0, 0.25, 3.0, 1.5], [1.0_f32; 10]);
-    let step = FactoredStep { offset: 0, row_mean: 1.375, lr: 0.1, keep: 0.9, grad_scale: 2.0 };
+    let step = FactoredStep { offset: 0, lr: 0.05, keep: 0.9, grad_scale: 2.0 };
     let [sums, squares, found] = on_all(|device| {
         let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
         let mut sums = empty(device, [rows + cols], DType::F64);
         device.factored_sums(&matrix, g.view(), 2.0, sums.view_mut());
         let pieces = Arc::new(Pieces::whole(len));
         let moments = [tensor(device, &row_moments), tensor(device, &col_moments)];
-        let moments = moments.each_ref().map(|moments| moments.view());
+        let [rows, cols] = moments.each_ref().map(|moments| moments.view());
+        let mut row_mean = empty(device, [1], DType::F64);
+        device.sum_elements(rows, 6.0, row_mean.view_mut());
+        let (moments, scale) =
+            (FactoredMoments { rows, cols, row_mean: row_mean.view() }, tensor(device, &[2.0]));
         let mut squares = empty(device, [1, 2], DType::F64);
         device.factored_squares(&pieces, step, moments, g.view(), squares.view_mut());
-        device.factored_update(&pieces, step, moments, p.view_mut(), g.view());
+        device.factored_update(&pieces, (step, scale.view()), moments, p.view_mut(), g.view());
         let narrow = |sums: Vec<f64>| sums.iter().map(|&sum| sum as f32).collect();
         [narrow(device.read(sums.view())), narrow(device.read(squares.view())), device.read(p.view())]
     });

@@ -4,6 +4,7 @@ mod factored;
 mod orthogonalize;
 mod pieces;
 mod rules;
+mod scales;
 mod state;
 
 pub use factored::FactoredStep;
@@ -11,9 +12,8 @@ pub(crate) use factored::{FactoredPart, Factors};
 pub(crate) use orthogonalize::OrthogonalizeScratch;
 pub use pieces::{Piece, Pieces};
 pub(crate) use rules::Access;
-pub use rules::{
-    AdamStep, AdamWStep, FACTORED_FLOOR, LarsStep, LionStep, MomentumStep, MuonStep, RmsStep, Update,
-};
+pub use rules::{AdamStep, AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep, RmsStep, Update};
+pub use scales::{LeafRun, StepScale};
 pub use state::StateDType;
 pub(crate) use state::{StateRef, StateSlice};
 

@@ -1,7 +1,7 @@
 //! Updates of optimizers, for a whole buffer of parameters.
 
 use super::Step;
-use crate::device::DeviceError;
+use crate::device::{DeviceError, FactoredMoments, UpdatePass};
 use crate::kernels::{
     AdamWStep, FactoredStep, LarsStep, LionStep, MomentumStep, MuonStep, Pieces, RmsStep, StateDType, Update,
 };
@@ -91,8 +91,9 @@ impl Step<'_> {
         let mut sums = device.empty(shape, DType::F64, Category::Optimizer)?;
         let updates = Arc::new(vec![rule.update]);
         self.kernel((&name, calls), &[num], |_| {
-            let (weights, gradients) = (weights.view_mut(), gradients.view());
-            device.update((&pieces, &updates), weights, gradients, &mut states, 1, Some(sums.view_mut()));
+            let sums = Some(sums.view_mut());
+            let pass = UpdatePass { pieces: &pieces, updates: &updates, scales: None, noise: 1, sums };
+            device.update(pass, weights.view_mut(), gradients.view(), &mut states);
         })
     }
 
@@ -106,10 +107,16 @@ impl Step<'_> {
         let (mut row_moments, mut col_moments) = (self.tensor([rows])?, self.tensor([cols])?);
         device.upload(&vec![1.0_f32; rows], row_moments.view_mut());
         device.upload(&vec![1.0_f32; cols], col_moments.view_mut());
-        let step = FactoredStep { offset: 0, row_mean: 1.0, lr: 1e-4, keep: 1.0, grad_scale: 1.0 };
+        let mut row_mean = device.empty([1].into(), DType::F64, Category::Optimizer)?;
+        device.upload(&[1.0_f64], row_mean.view_mut());
+        let mut scale = self.tensor([1])?;
+        device.upload(&[1.0_f32], scale.view_mut());
+        let step = FactoredStep { offset: 0, lr: 1e-4, keep: 1.0, grad_scale: 1.0 };
         let shape = [rows, cols];
         self.kernel(("adafactor: matrix update", 0.0), &shape, |_| {
-            let moments = [row_moments.view(), col_moments.view()];
+            let (rows, cols, row_mean) = (row_moments.view(), col_moments.view(), row_mean.view());
+            let moments = FactoredMoments { rows, cols, row_mean };
+            let step = (step, scale.view());
             device.factored_update(&pieces, step, moments, weights.view_mut(), gradients.view());
         })?;
         let mut matrix = self.tensor(shape)?;

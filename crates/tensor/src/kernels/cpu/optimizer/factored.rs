@@ -2,7 +2,7 @@
 //! section 3 and algorithm 4).
 
 use super::pieces::{Piece, Pieces};
-use super::rules::{bounded_square, rms_update};
+use super::rules::{FACTORED_FLOOR, bounded_square, rms_update};
 use crate::kernels::cpu::simd::{for_each_simd_level, sum_map, sum_zip};
 use crate::kernels::cpu::{Cpu, SharedSlice};
 use crate::parameter_table::leaf_sum;
@@ -31,9 +31,7 @@ pub(crate) struct FactoredPart {
 pub struct FactoredStep {
     /// First element of the matrix within its unit's flat buffer.
     pub offset: usize,
-    /// Mean of the second moments of rows.
-    pub row_mean: f64,
-    /// Learning rate of this step, with all factors that the parameter has.
+    /// Learning rate, of which [`StepScale`](super::StepScale) is a factor.
     pub lr: f32,
     /// What is left of the parameter.
     pub keep: f32,
@@ -47,11 +45,13 @@ pub struct FactoredStep {
 pub(crate) struct Factors<'a> {
     pub(crate) rows: &'a [f32],
     pub(crate) cols: &'a [f32],
+    /// Mean of those of all rows, wherever they are: one value.
+    pub(crate) row_mean: &'a [f64],
 }
 
 impl Factors<'_> {
-    fn row(&self, row: usize, step: &FactoredStep) -> f32 {
-        (f64::from(self.rows[row]) / step.row_mean) as f32
+    fn row(&self, row: usize) -> f32 {
+        (f64::from(self.rows[row]) / self.row_mean[0]) as f32
     }
 }
 
@@ -161,6 +161,19 @@ impl Cpu {
         });
     }
 
+    /// The moments of rows, or of columns, after a step with these sums of the squares of `num_terms` gradients each.
+    pub(crate) fn factored_moments(&self, sums: &[f64], num_terms: usize, mixing: f32, moments: &mut [f32]) {
+        assert_eq!(sums.len(), moments.len(), "a sum for each moment");
+        if self.threads.is_idle() {
+            return;
+        }
+        let mixing = f64::from(mixing);
+        for (moment, sum) in moments.iter_mut().zip(sums) {
+            let square = sum / num_terms as f64 + f64::from(FACTORED_FLOOR);
+            *moment = ((1.0 - mixing) * f64::from(*moment) + mixing * square) as f32;
+        }
+    }
+
     /// For each piece, the sum of the squares of its update.
     pub(crate) fn factored_squares(
         &self,
@@ -177,7 +190,7 @@ impl Cpu {
             let mut sum = 0.0;
             for (row, col, segment) in segments(piece, step.offset, factors.cols.len()) {
                 let cols = &factors.cols[col..col + segment.len()];
-                let (row, scale) = (factors.row(row, &step), step.grad_scale);
+                let (row, scale) = (factors.row(row), step.grad_scale);
                 sum += f64::from(update_squares(self.features, &g[segment], cols, row, scale));
             }
             // SAFETY: each piece has its own.
@@ -186,11 +199,11 @@ impl Cpu {
         });
     }
 
-    /// One update of a matrix.
+    /// One update of a matrix, with the learning rate times the one `scale`.
     pub(crate) fn factored_update(
         &self,
         pieces: &Pieces,
-        step: FactoredStep,
+        (step, scale): (FactoredStep, &[f32]),
         factors: Factors<'_>,
         parameters: &mut [f32],
         grads: &[f32],
@@ -200,8 +213,9 @@ impl Cpu {
             let g = &grads[piece.start..piece.start + piece.len];
             // SAFETY: pieces do not overlap.
             let p = unsafe { parameters.range(piece.start, piece.len) };
+            let step = FactoredStep { lr: step.lr * scale[0], ..step };
             for (row, col, segment) in segments(piece, step.offset, factors.cols.len()) {
-                let (row, cols) = (factors.row(row, &step), &factors.cols[col..col + segment.len()]);
+                let (row, cols) = (factors.row(row), &factors.cols[col..col + segment.len()]);
                 update_row(self.features, &mut p[segment.clone()], &g[segment], cols, row, step);
             }
         });

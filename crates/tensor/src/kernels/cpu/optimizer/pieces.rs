@@ -110,10 +110,10 @@ impl Cpu {
     /// Updates parameters and states piece by piece; `sums` gets the two sums of each piece that its update takes, if they are wanted.
     ///
     /// Where the states are narrower than f32, they are rounded by random numbers of `noise` and the position. `grads` is empty
-    /// where no update reads it.
+    /// where no update reads it. `scales` has a factor of the learning rate for each update, or is empty.
     pub(crate) fn update(
         &self,
-        (pieces, updates): (&Pieces, &[Update]),
+        (pieces, updates, scales): (&Pieces, &[Update], &[f32]),
         parameters: &mut [f32],
         grads: &[f32],
         states: [StateSlice<'_>; 2],
@@ -132,7 +132,9 @@ impl Cpu {
             });
             let g = if grads.is_empty() { grads } else { &grads[piece.start..piece.start + piece.len] };
             let walk = Walk { features: self.features, states, noise, position: piece.position };
-            let found = updates[piece.update].run(p, g, walk);
+            let update = updates[piece.update];
+            let update = scales.get(piece.update).map_or(update, |&scale| update.scaled(scale));
+            let found = update.run(p, g, walk);
             if let Some(sums) = &sums {
                 // SAFETY: each piece has its own.
                 unsafe { sums.range(index, 1) }.copy_from_slice(&[found]);

@@ -155,7 +155,7 @@ pub enum Update {
 const GRADIENT_MAX: f32 = 1e15;
 
 /// Second moments of Adafactor are no smaller.
-pub const FACTORED_FLOOR: f32 = 1e-30;
+pub(super) const FACTORED_FLOOR: f32 = 1e-30;
 
 /// AdamW's numbers with what is the same for all elements.
 #[derive(Clone, Copy)]
@@ -363,6 +363,19 @@ pub(crate) struct ElementCost {
 }
 
 impl Update {
+    /// The same with its learning rate times `scale`.
+    ///
+    /// # Panics
+    /// If it is none of those whose rate depends on sums over the parameter.
+    pub(super) fn scaled(self, scale: f32) -> Self {
+        match self {
+            Update::Lars(step) => Update::Lars(LarsStep { lr: step.lr * scale, ..step }),
+            Update::Lamb(step) => Update::Lamb(AdamWStep { lr: step.lr * scale, ..step }),
+            Update::Rms(step) => Update::Rms(RmsStep { lr: step.lr * scale, ..step }),
+            update => panic!("{update:?} has no scale"),
+        }
+    }
+
     /// What it costs, with states in f32.
     pub(crate) fn cost(&self) -> ElementCost {
         use Access::{Change, Read, Skip};
