@@ -124,8 +124,7 @@ impl<T: Stored> Lane<T> {
             ExchangeKind::AllGather => (own_len * degree, self.own_part(own_len * degree)),
             _ => (own_len, 0..own_len),
         };
-        let mut own = self.pool.take_buffer(len)?.wait();
-        device.download(values, &mut own[place]);
+        let own = self.pool.send(device, (values, place.start), len)?;
         let mut sent = None;
         let vector = match kind {
             ExchangeKind::AllReduce => group.all_reduce(own, ReduceOp::Sum),
@@ -157,14 +156,15 @@ impl<T: Stored> Lane<T> {
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner)[exchange.number()].take();
         let Started { kind, vector, sent } = pending.expect("an exchange is finished once");
         let vector = waiting.wait(vector)?;
-        let place = match kind {
-            ExchangeKind::ReduceScatter => self.own_part(vector.len()),
-            _ => 0..vector.len(),
-        };
-        device.upload(&vector[place], result);
-        for vector in [Some(vector), sent.map(|sent| waiting.wait(sent)).transpose()?].into_iter().flatten() {
-            self.pool.give_buffer(vector.len(), Pending::new(vector));
+        // The result may replace what was sent.
+        if let Some(sent) = sent.map(|sent| waiting.wait(sent)).transpose()? {
+            self.pool.give_buffer(sent.len(), Pending::new(sent));
         }
+        let start = match kind {
+            ExchangeKind::ReduceScatter => self.own_part(vector.len()).start,
+            _ => 0,
+        };
+        self.pool.receive(device, (vector, start), result);
         Ok(())
     }
 }

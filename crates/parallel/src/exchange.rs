@@ -2,8 +2,7 @@ use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use std::ops::Range;
-use trireme_base::{AxisPlace, DType, Pending, ReduceOp};
-use trireme_comm::Buffer;
+use trireme_base::{AxisPlace, Pending, ReduceOp};
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
@@ -35,13 +34,9 @@ impl ShardOps for ShardExchange {
     fn sum(&mut self, mut values: ViewMut<'_>) -> Result<(), ParallelError> {
         let len = values.shape().num_elements();
         for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
-            let mut buffer = pool.take_buffer(len)?;
-            self.device.download_later(values.as_view(), &mut buffer, 0);
-            let work = pool.group().all_reduce(Buffer::pending(buffer, len), ReduceOp::Sum);
-            let mut buffer = Pending::new(work.wait()?);
-            self.device.upload_later(&mut buffer, 0, values.reborrow());
-            self.device.wait_for(&buffer.event());
-            pool.give_buffer(len, buffer);
+            let buffer = pool.send(&self.device, (values.as_view(), 0), len)?;
+            let buffer = pool.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
+            pool.receive(&self.device, (buffer, 0), values.reborrow());
         }
         Ok(())
     }
@@ -52,15 +47,11 @@ impl ShardOps for ShardExchange {
         }
         // As long as shards of whole leaves make up.
         let len = whole.shape().num_elements();
-        let buffer_len = len.next_multiple_of(LEAVES);
-        let mut buffer = self.wholes.take_buffer(buffer_len)?;
         let own = whole.reborrow().into_part(part.start, [part.len()].into());
-        self.device.download_later(own.as_view(), &mut buffer, part.start * DType::F32.size());
-        let work = self.wholes.group().all_gather(Buffer::pending(buffer, buffer_len));
-        let mut buffer = Pending::new(work.wait()?);
-        self.device.upload_later(&mut buffer, 0, whole);
-        self.device.wait_for(&buffer.event());
-        self.wholes.give_buffer(buffer_len, buffer);
+        let own = (own.as_view(), part.start);
+        let buffer = self.wholes.send(&self.device, own, len.next_multiple_of(LEAVES))?;
+        let buffer = self.wholes.group().all_gather(buffer).wait()?;
+        self.wholes.receive(&self.device, (buffer, 0), whole);
         Ok(())
     }
 
@@ -72,8 +63,7 @@ impl ShardOps for ShardExchange {
     ) -> Result<(), ParallelError> {
         let AxisPlace { rank, degree } = info.place;
         let len = part.shape().num_elements();
-        let mut buffer = self.parts.take_buffer(degree * len)?.wait();
-        self.device.download(part, &mut buffer[rank * len..(rank + 1) * len]);
+        let buffer = self.parts.send(&self.device, (part, rank * len), degree * len)?;
         let buffer = self.parts.group().all_gather(buffer).wait()?;
         self.device.fill(whole, |values| {
             for info in AxisPlace::all(degree).map(|place| info.at(place)) {

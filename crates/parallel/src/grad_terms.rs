@@ -6,7 +6,7 @@ use crate::ranks::RankGrid;
 use crate::waiting::Waiting;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use trireme_base::{Pending, ReduceOp};
+use trireme_base::ReduceOp;
 use trireme_model::Rehearsal;
 use trireme_tensor::{Category, Device, ParameterTable, ViewMut};
 
@@ -75,11 +75,9 @@ impl GradTerms {
     ) -> Result<(), ParallelError> {
         for Run { range, pool } in &self.units[unit] {
             let mut terms = gradient.reborrow().into_part(range.start, [range.len()].into());
-            let mut buffer = pool.take_buffer(range.len())?.wait();
-            device.download(terms.reborrow().as_view(), &mut buffer[..]);
+            let buffer = pool.send(device, (terms.reborrow().as_view(), 0), range.len())?;
             let buffer = waiting.wait(pool.group().all_reduce(buffer, ReduceOp::Sum))?;
-            device.upload(&buffer[..], terms);
-            pool.give_buffer(range.len(), Pending::new(buffer));
+            pool.receive(device, (buffer, 0), terms);
         }
         Ok(())
     }

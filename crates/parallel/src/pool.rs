@@ -5,7 +5,7 @@ use crate::stored::Stored;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::Pending;
 use trireme_comm::{Buffer, Group};
-use trireme_tensor::{Category, Device, Tensor};
+use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
 /// Vectors that kernels work with and a group exchanges, whose memory is used again, so that steps allocate nothing.
 pub(crate) struct Pool<T> {
@@ -91,6 +91,31 @@ impl<T: Stored> Pool<T> {
         let len = buffer.len();
         let part = DevicePart::new(self.take_own(len)?, 0..len);
         Ok(Exchanged::arrive(buffer, part, self.device()))
+    }
+
+    /// Memory of the group for `len` elements, for the group to exchange. It reads `values` in it, from element `at` on, after the kernels that
+    /// were issued so far.
+    pub(crate) fn send(
+        &self,
+        device: &Device,
+        (values, at): (View<'_>, usize),
+        len: usize,
+    ) -> Result<Buffer<T>, ParallelError> {
+        let mut buffer = self.take_buffer(len)?;
+        device.download_later(values, &mut buffer, at * size_of::<T>());
+        Ok(Buffer::pending(buffer, len))
+    }
+
+    /// Brings what a group has exchanged, from element `at` on, to `result`, where kernels that are issued from now on read it; the memory of
+    /// the group is given back.
+    #[track_caller]
+    pub(crate) fn receive(&self, device: &Device, (mut buffer, at): (Buffer<T>, usize), result: ViewMut<'_>) {
+        buffer.wait();
+        let len = buffer.len();
+        let mut buffer = Pending::new(buffer);
+        device.upload_later(&mut buffer, at * size_of::<T>(), result);
+        device.wait_for(&buffer.event());
+        self.give_buffer(len, buffer);
     }
 
     /// Bytes of a buffer, and of what is mapped of its peers.

@@ -2,15 +2,15 @@
 
 mod common;
 
-use common::{ADAMW, Layout, OPTIONS, Pipeline, STEPS, batches, dynamic, laid_out};
+use common::{ADAMW, Layout, OPTIONS, Pipeline, STEPS, dynamic, laid_out_model};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Mutex;
 use trireme_base::{DType, Pending};
 use trireme_comm::{CodecName, Compression, CompressionOptions};
-use trireme_model::ModelConfig;
-use trireme_optim::{AdafactorSettings, OptimizerKind};
+use trireme_model::{Batch, ModelConfig, token_specs};
+use trireme_optim::{AdafactorSettings, MuonScale, MuonSettings, OptimizerKind};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, Generation, GradNorm, StepPlan, ZeroPlusPlus,
 };
@@ -20,7 +20,18 @@ use trireme_tensor::{
     Backend, Category, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, IntegerFormat,
     Precision, WaitSite,
 };
-use trireme_testkit::{run_ranks_on, small_models};
+use trireme_testkit::{random_tokens, run_ranks_on};
+
+/// Samples and positions of a microbatch; two ranks share either.
+const SHAPE: (usize, usize) = (2, 16);
+
+/// Norms of heads, of whose gradients ranks of the tensor axis make terms.
+fn model() -> ModelConfig {
+    let qwen3 = r#"{"model_type": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+        "max_position_embeddings": 32}"#;
+    ModelConfig::from_json(qwen3).unwrap()
+}
 
 /// A training: what is run, and on which ranks.
 struct Case<'a> {
@@ -68,6 +79,16 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
     shards.gradients.share = Share::Shard;
     let settings = AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: false };
     let adafactor = OptimizerKind::Adafactor(settings);
+    let muon = OptimizerKind::Muon(MuonSettings {
+        momentum: 0.9,
+        nesterov: true,
+        num_iterations: 2,
+        scale: MuonScale::Original,
+        precision: Precision::F32,
+        adamw: ADAMW,
+        adamw_lr_scale: 0.5,
+    });
+    let rows = ExecutorOptions { shards_rows: true, ..OPTIONS };
     let (host, disk) = (Tier::Host, Tier::Disk);
     let on_host = Layout { options: bf16, ..away(3, [host; 4]) };
     Vec::from([
@@ -92,19 +113,34 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
         case("compression", with(compressed)),
         case("norms of parameters", Layout { optimizer: OptimizerKind::Lamb(ADAMW), ..sharded(1) }),
         case("factored moments", Layout { optimizer: adafactor, ..sharded(2) }),
+        case("orthogonal updates", Layout { optimizer: muon, ..sharded(2) }),
+        case("tensor parallel", Layout { tensor: 2, ..plain() }),
+        case("sequence parallel", Layout { tensor: 2, options: rows, ..plain() }),
+        case("a cut matrix", Layout { tensor: 2, optimizer: muon, ..plain() }),
+        case("a ring", Layout { context: (2, 1), ..plain() }),
     ])
 }
 
+/// This rank's part of the microbatches of a step.
+fn batches(executor: &Executor, model: &ModelConfig, num_microbatches: usize, step: u64) -> Vec<Batch> {
+    let (device, context) = (executor.device(), executor.ranks().context_place());
+    let batch = |index| {
+        let batch = random_tokens(SHAPE, model.vocab_size, step, executor.global_microbatch(index));
+        batch.upload_positions(device, context).unwrap()
+    };
+    (0..num_microbatches / executor.ranks().sample_place().degree).map(batch).collect()
+}
+
 /// Losses and norms of some steps, an evaluation, all weights and what follows a sequence, as bits.
-fn train(executor: &mut Executor, case: &Case<'_>) -> Vec<u64> {
+fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u64> {
     let mut found = Vec::new();
     for step in 1..=STEPS {
-        let batches = batches(executor, case.num_microbatches, step);
+        let batches = batches(executor, model, case.num_microbatches, step);
         let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
         let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         found.extend([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
     }
-    let batch = batches(executor, executor.ranks().data().world_size(), 99).remove(0);
+    let batch = batches(executor, model, executor.ranks().sample_place().degree, 99).remove(0);
     found.extend(executor.evaluate(Some(batch)).unwrap().iter().map(|mean| mean.sum.to_bits()));
     executor.check_replicas().unwrap();
     let weights = executor.gather_parameters().unwrap();
@@ -126,12 +162,15 @@ fn run(
     backend: Backend,
     sites: &Mutex<BTreeSet<WaitSite>>,
 ) -> Vec<Vec<u64>> {
-    let degree = case.layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
+    let Layout { pipeline, tensor, context, .. } = case.layout;
+    let degree = tensor * context.0 * pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let accumulation = case.num_microbatches * degree / case.hosts.len();
     let layout = Layout { backend, ..case.layout.clone() };
     run_ranks_on(case.hosts, |group| {
-        let mut executor = laid_out(model, group, 1, accumulation, &layout);
-        let found = train(&mut executor, case);
+        let build = |device: &Device, table| model.build_into(table, SHAPE.1, device);
+        let specs = token_specs(SHAPE.0, SHAPE.1);
+        let mut executor = laid_out_model((&build, &specs), group, 1, accumulation, &layout);
+        let found = train(&mut executor, model, case);
         sites.lock().unwrap().extend(executor.device().wait_sites());
         found
     })
@@ -149,7 +188,7 @@ fn seeds() -> std::ops::Range<u64> {
 #[test]
 fn every_order_of_kernels_and_copies_gives_the_bits_of_the_cpu() {
     let (folder, sites) = (tempfile::tempdir().unwrap(), Mutex::default());
-    let [_, model] = small_models();
+    let model = model();
     for case in cases(folder.path()) {
         let expected = run(&model, &case, Backend::Cpu, &sites);
         for seed in seeds() {
@@ -177,7 +216,7 @@ fn copies(backend: Backend, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 3] {
 #[test]
 fn a_wait_that_is_left_out_is_found() {
     let (folder, sites) = (tempfile::tempdir().unwrap(), Mutex::default());
-    let [_, model] = small_models();
+    let model = model();
     let cases = cases(folder.path());
     let expected: Vec<_> = cases.iter().map(|case| run(&model, case, detached(0), &sites)).collect();
     let expected_copies = copies(detached(0), &sites);

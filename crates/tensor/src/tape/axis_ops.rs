@@ -31,7 +31,8 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     /// Which rank this is.
     fn place(&self) -> AxisPlace;
 
-    /// Starts an exchange of `values`: all of them, or this rank's part if the parts of all ranks are gathered. They may change from then on.
+    /// Starts an exchange of `values`: all of them, or this rank's part if the parts of all ranks are gathered. They stay as they
+    /// are until it [ends](AxisOps::finish).
     ///
     /// # Errors
     /// [`DeviceError::Exchange`] if a rank fails, and if there is no memory for what travels.
@@ -42,7 +43,8 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError>;
 
-    /// Ends an exchange: kernels that are issued later find in `result`, of the type of the values, what this rank gets by it.
+    /// Ends an exchange: kernels that are issued later find in `result`, of the type of the values, what this rank gets by it. It may be
+    /// the memory of the values.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
