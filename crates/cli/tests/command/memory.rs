@@ -38,6 +38,9 @@ fn a_run_takes_what_was_planned() {
         "--workers 4 --set parallelism.zero_stage=2 --set parallelism.data_parallel_shard_degree=2",
         "--set parallelism.zero_stage=3 --set parallelism.zero_quantized_weights=true \
          --set parallelism.zero_quantized_gradients=int8 --set training.determinism=run",
+        // A device for each worker of the host.
+        "--set training.device=detached --set parallelism.zero_stage=3 --set optimizer.name=adafactor \
+         --set offload.activations=host",
     ]
     .into_iter()
     .enumerate()
@@ -57,6 +60,19 @@ fn a_run_takes_what_was_planned() {
         }
         assert!(scene.read(&format!("runs/{name}/program.txt")).contains("predicted peak: "));
     }
+}
+
+#[test]
+fn workers_of_a_host_have_a_device_each_and_the_bits_of_the_cpu() {
+    let scene = Scene::with_corpus();
+    let losses = |device: &str| {
+        let settings = format!("--set training.device={device} --set run.name={device}");
+        scene.run(&format!("train tiny.toml --workers 2 {settings} --set optimizer.name=lamb")).succeeded();
+        let records = scene.records(device);
+        let bits = |record: &Value| ["loss", "grad_norm"].map(|key| record[key].as_f64().map(f64::to_bits));
+        records.iter().map(bits).collect::<Vec<_>>()
+    };
+    assert_eq!(losses("detached"), losses("cpu"));
 }
 
 #[test]
