@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier, Condvar, Mutex};
-use trireme_base::{AxisPlace, ExchangeKind};
+use trireme_base::{AxisPlace, DType, ExchangeKind};
 use trireme_tensor::tape::{AxisOps, PendingExchange};
-use trireme_tensor::{Device, DeviceError, View, ViewMut};
+use trireme_tensor::{Category, Device, DeviceError, View, ViewMut};
 
-/// Ranks as threads of the test, which exchange f32.
+/// Ranks as threads of the test, which exchange f32 and round sums once.
 #[derive(Debug)]
 pub(crate) struct Threads {
     place: AxisPlace,
@@ -65,7 +65,9 @@ impl AxisOps for Threads {
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError> {
         let AxisPlace { rank, degree } = self.place;
-        let values: Vec<f32> = device.read(values);
+        let mut wide = device.empty(values.shape(), DType::F32, Category::Activations)?;
+        device.convert(values, wide.view_mut());
+        let values: Vec<f32> = device.read(wide.view());
         let own = rank * (values.len() / degree)..(rank + 1) * (values.len() / degree);
         let result = match kind {
             ExchangeKind::AllReduce => Some(self.sum(values)),
@@ -98,7 +100,9 @@ impl AxisOps for Threads {
             let mut sent = self.shared.is_sent.wait_while(sent, is_empty).unwrap();
             sent[self.place.rank].pop_front().unwrap()
         });
-        device.upload(&found, result);
+        let mut wide = device.empty(result.shape(), DType::F32, Category::Activations)?;
+        device.upload(&found, wide.view_mut());
+        device.convert(wide.view(), result);
         Ok(())
     }
 }
