@@ -52,11 +52,12 @@ impl Model {
 
 impl Exercise<'_> {
     /// Runs the passes of the unit's rehearsal on random values: forward and backward, also with its record made again and with the
-    /// halves of backward apart. To time the kernels, [keep a journal](Device::keep_journal); pauses separate the passes in it.
+    /// halves of backward apart. To time the kernels, [keep a journal](Device::keep_journal); pauses separate the passes in it. `before_pass` is
+    /// called before each of them.
     ///
     /// # Errors
     /// What the device refuses.
-    pub fn run(&self) -> Result<(), ModelError> {
+    pub fn run(&self, before_pass: &dyn Fn()) -> Result<(), ModelError> {
         let parameters = Watched { parameters: &self.parameters, was_read: Cell::new(false) };
         let rehearser = Rehearser {
             model: self.model,
@@ -65,6 +66,7 @@ impl Exercise<'_> {
             fp8: self.fp8.as_ref().map(Fp8State::scales),
             axes: self.axes.clone(),
             parameters: &parameters,
+            before_pass,
         };
         let specs: Vec<_> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
         let mut batch: Batch = rehearser.tensors(&specs)?;

@@ -179,7 +179,8 @@ impl Model {
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
         let parameters = Watched { parameters: &parameters, was_read: Cell::new(false) };
         let axes = self.axes_alone(options);
-        let rehearser = Rehearser { model: self, device, precision, fp8, axes, parameters: &parameters };
+        let (parameters, before_pass) = (&parameters, &|| ());
+        let rehearser = Rehearser { model: self, device, precision, fp8, axes, parameters, before_pass };
         let mut tensors = Batch::new();
         let mut found = Rehearsal { units: Vec::new(), batch: Vec::new() };
         for &spec in batch {
@@ -251,6 +252,8 @@ pub(crate) struct Rehearser<'a> {
     pub(crate) fp8: Option<&'a Arc<Fp8Scales>>,
     pub(crate) axes: LoneAxes,
     pub(crate) parameters: &'a Watched<'a>,
+    /// Called before each pass.
+    pub(crate) before_pass: &'a dyn Fn(),
 }
 
 impl Rehearser<'_> {
@@ -271,6 +274,7 @@ impl Rehearser<'_> {
         self.device.restart_cost();
         self.device.memory().restart_peaks();
         self.parameters.was_read.set(false);
+        (self.before_pass)();
         let made = pass()?;
         if let Some(journal) = self.device.journal() {
             journal.note(JournalEntry::Pause);

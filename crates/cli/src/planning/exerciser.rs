@@ -9,12 +9,16 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
-use trireme_base::{Category, DType, Journal, JournalEntry, KernelCall, RandomKey, Rank};
+use trireme_base::{Category, DType, Journal, JournalEntry, KernelCall, RandomKey, Rank, ReduceOp};
 use trireme_comm::Group;
 use trireme_model::{Model, Rehearsal};
 use trireme_optim::{Optimizer, StepSettings, WholeUnits};
 use trireme_tensor::{Device, IntegerFormat, LEAVES, Parameters, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
+
+/// Bytes of other memory that are gone over before what is timed, so that it finds as little in caches as in a step, which uses its parameters
+/// and gradients after all others.
+const SWEPT_BYTES: usize = 128 << 20;
 
 /// Calls kernels, and notes how long each takes.
 pub(super) struct Exerciser<'a> {
@@ -23,14 +27,22 @@ pub(super) struct Exerciser<'a> {
     /// All ranks, and whether this one is among those that compute. The others wait for each round.
     world: &'a Group,
     is_active: bool,
+    swept: RefCell<Tensor>,
     samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
 }
 
 impl<'a> Exerciser<'a> {
-    pub(super) fn new(device: &'a Device, world: &'a Group, is_active: bool) -> Self {
+    pub(super) fn new(device: &'a Device, world: &'a Group, is_active: bool) -> Result<Self> {
         let journal = device.journal().cloned().unwrap_or_default();
         device.keep_journal(&journal);
-        Exerciser { device, journal, world, is_active, samples: RefCell::default() }
+        let shape = [SWEPT_BYTES / DType::F32.size()].into();
+        let swept = RefCell::new(device.zeros(shape, DType::F32, Category::Activations)?);
+        Ok(Exerciser { device, journal, world, is_active, swept, samples: RefCell::default() })
+    }
+
+    /// Goes over other memory, so that what is timed next finds nothing in the caches of its cores.
+    fn sweep(&self) {
+        self.device.map_in_place(self.swept.borrow_mut().view_mut(), 1, |x| x + 1.0);
     }
 
     /// A kernel's time ends where the next entry begins, so it includes what the tape does in between.
@@ -43,19 +55,23 @@ impl<'a> Exerciser<'a> {
         }
     }
 
-    /// Runs something again and again, at the same time as the others do.
+    /// Runs something again and again.
     fn repeat(&self, mut run: impl FnMut() -> Result<()>) -> Result<()> {
-        for round in 0..=NUM_ROUNDS {
-            self.world.barrier().wait()?;
-            if !self.is_active {
-                continue;
-            }
+        (0..=NUM_ROUNDS).try_for_each(|round| self.round(round, &mut run))
+    }
+
+    /// Runs something at the same time as the others do; the first round does not count.
+    fn round(&self, round: usize, run: impl FnOnce() -> Result<()>) -> Result<()> {
+        if self.is_active {
+            self.sweep();
+        }
+        self.world.barrier().wait()?;
+        if self.is_active {
             self.journal.take();
             run()?;
             self.journal.note(JournalEntry::Pause);
-            if round > 0 {
-                self.take_in(&self.journal.take());
-            }
+            let noted = self.journal.take();
+            self.take_in(if round > 0 { &noted } else { &[] });
         }
         Ok(())
     }
@@ -73,7 +89,7 @@ impl<'a> Exerciser<'a> {
         let options = executor_options(job.config).passes(job.config.context_place(Rank(job.workers.rank)));
         for unit in distinct_units(model, rehearsal) {
             let exercise = model.exercise(unit, self.device, options, rehearsal).map_err(TrainError::from)?;
-            self.repeat(|| Ok(exercise.run().map_err(TrainError::from)?))?;
+            self.repeat(|| Ok(exercise.run(&|| self.sweep()).map_err(TrainError::from)?))?;
         }
         Ok(())
     }
@@ -145,11 +161,18 @@ impl<'a> Exerciser<'a> {
                 }
                 "upload" | "download" => {
                     let mut there = device.zeros([traffic.read].into(), DType::U8, Category::Activations)?;
-                    let mut here = vec![1_u8; traffic.read];
-                    self.repeat_call(|| match call.kernel {
-                        "upload" => device.upload(&here, there.view_mut()),
-                        _ => device.download(there.view(), &mut here),
-                    })?;
+                    let mut here = self.world.buffer::<u8>(traffic.read)?;
+                    for round in 0..=NUM_ROUNDS {
+                        // Peers have read and written what copies go through.
+                        here = self.world.all_reduce(here, ReduceOp::Max).wait()?;
+                        self.round(round, || {
+                            match call.kernel {
+                                "upload" => device.upload(&here, there.view_mut()),
+                                _ => device.download(there.view(), &mut here),
+                            }
+                            Ok(())
+                        })?;
+                    }
                 }
                 "quantize" | "dequantize" | "add_dequantized" => {
                     let (packed, floats) = match call.kernel {

@@ -75,7 +75,7 @@ impl Probed {
         let entries = || stages.iter().flat_map(|stage| stage.actions.iter().flatten());
         let mut kernels: BTreeMap<KernelCall, Vec<f64>> = BTreeMap::new();
         for &load in &loads {
-            let exerciser = Exerciser::new(&device, &world, world.rank().0 < load);
+            let exerciser = Exerciser::new(&device, &world, world.rank().0 < load)?;
             exerciser.units(job, model, rehearsal)?;
             exerciser.updates(job, model, parts)?;
             exerciser.others(entries())?;
@@ -208,6 +208,8 @@ fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize
     let mut buffer = group.buffer::<T>(len)?;
     let mut samples = Vec::new();
     for round in 0..=NUM_ROUNDS {
+        // Kernels have just written what is exchanged: peers find it in the caches of other cores.
+        buffer.fill(T::zeroed());
         world.barrier().wait()?;
         let began = Instant::now();
         buffer = match operation {
