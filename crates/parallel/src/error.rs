@@ -115,7 +115,7 @@ pub enum ParallelError {
         rank: Rank,
         /// Hash of its parameters.
         found: u64,
-        /// The rank of the first replica that should hold the same.
+        /// The first of the ranks that should hold the same.
         other: Rank,
         /// Hash of the other rank's.
         expected: u64,

@@ -6,6 +6,7 @@ use crate::compressed::Compressed;
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::exchanged::Exchanged;
+use crate::holders::Holders;
 use crate::offload::Movable;
 use crate::parameters::wholes::{Gathered, Wholes};
 use crate::pool::Pool;
@@ -111,6 +112,8 @@ pub(crate) struct Gradients {
     gathered: Option<Gathered<f32>>,
     /// What reductions take beside gradients.
     counted: Counted,
+    /// Parameters of which several ranks would come to different sums: those that are rounded by what lies beside them.
+    rounded_apart: Holders<f32>,
     /// What tied units of a pipeline have for each other.
     tied: Option<TiedGradients>,
     /// For each parameter: the open gradient of its unit holds a part of it.
@@ -231,6 +234,10 @@ impl Gradients {
             // A second message of one unit travels while the first ones of others are waited for.
             self.under_way.push_back(unit);
             return Ok(());
+        }
+        if let Some(wide) = state.reducible.as_mut().filter(|_| self.rounded_apart.has(unit)) {
+            let own = (wide.part_mut(state.own.clone()), state.own.clone());
+            self.rounded_apart.copy_first(&self.device, unit, own, &mut self.waiting)?;
         }
         if let Some(shard) = &mut state.shard {
             let sum = state.reduction.view(&state.reducible);

@@ -8,6 +8,7 @@ use trireme_comm::Group;
 use trireme_plan::{Axis, Mesh};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Outline, StateClass};
+use trireme_tensor::{ParameterInfo, ParameterTable};
 
 /// How many ranks there are along the axes of a mesh; the axis of replicas has as many as these leave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,6 +94,8 @@ pub struct RankGrid {
     /// This rank.
     own: Arc<Group>,
     levels: Option<Levels>,
+    /// The ranks of the tensor axis that hold the same elements of a parameter, by their number.
+    holders: Vec<Arc<Group>>,
     /// Each group once.
     groups: Vec<Arc<Group>>,
 }
@@ -191,15 +194,31 @@ impl RankGrid {
             tensor,
             own,
             levels,
+            holders: Vec::new(),
             groups,
         })
     }
 
-    /// The ranks of the tensor axis that hold the same elements of a parameter, if `num_holders` neighbours do; collective over the axis.
-    pub(crate) fn holders(&mut self, num_holders: usize) -> Result<Arc<Group>, ParallelError> {
-        let group = part(&self.tensor, "holders", num_holders, |rank| rank / num_holders)?;
-        add_once(&mut self.groups, &group);
-        Ok(group)
+    /// Makes the groups of those ranks of the tensor axis that hold the same elements of parameters; collective over all ranks.
+    pub(crate) fn split_holders(&mut self, table: &ParameterTable) -> Result<(), ParallelError> {
+        let mut numbers: Vec<usize> = table.parameters().iter().map(ParameterInfo::num_holders).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        for num_holders in numbers {
+            let group = part(&self.tensor, "holders", num_holders, |rank| rank / num_holders)?;
+            add_once(&mut self.groups, &group);
+            self.holders.push(group);
+        }
+        Ok(())
+    }
+
+    /// The ranks of the tensor axis that hold the same elements of a parameter, if `num_holders` do.
+    ///
+    /// # Panics
+    /// If no parameter is held by so many.
+    pub(crate) fn holders(&self, num_holders: usize) -> &Arc<Group> {
+        let group = self.holders.iter().find(|group| group.world_size() == num_holders);
+        group.expect("groups were made for all parameters")
     }
 
     /// Splits the shards' ranks by hosts, if a replica has equally many on each of its hosts; collective over all ranks.

@@ -5,16 +5,21 @@ mod common;
 use common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out_model};
 use std::sync::Arc;
 use trireme_base::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
-use trireme_comm::Group;
+use trireme_comm::{CodecName, Compression, CompressionOptions, Group};
 use trireme_model::{Batch, Model, ModelConfig, token_specs};
-use trireme_optim::{AdafactorSettings, LarsSettings, MuonScale, MuonSettings, OptimizerKind, SgdSettings};
-use trireme_parallel::{Executor, ExecutorOptions, Generation, GradNorm, StepPlan};
+use trireme_optim::{
+    AdafactorSettings, LarsSettings, MuonScale, MuonSettings, OptimizerKind, SgdSettings, VarianceSchedule,
+};
+use trireme_parallel::{
+    Determinism, Executor, ExecutorOptions, Generation, GradNorm, StepPlan, ZeroPlusPlus,
+};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{
-    AxisPlace, Backend, DetachedOptions, Device, DeviceOptions, ParameterInfo, Parameters, Precision,
+    AxisPlace, Backend, DetachedOptions, Device, DeviceOptions, IntegerFormat, ParameterInfo, Parameters,
+    Precision,
 };
-use trireme_testkit::{random_tokens, run_ranks};
+use trireme_testkit::{random_tokens, run_ranks, run_ranks_on};
 
 const SHAPE: (usize, usize) = (2, 16);
 const MICROBATCHES: usize = 4;
@@ -64,14 +69,19 @@ fn executor(config: &ModelConfig, group: Group, num_ranks: usize, layout: &Layou
 }
 
 fn train(config: &ModelConfig, num_ranks: usize, num_steps: u64, layout: &Layout<'_>) -> Found {
-    let found = run_ranks(num_ranks, |group| {
-        let mut executor = executor(config, group, num_ranks, layout);
+    train_on(&vec![0; num_ranks], config, num_steps, layout)
+}
+
+/// The same of ranks on these hosts.
+fn train_on(hosts: &[usize], config: &ModelConfig, num_steps: u64, layout: &Layout<'_>) -> Found {
+    let found = run_ranks_on(hosts, |group| {
+        let mut executor = executor(config, group, hosts.len(), layout);
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
         for step in 1..=num_steps {
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
             let outcome = executor.run(plan, &mut batches(&executor, config, step).into_iter()).unwrap();
             losses.push(outcome.loss);
-            norms.push(outcome.grad_norm.unwrap());
+            norms.extend(outcome.grad_norm);
         }
         executor.check_replicas().unwrap();
         let all = executor.gather_parameters().unwrap();
@@ -264,6 +274,47 @@ fn optimizers_look_at_whole_parameters() {
                     assert!(is_close, "{optimizer:?}, {what}: {name} differs by {difference:e}");
                 }
             }
+        }
+    }
+}
+
+/// Codecs and integers round an element by what lies beside it in a unit, which differs from rank to rank of the tensor axis. The ranks that hold a
+/// parameter nevertheless have the same values of it, which `train` checks.
+#[test]
+fn what_is_rounded_by_its_neighbours_is_alike_on_all_ranks_that_hold_it() {
+    let codec = |codec: CodecName| {
+        let rank = (codec == CodecName::PowerSgd).then_some(2);
+        let ratio = (codec == CodecName::TopK).then_some(0.1);
+        let options = CompressionOptions { codec, rank, ratio, ..CompressionOptions::default() };
+        let compression = Compression::new(&options).unwrap();
+        ExecutorOptions { compression, determinism: Determinism::Run, ..OPTIONS }
+    };
+    let rows = |options| ExecutorOptions { shards_rows: true, ..options };
+    let momentum = OptimizerKind::CompressedAdam(ADAMW, VarianceSchedule::Warmup { num_steps: 2 });
+    let integers = ZeroPlusPlus {
+        quantized_weights: true,
+        secondary_shards: true,
+        quantized_gradients: Some(IntegerFormat::Int8),
+    };
+    let integers = ExecutorOptions { zero_plus_plus: integers, determinism: Determinism::Run, ..OPTIONS };
+    let layout = |options| Layout { tensor: 2, options, ..Layout::default() };
+    let config = &models()[1];
+    let expected = train(config, 1, 5, &Layout::default()).losses;
+    for (hosts, layout) in [
+        (&[0; 4][..], layout(codec(CodecName::Int8))),
+        (&[0; 4], layout(rows(codec(CodecName::PowerSgd)))),
+        (&[0; 4], layout(rows(codec(CodecName::TopK)))),
+        // Two ranks have the same head of keys.
+        (&[0; 8], Layout { tensor: 4, ..layout(rows(codec(CodecName::Int4))) }),
+        (&[0; 4], Layout { optimizer: momentum, ..layout(rows(codec(CodecName::OneBit))) }),
+        (
+            &[0, 0, 0, 0, 1, 1, 1, 1],
+            Layout { num_shards: 4, state: StateLayout::zero(3), ..layout(rows(integers)) },
+        ),
+    ] {
+        let found = train_on(hosts, config, 5, &layout).losses;
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!((found / expected - 1.0).abs() < 0.02, "{:?}: {found} is not {expected}", layout.options);
         }
     }
 }

@@ -7,14 +7,14 @@ use trireme_base::{DType, Rank};
 use trireme_checkpoint::{Checkpoint, OPTIMIZER_PREFIX, StoredTensors};
 use trireme_comm::{CodecName, Compressor, StateCopy, StateValues};
 use trireme_parallel::Executor;
-use trireme_plan::{Mesh, Placement, TensorPlacement};
+use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 
 /// What a compressor keeps that differs from rank to rank.
 const PER_RANK: [&str; 3] = ["residual", "velocity", "second_moment"];
 
 /// Says what the codec does in this run.
 pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observer) {
-    let (compression, world_size) = (executor.compression(), executor.group().world_size());
+    let (compression, world_size) = (executor.compression(), executor.ranks().data().world_size());
     let (num_compressed, num_units) = (executor.compressors().count(), executor.model().num_units());
     if compression.codec() == CodecName::None {
         return;
@@ -93,18 +93,23 @@ fn name_prefix() -> String {
     format!("{OPTIMIZER_PREFIX}compression_")
 }
 
-/// Where what a compressor keeps lies: what is a rank's own is a row of a matrix.
+/// Where what a compressor keeps lies: what is a rank's own is a row of a matrix, or that of ranks with the same part of parameters.
 fn placement(unit: &str, name: &str, values: StateValues<'_>, mesh: &Mesh) -> TensorPlacement {
     let (dtype, len) = match values {
         StateValues::F32(values) => (DType::F32, values.len()),
         StateValues::U64(values) => (DType::U64, values.len()),
     };
     let full_name = format!("{}{name}.{unit}", name_prefix());
-    if !PER_RANK.contains(&name) {
-        return TensorPlacement::replicated(full_name, &[len], dtype, mesh);
-    }
-    let placements = vec![Placement::Shard { dim: 0 }; mesh.axes().len()];
-    TensorPlacement { name: full_name, shape: vec![mesh.num_ranks(), len], dtype, placements }
+    // What ranks with the same parameters have in common, those that hold parts of them do not.
+    let is_per_rank = PER_RANK.contains(&name);
+    let is_own = |axis: Axis, degree: usize| is_per_rank || axis == Axis::TENSOR && degree > 1;
+    let axes = mesh.axes().iter().map(|&(axis, degree)| (is_own(axis, degree), degree));
+    let own = axes.clone().filter(|(is_own, _)| *is_own);
+    let num_rows: usize = own.clone().map(|(_, degree)| degree).product();
+    let shape = if own.count() > 0 { vec![num_rows, len] } else { vec![len] };
+    let placements =
+        axes.map(|(is_own, _)| if is_own { Placement::Shard { dim: 0 } } else { Placement::Replicate });
+    TensorPlacement { name: full_name, shape, dtype, placements: placements.collect() }
 }
 
 /// Reads what every compressor has kept, if `checkpoint` has the state of this run's compressors; else says what is

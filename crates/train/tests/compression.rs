@@ -83,6 +83,20 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
 }
 
 #[test]
+fn workers_that_divide_layers_resume_what_they_kept() {
+    for codec in [&["comm.compression=top_k"][..], &["comm.compression=powersgd", "comm.compression_rank=2"]]
+    {
+        let keys = [codec, &["parallelism.tensor_parallel_degree=2"]].concat();
+        let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let [straight, halted] = folders.each_ref().map(|folder| folder.path());
+        let expected = train(straight, 4, 5, &keys).losses;
+        train(halted, 4, 2, &keys);
+        let resumed = train(halted, 4, 5, &keys);
+        assert_eq!(resumed.losses, expected[2..], "{codec:?}: {:?}", resumed.notices);
+    }
+}
+
+#[test]
 fn a_compression_that_gains_nothing_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let heard = train(folder.path(), 8, 1, &["comm.compression=int8"]);

@@ -77,12 +77,6 @@ fn degrees_that_cannot_be_are_refused_before_a_worker_starts() {
             format!("--workers 2 --set {DEGREE}=2 --set training.seq_len=17"),
             ["cannot have equal parts", "sequence_parallel = false"],
         ),
-        (
-            format!(
-                "--workers 4 --set {DEGREE}=2 --set comm.compression=int8 --set training.determinism=run"
-            ),
-            ["workers that hold the same parameter", "tensor_parallel_degree = 1"],
-        ),
     ] {
         tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);
     }

@@ -3,9 +3,11 @@
 use super::Executor;
 use crate::error::ParallelError;
 use crate::waiting::Waiting;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, Rank};
+use trireme_comm::Group;
 use trireme_optim::StateInfo;
 use trireme_schedule::StateClass;
 use trireme_tensor::{Category, ParameterInfo, ParameterTable, Parameters};
@@ -103,19 +105,33 @@ impl Executor {
         Ok(all)
     }
 
-    /// Compares what the replicas hold; collective.
+    /// Compares what the replicas hold, and what several ranks of the tensor axis hold of the same parameters; collective.
     pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
-        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let table = Arc::clone(self.model.table());
+        let mut of_all = Hash::default();
+        let mut of_holders: BTreeMap<usize, Hash> = BTreeMap::new();
+        let holders = table.parameters().iter().map(ParameterInfo::num_holders).filter(|number| *number > 1);
+        of_holders.extend(holders.map(|number| (number, Hash::default())));
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {
-            for bits in executor.shard_device().read::<u32>(executor.parameters.shard(unit)) {
-                hash = (hash ^ u64::from(bits)).wrapping_mul(0x0100_0000_01b3);
+            let bits = executor.shard_device().read::<u32>(executor.parameters.shard(unit));
+            of_all.add(&bits);
+            let part = &executor.parameters.parts()[unit];
+            for info in &table.parameters()[table.units()[unit].parameters.clone()] {
+                if let (Some(hash), Some(held)) = (of_holders.get_mut(&info.num_holders()), info.held(part)) {
+                    hash.add(&bits[info.offset + held.start - part.start..][..held.len()]);
+                }
             }
             Ok::<_, ParallelError>(())
         })?;
+        self.compare(self.ranks.alike(&self.program.outline), of_all)?;
+        of_holders.into_iter().try_for_each(|(number, hash)| self.compare(self.ranks.holders(number), hash))
+    }
+
+    /// Compares a hash of parameters with those of other ranks.
+    fn compare(&self, group: &Group, Hash(own): Hash) -> Result<(), ParallelError> {
         // Each with its rank.
-        let own = [self.group().rank().0 as u64, hash];
-        let hashes =
-            self.ranks.alike(&self.program.outline).all_gather_bytes(bytemuck::bytes_of(&own)).wait()?;
+        let own = [self.group().rank().0 as u64, own];
+        let hashes = group.all_gather_bytes(bytemuck::bytes_of(&own)).wait()?;
         let numbers =
             |bytes: &Vec<u8>| bytemuck::try_pod_read_unaligned::<[u64; 2]>(bytes).unwrap_or_default();
         let [other, expected] = numbers(&hashes[0]);
@@ -125,6 +141,23 @@ impl Executor {
                 Err(ParallelError::ReplicasDiffer { rank, found, other, expected })
             }
             None => Ok(()),
+        }
+    }
+}
+
+/// FNV-1a, over words.
+struct Hash(u64);
+
+impl Default for Hash {
+    fn default() -> Self {
+        Hash(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Hash {
+    fn add(&mut self, words: &[u32]) {
+        for word in words {
+            self.0 = (self.0 ^ u64::from(*word)).wrapping_mul(0x0100_0000_01b3);
         }
     }
 }

@@ -17,8 +17,8 @@ use crate::axis::UnitAxes;
 use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
 use crate::fp8::AgreedScales;
-use crate::grad_terms::GradTerms;
 use crate::gradients::Gradients;
+use crate::holders::Holders;
 use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::RankParameters;
 use crate::placement::Placements;
@@ -68,7 +68,7 @@ pub struct Executor {
     exchange: ShardExchange,
     /// The ranks with which units exchange values.
     axes: UnitAxes,
-    grad_terms: GradTerms,
+    grad_terms: Holders<f32>,
     gradients: Gradients,
     in_flight: InFlight,
     messages: Messages,
@@ -131,7 +131,8 @@ impl Executor {
             ranks.split_by_hosts()?;
         }
         assert_eq!(model.table().place(), ranks.tensor_place(), "the model's parts are those of this rank");
-        let grad_terms = GradTerms::new(model.table(), &rehearsal, &mut ranks, device)?;
+        ranks.split_holders(model.table())?;
+        let grad_terms = Holders::of_terms(model.table(), &rehearsal, &ranks, device);
         let ranks = Arc::new(ranks);
         let axes = UnitAxes::new(&ranks, device);
         let (table, outline) = (model.table(), &program.outline);

@@ -5,6 +5,7 @@ use crate::compressed::Compressed;
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::hierarchical::{Hierarchical, Hierarchy};
+use crate::holders::Holders;
 use crate::parameters::wholes::Gathered;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
@@ -37,6 +38,11 @@ impl Gradients {
         let hierarchy =
             ranks.levels().zip(format).map(|(levels, format)| Hierarchy::new(levels, format, device));
         let hierarchy = hierarchy.map(Arc::new);
+        let is_compressed = options.compression.codec() != CodecName::None;
+        let rounded_apart = match is_compressed || hierarchy.is_some() {
+            true => Holders::of_all(table, ranks, device),
+            false => Holders::none(table),
+        };
         let is_wide = group.world_size() == 1 || hierarchy.is_some();
         let dtype = if is_wide { Precision::F32 } else { options.reduce_dtype };
         let is_rounded = dtype != Precision::F32;
@@ -46,7 +52,6 @@ impl Gradients {
         let is_exchanged = is_gathered || is_sharded && !is_rounded && hierarchy.is_none();
         let pool = Pool::new(group, device, category, is_exchanged);
         // Codecs work on the host.
-        let is_compressed = options.compression.codec() != CodecName::None;
         let pool = if is_compressed { pool.with_buffers() } else { pool };
         // Parts of gradients are gathered where all of a unit is updated by them.
         let gathered = is_gathered.then(|| Gathered::absent(table, device, &pool));
@@ -118,6 +123,7 @@ impl Gradients {
             is_rounded,
             gathered,
             counted,
+            rounded_apart,
             tied: TiedGradients::new(outline, table.tie(), messages),
             waiting: Waiting::default(),
         })

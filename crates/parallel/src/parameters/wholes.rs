@@ -2,6 +2,7 @@
 
 use crate::error::ParallelError;
 use crate::exchanged::{Exchanged, Exchanging};
+use crate::holders::Holders;
 use crate::packed::PackedGathering;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
@@ -48,6 +49,8 @@ pub(crate) struct Gathered<T> {
     pool: Pool<T>,
     /// How units that are not near are gathered as integers.
     packed: Option<PackedGathering>,
+    /// Parameters of which several ranks would then have different values, for they are rounded by what lies beside them.
+    rounded_apart: Holders<T>,
     /// Where units are near.
     secondary: Option<SecondaryShards>,
 }
@@ -78,7 +81,10 @@ impl<T: Stored> Gathered<T> {
         // On one host shards are as near as copies of them would be.
         if let Some(levels) = ranks.levels() {
             let has_secondary = spared.secondary_shards && levels.across.world_size() > 1;
-            gathered.packed = spared.quantized_weights.then(|| PackedGathering::new(levels, device));
+            if spared.quantized_weights {
+                gathered.packed = Some(PackedGathering::new(levels, device));
+                gathered.rounded_apart = Holders::of_all(table, ranks, device);
+            }
             gathered.secondary =
                 has_secondary.then(|| SecondaryShards::new::<T>(table, levels, device)).transpose()?;
         }
@@ -94,6 +100,7 @@ impl<T: Stored> Gathered<T> {
             is_kept: false,
             pool: pool.clone(),
             packed: None,
+            rounded_apart: Holders::none(table),
             secondary: None,
         }
     }
@@ -153,6 +160,8 @@ impl<T: Stored> Wholes for Gathered<T> {
                 let mut whole = self.pool.take(info.padded_len())?;
                 let packed = self.packed.as_ref().expect("it was packed by this");
                 packed.finish(info, messages, &mut whole, waiting)?;
+                let all = (whole.part_mut(0..info.num_elements), 0..info.num_elements);
+                self.rounded_apart.copy_first(&self.device, unit, all, waiting)?;
                 whole
             }
             other => {
@@ -200,5 +209,45 @@ impl<T> fmt::Debug for Gathered<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let present = self.units.iter().map(|whole| matches!(whole, Whole::Present(_)));
         write!(f, "Gathered({:?})", present.collect::<Vec<_>>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ranks::Degrees;
+    use trireme_base::Cut;
+    use trireme_schedule::lowering::lay_out;
+    use trireme_schedule::{Chain, StateLayout, single};
+    use trireme_tensor::{DeviceOptions, Initial, Parameter};
+    use trireme_testkit::run_ranks_on;
+
+    #[test]
+    fn integers_of_a_parameter_are_alike_on_all_ranks_that_hold_it() {
+        let found = run_ranks_on(&[0, 0, 0, 0, 1, 1, 1, 1], |group| {
+            let degrees = Degrees { shards: 4, tensor: 2, ..Degrees::ONE };
+            let mut ranks = RankGrid::new(group, degrees).unwrap();
+            let place = ranks.tensor_place();
+            let mut table = ParameterTable::of_place(place);
+            table.begin_unit("unit");
+            table.add(Parameter::vector("norm", 64, Initial::ZEROS));
+            table.add(Parameter::matrix("cut", &[64, 8], Initial::ZEROS).with_cut(Cut::along(0)));
+            ranks.split_by_hosts().unwrap();
+            ranks.split_holders(&table).unwrap();
+            let (table, own) = (Arc::new(table), ranks.shards().rank().0);
+            let outline = lay_out(single::program(&Chain::of_units(1), 1), StateLayout::zero(3)).outline;
+            let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+            let spared = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
+            let mut wholes = Gathered::<f32>::new(&table, &outline, spared, &ranks, &device).unwrap();
+            // What is cut is larger on one rank of the axis, and so are the steps in which all of a block is rounded.
+            let value =
+                |index: usize| if index < 64 { index as f32 / 7.0 } else { 100.0 * (1 + place.rank) as f32 };
+            let shard: Vec<f32> = table.units()[0].shard(own, 4).map(value).collect();
+            let view = View::from_f32s(&shard, [shard.len()].into());
+            wholes.unshard(0, Some((view, &device))).unwrap();
+            wholes.ensure(0, &mut Waiting::default()).unwrap();
+            device.read::<u32>(wholes.view(0).part(0, [64].into()))
+        });
+        assert!(found.chunks(2).all(|pair| pair[0] == pair[1]));
     }
 }

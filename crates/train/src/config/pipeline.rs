@@ -1,7 +1,6 @@
 //! Checks of how a model is divided into stages.
 
-use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
-use super::compression::exchanges_momentum;
+use super::choice::{ActivationCheckpointMode, Fp8, Tier, TrainingDtype};
 use super::layout::{Offload, Parallelism};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
@@ -43,28 +42,9 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
             names.join(" times ")
         )
     });
-    check_tensor(checks);
     check_heads(checks);
     check_pipeline(checks);
     (world_size / num_of_replica).max(1)
-}
-
-fn check_tensor(checks: &mut Checks<'_>) {
-    let Sections { parallelism, comm, optimizer, .. } = &checks.loose.sections;
-    let is_divided = parallelism.tensor_parallel_degree > 1;
-    let has_integers = parallelism.zero_quantized_gradients != QuantizedGradients::None;
-    for (key, is_rounded) in [
-        ("comm.compression", comm.compression != CodecName::None),
-        ("optimizer.name", exchanges_momentum(optimizer.name)),
-        ("parallelism.zero_quantized_weights", parallelism.zero_quantized_weights),
-        ("parallelism.zero_quantized_gradients", has_integers),
-    ] {
-        checks.require(!is_divided || !is_rounded, &[key, TENSOR_DEGREE], || {
-            "it rounds a parameter by what lies beside it, so workers that hold the same parameter would come to \
-             different values; remove this key, or set tensor_parallel_degree = 1"
-                .to_owned()
-        });
-    }
 }
 
 /// Whether workers can have equal parts of the positions of a sequence of tokens.
