@@ -271,10 +271,10 @@ impl Rehearser<'_> {
         &self,
         pass: impl FnOnce() -> Result<T, DeviceError>,
     ) -> Result<(T, usize, Cost), ModelError> {
+        (self.before_pass)();
         self.device.restart_cost();
         self.device.memory().restart_peaks();
         self.parameters.was_read.set(false);
-        (self.before_pass)();
         let made = pass()?;
         if let Some(journal) = self.device.journal() {
             journal.note(JournalEntry::Pause);

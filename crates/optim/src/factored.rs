@@ -169,9 +169,8 @@ impl Factored {
     ) -> Result<(), DeviceError> {
         let sums = [first.part(0, [1].into()), second];
         let settings = self.settings;
-        let scale =
-            self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
-        let factored = (self.step(step, rms(settings, self.member().settings, step).keep), scale.view());
+        let lr = self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
+        let factored = (self.step(step, rms(settings, self.member().settings, step).keep), lr.view());
         step.device.factored_update(&self.members.pieces, factored, self.moments_here(), parameters, grads);
         Ok(())
     }
@@ -182,6 +181,6 @@ impl Factored {
     }
 
     fn step(&self, step: &UnitStep<'_>, keep: f32) -> FactoredStep {
-        FactoredStep { offset: self.offset, lr: 1.0, keep, grad_scale: step.grad_scale() }
+        FactoredStep { offset: self.offset, keep, grad_scale: step.grad_scale() }
     }
 }

@@ -73,20 +73,21 @@ impl UnitShare {
         }
     }
 
-    /// Takes the sums of what is here that the exchange `phase` adds up. `known` are those of the first exchange, once it was.
+    /// Takes the sums of what is here that the first exchange adds up, or once its sums are `known`, the second one.
     ///
     /// # Errors
     /// If there is no memory for sums of pieces.
     fn observe(
         &mut self,
-        phase: usize,
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
         (known, sums): (Option<View<'_>>, ViewMut<'_>),
     ) -> Result<(), DeviceError> {
         match self {
-            UnitShare::Elements(share) => share.observe(phase, step, parameters, grads, sums),
+            UnitShare::Elements(share) => {
+                share.observe(usize::from(known.is_some()), step, parameters, grads, sums)
+            }
             UnitShare::Factored(share) => share.observe(step, parameters, grads, (known, sums)),
             UnitShare::Muon(_) => Ok(()),
         }
@@ -232,6 +233,11 @@ impl Optimizer {
         let step = UnitStep { device, table: &self.table, settings, noise: noise(unit, settings.step) };
         let shares = &mut self.units[unit];
         let num_sums = [0, 1].map(|phase| shares.iter().map(|share| share.num_sums(phase)).sum::<usize>());
+        if num_sums == [0, 0] {
+            let none = [View::from_bytes(&[], DType::F64, [0].into()); 2];
+            return (shares.iter_mut())
+                .try_for_each(|share| share.apply(&step, parameters.reborrow(), grads, none, shards));
+        }
         let empty = |len: usize| device.empty([len].into(), DType::F64, Category::Optimizer);
         let mut sums = [empty(num_sums[0])?, empty(num_sums[1])?];
         for phase in (0..2).filter(|&phase| num_sums[phase] > 0) {
@@ -242,7 +248,7 @@ impl Optimizer {
                 let known = known.first().map(|known| known.view().part(first.start, [first.len()].into()));
                 let place = if phase == 0 { first } else { second };
                 let sums = sums[0].view_mut().into_part(place.start, [place.len()].into());
-                share.observe(phase, &step, parameters.reborrow(), grads, (known, sums))?;
+                share.observe(&step, parameters.reborrow(), grads, (known, sums))?;
             }
             shards.sum(sums[0].view_mut())?;
         }

@@ -6,7 +6,6 @@ use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
@@ -105,13 +104,6 @@ impl<T: Stored> Lane<T> {
         AxisPlace::new(group.rank().0, group.world_size())
     }
 
-    /// This rank's part of `len` elements.
-    fn own_part(&self, len: usize) -> Range<usize> {
-        let AxisPlace { rank, degree } = self.place();
-        assert!(len.is_multiple_of(degree), "{degree} parts of {len} elements");
-        rank * (len / degree)..(rank + 1) * (len / degree)
-    }
-
     fn start(
         &self,
         device: &Device,
@@ -120,11 +112,11 @@ impl<T: Stored> Lane<T> {
     ) -> Result<PendingExchange, ParallelError> {
         let (group, AxisPlace { rank, degree }) = (self.pool.group(), self.place());
         let own_len = values.shape().num_elements();
-        let (len, place) = match kind {
-            ExchangeKind::AllGather => (own_len * degree, self.own_part(own_len * degree)),
-            _ => (own_len, 0..own_len),
+        let (len, start) = match kind {
+            ExchangeKind::AllGather => (own_len * degree, rank * own_len),
+            _ => (own_len, 0),
         };
-        let own = self.pool.send(device, (values, place.start), len)?;
+        let own = self.pool.send(device, (values, start), len)?;
         let mut sent = None;
         let vector = match kind {
             ExchangeKind::AllReduce => group.all_reduce(own, ReduceOp::Sum),
@@ -161,7 +153,7 @@ impl<T: Stored> Lane<T> {
             self.pool.give_buffer(sent.len(), Pending::new(sent));
         }
         let start = match kind {
-            ExchangeKind::ReduceScatter => self.own_part(vector.len()).start,
+            ExchangeKind::ReduceScatter => self.place().rank * result.shape().num_elements(),
             _ => 0,
         };
         self.pool.receive(device, (vector, start), result);

@@ -10,14 +10,14 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
 use trireme_base::{Category, DType, Journal, JournalEntry, KernelCall, RandomKey, Rank, ReduceOp};
-use trireme_comm::Group;
+use trireme_comm::{Buffer, Group};
 use trireme_model::{Model, Rehearsal};
 use trireme_optim::{Optimizer, StepSettings, WholeUnits};
 use trireme_tensor::{Device, IntegerFormat, LEAVES, Parameters, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
 
-/// Bytes of other memory that are gone over before what is timed, so that it finds as little in caches as in a step, which uses its parameters
-/// and gradients after all others.
+/// Bytes of other memory that are gone over before what is timed, at most: more than most processors have caches. Between two uses of a parameter or
+/// gradient a step goes over all others.
 const SWEPT_BYTES: usize = 128 << 20;
 
 /// Calls kernels, and notes how long each takes.
@@ -27,22 +27,38 @@ pub(super) struct Exerciser<'a> {
     /// All ranks, and whether this one is among those that compute. The others wait for each round.
     world: &'a Group,
     is_active: bool,
-    swept: RefCell<Tensor>,
+    /// Memory of a device that keeps no journal, and the device.
+    swept: Option<RefCell<(Device, Tensor)>>,
     samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
 }
 
 impl<'a> Exerciser<'a> {
-    pub(super) fn new(device: &'a Device, world: &'a Group, is_active: bool) -> Result<Self> {
+    /// Sweeps over `others`, which has as many threads as `device` and keeps no journal.
+    pub(super) fn new(
+        device: &'a Device,
+        others: &Device,
+        world: &'a Group,
+        is_active: bool,
+    ) -> Result<Self> {
         let journal = device.journal().cloned().unwrap_or_default();
         device.keep_journal(&journal);
-        let shape = [SWEPT_BYTES / DType::F32.size()].into();
-        let swept = RefCell::new(device.zeros(shape, DType::F32, Category::Activations)?);
+        let swept = || {
+            let shape = [SWEPT_BYTES / DType::F32.size()].into();
+            Ok::<_, anyhow::Error>(RefCell::new((
+                others.clone(),
+                others.zeros(shape, DType::F32, Category::Activations)?,
+            )))
+        };
+        let swept = is_active.then(swept).transpose()?;
         Ok(Exerciser { device, journal, world, is_active, swept, samples: RefCell::default() })
     }
 
-    /// Goes over other memory, so that what is timed next finds nothing in the caches of its cores.
+    /// Goes over other memory, so that what is timed next is no more in the caches of its cores than in a step.
     fn sweep(&self) {
-        self.device.map_in_place(self.swept.borrow_mut().view_mut(), 1, |x| x + 1.0);
+        if let Some(swept) = &self.swept {
+            let (device, memory) = &mut *swept.borrow_mut();
+            device.map_in_place(memory.view_mut(), 1, |x| x + 1.0);
+        }
     }
 
     /// A kernel's time ends where the next entry begins, so it includes what the tape does in between.
@@ -55,33 +71,44 @@ impl<'a> Exerciser<'a> {
         }
     }
 
-    /// Runs something again and again.
-    fn repeat(&self, mut run: impl FnMut() -> Result<()>) -> Result<()> {
-        (0..=NUM_ROUNDS).try_for_each(|round| self.round(round, &mut run))
-    }
-
-    /// Runs something at the same time as the others do; the first round does not count.
-    fn round(&self, round: usize, run: impl FnOnce() -> Result<()>) -> Result<()> {
-        if self.is_active {
-            self.sweep();
-        }
-        self.world.barrier().wait()?;
-        if self.is_active {
+    /// Runs something again and again, at the same time as the others do; each time after `prepare`, which all ranks do.
+    fn repeat(
+        &self,
+        mut prepare: impl FnMut() -> Result<()>,
+        mut run: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        for round in 0..=NUM_ROUNDS {
+            prepare()?;
+            self.world.barrier().wait()?;
+            if !self.is_active {
+                continue;
+            }
             self.journal.take();
             run()?;
             self.journal.note(JournalEntry::Pause);
             let noted = self.journal.take();
-            self.take_in(if round > 0 { &noted } else { &[] });
+            if round > 0 {
+                self.take_in(&noted);
+            }
         }
         Ok(())
     }
 
-    /// The same of what cannot fail.
+    /// As [`repeat_swept`](Exerciser::repeat_swept), of what cannot fail.
     fn repeat_call(&self, mut call: impl FnMut()) -> Result<()> {
-        self.repeat(|| {
+        self.repeat_swept(|| {
             call();
             Ok(())
         })
+    }
+
+    /// As [`repeat`](Exerciser::repeat), of what finds nothing in caches.
+    fn repeat_swept(&self, run: impl FnMut() -> Result<()>) -> Result<()> {
+        let prepare = || {
+            self.sweep();
+            Ok(())
+        };
+        self.repeat(prepare, run)
     }
 
     /// The kernels of passes of each unit that is like no other one before.
@@ -89,7 +116,7 @@ impl<'a> Exerciser<'a> {
         let options = executor_options(job.config).passes(job.config.context_place(Rank(job.workers.rank)));
         for unit in distinct_units(model, rehearsal) {
             let exercise = model.exercise(unit, self.device, options, rehearsal).map_err(TrainError::from)?;
-            self.repeat(|| Ok(exercise.run(&|| self.sweep()).map_err(TrainError::from)?))?;
+            self.repeat(|| Ok(()), || Ok(exercise.run(&|| self.sweep()).map_err(TrainError::from)?))?;
         }
         Ok(())
     }
@@ -105,7 +132,7 @@ impl<'a> Exerciser<'a> {
         let mut parameters = Parameters::zeros_of(table, only, self.device, Category::Parameters)?;
         let grads = self.floats(parts[longest].len())?;
         let mut step = 0;
-        self.repeat(|| {
+        self.repeat_swept(|| {
             step += 1;
             let settings = StepSettings { step, lr: 1e-6, grad_scale: 1.0 };
             let (values, grads) = (parameters.flat_mut(longest), grads.view());
@@ -161,18 +188,21 @@ impl<'a> Exerciser<'a> {
                 }
                 "upload" | "download" => {
                     let mut there = device.zeros([traffic.read].into(), DType::U8, Category::Activations)?;
-                    let mut here = self.world.buffer::<u8>(traffic.read)?;
-                    for round in 0..=NUM_ROUNDS {
+                    let here = RefCell::new(self.world.buffer::<u8>(traffic.read)?);
+                    let prepare = || {
+                        self.sweep();
                         // Peers have read and written what copies go through.
-                        here = self.world.all_reduce(here, ReduceOp::Max).wait()?;
-                        self.round(round, || {
-                            match call.kernel {
-                                "upload" => device.upload(&here, there.view_mut()),
-                                _ => device.download(there.view(), &mut here),
-                            }
-                            Ok(())
-                        })?;
-                    }
+                        let sent = std::mem::replace(&mut *here.borrow_mut(), Buffer::private(0)?);
+                        *here.borrow_mut() = self.world.all_reduce(sent, ReduceOp::Max).wait()?;
+                        Ok(())
+                    };
+                    self.repeat(prepare, || {
+                        match call.kernel {
+                            "upload" => device.upload(&here.borrow(), there.view_mut()),
+                            _ => device.download(there.view(), &mut here.borrow_mut()),
+                        }
+                        Ok(())
+                    })?;
                 }
                 "quantize" | "dequantize" | "add_dequantized" => {
                     let (packed, floats) = match call.kernel {

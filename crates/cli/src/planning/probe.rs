@@ -66,7 +66,8 @@ impl Probed {
         let is_root = world.rank() == Rank::ROOT;
         let options = device_options(config, workers.num_threads);
         let (features_max, budget) = (Some(workers.features), Some(memory_max));
-        let device = Device::cpu(DeviceOptions { features_max, budget, ..options })?;
+        let options = DeviceOptions { features_max, budget, ..options };
+        let [device, others] = [Device::cpu(options)?, Device::cpu(options)?];
         let num_cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         let num_undisturbed = (num_cores / workers.num_threads).max(1);
         let doublings = std::iter::successors(Some(1), |load| Some(2 * load));
@@ -75,7 +76,7 @@ impl Probed {
         let entries = || stages.iter().flat_map(|stage| stage.actions.iter().flatten());
         let mut kernels: BTreeMap<KernelCall, Vec<f64>> = BTreeMap::new();
         for &load in &loads {
-            let exerciser = Exerciser::new(&device, &world, world.rank().0 < load)?;
+            let exerciser = Exerciser::new(&device, &others, &world, world.rank().0 < load)?;
             exerciser.units(job, model, rehearsal)?;
             exerciser.updates(job, model, parts)?;
             exerciser.others(entries())?;

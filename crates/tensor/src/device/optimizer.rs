@@ -155,7 +155,7 @@ impl Device {
     }
 
     /// For each piece of a matrix, the sum of the squares of the update that [`Device::factored_update`] makes with a learning
-    /// rate of 1, as [`update`](Device::update) takes its sums.
+    /// rate of 1: the first of two sums of each piece, of which the second is 0.
     pub fn factored_squares(
         &self,
         pieces: &Arc<Pieces>,
@@ -172,21 +172,21 @@ impl Device {
         });
     }
 
-    /// Adafactor's update of a matrix: each gradient is divided by the root of its second moment. `scale`, one f32, is a factor of the
-    /// learning rate.
+    /// Adafactor's update of a matrix: each gradient is divided by the root of its second moment. `lr` is one f32, as
+    /// [`step_scales`](Device::step_scales) makes it.
     pub fn factored_update(
         &self,
         pieces: &Arc<Pieces>,
-        (step, scale): (FactoredStep, View<'_>),
+        (step, lr): (FactoredStep, View<'_>),
         moments: FactoredMoments<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
     ) {
         let cost = factored_cost(pieces).updates(DType::F32.size() * pieces.num_elements());
-        let (pieces, scale, moments) = (Arc::clone(pieces), scale.place(), moments.places());
+        let (pieces, lr, moments) = (Arc::clone(pieces), lr.place(), moments.places());
         let (mut parameters, grads) = (parameters.into_place(), grads.place());
         self.issue("factored_update", cost, move |cpu| {
-            let (step, factors) = ((step, scale.f32s(cpu)), factors(moments, cpu));
+            let (step, factors) = ((step, lr.f32s(cpu)), factors(moments, cpu));
             cpu.factored_update(&pieces, step, factors, parameters.f32s(cpu), grads.f32s(cpu));
         });
     }

@@ -31,8 +31,8 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     /// Which rank this is.
     fn place(&self) -> AxisPlace;
 
-    /// Starts an exchange of `values`: all of them, or this rank's part if the parts of all ranks are gathered. They stay as they
-    /// are until it [ends](AxisOps::finish).
+    /// Starts an exchange of `values`: all of them, or this rank's part if the parts of all ranks are gathered. No kernel
+    /// writes to them until it [ends](AxisOps::finish); their memory may be given back, for the device reuses none that a copy works with.
     ///
     /// # Errors
     /// [`DeviceError::Exchange`] if a rank fails, and if there is no memory for what travels.

@@ -141,7 +141,7 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
     let matrix = FactoredMatrix::new(&table.parameters()[0], &table.units()[0], 0..len);
     let (parameters, gradients) = (random(len, "parameters"), random(len, "gradients"));
     let (row_moments, col_moments) = ([0.5_f32, 1.0, 2.0, 0.25, 3.0, 1.5], [1.0_f32; 10]);
-    let step = FactoredStep { offset: 0, lr: 0.05, keep: 0.9, grad_scale: 2.0 };
+    let step = FactoredStep { offset: 0, keep: 0.9, grad_scale: 2.0 };
     let [sums, squares, found] = on_all(|device| {
         let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
         let mut sums = empty(device, [rows + cols], DType::F64);
@@ -151,11 +151,11 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
         let [rows, cols] = moments.each_ref().map(|moments| moments.view());
         let mut row_mean = empty(device, [1], DType::F64);
         device.sum_elements(rows, 6.0, row_mean.view_mut());
-        let (moments, scale) =
-            (FactoredMoments { rows, cols, row_mean: row_mean.view() }, tensor(device, &[2.0]));
+        let (moments, lr) =
+            (FactoredMoments { rows, cols, row_mean: row_mean.view() }, tensor(device, &[0.1]));
         let mut squares = empty(device, [1, 2], DType::F64);
         device.factored_squares(&pieces, step, moments, g.view(), squares.view_mut());
-        device.factored_update(&pieces, (step, scale.view()), moments, p.view_mut(), g.view());
+        device.factored_update(&pieces, (step, lr.view()), moments, p.view_mut(), g.view());
         let narrow = |sums: Vec<f64>| sums.iter().map(|&sum| sum as f32).collect();
         [narrow(device.read(sums.view())), narrow(device.read(squares.view())), device.read(p.view())]
     });

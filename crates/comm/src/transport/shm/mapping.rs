@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// The kernel can map so many bytes by one entry, if they begin at a multiple of so many, here and in the arena.
 pub(super) const HUGE_PAGE: usize = 2 << 20;
 
-/// Advice to `madvise`: make huge pages of these now, whatever the system's settings say of pages to come (Linux 6.1).
+/// Advice to `madvise`: make huge pages of these now, unless the system denies them to shared memory (Linux 6.1).
 const MADV_COLLAPSE: libc::c_int = 25;
 
 /// A whole arena, mapped into this process.
@@ -35,7 +35,14 @@ impl Mapping {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED;
         // SAFETY: the addresses are those of `mapping`, which nobody uses.
-        let start = unsafe { mmap(start.cast(), len, protection, flags, memory, 0) }?;
+        let start = match unsafe { mmap(start.cast(), len, protection, flags, memory, 0) } {
+            Ok(start) => start,
+            Err(refused) => {
+                // The kernel may have unmapped the addresses before it refused, and others may have them by now.
+                std::mem::forget(mapping);
+                return Err(refused.into());
+            }
+        };
         mapping.start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         mapping.len = len;
         Ok(mapping)
@@ -54,11 +61,15 @@ impl Mapping {
         Ok(Mapping { start, len, addresses: (start, len) })
     }
 
-    /// Asks the kernel to map the `len` bytes from `offset` on, and what lies in the same huge pages, by these: a page of 4 KiB that left the caches costs
-    /// several accesses to memory to be found again. The bytes stay as they are, even while others use them.
+    /// Asks the kernel to move the `len` bytes from `offset` on to huge pages: a page of 4 KiB that left the caches costs several accesses to
+    /// memory to be found again. The bytes stay as they are, even while others use them. What is longer than a huge page ends with small ones,
+    /// which take no more memory than it has bytes; shorter buffers share a huge page.
     pub(super) fn make_huge(&self, offset: usize, len: usize) {
         let start = offset / HUGE_PAGE * HUGE_PAGE;
-        let end = (offset + len).next_multiple_of(HUGE_PAGE).min(self.len);
+        let end = match len {
+            ..HUGE_PAGE => (offset + len).next_multiple_of(HUGE_PAGE).min(self.len),
+            _ => (offset + len) / HUGE_PAGE * HUGE_PAGE,
+        };
         if start < end {
             // SAFETY: the range is mapped, and its bytes do not change. Whether the kernel does it changes speed only.
             let _ = unsafe { libc::madvise(self.at(start, end - start).cast(), end - start, MADV_COLLAPSE) };

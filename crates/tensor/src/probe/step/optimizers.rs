@@ -109,14 +109,14 @@ impl Step<'_> {
         device.upload(&vec![1.0_f32; cols], col_moments.view_mut());
         let mut row_mean = device.empty([1].into(), DType::F64, Category::Optimizer)?;
         device.upload(&[1.0_f64], row_mean.view_mut());
-        let mut scale = self.tensor([1])?;
-        device.upload(&[1.0_f32], scale.view_mut());
-        let step = FactoredStep { offset: 0, lr: 1e-4, keep: 1.0, grad_scale: 1.0 };
+        let mut lr = self.tensor([1])?;
+        device.upload(&[1e-4_f32], lr.view_mut());
+        let step = FactoredStep { offset: 0, keep: 1.0, grad_scale: 1.0 };
         let shape = [rows, cols];
         self.kernel(("adafactor: matrix update", 0.0), &shape, |_| {
             let (rows, cols, row_mean) = (row_moments.view(), col_moments.view(), row_mean.view());
             let moments = FactoredMoments { rows, cols, row_mean };
-            let step = (step, scale.view());
+            let step = (step, lr.view());
             device.factored_update(&pieces, step, moments, weights.view_mut(), gradients.view());
         })?;
         let mut matrix = self.tensor(shape)?;

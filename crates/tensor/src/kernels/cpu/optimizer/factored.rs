@@ -31,8 +31,6 @@ pub(crate) struct FactoredPart {
 pub struct FactoredStep {
     /// First element of the matrix within its unit's flat buffer.
     pub offset: usize,
-    /// Learning rate, of which [`StepScale`](super::StepScale) is a factor.
-    pub lr: f32,
     /// What is left of the parameter.
     pub keep: f32,
     /// Every gradient is multiplied by this first.
@@ -71,9 +69,10 @@ for_each_simd_level! {
         })
     }
 
-    fn update_row(p: &mut [f32], g: &[f32], cols: &[f32], row: f32, s: FactoredStep) {
+    fn update_row(p: &mut [f32], g: &[f32], cols: &[f32], row: f32, s: (FactoredStep, f32)) {
+        let (s, lr) = s;
         for ((p, &g), &col) in p.iter_mut().zip(g).zip(cols) {
-            *p = *p * s.keep - s.lr * rms_update(g * s.grad_scale, row * col);
+            *p = *p * s.keep - lr * rms_update(g * s.grad_scale, row * col);
         }
     }
 }
@@ -199,11 +198,11 @@ impl Cpu {
         });
     }
 
-    /// One update of a matrix, with the learning rate times the one `scale`.
+    /// One update of a matrix with the one learning rate `lr`.
     pub(crate) fn factored_update(
         &self,
         pieces: &Pieces,
-        (step, scale): (FactoredStep, &[f32]),
+        (step, lr): (FactoredStep, &[f32]),
         factors: Factors<'_>,
         parameters: &mut [f32],
         grads: &[f32],
@@ -213,10 +212,10 @@ impl Cpu {
             let g = &grads[piece.start..piece.start + piece.len];
             // SAFETY: pieces do not overlap.
             let p = unsafe { parameters.range(piece.start, piece.len) };
-            let step = FactoredStep { lr: step.lr * scale[0], ..step };
+            let with_lr = (step, lr[0]);
             for (row, col, segment) in segments(piece, step.offset, factors.cols.len()) {
                 let (row, cols) = (factors.row(row), &factors.cols[col..col + segment.len()]);
-                update_row(self.features, &mut p[segment.clone()], &g[segment], cols, row, step);
+                update_row(self.features, &mut p[segment.clone()], &g[segment], cols, row, with_lr);
             }
         });
     }

@@ -69,7 +69,7 @@ pub struct LionStep {
 /// The numbers of one update of LARS (You et al., "Large batch training of convolutional networks", 2017, algorithm 1).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LarsStep {
-    /// Learning rate of this step, times the parameter's own.
+    /// Learning rate of this step, to be multiplied by the parameter's [`StepScale`](super::StepScale).
     pub lr: f32,
     /// Decay rate of the velocity.
     pub momentum: f32,
@@ -93,7 +93,7 @@ pub struct MuonStep {
 /// The numbers of one update of Adafactor for a vector (Shazeer, Stern, "Adafactor", 2018, algorithm 5).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RmsStep {
-    /// Learning rate of this step, with all factors that the parameter has.
+    /// Learning rate of this step, to be multiplied by the parameter's [`StepScale`](super::StepScale).
     pub lr: f32,
     /// Share of the new square in the second moment.
     pub mixing: f32,
@@ -134,7 +134,7 @@ pub enum Update {
     /// The moments of LAMB (You et al., "Large batch optimization for deep learning", 2020, algorithm 2), as AdamW's;
     /// parameters stay. Sums: squares of the parameter and of its update.
     LambMoments(AdamWStep),
-    /// LAMB's update by moments that are there; `lr` is that of the parameter. No sums.
+    /// LAMB's update by moments that are there; its learning rate is multiplied by the parameter's [`StepScale`](super::StepScale). No sums.
     Lamb(AdamWStep),
     /// The second moment of Adafactor's vectors; parameters stay; state: second moment. Sums: squares of the update, nothing.
     RmsMoment(RmsStep),

@@ -21,7 +21,7 @@ impl LeafRun {
     }
 }
 
-/// A factor of the learning rate of a whole parameter, from the squares of its elements and of those of its update.
+/// What the learning rate of a whole parameter is multiplied by, from the squares of its elements and of those of its update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum StepScale {
     /// The norm of the parameter over that of its update (LARS, LAMB); 1 where one of them is zero or not finite, for then it says nothing.
@@ -29,7 +29,7 @@ pub enum StepScale {
         /// What the norm of the parameter counts as part of the update's.
         weight_decay: f32,
     },
-    /// The learning rate itself, as Adafactor derives it (Shazeer, Stern, "Adafactor", 2018, algorithm 6).
+    /// The learning rate itself, where the one that is multiplied is 1, as Adafactor derives it (Shazeer, Stern, "Adafactor", 2018, algorithm 6).
     Adafactor {
         /// Learning rate, of a parameter whose root mean square is 1 if it is relative.
         lr: f64,

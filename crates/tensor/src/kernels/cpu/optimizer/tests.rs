@@ -324,7 +324,7 @@ fn factored_kernels_match_f64() {
             .collect();
         let pieces = Pieces::new(pieces);
         let (row_moments, col_moments) = factors.split_at(rows);
-        let step = FactoredStep { offset, lr: 0.05, keep: 0.9, grad_scale: 0.5 };
+        let step = FactoredStep { offset, keep: 0.9, grad_scale: 0.5 };
         let factors = Factors { rows: row_moments, cols: col_moments, row_mean: &[0.5] };
         let [row_sums, col_sums, squares, after] = run(|cpu| {
             let (mut row_sums, mut col_sums) = (vec![0.0; rows], vec![0.0; cols]);
@@ -333,7 +333,7 @@ fn factored_kernels_match_f64() {
             let mut squares = vec![[0.0; 2]; pieces.as_slice().len()];
             cpu.factored_squares(&pieces, step, factors, &grads, &mut squares);
             let mut parameters = parameters.clone();
-            cpu.factored_update(&pieces, (step, &[2.0]), factors, &mut parameters, &grads);
+            cpu.factored_update(&pieces, (step, &[0.1]), factors, &mut parameters, &grads);
             let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect();
             [narrow(&row_sums), narrow(&col_sums), narrow(squares.as_flattened()), parameters]
         });
