@@ -29,6 +29,8 @@ pub(crate) struct Compressed {
     /// What is counted for the exchanges.
     counted: Counted,
     under_way: Option<UnderWay>,
+    /// Whether the last step's gradient went in messages of the codec.
+    is_in_messages: bool,
     /// What the last step did.
     statistics: CompressionStatistics,
     /// What the compressor kept before its last step, where that can be taken back.
@@ -69,6 +71,7 @@ impl Compressed {
             exchanges: Vec::new(),
             counted: Counted::new(device),
             under_way: None,
+            is_in_messages: false,
             statistics: CompressionStatistics::default(),
             before: None,
         };
@@ -86,6 +89,11 @@ impl Compressed {
 
     pub(crate) fn compressor_mut(&mut self) -> Option<&mut Compressor> {
         self.compressor.as_deref_mut()
+    }
+
+    /// Whether the gradient of the last step went in messages of the codec, or goes in them.
+    pub(crate) fn is_in_messages(&self) -> bool {
+        self.is_in_messages
     }
 
     /// What the last step did.
@@ -116,6 +124,7 @@ impl Compressed {
 
     /// Starts the first round of a step with this rank's `gradient`.
     pub(crate) fn start(&mut self, mut gradient: Exchanged<f32>) -> Result<(), ParallelError> {
+        self.is_in_messages = true;
         let Some(compressor) = &self.compressor else {
             if let Some(rounds) = self.kinds.pop_front() {
                 self.make_exchanges(&rounds)?;
@@ -140,6 +149,7 @@ impl Compressed {
 
     /// Starts a step in which `gradient` is summed as it is; the compressor has no part in it.
     pub(crate) fn start_whole(&mut self, gradient: Exchanged<f32>) {
+        self.is_in_messages = false;
         self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
         self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
     }

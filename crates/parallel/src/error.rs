@@ -60,6 +60,20 @@ pub enum ParallelError {
         /// Ranks of each of its hosts.
         ranks: Vec<usize>,
     },
+    /// The replicas lie on hosts in different ways.
+    #[error(
+        "replica {replica} lies on {num_hosts} hosts, but replica 0 on {expected}, and ZeRO++ needs all to be spread alike. Choose \
+         degrees that divide the number of workers of a host, or remove the keys zero_quantized_weights, zero_hpz and \
+         zero_quantized_gradients"
+    )]
+    UnlikeHosts {
+        /// The replica.
+        replica: usize,
+        /// Its hosts.
+        num_hosts: usize,
+        /// Those of the first one.
+        expected: usize,
+    },
     /// A program was given too few microbatches.
     #[error("the program runs {expected} microbatches, but only {found} were given")]
     TooFewMicrobatches {
@@ -105,7 +119,7 @@ pub enum ParallelError {
         /// Steps skipped since the beginning of the run.
         skipped_steps: u64,
     },
-    /// Replicas that should be equal are not.
+    /// Ranks that should hold the same do not: replicas, or holders of one parameter along the tensor axis.
     #[error(
         "the parameters of rank {rank} differ from those of rank {other} ({found:016x} instead of {expected:016x}): \
          the ranks loaded different weights, or run different binaries"

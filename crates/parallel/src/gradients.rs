@@ -235,7 +235,8 @@ impl Gradients {
             self.under_way.push_back(unit);
             return Ok(());
         }
-        if let Some(wide) = state.reducible.as_mut().filter(|_| self.rounded_apart.has(unit)) {
+        let is_rounded_apart = state.reduction.is_rounded_apart() && self.rounded_apart.has(unit);
+        if let Some(wide) = state.reducible.as_mut().filter(|_| is_rounded_apart) {
             let own = (wide.part_mut(state.own.clone()), state.own.clone());
             self.rounded_apart.copy_first(&self.device, unit, own, &mut self.waiting)?;
         }

@@ -7,7 +7,7 @@ use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use trireme_base::{Rank, ReduceOp};
+use trireme_base::{Pending, Rank, ReduceOp};
 use trireme_model::Rehearsal;
 use trireme_tensor::{Category, Device, ParameterTable, ViewMut};
 
@@ -110,12 +110,16 @@ impl<T: Stored> Holders<T> {
             }
             let (group, len) = (pool.group(), end - start);
             let mut own = values.reborrow().into_part(start - part.start, [len].into());
-            let buffer = match group.rank() {
-                Rank::ROOT => pool.send(device, (own.reborrow().as_view(), 0), len)?,
-                _ => pool.take_buffer(len)?.wait(),
+            let is_first = group.rank() == Rank::ROOT;
+            let buffer = match is_first {
+                true => pool.send(device, (own.reborrow().as_view(), 0), len)?,
+                false => pool.take_buffer(len)?.wait(),
             };
             let buffer = waiting.wait(group.broadcast(buffer, Rank::ROOT))?;
-            pool.receive(device, (buffer, 0), own);
+            match is_first {
+                true => pool.give_buffer(len, Pending::new(buffer)),
+                false => pool.receive(device, (buffer, 0), own),
+            }
         }
         Ok(())
     }

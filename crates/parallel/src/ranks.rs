@@ -201,7 +201,8 @@ impl RankGrid {
 
     /// Makes the groups of those ranks of the tensor axis that hold the same elements of parameters; collective over all ranks.
     pub(crate) fn split_holders(&mut self, table: &ParameterTable) -> Result<(), ParallelError> {
-        let mut numbers: Vec<usize> = table.parameters().iter().map(ParameterInfo::num_holders).collect();
+        let numbers = table.parameters().iter().map(ParameterInfo::num_holders);
+        let mut numbers: Vec<usize> = numbers.filter(|number| *number > 1).collect();
         numbers.sort_unstable();
         numbers.dedup();
         for num_holders in numbers {
@@ -212,7 +213,7 @@ impl RankGrid {
         Ok(())
     }
 
-    /// The ranks of the tensor axis that hold the same elements of a parameter, if `num_holders` do.
+    /// The ranks of the tensor axis that hold the same elements of a parameter, if `num_holders` do, which are several.
     ///
     /// # Panics
     /// If no parameter is held by so many.
@@ -225,6 +226,7 @@ impl RankGrid {
     pub(crate) fn split_by_hosts(&mut self) -> Result<(), ParallelError> {
         let group_of = |rank: usize| self.mesh.group_of(Rank(rank), &[Axis::DATA_SHARD]);
         let num_ranks = self.world.world_size();
+        let mut expected = None;
         for replica in 0..num_ranks / self.shards.world_size() {
             let ranks = (0..num_ranks).filter(|&rank| group_of(rank) == replica);
             let hosts: Vec<usize> = ranks.map(|rank| self.world.hosts().host_of(Rank(rank))).collect();
@@ -232,6 +234,11 @@ impl RankGrid {
             if hosts.ranks_per_host().is_none() {
                 let ranks = (0..hosts.num_hosts()).map(|host| hosts.ranks(host).len()).collect();
                 return Err(ParallelError::UnequalHosts { replica, ranks });
+            }
+            // Ranks of the tensor axis exchange in one order, so they gather and sum by the same levels.
+            let (num_hosts, expected) = (hosts.num_hosts(), *expected.get_or_insert(hosts.num_hosts()));
+            if num_hosts != expected {
+                return Err(ParallelError::UnlikeHosts { replica, num_hosts, expected });
             }
         }
         let levels = self.levels.insert(Levels::new(&self.shards)?);
@@ -382,6 +389,16 @@ mod tests {
         });
         let of_replica = [[2, 2, 0, 0], [2, 2, 1, 0], [2, 2, 0, 1], [2, 2, 1, 1]];
         assert_eq!(levels, [of_replica, of_replica].concat());
+    }
+
+    #[test]
+    fn replicas_on_different_numbers_of_hosts_are_refused_by_all() {
+        // Of the first replica, the ranks with the first part of each parameter share a host, and those with the others do not.
+        let found = run_ranks_on(&[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], |group| {
+            let degrees = Degrees { shards: 2, tensor: 3, ..Degrees::ONE };
+            RankGrid::new(group, degrees).unwrap().split_by_hosts().map_err(|error| error.to_string())
+        });
+        assert!(found.iter().all(|found| found.as_ref().is_err_and(|error| error.contains("spread alike"))));
     }
 
     #[test]

@@ -156,6 +156,16 @@ impl Reduction {
         }
     }
 
+    /// Whether the last sum was rounded element by element as what lies beside them was, so that it may differ between ranks that hold different
+    /// parts of parameters.
+    pub(crate) fn is_rounded_apart(&self) -> bool {
+        match self {
+            Reduction::Plain { .. } | Reduction::Rounded(_) => false,
+            Reduction::Hierarchical(_) => true,
+            Reduction::Compressed(compressed) => compressed.is_in_messages(),
+        }
+    }
+
     pub(crate) fn compressed(&self) -> Option<&Compressed> {
         if let Reduction::Compressed(compressed) = self { Some(compressed) } else { None }
     }

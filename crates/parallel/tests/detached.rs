@@ -116,6 +116,11 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
         case("orthogonal updates", Layout { optimizer: muon, ..sharded(2) }),
         case("tensor parallel", Layout { tensor: 2, ..plain() }),
         case("sequence parallel", Layout { tensor: 2, options: rows, ..plain() }),
+        Case {
+            hosts: &[0, 0, 1, 1],
+            num_microbatches: 2,
+            ..case("tensor parallel, ZeRO++", Layout { tensor: 2, options: spared, ..sharded(3) })
+        },
         case("a cut matrix", Layout { tensor: 2, optimizer: muon, ..plain() }),
         case("a ring", Layout { context: (2, 1), ..plain() }),
     ])

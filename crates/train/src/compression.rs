@@ -166,7 +166,8 @@ fn check_fits(
         compressor.state().map(move |(name, values)| placement(unit, name, values, mesh))
     });
     let expected: Vec<TensorPlacement> = expected.collect();
-    let differs = |_| format!("{} keeps different state", executor.compression());
+    let differs =
+        |_| format!("{} keeps different state, or layers are cut in another way", executor.compression());
     stored.check_against(&expected).map_err(differs)
 }
 

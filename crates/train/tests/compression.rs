@@ -50,7 +50,7 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
             &[top_k, "comm.compression_error_feedback=false"],
             "error_feedback = false",
             "on 4 workers, but top_k (ratio = 0.01, momentum = 0, warmup_steps = 0, error_feedback = false, normalize = false) keeps different \
-             state.",
+             state, or layers are cut in another way.",
         ),
         (4, &["comm.compression=one_bit"], "by one_bit (block_len = 1024", "but this run uses one_bit on 4."),
         (

@@ -16,7 +16,7 @@ use trireme_optim::{Optimizer, StepSettings, WholeUnits};
 use trireme_tensor::{Device, IntegerFormat, LEAVES, Parameters, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
 
-/// Bytes of other memory that are gone over before what is timed, at most: more than most processors have caches. Between two uses of a parameter or
+/// Bytes of other memory that are gone over before what is timed: more than most processors have caches. Between two uses of a parameter or
 /// gradient a step goes over all others.
 const SWEPT_BYTES: usize = 128 << 20;
 

@@ -66,8 +66,8 @@ impl Probed {
         let is_root = world.rank() == Rank::ROOT;
         let options = device_options(config, workers.num_threads);
         let (features_max, budget) = (Some(workers.features), Some(memory_max));
-        let options = DeviceOptions { features_max, budget, ..options };
-        let [device, others] = [Device::cpu(options)?, Device::cpu(options)?];
+        let options = DeviceOptions { features_max, ..options };
+        let (device, others) = (Device::cpu(DeviceOptions { budget, ..options })?, Device::cpu(options)?);
         let num_cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         let num_undisturbed = (num_cores / workers.num_threads).max(1);
         let doublings = std::iter::successors(Some(1), |load| Some(2 * load));

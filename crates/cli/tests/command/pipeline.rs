@@ -144,6 +144,13 @@ fn pipelines_that_cannot_be_are_refused() {
             ["no room for them", "device_budget"],
         ),
         (
+            format!(
+                "--workers 2 {MODEL} --set {degree}=2 --set optimizer.name=one_bit_adam --set optimizer.freeze_step=2 \
+                 --set training.determinism=run --set training.max_norm=0"
+            ),
+            ["would differ between stages", "adamw"],
+        ),
+        (
             "--set parallelism.pipeline_parallel_rebalance_threshold=1.5".to_owned(),
             ["only applies with pipeline_parallel_rebalance_interval", "such as to 100"],
         ),

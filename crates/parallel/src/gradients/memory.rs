@@ -38,11 +38,6 @@ impl Gradients {
         let hierarchy =
             ranks.levels().zip(format).map(|(levels, format)| Hierarchy::new(levels, format, device));
         let hierarchy = hierarchy.map(Arc::new);
-        let is_compressed = options.compression.codec() != CodecName::None;
-        let rounded_apart = match is_compressed || hierarchy.is_some() {
-            true => Holders::of_all(table, ranks, device),
-            false => Holders::none(table),
-        };
         let is_wide = group.world_size() == 1 || hierarchy.is_some();
         let dtype = if is_wide { Precision::F32 } else { options.reduce_dtype };
         let is_rounded = dtype != Precision::F32;
@@ -52,6 +47,7 @@ impl Gradients {
         let is_exchanged = is_gathered || is_sharded && !is_rounded && hierarchy.is_none();
         let pool = Pool::new(group, device, category, is_exchanged);
         // Codecs work on the host.
+        let is_compressed = options.compression.codec() != CodecName::None;
         let pool = if is_compressed { pool.with_buffers() } else { pool };
         // Parts of gradients are gathered where all of a unit is updated by them.
         let gathered = is_gathered.then(|| Gathered::absent(table, device, &pool));
@@ -67,6 +63,10 @@ impl Gradients {
             false => Compressed::new(table, unit, options, device, group),
         });
         let compressed = compressed.collect::<Result<Vec<_>, _>>()?;
+        let rounded_apart = match hierarchy.is_some() || compressed.iter().any(Option::is_some) {
+            true => Holders::of_all(table, ranks, device),
+            false => Holders::none(table),
+        };
         // Backward starts with the last unit.
         let uncompressed = (0..compressed.len()).rev().filter(|&unit| compressed[unit].is_none());
         let lens: Vec<usize> = uncompressed.map(num_elements).collect();
@@ -134,6 +134,7 @@ impl Gradients {
         self.units.clear();
         self.pool = Pool::new(self.ranks.world(), &self.device, Category::Gradients, false);
         (self.gathered, self.tied) = (None, None);
+        self.rounded_apart = Holders::none(&self.table);
         self.counted = Counted::new(&self.device);
     }
 }
