@@ -1,4 +1,4 @@
-use super::mapping::{HUGE_PAGE, Mapping};
+use super::mapping::Mapping;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
@@ -17,9 +17,6 @@ const ADDRESS_BYTES: usize = 1 << 45;
 
 /// Addresses of an arena of a [dry](crate::Group::dry) group at first; fewer if the process has not as many left.
 const DRY_BYTES: usize = 1 << 42;
-
-/// Shorter buffers are not worth that the kernel moves the pages of a whole huge one.
-const HUGE_BYTES_MIN: usize = HUGE_PAGE / 8;
 
 /// Fewer addresses than this are an error.
 const DRY_BYTES_MIN: usize = 1 << 24;
@@ -80,16 +77,13 @@ impl Arena {
         })
     }
 
-    /// Zeroed memory for `num_bytes`, reserved, so that touching it cannot fail; in huge pages, if it is no small part of one.
+    /// Zeroed memory for `num_bytes`, reserved, so that touching it cannot fail.
     pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
         let len = num_bytes.max(1).checked_next_multiple_of(page_size()).ok_or(io::ErrorKind::OutOfMemory)?;
         let range = self.take(len).ok_or(io::ErrorKind::OutOfMemory)?;
         if let Some(Err(error)) = self.memory.as_ref().map(|memory| reserve(memory, range.clone())) {
             self.give_back(range);
             return Err(error);
-        }
-        if self.memory.is_some() && len >= HUGE_BYTES_MIN {
-            self.mapping.make_huge(range.start, range.len());
         }
         Ok(Region { arena: Arc::clone(self), range, returns: true })
     }
@@ -116,19 +110,14 @@ impl Arena {
         &self.mapping
     }
 
-    /// The first free range of so many bytes, which begins with a huge page if it is as long as one.
     fn take(&self, len: usize) -> Option<Range<usize>> {
-        let alignment = if len < HUGE_PAGE { page_size() } else { HUGE_PAGE };
         let mut free = self.free.lock().expect("no thread panics while it holds the list");
-        let place = |range: &Range<usize>| {
-            let start = range.start.checked_next_multiple_of(alignment)?;
-            Some(start..start.checked_add(len).filter(|end| *end <= range.end)?)
-        };
-        let (index, taken) =
-            free.iter().enumerate().find_map(|(index, range)| Some((index, place(range)?)))?;
-        let Range { start, end } = free[index];
-        let rest = [start..taken.start, taken.end..end].into_iter().filter(|range| !range.is_empty());
-        free.splice(index..=index, rest);
+        let index = free.iter().position(|range| range.len() >= len)?;
+        let taken = free[index].start..free[index].start + len;
+        free[index].start = taken.end;
+        if free[index].is_empty() {
+            free.remove(index);
+        }
         Some(taken)
     }
 
@@ -236,25 +225,6 @@ mod tests {
         let third = arena.allocate(8000).expect("memory");
         assert_eq!(third.offset(), place);
         assert!(third.bytes().iter().all(|&byte| byte == 0));
-    }
-
-    #[test]
-    fn what_lies_in_one_huge_page_stays_as_it_is() {
-        let arena = Arena::new(2).expect("an arena");
-        let fill = |len: usize, value| {
-            let mut region = arena.allocate(len).expect("memory");
-            assert!(region.bytes().iter().all(|&byte| byte == 0));
-            region.bytes_mut().fill(value);
-            region
-        };
-        let (small, long, last) = (fill(HUGE_PAGE / 4, 1), fill(HUGE_PAGE + 5000, 2), fill(HUGE_PAGE / 2, 3));
-        assert!(long.offset().is_multiple_of(HUGE_PAGE) && last.offset() < HUGE_PAGE);
-        drop(small);
-        let again = fill(HUGE_PAGE / 4, 4);
-        assert_eq!(again.offset(), 0);
-        for (region, value) in [(again, 4), (long, 2), (last, 3)] {
-            assert!(region.bytes().iter().all(|&byte| byte == value));
-        }
     }
 
     #[test]
