@@ -1,9 +1,9 @@
-//! Points in the work of devices, and host memory that a device works with until one of them.
+//! Points in the work of devices and groups, and host memory that one of them works with until such a point.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// A point in a device's work. It is done when everything that was issued before it has run.
+/// A point in the work of a device, or of a group. It is done when everything that was issued before it has run.
 ///
 /// Clones are one event. An event of a device that works while it is called is always done, and costs nothing.
 #[derive(Clone, Default)]
@@ -28,17 +28,20 @@ impl Event {
     /// # Panics
     /// If something that was issued before it has failed.
     pub fn wait(&self) {
-        let Some(latch) = &self.0 else { return };
+        self.outcome().unwrap_or_else(|cause| panic!("{cause}"));
+    }
+
+    /// Waits until it is done.
+    ///
+    /// # Errors
+    /// The cause, if something that was issued before it has failed.
+    pub fn outcome(&self) -> Result<(), String> {
+        let Some(latch) = &self.0 else { return Ok(()) };
         self.demand();
         let mut state = latch.lock();
         loop {
             match &state.outcome {
-                Some(Ok(())) => return,
-                Some(Err(cause)) => {
-                    let cause = cause.clone();
-                    drop(state);
-                    panic!("{cause}");
-                }
+                Some(outcome) => return outcome.clone(),
                 None => state = latch.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }

@@ -1,7 +1,7 @@
-use crate::{Buffer, CommError, Element, Group, Work};
+use crate::{Buffer, CommError, Element, Group, Outcome, Work};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
-use trireme_base::ReduceOp;
+use trireme_base::{Pending, ReduceOp};
 
 /// Reduces many short vectors together, as few long ones: tensor fusion (Sergeev, Del Balso, "Horovod: fast and easy
 /// distributed deep learning in TensorFlow", 2018, section 5).
@@ -227,6 +227,14 @@ impl<T: Element> FusedWork<T> {
         match self.part {
             Part::Alone(work) => work.wait(),
             Part::OfBatch { fusion, batch, range, vector } => fusion.finish(&batch, range, vector),
+        }
+    }
+
+    /// As [`Work::into_pending`]. A vector of a batch is waited for here and now, because the host copies it.
+    pub fn into_pending(self, len: usize) -> (Pending<Buffer<T>>, Outcome) {
+        match self.part {
+            Part::Alone(work) => work.into_pending(len),
+            part @ Part::OfBatch { .. } => Work::ready(FusedWork { part }.wait()).into_pending(len),
         }
     }
 }

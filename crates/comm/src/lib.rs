@@ -73,5 +73,5 @@ pub use recorder::{
 pub use secret::Secret;
 pub use selection::Choice;
 pub use statistics::CommStatistics;
-pub use work::Work;
+pub use work::{Outcome, Work};
 pub use world::{inproc_world, inproc_world_on, inproc_world_with, join, single};

@@ -225,6 +225,32 @@ fn loom_a_failure_reaches_whoever_waits() {
 }
 
 #[test]
+fn loom_a_result_is_told_once_whoever_executes_the_operation() {
+    explore_both(|office| {
+        let (queue, serving, _) = serve(office, Some(1));
+        let told = Arc::new(Executed::default());
+        let [first, second, third] = [0, 1, 2].map(|number| submit(&queue, number));
+        for (number, ticket) in [first, second].into_iter().enumerate() {
+            let told = Arc::clone(&told);
+            ticket.tell(Box::new(move |result| {
+                assert_eq!(result.is_ok(), number == 0);
+                *told.num.lock().unwrap() += 1;
+                told.grown.notify_one();
+            }));
+        }
+        let waiting = thread::spawn(move || assert!(third.wait().is_err()));
+        let mut num_told = told.num.lock().unwrap();
+        while *num_told < 2 {
+            num_told = told.grown.wait(num_told).unwrap();
+        }
+        drop(num_told);
+        waiting.join().unwrap();
+        serving.join().unwrap();
+        assert_eq!(*told.num.lock().unwrap(), 2);
+    });
+}
+
+#[test]
 fn loom_an_end_at_once_reaches_whoever_waits() {
     explore_both(|office| {
         let (queue, serving, _) = serve(office, None);

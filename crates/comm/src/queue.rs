@@ -8,6 +8,7 @@ use super::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::engine::{Engine, Payload};
 use crate::messages::Office;
 use crate::recorder::{GroupRecorder, Issued};
+use crate::work::Tell;
 use crate::{CommError, CommStatistics, Operation};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -63,8 +64,17 @@ struct State {
 
 struct Slot {
     progress: Progress,
-    /// Nobody waits for the result.
-    abandoned: bool,
+    owner: Owner,
+}
+
+/// What becomes of the result of an operation.
+enum Owner {
+    /// Somebody waits for it, or will.
+    Waits,
+    /// Nobody wants it.
+    Gone,
+    /// It is told as soon as it is there.
+    Told(Tell<Payload>),
 }
 
 enum Progress {
@@ -83,7 +93,8 @@ enum Progress {
 /// A place in the queue, and the right to the result.
 pub(crate) struct Ticket {
     queue: Arc<Queue>,
-    slot: usize,
+    /// None once the result is told to somebody else.
+    slot: Option<usize>,
 }
 
 impl Queue {
@@ -135,7 +146,7 @@ impl Queue {
         if is_waiting {
             state.waiting.push_back(slot);
         }
-        Ticket { queue: Arc::clone(self), slot }
+        Ticket { queue: Arc::clone(self), slot: Some(slot) }
     }
 
     /// Executes operations until the queue is closed and empty, or has failed: the communication thread.
@@ -266,7 +277,7 @@ impl Queue {
 
 impl State {
     fn fill_slot(&mut self, progress: Progress) -> usize {
-        let filled = Slot { progress, abandoned: false };
+        let filled = Slot { progress, owner: Owner::Waits };
         if let Some(slot) = self.free.pop() {
             self.slots[slot] = filled;
             return slot;
@@ -281,9 +292,13 @@ impl State {
     }
 
     fn finish(&mut self, slot: usize, result: Result<Payload, CommError>) {
-        self.slots[slot].progress = Progress::Finished(result);
-        if self.slots[slot].abandoned {
-            self.release(slot);
+        match std::mem::replace(&mut self.slots[slot].owner, Owner::Waits) {
+            Owner::Waits => self.slots[slot].progress = Progress::Finished(result),
+            Owner::Gone => drop(self.release(slot)),
+            Owner::Told(tell) => {
+                self.release(slot);
+                tell(result);
+            }
         }
     }
 
@@ -319,15 +334,36 @@ impl Drop for AbortOnPanic<'_> {
 
 impl Ticket {
     pub(crate) fn is_done(&self) -> bool {
-        matches!(self.queue.lock().slots[self.slot].progress, Progress::Finished(_))
+        matches!(self.queue.lock().slots[self.slot()].progress, Progress::Finished(_))
+    }
+
+    fn slot(&self) -> usize {
+        self.slot.expect("a ticket whose result is told is gone")
+    }
+
+    /// Has the result told by the thread that executes the operation, which must not wait for this group meanwhile; at once
+    /// if it has ended.
+    pub(crate) fn tell(mut self, tell: Tell<Payload>) {
+        let mut state = self.queue.lock();
+        let slot = &mut state.slots[self.slot()];
+        if let Progress::Finished(_) = slot.progress {
+            let Progress::Finished(result) = slot.replace(Progress::Taken) else { unreachable!() };
+            drop(state);
+            return tell(result);
+        }
+        slot.owner = Owner::Told(tell);
+        drop(state);
+        self.slot = None;
+        // The issuer does not execute it.
+        self.queue.submitted.notify_one();
     }
 
     pub(crate) fn wait(self) -> Result<Payload, CommError> {
-        let queue = &self.queue;
+        let (queue, slot) = (&self.queue, self.slot());
         let _wait = queue.recorder.wait();
         let mut state = queue.lock();
         loop {
-            match &state.slots[self.slot].progress {
+            match &state.slots[slot].progress {
                 Progress::Finished(_) => break,
                 Progress::Waiting(..) if state.engine.is_some() => state = queue.execute_oldest(state, true),
                 _ => {
@@ -337,7 +373,7 @@ impl Ticket {
                 }
             }
         }
-        let Progress::Finished(result) = state.slots[self.slot].replace(Progress::Taken) else {
+        let Progress::Finished(result) = state.slots[slot].replace(Progress::Taken) else {
             unreachable!("the loop ends at a finished operation");
         };
         result
@@ -346,13 +382,14 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
+        let Some(slot) = self.slot else { return };
         let mut state = self.queue.lock();
-        if matches!(state.slots[self.slot].progress, Progress::Finished(_) | Progress::Taken) {
-            let result = state.release(self.slot);
+        if matches!(state.slots[slot].progress, Progress::Finished(_) | Progress::Taken) {
+            let result = state.release(slot);
             drop(state);
             drop(result);
         } else {
-            state.slots[self.slot].abandoned = true;
+            state.slots[slot].owner = Owner::Gone;
         }
     }
 }

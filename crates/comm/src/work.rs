@@ -1,9 +1,13 @@
-use crate::CommError;
 use crate::buffer::Storage;
 use crate::engine::Payload;
 use crate::messages::Receipt;
 use crate::queue::Ticket;
-use trireme_base::{Journal, JournalEntry};
+use crate::{Buffer, CommError, Element};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use trireme_base::{Event, Journal, JournalEntry, Latch, Pending};
+
+/// Is told what came of an operation, by the thread that executes it.
+pub(crate) type Tell<T> = Box<dyn FnOnce(Result<T, CommError>) + Send>;
 
 /// An operation that was issued and may not have ended; `wait` gives its result.
 ///
@@ -40,7 +44,7 @@ impl<T> Work<T> {
         Work { state: State::Dry { result, journal, number } }
     }
 
-    pub(crate) fn pending(ticket: Ticket, finish: fn(Payload) -> T) -> Self {
+    pub(crate) fn queued(ticket: Ticket, finish: fn(Payload) -> T) -> Self {
         Work { state: State::Pending { ticket, finish } }
     }
 
@@ -74,5 +78,61 @@ impl<T> Work<T> {
             State::Pending { ticket, .. } => ticket.is_done(),
             State::Message { receipt, .. } => receipt.is_done(),
         }
+    }
+}
+
+impl<T: Element> Work<Buffer<T>> {
+    /// The vector, of `len` elements, as memory that comes back at the operation's event, so that a device reads it without the
+    /// host; and what came of the operation, which the host asks for before it relies on anything that was made of the vector.
+    ///
+    /// The group's own threads execute the operation. After a failure the event is done all the same, and zeros are in the place
+    /// of the vector, whose memory peers may still work with.
+    pub fn into_pending(self, len: usize) -> (Pending<Buffer<T>>, Outcome) {
+        let (latch, place, failure) =
+            (Latch::new(|| ()), Arc::new(Mutex::new(None)), Arc::new(OnceLock::new()));
+        let pending = Pending::until(latch.event(), Arc::clone(&place));
+        let outcome = Outcome { event: latch.event(), failure: Arc::clone(&failure) };
+        let tell = move |result: Result<Buffer<T>, CommError>| {
+            let vector = result.or_else(|cause| {
+                let _ = failure.set(cause);
+                Buffer::private(len)
+            });
+            let event =
+                vector.map(|vector| *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(vector));
+            latch.complete(event.map_err(|cause| cause.to_string()));
+        };
+        match self.state {
+            State::Pending { ticket, finish } => {
+                ticket.tell(Box::new(move |result| tell(result.map(finish))))
+            }
+            State::Message { receipt, finish } => {
+                receipt.tell(Box::new(move |result| tell(result.map(finish))))
+            }
+            ended => tell(Work { state: ended }.wait().map(|mut vector| {
+                // Of a group of one rank, which did not touch it.
+                vector.wait();
+                vector
+            })),
+        }
+        (pending, outcome)
+    }
+}
+
+/// What came of an operation whose vector a device waits for.
+#[must_use = "an operation's failure is seen by waiting for its outcome"]
+pub struct Outcome {
+    event: Event,
+    failure: Arc<OnceLock<CommError>>,
+}
+
+impl Outcome {
+    /// Blocks until the operation has ended on this rank.
+    ///
+    /// # Errors
+    /// As [`Work::wait`].
+    pub fn wait(self) -> Result<(), CommError> {
+        // An event fails after the operation only.
+        let _ = self.event.outcome();
+        self.failure.get().map_or(Ok(()), |failure| Err(failure.clone()))
     }
 }

@@ -204,3 +204,43 @@ fn a_rank_whose_file_system_hangs_fails_with_the_others_and_ends() {
         assert!(!report_path(folder.path(), 0).exists() && report_path(folder.path(), 1).exists());
     }
 }
+
+/// A device waits for the vector, and the host for the outcome.
+#[test]
+fn a_vector_that_is_passed_on_comes_at_its_event_and_its_failure_with_the_outcome() {
+    for transport in TRANSPORTS {
+        on_ranks(transport, 2, &small_pieces(), |group| {
+            let peer = Rank(1 - group.rank().0);
+            let ones = |len| {
+                let mut vector: Buffer<f32> = zeros(&group, len);
+                vector.fill(1.0);
+                vector
+            };
+            for len in [1, 1000, 70_000] {
+                let works = [
+                    group.all_reduce(ones(len), ReduceOp::Sum),
+                    group.send(ones(len), peer),
+                    group.receive(zeros(&group, len), peer),
+                ];
+                let passed_on = works.map(|work| work.into_pending(len));
+                for ((vector, outcome), value) in passed_on.into_iter().zip([2.0, 1.0, 1.0]) {
+                    assert!(vector.wait().iter().all(|&element| element == value), "{transport}, {len}");
+                    outcome.wait().expect("nobody fails");
+                }
+            }
+            if group.rank() == Rank(1) {
+                return;
+            }
+            let works = [group.all_reduce(ones(1000), ReduceOp::Sum), group.receive(ones(1000), peer)];
+            let [sum, message] = works.map(|work| work.into_pending(1000));
+            let later = group.all_reduce(ones(1000), ReduceOp::Sum);
+            for (vector, outcome) in [sum, message] {
+                assert_eq!(vector.wait()[..], [0.0; 1000], "{transport}");
+                outcome.wait().expect_err("the peer has left");
+            }
+            let (vector, outcome) = later.into_pending(1000);
+            assert_eq!(vector.wait()[..], [0.0; 1000], "{transport}");
+            outcome.wait().expect_err("the group has failed");
+        });
+    }
+}

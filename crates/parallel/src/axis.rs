@@ -7,7 +7,7 @@ use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
+use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_tensor::tape::{AxisOps, ContextAxis, PendingExchange, TensorAxis};
 use trireme_tensor::{Category, Device, DeviceError, Tape, View, ViewMut};
@@ -36,7 +36,7 @@ impl UnitAxes {
         tape.with_axis(tensor).with_context(has_context.then_some(context))
     }
 
-    /// How long this rank has waited since the last call.
+    /// What this rank has waited since the last call.
     pub(crate) fn take_waiting(&self) -> Waiting {
         let mut waiting = Waiting::default();
         [&self.tensor, &self.ring, &self.heads]
@@ -66,6 +66,8 @@ struct Lane<T> {
 /// An exchange that was started.
 struct Started<T> {
     kind: ExchangeKind,
+    /// Elements of the vector.
+    len: usize,
     vector: Work<Buffer<T>>,
     /// What this rank sends of its own, where it receives another vector.
     sent: Option<Work<Buffer<T>>>,
@@ -124,7 +126,7 @@ impl<T: Stored> Lane<T> {
             ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
             ExchangeKind::AllToAll => group.all_to_all(own),
             ExchangeKind::Shift => {
-                let received = self.pool.take_buffer(len)?.wait();
+                let received = Buffer::pending(self.pool.take_buffer(len)?, len);
                 sent = Some(group.send(own, Rank((rank + 1) % degree)));
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
@@ -134,7 +136,7 @@ impl<T: Stored> Lane<T> {
             all.push(None);
             all.len() - 1
         });
-        all[number] = Some(Started { kind, vector, sent });
+        all[number] = Some(Started { kind, len, vector, sent });
         Ok(PendingExchange::new(number))
     }
 
@@ -146,17 +148,19 @@ impl<T: Stored> Lane<T> {
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner)[exchange.number()].take();
-        let Started { kind, vector, sent } = pending.expect("an exchange is finished once");
-        let vector = waiting.wait(vector)?;
-        // The result may replace what was sent.
-        if let Some(sent) = sent.map(|sent| waiting.wait(sent)).transpose()? {
-            self.pool.give_buffer(sent.len(), Pending::new(sent));
+        let Started { kind, len, vector, sent } = pending.expect("an exchange is finished once");
+        let vector = waiting.pass_on(vector, len, device)?;
+        if let Some(sent) = sent {
+            let sent = waiting.pass_on(sent, len, device)?;
+            // The result may replace what was sent.
+            device.wait_for(&sent.event());
+            self.pool.give_buffer(len, sent);
         }
         let start = match kind {
             ExchangeKind::ReduceScatter => self.place().rank * result.shape().num_elements(),
             _ => 0,
         };
-        self.pool.receive(device, (vector, start), result);
+        self.pool.receive(device, (vector, len), start, result);
         Ok(())
     }
 }

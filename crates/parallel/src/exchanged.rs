@@ -2,7 +2,7 @@
 
 use crate::error::ParallelError;
 use crate::stored::Stored;
-use crate::waiting::Waiting;
+use crate::waiting::{Waiting, here};
 use std::fmt;
 use std::ops::Range;
 use trireme_base::Pending;
@@ -35,6 +35,8 @@ impl DevicePart {
 /// A vector that is being exchanged.
 pub(crate) struct Exchanging<T> {
     work: FusedWork<T>,
+    /// Elements of the group's memory.
+    len: usize,
     part: DevicePart,
 }
 
@@ -108,7 +110,7 @@ impl<T: Stored> Exchanged<T> {
             return (buffer.wait(), DevicePart { own: None, arriving });
         };
         let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());
-        let len = if has_buffer { own.shape().num_elements() } else { 0 };
+        let (len, arriving) = if has_buffer { (own.shape().num_elements(), arriving) } else { (0, 0..0) };
         if has_buffer && !leaving.is_empty() {
             let part = own.view().part(leaving.start, [leaving.len()].into());
             device.download_later(part, &mut buffer, leaving.start * size_of::<T>());
@@ -118,12 +120,9 @@ impl<T: Stored> Exchanged<T> {
 
     /// Takes the vector back from a group. Kernels that are issued from now on read what has come.
     #[track_caller]
-    pub(crate) fn arrive(mut buffer: Buffer<T>, part: DevicePart, device: &Device) -> Self {
+    pub(crate) fn arrive(mut buffer: Pending<Buffer<T>>, part: DevicePart, device: &Device) -> Self {
         let DevicePart { mut own, arriving } = part;
-        buffer.wait();
-        let is_read = !buffer.is_empty() && !arriving.is_empty();
-        let mut buffer = Pending::new(buffer);
-        if let Some(own) = own.as_mut().filter(|_| is_read) {
+        if let Some(own) = own.as_mut().filter(|_| !arriving.is_empty()) {
             let part = own.view_mut().into_part(arriving.start, [arriving.len()].into());
             device.upload_later(&mut buffer, arriving.start * size_of::<T>(), part);
             device.wait_for(&buffer.event());
@@ -140,7 +139,8 @@ impl<T: Stored> Exchanged<T> {
         start: impl FnOnce(Buffer<T>) -> W,
     ) -> Exchanging<T> {
         let (buffer, part) = self.leave(device, leaving, arriving);
-        Exchanging { work: start(buffer).into(), part }
+        let len = buffer.len();
+        Exchanging { work: start(buffer).into(), len, part }
     }
 
     /// The elements on the host, after the kernels that were issued so far.
@@ -176,11 +176,16 @@ impl<T: Stored> Exchanging<T> {
         Ok((buffer, DevicePart { arriving: 0..0, ..self.part }))
     }
 
-    /// Waits for the exchange, and takes the vector back.
+    /// Takes the vector back for kernels, which read it after the exchange.
     #[track_caller]
     pub(crate) fn wait(self, device: &Device, waiting: &mut Waiting) -> Result<Exchanged<T>, ParallelError> {
-        let buffer = waiting.wait_fused(self.work)?;
-        Ok(Exchanged::arrive(buffer, self.part, device))
+        let Exchanging { work, len, part } = self;
+        Ok(Exchanged::arrive(waiting.pass_on(work, len, device)?, part, device))
+    }
+
+    /// Waits for the exchange of a vector of the [host](Exchanged::new_for_host), and takes it back.
+    pub(crate) fn wait_for_host(self, waiting: &mut Waiting) -> Result<Exchanged<T>, ParallelError> {
+        Ok(Exchanged { buffer: here(waiting.wait_fused(self.work)?), own: self.part.own })
     }
 }
 

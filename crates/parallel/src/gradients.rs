@@ -253,8 +253,13 @@ impl Gradients {
         Ok(())
     }
 
-    /// Waits for every reduction; how long this rank has waited for gradients in this step.
-    pub(crate) fn wait(&mut self) -> Result<Waiting, ParallelError> {
+    /// What this rank has waited for gradients since the last call.
+    pub(crate) fn take_waiting(&mut self) -> Waiting {
+        std::mem::take(&mut self.waiting)
+    }
+
+    /// Waits for every reduction.
+    pub(crate) fn wait(&mut self) -> Result<(), ParallelError> {
         while !self.under_way.is_empty() {
             self.finish_first()?;
         }
@@ -264,7 +269,7 @@ impl Gradients {
         let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
         shards.try_for_each(|shard| shard.wait(&mut self.waiting))?;
         self.units.iter_mut().for_each(|state| state.is_finished = true);
-        Ok(std::mem::take(&mut self.waiting))
+        Ok(())
     }
 
     /// Waits for the sum of one unit ahead of the others.

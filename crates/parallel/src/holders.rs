@@ -7,7 +7,8 @@ use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use trireme_base::{Pending, Rank, ReduceOp};
+use trireme_base::{Rank, ReduceOp};
+use trireme_comm::Buffer;
 use trireme_model::Rehearsal;
 use trireme_tensor::{Category, Device, ParameterTable, ViewMut};
 
@@ -88,8 +89,9 @@ impl<T: Stored> Holders<T> {
         for Run { range, pool } in &self.units[unit] {
             let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
             let buffer = pool.send(device, (terms.reborrow().as_view(), 0), range.len())?;
-            let buffer = waiting.wait(pool.group().all_reduce(buffer, ReduceOp::Sum))?;
-            pool.receive(device, (buffer, 0), terms);
+            let buffer =
+                waiting.pass_on(pool.group().all_reduce(buffer, ReduceOp::Sum), range.len(), device)?;
+            pool.receive(device, (buffer, range.len()), 0, terms);
         }
         Ok(())
     }
@@ -113,12 +115,12 @@ impl<T: Stored> Holders<T> {
             let is_first = group.rank() == Rank::ROOT;
             let buffer = match is_first {
                 true => pool.send(device, (own.reborrow().as_view(), 0), len)?,
-                false => pool.take_buffer(len)?.wait(),
+                false => Buffer::pending(pool.take_buffer(len)?, len),
             };
-            let buffer = waiting.wait(group.broadcast(buffer, Rank::ROOT))?;
+            let buffer = waiting.pass_on(group.broadcast(buffer, Rank::ROOT), len, device)?;
             match is_first {
-                true => pool.give_buffer(len, Pending::new(buffer)),
-                false => pool.receive(device, (buffer, 0), own),
+                true => pool.give_buffer(len, buffer),
+                false => pool.receive(device, (buffer, len), 0, own),
             }
         }
         Ok(())

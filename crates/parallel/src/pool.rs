@@ -85,10 +85,13 @@ impl<T: Stored> Pool<T> {
         Ok(Pending::new(self.group.buffer::<T>(len)?))
     }
 
-    /// A vector of what a group has brought into memory of this pool.
+    /// A vector of what a group brings into memory of this pool for `len` elements.
     #[track_caller]
-    pub(crate) fn adopt(&self, buffer: Buffer<T>) -> Result<Exchanged<T>, ParallelError> {
-        let len = buffer.len();
+    pub(crate) fn adopt(
+        &self,
+        buffer: Pending<Buffer<T>>,
+        len: usize,
+    ) -> Result<Exchanged<T>, ParallelError> {
         let part = DevicePart::new(self.take_own(len)?, 0..len);
         Ok(Exchanged::arrive(buffer, part, self.device()))
     }
@@ -106,13 +109,16 @@ impl<T: Stored> Pool<T> {
         Ok(Buffer::pending(buffer, len))
     }
 
-    /// Brings what a group has exchanged, from element `at` on, to `result`, where kernels that are issued from now on read it; the memory of
-    /// the group is given back.
+    /// Brings what a group exchanges in memory for `len` elements, from element `at` on, to `result`, where kernels that are issued from now
+    /// on read it; the memory of the group is given back.
     #[track_caller]
-    pub(crate) fn receive(&self, device: &Device, (mut buffer, at): (Buffer<T>, usize), result: ViewMut<'_>) {
-        buffer.wait();
-        let len = buffer.len();
-        let mut buffer = Pending::new(buffer);
+    pub(crate) fn receive(
+        &self,
+        device: &Device,
+        (mut buffer, len): (Pending<Buffer<T>>, usize),
+        at: usize,
+        result: ViewMut<'_>,
+    ) {
         device.upload_later(&mut buffer, at * size_of::<T>(), result);
         device.wait_for(&buffer.event());
         self.give_buffer(len, buffer);

@@ -167,6 +167,20 @@ fn run(
     backend: Backend,
     sites: &Mutex<BTreeSet<WaitSite>>,
 ) -> Vec<Vec<u64>> {
+    run_on(model, case, backend, |executor| {
+        let found = train(executor, model, case);
+        sites.lock().unwrap().extend(executor.device().wait_sites());
+        found
+    })
+}
+
+/// What `rank` returns on each.
+fn run_on<T: Send>(
+    model: &ModelConfig,
+    case: &Case<'_>,
+    backend: Backend,
+    rank: impl Fn(&mut Executor) -> T + Sync,
+) -> Vec<T> {
     let Layout { pipeline, tensor, context, .. } = case.layout;
     let degree = tensor * context.0 * pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let accumulation = case.num_microbatches * degree / case.hosts.len();
@@ -174,10 +188,7 @@ fn run(
     run_ranks_on(case.hosts, |group| {
         let build = |device: &Device, table| model.build_into(table, SHAPE.1, device);
         let specs = token_specs(SHAPE.0, SHAPE.1);
-        let mut executor = laid_out_model((&build, &specs), group, 1, accumulation, &layout);
-        let found = train(&mut executor, model, case);
-        sites.lock().unwrap().extend(executor.device().wait_sites());
-        found
+        rank(&mut laid_out_model((&build, &specs), group, 1, accumulation, &layout))
     })
 }
 
@@ -198,6 +209,42 @@ fn every_order_of_kernels_and_copies_gives_the_bits_of_the_cpu() {
         let expected = run(&model, &case, Backend::Cpu, &sites);
         for seed in seeds() {
             assert!(run(&model, &case, detached(seed), &sites) == expected, "{}, seed {seed}", case.name);
+        }
+    }
+}
+
+/// Kernels wait for what others send, and not the host, which hears of a failure all the same before anything is updated.
+#[test]
+fn a_peer_that_leaves_is_an_error_of_the_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = model();
+    let cases = cases(folder.path());
+    for case in cases.iter().filter(|case| case.hosts.len() > 1) {
+        let (state, num_shards) = (&case.layout.state, case.layout.num_shards);
+        let is_on_device = StateClass::ALL.iter().all(|&class| !state.moves(class));
+        // Of shards in the place of whole parameters none are at hand that have not come.
+        let is_at_hand = is_on_device && (num_shards == 1 || state.is_sharded(StateClass::Parameters));
+        for seed in 0..8 {
+            run_on(&model, case, detached(seed), |executor| {
+                let is_last = executor.group().rank().0 + 1 == case.hosts.len();
+                let weights = |executor: &Executor| {
+                    let device = executor.shard_device();
+                    let unit = |unit| device.read::<u8>(executor.shard(unit).as_bytes());
+                    (0..executor.model().num_units()).filter(|_| is_at_hand).map(unit).collect::<Vec<_>>()
+                };
+                let step = |executor: &mut Executor, step| {
+                    let batches = batches(executor, &model, case.num_microbatches, step);
+                    let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+                    executor.run(plan, &mut batches.into_iter())
+                };
+                step(executor, 1).unwrap();
+                if is_last {
+                    return;
+                }
+                let before = weights(executor);
+                step(executor, 2).expect_err("a rank has left");
+                assert!(weights(executor) == before, "{}, seed {seed}", case.name);
+            });
         }
     }
 }

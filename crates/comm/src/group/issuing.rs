@@ -27,7 +27,7 @@ impl Group {
         blocks[self.rank.0] = mine.to_vec();
         let Some(executor) = &self.executor else { return Work::ready(Ok(blocks)) };
         let ticket = executor.queue.submit(Operation::AllGatherBytes, Payload::Blocks(blocks));
-        Work::pending(ticket, |payload| match payload {
+        Work::queued(ticket, |payload| match payload {
             Payload::Blocks(blocks) => blocks,
             _ => unreachable!("an operation gives back the payload it took"),
         })
@@ -39,7 +39,7 @@ impl Group {
     /// From the work: whatever ends a group.
     pub fn barrier(&self) -> Work<()> {
         let Some(executor) = &self.executor else { return self.dry_work(Operation::Barrier, ()) };
-        Work::pending(executor.queue.submit(Operation::Barrier, Payload::Nothing), |_| ())
+        Work::queued(executor.queue.submit(Operation::Barrier, Payload::Nothing), |_| ())
     }
 
     /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages from
@@ -112,7 +112,7 @@ impl Group {
     pub(crate) fn issue<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
         let Some(executor) = &self.executor else { return self.dry_work(operation, buffer) };
         let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));
-        Work::pending(ticket, |payload| match payload {
+        Work::queued(ticket, |payload| match payload {
             Payload::Vector(storage) => Buffer::from_storage(storage),
             _ => unreachable!("an operation gives back the payload it took"),
         })
@@ -133,7 +133,7 @@ impl Group {
         };
         let payload = Payload::Pair { input: input.into_storage(), output: output.into_storage() };
         let ticket = executor.queue.submit(operation, payload);
-        Work::pending(ticket, |payload| match payload {
+        Work::queued(ticket, |payload| match payload {
             Payload::Pair { input, output } => (Buffer::from_storage(input), Buffer::from_storage(output)),
             _ => unreachable!("an operation gives back the payload it took"),
         })
@@ -155,7 +155,7 @@ impl Group {
         let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
         let payload = Payload::Variable { input: input.into_storage(), output: output.into_storage(), lens };
         let ticket = executor.queue.submit(operation, payload);
-        Work::pending(ticket, |payload| match payload {
+        Work::queued(ticket, |payload| match payload {
             Payload::Variable { input, output, .. } => {
                 (Buffer::from_storage(input), Buffer::from_storage(output))
             }

@@ -9,6 +9,7 @@ mod courier;
 use crate::buffer::Storage;
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::Link;
+use crate::work::Tell;
 use crate::{CommError, GroupOptions, Operation};
 use courier::{Courier, Parcel};
 use rustix::event::{EventfdFlags, eventfd};
@@ -64,6 +65,8 @@ enum Slot {
     Pending,
     /// Nobody waits for what comes of it.
     Abandoned,
+    /// What comes of it is told as soon as it is known.
+    Told(Tell<Storage>),
     Ended(Result<Storage, CommError>),
     /// The owner has it, and is about to free the slot.
     Taken,
@@ -72,7 +75,8 @@ enum Slot {
 /// The right to what comes of a message.
 pub(crate) struct Receipt {
     office: Arc<Office>,
-    slot: usize,
+    /// None once what comes of it is told to somebody else.
+    slot: Option<usize>,
 }
 
 impl Messenger {
@@ -145,7 +149,7 @@ impl Messenger {
             }
         }
         drop(state);
-        Receipt { office: Arc::clone(office), slot }
+        Receipt { office: Arc::clone(office), slot: Some(slot) }
     }
 
     /// Ends at once, whatever is pending.
@@ -291,13 +295,10 @@ impl State {
     fn exchange(&mut self, courier: &mut Courier) {
         self.submitted.drain(..).for_each(|parcel| courier.take(parcel));
         for (slot, storage) in courier.ended.drain(..) {
-            match self.slots[slot] {
-                Slot::Abandoned => self.release(slot),
-                Slot::Pending => self.slots[slot] = Slot::Ended(Ok(storage)),
-                // The group has failed meanwhile, and this message with it.
-                Slot::Free | Slot::Ended(_) | Slot::Taken => continue,
+            // The group may have failed meanwhile, and this message with it.
+            if self.end(slot, Ok(storage)) {
+                self.num_pending -= 1;
             }
-            self.num_pending -= 1;
         }
     }
 
@@ -307,12 +308,23 @@ impl State {
         self.submitted.clear();
         self.num_pending = 0;
         for slot in 0..self.slots.len() {
-            match self.slots[slot] {
-                Slot::Pending => self.slots[slot] = Slot::Ended(Err(failure.clone())),
-                Slot::Abandoned => self.release(slot),
-                Slot::Free | Slot::Ended(_) | Slot::Taken => {}
+            self.end(slot, Err(failure.clone()));
+        }
+    }
+
+    /// Passes on what has come of a message; whether that was not known.
+    fn end(&mut self, slot: usize, result: Result<Storage, CommError>) -> bool {
+        match &mut self.slots[slot] {
+            Slot::Free | Slot::Ended(_) | Slot::Taken => return false,
+            Slot::Abandoned => self.release(slot),
+            pending @ Slot::Pending => *pending = Slot::Ended(result),
+            told @ Slot::Told(_) => {
+                let Slot::Told(tell) = std::mem::replace(told, Slot::Taken) else { unreachable!() };
+                self.release(slot);
+                tell(result);
             }
         }
+        true
     }
 
     fn release(&mut self, slot: usize) {
@@ -323,12 +335,34 @@ impl State {
 
 impl Receipt {
     pub(crate) fn is_done(&self) -> bool {
-        matches!(self.office.lock().slots[self.slot], Slot::Ended(_))
+        matches!(self.office.lock().slots[self.slot()], Slot::Ended(_))
+    }
+
+    fn slot(&self) -> usize {
+        self.slot.expect("a receipt whose result is told is gone")
+    }
+
+    /// Has what comes of the message told by the thread that moves it, which must not wait for this group meanwhile; at once if
+    /// it is known.
+    pub(crate) fn tell(mut self, tell: Tell<Storage>) {
+        let mut state = self.office.lock();
+        let slot = &mut state.slots[self.slot()];
+        if let Slot::Pending = slot {
+            *slot = Slot::Told(tell);
+            drop(state);
+            self.slot = None;
+            return;
+        }
+        let Slot::Ended(result) = std::mem::replace(slot, Slot::Taken) else {
+            unreachable!("a message that has its receipt is pending, or has ended")
+        };
+        drop(state);
+        tell(result);
     }
 
     pub(crate) fn wait(self) -> Result<Storage, CommError> {
-        let office = &self.office;
-        let is_done = |state: &State| matches!(state.slots[self.slot], Slot::Ended(_));
+        let (office, slot) = (&self.office, self.slot());
+        let is_done = |state: &State| matches!(state.slots[slot], Slot::Ended(_));
         let mut state = office.lock();
         state.num_waiting += 1;
         while !is_done(&state) {
@@ -345,7 +379,7 @@ impl Receipt {
         if state.num_waiting == 0 && state.num_pending > 0 {
             office.submitted.notify_one();
         }
-        match std::mem::replace(&mut state.slots[self.slot], Slot::Taken) {
+        match std::mem::replace(&mut state.slots[slot], Slot::Taken) {
             Slot::Ended(result) => result,
             _ => unreachable!("the loop ends when the message has"),
         }
@@ -354,10 +388,11 @@ impl Receipt {
 
 impl Drop for Receipt {
     fn drop(&mut self) {
+        let Some(slot) = self.slot else { return };
         let mut state = self.office.lock();
-        match state.slots[self.slot] {
-            Slot::Ended(_) | Slot::Taken => state.release(self.slot),
-            _ => state.slots[self.slot] = Slot::Abandoned,
+        match state.slots[slot] {
+            Slot::Ended(_) | Slot::Taken => state.release(slot),
+            _ => state.slots[slot] = Slot::Abandoned,
         }
     }
 }

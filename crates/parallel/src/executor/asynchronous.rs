@@ -139,7 +139,11 @@ impl Executor {
 
     /// Waits for the reductions of this rank, and judges what they have come to: how to update by them.
     fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<StepSettings, ParallelError> {
-        let mut waiting = self.gradients.wait()?;
+        self.gather_waiting();
+        let waited = self.waiting.total();
+        self.gradients.wait()?;
+        self.settle()?;
+        let mut waiting = std::mem::take(&mut self.waiting);
         let mut found = None;
         if plan.grad_norm != GradNorm::Off {
             let norm = self.sum_of_squares(false, &mut waiting)?.sqrt() * self.grad_scale();
@@ -150,8 +154,8 @@ impl Executor {
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
             found = Some(norm);
         }
-        self.timeline.has_waited(waiting.total());
-        self.waiting.add(waiting);
+        self.timeline.has_waited(waiting.total() - waited);
+        self.waiting = waiting;
         Ok(self.settings_by(plan, self.grad_scale(), found))
     }
 
@@ -161,8 +165,9 @@ impl Executor {
         plans: &[StepPlan],
         outcomes: &mut Vec<StepOutcome>,
     ) -> Result<(), ParallelError> {
+        self.messages.finish_until(0, &mut self.waiting)?;
+        self.settle()?;
         let mut waiting = std::mem::take(&mut self.waiting);
-        self.messages.finish_until(0, &mut waiting)?;
         let Executor { updates, means, ranks, loss_scaler, .. } = self;
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;

@@ -121,6 +121,18 @@ impl Executor {
         self.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 
+    /// Waits for all operations whose vectors were passed on to kernels: what these make from now on may outlast the step.
+    pub(super) fn settle(&mut self) -> Result<(), ParallelError> {
+        self.gather_waiting();
+        Ok(self.waiting.settle()?)
+    }
+
+    /// Takes in what gradients and axes have waited.
+    pub(super) fn gather_waiting(&mut self) {
+        self.waiting.add(self.gradients.take_waiting());
+        self.waiting.add(self.axes.take_waiting());
+    }
+
     /// Sums the squares of this rank's part of a unit's gradient.
     pub(super) fn square(&mut self, unit: usize) -> Result<(), ParallelError> {
         let device = self.gradients.reduced_device(unit);
@@ -130,10 +142,10 @@ impl Executor {
 
     /// Waits for all reductions; the mean loss over the global batch, and how long this rank has waited in this step.
     fn finish_reductions(&mut self) -> Result<(f64, Waiting), ParallelError> {
-        let mut waiting = self.gradients.wait()?;
-        waiting.add(std::mem::take(&mut self.waiting));
-        waiting.add(self.axes.take_waiting());
-        self.messages.finish_until(0, &mut waiting)?;
+        self.gradients.wait()?;
+        self.messages.finish_until(0, &mut self.waiting)?;
+        self.settle()?;
+        let mut waiting = std::mem::take(&mut self.waiting);
         let loss = self.means.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.fp8 {
             fp8.advance(&self.device, self.ranks.world(), &mut waiting)?;

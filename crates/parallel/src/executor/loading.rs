@@ -2,7 +2,6 @@
 
 use super::Executor;
 use crate::error::ParallelError;
-use crate::waiting::Waiting;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -56,8 +55,9 @@ impl Executor {
         }
         let class = self.class_of_weights();
         self.for_each_held(class, false, |executor, unit| executor.parameters.unshard(unit))?;
-        let mut waiting = Waiting::default();
-        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))?;
+        let Executor { model, parameters, waiting, .. } = &mut *self;
+        (0..model.num_units()).try_for_each(|unit| parameters.ensure(unit, waiting))?;
+        self.settle()?;
         self.exchange_copies()
     }
 

@@ -173,7 +173,7 @@ impl Means {
             self.send();
         }
         let under_way = self.under_way.take().expect("the reports were sent");
-        let mut gathered = under_way.wait(&self.device, waiting)?;
+        let mut gathered = under_way.wait_for_host(waiting)?;
         let reports = gathered.host_elements();
         self.losses.fill(0.0);
         self.metrics.fill(RowMean::default());

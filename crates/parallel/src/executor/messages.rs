@@ -21,7 +21,13 @@ pub(super) struct Messages {
     pool: Pool<f32>,
     sent: VecDeque<Work<Buffer<f32>>>,
     /// What begins to come, by kind and microbatch, until its pass takes it: activations, gradients and parts of a tied gradient.
-    coming: [Vec<Option<Work<Buffer<f32>>>>; 3],
+    coming: [Vec<Option<Coming>>; 3],
+}
+
+/// A message of so many elements that comes.
+struct Coming {
+    work: Work<Buffer<f32>>,
+    len: usize,
 }
 
 impl Messages {
@@ -89,21 +95,20 @@ impl Messages {
     }
 
     /// Starts to receive `len` elements.
-    fn receive(&self, len: usize, from: usize) -> Result<Work<Buffer<f32>>, ParallelError> {
+    fn receive(&self, len: usize, from: usize) -> Result<Coming, ParallelError> {
         let buffer = Buffer::pending(self.pool.take_buffer(len)?, len);
-        Ok(self.pool.group().receive(buffer, Rank(from)))
+        Ok(Coming { work: self.pool.group().receive(buffer, Rank(from)), len })
     }
 
-    /// Waits for a message, and copies its tensors to the device.
+    /// Copies the tensors of a message to the device when it has come.
     fn arrived(
         &self,
-        work: Work<Buffer<f32>>,
+        Coming { work, len }: Coming,
         specs: impl Iterator<Item = TensorSpec>,
         device: &Device,
         waiting: &mut Waiting,
     ) -> Result<Bundle<Tensor>, ParallelError> {
-        let buffer = waiting.wait(work)?;
-        let (len, mut buffer) = (buffer.len(), Pending::new(buffer));
+        let mut buffer = waiting.pass_on(work, len, device)?;
         let (mut tensors, mut first) = (Bundle::new(), 0);
         for spec in specs {
             let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
@@ -165,8 +170,8 @@ impl Executor {
     /// Receives the parameters of which this rank has a copy.
     fn receive_copy(&mut self, from: usize) -> Result<(), ParallelError> {
         let Executor { messages, parameters, device, waiting, .. } = self;
-        let work = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
-        let buffer = waiting.wait(work)?;
+        let coming = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
+        let buffer = waiting.wait(coming.work)?;
         device.upload(&buffer, parameters.copy_mut());
         messages.pool.give_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
@@ -195,16 +200,17 @@ impl Executor {
             _ => None,
         };
         if let Some((kind, unit)) = expected.filter(|(_, unit)| !outline.holds(*unit)) {
-            let work =
+            let coming =
                 messages.coming[kind as usize][microbatch].take().expect("a valid program receives it");
             let specs = in_flight.carried(Message { kind, unit, microbatch }, rehearsal);
-            *in_flight.passing(kind, microbatch) = Some(messages.arrived(work, specs, device, waiting)?);
+            *in_flight.passing(kind, microbatch) = Some(messages.arrived(coming, specs, device, waiting)?);
         }
         if let Some((unit, _)) = action.completed_gradient()
             && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
-            && let Some(work) = messages.coming[MessageKind::TiedGradient as usize][microbatch].take()
+            && let Some(coming) = messages.coming[MessageKind::TiedGradient as usize][microbatch].take()
         {
-            tied.put(microbatch, messages.pool.adopt(waiting.wait(work)?)?);
+            let (Coming { work, len }, pool) = (coming, &messages.pool);
+            tied.put(microbatch, pool.adopt(waiting.pass_on(work, len, device)?, len)?);
         }
         Ok(())
     }

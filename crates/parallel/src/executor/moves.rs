@@ -4,7 +4,6 @@ use super::Executor;
 use super::passes::Kept;
 use crate::error::ParallelError;
 use crate::offload::{Memory, Movable, Offloaded, try_each};
-use crate::waiting::Waiting;
 use trireme_schedule::{Action, Keep, StateClass, StateOf};
 
 fn of_unit(class: StateClass, unit: usize) -> StateOf {
@@ -142,7 +141,8 @@ impl Executor {
     /// Brings a unit's state of a class into memory, if it lives elsewhere. [`send_state`](Executor::send_state) comes after.
     pub fn bring_state(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
         // What the last update has made may still be on its way to the others.
-        self.parameters.ensure(unit, &mut Waiting::default())?;
+        self.parameters.ensure(unit, &mut self.waiting)?;
+        self.settle()?;
         self.restore(of_unit(class, unit))
     }
 

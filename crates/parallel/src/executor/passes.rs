@@ -381,7 +381,8 @@ impl Executor {
                 self.await_state(action)?;
             }
         }
-        self.messages.finish_until(0, &mut self.waiting)
+        self.messages.finish_until(0, &mut self.waiting)?;
+        self.settle()
     }
 
     fn new_tape(&self, recording: Recording) -> Tape {

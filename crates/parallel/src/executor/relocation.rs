@@ -15,7 +15,6 @@ use crate::exchange::ShardExchange;
 use crate::gradients::Gradients;
 use crate::offload::Offloaded;
 use crate::placement::Placements;
-use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
@@ -55,8 +54,9 @@ impl Executor {
         assert!(self.updates.is_none(), "a pipeline that does not drain has other bits with each cut");
         for unit in 0..self.model.num_units() {
             // What the last update has made may still be on its way to the other shards.
-            self.parameters.ensure(unit, &mut Waiting::default())?;
+            self.parameters.ensure(unit, &mut self.waiting)?;
         }
+        self.settle()?;
         let before = std::mem::replace(&mut self.program, program).outline;
         self.renew_step_memory()?;
         self.move_units(&before)?;
