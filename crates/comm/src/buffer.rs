@@ -6,6 +6,16 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use trireme_base::{Event, HostMemory, Pending};
 
+/// The pages in which memory lies that ranks share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pages {
+    /// Those of the system, of 4 KiB: a process maps what it touches.
+    Small,
+    /// Huge ones of 2 MiB, where the system has them: a process that touches a byte maps the whole page, but long vectors that are
+    /// exchanged many times in a step take less time, for their pages are found in caches.
+    Huge,
+}
+
 /// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its
 /// [`Work`](crate::Work) gives it back.
 ///
@@ -120,7 +130,7 @@ pub(crate) enum Memory {
 /// Memory that comes back at an event.
 pub(crate) struct PendingMemory {
     event: Event,
-    wait: Box<dyn FnOnce() -> Storage + Send>,
+    wait: Box<dyn FnOnce() -> Storage + Send + Sync>,
 }
 
 /// The unit and alignment of heap memory.

@@ -5,12 +5,14 @@ use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
+use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Rank, ReduceOp};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, HostMemory, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_tensor::tape::{AxisOps, ContextAxis, PendingExchange, TensorAxis};
-use trireme_tensor::{Category, Device, DeviceError, Tape, View, ViewMut};
+use trireme_tensor::{Category, Device, DeviceError, LentMemory, Shape, Tape, Tensor, View, ViewMut};
 
 /// The axes of units.
 pub(crate) struct UnitAxes {
@@ -56,9 +58,78 @@ pub(crate) struct GroupAxis {
     waiting: Mutex<Waiting>,
 }
 
+/// Memory of a group in which a tensor lies until it is dropped.
+struct OnLoan<T> {
+    /// None once an exchange has it.
+    buffer: Option<Buffer<T>>,
+    /// The elements that are the tensor's.
+    range: Range<usize>,
+    /// Where it comes from; none while it is there.
+    home: Option<Home<T>>,
+}
+
+/// Where memory that is lent to tensors comes from.
+#[derive(Clone)]
+struct Home<T> {
+    pool: Pool<T>,
+    /// What is not lent has no buffer: steps allocate nothing.
+    spare: Arc<Mutex<Vec<Box<OnLoan<T>>>>>,
+}
+
+impl<T: Stored> Home<T> {
+    fn spare(&self) -> MutexGuard<'_, Vec<Box<OnLoan<T>>>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lend(&self, buffer: Buffer<T>, range: Range<usize>, shape: Shape) -> Tensor {
+        let spare = self.spare().pop();
+        let mut memory = spare.unwrap_or_else(|| Box::new(OnLoan { buffer: None, range: 0..0, home: None }));
+        *memory = OnLoan { buffer: Some(buffer), range, home: Some(self.clone()) };
+        Tensor::lent(memory, shape, T::DTYPE)
+    }
+
+    /// The buffer that was lent to a tensor, all of which the tensor has.
+    fn take_back(&self, memory: Box<dyn LentMemory>) -> Buffer<T> {
+        let memory: Box<dyn Any> = memory;
+        let mut memory: Box<OnLoan<T>> = memory.downcast().expect("an axis has lent it");
+        let buffer = memory.buffer.take().expect("a tensor has its memory");
+        assert_eq!(memory.range, 0..buffer.len(), "a term has all of its memory");
+        memory.give_back();
+        buffer
+    }
+}
+
+impl<T: Stored> HostMemory for OnLoan<T> {
+    fn bytes(&self) -> &[u8] {
+        let buffer = self.buffer.as_ref().expect("a tensor has its memory");
+        bytemuck::cast_slice(&buffer[self.range.clone()])
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let buffer = self.buffer.as_mut().expect("a tensor has its memory");
+        bytemuck::cast_slice_mut(&mut buffer[self.range.clone()])
+    }
+}
+
+impl<T: Stored> LentMemory for OnLoan<T> {
+    fn give_back(mut self: Box<Self>) {
+        let home = self.home.take().expect("it was lent");
+        if let Some(buffer) = self.buffer.take() {
+            home.pool.give_buffer(buffer.len(), Pending::new(buffer));
+        }
+        home.spare().push(self);
+    }
+}
+
+impl<T> fmt::Debug for OnLoan<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "OnLoan({:?})", self.range)
+    }
+}
+
 /// Values of one type on their way.
 struct Lane<T> {
-    pool: Pool<T>,
+    home: Home<T>,
     /// Those pending, by the number of the exchange.
     pending: Mutex<Vec<Option<Started<T>>>>,
 }
@@ -98,11 +169,12 @@ impl GroupAxis {
 
 impl<T: Stored> Lane<T> {
     fn new(group: &Arc<Group>, device: &Device) -> Self {
-        Lane { pool: Pool::new(group, device, Category::Communication, true), pending: Mutex::default() }
+        let pool = Pool::new(group, device, Category::Communication, true).in_huge_pages();
+        Lane { home: Home { pool, spare: Arc::default() }, pending: Mutex::default() }
     }
 
     fn place(&self) -> AxisPlace {
-        let group = self.pool.group();
+        let group = self.home.pool.group();
         AxisPlace::new(group.rank().0, group.world_size())
     }
 
@@ -112,13 +184,41 @@ impl<T: Stored> Lane<T> {
         kind: ExchangeKind,
         values: View<'_>,
     ) -> Result<PendingExchange, ParallelError> {
-        let (group, AxisPlace { rank, degree }) = (self.pool.group(), self.place());
+        let AxisPlace { rank, degree } = self.place();
         let own_len = values.shape().num_elements();
         let (len, start) = match kind {
             ExchangeKind::AllGather => (own_len * degree, rank * own_len),
             _ => (own_len, 0),
         };
-        let own = self.pool.send(device, (values, start), len)?;
+        let own = self.home.pool.send(device, (values, start), len)?;
+        self.issue(kind, own)
+    }
+
+    /// Memory for a term of a sum: the group's, if kernels reach it.
+    fn empty_term(&self, device: &Device, shape: Shape) -> Result<Tensor, ParallelError> {
+        if !device.reaches_host() {
+            return Ok(device.empty(shape, T::DTYPE, Category::Activations)?);
+        }
+        let len = shape.num_elements();
+        Ok(self.home.lend(self.home.pool.take_buffer(len)?.wait(), 0..len, shape))
+    }
+
+    fn start_sum(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        term: Tensor,
+    ) -> Result<PendingExchange, ParallelError> {
+        match term.into_lent() {
+            Ok(memory) => self.issue(kind, self.home.take_back(memory)),
+            Err(term) => self.start(device, kind, term.view()),
+        }
+    }
+
+    /// Starts the exchange of what lies in memory of the group.
+    fn issue(&self, kind: ExchangeKind, own: Buffer<T>) -> Result<PendingExchange, ParallelError> {
+        let (group, AxisPlace { rank, degree }) = (self.home.pool.group(), self.place());
+        let len = own.len();
         let mut sent = None;
         let vector = match kind {
             ExchangeKind::AllReduce => group.all_reduce(own, ReduceOp::Sum),
@@ -126,7 +226,7 @@ impl<T: Stored> Lane<T> {
             ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
             ExchangeKind::AllToAll => group.all_to_all(own),
             ExchangeKind::Shift => {
-                let received = Buffer::pending(self.pool.take_buffer(len)?, len);
+                let received = Buffer::pending(self.home.pool.take_buffer(len)?, len);
                 sent = Some(group.send(own, Rank((rank + 1) % degree)));
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
@@ -147,6 +247,44 @@ impl<T: Stored> Lane<T> {
         result: ViewMut<'_>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
+        let (vector, len, kind) = self.take(device, exchange, waiting)?;
+        let start = self.first(kind, result.shape());
+        self.home.pool.receive(device, (vector, len), start, result);
+        Ok(())
+    }
+
+    fn finish_for_now(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
+        shape: Shape,
+        waiting: &mut Waiting,
+    ) -> Result<Tensor, ParallelError> {
+        if !device.reaches_host() {
+            let mut result = device.empty(shape, T::DTYPE, Category::Activations)?;
+            self.finish(device, exchange, result.view_mut(), waiting)?;
+            return Ok(result);
+        }
+        let (vector, _, kind) = self.take(device, exchange, waiting)?;
+        let start = self.first(kind, shape);
+        Ok(self.home.lend(vector.wait(), start..start + shape.num_elements(), shape))
+    }
+
+    /// The first element that an exchange brings this rank for a result of this shape.
+    fn first(&self, kind: ExchangeKind, result: Shape) -> usize {
+        match kind {
+            ExchangeKind::ReduceScatter => self.place().rank * result.num_elements(),
+            _ => 0,
+        }
+    }
+
+    /// What an exchange brings, in memory for so many elements.
+    fn take(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
+        waiting: &mut Waiting,
+    ) -> Result<(Pending<Buffer<T>>, usize, ExchangeKind), ParallelError> {
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner)[exchange.number()].take();
         let Started { kind, len, vector, sent } = pending.expect("an exchange is finished once");
         let vector = waiting.pass_on(vector, len, device)?;
@@ -154,14 +292,9 @@ impl<T: Stored> Lane<T> {
             let sent = waiting.pass_on(sent, len, device)?;
             // The result may replace what was sent.
             device.wait_for(&sent.event());
-            self.pool.give_buffer(len, sent);
+            self.home.pool.give_buffer(len, sent);
         }
-        let start = match kind {
-            ExchangeKind::ReduceScatter => self.place().rank * result.shape().num_elements(),
-            _ => 0,
-        };
-        self.pool.receive(device, (vector, len), start, result);
-        Ok(())
+        Ok((vector, len, kind))
     }
 }
 
@@ -208,5 +341,29 @@ impl AxisOps for GroupAxis {
     ) -> Result<(), DeviceError> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(with_lane!(self, result.dtype() => |lane| lane.finish(device, &exchange, result, &mut waiting))?)
+    }
+
+    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
+        Ok(with_lane!(self, dtype => |lane| lane.empty_term(device, shape))?)
+    }
+
+    fn start_sum(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        term: Tensor,
+    ) -> Result<PendingExchange, DeviceError> {
+        Ok(with_lane!(self, term.dtype() => |lane| lane.start_sum(device, kind, term))?)
+    }
+
+    fn finish_for_now(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<Tensor, DeviceError> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(with_lane!(self, dtype => |lane| lane.finish_for_now(device, &exchange, shape, &mut waiting))?)
     }
 }

@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_comm::{CompressionStatistics, Compressor};
+use trireme_comm::{CompressionStatistics, Compressor, Pages};
 use trireme_schedule::Outline;
 use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
@@ -332,7 +332,9 @@ impl Gradients {
         for state in &mut self.units {
             let Some(compressed) = state.reduction.compressed_mut() else { continue };
             let num_bytes = state.len * size_of::<f32>();
-            self.device.staging().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+            self.device
+                .staging()
+                .take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes, Pages::Small))?;
             if may_be_skipped {
                 compressed.remember()?;
             }

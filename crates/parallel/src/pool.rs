@@ -4,7 +4,7 @@ use crate::exchanged::{DevicePart, Exchanged};
 use crate::stored::Stored;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::Pending;
-use trireme_comm::{Buffer, Group};
+use trireme_comm::{Buffer, Group, Pages};
 use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
 /// Vectors that kernels work with and a group exchanges, whose memory is used again, so that steps allocate nothing.
@@ -13,7 +13,8 @@ pub(crate) struct Pool<T> {
     category: Category,
     /// Whether peers read the buffers.
     is_exchanged: bool,
-    /// Whether vectors of a device with memory of its own have memory of the group as well.
+    pages: Pages,
+    /// Whether vectors have memory of the group.
     has_buffers: bool,
     shared: Arc<Shared<T>>,
 }
@@ -37,7 +38,13 @@ impl<T: Stored> Pool<T> {
         let shared = Shared { free: Mutex::default(), counted: Counted::new(device) };
         // What goes to nobody needs no memory to pass through.
         let has_buffers = group.world_size() > 1;
-        Pool { group: Arc::clone(group), category, is_exchanged, has_buffers, shared: Arc::new(shared) }
+        let (group, pages) = (Arc::clone(group), Pages::Small);
+        Pool { group, category, is_exchanged, pages, has_buffers, shared: Arc::new(shared) }
+    }
+
+    /// The same in huge pages: for what is exchanged many times in a step.
+    pub(crate) fn in_huge_pages(self) -> Self {
+        Pool { pages: Pages::Huge, ..self }
     }
 
     /// The same for vectors that the host works with, or another group, even if this group has one rank.
@@ -61,16 +68,16 @@ impl<T: Stored> Pool<T> {
         Ok(Exchanged::new(self.take_buffer(self.buffer_len(len))?, own))
     }
 
-    /// Memory of the device for `len` elements, unless kernels reach the group's.
+    /// Memory of the device for `len` elements, unless there is some of the group that kernels reach.
     fn take_own(&self, len: usize) -> Result<Option<Tensor>, ParallelError> {
         let device = self.device();
         let take = || device.empty([len].into(), T::DTYPE, self.category);
-        Ok((!device.reaches_host()).then(take).transpose()?)
+        Ok((!device.reaches_host() || !self.has_buffers).then(take).transpose()?)
     }
 
     /// Elements of the group's memory that a vector of `len` elements has.
     fn buffer_len(&self, len: usize) -> usize {
-        if self.device().reaches_host() || self.has_buffers { len } else { 0 }
+        if self.has_buffers { len } else { 0 }
     }
 
     /// Memory of the group for `len` elements, with unspecified contents, which no kernel works with.
@@ -82,7 +89,10 @@ impl<T: Stored> Pool<T> {
         let (own, mapped) = self.num_bytes(len);
         self.shared.counted.take(self.category, own)?;
         self.shared.counted.map(mapped)?;
-        Ok(Pending::new(self.group.buffer::<T>(len)?))
+        Ok(Pending::new(match len {
+            0 => Buffer::private(0)?,
+            _ => self.group.buffer_in(len, self.pages)?,
+        }))
     }
 
     /// A vector of what a group brings into memory of this pool for `len` elements.
@@ -127,7 +137,7 @@ impl<T: Stored> Pool<T> {
     /// Bytes of a buffer, and of what is mapped of its peers.
     fn num_bytes(&self, len: usize) -> (usize, usize) {
         let own = len * size_of::<T>();
-        (own, if self.is_exchanged { self.group.peer_bytes_mapped(own) } else { 0 })
+        (own, if self.is_exchanged { self.group.peer_bytes_mapped(own, self.pages) } else { 0 })
     }
 
     /// Gives a vector back.

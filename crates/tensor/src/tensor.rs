@@ -2,22 +2,78 @@ use crate::device::DeviceError;
 use crate::kernels::cpu::arena::Block;
 use crate::kernels::{Place, PlaceMut};
 use crate::shape::Shape;
+use std::any::Any;
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use trireme_base::DType;
+use trireme_base::{DType, HostMemory};
 
-/// A row-major array that owns its memory on a device.
+/// A row-major array that owns its memory, on a device or lent by the host.
 #[derive(Debug)]
 pub struct Tensor {
-    block: Block,
+    memory: Memory,
     shape: Shape,
     dtype: DType,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Block(Block),
+    Lent(Loan),
+}
+
+/// Memory of the host in which a tensor lies until it is dropped, such as that which ranks exchange.
+pub trait LentMemory: HostMemory + Sync + Any + fmt::Debug {
+    /// The tensor was dropped.
+    fn give_back(self: Box<Self>);
+}
+
+/// Gives lent memory back.
+#[derive(Debug)]
+struct Loan(Option<Box<dyn LentMemory>>);
+
+impl Loan {
+    fn bytes(&self) -> &[u8] {
+        self.0.as_ref().expect("it is there until the end").bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.0.as_mut().expect("it is there until the end").bytes_mut()
+    }
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        if let Some(memory) = self.0.take() {
+            memory.give_back();
+        }
+    }
 }
 
 impl Tensor {
     pub(crate) fn new(block: Block, shape: Shape, dtype: DType) -> Self {
         debug_assert_eq!(Some(block.len()), shape.num_bytes(dtype));
-        Tensor { block, shape, dtype }
+        Tensor { memory: Memory::Block(block), shape, dtype }
+    }
+
+    /// Elements in memory of the host, which is aligned to them. Only devices that [reach it](crate::Device::reaches_host) work with the tensor.
+    ///
+    /// # Panics
+    /// If the memory has not as many bytes.
+    pub fn lent(memory: Box<dyn LentMemory>, shape: Shape, dtype: DType) -> Self {
+        assert_eq!(Some(memory.bytes().len()), shape.num_bytes(dtype), "{shape:?}");
+        Tensor { memory: Memory::Lent(Loan(Some(memory))), shape, dtype }
+    }
+
+    /// The memory that was [lent](Tensor::lent).
+    ///
+    /// # Errors
+    /// The tensor, if its memory is a device's.
+    pub fn into_lent(self) -> Result<Box<dyn LentMemory>, Tensor> {
+        match self.memory {
+            Memory::Lent(mut loan) => Ok(loan.0.take().expect("it is there until the end")),
+            memory @ Memory::Block(_) => Err(Tensor { memory, ..self }),
+        }
     }
 
     /// Sizes of the dims.
@@ -39,9 +95,11 @@ impl Tensor {
         Tensor { shape, ..self }
     }
 
-    /// Gives the memory back, and with it the contents; shape and dtype stay.
+    /// Gives the memory back, unless it was lent, and with it the contents; shape and dtype stay.
     pub fn release(&mut self) {
-        self.block.release();
+        if let Memory::Block(block) = &mut self.memory {
+            block.release();
+        }
     }
 
     /// Takes memory again after [`release`](Tensor::release); the contents are unspecified.
@@ -49,12 +107,18 @@ impl Tensor {
     /// # Errors
     /// If there is none.
     pub fn restore(&mut self) -> Result<(), DeviceError> {
-        Ok(self.block.retake()?)
+        match &mut self.memory {
+            Memory::Block(block) => Ok(block.retake()?),
+            Memory::Lent(_) => Ok(()),
+        }
     }
 
     /// Number of bytes, whether they are here or not.
     pub fn num_bytes(&self) -> usize {
-        self.block.len()
+        match &self.memory {
+            Memory::Block(block) => block.len(),
+            Memory::Lent(memory) => memory.bytes().len(),
+        }
     }
 
     /// All of the tensor, to read.
@@ -62,7 +126,10 @@ impl Tensor {
     /// # Panics
     /// If its memory was given back.
     pub fn view(&self) -> View<'_> {
-        let place = self.block.place(self.dtype);
+        let place = match &self.memory {
+            Memory::Block(block) => block.place(self.dtype),
+            Memory::Lent(memory) => Place::of_host(memory.bytes(), self.dtype),
+        };
         View { place, shape: self.shape, lifetime: PhantomData }
     }
 
@@ -71,7 +138,10 @@ impl Tensor {
     /// # Panics
     /// If its memory was given back.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        let place = PlaceMut::new(self.block.place(self.dtype));
+        let place = match &mut self.memory {
+            Memory::Block(block) => PlaceMut::new(block.place(self.dtype)),
+            Memory::Lent(memory) => PlaceMut::of_host(memory.bytes_mut(), self.dtype),
+        };
         ViewMut { place, shape: self.shape, lifetime: PhantomData }
     }
 }
@@ -244,4 +314,53 @@ impl<'a> ViewMut<'a> {
 fn part_bytes(dtype: DType, offset: usize, shape: Shape) -> Range<usize> {
     let byte = |element: usize| element.saturating_mul(dtype.size());
     byte(offset)..byte(offset.saturating_add(shape.num_elements()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Device, DeviceOptions};
+    use std::sync::Arc;
+    use std::sync::Mutex;
+    use trireme_base::Category;
+
+    /// Eight bytes that come back to a list.
+    #[derive(Debug)]
+    struct Bytes([u8; 8], Arc<Mutex<Vec<[u8; 8]>>>);
+
+    impl HostMemory for Bytes {
+        fn bytes(&self) -> &[u8] {
+            &self.0
+        }
+
+        fn bytes_mut(&mut self) -> &mut [u8] {
+            &mut self.0
+        }
+    }
+
+    impl LentMemory for Bytes {
+        fn give_back(self: Box<Self>) {
+            self.1.lock().unwrap().push(self.0);
+        }
+    }
+
+    #[test]
+    fn lent_memory_is_worked_with_and_comes_back() {
+        let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+        let returned = Arc::new(Mutex::new(Vec::new()));
+        let lend = || Tensor::lent(Box::new(Bytes([0; 8], Arc::clone(&returned))), [2, 4].into(), DType::U8);
+        let mut tensor = lend().reshaped([8].into());
+        device.upload(&[1_u8, 2, 3, 4, 5, 6, 7, 8], tensor.view_mut());
+        tensor.release();
+        tensor.restore().unwrap();
+        assert_eq!((tensor.num_bytes(), device.read::<u8>(tensor.view())[7]), (8, 8));
+        drop(tensor);
+        assert_eq!(returned.lock().unwrap().pop(), Some([1, 2, 3, 4, 5, 6, 7, 8]));
+        let memory = lend().into_lent().unwrap();
+        assert!(returned.lock().unwrap().is_empty());
+        memory.give_back();
+        assert_eq!(returned.lock().unwrap().len(), 1);
+        let own = device.empty([1].into(), DType::U8, Category::Activations).unwrap();
+        assert!(own.into_lent().is_err());
+    }
 }

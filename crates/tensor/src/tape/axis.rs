@@ -131,7 +131,17 @@ impl OperationContext<'_> {
         }
     }
 
-    /// All rows of a value, of which this rank has `values`.
+    /// As [`finish_on_axis`](OperationContext::finish_on_axis), for a value that is dropped soon.
+    pub(super) fn finish_for_now(&self, value: PendingValue) -> Result<Tensor, DeviceError> {
+        match value {
+            PendingValue::Here(tensor) => Ok(tensor),
+            PendingValue::Travelling(exchange, shape, dtype) => {
+                self.expect_axis().ops.finish_for_now(self.device(), exchange, shape, dtype)
+            }
+        }
+    }
+
+    /// All rows of a value, of which this rank has `values`, for now.
     ///
     /// # Errors
     /// As [`gather_rows`](OperationContext::gather_rows).
@@ -141,7 +151,7 @@ impl OperationContext<'_> {
         sharding: Sharding,
     ) -> Result<Values<'a>, DeviceError> {
         Ok(match sharding {
-            Sharding::Rows => Values::Converted(self.gather_rows(values)?),
+            Sharding::Rows => Values::Converted(self.finish_for_now(self.start_gather(values)?)?),
             _ => Values::Stored(values),
         })
     }
@@ -174,8 +184,25 @@ impl OperationContext<'_> {
             Sharding::Rows => (ExchangeKind::ReduceScatter, axis.part_shape(term.shape())?),
             _ => (ExchangeKind::AllReduce, term.shape()),
         };
-        let exchange = axis.ops.start(self.device(), kind, term.view())?;
-        Ok(PendingValue::Travelling(exchange, shape, term.dtype()))
+        let dtype = term.dtype();
+        let exchange = axis.ops.start_sum(self.device(), kind, term)?;
+        Ok(PendingValue::Travelling(exchange, shape, dtype))
+    }
+
+    /// Memory for a term of such a sum, if `is_term`, or for another result; with unspecified contents.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub(super) fn empty_term(
+        &self,
+        is_term: bool,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<Tensor, DeviceError> {
+        match self.axis().filter(|_| is_term) {
+            Some(axis) => axis.ops.empty_term(self.device(), shape, dtype),
+            None => self.empty(shape, dtype),
+        }
     }
 }
 

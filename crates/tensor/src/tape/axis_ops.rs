@@ -1,10 +1,11 @@
 //! How values travel between ranks while a unit runs.
 
 use crate::device::{Device, DeviceError};
-use crate::tensor::{View, ViewMut};
+use crate::shape::Shape;
+use crate::tensor::{Tensor, View, ViewMut};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{AxisExchange, AxisPlace, ExchangeKind, UnitAxis};
+use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind, UnitAxis};
 
 /// An exchange that a rank has started, and is to finish.
 #[derive(Debug)]
@@ -54,6 +55,45 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError>;
+
+    /// Memory for values of which this rank gives all to a sum by [`start_sum`](AxisOps::start_sum), with unspecified contents.
+    ///
+    /// # Errors
+    /// If there is none.
+    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
+        device.activation_of(shape, dtype)
+    }
+
+    /// As [`start`](AxisOps::start), of a sum and with a term that nobody reads any more. It is not copied if it lies in
+    /// [memory for it](AxisOps::empty_term) that other ranks reach.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
+    fn start_sum(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        term: Tensor,
+    ) -> Result<PendingExchange, DeviceError> {
+        self.start(device, kind, term.view())
+    }
+
+    /// As [`finish`](AxisOps::finish), in memory of this shape that may be what the exchange has brought it in, so that nothing is copied. It is
+    /// dropped soon: what is exchanged later needs memory of the same kind.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
+    fn finish_for_now(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<Tensor, DeviceError> {
+        let mut result = device.activation_of(shape, dtype)?;
+        self.finish(device, exchange, result.view_mut())?;
+        Ok(result)
+    }
 
     /// An exchange from its start to its end.
     ///

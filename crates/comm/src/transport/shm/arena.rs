@@ -1,4 +1,5 @@
-use super::mapping::Mapping;
+use super::mapping::{HUGE_PAGE, Mapping};
+use crate::Pages;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
@@ -39,7 +40,7 @@ impl Arena {
         let host_bytes = host.totalram as u64 * u64::from(host.mem_unit.max(1));
         let share = ADDRESS_BYTES / world_size;
         let len = usize::try_from(host_bytes).map_or(share, |bytes| bytes.min(share));
-        let len = len.next_multiple_of(page_size());
+        let len = len.next_multiple_of(HUGE_PAGE);
 
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let memory = memfd_create(c"trireme-arena", flags)?;
@@ -78,12 +79,20 @@ impl Arena {
     }
 
     /// Zeroed memory for `num_bytes`, reserved, so that touching it cannot fail.
-    pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
+    ///
+    /// What lies in huge pages lies at the end of the arena, for a process that touches any of a huge page maps all of it. A page that is
+    /// not full of buffers yet stays in small ones.
+    pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize, pages: Pages) -> io::Result<Region> {
         let len = num_bytes.max(1).checked_next_multiple_of(page_size()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let range = self.take(len).ok_or(io::ErrorKind::OutOfMemory)?;
-        if let Some(Err(error)) = self.memory.as_ref().map(|memory| reserve(memory, range.clone())) {
-            self.give_back(range);
-            return Err(error);
+        let (range, full) = self.take(len, pages).ok_or(io::ErrorKind::OutOfMemory)?;
+        if let Some(memory) = &self.memory {
+            if let Err(error) = reserve(memory, range.clone()) {
+                self.give_back(range);
+                return Err(error);
+            }
+            if pages == Pages::Huge && !full.is_empty() {
+                self.mapping.make_huge(full);
+            }
         }
         Ok(Region { arena: Arc::clone(self), range, returns: true })
     }
@@ -91,7 +100,7 @@ impl Arena {
     /// As [`allocate`](Arena::allocate), but never used again as long as the arena is there: peers may touch it
     /// after this rank has done with it.
     pub(crate) fn allocate_for_good(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
-        let mut region = self.allocate(num_bytes)?;
+        let mut region = self.allocate(num_bytes, Pages::Small)?;
         region.returns = false;
         Ok(region)
     }
@@ -110,15 +119,33 @@ impl Arena {
         &self.mapping
     }
 
-    fn take(&self, len: usize) -> Option<Range<usize>> {
+    /// The first free bytes, or the last ones for huge pages; and the huge pages about them of which no byte is free any more.
+    fn take(&self, len: usize, pages: Pages) -> Option<(Range<usize>, Range<usize>)> {
         let mut free = self.free.lock().expect("no thread panics while it holds the list");
-        let index = free.iter().position(|range| range.len() >= len)?;
-        let taken = free[index].start..free[index].start + len;
-        free[index].start = taken.end;
+        let fits = |range: &Range<usize>| range.len() >= len;
+        let (index, taken) = match pages {
+            Pages::Small => {
+                let index = free.iter().position(fits)?;
+                let start = free[index].start;
+                free[index].start += len;
+                (index, start..start + len)
+            }
+            Pages::Huge => {
+                let index = free.iter().rposition(fits)?;
+                free[index].end -= len;
+                let start = free[index].end;
+                (index, start..start + len)
+            }
+        };
         if free[index].is_empty() {
             free.remove(index);
         }
-        Some(taken)
+        let next = free.partition_point(|range| range.end <= taken.start);
+        let used_from = next.checked_sub(1).map_or(0, |before| free[before].end);
+        let used_to = free.get(next).map_or(self.mapping.len(), |range| range.start);
+        let first = used_from.max(taken.start / HUGE_PAGE * HUGE_PAGE).next_multiple_of(HUGE_PAGE);
+        let end = used_to.min(taken.end.next_multiple_of(HUGE_PAGE)) / HUGE_PAGE * HUGE_PAGE;
+        Some((taken, first..end.max(first)))
     }
 
     /// Frees the memory of a range and makes it available again: zero as at first, except in a dry arena.
@@ -216,21 +243,56 @@ mod tests {
     #[test]
     fn memory_is_zero_again_when_it_is_given_out_again() {
         let arena = Arena::new(2).expect("an arena");
-        let mut first = arena.allocate(5000).expect("memory");
+        let mut first = arena.allocate(5000, Pages::Small).expect("memory");
         let place = first.offset();
         first.bytes_mut().fill(7);
-        let second = arena.allocate(1).expect("memory");
+        let second = arena.allocate(1, Pages::Small).expect("memory");
         assert_ne!(second.offset(), place);
         drop(first);
-        let third = arena.allocate(8000).expect("memory");
+        let third = arena.allocate(8000, Pages::Small).expect("memory");
         assert_eq!(third.offset(), place);
         assert!(third.bytes().iter().all(|&byte| byte == 0));
     }
 
     #[test]
+    fn huge_pages_are_full_of_what_lies_in_them_and_it_stays_as_it_is() {
+        let arena = Arena::new(2).expect("an arena");
+        let end = arena.mapping.len();
+        let fill = |len: usize, pages, value| {
+            let mut region = arena.allocate(len, pages).expect("memory");
+            assert!(region.bytes().iter().all(|&byte| byte == 0));
+            region.bytes_mut().fill(value);
+            region
+        };
+        let (first, small) = (fill(HUGE_PAGE / 4 * 3, Pages::Huge, 1), fill(HUGE_PAGE / 2, Pages::Small, 2));
+        assert_eq!((first.offset(), small.offset()), (end - HUGE_PAGE / 4 * 3, 0));
+        let (second, third) = (fill(HUGE_PAGE / 2, Pages::Huge, 3), fill(3 * HUGE_PAGE, Pages::Huge, 4));
+        drop(second);
+        let second = fill(HUGE_PAGE / 4, Pages::Huge, 5);
+        assert_eq!(second.offset(), end - HUGE_PAGE);
+        for (region, value) in [(first, 1), (small, 2), (third, 4), (second, 5)] {
+            assert!(region.bytes().iter().all(|&byte| byte == value), "{value}");
+        }
+    }
+
+    #[test]
+    fn a_huge_page_is_taken_when_no_byte_of_it_is_free() {
+        let arena = Arena::new(2).expect("an arena");
+        let end = arena.mapping.len();
+        let page = |num: usize| end - num * HUGE_PAGE;
+        let take = |len, pages| arena.take(len, pages).expect("memory").1;
+        assert!(take(HUGE_PAGE / 4 * 3, Pages::Huge).is_empty());
+        assert_eq!(take(HUGE_PAGE / 2, Pages::Huge), page(1)..end);
+        assert_eq!(take(3 * HUGE_PAGE, Pages::Huge), page(4)..page(1));
+        let rest = end - HUGE_PAGE / 4 * 17 - 4096;
+        assert_eq!(take(rest, Pages::Small), 0..page(5));
+        assert_eq!(take(4096, Pages::Huge), page(5)..page(4));
+    }
+
+    #[test]
     fn freed_neighbours_become_one_range() {
         let arena = Arena::new(2).expect("an arena");
-        let regions: Vec<_> = (0..4).map(|_| arena.allocate(100).expect("memory")).collect();
+        let regions: Vec<_> = (0..4).map(|_| arena.allocate(100, Pages::Small).expect("memory")).collect();
         let [a, b, c, d]: [Region; 4] = regions.try_into().ok().expect("four regions");
         for region in [b, d, a, c] {
             drop(region);
@@ -241,18 +303,18 @@ mod tests {
     #[test]
     fn a_retired_arena_gives_nothing_out_twice() {
         let arena = Arena::new(2).expect("an arena");
-        let first = arena.allocate(100).expect("memory");
+        let first = arena.allocate(100, Pages::Small).expect("memory");
         let place = first.offset();
         arena.retire();
         drop(first);
-        assert_ne!(arena.allocate(100).expect("memory").offset(), place);
+        assert_ne!(arena.allocate(100, Pages::Small).expect("memory").offset(), place);
     }
 
     #[test]
     fn more_than_the_host_has_is_refused() {
         let arena = Arena::new(2).expect("an arena");
         for bytes in [usize::MAX, usize::MAX / 4] {
-            let refused = arena.allocate(bytes).err().map(|error| error.kind());
+            let refused = arena.allocate(bytes, Pages::Small).err().map(|error| error.kind());
             assert_eq!(refused, Some(io::ErrorKind::OutOfMemory));
         }
     }

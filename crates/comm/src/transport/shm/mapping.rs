@@ -1,9 +1,16 @@
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+
+/// The kernel can map so many bytes by one entry, if they begin at a multiple of so many, in memory and in the arena.
+pub(super) const HUGE_PAGE: usize = 2 << 20;
+
+/// Advice to `madvise`: move these bytes to huge pages now, unless the system denies them to shared memory (Linux 6.1).
+const MADV_COLLAPSE: libc::c_int = 25;
 
 /// A whole arena, mapped into this process.
 pub(crate) struct Mapping {
@@ -18,14 +25,26 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `memory`, whose size is sealed to be at least that.
+    /// Maps the first `len` bytes of `memory`, whose size is sealed to be at least that; where [huge pages](HUGE_PAGE) can begin, if
+    /// there is room.
     pub(super) fn new(memory: impl AsFd, len: usize) -> io::Result<Self> {
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
-        let start = unsafe { mmap(std::ptr::null_mut(), len, protection, flags, memory, 0) }?;
-        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Mapping { start, len })
+        let map = |near: *mut u8| {
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+            // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing: `near` is a wish.
+            let start = unsafe { mmap(near.cast(), len, protection, flags, memory.as_fd(), 0) }?;
+            let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+            Ok::<_, io::Error>(Mapping { start, len })
+        };
+        let first = map(std::ptr::null_mut())?;
+        let start = first.start.as_ptr();
+        let excess = start.addr() % HUGE_PAGE;
+        if excess == 0 {
+            return Ok(first);
+        }
+        // The kernel hands out addresses from the highest down: those below are free.
+        drop(first);
+        map(start.wrapping_sub(excess))
     }
 
     /// Maps `len` bytes that no peer maps, and for which the kernel sets no memory aside.
@@ -36,6 +55,14 @@ impl Mapping {
         let start = unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, flags) }?;
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Mapping { start, len })
+    }
+
+    /// Asks the kernel to move `range`, which begins and ends with [huge pages](HUGE_PAGE), to such: a page of 4 KiB that left the caches
+    /// costs several accesses to memory to be found again. The bytes stay as they are, even while others use them.
+    pub(super) fn make_huge(&self, range: Range<usize>) {
+        // SAFETY: the range is mapped, and its bytes do not change. Whether the kernel does it changes speed only.
+        let _ =
+            unsafe { libc::madvise(self.at(range.start, range.len()).cast(), range.len(), MADV_COLLAPSE) };
     }
 
     pub(super) fn len(&self) -> usize {

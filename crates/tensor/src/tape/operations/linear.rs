@@ -117,10 +117,11 @@ impl Linear {
         bias: Option<View<'_>>,
         residual: Option<View<'_>>,
     ) -> Result<Tensor, DeviceError> {
-        let sum = cx.sum_over_ranks(term, cx.output_sharding())?;
+        let sum = cx.start_sum(term, cx.output_sharding())?;
         if bias.is_none() && residual.is_none() {
-            return Ok(sum);
+            return cx.finish_on_axis(sum);
         }
+        let sum = cx.finish_for_now(sum)?;
         let dtype = if residual.is_some() { DType::F32 } else { sum.dtype() };
         let mut y = cx.empty(sum.shape(), dtype)?;
         cx.device().add_bias(sum.view(), bias, residual, y.view_mut());
@@ -138,15 +139,13 @@ impl Linear {
     /// Gradient of what the matrix is applied to, from `dy` as products read it: the sum of what ranks make of it, if they do.
     fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue, DeviceError> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
-        let mut dx = cx.empty(dy.shape().with_cols(inputs), cx.input_dtype(0))?;
+        let is_term = self.role() == Role::ColumnParallel;
+        let mut dx = cx.empty_term(is_term, dy.shape().with_cols(inputs), cx.input_dtype(0))?;
         let fp8 = cx.fp8_layer(self.weight.first);
         let weight = factor(cx.device(), fp8, Operand::Weight, cx.parameter(&self.weight))?;
         let (left, right) = ((dy, Transpose::No), (weight.view(), self.transposes().1));
         cx.device().matmul(cx.precision(), left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
-        match self.role() {
-            Role::ColumnParallel => cx.start_sum(dx, cx.input_sharding(0)),
-            _ => Ok(PendingValue::Here(dx)),
-        }
+        if is_term { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Here(dx)) }
     }
 
     /// The input half, up to a gradient that travels: only that of an input that the product reads as it is.
@@ -214,7 +213,7 @@ impl Linear {
         write_grad(sink, &self.weight, |out, accumulate| {
             let activated = activated.and_then(|place| cx.kept(place));
             let input = match rows {
-                Some(rows) => Values::Converted(cx.finish_on_axis(rows)?),
+                Some(rows) => Values::Converted(cx.finish_for_now(rows)?),
                 // Gathered and rounded again rather than kept: the scale is still that of the step.
                 None => {
                     let input = activated.unwrap_or_else(|| cx.input(0));
@@ -241,11 +240,11 @@ impl Linear {
             return Ok(Values::Stored(dy));
         }
         if dy.dtype() == dtype {
-            return Ok(Values::Converted(cx.gather_rows(dy)?));
+            return cx.all_rows(dy, Sharding::Rows);
         }
         let mut rounded = cx.empty(dy.shape(), dtype)?;
         cx.device().convert(dy, rounded.view_mut());
-        Ok(Values::Converted(cx.gather_rows(rounded.view())?))
+        Ok(Values::Converted(cx.finish_for_now(cx.start_gather(rounded.view())?)?))
     }
 
     /// Where the input half keeps what the activation made of the input, and the gradient as products read it in fp8.
@@ -281,7 +280,7 @@ impl Operation for Linear {
         let is_term = self.role() == Role::RowParallel;
         assert!(!is_term || cx.input_sharding(0) == Sharding::Cut, "{self:?} reads what was not cut");
         let dtype = if residual.is_some() && !is_term { DType::F32 } else { cx.precision().dtype() };
-        let mut y = cx.empty(x.view().shape().with_cols(self.outputs()), dtype)?;
+        let mut y = cx.empty_term(is_term, x.view().shape().with_cols(self.outputs()), dtype)?;
         let activated = activate(device, self.activation, x.view())?;
         let input = activated.as_ref().map_or(x.view(), Tensor::view);
         let fp8 = cx.fp8_layer(self.weight.first);
