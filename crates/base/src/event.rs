@@ -28,20 +28,17 @@ impl Event {
     /// # Panics
     /// If something that was issued before it has failed.
     pub fn wait(&self) {
-        self.outcome().unwrap_or_else(|cause| panic!("{cause}"));
-    }
-
-    /// Waits until it is done.
-    ///
-    /// # Errors
-    /// The cause, if something that was issued before it has failed.
-    pub fn outcome(&self) -> Result<(), String> {
-        let Some(latch) = &self.0 else { return Ok(()) };
+        let Some(latch) = &self.0 else { return };
         self.demand();
         let mut state = latch.lock();
         loop {
             match &state.outcome {
-                Some(outcome) => return outcome.clone(),
+                Some(Ok(())) => return,
+                Some(Err(cause)) => {
+                    let cause = cause.clone();
+                    drop(state);
+                    panic!("{cause}");
+                }
                 None => state = latch.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }
@@ -128,7 +125,7 @@ impl fmt::Debug for Latch {
     }
 }
 
-/// Host memory that a device may still work with. Whoever wants it waits until the device has ended.
+/// Host memory that a device or a group may still work with. Whoever wants it waits until they have ended.
 #[derive(Debug)]
 pub struct Pending<B>(State<B>);
 

@@ -6,14 +6,19 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use trireme_base::{Event, HostMemory, Pending};
 
-/// The pages in which memory lies that ranks share.
+/// The size of the pages in which memory lies that ranks share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pages {
-    /// Those of the system, of 4 KiB: a process maps what it touches.
-    Small,
-    /// Huge ones of 2 MiB, where the system has them: a process that touches a byte maps the whole page, but long vectors that are
-    /// exchanged many times in a step take less time, for their pages are found in caches.
+pub enum PageSize {
+    /// The system's, mostly 4 KiB: a process maps what it touches.
+    Base,
+    /// 2 MiB, where the system has such pages. A process that touches a byte maps the whole page, but long vectors that are exchanged many
+    /// times in a step take less time, because caches hold what finds their pages.
     Huge,
+}
+
+impl PageSize {
+    /// Bytes of a huge page.
+    pub const HUGE_BYTES: usize = 2 << 20;
 }
 
 /// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its
@@ -38,6 +43,12 @@ impl<T: Element> Buffer<T> {
                 Buffer::from_storage(Storage { memory, num_bytes: len * size_of::<T>() })
             }
         }
+    }
+
+    /// The vector as memory that copies of devices work with, once no device works with it any more.
+    pub fn into_memory(mut self) -> Pending<Buffer<T>> {
+        self.wait();
+        Pending::new(self)
     }
 
     /// Number of elements.

@@ -51,7 +51,7 @@ mod words;
 mod work;
 mod world;
 
-pub use buffer::{Buffer, Pages};
+pub use buffer::{Buffer, PageSize};
 pub use codec::{
     Bucket, CodecName, Compression, CompressionError, CompressionOptions, CompressionStatistics, Compressor,
     CompressorSizes, Matrix, ParseCodecError, Round, StateCopy, StateValues, UncompressedReason,

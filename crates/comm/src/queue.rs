@@ -8,7 +8,7 @@ use super::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::engine::{Engine, Payload};
 use crate::messages::Office;
 use crate::recorder::{GroupRecorder, Issued};
-use crate::work::Tell;
+use crate::work::Callback;
 use crate::{CommError, CommStatistics, Operation};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -64,17 +64,16 @@ struct State {
 
 struct Slot {
     progress: Progress,
-    owner: Owner,
+    recipient: Recipient,
 }
 
-/// What becomes of the result of an operation.
-enum Owner {
-    /// Somebody waits for it, or will.
-    Waits,
-    /// Nobody wants it.
-    Gone,
-    /// It is told as soon as it is there.
-    Told(Tell<Payload>),
+/// Who gets the result of an operation.
+enum Recipient {
+    /// Whoever waits at the ticket.
+    Ticket,
+    Nobody,
+    /// It is called as soon as the operation has ended.
+    Callback(Callback<Payload>),
 }
 
 enum Progress {
@@ -93,7 +92,7 @@ enum Progress {
 /// A place in the queue, and the right to the result.
 pub(crate) struct Ticket {
     queue: Arc<Queue>,
-    /// None once the result is told to somebody else.
+    /// None once a callback gets the result.
     slot: Option<usize>,
 }
 
@@ -277,7 +276,7 @@ impl Queue {
 
 impl State {
     fn fill_slot(&mut self, progress: Progress) -> usize {
-        let filled = Slot { progress, owner: Owner::Waits };
+        let filled = Slot { progress, recipient: Recipient::Ticket };
         if let Some(slot) = self.free.pop() {
             self.slots[slot] = filled;
             return slot;
@@ -292,12 +291,12 @@ impl State {
     }
 
     fn finish(&mut self, slot: usize, result: Result<Payload, CommError>) {
-        match std::mem::replace(&mut self.slots[slot].owner, Owner::Waits) {
-            Owner::Waits => self.slots[slot].progress = Progress::Finished(result),
-            Owner::Gone => drop(self.release(slot)),
-            Owner::Told(tell) => {
+        match std::mem::replace(&mut self.slots[slot].recipient, Recipient::Ticket) {
+            Recipient::Ticket => self.slots[slot].progress = Progress::Finished(result),
+            Recipient::Nobody => drop(self.release(slot)),
+            Recipient::Callback(callback) => {
                 self.release(slot);
-                tell(result);
+                callback(result);
             }
         }
     }
@@ -338,24 +337,29 @@ impl Ticket {
     }
 
     fn slot(&self) -> usize {
-        self.slot.expect("a ticket whose result is told is gone")
+        self.slot.expect("a ticket with a callback is gone")
     }
 
-    /// Has the result told by the thread that executes the operation, which must not wait for this group meanwhile; at once
-    /// if it has ended.
-    pub(crate) fn tell(mut self, tell: Tell<Payload>) {
+    /// Calls `callback` with the result, on the thread that executes the operation, with the queue locked: it must not use the group.
+    /// Calls it at once if the operation has ended.
+    pub(crate) fn on_done(mut self, callback: Callback<Payload>) {
         let mut state = self.queue.lock();
         let slot = &mut state.slots[self.slot()];
         if let Progress::Finished(_) = slot.progress {
             let Progress::Finished(result) = slot.replace(Progress::Taken) else { unreachable!() };
             drop(state);
-            return tell(result);
+            return callback(result);
         }
-        slot.owner = Owner::Told(tell);
+        slot.recipient = Recipient::Callback(callback);
         drop(state);
         self.slot = None;
         // The issuer does not execute it.
         self.queue.submitted.notify_one();
+    }
+
+    /// Where the group's operations are noted.
+    pub(crate) fn recorder(&self) -> &GroupRecorder {
+        &self.queue.recorder
     }
 
     pub(crate) fn wait(self) -> Result<Payload, CommError> {
@@ -389,7 +393,7 @@ impl Drop for Ticket {
             drop(state);
             drop(result);
         } else {
-            state.slots[slot].owner = Owner::Gone;
+            state.slots[slot].recipient = Recipient::Nobody;
         }
     }
 }

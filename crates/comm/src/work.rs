@@ -2,12 +2,13 @@ use crate::buffer::Storage;
 use crate::engine::Payload;
 use crate::messages::Receipt;
 use crate::queue::Ticket;
+use crate::recorder::GroupRecorder;
 use crate::{Buffer, CommError, Element};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use trireme_base::{Event, Journal, JournalEntry, Latch, Pending};
+use trireme_base::{Journal, JournalEntry, Latch, Pending};
 
-/// Is told what came of an operation, by the thread that executes it.
-pub(crate) type Tell<T> = Box<dyn FnOnce(Result<T, CommError>) + Send>;
+/// Is called with what came of an operation, by the thread that executes it.
+pub(crate) type Callback<T> = Box<dyn FnOnce(Result<T, CommError>) + Send>;
 
 /// An operation that was issued and may not have ended; `wait` gives its result.
 ///
@@ -25,7 +26,7 @@ enum State<T> {
         journal: Journal,
         number: usize,
     },
-    Pending {
+    Queued {
         ticket: Ticket,
         finish: fn(Payload) -> T,
     },
@@ -45,7 +46,7 @@ impl<T> Work<T> {
     }
 
     pub(crate) fn queued(ticket: Ticket, finish: fn(Payload) -> T) -> Self {
-        Work { state: State::Pending { ticket, finish } }
+        Work { state: State::Queued { ticket, finish } }
     }
 
     pub(crate) fn message(receipt: Receipt, finish: fn(Storage) -> T) -> Self {
@@ -66,7 +67,7 @@ impl<T> Work<T> {
                 journal.note(JournalEntry::Await(number));
                 Ok(result)
             }
-            State::Pending { ticket, finish } => ticket.wait().map(finish),
+            State::Queued { ticket, finish } => ticket.wait().map(finish),
             State::Message { receipt, finish } => receipt.wait().map(finish),
         }
     }
@@ -75,7 +76,7 @@ impl<T> Work<T> {
     pub fn is_done(&self) -> bool {
         match &self.state {
             State::Ready(_) | State::Dry { .. } => true,
-            State::Pending { ticket, .. } => ticket.is_done(),
+            State::Queued { ticket, .. } => ticket.is_done(),
             State::Message { receipt, .. } => receipt.is_done(),
         }
     }
@@ -83,36 +84,35 @@ impl<T> Work<T> {
 
 impl<T: Element> Work<Buffer<T>> {
     /// The vector, of `len` elements, as memory that comes back at the operation's event, so that a device reads it without the
-    /// host; and what came of the operation, which the host asks for before it relies on anything that was made of the vector.
+    /// host; and the outcome, which the host asks for before it relies on anything that was made of the vector.
     ///
     /// The group's own threads execute the operation. After a failure the event is done all the same, and zeros are in the place
     /// of the vector, whose memory peers may still work with.
     pub fn into_pending(self, len: usize) -> (Pending<Buffer<T>>, Outcome) {
-        let (latch, place, failure) =
+        let (latch, place, result) =
             (Latch::new(|| ()), Arc::new(Mutex::new(None)), Arc::new(OnceLock::new()));
         let pending = Pending::until(latch.event(), Arc::clone(&place));
-        let outcome = Outcome { event: latch.event(), failure: Arc::clone(&failure) };
-        let tell = move |result: Result<Buffer<T>, CommError>| {
-            let vector = result.or_else(|cause| {
-                let _ = failure.set(cause);
-                Buffer::private(len)
-            });
-            let event =
+        let mut outcome = Outcome { recorder: None, result: Arc::clone(&result) };
+        let end = move |vector: Result<Buffer<T>, CommError>| {
+            let (vector, outcome) = match vector {
+                Ok(vector) => (Ok(vector), Ok(())),
+                Err(failure) => (Buffer::private(len), Err(failure)),
+            };
+            let placed =
                 vector.map(|vector| *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(vector));
-            latch.complete(event.map_err(|cause| cause.to_string()));
+            let _ = result.set(outcome);
+            latch.complete(placed.map_err(|failure| failure.to_string()));
         };
         match self.state {
-            State::Pending { ticket, finish } => {
-                ticket.tell(Box::new(move |result| tell(result.map(finish))))
+            State::Queued { ticket, finish } => {
+                outcome.recorder = Some(ticket.recorder().clone());
+                ticket.on_done(Box::new(move |result| end(result.map(finish))));
             }
             State::Message { receipt, finish } => {
-                receipt.tell(Box::new(move |result| tell(result.map(finish))))
+                receipt.on_done(Box::new(move |result| end(result.map(finish))));
             }
-            ended => tell(Work { state: ended }.wait().map(|mut vector| {
-                // Of a group of one rank, which did not touch it.
-                vector.wait();
-                vector
-            })),
+            // A group of one rank does not touch the vector, which a device may still work with.
+            ended => end(Work { state: ended }.wait().map(|vector| vector.into_memory().wait())),
         }
         (pending, outcome)
     }
@@ -121,8 +121,9 @@ impl<T: Element> Work<Buffer<T>> {
 /// What came of an operation whose vector a device waits for.
 #[must_use = "an operation's failure is seen by waiting for its outcome"]
 pub struct Outcome {
-    event: Event,
-    failure: Arc<OnceLock<CommError>>,
+    /// Of a collective operation, for reports of ranks that wait for each other.
+    recorder: Option<GroupRecorder>,
+    result: Arc<OnceLock<Result<(), CommError>>>,
 }
 
 impl Outcome {
@@ -131,8 +132,7 @@ impl Outcome {
     /// # Errors
     /// As [`Work::wait`].
     pub fn wait(self) -> Result<(), CommError> {
-        // An event fails after the operation only.
-        let _ = self.event.outcome();
-        self.failure.get().map_or(Ok(()), |failure| Err(failure.clone()))
+        let _wait = self.recorder.as_ref().map(GroupRecorder::wait);
+        self.result.wait().clone()
     }
 }

@@ -1,7 +1,7 @@
 //! Groups of a world that is not there.
 
 use trireme_base::{Rank, ReduceOp};
-use trireme_comm::{Group, GroupOptions, TransportKind, inproc_world_on};
+use trireme_comm::{Group, GroupOptions, PageSize, TransportKind, inproc_world_on};
 use trireme_schedule::collective::Hosts;
 
 /// More than any machine has.
@@ -60,4 +60,16 @@ fn operations_end_at_once_and_touch_no_memory() {
     assert!(dry.send(dry.buffer::<f32>(1).unwrap(), Rank(4)).wait().is_err(), "there is no such rank");
     assert_eq!(dry.all_gather_bytes(b"own").wait().unwrap(), vec![b"own"; 4]);
     assert_eq!(dry.statistics().payload_bytes, 0);
+}
+
+#[test]
+fn a_rank_maps_its_part_of_peers_buffers() {
+    let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Shm).unwrap();
+    assert_eq!(dry.peer_bytes_mapped(4001), 3 * 1001);
+    // All of a short buffer, and the huge pages in which a part of a long one begins and ends.
+    assert_eq!(dry.peer_bytes_mapped_in(4001, PageSize::Huge), 3 * 4001);
+    let part = 100 * PageSize::HUGE_BYTES;
+    assert_eq!(dry.peer_bytes_mapped_in(4 * part, PageSize::Huge), 3 * (part + 2 * PageSize::HUGE_BYTES));
+    let tcp = Group::dry(Rank(0), Hosts::single(4), TransportKind::Tcp).unwrap();
+    assert_eq!(tcp.peer_bytes_mapped_in(4 * part, PageSize::Huge), 0);
 }

@@ -1,18 +1,17 @@
 //! What ranks exchange while units run.
 
 use crate::error::ParallelError;
+use crate::exchange_memory::ExchangePool;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
-use std::any::Any;
 use std::fmt;
-use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, HostMemory, Pending, Rank, ReduceOp};
+use std::sync::{Arc, Mutex, PoisonError};
+use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_tensor::tape::{AxisOps, ContextAxis, PendingExchange, TensorAxis};
-use trireme_tensor::{Category, Device, DeviceError, LentMemory, Shape, Tape, Tensor, View, ViewMut};
+use trireme_tensor::{Category, Device, DeviceError, Shape, Tape, Tensor, View, ViewMut};
 
 /// The axes of units.
 pub(crate) struct UnitAxes {
@@ -38,7 +37,7 @@ impl UnitAxes {
         tape.with_axis(tensor).with_context(has_context.then_some(context))
     }
 
-    /// What this rank has waited since the last call.
+    /// Waits of this rank since the last call, and operations that its kernels wait for.
     pub(crate) fn take_waiting(&self) -> Waiting {
         let mut waiting = Waiting::default();
         [&self.tensor, &self.ring, &self.heads]
@@ -49,7 +48,7 @@ impl UnitAxes {
     }
 }
 
-/// The ranks of an axis, as operations of units see them. What travels passes through memory of their group.
+/// The ranks of an axis, as operations of units see them.
 pub(crate) struct GroupAxis {
     f32s: Lane<f32>,
     bf16s: Lane<Bf16>,
@@ -58,78 +57,9 @@ pub(crate) struct GroupAxis {
     waiting: Mutex<Waiting>,
 }
 
-/// Memory of a group in which a tensor lies until it is dropped.
-struct OnLoan<T> {
-    /// None once an exchange has it.
-    buffer: Option<Buffer<T>>,
-    /// The elements that are the tensor's.
-    range: Range<usize>,
-    /// Where it comes from; none while it is there.
-    home: Option<Home<T>>,
-}
-
-/// Where memory that is lent to tensors comes from.
-#[derive(Clone)]
-struct Home<T> {
-    pool: Pool<T>,
-    /// What is not lent has no buffer: steps allocate nothing.
-    spare: Arc<Mutex<Vec<Box<OnLoan<T>>>>>,
-}
-
-impl<T: Stored> Home<T> {
-    fn spare(&self) -> MutexGuard<'_, Vec<Box<OnLoan<T>>>> {
-        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lend(&self, buffer: Buffer<T>, range: Range<usize>, shape: Shape) -> Tensor {
-        let spare = self.spare().pop();
-        let mut memory = spare.unwrap_or_else(|| Box::new(OnLoan { buffer: None, range: 0..0, home: None }));
-        *memory = OnLoan { buffer: Some(buffer), range, home: Some(self.clone()) };
-        Tensor::lent(memory, shape, T::DTYPE)
-    }
-
-    /// The buffer that was lent to a tensor, all of which the tensor has.
-    fn take_back(&self, memory: Box<dyn LentMemory>) -> Buffer<T> {
-        let memory: Box<dyn Any> = memory;
-        let mut memory: Box<OnLoan<T>> = memory.downcast().expect("an axis has lent it");
-        let buffer = memory.buffer.take().expect("a tensor has its memory");
-        assert_eq!(memory.range, 0..buffer.len(), "a term has all of its memory");
-        memory.give_back();
-        buffer
-    }
-}
-
-impl<T: Stored> HostMemory for OnLoan<T> {
-    fn bytes(&self) -> &[u8] {
-        let buffer = self.buffer.as_ref().expect("a tensor has its memory");
-        bytemuck::cast_slice(&buffer[self.range.clone()])
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        let buffer = self.buffer.as_mut().expect("a tensor has its memory");
-        bytemuck::cast_slice_mut(&mut buffer[self.range.clone()])
-    }
-}
-
-impl<T: Stored> LentMemory for OnLoan<T> {
-    fn give_back(mut self: Box<Self>) {
-        let home = self.home.take().expect("it was lent");
-        if let Some(buffer) = self.buffer.take() {
-            home.pool.give_buffer(buffer.len(), Pending::new(buffer));
-        }
-        home.spare().push(self);
-    }
-}
-
-impl<T> fmt::Debug for OnLoan<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "OnLoan({:?})", self.range)
-    }
-}
-
 /// Values of one type on their way.
 struct Lane<T> {
-    home: Home<T>,
+    memory: ExchangePool<T>,
     /// Those pending, by the number of the exchange.
     pending: Mutex<Vec<Option<Started<T>>>>,
 }
@@ -161,7 +91,7 @@ impl GroupAxis {
         }
     }
 
-    /// How long this rank has waited since the last call.
+    /// Waits of this rank since the last call, and operations that its kernels wait for.
     fn take_waiting(&self) -> Waiting {
         std::mem::take(&mut self.waiting.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -170,11 +100,11 @@ impl GroupAxis {
 impl<T: Stored> Lane<T> {
     fn new(group: &Arc<Group>, device: &Device) -> Self {
         let pool = Pool::new(group, device, Category::Communication, true).in_huge_pages();
-        Lane { home: Home { pool, spare: Arc::default() }, pending: Mutex::default() }
+        Lane { memory: ExchangePool::new(pool), pending: Mutex::default() }
     }
 
     fn place(&self) -> AxisPlace {
-        let group = self.home.pool.group();
+        let group = self.memory.pool().group();
         AxisPlace::new(group.rank().0, group.world_size())
     }
 
@@ -190,7 +120,7 @@ impl<T: Stored> Lane<T> {
             ExchangeKind::AllGather => (own_len * degree, rank * own_len),
             _ => (own_len, 0),
         };
-        let own = self.home.pool.send(device, (values, start), len)?;
+        let own = self.memory.pool().send(device, (values, start), len)?;
         self.issue(kind, own)
     }
 
@@ -200,7 +130,7 @@ impl<T: Stored> Lane<T> {
             return Ok(device.empty(shape, T::DTYPE, Category::Activations)?);
         }
         let len = shape.num_elements();
-        Ok(self.home.lend(self.home.pool.take_buffer(len)?.wait(), 0..len, shape))
+        Ok(self.memory.lend(self.memory.pool().take_buffer(len)?.wait(), 0..len, shape))
     }
 
     fn start_sum(
@@ -210,14 +140,14 @@ impl<T: Stored> Lane<T> {
         term: Tensor,
     ) -> Result<PendingExchange, ParallelError> {
         match term.into_lent() {
-            Ok(memory) => self.issue(kind, self.home.take_back(memory)),
+            Ok(memory) => self.issue(kind, self.memory.take_back(memory)),
             Err(term) => self.start(device, kind, term.view()),
         }
     }
 
     /// Starts the exchange of what lies in memory of the group.
     fn issue(&self, kind: ExchangeKind, own: Buffer<T>) -> Result<PendingExchange, ParallelError> {
-        let (group, AxisPlace { rank, degree }) = (self.home.pool.group(), self.place());
+        let (group, AxisPlace { rank, degree }) = (self.memory.pool().group(), self.place());
         let len = own.len();
         let mut sent = None;
         let vector = match kind {
@@ -226,7 +156,7 @@ impl<T: Stored> Lane<T> {
             ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
             ExchangeKind::AllToAll => group.all_to_all(own),
             ExchangeKind::Shift => {
-                let received = Buffer::pending(self.home.pool.take_buffer(len)?, len);
+                let received = Buffer::pending(self.memory.pool().take_buffer(len)?, len);
                 sent = Some(group.send(own, Rank((rank + 1) % degree)));
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
@@ -249,11 +179,11 @@ impl<T: Stored> Lane<T> {
     ) -> Result<(), ParallelError> {
         let (vector, len, kind) = self.take(device, exchange, waiting)?;
         let start = self.first(kind, result.shape());
-        self.home.pool.receive(device, (vector, len), start, result);
+        self.memory.pool().receive(device, (vector, len), start, result);
         Ok(())
     }
 
-    fn finish_for_now(
+    fn finish_temporary(
         &self,
         device: &Device,
         exchange: &PendingExchange,
@@ -267,7 +197,7 @@ impl<T: Stored> Lane<T> {
         }
         let (vector, _, kind) = self.take(device, exchange, waiting)?;
         let start = self.first(kind, shape);
-        Ok(self.home.lend(vector.wait(), start..start + shape.num_elements(), shape))
+        Ok(self.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
     }
 
     /// The first element that an exchange brings this rank for a result of this shape.
@@ -287,12 +217,12 @@ impl<T: Stored> Lane<T> {
     ) -> Result<(Pending<Buffer<T>>, usize, ExchangeKind), ParallelError> {
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner)[exchange.number()].take();
         let Started { kind, len, vector, sent } = pending.expect("an exchange is finished once");
-        let vector = waiting.pass_on(vector, len, device)?;
+        let vector = waiting.wait_on_device(vector, len, device)?;
         if let Some(sent) = sent {
-            let sent = waiting.pass_on(sent, len, device)?;
+            let sent = waiting.wait_on_device(sent, len, device)?;
             // The result may replace what was sent.
             device.wait_for(&sent.event());
-            self.home.pool.give_buffer(len, sent);
+            self.memory.pool().give_buffer(len, sent);
         }
         Ok((vector, len, kind))
     }
@@ -356,7 +286,7 @@ impl AxisOps for GroupAxis {
         Ok(with_lane!(self, term.dtype() => |lane| lane.start_sum(device, kind, term))?)
     }
 
-    fn finish_for_now(
+    fn finish_temporary(
         &self,
         device: &Device,
         exchange: PendingExchange,
@@ -364,6 +294,31 @@ impl AxisOps for GroupAxis {
         dtype: DType,
     ) -> Result<Tensor, DeviceError> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(with_lane!(self, dtype => |lane| lane.finish_for_now(device, &exchange, shape, &mut waiting))?)
+        Ok(with_lane!(self, dtype => |lane| lane.finish_temporary(device, &exchange, shape, &mut waiting))?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_tensor::DeviceOptions;
+    use trireme_testkit::run_ranks;
+
+    #[test]
+    fn terms_and_temporary_results_are_not_copied() {
+        run_ranks(2, |group| {
+            let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+            let axis = GroupAxis::new(&Arc::new(group), &device);
+            let shape = Shape::from([2, 3]);
+            let mut term = axis.empty_term(&device, shape, DType::F32).unwrap();
+            device.upload(&[1.0_f32; 6], term.view_mut());
+            let memory = term.into_lent().expect("memory of the group");
+            let address = memory.bytes().as_ptr();
+            let term = Tensor::lent(memory, shape, DType::F32);
+            let sum = axis.start_sum(&device, ExchangeKind::AllReduce, term).unwrap();
+            let sum = axis.finish_temporary(&device, sum, shape, DType::F32).unwrap();
+            assert_eq!(device.read::<f32>(sum.view()), [2.0; 6]);
+            assert_eq!(sum.into_lent().unwrap().bytes().as_ptr(), address);
+        });
     }
 }

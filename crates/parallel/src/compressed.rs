@@ -9,8 +9,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
 use trireme_comm::{
-    Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Pages,
-    Round, StateCopy, Work,
+    Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Round,
+    StateCopy, Work,
 };
 use trireme_tensor::{Category, Device, ParameterTable};
 
@@ -188,7 +188,7 @@ impl Compressed {
         for &round in rounds {
             let num_bytes = round.num_bytes() * round.num_messages(group.world_size());
             self.counted.take(Category::Communication, num_bytes)?;
-            self.counted.map(group.peer_bytes_mapped(num_bytes, Pages::Small))?;
+            self.counted.map(group.peer_bytes_mapped(num_bytes))?;
             self.exchanges.push(exchange(round, group)?);
         }
         Ok(())

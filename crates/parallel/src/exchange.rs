@@ -1,7 +1,6 @@
 use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
-use crate::waiting::here;
 use std::ops::Range;
 use trireme_base::{AxisPlace, Pending, ReduceOp};
 use trireme_optim::ShardOps;
@@ -37,7 +36,7 @@ impl ShardOps for ShardExchange {
         for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
             let buffer = pool.send(&self.device, (values.as_view(), 0), len)?;
             let buffer = pool.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
-            pool.receive(&self.device, (here(buffer), len), 0, values.reborrow());
+            pool.receive(&self.device, (buffer.into_memory(), len), 0, values.reborrow());
         }
         Ok(())
     }
@@ -53,7 +52,7 @@ impl ShardOps for ShardExchange {
         let own = (own.as_view(), part.start);
         let buffer = self.wholes.send(&self.device, own, len_exchanged)?;
         let buffer = self.wholes.group().all_gather(buffer).wait()?;
-        self.wholes.receive(&self.device, (here(buffer), len_exchanged), 0, whole);
+        self.wholes.receive(&self.device, (buffer.into_memory(), len_exchanged), 0, whole);
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use crate::error::ParallelError;
 use crate::stored::Stored;
-use crate::waiting::{Waiting, here};
+use crate::waiting::Waiting;
 use std::fmt;
 use std::ops::Range;
 use trireme_base::Pending;
@@ -11,7 +11,7 @@ use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
 /// A vector that kernels work with and ranks exchange.
 ///
-/// Where kernels reach the host's memory, it lies in memory of the group, and nothing is copied. Elsewhere it lies on the device, and
+/// Where kernels reach the host's memory and there is somebody to exchange it with, it lies in memory of the group, and nothing is copied. Elsewhere it lies on the device, and
 /// passes through memory of the group, to which and from which it is copied beside the kernels.
 pub(crate) struct Exchanged<T> {
     /// The group's memory; none if the vector lies on the device and has nowhere to go.
@@ -180,12 +180,13 @@ impl<T: Stored> Exchanging<T> {
     #[track_caller]
     pub(crate) fn wait(self, device: &Device, waiting: &mut Waiting) -> Result<Exchanged<T>, ParallelError> {
         let Exchanging { work, len, part } = self;
-        Ok(Exchanged::arrive(waiting.pass_on(work, len, device)?, part, device))
+        Ok(Exchanged::arrive(waiting.wait_on_device(work, len, device)?, part, device))
     }
 
     /// Waits for the exchange of a vector of the [host](Exchanged::new_for_host), and takes it back.
-    pub(crate) fn wait_for_host(self, waiting: &mut Waiting) -> Result<Exchanged<T>, ParallelError> {
-        Ok(Exchanged { buffer: here(waiting.wait_fused(self.work)?), own: self.part.own })
+    pub(crate) fn take_to_host(self, waiting: &mut Waiting) -> Result<Exchanged<T>, ParallelError> {
+        let (buffer, part) = self.wait_on_host(waiting)?;
+        Ok(Exchanged { buffer: Pending::new(buffer), own: part.own })
     }
 }
 

@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_comm::{CompressionStatistics, Compressor, Pages};
+use trireme_comm::{CompressionStatistics, Compressor};
 use trireme_schedule::Outline;
 use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
@@ -253,7 +253,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// What this rank has waited for gradients since the last call.
+    /// Waits of this rank for gradients since the last call, and operations that its kernels wait for.
     pub(crate) fn take_waiting(&mut self) -> Waiting {
         std::mem::take(&mut self.waiting)
     }
@@ -332,9 +332,7 @@ impl Gradients {
         for state in &mut self.units {
             let Some(compressed) = state.reduction.compressed_mut() else { continue };
             let num_bytes = state.len * size_of::<f32>();
-            self.device
-                .staging()
-                .take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes, Pages::Small))?;
+            self.device.staging().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
             if may_be_skipped {
                 compressed.remember()?;
             }

@@ -89,8 +89,11 @@ impl<T: Stored> Holders<T> {
         for Run { range, pool } in &self.units[unit] {
             let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
             let buffer = pool.send(device, (terms.reborrow().as_view(), 0), range.len())?;
-            let buffer =
-                waiting.pass_on(pool.group().all_reduce(buffer, ReduceOp::Sum), range.len(), device)?;
+            let buffer = waiting.wait_on_device(
+                pool.group().all_reduce(buffer, ReduceOp::Sum),
+                range.len(),
+                device,
+            )?;
             pool.receive(device, (buffer, range.len()), 0, terms);
         }
         Ok(())
@@ -117,7 +120,7 @@ impl<T: Stored> Holders<T> {
                 true => pool.send(device, (own.reborrow().as_view(), 0), len)?,
                 false => Buffer::pending(pool.take_buffer(len)?, len),
             };
-            let buffer = waiting.pass_on(group.broadcast(buffer, Rank::ROOT), len, device)?;
+            let buffer = waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), len, device)?;
             match is_first {
                 true => pool.give_buffer(len, buffer),
                 false => pool.receive(device, (buffer, len), 0, own),

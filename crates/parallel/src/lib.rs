@@ -9,6 +9,7 @@ mod compressed;
 mod counted;
 mod error;
 mod exchange;
+mod exchange_memory;
 mod exchanged;
 mod executor;
 mod fp8;

@@ -6,7 +6,7 @@ use crate::exchanged::{Exchanged, Exchanging};
 use crate::pool::Pool;
 use crate::ranks::Levels;
 use crate::stored::Stored;
-use crate::waiting::{Waiting, here};
+use crate::waiting::Waiting;
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
 
 /// Finer than a 16-bit float is to a sum of them, and half as long.
@@ -75,8 +75,8 @@ impl PackedGathering {
         let (of_hosts, of_hosts_part) = of_hosts.wait_on_host(waiting)?;
         let (all, all_part) = all.leave(&self.device, 0..0, 0..len);
         let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;
-        let of_hosts = Exchanged::arrive(here(of_hosts), of_hosts_part, &self.device);
-        let all = Exchanged::arrive(here(all), all_part, &self.device);
+        let of_hosts = Exchanged::arrive(of_hosts.into_memory(), of_hosts_part, &self.device);
+        let all = Exchanged::arrive(all.into_memory(), all_part, &self.device);
         for (place, &shard) in self.order.iter().enumerate() {
             let part = unit.shard(shard, self.order.len());
             let first = place * slot_bytes;

@@ -4,7 +4,7 @@ use crate::exchanged::{DevicePart, Exchanged};
 use crate::stored::Stored;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::Pending;
-use trireme_comm::{Buffer, Group, Pages};
+use trireme_comm::{Buffer, Group, PageSize};
 use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
 /// Vectors that kernels work with and a group exchanges, whose memory is used again, so that steps allocate nothing.
@@ -13,7 +13,7 @@ pub(crate) struct Pool<T> {
     category: Category,
     /// Whether peers read the buffers.
     is_exchanged: bool,
-    pages: Pages,
+    page_size: PageSize,
     /// Whether vectors have memory of the group.
     has_buffers: bool,
     shared: Arc<Shared<T>>,
@@ -38,13 +38,13 @@ impl<T: Stored> Pool<T> {
         let shared = Shared { free: Mutex::default(), counted: Counted::new(device) };
         // What goes to nobody needs no memory to pass through.
         let has_buffers = group.world_size() > 1;
-        let (group, pages) = (Arc::clone(group), Pages::Small);
-        Pool { group, category, is_exchanged, pages, has_buffers, shared: Arc::new(shared) }
+        let (group, page_size) = (Arc::clone(group), PageSize::Base);
+        Pool { group, category, is_exchanged, page_size, has_buffers, shared: Arc::new(shared) }
     }
 
     /// The same in huge pages: for what is exchanged many times in a step.
     pub(crate) fn in_huge_pages(self) -> Self {
-        Pool { pages: Pages::Huge, ..self }
+        Pool { page_size: PageSize::Huge, ..self }
     }
 
     /// The same for vectors that the host works with, or another group, even if this group has one rank.
@@ -89,9 +89,10 @@ impl<T: Stored> Pool<T> {
         let (own, mapped) = self.num_bytes(len);
         self.shared.counted.take(self.category, own)?;
         self.shared.counted.map(mapped)?;
+        // The group would give a page to no elements.
         Ok(Pending::new(match len {
             0 => Buffer::private(0)?,
-            _ => self.group.buffer_in(len, self.pages)?,
+            _ => self.group.buffer_in(len, self.page_size)?,
         }))
     }
 
@@ -137,7 +138,7 @@ impl<T: Stored> Pool<T> {
     /// Bytes of a buffer, and of what is mapped of its peers.
     fn num_bytes(&self, len: usize) -> (usize, usize) {
         let own = len * size_of::<T>();
-        (own, if self.is_exchanged { self.group.peer_bytes_mapped(own, self.pages) } else { 0 })
+        (own, if self.is_exchanged { self.group.peer_bytes_mapped_in(own, self.page_size) } else { 0 })
     }
 
     /// Gives a vector back.
@@ -157,5 +158,32 @@ impl<T: Stored> Pool<T> {
         drop(vector);
         self.shared.counted.give(self.category, own);
         self.shared.counted.unmap(mapped);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_comm::PageSize;
+    use trireme_tensor::DeviceOptions;
+    use trireme_testkit::run_ranks;
+
+    /// Bytes of a vector of 1000 f32 on the device, of the group and mapped of peers.
+    fn bytes(group: Group, page_size: PageSize) -> [usize; 2] {
+        let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+        let pool: Pool<f32> = Pool::new(&Arc::new(group), &device, Category::Gradients, true);
+        let pool = if page_size == PageSize::Huge { pool.in_huge_pages() } else { pool };
+        let vector = pool.take(1000).unwrap();
+        let buffer_len = vector.into_buffer().wait().len();
+        [device.memory().usage(Category::Gradients).peak, buffer_len * size_of::<f32>()]
+    }
+
+    #[test]
+    fn what_goes_to_nobody_lies_on_the_device() {
+        assert_eq!(bytes(trireme_comm::single(), PageSize::Base), [4032, 0]);
+        for page_size in [PageSize::Base, PageSize::Huge] {
+            let found = run_ranks(2, |group| bytes(group, page_size));
+            assert!(found.iter().all(|[_, of_group]| *of_group == 4000), "{found:?}");
+        }
     }
 }

@@ -13,7 +13,7 @@ use crate::vector::{Sum, Summation, Vector};
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::{Bf16, F16, ReduceOp};
-use trireme_comm::{Fusion, Group, Pages, TransportKind};
+use trireme_comm::{Fusion, Group, TransportKind};
 use trireme_tensor::{Category, Device, Precision, View};
 
 /// The reduction of one unit's gradient, step after step.
@@ -91,7 +91,7 @@ impl Summations<'_> {
         let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
         let num_bytes = fusion.reserve(lens.iter().copied())?;
         counted.take(Category::Communication, num_bytes)?;
-        counted.map(group.peer_bytes_mapped(num_bytes, Pages::Small))?;
+        counted.map(group.peer_bytes_mapped(num_bytes))?;
         Ok(Summation::AllReduce(fusion))
     }
 }

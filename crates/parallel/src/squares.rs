@@ -4,7 +4,7 @@ use crate::error::ParallelError;
 use crate::exchanged::Exchanged;
 use crate::ranks::RankGrid;
 use crate::space::change_on;
-use crate::waiting::{Waiting, here};
+use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
@@ -104,7 +104,7 @@ impl Squares {
         for group in groups {
             buffer = waiting.wait(group.all_reduce(buffer, ReduceOp::Sum))?;
         }
-        let mut sums = Exchanged::arrive(here(buffer), part, &self.device);
+        let mut sums = Exchanged::arrive(buffer.into_memory(), part, &self.device);
         let sum = sums.host_elements().iter().sum();
         self.sums = Some(sums);
         Ok(sum)

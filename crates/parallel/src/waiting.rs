@@ -3,7 +3,7 @@ use trireme_base::Pending;
 use trireme_comm::{Buffer, CommError, Element, FusedWork, Outcome, Work};
 use trireme_tensor::Device;
 
-/// How long a rank waits for communication with nothing else to do, and what came of operations that its kernels wait for in its place.
+/// How long a rank waits for communication with nothing else to do, and the operations that its kernels wait for.
 #[derive(Default)]
 pub(crate) struct Waiting {
     waited: Duration,
@@ -16,35 +16,35 @@ impl Waiting {
         self.during(|| work.wait())
     }
 
-    /// Waits for a vector, which may be reduced with others and of which kernels do not read anything.
+    /// Waits for a vector that may be reduced with others.
     pub(crate) fn wait_fused<T: Element>(&mut self, work: FusedWork<T>) -> Result<Buffer<T>, CommError> {
         self.during(|| work.wait())
     }
 
-    /// A vector of `len` elements, for kernels of `device`. Those of a device that works later wait for the operation themselves; that
-    /// it has failed is known when the outcomes are [settled](Waiting::settle).
-    pub(crate) fn pass_on<T: Element>(
+    /// A vector of `len` elements, for kernels of `device`. If the device works later, its kernels wait for the operation, and
+    /// [`await_outcomes`](Waiting::await_outcomes) returns its failure.
+    pub(crate) fn wait_on_device<T: Element>(
         &mut self,
         work: impl Into<FusedWork<T>>,
         len: usize,
         device: &Device,
     ) -> Result<Pending<Buffer<T>>, CommError> {
         let work = work.into();
-        // Of a vector without elements nothing comes.
+        // An empty vector brings nothing.
         if device.reaches_host() || len == 0 {
-            return self.wait_fused(work).map(here);
+            return self.wait_fused(work).map(Buffer::into_memory);
         }
         let (vector, outcome) = self.during(|| work.into_pending(len));
         self.outcomes.push(outcome);
         Ok(vector)
     }
 
-    /// Waits for the operations whose vectors were passed on. Until then kernels may work with zeros in the place of what did not
-    /// come: nothing that outlasts a step is made of it before.
+    /// Waits for the operations that kernels wait for. Until then kernels may work with zeros in the place of what did not
+    /// come, so nothing that outlasts a step is made of it before.
     ///
     /// # Errors
-    /// What the first of them that has failed did.
-    pub(crate) fn settle(&mut self) -> Result<(), CommError> {
+    /// The failure of the first operation that failed.
+    pub(crate) fn await_outcomes(&mut self) -> Result<(), CommError> {
         let outcomes = std::mem::take(&mut self.outcomes);
         self.during(|| outcomes.into_iter().try_for_each(Outcome::wait))
     }
@@ -68,34 +68,54 @@ impl Waiting {
     }
 }
 
-/// A vector that its operation has given back, for copies of devices.
-pub(crate) fn here<T: Element>(mut vector: Buffer<T>) -> Pending<Buffer<T>> {
-    // A group of one rank does not touch it.
-    vector.wait();
-    Pending::new(vector)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
     use trireme_base::{Rank, ReduceOp};
+    use trireme_comm::{GroupOptions, inproc_world_on};
     use trireme_tensor::{Backend, DetachedOptions, DeviceOptions};
     use trireme_testkit::run_ranks;
 
+    fn detached() -> Device {
+        let backend = Backend::Detached(DetachedOptions::default());
+        Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap()
+    }
+
     #[test]
-    fn a_failure_is_known_when_it_is_settled() {
+    fn outcomes_tell_of_a_failure() {
         run_ranks(2, |group| {
-            let backend = Backend::Detached(DetachedOptions::default());
-            let device = Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() });
-            let (device, mut waiting) = (device.unwrap(), Waiting::default());
+            let (device, mut waiting) = (detached(), Waiting::default());
             let mut sum = || {
                 let vector = group.buffer::<f32>(10).unwrap();
-                waiting.pass_on(group.all_reduce(vector, ReduceOp::Sum), 10, &device).unwrap();
-                waiting.settle()
+                waiting.wait_on_device(group.all_reduce(vector, ReduceOp::Sum), 10, &device).unwrap();
+                waiting.await_outcomes()
             };
             sum().unwrap();
             if group.rank() == Rank::ROOT {
                 sum().expect_err("the peer has left");
+            }
+        });
+    }
+
+    /// The sender waits for the receiver, which times out if it waits for the message.
+    #[test]
+    fn the_host_does_not_wait_for_what_kernels_wait_for() {
+        let options = GroupOptions { timeout: Duration::from_secs(20), ..GroupOptions::default() };
+        std::thread::scope(|scope| {
+            for group in inproc_world_on(&[0, 0], &options) {
+                scope.spawn(move || {
+                    let vector = group.buffer::<f32>(10).unwrap();
+                    if group.rank() != Rank::ROOT {
+                        group.barrier().wait().unwrap();
+                        group.send(vector, Rank::ROOT).wait().unwrap();
+                        return;
+                    }
+                    let (device, mut waiting) = (detached(), Waiting::default());
+                    waiting.wait_on_device(group.receive(vector, Rank(1)), 10, &device).unwrap();
+                    group.barrier().wait().unwrap();
+                    waiting.await_outcomes().unwrap();
+                });
             }
         });
     }

@@ -213,7 +213,7 @@ fn every_order_of_kernels_and_copies_gives_the_bits_of_the_cpu() {
     }
 }
 
-/// Kernels wait for what others send, and not the host, which hears of a failure all the same before anything is updated.
+/// A peer leaves between steps: the next step fails before it changes a parameter.
 #[test]
 fn a_peer_that_leaves_is_an_error_of_the_step() {
     let folder = tempfile::tempdir().unwrap();
@@ -222,15 +222,19 @@ fn a_peer_that_leaves_is_an_error_of_the_step() {
     for case in cases.iter().filter(|case| case.hosts.len() > 1) {
         let (state, num_shards) = (&case.layout.state, case.layout.num_shards);
         let is_on_device = StateClass::ALL.iter().all(|&class| !state.moves(class));
-        // Of shards in the place of whole parameters none are at hand that have not come.
-        let is_at_hand = is_on_device && (num_shards == 1 || state.is_sharded(StateClass::Parameters));
+        // Whole parameters cannot be read while they are being gathered from shards.
+        let are_weights_readable =
+            is_on_device && (num_shards == 1 || state.is_sharded(StateClass::Parameters));
         for seed in 0..8 {
             run_on(&model, case, detached(seed), |executor| {
                 let is_last = executor.group().rank().0 + 1 == case.hosts.len();
                 let weights = |executor: &Executor| {
                     let device = executor.shard_device();
                     let unit = |unit| device.read::<u8>(executor.shard(unit).as_bytes());
-                    (0..executor.model().num_units()).filter(|_| is_at_hand).map(unit).collect::<Vec<_>>()
+                    (0..executor.model().num_units())
+                        .filter(|_| are_weights_readable)
+                        .map(unit)
+                        .collect::<Vec<_>>()
                 };
                 let step = |executor: &mut Executor, step| {
                     let batches = batches(executor, &model, case.num_microbatches, step);

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use trireme_base::{DType, HostMemory};
 
-/// A row-major array that owns its memory, on a device or lent by the host.
+/// A row-major array, in memory of a device or in memory lent by the host.
 #[derive(Debug)]
 pub struct Tensor {
     memory: Memory,
@@ -19,7 +19,7 @@ pub struct Tensor {
 #[derive(Debug)]
 enum Memory {
     Block(Block),
-    Lent(Loan),
+    Lent(LentGuard),
 }
 
 /// Memory of the host in which a tensor lies until it is dropped, such as that which ranks exchange.
@@ -30,9 +30,9 @@ pub trait LentMemory: HostMemory + Sync + Any + fmt::Debug {
 
 /// Gives lent memory back.
 #[derive(Debug)]
-struct Loan(Option<Box<dyn LentMemory>>);
+struct LentGuard(Option<Box<dyn LentMemory>>);
 
-impl Loan {
+impl LentGuard {
     fn bytes(&self) -> &[u8] {
         self.0.as_ref().expect("it is there until the end").bytes()
     }
@@ -42,7 +42,7 @@ impl Loan {
     }
 }
 
-impl Drop for Loan {
+impl Drop for LentGuard {
     fn drop(&mut self) {
         if let Some(memory) = self.0.take() {
             memory.give_back();
@@ -62,7 +62,7 @@ impl Tensor {
     /// If the memory has not as many bytes.
     pub fn lent(memory: Box<dyn LentMemory>, shape: Shape, dtype: DType) -> Self {
         assert_eq!(Some(memory.bytes().len()), shape.num_bytes(dtype), "{shape:?}");
-        Tensor { memory: Memory::Lent(Loan(Some(memory))), shape, dtype }
+        Tensor { memory: Memory::Lent(LentGuard(Some(memory))), shape, dtype }
     }
 
     /// The memory that was [lent](Tensor::lent).
@@ -71,7 +71,7 @@ impl Tensor {
     /// The tensor, if its memory is a device's.
     pub fn into_lent(self) -> Result<Box<dyn LentMemory>, Tensor> {
         match self.memory {
-            Memory::Lent(mut loan) => Ok(loan.0.take().expect("it is there until the end")),
+            Memory::Lent(mut guard) => Ok(guard.0.take().expect("it is there until the end")),
             memory @ Memory::Block(_) => Err(Tensor { memory, ..self }),
         }
     }
@@ -320,8 +320,7 @@ fn part_bytes(dtype: DType, offset: usize, shape: Shape) -> Range<usize> {
 mod tests {
     use super::*;
     use crate::{Device, DeviceOptions};
-    use std::sync::Arc;
-    use std::sync::Mutex;
+    use std::sync::{Arc, Mutex};
     use trireme_base::Category;
 
     /// Eight bytes that come back to a list.

@@ -12,7 +12,7 @@ use crate::selection::{Choice, Selection, typical_costs};
 use crate::transport::Parts;
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
 use crate::{
-    Buffer, CommError, CommStatistics, Element, GroupOptions, Pages, TransportKind, probe, rendezvous,
+    Buffer, CommError, CommStatistics, Element, GroupOptions, PageSize, TransportKind, probe, rendezvous,
 };
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -365,14 +365,14 @@ impl Group {
     /// # Errors
     /// [`CommError::Allocate`] if there is not so much memory.
     pub fn buffer<T: Element>(&self, len: usize) -> Result<Buffer<T>, CommError> {
-        self.buffer_in(len, Pages::Small)
+        self.buffer_in(len, PageSize::Base)
     }
 
-    /// As [`buffer`](Group::buffer), in such pages, if the ranks share memory.
+    /// As [`buffer`](Group::buffer), in pages of this size, if the ranks share memory.
     ///
     /// # Errors
     /// As [`buffer`](Group::buffer).
-    pub fn buffer_in<T: Element>(&self, len: usize, pages: Pages) -> Result<Buffer<T>, CommError> {
+    pub fn buffer_in<T: Element>(&self, len: usize, page_size: PageSize) -> Result<Buffer<T>, CommError> {
         let fail = |source| CommError::Allocate {
             bytes: len.saturating_mul(size_of::<T>()),
             source: Arc::new(source),
@@ -382,7 +382,7 @@ impl Group {
             .ok_or_else(|| fail(std::io::Error::from(std::io::ErrorKind::OutOfMemory)))?;
         let storage = match &self.arena {
             None => Storage::heap(num_bytes)?,
-            Some(arena) => Storage::shared(arena.allocate(num_bytes, pages).map_err(fail)?, num_bytes),
+            Some(arena) => Storage::shared(arena.allocate(num_bytes, page_size).map_err(fail)?, num_bytes),
         };
         Ok(Buffer::from_storage(storage))
     }
@@ -401,14 +401,20 @@ impl Group {
     }
 
     /// Bytes of its peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` the part
-    /// that this rank reduces, in every peer's buffer, or all of it in huge pages; else none.
-    pub fn peer_bytes_mapped(&self, num_bytes: usize, pages: Pages) -> usize {
-        let num_peers = self.world_size - 1;
-        match (self.transport, pages) {
-            (TransportKind::Shm, Pages::Small) => num_bytes.div_ceil(self.world_size) * num_peers,
-            (TransportKind::Shm, Pages::Huge) => num_bytes * num_peers,
-            _ => 0,
-        }
+    /// that this rank reduces, in every peer's buffer; else none.
+    pub fn peer_bytes_mapped(&self, num_bytes: usize) -> usize {
+        self.peer_bytes_mapped_in(num_bytes, PageSize::Base)
+    }
+
+    /// As [`peer_bytes_mapped`](Group::peer_bytes_mapped), of a buffer in pages of this size. The part of a buffer in huge pages may begin and
+    /// end within one.
+    pub fn peer_bytes_mapped_in(&self, num_bytes: usize, page_size: PageSize) -> usize {
+        let part = num_bytes.div_ceil(self.world_size);
+        let mapped = match page_size {
+            PageSize::Base => part,
+            PageSize::Huge => num_bytes.min(part + 2 * PageSize::HUGE_BYTES),
+        };
+        if self.transport == TransportKind::Shm { mapped * (self.world_size - 1) } else { 0 }
     }
 
     /// What the group has done so far.

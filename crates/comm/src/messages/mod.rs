@@ -9,7 +9,7 @@ mod courier;
 use crate::buffer::Storage;
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::Link;
-use crate::work::Tell;
+use crate::work::Callback;
 use crate::{CommError, GroupOptions, Operation};
 use courier::{Courier, Parcel};
 use rustix::event::{EventfdFlags, eventfd};
@@ -65,8 +65,8 @@ enum Slot {
     Pending,
     /// Nobody waits for what comes of it.
     Abandoned,
-    /// What comes of it is told as soon as it is known.
-    Told(Tell<Storage>),
+    /// It is called as soon as the message has ended.
+    Callback(Callback<Storage>),
     Ended(Result<Storage, CommError>),
     /// The owner has it, and is about to free the slot.
     Taken,
@@ -75,7 +75,7 @@ enum Slot {
 /// The right to what comes of a message.
 pub(crate) struct Receipt {
     office: Arc<Office>,
-    /// None once what comes of it is told to somebody else.
+    /// None once a callback gets the result.
     slot: Option<usize>,
 }
 
@@ -314,14 +314,16 @@ impl State {
 
     /// Passes on what has come of a message; whether that was not known.
     fn end(&mut self, slot: usize, result: Result<Storage, CommError>) -> bool {
-        match &mut self.slots[slot] {
-            Slot::Free | Slot::Ended(_) | Slot::Taken => return false,
+        match std::mem::replace(&mut self.slots[slot], Slot::Taken) {
+            Slot::Pending => self.slots[slot] = Slot::Ended(result),
             Slot::Abandoned => self.release(slot),
-            pending @ Slot::Pending => *pending = Slot::Ended(result),
-            told @ Slot::Told(_) => {
-                let Slot::Told(tell) = std::mem::replace(told, Slot::Taken) else { unreachable!() };
+            Slot::Callback(callback) => {
                 self.release(slot);
-                tell(result);
+                callback(result);
+            }
+            known @ (Slot::Free | Slot::Ended(_) | Slot::Taken) => {
+                self.slots[slot] = known;
+                return false;
             }
         }
         true
@@ -339,16 +341,16 @@ impl Receipt {
     }
 
     fn slot(&self) -> usize {
-        self.slot.expect("a receipt whose result is told is gone")
+        self.slot.expect("a receipt with a callback is gone")
     }
 
-    /// Has what comes of the message told by the thread that moves it, which must not wait for this group meanwhile; at once if
-    /// it is known.
-    pub(crate) fn tell(mut self, tell: Tell<Storage>) {
+    /// Calls `callback` with what comes of the message, on the thread that moves it, with the office locked: it must not use the group. Calls
+    /// it at once if the message has ended.
+    pub(crate) fn on_done(mut self, callback: Callback<Storage>) {
         let mut state = self.office.lock();
         let slot = &mut state.slots[self.slot()];
         if let Slot::Pending = slot {
-            *slot = Slot::Told(tell);
+            *slot = Slot::Callback(callback);
             drop(state);
             self.slot = None;
             return;
@@ -357,7 +359,7 @@ impl Receipt {
             unreachable!("a message that has its receipt is pending, or has ended")
         };
         drop(state);
-        tell(result);
+        callback(result);
     }
 
     pub(crate) fn wait(self) -> Result<Storage, CommError> {

@@ -139,10 +139,10 @@ impl Executor {
 
     /// Waits for the reductions of this rank, and judges what they have come to: how to update by them.
     fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<StepSettings, ParallelError> {
-        self.gather_waiting();
+        self.collect_waiting();
         let waited = self.waiting.total();
         self.gradients.wait()?;
-        self.settle()?;
+        self.await_outcomes()?;
         let mut waiting = std::mem::take(&mut self.waiting);
         let mut found = None;
         if plan.grad_norm != GradNorm::Off {
@@ -166,7 +166,7 @@ impl Executor {
         outcomes: &mut Vec<StepOutcome>,
     ) -> Result<(), ParallelError> {
         self.messages.finish_until(0, &mut self.waiting)?;
-        self.settle()?;
+        self.await_outcomes()?;
         let mut waiting = std::mem::take(&mut self.waiting);
         let Executor { updates, means, ranks, loss_scaler, .. } = self;
         let updates = updates.as_mut().expect("the program does not drain");

@@ -121,14 +121,30 @@ impl Executor {
         self.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 
-    /// Waits for all operations whose vectors were passed on to kernels: what these make from now on may outlast the step.
-    pub(super) fn settle(&mut self) -> Result<(), ParallelError> {
-        self.gather_waiting();
-        Ok(self.waiting.settle()?)
+    /// Waits for all operations that kernels wait for: what kernels make from now on may outlast the step. After a failure it fails each time.
+    pub(super) fn await_outcomes(&mut self) -> Result<(), ParallelError> {
+        self.collect_waiting();
+        let awaited = self.waiting.await_outcomes();
+        if let Err(failure) = awaited {
+            self.failure.get_or_insert(failure);
+        }
+        // Of what was made of zeros some may be left.
+        self.failure.clone().map_or(Ok(()), |failure| Err(failure.into()))
+    }
+
+    /// Runs `work` and waits for its operations, without counting these waits in a step.
+    pub(super) fn outside_step<R>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<R, ParallelError>,
+    ) -> Result<R, ParallelError> {
+        let waited = std::mem::take(&mut self.waiting);
+        let result = work(self).and_then(|made| self.await_outcomes().map(|()| made));
+        self.waiting = waited;
+        result
     }
 
     /// Takes in what gradients and axes have waited.
-    pub(super) fn gather_waiting(&mut self) {
+    pub(super) fn collect_waiting(&mut self) {
         self.waiting.add(self.gradients.take_waiting());
         self.waiting.add(self.axes.take_waiting());
     }
@@ -144,7 +160,7 @@ impl Executor {
     fn finish_reductions(&mut self) -> Result<(f64, Waiting), ParallelError> {
         self.gradients.wait()?;
         self.messages.finish_until(0, &mut self.waiting)?;
-        self.settle()?;
+        self.await_outcomes()?;
         let mut waiting = std::mem::take(&mut self.waiting);
         let loss = self.means.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.fp8 {

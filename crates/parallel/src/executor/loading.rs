@@ -55,9 +55,10 @@ impl Executor {
         }
         let class = self.class_of_weights();
         self.for_each_held(class, false, |executor, unit| executor.parameters.unshard(unit))?;
-        let Executor { model, parameters, waiting, .. } = &mut *self;
-        (0..model.num_units()).try_for_each(|unit| parameters.ensure(unit, waiting))?;
-        self.settle()?;
+        self.outside_step(|executor| {
+            let Executor { model, parameters, waiting, .. } = executor;
+            (0..model.num_units()).try_for_each(|unit| parameters.ensure(unit, waiting))
+        })?;
         self.exchange_copies()
     }
 

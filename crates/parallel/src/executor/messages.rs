@@ -21,11 +21,11 @@ pub(super) struct Messages {
     pool: Pool<f32>,
     sent: VecDeque<Work<Buffer<f32>>>,
     /// What begins to come, by kind and microbatch, until its pass takes it: activations, gradients and parts of a tied gradient.
-    coming: [Vec<Option<Coming>>; 3],
+    incoming: [Vec<Option<Incoming>>; 3],
 }
 
 /// A message of so many elements that comes.
-struct Coming {
+struct Incoming {
     work: Work<Buffer<f32>>,
     len: usize,
 }
@@ -36,7 +36,7 @@ impl Messages {
         Messages {
             pool: Pool::new(ranks.pipeline(), device, Category::Communication, false),
             sent: VecDeque::with_capacity(SENDS_MAX + 1),
-            coming: [none(), none(), none()],
+            incoming: [none(), none(), none()],
         }
     }
 
@@ -95,20 +95,20 @@ impl Messages {
     }
 
     /// Starts to receive `len` elements.
-    fn receive(&self, len: usize, from: usize) -> Result<Coming, ParallelError> {
+    fn receive(&self, len: usize, from: usize) -> Result<Incoming, ParallelError> {
         let buffer = Buffer::pending(self.pool.take_buffer(len)?, len);
-        Ok(Coming { work: self.pool.group().receive(buffer, Rank(from)), len })
+        Ok(Incoming { work: self.pool.group().receive(buffer, Rank(from)), len })
     }
 
     /// Copies the tensors of a message to the device when it has come.
     fn arrived(
         &self,
-        Coming { work, len }: Coming,
+        Incoming { work, len }: Incoming,
         specs: impl Iterator<Item = TensorSpec>,
         device: &Device,
         waiting: &mut Waiting,
     ) -> Result<Bundle<Tensor>, ParallelError> {
-        let mut buffer = waiting.pass_on(work, len, device)?;
+        let mut buffer = waiting.wait_on_device(work, len, device)?;
         let (mut tensors, mut first) = (Bundle::new(), 0);
         for spec in specs {
             let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
@@ -152,7 +152,7 @@ impl Executor {
             MessageKind::TiedGradient => gradients.tied().expect("the unit is tied").len(),
             MessageKind::Parameters => return self.receive_copy(peer),
         };
-        messages.coming[kind as usize][microbatch] = Some(messages.receive(len, peer)?);
+        messages.incoming[kind as usize][microbatch] = Some(messages.receive(len, peer)?);
         Ok(())
     }
 
@@ -170,8 +170,8 @@ impl Executor {
     /// Receives the parameters of which this rank has a copy.
     fn receive_copy(&mut self, from: usize) -> Result<(), ParallelError> {
         let Executor { messages, parameters, device, waiting, .. } = self;
-        let coming = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
-        let buffer = waiting.wait(coming.work)?;
+        let incoming = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
+        let buffer = waiting.wait(incoming.work)?;
         device.upload(&buffer, parameters.copy_mut());
         messages.pool.give_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
@@ -200,17 +200,17 @@ impl Executor {
             _ => None,
         };
         if let Some((kind, unit)) = expected.filter(|(_, unit)| !outline.holds(*unit)) {
-            let coming =
-                messages.coming[kind as usize][microbatch].take().expect("a valid program receives it");
+            let incoming =
+                messages.incoming[kind as usize][microbatch].take().expect("a valid program receives it");
             let specs = in_flight.carried(Message { kind, unit, microbatch }, rehearsal);
-            *in_flight.passing(kind, microbatch) = Some(messages.arrived(coming, specs, device, waiting)?);
+            *in_flight.passing(kind, microbatch) = Some(messages.arrived(incoming, specs, device, waiting)?);
         }
         if let Some((unit, _)) = action.completed_gradient()
             && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
-            && let Some(coming) = messages.coming[MessageKind::TiedGradient as usize][microbatch].take()
+            && let Some(incoming) = messages.incoming[MessageKind::TiedGradient as usize][microbatch].take()
         {
-            let (Coming { work, len }, pool) = (coming, &messages.pool);
-            tied.put(microbatch, pool.adopt(waiting.pass_on(work, len, device)?, len)?);
+            let (Incoming { work, len }, pool) = (incoming, &messages.pool);
+            tied.put(microbatch, pool.adopt(waiting.wait_on_device(work, len, device)?, len)?);
         }
         Ok(())
     }

@@ -35,7 +35,7 @@ use passes::InFlight;
 use std::ops::Range;
 use std::sync::Arc;
 use timeline::Timeline;
-use trireme_comm::{Compression, Compressor, Group};
+use trireme_comm::{CommError, Compression, Compressor, Group};
 use trireme_model::{Batch, Model, Rehearsal};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions, StepSettings};
 use trireme_schedule::lowering::lay_out;
@@ -82,6 +82,8 @@ pub struct Executor {
     first_step: u64,
     /// In this step, for parameters.
     waiting: Waiting,
+    /// Of an operation whose vector kernels waited for.
+    failure: Option<CommError>,
     timeline: Timeline,
     /// Memory of the outcome of a single step.
     outcomes: Vec<StepOutcome>,
@@ -193,6 +195,7 @@ impl Executor {
             updates,
             first_step: 0,
             waiting: Waiting::default(),
+            failure: None,
             outcomes: Vec::with_capacity(1),
         };
         executor.expect_moves();

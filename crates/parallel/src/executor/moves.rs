@@ -141,8 +141,7 @@ impl Executor {
     /// Brings a unit's state of a class into memory, if it lives elsewhere. [`send_state`](Executor::send_state) comes after.
     pub fn bring_state(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
         // What the last update has made may still be on its way to the others.
-        self.parameters.ensure(unit, &mut self.waiting)?;
-        self.settle()?;
+        self.outside_step(|executor| executor.parameters.ensure(unit, &mut executor.waiting))?;
         self.restore(of_unit(class, unit))
     }
 

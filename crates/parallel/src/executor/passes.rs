@@ -354,11 +354,8 @@ impl Executor {
         batch: Option<Batch>,
     ) -> Result<(Purpose, Option<Bundle<Tensor>>), ParallelError> {
         self.in_flight.purpose = purpose;
-        // What steps have waited is not what this waits.
-        let waited = std::mem::take(&mut self.waiting);
         std::mem::swap(&mut self.program, &mut self.forward_program);
-        let ran = self.run_forward_program(batch);
-        self.waiting = waited;
+        let ran = self.outside_step(|executor| executor.run_forward_program(batch));
         std::mem::swap(&mut self.program, &mut self.forward_program);
         let made = self.in_flight.passing(MessageKind::Activation, 0).take();
         self.in_flight.batches[0] = Batch::new();
@@ -381,8 +378,7 @@ impl Executor {
                 self.await_state(action)?;
             }
         }
-        self.messages.finish_until(0, &mut self.waiting)?;
-        self.settle()
+        self.messages.finish_until(0, &mut self.waiting)
     }
 
     fn new_tape(&self, recording: Recording) -> Tape {

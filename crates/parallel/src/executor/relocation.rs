@@ -54,9 +54,8 @@ impl Executor {
         assert!(self.updates.is_none(), "a pipeline that does not drain has other bits with each cut");
         for unit in 0..self.model.num_units() {
             // What the last update has made may still be on its way to the other shards.
-            self.parameters.ensure(unit, &mut self.waiting)?;
+            self.outside_step(|executor| executor.parameters.ensure(unit, &mut executor.waiting))?;
         }
-        self.settle()?;
         let before = std::mem::replace(&mut self.program, program).outline;
         self.renew_step_memory()?;
         self.move_units(&before)?;

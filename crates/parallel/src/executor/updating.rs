@@ -53,7 +53,7 @@ impl Executor {
 
     /// Updates a unit's parameters by the sum of what was reduced.
     pub(super) fn update(&mut self, unit: usize, settings: StepSettings) -> Result<(), ParallelError> {
-        self.settle()?;
+        self.await_outcomes()?;
         let is_momentum = self.is_momentum(unit, settings.step);
         let Executor { optimizer, optimizer_device: device, gradients, parameters, exchange, ranks, .. } =
             self;

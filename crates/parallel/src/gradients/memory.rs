@@ -17,7 +17,7 @@ use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use trireme_comm::{CodecName, Pages};
+use trireme_comm::CodecName;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Precision};
 
@@ -94,7 +94,7 @@ impl Gradients {
                 (None, None) => make_reduction(len)?,
             };
             if keeps_whole && !is_sharded && !is_compressed {
-                counted.map(group.peer_bytes_mapped(len * size_of::<f32>(), Pages::Small))?;
+                counted.map(group.peer_bytes_mapped(len * size_of::<f32>()))?;
             }
             units.push(UnitGradient {
                 num_elements,

@@ -131,17 +131,17 @@ impl OperationContext<'_> {
         }
     }
 
-    /// As [`finish_on_axis`](OperationContext::finish_on_axis), for a value that is dropped soon.
-    pub(super) fn finish_for_now(&self, value: PendingValue) -> Result<Tensor, DeviceError> {
+    /// As [`finish_on_axis`](OperationContext::finish_on_axis), for a reader that drops the value soon.
+    pub(super) fn finish_temporary(&self, value: PendingValue) -> Result<Tensor, DeviceError> {
         match value {
             PendingValue::Here(tensor) => Ok(tensor),
             PendingValue::Travelling(exchange, shape, dtype) => {
-                self.expect_axis().ops.finish_for_now(self.device(), exchange, shape, dtype)
+                self.expect_axis().ops.finish_temporary(self.device(), exchange, shape, dtype)
             }
         }
     }
 
-    /// All rows of a value, of which this rank has `values`, for now.
+    /// All rows of a value, of which this rank has `values`, for a reader that drops them soon.
     ///
     /// # Errors
     /// As [`gather_rows`](OperationContext::gather_rows).
@@ -151,7 +151,7 @@ impl OperationContext<'_> {
         sharding: Sharding,
     ) -> Result<Values<'a>, DeviceError> {
         Ok(match sharding {
-            Sharding::Rows => Values::Converted(self.finish_for_now(self.start_gather(values)?)?),
+            Sharding::Rows => Values::Converted(self.finish_temporary(self.start_gather(values)?)?),
             _ => Values::Stored(values),
         })
     }
@@ -189,17 +189,12 @@ impl OperationContext<'_> {
         Ok(PendingValue::Travelling(exchange, shape, dtype))
     }
 
-    /// Memory for a term of such a sum, if `is_term`, or for another result; with unspecified contents.
+    /// Memory for a term of such a sum, with unspecified contents.
     ///
     /// # Errors
     /// If there is none.
-    pub(super) fn empty_term(
-        &self,
-        is_term: bool,
-        shape: Shape,
-        dtype: DType,
-    ) -> Result<Tensor, DeviceError> {
-        match self.axis().filter(|_| is_term) {
+    pub(super) fn empty_term(&self, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
+        match self.axis() {
             Some(axis) => axis.ops.empty_term(self.device(), shape, dtype),
             None => self.empty(shape, dtype),
         }

@@ -56,7 +56,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError>;
 
-    /// Memory for values of which this rank gives all to a sum by [`start_sum`](AxisOps::start_sum), with unspecified contents.
+    /// Memory for a term of a sum that [`start_sum`](AxisOps::start_sum) starts, with unspecified contents.
     ///
     /// # Errors
     /// If there is none.
@@ -64,8 +64,8 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         device.activation_of(shape, dtype)
     }
 
-    /// As [`start`](AxisOps::start), of a sum and with a term that nobody reads any more. It is not copied if it lies in
-    /// [memory for it](AxisOps::empty_term) that other ranks reach.
+    /// As [`start`](AxisOps::start), of a sum, with a term that nobody else reads. A term in [memory for it](AxisOps::empty_term) that other
+    /// ranks reach is not copied.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
@@ -78,12 +78,12 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         self.start(device, kind, term.view())
     }
 
-    /// As [`finish`](AxisOps::finish), in memory of this shape that may be what the exchange has brought it in, so that nothing is copied. It is
-    /// dropped soon: what is exchanged later needs memory of the same kind.
+    /// As [`finish`](AxisOps::finish), into a tensor of this shape that may lie in the exchange's own memory, without a copy. Drop it soon:
+    /// later exchanges use that memory again.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
-    fn finish_for_now(
+    fn finish_temporary(
         &self,
         device: &Device,
         exchange: PendingExchange,

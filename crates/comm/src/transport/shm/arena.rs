@@ -1,10 +1,10 @@
 use super::mapping::{HUGE_PAGE, Mapping};
-use crate::Pages;
+use crate::PageSize;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
 use rustix::io::retry_on_intr;
-use rustix::param::page_size;
+use rustix::param;
 use rustix::process::{Resource, getrlimit};
 use rustix::system::sysinfo;
 use std::io;
@@ -53,7 +53,7 @@ impl Arena {
     /// An arena of addresses, whose buffers may be larger than the machine's memory: none is set aside for them.
     pub(crate) fn dry() -> io::Result<Arc<Self>> {
         let allowed = getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / 4);
-        let mut len = DRY_BYTES.min(allowed) / page_size() * page_size();
+        let mut len = DRY_BYTES.min(allowed) / param::page_size() * param::page_size();
         loop {
             let mapping = Mapping::private(len).or_else(|refused| {
                 // Where the system sets memory aside for all that may be written, it does not for a file without pages. Making
@@ -62,7 +62,7 @@ impl Arena {
             });
             match mapping {
                 Ok(mapping) => return Ok(Arena::of(mapping, None)),
-                Err(_) if len > DRY_BYTES_MIN => len = len / 2 / page_size() * page_size(),
+                Err(_) if len > DRY_BYTES_MIN => len = len / 2 / param::page_size() * param::page_size(),
                 Err(error) => return Err(error),
             }
         }
@@ -82,15 +82,18 @@ impl Arena {
     ///
     /// What lies in huge pages lies at the end of the arena, for a process that touches any of a huge page maps all of it. A page that is
     /// not full of buffers yet stays in small ones.
-    pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize, pages: Pages) -> io::Result<Region> {
-        let len = num_bytes.max(1).checked_next_multiple_of(page_size()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let (range, full) = self.take(len, pages).ok_or(io::ErrorKind::OutOfMemory)?;
+    pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize, page_size: PageSize) -> io::Result<Region> {
+        let len = num_bytes
+            .max(1)
+            .checked_next_multiple_of(param::page_size())
+            .ok_or(io::ErrorKind::OutOfMemory)?;
+        let (range, full) = self.take(len, page_size).ok_or(io::ErrorKind::OutOfMemory)?;
         if let Some(memory) = &self.memory {
             if let Err(error) = reserve(memory, range.clone()) {
                 self.give_back(range);
                 return Err(error);
             }
-            if pages == Pages::Huge && !full.is_empty() {
+            if page_size == PageSize::Huge && !full.is_empty() {
                 self.mapping.make_huge(full);
             }
         }
@@ -100,7 +103,7 @@ impl Arena {
     /// As [`allocate`](Arena::allocate), but never used again as long as the arena is there: peers may touch it
     /// after this rank has done with it.
     pub(crate) fn allocate_for_good(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
-        let mut region = self.allocate(num_bytes, Pages::Small)?;
+        let mut region = self.allocate(num_bytes, PageSize::Base)?;
         region.returns = false;
         Ok(region)
     }
@@ -119,18 +122,18 @@ impl Arena {
         &self.mapping
     }
 
-    /// The first free bytes, or the last ones for huge pages; and the huge pages about them of which no byte is free any more.
-    fn take(&self, len: usize, pages: Pages) -> Option<(Range<usize>, Range<usize>)> {
+    /// Takes the first free bytes, or the last ones for huge pages. Also returns the huge pages that this fills.
+    fn take(&self, len: usize, page_size: PageSize) -> Option<(Range<usize>, Range<usize>)> {
         let mut free = self.free.lock().expect("no thread panics while it holds the list");
         let fits = |range: &Range<usize>| range.len() >= len;
-        let (index, taken) = match pages {
-            Pages::Small => {
+        let (index, taken) = match page_size {
+            PageSize::Base => {
                 let index = free.iter().position(fits)?;
                 let start = free[index].start;
                 free[index].start += len;
                 (index, start..start + len)
             }
-            Pages::Huge => {
+            PageSize::Huge => {
                 let index = free.iter().rposition(fits)?;
                 free[index].end -= len;
                 let start = free[index].end;
@@ -140,12 +143,8 @@ impl Arena {
         if free[index].is_empty() {
             free.remove(index);
         }
-        let next = free.partition_point(|range| range.end <= taken.start);
-        let used_from = next.checked_sub(1).map_or(0, |before| free[before].end);
-        let used_to = free.get(next).map_or(self.mapping.len(), |range| range.start);
-        let first = used_from.max(taken.start / HUGE_PAGE * HUGE_PAGE).next_multiple_of(HUGE_PAGE);
-        let end = used_to.min(taken.end.next_multiple_of(HUGE_PAGE)) / HUGE_PAGE * HUGE_PAGE;
-        Some((taken, first..end.max(first)))
+        let full = full_huge_pages(&free, &taken, self.mapping.len());
+        Some((taken, full))
     }
 
     /// Frees the memory of a range and makes it available again: zero as at first, except in a dry arena.
@@ -172,6 +171,16 @@ impl AsFd for Arena {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.memory.as_ref().expect("peers map the arena of a group that is not dry").as_fd()
     }
+}
+
+/// The huge pages of `len` bytes that share bytes with `taken`, and of which no byte is `free`.
+fn full_huge_pages(free: &[Range<usize>], taken: &Range<usize>, len: usize) -> Range<usize> {
+    let next = free.partition_point(|range| range.end <= taken.start);
+    let used_from = next.checked_sub(1).map_or(0, |before| free[before].end);
+    let used_to = free.get(next).map_or(len, |range| range.start);
+    let first = used_from.max(taken.start / HUGE_PAGE * HUGE_PAGE).next_multiple_of(HUGE_PAGE);
+    let end = used_to.min(taken.end.next_multiple_of(HUGE_PAGE)) / HUGE_PAGE * HUGE_PAGE;
+    first..end.max(first)
 }
 
 /// A file that has no name and no pages, mapped.
@@ -243,13 +252,13 @@ mod tests {
     #[test]
     fn memory_is_zero_again_when_it_is_given_out_again() {
         let arena = Arena::new(2).expect("an arena");
-        let mut first = arena.allocate(5000, Pages::Small).expect("memory");
+        let mut first = arena.allocate(5000, PageSize::Base).expect("memory");
         let place = first.offset();
         first.bytes_mut().fill(7);
-        let second = arena.allocate(1, Pages::Small).expect("memory");
+        let second = arena.allocate(1, PageSize::Base).expect("memory");
         assert_ne!(second.offset(), place);
         drop(first);
-        let third = arena.allocate(8000, Pages::Small).expect("memory");
+        let third = arena.allocate(8000, PageSize::Base).expect("memory");
         assert_eq!(third.offset(), place);
         assert!(third.bytes().iter().all(|&byte| byte == 0));
     }
@@ -264,11 +273,13 @@ mod tests {
             region.bytes_mut().fill(value);
             region
         };
-        let (first, small) = (fill(HUGE_PAGE / 4 * 3, Pages::Huge, 1), fill(HUGE_PAGE / 2, Pages::Small, 2));
+        let (first, small) =
+            (fill(HUGE_PAGE / 4 * 3, PageSize::Huge, 1), fill(HUGE_PAGE / 2, PageSize::Base, 2));
         assert_eq!((first.offset(), small.offset()), (end - HUGE_PAGE / 4 * 3, 0));
-        let (second, third) = (fill(HUGE_PAGE / 2, Pages::Huge, 3), fill(3 * HUGE_PAGE, Pages::Huge, 4));
+        let (second, third) =
+            (fill(HUGE_PAGE / 2, PageSize::Huge, 3), fill(3 * HUGE_PAGE, PageSize::Huge, 4));
         drop(second);
-        let second = fill(HUGE_PAGE / 4, Pages::Huge, 5);
+        let second = fill(HUGE_PAGE / 4, PageSize::Huge, 5);
         assert_eq!(second.offset(), end - HUGE_PAGE);
         for (region, value) in [(first, 1), (small, 2), (third, 4), (second, 5)] {
             assert!(region.bytes().iter().all(|&byte| byte == value), "{value}");
@@ -281,18 +292,18 @@ mod tests {
         let end = arena.mapping.len();
         let page = |num: usize| end - num * HUGE_PAGE;
         let take = |len, pages| arena.take(len, pages).expect("memory").1;
-        assert!(take(HUGE_PAGE / 4 * 3, Pages::Huge).is_empty());
-        assert_eq!(take(HUGE_PAGE / 2, Pages::Huge), page(1)..end);
-        assert_eq!(take(3 * HUGE_PAGE, Pages::Huge), page(4)..page(1));
+        assert!(take(HUGE_PAGE / 4 * 3, PageSize::Huge).is_empty());
+        assert_eq!(take(HUGE_PAGE / 2, PageSize::Huge), page(1)..end);
+        assert_eq!(take(3 * HUGE_PAGE, PageSize::Huge), page(4)..page(1));
         let rest = end - HUGE_PAGE / 4 * 17 - 4096;
-        assert_eq!(take(rest, Pages::Small), 0..page(5));
-        assert_eq!(take(4096, Pages::Huge), page(5)..page(4));
+        assert_eq!(take(rest, PageSize::Base), 0..page(5));
+        assert_eq!(take(4096, PageSize::Huge), page(5)..page(4));
     }
 
     #[test]
     fn freed_neighbours_become_one_range() {
         let arena = Arena::new(2).expect("an arena");
-        let regions: Vec<_> = (0..4).map(|_| arena.allocate(100, Pages::Small).expect("memory")).collect();
+        let regions: Vec<_> = (0..4).map(|_| arena.allocate(100, PageSize::Base).expect("memory")).collect();
         let [a, b, c, d]: [Region; 4] = regions.try_into().ok().expect("four regions");
         for region in [b, d, a, c] {
             drop(region);
@@ -303,18 +314,18 @@ mod tests {
     #[test]
     fn a_retired_arena_gives_nothing_out_twice() {
         let arena = Arena::new(2).expect("an arena");
-        let first = arena.allocate(100, Pages::Small).expect("memory");
+        let first = arena.allocate(100, PageSize::Base).expect("memory");
         let place = first.offset();
         arena.retire();
         drop(first);
-        assert_ne!(arena.allocate(100, Pages::Small).expect("memory").offset(), place);
+        assert_ne!(arena.allocate(100, PageSize::Base).expect("memory").offset(), place);
     }
 
     #[test]
     fn more_than_the_host_has_is_refused() {
         let arena = Arena::new(2).expect("an arena");
         for bytes in [usize::MAX, usize::MAX / 4] {
-            let refused = arena.allocate(bytes, Pages::Small).err().map(|error| error.kind());
+            let refused = arena.allocate(bytes, PageSize::Base).err().map(|error| error.kind());
             assert_eq!(refused, Some(io::ErrorKind::OutOfMemory));
         }
     }

@@ -1,3 +1,4 @@
+use crate::PageSize;
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;
@@ -6,8 +7,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// The kernel can map so many bytes by one entry, if they begin at a multiple of so many, in memory and in the arena.
-pub(super) const HUGE_PAGE: usize = 2 << 20;
+/// Bytes of a huge page, which one page-table entry maps. It begins at a multiple of this in memory and in the arena.
+pub(super) const HUGE_PAGE: usize = PageSize::HUGE_BYTES;
 
 /// Advice to `madvise`: move these bytes to huge pages now, unless the system denies them to shared memory (Linux 6.1).
 const MADV_COLLAPSE: libc::c_int = 25;
@@ -31,7 +32,7 @@ impl Mapping {
         let map = |near: *mut u8| {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
             let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-            // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing: `near` is a wish.
+            // SAFETY: `near` is only a hint: without `MAP_FIXED` the kernel replaces no mapping.
             let start = unsafe { mmap(near.cast(), len, protection, flags, memory.as_fd(), 0) }?;
             let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
             Ok::<_, io::Error>(Mapping { start, len })
@@ -42,9 +43,9 @@ impl Mapping {
         if excess == 0 {
             return Ok(first);
         }
-        // The kernel hands out addresses from the highest down: those below are free.
+        // The kernel hands out addresses from the highest down, so those below are free, most likely.
         drop(first);
-        map(start.wrapping_sub(excess))
+        map(start.wrapping_sub(excess)).or_else(|_| map(std::ptr::null_mut()))
     }
 
     /// Maps `len` bytes that no peer maps, and for which the kernel sets no memory aside.

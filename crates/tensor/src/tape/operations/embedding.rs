@@ -29,11 +29,11 @@ impl Embedding {
         device.embedding_bag(cx.precision(), bags, cx.parameter(&self.tokens), rows.view_mut());
         let mut term = rows;
         if cx.precision().dtype() != DType::F32 {
-            let mut rounded = cx.empty_term(true, term.shape(), cx.precision().dtype())?;
+            let mut rounded = cx.empty_term(term.shape(), cx.precision().dtype())?;
             device.convert(term.view(), rounded.view_mut());
             term = rounded;
         }
-        let sum = cx.finish_for_now(cx.start_sum(term, cx.output_sharding())?)?;
+        let sum = cx.finish_temporary(cx.start_sum(term, cx.output_sharding())?)?;
         let mut y = cx.empty(sum.shape(), DType::F32)?;
         device.convert(sum.view(), y.view_mut());
         drop(sum);

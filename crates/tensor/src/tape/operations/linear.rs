@@ -121,7 +121,7 @@ impl Linear {
         if bias.is_none() && residual.is_none() {
             return cx.finish_on_axis(sum);
         }
-        let sum = cx.finish_for_now(sum)?;
+        let sum = cx.finish_temporary(sum)?;
         let dtype = if residual.is_some() { DType::F32 } else { sum.dtype() };
         let mut y = cx.empty(sum.shape(), dtype)?;
         cx.device().add_bias(sum.view(), bias, residual, y.view_mut());
@@ -140,7 +140,8 @@ impl Linear {
     fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue, DeviceError> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
         let is_term = self.role() == Role::ColumnParallel;
-        let mut dx = cx.empty_term(is_term, dy.shape().with_cols(inputs), cx.input_dtype(0))?;
+        let (shape, dtype) = (dy.shape().with_cols(inputs), cx.input_dtype(0));
+        let mut dx = if is_term { cx.empty_term(shape, dtype)? } else { cx.empty(shape, dtype)? };
         let fp8 = cx.fp8_layer(self.weight.first);
         let weight = factor(cx.device(), fp8, Operand::Weight, cx.parameter(&self.weight))?;
         let (left, right) = ((dy, Transpose::No), (weight.view(), self.transposes().1));
@@ -149,9 +150,14 @@ impl Linear {
     }
 
     /// The input half, up to a gradient that travels: only that of an input that the product reads as it is.
-    fn input_half(&self, cx: &mut BackwardContext<'_>) -> Result<Option<PendingValue>, DeviceError> {
+    /// `is_divided` is whether the weight half runs later.
+    fn input_half(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        is_divided: bool,
+    ) -> Result<Option<PendingValue>, DeviceError> {
         let fp8 = cx.fp8_layer(self.weight.first);
-        let mut dy = self.all_grads(cx)?;
+        let mut dy = self.all_grads(cx, is_divided)?;
         if let Values::Converted(rounded) = factor(cx.device(), fp8, Operand::OutputGrad, dy.view())? {
             dy = Values::Converted(rounded);
         }
@@ -213,7 +219,7 @@ impl Linear {
         write_grad(sink, &self.weight, |out, accumulate| {
             let activated = activated.and_then(|place| cx.kept(place));
             let input = match rows {
-                Some(rows) => Values::Converted(cx.finish_for_now(rows)?),
+                Some(rows) => Values::Converted(cx.finish_temporary(rows)?),
                 // Gathered and rounded again rather than kept: the scale is still that of the step.
                 None => {
                     let input = activated.unwrap_or_else(|| cx.input(0));
@@ -233,18 +239,22 @@ impl Linear {
         Ok(())
     }
 
-    /// The gradient of all rows that the product has made, in the tape's precision if it is gathered.
-    fn all_grads<'a>(&self, cx: &'a BackwardContext<'_>) -> Result<Values<'a>, DeviceError> {
+    /// The gradient of all rows that the product has made, in the tape's precision if it is gathered; in memory that it may keep, if
+    /// it `is_kept` for the weight half.
+    fn all_grads<'a>(&self, cx: &'a BackwardContext<'_>, is_kept: bool) -> Result<Values<'a>, DeviceError> {
         let (dy, dtype) = (cx.grad(), cx.precision().dtype());
         if self.role() != Role::RowParallel || cx.output_sharding() != Sharding::Rows {
             return Ok(Values::Stored(dy));
         }
-        if dy.dtype() == dtype {
-            return cx.all_rows(dy, Sharding::Rows);
-        }
-        let mut rounded = cx.empty(dy.shape(), dtype)?;
-        cx.device().convert(dy, rounded.view_mut());
-        Ok(Values::Converted(cx.finish_for_now(cx.start_gather(rounded.view())?)?))
+        let gather = if dy.dtype() == dtype {
+            cx.start_gather(dy)?
+        } else {
+            let mut rounded = cx.empty(dy.shape(), dtype)?;
+            cx.device().convert(dy, rounded.view_mut());
+            cx.start_gather(rounded.view())?
+        };
+        let all = if is_kept { cx.finish_on_axis(gather)? } else { cx.finish_temporary(gather)? };
+        Ok(Values::Converted(all))
     }
 
     /// Where the input half keeps what the activation made of the input, and the gradient as products read it in fp8.
@@ -280,7 +290,8 @@ impl Operation for Linear {
         let is_term = self.role() == Role::RowParallel;
         assert!(!is_term || cx.input_sharding(0) == Sharding::Cut, "{self:?} reads what was not cut");
         let dtype = if residual.is_some() && !is_term { DType::F32 } else { cx.precision().dtype() };
-        let mut y = cx.empty_term(is_term, x.view().shape().with_cols(self.outputs()), dtype)?;
+        let shape = x.view().shape().with_cols(self.outputs());
+        let mut y = if is_term { cx.empty_term(shape, dtype)? } else { cx.empty(shape, dtype)? };
         let activated = activate(device, self.activation, x.view())?;
         let input = activated.as_ref().map_or(x.view(), Tensor::view);
         let fp8 = cx.fp8_layer(self.weight.first);
@@ -305,7 +316,7 @@ impl Operation for Linear {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let d_input = self.input_half(cx)?;
+        let d_input = self.input_half(cx, true)?;
         Self::end_input_half(cx, d_input)
     }
 
@@ -323,7 +334,7 @@ impl Operation for Linear {
         let is_read_as_it_is = self.activation == InputActivation::Identity;
         let has_part = self.read_sharding(cx.input_sharding(0)) == Sharding::Rows;
         let rows = (is_read_as_it_is && has_part).then(|| cx.start_gather(cx.input(0))).transpose()?;
-        let d_input = self.input_half(cx)?;
+        let d_input = self.input_half(cx, false)?;
         self.weight_half(cx, sink, rows)?;
         Self::end_input_half(cx, d_input)
     }

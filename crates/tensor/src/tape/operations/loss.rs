@@ -268,7 +268,7 @@ impl LossHead {
         let (sharding, dtype) = (cx.input_sharding(0), cx.precision().dtype());
         if self.weight.part.is_some() {
             if dtype != DType::F32 {
-                let mut rounded = cx.empty_term(true, dx.shape(), dtype)?;
+                let mut rounded = cx.empty_term(dx.shape(), dtype)?;
                 cx.device().convert(dx.view(), rounded.view_mut());
                 dx = rounded;
             }

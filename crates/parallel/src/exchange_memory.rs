@@ -1,0 +1,98 @@
+//! Memory of groups in which tensors lie that ranks exchange, so that nothing is copied.
+
+use crate::pool::Pool;
+use crate::stored::Stored;
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use trireme_base::{HostMemory, Pending};
+use trireme_comm::Buffer;
+use trireme_tensor::{LentMemory, Shape, Tensor};
+
+/// Memory of a group in which a tensor lies until it is dropped.
+pub(crate) struct ExchangeMemory<T> {
+    /// None once an exchange has it.
+    buffer: Option<Buffer<T>>,
+    /// The elements that are the tensor's.
+    range: Range<usize>,
+    /// Where it goes back to; none while it is there.
+    owner: Option<ExchangePool<T>>,
+}
+
+#[expect(clippy::vec_box, reason = "tensors take boxes")]
+type Boxes<T> = Vec<Box<ExchangeMemory<T>>>;
+
+/// Memory of a group that is lent to tensors.
+#[derive(Clone)]
+pub(crate) struct ExchangePool<T> {
+    pool: Pool<T>,
+    /// Boxes without buffers, so that steps allocate nothing.
+    spare: Arc<Mutex<Boxes<T>>>,
+}
+
+impl<T: Stored> ExchangePool<T> {
+    /// Lends memory of `pool`.
+    pub(crate) fn new(pool: Pool<T>) -> Self {
+        ExchangePool { pool, spare: Arc::default() }
+    }
+
+    /// The memory, for exchanges without tensors.
+    pub(crate) fn pool(&self) -> &Pool<T> {
+        &self.pool
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Boxes<T>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A tensor of the elements `range` of a buffer of the pool.
+    pub(crate) fn lend(&self, buffer: Buffer<T>, range: Range<usize>, shape: Shape) -> Tensor {
+        let spare = self.spare().pop();
+        let mut memory =
+            spare.unwrap_or_else(|| Box::new(ExchangeMemory { buffer: None, range: 0..0, owner: None }));
+        *memory = ExchangeMemory { buffer: Some(buffer), range, owner: Some(self.clone()) };
+        Tensor::lent(memory, shape, T::DTYPE)
+    }
+
+    /// Takes back the buffer of a tensor that fills it.
+    ///
+    /// # Panics
+    /// If the memory is another pool's, or the tensor does not fill it.
+    pub(crate) fn take_back(&self, memory: Box<dyn LentMemory>) -> Buffer<T> {
+        let memory: Box<dyn Any> = memory;
+        let mut memory: Box<ExchangeMemory<T>> = memory.downcast().expect("a pool of this type has lent it");
+        let buffer = memory.buffer.take().expect("a tensor has its memory");
+        assert_eq!(memory.range, 0..buffer.len(), "the tensor fills its memory");
+        memory.give_back();
+        buffer
+    }
+}
+
+impl<T: Stored> HostMemory for ExchangeMemory<T> {
+    fn bytes(&self) -> &[u8] {
+        let buffer = self.buffer.as_ref().expect("a tensor has its memory");
+        bytemuck::cast_slice(&buffer[self.range.clone()])
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let buffer = self.buffer.as_mut().expect("a tensor has its memory");
+        bytemuck::cast_slice_mut(&mut buffer[self.range.clone()])
+    }
+}
+
+impl<T: Stored> LentMemory for ExchangeMemory<T> {
+    fn give_back(mut self: Box<Self>) {
+        let owner = self.owner.take().expect("it was lent");
+        if let Some(buffer) = self.buffer.take() {
+            owner.pool.give_buffer(buffer.len(), Pending::new(buffer));
+        }
+        owner.spare().push(self);
+    }
+}
+
+impl<T> fmt::Debug for ExchangeMemory<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ExchangeMemory({:?})", self.range)
+    }
+}
