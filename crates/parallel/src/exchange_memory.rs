@@ -20,7 +20,6 @@ pub(crate) struct ExchangeMemory<T> {
     owner: Option<ExchangePool<T>>,
 }
 
-#[expect(clippy::vec_box, reason = "tensors take boxes")]
 type Boxes<T> = Vec<Box<ExchangeMemory<T>>>;
 
 /// Memory of a group that is lent to tensors.
