@@ -11,8 +11,8 @@ use trireme_base::{Event, HostMemory, Pending};
 pub enum PageSize {
     /// The system's, mostly 4 KiB: a process maps what it touches.
     Base,
-    /// 2 MiB, where the system has such pages. A process that touches a byte maps the whole page, but long vectors that are exchanged many
-    /// times in a step take less time, because caches hold what finds their pages.
+    /// 2 MiB, where the system has such pages for shared memory (Linux 6.1). A process that touches a byte maps the whole page, but long vectors
+    /// that are exchanged many times in a step take less time, because one cached entry maps 2 MiB.
     Huge,
 }
 

@@ -66,10 +66,10 @@ fn operations_end_at_once_and_touch_no_memory() {
 fn a_rank_maps_its_part_of_peers_buffers() {
     let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Shm).unwrap();
     assert_eq!(dry.peer_bytes_mapped(4001), 3 * 1001);
-    // All of a short buffer, and the huge pages in which a part of a long one begins and ends.
+    // All of a short buffer; of a long one two parts, and the huge pages in which they begin and end.
     assert_eq!(dry.peer_bytes_mapped_in(4001, PageSize::Huge), 3 * 4001);
     let part = 100 * PageSize::HUGE_BYTES;
-    assert_eq!(dry.peer_bytes_mapped_in(4 * part, PageSize::Huge), 3 * (part + 2 * PageSize::HUGE_BYTES));
+    assert_eq!(dry.peer_bytes_mapped_in(4 * part, PageSize::Huge), 3 * (2 * part + 4 * PageSize::HUGE_BYTES));
     let tcp = Group::dry(Rank(0), Hosts::single(4), TransportKind::Tcp).unwrap();
     assert_eq!(tcp.peer_bytes_mapped_in(4 * part, PageSize::Huge), 0);
 }

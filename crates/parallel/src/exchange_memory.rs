@@ -61,6 +61,8 @@ impl<T: Stored> ExchangePool<T> {
     pub(crate) fn take_back(&self, memory: Box<dyn LentMemory>) -> Buffer<T> {
         let memory: Box<dyn Any> = memory;
         let mut memory: Box<ExchangeMemory<T>> = memory.downcast().expect("a pool of this type has lent it");
+        let is_own = memory.owner.as_ref().is_some_and(|owner| Arc::ptr_eq(&owner.spare, &self.spare));
+        assert!(is_own, "this pool has lent the memory");
         let buffer = memory.buffer.take().expect("a tensor has its memory");
         assert_eq!(memory.range, 0..buffer.len(), "the tensor fills its memory");
         memory.give_back();

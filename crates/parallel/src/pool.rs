@@ -164,11 +164,10 @@ impl<T: Stored> Pool<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trireme_comm::PageSize;
     use trireme_tensor::DeviceOptions;
     use trireme_testkit::run_ranks;
 
-    /// Bytes of a vector of 1000 f32 on the device, of the group and mapped of peers.
+    /// Bytes of a vector of 1000 f32 on the device, and in memory of the group.
     fn bytes(group: Group, page_size: PageSize) -> [usize; 2] {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
         let pool: Pool<f32> = Pool::new(&Arc::new(group), &device, Category::Gradients, true);

@@ -237,7 +237,7 @@ impl RankGrid {
             }
             // Ranks of the tensor axis exchange in one order, so they gather and sum by the same levels.
             let (num_hosts, expected) = (hosts.num_hosts(), *expected.get_or_insert(hosts.num_hosts()));
-            if num_hosts != expected {
+            if self.tensor.world_size() > 1 && num_hosts != expected {
                 return Err(ParallelError::UnlikeHosts { replica, num_hosts, expected });
             }
         }

@@ -156,8 +156,8 @@ impl Reduction {
         }
     }
 
-    /// Whether the last sum was rounded element by element as what lies beside them was, so that it may differ between ranks that hold different
-    /// parts of parameters.
+    /// Whether the last sum was rounded by what lies beside each element, so that ranks that hold other parts of parameters may have other
+    /// bits.
     pub(crate) fn is_rounded_apart(&self) -> bool {
         match self {
             Reduction::Plain { .. } | Reduction::Rounded(_) => false,

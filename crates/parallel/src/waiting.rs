@@ -62,6 +62,11 @@ impl Waiting {
         self.outcomes.append(&mut other.outcomes);
     }
 
+    /// Forgets waits, so that they were `waited` in all. The operations that kernels wait for stay.
+    pub(crate) fn reset_total(&mut self, waited: Duration) {
+        self.waited = waited;
+    }
+
     /// How long it was, all in all.
     pub(crate) fn total(&self) -> Duration {
         self.waited
@@ -71,7 +76,6 @@ impl Waiting {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
     use trireme_base::{Rank, ReduceOp};
     use trireme_comm::{GroupOptions, inproc_world_on};
     use trireme_tensor::{Backend, DetachedOptions, DeviceOptions};

@@ -406,13 +406,14 @@ impl Group {
         self.peer_bytes_mapped_in(num_bytes, PageSize::Base)
     }
 
-    /// As [`peer_bytes_mapped`](Group::peer_bytes_mapped), of a buffer in pages of this size. The part of a buffer in huge pages may begin and
-    /// end within one.
+    /// As [`peer_bytes_mapped`](Group::peer_bytes_mapped), of a buffer in pages of this size. One in huge pages is reduced and gathered, and its
+    /// parts may begin and end within a page.
     pub fn peer_bytes_mapped_in(&self, num_bytes: usize, page_size: PageSize) -> usize {
         let part = num_bytes.div_ceil(self.world_size);
         let mapped = match page_size {
             PageSize::Base => part,
-            PageSize::Huge => num_bytes.min(part + 2 * PageSize::HUGE_BYTES),
+            // Sums touch this rank's part of a peer's buffer, gathers the peer's. One buffer serves both.
+            PageSize::Huge => num_bytes.min(2 * (part + 2 * PageSize::HUGE_BYTES)),
         };
         if self.transport == TransportKind::Shm { mapped * (self.world_size - 1) } else { 0 }
     }

@@ -172,7 +172,7 @@ impl Executor {
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);
-        // Before anything else of all ranks: those that report have sent theirs.
+        // Before anything else of all ranks: those that report have sent theirs or, on a device that works later, send them here.
         let losses = means.wait(&mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");
         let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;

@@ -121,14 +121,14 @@ impl Executor {
         self.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 
-    /// Waits for all operations that kernels wait for: what kernels make from now on may outlast the step. After a failure it fails each time.
+    /// Waits for all operations that kernels wait for: what kernels make from now on may outlast the step. After a failure, every call fails.
     pub(super) fn await_outcomes(&mut self) -> Result<(), ParallelError> {
         self.collect_waiting();
         let awaited = self.waiting.await_outcomes();
         if let Err(failure) = awaited {
             self.failure.get_or_insert(failure);
         }
-        // Of what was made of zeros some may be left.
+        // Memory that outlasts the step may hold what was made of zeros.
         self.failure.clone().map_or(Ok(()), |failure| Err(failure.into()))
     }
 
@@ -137,9 +137,10 @@ impl Executor {
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<R, ParallelError>,
     ) -> Result<R, ParallelError> {
-        let waited = std::mem::take(&mut self.waiting);
+        self.collect_waiting();
+        let waited = self.waiting.total();
         let result = work(self).and_then(|made| self.await_outcomes().map(|()| made));
-        self.waiting = waited;
+        self.waiting.reset_total(waited);
         result
     }
 

@@ -50,16 +50,15 @@ impl Executor {
     /// Brings what operations read up to date with the parameters that were loaded. Collective.
     pub(super) fn refresh(&mut self) -> Result<(), ParallelError> {
         self.parameters.forget();
-        if !self.parameters.are_wholes_kept() {
-            return self.exchange_copies();
+        if self.parameters.are_wholes_kept() {
+            let class = self.class_of_weights();
+            self.for_each_held(class, false, |executor, unit| executor.parameters.unshard(unit))?;
         }
-        let class = self.class_of_weights();
-        self.for_each_held(class, false, |executor, unit| executor.parameters.unshard(unit))?;
         self.outside_step(|executor| {
-            let Executor { model, parameters, waiting, .. } = executor;
-            (0..model.num_units()).try_for_each(|unit| parameters.ensure(unit, waiting))
-        })?;
-        self.exchange_copies()
+            let Executor { model, parameters, waiting, .. } = &mut *executor;
+            (0..model.num_units()).try_for_each(|unit| parameters.ensure(unit, waiting))?;
+            executor.exchange_copies()
+        })
     }
 
     /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective: if rank 0 has no memory for

@@ -117,9 +117,9 @@ impl Means {
         })
     }
 
-    /// Takes in what a unit reports of this rank's microbatch `microbatch`, as its loss or as a metric. The last loss of the program
-    /// sends them all: every forward has run then. A rank without losses sends when it waits, so that it does not wait for
-    /// the others before.
+    /// Takes in what a unit reports of this rank's microbatch `microbatch`, as its loss or as a metric. Where kernels reach the host's memory, the
+    /// last loss of the program sends them all: every forward has run then. Other ranks, and devices that work later, send when they
+    /// [wait](Means::wait): ranks without losses would else wait for the others before.
     ///
     /// # Panics
     /// If the unit reports what it did not in its rehearsal, or a loss of another number of rows.

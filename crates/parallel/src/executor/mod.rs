@@ -82,7 +82,7 @@ pub struct Executor {
     first_step: u64,
     /// In this step, for parameters.
     waiting: Waiting,
-    /// Of an operation whose vector kernels waited for.
+    /// The first failure of an operation that kernels waited for; everything later fails with it.
     failure: Option<CommError>,
     timeline: Timeline,
     /// Memory of the outcome of a single step.

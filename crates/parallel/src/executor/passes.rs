@@ -311,7 +311,7 @@ impl Executor {
     ) -> Result<(), ParallelError> {
         *self.in_flight.passing(MessageKind::Gradient, microbatch) = Some(pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
-            // After the last microbatch the reports travel, ahead of the first gradient.
+            // Where kernels reach the host's memory, the reports travel after the last microbatch, ahead of the first gradient.
             self.means.push(unit, None, microbatch, loss);
         }
         Ok(())

@@ -267,8 +267,8 @@ mod tests {
     fn huge_pages_are_full_of_what_lies_in_them_and_it_stays_as_it_is() {
         let arena = Arena::new(2).expect("an arena");
         let end = arena.mapping.len();
-        let fill = |len: usize, pages, value| {
-            let mut region = arena.allocate(len, pages).expect("memory");
+        let fill = |len: usize, page_size, value| {
+            let mut region = arena.allocate(len, page_size).expect("memory");
             assert!(region.bytes().iter().all(|&byte| byte == 0));
             region.bytes_mut().fill(value);
             region
@@ -291,7 +291,7 @@ mod tests {
         let arena = Arena::new(2).expect("an arena");
         let end = arena.mapping.len();
         let page = |num: usize| end - num * HUGE_PAGE;
-        let take = |len, pages| arena.take(len, pages).expect("memory").1;
+        let take = |len, page_size| arena.take(len, page_size).expect("memory").1;
         assert!(take(HUGE_PAGE / 4 * 3, PageSize::Huge).is_empty());
         assert_eq!(take(HUGE_PAGE / 2, PageSize::Huge), page(1)..end);
         assert_eq!(take(3 * HUGE_PAGE, PageSize::Huge), page(4)..page(1));

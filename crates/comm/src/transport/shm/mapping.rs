@@ -45,7 +45,7 @@ impl Mapping {
         }
         // The kernel hands out addresses from the highest down, so those below are free, most likely.
         drop(first);
-        map(start.wrapping_sub(excess)).or_else(|_| map(std::ptr::null_mut()))
+        map(start.wrapping_sub(excess))
     }
 
     /// Maps `len` bytes that no peer maps, and for which the kernel sets no memory aside.
