@@ -5,6 +5,8 @@ mod blocks;
 mod detached;
 mod elementwise;
 mod error;
+mod experts;
+mod grouped;
 mod layers;
 mod matmul;
 mod optimizer;

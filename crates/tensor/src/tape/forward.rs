@@ -312,8 +312,9 @@ impl ForwardContext<'_> {
             return;
         }
         let arguments = &self.tape.arguments[self.inputs.clone()];
-        let requires_grad = self.operation.has_parameters()
+        let has_grad = self.operation.has_parameters()
             || arguments.iter().any(|argument| self.tape.values[argument.value].requires_grad);
+        let requires_grad = has_grad && tensor.dtype().is_float();
         let is_recomputable = self.operation.is_recomputable();
         let value =
             Value { sharding: self.sharding, ..Value::output(tensor, requires_grad, is_recomputable) };

@@ -5,6 +5,7 @@
 mod copies;
 mod fp8;
 mod generation;
+mod groups;
 mod integers;
 mod sums;
 mod updates;

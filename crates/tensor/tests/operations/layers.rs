@@ -2,7 +2,7 @@
 
 use crate::{check, gelu, no_parameters, normal_distribution, op, product};
 use trireme_tensor::tape::{
-    Attention, Embedding, InputActivation, Linear, LossHead, MatMul, Norm, Op, WeightLayout,
+    Attention, Embedding, GroupedLinear, InputActivation, Linear, LossHead, MatMul, Norm, Op, WeightLayout,
 };
 use trireme_tensor::{Activation, AttentionRule, Initial, Parameter, ParameterTable};
 use trireme_testkit::Input;
@@ -27,22 +27,7 @@ fn linear_layers() {
         let bias = has_bias.then(|| table.add(Parameter::vector("bias", outputs, Initial::ZEROS)));
         let reference = move |x: &[Vec<f64>], parameters: &[f64]| {
             let (weight, bias) = parameters.split_at(inputs * outputs);
-            let curve = |activation: Activation, x: f64| match activation {
-                Activation::Gelu => gelu(x),
-                Activation::ExactGelu => x * normal_distribution(x),
-                Activation::Silu => x / (1.0 + (-x).exp()),
-            };
-            let activated: Vec<f64> = match activation {
-                InputActivation::Identity => x[0].clone(),
-                InputActivation::Of(activation) => x[0].iter().map(|&x| curve(activation, x)).collect(),
-                InputActivation::Gated(activation) => {
-                    let row = |row: &[f64]| -> Vec<f64> {
-                        let (gate, up) = row.split_at(inputs);
-                        gate.iter().zip(up).map(|(gate, up)| curve(activation, *gate) * up).collect()
-                    };
-                    x[0].chunks(2 * inputs).flat_map(row).collect()
-                }
-            };
+            let activated = activated(activation, &x[0], inputs);
             let transposed: Vec<f64> =
                 (0..weight.len()).map(|index| weight[index % outputs * inputs + index / outputs]).collect();
             let weight = if is_inputs_first { weight } else { &transposed };
@@ -59,6 +44,58 @@ fn linear_layers() {
             values.push(Input::random(&[rows, outputs], "residual").in_f32());
         }
         check(&op(Linear { weight, layout, bias, activation }), &table, &values, &reference);
+    }
+}
+
+/// What a layer's activation makes of rows with `inputs` elements after it.
+fn activated(activation: InputActivation, x: &[f64], inputs: usize) -> Vec<f64> {
+    let curve = |activation: Activation, x: f64| match activation {
+        Activation::Gelu => gelu(x),
+        Activation::ExactGelu => x * normal_distribution(x),
+        Activation::Silu => x / (1.0 + (-x).exp()),
+    };
+    match activation {
+        InputActivation::Identity => x.to_vec(),
+        InputActivation::Of(activation) => x.iter().map(|&x| curve(activation, x)).collect(),
+        InputActivation::Gated(activation) => {
+            let row = |row: &[f64]| -> Vec<f64> {
+                let (gate, up) = row.split_at(inputs);
+                gate.iter().zip(up).map(|(gate, up)| curve(activation, *gate) * up).collect()
+            };
+            x.chunks(2 * inputs).flat_map(row).collect()
+        }
+    }
+}
+
+#[test]
+fn layers_of_groups_of_rows() {
+    let (inputs, outputs) = (5, 7);
+    for (starts, activation) in [
+        (&[0_usize, 2, 2, 5][..], InputActivation::Identity),
+        (&[0, 4], InputActivation::Of(Activation::ExactGelu)),
+        (&[0, 0, 3, 4], InputActivation::Gated(Activation::Silu)),
+        (&[0, 0, 0], InputActivation::Identity),
+    ] {
+        let (num_groups, rows) = (starts.len() - 1, *starts.last().unwrap());
+        let mut table = ParameterTable::default();
+        table.begin_unit("unit");
+        let part = |group| Parameter::matrix(format!("weight.{group}"), &[outputs, inputs], Initial::ZEROS);
+        let weight = table.add_stacked((0..num_groups).map(part));
+        let reference = |x: &[Vec<f64>], parameters: &[f64]| -> Vec<f64> {
+            let x = activated(activation, &x[0], inputs);
+            let of_group = |group: usize| {
+                let weight = &parameters[group * outputs * inputs..][..outputs * inputs];
+                let transposed: Vec<f64> = (0..weight.len())
+                    .map(|index| weight[index % outputs * inputs + index / outputs])
+                    .collect();
+                product(&x[starts[group] * inputs..starts[group + 1] * inputs], &transposed, inputs, outputs)
+            };
+            (0..num_groups).flat_map(of_group).collect()
+        };
+        let cols = if matches!(activation, InputActivation::Gated(_)) { 2 * inputs } else { inputs };
+        let of_groups: Vec<u32> = starts.iter().map(|&start| start as u32).collect();
+        let values = [Input::random(&[rows, cols], "x"), Input::ids(&[num_groups + 1], &of_groups)];
+        check(&op(GroupedLinear { weight, num_groups, activation }), &table, &values, &reference);
     }
 }
 

@@ -3,6 +3,7 @@
 mod axis;
 mod context;
 mod elements;
+mod experts;
 mod layers;
 mod losses;
 mod random;

@@ -2,6 +2,7 @@
 
 use crate::precision::Precision;
 use bytemuck::Pod;
+use std::ops::Range;
 use trireme_base::{Bf16, DType, F16};
 
 /// A float that kernels read and write, and compute with as f32.
@@ -191,6 +192,15 @@ impl FloatsMut<'_> {
             FloatsMut::F32(x) => x.len(),
             FloatsMut::Bf16(x) => x.len(),
             FloatsMut::F16(x) => x.len(),
+        }
+    }
+
+    /// Some of the elements.
+    pub(crate) fn range(&mut self, range: Range<usize>) -> FloatsMut<'_> {
+        match self {
+            FloatsMut::F32(x) => FloatsMut::F32(&mut x[range]),
+            FloatsMut::Bf16(x) => FloatsMut::Bf16(&mut x[range]),
+            FloatsMut::F16(x) => FloatsMut::F16(&mut x[range]),
         }
     }
 }

@@ -173,19 +173,9 @@ impl Linear {
             (_, None) => {}
             (InputActivation::Identity, Some(PendingValue::Here(d_input))) => cx.add_grad(0, d_input)?,
             (InputActivation::Identity, d_input) => travelling = d_input,
-            (InputActivation::Of(activation), Some(d_input)) => {
-                let mut d_input = cx.finish_on_axis(d_input)?;
-                let mut x = cx.take_or_copy_input(0)?;
-                cx.device().activate_backward(activation, x.view_mut(), d_input.view_mut());
-                cx.add_grad(0, d_input)?;
-                cx.keep(x);
-            }
-            (InputActivation::Gated(activation), Some(d_input)) => {
-                let mut d_input = cx.finish_on_axis(d_input)?;
-                let mut x = cx.take_or_copy_input(0)?;
-                cx.device().gate_backward(activation, x.view_mut(), d_input.view_mut());
-                cx.add_grad(0, x)?;
-                cx.keep(d_input);
+            (activation, Some(d_input)) => {
+                let d_input = cx.finish_on_axis(d_input)?;
+                activation_grad(cx, activation, d_input)?;
             }
         }
         if let Some(rounded) = rounded {
@@ -365,7 +355,33 @@ impl Operation for Linear {
     }
 }
 
-fn activate(
+/// Gives input 0 its gradient, from that of what the activation makes of it. Keeps what the activation makes, for the weight half.
+pub(super) fn activation_grad(
+    cx: &mut BackwardContext<'_>,
+    activation: InputActivation,
+    mut d_activated: Tensor,
+) -> Result<(), DeviceError> {
+    match activation {
+        InputActivation::Identity => cx.add_grad(0, d_activated),
+        InputActivation::Of(activation) => {
+            let mut x = cx.take_or_copy_input(0)?;
+            cx.device().activate_backward(activation, x.view_mut(), d_activated.view_mut());
+            cx.add_grad(0, d_activated)?;
+            cx.keep(x);
+            Ok(())
+        }
+        InputActivation::Gated(activation) => {
+            let mut x = cx.take_or_copy_input(0)?;
+            cx.device().gate_backward(activation, x.view_mut(), d_activated.view_mut());
+            cx.add_grad(0, x)?;
+            cx.keep(d_activated);
+            Ok(())
+        }
+    }
+}
+
+/// What a layer's products read for `x`; `None` for `x` itself.
+pub(super) fn activate(
     device: &Device,
     activation: InputActivation,
     x: View<'_>,

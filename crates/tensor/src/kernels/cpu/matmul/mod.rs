@@ -11,6 +11,7 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
+mod grouped;
 mod kernel;
 mod pack;
 #[cfg(target_arch = "x86_64")]

@@ -1,0 +1,112 @@
+//! What brings tokens to experts and back, on a device.
+
+use super::{Device, each};
+use crate::kernels::cpu::element::with_element;
+use crate::kernels::cpu::experts::Chosen;
+use crate::tensor::{View, ViewMut};
+
+impl Device {
+    /// The `k` largest elements of each row of `x` (`[rows, cols]`, f32), from the largest on, as `values` (`[rows, k]`, f32), and where they
+    /// were, as `ids` (u32); of equal ones the first. The values are divided by their sum if `normalizes`.
+    ///
+    /// # Panics
+    /// If rows have fewer elements.
+    pub(crate) fn top_k(&self, x: View<'_>, normalizes: bool, [values, ids]: [ViewMut<'_>; 2]) {
+        let (cols, k) = (x.shape().cols(), values.shape().cols());
+        assert_eq!(ids.shape(), values.shape());
+        let cost = each(x.shape(), k).reads(x.num_bytes()).writes(2 * values.num_bytes());
+        let (x, mut values, mut ids) = (x.place(), values.into_place(), ids.into_place());
+        self.issue("top_k", cost, move |cpu| {
+            cpu.top_k((x.f32s(cpu), cols), (k, normalizes), (values.f32s(cpu), ids.words(cpu)));
+        });
+    }
+
+    /// The gradient of the rows `x` of [`top_k`](Device::top_k), from that of the values, `dy`.
+    pub(crate) fn top_k_backward(
+        &self,
+        x: View<'_>,
+        normalizes: bool,
+        [ids, dy]: [View<'_>; 2],
+        dx: ViewMut<'_>,
+    ) {
+        let (cols, k) = (x.shape().cols(), dy.shape().cols());
+        let read = x.num_bytes() + ids.num_bytes() + dy.num_bytes();
+        let cost = each(dy.shape(), 4).reads(read).writes(dx.num_bytes());
+        let (x, ids, dy, mut dx) = (x.place(), ids.place(), dy.place(), dx.into_place());
+        self.issue("top_k_backward", cost, move |cpu| {
+            let given = (ids.u32s(cpu), dy.f32s(cpu));
+            cpu.top_k_backward((x.f32s(cpu), cols), (k, normalizes), given, dx.f32s(cpu));
+        });
+    }
+
+    /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`: the rows of tokens, for each of their choices.
+    ///
+    /// # Panics
+    /// If a choice is of no token.
+    pub(crate) fn spread_rows(
+        &self,
+        x: View<'_>,
+        (order, num_choices, weights): (View<'_>, usize, Option<View<'_>>),
+        y: ViewMut<'_>,
+    ) {
+        let cols = x.shape().cols();
+        let read = order.num_bytes() + weights.map_or(0, |weights| weights.num_bytes()) + y.num_bytes();
+        let cost = each(y.shape(), 1).reads(read).writes(y.num_bytes());
+        let (x, order, weights, mut y) =
+            (x.place(), order.place(), weights.map(|w| w.place()), y.into_place());
+        self.issue("spread_rows", cost, move |cpu| {
+            let weights = weights.as_ref().map(|weights| weights.f32s(cpu));
+            with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
+                let of_choices = (order.u32s(cpu), num_choices, weights);
+                cpu.spread_rows::<X, Y>((x.elements(cpu), cols), of_choices, y.elements(cpu));
+            }));
+        });
+    }
+
+    /// `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]`, of rows, in the order of the choices; in f32,
+    /// rounded once. Weights and residual are f32.
+    ///
+    /// # Panics
+    /// If a place is that of no row.
+    pub(crate) fn combine_rows(
+        &self,
+        x: View<'_>,
+        (places, weights): (View<'_>, Option<View<'_>>),
+        residual: Option<View<'_>>,
+        y: ViewMut<'_>,
+    ) {
+        let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
+        let optional = |view: Option<View<'_>>| view.map_or(0, |view| view.num_bytes());
+        let read = x.num_bytes() + places.num_bytes() + optional(weights) + optional(residual);
+        let cost = each(x.shape(), 2).reads(read).writes(y.num_bytes());
+        let (x, places, mut y) = (x.place(), places.place(), y.into_place());
+        let [weights, residual] = [weights, residual].map(|view| view.map(|view| view.place()));
+        self.issue("combine_rows", cost, move |cpu| {
+            let [weights, residual] =
+                [&weights, &residual].map(|place| place.as_ref().map(|place| place.f32s(cpu)));
+            let chosen = Chosen { places: places.u32s(cpu), num_choices, weights };
+            with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
+                cpu.combine_rows::<X, Y>((x.elements(cpu), cols), chosen, residual, y.elements(cpu));
+            }));
+        });
+    }
+
+    /// `products[t, c] = sum of x[places[t, c]] y[t]`, of rows, as f32: the gradient of the weights of
+    /// [`combine_rows`](Device::combine_rows).
+    ///
+    /// # Panics
+    /// If a place is that of no row.
+    pub(crate) fn row_products(&self, x: View<'_>, places: View<'_>, y: View<'_>, products: ViewMut<'_>) {
+        let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
+        let read = x.num_bytes() + places.num_bytes() + y.num_bytes();
+        let cost = each(x.shape(), 2).reads(read).writes(products.num_bytes());
+        let (x, places, y, mut products) = (x.place(), places.place(), y.place(), products.into_place());
+        self.issue("row_products", cost, move |cpu| {
+            with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
+                let places = (places.u32s(cpu), num_choices);
+                let y = y.elements::<Y>(cpu);
+                cpu.row_products::<X, Y>((x.elements(cpu), cols), places, y, products.f32s(cpu));
+            }));
+        });
+    }
+}

@@ -1,0 +1,114 @@
+//! Products of groups of rows on a device.
+
+use super::{Device, DeviceError, Transpose};
+use crate::kernels::cpu::matmul::{Matrix, Product};
+use crate::precision::Precision;
+use crate::tensor::{View, ViewMut};
+use trireme_base::Cost;
+
+impl Device {
+    /// For each group its rows of `left` (`[rows, inner]`), times its block of `right`, as `out` (`[rows, cols]`); factors are rounded to
+    /// `precision`, sums are in f32. The blocks of all groups are one matrix, one below the other, each read transposed or not.
+    /// `starts` (`[num_groups + 1]`, u32) holds where the rows of each group begin, and at last where they end.
+    ///
+    /// Cost: `2 rows cols inner` floating-point operations. Groups have the bits of products of their own, and no padding.
+    ///
+    /// # Errors
+    /// If there is no memory to pack factors.
+    ///
+    /// # Panics
+    /// If the shapes do not fit, or a factor is not of floats.
+    pub fn grouped_matmul(
+        &self,
+        precision: Precision,
+        starts: View<'_>,
+        left: View<'_>,
+        (right, transpose): (View<'_>, Transpose),
+        out: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (rows, inner, cols) = (left.shape().rows(), left.shape().cols(), out.shape().cols());
+        let block = right.shape().rows() / num_groups(starts);
+        let is_transposed = transpose == Transpose::Yes;
+        let expected = if is_transposed { [cols, inner] } else { [inner, cols] };
+        assert_eq!([block, right.shape().cols()], expected, "a block of {:?}", right.shape());
+        assert_eq!(out.shape().rows(), rows, "{:?}", out.shape());
+        let size = Product { rows, cols, inner };
+        let cost = Cost::products(&[2, rows, cols, inner]);
+        let cost = cost.reads(left.num_bytes() + right.num_bytes()).writes(out.num_bytes());
+        let mut scratch = self.product_scratch(precision, size, &(left, Transpose::No))?;
+        let (starts, left, right) = (starts.place(), left.place(), right.place());
+        let (mut out, mut scratch) = (out.into_place(), scratch.view_mut().into_place());
+        self.issue("grouped_matmul", cost, move |cpu| {
+            let left = Matrix::row_major(left.floats(cpu), inner, false);
+            let row_len = if is_transposed { inner } else { cols };
+            let right = Matrix::row_major(right.floats(cpu), row_len, is_transposed);
+            let factors = (left, right, inner * cols);
+            let out = out.floats(cpu);
+            cpu.grouped_matmul((precision, size), starts.u32s(cpu), factors, out, scratch.u32s(cpu));
+        });
+        Ok(())
+    }
+
+    /// For each group the transpose of its rows of `left` (`[rows, m]`), times its rows of `right` (`[rows, n]`), as its block of `out`
+    /// (`[num_groups * m, n]`, f32), or added to it; the rest as [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros.
+    ///
+    /// Cost: `2 rows m n` floating-point operations.
+    ///
+    /// # Errors
+    /// As [`grouped_matmul`](Device::grouped_matmul).
+    ///
+    /// # Panics
+    /// As [`grouped_matmul`](Device::grouped_matmul).
+    pub fn grouped_transposed_matmul(
+        &self,
+        precision: Precision,
+        starts: View<'_>,
+        (left, right): (View<'_>, View<'_>),
+        out: ViewMut<'_>,
+        accumulate: bool,
+    ) -> Result<(), DeviceError> {
+        let (inner, rows, cols) = (left.shape().rows(), left.shape().cols(), right.shape().cols());
+        assert_eq!(right.shape().rows(), inner, "{:?}", right.shape());
+        assert_eq!(out.shape(), [num_groups(starts) * rows, cols].into(), "blocks of groups");
+        let size = Product { rows, cols, inner };
+        let cost = Cost::products(&[2, rows, cols, inner]).reads(left.num_bytes() + right.num_bytes());
+        let num_bytes = out.num_bytes();
+        let cost = if accumulate { cost.updates(num_bytes) } else { cost.writes(num_bytes) };
+        let mut scratch = self.product_scratch(precision, size, &(left, Transpose::Yes))?;
+        let (starts, left, right) = (starts.place(), left.place(), right.place());
+        let (mut out, mut scratch) = (out.into_place(), scratch.view_mut().into_place());
+        self.issue("grouped_transposed_matmul", cost, move |cpu| {
+            let left = Matrix::row_major(left.floats(cpu), rows, true);
+            let right = Matrix::row_major(right.floats(cpu), cols, false);
+            let (out, scratch) = ((out.f32s(cpu), accumulate), scratch.u32s(cpu));
+            cpu.grouped_transposed_matmul((precision, size), starts.u32s(cpu), (left, right), out, scratch);
+        });
+        Ok(())
+    }
+
+    /// Orders rows by group, and those of a group as they were: `groups` (`[rows]`, u32) is that of each row, `starts` (`[num_groups + 1]`)
+    /// becomes where the rows of each group begin, `order` (`[rows]`) the row at each place, and `places` (`[rows]`) the place of each row.
+    ///
+    /// # Panics
+    /// If the shapes do not fit, or a row is of no group.
+    pub fn group_rows(&self, groups: View<'_>, starts: ViewMut<'_>, [order, places]: [ViewMut<'_>; 2]) {
+        let num_rows = groups.shape().num_elements();
+        for rows in [&order, &places] {
+            assert_eq!(rows.shape().num_elements(), num_rows, "{num_rows} rows");
+        }
+        let cost =
+            Cost::ZERO.reads(2 * groups.num_bytes()).writes(2 * groups.num_bytes() + starts.num_bytes());
+        let groups = groups.place();
+        let [mut starts, mut order, mut places] = [starts, order, places].map(ViewMut::into_place);
+        self.issue("group_rows", cost, move |cpu| {
+            let [starts, order, places] =
+                [&mut starts, &mut order, &mut places].map(|ids| ids.words::<u32>(cpu));
+            cpu.group_rows(groups.u32s(cpu), (starts, order, places));
+        });
+    }
+}
+
+fn num_groups(starts: View<'_>) -> usize {
+    let num_groups = starts.shape().num_elements().checked_sub(1).filter(|number| *number > 0);
+    num_groups.expect("starts of groups, and the end of the last one")
+}

@@ -1,0 +1,112 @@
+//! Tokens by the experts that were chosen for them.
+
+use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use std::ops::RangeInclusive;
+use trireme_base::DType;
+
+/// The order in which the choices of tokens are by expert, and for each expert as they were. Of ids (`[.., k]`, u32) it makes
+/// where the choices of each expert begin and the last ones end (`[num_groups + 1]`), the choice at each place (`[num_choices]`), and the
+/// place of each choice (the shape of the ids), all u32. A choice is numbered as an element of the ids.
+///
+/// Cost: a counting sort of the ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupRows {
+    /// Number of experts.
+    pub num_groups: usize,
+}
+
+/// The rows of tokens, for each of their choices, in the order of [`GroupRows`]: of `x` (`[.., cols]`), the choice at each place, and
+/// the place of each choice, as `[num_choices, cols]`.
+#[derive(Debug)]
+pub struct SpreadRows;
+
+/// What experts make of tokens, brought back: of `x` (`[num_choices, cols]`), the choice at each place, the place of each choice (`[.., k]`) and
+/// weights (`[.., k]`, f32) the sums of the weighted rows of each token, as `[.., cols]`. With a residual (f32) they are added to that, in f32.
+/// Sums are in f32, in the order of the choices.
+#[derive(Debug)]
+pub struct CombineRows;
+
+impl Operation for GroupRows {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let ids = cx.input(0);
+        let mut starts = cx.empty([self.num_groups + 1], DType::U32)?;
+        let mut order = cx.empty([ids.shape().num_elements()], DType::U32)?;
+        let mut places = cx.empty(ids.shape(), DType::U32)?;
+        cx.device().group_rows(ids, starts.view_mut(), [order.view_mut(), places.view_mut()]);
+        [starts, order, places].into_iter().for_each(|ids| cx.output(ids));
+        Ok(())
+    }
+
+    /// Ids have no gradient.
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+}
+
+impl Operation for SpreadRows {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        3..=3
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let (x, order, num_choices) = (cx.input(0), cx.input(1), cx.input(2).shape().cols());
+        let mut rows = cx.empty([order.shape().num_elements(), x.shape().cols()], x.dtype())?;
+        cx.device().spread_rows(x, (order, num_choices, None), rows.view_mut());
+        cx.output(rows);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
+        cx.device().combine_rows(cx.grad(), (cx.input(2), None), None, dx.view_mut());
+        cx.add_grad(0, dx)
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        if input == 2 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+    }
+}
+
+impl Operation for CombineRows {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        4..=5
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let (x, places, weights) = (cx.input(0), cx.input(2), cx.input(3));
+        let residual = (cx.num_inputs() > 4).then(|| cx.input(4));
+        let dtype = if residual.is_some() { DType::F32 } else { x.dtype() };
+        let mut y = cx.empty(places.shape().with_cols(x.shape().cols()), dtype)?;
+        cx.device().combine_rows(x, (places, Some(weights)), residual, y.view_mut());
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let num_choices = cx.input(2).shape().cols();
+        if cx.requires_grad(3) {
+            let mut d_weights = cx.empty(cx.input_shape(3), DType::F32)?;
+            cx.device().row_products(cx.input(0), cx.input(2), cx.grad(), d_weights.view_mut());
+            cx.add_grad(3, d_weights)?;
+        }
+        if cx.requires_grad(0) {
+            let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
+            let of_choices = (cx.input(1), num_choices, Some(cx.input(3)));
+            cx.device().spread_rows(cx.grad(), of_choices, dx.view_mut());
+            cx.add_grad(0, dx)?;
+        }
+        if cx.num_inputs() > 4 {
+            cx.pass_grad(4);
+        }
+        Ok(())
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        if input < 4 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+    }
+}

@@ -1,0 +1,87 @@
+use super::linear::{InputActivation, activate, activation_grad};
+use crate::device::{DeviceError, Transpose};
+use crate::parameter_table::ParameterSpan;
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use crate::tensor::Tensor;
+use std::ops::RangeInclusive;
+
+/// Linear layers of groups of rows, such as those that experts make of the tokens that are sent to them: `y[i] = W[g] f(x[i])`, where `g` is
+/// the group of row `i`. The inputs are `x` (`[rows, inputs]`), whose rows are ordered by group, and where the groups begin
+/// (`[num_groups + 1]`, u32; the last number is that of all rows). Groups may be empty.
+///
+/// Cost: `2 rows inputs outputs` floating-point operations forward, and twice as many backward; no padding. A group has the bits of a layer of
+/// its own.
+#[derive(Debug, Clone, Copy)]
+pub struct GroupedLinear {
+    /// The matrices, `[outputs, inputs]` each, one below the other.
+    pub weight: ParameterSpan,
+    /// How many there are.
+    pub num_groups: usize,
+    /// Applied to the input first.
+    pub activation: InputActivation,
+}
+
+impl GroupedLinear {
+    /// Number of outputs of a group.
+    pub fn outputs(&self) -> usize {
+        self.weight.shape.rows() / self.num_groups
+    }
+}
+
+impl Operation for GroupedLinear {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let (x, starts, device) = (cx.input(0), cx.input(1), cx.device());
+        let mut y = cx.empty([x.shape().rows(), self.outputs()], cx.precision().dtype())?;
+        let activated = activate(device, self.activation, x)?;
+        let input = activated.as_ref().map_or(x, Tensor::view);
+        let weight = (cx.parameter(&self.weight), Transpose::Yes);
+        device.grouped_matmul(cx.precision(), starts, input, weight, y.view_mut())?;
+        drop(activated);
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        if !cx.requires_grad(0) && self.activation == InputActivation::Identity {
+            return Ok(());
+        }
+        let inputs = self.weight.shape.cols();
+        let mut d_activated = cx.empty([cx.grad().shape().rows(), inputs], cx.input_dtype(0))?;
+        let weight = (cx.parameter(&self.weight), Transpose::No);
+        let (starts, dy) = (cx.input(1), cx.grad());
+        cx.device().grouped_matmul(cx.precision(), starts, dy, weight, d_activated.view_mut())?;
+        activation_grad(cx, self.activation, d_activated)
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        write_grad(sink, &self.weight, |out, accumulate| {
+            let input = match self.activation {
+                InputActivation::Identity => cx.input(0),
+                _ => cx.kept(0).expect("the input half has kept it"),
+            };
+            let factors = (cx.grad(), input);
+            cx.device().grouped_transposed_matmul(cx.precision(), cx.input(1), factors, out, accumulate)
+        })
+    }
+
+    fn has_parameters(&self) -> bool {
+        true
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        match (input, self.activation) {
+            (0, InputActivation::Identity) => ReadBy::WEIGHT_HALF,
+            // What the activation makes of it is kept for the weight half.
+            (0, _) => ReadBy::INPUT_HALF,
+            _ => ReadBy { input_half: true, weight_half: true },
+        }
+    }
+}

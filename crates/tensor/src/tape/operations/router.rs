@@ -1,0 +1,64 @@
+use crate::device::{DeviceError, MatmulEpilogue, Transpose};
+use crate::parameter_table::ParameterSpan;
+use crate::precision::Precision;
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use trireme_base::DType;
+
+/// How much each expert suits each token: `x W^T`, of `x` (`[.., inputs]`, of any floats), as `[.., num_experts]` in f32. Products and sums
+/// are in f32 whatever the precision, because a small difference may choose another expert (Fedus et al., "Switch transformers", 2021,
+/// section 2.4); weights are rounded to it, so that they are the same on any layout.
+///
+/// Cost: `2 rows inputs num_experts` floating-point operations forward, and twice as many backward.
+#[derive(Debug, Clone, Copy)]
+pub struct Router {
+    /// `[num_experts, inputs]`.
+    pub weight: ParameterSpan,
+}
+
+impl Operation for Router {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let (x, weight) = (cx.input(0), cx.parameter_in_f32(&self.weight)?);
+        let mut logits = cx.empty(x.shape().with_cols(self.weight.shape.rows()), DType::F32)?;
+        let (left, right) = ((x, Transpose::No), (weight.view(), Transpose::Yes));
+        cx.device().matmul(Precision::F32, left, right, logits.view_mut(), MatmulEpilogue::Overwrite)?;
+        drop(weight);
+        cx.output(logits);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        if !cx.requires_grad(0) {
+            return Ok(());
+        }
+        let weight = cx.parameter_in_f32(&self.weight)?;
+        let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
+        let (left, right) = ((cx.grad(), Transpose::No), (weight.view(), Transpose::No));
+        cx.device().matmul(Precision::F32, left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
+        drop(weight);
+        cx.add_grad(0, dx)
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        write_grad(sink, &self.weight, |out, accumulate| {
+            let epilogue = if accumulate { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
+            let (left, right) = ((cx.grad(), Transpose::Yes), (cx.input(0), Transpose::No));
+            cx.device().matmul(Precision::F32, left, right, out, epilogue)
+        })
+    }
+
+    fn has_parameters(&self) -> bool {
+        true
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::WEIGHT_HALF
+    }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
+    }
+}

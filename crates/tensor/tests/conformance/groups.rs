@@ -1,0 +1,114 @@
+//! Rows by group, and their products.
+
+use super::{FLOATS, empty, on_all, random, rounded};
+use trireme_base::DType;
+use trireme_tensor::{Device, MatmulEpilogue, Precision, Tensor, Transpose};
+
+fn ids(device: &Device, values: &[u32]) -> Tensor {
+    let mut ids = empty(device, [values.len()], DType::U32);
+    device.upload(values, ids.view_mut());
+    ids
+}
+
+#[test]
+fn rows_are_ordered_by_group_and_as_they_were() {
+    for (groups, num_groups) in [(&[2_u32, 0, 2, 4, 0, 2][..], 5), (&[], 3), (&[0, 0], 1)] {
+        let [starts, order, places] = on_all(|device| {
+            let num_rows = groups.len();
+            let [mut starts, mut order, mut places] =
+                [num_groups + 1, num_rows, num_rows].map(|len| empty(device, [len], DType::U32));
+            let rows = [order.view_mut(), places.view_mut()];
+            device.group_rows(ids(device, groups).view(), starts.view_mut(), rows);
+            [starts, order, places].map(|ids| device.read::<u32>(ids.view()))
+        });
+        let mut expected: Vec<u32> = (0..groups.len() as u32).collect();
+        expected.sort_by_key(|&row| groups[row as usize]);
+        assert_eq!(order, expected);
+        let place = |row: usize| expected.iter().position(|&other| other == row as u32).unwrap() as u32;
+        assert_eq!(places, (0..groups.len()).map(place).collect::<Vec<_>>());
+        let before = |group| groups.iter().filter(|&&other| other < group).count() as u32;
+        assert_eq!(starts, (0..=num_groups as u32).map(before).collect::<Vec<_>>());
+    }
+}
+
+/// Whatever the type, groups have the bits of products of their own, among them one without rows and one of a single row.
+#[test]
+fn groups_have_the_bits_of_products_of_their_own() {
+    let (starts, inner, cols) = ([0_usize, 70, 70, 71, 130], 40, 90);
+    let (rows, num_groups) = (starts[4], starts.len() - 1);
+    for (dtype, precision) in FLOATS.into_iter().zip([Precision::F32, Precision::Bf16, Precision::F16]) {
+        let is_equal = on_all(|device| {
+            let of_groups = ids(device, &starts.map(|start| start as u32));
+            let values = |shape: [usize; 2], name| {
+                rounded(device, &random(shape[0] * shape[1], name), dtype).reshaped(shape.into())
+            };
+            let (left, right) = (values([rows, inner], "left"), values([rows, cols], "right"));
+            let [lying, transposed] = [[inner, cols], [cols, inner]]
+                .map(|[block, len]| (values([num_groups * block, len], "blocks"), block));
+            let all: Vec<Vec<u8>> = [(&lying, Transpose::No), (&transposed, Transpose::Yes)]
+                .map(|((blocks, block), transpose)| {
+                    let (mut all, mut own) =
+                        (empty(device, [rows, cols], dtype), empty(device, [rows, cols], dtype));
+                    let right = (blocks.view(), transpose);
+                    device
+                        .grouped_matmul(precision, of_groups.view(), left.view(), right, all.view_mut())
+                        .unwrap();
+                    for (group, bounds) in starts.windows(2).enumerate() {
+                        let (first, num) = (bounds[0], bounds[1] - bounds[0]);
+                        let factors = (
+                            (left.view().rows(first, num), Transpose::No),
+                            (blocks.view().rows(group * block, *block), transpose),
+                        );
+                        let mut out = own.view_mut();
+                        let (out, overwrite) = (out.rows(first, num), MatmulEpilogue::Overwrite);
+                        device.matmul(precision, factors.0, factors.1, out, overwrite).unwrap();
+                    }
+                    [all, own].map(|out| device.read::<u8>(out.view().as_bytes()))
+                })
+                .into_iter()
+                .flatten()
+                .collect();
+            let mut is_equal = all[0] == all[1] && all[2] == all[3];
+            for accumulate in [false, true] {
+                let [mut all, mut own] = [(); 2].map(|()| {
+                    let mut sums = empty(device, [num_groups * inner, cols], DType::F32);
+                    device.upload(
+                        &vec![if accumulate { 0.5_f32 } else { f32::NAN }; num_groups * inner * cols],
+                        sums.view_mut(),
+                    );
+                    sums
+                });
+                let factors = (left.view(), right.view());
+                device
+                    .grouped_transposed_matmul(
+                        precision,
+                        of_groups.view(),
+                        factors,
+                        all.view_mut(),
+                        accumulate,
+                    )
+                    .unwrap();
+                for (group, bounds) in starts.windows(2).enumerate() {
+                    let (first, num) = (bounds[0], bounds[1] - bounds[0]);
+                    let mut out = own.view_mut();
+                    let mut out = out.rows(group * inner, inner);
+                    if num == 0 {
+                        if !accumulate {
+                            device.zero(out);
+                        }
+                        continue;
+                    }
+                    let epilogue =
+                        if accumulate { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
+                    let (left, right) = (left.view().rows(first, num), right.view().rows(first, num));
+                    let factors = ((left, Transpose::Yes), (right, Transpose::No));
+                    device.matmul(precision, factors.0, factors.1, out.reborrow(), epilogue).unwrap();
+                }
+                let [all, own] = [all, own].map(|sums| device.read::<u8>(sums.view().as_bytes()));
+                is_equal &= all == own;
+            }
+            is_equal
+        });
+        assert!(is_equal, "{dtype}");
+    }
+}
