@@ -2,6 +2,8 @@
 //!
 //! Groups are as long as they are: nothing is padded, and the product of a group has the bits that it has alone (Gale et al.,
 //! "MegaBlocks", 2023, section 5, computes them at once on a GPU; a core of a CPU is filled by one).
+//!
+//! A device that only counts has no numbers in the starts of groups: nothing is done on it.
 
 use super::{Epilogue, Matrix, Product};
 use crate::kernels::cpu::Cpu;
@@ -35,6 +37,9 @@ impl Cpu {
         mut out: FloatsMut<'_>,
         scratch: &mut [u32],
     ) {
+        if self.threads.is_idle() {
+            return;
+        }
         for (group, rows) in groups(starts, size.rows).filter(|(_, rows)| !rows.is_empty()) {
             let size = Product { rows: rows.len(), ..size };
             let block = Matrix { values: right.values.from(group * block_len), ..right };
@@ -65,6 +70,9 @@ impl Cpu {
         (out, accumulate): (&mut [f32], bool),
         scratch: &mut [u32],
     ) {
+        if self.threads.is_idle() {
+            return;
+        }
         let epilogue = if accumulate { Epilogue::Accumulate } else { Epilogue::Overwrite };
         let block_len = size.rows * size.cols;
         for (group, rows) in groups(starts, size.inner) {
@@ -91,6 +99,9 @@ impl Cpu {
         groups: &[u32],
         (starts, order, places): (&mut [u32], &mut [u32], &mut [u32]),
     ) {
+        if self.threads.is_idle() {
+            return;
+        }
         starts.fill(0);
         let num_groups = starts.len() - 1;
         for &group in groups {
