@@ -140,6 +140,7 @@ fn experts_give_the_bits_of_one_rank() {
             assert!(run(&Layout { backend, ..plain() }, 1, 4) == oracle, "detached in {precision}");
         }
         assert!(run(&plain(), 2, 2).0 == oracle.0, "two replicas in {precision}");
+        assert!(run(&Layout { tensor: 2, ..plain() }, 2, 4).0 == oracle.0, "a tensor axis in {precision}");
         let sharded = Layout { num_shards: 2, state: StateLayout::zero(3), ..plain() };
         assert!(run(&sharded, 2, 2).0 == oracle.0, "ZeRO-3 in {precision}");
         for kind in [Kind::OneFOneB, Kind::ZeroBubbleH1] {

@@ -14,7 +14,7 @@ impl Device {
     pub(crate) fn top_k(&self, x: View<'_>, normalizes: bool, [values, ids]: [ViewMut<'_>; 2]) {
         let (cols, k) = (x.shape().cols(), values.shape().cols());
         assert_eq!(ids.shape(), values.shape());
-        let cost = each(x.shape(), k).reads(x.num_bytes()).writes(2 * values.num_bytes());
+        let cost = each(x.shape(), k * k.div_ceil(2)).reads(x.num_bytes()).writes(2 * values.num_bytes());
         let (x, mut values, mut ids) = (x.place(), values.into_place(), ids.into_place());
         self.issue("top_k", cost, move |cpu| {
             cpu.top_k((x.f32s(cpu), cols), (k, normalizes), (values.f32s(cpu), ids.words(cpu)));
@@ -50,7 +50,8 @@ impl Device {
         y: ViewMut<'_>,
     ) {
         let cols = x.shape().cols();
-        let read = order.num_bytes() + weights.map_or(0, |weights| weights.num_bytes()) + y.num_bytes();
+        let row_bytes = y.shape().num_elements() * x.dtype().size();
+        let read = order.num_bytes() + weights.map_or(0, |weights| weights.num_bytes()) + row_bytes;
         let cost = each(y.shape(), 1).reads(read).writes(y.num_bytes());
         let (x, order, weights, mut y) =
             (x.place(), order.place(), weights.map(|w| w.place()), y.into_place());
@@ -67,7 +68,7 @@ impl Device {
     /// rounded once. Weights and residual are f32.
     ///
     /// # Panics
-    /// If a place is that of no row.
+    /// If a place is that of no row, or weights and residual are not of the shapes of places and `y`.
     pub(crate) fn combine_rows(
         &self,
         x: View<'_>,
@@ -76,6 +77,10 @@ impl Device {
         y: ViewMut<'_>,
     ) {
         let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
+        let is_of_choices = |weights: View<'_>| weights.shape() == places.shape();
+        assert!(weights.is_none_or(is_of_choices), "{weights:?} for {:?}", places.shape());
+        let is_of_tokens = |residual: View<'_>| residual.shape() == y.shape();
+        assert!(residual.is_none_or(is_of_tokens), "{residual:?} for {:?}", y.shape());
         let optional = |view: Option<View<'_>>| view.map_or(0, |view| view.num_bytes());
         let read = x.num_bytes() + places.num_bytes() + optional(weights) + optional(residual);
         let cost = each(x.shape(), 2).reads(read).writes(y.num_bytes());
@@ -98,6 +103,7 @@ impl Device {
     /// If a place is that of no row.
     pub(crate) fn row_products(&self, x: View<'_>, places: View<'_>, y: View<'_>, products: ViewMut<'_>) {
         let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
+        assert_eq!(products.shape(), places.shape());
         let read = x.num_bytes() + places.num_bytes() + y.num_bytes();
         let cost = each(x.shape(), 2).reads(read).writes(products.num_bytes());
         let (x, places, y, mut products) = (x.place(), places.place(), y.place(), products.into_place());

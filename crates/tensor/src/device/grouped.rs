@@ -4,7 +4,7 @@ use super::{Device, DeviceError, Transpose};
 use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
-use trireme_base::Cost;
+use trireme_base::{Cost, DType};
 
 impl Device {
     /// For each group its rows of `left` (`[rows, inner]`), times its block of `right`, as `out` (`[rows, cols]`); factors are rounded to
@@ -27,7 +27,9 @@ impl Device {
         out: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let (rows, inner, cols) = (left.shape().rows(), left.shape().cols(), out.shape().cols());
-        let block = right.shape().rows() / num_groups(starts);
+        let (num_groups, all) = (num_groups(starts), right.shape().rows());
+        assert!(all.is_multiple_of(num_groups), "{num_groups} groups of {all} rows");
+        let block = all / num_groups;
         let is_transposed = transpose == Transpose::Yes;
         let expected = if is_transposed { [cols, inner] } else { [inner, cols] };
         assert_eq!([block, right.shape().cols()], expected, "a block of {:?}", right.shape());
@@ -74,7 +76,11 @@ impl Device {
         let cost = Cost::products(&[2, rows, cols, inner]).reads(left.num_bytes() + right.num_bytes());
         let num_bytes = out.num_bytes();
         let cost = if accumulate { cost.updates(num_bytes) } else { cost.writes(num_bytes) };
-        let mut scratch = self.product_scratch(precision, size, &(left, Transpose::Yes))?;
+        // Whether a factor of one column is packed depends on whether it has an odd number of rows.
+        let shorter = Product { inner: inner.saturating_sub(1), ..size };
+        let factor = (left, Transpose::Yes);
+        let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));
+        let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;
         let (starts, left, right) = (starts.place(), left.place(), right.place());
         let (mut out, mut scratch) = (out.into_place(), scratch.view_mut().into_place());
         self.issue("grouped_transposed_matmul", cost, move |cpu| {

@@ -92,11 +92,21 @@ impl Device {
         &self,
         precision: Precision,
         size: Product,
-        (left, transpose): &(View<'_>, Transpose),
+        left: &(View<'_>, Transpose),
     ) -> Result<Tensor, DeviceError> {
+        self.activation_of([self.product_scratch_words(precision, size, left)], DType::U32)
+    }
+
+    /// 32-bit words of that memory.
+    pub(super) fn product_scratch_words(
+        &self,
+        precision: Precision,
+        size: Product,
+        (left, transpose): &(View<'_>, Transpose),
+    ) -> usize {
         let elements = Floats::none(left.dtype());
         let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transpose::Yes);
-        self.activation_of([self.cpu.matmul_scratch(precision, size, left)], DType::U32)
+        self.cpu.matmul_scratch(precision, size, left)
     }
 }
 

@@ -112,3 +112,25 @@ fn groups_have_the_bits_of_products_of_their_own() {
         assert!(is_equal, "{dtype}");
     }
 }
+
+/// One output a group: its gradient is a column, which is packed only for some numbers of rows.
+#[test]
+fn columns_of_odd_and_even_groups() {
+    let (starts, cols) = ([0_u32, 3, 8], 700);
+    for (dtype, precision) in FLOATS.into_iter().zip([Precision::F32, Precision::Bf16, Precision::F16]) {
+        let found = on_all(|device| {
+            let ones = |shape: [usize; 2]| {
+                rounded(device, &vec![1.0; shape[0] * shape[1]], dtype).reshaped(shape.into())
+            };
+            let (left, right) = (ones([8, 1]), ones([8, cols]));
+            let mut sums = empty(device, [2, cols], DType::F32);
+            let factors = (left.view(), right.view());
+            let starts = ids(device, &starts);
+            device
+                .grouped_transposed_matmul(precision, starts.view(), factors, sums.view_mut(), false)
+                .unwrap();
+            device.read::<f32>(sums.view())
+        });
+        assert!(found[..cols].iter().all(|&sum| sum == 3.0) && found[cols..].iter().all(|&sum| sum == 5.0));
+    }
+}

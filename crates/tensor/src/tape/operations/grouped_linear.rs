@@ -23,7 +23,12 @@ pub struct GroupedLinear {
 
 impl GroupedLinear {
     /// Number of outputs of a group.
+    ///
+    /// # Panics
+    /// If the groups do not have equally many.
     pub fn outputs(&self) -> usize {
+        let (rows, num_groups) = (self.weight.shape.rows(), self.num_groups);
+        assert!(rows.is_multiple_of(num_groups), "{num_groups} groups of {rows} outputs");
         self.weight.shape.rows() / self.num_groups
     }
 }

@@ -3,9 +3,9 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use trireme_base::DType;
 
 /// The `k` largest elements of each row of `x` (`[.., cols]`, f32), from the largest on, and which they are (u32): two outputs of `[.., k]`.
-/// Of equal elements the first comes first.
+/// Of equal elements the first comes first; NaN counts as no larger than any number. Where elements are divided by their sum, it must not be 0.
 ///
-/// Cost: reads `x` `k` times.
+/// Cost: `k` searches of each row, which pass over what was found before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TopK {
     /// How many; at most `cols`.
@@ -37,9 +37,5 @@ impl Operation for TopK {
 
     fn reads_output(&self, output: usize) -> ReadBy {
         if output == 1 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }
