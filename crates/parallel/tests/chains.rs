@@ -2,9 +2,8 @@
 
 mod common;
 
-use common::{Build, Layout, OPTIONS, Pipeline, laid_out_model, train_on};
-use trireme_model::Batch;
-use trireme_parallel::{Executor, ExecutorOptions};
+use common::{Build, Layout, OPTIONS, Pipeline, laid_out_model, train_classifier};
+use trireme_parallel::ExecutorOptions;
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{Device, DeviceOptions, Precision};
@@ -15,18 +14,7 @@ const SAMPLES: usize = 4;
 type Found = (Vec<[u64; 2]>, Vec<u32>);
 
 fn run(layout: &Layout<'_>, world_size: usize, accumulation: usize) -> Found {
-    let batches = |executor: &Executor, step: u64| -> Vec<Batch> {
-        let place = |index| executor.global_microbatch(index);
-        (0..accumulation)
-            .map(|index| classifier_batch(executor.device(), SAMPLES, step, place(index)))
-            .collect()
-    };
-    let found = run_ranks(world_size, |group| {
-        let model = (&build_classifier as Build<'_>, &classifier_specs(SAMPLES)[..]);
-        train_on(laid_out_model(model, group, 1, accumulation, layout), &batches)
-    });
-    assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
-    (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect())
+    train_classifier(build_classifier, SAMPLES, layout, (world_size, accumulation))
 }
 
 /// Labels of class 0 in the first step.

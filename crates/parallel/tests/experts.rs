@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{Build, Layout, OPTIONS, Pipeline, laid_out_model, train_on};
+use common::{Layout, OPTIONS, Pipeline, train_classifier};
 use std::sync::Arc;
-use trireme_model::{Batch, Model, ModelError, Unit, UnitContext};
-use trireme_parallel::{Executor, ExecutorOptions};
+use trireme_model::{Model, ModelError, Unit, UnitContext};
+use trireme_parallel::ExecutorOptions;
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::tape::{
@@ -15,7 +15,6 @@ use trireme_tensor::tape::{
 use trireme_tensor::{
     Activation, Backend, DetachedOptions, Device, DeviceError, Initial, Parameter, ParameterTable, Precision,
 };
-use trireme_testkit::{classifier_batch, classifier_specs, run_ranks};
 
 const SAMPLES: usize = 4;
 const FEATURES: usize = 6;
@@ -109,18 +108,7 @@ fn build(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
 
 /// Losses and norms of steps, and the weights of all ranks.
 fn run(layout: &Layout<'_>, world_size: usize, accumulation: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
-    let batches = |executor: &Executor, step: u64| -> Vec<Batch> {
-        let place = |index| executor.global_microbatch(index);
-        (0..accumulation)
-            .map(|index| classifier_batch(executor.device(), SAMPLES, step, place(index)))
-            .collect()
-    };
-    let found = run_ranks(world_size, |group| {
-        let model = (&build as Build<'_>, &classifier_specs(SAMPLES)[..]);
-        train_on(laid_out_model(model, group, 1, accumulation, layout), &batches)
-    });
-    assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
-    (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect())
+    train_classifier(build, SAMPLES, layout, (world_size, accumulation))
 }
 
 #[test]

@@ -14,7 +14,7 @@ use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, progr
 use trireme_schedule::{Chain, Keep, Program, StateLayout, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Backend, Device, DeviceOptions, ParameterTable};
-use trireme_testkit::random_batch;
+use trireme_testkit::{classifier_batch, classifier_specs, random_batch, run_ranks};
 
 pub const SHAPE: (usize, usize) = (2, 17);
 pub const STEPS: u64 = 3;
@@ -219,6 +219,27 @@ pub fn train_on(
     }
     executor.check_replicas().unwrap();
     (found, parameter_bits(&executor))
+}
+
+/// Losses, norms and metrics of steps, and the weights of all ranks, of a model that reads the batches of a classifier.
+pub fn train_classifier(
+    build: fn(&Device, ParameterTable) -> Result<Model, ModelError>,
+    num_samples: usize,
+    layout: &Layout<'_>,
+    (world_size, accumulation): (usize, usize),
+) -> (Vec<[u64; 2]>, Vec<u32>) {
+    let batches = |executor: &Executor, step: u64| -> Vec<Batch> {
+        let place = |index| executor.global_microbatch(index);
+        (0..accumulation)
+            .map(|index| classifier_batch(executor.device(), num_samples, step, place(index)))
+            .collect()
+    };
+    let found = run_ranks(world_size, |group| {
+        let model = (&build as Build<'_>, &classifier_specs(num_samples)[..]);
+        train_on(laid_out_model(model, group, 1, accumulation, layout), &batches)
+    });
+    assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
+    (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect())
 }
 
 /// What this rank steps, as bits.

@@ -82,11 +82,6 @@ impl Operation for GroupedLinear {
     }
 
     fn reads_input(&self, input: usize) -> ReadBy {
-        match (input, self.activation) {
-            (0, InputActivation::Identity) => ReadBy::WEIGHT_HALF,
-            // What the activation makes of it is kept for the weight half.
-            (0, _) => ReadBy::INPUT_HALF,
-            _ => ReadBy { input_half: true, weight_half: true },
-        }
+        if input == 0 { self.activation.read_by() } else { ReadBy { input_half: true, weight_half: true } }
     }
 }

@@ -56,6 +56,13 @@ pub struct Linear {
     pub activation: InputActivation,
 }
 
+impl InputActivation {
+    /// Which halves of backward read the input of a layer: what an activation makes of it is kept for the weight half.
+    pub(super) fn read_by(self) -> ReadBy {
+        if self == InputActivation::Identity { ReadBy::WEIGHT_HALF } else { ReadBy::INPUT_HALF }
+    }
+}
+
 /// How ranks of the tensor axis cut a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
@@ -334,12 +341,7 @@ impl Operation for Linear {
     }
 
     fn reads_input(&self, input: usize) -> ReadBy {
-        match (input, self.activation) {
-            (0, InputActivation::Identity) => ReadBy::WEIGHT_HALF,
-            // What the activation makes of it is kept for the weight half.
-            (0, _) => ReadBy::INPUT_HALF,
-            _ => ReadBy::NEITHER,
-        }
+        if input == 0 { self.activation.read_by() } else { ReadBy::NEITHER }
     }
 
     fn takes_rows(&self, _: usize) -> bool {

@@ -1,3 +1,4 @@
+use super::linear::{WeightLayout, weight_grad};
 use crate::device::{DeviceError, MatmulEpilogue, Transpose};
 use crate::parameter_table::ParameterSpan;
 use crate::precision::Precision;
@@ -44,9 +45,8 @@ impl Operation for Router {
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         write_grad(sink, &self.weight, |out, accumulate| {
-            let epilogue = if accumulate { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
-            let (left, right) = ((cx.grad(), Transpose::Yes), (cx.input(0), Transpose::No));
-            cx.device().matmul(Precision::F32, left, right, out, epilogue)
+            let (layout, dy) = (WeightLayout::OutputsFirst, cx.grad());
+            weight_grad(cx.device(), Precision::F32, layout, cx.input(0), dy, out, accumulate)
         })
     }
 
