@@ -1,4 +1,4 @@
-use super::linear::{InputActivation, activate, activation_grad};
+use super::input_activation::{InputActivation, activate, activation_grad};
 use crate::device::{DeviceError, Transpose};
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};

@@ -1,7 +1,7 @@
+use super::input_activation::{InputActivation, activate, activation_grad};
 use crate::declaration::{Initial, Parameter};
 use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
 use crate::fp8::{Fp8Layer, Operand};
-use crate::kernels::Activation;
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
 use crate::shape::Shape;
@@ -23,20 +23,6 @@ pub enum WeightLayout {
     OutputsFirst,
 }
 
-/// What is applied to a linear layer's input first.
-///
-/// The activation belongs to the layer that reads it, not to the one that makes its argument: then only the argument is
-/// saved, and backward gets the activation again in the pass that differentiates it, for one exponential.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum InputActivation {
-    /// Nothing.
-    Identity,
-    /// A function.
-    Of(Activation),
-    /// `activation(gate) * up` of rows `gate | up`, twice as long.
-    Gated(Activation),
-}
-
 /// `y = activation(x) W + bias + residual`, for `x` (`[.., inputs]`, in the tape's precision) and an optional residual (`[.., outputs]`,
 /// f32), as `[.., outputs]`: in the tape's precision, or in f32 with a residual.
 ///
@@ -54,13 +40,6 @@ pub struct Linear {
     pub bias: Option<ParameterSpan>,
     /// Applied to the input first.
     pub activation: InputActivation,
-}
-
-impl InputActivation {
-    /// Which halves of backward read the input of a layer: what an activation makes of it is kept for the weight half.
-    pub(super) fn read_by(self) -> ReadBy {
-        if self == InputActivation::Identity { ReadBy::WEIGHT_HALF } else { ReadBy::INPUT_HALF }
-    }
 }
 
 /// How ranks of the tensor axis cut a layer.
@@ -355,52 +334,6 @@ impl Operation for Linear {
             Role::RowParallel => Some(axis.between_layers()),
         }
     }
-}
-
-/// Gives input 0 its gradient, from that of what the activation makes of it. Keeps what the activation makes, for the weight half.
-pub(super) fn activation_grad(
-    cx: &mut BackwardContext<'_>,
-    activation: InputActivation,
-    mut d_activated: Tensor,
-) -> Result<(), DeviceError> {
-    match activation {
-        InputActivation::Identity => cx.add_grad(0, d_activated),
-        InputActivation::Of(activation) => {
-            let mut x = cx.take_or_copy_input(0)?;
-            cx.device().activate_backward(activation, x.view_mut(), d_activated.view_mut());
-            cx.add_grad(0, d_activated)?;
-            cx.keep(x);
-            Ok(())
-        }
-        InputActivation::Gated(activation) => {
-            let mut x = cx.take_or_copy_input(0)?;
-            cx.device().gate_backward(activation, x.view_mut(), d_activated.view_mut());
-            cx.add_grad(0, x)?;
-            cx.keep(d_activated);
-            Ok(())
-        }
-    }
-}
-
-/// What a layer's products read for `x`; `None` for `x` itself.
-pub(super) fn activate(
-    device: &Device,
-    activation: InputActivation,
-    x: View<'_>,
-) -> Result<Option<Tensor>, DeviceError> {
-    Ok(match activation {
-        InputActivation::Identity => None,
-        InputActivation::Of(activation) => {
-            let mut y = device.activation_of(x.shape(), x.dtype())?;
-            device.activate(activation, x, y.view_mut());
-            Some(y)
-        }
-        InputActivation::Gated(activation) => {
-            let mut y = device.activation_of(x.shape().with_cols(x.shape().cols() / 2), x.dtype())?;
-            device.gate(activation, x, y.view_mut());
-            Some(y)
-        }
-    })
 }
 
 /// `input^T dy` in the weight's layout, written or added.
