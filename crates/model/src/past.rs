@@ -58,8 +58,7 @@ impl Past {
         qkv: Var,
     ) -> Result<Var, DeviceError> {
         if self.next == self.caches.len() {
-            let kv_cols = attention.num_kv_heads * attention.head_dim;
-            self.caches.push(KeyValueCache::new(&self.device, 1, self.capacity, kv_cols)?);
+            self.caches.push(KeyValueCache::new(&self.device, 1, self.capacity, attention)?);
         }
         let rotary = attention.rotary().map(|table| self.whole_table(table)).transpose()?;
         let cache = &mut self.caches[self.next];

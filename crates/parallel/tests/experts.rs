@@ -13,7 +13,8 @@ use trireme_tensor::tape::{
     SpreadRows, TopK,
 };
 use trireme_tensor::{
-    Activation, Backend, DetachedOptions, Device, DeviceError, Initial, Parameter, ParameterTable, Precision,
+    Activation, Backend, Choice, DetachedOptions, Device, DeviceError, Initial, Parameter, ParameterTable,
+    Precision,
 };
 
 const SAMPLES: usize = 4;
@@ -55,7 +56,7 @@ impl Unit for Experts {
         let rows = cx.apply(&SpreadRows, (&x, &order, &places))?;
         let inner = cx.apply(&self.into, (rows, &starts))?;
         let rows = cx.apply(&self.back, (inner, starts))?;
-        let sum = cx.apply(&CombineRows, [rows, order, places, weights])?;
+        let sum = cx.apply(&Arc::new(CombineRows::default()), [rows, order, places, weights])?;
         cx.output("x", sum)
     }
 }
@@ -94,7 +95,7 @@ fn build(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
         };
         units.push(Arc::new(Experts {
             router: Arc::new(Router { weight: table.add(weight("router", [NUM_EXPERTS, WIDTH])) }),
-            top_k: Arc::new(TopK { k: 2, normalizes: true }),
+            top_k: Arc::new(TopK { choice: Choice { normalizes: true, ..Choice::largest(2) }, bias: None }),
             groups: Arc::new(GroupRows { num_groups: NUM_EXPERTS }),
             into: experts(&mut table, "into", [2 * INNER, WIDTH], identity),
             back: experts(&mut table, "back", [WIDTH, INNER], InputActivation::Gated(Activation::Silu)),

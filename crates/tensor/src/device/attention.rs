@@ -4,8 +4,10 @@ use super::{Device, DeviceError};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::{Element, with_element};
 use crate::kernels::{
-    AttentionInputs, AttentionRule, AttentionScope, AttentionShape, CacheSpan, Place, Results, Rotary,
+    AttentionInputs, AttentionRule, AttentionScope, AttentionShape, CacheSpan, LatentHeadShape, Place,
+    Results, Rotary,
 };
+use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
 use trireme_base::{Cost, DType, Positions};
 
@@ -26,6 +28,52 @@ impl Device {
         self.issue("rotary", cost, move |cpu| {
             let rotary = Rotary { cos: cos.f32s(cpu), sin: sin.f32s(cpu), positions };
             with_element!(qkv.dtype() => |T| cpu.rotary::<T>(qkv.elements(cpu), shape, rotary, inverse));
+        });
+    }
+
+    /// Rows of heads of latent attention, of `[queries, keys_values, shared_key]` (see [`LatentHeads`](crate::tape::LatentHeads)).
+    pub(crate) fn latent_heads(
+        &self,
+        shape: LatentHeadShape,
+        inputs: [View<'_>; 3],
+        rotary: RotaryViews<'_>,
+        qkv: ViewMut<'_>,
+    ) {
+        let read = inputs.iter().map(View::num_bytes).sum();
+        let cost = latent_cost(shape, qkv.shape()).reads(read).writes(qkv.num_bytes());
+        let (seq_len, dtype) = (qkv.shape().dims()[1], qkv.dtype());
+        let RotaryViews { cos, sin, positions } = rotary;
+        let (inputs, cos, sin, mut qkv) =
+            (inputs.map(|input| input.place()), cos.place(), sin.place(), qkv.into_place());
+        self.issue("latent_heads", cost, move |cpu| {
+            let rotary = Rotary { cos: cos.f32s(cpu), sin: sin.f32s(cpu), positions };
+            with_element!(dtype => |T| {
+                let inputs = inputs.each_ref().map(|input| input.elements(cpu));
+                cpu.latent_heads::<T>(shape, inputs, (rotary, seq_len), qkv.elements(cpu));
+            });
+        });
+    }
+
+    /// The gradients of the inputs of [`latent_heads`](Device::latent_heads).
+    pub(crate) fn latent_heads_backward(
+        &self,
+        shape: LatentHeadShape,
+        grad: View<'_>,
+        rotary: RotaryViews<'_>,
+        grads: [ViewMut<'_>; 3],
+    ) {
+        let written = grads.iter().map(ViewMut::num_bytes).sum();
+        let cost = latent_cost(shape, grad.shape()).reads(grad.num_bytes()).writes(written);
+        let (seq_len, dtype) = (grad.shape().dims()[1], grad.dtype());
+        let RotaryViews { cos, sin, positions } = rotary;
+        let (grad, cos, sin, mut grads) =
+            (grad.place(), cos.place(), sin.place(), grads.map(ViewMut::into_place));
+        self.issue("latent_heads_backward", cost, move |cpu| {
+            let rotary = Rotary { cos: cos.f32s(cpu), sin: sin.f32s(cpu), positions };
+            with_element!(dtype => |T| {
+                let grads = grads.each_mut().map(|grad| grad.elements(cpu));
+                cpu.latent_heads_backward::<T>(shape, grad.elements(cpu), (rotary, seq_len), grads);
+            });
         });
     }
 
@@ -97,7 +145,7 @@ impl Device {
         self.activation([len])
     }
 
-    /// Causal attention after the positions of a cache, which takes the new keys and values: it is `[batch, capacity, kv_cols]`, `y`
+    /// Causal attention after the positions of a cache, which takes the new keys and values: they are `[batch, capacity, key_cols]` and `[.., value_cols]`, `y`
     /// `[rows, output_cols]`; all in f32.
     ///
     /// # Errors
@@ -112,7 +160,7 @@ impl Device {
     ) -> Result<(), DeviceError> {
         let CacheViews { keys, values, capacity, len } = cache;
         let num_pairs = AttentionScope::after(len, shape, rule).num_pairs();
-        let of_positions = |num: usize| num * 2 * shape.kv_cols() * size_of::<f32>();
+        let of_positions = |num: usize| num * shape.kv_cols() * size_of::<f32>();
         let cost = forward_cost(shape, num_pairs).reads(qkv.num_bytes() + of_positions(len));
         let written = y.num_bytes() + log_sums.num_bytes() + of_positions(shape.seq_len);
         let mut scratch = self.activation([self.cpu.attention_scratch::<f32>(shape, len, false)])?;
@@ -190,15 +238,20 @@ impl Device {
     }
 }
 
+/// Rotation of the parts of all heads; without what is read and written.
+fn latent_cost(shape: LatentHeadShape, qkv: Shape) -> Cost {
+    Cost::others(&[3, qkv.rows(), (shape.num_heads + 1) * shape.rotary_dim])
+}
+
 /// Two products of queries with the keys that they see, and the softmax between them; without what is read and written.
 fn forward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
-    Cost::products(&[4, shape.batch, shape.output_cols(), num_pairs])
+    Cost::products(&[2, shape.batch, shape.query_cols() + shape.output_cols(), num_pairs])
         + Cost::others(&[Cost::EXP + 4, shape.batch, shape.num_heads, num_pairs])
 }
 
 /// Five products: the scores once more, and the gradients of weights, values, queries and keys; without what is read and written.
 fn backward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
-    Cost::products(&[10, shape.batch, shape.output_cols(), num_pairs])
+    Cost::products(&[2, shape.batch, 3 * shape.query_cols() + 2 * shape.output_cols(), num_pairs])
         + Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs])
 }
 
@@ -296,7 +349,7 @@ pub(crate) struct RotaryViews<'a> {
     pub(crate) positions: Positions,
 }
 
-/// Keys and values of earlier positions, `[batch, capacity, kv_cols]` each.
+/// Keys and values of earlier positions, `[batch, capacity, key_cols]` and `[batch, capacity, value_cols]`.
 #[derive(Debug)]
 pub(crate) struct CacheViews<'a> {
     pub(crate) keys: ViewMut<'a>,

@@ -3,21 +3,38 @@
 use super::{Device, each};
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::experts::Chosen;
+use crate::kernels::{Choice, ChosenGroups};
 use crate::tensor::{View, ViewMut};
 
 impl Device {
-    /// The `k` largest elements of each row of `x` (`[rows, cols]`, f32), from the largest on, as `values` (`[rows, k]`, f32), and where they
-    /// were, as `ids` (u32); of equal ones the first. The values are divided by their sum if `normalizes`.
+    /// For each row of `x` (`[rows, cols]`, f32) the experts that are chosen for it: their scores as `values` (`[rows, num_choices]`, f32), as the
+    /// choice says, and which they are as `ids` (u32). `bias` (`[cols]`, f32) is added to scores where they are compared. The largest comes
+    /// first, and of equal ones the first.
     ///
     /// # Panics
-    /// If rows have fewer elements.
-    pub(crate) fn top_k(&self, x: View<'_>, normalizes: bool, [values, ids]: [ViewMut<'_>; 2]) {
-        let (cols, k) = (x.shape().cols(), values.shape().cols());
-        assert_eq!(ids.shape(), values.shape());
-        let cost = each(x.shape(), k * k.div_ceil(2)).reads(x.num_bytes()).writes(2 * values.num_bytes());
-        let (x, mut values, mut ids) = (x.place(), values.into_place(), ids.into_place());
+    /// If rows have fewer elements, or if groups are unequal, too many, or too few to have so many experts.
+    pub(crate) fn top_k(
+        &self,
+        x: View<'_>,
+        (choice, bias): (Choice, Option<View<'_>>),
+        [values, ids]: [ViewMut<'_>; 2],
+    ) {
+        let (cols, k) = (x.shape().cols(), choice.num_choices);
+        let mut num_left = cols;
+        if let Some(ChosenGroups { num_groups, num_chosen }) = choice.groups {
+            let is_possible = num_groups <= ChosenGroups::NUM_MAX && num_chosen <= num_groups;
+            assert!(is_possible && cols.is_multiple_of(num_groups), "{cols} experts, of which {choice:?}");
+            num_left = cols / num_groups * num_chosen;
+        }
+        assert!(k <= num_left, "the {k} largest of {num_left}");
+        assert_eq!((values.shape().cols(), ids.shape()), (k, values.shape()));
+        let read = x.num_bytes() + bias.map_or(0, |bias| bias.num_bytes());
+        let cost = each(x.shape(), k * k.div_ceil(2)).reads(read).writes(2 * values.num_bytes());
+        let (x, bias) = (x.place(), bias.map(|bias| bias.place()));
+        let (mut values, mut ids) = (values.into_place(), ids.into_place());
         self.issue("top_k", cost, move |cpu| {
-            cpu.top_k((x.f32s(cpu), cols), (k, normalizes), (values.f32s(cpu), ids.words(cpu)));
+            let bias = bias.as_ref().map(|bias| bias.f32s(cpu));
+            cpu.top_k((x.f32s(cpu), cols), (choice, bias), (values.f32s(cpu), ids.words(cpu)));
         });
     }
 
@@ -25,17 +42,30 @@ impl Device {
     pub(crate) fn top_k_backward(
         &self,
         x: View<'_>,
-        normalizes: bool,
+        choice: Choice,
         [ids, dy]: [View<'_>; 2],
         dx: ViewMut<'_>,
     ) {
-        let (cols, k) = (x.shape().cols(), dy.shape().cols());
+        let cols = x.shape().cols();
         let read = x.num_bytes() + ids.num_bytes() + dy.num_bytes();
         let cost = each(dy.shape(), 4).reads(read).writes(dx.num_bytes());
         let (x, ids, dy, mut dx) = (x.place(), ids.place(), dy.place(), dx.into_place());
         self.issue("top_k_backward", cost, move |cpu| {
             let given = (ids.u32s(cpu), dy.f32s(cpu));
-            cpu.top_k_backward((x.f32s(cpu), cols), (k, normalizes), given, dx.f32s(cpu));
+            cpu.top_k_backward((x.f32s(cpu), cols), choice, given, dx.f32s(cpu));
+        });
+    }
+
+    /// How often each expert occurs in `ids` (u32), less what it would be if all occurred equally often, as `out` (`[num_experts]`, f32), or
+    /// added to it.
+    ///
+    /// # Panics
+    /// If there is no such expert.
+    pub(crate) fn excess_loads(&self, ids: View<'_>, out: ViewMut<'_>, accumulate: bool) {
+        let cost = each(ids.shape(), 1).reads(ids.num_bytes()).updates(out.num_bytes());
+        let (ids, mut out) = (ids.place(), out.into_place());
+        self.issue("excess_loads", cost, move |cpu| {
+            cpu.excess_loads(ids.u32s(cpu), out.f32s(cpu), accumulate);
         });
     }
 

@@ -7,8 +7,9 @@ mod place;
 pub(crate) use cpu::SharedSlice;
 pub use cpu::activation::Activation;
 pub(crate) use cpu::attention::{AttentionInputs, AttentionScope, CacheSpan, Results, Rotary};
-pub use cpu::attention::{AttentionRule, AttentionShape};
+pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
 pub(crate) use cpu::blocks::Blocks;
+pub use cpu::experts::{Choice, ChosenGroups};
 pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};
 pub use cpu::optimizer::{
     AdamStep, AdamWStep, FactoredStep, LarsStep, LeafRun, LionStep, MomentumStep, MuonStep, Piece, Pieces,

@@ -50,8 +50,15 @@ fn runs_are_timed_from_where_they_say() {
 
 #[test]
 fn the_kernels_of_a_step_are_reported_with_their_work_and_bound() {
-    let attention =
-        AttentionShape { batch: 2, seq_len: 6, num_heads: 4, num_kv_heads: 2, head_dim: 4, num_keys: 6 };
+    let attention = AttentionShape {
+        batch: 2,
+        seq_len: 6,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 4,
+        value_dim: 4,
+        num_keys: 6,
+    };
     for is_llama in [false, true] {
         let sizes = StepSizes {
             attention,

@@ -5,7 +5,7 @@ use super::{
     Argument, Arguments, Metric, Node, Op, Operation, OperationContext, ReadBy, Recording, Sharding, Tape,
     Var, copy,
 };
-use crate::device::DeviceError;
+use crate::device::{Device, DeviceError};
 use crate::parameters::ParameterSource;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
@@ -68,9 +68,36 @@ impl<'a> Recorder<'a> {
         inputs: impl Arguments,
     ) -> Result<(), DeviceError> {
         let recording = std::mem::replace(&mut self.tape.recording, Recording::Off);
-        let loss = self.tape.loss.take();
-        let outputs = self.apply_all(op.into(), inputs, 1.0);
+        let done = self.report(name, op.into(), inputs);
         self.tape.recording = recording;
+        done
+    }
+
+    /// As [`apply_metric`](Recorder::apply_metric), with `weight` times the gradient of the mean: a loss that helps in training, and is no part of the one
+    /// that is reported. It is known after forward.
+    ///
+    /// # Errors
+    /// As those of [`apply_metric`](Recorder::apply_metric).
+    ///
+    /// # Panics
+    /// As [`apply_metric`](Recorder::apply_metric).
+    pub fn apply_auxiliary_loss(
+        &mut self,
+        name: &'static str,
+        op: impl Into<Op>,
+        inputs: impl Arguments,
+        weight: f32,
+    ) -> Result<(), DeviceError> {
+        self.report(name, op.into(), inputs)?;
+        if self.tape.recording == Recording::On {
+            self.tape.nodes.last_mut().expect("it is recorded").loss_weight = weight;
+        }
+        Ok(())
+    }
+
+    fn report(&mut self, name: &'static str, op: Op, inputs: impl Arguments) -> Result<(), DeviceError> {
+        let loss = self.tape.loss.take();
+        let outputs = self.apply_all(op, inputs, 1.0);
         let found = std::mem::replace(&mut self.tape.loss, loss);
         assert!(outputs?.is_empty(), "a metric has no output");
         let mean = found.expect("a metric is what an operation would add to the loss");
@@ -82,6 +109,11 @@ impl<'a> Recorder<'a> {
             None => self.tape.metrics.push(Metric { name, mean }),
         }
         Ok(())
+    }
+
+    /// The device to compute on.
+    pub fn device(&self) -> &Device {
+        &self.tape.device
     }
 
     /// Puts a value on the tape without a gradient. See [`Tape::constant`].
@@ -296,6 +328,24 @@ impl ForwardContext<'_> {
     /// If there is no memory for it.
     pub fn copy_input(&self, index: usize) -> Result<Tensor, DeviceError> {
         copy(&self.tape.device, self.value(index).tensor())
+    }
+
+    /// The output of what is cut by its inputs, of this rank's term of a sum over the ranks of the tensor axis.
+    pub(super) fn add_up(
+        &self,
+        term: Tensor,
+        bias: Option<View<'_>>,
+        residual: Option<View<'_>>,
+    ) -> Result<Tensor, DeviceError> {
+        let sum = self.start_sum(term, self.output_sharding())?;
+        if bias.is_none() && residual.is_none() {
+            return self.finish_on_axis(sum);
+        }
+        let sum = self.finish_temporary(sum)?;
+        let dtype = if residual.is_some() { DType::F32 } else { sum.dtype() };
+        let mut y = self.empty(sum.shape(), dtype)?;
+        self.device().add_bias(sum.view(), bias, residual, y.view_mut());
+        Ok(y)
     }
 
     /// Hands over the next output.

@@ -61,7 +61,7 @@ fn a_sequence_that_is_read_in_parts_is_attended_to_as_a_whole() {
     for is_rotary in [false, true] {
         let found = on_all(|device| {
             let (attention, parameters) = (operation(device, is_rotary), no_parameters(device));
-            let mut cache = KeyValueCache::new(device, 1, SEQ_LEN, HEADS * DIM).unwrap();
+            let mut cache = KeyValueCache::new(device, 1, SEQ_LEN, &attention).unwrap();
             let mut found = Vec::new();
             for rows in [0..3, 3..4, 4..7] {
                 let mut tape = Tape::new(device, Recording::Off, Precision::F32);

@@ -1,9 +1,17 @@
 //! What a mixture of experts is made of.
 
 use crate::{PRECISIONS, check, no_parameters, op, product};
-use trireme_tensor::tape::{CombineRows, GroupRows, Recorder, Router, Softmax, SpreadRows, TopK};
-use trireme_tensor::{Initial, Parameter, ParameterTable, Precision, Var};
-use trireme_testkit::{GradientCheck, Input};
+use std::sync::Arc;
+use trireme_base::{Category, DType};
+use trireme_tensor::tape::{
+    BalanceLoss, CombineRows, GroupRows, LatentHeads, PeakLoad, Recorder, Recording, RotaryTable, Router,
+    RouterEntropy, RouterZLoss, Sigmoid, Softmax, SpreadRows, TopK,
+};
+use trireme_tensor::{
+    Choice, ChosenGroups, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, LatentHeadShape,
+    Parameter, ParameterSpan, ParameterTable, Parameters, Precision, Tape, Tensor, Var,
+};
+use trireme_testkit::{GradientCheck, Input, Reference};
 
 #[test]
 fn routers() {
@@ -48,7 +56,12 @@ fn largest_elements_of_rows() {
         };
         let run = |recorder: &mut Recorder<'_>, inputs: Vec<Var>| {
             let probabilities = recorder.apply(&Softmax, inputs)?;
-            Ok(recorder.apply_many(op(TopK { k, normalizes }), [probabilities])?.next())
+            Ok(recorder
+                .apply_many(
+                    op(TopK { choice: Choice { normalizes, ..Choice::largest(k) }, bias: None }),
+                    [probabilities],
+                )?
+                .next())
         };
         GradientCheck {
             name: format!("the {k} largest of {shape:?}"),
@@ -92,7 +105,7 @@ fn rows_by_expert_and_back() {
                 let rows = recorder.apply(&SpreadRows, [x, &order, &places])?;
                 let residual = inputs.get(3);
                 let combined = [&rows, &order, &places, weights].into_iter().chain(residual);
-                recorder.apply(&CombineRows, combined.collect::<Vec<&Var>>()).map(Some)
+                recorder.apply(op(CombineRows::default()), combined.collect::<Vec<&Var>>()).map(Some)
             };
             for precision in PRECISIONS {
                 GradientCheck {
@@ -105,6 +118,248 @@ fn rows_by_expert_and_back() {
                 }
                 .check();
             }
+        }
+    }
+}
+
+/// A choice among the experts of the best groups, by scores with a bias that is no part of weights.
+#[test]
+fn experts_of_the_best_groups() {
+    let (rows, cols) = (5, 12);
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let bias = table.add(Parameter::vector("bias", cols, Initial::ZEROS));
+    let groups = Some(ChosenGroups { num_groups: 4, num_chosen: 2 });
+    for (groups, normalizes) in [(groups, true), (None, false)] {
+        let choice = Choice { num_choices: 3, normalizes, scale: 2.5, groups };
+        let chosen = |scores: &[f64], bias: &[f64]| -> Vec<usize> {
+            let mut biased: Vec<f64> = scores.iter().zip(bias).map(|(score, bias)| score + bias).collect();
+            if groups.is_some() {
+                let group = |group: usize| {
+                    let members = &biased[3 * group..3 * group + 3];
+                    let best = largest(members, 2);
+                    members[best[0]] + members[best[1]]
+                };
+                let kept = largest(&(0..4).map(group).collect::<Vec<f64>>(), 2);
+                let is_kept = |place: usize| kept.contains(&(place / 3));
+                (0..cols)
+                    .filter(|&place| !is_kept(place))
+                    .for_each(|place| biased[place] = f64::NEG_INFINITY);
+            }
+            largest(&biased, 3)
+        };
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let reference = |x: &[Vec<f64>], bias: &[f64]| -> Vec<f64> {
+            let row = |row: &[f64]| -> Vec<f64> {
+                let scores: Vec<f64> = row.iter().map(|&x| sigmoid(x)).collect();
+                let found: Vec<f64> = chosen(&scores, bias).iter().map(|&place| scores[place]).collect();
+                let sum: f64 = if normalizes { found.iter().sum() } else { 1.0 };
+                found.iter().map(|value| 2.5 * value / sum).collect()
+            };
+            x[0].chunks(cols).flat_map(row).collect()
+        };
+        // The gradient of the bias is no derivative.
+        let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
+        let mut parameters = Parameters::zeros(&table.clone().into(), &device, Category::Parameters).unwrap();
+        let biases: Vec<f32> = (0..cols).map(|place| (place * 5 % 7) as f32 * 0.1).collect();
+        device.upload(&biases, parameters.flat_mut(0));
+        let x: Vec<f32> = (0..rows * cols).map(|place| (place * 37 % 29) as f32 * 0.2 - 2.0).collect();
+        let mut tape = Tape::new(&device, Recording::On, Precision::F32);
+        let mut tensor = device.zeros([rows, cols].into(), DType::F32, Category::Activations).unwrap();
+        device.upload(&x, tensor.view_mut());
+        let x_var = tape.input(tensor);
+        let x_id = x_var.id();
+        let mut recorder = tape.recorder(&parameters);
+        let scores = recorder.apply(&Arc::new(Sigmoid), [x_var]).unwrap();
+        let mut outputs = recorder.apply_many(op(TopK { choice, bias: Some(bias) }), [scores]).unwrap();
+        let (weights, ids) = (outputs.next().unwrap(), outputs.next().unwrap());
+        let ids: Vec<u32> = device.read(tape.take_output(&ids).unwrap().view());
+        let values: Vec<f32> = device.read(tape.take_output(&weights).unwrap().view());
+        let exact = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| f64::from(x)).collect() };
+        let expected = reference(&[exact(&x)], &exact(&biases));
+        assert!(values.iter().zip(&expected).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-6), "{values:?}");
+        let dy: Vec<f32> = (0..rows * 3).map(|place| (place * 11 % 7) as f32 - 3.0).collect();
+        let mut grad = device.zeros([rows, 3].into(), DType::F32, Category::Activations).unwrap();
+        device.upload(&dy, grad.view_mut());
+        let mut sink = Loads { device: device.clone(), loads: Vec::new(), target: None };
+        tape.backward(&parameters, Some((weights.id(), grad)), &mut sink).unwrap();
+        let mut loads = vec![-(rows as f32 * 3.0 / cols as f32); cols];
+        ids.iter().for_each(|&id| loads[id as usize] += 1.0);
+        assert_eq!(sink.loads, loads);
+        let found: Vec<f32> = device.read(tape.take_grad(x_id).unwrap().view());
+        for (place, found) in found.iter().enumerate() {
+            let loss = |by: f64| -> f64 {
+                let mut x = exact(&x);
+                x[place] += by;
+                reference(&[x], &exact(&biases)).iter().zip(&dy).map(|(y, dy)| y * f64::from(*dy)).sum()
+            };
+            let slope = (loss(1e-5) - loss(-1e-5)) / 2e-5;
+            assert!((f64::from(*found) - slope).abs() < 1e-4, "{place}: {found} instead of {slope}");
+        }
+    }
+}
+
+/// Takes the gradient of one parameter.
+struct Loads {
+    device: Device,
+    loads: Vec<f32>,
+    target: Option<Tensor>,
+}
+
+impl GradSink for Loads {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        let target = self.device.zeros(span.shape, DType::F32, Category::Gradients)?;
+        Ok(GradTarget { view: self.target.insert(target).view_mut(), accumulate: false })
+    }
+
+    fn grad_ready(&mut self, _: &ParameterSpan) {
+        self.loads = self.device.read(self.target.take().expect("it was written").view());
+    }
+}
+
+#[test]
+fn losses_that_balance_experts() {
+    let (rows, num_experts) = (4, 3);
+    let choices = [0_u32, 1, 0, 2, 0, 1, 1, 0];
+    let softmax = |row: &[f64]| -> Vec<f64> {
+        let sum: f64 = row.iter().map(|x| x.exp()).sum();
+        row.iter().map(|x| x.exp() / sum).collect()
+    };
+    let balance = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
+        let loads = (0..num_experts).map(|expert| x[1].iter().filter(|&&id| id == expert as f64).count());
+        let scores: Vec<Vec<f64>> = x[0].chunks(num_experts).map(softmax).collect();
+        let term = |(expert, load): (usize, usize)| {
+            let mean = scores.iter().map(|scores| scores[expert]).sum::<f64>() / rows as f64;
+            load as f64 / choices.len() as f64 * mean
+        };
+        vec![num_experts as f64 * loads.enumerate().map(term).sum::<f64>()]
+    };
+    let z_loss = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
+        let squares = x[0].chunks(num_experts);
+        let squares = squares.map(|row| row.iter().map(|x| x.exp()).sum::<f64>().ln().powi(2));
+        vec![squares.sum::<f64>() / rows as f64]
+    };
+    let entropy = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
+        let of_row = |row| softmax(row).iter().map(|part| -part * part.ln()).sum::<f64>();
+        vec![x[0].chunks(num_experts).map(of_row).sum::<f64>() / rows as f64]
+    };
+    let inputs = vec![Input::random(&[rows, num_experts], "x"), Input::ids(&[rows, 2], &choices)];
+    type Apply<'a> = &'a dyn Fn(&mut Recorder<'_>, Var, Var) -> Result<(), DeviceError>;
+    let is_uneven: Apply<'_> = &|recorder, x, choices| {
+        let scores = recorder.apply(&Softmax, [x])?;
+        recorder.apply_loss(&BalanceLoss, (scores, choices), 1.0)
+    };
+    let is_large: Apply<'_> = &|recorder, x, _| recorder.apply_loss(&RouterZLoss, [x], 1.0);
+    let cases: [(&str, Apply<'_>, &Reference<'_>); 2] =
+        [("balance", is_uneven, &balance), ("z", is_large, &z_loss)];
+    for (name, apply, reference) in cases {
+        GradientCheck {
+            name: name.to_owned(),
+            run: &|recorder, inputs| {
+                let [x, choices] = inputs.try_into().unwrap();
+                apply(recorder, x, choices)?;
+                Ok(None)
+            },
+            table: no_parameters(),
+            precision: Precision::F32,
+            inputs: inputs.clone(),
+            reference,
+        }
+        .check();
+    }
+    // Reported, with the gradient of a weighted loss beside others; and what has none.
+    let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
+    let parameters = Parameters::zeros(&no_parameters().into(), &device, Category::Parameters).unwrap();
+    let x: Vec<f32> = (0..rows * num_experts).map(|place| (place * 7 % 5) as f32 * 0.3).collect();
+    let exact: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+    let with_ids = [exact, choices.map(f64::from).to_vec()];
+    let run = |weight: f32| {
+        let mut tape = Tape::new(&device, Recording::On, Precision::F32);
+        let mut logits = device.zeros([rows, num_experts].into(), DType::F32, Category::Activations).unwrap();
+        device.upload(&x, logits.view_mut());
+        let mut ids = device.zeros([rows, 2].into(), DType::U32, Category::Activations).unwrap();
+        device.upload(&choices, ids.view_mut());
+        let (x, ids) = (tape.input(logits), tape.constant(ids));
+        let place = x.id();
+        let mut recorder = tape.recorder(&parameters);
+        let scores = recorder.apply(&Softmax, [&x]).unwrap();
+        recorder.apply_metric("entropy", &RouterEntropy, [&scores]).unwrap();
+        recorder.apply_metric("peak", op(PeakLoad { num_experts }), [&ids]).unwrap();
+        recorder.apply_auxiliary_loss("balance", &BalanceLoss, (scores, ids), weight).unwrap();
+        assert!(tape.loss().is_none());
+        let means: Vec<f64> = tape
+            .metrics()
+            .iter()
+            .map(|metric| metric.mean.read(&device))
+            .map(|mean| mean.sum / mean.num_rows as f64)
+            .collect();
+        tape.backward(
+            &parameters,
+            None,
+            &mut Loads { device: device.clone(), loads: Vec::new(), target: None },
+        )
+        .unwrap();
+        let grad: Vec<f32> = device.read(tape.take_grad(place).unwrap().view());
+        (means, grad)
+    };
+    let (means, grads) = run(0.5);
+    let expected = [entropy(&with_ids, &[])[0], 1.5, balance(&with_ids, &[])[0]];
+    assert!(means.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-6), "{means:?}, {expected:?}");
+    let (again, doubled) = run(1.0);
+    assert_eq!(again, means, "the weight is that of the gradient");
+    assert!(grads.iter().zip(&doubled).all(|(one, two)| 2.0 * one == *two) && grads[0] != 0.0);
+}
+
+#[test]
+fn heads_of_latent_attention() {
+    let (batch, seq_len) = (2, 3);
+    for (num_heads, is_interleaved) in [(1, false), (3, true)] {
+        let shape = LatentHeadShape { num_heads, plain_dim: 3, rotary_dim: 4, value_dim: 5, is_interleaved };
+        let frequencies = [1.0, 0.3];
+        let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
+            let rotated = |x: &[f64], position: usize| -> Vec<f64> {
+                let pair = |index: usize| {
+                    let places = if is_interleaved { [2 * index, 2 * index + 1] } else { [index, index + 2] };
+                    let angle = position as f64 * frequencies[index];
+                    let [a, b] = places.map(|place| x[place]);
+                    [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
+                };
+                let pairs = [pair(0), pair(1)];
+                vec![pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
+            };
+            let row = |row: usize| {
+                let position = row % seq_len;
+                let query = |head: usize| &x[0][(row * num_heads + head) * 7..][..7];
+                let own = |head: usize| &x[1][(row * num_heads + head) * 8..][..8];
+                let shared = &x[2][row * 4..][..4];
+                let queries = (0..num_heads).flat_map(move |head| {
+                    [query(head)[..3].to_vec(), rotated(&query(head)[3..], position)].concat()
+                });
+                let keys = (0..num_heads)
+                    .flat_map(move |head| [own(head)[..3].to_vec(), rotated(shared, position)].concat());
+                let values = (0..num_heads).flat_map(move |head| own(head)[3..].to_vec());
+                queries.chain(keys).chain(values).collect::<Vec<f64>>()
+            };
+            (0..batch * seq_len).flat_map(row).collect()
+        };
+        let inputs = vec![
+            Input::random(&[batch, seq_len, shape.query_cols()], "queries"),
+            Input::random(&[batch, seq_len, shape.kv_cols()], "keys and values"),
+            Input::random(&[batch, seq_len, 4], "shared"),
+        ];
+        for precision in PRECISIONS {
+            GradientCheck {
+                name: format!("{shape:?} in {precision}"),
+                run: &|recorder, inputs| {
+                    let rotary = RotaryTable::new(recorder.device(), seq_len, &frequencies)?.into();
+                    recorder.apply(op(LatentHeads { shape, rotary }), inputs).map(Some)
+                },
+                table: no_parameters(),
+                precision,
+                inputs: inputs.clone(),
+                reference: &reference,
+            }
+            .check();
         }
     }
 }

@@ -232,6 +232,7 @@ fn step_sizes(step: &Step) -> StepSizes {
             num_heads: config.num_heads,
             num_kv_heads: config.num_kv_heads,
             head_dim: config.head_dim,
+            value_dim: config.head_dim,
             num_keys: *seq,
         },
         hidden: config.hidden_size,

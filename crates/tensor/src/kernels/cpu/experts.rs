@@ -45,38 +45,96 @@ impl Chosen<'_> {
     }
 }
 
+/// How experts are chosen for tokens by the scores that they have.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// How many experts a token gets.
+    pub num_choices: usize,
+    /// Whether the scores of those are divided by their sum.
+    pub normalizes: bool,
+    /// What they are multiplied by.
+    pub scale: f32,
+    /// The groups of which experts are chosen, if not all are.
+    pub groups: Option<ChosenGroups>,
+}
+
+/// A limit on how many groups of experts serve a token. Groups are equally many neighbours; a group's score is the sum of the two best of its
+/// experts (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.1.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChosenGroups {
+    /// Number of groups; at most [`ChosenGroups::NUM_MAX`].
+    pub num_groups: usize,
+    /// How many of them serve a token.
+    pub num_chosen: usize,
+}
+
+impl ChosenGroups {
+    /// The most groups there may be.
+    pub const NUM_MAX: usize = 64;
+}
+
+impl Choice {
+    /// The `num_choices` largest elements.
+    pub fn largest(num_choices: usize) -> Self {
+        Choice { num_choices, normalizes: false, scale: 1.0, groups: None }
+    }
+
+    /// For each of the groups of `len` experts whether experts of it are chosen, as bits.
+    fn groups(self, num_experts: usize, score: &dyn Fn(u32) -> f32) -> (u64, usize) {
+        let Some(ChosenGroups { num_groups, num_chosen }) = self.groups else { return (1, num_experts) };
+        let len = num_experts / num_groups;
+        let group_score = |group: usize| {
+            let members = || (group * len) as u32..((group + 1) * len) as u32;
+            let best = members().reduce(|best, id| if score(id) > score(best) { id } else { best });
+            let others = members().filter(|&id| Some(id) != best).map(score);
+            best.map_or(0.0, score) + others.reduce(f32::max).unwrap_or(0.0)
+        };
+        let mut chosen = 0_u64;
+        for _ in 0..num_chosen {
+            let left = (0..num_groups).filter(|group| chosen >> group & 1 == 0);
+            let larger =
+                |best: usize, group: usize| if group_score(group) > group_score(best) { group } else { best };
+            chosen |= 1 << left.reduce(larger).expect("there are so many");
+        }
+        (chosen, len)
+    }
+
+    /// What the scores of a token's experts are multiplied by to be its weights, and their sum.
+    fn factor(self, scores: impl Iterator<Item = f32>) -> (f32, f32) {
+        let sum: f32 = if self.normalizes { scores.sum() } else { 1.0 };
+        (self.scale / sum, sum)
+    }
+}
+
 impl Cpu {
-    /// The `k` largest elements of each row of `cols`, from the largest on; of equal ones the first. `values` are divided by their sum if
-    /// `normalizes`, and `ids` tell where they were.
+    /// For each row of `cols` scores `x` the experts of [`Choice::num_choices`] largest ones, with `bias` added for the comparison; from the
+    /// largest on, of equal ones the first. `values` become their scores, as the choice says, and `ids` tell which they are.
     ///
     /// # Panics
     /// If rows have fewer elements.
     pub(crate) fn top_k(
         &self,
         (x, cols): (&[f32], usize),
-        (k, normalizes): (usize, bool),
+        (choice, bias): (Choice, Option<&[f32]>),
         (values, ids): (&mut [f32], &mut [u32]),
     ) {
-        assert!(k <= cols, "the {k} largest of {cols}");
+        let k = choice.num_choices;
         let (values, ids) = (SharedSlice::new(values), SharedSlice::new(ids));
         self.for_row_blocks(x.len() / cols, cols * k, |first, num| {
             for row in first..first + num {
                 // SAFETY: rows do not overlap.
                 let (values, ids) = unsafe { (values.range(row * k, k), ids.range(row * k, k)) };
                 let row = &x[row * cols..(row + 1) * cols];
-                for (place, value) in values.iter_mut().enumerate() {
+                let score = |id: u32| row[id as usize] + bias.map_or(0.0, |bias| bias[id as usize]);
+                let (groups, len) = choice.groups(cols, &score);
+                for place in 0..k {
                     let (before, rest) = ids.split_at_mut(place);
-                    let is_left = |id: &u32| !before.contains(id);
-                    let larger =
-                        |best: u32, id: u32| if row[id as usize] > row[best as usize] { id } else { best };
-                    let id = (0..cols as u32).filter(is_left).reduce(larger).expect("there are so many");
-                    rest[0] = id;
-                    *value = row[id as usize];
+                    let is_left = |id: &u32| groups >> (*id as usize / len) & 1 == 1 && !before.contains(id);
+                    let larger = |best: u32, id: u32| if score(id) > score(best) { id } else { best };
+                    rest[0] = (0..cols as u32).filter(is_left).reduce(larger).expect("there are so many");
                 }
-                if normalizes {
-                    let sum: f32 = values.iter().sum();
-                    values.iter_mut().for_each(|value| *value /= sum);
-                }
+                let (factor, _) = choice.factor(ids.iter().map(|&id| row[id as usize]));
+                values.iter_mut().zip(&*ids).for_each(|(value, &id)| *value = row[id as usize] * factor);
             }
         });
     }
@@ -85,11 +143,11 @@ impl Cpu {
     pub(crate) fn top_k_backward(
         &self,
         (x, cols): (&[f32], usize),
-        (k, normalizes): (usize, bool),
+        choice: Choice,
         (ids, dy): (&[u32], &[f32]),
         dx: &mut [f32],
     ) {
-        let dx = SharedSlice::new(dx);
+        let (k, dx) = (choice.num_choices, SharedSlice::new(dx));
         self.for_row_blocks(x.len() / cols, cols, |first, num| {
             for row in first..first + num {
                 // SAFETY: rows do not overlap.
@@ -97,18 +155,31 @@ impl Cpu {
                 let (x, ids, dy) =
                     (&x[row * cols..], &ids[row * k..(row + 1) * k], &dy[row * k..(row + 1) * k]);
                 let value = |id: u32| x[id as usize];
-                let (sum, mean) = match normalizes {
-                    true => {
-                        let sum: f32 = ids.iter().map(|&id| value(id)).sum();
-                        let products = ids.iter().zip(dy).map(|(&id, dy)| dy * value(id));
-                        (sum, products.sum::<f32>() / sum)
-                    }
-                    false => (1.0, 0.0),
+                let (factor, sum) = choice.factor(ids.iter().map(|&id| value(id)));
+                let mean = match choice.normalizes {
+                    true => ids.iter().zip(dy).map(|(&id, dy)| dy * value(id)).sum::<f32>() / sum,
+                    false => 0.0,
                 };
                 dx.fill(0.0);
-                ids.iter().zip(dy).for_each(|(&id, dy)| dx[id as usize] = (dy - mean) / sum);
+                ids.iter().zip(dy).for_each(|(&id, dy)| dx[id as usize] = (dy - mean) * factor);
             }
         });
+    }
+
+    /// How often each expert occurs in `ids`, less what it would be if all occurred equally often; written or added.
+    ///
+    /// # Panics
+    /// If there is no such expert.
+    pub(crate) fn excess_loads(&self, ids: &[u32], out: &mut [f32], accumulate: bool) {
+        if self.threads.is_idle() {
+            return;
+        }
+        let even = ids.len() as f32 / out.len() as f32;
+        if !accumulate {
+            out.fill(0.0);
+        }
+        out.iter_mut().for_each(|load| *load -= even);
+        ids.iter().for_each(|&id| out[id as usize] += 1.0);
     }
 
     /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`, of rows of `cols` elements: those of tokens, for each of their choices.

@@ -1,4 +1,4 @@
-use super::exchange_heads::ExchangeHeads;
+use super::exchange_heads::{ExchangeHeads, HeadGroup};
 use super::ring_attention::RingAttention;
 use crate::device::{AttentionViews, CacheViews, Device, DeviceError, OutputViews, RotaryViews};
 use crate::kernels::{AttentionRule, AttentionShape};
@@ -67,13 +67,20 @@ pub struct KeyValueCache {
 }
 
 impl KeyValueCache {
-    /// An empty cache for `batch` sequences of up to `capacity` positions; `kv_cols` elements each.
+    /// An empty cache of an attention for `batch` sequences of up to `capacity` positions.
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn new(device: &Device, batch: usize, capacity: usize, kv_cols: usize) -> Result<Self, DeviceError> {
-        let tensor = || device.activation([batch, capacity, kv_cols]);
-        Ok(KeyValueCache { keys: tensor()?, values: tensor()?, len: 0 })
+    pub fn new(
+        device: &Device,
+        batch: usize,
+        capacity: usize,
+        attention: &Attention,
+    ) -> Result<Self, DeviceError> {
+        let of_heads =
+            |head_dim: usize| device.activation([batch, capacity, attention.num_kv_heads * head_dim]);
+        let (keys, values) = (of_heads(attention.head_dim)?, of_heads(attention.value_dim)?);
+        Ok(KeyValueCache { keys, values, len: 0 })
     }
 
     /// Positions held.
@@ -92,10 +99,10 @@ impl KeyValueCache {
     }
 }
 
-/// Attention within sequences, as `[batch, seq_len, num_heads * head_dim]` in the tape's precision.
+/// Attention within sequences, as `[batch, seq_len, num_heads * value_dim]` in the tape's precision.
 ///
 /// Of rows of query heads, key heads and value heads (`[batch, seq_len, qkv_cols]`); or of queries (`[batch, seq_len, num_heads *
-/// head_dim]`) and, apart, rows of key heads and value heads (`[batch, num_keys, 2 * num_kv_heads * head_dim]`). Further inputs, in u32, may
+/// head_dim]`) and, apart, rows of key heads and value heads (`[batch, num_keys, num_kv_heads * (head_dim + value_dim)]`). Further inputs, in u32, may
 /// say how many keys of each sequence are not padding (`[batch]`), and for each query where its document begins (`[batch, seq_len]`): a
 /// causal query sees no key before.
 ///
@@ -107,8 +114,10 @@ pub struct Attention {
     pub num_heads: usize,
     /// Key-value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements of a head.
+    /// Elements of a head of queries or keys.
     pub head_dim: usize,
+    /// Elements of a head of values or of the output.
+    pub value_dim: usize,
     /// Which keys a query sees, and how scores become weights.
     pub rule: AttentionRule,
     rotary: Option<Arc<RotaryTable>>,
@@ -127,16 +136,27 @@ struct Exchanges {
 impl Attention {
     /// Attention by this rule, with query heads and key-value heads, which divide them, of `head_dim` elements.
     pub fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize, rule: AttentionRule) -> Self {
-        let exchange = |groups: &[usize], to_heads| {
-            Arc::new(ExchangeHeads { groups: groups.to_vec(), head_dim, to_heads })
-        };
+        Attention::with_value_dim([num_heads, num_kv_heads], [head_dim; 2], rule)
+    }
+
+    /// As [`new`](Attention::new), where heads of values and of the output have `value_dim` elements.
+    pub fn with_value_dim(
+        [num_heads, num_kv_heads]: [usize; 2],
+        [head_dim, value_dim]: [usize; 2],
+        rule: AttentionRule,
+    ) -> Self {
+        let exchange =
+            |groups: &[HeadGroup], to_heads| Arc::new(ExchangeHeads { groups: groups.to_vec(), to_heads });
+        let group = |num_heads, head_dim| HeadGroup { num_heads, head_dim };
+        let queries = group(num_heads, head_dim);
+        let [keys, values] = [head_dim, value_dim].map(|dim| group(num_kv_heads, dim));
         let exchanges = Exchanges {
-            together: exchange(&[num_heads, num_kv_heads, num_kv_heads], true),
-            queries: exchange(&[num_heads], true),
-            keys_values: exchange(&[num_kv_heads, num_kv_heads], true),
-            output: exchange(&[num_heads], false),
+            together: exchange(&[queries, keys, values], true),
+            queries: exchange(&[queries], true),
+            keys_values: exchange(&[keys, values], true),
+            output: exchange(&[group(num_heads, value_dim)], false),
         };
-        Attention { num_heads, num_kv_heads, head_dim, rule, rotary: None, exchanges }
+        Attention { num_heads, num_kv_heads, head_dim, value_dim, rule, rotary: None, exchanges }
     }
 
     /// The same, which rotates queries and keys first, by a table that covers every position. Keys and values are no separate input then.
@@ -158,8 +178,8 @@ impl Attention {
             panic!("{queries:?} is not [batch, seq_len, cols]")
         };
         let num_keys = keys_values.map_or(seq_len, |shape| shape.dims()[1]);
-        let Attention { num_heads, num_kv_heads, head_dim, .. } = *self;
-        AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, num_keys }
+        let Attention { num_heads, num_kv_heads, head_dim, value_dim, .. } = *self;
+        AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, value_dim, num_keys }
     }
 
     /// The sizes of what this rank attends to.

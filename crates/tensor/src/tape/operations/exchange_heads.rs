@@ -12,12 +12,19 @@ use trireme_base::{AxisPlace, ExchangeKind};
 /// Cost: one all-to-all of the value, and one of its gradient; `(degree - 1) / degree` of it is sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExchangeHeads {
-    /// Heads of each group, on all ranks.
-    pub groups: Vec<usize>,
-    /// Elements of a head.
-    pub head_dim: usize,
+    /// The groups, on all ranks.
+    pub groups: Vec<HeadGroup>,
     /// Whether the value has all heads, and gets all positions; else the other way round.
     pub to_heads: bool,
+}
+
+/// Heads that lie side by side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadGroup {
+    /// How many.
+    pub num_heads: usize,
+    /// Elements of each.
+    pub head_dim: usize,
 }
 
 impl ExchangeHeads {
@@ -30,7 +37,8 @@ impl ExchangeHeads {
         let heads = cx.context().and_then(|axis| axis.heads.as_ref());
         let heads = heads.expect("only several ranks exchange heads");
         let degree = heads.place().degree;
-        if let Some(&num_heads) = self.groups.iter().find(|num_heads| !num_heads.is_multiple_of(degree)) {
+        let mut nums = self.groups.iter().map(|group| group.num_heads);
+        if let Some(num_heads) = nums.find(|num_heads| !num_heads.is_multiple_of(degree)) {
             return Err(DeviceError::UnequalHeads { num_heads, degree });
         }
         if to_heads { self.to_heads(cx, heads, x) } else { self.to_positions(cx, heads, x) }
@@ -103,9 +111,9 @@ impl ExchangeHeads {
         [rows, own_cols]: [usize; 2],
     ) -> impl Iterator<Item = (usize, usize, usize)> {
         let mut end = 0;
-        self.groups.iter().flat_map(move |&num_heads| {
-            let (first, width) = (end, num_heads / degree * self.head_dim);
-            end += num_heads * self.head_dim;
+        self.groups.iter().flat_map(move |&HeadGroup { num_heads, head_dim }| {
+            let (first, width) = (end, num_heads / degree * head_dim);
+            end += num_heads * head_dim;
             (0..degree)
                 .map(move |rank| (first + rank * width, rank * rows * own_cols + first / degree, width))
         })

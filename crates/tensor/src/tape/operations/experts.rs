@@ -1,7 +1,7 @@
 //! Tokens by the experts that were chosen for them.
 
 use crate::device::DeviceError;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
@@ -17,15 +17,19 @@ pub struct GroupRows {
 }
 
 /// The rows of tokens, for each of their choices, in the order of [`GroupRows`]: of `x` (`[.., cols]`), the choice at each place, and
-/// the place of each choice, as `[num_choices, cols]`.
+/// the place of each choice, as `[1, num_choices, cols]`.
 #[derive(Debug)]
 pub struct SpreadRows;
 
 /// What experts make of tokens, brought back: of `x` (`[num_choices, cols]`), the choice at each place, the place of each choice (`[.., k]`) and
 /// weights (`[.., k]`, f32) the sums of the weighted rows of each token, as `[.., cols]`. With a residual (f32) they are added to that, in f32.
 /// Sums are in f32, in the order of the choices.
-#[derive(Debug)]
-pub struct CombineRows;
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CombineRows {
+    /// Whether ranks of the tensor axis have terms of the rows, because weights of experts are cut by their inputs: they add up the sums, once for each
+    /// token.
+    pub adds_up: bool,
+}
 
 impl Operation for GroupRows {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
@@ -46,6 +50,10 @@ impl Operation for GroupRows {
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::NEITHER
     }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
 }
 
 impl Operation for SpreadRows {
@@ -55,7 +63,7 @@ impl Operation for SpreadRows {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let (x, order, num_choices) = (cx.input(0), cx.input(1), cx.input(2).shape().cols());
-        let mut rows = cx.empty([order.shape().num_elements(), x.shape().cols()], x.dtype())?;
+        let mut rows = cx.empty([1, order.shape().num_elements(), x.shape().cols()], x.dtype())?;
         cx.device().spread_rows(x, (order, num_choices, None), rows.view_mut());
         cx.output(rows);
         Ok(())
@@ -70,6 +78,10 @@ impl Operation for SpreadRows {
     fn reads_input(&self, input: usize) -> ReadBy {
         if input == 2 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
     }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
 }
 
 impl Operation for CombineRows {
@@ -79,26 +91,47 @@ impl Operation for CombineRows {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let (x, places, weights) = (cx.input(0), cx.input(2), cx.input(3));
-        let residual = (cx.num_inputs() > 4).then(|| cx.input(4));
-        let dtype = if residual.is_some() { DType::F32 } else { x.dtype() };
-        let mut y = cx.empty(places.shape().with_cols(x.shape().cols()), dtype)?;
-        cx.device().combine_rows(x, (places, Some(weights)), residual, y.view_mut());
+        let (residual, shape) =
+            ((cx.num_inputs() > 4).then(|| cx.input(4)), places.shape().with_cols(x.shape().cols()));
+        let places = (places, Some(weights));
+        let y = if self.adds_up {
+            let mut term = cx.empty_term(shape, x.dtype())?;
+            cx.device().combine_rows(x, places, None, term.view_mut());
+            cx.add_up(term, None, residual)?
+        } else {
+            let dtype = if residual.is_some() { DType::F32 } else { x.dtype() };
+            let mut y = cx.empty(shape, dtype)?;
+            cx.device().combine_rows(x, places, residual, y.view_mut());
+            y
+        };
         cx.output(y);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let num_choices = cx.input(2).shape().cols();
-        if cx.requires_grad(3) {
-            let mut d_weights = cx.empty(cx.input_shape(3), DType::F32)?;
-            cx.device().row_products(cx.input(0), cx.input(2), cx.grad(), d_weights.view_mut());
-            cx.add_grad(3, d_weights)?;
-        }
-        if cx.requires_grad(0) {
-            let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
-            let of_choices = (cx.input(1), num_choices, Some(cx.input(3)));
-            cx.device().spread_rows(cx.grad(), of_choices, dx.view_mut());
-            cx.add_grad(0, dx)?;
+        let dy =
+            cx.all_rows(cx.grad(), if self.adds_up { cx.output_sharding() } else { Sharding::Replicated })?;
+        let d_weights = match cx.requires_grad(3) {
+            true => {
+                let mut d_weights = cx.empty(cx.input_shape(3), DType::F32)?;
+                cx.device().row_products(cx.input(0), cx.input(2), dy.view(), d_weights.view_mut());
+                Some(d_weights)
+            }
+            false => None,
+        };
+        let dx = match cx.requires_grad(0) {
+            true => {
+                let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
+                let of_choices = (cx.input(1), num_choices, Some(cx.input(3)));
+                cx.device().spread_rows(dy.view(), of_choices, dx.view_mut());
+                Some(dx)
+            }
+            false => None,
+        };
+        drop(dy);
+        for (input, grad) in [(3, d_weights), (0, dx)] {
+            grad.map_or(Ok(()), |grad| cx.add_grad(input, grad))?;
         }
         if cx.num_inputs() > 4 {
             cx.pass_grad(4);
@@ -108,5 +141,17 @@ impl Operation for CombineRows {
 
     fn reads_input(&self, input: usize) -> ReadBy {
         if input < 4 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+    }
+
+    fn takes_rows(&self, input: usize) -> bool {
+        self.adds_up && input == 4
+    }
+
+    fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
+        self.adds_up.then(|| axis.between_layers())
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
     }
 }

@@ -6,7 +6,7 @@ use crate::tensor::Tensor;
 use std::ops::RangeInclusive;
 
 /// Linear layers of groups of rows, such as those that experts make of the tokens that are sent to them: `y[i] = W[g] f(x[i])`, where `g` is
-/// the group of row `i`. The inputs are `x` (`[rows, inputs]`), whose rows are ordered by group, and where the groups begin
+/// the group of row `i`. The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and where the groups begin
 /// (`[num_groups + 1]`, u32; the last number is that of all rows). Groups may be empty.
 ///
 /// Cost: `2 rows inputs outputs` floating-point operations forward, and twice as many backward; no padding. A group has the bits of a layer of
@@ -40,7 +40,7 @@ impl Operation for GroupedLinear {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let (x, starts, device) = (cx.input(0), cx.input(1), cx.device());
-        let mut y = cx.empty([x.shape().rows(), self.outputs()], cx.precision().dtype())?;
+        let mut y = cx.empty(x.shape().with_cols(self.outputs()), cx.precision().dtype())?;
         let activated = activate(device, self.activation, x)?;
         let input = activated.as_ref().map_or(x, Tensor::view);
         let weight = (cx.parameter(&self.weight), Transpose::Yes);
@@ -55,7 +55,7 @@ impl Operation for GroupedLinear {
             return Ok(());
         }
         let inputs = self.weight.shape.cols();
-        let mut d_activated = cx.empty([cx.grad().shape().rows(), inputs], cx.input_dtype(0))?;
+        let mut d_activated = cx.empty(cx.grad().shape().with_cols(inputs), cx.input_dtype(0))?;
         let weight = (cx.parameter(&self.weight), Transpose::No);
         let (starts, dy) = (cx.input(1), cx.grad());
         cx.device().grouped_matmul(cx.precision(), starts, dy, weight, d_activated.view_mut())?;
@@ -83,5 +83,9 @@ impl Operation for GroupedLinear {
 
     fn reads_input(&self, input: usize) -> ReadBy {
         if input == 0 { self.activation.read_by() } else { ReadBy { input_half: true, weight_half: true } }
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
     }
 }

@@ -95,25 +95,6 @@ impl Linear {
         if self.role() == Role::ColumnParallel { input } else { Sharding::Replicated }
     }
 
-    /// The output of a layer that is cut by its inputs, of this rank's term.
-    fn add_up(
-        &self,
-        cx: &ForwardContext<'_>,
-        term: Tensor,
-        bias: Option<View<'_>>,
-        residual: Option<View<'_>>,
-    ) -> Result<Tensor, DeviceError> {
-        let sum = cx.start_sum(term, cx.output_sharding())?;
-        if bias.is_none() && residual.is_none() {
-            return cx.finish_on_axis(sum);
-        }
-        let sum = cx.finish_temporary(sum)?;
-        let dtype = if residual.is_some() { DType::F32 } else { sum.dtype() };
-        let mut y = cx.empty(sum.shape(), dtype)?;
-        cx.device().add_bias(sum.view(), bias, residual, y.view_mut());
-        Ok(y)
-    }
-
     /// How the weight is read in `x W`, and in `dy W^T`.
     fn transposes(&self) -> (Transpose, Transpose) {
         match self.layout {
@@ -284,7 +265,7 @@ impl Operation for Linear {
         drop(input);
         drop((activated, weight, x));
         if is_term {
-            y = self.add_up(cx, y, bias_view, residual)?;
+            y = cx.add_up(y, bias_view, residual)?;
         }
         drop(bias);
         cx.output(y);

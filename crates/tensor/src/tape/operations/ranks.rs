@@ -61,22 +61,29 @@ impl Operation for SplitRows {
     }
 }
 
-/// A value that every rank has, for operations that work on this rank's parts of parameters: its gradient is the sum of what ranks
+/// A value that every rank has, or all rows of one that lies in rows, for operations that work on this rank's parts of parameters: its gradient is the sum of what ranks
 /// make of it. [`Linear`](crate::tape::Linear) does the same by itself.
 #[derive(Debug)]
 pub struct CopyToRanks;
 
 impl Operation for CopyToRanks {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let copy = cx.take_or_copy_input(0)?;
+        let copy = match cx.input_sharding(0) {
+            Sharding::Rows => cx.gather_rows(cx.input(0))?,
+            _ => cx.take_or_copy_input(0)?,
+        };
         cx.output(copy);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let term = cx.take_output_grad();
-        let sum = cx.sum_over_ranks(term, Sharding::Replicated)?;
+        let (term, sharding) = (cx.take_output_grad(), cx.input_sharding(0));
+        let sum = cx.sum_over_ranks(term, sharding)?;
         cx.add_grad(0, sum)
+    }
+
+    fn takes_rows(&self, _: usize) -> bool {
+        true
     }
 
     fn reads_input(&self, _: usize) -> ReadBy {

@@ -66,7 +66,7 @@ impl RingAttention {
     /// Sequences, their queries here, and columns of queries and of keys and values.
     fn sizes(&self) -> [usize; 4] {
         let AttentionShape { batch, seq_len, .. } = self.shape;
-        [batch, seq_len, self.shape.output_cols(), 2 * self.shape.kv_cols()]
+        [batch, seq_len, self.shape.query_cols(), self.shape.kv_cols()]
     }
 
     /// Sends keys and values on, unless this is the last step.
@@ -99,9 +99,9 @@ impl RingAttention {
         views: AttentionViews<'_>,
         log_sums: &mut Tensor,
     ) -> Result<Tensor, DeviceError> {
-        let (device, [batch, len, q_cols, _]) = (cx.device(), self.sizes());
+        let (device, [batch, len, ..]) = (cx.device(), self.sizes());
         let [queries, mut block] = self.apart(cx, &views)?;
-        let mut sums = cx.zeros([batch, len, q_cols], DType::F32)?;
+        let mut sums = cx.zeros([batch, len, self.shape.output_cols()], DType::F32)?;
         device.map_in_place(log_sums.view_mut(), 0, |_| f32::NEG_INFINITY);
         for step in 0..self.degree() {
             let shift = self.send(cx, block.view(), step)?;

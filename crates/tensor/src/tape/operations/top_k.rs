@@ -1,24 +1,39 @@
 use crate::device::DeviceError;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::kernels::Choice;
+use crate::parameter_table::ParameterSpan;
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use trireme_base::DType;
 
-/// The `k` largest elements of each row of `x` (`[.., cols]`, f32), from the largest on, and which they are (u32): two outputs of `[.., k]`.
-/// Of equal elements the first comes first; NaN counts as no larger than any number. Where elements are divided by their sum, it must not be 0.
+/// The experts that are chosen for each token by their scores (`[.., num_experts]`, f32): their weights (f32), and which they are (u32), two
+/// outputs of `[.., num_choices]`, from the largest on. Of equal scores the first comes first; NaN counts as no larger than any number. Where weights are divided by their
+/// sum, it must not be 0.
 ///
-/// Cost: `k` searches of each row, which pass over what was found before.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Cost: `num_choices` searches of each row, which pass over what was found before.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TopK {
-    /// How many; at most `cols`.
-    pub k: usize,
-    /// Whether they are divided by their sum.
-    pub normalizes: bool,
+    /// How many, of which groups, and what their weights are.
+    pub choice: Choice,
+    /// Added to scores where they are compared, but not to weights: `[num_experts]`. Its gradient is no derivative, but how often each expert was
+    /// chosen, less the even part: an optimizer that lowers it by the sign of that balances loads (Wang et al., "Auxiliary-loss-free load balancing
+    /// strategy for mixture-of-experts", 2024).
+    pub bias: Option<ParameterSpan>,
+}
+
+impl TopK {
+    /// The `k` largest elements of each row as they are.
+    pub fn largest(k: usize) -> Self {
+        TopK { choice: Choice::largest(k), bias: None }
+    }
 }
 
 impl Operation for TopK {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let shape = cx.input(0).shape().with_cols(self.k);
+        let shape = cx.input(0).shape().with_cols(self.choice.num_choices);
         let (mut values, mut ids) = (cx.empty(shape, DType::F32)?, cx.empty(shape, DType::U32)?);
-        cx.device().top_k(cx.input(0), self.normalizes, [values.view_mut(), ids.view_mut()]);
+        let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
+        let by = (self.choice, bias.as_ref().map(|bias| bias.view()));
+        cx.device().top_k(cx.input(0), by, [values.view_mut(), ids.view_mut()]);
+        drop(bias);
         cx.output(values);
         cx.output(ids);
         Ok(())
@@ -27,8 +42,24 @@ impl Operation for TopK {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let mut dx = cx.empty(cx.input_shape(0), DType::F32)?;
         let found = [cx.output(1), cx.grad()];
-        cx.device().top_k_backward(cx.input(0), self.normalizes, found, dx.view_mut());
+        cx.device().top_k_backward(cx.input(0), self.choice, found, dx.view_mut());
         cx.add_grad(0, dx)
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let Some(bias) = &self.bias else { return Ok(()) };
+        write_grad(sink, bias, |out, accumulate| {
+            cx.device().excess_loads(cx.output(1), out, accumulate);
+            Ok(())
+        })
+    }
+
+    fn has_parameters(&self) -> bool {
+        self.bias.is_some()
     }
 
     fn reads_input(&self, _: usize) -> ReadBy {
@@ -36,6 +67,14 @@ impl Operation for TopK {
     }
 
     fn reads_output(&self, output: usize) -> ReadBy {
-        if output == 1 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+        if output == 1 {
+            ReadBy { input_half: true, weight_half: self.bias.is_some() }
+        } else {
+            ReadBy::NEITHER
+        }
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
     }
 }

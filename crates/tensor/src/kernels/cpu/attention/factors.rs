@@ -9,7 +9,8 @@ pub(super) struct KeysValues<'a> {
     pub(super) keys: Matrix<'a>,
     pub(super) values: Matrix<'a>,
     pub(super) num_keys: usize,
-    pub(super) head_dim: usize,
+    /// Elements of a key, and of a value.
+    pub(super) dims: [usize; 2],
 }
 
 /// What forward multiplies with.
@@ -29,39 +30,51 @@ pub(super) struct BackwardFactors<'a> {
 
 impl KeysValues<'_> {
     /// Words that the factors of at most `num_keys` keys take.
-    pub(super) fn num_words(micro: Micro, num_keys: usize, head_dim: usize, backward: bool) -> usize {
-        let transposed = RightPanels::num_words(micro, head_dim, num_keys);
-        let num_transposed = if backward { 2 } else { 1 };
-        num_transposed * transposed + RowBlocks::num_words(micro, num_keys, head_dim)
+    pub(super) fn num_words(micro: Micro, num_keys: usize, dims: [usize; 2], backward: bool) -> usize {
+        let [keys, values] = dims.map(|dim| RightPanels::num_words(micro, dim, num_keys));
+        let [key_blocks, value_blocks] = dims.map(|dim| RowBlocks::num_words(micro, num_keys, dim));
+        if backward { keys + values + key_blocks } else { keys + value_blocks }
     }
 
     /// Packs them for forward.
     pub(super) fn forward_factors<'a>(&self, micro: Micro, words: &'a mut [u32]) -> ForwardFactors<'a> {
-        let (keys, values) = words.split_at_mut(RightPanels::num_words(micro, self.head_dim, self.num_keys));
+        let [dim, value_dim] = self.dims;
+        let (keys, values) = words.split_at_mut(RightPanels::num_words(micro, dim, self.num_keys));
         ForwardFactors {
-            keys_transposed: self.transposed(micro, self.keys, keys),
-            values: self.row_blocks(micro, self.values, values),
+            keys_transposed: self.transposed(micro, (self.keys, dim), keys),
+            values: self.row_blocks(micro, (self.values, value_dim), values),
         }
     }
 
     /// Packs them for backward.
     pub(super) fn backward_factors<'a>(&self, micro: Micro, words: &'a mut [u32]) -> BackwardFactors<'a> {
-        let transposed_words = RightPanels::num_words(micro, self.head_dim, self.num_keys);
-        let (keys_transposed, words) = words.split_at_mut(transposed_words);
-        let (values_transposed, keys) = words.split_at_mut(transposed_words);
+        let [dim, value_dim] = self.dims;
+        let num_words = |dim: usize| RightPanels::num_words(micro, dim, self.num_keys);
+        let (keys_transposed, words) = words.split_at_mut(num_words(dim));
+        let (values_transposed, keys) = words.split_at_mut(num_words(value_dim));
         BackwardFactors {
-            keys_transposed: self.transposed(micro, self.keys, keys_transposed),
-            values_transposed: self.transposed(micro, self.values, values_transposed),
-            keys: self.row_blocks(micro, self.keys, keys),
+            keys_transposed: self.transposed(micro, (self.keys, dim), keys_transposed),
+            values_transposed: self.transposed(micro, (self.values, value_dim), values_transposed),
+            keys: self.row_blocks(micro, (self.keys, dim), keys),
         }
     }
 
-    fn transposed<'a>(&self, micro: Micro, rows: Matrix<'_>, words: &'a mut [u32]) -> RightPanels<'a> {
-        RightPanels::pack(micro, (self.head_dim, self.num_keys), rows.transposed(), words)
+    fn transposed<'a>(
+        &self,
+        micro: Micro,
+        (rows, dim): (Matrix<'_>, usize),
+        words: &'a mut [u32],
+    ) -> RightPanels<'a> {
+        RightPanels::pack(micro, (dim, self.num_keys), rows.transposed(), words)
     }
 
-    fn row_blocks<'a>(&self, micro: Micro, rows: Matrix<'_>, words: &'a mut [u32]) -> RowBlocks<'a> {
-        RowBlocks::pack(micro, (self.num_keys, self.head_dim), rows, words)
+    fn row_blocks<'a>(
+        &self,
+        micro: Micro,
+        (rows, dim): (Matrix<'_>, usize),
+        words: &'a mut [u32],
+    ) -> RowBlocks<'a> {
+        RowBlocks::pack(micro, (self.num_keys, dim), rows, words)
     }
 }
 

@@ -26,11 +26,12 @@ pub(super) struct Scratch<'a, T> {
 }
 
 impl<'a, T: Element> Scratch<'a, T> {
-    /// f32 elements of its memory, for heads of `head_dim`.
-    pub(super) fn num_elements(micro: Micro, head_dim: usize, backward: bool) -> usize {
+    /// f32 elements of its memory, for heads of so many elements of keys and of values.
+    pub(super) fn num_elements(micro: Micro, dims: [usize; 2], backward: bool) -> usize {
+        let num_words = |dim: usize| RightPanels::num_words(micro, QUERY_BLOCK, dim);
         match backward {
             false => 2 * NUM_SCORES,
-            true => 4 * NUM_SCORES + 2 * RightPanels::num_words(micro, QUERY_BLOCK, head_dim),
+            true => 4 * NUM_SCORES + dims.map(num_words).iter().sum::<usize>(),
         }
     }
 
@@ -142,7 +143,8 @@ pub(super) struct Head<'a> {
     pub(super) keys: KeyView<'a>,
     /// The first key of the factors: a multiple of [`KEY_BLOCK`].
     pub(super) first_packed: usize,
-    pub(super) head_dim: usize,
+    /// Elements of a query or key, and of a value.
+    pub(super) dims: [usize; 2],
 }
 
 /// Of each query of a block, the keys that it sees. Several blocks of keys ask for them.
@@ -215,7 +217,7 @@ impl Head<'_> {
         }
     }
 
-    /// Output rows of one block of queries (`log_sums.len() x head_dim`), and the logarithm of each row's sum of exponentials. If the rows
+    /// Output rows of one block of queries (`log_sums.len()`, as wide as values), and the logarithm of each row's sum of exponentials. If the rows
     /// are `carried`, `out` and `log_sums` hold those for other keys, and become those for all.
     pub(super) fn forward<T: Element>(
         &self,
@@ -247,7 +249,7 @@ impl Head<'_> {
                 scale_rows(cpu.features, out, rows, |row| row.factor);
             }
             let weights = LeftFactor::InMemory(block(weights, pair.num_keys));
-            let size = Product { rows: num_queries, cols: self.head_dim, inner: pair.num_keys };
+            let size = Product { rows: num_queries, cols: self.dims[1], inner: pair.num_keys };
             let values = factors.values.block(pair.first_key - self.first_packed);
             Tile::whole(out, size).multiply(weights, values, !is_first);
             is_first = false;
@@ -264,7 +266,7 @@ impl Head<'_> {
 
     /// Raw scores of a pair, rows of `num_keys`.
     fn scores(&self, pair: BlockPair<'_>, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
-        let size = Product { rows: pair.seen.len(), cols: pair.num_keys, inner: self.head_dim };
+        let size = Product { rows: pair.seen.len(), cols: pair.num_keys, inner: self.dims[0] };
         let queries = LeftFactor::InMemory(self.queries.from(pair.first_query, 0));
         let keys = keys_transposed.from(pair.first_key - self.first_packed);
         Tile::whole(scores, size).multiply(queries, keys, false);
@@ -280,20 +282,21 @@ impl Head<'_> {
         output: OutputRows<'_, T>,
         (grads, is_carried): (&mut HeadGrads<'_>, bool),
     ) {
-        let (num_queries, dim) = (output.log_sums.len(), self.head_dim);
+        let (num_queries, [dim, value_dim]) = (output.log_sums.len(), self.dims);
         let micro = Micro::new(cpu.features, T::PRECISION);
         let mut rows = [SavedRow { log_sum: 0.0, delta: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
         for (index, (row, &log_sum)) in rows.iter_mut().zip(output.log_sums).enumerate() {
-            let range = index * output.cols..index * output.cols + dim;
+            let range = index * output.cols..index * output.cols + value_dim;
             *row =
                 SavedRow { log_sum, delta: dot(cpu.features, &output.y[range.clone()], &output.dy[range]) };
         }
         let dy = block(output.dy, output.cols);
-        let (query_words, dy_words) = scratch.query_panels.split_at_mut(scratch.query_panels.len() / 2);
+        let query_words = RightPanels::num_words(micro, QUERY_BLOCK, dim);
+        let (query_words, dy_words) = scratch.query_panels.split_at_mut(query_words);
         let queries = self.queries.from(first_query, 0);
         let queries = RightPanels::pack(micro, (num_queries, dim), queries, query_words);
-        let dy_panels = RightPanels::pack(micro, (num_queries, dim), dy, dy_words);
+        let dy_panels = RightPanels::pack(micro, (num_queries, value_dim), dy, dy_words);
         let mut is_first = !is_carried;
         let seen = self.seen_keys(first_query, num_queries);
         for pair in Self::key_blocks(first_query, &seen[..num_queries]) {
@@ -303,7 +306,7 @@ impl Head<'_> {
             let (weights, d_scores) = (&mut scratch.weights[..len], &mut scratch.d_scores[..len]);
             self.scores(pair, factors.keys_transposed, scores);
             self.cap(cpu, scores);
-            let size = Product { rows: num_queries, cols: num_keys, inner: dim };
+            let size = Product { rows: num_queries, cols: num_keys, inner: value_dim };
             let values = factors.values_transposed.from(first_key);
             Tile::whole(d_weights, size).multiply(LeftFactor::InMemory(dy), values, false);
             soften_backward(
@@ -317,13 +320,14 @@ impl Head<'_> {
                 d_scores,
             );
             let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
-            let to_keys = Product { rows: num_keys, cols: dim, inner: num_queries };
-            let key_rows = first_key * dim..(first_key + num_keys) * dim;
-            for (grads, left, right) in
-                [(&mut *grads.values, weights, dy_panels), (&mut *grads.keys, d_scores, queries)]
-            {
+            for (grads, left, right, cols) in [
+                (&mut *grads.values, weights, dy_panels, value_dim),
+                (&mut *grads.keys, d_scores, queries, dim),
+            ] {
+                let size = Product { rows: num_keys, cols, inner: num_queries };
+                let rows = first_key * cols..(first_key + num_keys) * cols;
                 let left = LeftFactor::InMemory(left.transposed());
-                Tile::whole(&mut grads[key_rows.clone()], to_keys).multiply(left, right, true);
+                Tile::whole(&mut grads[rows], size).multiply(left, right, true);
             }
             let to_queries = Product { rows: num_queries, cols: dim, inner: num_keys };
             let (left, right) = (LeftFactor::InMemory(d_scores), factors.keys.block(first_key));
@@ -352,7 +356,7 @@ pub(super) struct OutputRows<'a, T> {
     pub(super) log_sums: &'a [f32],
 }
 
-/// Sums of the gradients of a block of queries, and of a key-value head, in rows of the head's width.
+/// Sums of the gradients of a block of queries, and of the keys and values of a head.
 pub(super) struct HeadGrads<'a> {
     pub(super) queries: &'a mut [f32],
     pub(super) keys: &'a mut [f32],

@@ -6,8 +6,10 @@
 
 mod factors;
 mod head;
+mod latent;
 mod rule;
 
+pub use latent::LatentHeadShape;
 pub use rule::AttentionRule;
 pub(crate) use rule::AttentionScope;
 
@@ -34,8 +36,10 @@ pub struct AttentionShape {
     pub num_heads: usize,
     /// Key-value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements of a head.
+    /// Elements of a head of queries or keys.
     pub head_dim: usize,
+    /// Elements of a head of values or of the output.
+    pub value_dim: usize,
     /// Keys of each sequence: as many as queries, unless queries lie apart.
     pub num_keys: usize,
 }
@@ -45,17 +49,32 @@ impl AttentionShape {
 
     /// Elements of a row of `qkv`.
     pub fn qkv_cols(&self) -> usize {
-        self.output_cols().saturating_add(self.kv_cols().saturating_mul(2))
+        self.query_cols().saturating_add(self.kv_cols())
+    }
+
+    /// Elements of the queries of one position.
+    pub fn query_cols(&self) -> usize {
+        self.num_heads.saturating_mul(self.head_dim)
     }
 
     /// Elements of a row of the output.
     pub fn output_cols(&self) -> usize {
-        self.num_heads.saturating_mul(self.head_dim)
+        self.num_heads.saturating_mul(self.value_dim)
     }
 
-    /// Elements of the keys, or of the values, of one position.
-    pub fn kv_cols(&self) -> usize {
+    /// Elements of the keys of one position.
+    pub fn key_cols(&self) -> usize {
         self.num_kv_heads.saturating_mul(self.head_dim)
+    }
+
+    /// Elements of the values of one position.
+    pub fn value_cols(&self) -> usize {
+        self.num_kv_heads.saturating_mul(self.value_dim)
+    }
+
+    /// Elements of the keys and values of one position.
+    pub fn kv_cols(&self) -> usize {
+        self.key_cols().saturating_add(self.value_cols())
     }
 
     /// Rows of queries and of the output.
@@ -69,7 +88,7 @@ impl AttentionShape {
     }
 
     fn value_col(&self, kv_head: usize) -> usize {
-        (self.num_heads + self.num_kv_heads + kv_head) * self.head_dim
+        self.key_col(self.num_kv_heads) + kv_head * self.value_dim
     }
 
     fn heads_per_kv_head(&self) -> usize {
@@ -162,20 +181,19 @@ struct Layout {
 
 impl Layout {
     fn new(shape: AttentionShape, is_apart: bool) -> Self {
-        let (output_cols, kv_cols) = (shape.output_cols(), shape.kv_cols());
         match is_apart {
-            true => Layout { query_cols: output_cols, key_value_cols: 2 * kv_cols, key_col: 0 },
+            true => Layout { query_cols: shape.query_cols(), key_value_cols: shape.kv_cols(), key_col: 0 },
             false => {
                 let cols = shape.qkv_cols();
-                Layout { query_cols: cols, key_value_cols: cols, key_col: output_cols }
+                Layout { query_cols: cols, key_value_cols: cols, key_col: shape.query_cols() }
             }
         }
     }
 
     /// First columns of a head's keys and values.
     fn key_value(&self, shape: AttentionShape, kv_head: usize) -> [usize; 2] {
-        let key_col = self.key_col + kv_head * shape.head_dim;
-        [key_col, key_col + shape.kv_cols()]
+        let first_value = self.key_col + shape.key_cols();
+        [self.key_col + kv_head * shape.head_dim, first_value + kv_head * shape.value_dim]
     }
 }
 
@@ -214,7 +232,7 @@ pub(crate) struct Rotary<'a> {
     pub(crate) positions: Positions,
 }
 
-/// Keys and values of earlier positions, `batch x capacity x kv_cols` each.
+/// Keys and values of earlier positions, `batch x capacity` rows each.
 #[derive(Debug)]
 pub(crate) struct CacheSpan<'a> {
     /// Keys, after rotation.
@@ -285,12 +303,15 @@ impl Cpu {
 
     /// f32 elements of scratch memory of one thread.
     fn scratch_len<T: Element>(&self, shape: AttentionShape, num_earlier: usize, backward: bool) -> usize {
-        let (micro, dim) = (Micro::new(self.features, T::PRECISION), shape.head_dim);
+        let (micro, dims) = (Micro::new(self.features, T::PRECISION), [shape.head_dim, shape.value_dim]);
         let num_keys = num_earlier + shape.num_keys;
-        let num_sums = QUERY_BLOCK + if backward { 2 * num_keys } else { 0 };
-        Scratch::<T>::num_elements(micro, dim, backward)
-            + KeysValues::num_words(micro, num_keys, dim, backward)
-            + num_sums * dim
+        let num_sums = match backward {
+            false => QUERY_BLOCK * shape.value_dim,
+            true => QUERY_BLOCK * shape.head_dim + num_keys * (shape.head_dim + shape.value_dim),
+        };
+        Scratch::<T>::num_elements(micro, dims, backward)
+            + KeysValues::num_words(micro, num_keys, dims, backward)
+            + num_sums
     }
 
     /// Attention within each sequence: `y` has [`AttentionShape::output_cols`] a row, `log_sums` one value
@@ -327,25 +348,28 @@ impl Cpu {
         log_sums: &mut [f32],
         scratch: &mut [f32],
     ) {
-        let (cols, kv_cols, capacity) = (shape.qkv_cols(), shape.kv_cols(), cache.capacity);
+        let (cols, capacity) = (shape.qkv_cols(), cache.capacity);
+        let (key_cols, value_cols) = (shape.key_cols(), shape.value_cols());
         assert!(cache.len + shape.seq_len <= capacity, "the cache has room for {capacity} positions");
         for (row, qkv) in qkv.chunks_exact(cols).enumerate() {
             let position = row / shape.seq_len * capacity + cache.len + row % shape.seq_len;
-            let range = position * kv_cols..(position + 1) * kv_cols;
-            cache.keys[range.clone()].copy_from_slice(&qkv[shape.key_col(0)..][..kv_cols]);
-            cache.values[range].copy_from_slice(&qkv[shape.value_col(0)..][..kv_cols]);
+            let of_keys = &qkv[shape.key_col(0)..][..key_cols];
+            cache.keys[position * key_cols..][..key_cols].copy_from_slice(of_keys);
+            let of_values = &qkv[shape.value_col(0)..][..value_cols];
+            cache.values[position * value_cols..][..value_cols].copy_from_slice(of_values);
         }
         let queries = Matrix::row_major(f32::floats(qkv), cols, false);
-        let keys = Matrix::row_major(f32::floats(cache.keys), kv_cols, false);
-        let values = Matrix::row_major(f32::floats(cache.values), kv_cols, false);
+        let keys = Matrix::row_major(f32::floats(cache.keys), key_cols, false);
+        let values = Matrix::row_major(f32::floats(cache.values), value_cols, false);
         let num_earlier = cache.len;
         let scope = AttentionScope::after(num_earlier, shape, rule);
         let view = |_| KeyView { scope, end: usize::MAX, document_starts: None };
         let y = Results::Elements(y);
         self.attend((shape, num_earlier), &view, y, log_sums, scratch, &|sequence, head| {
-            let kv_col = head / shape.heads_per_kv_head() * shape.head_dim;
+            let (kv_head, first) = (head / shape.heads_per_kv_head(), sequence * capacity);
             let queries = queries.from(sequence * shape.seq_len, head * shape.head_dim);
-            [queries, keys.from(sequence * capacity, kv_col), values.from(sequence * capacity, kv_col)]
+            let keys = keys.from(first, kv_head * shape.head_dim);
+            [queries, keys, values.from(first, kv_head * shape.value_dim)]
         });
     }
 
@@ -359,7 +383,8 @@ impl Cpu {
         scratch: &mut [f32],
         parts_of: &(dyn Fn(usize, usize) -> [Matrix<'a>; 3] + Sync),
     ) {
-        let AttentionShape { seq_len, head_dim, num_heads, .. } = shape;
+        let AttentionShape { seq_len, head_dim, value_dim, num_heads, .. } = shape;
+        let dims = [head_dim, value_dim];
         let (micro, out_cols) = (Micro::new(self.features, T::PRECISION), shape.output_cols());
         let scratch_len = self.scratch_len::<T>(shape, num_earlier, false);
         let (y, log_sums, scratch) =
@@ -371,28 +396,28 @@ impl Cpu {
             let end = seq_len.min(first + TASK_QUERIES);
             // SAFETY: each thread has its own part.
             let scratch = unsafe { scratch.range(thread * scratch_len, scratch_len) };
-            let (blocks, scratch) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, head_dim, false));
-            let (sums, words) = scratch.split_at_mut(QUERY_BLOCK * head_dim);
+            let (blocks, scratch) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, dims, false));
+            let (sums, words) = scratch.split_at_mut(QUERY_BLOCK * value_dim);
             let [queries, keys, values] = parts_of(sequence, head);
             let view = view_of(sequence);
             let seen = view.of_queries(first..end);
             let first_packed = seen.start / KEY_BLOCK * KEY_BLOCK;
             let (keys, values) = (keys.from(first_packed, 0), values.from(first_packed, 0));
             let num_keys = seen.end.max(first_packed) - first_packed;
-            let keys_values = KeysValues { keys, values, num_keys, head_dim };
+            let keys_values = KeysValues { keys, values, num_keys, dims };
             let factors = keys_values.forward_factors(micro, bytemuck::cast_slice_mut(words));
-            let parts = Head { queries, keys: view, first_packed, head_dim };
+            let parts = Head { queries, keys: view, first_packed, dims };
             let mut blocks = Scratch::<T>::new(blocks);
             for first in (first..end).step_by(QUERY_BLOCK) {
                 let num_queries = QUERY_BLOCK.min(end - first);
-                let sums = &mut sums[..num_queries * head_dim];
-                let start = (sequence * seq_len + first) * out_cols + head * head_dim;
+                let sums = &mut sums[..num_queries * value_dim];
+                let start = (sequence * seq_len + first) * out_cols + head * value_dim;
                 // SAFETY: this task alone has these rows of this head.
                 unsafe {
                     let log_sums = log_sums.range(sequence_head * seq_len + first, num_queries);
-                    let is_carried = y.load(sums, (start, out_cols), head_dim);
+                    let is_carried = y.load(sums, (start, out_cols), value_dim);
                     parts.forward(self, first, factors, &mut blocks, (sums, log_sums, is_carried));
-                    y.store(self, sums, (start, out_cols), head_dim);
+                    y.store(self, sums, (start, out_cols), value_dim);
                 }
             }
         });
@@ -409,8 +434,8 @@ impl Cpu {
         (d_queries, d_keys_values): (Results<'_, T>, Option<Results<'_, T>>),
         scratch: &mut [f32],
     ) {
-        let (out_cols, seq_len, num_keys, dim) =
-            (shape.output_cols(), shape.seq_len, shape.num_keys, shape.head_dim);
+        let AttentionShape { seq_len, num_keys, head_dim: dim, value_dim, .. } = shape;
+        let (out_cols, dims) = (shape.output_cols(), [dim, value_dim]);
         let layout = inputs.layout(shape, &scope);
         assert!(inputs.queries.len() == d_queries.len() && y.len() == dy.len());
         assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(Results::len));
@@ -426,17 +451,17 @@ impl Cpu {
             let (first, first_key) = (sequence * seq_len, sequence * num_keys);
             // SAFETY: each thread has its own part.
             let sums = unsafe { scratch.range(thread * scratch_len, scratch_len) };
-            let (sums, scratch) = sums.split_at_mut((QUERY_BLOCK + 2 * num_keys) * dim);
-            let (blocks, words) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, dim, true));
+            let (sums, scratch) = sums.split_at_mut(QUERY_BLOCK * dim + num_keys * (dim + value_dim));
+            let (blocks, words) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, dims, true));
             let mut blocks = Scratch::new(blocks);
             let key_value = layout.key_value(shape, kv_head);
             let [keys, values] = key_value.map(|col| key_value_rows.from(first_key, col));
-            let keys_values = KeysValues { keys, values, num_keys, head_dim: dim };
+            let keys_values = KeysValues { keys, values, num_keys, dims };
             let factors = keys_values.backward_factors(micro, bytemuck::cast_slice_mut(words));
             let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
             let (keys, values) = keys_values.split_at_mut(num_keys * dim);
             let place_of = |col: usize| (first_key * layout.key_value_cols + col, layout.key_value_cols);
-            for (sums, col) in [&mut *keys, &mut *values].into_iter().zip(key_value) {
+            for ((sums, col), dim) in [&mut *keys, &mut *values].into_iter().zip(key_value).zip(dims) {
                 // SAFETY: this task alone has the columns of this key-value head in this sequence.
                 if !unsafe { d_keys_values.load(sums, place_of(col), dim) } {
                     sums.fill(0.0);
@@ -447,11 +472,11 @@ impl Cpu {
             let view = inputs.view(shape, scope, sequence);
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
                 let queries = query_rows.from(first, head * dim);
-                let parts = Head { queries, keys: view, first_packed: 0, head_dim: dim };
+                let parts = Head { queries, keys: view, first_packed: 0, dims };
                 for query in (0..seq_len).step_by(QUERY_BLOCK) {
                     let num_queries = QUERY_BLOCK.min(seq_len - query);
                     let saved = (sequence * shape.num_heads + head) * seq_len + query;
-                    let offset = (first + query) * out_cols + head * dim;
+                    let offset = (first + query) * out_cols + head * value_dim;
                     let output = OutputRows {
                         y: &y[offset..],
                         dy: &dy[offset..],
@@ -467,7 +492,7 @@ impl Cpu {
                     }
                 }
             }
-            for (sums, col) in [&*grads.keys, &*grads.values].into_iter().zip(key_value) {
+            for ((sums, col), dim) in [&*grads.keys, &*grads.values].into_iter().zip(key_value).zip(dims) {
                 // SAFETY: as above.
                 unsafe { d_keys_values.store(self, sums, place_of(col), dim) };
             }

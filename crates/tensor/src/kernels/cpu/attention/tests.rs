@@ -19,11 +19,19 @@ const fn shape(
     num_kv_heads: usize,
     head_dim: usize,
 ) -> AttentionShape {
-    AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, num_keys: seq_len }
+    AttentionShape {
+        batch,
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        value_dim: head_dim,
+        num_keys: seq_len,
+    }
 }
 
 /// From the smallest on: around a block of queries, more than a block of keys, heads of odd and of common sizes, grouped.
-const SHAPES: [AttentionShape; 9] = [
+const SHAPES: [AttentionShape; 11] = [
     shape(1, 1, 1, 1, 1),
     shape(2, 3, 2, 1, 3),
     shape(2, 1, 3, 3, 64),
@@ -31,6 +39,8 @@ const SHAPES: [AttentionShape; 9] = [
     shape(1, 64, 2, 2, 64),
     shape(2, 65, 3, 1, 5),
     shape(2, 70, 6, 2, 1),
+    AttentionShape { value_dim: 5, ..shape(2, 70, 4, 2, 8) },
+    AttentionShape { value_dim: 66, ..shape(1, 65, 2, 2, 3) },
     shape(1, 257, 2, 1, 100),
     shape(2, 300, 4, 2, 6),
 ];
@@ -87,8 +97,8 @@ impl<T: Element> Inputs<T> {
     fn run_apart_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
         let Inputs { shape, qkv, dy, .. } = self;
         let rows = || qkv.chunks_exact(shape.qkv_cols());
-        let queries: Vec<T> = rows().flat_map(|row| &row[..shape.output_cols()]).copied().collect();
-        let keys_values: Vec<T> = rows().flat_map(|row| &row[shape.output_cols()..]).copied().collect();
+        let queries: Vec<T> = rows().flat_map(|row| &row[..shape.query_cols()]).copied().collect();
+        let keys_values: Vec<T> = rows().flat_map(|row| &row[shape.query_cols()..]).copied().collect();
         let inputs = self.views(&queries, Some(&keys_values));
         let of = (*shape, AttentionScope::whole(*shape, self.rule));
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
@@ -100,8 +110,7 @@ impl<T: Element> Inputs<T> {
         let grads = (Results::Elements(&mut d_queries), Some(Results::Elements(&mut d_keys_values)));
         cpu.attention_backward(inputs, of, (&y, &log_sums, dy), grads, &mut scratch);
         let (queries, keys_values) = (widen(&d_queries), widen(&d_keys_values));
-        let kv_cols = 2 * shape.kv_cols();
-        let rows = queries.chunks_exact(shape.output_cols()).zip(keys_values.chunks_exact(kv_cols));
+        let rows = queries.chunks_exact(shape.query_cols()).zip(keys_values.chunks_exact(shape.kv_cols()));
         let d_qkv = rows.flat_map(|(queries, keys_values)| [queries, keys_values].concat()).collect();
         [widen(&y), log_sums, d_qkv]
     }
@@ -292,26 +301,31 @@ enum Kind {
 impl Place {
     fn of_output(index: usize, shape: AttentionShape) -> Self {
         let (row, col) = (index / shape.output_cols(), index % shape.output_cols());
-        Place { kind: Kind::Output, ..Place::of_row(row, col / shape.head_dim, col, shape) }
+        let head = col / shape.value_dim;
+        Place { kind: Kind::Output, col: col % shape.value_dim, ..Place::of_row(row, head, shape) }
     }
 
     fn of_gradient(index: usize, shape: AttentionShape) -> Self {
         let (row, col) = (index / shape.qkv_cols(), index % shape.qkv_cols());
         let per_kv_head = shape.heads_per_kv_head();
-        let (kind, head) = match col / shape.head_dim {
-            head if head < shape.num_heads => (Kind::Query, head),
-            head if head < shape.num_heads + shape.num_kv_heads => {
-                (Kind::Key, (head - shape.num_heads) * per_kv_head)
+        let (kind, head, col) = match col {
+            col if col < shape.key_col(0) => (Kind::Query, col / shape.head_dim, col % shape.head_dim),
+            col if col < shape.value_col(0) => {
+                let col = col - shape.key_col(0);
+                (Kind::Key, col / shape.head_dim * per_kv_head, col % shape.head_dim)
             }
-            head => (Kind::Value, (head - shape.num_heads - shape.num_kv_heads) * per_kv_head),
+            col => {
+                let col = col - shape.value_col(0);
+                (Kind::Value, col / shape.value_dim * per_kv_head, col % shape.value_dim)
+            }
         };
-        Place { kind, ..Place::of_row(row, head, col, shape) }
+        Place { kind, col, ..Place::of_row(row, head, shape) }
     }
 
-    fn of_row(row: usize, head: usize, col: usize, shape: AttentionShape) -> Self {
+    fn of_row(row: usize, head: usize, shape: AttentionShape) -> Self {
         let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
         let kv_head = head / shape.heads_per_kv_head();
-        Place { sequence, position, kind: Kind::Output, kv_head, head, col: col % shape.head_dim }
+        Place { sequence, position, kind: Kind::Output, kv_head, head, col: 0 }
     }
 
     /// Index into `qkv`.
@@ -327,7 +341,7 @@ impl Place {
 
     fn in_output(self, shape: AttentionShape) -> usize {
         let row = self.sequence * shape.seq_len + self.position;
-        row * shape.output_cols() + self.head * shape.head_dim + self.col
+        row * shape.output_cols() + self.head * shape.value_dim + self.col
     }
 }
 
@@ -407,6 +421,7 @@ fn what_is_not_finite_stays_in_its_sequence_and_group_of_heads() {
 #[test]
 fn a_cache_continues_where_it_stopped() {
     let shape = if cfg!(miri) { shape(2, 5, 2, 1, 3) } else { shape(2, 300, 4, 2, 6) };
+    let shape = AttentionShape { value_dim: 4, ..shape };
     for rule in [AttentionRule::causal(shape.head_dim)].into_iter().chain(rules(shape.head_dim)) {
         if rule.is_causal {
             check_cache(shape, rule);
@@ -421,8 +436,8 @@ fn check_cache(shape: AttentionShape, rule: AttentionRule) {
     let capacity = shape.seq_len + 3;
     let parts = [shape.seq_len - 4, 1, 3];
     let outputs = run_at_levels(|cpu| {
-        let mut keys = vec![f32::NAN; shape.batch * capacity * shape.kv_cols()];
-        let (mut values, mut len) = (keys.clone(), 0);
+        let mut keys = vec![f32::NAN; shape.batch * capacity * shape.key_cols()];
+        let (mut values, mut len) = (vec![f32::NAN; shape.batch * capacity * shape.value_cols()], 0);
         parts.map(|part| {
             let part_shape = AttentionShape { seq_len: part, num_keys: part, ..shape };
             let rows = |sequence: usize| {

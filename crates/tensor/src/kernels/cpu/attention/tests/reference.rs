@@ -35,6 +35,7 @@ impl Facts {
 /// One query against the keys that it sees.
 struct Row {
     query: usize,
+    head_dim: usize,
     /// Where the rows of the keys and of the values begin in `qkv`.
     keys: Vec<usize>,
     values: Vec<usize>,
@@ -58,8 +59,9 @@ impl Row {
         let first = sequence * shape.seq_len;
         let place = |col: usize| seen.iter().map(|key| (first + key) * cols + col).collect::<Vec<usize>>();
         let query = row * cols + head * shape.head_dim;
+        let first_value = (shape.num_heads + shape.num_kv_heads) * shape.head_dim;
         let keys = place((shape.num_heads + kv_head) * shape.head_dim);
-        let values = place((shape.num_heads + shape.num_kv_heads + kv_head) * shape.head_dim);
+        let values = place(first_value + kv_head * shape.value_dim);
         let scale = f64::from(rule.scale);
         let dot = |key: &usize, term: fn(f64) -> f64| {
             (0..shape.head_dim).map(|i| term(qkv[query + i] * qkv[key + i])).sum::<f64>() * scale
@@ -74,7 +76,8 @@ impl Row {
         let sum: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
         let log_sum = largest + sum.ln();
         let weights = scores.iter().map(|score| (score - log_sum).exp()).collect();
-        Row { query, keys, values, weights, slopes, steepness: scale, log_sum, score_magnitude }
+        let head_dim = shape.head_dim;
+        Row { query, head_dim, keys, values, weights, slopes, steepness: scale, log_sum, score_magnitude }
     }
 
     /// How much larger errors of the scores make those of the weights: an error of an argument is a relative one of its
@@ -105,11 +108,11 @@ impl Row {
             let terms = || dy.iter().enumerate().map(|(i, dy)| dy * qkv[value + i]);
             let d_score = weight * (terms().sum::<f64>() - delta) * slope;
             let magnitude = weight * (terms().map(f64::abs).sum::<f64>() + delta_magnitude) * self.steepness;
-            for (i, dy) in dy.iter().enumerate() {
+            for i in 0..self.head_dim {
                 add(self.query + i, d_score * qkv[key + i], magnitude * qkv[key + i].abs());
                 add(key + i, d_score * qkv[self.query + i], magnitude * qkv[self.query + i].abs());
-                add(value + i, weight * dy, weight * dy.abs());
             }
+            dy.iter().enumerate().for_each(|(i, dy)| add(value + i, weight * dy, weight * dy.abs()));
         }
     }
 }
@@ -117,7 +120,7 @@ impl Row {
 impl Reference {
     pub(super) fn new(qkv: &[f64], dy: &[f64], facts: &Facts) -> Self {
         let shape = facts.shape;
-        let dim = shape.head_dim;
+        let dim = shape.value_dim;
         let mut y = vec![Exact::default(); dy.len()];
         let mut log_sums = vec![Exact::default(); shape.rows() * shape.num_heads];
         let mut d_qkv = vec![Exact::default(); qkv.len()];

@@ -1,0 +1,172 @@
+//! Heads of latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): of a part that is made from latent vectors and one that is rotated; the
+//! rotated part of keys is the same for all heads.
+
+use super::Rotary;
+use crate::kernels::cpu::element::Element;
+use crate::kernels::cpu::{Cpu, SharedSlice};
+
+/// Sizes of heads of latent attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LatentHeadShape {
+    /// Heads of queries, and of keys and values.
+    pub num_heads: usize,
+    /// Elements of the part of a query or key that has no position.
+    pub plain_dim: usize,
+    /// Elements of the part that is rotated, an even number.
+    pub rotary_dim: usize,
+    /// Elements of a head of values.
+    pub value_dim: usize,
+    /// Whether neighbours are rotated together, such as elements 0 and 1; else those half a part away. Afterwards the first of all pairs come before
+    /// the second.
+    pub is_interleaved: bool,
+}
+
+impl LatentHeadShape {
+    /// Elements of a head of queries or keys.
+    pub fn head_dim(&self) -> usize {
+        self.plain_dim + self.rotary_dim
+    }
+
+    /// Elements of a row of queries.
+    pub fn query_cols(&self) -> usize {
+        self.num_heads * self.head_dim()
+    }
+
+    /// Elements of a row of the parts of keys and values that each head has of its own.
+    pub fn kv_cols(&self) -> usize {
+        self.num_heads * (self.plain_dim + self.value_dim)
+    }
+
+    /// Elements of a row of queries, keys and values.
+    pub fn qkv_cols(&self) -> usize {
+        2 * self.query_cols() + self.num_heads * self.value_dim
+    }
+
+    /// Places of a pair in what is rotated.
+    fn pair(&self, index: usize) -> [usize; 2] {
+        let half = self.rotary_dim / 2;
+        if self.is_interleaved { [2 * index, 2 * index + 1] } else { [index, index + half] }
+    }
+
+    /// Writes `x`, rotated by `angles`.
+    fn rotate<T: Element>(&self, x: &[T], (cos, sin): (&[f32], &[f32]), out: &mut [T]) {
+        let (first, second) = out.split_at_mut(self.rotary_dim / 2);
+        for (index, ((a, b), (cos, sin))) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)).enumerate()
+        {
+            let [x, y] = self.pair(index).map(|place| x[place].to_f32());
+            *a = T::from_f32(x * cos - y * sin);
+            *b = T::from_f32(y * cos + x * sin);
+        }
+    }
+
+    /// Undoes [`rotate`](LatentHeadShape::rotate); `of(place)` are rotated elements.
+    fn rotate_back<T: Element>(
+        &self,
+        of: impl Fn(usize) -> f32,
+        (cos, sin): (&[f32], &[f32]),
+        out: &mut [T],
+    ) {
+        let half = self.rotary_dim / 2;
+        for (index, (cos, sin)) in cos.iter().zip(sin).enumerate() {
+            let ([x, y], a, b) = (self.pair(index), of(index), of(index + half));
+            out[x] = T::from_f32(a * cos + b * sin);
+            out[y] = T::from_f32(b * cos - a * sin);
+        }
+    }
+}
+
+impl<'a> Rotary<'a> {
+    /// Of a row.
+    fn angles(&self, row: usize, seq_len: usize, half: usize) -> (&'a [f32], &'a [f32]) {
+        let start = self.positions.at(row % seq_len) * half;
+        (&self.cos[start..start + half], &self.sin[start..start + half])
+    }
+}
+
+impl Cpu {
+    /// Rows of query heads, key heads and value heads, of rows of queries, of the parts of keys and values that heads have of their own, and
+    /// of what keys share.
+    pub(crate) fn latent_heads<T: Element>(
+        &self,
+        shape: LatentHeadShape,
+        [queries, keys_values, shared_key]: [&[T]; 3],
+        (rotary, seq_len): (Rotary<'_>, usize),
+        qkv: &mut [T],
+    ) {
+        let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;
+        let (cols, dim, half) = (shape.qkv_cols(), shape.head_dim(), rotary_dim / 2);
+        let num_rows = qkv.len() / cols;
+        let qkv = SharedSlice::new(qkv);
+        self.for_row_blocks(num_rows, cols, |first, num| {
+            for row in first..first + num {
+                let angles = rotary.angles(row, seq_len, half);
+                // SAFETY: rows do not overlap.
+                let out = unsafe { qkv.range(row * cols, cols) };
+                let (out_queries, out) = out.split_at_mut(num_heads * dim);
+                let (out_keys, out_values) = out.split_at_mut(num_heads * dim);
+                let queries = queries[row * num_heads * dim..].chunks_exact(dim);
+                let keys_values = keys_values[row * shape.kv_cols()..].chunks_exact(plain + value_dim);
+                let shared = &shared_key[row * rotary_dim..][..rotary_dim];
+                let (rotated, others) = out_keys[plain..].split_at_mut(rotary_dim);
+                shape.rotate(shared, angles, rotated);
+                others
+                    .chunks_mut(dim)
+                    .filter(|rest| rest.len() == dim)
+                    .for_each(|rest| rest[plain..].copy_from_slice(rotated));
+                let heads = queries.zip(out_queries.chunks_exact_mut(dim));
+                for (query, out) in heads {
+                    out[..plain].copy_from_slice(&query[..plain]);
+                    shape.rotate(&query[plain..], angles, &mut out[plain..]);
+                }
+                let heads = out_keys.chunks_exact_mut(dim).zip(out_values.chunks_exact_mut(value_dim));
+                for (key_value, (key, value)) in keys_values.zip(heads) {
+                    key[..plain].copy_from_slice(&key_value[..plain]);
+                    value.copy_from_slice(&key_value[plain..]);
+                }
+            }
+        });
+    }
+
+    /// The gradients of the three inputs of [`latent_heads`](Cpu::latent_heads).
+    pub(crate) fn latent_heads_backward<T: Element>(
+        &self,
+        shape: LatentHeadShape,
+        grad: &[T],
+        (rotary, seq_len): (Rotary<'_>, usize),
+        [d_queries, d_keys_values, d_shared_key]: [&mut [T]; 3],
+    ) {
+        let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;
+        let (cols, dim, half, kv_cols) =
+            (shape.qkv_cols(), shape.head_dim(), rotary_dim / 2, shape.kv_cols());
+        let [d_queries, d_keys_values, d_shared_key] =
+            [d_queries, d_keys_values, d_shared_key].map(SharedSlice::new);
+        self.for_row_blocks(grad.len() / cols, cols, |first, num| {
+            for row in first..first + num {
+                let angles = rotary.angles(row, seq_len, half);
+                let grad = &grad[row * cols..][..cols];
+                let (of_queries, grad) = grad.split_at(num_heads * dim);
+                let (of_keys, of_values) = grad.split_at(num_heads * dim);
+                // SAFETY: rows do not overlap.
+                let (d_queries, d_keys_values, d_shared) = unsafe {
+                    (
+                        d_queries.range(row * num_heads * dim, num_heads * dim),
+                        d_keys_values.range(row * kv_cols, kv_cols),
+                        d_shared_key.range(row * rotary_dim, rotary_dim),
+                    )
+                };
+                for (query, out) in of_queries.chunks_exact(dim).zip(d_queries.chunks_exact_mut(dim)) {
+                    out[..plain].copy_from_slice(&query[..plain]);
+                    shape.rotate_back(|place| query[plain + place].to_f32(), angles, &mut out[plain..]);
+                }
+                let heads = of_keys.chunks_exact(dim).zip(of_values.chunks_exact(value_dim));
+                for ((key, value), out) in heads.zip(d_keys_values.chunks_exact_mut(plain + value_dim)) {
+                    out[..plain].copy_from_slice(&key[..plain]);
+                    out[plain..].copy_from_slice(value);
+                }
+                let sum =
+                    |place: usize| of_keys.chunks_exact(dim).map(|key| key[plain + place].to_f32()).sum();
+                shape.rotate_back(sum, angles, d_shared);
+            }
+        });
+    }
+}
