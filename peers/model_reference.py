@@ -24,16 +24,27 @@ ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def build(config, state=None, attention="eager", dtype=torch.float32):
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
     if state is not None:
         model.load_state_dict(state)
     return model.to(dtype).train()
 
 
+def loss_of(model, ids):
+    """Mean cross-entropy, and what balances experts if the config asks for it, over the positions that predict something."""
+    out = model(input_ids=ids[:, :-1], use_cache=False)
+    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), ids[:, 1:].flatten())
+    if getattr(out, "aux_loss", None) is not None:
+        loss = loss + model.config.router_aux_loss_coef * out.aux_loss
+    return loss
+
+
 def forward_backward(model, ids):
-    out = model(input_ids=ids, labels=ids, use_cache=False)
-    out.loss.backward()
-    return out.logits.detach(), out.loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    loss = loss_of(model, ids)
+    loss.backward()
+    return logits, loss.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
 def in_checkpoint_layout(config, tensors):
@@ -74,6 +85,9 @@ def main():
     with torch.no_grad():  # fresh models have zero biases and unit norms: make every parameter matter
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.02)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.02)
     out = Path(args.out)
     model.save_pretrained(out)
     state = {n: t.clone() for n, t in model.state_dict().items()}
@@ -102,7 +116,7 @@ def main():
     losses = []
     for step in range(args.steps):
         batch = batches[step % len(batches)]
-        step_loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        step_loss = loss_of(model, batch)
         optimizer.zero_grad()
         step_loss.backward()
         optimizer.step()

@@ -17,7 +17,10 @@ mod transformer;
 mod unit;
 
 pub use bundle::{Batch, Bundle, HostBatch, TensorSpec};
-pub use config::{AttentionConfig, ModelConfig, Rope, RopeScaling, SlidingWindow};
+pub use config::{
+    AttentionConfig, ExpertsConfig, LatentConfig, Llama3Scaling, ModelConfig, Rope, RopeScaling,
+    RouterScores, SlidingWindow, YarnScaling,
+};
 pub use error::ModelError;
 pub use exercise::Exercise;
 pub use families::{Family, canonical_names};

@@ -67,7 +67,7 @@ impl Past {
     }
 
     /// A model's table, for all positions of the sequence.
-    fn whole_table(&mut self, table: &Arc<RotaryTable>) -> Result<Arc<RotaryTable>, DeviceError> {
+    pub(crate) fn whole_table(&mut self, table: &Arc<RotaryTable>) -> Result<Arc<RotaryTable>, DeviceError> {
         if let Some((_, whole)) = self.tables.iter().find(|(own, _)| Arc::ptr_eq(own, table)) {
             return Ok(Arc::clone(whole));
         }

@@ -5,7 +5,7 @@ use crate::past::Past;
 use crate::tokens::DOCUMENT_STARTS;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_tensor::tape::{Attention, Metric, PendingMean, Recorder, VarId};
+use trireme_tensor::tape::{Attention, LatentHeads, Metric, PendingMean, Recorder, VarId};
 use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 
 /// A part of a model that is run, gathered, reduced and stepped as one, such as a transformer block.
@@ -95,6 +95,20 @@ impl UnitContext<'_> {
         let value = self.recorder.between_units(value)?;
         self.outputs.push(name, value);
         Ok(())
+    }
+
+    /// Makes heads of latent attention; in a generation, at any of its positions.
+    ///
+    /// # Errors
+    /// If there is no memory for what it computes.
+    pub fn latent_heads(&mut self, heads: &Arc<LatentHeads>, inputs: [Var; 3]) -> Result<Var, DeviceError> {
+        match &mut self.past {
+            None => self.recorder.apply(heads, inputs),
+            Some(past) => {
+                let rotary = past.whole_table(&heads.rotary)?;
+                self.recorder.apply(&Arc::new(LatentHeads { shape: heads.shape, rotary }), inputs)
+            }
+        }
     }
 
     /// Runs attention: within documents, if the batch says [where they begin](crate::DOCUMENT_STARTS); over what a generation has read before

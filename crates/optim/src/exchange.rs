@@ -13,8 +13,8 @@
 use crate::kind::OptimizerKind;
 use crate::members::Member;
 use crate::optimizer::{Optimizer, StepSettings, UnitShare, UnitStep, noise};
-use crate::share::Share;
-use trireme_tensor::{AdamStep, Device, Update, View, ViewMut};
+use crate::share::{Rule, Share};
+use trireme_tensor::{Device, Update, View, ViewMut};
 
 /// What ranks sum in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +54,10 @@ impl Optimizer {
         let len = grads.shape().num_elements();
         self.check_lengths(unit, len, len);
         let none = View::from_f32s(&[], [0].into());
-        self.run(device, unit, grads, none, settings, |step| Update::ToMomentum(step.adamw));
+        let to_momentum = |rule: Rule, member: &Member, step: &UnitStep<'_>| {
+            rule.adam_step(member, step).map(|step| Update::ToMomentum(step.adamw))
+        };
+        self.run(device, unit, grads, none, settings, to_momentum);
     }
 
     /// Updates a unit's part by a momentum that all ranks have in common; `settings.grad_scale` makes a mean of it, if it
@@ -71,7 +74,11 @@ impl Optimizer {
         settings: StepSettings,
     ) {
         self.check_lengths(unit, parameters.shape().num_elements(), momentum.shape().num_elements());
-        self.run(device, unit, parameters, momentum, settings, Update::FromMomentum);
+        let from_momentum = |rule: Rule, member: &Member, step: &UnitStep<'_>| {
+            let adam_step = rule.adam_step(member, step);
+            Some(adam_step.map_or_else(|| rule.update(member, step), Update::FromMomentum))
+        };
+        self.run(device, unit, parameters, momentum, settings, from_momentum);
     }
 
     fn run(
@@ -81,17 +88,21 @@ impl Optimizer {
         mut parameters: ViewMut<'_>,
         grads: View<'_>,
         settings: StepSettings,
-        update: impl Fn(AdamStep) -> Update,
+        update: impl Fn(Rule, &Member, &UnitStep<'_>) -> Option<Update>,
     ) {
         assert_eq!(self.exchange(settings.step), Exchange::Momentum, "step {}", settings.step);
         let step = UnitStep { device, table: &self.table, settings, noise: noise(unit, settings.step) };
         for share in &mut self.units[unit] {
             let UnitShare::Elements(Share { rule, members, states, .. }) = share else {
-                unreachable!("an optimizer that exchanges momentum has one rule for all")
+                unreachable!("an optimizer that exchanges momentum has rules for elements")
             };
+            // Biases that balance loads have no momentum: their gradients are exchanged as they are.
             let rule = *rule;
+            if members.list.iter().any(|member| update(rule, member, &step).is_none()) {
+                continue;
+            }
             members.update(device, parameters.reborrow(), grads, states, step.noise, |member: &Member| {
-                update(rule.adam_step(member, &step).expect("it exchanges momentum"))
+                update(rule, member, &step).expect("it has one for all members")
             });
         }
     }

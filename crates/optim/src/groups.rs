@@ -59,7 +59,11 @@ pub(crate) struct ParameterSettings {
 impl ParameterSettings {
     /// The settings of a parameter: those of its class, unless a group says otherwise.
     pub(crate) fn of(options: &crate::OptimizerOptions, info: &ParameterInfo) -> Self {
-        let decays = options.decay_norms_and_biases || info.class != ParameterClass::Vector;
+        let decays = match info.class {
+            ParameterClass::Matrix | ParameterClass::Embedding => true,
+            ParameterClass::Vector => options.decay_norms_and_biases,
+            ParameterClass::Balance => false,
+        };
         let weight_decay = if decays { options.weight_decay } else { 0.0 };
         let none = ParameterSettings { lr_scale: 1.0, weight_decay, beta1: None, beta2: None };
         match options.groups.iter().find(|group| group.matches(&info.name)) {

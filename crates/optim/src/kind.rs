@@ -167,9 +167,15 @@ pub struct OptimizerOptions {
     pub groups: Vec<crate::ParameterGroup>,
     /// What state is kept in. Units of fewer than [`OptimizerOptions::INT8_ELEMENTS_MIN`] elements keep f32 instead of 8 bits.
     pub state_dtype: StateDType,
+    /// How far an update moves biases that [balance](trireme_tensor::ParameterClass::Balance) loads, whatever the kind.
+    pub balance_rate: f32,
 }
 
 impl OptimizerOptions {
+    /// How far an update moves biases that balance loads, unless something else is asked for (DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
+    /// section 4.2).
+    pub const BALANCE_RATE: f32 = 1e-3;
+
     /// Smaller units have blocks too short to save bytes.
     pub const INT8_ELEMENTS_MIN: usize = 1 << 16;
 
@@ -181,6 +187,7 @@ impl OptimizerOptions {
             decay_norms_and_biases: false,
             groups: Vec::new(),
             state_dtype: StateDType::F32,
+            balance_rate: Self::BALANCE_RATE,
         }
     }
 }

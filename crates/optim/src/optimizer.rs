@@ -284,8 +284,7 @@ struct UnitBuilder<'a> {
 
 impl UnitBuilder<'_> {
     fn shares(&self) -> Result<Vec<UnitShare>, DeviceError> {
-        let mut rest = Vec::new();
-        let mut matrices = Vec::new();
+        let (mut rest, mut matrices, mut balancing) = (Vec::new(), Vec::new(), Vec::new());
         for parameter in self.unit.parameters.clone() {
             let info = &self.table.parameters()[parameter];
             let chosen = (parameter, ParameterSettings::of(self.options, info));
@@ -296,12 +295,17 @@ impl UnitBuilder<'_> {
                 OptimizerKind::Adafactor(_) => info.shape.dims().len() == 2,
                 _ => false,
             };
-            if is_matrix { &mut matrices } else { &mut rest }.push(chosen);
+            let list = match info.class {
+                ParameterClass::Balance => &mut balancing,
+                _ if is_matrix => &mut matrices,
+                _ => &mut rest,
+            };
+            list.push(chosen);
         }
         let mut shares = Vec::new();
-        if !rest.is_empty() {
-            let rule = rule(self.options.kind);
-            let members = self.members(rule.cut(), rest);
+        let rules = [(rule(self.options.kind), rest), (Rule::Sign(self.options.balance_rate), balancing)];
+        for (rule, chosen) in rules.into_iter().filter(|(_, chosen)| !chosen.is_empty()) {
+            let members = self.members(rule.cut(), chosen);
             let states = self.states(&members, rule.states())?;
             shares.push(UnitShare::Elements(Share { rule, members, states }));
         }

@@ -24,6 +24,8 @@ pub(crate) enum Rule {
     Lars(LarsSettings),
     /// Adafactor, for parameters that are not factored.
     Rms(AdafactorSettings),
+    /// By the sign of the gradient, as far as this. Neither learning rate nor weight decay counts.
+    Sign(f32),
 }
 
 impl Rule {
@@ -36,6 +38,7 @@ impl Rule {
             Rule::Sgd(_) | Rule::Lars(_) => &[("momentum_buffer", false)],
             Rule::Lion(_) => &[("exp_avg", false)],
             Rule::Rms(_) => &[("exp_avg_sq", true)],
+            Rule::Sign(_) => &[],
         }
     }
 
@@ -88,7 +91,7 @@ impl Rule {
     }
 
     /// The update itself, of which the learning rate is still to be scaled.
-    fn update(self, member: &Member, step: &UnitStep<'_>) -> Update {
+    pub(crate) fn update(self, member: &Member, step: &UnitStep<'_>) -> Update {
         let own = member.settings;
         let (lr, grad_scale, weight_decay) = (step.lr(own), step.grad_scale(), own.weight_decay);
         match self {
@@ -113,6 +116,7 @@ impl Rule {
                 Update::Lars(LarsStep { lr, momentum, weight_decay, grad_scale })
             }
             Rule::Rms(settings) => Update::Rms(rms(settings, own, step)),
+            Rule::Sign(rate) => Update::Sign { rate },
         }
     }
 }

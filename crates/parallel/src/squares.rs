@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::Group;
-use trireme_tensor::{Category, Device, ParameterTable, View};
+use trireme_tensor::{Category, Device, ParameterClass, ParameterTable, View};
 
 /// Sums of the squares of the gradient of each unit: one for each run of parameters that equally many ranks of the tensor axis hold, of which
 /// one counts them.
@@ -42,12 +42,14 @@ impl Squares {
     ) -> Result<Self, ParallelError> {
         let mut units: Vec<Unit> = Vec::new();
         for unit in table.units() {
-            let mut runs: Vec<(usize, Run)> = Vec::new();
+            let mut runs: Vec<((usize, bool), Run)> = Vec::new();
             for info in &table.parameters()[unit.parameters.clone()] {
-                let (num_holders, range, is_counted) = (info.num_holders(), info.range(), info.is_counted());
+                // What balances loads is no gradient.
+                let is_gradient = info.class != ParameterClass::Balance;
+                let (kind, range) = ((info.num_holders(), is_gradient), info.range());
                 match runs.last_mut() {
-                    Some((last, run)) if *last == num_holders => run.range.end = range.end,
-                    _ => runs.push((num_holders, Run { range, is_counted })),
+                    Some((last, run)) if *last == kind => run.range.end = range.end,
+                    _ => runs.push((kind, Run { range, is_counted: is_gradient && info.is_counted() })),
                 }
             }
             let first = units.last().map_or(0, |unit| unit.places.end);

@@ -23,7 +23,7 @@ impl Parameter {
         Parameter { name: name.into(), dims: dims.into(), initial, class: ParameterClass::Matrix, cut: None }
     }
 
-    /// A table of rows, or the weight of an output layer: [`ParameterClass::Embedding`].
+    /// A table of rows, or the weight of an output layer or of a router: [`ParameterClass::Embedding`].
     pub fn embedding(name: impl Into<String>, dims: &[usize], initial: Initial) -> Self {
         Parameter { class: ParameterClass::Embedding, ..Parameter::matrix(name, dims, initial) }
     }
@@ -31,6 +31,11 @@ impl Parameter {
     /// The weight of a normalisation, or a bias: [`ParameterClass::Vector`].
     pub fn vector(name: impl Into<String>, len: usize, initial: Initial) -> Self {
         Parameter { class: ParameterClass::Vector, ..Parameter::matrix(name, &[len], initial) }
+    }
+
+    /// A bias that balances loads, of `len` experts: [`ParameterClass::Balance`].
+    pub fn balance(name: impl Into<String>, len: usize) -> Self {
+        Parameter { class: ParameterClass::Balance, ..Parameter::vector(name, len, Initial::ZEROS) }
     }
 
     /// The same, which tensor parallelism may cut.
@@ -55,10 +60,13 @@ impl Parameter {
 pub enum ParameterClass {
     /// A factor of a product between hidden values. It decays. Muon is for those of two dims.
     Matrix,
-    /// A table of rows or the weight of an output layer. It decays.
+    /// A table of rows, or the weight of an output layer or of a router. It decays.
     Embedding,
     /// The weight of a normalisation or a bias. It decays only where that is asked for.
     Vector,
+    /// A bias whose gradient says how much more often each expert was chosen than others, and is no derivative: each update lowers or raises elements by
+    /// the same amount. It neither decays nor counts in the norm of gradients.
+    Balance,
 }
 
 /// The values of a parameter before training.

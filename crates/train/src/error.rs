@@ -77,6 +77,12 @@ pub enum TrainError {
         /// Tokens of the model.
         model: usize,
     },
+    /// Settings of experts, of which the model has none.
+    #[error("[experts] is for models with experts, but this model, a {family}, has none; remove the section")]
+    NoExperts {
+        /// The model's family.
+        family: &'static str,
+    },
     /// Sequences longer than the model can take.
     #[error(
         "[training] seq_len is {seq_len}, but the model supports at most {max_position_embeddings} positions"

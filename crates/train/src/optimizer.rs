@@ -26,6 +26,7 @@ pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<Opti
             config::StateDtype::Bf16 => StateDType::Bf16,
             config::StateDtype::Int8 => StateDType::Int8,
         },
+        balance_rate: config.experts().bias_update_rate as f32,
     })
 }
 

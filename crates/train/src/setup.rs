@@ -46,7 +46,7 @@ pub fn model_config(
     config: &Config,
     vocabulary_size: usize,
 ) -> Result<(ModelConfig, Vec<String>), TrainError> {
-    let (model, notices) = match config.model_source() {
+    let (mut model, notices) = match config.model_source() {
         ModelSource::Inline(architecture) => {
             (inline_model(config, architecture, vocabulary_size), Vec::new())
         }
@@ -66,6 +66,17 @@ pub fn model_config(
             tokenizer: vocabulary_size,
             model: model.vocab_size,
         });
+    }
+    let experts = config.experts();
+    match &mut model.experts {
+        Some(own) => {
+            own.balance_loss = experts.balance_loss.map_or(own.balance_loss, |weight| weight as f32);
+            own.z_loss = experts.z_loss.map_or(own.z_loss, |weight| weight as f32);
+        }
+        None if *experts != config::Experts::default() => {
+            return Err(TrainError::NoExperts { family: model.family.name() });
+        }
+        None => {}
     }
     let seq_len = config.training().seq_len;
     if seq_len > model.max_position_embeddings {
@@ -106,6 +117,8 @@ fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_
         activation: if has_rope { Activation::Silu } else { Activation::Gelu },
         attention: AttentionConfig::default(),
         logit_soft_cap: None,
+        latent: None,
+        experts: None,
         initializer_range: model.initializer_range as f32,
     }
 }

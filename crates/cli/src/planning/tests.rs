@@ -9,7 +9,6 @@ use trireme_comm::{Compression, Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{
     AdafactorSettings, AdamWSettings, LossScaling, MuonScale, MuonSettings, OptimizerKind, OptimizerOptions,
-    ParameterGroup, StateDType,
 };
 use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
@@ -46,13 +45,8 @@ const OPTIONS: ExecutorOptions = ExecutorOptions {
 };
 
 fn adamw() -> OptimizerOptions {
-    OptimizerOptions {
-        kind: OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 }),
-        weight_decay: 0.1,
-        decay_norms_and_biases: false,
-        groups: Vec::<ParameterGroup>::new(),
-        state_dtype: StateDType::F32,
-    }
+    let adamw = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
+    OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(OptimizerKind::AdamW(adamw)) }
 }
 
 /// A model of some hundred thousand parameters, in which no size is a power of two.

@@ -24,7 +24,12 @@ const STYLE: Style =
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_activation", &[json!("gelu_pytorch_tanh")])?;
     reader.require("attention_bias", &[json!(false)])?;
-    let defaults = Defaults { head_dim: Some(256), num_kv_heads: Some(4), tie_word_embeddings: true };
+    let defaults = Defaults {
+        head_dim: Some(256),
+        num_kv_heads: Some(4),
+        tie_word_embeddings: true,
+        ..Defaults::default()
+    };
     let config = read_decoder(reader, FAMILY, defaults)?;
     // Null turns a cap off.
     let cap = |key: &'static str, default: f64| match reader.has(key) {

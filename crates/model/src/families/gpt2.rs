@@ -5,7 +5,7 @@ use crate::config::{AttentionConfig, ModelConfig, Reader, shortest};
 use crate::error::ModelError;
 use crate::families::Family;
 use crate::model::Model;
-use crate::transformer::{Block, Head, TokenEmbedding};
+use crate::transformer::{Block, Head, Mlp, Projection, SelfAttention, TokenEmbedding};
 use crate::unit::Unit;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -34,6 +34,8 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         norm_epsilon: reader.narrow_number("layer_norm_epsilon", 1e-5)?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", true)?,
         rope: None,
+        latent: None,
+        experts: None,
         qkv_bias: true,
         attention_output_bias: true,
         mlp_bias: true,
@@ -119,24 +121,23 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         table.begin_unit(&name);
         let (head, identity) = (config.head_dim, InputActivation::Identity);
         let qkv = Cut::along(1).with_groups(3).with_granule(head);
-        units.push(Arc::new(Block {
-            attention_norm: norm(&mut table, &format!("{name}.ln_1")),
+        let activation = InputActivation::Of(config.activation);
+        let into_residual = |table: &mut ParameterTable, name: String, inputs, granule, activation| {
+            Projection::new(row_parallel(table, name, inputs, granule, activation))
+        };
+        let attention = SelfAttention {
+            norm: norm(&mut table, &format!("{name}.ln_1")),
             qkv: column_parallel(&mut table, format!("{name}.attn.c_attn"), 3 * hidden, qkv),
-            attention_output: row_parallel(&mut table, format!("{name}.attn.c_proj"), hidden, head, identity),
-            mlp_norm: norm(&mut table, &format!("{name}.ln_2")),
-            mlp_in: column_parallel(&mut table, format!("{name}.mlp.c_fc"), inner, Cut::along(1)),
-            mlp_out: row_parallel(
-                &mut table,
-                format!("{name}.mlp.c_proj"),
-                inner,
-                1,
-                InputActivation::Of(config.activation),
-            ),
-            attention: attention(config, layer, rotary, &table),
             qk_norms: None,
-            attention_output_norm: None,
-            mlp_output_norm: None,
-        }));
+            attention: attention(config, layer, rotary, &table),
+            output: into_residual(&mut table, format!("{name}.attn.c_proj"), hidden, head, identity),
+        };
+        let mlp = Mlp {
+            norm: norm(&mut table, &format!("{name}.ln_2")),
+            into: column_parallel(&mut table, format!("{name}.mlp.c_fc"), inner, Cut::along(1)),
+            back: into_residual(&mut table, format!("{name}.mlp.c_proj"), inner, 1, activation),
+        };
+        units.push(Arc::new(Block(vec![Box::new(attention), Box::new(mlp)])));
     }
     table.begin_unit("head");
     let norm = norm(&mut table, "transformer.ln_f");

@@ -4,13 +4,16 @@
 //! layouts of its Hugging Face checkpoints.
 
 mod decoder;
+mod deepseek_v3;
 mod gemma2;
 mod gpt2;
 mod llama;
 mod mistral;
+mod mixtral;
 mod names;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 
 pub use names::canonical_names;
 
@@ -24,8 +27,17 @@ use trireme_tensor::tape::{Attention, RotaryTable};
 use trireme_tensor::{Cut, Initial, Parameter, ParameterSpan, ParameterTable};
 
 /// Every family.
-pub(crate) const FAMILIES: &[Family] =
-    &[Family::GPT2, Family::LLAMA, mistral::FAMILY, qwen2::FAMILY, qwen3::FAMILY, gemma2::FAMILY];
+pub(crate) const FAMILIES: &[Family] = &[
+    Family::GPT2,
+    Family::LLAMA,
+    mistral::FAMILY,
+    qwen2::FAMILY,
+    qwen3::FAMILY,
+    gemma2::FAMILY,
+    mixtral::FAMILY,
+    qwen3_moe::FAMILY,
+    deepseek_v3::FAMILY,
+];
 
 /// A family of models.
 #[derive(Clone, Copy)]

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 pub(super) const FAMILY: Family =
     Family { name: "qwen3", read, write, build: |config, rotary, table| build(config, rotary, table, STYLE) };
 
-const STYLE: Style = Style { has_qk_norms: true, ..Style::LLAMA };
+pub(super) const STYLE: Style = Style { has_qk_norms: true, ..Style::LLAMA };
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;

@@ -59,6 +59,7 @@ pub(crate) fn table(leaf_len: usize) -> Arc<ParameterTable> {
     // Rows are longer than leaves, or leaves than rows.
     table.add(Parameter::matrix("in.weight", &[24, 72], Initial::ZEROS));
     table.add(Parameter::vector("in.bias", 72, Initial::ZEROS));
+    table.add(Parameter::balance("router.bias", 7));
     table.add(Parameter::matrix("out.weight", &[18 * leaf_len, 48], Initial::ZEROS));
     table.add(Parameter::vector("out.bias", 1, Initial::ZEROS));
     table.begin_unit("head");

@@ -238,6 +238,17 @@ impl Recorder<'_> {
         Ok(first)
     }
 
+    /// All rows of a value, for several operations that need them: each would gather them by itself.
+    ///
+    /// # Errors
+    /// If there is no memory for them, and as [`AxisOps::start`].
+    pub fn all_rows(&mut self, value: Var) -> Result<Var, DeviceError> {
+        match self.tape.values[value.0].sharding {
+            Sharding::Rows => self.apply(&AllGatherRows, [value]),
+            _ => Ok(value),
+        }
+    }
+
     /// A value as it passes from unit to unit.
     ///
     /// # Errors

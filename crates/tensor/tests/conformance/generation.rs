@@ -44,7 +44,7 @@ fn attention(qkv: &[f64], is_rotary: bool) -> Vec<f64> {
 }
 
 fn operation(device: &Device, is_rotary: bool) -> Attention {
-    let rotary = is_rotary.then(|| Arc::new(RotaryTable::new(device, SEQ_LEN, &FREQUENCIES).unwrap()));
+    let rotary = is_rotary.then(|| Arc::new(RotaryTable::new(device, SEQ_LEN, &FREQUENCIES, 1.0).unwrap()));
     let rule = AttentionRule::causal(DIM);
     Attention::new(HEADS, HEADS, DIM, rule).with_rotary(rotary)
 }

@@ -66,7 +66,8 @@ fn ids(device: &Device, dims: &[usize], values: &[u32]) -> Tensor {
 fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<ContextAxis>) -> [Vec<f32>; 3] {
     let place = axis.as_ref().map_or(ContextPlace::ALONE, ContextAxis::place);
     let (at, of_heads) = (place.positions(LEN), place.positions_of_heads(LEN));
-    let rotary = case.is_rotary.then(|| Arc::new(RotaryTable::new(device, LEN, &[1.0, 0.4, 0.05]).unwrap()));
+    let rotary =
+        case.is_rotary.then(|| Arc::new(RotaryTable::new(device, LEN, &[1.0, 0.4, 0.05], 1.0).unwrap()));
     let attention = Arc::new(Attention::new(HEADS, KV_HEADS, DIM, case.rule).with_rotary(rotary));
     let dropout = Arc::new(Dropout::new("dropout", 0.4));
     let mut tape = Tape::new(device, Recording::On, Precision::F32).with_context(axis);

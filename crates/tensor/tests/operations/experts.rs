@@ -351,7 +351,7 @@ fn heads_of_latent_attention() {
             GradientCheck {
                 name: format!("{shape:?} in {precision}"),
                 run: &|recorder, inputs| {
-                    let rotary = RotaryTable::new(recorder.device(), seq_len, &frequencies)?.into();
+                    let rotary = RotaryTable::new(recorder.device(), seq_len, &frequencies, 1.0)?.into();
                     recorder.apply(op(LatentHeads { shape, rotary }), inputs).map(Some)
                 },
                 table: no_parameters(),

@@ -38,7 +38,7 @@ fn random(device: &Device, shape: impl Into<Shape>, name: &str) -> Tensor {
 
 /// One head of four elements, whose positions are rotary.
 fn rotary_attention(device: &Device, seq_len: usize) -> Arc<Attention> {
-    let rotary = Some(Arc::new(RotaryTable::new(device, seq_len, &[1.0, 0.25]).unwrap()));
+    let rotary = Some(Arc::new(RotaryTable::new(device, seq_len, &[1.0, 0.25], 1.0).unwrap()));
     let rule = AttentionRule::causal(4);
     Arc::new(Attention::new(1, 1, 4, rule).with_rotary(rotary))
 }

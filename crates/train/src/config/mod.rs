@@ -32,8 +32,8 @@ pub use choice::{
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
-    Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer, OptimizerGroup, Run,
-    Training,
+    Checkpoint, Comm, Data, Experts, Generate, Launch, LrScheduler, Metrics, Model, Optimizer,
+    OptimizerGroup, Run, Training,
 };
 
 pub use value::ByteLimit;

@@ -30,6 +30,7 @@ pub(crate) const FP8_AMAX_HISTORY_LEN_MAX: usize = 4096;
 config_sections! {
     run: Run,
     model: Model,
+    experts: Experts,
     data: Data,
     training: Training,
     optimizer: Optimizer,
@@ -90,6 +91,21 @@ config_section! {
         rope_theta: f64 = 10_000.0, within above(0.0);
         /// Standard deviation of the random initial weights.
         initializer_range: f64 = 0.02, within above(0.0);
+    }
+}
+
+config_section! {
+    /// How a mixture of experts is trained, for models that are one.
+    Experts {
+        /// Weight of the loss that balances how many tokens each expert of a layer gets (Switch Transformer's alpha, Megatron-LM's
+        /// `--moe-aux-loss-coeff`): 1 times the weight if they get equally many. Replaces the model's `router_aux_loss_coef`. 0 turns it off.
+        balance_loss: Option<f64> = None;
+        /// Weight of the loss that keeps the logits of routers small (ST-MoE; Megatron-LM's `--moe-z-loss-coeff`). Replaces
+        /// the model's `router_z_loss_coef`.
+        z_loss: Option<f64> = None;
+        /// How far each update moves the biases that balance experts, in models that have such biases (deepseek_v3; Megatron-LM's
+        /// `--moe-router-bias-update-rate`). 0 leaves them as they are.
+        bias_update_rate: f64 = 1e-3, within 0.0..=1.0;
     }
 }
 

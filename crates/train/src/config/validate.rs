@@ -9,7 +9,7 @@ use super::optimizer::{GroupPlaces, check_optimizer};
 use super::pipeline::{check_degrees, check_positions};
 use super::reader::Loose;
 use super::section::Section;
-use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
+use super::sections::{Experts, FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
 use super::{Config, Subject};
 use std::path::{Component, Path};
 use trireme_schedule::collective::{Algorithm, Collective, Hosts, fits, is_canonical};
@@ -40,6 +40,7 @@ pub(super) fn validate(
     match subject {
         Subject::LanguageModel => {
             check_model(&mut checks);
+            check_experts(&mut checks);
             check_data(&mut checks);
             check_positions(&mut checks);
         }
@@ -191,6 +192,15 @@ fn check_model(checks: &mut Checks<'_>) {
         checks.require(!checks.is_given(&name), &[&name, "model.architecture"], || {
             "only applies with `architecture`; set that, or remove this key".to_owned()
         });
+    }
+}
+
+fn check_experts(checks: &mut Checks<'_>) {
+    let Experts { balance_loss, z_loss, .. } = checks.loose.sections.experts;
+    for (key, weight) in [("experts.balance_loss", balance_loss), ("experts.z_loss", z_loss)] {
+        let is_weight =
+            weight.is_none_or(|weight| weight == 0.0 || (weight as f32).is_normal() && weight > 0.0);
+        checks.require(is_weight, &[key], || "expected a number, 0 or more".to_owned());
     }
 }
 

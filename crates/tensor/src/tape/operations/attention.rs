@@ -18,31 +18,38 @@ pub struct RotaryTable {
     sin: Tensor,
     /// Angle per position of each pair.
     frequencies: Vec<f64>,
+    amplitude: f32,
 }
 
 impl RotaryTable {
-    /// The table for `positions`; `frequencies` holds the angle per position of each of the `head_dim / 2` pairs.
+    /// The table for `positions`; `frequencies` holds the angle per position of each of the `head_dim / 2` pairs. Cosines and sines are multiplied by `amplitude`, and
+    /// so is what they rotate.
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn new(device: &Device, positions: usize, frequencies: &[f64]) -> Result<Self, DeviceError> {
+    pub fn new(
+        device: &Device,
+        positions: usize,
+        frequencies: &[f64],
+        amplitude: f32,
+    ) -> Result<Self, DeviceError> {
         let shape = [positions, frequencies.len()].into();
         let mut cos = device.empty(shape, DType::F32, Category::Parameters)?;
         let mut sin = device.empty(shape, DType::F32, Category::Parameters)?;
         let frequencies = frequencies.to_vec();
         if device.is_counting() {
-            return Ok(RotaryTable { cos, sin, frequencies });
+            return Ok(RotaryTable { cos, sin, frequencies, amplitude });
         }
         for (table, function) in [(&mut cos, f64::cos as fn(f64) -> f64), (&mut sin, f64::sin)] {
             device.fill(table.view_mut(), |values: &mut [f32]| {
                 for (index, value) in values.iter_mut().enumerate() {
                     let (position, pair) = (index / frequencies.len(), index % frequencies.len());
-                    *value = function(position as f64 * frequencies[pair]) as f32;
+                    *value = function(position as f64 * frequencies[pair]) as f32 * amplitude;
                 }
                 Ok::<_, DeviceError>(())
             })?;
         }
-        Ok(RotaryTable { cos, sin, frequencies })
+        Ok(RotaryTable { cos, sin, frequencies, amplitude })
     }
 
     /// The same angles for another number of positions.
@@ -50,7 +57,7 @@ impl RotaryTable {
     /// # Errors
     /// If there is no memory for them.
     pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self, DeviceError> {
-        RotaryTable::new(device, positions, &self.frequencies)
+        RotaryTable::new(device, positions, &self.frequencies, self.amplitude)
     }
 
     pub(crate) fn at(&self, positions: Positions) -> RotaryViews<'_> {

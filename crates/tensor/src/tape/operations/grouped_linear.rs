@@ -1,5 +1,7 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
+use super::linear::factor;
 use crate::device::{DeviceError, Transpose};
+use crate::fp8::Operand;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::tensor::Tensor;
@@ -42,9 +44,12 @@ impl Operation for GroupedLinear {
         let (x, starts, device) = (cx.input(0), cx.input(1), cx.device());
         let mut y = cx.empty(x.shape().with_cols(self.outputs()), cx.precision().dtype())?;
         let activated = activate(device, self.activation, x)?;
-        let input = activated.as_ref().map_or(x, Tensor::view);
-        let weight = (cx.parameter(&self.weight), Transpose::Yes);
-        device.grouped_matmul(cx.precision(), starts, input, weight, y.view_mut())?;
+        let fp8 = cx.fp8_layer(self.weight.first);
+        let input = factor(device, fp8, Operand::Input, activated.as_ref().map_or(x, Tensor::view))?;
+        let weight = factor(device, fp8, Operand::Weight, cx.parameter(&self.weight))?;
+        let right = (weight.view(), Transpose::Yes);
+        device.grouped_matmul(cx.precision(), starts, input.view(), right, y.view_mut())?;
+        drop((input, weight));
         drop(activated);
         cx.output(y);
         Ok(())
@@ -56,9 +61,12 @@ impl Operation for GroupedLinear {
         }
         let inputs = self.weight.shape.cols();
         let mut d_activated = cx.empty(cx.grad().shape().with_cols(inputs), cx.input_dtype(0))?;
-        let weight = (cx.parameter(&self.weight), Transpose::No);
-        let (starts, dy) = (cx.input(1), cx.grad());
-        cx.device().grouped_matmul(cx.precision(), starts, dy, weight, d_activated.view_mut())?;
+        let (device, fp8) = (cx.device(), cx.fp8_layer(self.weight.first));
+        let dy = factor(device, fp8, Operand::OutputGrad, cx.grad())?;
+        let weight = factor(device, fp8, Operand::Weight, cx.parameter(&self.weight))?;
+        let right = (weight.view(), Transpose::No);
+        device.grouped_matmul(cx.precision(), cx.input(1), dy.view(), right, d_activated.view_mut())?;
+        drop((dy, weight));
         activation_grad(cx, self.activation, d_activated)
     }
 
@@ -72,8 +80,12 @@ impl Operation for GroupedLinear {
                 InputActivation::Identity => cx.input(0),
                 _ => cx.kept(0).expect("the input half has kept it"),
             };
-            let factors = (cx.grad(), input);
-            cx.device().grouped_transposed_matmul(cx.precision(), cx.input(1), factors, out, accumulate)
+            // Rounded again rather than kept: the scale is still that of the step.
+            let (device, fp8) = (cx.device(), cx.fp8_layer(self.weight.first));
+            let input = factor(device, fp8, Operand::Input, input)?;
+            let dy = factor(device, fp8, Operand::OutputGrad, cx.grad())?;
+            let factors = (dy.view(), input.view());
+            device.grouped_transposed_matmul(cx.precision(), cx.input(1), factors, out, accumulate)
         })
     }
 

@@ -224,7 +224,7 @@ impl Linear {
 }
 
 /// What products read for `values`.
-fn factor<'a>(
+pub(super) fn factor<'a>(
     device: &Device,
     fp8: Option<Fp8Layer<'_>>,
     operand: Operand,

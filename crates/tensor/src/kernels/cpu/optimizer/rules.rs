@@ -149,6 +149,11 @@ pub enum Update {
         /// What is left of the parameter.
         keep: f32,
     },
+    /// A step of the same length for all elements, against the sign of the gradient; none where that is 0. No sums.
+    Sign {
+        /// The length.
+        rate: f32,
+    },
 }
 
 /// Gradients of Adafactor count as no larger than this: their squares stay finite.
@@ -210,6 +215,12 @@ fn frozen_denominator(v: f32, c: Corrected) -> f32 {
     if v == 0.0 { f32::INFINITY } else { v.sqrt() * c.root2 + c.step.epsilon }
 }
 
+/// The sign of zero is zero here, which `signum` is not.
+#[inline(always)]
+fn sign(x: f32) -> f32 {
+    if x == 0.0 { 0.0 } else { x.signum() }
+}
+
 for_each_simd_level! {
     fn adamw(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: Corrected) {
         let s = c.step;
@@ -264,11 +275,13 @@ for_each_simd_level! {
         for ((p, &g), m) in p.iter_mut().zip(g).zip(m) {
             let g = g * s.grad_scale;
             let mixed = s.beta1 * *m + (1.0 - s.beta1) * g;
-            // The sign of zero is zero here, which `signum` is not.
-            let sign = if mixed == 0.0 { 0.0 } else { mixed.signum() };
-            *p = *p * keep - s.lr * sign;
+            *p = *p * keep - s.lr * sign(mixed);
             *m = s.beta2 * *m + (1.0 - s.beta2) * g;
         }
+    }
+
+    fn step_by_sign(p: &mut [f32], g: &[f32], rate: f32) {
+        p.iter_mut().zip(g).for_each(|(p, &g)| *p -= rate * sign(g));
     }
 
     fn norms(p: &[f32], g: &[f32], grad_scale: f32) -> [f32; 2] {
@@ -392,7 +405,7 @@ impl Update {
             Update::RmsMoment(_) => (14, Skip, Read, [Change, Skip]),
             Update::Rms(_) => (8, Change, Read, [Read, Skip]),
             Update::MuonMomentum(_) => (7, Change, Read, [Change, Skip]),
-            Update::Descend { .. } => (3, Change, Read, [Skip; 2]),
+            Update::Descend { .. } | Update::Sign { .. } => (3, Change, Read, [Skip; 2]),
         };
         ElementCost { num_operations, parameter, gradient, states }
     }
@@ -447,6 +460,7 @@ impl Update {
             Update::Rms(step) => each!(|p, g, v, _w| rms(features, p, g, v, step)),
             Update::MuonMomentum(step) => each!(|p, g, m, _v| muon_momentum(features, p, g, m, step)),
             Update::Descend { lr, keep } => each!(|p, g, _m, _v| descend(features, p, g, lr, keep)),
+            Update::Sign { rate } => each!(|p, g, _m, _v| step_by_sign(features, p, g, rate)),
         }
     }
 }

@@ -260,7 +260,7 @@ fn elements_without_a_frozen_second_moment_stay() {
 }
 
 /// Every update, with what is no part of the others' tests.
-fn updates() -> [Update; 16] {
+fn updates() -> [Update; 17] {
     let adam = AdamStep { adamw: ADAMW, num_second: 2 };
     let rms = RmsStep { lr: 0.01, mixing: 0.1, keep: 0.99, grad_scale: 0.5 };
     [
@@ -280,6 +280,7 @@ fn updates() -> [Update; 16] {
         Update::Rms(rms),
         Update::MuonMomentum(MuonStep { momentum: 0.95, nesterov: true, grad_scale: 0.5 }),
         Update::Descend { lr: 0.1, keep: 0.9 },
+        Update::Sign { rate: 0.1 },
     ]
 }
 

@@ -1,5 +1,14 @@
 //! Hugging Face `config.json`, read into one description for every family.
 
+mod experts;
+mod reader;
+mod rope;
+
+pub use experts::{ExpertsConfig, LatentConfig, RouterScores};
+pub(crate) use reader::{Reader, shortest, wrong};
+pub(crate) use rope::read_rope;
+pub use rope::{Llama3Scaling, Rope, RopeScaling, YarnScaling};
+
 use crate::error::ModelError;
 use crate::families::{self, FAMILIES, Family};
 use crate::model::Model;
@@ -23,9 +32,11 @@ pub struct ModelConfig {
     pub num_heads: usize,
     /// Key-value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements of a head.
+    /// Elements of a head of queries or keys.
     pub head_dim: usize,
-    /// Width between the two linear layers of a block.
+    /// How heads are made from latent vectors, if they are.
+    pub latent: Option<LatentConfig>,
+    /// Width between the two linear layers of a block, where these are no experts.
     pub intermediate_size: usize,
     /// Longest sequence.
     pub max_position_embeddings: usize,
@@ -43,6 +54,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// What is applied between the feed-forward projections, by gates or without.
     pub activation: Activation,
+    /// The layers whose feed-forward layers are experts, if there are such.
+    pub experts: Option<ExpertsConfig>,
     /// How queries and keys make scores.
     pub attention: AttentionConfig,
     /// Bound of logits.
@@ -81,47 +94,6 @@ impl AttentionConfig {
     }
 }
 
-/// Rotary positions (Su et al., "RoFormer", 2021): the angle per position of pair `i` of a head is `theta^(-2 i / head_dim)`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Rope {
-    /// Base of the frequencies.
-    pub theta: f64,
-    /// How low frequencies are stretched to longer sequences than those of pretraining, if they are.
-    pub scaling: Option<RopeScaling>,
-}
-
-/// Frequencies of llama 3 (Grattafiori et al., "The Llama 3 herd of models", 2024): those with long waves are divided, those with
-/// short ones stay, and between them there is a ramp.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RopeScaling {
-    /// What low frequencies are divided by.
-    pub factor: f64,
-    /// Frequencies with fewer waves than this in `original_positions` are divided.
-    pub low_frequency_factor: f64,
-    /// Frequencies with more waves stay.
-    pub high_frequency_factor: f64,
-    /// Positions of pretraining.
-    pub original_positions: usize,
-}
-
-impl Rope {
-    /// The angles per position of the pairs of a head.
-    pub(crate) fn frequencies(&self, head_dim: usize) -> Vec<f64> {
-        let frequency = |pair: usize| self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
-        let scaled = |frequency: f64| self.scaling.map_or(frequency, |scaling| scaling.apply(frequency));
-        (0..head_dim / 2).map(frequency).map(scaled).collect()
-    }
-}
-
-impl RopeScaling {
-    fn apply(&self, frequency: f64) -> f64 {
-        let RopeScaling { factor, low_frequency_factor: low, high_frequency_factor: high, .. } = *self;
-        let num_waves = self.original_positions as f64 * frequency / (2.0 * std::f64::consts::PI);
-        let kept = ((num_waves - low) / (high - low)).clamp(0.0, 1.0);
-        (1.0 - kept) * frequency / factor + kept * frequency
-    }
-}
-
 impl ModelConfig {
     /// The settings in which this model computes something else than `other`: each with both values, named as `[model]` names
     /// them. How weights are initialized is no such setting.
@@ -136,6 +108,9 @@ impl ModelConfig {
             };
             // Rotary positions have no parameters.
             let positions = config.rope.is_none().then_some(config.max_position_embeddings);
+            // Losses of routers are no part of what a model computes.
+            let losses_left_out =
+                |experts: &ExpertsConfig| ExpertsConfig { balance_loss: 0.0, z_loss: 0.0, ..experts.clone() };
             [
                 ("model_type", config.family.name().to_owned()),
                 ("vocab_size", config.vocab_size.to_string()),
@@ -153,6 +128,18 @@ impl ModelConfig {
                 ("qkv_bias", config.qkv_bias.to_string()),
                 ("attention_output_bias", config.attention_output_bias.to_string()),
                 ("mlp_bias", config.mlp_bias.to_string()),
+                (
+                    "latent attention",
+                    config.latent.map_or_else(|| "none".to_owned(), |latent| format!("{latent:?}")),
+                ),
+                (
+                    "experts",
+                    config
+                        .experts
+                        .as_ref()
+                        .map(losses_left_out)
+                        .map_or_else(|| "none".to_owned(), |experts| format!("{experts:?}")),
+                ),
                 ("activation", format!("{:?}", config.activation)),
                 ("attention_scale", config.attention_rule(0).scale.to_string()),
                 ("scales_by_layer", config.attention.scales_by_layer.to_string()),
@@ -167,93 +154,8 @@ impl ModelConfig {
     }
 }
 
-/// Sizes beyond which a config is taken for damaged rather than large.
-const SIZE_MAX: u64 = 1 << 24;
-
-/// As [`SIZE_MAX`], for blocks: each has names and descriptions of its own.
+/// Blocks beyond which a config is taken for damaged rather than large: each has names and descriptions of its own.
 const LAYERS_MAX: usize = 4096;
-
-/// A `config.json` being read.
-pub(crate) struct Reader<'a> {
-    pub(crate) map: &'a Map<String, Value>,
-    pub(crate) family: Family,
-}
-
-impl Reader<'_> {
-    pub(crate) fn get(&self, key: &str) -> Option<&Value> {
-        self.map.get(key).filter(|value| !value.is_null())
-    }
-
-    pub(crate) fn size(&self, key: &'static str) -> Result<usize, ModelError> {
-        self.optional_size(key)?.ok_or_else(|| self.missing(key))
-    }
-
-    pub(crate) fn missing(&self, key: &'static str) -> ModelError {
-        ModelError::MissingKey { key, family: self.family.name().to_owned() }
-    }
-
-    /// A whole number that may be 0.
-    pub(crate) fn whole(&self, key: &'static str, default: usize) -> Result<usize, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(default) };
-        match value.as_u64() {
-            Some(number @ 0..=SIZE_MAX) => Ok(number as usize),
-            _ => Err(wrong(key, value, "a whole number up to 16777216")),
-        }
-    }
-
-    pub(crate) fn optional_size(&self, key: &'static str) -> Result<Option<usize>, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        match value.as_u64() {
-            Some(size @ 1..=SIZE_MAX) => Ok(Some(size as usize)),
-            _ => Err(wrong(key, value, "a whole number from 1 to 16777216")),
-        }
-    }
-
-    pub(crate) fn number(&self, key: &'static str, default: f64) -> Result<f64, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(default) };
-        match value.as_f64() {
-            Some(number) if number > 0.0 && number.is_finite() => Ok(number),
-            _ => Err(wrong(key, value, "a positive number")),
-        }
-    }
-
-    /// A positive number that f32 holds, neither rounded to 0 nor to infinity.
-    pub(crate) fn narrow_number(&self, key: &'static str, default: f64) -> Result<f32, ModelError> {
-        let number = self.number(key, default)? as f32;
-        let found =
-            || wrong(key, self.get(key).unwrap_or(&Value::Null), "a positive number within the range of f32");
-        if number.is_normal() { Ok(number) } else { Err(found()) }
-    }
-
-    /// A positive number that may be missing or null.
-    pub(crate) fn optional_number(&self, key: &'static str) -> Result<Option<f64>, ModelError> {
-        self.get(key).map(|_| self.number(key, 1.0)).transpose()
-    }
-
-    /// Whether the key is there, if only with null.
-    pub(crate) fn has(&self, key: &str) -> bool {
-        self.map.contains_key(key)
-    }
-
-    pub(crate) fn flag(&self, key: &'static str, default: bool) -> Result<bool, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(default) };
-        value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))
-    }
-
-    /// Refuses a key whose value asks for arithmetic that is not built here.
-    pub(crate) fn require(&self, key: &'static str, accepted: &[Value]) -> Result<(), ModelError> {
-        let Some(value) = self.get(key) else { return Ok(()) };
-        if accepted.contains(value) {
-            return Ok(());
-        }
-        let names: Vec<String> = accepted.iter().map(Value::to_string).collect();
-        Err(wrong(key, value, &names.join(" or ")))
-    }
-}
-
-pub(crate) fn wrong(key: &str, value: &Value, expected: &str) -> ModelError {
-    ModelError::WrongValue { key: key.to_owned(), found: value.to_string(), expected: expected.to_owned() }
-}
 
 impl ModelConfig {
     /// Reads the text of a `config.json` whose `model_type` is a [family](Family) of Trireme's.
@@ -300,17 +202,23 @@ impl ModelConfig {
             return Err(wrong("rope_theta", &json!(theta), "a number from 1"));
         }
         if self.rope.is_some() {
-            fits(
-                "head_dim",
-                self.head_dim,
-                self.head_dim.is_multiple_of(2),
-                "an even number, for rotary pairs".into(),
-            )?;
+            let (key, dim) = self.rotary_dim();
+            fits(key, dim, dim.is_multiple_of(2), "an even number, for rotary pairs".into())?;
         } else {
             let hidden = self.hidden_size;
             fits("n_head", heads, hidden.is_multiple_of(heads), format!("a divisor of n_embd {hidden}"))?;
         }
-        Ok(())
+        self.experts.as_ref().map_or(Ok(()), |experts| experts.check(layers))
+    }
+
+    /// Elements of what is rotated of a head, with the key that says so.
+    fn rotary_dim(&self) -> (&'static str, usize) {
+        self.latent.map_or(("head_dim", self.head_dim), |latent| ("qk_rope_head_dim", latent.rotary_dim))
+    }
+
+    /// The experts of a layer, if it has any.
+    pub(crate) fn experts_of(&self, layer: usize) -> Option<&ExpertsConfig> {
+        self.experts.as_ref().filter(|experts| experts.layers.contains(&layer))
     }
 
     /// How a layer attends.
@@ -348,7 +256,8 @@ impl ModelConfig {
     ) -> Result<Model, ModelError> {
         self.check()?;
         let angles = |rope: &Rope| {
-            RotaryTable::new(device, seq_len_max, &rope.frequencies(self.head_dim)).map(Arc::new)
+            let frequencies = rope.frequencies(self.rotary_dim().1);
+            RotaryTable::new(device, seq_len_max, &frequencies, rope.amplitude()).map(Arc::new)
         };
         Ok(families::build(self, self.rope.as_ref().map(angles).transpose()?.as_ref(), table))
     }
@@ -357,11 +266,6 @@ impl ModelConfig {
     pub fn to_json(&self) -> Value {
         (self.family.write)(self)
     }
-}
-
-/// The f64 whose shortest text is that of `x`: 1e-5 instead of 9.99999974e-6.
-pub(crate) fn shortest(x: f32) -> f64 {
-    x.to_string().parse().expect("a printed number parses")
 }
 
 #[cfg(test)]
@@ -399,7 +303,7 @@ mod tests {
             (&GPT2.replace("48", "-1"), "whole number"),
             (&GPT2.replace("48", "99999999999"), "16777216"),
             (&GPT2.replace(r#""n_layer":2"#, r#""n_layer":5000"#), "at most 4096 layers"),
-            (&LLAMA.replace("default", "yarn"), "\"default\" or \"llama3\""),
+            (&LLAMA.replace("default", "linear"), "\"default\", \"llama3\" or \"yarn\""),
             (&LLAMA.replace("default", "llama3"), "lacks 'factor'"),
             (&LLAMA.replace("5000.0", "0.5"), "a number from 1"),
             (&GPT2.replace("1e-05", "1e-50"), "within the range of f32"),

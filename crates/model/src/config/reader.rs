@@ -1,0 +1,117 @@
+//! A `config.json` being read.
+
+use crate::error::ModelError;
+use crate::families::Family;
+use serde_json::{Map, Value};
+
+/// Sizes beyond which a config is taken for damaged rather than large.
+const SIZE_MAX: u64 = 1 << 24;
+
+/// A `config.json` being read.
+pub(crate) struct Reader<'a> {
+    pub(crate) map: &'a Map<String, Value>,
+    pub(crate) family: Family,
+}
+
+impl Reader<'_> {
+    pub(crate) fn get(&self, key: &str) -> Option<&Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    pub(crate) fn size(&self, key: &'static str) -> Result<usize, ModelError> {
+        self.optional_size(key)?.ok_or_else(|| self.missing(key))
+    }
+
+    pub(crate) fn missing(&self, key: &'static str) -> ModelError {
+        ModelError::MissingKey { key, family: self.family.name().to_owned() }
+    }
+
+    /// A whole number that may be 0.
+    pub(crate) fn whole(&self, key: &'static str, default: usize) -> Result<usize, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        match value.as_u64() {
+            Some(number @ 0..=SIZE_MAX) => Ok(number as usize),
+            _ => Err(wrong(key, value, "a whole number up to 16777216")),
+        }
+    }
+
+    pub(crate) fn optional_size(&self, key: &'static str) -> Result<Option<usize>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_u64() {
+            Some(size @ 1..=SIZE_MAX) => Ok(Some(size as usize)),
+            _ => Err(wrong(key, value, "a whole number from 1 to 16777216")),
+        }
+    }
+
+    pub(crate) fn size_or(&self, key: &'static str, default: usize) -> Result<usize, ModelError> {
+        Ok(self.optional_size(key)?.unwrap_or(default))
+    }
+
+    pub(crate) fn number(&self, key: &'static str, default: f64) -> Result<f64, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        match value.as_f64() {
+            Some(number) if number > 0.0 && number.is_finite() => Ok(number),
+            _ => Err(wrong(key, value, "a positive number")),
+        }
+    }
+
+    /// A positive number that f32 holds, neither rounded to 0 nor to infinity.
+    pub(crate) fn narrow_number(&self, key: &'static str, default: f64) -> Result<f32, ModelError> {
+        let number = self.number(key, default)? as f32;
+        let found =
+            || wrong(key, self.get(key).unwrap_or(&Value::Null), "a positive number within the range of f32");
+        if number.is_normal() { Ok(number) } else { Err(found()) }
+    }
+
+    /// A positive number that may be missing or null.
+    pub(crate) fn optional_number(&self, key: &'static str) -> Result<Option<f64>, ModelError> {
+        self.get(key).map(|_| self.number(key, 1.0)).transpose()
+    }
+
+    /// Whether the key is there, if only with null.
+    pub(crate) fn has(&self, key: &str) -> bool {
+        self.map.contains_key(key)
+    }
+
+    pub(crate) fn flag(&self, key: &'static str, default: bool) -> Result<bool, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))
+    }
+
+    /// The weight of a loss, 0 or more.
+    pub(crate) fn weight(&self, key: &'static str, default: f64) -> Result<f32, ModelError> {
+        match self.get(key) {
+            Some(value) if value.as_f64() == Some(0.0) => Ok(0.0),
+            None if default == 0.0 => Ok(0.0),
+            _ => self.narrow_number(key, default),
+        }
+    }
+
+    /// Different indices of things of which there are `len`.
+    pub(crate) fn indices(&self, key: &'static str, len: usize) -> Result<Vec<usize>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(Vec::new()) };
+        let index =
+            |value: &Value| value.as_u64().filter(|&index| index < len as u64).map(|index| index as usize);
+        let indices = value.as_array().and_then(|all| all.iter().map(index).collect::<Option<Vec<usize>>>());
+        indices.ok_or_else(|| wrong(key, value, &format!("a list of numbers below {len}")))
+    }
+
+    /// Refuses a key whose value asks for arithmetic that is not built here.
+    pub(crate) fn require(&self, key: &'static str, accepted: &[Value]) -> Result<(), ModelError> {
+        let Some(value) = self.get(key) else { return Ok(()) };
+        if accepted.contains(value) {
+            return Ok(());
+        }
+        let names: Vec<String> = accepted.iter().map(Value::to_string).collect();
+        Err(wrong(key, value, &names.join(" or ")))
+    }
+}
+
+pub(crate) fn wrong(key: &str, value: &Value, expected: &str) -> ModelError {
+    ModelError::WrongValue { key: key.to_owned(), found: value.to_string(), expected: expected.to_owned() }
+}
+
+/// The f64 whose shortest text is that of `x`: 1e-5 instead of 9.99999974e-6.
+pub(crate) fn shortest(x: f32) -> f64 {
+    x.to_string().parse().expect("a printed number parses")
+}

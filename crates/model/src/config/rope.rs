@@ -1,0 +1,212 @@
+//! Rotary positions.
+
+use super::reader::{Reader, wrong};
+use crate::error::ModelError;
+use serde_json::{Map, Value, json};
+use std::f64::consts::TAU;
+
+/// Rotary positions (Su et al., "RoFormer", 2021): the angle per position of pair `i` of a head is `theta^(-2 i / head_dim)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// How low frequencies are stretched to longer sequences than those of pretraining, if they are.
+    pub scaling: Option<RopeScaling>,
+}
+
+/// How frequencies are stretched.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// As for llama 3.
+    Llama3(Llama3Scaling),
+    /// By YaRN.
+    Yarn(YarnScaling),
+}
+
+/// Frequencies of llama 3 (Grattafiori et al., "The Llama 3 herd of models", 2024): those with long waves are divided, those with
+/// short ones stay, and between them there is a ramp.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Llama3Scaling {
+    /// What low frequencies are divided by.
+    pub factor: f64,
+    /// Frequencies with fewer waves than this in `original_positions` are divided.
+    pub low_frequency_factor: f64,
+    /// Frequencies with more waves stay.
+    pub high_frequency_factor: f64,
+    /// Positions of pretraining.
+    pub original_positions: usize,
+}
+
+/// Frequencies of YaRN (Peng et al., "YaRN: efficient context window extension of large language models", 2023): those of pairs that turn seldom are divided,
+/// those of pairs that turn often stay, between them there is a ramp over the pairs, and queries and keys become longer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct YarnScaling {
+    /// What low frequencies are divided by.
+    pub factor: f64,
+    /// Turns in `original_positions` from which on frequencies stay.
+    pub beta_fast: f64,
+    /// Turns below which frequencies are divided.
+    pub beta_slow: f64,
+    /// Weight of the logarithm of the factor in the length of queries and keys, if given.
+    pub mscale: Option<f64>,
+    /// As `mscale`, for what divides that length; latent attention multiplies scores by its square.
+    pub mscale_all_dim: Option<f64>,
+    /// The length of queries and keys, instead of the one that follows.
+    pub attention_factor: Option<f64>,
+    /// Whether the ramp begins and ends at whole pairs.
+    pub truncates: bool,
+    /// Positions of pretraining.
+    pub original_positions: usize,
+}
+
+impl Rope {
+    /// The angles per position of the pairs of a head.
+    pub(crate) fn frequencies(&self, head_dim: usize) -> Vec<f64> {
+        let frequency = |pair: usize| self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
+        let scaled = |pair: usize| match self.scaling {
+            None => frequency(pair),
+            Some(RopeScaling::Llama3(scaling)) => scaling.apply(frequency(pair)),
+            Some(RopeScaling::Yarn(scaling)) => {
+                scaling.apply(frequency(pair), scaling.kept(pair, head_dim, self.theta))
+            }
+        };
+        (0..head_dim / 2).map(scaled).collect()
+    }
+
+    /// What queries and keys are multiplied by as they are rotated.
+    pub(crate) fn amplitude(&self) -> f32 {
+        match self.scaling {
+            Some(RopeScaling::Yarn(scaling)) => scaling.amplitude() as f32,
+            _ => 1.0,
+        }
+    }
+}
+
+impl Llama3Scaling {
+    fn apply(&self, frequency: f64) -> f64 {
+        let Llama3Scaling { factor, low_frequency_factor: low, high_frequency_factor: high, .. } = *self;
+        let num_waves = self.original_positions as f64 * frequency / TAU;
+        let kept = ((num_waves - low) / (high - low)).clamp(0.0, 1.0);
+        (1.0 - kept) * frequency / factor + kept * frequency
+    }
+}
+
+impl YarnScaling {
+    fn apply(&self, frequency: f64, kept: f64) -> f64 {
+        (1.0 - kept) * frequency / self.factor + kept * frequency
+    }
+
+    /// How much of the frequency of a pair stays.
+    fn kept(&self, pair: usize, head_dim: usize, theta: f64) -> f64 {
+        // The pair that turns so often in the positions of pretraining.
+        let pair_of = |turns: f64| {
+            head_dim as f64 * (self.original_positions as f64 / (turns * TAU)).ln() / (2.0 * theta.ln())
+        };
+        let (mut low, mut high) = (pair_of(self.beta_fast), pair_of(self.beta_slow));
+        if self.truncates {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let (low, mut high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
+        if low == high {
+            high += 1e-3;
+        }
+        1.0 - ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0)
+    }
+
+    fn length(&self, mscale: f64) -> f64 {
+        if self.factor <= 1.0 { 1.0 } else { 0.1 * mscale * self.factor.ln() + 1.0 }
+    }
+
+    fn amplitude(&self) -> f64 {
+        match (self.attention_factor, self.mscale, self.mscale_all_dim) {
+            (Some(factor), ..) => factor,
+            (None, Some(mscale), Some(all)) => self.length(mscale) / self.length(all),
+            _ => self.length(1.0),
+        }
+    }
+
+    /// What latent attention multiplies scores by.
+    pub(crate) fn latent_score_factor(&self) -> f64 {
+        self.mscale_all_dim.map_or(1.0, |mscale| self.length(mscale).powi(2))
+    }
+}
+
+/// transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling.
+pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope, ModelError> {
+    let empty = Map::new();
+    let parameters = reader.get("rope_parameters").or_else(|| reader.get("rope_scaling"));
+    let map = match parameters {
+        None => &empty,
+        Some(Value::Object(map)) => map,
+        Some(other) => return Err(wrong("rope_parameters", other, "an object")),
+    };
+    let rope = Reader { map, family: reader.family };
+    let theta = match rope.get("rope_theta") {
+        Some(_) => rope.number("rope_theta", 1.0)?,
+        None => reader.number("rope_theta", default_theta)?,
+    };
+    let kind = rope.get("rope_type").or_else(|| rope.get("type"));
+    let needed = |key: &'static str| rope.optional_number(key)?.ok_or_else(|| rope.missing(key));
+    let scaling = match kind.map_or(Some("default"), Value::as_str) {
+        Some("default") => None,
+        Some("llama3") => Some(RopeScaling::Llama3(Llama3Scaling {
+            factor: needed("factor")?,
+            low_frequency_factor: needed("low_freq_factor")?,
+            high_frequency_factor: needed("high_freq_factor")?,
+            original_positions: rope.size("original_max_position_embeddings")?,
+        })),
+        Some("yarn") => Some(RopeScaling::Yarn(YarnScaling {
+            factor: needed("factor")?,
+            beta_fast: rope.number("beta_fast", 32.0)?,
+            beta_slow: rope.number("beta_slow", 1.0)?,
+            mscale: rope.optional_number("mscale")?,
+            mscale_all_dim: rope.optional_number("mscale_all_dim")?,
+            attention_factor: rope.optional_number("attention_factor")?,
+            truncates: rope.flag("truncate", true)?,
+            original_positions: rope.size("original_max_position_embeddings")?,
+        })),
+        _ => {
+            let found = kind.unwrap_or(&Value::Null);
+            return Err(wrong("rope_type", found, "\"default\", \"llama3\" or \"yarn\""));
+        }
+    };
+    match scaling {
+        Some(RopeScaling::Llama3(Llama3Scaling {
+            low_frequency_factor: low,
+            high_frequency_factor: high,
+            ..
+        })) if high <= low => {
+            Err(wrong("high_freq_factor", &json!(high), &format!("more than low_freq_factor {low}")))
+        }
+        Some(RopeScaling::Yarn(YarnScaling { beta_fast, beta_slow, .. })) if beta_fast < beta_slow => {
+            Err(wrong("beta_fast", &json!(beta_fast), &format!("at least beta_slow {beta_slow}")))
+        }
+        _ => Ok(Rope { theta, scaling }),
+    }
+}
+
+impl RopeScaling {
+    /// What `config.json` calls rope_scaling.
+    pub(crate) fn to_json(self) -> Value {
+        match self {
+            RopeScaling::Llama3(scaling) => json!({
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_frequency_factor,
+                "high_freq_factor": scaling.high_frequency_factor,
+                "original_max_position_embeddings": scaling.original_positions,
+            }),
+            RopeScaling::Yarn(scaling) => json!({
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "mscale": scaling.mscale,
+                "mscale_all_dim": scaling.mscale_all_dim,
+                "attention_factor": scaling.attention_factor,
+                "truncate": scaling.truncates,
+                "original_max_position_embeddings": scaling.original_positions,
+            }),
+        }
+    }
+}

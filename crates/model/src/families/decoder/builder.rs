@@ -1,0 +1,307 @@
+//! Builds the models of these families.
+
+use super::{ExpertNames, Style};
+use crate::config::{ExpertsConfig, LatentConfig, ModelConfig, RouterScores};
+use crate::families::{attention, kv_heads, normal, output_weight, token_table};
+use crate::model::Model;
+use crate::transformer::{
+    Block, Head, LatentAttention, LatentQueries, MixtureOfExperts, Mlp, Projection, QkNorms, RouterLosses,
+    SelfAttention, Sublayer, TokenEmbedding,
+};
+use crate::unit::Unit;
+use std::sync::Arc;
+use trireme_tensor::tape::{
+    Attention, CombineRows, Embedding, GroupRows, GroupedLinear, InputActivation, LatentHeads, Linear,
+    LossHead, Norm, Op, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax, TopK, WeightLayout,
+};
+use trireme_tensor::{Choice, Cut, Initial, LatentHeadShape, Parameter, ParameterTable};
+
+/// The model of a config.
+pub(in crate::families) fn build(
+    config: &ModelConfig,
+    rotary: Option<&Arc<RotaryTable>>,
+    table: ParameterTable,
+    style: Style,
+) -> Model {
+    let mut builder = Builder { config, style, table };
+    builder.table.begin_unit("embedding");
+    let tokens = builder.table.add(token_table("model.embed_tokens.weight", config));
+    let scale = style.scales_embedding.then(|| Arc::new(Scale((config.hidden_size as f32).sqrt())));
+    let embedding = Arc::new(Embedding { tokens, positions: None });
+    let mut units: Vec<Arc<dyn Unit>> = vec![Arc::new(TokenEmbedding { embedding, scale })];
+    for layer in 0..config.num_layers {
+        units.extend(builder.layer(layer, rotary));
+    }
+    builder.table.begin_unit("head");
+    let norm = builder.norm("model.norm", config.hidden_size);
+    let weight = output_weight(config, &mut builder.table, tokens);
+    let loss = Arc::new(LossHead { weight, soft_cap: config.logit_soft_cap });
+    units.push(Arc::new(Head { norm, loss }));
+    Model::new(units, builder.table)
+}
+
+struct Builder<'a> {
+    config: &'a ModelConfig,
+    style: Style,
+    table: ParameterTable,
+}
+
+impl Builder<'_> {
+    /// The units of a layer: one, or one for attention and one for experts.
+    fn layer(&mut self, layer: usize, rotary: Option<&Arc<RotaryTable>>) -> Vec<Arc<dyn Unit>> {
+        let name = format!("model.layers.{layer}");
+        self.table.begin_unit(&name);
+        let attention = self.attention(&name, layer, rotary);
+        match self.config.experts_of(layer) {
+            None => {
+                let mlp: Box<dyn Sublayer> = Box::new(self.mlp(&name));
+                vec![Arc::new(Block(vec![attention, mlp]))]
+            }
+            Some(experts) => {
+                self.table.begin_unit(format!("{name}.{}", self.style.expert_names.part));
+                let experts = Box::new(self.experts(&name, experts));
+                vec![Arc::new(Block(vec![attention])), Arc::new(Block(vec![experts]))]
+            }
+        }
+    }
+
+    fn attention(
+        &mut self,
+        name: &str,
+        layer: usize,
+        rotary: Option<&Arc<RotaryTable>>,
+    ) -> Box<dyn Sublayer> {
+        let config = self.config;
+        let norm = self.norm(&format!("{name}.input_layernorm"), config.hidden_size);
+        if let (Some(latent), Some(rotary)) = (config.latent, rotary) {
+            return Box::new(self.latent_attention(name, norm, layer, (latent, rotary)));
+        }
+        let dim = config.head_dim;
+        let (queries, keys) = (config.num_heads * dim, config.num_kv_heads * dim);
+        let part = |part: &str| format!("{name}.self_attn.{part}");
+        let (heads, kv_heads) = (Cut::along(0).with_granule(dim), kv_heads(dim));
+        let qkv = [("q_proj", queries, heads), ("k_proj", keys, kv_heads), ("v_proj", keys, kv_heads)];
+        let qkv = qkv.map(|(name, outputs, cut)| (part(name), outputs, Some(cut)));
+        let attention = attention(config, layer, rotary, &self.table);
+        Box::new(SelfAttention {
+            norm,
+            qkv: self.projections(&qkv, config.hidden_size, config.qkv_bias),
+            qk_norms: self.style.has_qk_norms.then(|| {
+                let norms = ["q_norm", "k_norm"].map(|norm| self.norm(&part(norm), dim));
+                QkNorms::new(norms, &attention)
+            }),
+            attention,
+            output: self.residual_projection(
+                &part("o_proj"),
+                ((queries, dim), config.attention_output_bias, InputActivation::Identity),
+                &format!("{name}.post_attention_layernorm"),
+            ),
+        })
+    }
+
+    /// Latent vectors are the same on all ranks of the tensor axis; heads are cut.
+    fn latent_attention(
+        &mut self,
+        name: &str,
+        norm: Arc<Norm>,
+        layer: usize,
+        (latent, rotary): (LatentConfig, &Arc<RotaryTable>),
+    ) -> LatentAttention {
+        let config = self.config;
+        let LatentConfig { query_rank, kv_rank, plain_dim, rotary_dim, value_dim, is_interleaved } = latent;
+        let part = |part: &str| format!("{name}.self_attn.{part}");
+        let heads = |dim: usize| (config.num_heads * dim, Some(Cut::along(0).with_granule(dim)));
+        let slice = |start: usize, len: usize| Arc::new(Slice { dim: 2, range: start..start + len });
+        let ranks = query_rank.map(|rank| (part("q_a_proj"), rank, None));
+        let down = (part("kv_a_proj_with_mqa"), kv_rank + rotary_dim, None);
+        let down: Vec<_> = ranks.into_iter().chain([down]).collect();
+        let down = self.projections(&down, config.hidden_size, config.qkv_bias);
+        let (outputs, cut) = heads(plain_dim + rotary_dim);
+        let queries = match query_rank {
+            None => {
+                let queries = [(part("q_proj"), outputs, cut)];
+                LatentQueries::Direct(self.projections(&queries, config.hidden_size, false))
+            }
+            Some(rank) => LatentQueries::Latent {
+                slice: slice(0, rank),
+                norm: self.norm(&part("q_a_layernorm"), rank),
+                up: self.projections(&[(part("q_b_proj"), outputs, cut)], rank, false),
+            },
+        };
+        let first = query_rank.unwrap_or(0);
+        let kv_norm = self.norm(&part("kv_a_layernorm"), kv_rank);
+        let (outputs, cut) = heads(plain_dim + value_dim);
+        let num_heads = self.table.part_of(Cut::along(0), config.num_heads);
+        let shape = LatentHeadShape { num_heads, plain_dim, rotary_dim, value_dim, is_interleaved };
+        let dims = [plain_dim + rotary_dim, value_dim];
+        LatentAttention {
+            norm,
+            down,
+            queries,
+            kv_slice: slice(first, kv_rank),
+            kv_norm,
+            kv_up: self.projections(&[(part("kv_b_proj"), outputs, cut)], kv_rank, false),
+            key_slice: slice(first + kv_rank, rotary_dim),
+            heads: Arc::new(LatentHeads { shape, rotary: Arc::clone(rotary) }),
+            attention: Arc::new(Attention::with_value_dim(
+                [num_heads; 2],
+                dims,
+                config.attention_rule(layer),
+            )),
+            output: self.residual_projection(
+                &part("o_proj"),
+                (
+                    (config.num_heads * value_dim, value_dim),
+                    config.attention_output_bias,
+                    InputActivation::Identity,
+                ),
+                &format!("{name}.post_attention_layernorm"),
+            ),
+        }
+    }
+
+    fn mlp(&mut self, name: &str) -> Mlp {
+        let (hidden, inner, bias) =
+            (self.config.hidden_size, self.config.intermediate_size, self.config.mlp_bias);
+        let before = if self.style.has_output_norms { "pre_feedforward" } else { "post_attention" };
+        let norm = self.norm(&format!("{name}.{before}_layernorm"), hidden);
+        let inputs =
+            ["gate", "up"].map(|part| (format!("{name}.mlp.{part}_proj"), inner, Some(Cut::along(0))));
+        Mlp {
+            norm,
+            into: self.projections(&inputs, hidden, bias),
+            back: self.residual_projection(
+                &format!("{name}.mlp.down_proj"),
+                ((inner, 1), bias, self.gated()),
+                &format!("{name}.post_feedforward_layernorm"),
+            ),
+        }
+    }
+
+    fn gated(&self) -> InputActivation {
+        InputActivation::Gated(self.config.activation)
+    }
+
+    /// The matrices of all experts lie one below the other; ranks of the tensor axis cut each of them as they cut those of other layers.
+    fn experts(&mut self, name: &str, experts: &ExpertsConfig) -> MixtureOfExperts {
+        let (hidden, inner) = (self.config.hidden_size, experts.intermediate_size);
+        let &ExpertsConfig { num_experts, num_choices, normalizes, scale, groups, .. } = experts;
+        let ExpertNames { part, projections: [gate, up, down] } = self.style.expert_names;
+        let norm = self.norm(&format!("{name}.post_attention_layernorm"), hidden);
+        let module = format!("{name}.{part}");
+        let router = Parameter::embedding(
+            format!("{module}.gate.weight"),
+            &[num_experts, hidden],
+            normal(self.config),
+        );
+        let router = Arc::new(Router { weight: self.table.add(router) });
+        let bias = experts.has_bias.then(|| {
+            self.table.add(Parameter::balance(format!("{module}.gate.e_score_correction_bias"), num_experts))
+        });
+        let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: Cut| {
+            let name = format!("{module}.experts.{expert}.{part}.weight");
+            Parameter::matrix(name, &dims, normal(self.config)).with_cut(cut)
+        };
+        let into = (0..num_experts)
+            .flat_map(|expert| [gate, up].map(|part| matrix(expert, part, [inner, hidden], Cut::along(0))));
+        let back = (0..num_experts).map(|expert| matrix(expert, down, [hidden, inner], Cut::along(1)));
+        let [into, back] =
+            [into.collect::<Vec<_>>(), back.collect()].map(|parts| self.table.add_stacked(parts));
+        let grouped =
+            |weight, activation| Arc::new(GroupedLinear { weight, num_groups: num_experts, activation });
+        let shared = (experts.num_shared > 0).then(|| {
+            let inner = experts.num_shared * inner;
+            let shared = |part: &str| format!("{module}.shared_experts.{part}");
+            let inputs = [gate, up].map(|part| (shared(part), inner, Some(Cut::along(0))));
+            let into = self.projections(&inputs, hidden, false);
+            let back = self.row_parallel(&shared(down), (inner, 1), false, self.gated());
+            (into, Projection::new(back))
+        });
+        let choice = Choice { num_choices, normalizes, scale, groups };
+        MixtureOfExperts {
+            norm,
+            router,
+            scores: match experts.scores {
+                RouterScores::Softmax => Op::from(&Softmax),
+                RouterScores::Sigmoid => Op::from(&Sigmoid),
+            },
+            top_k: Arc::new(TopK { choice, bias }),
+            groups: Arc::new(GroupRows { num_groups: num_experts }),
+            combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),
+            into: grouped(into, InputActivation::Identity),
+            back: grouped(back, self.gated()),
+            shared,
+            losses: RouterLosses { balance: experts.balance_loss, z: experts.z_loss },
+        }
+    }
+
+    fn norm(&mut self, name: &str, cols: usize) -> Arc<Norm> {
+        let offset = self.style.norm_weight_offset;
+        let weight = Parameter::vector(format!("{name}.weight"), cols, Initial::Constant(1.0 - offset));
+        Arc::new(Norm {
+            weight: self.table.add(weight),
+            weight_offset: offset,
+            bias: None,
+            epsilon: self.config.norm_epsilon,
+            centred: false,
+        })
+    }
+
+    /// Projections of one input lie side by side, so that one product serves them all. What is cut is cut by its outputs, with its
+    /// biases.
+    fn projections(
+        &mut self,
+        parts: &[(String, usize, Option<Cut>)],
+        inputs: usize,
+        has_bias: bool,
+    ) -> Arc<Linear> {
+        let cut = |parameter: Parameter, cut: &Option<Cut>| match *cut {
+            Some(cut) => parameter.with_cut(cut),
+            None => parameter,
+        };
+        let weight = |(name, outputs, own): &(String, usize, Option<Cut>)| {
+            let dims = [*outputs, inputs];
+            cut(Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config)), own)
+        };
+        let bias = |(name, outputs, own): &(String, usize, Option<Cut>)| {
+            cut(Parameter::vector(format!("{name}.bias"), *outputs, Initial::ZEROS), own)
+        };
+        Arc::new(Linear {
+            weight: self.table.add_stacked(parts.iter().map(weight)),
+            layout: WeightLayout::OutputsFirst,
+            bias: has_bias.then(|| self.table.add_stacked(parts.iter().map(bias))),
+            activation: InputActivation::Identity,
+        })
+    }
+
+    /// A projection back to the residual stream, with the norm of this name where the style has one.
+    fn residual_projection(
+        &mut self,
+        name: &str,
+        (inputs, has_bias, activation): ((usize, usize), bool, InputActivation),
+        norm_name: &str,
+    ) -> Projection {
+        let linear = self.row_parallel(name, inputs, has_bias, activation);
+        let norm = self.style.has_output_norms.then(|| self.norm(norm_name, self.config.hidden_size));
+        Projection { linear, norm }
+    }
+
+    /// The projection back to the residual stream, which is cut by its inputs.
+    fn row_parallel(
+        &mut self,
+        name: &str,
+        (inputs, granule): (usize, usize),
+        has_bias: bool,
+        activation: InputActivation,
+    ) -> Arc<Linear> {
+        let dims = [self.config.hidden_size, inputs];
+        let weight = Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config));
+        let bias = Parameter::vector(format!("{name}.bias"), dims[0], Initial::ZEROS);
+        Arc::new(Linear {
+            weight: self.table.add(weight.with_cut(Cut::along(1).with_granule(granule))),
+            layout: WeightLayout::OutputsFirst,
+            bias: has_bias.then(|| self.table.add(bias)),
+            activation,
+        })
+    }
+}

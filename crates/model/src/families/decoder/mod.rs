@@ -1,0 +1,179 @@
+//! What families have in common that descend from llama: rotary positions, RMS normalisation, gated feed-forward, and the names and
+//! layouts of their Hugging Face checkpoints.
+
+mod builder;
+
+pub(super) use builder::build;
+
+use super::Family;
+use crate::config::{AttentionConfig, ModelConfig, Reader, SlidingWindow, read_rope, shortest, wrong};
+use crate::error::ModelError;
+use serde_json::{Value, json};
+use trireme_tensor::Activation;
+
+/// In what families differ beside their configs.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Style {
+    /// Heads of queries and keys are normalised.
+    pub(super) has_qk_norms: bool,
+    /// Attention and feed-forward are normalised before they are added to the residual stream, too.
+    pub(super) has_output_norms: bool,
+    /// Added to the weights of norms, which begin at 1 with it.
+    pub(super) norm_weight_offset: f32,
+    /// Embeddings are multiplied by the root of their width.
+    pub(super) scales_embedding: bool,
+    /// What layers call their experts.
+    pub(super) expert_names: ExpertNames,
+}
+
+/// What a layer calls its experts.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ExpertNames {
+    /// The part of a layer that they are.
+    pub(super) part: &'static str,
+    /// Of each the gate, what it multiplies, and the projection back.
+    pub(super) projections: [&'static str; 3],
+}
+
+impl Style {
+    pub(super) const LLAMA: Style = Style {
+        has_qk_norms: false,
+        has_output_norms: false,
+        norm_weight_offset: 0.0,
+        scales_embedding: false,
+        expert_names: ExpertNames { part: "mlp", projections: ["gate_proj", "up_proj", "down_proj"] },
+    };
+}
+
+/// What transformers takes for keys that a config does not have.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Defaults {
+    /// `None` for an equal share of the hidden size.
+    pub(super) head_dim: Option<usize>,
+    /// `None` for as many as there are heads, as for a null.
+    pub(super) num_kv_heads: Option<usize>,
+    pub(super) tie_word_embeddings: bool,
+    /// `None` for 10,000.
+    pub(super) theta: Option<f64>,
+    /// `None` for 1e-6.
+    pub(super) norm_epsilon: Option<f64>,
+}
+
+/// The keys that all these families have.
+pub(super) fn read_decoder(
+    reader: &Reader<'_>,
+    family: Family,
+    defaults: Defaults,
+) -> Result<ModelConfig, ModelError> {
+    let (hidden_size, num_heads) = (reader.size("hidden_size")?, reader.size("num_attention_heads")?);
+    let given_kv_heads = reader.optional_size("num_key_value_heads")?;
+    let default_kv_heads = defaults.num_kv_heads.filter(|_| !reader.has("num_key_value_heads"));
+    let head_dim = defaults.head_dim.unwrap_or((hidden_size / num_heads).max(1));
+    Ok(ModelConfig {
+        family,
+        vocab_size: reader.size("vocab_size")?,
+        hidden_size,
+        num_layers: reader.size("num_hidden_layers")?,
+        num_heads,
+        num_kv_heads: given_kv_heads.or(default_kv_heads).unwrap_or(num_heads),
+        head_dim: reader.optional_size("head_dim")?.unwrap_or(head_dim),
+        intermediate_size: reader.size("intermediate_size")?,
+        max_position_embeddings: reader.size("max_position_embeddings")?,
+        latent: None,
+        experts: None,
+        norm_epsilon: reader.narrow_number("rms_norm_eps", defaults.norm_epsilon.unwrap_or(1e-6))?,
+        tie_word_embeddings: reader.flag("tie_word_embeddings", defaults.tie_word_embeddings)?,
+        rope: Some(read_rope(reader, defaults.theta.unwrap_or(10_000.0))?),
+        qkv_bias: false,
+        attention_output_bias: false,
+        mlp_bias: false,
+        activation: Activation::Silu,
+        attention: AttentionConfig::default(),
+        logit_soft_cap: None,
+        initializer_range: reader.narrow_number("initializer_range", 0.02)?,
+    })
+}
+
+/// The layers that `layer_types` says slide, if the config has it.
+pub(super) fn read_layer_types(
+    reader: &Reader<'_>,
+    num_layers: usize,
+) -> Result<Option<Vec<usize>>, ModelError> {
+    let Some(types) = reader.get("layer_types") else { return Ok(None) };
+    let known = ["full_attention", "sliding_attention"].map(Value::from);
+    let is_known = |types: &&Vec<Value>| types.len() == num_layers && types.iter().all(|t| known.contains(t));
+    let expected = || format!("a list of {num_layers} times {} or {}", known[0], known[1]);
+    let types = types.as_array().filter(is_known).ok_or_else(|| wrong("layer_types", types, &expected()))?;
+    Ok(Some((0..num_layers).filter(|&layer| types[layer] == known[1]).collect()))
+}
+
+/// The window; `None` where the key says null.
+pub(super) fn read_window(reader: &Reader<'_>) -> Result<Option<usize>, ModelError> {
+    let given = reader.optional_size("sliding_window")?;
+    Ok(if reader.has("sliding_window") { given } else { Some(4096) })
+}
+
+/// The attention of the Qwen families: some layers may slide.
+pub(super) fn read_qwen_attention(
+    reader: &Reader<'_>,
+    num_layers: usize,
+) -> Result<AttentionConfig, ModelError> {
+    let window = if reader.flag("use_sliding_window", false)? { read_window(reader)? } else { None };
+    let Some(size) = window else { return Ok(AttentionConfig::default()) };
+    let layers = match read_layer_types(reader, num_layers)? {
+        Some(layers) => layers,
+        None => (reader.whole("max_window_layers", 28)?..num_layers).collect(),
+    };
+    Ok(AttentionConfig { sliding: Some(SlidingWindow { size, layers }), ..AttentionConfig::default() })
+}
+
+/// What [`read_window`] reads.
+pub(super) fn window_size(config: &ModelConfig) -> Option<usize> {
+    config.attention.sliding.as_ref().map(|sliding| sliding.size)
+}
+
+/// For each layer what transformers calls its attention.
+pub(super) fn layer_types(config: &ModelConfig) -> Vec<&'static str> {
+    let name = |layer| {
+        if config.attention.window(layer).is_some() { "sliding_attention" } else { "full_attention" }
+    };
+    (0..config.num_layers).map(name).collect()
+}
+
+/// What [`read_qwen_attention`] reads, beside the family's `own` keys.
+pub(super) fn write_qwen_attention(config: &ModelConfig, mut own: Value) -> Value {
+    let window = window_size(config);
+    own["use_sliding_window"] = window.is_some().into();
+    own["sliding_window"] = window.into();
+    own["layer_types"] = layer_types(config).into();
+    own
+}
+
+/// The `config.json` of a model, with the family's `own` keys.
+pub(super) fn write_decoder(config: &ModelConfig, class: &str, own: Value) -> Value {
+    let rope = config.rope.expect("positions are rotary");
+    let mut json = json!({
+        "architectures": [class],
+        "model_type": config.family.name(),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": shortest(config.norm_epsilon),
+        "rope_theta": rope.theta,
+        "initializer_range": shortest(config.initializer_range),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dtype": "float32",
+    });
+    if let Some(scaling) = rope.scaling {
+        json["rope_scaling"] = scaling.to_json();
+    }
+    if let (Value::Object(all), Value::Object(own)) = (&mut json, own) {
+        all.extend(own);
+    }
+    json
+}

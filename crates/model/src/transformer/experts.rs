@@ -1,0 +1,86 @@
+//! A mixture of experts, as a part of blocks.
+
+use super::{Projection, Sublayer};
+use crate::unit::UnitContext;
+use std::sync::Arc;
+use trireme_tensor::tape::{
+    BalanceLoss, CombineRows, CopyToRanks, GroupRows, GroupedLinear, Linear, Norm, Op, PeakLoad, Router,
+    RouterEntropy, RouterZLoss, SpreadRows, TopK,
+};
+use trireme_tensor::{DeviceError, Var};
+
+/// Feed-forward layers of which each token goes through a few (Shazeer et al., "Outrageously large neural networks", 2017), and perhaps one that all go through
+/// (Dai et al., "DeepSeekMoE", 2024, section 3.2). No token is dropped.
+#[derive(Debug)]
+pub(crate) struct MixtureOfExperts {
+    pub(crate) norm: Arc<Norm>,
+    pub(crate) router: Arc<Router>,
+    /// What makes scores of the router's logits.
+    pub(crate) scores: Op,
+    pub(crate) top_k: Arc<TopK>,
+    pub(crate) groups: Arc<GroupRows>,
+    /// Into the width of experts: what the activation reads.
+    pub(crate) into: Arc<GroupedLinear>,
+    /// The activation, and back.
+    pub(crate) back: Arc<GroupedLinear>,
+    pub(crate) combine: Arc<CombineRows>,
+    /// What all tokens go through.
+    pub(crate) shared: Option<(Arc<Linear>, Projection)>,
+    pub(crate) losses: RouterLosses,
+}
+
+/// Weights of losses that keep a router in shape; 0 for none.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct RouterLosses {
+    pub(crate) balance: f32,
+    pub(crate) z: f32,
+}
+
+impl MixtureOfExperts {
+    /// The weights and the experts of each token.
+    fn route(&self, cx: &mut UnitContext<'_>, normed: &Var) -> Result<[Var; 2], DeviceError> {
+        let logits = cx.apply(&self.router, [normed])?;
+        let logits = cx.all_rows(logits)?;
+        if self.losses.z > 0.0 {
+            cx.apply_auxiliary_loss("router_z_loss", &RouterZLoss, [&logits], self.losses.z)?;
+        }
+        let scores = cx.apply(self.scores.clone(), [logits])?;
+        let [weights, experts] = outputs(cx.apply_many(&self.top_k, [&scores])?);
+        let peak = Arc::new(PeakLoad { num_experts: self.groups.num_groups });
+        cx.apply_metric("expert_load_max", &peak, [&experts])?;
+        cx.apply_metric("router_entropy", &RouterEntropy, [&scores])?;
+        match self.losses.balance {
+            0.0 => cx.apply_metric("balance_loss", &BalanceLoss, (scores, &experts))?,
+            weight => cx.apply_auxiliary_loss("balance_loss", &BalanceLoss, (scores, &experts), weight)?,
+        }
+        Ok([weights, experts])
+    }
+}
+
+impl Sublayer for MixtureOfExperts {
+    fn apply(&self, cx: &mut UnitContext<'_>, x: Var) -> Result<Var, DeviceError> {
+        let normed = cx.apply(&self.norm, [&x])?;
+        let [mut weights, experts] = self.route(cx, &normed)?;
+        let [starts, order, places] = outputs(cx.apply_many(&self.groups, [experts])?);
+        let x = match &self.shared {
+            Some((into, back)) => {
+                let inner = cx.apply(into, [&normed])?;
+                back.add_to(cx, x, inner)?
+            }
+            None => x,
+        };
+        let mut tokens = normed;
+        if self.combine.adds_up {
+            tokens = cx.apply(&CopyToRanks, [tokens])?;
+            weights = cx.apply(&CopyToRanks, [weights])?;
+        }
+        let rows = cx.apply(&SpreadRows, (tokens, &order, &places))?;
+        let inner = cx.apply(&self.into, (rows, &starts))?;
+        let rows = cx.apply(&self.back, (inner, starts))?;
+        cx.apply(&self.combine, [rows, order, places, weights, x])
+    }
+}
+
+fn outputs<const N: usize>(mut all: impl Iterator<Item = Var>) -> [Var; N] {
+    std::array::from_fn(|_| all.next().expect("an operation has its outputs"))
+}

@@ -1,0 +1,116 @@
+//! The units of a transformer that predicts tokens.
+
+mod attention;
+mod experts;
+
+pub(crate) use attention::{LatentAttention, LatentQueries, QkNorms, SelfAttention};
+pub(crate) use experts::{MixtureOfExperts, RouterLosses};
+
+use crate::tokens::{LOGITS, TARGETS, TOKENS};
+use crate::unit::{Unit, UnitContext};
+use std::fmt;
+use std::sync::Arc;
+use trireme_tensor::tape::{Add, Embedding, Linear, LossHead, Norm, Scale};
+use trireme_tensor::{DeviceError, Var};
+
+/// Name of the residual stream between units: `[batch, seq_len, hidden]`, f32.
+const HIDDEN: &str = "hidden";
+
+/// From tokens to the residual stream.
+#[derive(Debug)]
+pub(crate) struct TokenEmbedding {
+    pub(crate) embedding: Arc<Embedding>,
+    pub(crate) scale: Option<Arc<Scale>>,
+}
+
+impl Unit for TokenEmbedding {
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let tokens = cx.batch(TOKENS);
+        let mut x = cx.apply(&self.embedding, [tokens])?;
+        if let Some(scale) = &self.scale {
+            x = cx.apply(scale, [x])?;
+        }
+        cx.output(HIDDEN, x)
+    }
+}
+
+/// A part of a block, which adds something to the residual stream.
+pub(crate) trait Sublayer: fmt::Debug + Send + Sync {
+    /// The residual stream with what the part makes of it.
+    fn apply(&self, cx: &mut UnitContext<'_>, x: Var) -> Result<Var, DeviceError>;
+}
+
+/// Parts that are one unit, such as attention and the feed-forward layer after it. Families differ in what their parts are, not in how they are joined.
+#[derive(Debug)]
+pub(crate) struct Block(pub(crate) Vec<Box<dyn Sublayer>>);
+
+impl Unit for Block {
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let mut x = cx.input(HIDDEN);
+        for sublayer in &self.0 {
+            x = sublayer.apply(cx, x)?;
+        }
+        cx.output(HIDDEN, x)
+    }
+}
+
+/// What is added to the residual stream: a projection of what a part has made.
+#[derive(Debug)]
+pub(crate) struct Projection {
+    pub(crate) linear: Arc<Linear>,
+    /// Of what is added.
+    pub(crate) norm: Option<Arc<Norm>>,
+}
+
+impl Projection {
+    pub(crate) fn new(linear: Arc<Linear>) -> Self {
+        Projection { linear, norm: None }
+    }
+
+    /// The residual stream `x` with the projection of `inner`.
+    fn add_to(&self, cx: &mut UnitContext<'_>, x: Var, inner: Var) -> Result<Var, DeviceError> {
+        let Some(norm) = &self.norm else { return cx.apply(&self.linear, (inner, x)) };
+        let projected = cx.apply(&self.linear, [inner])?;
+        let normed = cx.apply(norm, [projected])?;
+        cx.apply(&Add, (x, normed))
+    }
+}
+
+/// Two linear layers with an activation between them.
+#[derive(Debug)]
+pub(crate) struct Mlp {
+    pub(crate) norm: Arc<Norm>,
+    /// Into the feed-forward width: what the activation reads.
+    pub(crate) into: Arc<Linear>,
+    /// The activation, and back.
+    pub(crate) back: Projection,
+}
+
+impl Sublayer for Mlp {
+    fn apply(&self, cx: &mut UnitContext<'_>, x: Var) -> Result<Var, DeviceError> {
+        let normed = cx.apply(&self.norm, [&x])?;
+        let inner = cx.apply(&self.into, [normed])?;
+        self.back.add_to(cx, x, inner)
+    }
+}
+
+/// The loss over the targets of a batch; of a batch without targets, the logits.
+#[derive(Debug)]
+pub(crate) struct Head {
+    pub(crate) norm: Arc<Norm>,
+    pub(crate) loss: Arc<LossHead>,
+}
+
+impl Unit for Head {
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let x = cx.input(HIDDEN);
+        let normed = cx.apply(&self.norm, [x])?;
+        match cx.optional_batch(TARGETS) {
+            Some(targets) => cx.apply_loss(&self.loss, (normed, targets), 1.0),
+            None => {
+                let logits = cx.logits(&self.loss, &normed)?;
+                cx.output(LOGITS, logits)
+            }
+        }
+    }
+}
