@@ -80,7 +80,7 @@ impl Squares {
             }
             let run = gradient.part(start - part.start, [end - start].into());
             change_on(sum, &self.device, on, Category::Communication, |sum| {
-                on.sum_of_squares(run, *leaf_len, sum);
+                on.sum_of_squares(run, start, *leaf_len, sum);
                 Ok::<_, ParallelError>(())
             })?;
         }

@@ -47,7 +47,17 @@ fn models() -> Vec<ModelConfig> {
     let gemma2 = r#"{"model_type": "gemma2", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
         "max_position_embeddings": 32, "query_pre_attn_scalar": 6, "sliding_window": 8}"#;
-    [gpt2, llama, qwen3, gemma2].map(|text| ModelConfig::from_json(text).unwrap()).into()
+    // Experts of which each rank has a part.
+    let mixtral = r#"{"model_type": "mixtral", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 20,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+        "max_position_embeddings": 32, "num_local_experts": 4, "router_z_loss_coef": 0.01, "router_aux_loss_coef": 0.02}"#;
+    // Latent attention, experts that all tokens go through, and biases that balance the others.
+    let deepseek = r#"{"model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32,
+        "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5,
+        "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1}"#;
+    [gpt2, llama, qwen3, gemma2, mixtral, deepseek].map(|text| ModelConfig::from_json(text).unwrap()).into()
 }
 
 /// What a training comes to.

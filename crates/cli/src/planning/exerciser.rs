@@ -163,7 +163,7 @@ impl<'a> Exerciser<'a> {
                     let values = self.floats(float(traffic.read))?;
                     let leaf_len = values.shape().num_elements().div_ceil(LEAVES).max(1);
                     let mut sum = device.empty([1].into(), DType::F64, Category::Activations)?;
-                    self.repeat_call(|| device.sum_of_squares(values.view(), leaf_len, sum.view_mut()))?;
+                    self.repeat_call(|| device.sum_of_squares(values.view(), 0, leaf_len, sum.view_mut()))?;
                 }
                 "convert" => {
                     let types = match traffic.read.cmp(&traffic.written) {

@@ -16,15 +16,16 @@ impl Device {
         });
     }
 
-    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first. `out` is one f64.
+    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first. `x` are those of a
+    /// unit from element `start` on: leaves begin where they do in the unit. `out` is one f64.
     ///
     /// # Panics
     /// If there are more than [`LEAVES`](crate::LEAVES) leaves.
-    pub fn sum_of_squares(&self, x: View<'_>, leaf_len: usize, out: ViewMut<'_>) {
+    pub fn sum_of_squares(&self, x: View<'_>, start: usize, leaf_len: usize, out: ViewMut<'_>) {
         let cost = each(x.shape(), 2).reads(x.num_bytes());
         let (x, mut out) = (x.place(), out.into_place());
         self.issue("sum_of_squares", cost, move |cpu| {
-            out.f64s(cpu)[0] = cpu.sum_of_squares(x.f32s(cpu), leaf_len);
+            out.f64s(cpu)[0] = cpu.sum_of_squares(x.f32s(cpu), start, leaf_len);
         });
     }
 

@@ -9,7 +9,7 @@ fn sums_are_exact_to_the_rounding_of_their_terms() {
     let [squares, mean] = on_all(|device| {
         let x = tensor(device, &values);
         let mut sums = empty(device, [2], DType::F64);
-        device.sum_of_squares(x.view(), 100, sums.view_mut().into_part(0, [1].into()));
+        device.sum_of_squares(x.view(), 0, 100, sums.view_mut().into_part(0, [1].into()));
         device.sum_elements(x.view(), 4321.0, sums.view_mut().into_part(1, [1].into()));
         let sums: Vec<f64> = device.read(sums.view());
         [sums[0], sums[1]]

@@ -100,21 +100,28 @@ impl Cpu {
         });
     }
 
-    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first.
+    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first. `x` are those of
+    /// a unit from element `start` on: leaves begin where they do in the unit.
     ///
     /// # Panics
     /// If there are more than [`LEAVES`] leaves.
-    pub(crate) fn sum_of_squares(&self, x: &[f32], leaf_len: usize) -> f64 {
-        let num_leaves = x.len().div_ceil(leaf_len.max(1));
+    pub(crate) fn sum_of_squares(&self, x: &[f32], start: usize, leaf_len: usize) -> f64 {
+        let (first_leaf, missing) = (start / leaf_len.max(1), start % leaf_len.max(1));
+        let num_leaves = (missing + x.len()).div_ceil(leaf_len.max(1));
         // On the stack, so that nothing is allocated.
         let mut sums = [0.0_f64; LEAVES];
-        assert!(num_leaves <= LEAVES, "{} elements are more than {LEAVES} leaves of {leaf_len}", x.len());
+        assert!(
+            first_leaf + num_leaves <= LEAVES,
+            "{} elements from {start} on are more than {LEAVES} leaves of {leaf_len}",
+            x.len()
+        );
+        let bound = |leaf: usize| (leaf * leaf_len).saturating_sub(missing).min(x.len());
         let shared = SharedSlice::new(&mut sums);
         self.for_row_blocks(num_leaves, leaf_len, |first, num_leaves| {
             // SAFETY: blocks of leaves do not overlap.
-            let sums = unsafe { shared.range(first, num_leaves) };
-            let leaves = x[first * leaf_len..].chunks(leaf_len);
-            for (sum, leaf) in sums.iter_mut().zip(leaves) {
+            let sums = unsafe { shared.range(first_leaf + first, num_leaves) };
+            for (sum, leaf) in sums.iter_mut().zip(first..) {
+                let leaf = &x[bound(leaf)..bound(leaf + 1)];
                 *sum = leaf.chunks(SQUARES_BLOCK).map(|x| f64::from(squares(self.features, x))).sum();
             }
         });

@@ -101,7 +101,10 @@ fn what_is_not_finite_reaches_its_column_only() {
 fn sum_of_squares(x: &[f32]) -> f64 {
     let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements: x.len() };
     let shards = |cpu: &Cpu, num_shards: usize| {
-        let sum = |index| cpu.sum_of_squares(&x[unit.shard(index, num_shards)], unit.leaf_len());
+        let sum = |index| {
+            let shard = unit.shard(index, num_shards);
+            cpu.sum_of_squares(&x[shard.clone()], shard.start, unit.leaf_len())
+        };
         let mut sums: Vec<f64> = (0..num_shards).map(sum).collect();
         // Neighbours first, as ranks add.
         while sums.len() > 1 {
