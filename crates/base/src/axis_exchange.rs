@@ -9,6 +9,8 @@ crate::named! {
         Ring = "ring",
         /// Those that exchange positions for heads.
         Heads = "heads",
+        /// Those with different experts.
+        Expert = "expert",
     }
 }
 

@@ -1,4 +1,4 @@
-use trireme_tensor::{DeviceError, UncuttableError};
+use trireme_tensor::{DeviceError, ExpertsError, UncuttableError};
 
 /// What a model refuses.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +42,9 @@ pub enum ModelError {
     /// So many ranks of the tensor axis cannot cut the model.
     #[error(transparent)]
     Uncuttable(#[from] UncuttableError),
+    /// So many ranks cannot divide the model's experts.
+    #[error(transparent)]
+    Experts(#[from] ExpertsError),
     /// A program cannot build its model.
     #[error("cannot build the model")]
     Build(#[source] Box<dyn std::error::Error + Send + Sync>),

@@ -2,7 +2,7 @@ use crate::error::ModelError;
 use crate::unit::Unit;
 use std::fmt;
 use std::sync::Arc;
-use trireme_tensor::{AxisPlace, Category, Device, DeviceOptions, ParameterTable, Parameters};
+use trireme_tensor::{Category, Device, DeviceOptions, ModelPlace, ParameterTable, Parameters};
 
 /// A model: a chain of units, and the table of their parameters. It is a description; its caller provides the values.
 #[derive(Clone)]
@@ -27,19 +27,22 @@ impl Model {
         Model { units, table: Arc::new(table) }
     }
 
-    /// Builds what a rank of the tensor axis has of a model. `build` adds its parameters to the table that it is given, and builds its
+    /// Builds what a rank has of a model. `build` adds its parameters to the table that it is given, and builds its
     /// operations of what it gets in return.
     ///
     /// # Errors
-    /// Those of `build`, and [`ModelError::Uncuttable`].
+    /// Those of `build`, [`ModelError::Uncuttable`] and [`ModelError::Experts`].
     pub fn build_at(
-        place: AxisPlace,
+        place: impl Into<ModelPlace>,
         device: &Device,
         build: impl Fn(&Device, ParameterTable) -> Result<Model, ModelError>,
     ) -> Result<Self, ModelError> {
-        if place.degree > 1 {
+        let place = place.into();
+        if place != ModelPlace::WHOLE {
             let counting = Device::counting(DeviceOptions::default())?;
-            build(&counting, ParameterTable::default())?.table().check_degree(place.degree)?;
+            let whole = build(&counting, ParameterTable::default())?;
+            whole.table().check_degree(place.tensor.degree)?;
+            whole.table().check_expert_degree(place.experts.degree)?;
         }
         build(device, ParameterTable::of_place(place))
     }

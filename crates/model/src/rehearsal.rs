@@ -152,7 +152,9 @@ impl Model {
         };
         let tensor = alone(UnitAxis::Tensor, self.table().place());
         let (ring, heads) = (alone(UnitAxis::Ring, context.ring), alone(UnitAxis::Heads, context.heads));
+        let experts = alone(UnitAxis::Expert, self.table().expert_place());
         LoneAxes {
+            experts,
             tensor: tensor.map(|ops| TensorAxis { ops, shards_rows }),
             context: (context.degree() > 1).then_some(ContextAxis { ring, heads }),
             noted,
@@ -228,6 +230,7 @@ fn check_outputs(
 pub(crate) struct LoneAxes {
     tensor: Option<TensorAxis>,
     context: Option<ContextAxis>,
+    experts: Option<Arc<dyn AxisOps>>,
     noted: NotedExchanges,
 }
 
@@ -393,6 +396,7 @@ impl Rehearser<'_> {
     ) -> Result<(UnitPass, Bundle<Tensor>), DeviceError> {
         let tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
         let tape = tape.with_axis(self.axes.tensor.clone()).with_context(self.axes.context.clone());
+        let tape = tape.with_experts(self.axes.experts.clone());
         UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch)
     }
 

@@ -6,11 +6,14 @@ use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
+use smallvec::SmallVec;
+use std::collections::VecDeque;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
-use trireme_tensor::tape::{AxisOps, ContextAxis, PendingExchange, TensorAxis};
+use trireme_tensor::tape::{AxisOps, ContextAxis, ExchangedLens, PendingExchange, TensorAxis};
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tape, Tensor, View, ViewMut};
 
 /// The axes of units.
@@ -18,6 +21,7 @@ pub(crate) struct UnitAxes {
     tensor: Option<Arc<GroupAxis>>,
     ring: Option<Arc<GroupAxis>>,
     heads: Option<Arc<GroupAxis>>,
+    experts: Option<Arc<GroupAxis>>,
 }
 
 impl UnitAxes {
@@ -25,7 +29,12 @@ impl UnitAxes {
     pub(crate) fn new(ranks: &RankGrid, device: &Device) -> Self {
         let axis =
             |group: &Arc<Group>| (group.world_size() > 1).then(|| Arc::new(GroupAxis::new(group, device)));
-        UnitAxes { tensor: axis(ranks.tensor()), ring: axis(ranks.ring()), heads: axis(ranks.heads()) }
+        UnitAxes {
+            tensor: axis(ranks.tensor()),
+            ring: axis(ranks.ring()),
+            heads: axis(ranks.heads()),
+            experts: ranks.experts().and_then(axis),
+        }
     }
 
     /// The tape of a unit that has all positions, if it `continues` a sequence, and may have any number of them; else those of this rank.
@@ -34,13 +43,14 @@ impl UnitAxes {
         let tensor = ops(&self.tensor).map(|ops| TensorAxis { ops, shards_rows: shards_rows && !continues });
         let context = ContextAxis { ring: ops(&self.ring), heads: ops(&self.heads) };
         let has_context = !continues && (context.ring.is_some() || context.heads.is_some());
-        tape.with_axis(tensor).with_context(has_context.then_some(context))
+        let tape = tape.with_axis(tensor).with_context(has_context.then_some(context));
+        tape.with_experts(ops(&self.experts))
     }
 
     /// Waits of this rank since the last call, and operations that its kernels wait for.
     pub(crate) fn take_waiting(&self) -> Waiting {
         let mut waiting = Waiting::default();
-        [&self.tensor, &self.ring, &self.heads]
+        [&self.tensor, &self.ring, &self.heads, &self.experts]
             .into_iter()
             .flatten()
             .for_each(|axis| waiting.add(axis.take_waiting()));
@@ -200,6 +210,93 @@ impl<T: Stored> Lane<T> {
         Ok(self.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
     }
 
+    /// As [`AxisOps::exchange_rows`]: piece by piece, a few at a time, so that what lies in memory of the group does not depend on how many rows there are.
+    fn exchange_rows(
+        &self,
+        device: &Device,
+        lens: &ExchangedLens,
+        values: View<'_>,
+        mut result: ViewMut<'_>,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        let AxisPlace { rank, degree } = self.place();
+        // On a device that only counts each rank has as much for every one.
+        let even = |len: usize| (0..degree).map(|_| len / degree).collect();
+        let [sent, received] = match lens.sent.is_empty() {
+            true => [even(values.shape().num_elements()), even(result.shape().num_elements())],
+            false => [lens.sent.clone(), lens.received.clone()],
+        };
+        let starts = |lens: &[usize]| -> SmallVec<[usize; 16]> {
+            lens.iter()
+                .scan(0, |end, len| {
+                    *end += len;
+                    Some(*end - len)
+                })
+                .collect()
+        };
+        let [sent_at, received_at] = [&sent, &received].map(|lens| starts(lens));
+        let own = [sent[rank]].into();
+        device.copy(values.part(sent_at[rank], own), result.reborrow().into_part(received_at[rank], own));
+        let peers = || (0..degree).filter(|&peer| peer != rank);
+        let num_pieces = peers().map(|peer| sent[peer].max(received[peer]).div_ceil(Piece::<T>::LEN_MAX));
+        let num_rounds = num_pieces.max().unwrap_or(0);
+        let mut under_way: VecDeque<Piece<T>> = VecDeque::with_capacity(ROUNDS_MAX * degree);
+        for round in 0..num_rounds + ROUNDS_MAX {
+            // What was started so many rounds ago has had time to come.
+            while under_way.front().is_some_and(|piece| piece.round + ROUNDS_MAX <= round) {
+                let piece = under_way.pop_front().expect("there is one");
+                self.finish_piece(device, piece, result.reborrow(), waiting)?;
+            }
+            // Ranks send to different ones at a time.
+            for distance in 1..degree {
+                let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
+                let (group, pool) = (self.memory.pool().group(), self.memory.pool());
+                let out = Piece::<T>::range(sent[to], round).map(|piece| {
+                    let (at, len) = (sent_at[to] + piece.start, piece.len());
+                    let buffer =
+                        pool.send(device, (values.part(at, [len].into()), 0), Piece::<T>::room(len))?;
+                    Ok::<_, ParallelError>(group.send(buffer, Rank(to)))
+                });
+                let incoming = Piece::<T>::range(received[from], round).map(|piece| {
+                    let room = Piece::<T>::room(piece.len());
+                    let buffer = Buffer::pending(pool.take_buffer(room)?, room);
+                    let range = received_at[from] + piece.start..received_at[from] + piece.end;
+                    Ok::<_, ParallelError>((group.receive(buffer, Rank(from)), range))
+                });
+                let (out, incoming) = (out.transpose()?, incoming.transpose()?);
+                let sent_room =
+                    Piece::<T>::range(sent[to], round).map_or(0, |range| Piece::<T>::room(range.len()));
+                if out.is_some() || incoming.is_some() {
+                    under_way.push_back(Piece { round, out, sent_room, incoming });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for a piece, and brings it where it belongs.
+    fn finish_piece(
+        &self,
+        device: &Device,
+        piece: Piece<T>,
+        result: ViewMut<'_>,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        let pool = self.memory.pool();
+        if let Some((work, range)) = piece.incoming {
+            let room = Piece::<T>::room(range.len());
+            let buffer = waiting.wait_on_device(work, room, device)?;
+            let part = result.into_part(range.start, [range.len()].into());
+            pool.receive(device, (buffer, room), 0, part);
+        }
+        if let Some(work) = piece.out {
+            let buffer = waiting.wait_on_device(work, piece.sent_room, device)?;
+            device.wait_for(&buffer.event());
+            pool.give_buffer(piece.sent_room, buffer);
+        }
+        Ok(())
+    }
+
     /// The first element that an exchange brings this rank for a result of this shape.
     fn first(&self, kind: ExchangeKind, result: Shape) -> usize {
         match kind {
@@ -228,6 +325,35 @@ impl<T: Stored> Lane<T> {
     }
 }
 
+/// Rounds of pieces that are under way at a time.
+const ROUNDS_MAX: usize = 4;
+
+/// A part of the rows that a rank sends to another one, and one of those that it receives from one, in a round.
+struct Piece<T> {
+    round: usize,
+    out: Option<Work<Buffer<T>>>,
+    /// Elements of the buffer that is sent.
+    sent_room: usize,
+    /// With its place in the result.
+    incoming: Option<(Work<Buffer<T>>, Range<usize>)>,
+}
+
+impl<T> Piece<T> {
+    /// Elements of a piece.
+    const LEN_MAX: usize = (256 << 10) / size_of::<T>();
+
+    /// The elements, of `len`, that travel in a round.
+    fn range(len: usize, round: usize) -> Option<Range<usize>> {
+        let start = round * Self::LEN_MAX;
+        (start < len).then(|| start..len.min(start + Self::LEN_MAX))
+    }
+
+    /// Elements of the message of so many: one of a few numbers, so that buffers are used again.
+    fn room(len: usize) -> usize {
+        len.next_power_of_two().max(256)
+    }
+}
+
 /// Runs `$body` with `$lane` as the lane of a type.
 macro_rules! with_lane {
     ($axis:expr, $dtype:expr => |$lane:ident| $body:expr) => {
@@ -252,6 +378,28 @@ macro_rules! with_lane {
 impl AxisOps for GroupAxis {
     fn place(&self) -> AxisPlace {
         self.f32s.place()
+    }
+
+    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
+        let group = self.f32s.memory.pool().group();
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let all =
+            waiting.wait(group.all_gather_bytes(bytemuck::cast_slice(own))).map_err(ParallelError::from)?;
+        Ok(all.iter().flat_map(|bytes| bytemuck::pod_collect_to_vec::<u8, u32>(bytes)).collect())
+    }
+
+    fn exchange_rows(
+        &self,
+        device: &Device,
+        lens: &ExchangedLens,
+        values: View<'_>,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let exchange = with_lane!(self, values.dtype() => |lane| {
+            lane.exchange_rows(device, lens, values, result, &mut waiting)
+        });
+        Ok(exchange?)
     }
 
     fn start(

@@ -1,6 +1,6 @@
 use crate::error::ParallelError;
 use crate::pool::Pool;
-use crate::ranks::RankGrid;
+use crate::ranks::{RankGrid, StateRanks};
 use std::ops::Range;
 use trireme_base::{AxisPlace, Pending, ReduceOp};
 use trireme_optim::ShardOps;
@@ -18,9 +18,15 @@ pub(crate) struct ShardExchange {
 }
 
 impl ShardExchange {
-    /// For updates on `device`; memory for messages is counted on `counted`.
-    pub(crate) fn new(ranks: &RankGrid, outline: &Outline, device: &Device, counted: &Device) -> Self {
-        let (group, tensor) = (ranks.updating(outline), ranks.tensor());
+    /// For updates on `device` of units whose state lies among `state`; memory for messages is counted on `counted`.
+    pub(crate) fn new(
+        ranks: &RankGrid,
+        state: &StateRanks,
+        outline: &Outline,
+        device: &Device,
+        counted: &Device,
+    ) -> Self {
+        let (group, tensor) = (&state.updating(outline), ranks.tensor());
         let sums = [group, tensor].map(|group| Pool::new(group, counted, Category::Communication, true));
         let [wholes, parts] =
             [group, tensor].map(|group| Pool::new(group, counted, Category::Communication, true));

@@ -12,7 +12,7 @@ use trireme_comm::Buffer;
 use trireme_model::Rehearsal;
 use trireme_tensor::{Category, Device, ParameterTable, ViewMut};
 
-/// Some parameters that several ranks hold, with vectors of `T` through which they exchange them.
+/// Some parameters that several ranks of the tensor axis, or with different experts, hold, with vectors of `T` through which they exchange them.
 pub(crate) struct Holders<T> {
     /// For each unit.
     units: Vec<Vec<Run<T>>>,
@@ -36,7 +36,27 @@ impl<T: Stored> Holders<T> {
         let mut terms: Vec<usize> = rehearsal.units.iter().flat_map(|unit| unit.grad_terms.clone()).collect();
         terms.sort_unstable();
         terms.dedup();
-        Self::new(table, &terms, ranks, device)
+        let mut found = Self::new(table, &terms, ranks, device);
+        found.add_beside_experts(table, ranks, device);
+        found
+    }
+
+    /// What all ranks with different experts hold of units with experts: each has seen other tokens.
+    fn add_beside_experts(&mut self, table: &ParameterTable, ranks: &RankGrid, device: &Device) {
+        let Some(group) = ranks.experts() else { return };
+        let pool = Pool::new(group, device, Category::Communication, true);
+        for info in table.parameters() {
+            if table.units()[info.unit].num_experts == 0 || info.expert.is_some() {
+                continue;
+            }
+            let (runs, range) = (&mut self.units[info.unit], info.range());
+            match runs.last_mut() {
+                Some(run) if run.pool.is_clone_of(&pool) && run.range.end == range.start => {
+                    run.range.end = range.end;
+                }
+                _ => runs.push(Run { range, pool: pool.clone() }),
+            }
+        }
     }
 
     /// All that several ranks hold.

@@ -14,13 +14,39 @@ pub struct Placements {
 
 impl Placements {
     /// Parameters lie with their unit's rank of the pipeline. Ranks that shard the optimizer's state cut them where shards of
-    /// their unit's flat buffer end, and ranks of the tensor axis as the model has declared.
+    /// their unit's flat buffer end, ranks of the tensor axis as the model has declared, and experts lie with one of the data-parallel neighbours
+    /// that have different ones.
     pub fn new(table: &ParameterTable, outline: &Outline, mesh: Mesh) -> Self {
         let is_sharded = outline.state.is_sharded(StateClass::Optimizer);
-        let along = |info: &ParameterInfo, axis, degree| match axis {
-            Axis::PIPELINE => Placement::Single { rank: outline.rank_of(info.unit) },
-            Axis::DATA_SHARD if is_sharded => shards(table, info, degree),
-            Axis::TENSOR => info.cut.filter(|_| degree > 1).map_or(Placement::Replicate, Placement::Cut),
+        let degree_of = |axis| mesh.axes().iter().find(|(other, _)| *other == axis).map_or(1, |axis| axis.1);
+        // Neighbours with different experts are shards first, and then replicas.
+        let (degree, num_shards) = (table.expert_place().degree, degree_of(Axis::DATA_SHARD));
+        let (of_shards, of_replicas) = (degree.min(num_shards), degree.div_ceil(num_shards));
+        let along = |info: &ParameterInfo, axis, degree: usize| match (axis, table.owner(info)) {
+            (Axis::PIPELINE, _) => Placement::Single { rank: outline.rank_of(info.unit) },
+            (Axis::DATA_REPLICATE, Some(owner)) if of_replicas > 1 => {
+                Placement::OneOf { rank: owner / of_shards, num: of_replicas }
+            }
+            (Axis::DATA_SHARD, Some(owner)) if is_sharded && of_shards > 1 => {
+                let bounds = shard_bounds(table, table.counterpart(info), degree / of_shards);
+                // Ranks with other experts hold nothing between those that have a part.
+                let bound = |rank: usize| {
+                    bounds[rank / of_shards + usize::from(rank % of_shards > owner % of_shards)]
+                };
+                Placement::Ragged { bounds: (0..=degree).map(|rank| bound(rank.min(degree))).collect() }
+            }
+            (Axis::DATA_SHARD, Some(_)) if is_sharded => {
+                Placement::Ragged { bounds: shard_bounds(table, table.counterpart(info), degree) }
+            }
+            (Axis::DATA_SHARD, Some(owner)) if of_shards > 1 => {
+                Placement::OneOf { rank: owner % of_shards, num: of_shards }
+            }
+            (Axis::DATA_SHARD, None) if is_sharded => {
+                let has_experts = table.units()[info.unit].num_experts > 0;
+                let num = if has_experts { degree / of_shards } else { degree };
+                Placement::Ragged { bounds: shard_bounds(table, info, num) }
+            }
+            (Axis::TENSOR, _) => info.cut.filter(|_| degree > 1).map_or(Placement::Replicate, Placement::Cut),
             _ => Placement::Replicate,
         };
         let placement = |info: &ParameterInfo| TensorPlacement {
@@ -63,8 +89,9 @@ impl Placements {
     }
 }
 
-fn shards(table: &ParameterTable, info: &ParameterInfo, degree: usize) -> Placement {
+/// Where shards of a parameter's unit end within the parameter.
+fn shard_bounds(table: &ParameterTable, info: &ParameterInfo, degree: usize) -> Vec<usize> {
     let (unit, range) = (&table.units()[info.unit], info.range());
     let bound = |index| unit.shard(index, degree).end.clamp(range.start, range.end) - range.start;
-    Placement::Ragged { bounds: std::iter::once(0).chain((0..degree).map(bound)).collect() }
+    std::iter::once(0).chain((0..degree).map(bound)).collect()
 }

@@ -52,6 +52,11 @@ impl<T: Stored> Pool<T> {
         Pool { has_buffers: true, ..self }
     }
 
+    /// Whether both have the same vectors.
+    pub(crate) fn is_clone_of(&self, other: &Pool<T>) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
     /// The group that exchanges them.
     pub(crate) fn group(&self) -> &Arc<Group> {
         &self.group

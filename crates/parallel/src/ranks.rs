@@ -8,7 +8,7 @@ use trireme_comm::Group;
 use trireme_plan::{Axis, Mesh};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Outline, StateClass};
-use trireme_tensor::{ParameterInfo, ParameterTable};
+use trireme_tensor::{ModelPlace, ParameterInfo, ParameterTable, UnitInfo};
 
 /// How many ranks there are along the axes of a mesh; the axis of replicas has as many as these leave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,11 +23,13 @@ pub struct Degrees {
     pub heads: usize,
     /// Along [`Axis::TENSOR`].
     pub tensor: usize,
+    /// Neighbours among all data-parallel ranks, those of the context axis among them, that have different experts.
+    pub experts: usize,
 }
 
 impl Degrees {
     /// Replicas alone.
-    pub const ONE: Degrees = Degrees { pipeline: 1, shards: 1, context: 1, heads: 1, tensor: 1 };
+    pub const ONE: Degrees = Degrees { pipeline: 1, shards: 1, context: 1, heads: 1, tensor: 1, experts: 1 };
 
     /// The mesh of so many ranks, which [`RankGrid`] describes.
     ///
@@ -58,6 +60,38 @@ impl Degrees {
         Degrees { context: 1, ..self }.mesh(world_size)
     }
 
+    /// The mesh as units with experts lie on it: data-parallel ranks of which neighbours along [`Axis::EXPERT`] have different experts. They are
+    /// numbered as in the [mesh](Degrees::mesh).
+    ///
+    /// # Panics
+    /// As [`mesh`](Degrees::mesh), and if ranks with different experts are neither shards of one replica nor whole replicas.
+    pub fn expert_mesh(self, world_size: usize) -> Mesh {
+        let Degrees { pipeline, shards, tensor, experts, .. } = self;
+        let replicas = world_size / (pipeline * shards * tensor);
+        let (replicas, shards) = match shards.is_multiple_of(experts) {
+            true => (replicas, shards / experts),
+            false => (replicas * shards / experts, 1),
+        };
+        assert_eq!(pipeline * replicas * shards * experts * tensor, world_size, "{self:?}");
+        let axes = [
+            (Axis::PIPELINE, pipeline),
+            (Axis::DATA_REPLICATE, replicas),
+            (Axis::DATA_SHARD, shards),
+            (Axis::EXPERT, experts),
+            (Axis::TENSOR, tensor),
+        ];
+        Mesh::new(&axes).expect("groups have ranks")
+    }
+
+    /// Which part of a model a rank has.
+    pub fn model_place(self, rank: Rank) -> ModelPlace {
+        let Degrees { tensor, experts, .. } = self;
+        ModelPlace {
+            tensor: AxisPlace::new(rank.0 % tensor, tensor),
+            experts: AxisPlace::new(rank.0 / tensor % experts, experts),
+        }
+    }
+
     /// Which of the ranks that have the positions of a sequence a rank is.
     pub fn context_place(self, rank: Rank) -> ContextPlace {
         ContextPlace::new(AxisPlace::new(rank.0 / self.tensor % self.context, self.context), self.heads)
@@ -79,12 +113,10 @@ pub struct RankGrid {
     world: Arc<Group>,
     /// The ranks that run the other units for the same microbatches.
     pipeline: Arc<Group>,
-    /// The ranks that run the same units for other microbatches, or for other positions.
-    data: Arc<Group>,
-    /// The ranks of this rank's replica.
-    shards: Arc<Group>,
-    /// The ranks with this rank's shard.
-    replicas: Arc<Group>,
+    /// Those among which the state of units without experts lies.
+    state: StateRanks,
+    /// The ranks with different experts, and those among which the state of units with this rank's experts lies; `None` if every rank has all experts.
+    experts: Option<(Arc<Group>, StateRanks)>,
     /// The ranks among which keys and values of the same sequences travel.
     ring: Arc<Group>,
     /// The ranks that exchange positions of the same sequences for heads.
@@ -98,6 +130,32 @@ pub struct RankGrid {
     holders: Vec<Arc<Group>>,
     /// Each group once.
     groups: Vec<Arc<Group>>,
+}
+
+/// The ranks that run the same units, with the same experts, for other microbatches or positions.
+#[derive(Clone)]
+pub struct StateRanks {
+    /// All of them.
+    pub data: Arc<Group>,
+    /// Those of this rank's replica of the training state.
+    pub shards: Arc<Group>,
+    /// Those with this rank's shard.
+    pub replicas: Arc<Group>,
+}
+
+impl StateRanks {
+    /// The ranks that update a unit together: each its shard of it, or this rank all of it.
+    pub(crate) fn updating(&self, outline: &Outline) -> Arc<Group> {
+        match outline.state.is_sharded(StateClass::Optimizer) {
+            true => Arc::clone(&self.shards),
+            false => Arc::new(self.shards.singleton()),
+        }
+    }
+
+    /// The ranks that update what this rank updates.
+    pub(crate) fn alike(&self, outline: &Outline) -> &Arc<Group> {
+        if outline.state.is_sharded(StateClass::Optimizer) { &self.replicas } else { &self.data }
+    }
 }
 
 /// Groups along axes of a mesh, each of which is made once.
@@ -168,6 +226,7 @@ impl RankGrid {
         let context = groups.along("context", &[Axis::CONTEXT])?;
         let tensor = groups.along("tensor", &[Axis::TENSOR])?;
         let own = groups.along("own", &[])?;
+        let state = StateRanks { data, shards, replicas };
         let mut groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
         let (world, heads) = (Arc::clone(&groups[0]), degrees.heads);
         let ring = part(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
@@ -179,6 +238,26 @@ impl RankGrid {
         for group in [&ring, &heads] {
             add_once(&mut groups, group);
         }
+        let experts = (degrees.experts > 1).then(|| {
+            let mesh = degrees.expert_mesh(world.world_size());
+            let along = |name: &str, axes: &[Axis]| {
+                Ok::<_, ParallelError>(Arc::new(
+                    world.split_by(name, |rank| mesh.group_of(rank, axes) as u64)?,
+                ))
+            };
+            // As with heads: tokens do not wait for gradients.
+            let axis = along("experts", &[Axis::EXPERT])?;
+            let state = StateRanks {
+                data: along("expert data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD])?,
+                shards: along("expert shards", &[Axis::DATA_SHARD])?,
+                replicas: along("expert replicas", &[Axis::DATA_REPLICATE])?,
+            };
+            Ok::<_, ParallelError>((axis, state))
+        });
+        let experts = experts.transpose()?;
+        if let Some((axis, StateRanks { data, shards, replicas })) = &experts {
+            [axis, data, shards, replicas].into_iter().for_each(|group| add_once(&mut groups, group));
+        }
         let mesh = degrees.state_mesh(world.world_size());
         let levels = None;
         Ok(RankGrid {
@@ -186,9 +265,8 @@ impl RankGrid {
             degrees,
             world,
             pipeline,
-            data,
-            shards,
-            replicas,
+            state,
+            experts,
             ring,
             heads,
             tensor,
@@ -227,7 +305,7 @@ impl RankGrid {
         let group_of = |rank: usize| self.mesh.group_of(Rank(rank), &[Axis::DATA_SHARD]);
         let num_ranks = self.world.world_size();
         let mut expected = None;
-        for replica in 0..num_ranks / self.shards.world_size() {
+        for replica in 0..num_ranks / self.shards().world_size() {
             let ranks = (0..num_ranks).filter(|&rank| group_of(rank) == replica);
             let hosts: Vec<usize> = ranks.map(|rank| self.world.hosts().host_of(Rank(rank))).collect();
             let hosts = Hosts::new(&hosts);
@@ -241,9 +319,10 @@ impl RankGrid {
                 return Err(ParallelError::UnlikeHosts { replica, num_hosts, expected });
             }
         }
-        let levels = self.levels.insert(Levels::new(&self.shards)?);
-        let made =
-            [&levels.within, &levels.across].into_iter().filter(|group| !Arc::ptr_eq(group, &self.shards));
+        let levels = self.levels.insert(Levels::new(&self.state.shards)?);
+        let made = [&levels.within, &levels.across]
+            .into_iter()
+            .filter(|group| !Arc::ptr_eq(group, &self.state.shards));
         self.groups.extend(made.cloned());
         Ok(())
     }
@@ -265,23 +344,62 @@ impl RankGrid {
 
     /// The ranks that run the same units for other microbatches, or for other positions of the same ones.
     pub fn data(&self) -> &Arc<Group> {
-        &self.data
+        &self.state.data
+    }
+
+    /// The ranks among which the state of units without experts lies.
+    pub(crate) fn state(&self) -> &StateRanks {
+        &self.state
+    }
+
+    /// The ranks among which the state of a unit lies.
+    pub fn state_of(&self, unit: &UnitInfo) -> &StateRanks {
+        match &self.experts {
+            Some((_, state)) if unit.num_experts > 0 => state,
+            _ => &self.state,
+        }
+    }
+
+    /// The ranks among which the state of units with this rank's experts lies, if other ranks have other ones.
+    pub(crate) fn expert_state(&self) -> Option<&StateRanks> {
+        self.experts.as_ref().map(|(_, state)| state)
+    }
+
+    /// The ranks with different experts, if they are several.
+    pub fn experts(&self) -> Option<&Arc<Group>> {
+        self.experts.as_ref().map(|(axis, _)| axis)
+    }
+
+    /// Among the ranks that together have all of the state of a pipeline's place once: the larger of those of a replica and those with different
+    /// experts; and whether the others of these have what this rank has of units without experts.
+    pub(crate) fn having_all(&self) -> (&Arc<Group>, bool) {
+        match self.experts() {
+            Some(axis) if axis.world_size() > self.shards().world_size() => {
+                (axis, axis.rank().0 < self.shards().world_size())
+            }
+            _ => (self.shards(), true),
+        }
+    }
+
+    /// Which part of the model this rank has.
+    pub fn model_place(&self) -> ModelPlace {
+        self.degrees.model_place(self.world.rank())
     }
 
     /// The ranks that shard a replica with this one.
     pub fn shards(&self) -> &Arc<Group> {
-        &self.shards
+        &self.state.shards
     }
 
     /// The ranks that hold the same shard as this one.
     pub fn replicas(&self) -> &Arc<Group> {
-        &self.replicas
+        &self.state.replicas
     }
 
     /// This rank's place among those that see different samples.
     pub fn sample_place(&self) -> AxisPlace {
         let context = self.degrees.context;
-        AxisPlace::new(self.data.rank().0 / context, self.data.world_size() / context)
+        AxisPlace::new(self.data().rank().0 / context, self.data().world_size() / context)
     }
 
     /// Which of the ranks that have the positions of the same sequences this is.
@@ -316,12 +434,7 @@ impl RankGrid {
 
     /// The ranks that update a unit together: each its shard of it, or this rank all of it.
     pub(crate) fn updating(&self, outline: &Outline) -> &Arc<Group> {
-        if outline.state.is_sharded(StateClass::Optimizer) { &self.shards } else { &self.own }
-    }
-
-    /// The ranks that update what this rank updates.
-    pub(crate) fn alike(&self, outline: &Outline) -> &Arc<Group> {
-        if outline.state.is_sharded(StateClass::Optimizer) { &self.replicas } else { &self.data }
+        if outline.state.is_sharded(StateClass::Optimizer) { self.shards() } else { &self.own }
     }
 
     /// Says which line of a program issues what the groups are given from now on.

@@ -5,7 +5,7 @@ use crate::error::ParallelError;
 use crate::gradients::{Determinism, Gradient, add};
 use crate::offload::Movable;
 use crate::pool::Pool;
-use crate::ranks::RankGrid;
+use crate::ranks::StateRanks;
 use crate::space::bring;
 use crate::stored::Stored;
 use crate::tree::TreeSum;
@@ -23,7 +23,7 @@ pub(crate) type MakeShardSum = Box<dyn Fn(usize) -> Box<dyn Sum>>;
 pub(crate) fn shard_sums(
     precision: Precision,
     determinism: Determinism,
-    ranks: &RankGrid,
+    ranks: &StateRanks,
     device: &Device,
 ) -> MakeShardSum {
     match precision {
@@ -39,14 +39,14 @@ pub(crate) fn shard_sums(
     }
 }
 
-fn rounded<T: Stored>(ranks: &RankGrid, device: &Device) -> MakeShardSum {
+fn rounded<T: Stored>(ranks: &StateRanks, device: &Device) -> MakeShardSum {
     let replicated = replicated::<T>(ranks, device);
     Box::new(move |len| Box::new(replicated(len)))
 }
 
 /// Vectors that replicas add up.
-fn replicated<T: Stored>(ranks: &RankGrid, device: &Device) -> impl Fn(usize) -> Vector<T> + use<T> {
-    let group = ranks.replicas();
+fn replicated<T: Stored>(ranks: &StateRanks, device: &Device) -> impl Fn(usize) -> Vector<T> + use<T> {
+    let group = &ranks.replicas;
     let exchange = Summation::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
     let pool = Pool::new(group, device, Category::Gradients, true);
     move |len| Vector::new(len, &exchange, &pool)

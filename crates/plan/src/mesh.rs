@@ -14,6 +14,8 @@ impl Axis {
     pub const DATA_SHARD: Axis = Axis::named("data_shard");
     /// Ranks that hold the same parameters or shards of them, and see parts of the same sequences.
     pub const CONTEXT: Axis = Axis::named("context");
+    /// Data-parallel ranks that hold different experts.
+    pub const EXPERT: Axis = Axis::named("expert");
     /// Ranks that hold parts of the same parameters, and see the same microbatches.
     pub const TENSOR: Axis = Axis::named("tensor");
 

@@ -19,15 +19,22 @@ pub enum Placement {
     Cut(Cut),
     /// The ranks hold consecutive runs of the elements in row-major order: rank `i` of the axis those from `bounds[i]` to
     /// `bounds[i + 1]` of what the other axes leave it, with what fills up parts. So a buffer of several tensors is cut wherever its
-    /// shards end.
+    /// shards end. If there are fewer runs, equally many neighbours hold each.
     Ragged {
-        /// One more than there are ranks, rising, from 0 to the number of elements.
+        /// One more than there are runs, rising, from 0 to the number of elements.
         bounds: Vec<usize>,
     },
     /// One rank of the axis holds what the axes before leave it, and the others nothing: a unit of a pipeline.
     Single {
         /// The rank, among those of the axis.
         rank: usize,
+    },
+    /// One of each `num` neighbours of the axis holds what the axes before leave it, and the others nothing: an expert, of which there are replicas.
+    OneOf {
+        /// Which of them.
+        rank: usize,
+        /// How many neighbours; they divide the axis.
+        num: usize,
     },
 }
 
@@ -327,6 +334,10 @@ impl TensorPlacement {
                     return Err(PlacementError::NoSuchRank { name: self.name.clone(), rank: *rank, degree });
                 }
                 Placement::Single { rank } => is_elsewhere |= *rank != position,
+                Placement::OneOf { rank, num } if *rank >= *num || !degree.is_multiple_of(*num) => {
+                    return Err(PlacementError::NoSuchRank { name: self.name.clone(), rank: *rank, degree });
+                }
+                Placement::OneOf { rank, num } => is_elsewhere |= position % num != *rank,
                 Placement::Ragged { bounds: found } => bounds = Some((found, place)),
             }
         }
@@ -366,15 +377,17 @@ impl TensorPlacement {
         num_elements: usize,
         place: AxisPlace,
     ) -> Result<Range<usize>, PlacementError> {
-        let degree = place.degree;
-        let is_cut = bounds.len() == degree + 1
+        let (degree, num_runs) = (place.degree, bounds.len().saturating_sub(1));
+        let is_cut = num_runs > 0
+            && degree.is_multiple_of(num_runs)
             && bounds.is_sorted()
-            && (bounds[0], bounds[degree]) == (0, num_elements);
+            && (bounds[0], bounds[num_runs]) == (0, num_elements);
         if !is_cut {
             let (name, bounds) = (self.name.clone(), bounds.to_vec());
             return Err(PlacementError::WrongBounds { name, bounds, degree, num_elements });
         }
-        Ok(bounds[place.rank]..bounds[place.rank + 1])
+        let run = place.rank / (degree / num_runs);
+        Ok(bounds[run]..bounds[run + 1])
     }
 }
 

@@ -15,12 +15,15 @@ pub struct Parameter {
     pub class: ParameterClass,
     /// How tensor parallelism may cut it; `None` if each rank needs all of it.
     pub cut: Option<Cut>,
+    /// Which of a unit's experts it belongs to, and how many there are; `None` if it is for all tokens.
+    pub expert: Option<(usize, usize)>,
 }
 
 impl Parameter {
     /// A factor of a product: [`ParameterClass::Matrix`].
     pub fn matrix(name: impl Into<String>, dims: &[usize], initial: Initial) -> Self {
-        Parameter { name: name.into(), dims: dims.into(), initial, class: ParameterClass::Matrix, cut: None }
+        let (name, class) = (name.into(), ParameterClass::Matrix);
+        Parameter { name, dims: dims.into(), initial, class, cut: None, expert: None }
     }
 
     /// A table of rows, or the weight of an output layer or of a router: [`ParameterClass::Embedding`].
@@ -52,6 +55,17 @@ impl Parameter {
             self.dims
         );
         Parameter { cut: Some(cut), ..self }
+    }
+}
+
+impl Parameter {
+    /// The same, of one of the `num_experts` of its unit: ranks of the expert axis have equally many experts each, and nothing of the others.
+    ///
+    /// # Panics
+    /// If there is no such expert.
+    pub fn of_expert(self, expert: usize, num_experts: usize) -> Self {
+        assert!(expert < num_experts, "expert {expert} of {num_experts}");
+        Parameter { expert: Some((expert, num_experts)), ..self }
     }
 }
 

@@ -35,8 +35,8 @@ pub use kernels::{
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameter_table::{
-    LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, SpanPart, Tie, UncuttableError,
-    UnitInfo,
+    ExpertsError, LEAVES, ModelPlace, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, SpanPart,
+    Tie, UncuttableError, UnitInfo,
 };
 pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;

@@ -26,6 +26,8 @@ pub struct ParameterInfo {
     pub cut: Option<Cut>,
     /// Which rank of the tensor axis this is.
     pub place: AxisPlace,
+    /// Which of its unit's experts it belongs to; `None` if it is for all tokens.
+    pub expert: Option<usize>,
     /// Unit that holds it.
     pub unit: usize,
     /// First element within the unit's flat buffer.
@@ -130,6 +132,8 @@ pub struct UnitInfo {
     pub parameters: Range<usize>,
     /// Elements of its flat buffer.
     pub num_elements: usize,
+    /// Its experts, on all ranks of the expert axis; 0 if it has none.
+    pub num_experts: usize,
 }
 
 impl UnitInfo {
@@ -192,7 +196,53 @@ pub struct ParameterTable {
     units: Vec<UnitInfo>,
     matrices: Vec<ParameterSpan>,
     tie: Option<Tie>,
-    place: AxisPlace,
+    place: ModelPlace,
+}
+
+/// Which part of a model a rank has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ModelPlace {
+    /// Among the ranks that cut parameters.
+    pub tensor: AxisPlace,
+    /// Among the ranks with different experts.
+    pub experts: AxisPlace,
+}
+
+impl ModelPlace {
+    /// All of it.
+    pub const WHOLE: ModelPlace = ModelPlace { tensor: AxisPlace::ALONE, experts: AxisPlace::ALONE };
+}
+
+impl From<AxisPlace> for ModelPlace {
+    fn from(tensor: AxisPlace) -> Self {
+        ModelPlace { tensor, ..ModelPlace::WHOLE }
+    }
+}
+
+/// Experts that so many ranks cannot divide.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ExpertsError {
+    /// There are none.
+    #[error("the model has no experts that {degree} ranks could divide")]
+    None {
+        /// The ranks.
+        degree: usize,
+    },
+    /// They do not divide.
+    #[error(
+        "{degree} ranks cannot have equally many of the {num_experts} experts of '{unit}'; the nearest degrees that divide them are {}",
+        join(.nearest)
+    )]
+    Indivisible {
+        /// The first unit whose experts do not divide.
+        unit: String,
+        /// Its experts.
+        num_experts: usize,
+        /// The ranks.
+        degree: usize,
+        /// The next smaller and the next larger number of ranks that divide those of all units, if there is one.
+        nearest: Vec<usize>,
+    },
 }
 
 /// A parameter that so many ranks of the tensor axis cannot cut.
@@ -237,24 +287,98 @@ pub struct Tie {
 }
 
 impl ParameterTable {
-    /// An empty table of what a rank of the tensor axis has of parameters.
-    pub fn of_place(place: AxisPlace) -> Self {
-        ParameterTable { place, ..ParameterTable::default() }
+    /// An empty table of what a rank of the tensor axis, and of that of experts, has of parameters.
+    pub fn of_place(place: impl Into<ModelPlace>) -> Self {
+        ParameterTable { place: place.into(), ..ParameterTable::default() }
     }
 
     /// Which rank of the tensor axis the table is for.
     pub fn place(&self) -> AxisPlace {
+        self.place.tensor
+    }
+
+    /// Which rank of the axis of experts the table is for.
+    pub fn expert_place(&self) -> AxisPlace {
+        self.place.experts
+    }
+
+    /// Which part of the model the table is for.
+    pub fn model_place(&self) -> ModelPlace {
         self.place
     }
 
-    /// The parameters of all ranks of the tensor axis, in the same order. Nothing is tied, for nothing runs with them.
+    /// Of so many experts those that this rank has.
+    ///
+    /// # Panics
+    /// If they do not divide; [`check_expert_degree`](ParameterTable::check_expert_degree) refuses that before.
+    pub fn own_experts(&self, num_experts: usize) -> Range<usize> {
+        let AxisPlace { rank, degree } = self.place.experts;
+        assert!(num_experts.is_multiple_of(degree), "{num_experts} experts on {degree} ranks");
+        rank * (num_experts / degree)..(rank + 1) * (num_experts / degree)
+    }
+
+    /// The rank of the axis of experts that has a parameter, unless all have it.
+    pub fn owner(&self, info: &ParameterInfo) -> Option<usize> {
+        let num_own = self.units[info.unit].num_experts / self.place.experts.degree;
+        info.expert.map(|expert| expert / num_own)
+    }
+
+    /// Whether this rank has a parameter, or a part of it.
+    pub fn has(&self, info: &ParameterInfo) -> bool {
+        self.owner(info).is_none_or(|owner| owner == self.place.experts.rank)
+    }
+
+    /// The parameter that lies on this rank where another one lies on the rank that has it: all ranks of the axis of experts have units of one
+    /// form.
+    pub fn counterpart(&self, info: &ParameterInfo) -> &ParameterInfo {
+        let unit = &self.units[info.unit];
+        let all = &self.parameters[unit.parameters.clone()];
+        let Some(expert) = info.expert else {
+            let found = all.iter().find(|other| other.name == info.name);
+            return found.expect("the parameter is of this table");
+        };
+        let own = self.own_experts(unit.num_experts);
+        let counterpart = own.start + expert % own.len();
+        let of = |expert: usize| all.iter().filter(move |other| other.expert == Some(expert));
+        let place = of(expert).position(|other| other.name == info.name);
+        let found = place.and_then(|place| of(counterpart).nth(place));
+        found.expect("experts have the same parameters")
+    }
+
+    /// Whether so many ranks can have equally many experts of each unit of this table, which has all of them.
+    ///
+    /// # Errors
+    /// The first unit whose experts do not divide, or that there are no experts.
+    pub fn check_expert_degree(&self, degree: usize) -> Result<(), ExpertsError> {
+        let nums = || self.units.iter().filter(|unit| unit.num_experts > 0);
+        if degree <= 1 {
+            return Ok(());
+        }
+        let Some(fewest) = nums().map(|unit| unit.num_experts).min() else {
+            return Err(ExpertsError::None { degree });
+        };
+        let divides = |degree: usize| nums().all(|unit| unit.num_experts.is_multiple_of(degree));
+        let Some(unit) = nums().find(|unit| !unit.num_experts.is_multiple_of(degree)) else { return Ok(()) };
+        let below = (1..degree).rev().find(|&degree| divides(degree));
+        let above = (degree + 1..=fewest).find(|&degree| divides(degree));
+        Err(ExpertsError::Indivisible {
+            unit: unit.name.clone(),
+            num_experts: unit.num_experts,
+            degree,
+            nearest: below.into_iter().chain(above).collect(),
+        })
+    }
+
+    /// The parameters of all ranks of the tensor axis and of that of experts, in the same order. Nothing is tied, for nothing runs with them.
     pub fn whole(&self) -> ParameterTable {
         let mut whole = ParameterTable::default();
         for unit in &self.units {
             whole.begin_unit(unit.name.clone());
             for info in &self.parameters[unit.parameters.clone()] {
                 let ParameterInfo { name, initial, class, cut, .. } = info.clone();
-                whole.push(Parameter { name, dims: info.whole.dims().to_vec(), initial, class, cut });
+                let dims = info.whole.dims().to_vec();
+                let expert = info.expert.map(|expert| (expert, unit.num_experts));
+                whole.push(Parameter { name, dims, initial, class, cut, expert });
             }
         }
         whole
@@ -294,13 +418,14 @@ impl ParameterTable {
     /// # Panics
     /// If they cannot be cut; [`check_degree`](ParameterTable::check_degree) refuses the parameters that belong to them before.
     pub fn part_of(&self, cut: Cut, len: usize) -> usize {
-        cut.part_len(len, self.place.degree)
+        cut.part_len(len, self.place.tensor.degree)
     }
 
     /// Begins a unit; the parameters added next belong to it. Returns its index.
     pub fn begin_unit(&mut self, name: impl Into<String>) -> usize {
         let next = self.parameters.len();
-        self.units.push(UnitInfo { name: name.into(), parameters: next..next, num_elements: 0 });
+        let name = name.into();
+        self.units.push(UnitInfo { name, parameters: next..next, num_elements: 0, num_experts: 0 });
         self.units.len() - 1
     }
 
@@ -333,22 +458,43 @@ impl ParameterTable {
     }
 
     fn push(&mut self, parameter: Parameter) -> ParameterSpan {
-        let Parameter { name, dims, initial, class, cut } = parameter;
+        let Parameter { name, dims, initial, class, cut, expert } = parameter;
         let unit = self.last_unit();
+        let is_here = expert.is_none_or(|(expert, num_experts)| {
+            let own = &mut self.units[unit].num_experts;
+            assert!([0, num_experts].contains(own), "a unit has one number of experts");
+            *own = num_experts;
+            self.own_experts(num_experts).contains(&expert)
+        });
+        let expert = expert.map(|(expert, _)| expert);
         let info = &mut self.units[unit];
         let (first, offset) = (ParameterId(self.parameters.len()), info.num_elements);
-        let (whole, place) = (Shape::new(&dims), self.place);
+        let (whole, place) = (Shape::new(&dims), self.place.tensor);
         let (mut dims, mut part) = (dims, None);
         if let Some(cut) = cut.filter(|_| place.degree > 1) {
             let first = cut.segments(dims[cut.dim], place).next().expect("there is a group");
             part = Some(SpanPart { dim: cut.dim, start: first.start, len: first.len, whole: dims[cut.dim] });
             dims[cut.dim] = cut.part_len(dims[cut.dim], place.degree);
         }
+        if !is_here {
+            dims[0] = 0;
+        }
         let shape = Shape::new(&dims);
         // Saturates, as shapes do: a device refuses to hold so many.
         info.num_elements = info.num_elements.saturating_add(shape.num_elements());
         info.parameters.end += 1;
-        self.parameters.push(ParameterInfo { name, whole, shape, initial, class, cut, place, unit, offset });
+        self.parameters.push(ParameterInfo {
+            name,
+            whole,
+            shape,
+            initial,
+            class,
+            cut,
+            place,
+            expert,
+            unit,
+            offset,
+        });
         ParameterSpan { unit, offset, shape, first, num_parameters: 1, part }
     }
 
@@ -441,7 +587,7 @@ mod tests {
     #[test]
     fn shards_are_whole_leaves_and_cover_the_unit() {
         for num_elements in [0, 1, 768, 1024, 1025, 5000] {
-            let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements };
+            let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements, num_experts: 0 };
             assert!(unit.padded_len() >= num_elements && unit.padded_len() < num_elements + LEAVES);
             for num_shards in [1, 2, 3, 4, 64] {
                 let shards: Vec<Range<usize>> =

@@ -4,8 +4,8 @@ use super::{Projection, Sublayer};
 use crate::unit::UnitContext;
 use std::sync::Arc;
 use trireme_tensor::tape::{
-    BalanceLoss, CombineRows, CopyToRanks, GroupRows, GroupedLinear, Linear, Norm, Op, PeakLoad, Router,
-    RouterEntropy, RouterZLoss, SpreadRows, TopK,
+    Argument, BalanceLoss, CombineRows, CopyToRanks, DispatchRows, GroupRows, GroupedLinear, Linear, Norm,
+    Op, PeakLoad, ReturnRows, Router, RouterEntropy, RouterZLoss, ShareLoads, SpreadRows, TopK,
 };
 use trireme_tensor::{DeviceError, Var};
 
@@ -24,6 +24,8 @@ pub(crate) struct MixtureOfExperts {
     /// The activation, and back.
     pub(crate) back: Arc<GroupedLinear>,
     pub(crate) combine: Arc<CombineRows>,
+    /// Whether other ranks have other experts.
+    pub(crate) is_divided: bool,
     /// What all tokens go through.
     pub(crate) shared: Option<(Arc<Linear>, Projection)>,
     pub(crate) losses: RouterLosses,
@@ -57,6 +59,25 @@ impl MixtureOfExperts {
     }
 }
 
+impl MixtureOfExperts {
+    /// What experts make of rows, on the ranks that have the experts.
+    fn run_elsewhere(
+        &self,
+        cx: &mut UnitContext<'_>,
+        rows: Var,
+        [starts, order]: [&Var; 2],
+    ) -> Result<Var, DeviceError> {
+        let [numbers, own_starts, parts, come, places] =
+            outputs(cx.apply_many(&ShareLoads, [starts, order])?);
+        let sent = [Argument::from(rows), (&numbers).into(), (&come).into(), (&places).into()];
+        let rows = cx.apply(&DispatchRows, sent)?;
+        let inner = cx.apply(&self.into, [rows.into(), Argument::from(&own_starts), (&parts).into()])?;
+        let rows = cx.apply(&self.back, [inner, own_starts, parts])?;
+        let returned = [Argument::from(rows), numbers.into(), come.into(), places.into(), order.into()];
+        cx.apply(&ReturnRows, returned)
+    }
+}
+
 impl Sublayer for MixtureOfExperts {
     fn apply(&self, cx: &mut UnitContext<'_>, x: Var) -> Result<Var, DeviceError> {
         let normed = cx.apply(&self.norm, [&x])?;
@@ -75,8 +96,12 @@ impl Sublayer for MixtureOfExperts {
             weights = cx.apply(&CopyToRanks, [weights])?;
         }
         let rows = cx.apply(&SpreadRows, (tokens, &order, &places))?;
-        let inner = cx.apply(&self.into, (rows, &starts))?;
-        let rows = cx.apply(&self.back, (inner, starts))?;
+        let rows = if self.is_divided {
+            self.run_elsewhere(cx, rows, [&starts, &order])?
+        } else {
+            let inner = cx.apply(&self.into, (rows, &starts))?;
+            cx.apply(&self.back, (inner, starts))?
+        };
         cx.apply(&self.combine, [rows, order, places, weights, x])
     }
 }

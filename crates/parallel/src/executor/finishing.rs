@@ -117,7 +117,7 @@ impl Executor {
             }
         }
         let ranks = &self.ranks;
-        let groups = [ranks.shards(), ranks.tensor(), ranks.pipeline()];
+        let groups = [ranks.having_all().0, ranks.tensor(), ranks.pipeline()];
         self.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 

@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, Rank};
-use trireme_comm::Group;
+use trireme_comm::{Buffer, Group};
 use trireme_optim::StateInfo;
 use trireme_schedule::StateClass;
-use trireme_tensor::{Category, ParameterInfo, ParameterTable, Parameters};
+use trireme_tensor::{Category, ModelPlace, ParameterInfo, ParameterTable, Parameters};
 
 impl Executor {
     /// Calls `write` with the description of each parameter of which this rank steps something, which of its elements that
@@ -68,7 +68,8 @@ impl Executor {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, ParallelError> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
-        let whole = if table.place().degree > 1 { Arc::new(table.whole()) } else { Arc::clone(&table) };
+        let is_whole = table.model_place() == ModelPlace::WHOLE;
+        let whole = if is_whole { Arc::clone(&table) } else { Arc::new(table.whole()) };
         let zeros = || Parameters::zeros(&whole, &self.device.host()?, Category::Parameters);
         let all = is_root.then(zeros).transpose();
         let outcomes = self.group().all_gather_bytes(&[u8::from(all.is_err())]).wait()?;
@@ -76,9 +77,9 @@ impl Executor {
         if outcomes[Rank::ROOT.0] != [0] {
             return Ok(None);
         }
-        let group = Arc::clone(self.ranks.updating(&self.program.outline));
         let tensor = Arc::clone(self.ranks.tensor());
         for (unit, info) in table.units().iter().enumerate() {
+            let group = self.ranks.state_of(info).updating(&self.program.outline);
             let mut buffer = group.buffer::<f32>(info.padded_len())?;
             let owner = self.program.outline.rank_of(unit);
             if self.program.outline.holds(unit) {
@@ -90,14 +91,14 @@ impl Executor {
                 buffer = group.all_gather(buffer).wait()?;
             }
             let buffer = self.ranks.pipeline().broadcast(buffer, Rank(owner)).wait()?;
-            if table.place().degree == 1 {
+            if is_whole {
                 all.iter_mut().for_each(|all| all.set(unit, &buffer[..info.num_elements]));
                 continue;
             }
-            let len = buffer.len();
-            let mut parts = tensor.buffer::<f32>(tensor.world_size() * len)?;
-            parts[tensor.rank().0 * len..][..len].copy_from_slice(&buffer);
-            let parts = tensor.all_gather(parts).wait()?;
+            let mut parts = gather_from(&tensor, buffer)?;
+            if let Some(experts) = self.ranks.experts().filter(|_| info.num_experts > 0) {
+                parts = gather_from(experts, parts)?;
+            }
             if let Some(all) = &mut all {
                 all.set(unit, &joined(&table, &whole, unit, &parts));
             }
@@ -105,25 +106,37 @@ impl Executor {
         Ok(all)
     }
 
-    /// Compares what the replicas hold, and what several ranks of the tensor axis hold of the same parameters; collective.
+    /// Compares what the replicas hold, and what several ranks of the tensor axis, or with different experts, hold of the same parameters;
+    /// collective.
     pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
         let table = Arc::clone(self.model.table());
-        let mut of_all = Hash::default();
+        let (mut of_all, mut with_experts, mut beside_experts) =
+            (Hash::default(), Hash::default(), Hash::default());
         let mut of_holders: BTreeMap<usize, Hash> = BTreeMap::new();
         let holders = table.parameters().iter().map(ParameterInfo::num_holders).filter(|number| *number > 1);
         of_holders.extend(holders.map(|number| (number, Hash::default())));
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {
             let bits = executor.shard_device().read::<u32>(executor.parameters.shard(unit));
-            of_all.add(&bits);
+            let has_experts = table.units()[unit].num_experts > 0;
+            if has_experts { &mut with_experts } else { &mut of_all }.add(&bits);
             let part = &executor.parameters.parts()[unit];
             for info in &table.parameters()[table.units()[unit].parameters.clone()] {
-                if let (Some(hash), Some(held)) = (of_holders.get_mut(&info.num_holders()), info.held(part)) {
-                    hash.add(&bits[info.offset + held.start - part.start..][..held.len()]);
+                let Some(held) = info.held(part) else { continue };
+                let bits = &bits[info.offset + held.start - part.start..][..held.len()];
+                if let Some(hash) = of_holders.get_mut(&info.num_holders()) {
+                    hash.add(bits);
+                }
+                if has_experts && info.expert.is_none() {
+                    beside_experts.add(bits);
                 }
             }
             Ok::<_, ParallelError>(())
         })?;
-        self.compare(self.ranks.alike(&self.program.outline), of_all)?;
+        let outline = &self.program.outline;
+        self.compare(self.ranks.state().alike(outline), of_all)?;
+        let of_experts = self.ranks.expert_state().unwrap_or(self.ranks.state());
+        self.compare(of_experts.alike(outline), with_experts)?;
+        self.ranks.experts().map_or(Ok(()), |experts| self.compare(experts, beside_experts))?;
         of_holders.into_iter().try_for_each(|(number, hash)| self.compare(self.ranks.holders(number), hash))
     }
 
@@ -162,17 +175,30 @@ impl Hash {
     }
 }
 
-/// A unit's flat buffer, of `whole`, from those of all ranks of the tensor axis, which follow each other in `parts`.
+/// What all ranks of a group have in buffers of one length, one after the other.
+fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>, ParallelError> {
+    let len = own.len();
+    let mut all = group.buffer::<f32>(group.world_size() * len)?;
+    all[group.rank().0 * len..][..len].copy_from_slice(&own);
+    Ok(group.all_gather(all).wait()?)
+}
+
+/// A unit's flat buffer, of `whole`, from those of all ranks of the tensor axis, which follow each other in `parts`; for a unit with experts one after the other
+/// of the ranks that have these.
 fn joined(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
     let degree = table.place().degree;
-    let len = parts.len() / degree;
+    let has_experts = table.units()[unit].num_experts > 0;
+    let len = parts.len() / degree / if has_experts { table.expert_place().degree } else { 1 };
     let mut values = vec![0.0; whole.units()[unit].num_elements];
     for index in table.units()[unit].parameters.clone() {
         let (info, offset) = (&table.parameters()[index], whole.parameters()[index].offset);
+        let first = table.owner(info).unwrap_or(0) * degree;
+        let info = &ParameterInfo { offset: table.counterpart(info).offset, ..info.clone() };
+        let num_elements = table.counterpart(info).shape.num_elements();
         let holders = AxisPlace::all(degree).map(|place| info.at(place)).filter(ParameterInfo::is_counted);
         for info in holders {
-            let part = &parts[info.place.rank * len + info.offset..];
-            for (first, run) in info.runs(0..info.shape.num_elements()) {
+            let part = &parts[(first + info.place.rank) * len + info.offset..];
+            for (first, run) in info.runs(0..num_elements) {
                 values[offset + first..][..run.len()].copy_from_slice(&part[run]);
             }
         }

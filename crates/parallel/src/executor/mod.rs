@@ -66,6 +66,8 @@ pub struct Executor {
     /// For each unit: its gradient was summed before it left.
     is_squared: Vec<bool>,
     exchange: ShardExchange,
+    /// For units with experts, where ranks have different ones.
+    expert_exchange: Option<ShardExchange>,
     /// The ranks with which units exchange values.
     axes: UnitAxes,
     grad_terms: Holders<f32>,
@@ -132,7 +134,8 @@ impl Executor {
         if state.is_sharded(StateClass::Parameters) && num_shards > 1 && spared != ZeroPlusPlus::NONE {
             ranks.split_by_hosts()?;
         }
-        assert_eq!(model.table().place(), ranks.tensor_place(), "the model's parts are those of this rank");
+        let place = model.table().model_place();
+        assert_eq!(place, ranks.model_place(), "the model's parts are those of this rank");
         ranks.split_holders(model.table())?;
         let grad_terms = Holders::of_terms(model.table(), &rehearsal, &ranks, device);
         let ranks = Arc::new(ranks);
@@ -158,7 +161,10 @@ impl Executor {
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
-        let exchange = ShardExchange::new(&ranks, outline, &optimizer_device, device);
+        let exchange = ShardExchange::new(&ranks, ranks.state(), outline, &optimizer_device, device);
+        let expert_exchange = ranks
+            .expert_state()
+            .map(|state| ShardExchange::new(&ranks, state, outline, &optimizer_device, device));
         let means = Means::new(outline, &ranks, &rehearsal, device)?;
         let updates = Updates::new(outline, ranks.pipeline())?;
         let squares = Squares::new(table, &ranks, device)?;
@@ -185,6 +191,7 @@ impl Executor {
             parameters,
             optimizer,
             exchange,
+            expert_exchange,
             axes,
             grad_terms,
             gradients,

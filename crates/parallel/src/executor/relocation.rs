@@ -68,7 +68,10 @@ impl Executor {
         self.gradients.release();
         self.in_flight = InFlight::new(outline, &self.rehearsal);
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
-        self.exchange = ShardExchange::new(&self.ranks, outline, &self.optimizer_device, &self.device);
+        let (ranks, on, device) = (&self.ranks, &self.optimizer_device, &self.device);
+        self.exchange = ShardExchange::new(ranks, ranks.state(), outline, on, device);
+        self.expert_exchange =
+            ranks.expert_state().map(|state| ShardExchange::new(ranks, state, outline, on, device));
         self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device)?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.forward_program = forward_program(outline)?;

@@ -55,8 +55,12 @@ impl Executor {
     pub(super) fn update(&mut self, unit: usize, settings: StepSettings) -> Result<(), ParallelError> {
         self.await_outcomes()?;
         let is_momentum = self.is_momentum(unit, settings.step);
-        let Executor { optimizer, optimizer_device: device, gradients, parameters, exchange, ranks, .. } =
-            self;
+        let has_experts = self.model.table().units()[unit].num_experts > 0;
+        let Executor { optimizer, optimizer_device: device, gradients, parameters, ranks, .. } = self;
+        let exchange = match &mut self.expert_exchange {
+            Some(exchange) if has_experts => exchange,
+            _ => &mut self.exchange,
+        };
         let category = Category::Communication;
         let sum = bring(gradients.for_update(unit), gradients.update_device(unit), device, category)?;
         let sum = Values::in_f32(device, sum.view(), category)?;

@@ -8,7 +8,7 @@ use crate::hierarchical::{Hierarchical, Hierarchy};
 use crate::holders::Holders;
 use crate::parameters::wholes::Gathered;
 use crate::pool::Pool;
-use crate::ranks::RankGrid;
+use crate::ranks::{RankGrid, StateRanks};
 use crate::reduction::{Reduction, Summations};
 use crate::shard_sum::shard_sums;
 use crate::step::ExecutorOptions;
@@ -50,11 +50,11 @@ impl Gradients {
         let is_compressed = options.compression.codec() != CodecName::None;
         let pool = if is_compressed { pool.with_buffers() } else { pool };
         // Parts of gradients are gathered where all of a unit is updated by them.
-        let gathered = is_gathered.then(|| Gathered::absent(table, device, &pool));
-        let needs_shards = are_shards_kept || is_sharded && ranks.replicas().world_size() > 1;
+        let gathered = is_gathered.then(|| Gathered::absent(table, device, ranks, &pool));
+        let needs_shards =
+            |state: &StateRanks| are_shards_kept || is_sharded && state.replicas.world_size() > 1;
         let is_summed = are_shards_kept && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
-        let make_shard = shard_sums(shard_precision, options.determinism, ranks, shards_device);
         // A unit that lies elsewhere in the pipeline has no gradient here. Without training, no unit has one.
         let holds = |unit| outline.holds(unit) && outline.state.is_trained();
         let num_elements = |unit| if holds(unit) { table.units()[unit].num_elements } else { 0 };
@@ -68,23 +68,46 @@ impl Gradients {
             false => Holders::none(table),
         };
         // Backward starts with the last unit.
-        let uncompressed = (0..compressed.len()).rev().filter(|&unit| compressed[unit].is_none());
-        let lens: Vec<usize> = uncompressed.map(num_elements).collect();
         let counted = Counted::new(device);
-        let exchanges = match is_sharded {
-            true => Summations::ReduceScatter { stay: !needs_shards },
-            false => {
-                Summations::AllReduce { fusion_bytes: options.fusion_bytes, lens: &lens, counted: &counted }
+        // Of units without experts, and of those with experts where other ranks have other ones.
+        let mut makers = Vec::new();
+        for has_experts in [false, true] {
+            let is_one = |unit: &usize| (table.units()[*unit].num_experts > 0) == has_experts;
+            let state = match (0..compressed.len()).find(is_one) {
+                Some(unit) => ranks.state_of(&table.units()[unit]),
+                None => ranks.state(),
+            };
+            let is_alike = ranks.experts().is_none();
+            let uncompressed = (0..compressed.len()).rev().filter(|&unit| compressed[unit].is_none());
+            let lens: Vec<usize> =
+                uncompressed.filter(|unit| is_alike || is_one(unit)).map(num_elements).collect();
+            let group = if is_sharded { &state.shards } else { &state.replicas };
+            let exchanges = match is_sharded {
+                true => Summations::ReduceScatter { stay: !needs_shards(state) },
+                false => Summations::AllReduce {
+                    fusion_bytes: options.fusion_bytes,
+                    lens: &lens,
+                    counted: &counted,
+                },
+            };
+            let make_reduction = exchanges.reductions(dtype, group, device)?;
+            let make_shard = shard_sums(shard_precision, options.determinism, state, shards_device);
+            makers.push((make_reduction, make_shard));
+            if is_alike {
+                break;
             }
-        };
-        let make_reduction = exchanges.reductions(dtype, group, device)?;
+        }
         let mut units = Vec::new();
         for ((index, unit), compressed) in table.units().iter().enumerate().zip(compressed) {
             let is_held = holds(index);
+            let state = ranks.state_of(unit);
+            let kind = usize::from(unit.num_experts > 0).min(makers.len() - 1);
+            let (make_reduction, make_shard) = &makers[kind];
+            let group = if is_sharded { &state.shards } else { &state.replicas };
             let num_elements = num_elements(index);
             let len = if is_held && is_sharded { unit.padded_len() } else { num_elements };
             let own = match is_held {
-                true => unit.shard(ranks.shards().rank().0, ranks.shards().world_size()),
+                true => unit.shard(state.shards.rank().0, state.shards.world_size()),
                 false => 0..0,
             };
             let is_compressed = compressed.is_some();
@@ -104,7 +127,7 @@ impl Gradients {
                 sum: TreeSum::new(),
                 reduction,
                 is_finished: false,
-                shard: (needs_shards && is_held).then(|| make_shard(own.len())),
+                shard: (needs_shards(state) && is_held).then(|| make_shard(own.len())),
                 own,
             });
         }

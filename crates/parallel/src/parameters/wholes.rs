@@ -13,6 +13,7 @@ use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
 use std::sync::Arc;
+use trireme_comm::Group;
 use trireme_schedule::collective::block;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Values, View, ViewMut};
@@ -45,6 +46,8 @@ pub(crate) struct Gathered<T> {
     table: Arc<ParameterTable>,
     device: Device,
     units: Vec<Whole<T>>,
+    /// The ranks that have the shards of each unit.
+    groups: Vec<Arc<Group>>,
     is_kept: bool,
     pool: Pool<T>,
     /// How units that are not near are gathered as integers.
@@ -76,7 +79,7 @@ impl<T: Stored> Gathered<T> {
         let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(ranks.shards(), device, category, true);
-        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, device, &pool) };
+        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, device, ranks, &pool) };
         (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
         // On one host shards are as near as copies of them would be.
         if let Some(levels) = ranks.levels() {
@@ -92,8 +95,15 @@ impl<T: Stored> Gathered<T> {
     }
 
     /// No unit is there. Memory of those that are comes from `pool`, of the ranks that have the shards.
-    pub(crate) fn absent(table: &Arc<ParameterTable>, device: &Device, pool: &Pool<T>) -> Self {
+    pub(crate) fn absent(
+        table: &Arc<ParameterTable>,
+        device: &Device,
+        ranks: &RankGrid,
+        pool: &Pool<T>,
+    ) -> Self {
+        let group = |unit| Arc::clone(&ranks.state_of(unit).shards);
         Gathered {
+            groups: table.units().iter().map(group).collect(),
             table: Arc::clone(table),
             device: device.clone(),
             units: table.units().iter().map(|_| Whole::default()).collect(),
@@ -112,7 +122,7 @@ impl<T: Stored> Gathered<T> {
             Whole::Present(whole) => whole,
             _ => self.pool.take(info.padded_len())?,
         };
-        let (group, len) = (self.pool.group(), whole.len());
+        let (group, len) = (&self.groups[unit], whole.len());
         if let Some(shard) = shard {
             let own = info.shard(group.rank().0, group.world_size());
             self.device.convert(shard, whole.part_mut(own));

@@ -57,6 +57,8 @@ pub struct Layout<'a> {
     pub context: (usize, usize),
     /// Ranks of the tensor axis.
     pub tensor: usize,
+    /// Ranks with different experts.
+    pub experts: usize,
     /// How units are cut into stages, and in what order these run.
     pub pipeline: Option<Pipeline>,
     /// What units keep; all of them all if there is no choice.
@@ -105,6 +107,7 @@ impl Default for Layout<'_> {
             num_shards: 1,
             context: (1, 1),
             tensor: 1,
+            experts: 1,
             pipeline: None,
             keeps: &[],
             state: StateLayout::WHOLE,
@@ -141,11 +144,12 @@ pub fn laid_out_model(
     let device = Device::open(alike).unwrap();
     let Layout { options, .. } = layout;
     let (pipeline, shards) = (layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks), layout.num_shards);
-    let ((context, heads), tensor) = (layout.context, layout.tensor);
-    let ranks = RankGrid::new(group, Degrees { pipeline, shards, context, heads, tensor }).unwrap();
+    let ((context, heads), tensor, experts) = (layout.context, layout.tensor, layout.experts);
+    let degrees = Degrees { pipeline, shards, context, heads, tensor, experts };
+    let ranks = RankGrid::new(group, degrees).unwrap();
     let place = ranks.context_place();
     let specs: Vec<TensorSpec> = specs.iter().map(|spec| spec.of_positions(place)).collect();
-    let build = |device: &Device| Model::build_at(ranks.tensor_place(), device, build);
+    let build = |device: &Device| Model::build_at(ranks.model_place(), device, build);
     let rehearsal = Rehearsal::of(build, alike, options.passes(place), &specs).unwrap();
     let model = build(&device).unwrap();
     let chain = chain(model.table(), &rehearsal);

@@ -52,7 +52,8 @@ impl Device {
     }
 
     /// For each group the transpose of its rows of `left` (`[rows, m]`), times its rows of `right` (`[rows, n]`), as its block of `out`
-    /// (`[num_groups * m, n]`, f32), or added to it; the rest as [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros.
+    /// (`[num_groups * m, n]`, f32), or added to it; the rest as [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. Where `starts` are those
+    /// of several parts of each group, its block is the sum of those of the parts, neighbours first.
     ///
     /// Cost: `2 rows m n` floating-point operations.
     ///
@@ -64,14 +65,17 @@ impl Device {
     pub fn grouped_transposed_matmul(
         &self,
         precision: Precision,
-        starts: View<'_>,
+        (starts, num_groups): (View<'_>, usize),
         (left, right): (View<'_>, View<'_>),
         out: ViewMut<'_>,
         accumulate: bool,
     ) -> Result<(), DeviceError> {
         let (inner, rows, cols) = (left.shape().rows(), left.shape().cols(), right.shape().cols());
         assert_eq!(right.shape().rows(), inner, "{:?}", right.shape());
-        assert_eq!(out.shape(), [num_groups(starts) * rows, cols].into(), "blocks of groups");
+        assert_eq!(out.shape(), [num_groups * rows, cols].into(), "blocks of groups");
+        let num_parts = self::num_groups(starts);
+        assert!(num_parts.is_multiple_of(num_groups), "{num_parts} parts of {num_groups} groups");
+        let num_parts = num_parts / num_groups;
         let size = Product { rows, cols, inner };
         let cost = Cost::products(&[2, rows, cols, inner]).reads(left.num_bytes() + right.num_bytes());
         let num_bytes = out.num_bytes();
@@ -81,13 +85,18 @@ impl Device {
         let factor = (left, Transpose::Yes);
         let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));
         let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;
+        // Blocks of parts that wait for their neighbours.
+        let num_sums = if num_parts == 1 { 0 } else { num_parts.ilog2() as usize + 2 };
+        let mut sums = self.activation([num_sums * rows * cols])?;
         let (starts, left, right) = (starts.place(), left.place(), right.place());
         let (mut out, mut scratch) = (out.into_place(), scratch.view_mut().into_place());
+        let mut sums = sums.view_mut().into_place();
         self.issue("grouped_transposed_matmul", cost, move |cpu| {
             let left = Matrix::row_major(left.floats(cpu), rows, true);
             let right = Matrix::row_major(right.floats(cpu), cols, false);
             let (out, scratch) = ((out.f32s(cpu), accumulate), scratch.u32s(cpu));
-            cpu.grouped_transposed_matmul((precision, size), starts.u32s(cpu), (left, right), out, scratch);
+            let parts = (starts.u32s(cpu), num_parts, sums.f32s(cpu));
+            cpu.grouped_transposed_matmul((precision, size), parts, (left, right), out, scratch);
         });
         Ok(())
     }

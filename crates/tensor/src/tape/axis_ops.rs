@@ -3,6 +3,7 @@
 use crate::device::{Device, DeviceError};
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
+use smallvec::SmallVec;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind, UnitAxis};
@@ -95,6 +96,25 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         Ok(result)
     }
 
+    /// What every rank has of numbers, `own` of this one: one rank's after the other. The host waits for it.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
+    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError>;
+
+    /// Sends rows to every rank, and receives rows from every one: as many elements as `lens` says. They follow each other in `values` and in
+    /// `result` in the order of the ranks. Both are of one type.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
+    fn exchange_rows(
+        &self,
+        device: &Device,
+        lens: &ExchangedLens,
+        values: View<'_>,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError>;
+
     /// An exchange from its start to its end.
     ///
     /// # Errors
@@ -108,6 +128,22 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     ) -> Result<(), DeviceError> {
         let exchange = self.start(device, kind, values)?;
         self.finish(device, exchange, result)
+    }
+}
+
+/// Elements that a rank sends to each rank of an axis, and receives from each, itself among them.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ExchangedLens {
+    /// To each.
+    pub sent: SmallVec<[usize; 16]>,
+    /// From each.
+    pub received: SmallVec<[usize; 16]>,
+}
+
+impl ExchangedLens {
+    /// Those of what is sent back.
+    pub fn reversed(self) -> Self {
+        ExchangedLens { sent: self.received, received: self.sent }
     }
 }
 
@@ -135,6 +171,11 @@ impl AloneOnAxis {
     pub fn new(axis: UnitAxis, place: AxisPlace, noted: &NotedExchanges) -> Self {
         AloneOnAxis { axis, place, noted: noted.clone() }
     }
+
+    fn note(&self, kind: ExchangeKind, num_bytes: usize) {
+        let mut noted = self.noted.0.lock().unwrap_or_else(PoisonError::into_inner);
+        noted.push(AxisExchange { axis: self.axis, kind, num_bytes });
+    }
 }
 
 impl AxisOps for AloneOnAxis {
@@ -149,13 +190,28 @@ impl AxisOps for AloneOnAxis {
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError> {
         let num_parts = if kind == ExchangeKind::AllGather { self.place.degree } else { 1 };
-        let exchange = AxisExchange { axis: self.axis, kind, num_bytes: num_parts * values.num_bytes() };
-        let mut noted = self.noted.0.lock().unwrap_or_else(PoisonError::into_inner);
-        noted.push(exchange);
+        self.note(kind, num_parts * values.num_bytes());
         Ok(PendingExchange::new(0))
     }
 
     fn finish(&self, _: &Device, _: PendingExchange, _: ViewMut<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// As if all ranks had the same numbers.
+    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
+        self.note(ExchangeKind::AllGather, self.place.degree * size_of_val(own));
+        Ok(own.repeat(self.place.degree))
+    }
+
+    fn exchange_rows(
+        &self,
+        _: &Device,
+        _: &ExchangedLens,
+        values: View<'_>,
+        _: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        self.note(ExchangeKind::AllToAll, values.num_bytes());
         Ok(())
     }
 }

@@ -34,6 +34,11 @@ pub struct OperationContext<'a> {
 }
 
 impl OperationContext<'_> {
+    /// The ranks with different experts, if they are several.
+    pub(super) fn expert_axis(&self) -> Option<&dyn super::AxisOps> {
+        self.tape.experts.as_deref()
+    }
+
     /// The device to compute on.
     pub fn device(&self) -> &Device {
         &self.tape.device

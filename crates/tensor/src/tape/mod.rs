@@ -23,7 +23,7 @@ mod value;
 
 use axis::PendingValue;
 pub use axis::{Sharding, TensorAxis};
-pub use axis_ops::{AloneOnAxis, AxisOps, NotedExchanges, PendingExchange};
+pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedLens, NotedExchanges, PendingExchange};
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::{OperationContext, Randomness};
 pub use context_axis::{ContextAxis, Operand};
@@ -60,6 +60,7 @@ pub struct Tape {
     fp8: Option<Arc<Fp8Scales>>,
     axis: Option<TensorAxis>,
     context: Option<ContextAxis>,
+    experts: Option<Arc<dyn AxisOps>>,
     loss_scale: f32,
     first_position: usize,
     randomness: Randomness,
@@ -137,6 +138,7 @@ impl Tape {
             fp8: None,
             axis: None,
             context: None,
+            experts: None,
             loss_scale: 1.0,
             first_position: 0,
             randomness: Randomness::default(),
@@ -162,6 +164,11 @@ impl Tape {
     /// The same tape, whose sequences begin at this position instead of 0.
     pub fn with_first_position(self, first_position: usize) -> Self {
         Tape { first_position, ..self }
+    }
+
+    /// The same tape, on a rank of an axis of ranks with different experts; `None` for the only one.
+    pub fn with_experts(self, axis: Option<Arc<dyn AxisOps>>) -> Self {
+        Tape { experts: axis, ..self }
     }
 
     /// What random operations depend on. Lasts until the tape is cleared.

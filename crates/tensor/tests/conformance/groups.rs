@@ -82,7 +82,7 @@ fn groups_have_the_bits_of_products_of_their_own() {
                 device
                     .grouped_transposed_matmul(
                         precision,
-                        of_groups.view(),
+                        (of_groups.view(), num_groups),
                         factors,
                         all.view_mut(),
                         accumulate,
@@ -127,7 +127,7 @@ fn columns_of_odd_and_even_groups() {
             let factors = (left.view(), right.view());
             let starts = ids(device, &starts);
             device
-                .grouped_transposed_matmul(precision, starts.view(), factors, sums.view_mut(), false)
+                .grouped_transposed_matmul(precision, (starts.view(), 2), factors, sums.view_mut(), false)
                 .unwrap();
             device.read::<f32>(sums.view())
         });

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier, Condvar, Mutex};
 use trireme_base::{AxisPlace, DType, ExchangeKind};
-use trireme_tensor::tape::{AxisOps, PendingExchange};
+use trireme_tensor::tape::{AxisOps, ExchangedLens, PendingExchange};
 use trireme_tensor::{Category, Device, DeviceError, View, ViewMut};
 
 /// Ranks as threads of the test, which exchange f32 and round sums once.
@@ -102,6 +102,38 @@ impl AxisOps for Threads {
         });
         let mut wide = device.empty(result.shape(), DType::F32, Category::Activations)?;
         device.upload(&found, wide.view_mut());
+        device.convert(wide.view(), result);
+        Ok(())
+    }
+
+    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
+        let all = self.gather(own.iter().map(|&number| number as f32).collect());
+        Ok(all.concat().into_iter().map(|number| number as u32).collect())
+    }
+
+    fn exchange_rows(
+        &self,
+        device: &Device,
+        lens: &ExchangedLens,
+        values: View<'_>,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let mut wide = device.empty(values.shape(), DType::F32, Category::Activations)?;
+        device.convert(values, wide.view_mut());
+        let mut left = &device.read::<f32>(wide.view())[..];
+        // Each rank takes what is for it, behind the lengths.
+        let mut own: Vec<f32> = lens.sent.iter().map(|&len| len as f32).collect();
+        own.extend(left);
+        let AxisPlace { rank, degree } = self.place;
+        let mut received = Vec::new();
+        for from in self.gather(own) {
+            let (lens, values) = from.split_at(degree);
+            let first = lens[..rank].iter().sum::<f32>() as usize;
+            received.extend(&values[first..][..lens[rank] as usize]);
+        }
+        left = &received;
+        let mut wide = device.empty(result.shape(), DType::F32, Category::Activations)?;
+        device.upload(left, wide.view_mut());
         device.convert(wide.view(), result);
         Ok(())
     }

@@ -198,17 +198,7 @@ impl Builder<'_> {
         let bias = experts.has_bias.then(|| {
             self.table.add(Parameter::balance(format!("{module}.gate.e_score_correction_bias"), num_experts))
         });
-        let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: Cut| {
-            let name = format!("{module}.experts.{expert}.{part}.weight");
-            Parameter::matrix(name, &dims, normal(self.config)).with_cut(cut)
-        };
-        let into = (0..num_experts)
-            .flat_map(|expert| [gate, up].map(|part| matrix(expert, part, [inner, hidden], Cut::along(0))));
-        let back = (0..num_experts).map(|expert| matrix(expert, down, [hidden, inner], Cut::along(1)));
-        let [into, back] =
-            [into.collect::<Vec<_>>(), back.collect()].map(|parts| self.table.add_stacked(parts));
-        let grouped =
-            |weight, activation| Arc::new(GroupedLinear { weight, num_groups: num_experts, activation });
+        // What all ranks have comes first, so that it lies at the same place on any number of them.
         let shared = (experts.num_shared > 0).then(|| {
             let inner = experts.num_shared * inner;
             let shared = |part: &str| format!("{module}.shared_experts.{part}");
@@ -217,6 +207,19 @@ impl Builder<'_> {
             let back = self.row_parallel(&shared(down), (inner, 1), false, self.gated());
             (into, Projection::new(back))
         });
+        let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: Cut| {
+            let name = format!("{module}.experts.{expert}.{part}.weight");
+            let matrix = Parameter::matrix(name, &dims, normal(self.config)).with_cut(cut);
+            matrix.of_expert(expert, num_experts)
+        };
+        let into = (0..num_experts)
+            .flat_map(|expert| [gate, up].map(|part| matrix(expert, part, [inner, hidden], Cut::along(0))));
+        let back = (0..num_experts).map(|expert| matrix(expert, down, [hidden, inner], Cut::along(1)));
+        let [into, back] =
+            [into.collect::<Vec<_>>(), back.collect()].map(|parts| self.table.add_stacked(parts));
+        let num_own = self.table.own_experts(num_experts).len();
+        let grouped =
+            |weight, activation| Arc::new(GroupedLinear { weight, num_groups: num_own, activation });
         let choice = Choice { num_choices, normalizes, scale, groups };
         MixtureOfExperts {
             norm,
@@ -230,6 +233,7 @@ impl Builder<'_> {
             combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),
             into: grouped(into, InputActivation::Identity),
             back: grouped(back, self.gated()),
+            is_divided: num_own < num_experts,
             shared,
             losses: RouterLosses { balance: experts.balance_loss, z: experts.z_loss },
         }

@@ -9,7 +9,8 @@ use std::ops::RangeInclusive;
 
 /// Linear layers of groups of rows, such as those that experts make of the tokens that are sent to them: `y[i] = W[g] f(x[i])`, where `g` is
 /// the group of row `i`. The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and where the groups begin
-/// (`[num_groups + 1]`, u32; the last number is that of all rows). Groups may be empty.
+/// (`[num_groups + 1]`, u32; the last number is that of all rows). Groups may be empty. A third input may say where parts of equally many in each group begin
+/// (`[num_groups * parts + 1]`, u32): the weight's gradient is then the sum of those of the parts, neighbours first, as ranks would add up what each makes of its part.
 ///
 /// Cost: `2 rows inputs outputs` floating-point operations forward, and twice as many backward; no padding. A group has the bits of a layer of
 /// its own.
@@ -37,7 +38,7 @@ impl GroupedLinear {
 
 impl Operation for GroupedLinear {
     fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
+        2..=3
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
@@ -85,7 +86,14 @@ impl Operation for GroupedLinear {
             let input = factor(device, fp8, Operand::Input, input)?;
             let dy = factor(device, fp8, Operand::OutputGrad, cx.grad())?;
             let factors = (dy.view(), input.view());
-            device.grouped_transposed_matmul(cx.precision(), cx.input(1), factors, out, accumulate)
+            let starts = cx.input(cx.num_inputs() - 1);
+            device.grouped_transposed_matmul(
+                cx.precision(),
+                (starts, self.num_groups),
+                factors,
+                out,
+                accumulate,
+            )
         })
     }
 
@@ -94,7 +102,11 @@ impl Operation for GroupedLinear {
     }
 
     fn reads_input(&self, input: usize) -> ReadBy {
-        if input == 0 { self.activation.read_by() } else { ReadBy { input_half: true, weight_half: true } }
+        match input {
+            0 => self.activation.read_by(),
+            1 => ReadBy { input_half: true, weight_half: true },
+            _ => ReadBy::WEIGHT_HALF,
+        }
     }
 
     fn takes_positions(&self) -> bool {

@@ -56,7 +56,8 @@ impl Cpu {
     }
 
     /// For each group the transpose of its rows of `left`, times its rows of `right`, into its block of `out`, which is as large as `size`
-    /// without its inner dim, or added to it. A group without rows gives zeros.
+    /// without its inner dim, or added to it. A group without rows gives zeros. Of a group of several parts the block is the sum of those of its parts, neighbours
+    /// first; `sums` has room for those that wait.
     ///
     /// Cost: that of `size`, whose inner dim is that of all rows.
     ///
@@ -65,7 +66,7 @@ impl Cpu {
     pub(crate) fn grouped_transposed_matmul(
         &self,
         (precision, size): (Precision, Product),
-        starts: &[u32],
+        (starts, num_parts, sums): (&[u32], usize, &mut [f32]),
         (left, right): (Matrix<'_>, Matrix<'_>),
         (out, accumulate): (&mut [f32], bool),
         scratch: &mut [u32],
@@ -73,20 +74,57 @@ impl Cpu {
         if self.threads.is_idle() {
             return;
         }
-        let epilogue = if accumulate { Epilogue::Accumulate } else { Epilogue::Overwrite };
         let block_len = size.rows * size.cols;
-        for (group, rows) in groups(starts, size.inner) {
-            let out = &mut out[group * block_len..(group + 1) * block_len];
-            if rows.is_empty() {
-                if !accumulate {
-                    out.fill(0.0);
-                }
-                continue;
-            }
+        let mut product = |rows: Range<usize>, out: &mut [f32], epilogue: Epilogue<'_>| {
             let size = Product { inner: rows.len(), ..size };
             let factors = (left.from(0, rows.start), right.from(rows.start, 0));
             self.matmul(precision, size, factors, FloatsMut::F32(out), epilogue, scratch);
+        };
+        let mut parts = groups(starts, size.inner).map(|(_, rows)| rows);
+        for out in out.chunks_exact_mut(block_len.max(1)) {
+            if num_parts == 1 {
+                let rows = parts.next().expect("each group has a part");
+                match (rows.is_empty(), accumulate) {
+                    (false, false) => product(rows, out, Epilogue::Overwrite),
+                    (false, true) => product(rows, out, Epilogue::Accumulate),
+                    (true, false) => out.fill(0.0),
+                    (true, true) => {}
+                }
+                continue;
+            }
+            // A binary counter: the sums that wait are of as many parts as the bits of how many there were.
+            let mut num_waiting = 0;
+            for part in 0..num_parts {
+                let rows = parts.next().expect("each group has its parts");
+                let own = &mut sums[num_waiting * block_len..][..block_len];
+                if rows.is_empty() {
+                    own.fill(0.0)
+                } else {
+                    product(rows, own, Epilogue::Overwrite)
+                }
+                num_waiting += 1;
+                for _ in 0..(part + 1).trailing_zeros() {
+                    self.add_last(&mut sums[..num_waiting * block_len], block_len);
+                    num_waiting -= 1;
+                }
+            }
+            while num_waiting > 1 {
+                self.add_last(&mut sums[..num_waiting * block_len], block_len);
+                num_waiting -= 1;
+            }
+            let sum = &sums[..block_len];
+            match accumulate {
+                false => out.copy_from_slice(sum),
+                true => out.iter_mut().zip(sum).for_each(|(out, sum)| *out += sum),
+            }
         }
+    }
+
+    /// Adds the last of some blocks to the one before.
+    fn add_last(&self, blocks: &mut [f32], block_len: usize) {
+        let (blocks, last) = blocks.split_at_mut(blocks.len() - block_len);
+        let first = blocks.len() - block_len;
+        self.zip_in_place::<f32, f32>(&mut blocks[first..], last, |left, right| left + right);
     }
 
     /// Orders rows by their group, and those of a group as they were (a counting sort): `starts[g]` is where the rows of group `g`

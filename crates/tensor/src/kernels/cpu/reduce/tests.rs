@@ -99,7 +99,7 @@ fn what_is_not_finite_reaches_its_column_only() {
 
 /// The sum, whose bits neither threads nor levels change, nor how many shards of whole leaves the buffer has.
 fn sum_of_squares(x: &[f32]) -> f64 {
-    let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements: x.len() };
+    let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements: x.len(), num_experts: 0 };
     let shards = |cpu: &Cpu, num_shards: usize| {
         let sum = |index| {
             let shard = unit.shard(index, num_shards);

@@ -1,0 +1,244 @@
+//! Rows of tokens on their way to the ranks that have their experts, and back (Lepikhin et al., "GShard", 2020, section 3.3), without padding.
+
+use crate::device::{Device, DeviceError};
+use crate::shape::Shape;
+use crate::tape::{
+    AxisOps, BackwardContext, ExchangedLens, ForwardContext, Operation, OperationContext, ReadBy,
+};
+use crate::tensor::{Tensor, View};
+use std::ops::RangeInclusive;
+use trireme_base::{AxisPlace, DType};
+
+/// Which rows ranks of the expert axis send each other. Of where the choices of each expert begin, on this rank, and of the choice at each place (the first two
+/// outputs of [`GroupRows`](crate::tape::GroupRows)), it makes, all u32:
+/// - how many choices of each expert each rank has, `[degree, num_experts]`;
+/// - where the rows of each of this rank's experts begin, `[own_experts + 1]`;
+/// - where those of each rank among them begin, `[own_experts * degree + 1]`: rows are ordered by expert, and those of an expert by the rank that has
+///   sent them;
+/// - for each place in this order the place among the rows as they come, and the other way round, `[num_rows]` each.
+///
+/// Ranks have equally many experts, in their order. The host reads the numbers of choices: one all-gather of `4 num_experts` bytes a rank. On a device that
+/// only counts, experts have equally many choices.
+#[derive(Debug)]
+pub struct ShareLoads;
+
+/// Rows for the experts of all ranks (`[1, num_choices, cols]`, ordered by expert), to those of this rank: `[1, num_rows, cols]`. The other inputs are the first output
+/// of [`ShareLoads`] and its last two.
+///
+/// Cost: an exchange of the rows, and one of their gradients.
+#[derive(Debug)]
+pub struct DispatchRows;
+
+/// The rows of this rank's experts, back to the ranks that have sent them: the reverse of [`DispatchRows`], with the same other inputs, and as the last one the choice at
+/// each place on this rank.
+#[derive(Debug)]
+pub struct ReturnRows;
+
+/// What of the choices of all ranks is sent and received.
+struct Loads {
+    numbers: Vec<u32>,
+    place: AxisPlace,
+}
+
+impl Loads {
+    /// Reads those of this rank from the device, and gathers those of the others. All experts have as many, or one more, on a device that only
+    /// counts.
+    fn gather(cx: &OperationContext<'_>, starts: View<'_>, num_choices: usize) -> Result<Self, DeviceError> {
+        let (axis, num_experts) = (expert_axis(cx), starts.shape().num_elements() - 1);
+        let own: Vec<u32> = match cx.device().is_counting() {
+            true => (0..num_experts)
+                .map(|expert| (num_choices + num_experts - 1 - expert) / num_experts)
+                .map(|number| number as u32)
+                .collect(),
+            false => cx.device().read::<u32>(starts).windows(2).map(|pair| pair[1] - pair[0]).collect(),
+        };
+        Ok(Loads { numbers: axis.gather_numbers(&own)?, place: axis.place() })
+    }
+
+    /// Reads those of all ranks from the device; `None` from one that only counts.
+    fn read(cx: &OperationContext<'_>, numbers: View<'_>) -> Option<Self> {
+        let place = expert_axis(cx).place();
+        (!cx.device().is_counting()).then(|| Loads { numbers: cx.device().read(numbers), place })
+    }
+
+    fn num_experts(&self) -> usize {
+        self.numbers.len() / self.place.degree
+    }
+
+    fn num_own(&self) -> usize {
+        self.num_experts() / self.place.degree
+    }
+
+    /// The choices on rank `from` of the experts of rank `of`.
+    fn of(&self, from: usize, of: usize) -> &[u32] {
+        &self.numbers[from * self.num_experts() + of * self.num_own()..][..self.num_own()]
+    }
+
+    /// Rows that rank `from` has for rank `of`.
+    fn num_rows(&self, from: usize, of: usize) -> usize {
+        self.of(from, of).iter().map(|&number| number as usize).sum()
+    }
+
+    /// Elements that are sent and received, of rows of `cols`.
+    fn lens(&self, cols: usize) -> ExchangedLens {
+        let AxisPlace { rank, degree } = self.place;
+        ExchangedLens {
+            sent: (0..degree).map(|of| self.num_rows(rank, of) * cols).collect(),
+            received: (0..degree).map(|from| self.num_rows(from, rank) * cols).collect(),
+        }
+    }
+
+    /// Where the rows of each own expert begin, and of each rank among them; and for each row in this order its place among those as they
+    /// come.
+    fn order(&self) -> [Vec<u32>; 3] {
+        let AxisPlace { rank, degree } = self.place;
+        let (mut starts, mut segments, mut order) = (vec![0], vec![0], Vec::new());
+        let mut next: Vec<u32> = (0..degree)
+            .scan(0, |start, from| {
+                let own = *start;
+                *start += self.num_rows(from, rank) as u32;
+                Some(own)
+            })
+            .collect();
+        for expert in 0..self.num_own() {
+            for (from, next) in next.iter_mut().enumerate() {
+                let end = *next + self.of(from, rank)[expert];
+                order.extend(*next..end);
+                *next = end;
+                segments.push(order.len() as u32);
+            }
+            starts.push(order.len() as u32);
+        }
+        [starts, segments, order]
+    }
+}
+
+fn expert_axis<'a>(cx: &'a OperationContext<'_>) -> &'a dyn AxisOps {
+    cx.expert_axis().expect("only several ranks have different experts")
+}
+
+fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor, DeviceError> {
+    let mut tensor = device.activation_of(Shape::new(shape), DType::U32)?;
+    device.upload(numbers, tensor.view_mut());
+    Ok(tensor)
+}
+
+impl Operation for ShareLoads {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let loads = Loads::gather(cx, cx.input(0), cx.input(1).shape().num_elements())?;
+        let (device, shape) = (cx.device(), [loads.place.degree, loads.num_experts()]);
+        let [starts, segments, order] = loads.order();
+        let mut places = vec![0; order.len()];
+        order.iter().zip(0..).for_each(|(&place, index)| places[place as usize] = index);
+        let made = [
+            upload(device, &loads.numbers, &shape)?,
+            upload(device, &starts, &[starts.len()])?,
+            upload(device, &segments, &[segments.len()])?,
+            upload(device, &order, &[order.len()])?,
+            upload(device, &places, &[places.len()])?,
+        ];
+        made.into_iter().for_each(|numbers| cx.output(numbers));
+        Ok(())
+    }
+
+    /// Numbers have no gradient.
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
+}
+
+/// To the ranks that have the experts, ordered by expert.
+fn dispatch(
+    cx: &OperationContext<'_>,
+    rows: View<'_>,
+    (numbers, order): (View<'_>, View<'_>),
+) -> Result<Tensor, DeviceError> {
+    let (device, cols) = (cx.device(), rows.shape().cols());
+    let shape = [1, order.shape().num_elements(), cols];
+    let mut received = cx.empty(shape, rows.dtype())?;
+    let lens = Loads::read(cx, numbers).map(|loads| loads.lens(cols)).unwrap_or_default();
+    expert_axis(cx).exchange_rows(device, &lens, rows, received.view_mut())?;
+    let mut ordered = cx.empty(shape, rows.dtype())?;
+    device.spread_rows(received.view(), (order, 1, None), ordered.view_mut());
+    Ok(ordered)
+}
+
+/// Back to the ranks that have sent them, in their order; this one has sent `num_rows`.
+fn give_back(
+    cx: &OperationContext<'_>,
+    rows: View<'_>,
+    (numbers, places): (View<'_>, View<'_>),
+    num_rows: usize,
+) -> Result<Tensor, DeviceError> {
+    let (device, cols) = (cx.device(), rows.shape().cols());
+    let mut sent = cx.empty(rows.shape(), rows.dtype())?;
+    device.spread_rows(rows, (places, 1, None), sent.view_mut());
+    let lens = Loads::read(cx, numbers).map(|loads| loads.lens(cols).reversed()).unwrap_or_default();
+    let mut received = cx.empty([1, num_rows, cols], rows.dtype())?;
+    expert_axis(cx).exchange_rows(device, &lens, sent.view(), received.view_mut())?;
+    Ok(received)
+}
+
+impl Operation for DispatchRows {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        4..=4
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let rows = dispatch(cx, cx.input(0), (cx.input(1), cx.input(2)))?;
+        cx.output(rows);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let num_rows = cx.input_shape(0).rows();
+        let grad = give_back(cx, cx.grad(), (cx.input(1), cx.input(3)), num_rows)?;
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        if input == 1 || input == 3 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
+}
+
+impl Operation for ReturnRows {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        5..=5
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let num_rows = cx.input(4).shape().num_elements();
+        let rows = give_back(cx, cx.input(0), (cx.input(1), cx.input(3)), num_rows)?;
+        cx.output(rows);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let grad = dispatch(cx, cx.grad(), (cx.input(1), cx.input(2)))?;
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        if input == 1 || input == 2 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
+}
