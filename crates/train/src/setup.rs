@@ -328,7 +328,7 @@ pub(crate) fn rehearse(
     batch: &[TensorSpec],
 ) -> Result<Rehearsal, TrainError> {
     let build = |device: &Device, table| task.build(device, table);
-    let build_part = |device: &Device| Model::build_at(config.tensor_place(rank), device, build);
+    let build_part = |device: &Device| Model::build_at(config.model_place(rank), device, build);
     let context = config.context_place(rank);
     let passes = executor_options(config).passes(context);
     let batch = positions_of_batch(batch, context, task.has_positions())?;

@@ -139,7 +139,7 @@ impl<'a> Trainer<'a> {
         let batch_specs = batch_specs(&*train, training.local_batch_size);
         let rehearsal = rehearse(config, &*task, (group.rank(), options.num_threads), &batch_specs)?;
         let build = |device: &Device, table| task.build(device, table);
-        let model = Model::build_at(config.tensor_place(group.rank()), &device, build)?;
+        let model = Model::build_at(config.model_place(group.rank()), &device, build)?;
         let choices = match &options.plan {
             Some(plan) => plan.choices.clone(),
             None => {

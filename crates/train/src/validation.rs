@@ -55,9 +55,10 @@ impl Validation {
         // A sum and a number of rows for each report.
         let batch_len = reports.len() / num_batches;
         for first in (0..num_batches).step_by(degree) {
-            // Ranks that have no batch any more still help to gather sharded parameters.
+            // Ranks that have no batch any more still help to gather sharded parameters, and run their experts: they read the last one, for nothing.
             let index = Some(first + rank).filter(|&index| index < num_batches);
-            let batch = index.map(|index| self.batch(index, executor)).transpose()?;
+            let read = index.or(executor.ranks().experts().map(|_| num_batches - 1));
+            let batch = read.map(|index| self.batch(index, executor)).transpose()?;
             let found = executor.evaluate(batch)?;
             if let Some(index) = index {
                 let own = reports[index * batch_len..].chunks_exact_mut(2).zip(found);

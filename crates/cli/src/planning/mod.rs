@@ -32,7 +32,7 @@ use trireme_parallel::{Executor, Placements, chain};
 use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Chain, Program};
-use trireme_tensor::{AxisPlace, CpuFeatures, Device, DeviceOptions};
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions, ModelPlace};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
@@ -86,7 +86,7 @@ pub(crate) enum Blueprint<'a> {
 }
 
 impl Blueprint<'_> {
-    fn build(&self, device: &Device, place: AxisPlace) -> Result<Model, ModelError> {
+    fn build(&self, device: &Device, place: ModelPlace) -> Result<Model, ModelError> {
         Model::build_at(place, device, |device, table| match self {
             Blueprint::Language { model, seq_len } => model.build_into(table, *seq_len, device),
             Blueprint::Task { task, .. } => task.build(device, table),
@@ -361,7 +361,7 @@ impl Plan {
 fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
-    let place = config.tensor_place(Rank(workers.rank));
+    let place = config.model_place(Rank(workers.rank));
     let model = blueprint.build(&device, place).map_err(TrainError::from)?;
     let context = config.context_place(Rank(workers.rank));
     let batch = blueprint.batch(config, context)?;
@@ -378,8 +378,7 @@ fn dry_executor(
 ) -> Result<(Executor, Program)> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
-    let model =
-        blueprint.build(&device, config.tensor_place(Rank(workers.rank))).map_err(TrainError::from)?;
+    let model = blueprint.build(&device, config.model_place(Rank(workers.rank))).map_err(TrainError::from)?;
     let programs = step_programs(config, chain, choices)?;
     let program = programs[workers.rank / config.workers_per_place()].clone();
     let of_model = (model, rehearsal.clone());

@@ -21,7 +21,7 @@ use trireme_schedule::{
     Chain, ClassLayout, Keep, Outline, Program, Share, StateClass, StateLayout, Tier, single,
 };
 use trireme_tensor::{
-    AxisPlace, Backend, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, ParameterTable,
+    Backend, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, ModelPlace, ParameterTable,
     Precision,
 };
 use trireme_testkit::{
@@ -189,11 +189,11 @@ impl Case {
         lay_out(recompute(program, &keeps), self.state)
     }
 
-    fn build(&self, model: &dyn Subject, device: &Device, place: AxisPlace) -> Result<Model, ModelError> {
+    fn build(&self, model: &dyn Subject, device: &Device, place: ModelPlace) -> Result<Model, ModelError> {
         Model::build_at(place, device, |device, table| model.build(self.shape, device, table))
     }
 
-    fn rehearsal(&self, model: &dyn Subject, place: AxisPlace, context: ContextPlace) -> Rehearsal {
+    fn rehearsal(&self, model: &dyn Subject, place: ModelPlace, context: ContextPlace) -> Rehearsal {
         let build = |device: &Device| self.build(model, device, place);
         let specs = model.specs(self.shape).into_iter().map(|spec| spec.of_positions(context));
         let (specs, passes) = (specs.collect::<Vec<_>>(), self.options.passes(context));
@@ -218,9 +218,10 @@ impl Case {
     ) -> Result<Executor, ParallelError> {
         let (pipeline, shards, tensor) = (self.pipeline_degree(), self.num_shards, self.tensor_degree);
         let (context, heads) = self.context;
-        let ranks = RankGrid::new(group, Degrees { pipeline, shards, context, heads, tensor })?;
-        let model = self.build(subject, device, ranks.tensor_place())?;
-        let rehearsal = self.rehearsal(subject, ranks.tensor_place(), ranks.context_place());
+        let degrees = Degrees { pipeline, shards, context, heads, tensor, experts: 1 };
+        let ranks = RankGrid::new(group, degrees)?;
+        let model = self.build(subject, device, ranks.model_place())?;
+        let rehearsal = self.rehearsal(subject, ranks.model_place(), ranks.context_place());
         let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };
@@ -533,7 +534,7 @@ fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     let case = Case::default();
     let (device, rehearsal) = (
         Device::counting(case.device_options(None)).unwrap(),
-        case.rehearsal(&config, AxisPlace::ALONE, ContextPlace::ALONE),
+        case.rehearsal(&config, ModelPlace::WHOLE, ContextPlace::ALONE),
     );
     let model = config.build(case.shape.1, &device).unwrap();
     let program = case.program(&chain(model.table(), &rehearsal), 0);

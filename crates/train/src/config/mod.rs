@@ -46,8 +46,9 @@ use sections::Sections;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use trireme_base::{AxisPlace, ContextPlace, Rank};
+use trireme_base::{ContextPlace, Rank};
 use trireme_parallel::Degrees;
+use trireme_tensor::ModelPlace;
 
 /// The largest file that is read as a config.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -208,6 +209,7 @@ impl Config {
             context: parallelism.context_parallel_degree,
             heads: parallelism.context_parallel_heads_degree.max(1),
             tensor: parallelism.tensor_parallel_degree,
+            experts: parallelism.expert_parallel_degree,
         }
     }
 
@@ -216,10 +218,9 @@ impl Config {
         self.degrees().context_place(rank)
     }
 
-    /// The place of a worker on the tensor axis.
-    pub fn tensor_place(&self, rank: Rank) -> AxisPlace {
-        let degree = self.parallelism().tensor_parallel_degree;
-        AxisPlace::new(rank.0 % degree, degree)
+    /// Which part of the model a worker has.
+    pub fn model_place(&self, rank: Rank) -> ModelPlace {
+        self.degrees().model_place(rank)
     }
 
     /// Stages of a worker of the pipeline.

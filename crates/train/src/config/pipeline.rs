@@ -1,7 +1,8 @@
 //! Checks of how a model is divided into stages.
 
-use super::choice::{ActivationCheckpointMode, Fp8, Tier, TrainingDtype};
+use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
 use super::layout::{Offload, Parallelism};
+use super::memory::degrees;
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
@@ -11,6 +12,7 @@ use trireme_schedule::pipeline::Kind;
 const TENSOR_DEGREE: &str = "parallelism.tensor_parallel_degree";
 const CONTEXT_DEGREE: &str = "parallelism.context_parallel_degree";
 const HEADS_DEGREE: &str = "parallelism.context_parallel_heads_degree";
+const EXPERT_DEGREE: &str = "parallelism.expert_parallel_degree";
 const DEGREE: &str = "parallelism.pipeline_parallel_degree";
 const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
 const SCHEDULE_FILE: &str = "parallelism.pipeline_parallel_schedule_file";
@@ -44,7 +46,9 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
     });
     check_heads(checks);
     check_pipeline(checks);
-    (world_size / num_of_replica).max(1)
+    let data_parallel_degree = (world_size / num_of_replica).max(1);
+    check_experts(checks, data_parallel_degree * context_parallel_degree);
+    data_parallel_degree
 }
 
 /// Whether workers can have equal parts of the positions of a sequence of tokens.
@@ -73,6 +77,57 @@ fn check_heads(checks: &mut Checks<'_>) {
     let (degree, heads) = (parallelism.context_parallel_degree, parallelism.context_parallel_heads_degree);
     checks.require(heads == 0 || degree.is_multiple_of(heads), &[HEADS_DEGREE, CONTEXT_DEGREE], || {
         format!("{heads} does not divide context_parallel_degree = {degree}; use a divisor of it, or 0")
+    });
+}
+
+/// Whether neighbours among `num_data` workers can have different experts.
+fn check_experts(checks: &mut Checks<'_>, num_data: usize) {
+    let Sections { parallelism, comm, .. } = &checks.loose.sections;
+    let degree = parallelism.expert_parallel_degree;
+    checks.require(num_data.is_multiple_of(degree), &[EXPERT_DEGREE, "launch.workers"], || {
+        let divides = |degree: &usize| num_data.is_multiple_of(*degree);
+        let below = (1..degree).rev().find(divides);
+        let nearest = below.into_iter().chain((degree + 1..=num_data).find(divides));
+        let nearest: Vec<String> = nearest.map(|degree| degree.to_string()).collect();
+        format!(
+            "{degree} does not divide the {num_data} workers that see different samples or positions; the nearest degrees that do are {}",
+            nearest.join(" and ")
+        )
+    });
+    checks.require(
+        degree == 1 || comm.compression == CodecName::None,
+        &["comm.compression", EXPERT_DEGREE],
+        || "compressors would round what workers with different experts hold together; remove this key, or set expert_parallel_degree = 1".to_owned(),
+    );
+    let is_rounded = parallelism.zero_quantized_weights
+        || parallelism.zero_hpz
+        || parallelism.zero_quantized_gradients != QuantizedGradients::None;
+    let keys = [
+        "parallelism.zero_quantized_weights",
+        "parallelism.zero_hpz",
+        "parallelism.zero_quantized_gradients",
+        EXPERT_DEGREE,
+    ];
+    checks.require(degree == 1 || !is_rounded, &keys, || {
+        "ZeRO++ gathers units from all workers of a replica, which have different experts; remove this key, or set \
+         expert_parallel_degree = 1"
+            .to_owned()
+    });
+}
+
+/// Whether workers with different experts are shards of one replica, or whole replicas.
+pub(super) fn check_expert_shards(checks: &mut Checks<'_>, data_parallel_degree: usize) {
+    let parallelism = &checks.loose.sections.parallelism;
+    let degree = parallelism.expert_parallel_degree;
+    let (_, shards) = degrees(parallelism, data_parallel_degree);
+    let num_shards = if parallelism.state_layout().has_shards() {
+        shards.max(1) * parallelism.context_parallel_degree
+    } else {
+        1
+    };
+    let fits = num_shards.is_multiple_of(degree) || degree.is_multiple_of(num_shards);
+    checks.require(fits, &[EXPERT_DEGREE, "parallelism.data_parallel_shard_degree"], || {
+        format!("{degree} neither divides the {num_shards} workers of a replica, nor is a multiple of them")
     });
 }
 

@@ -1,6 +1,5 @@
 //! Reads the file and the `--set` options key by key, and collects the mistakes of single keys.
 
-use super::layout::LATER_PARALLELISM_KEYS;
 use super::mistake::{Mistake, Place, nearest};
 use super::section::{KeyError, Section, TableList};
 use super::sections::Sections;
@@ -232,9 +231,6 @@ fn outside_of_sections(sections: &Sections, key: &str) -> String {
 }
 
 fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
-    if section == "parallelism" && LATER_PARALLELISM_KEYS.contains(&key) {
-        return "not supported by this version, which has data, tensor, context and pipeline parallelism (with zero_stage)".to_owned();
-    }
     if let Some(other) = section_with(sections, key) {
         return format!("unknown key in [{section}]; it belongs in [{other}]");
     }

@@ -44,7 +44,7 @@ lr = 0.1
 name = \"adamm\"
 beta1 = 1.0
 [parallelism]
-expert_parallel_degree = 2
+sequence_paralel = true
 [activation_checkpoint]
 mode = \"full\"
 [data]
@@ -58,7 +58,7 @@ configs/try.toml:6: steps = 0: expected a whole number, 1 or more
 configs/try.toml:7: lr = 0.1: unknown key in [training]; it belongs in [optimizer]
 configs/try.toml:9: name = \"adamm\": expected \"adamw\", \"adam\", \"sgd\", \"lion\", \"adafactor\", \"lamb\", \"lars\", \"muon\", \"one_bit_adam\" or \"zero_one_adam\"; did you mean \"adam\"?
 configs/try.toml:10: beta1 = 1.0: expected a number from 0 to below 1
-configs/try.toml:12: expert_parallel_degree = 2: not supported by this version, which has data, tensor, context and pipeline parallelism (with zero_stage)
+configs/try.toml:12: sequence_paralel = true: unknown key in [parallelism]; did you mean 'sequence_parallel'?
 configs/try.toml:14: mode = \"full\": expected \"none\", \"selective\", \"block\", \"every-k\" or \"auto\"
 configs/try.toml:16: inputs = [\"a\", 7]: expected a list, each element a path
 --set training.stps=3: unknown key in [training]; did you mean 'steps'?

@@ -6,7 +6,7 @@ use super::costs::check_costs;
 use super::memory::{check_activation_checkpoint, check_offload, check_parallelism, degrees, is_on_disk};
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
-use super::pipeline::{check_degrees, check_positions};
+use super::pipeline::{check_degrees, check_expert_shards, check_positions};
 use super::reader::Loose;
 use super::section::Section;
 use super::sections::{Experts, FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
@@ -49,6 +49,7 @@ pub(super) fn validate(
     let data_parallel_degree = check_degrees(&mut checks, world_size);
     check_training(&mut checks, data_parallel_degree);
     check_parallelism(&mut checks, data_parallel_degree);
+    check_expert_shards(&mut checks, data_parallel_degree);
     check_activation_checkpoint(&mut checks);
     check_offload(&mut checks, data_parallel_degree);
     check_loss_scale(&mut checks);

@@ -72,6 +72,9 @@ pub(crate) struct StepArgs {
     /// With --context: neighbours that exchange positions for heads; among the others keys and values go around a ring.
     #[arg(long, value_name = "N", default_value_t = 1)]
     heads: usize,
+    /// Neighbours with different experts, of a model that has some.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    experts: usize,
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
     #[arg(long, value_name = "N", default_value_t = 1)]
     prefetch: usize,
@@ -258,10 +261,13 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         bail!("--heads {} does not divide --context {context}", args.heads);
     }
     let shards = if state.has_shards() { num_workers / tensor } else { 1 };
-    let degrees = Degrees { pipeline: 1, shards, context, heads: args.heads, tensor };
+    if args.experts == 0 || !(num_workers / tensor).is_multiple_of(args.experts) {
+        bail!("--experts {} does not divide the workers with different data or positions", args.experts);
+    }
+    let degrees = Degrees { pipeline: 1, shards, context, heads: args.heads, tensor, experts: args.experts };
     let ranks = RankGrid::new(group, degrees)?;
     let build = |device: &Device| {
-        let place = ranks.tensor_place();
+        let place = ranks.model_place();
         Model::build_at(place, device, |device, table| config.build_into(table, args.seq, device))
     };
     let fp8 = args.fp8.map(Fp8Recipe::new);
@@ -390,6 +396,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",
                 (_, true) => "independent",
+                _ if args.experts > 1 => "experts",
                 _ if args.context > 1 => "context",
                 _ if args.tensor > 1 => "tensor",
                 (_, false) => ["ddp", "zero1", "zero2", "zero3"][usize::from(args.zero_stage)],
