@@ -61,6 +61,8 @@ pub(crate) enum UnitShare {
     Elements(Share),
     Factored(Box<Factored>),
     Muon(Muon),
+    /// A matrix whose expert lies elsewhere, with what is kept of it by rows and columns.
+    Elsewhere(usize),
 }
 
 impl UnitShare {
@@ -69,7 +71,7 @@ impl UnitShare {
         match self {
             UnitShare::Elements(share) => share.num_sums(phase),
             UnitShare::Factored(share) => share.num_sums(phase),
-            UnitShare::Muon(_) => 0,
+            UnitShare::Muon(_) | UnitShare::Elsewhere(_) => 0,
         }
     }
 
@@ -89,7 +91,7 @@ impl UnitShare {
                 share.observe(usize::from(known.is_some()), step, parameters, grads, sums)
             }
             UnitShare::Factored(share) => share.observe(step, parameters, grads, (known, sums)),
-            UnitShare::Muon(_) => Ok(()),
+            UnitShare::Muon(_) | UnitShare::Elsewhere(_) => Ok(()),
         }
     }
 
@@ -106,6 +108,7 @@ impl UnitShare {
             UnitShare::Elements(share) => share.apply(step, parameters, grads, sums)?,
             UnitShare::Factored(share) => share.apply(step, parameters, grads, sums)?,
             UnitShare::Muon(share) => share.apply(step, parameters, grads, shards)?,
+            UnitShare::Elsewhere(_) => {}
         }
         Ok(())
     }
@@ -319,6 +322,10 @@ impl UnitBuilder<'_> {
             OptimizerKind::Adafactor(settings) => {
                 for chosen in matrices {
                     let info = &self.table.parameters()[chosen.0];
+                    if !self.table.has(info) {
+                        shares.push(UnitShare::Elsewhere(chosen.0));
+                        continue;
+                    }
                     let matrix = FactoredMatrix::new(info, self.unit, self.part.clone());
                     let members = self.members(Cut::Leaves, Vec::from([chosen]));
                     let factored = Factored::new(settings, members, info, matrix, self.device)?;

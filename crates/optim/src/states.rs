@@ -33,6 +33,8 @@ pub struct State<'a> {
 enum Source<'a> {
     Moments(&'a Tensor),
     Of(&'a OptimizerState, &'a Members, &'a Member),
+    /// On ranks that have the expert.
+    Elsewhere,
 }
 
 impl State<'_> {
@@ -43,6 +45,7 @@ impl State<'_> {
     pub fn values(&self, device: &Device) -> Vec<f32> {
         match self.source {
             Source::Moments(moments) => device.read(moments.view()),
+            Source::Elsewhere => Vec::new(),
             Source::Of(state, members, member) => {
                 let mut values = vec![0.0; member.held.len()];
                 state.read(&members.pieces, member.pieces.clone(), device, &mut values);
@@ -64,6 +67,16 @@ impl Optimizer {
                     for (name, moments) in FACTORED_STATES.into_iter().zip(share.moments()) {
                         let info = self.factored_info(name, share.member(), moments.shape());
                         found.push(State { info, source: Source::Moments(moments) });
+                    }
+                    continue;
+                }
+                UnitShare::Elsewhere(parameter) => {
+                    let parameter = &self.table.parameters()[*parameter];
+                    let shapes = [parameter.whole.rows(), parameter.whole.cols()];
+                    for (name, len) in FACTORED_STATES.into_iter().zip(shapes) {
+                        let shape = [len].into();
+                        let info = StateInfo { name, parameter, shape, is_like_parameter: false, held: 0..0 };
+                        found.push(State { info, source: Source::Elsewhere });
                     }
                     continue;
                 }
@@ -101,6 +114,7 @@ impl Optimizer {
                     }
                     continue;
                 }
+                UnitShare::Elsewhere(_) => continue,
             };
             for ((name, _), state) in names.iter().zip(states) {
                 for member in members.list.iter().filter(|member| !member.held.is_empty()) {
@@ -127,6 +141,7 @@ impl Optimizer {
                     share.moments_mut().iter_mut().for_each(&mut visit);
                     continue;
                 }
+                UnitShare::Elsewhere(_) => continue,
             };
             states.iter_mut().for_each(|state| state.for_each_memory(&mut visit));
         }

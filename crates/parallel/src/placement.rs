@@ -18,10 +18,7 @@ impl Placements {
     /// that have different ones.
     pub fn new(table: &ParameterTable, outline: &Outline, mesh: Mesh) -> Self {
         let is_sharded = outline.state.is_sharded(StateClass::Optimizer);
-        let degree_of = |axis| mesh.axes().iter().find(|(other, _)| *other == axis).map_or(1, |axis| axis.1);
-        // Neighbours with different experts are shards first, and then replicas.
-        let (degree, num_shards) = (table.expert_place().degree, degree_of(Axis::DATA_SHARD));
-        let (of_shards, of_replicas) = (degree.min(num_shards), degree.div_ceil(num_shards));
+        let (of_shards, of_replicas) = neighbours(table, &mesh);
         let along = |info: &ParameterInfo, axis, degree: usize| match (axis, table.owner(info)) {
             (Axis::PIPELINE, _) => Placement::Single { rank: outline.rank_of(info.unit) },
             (Axis::DATA_REPLICATE, Some(owner)) if of_replicas > 1 => {
@@ -59,6 +56,20 @@ impl Placements {
         Placements { mesh, tensors }
     }
 
+    /// Where something lies that all ranks have which have a parameter, or a part of it.
+    pub fn beside(&self, table: &ParameterTable, outline: &Outline, info: &ParameterInfo) -> Vec<Placement> {
+        let (of_shards, of_replicas) = neighbours(table, &self.mesh);
+        let along = |&(axis, _): &(Axis, usize)| match (axis, table.owner(info)) {
+            (Axis::PIPELINE, _) => Placement::Single { rank: outline.rank_of(info.unit) },
+            (Axis::DATA_REPLICATE, Some(owner)) => {
+                Placement::OneOf { rank: owner / of_shards, num: of_replicas }
+            }
+            (Axis::DATA_SHARD, Some(owner)) => Placement::OneOf { rank: owner % of_shards, num: of_shards },
+            _ => Placement::Replicate,
+        };
+        self.mesh.axes().iter().map(along).collect()
+    }
+
     /// The ranks.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
@@ -87,6 +98,13 @@ impl Placements {
         }
         parts.into_iter().map(Option::unwrap_or_default).collect()
     }
+}
+
+/// How many neighbours with different experts there are among shards, and among replicas: they are shards first.
+fn neighbours(table: &ParameterTable, mesh: &Mesh) -> (usize, usize) {
+    let shards = mesh.axes().iter().find(|(axis, _)| *axis == Axis::DATA_SHARD);
+    let (degree, num_shards) = (table.expert_place().degree, shards.map_or(1, |&(_, degree)| degree));
+    (degree.min(num_shards), degree.div_ceil(num_shards))
 }
 
 /// Where shards of a parameter's unit end within the parameter.

@@ -20,7 +20,7 @@ use trireme_checkpoint::{
 };
 use trireme_optim::{LossScalerState, StateInfo};
 use trireme_parallel::{Executor, ParallelError};
-use trireme_plan::{Axis, HeldBox, Mesh, Placement, TensorPlacement};
+use trireme_plan::{HeldBox, Placement, TensorPlacement};
 use trireme_schedule::StateClass;
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
@@ -111,7 +111,9 @@ pub(crate) fn write_checkpoint(
     let mut entries: Vec<Entry> = (0..tensors.len()).map(Entry::Parameter).collect();
     for unit in 0..executor.model().num_units() {
         for (index, found) in executor.optimizer().states(unit).iter().enumerate() {
-            tensors.push(state_placement(&found.info, &tensors, outline.rank_of(unit), &mesh));
+            let beside =
+                executor.placements().beside(executor.model().table(), &outline, found.info.parameter);
+            tensors.push(state_placement(&found.info, &tensors, beside));
             entries.push(Entry::OptimizerState { unit, index });
         }
     }
@@ -238,24 +240,18 @@ impl TensorSource for RunTensors<'_> {
     }
 }
 
-/// Where a state of the optimizer lies: with its parameter; with all of its unit's ranks, `rank` of the pipeline, if it has a
-/// shape of its own.
+/// Where a state of the optimizer lies: as its parameter does, or `beside` it, if it has a shape of its own.
 fn state_placement(
     info: &StateInfo<'_>,
     placements: &[TensorPlacement],
-    rank: usize,
-    mesh: &Mesh,
+    beside: Vec<Placement>,
 ) -> TensorPlacement {
     let (name, shape) = (state_name(info), info.shape.dims().to_vec());
     let placements = if info.is_like_parameter {
         let of_parameter = placements.iter().find(|placement| placement.name == info.parameter.name);
         of_parameter.expect("a state is of a parameter").placements.clone()
     } else {
-        let along = |&(axis, _): &(Axis, usize)| match axis {
-            Axis::PIPELINE => Placement::Single { rank },
-            _ => Placement::Replicate,
-        };
-        mesh.axes().iter().map(along).collect()
+        beside
     };
     TensorPlacement { name, shape, dtype: DType::F32, placements }
 }

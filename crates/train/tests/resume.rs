@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{job, open, trainer};
+use common::{job, job_of, open, trainer};
 use std::path::Path;
 use trireme_testkit::{run_ranks, run_ranks_on};
 use trireme_train::config::Config;
@@ -167,6 +167,57 @@ fn a_checkpoint_of_any_degree_continues_with_any_other() {
                     let difference = f64::from_bits(found.loss) / f64::from_bits(expected.loss) - 1.0;
                     assert!(difference.abs() < 1e-5, "{what}, step {}: {difference:e}", found.step);
                 }
+            }
+        }
+    }
+}
+
+/// Experts of a checkpoint go to the workers that have them, with what the optimizer keeps of them.
+#[test]
+fn experts_continue_on_other_workers() {
+    const EXPERTS: &str = "parallelism.expert_parallel_degree=2";
+    const FOUR: &str = "parallelism.expert_parallel_degree=4";
+    let layouts: [(usize, &[&str]); 7] = [
+        (1, &[]),
+        (2, &[EXPERTS]),
+        (4, &[FOUR, "parallelism.zero_stage=1"]),
+        (4, &[EXPERTS, "parallelism.zero_stage=2", "parallelism.data_parallel_shard_degree=4"]),
+        (4, &[FOUR, "parallelism.zero_stage=3", "parallelism.data_parallel_shard_degree=2"]),
+        (4, &[EXPERTS, "parallelism.tensor_parallel_degree=2"]),
+        (
+            4,
+            &[
+                EXPERTS,
+                "parallelism.pipeline_parallel_degree=2",
+                "offload.optimizer=disk",
+                "parallelism.zero_stage=1",
+            ],
+        ),
+    ];
+    let deepseek = r#"{"model_type": "deepseek_v3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32,
+        "q_lora_rank": 12, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1}"#;
+    for optimizer in ["adamw", "adafactor", "muon"] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        std::fs::write(&path, deepseek).unwrap();
+        let (model, optimizer) = (format!("config = {path:?}"), format!("optimizer.name={optimizer}"));
+        let run = |name: &str, (workers, layout): (usize, &[&str]), steps: u64| {
+            let keys = [layout, &[&*optimizer]].concat();
+            train(&job_of(folder.path(), &model, name, (workers, steps), &keys))
+        };
+        let whole = run("whole", layouts[0], 20);
+        for (index, &first) in layouts.iter().enumerate() {
+            let (name, second) = (format!("cut-{index}"), layouts[(index + 1) % layouts.len()]);
+            let what = format!("{first:?} then {second:?}, {optimizer}");
+            let begun = run(&name, first, 10);
+            assert!(run(&name, second, 10).1 == begun.1, "{what}: other weights were read than written");
+            let rest = run(&name, second, 20);
+            for (found, expected) in begun.0.iter().chain(&rest.0).zip(&whole.0) {
+                let difference = f64::from_bits(found.loss) / f64::from_bits(expected.loss) - 1.0;
+                assert!(difference.abs() < 1e-5, "{what}, step {}: {difference:e}", found.step);
             }
         }
     }

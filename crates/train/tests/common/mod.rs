@@ -13,6 +13,19 @@ use trireme_train::{
 ///
 /// The corpus is made on first use.
 pub(crate) fn job(folder: &Path, run: &str, world_size: usize, steps: u64, more: &[&str]) -> Config {
+    let model =
+        r#"architecture = "llama", hidden_size = 32, num_layers = 2, num_heads = 4, num_kv_heads = 2"#;
+    job_of(folder, model, run, (world_size, steps), more)
+}
+
+/// The same for a model that these keys describe.
+pub(crate) fn job_of(
+    folder: &Path,
+    model: &str,
+    run: &str,
+    (world_size, steps): (usize, u64),
+    more: &[&str],
+) -> Config {
     let text = folder.join("text.txt");
     if !text.exists() {
         let words: Vec<String> =
@@ -22,7 +35,7 @@ pub(crate) fn job(folder: &Path, run: &str, world_size: usize, steps: u64, more:
     let toml = format!(
         r#"
         run = {{ name = "{run}", folder = {folder:?} }}
-        model = {{ architecture = "llama", hidden_size = 32, num_layers = 2, num_heads = 4, num_kv_heads = 2 }}
+        model = {{ {model} }}
         data = {{ inputs = [{text:?}], folder = {corpus:?} }}
         training = {{ local_batch_size = 2, global_batch_size = 16, seq_len = 24, steps = {steps}, threads = 1, validation_interval = 5 }}
         optimizer = {{ lr = 1e-2 }}
