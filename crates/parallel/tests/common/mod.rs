@@ -51,6 +51,8 @@ pub struct Layout<'a> {
     pub options: ExecutorOptions,
     pub optimizer: OptimizerKind,
     pub weight_decay: f32,
+    /// What counts instead of the two.
+    pub optimizer_options: Option<OptimizerOptions>,
     /// Ranks of a replica.
     pub num_shards: usize,
     /// Ranks of the context axis, and how many of them exchange positions for heads.
@@ -104,6 +106,7 @@ impl Default for Layout<'_> {
             options: OPTIONS,
             optimizer: OptimizerKind::AdamW(ADAMW),
             weight_decay: 0.1,
+            optimizer_options: None,
             num_shards: 1,
             context: (1, 1),
             tensor: 1,
@@ -165,8 +168,9 @@ pub fn laid_out_model(
         folder: layout.folder.to_owned(),
         swap: layout.swap.clone(),
     };
-    let optimizer =
-        &OptimizerOptions { weight_decay: layout.weight_decay, ..OptimizerOptions::new(layout.optimizer) };
+    let plain =
+        OptimizerOptions { weight_decay: layout.weight_decay, ..OptimizerOptions::new(layout.optimizer) };
+    let optimizer = &layout.optimizer_options.clone().unwrap_or(plain);
     let program = lowered(program, layout);
     let (options, offload, device) = (layout.options, &moves, &device);
     let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
