@@ -83,6 +83,14 @@ pub enum TrainError {
         /// The model's family.
         family: &'static str,
     },
+    /// A rate of biases, of which the model's experts have none.
+    #[error(
+        "[experts] bias_update_rate is for biases that balance experts, but those of this model, a {family}, have none; remove the key"
+    )]
+    NoExpertBias {
+        /// The model's family.
+        family: &'static str,
+    },
     /// Sequences longer than the model can take.
     #[error(
         "[training] seq_len is {seq_len}, but the model supports at most {max_position_embeddings} positions"

@@ -4,8 +4,8 @@ use super::{Projection, Sublayer};
 use crate::unit::UnitContext;
 use std::sync::Arc;
 use trireme_tensor::tape::{
-    Argument, BalanceLoss, CombineRows, CopyToRanks, DispatchRows, GroupRows, GroupedLinear, Linear, Norm,
-    Op, PeakLoad, ReturnRows, Router, RouterEntropy, RouterZLoss, ShareLoads, SpreadRows, TopK,
+    Argument, BalanceLoss, CombineRows, CopyToRanks, DispatchRows, GatherLoads, GroupRows, GroupedLinear,
+    Linear, Norm, Op, PeakLoad, ReturnRows, Router, RouterEntropy, RouterZLoss, SpreadRows, TopK,
 };
 use trireme_tensor::{DeviceError, Var};
 
@@ -24,8 +24,8 @@ pub(crate) struct MixtureOfExperts {
     /// The activation, and back.
     pub(crate) back: Arc<GroupedLinear>,
     pub(crate) combine: Arc<CombineRows>,
-    /// Whether other ranks have other experts.
-    pub(crate) is_divided: bool,
+    /// The largest load of an expert.
+    pub(crate) peak: Arc<PeakLoad>,
     /// What all tokens go through.
     pub(crate) shared: Option<(Arc<Linear>, Projection)>,
     pub(crate) losses: RouterLosses,
@@ -48,8 +48,7 @@ impl MixtureOfExperts {
         }
         let scores = cx.apply(self.scores.clone(), [logits])?;
         let [weights, experts] = outputs(cx.apply_many(&self.top_k, [&scores])?);
-        let peak = Arc::new(PeakLoad { num_experts: self.groups.num_groups });
-        cx.apply_metric("expert_load_max", &peak, [&experts])?;
+        cx.apply_metric("expert_load_max", &self.peak, [&experts])?;
         cx.apply_metric("router_entropy", &RouterEntropy, [&scores])?;
         match self.losses.balance {
             0.0 => cx.apply_metric("balance_loss", &BalanceLoss, (scores, &experts))?,
@@ -57,23 +56,21 @@ impl MixtureOfExperts {
         }
         Ok([weights, experts])
     }
-}
 
-impl MixtureOfExperts {
-    /// What experts make of rows, on the ranks that have the experts.
-    fn run_elsewhere(
+    /// Runs the experts on the ranks that have them.
+    fn run_on_owners(
         &self,
         cx: &mut UnitContext<'_>,
         rows: Var,
-        [starts, order]: [&Var; 2],
+        [starts, own_order]: [&Var; 2],
     ) -> Result<Var, DeviceError> {
-        let [numbers, own_starts, parts, come, places] =
-            outputs(cx.apply_many(&ShareLoads, [starts, order])?);
-        let sent = [Argument::from(rows), (&numbers).into(), (&come).into(), (&places).into()];
+        let [loads, own_starts, parts, order, places] =
+            outputs(cx.apply_many(&GatherLoads, [starts, own_order])?);
+        let sent = [Argument::from(rows), (&loads).into(), (&order).into(), (&places).into()];
         let rows = cx.apply(&DispatchRows, sent)?;
         let inner = cx.apply(&self.into, [rows.into(), Argument::from(&own_starts), (&parts).into()])?;
         let rows = cx.apply(&self.back, [inner, own_starts, parts])?;
-        let returned = [Argument::from(rows), numbers.into(), come.into(), places.into(), order.into()];
+        let returned = [Argument::from(rows), loads.into(), order.into(), places.into(), own_order.into()];
         cx.apply(&ReturnRows, returned)
     }
 }
@@ -96,8 +93,8 @@ impl Sublayer for MixtureOfExperts {
             weights = cx.apply(&CopyToRanks, [weights])?;
         }
         let rows = cx.apply(&SpreadRows, (tokens, &order, &places))?;
-        let rows = if self.is_divided {
-            self.run_elsewhere(cx, rows, [&starts, &order])?
+        let rows = if self.into.num_groups < self.groups.num_groups {
+            self.run_on_owners(cx, rows, [&starts, &order])?
         } else {
             let inner = cx.apply(&self.into, (rows, &starts))?;
             cx.apply(&self.back, (inner, starts))?

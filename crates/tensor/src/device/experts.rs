@@ -29,7 +29,8 @@ impl Device {
         assert!(k <= num_left, "the {k} largest of {num_left}");
         assert_eq!((values.shape().cols(), ids.shape()), (k, values.shape()));
         let read = x.num_bytes() + bias.map_or(0, |bias| bias.num_bytes());
-        let cost = each(x.shape(), k * k.div_ceil(2)).reads(read).writes(2 * values.num_bytes());
+        let of_groups = choice.groups.map_or(0, |groups| 2 + groups.num_chosen.div_ceil(2));
+        let cost = each(x.shape(), k * k.div_ceil(2) + of_groups).reads(read).writes(2 * values.num_bytes());
         let (x, bias) = (x.place(), bias.map(|bias| bias.place()));
         let (mut values, mut ids) = (values.into_place(), ids.into_place());
         self.issue("top_k", cost, move |cpu| {

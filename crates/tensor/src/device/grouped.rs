@@ -52,10 +52,10 @@ impl Device {
     }
 
     /// For each group the transpose of its rows of `left` (`[rows, m]`), times its rows of `right` (`[rows, n]`), as its block of `out`
-    /// (`[num_groups * m, n]`, f32), or added to it; the rest as [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. Where `starts` are those
-    /// of several parts of each group, its block is the sum of those of the parts, neighbours first.
+    /// (`[num_groups * m, n]`, f32), or added to it; the rest as [`grouped_matmul`](Device::grouped_matmul). A group without rows gives
+    /// zeros. If `starts` has several parts of each group, a block is the sum of the products of its parts, neighbours first.
     ///
-    /// Cost: `2 rows m n` floating-point operations.
+    /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group but the first.
     ///
     /// # Errors
     /// As [`grouped_matmul`](Device::grouped_matmul).
@@ -86,7 +86,9 @@ impl Device {
         let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));
         let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;
         // Blocks of parts that wait for their neighbours.
-        let num_sums = if num_parts == 1 { 0 } else { num_parts.ilog2() as usize + 2 };
+        let num_sums = if num_parts == 1 { 0 } else { num_parts.ilog2() as usize + 1 };
+        let added = 2 * (num_parts - 1) * num_groups * rows * cols;
+        let cost = cost.updates(added * size_of::<f32>());
         let mut sums = self.activation([num_sums * rows * cols])?;
         let (starts, left, right) = (starts.place(), left.place(), right.place());
         let (mut out, mut scratch) = (out.into_place(), scratch.view_mut().into_place());

@@ -30,9 +30,10 @@ config_section! {
         /// itself no ring. Must divide the degree, and the heads of keys and values that a worker has. 0 chooses
         /// what sends the fewest bytes; for a task of one's own, a ring.
         context_parallel_heads_degree: usize = 0, within 0..=1 << 12;
-        /// Number of workers with different experts, of models that have some. They are neighbours among those that see different samples or
-        /// positions, and exchange tokens twice per layer in forward and twice in backward (docs/experts.md). Must divide the number of these workers and of the
-        /// experts; if the training state is sharded, also the workers of a replica, or be a multiple of them.
+        /// Number of workers with different experts, for models with experts (docs/experts.md). They are neighbours among the workers that see
+        /// different samples or positions. Tokens travel to their experts and back in each layer, forward and backward. Must divide the number of
+        /// these workers and the experts of each layer. If training state is sharded, it must divide the workers of a replica, or be a multiple
+        /// of them.
         expert_parallel_degree: usize = 1, within 1..=1 << 12;
         /// Number of workers in a pipeline. The units of the model (embedding, blocks, head) are divided among them
         /// in stages of about equal work, and each microbatch passes through all of them. Ranks of neighbours in the

@@ -1,4 +1,4 @@
-//! Checks of how a model is divided into stages.
+//! Checks of degrees, and of how a model is divided into stages.
 
 use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
 use super::layout::{Offload, Parallelism};
@@ -47,7 +47,7 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
     check_heads(checks);
     check_pipeline(checks);
     let data_parallel_degree = (world_size / num_of_replica).max(1);
-    check_experts(checks, data_parallel_degree * context_parallel_degree);
+    check_expert_degree(checks, data_parallel_degree * context_parallel_degree);
     data_parallel_degree
 }
 
@@ -81,7 +81,7 @@ fn check_heads(checks: &mut Checks<'_>) {
 }
 
 /// Whether neighbours among `num_data` workers can have different experts.
-fn check_experts(checks: &mut Checks<'_>, num_data: usize) {
+fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
     let Sections { parallelism, comm, .. } = &checks.loose.sections;
     let degree = parallelism.expert_parallel_degree;
     checks.require(num_data.is_multiple_of(degree), &[EXPERT_DEGREE, "launch.workers"], || {
@@ -127,7 +127,7 @@ pub(super) fn check_expert_shards(checks: &mut Checks<'_>, data_parallel_degree:
     };
     let fits = num_shards.is_multiple_of(degree) || degree.is_multiple_of(num_shards);
     checks.require(fits, &[EXPERT_DEGREE, "parallelism.data_parallel_shard_degree"], || {
-        format!("{degree} neither divides the {num_shards} workers of a replica, nor is a multiple of them")
+        format!("{degree} neither divides the {num_shards} workers of a replica, nor is a multiple of them; use a degree that does, or another data_parallel_shard_degree")
     });
 }
 

@@ -97,11 +97,11 @@ config_section! {
 config_section! {
     /// How a mixture of experts is trained, for models that are one.
     Experts {
-        /// Weight of the loss that balances how many tokens each expert of a layer gets (Switch Transformer's alpha, Megatron-LM's
-        /// `--moe-aux-loss-coeff`): 1 times the weight if they get equally many. Replaces the model's `router_aux_loss_coef`. 0 turns it off.
+        /// Weight of the loss that keeps loads of experts even (Switch Transformer's alpha, Megatron-LM's `--moe-aux-loss-coeff`). With equal
+        /// loads the loss of a layer is 1. Replaces `router_aux_loss_coef`, or deepseek_v3's `aux_loss_alpha`, of the model. 0 turns it off.
         balance_loss: Option<f64> = None;
         /// Weight of the loss that keeps the logits of routers small (ST-MoE; Megatron-LM's `--moe-z-loss-coeff`). Replaces
-        /// the model's `router_z_loss_coef`.
+        /// `router_z_loss_coef` of the model. 0 turns it off.
         z_loss: Option<f64> = None;
         /// How far each update moves the biases that balance experts, in models that have such biases (deepseek_v3; Megatron-LM's
         /// `--moe-router-bias-update-rate`). 0 leaves them as they are.

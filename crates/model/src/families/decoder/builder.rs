@@ -12,7 +12,7 @@ use crate::unit::Unit;
 use std::sync::Arc;
 use trireme_tensor::tape::{
     Attention, CombineRows, Embedding, GroupRows, GroupedLinear, InputActivation, LatentHeads, Linear,
-    LossHead, Norm, Op, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax, TopK, WeightLayout,
+    LossHead, Norm, Op, PeakLoad, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax, TopK, WeightLayout,
 };
 use trireme_tensor::{Choice, Cut, Initial, LatentHeadShape, Parameter, ParameterTable};
 
@@ -233,7 +233,7 @@ impl Builder<'_> {
             combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),
             into: grouped(into, InputActivation::Identity),
             back: grouped(back, self.gated()),
-            is_divided: num_own < num_experts,
+            peak: Arc::new(PeakLoad { num_experts }),
             shared,
             losses: RouterLosses { balance: experts.balance_loss, z: experts.z_loss },
         }

@@ -79,22 +79,21 @@ impl Choice {
         Choice { num_choices, normalizes: false, scale: 1.0, groups: None }
     }
 
-    /// For each of the groups of `len` experts whether experts of it are chosen, as bits.
-    fn groups(self, num_experts: usize, score: &dyn Fn(u32) -> f32) -> (u64, usize) {
+    /// Which groups experts are chosen from, as bits, and the number of experts of a group.
+    fn chosen_groups(self, num_experts: usize, score: &dyn Fn(usize) -> f32) -> (u64, usize) {
         let Some(ChosenGroups { num_groups, num_chosen }) = self.groups else { return (1, num_experts) };
         let len = num_experts / num_groups;
-        let group_score = |group: usize| {
-            let members = || (group * len) as u32..((group + 1) * len) as u32;
-            let best = members().reduce(|best, id| if score(id) > score(best) { id } else { best });
-            let others = members().filter(|&id| Some(id) != best).map(score);
-            best.map_or(0.0, score) + others.reduce(f32::max).unwrap_or(0.0)
-        };
+        let mut scores = [0.0_f32; ChosenGroups::NUM_MAX];
+        for (group, sum) in scores[..num_groups].iter_mut().enumerate() {
+            let members = || group * len..(group + 1) * len;
+            let best = first_largest(members(), score);
+            let others = members().filter(|&member| Some(member) != best);
+            *sum = best.map_or(0.0, score) + first_largest(others, score).map_or(0.0, score);
+        }
         let mut chosen = 0_u64;
         for _ in 0..num_chosen {
             let left = (0..num_groups).filter(|group| chosen >> group & 1 == 0);
-            let larger =
-                |best: usize, group: usize| if group_score(group) > group_score(best) { group } else { best };
-            chosen |= 1 << left.reduce(larger).expect("there are so many");
+            chosen |= 1 << first_largest(left, &|group| scores[group]).expect("there are so many");
         }
         (chosen, len)
     }
@@ -104,6 +103,11 @@ impl Choice {
         let sum: f32 = if self.normalizes { scores.sum() } else { 1.0 };
         (self.scale / sum, sum)
     }
+}
+
+/// The one of the largest score; of equal ones the first.
+fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32) -> Option<usize> {
+    ids.reduce(|best, id| if score(id) > score(best) { id } else { best })
 }
 
 impl Cpu {
@@ -125,13 +129,14 @@ impl Cpu {
                 // SAFETY: rows do not overlap.
                 let (values, ids) = unsafe { (values.range(row * k, k), ids.range(row * k, k)) };
                 let row = &x[row * cols..(row + 1) * cols];
-                let score = |id: u32| row[id as usize] + bias.map_or(0.0, |bias| bias[id as usize]);
-                let (groups, len) = choice.groups(cols, &score);
+                let score = |id: usize| row[id] + bias.map_or(0.0, |bias| bias[id]);
+                let (groups, len) = choice.chosen_groups(cols, &score);
                 for place in 0..k {
                     let (before, rest) = ids.split_at_mut(place);
-                    let is_left = |id: &u32| groups >> (*id as usize / len) & 1 == 1 && !before.contains(id);
-                    let larger = |best: u32, id: u32| if score(id) > score(best) { id } else { best };
-                    rest[0] = (0..cols as u32).filter(is_left).reduce(larger).expect("there are so many");
+                    let is_left =
+                        |id: &usize| groups >> (id / len) & 1 == 1 && !before.contains(&(*id as u32));
+                    let best = first_largest((0..cols).filter(is_left), &score);
+                    rest[0] = best.expect("there are so many") as u32;
                 }
                 let (factor, _) = choice.factor(ids.iter().map(|&id| row[id as usize]));
                 values.iter_mut().zip(&*ids).for_each(|(value, &id)| *value = row[id as usize] * factor);

@@ -9,40 +9,43 @@ use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 use trireme_base::{AxisPlace, DType};
 
-/// Which rows ranks of the expert axis send each other. Of where the choices of each expert begin, on this rank, and of the choice at each place (the first two
-/// outputs of [`GroupRows`](crate::tape::GroupRows)), it makes, all u32:
-/// - how many choices of each expert each rank has, `[degree, num_experts]`;
-/// - where the rows of each of this rank's experts begin, `[own_experts + 1]`;
-/// - where those of each rank among them begin, `[own_experts * degree + 1]`: rows are ordered by expert, and those of an expert by the rank that has
-///   sent them;
-/// - for each place in this order the place among the rows as they come, and the other way round, `[num_rows]` each.
+/// Tells all ranks of the expert axis how many choices each expert has, and plans the exchange of rows. The inputs are the first two outputs of
+/// [`GroupRows`](crate::tape::GroupRows); the second one gives only the number of choices. The outputs, all u32, are:
 ///
-/// Ranks have equally many experts, in their order. The host reads the numbers of choices: one all-gather of `4 num_experts` bytes a rank. On a device that
-/// only counts, experts have equally many choices.
+/// - how many choices of each expert each rank has (`[degree, num_experts]`);
+/// - where the rows of each of this rank's experts begin, and where the last ones end (`[own_experts + 1]`);
+/// - where the rows of each rank begin among those (`[own_experts * degree + 1]`): rows are ordered by expert, and those of an expert by the rank
+///   that has sent them;
+/// - for each row in this order, the place at which it arrives (`[num_rows]`), and the inverse (`[num_rows]`).
+///
+/// Ranks have equally many experts, in their order. On a device that only counts, experts have equally many choices.
+///
+/// Cost: the host reads the numbers of choices of this rank, and one all-gather of `4 num_experts` bytes a rank.
 #[derive(Debug)]
-pub struct ShareLoads;
+pub struct GatherLoads;
 
-/// Rows for the experts of all ranks (`[1, num_choices, cols]`, ordered by expert), to those of this rank: `[1, num_rows, cols]`. The other inputs are the first output
-/// of [`ShareLoads`] and its last two.
+/// Sends rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts. The output has the rows for this rank's
+/// experts, ordered by expert: `[1, num_rows, cols]`. The other inputs are outputs 0, 3 and 4 of [`GatherLoads`].
 ///
-/// Cost: an exchange of the rows, and one of their gradients.
+/// Cost: the host reads the numbers of choices; an exchange of the rows, and one of their gradients.
 #[derive(Debug)]
 pub struct DispatchRows;
 
-/// The rows of this rank's experts, back to the ranks that have sent them: the reverse of [`DispatchRows`], with the same other inputs, and as the last one the choice at
-/// each place on this rank.
+/// Sends the rows of this rank's experts back to the ranks that have sent them: the reverse of [`DispatchRows`], with the same other inputs and, as
+/// the last one, the choice at each place on this rank.
 #[derive(Debug)]
 pub struct ReturnRows;
 
-/// What of the choices of all ranks is sent and received.
+/// How many choices of each expert each rank has.
 struct Loads {
+    /// One rank's after the other.
     numbers: Vec<u32>,
     place: AxisPlace,
 }
 
 impl Loads {
-    /// Reads those of this rank from the device, and gathers those of the others. All experts have as many, or one more, on a device that only
-    /// counts.
+    /// Reads those of this rank from the device, and gathers those of the others. On a device that only counts, experts have equally many, up to
+    /// one.
     fn gather(cx: &OperationContext<'_>, starts: View<'_>, num_choices: usize) -> Result<Self, DeviceError> {
         let (axis, num_experts) = (expert_axis(cx), starts.shape().num_elements() - 1);
         let own: Vec<u32> = match cx.device().is_counting() {
@@ -123,7 +126,7 @@ fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor, D
     Ok(tensor)
 }
 
-impl Operation for ShareLoads {
+impl Operation for GatherLoads {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let loads = Loads::gather(cx, cx.input(0), cx.input(1).shape().num_elements())?;
         let (device, shape) = (cx.device(), [loads.place.degree, loads.num_experts()]);

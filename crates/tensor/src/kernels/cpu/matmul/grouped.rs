@@ -56,8 +56,8 @@ impl Cpu {
     }
 
     /// For each group the transpose of its rows of `left`, times its rows of `right`, into its block of `out`, which is as large as `size`
-    /// without its inner dim, or added to it. A group without rows gives zeros. Of a group of several parts the block is the sum of those of its parts, neighbours
-    /// first; `sums` has room for those that wait.
+    /// without its inner dim, or added to it. A group without rows gives zeros. The block of a group of several parts is the
+    /// sum of the products of its parts, neighbours first; `sums` has room for those that wait, at most one more than the logarithm of their number.
     ///
     /// Cost: that of `size`, whose inner dim is that of all rows.
     ///
@@ -114,8 +114,8 @@ impl Cpu {
             }
             let sum = &sums[..block_len];
             match accumulate {
-                false => out.copy_from_slice(sum),
-                true => out.iter_mut().zip(sum).for_each(|(out, sum)| *out += sum),
+                false => self.zip_in_place::<f32, f32>(out, sum, |_, sum| sum),
+                true => self.zip_in_place::<f32, f32>(out, sum, |out, sum| out + sum),
             }
         }
     }

@@ -1,0 +1,204 @@
+//! What of a model each rank has where ranks cut parameters or have different experts.
+
+use super::{ParameterInfo, ParameterTable};
+use std::ops::Range;
+use trireme_base::{AxisPlace, Cut};
+
+/// Degrees of tensor parallelism beyond this are not suggested.
+const DEGREE_MAX: usize = 1024;
+
+/// Which part of a model a rank has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ModelPlace {
+    /// Among the ranks that cut parameters.
+    pub tensor: AxisPlace,
+    /// Among the ranks with different experts.
+    pub experts: AxisPlace,
+}
+
+impl ModelPlace {
+    /// All of it.
+    pub const WHOLE: ModelPlace = ModelPlace { tensor: AxisPlace::ALONE, experts: AxisPlace::ALONE };
+}
+
+impl From<AxisPlace> for ModelPlace {
+    fn from(tensor: AxisPlace) -> Self {
+        ModelPlace { tensor, ..ModelPlace::WHOLE }
+    }
+}
+
+/// Experts that so many ranks cannot divide.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ExpertsError {
+    /// There are none.
+    #[error(
+        "the model has no experts, so {degree} ranks cannot have different ones; use an expert-parallel degree of 1"
+    )]
+    None {
+        /// The ranks.
+        degree: usize,
+    },
+    /// They do not divide.
+    #[error(
+        "{degree} ranks cannot have equally many of the {num_experts} experts of '{unit}'; the nearest degrees that divide them are {}",
+        join(.nearest)
+    )]
+    Indivisible {
+        /// The first unit whose experts do not divide.
+        unit: String,
+        /// Its experts.
+        num_experts: usize,
+        /// The ranks.
+        degree: usize,
+        /// The next smaller and the next larger number of ranks that divide those of all units, if there is one.
+        nearest: Vec<usize>,
+    },
+}
+
+/// A parameter that so many ranks of the tensor axis cannot cut.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{degree} ranks cannot cut dim {dim} of '{name}' into equal parts: it has {num_granules} pieces of {granule} elements that stay together{}; \
+     the nearest degrees that divide the model are {}",
+    groups(*.num_groups), join(.nearest)
+)]
+pub struct UncuttableError {
+    /// The first such parameter.
+    pub name: String,
+    /// The dim that is cut.
+    pub dim: usize,
+    /// Groups, of each of which a rank gets its part.
+    pub num_groups: usize,
+    /// Pieces that are not cut, in each group.
+    pub num_granules: usize,
+    /// Elements of such a piece.
+    pub granule: usize,
+    /// The ranks.
+    pub degree: usize,
+    /// Numbers of ranks that can cut all parameters: the next smaller and the next larger one, if there is one.
+    pub nearest: Vec<usize>,
+}
+
+fn groups(num_groups: usize) -> String {
+    if num_groups == 1 { String::new() } else { format!(" in each of {num_groups} groups") }
+}
+
+fn join(degrees: &[usize]) -> String {
+    degrees.iter().map(usize::to_string).collect::<Vec<_>>().join(" and ")
+}
+
+impl ParameterTable {
+    /// Which rank of the tensor axis the table is for.
+    pub fn place(&self) -> AxisPlace {
+        self.place.tensor
+    }
+
+    /// Which rank of the axis of experts the table is for.
+    pub fn expert_place(&self) -> AxisPlace {
+        self.place.experts
+    }
+
+    /// Which part of the model the table is for.
+    pub fn model_place(&self) -> ModelPlace {
+        self.place
+    }
+
+    /// Of so many experts those that this rank has.
+    ///
+    /// # Panics
+    /// If they do not divide; [`check_expert_degree`](ParameterTable::check_expert_degree) refuses that before.
+    pub fn own_experts(&self, num_experts: usize) -> Range<usize> {
+        let AxisPlace { rank, degree } = self.place.experts;
+        assert!(num_experts.is_multiple_of(degree), "{num_experts} experts on {degree} ranks");
+        rank * (num_experts / degree)..(rank + 1) * (num_experts / degree)
+    }
+
+    /// The rank of the axis of experts that has a parameter, unless all have it.
+    pub fn owner(&self, info: &ParameterInfo) -> Option<usize> {
+        let num_own = self.units[info.unit].num_experts / self.place.experts.degree;
+        info.expert.map(|expert| expert / num_own)
+    }
+
+    /// Whether this rank has a parameter, or a part of it.
+    pub fn has(&self, info: &ParameterInfo) -> bool {
+        self.owner(info).is_none_or(|owner| owner == self.place.experts.rank)
+    }
+
+    /// The parameter that lies on this rank where another one lies on the rank that has it: all ranks of the axis of experts have units of one
+    /// form.
+    pub fn counterpart(&self, info: &ParameterInfo) -> &ParameterInfo {
+        let unit = &self.units[info.unit];
+        let all = &self.parameters[unit.parameters.clone()];
+        let Some(expert) = info.expert else {
+            let found = all.iter().find(|other| other.name == info.name);
+            return found.expect("the parameter is of this table");
+        };
+        let own = self.own_experts(unit.num_experts);
+        let counterpart = own.start + expert % own.len();
+        let of = |expert: usize| all.iter().filter(move |other| other.expert == Some(expert));
+        let place = of(expert).position(|other| other.name == info.name);
+        let found = place.and_then(|place| of(counterpart).nth(place));
+        found.expect("experts have the same parameters")
+    }
+
+    /// Whether so many ranks can have equally many experts of each unit of this table, which has all of them.
+    ///
+    /// # Errors
+    /// The first unit whose experts do not divide, or that there are no experts.
+    pub fn check_expert_degree(&self, degree: usize) -> Result<(), ExpertsError> {
+        let nums = || self.units.iter().filter(|unit| unit.num_experts > 0);
+        if degree <= 1 {
+            return Ok(());
+        }
+        let Some(fewest) = nums().map(|unit| unit.num_experts).min() else {
+            return Err(ExpertsError::None { degree });
+        };
+        let divides = |degree: usize| nums().all(|unit| unit.num_experts.is_multiple_of(degree));
+        let Some(unit) = nums().find(|unit| !unit.num_experts.is_multiple_of(degree)) else { return Ok(()) };
+        let below = (1..degree).rev().find(|&degree| divides(degree));
+        let above = (degree + 1..=fewest).find(|&degree| divides(degree));
+        Err(ExpertsError::Indivisible {
+            unit: unit.name.clone(),
+            num_experts: unit.num_experts,
+            degree,
+            nearest: below.into_iter().chain(above).collect(),
+        })
+    }
+
+    /// Whether so many ranks of the tensor axis can have parts of the parameters of this table, which has all of them.
+    ///
+    /// # Errors
+    /// The first parameter that they cannot cut.
+    pub fn check_degree(&self, degree: usize) -> Result<(), UncuttableError> {
+        let cuts = |info: &ParameterInfo| Some((info.cut?, info.whole.dims()[info.cut?.dim]));
+        let can_cut = |degree: usize| {
+            let mut cuts = self.parameters.iter().filter_map(cuts);
+            degree > 0 && cuts.all(|(cut, len)| cut.num_holders(len, degree).is_some())
+        };
+        let refusing = self.parameters.iter().find(|info| {
+            cuts(info).is_some_and(|(cut, len)| degree == 0 || cut.num_holders(len, degree).is_none())
+        });
+        let Some(info) = refusing else { return Ok(()) };
+        let (cut, len) = cuts(info).expect("it is cut");
+        let num_granules = cut.num_granules(len);
+        let below = (1..degree).rev().find(|&degree| can_cut(degree));
+        let above = (degree + 1..=DEGREE_MAX.max(degree)).find(|&degree| can_cut(degree));
+        Err(UncuttableError {
+            name: info.name.clone(),
+            dim: cut.dim,
+            num_groups: cut.num_groups,
+            num_granules,
+            granule: cut.granule,
+            degree,
+            nearest: below.into_iter().chain(above).collect(),
+        })
+    }
+
+    /// What this rank of the tensor axis has of so many things that are cut like this, such as heads.
+    ///
+    /// # Panics
+    /// If they cannot be cut; [`check_degree`](ParameterTable::check_degree) refuses the parameters that belong to them before.
+    pub fn part_of(&self, cut: Cut, len: usize) -> usize {
+        cut.part_len(len, self.place.tensor.degree)
+    }
+}

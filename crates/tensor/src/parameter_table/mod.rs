@@ -1,0 +1,253 @@
+//! Which parameters a model has, and where each is in the flat buffer of its unit.
+
+mod division;
+mod info;
+mod unit;
+
+use crate::declaration::{Parameter, ParameterClass};
+use crate::shape::Shape;
+use std::ops::Range;
+
+pub use division::{ExpertsError, ModelPlace, UncuttableError};
+pub use info::ParameterInfo;
+pub(crate) use unit::leaf_sum;
+pub use unit::{LEAVES, UnitInfo};
+
+/// A parameter's place in its [`ParameterTable`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ParameterId(pub usize);
+
+/// One parameter, or several adjacent ones that an operation reads as one matrix, stacked along dim 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ParameterSpan {
+    /// Unit that holds it.
+    pub unit: usize,
+    /// First element within the unit's flat buffer.
+    pub offset: usize,
+    /// Shape of the stack.
+    pub shape: Shape,
+    /// First parameter.
+    pub first: ParameterId,
+    /// Number of parameters.
+    pub num_parameters: usize,
+    /// Which part of it is here, if the tensor axis has several ranks and they cut it.
+    pub part: Option<SpanPart>,
+}
+
+/// The part of a span that a rank of the tensor axis has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SpanPart {
+    /// The dim that is cut.
+    pub dim: usize,
+    /// The first element of the dim that is here, of a parameter by itself.
+    pub start: usize,
+    /// How many elements of the dim are here, of a parameter by itself, without those that fill it up.
+    pub len: usize,
+    /// How many elements the dim has on all ranks, of a parameter by itself.
+    pub whole: usize,
+}
+
+/// All parameters of a model, by unit.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ParameterTable {
+    parameters: Vec<ParameterInfo>,
+    units: Vec<UnitInfo>,
+    matrices: Vec<ParameterSpan>,
+    tie: Option<Tie>,
+    place: ModelPlace,
+}
+
+/// Parameters that a unit reads although another unit holds them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tie {
+    /// The unit that reads them and adds to their gradient.
+    pub reader: usize,
+    /// The parameters, with the unit that holds them.
+    pub span: ParameterSpan,
+}
+
+impl ParameterTable {
+    /// An empty table of what a rank of the tensor axis, and of that of experts, has of parameters.
+    pub fn of_place(place: impl Into<ModelPlace>) -> Self {
+        ParameterTable { place: place.into(), ..ParameterTable::default() }
+    }
+
+    /// The parameters of all ranks of the tensor axis and of that of experts, in the same order. Nothing is tied, for nothing runs with them.
+    pub fn whole(&self) -> ParameterTable {
+        let mut whole = ParameterTable::default();
+        for unit in &self.units {
+            whole.begin_unit(unit.name.clone());
+            for info in &self.parameters[unit.parameters.clone()] {
+                let ParameterInfo { name, initial, class, cut, .. } = info.clone();
+                let dims = info.whole.dims().to_vec();
+                let expert = info.expert.map(|expert| (expert, unit.num_experts));
+                whole.push(Parameter { name, dims, initial, class, cut, expert });
+            }
+        }
+        whole
+    }
+
+    /// Begins a unit; the parameters added next belong to it. Returns its index.
+    pub fn begin_unit(&mut self, name: impl Into<String>) -> usize {
+        let next = self.parameters.len();
+        let name = name.into();
+        self.units.push(UnitInfo { name, parameters: next..next, num_elements: 0, num_experts: 0 });
+        self.units.len() - 1
+    }
+
+    /// Adds a parameter to the last unit.
+    ///
+    /// # Panics
+    /// If no unit was begun.
+    pub fn add(&mut self, parameter: Parameter) -> ParameterSpan {
+        self.add_stacked([parameter])
+    }
+
+    /// Adds parameters that operations read as one, stacked along dim 0.
+    ///
+    /// # Panics
+    /// If there are none, if their shapes differ in another dim, or if no unit was begun.
+    pub fn add_stacked(&mut self, parts: impl IntoIterator<Item = Parameter>) -> ParameterSpan {
+        let mut parts = parts.into_iter();
+        let first = parts.next().expect("a span has parameters");
+        let is_matrix = first.class == ParameterClass::Matrix;
+        let span = parts.fold(self.push(first), |stack, part| {
+            let (part, mut dims) = (self.push(part), stack.shape.dims().to_vec());
+            assert_eq!(part.shape.dims()[1..], dims[1..], "parameters of unequal rows do not stack");
+            dims[0] = dims[0].saturating_add(part.shape.dims()[0]);
+            let cut_dims = [part, stack].map(|span| span.part.map(|part| part.dim));
+            assert_eq!(cut_dims[0], cut_dims[1], "parameters that are cut along different dims do not stack");
+            ParameterSpan { shape: Shape::new(&dims), num_parameters: stack.num_parameters + 1, ..stack }
+        });
+        self.matrices.extend(Some(span).filter(|_| is_matrix));
+        span
+    }
+
+    fn push(&mut self, parameter: Parameter) -> ParameterSpan {
+        let Parameter { name, dims, initial, class, cut, expert } = parameter;
+        let unit = self.last_unit();
+        let is_here = expert.is_none_or(|(expert, num_experts)| {
+            let own = &mut self.units[unit].num_experts;
+            assert!([0, num_experts].contains(own), "a unit has one number of experts");
+            *own = num_experts;
+            self.own_experts(num_experts).contains(&expert)
+        });
+        let expert = expert.map(|(expert, _)| expert);
+        let info = &mut self.units[unit];
+        let (first, offset) = (ParameterId(self.parameters.len()), info.num_elements);
+        let (whole, place) = (Shape::new(&dims), self.place.tensor);
+        let (mut dims, mut part) = (dims, None);
+        if let Some(cut) = cut.filter(|_| place.degree > 1) {
+            let first = cut.segments(dims[cut.dim], place).next().expect("there is a group");
+            part = Some(SpanPart { dim: cut.dim, start: first.start, len: first.len, whole: dims[cut.dim] });
+            dims[cut.dim] = cut.part_len(dims[cut.dim], place.degree);
+        }
+        if !is_here {
+            dims[0] = 0;
+        }
+        let shape = Shape::new(&dims);
+        // Saturates, as shapes do: a device refuses to hold so many.
+        info.num_elements = info.num_elements.saturating_add(shape.num_elements());
+        info.parameters.end += 1;
+        self.parameters.push(ParameterInfo {
+            name,
+            whole,
+            shape,
+            initial,
+            class,
+            cut,
+            place,
+            expert,
+            unit,
+            offset,
+        });
+        ParameterSpan { unit, offset, shape, first, num_parameters: 1, part }
+    }
+
+    fn last_unit(&self) -> usize {
+        self.units.len().checked_sub(1).expect("a parameter belongs to a unit")
+    }
+
+    /// Lets the last unit read parameters of an earlier one, as an output layer does that is tied to the embedding.
+    ///
+    /// # Panics
+    /// If they are its own, or if the table has a tie already.
+    pub fn add_tie(&mut self, span: ParameterSpan) -> ParameterSpan {
+        let reader = self.last_unit();
+        assert!(span.unit < reader, "a unit needs no tie to its own parameters");
+        let first = self.tie.replace(Tie { reader, span });
+        assert_eq!(first, None, "a model has at most one tie");
+        span
+    }
+
+    /// What a unit reads of another unit's parameters, if one does.
+    pub fn tie(&self) -> Option<Tie> {
+        self.tie
+    }
+
+    /// The factors of products between hidden values, each as operations read it: those that fp8 is for.
+    pub fn matrices(&self) -> &[ParameterSpan] {
+        &self.matrices
+    }
+
+    /// Every parameter, in order of [`ParameterId`].
+    pub fn parameters(&self) -> &[ParameterInfo] {
+        &self.parameters
+    }
+
+    /// Every unit, in forward order.
+    pub fn units(&self) -> &[UnitInfo] {
+        &self.units
+    }
+
+    /// Shard `index` of `num_shards` of every unit's flat buffer; 0 of 1 is all of it.
+    ///
+    /// # Panics
+    /// If there is no such shard.
+    pub fn shards(&self, index: usize, num_shards: usize) -> Vec<Range<usize>> {
+        self.units.iter().map(|unit| unit.shard(index, num_shards)).collect()
+    }
+
+    /// Each parameter of which something lies in `parts` of the units' flat buffers, which of its elements do, and where they
+    /// lie within the part, in order.
+    pub fn held<'a>(
+        &'a self,
+        parts: &'a [Range<usize>],
+    ) -> impl Iterator<Item = (&'a ParameterInfo, Range<usize>, Range<usize>)> {
+        self.parameters.iter().filter_map(|info| {
+            let part = &parts[info.unit];
+            let held = info.held(part)?;
+            let first = info.offset + held.start - part.start;
+            let within = first..first + held.len();
+            Some((info, held, within))
+        })
+    }
+
+    /// Number of elements of all parameters.
+    pub fn num_elements(&self) -> usize {
+        self.units.iter().fold(0, |sum: usize, unit| sum.saturating_add(unit.num_elements))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::declaration::Initial;
+
+    #[test]
+    fn stacked_parameters_are_adjacent_in_their_unit() {
+        let mut table = ParameterTable::default();
+        table.begin_unit("embedding");
+        table.add(Parameter::embedding("wte", &[5, 4], Initial::ZEROS));
+        let unit = table.begin_unit("block");
+        table.add(Parameter::vector("norm", 4, Initial::ONES));
+        let part = |(name, rows)| Parameter::matrix(name, &[rows, 4], Initial::ZEROS);
+        let qkv = table.add_stacked([("q", 6), ("k", 2), ("v", 2)].map(part));
+        assert_eq!(table.matrices(), [qkv]);
+        assert_eq!((qkv.unit, qkv.offset, qkv.shape.dims()), (unit, 4, &[10, 4][..]));
+        assert_eq!((qkv.first, qkv.num_parameters), (ParameterId(2), 3));
+        assert_eq!(table.parameters()[4].range(), 36..44);
+        assert_eq!(table.units()[unit].num_elements, 44);
+        assert_eq!(table.num_elements(), 64);
+    }
+}
