@@ -235,7 +235,8 @@ impl<T: Stored> Lane<T> {
                 .collect()
         };
         let [sent_at, received_at] = [&sent, &received].map(|lens| starts(lens));
-        let own = [sent[rank]].into();
+        // Equal, unless the device only counts.
+        let own = [sent[rank].min(received[rank])].into();
         device.copy(values.part(sent_at[rank], own), result.reborrow().into_part(received_at[rank], own));
         let peers = || (0..degree).filter(|&peer| peer != rank);
         let num_pieces = peers().map(|peer| sent[peer].max(received[peer]).div_ceil(Piece::<T>::LEN_MAX));

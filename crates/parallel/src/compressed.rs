@@ -6,13 +6,14 @@ use crate::exchanged::{Exchanged, Exchanging};
 use crate::step::ExecutorOptions;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
 use trireme_comm::{
     Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Round,
     StateCopy, Work,
 };
-use trireme_tensor::{Category, Device, ParameterTable};
+use trireme_tensor::{Category, Device, ParameterClass, ParameterInfo, ParameterTable};
 
 /// The compressed reduction of one unit's gradient, step after step.
 pub(crate) struct Compressed {
@@ -29,6 +30,7 @@ pub(crate) struct Compressed {
     /// What is counted for the exchanges.
     counted: Counted,
     under_way: Option<UnderWay>,
+    exact: Option<Box<Exact>>,
     /// Whether the last step's gradient went in messages of the codec.
     is_in_messages: bool,
     /// What the last step did.
@@ -71,6 +73,7 @@ impl Compressed {
             exchanges: Vec::new(),
             counted: Counted::new(device),
             under_way: None,
+            exact: Exact::new(table, unit).map(Box::new),
             is_in_messages: false,
             statistics: CompressionStatistics::default(),
             before: None,
@@ -142,7 +145,9 @@ impl Compressed {
             kept.bytes_mut().copy_from_slice(values.bytes());
         }
         // Codecs are code of the host.
-        self.exchanges[0].start(compressor, gradient.download(&self.device), &self.group);
+        let elements = gradient.download(&self.device);
+        self.exact.iter_mut().try_for_each(|exact| exact.start(elements, &self.group))?;
+        self.exchanges[0].start(compressor, elements, &self.group);
         self.under_way = Some(UnderWay::Round { gradient, round: 0 });
         Ok(())
     }
@@ -172,6 +177,11 @@ impl Compressed {
         self.exchanges[round].finish(compressor, gradient.host_elements(), waiting)?;
         let Some(next) = self.exchanges.get_mut(round + 1) else {
             self.statistics = compressor.statistics();
+            if let Some(exact) = &mut self.exact {
+                exact.finish(gradient.host_elements(), waiting)?;
+                let uncompressed = CompressionStatistics::uncompressed(exact.len(), self.group.world_size());
+                self.statistics.bytes_sent += uncompressed.bytes_sent;
+            }
             gradient.upload(&self.device);
             return Ok(Some(gradient));
         };
@@ -185,6 +195,9 @@ impl Compressed {
         let group = &self.group;
         self.exchanges.clear();
         self.counted = Counted::new(&self.device);
+        let exact_bytes = self.exact.as_ref().map_or(0, |exact| exact.len() * size_of::<f32>());
+        self.counted.take(Category::Communication, exact_bytes)?;
+        self.counted.map(group.peer_bytes_mapped(exact_bytes))?;
         for &round in rounds {
             let num_bytes = round.num_bytes() * round.num_messages(group.world_size());
             self.counted.take(Category::Communication, num_bytes)?;
@@ -203,6 +216,43 @@ fn bucket(table: &ParameterTable, unit: usize) -> Result<Bucket, CompressionErro
         Some(Matrix { offset: parameter.offset, rows, cols })
     });
     Bucket::with_matrices(unit.num_elements, matrices.collect())
+}
+
+/// Elements of a unit that no codec may round, or mix with others: counts of loads beside gradients.
+struct Exact {
+    elements: Vec<Range<usize>>,
+    /// While it is under way.
+    sum: Option<Work<Buffer<f32>>>,
+}
+
+impl Exact {
+    fn new(table: &ParameterTable, unit: usize) -> Option<Self> {
+        let parameters = &table.parameters()[table.units()[unit].parameters.clone()];
+        let exact = parameters.iter().filter(|parameter| parameter.class == ParameterClass::Balance);
+        let elements: Vec<_> = exact.map(ParameterInfo::range).collect();
+        (!elements.is_empty()).then_some(Exact { elements, sum: None })
+    }
+
+    fn len(&self) -> usize {
+        self.elements.iter().map(Range::len).sum()
+    }
+
+    /// Takes them out of a gradient, where zeros stay, and starts to sum them.
+    fn start(&mut self, gradient: &mut [f32], group: &Group) -> Result<(), ParallelError> {
+        let mut own = group.buffer(self.len())?;
+        let elements = self.elements.iter().cloned().flatten();
+        own.iter_mut().zip(elements).for_each(|(own, element)| *own = std::mem::take(&mut gradient[element]));
+        self.sum = Some(group.all_reduce(own, ReduceOp::Sum));
+        Ok(())
+    }
+
+    /// Brings the sums to a gradient.
+    fn finish(&mut self, gradient: &mut [f32], waiting: &mut Waiting) -> Result<(), ParallelError> {
+        let sum = waiting.wait(self.sum.take().expect("a sum was started"))?;
+        let elements = self.elements.iter().cloned().flatten();
+        sum.iter().zip(elements).for_each(|(&sum, element)| gradient[element] = sum);
+        Ok(())
+    }
 }
 
 /// One round's exchange of messages, step after step.

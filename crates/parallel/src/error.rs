@@ -74,6 +74,20 @@ pub enum ParallelError {
         /// Those of the first one.
         expected: usize,
     },
+    /// Gradients are to be rounded beside counts of loads.
+    #[error(
+        "'{parameter}' balances experts by how often each was chosen, and gradients that are rounded beside such counts would be lost; \
+         remove the key zero_quantized_gradients"
+    )]
+    RoundedBesideLoads {
+        /// The parameter.
+        parameter: String,
+    },
+    /// A rank evaluates nothing, while others wait for its tokens.
+    #[error(
+        "a rank without a batch cannot run a model whose experts lie on several ranks; give it any batch, and leave out its losses"
+    )]
+    NoBatch,
     /// A program was given too few microbatches.
     #[error("the program runs {expected} microbatches, but only {found} were given")]
     TooFewMicrobatches {

@@ -4,13 +4,13 @@ mod common;
 
 use common::{ADAMW, Layout, OPTIONS, Pipeline, batches, laid_out};
 use std::sync::Arc;
-use trireme_comm::Group;
+use trireme_comm::{CodecName, Compression, CompressionOptions, Group};
 use trireme_model::ModelConfig;
 use trireme_optim::OptimizerKind;
-use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};
+use trireme_parallel::{Determinism, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::pipeline::Kind;
-use trireme_schedule::{Keep, StateLayout};
-use trireme_tensor::{Backend, DetachedOptions, Precision};
+use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
+use trireme_tensor::{Backend, DetachedOptions, ParameterClass, ParameterInfo, Precision};
 use trireme_testkit::run_ranks;
 
 /// Relative difference of losses where ranks take sums in another order.
@@ -47,9 +47,7 @@ fn train(config: &ModelConfig, group: Group, accumulation: usize, layout: &Layou
     let parameters = all.map_or_else(Vec::new, |all| {
         let table = Arc::clone(all.table());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect();
-        let of = |info: &trireme_tensor::ParameterInfo| {
-            (info.name.clone(), bits(&all.values(info.unit)[info.range()]))
-        };
+        let of = |info: &ParameterInfo| (info.name.clone(), bits(&all.values(info.unit)[info.range()]));
         let mut found: Vec<(String, Vec<u32>)> = table.parameters().iter().map(of).collect();
         found.sort();
         found
@@ -106,9 +104,45 @@ fn tokens_that_move_change_no_bit() {
             let keeps: Vec<Keep> =
                 (0..num_units).map(|unit| [Keep::All, Keep::Input, Keep::Products][unit % 3]).collect();
             check(4, 1, Layout { experts: 2, keeps: &keeps, ..plain.clone() }, "two of four, recomputed");
+            let folder = std::env::temp_dir();
+            let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Disk);
+            let stored = Layout { experts: 2, state, folder: &folder, ..plain.clone() };
+            check(4, 1, stored, "two of four, activations on a disk");
             let backend = Backend::Detached(DetachedOptions { seed: 3, ignored_wait: None });
             check(2, 2, Layout { backend, ..sharded(2, 2, 2) }, "detached");
         }
+    }
+}
+
+/// Biases that balance experts after a step; its gradients are those of the first parameters, whatever becomes of others.
+fn biases_after_a_step(config: &ModelConfig, options: ExecutorOptions) -> Vec<Vec<u32>> {
+    let layout = Layout { options, ..plain() };
+    let found = run_ranks(2, |group| {
+        let mut executor = laid_out(config, group, 1, 1, &layout);
+        let batches = batches(&executor, 2, 1);
+        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off };
+        executor.run(plan, &mut batches.into_iter()).unwrap();
+        let all = executor.gather_parameters().unwrap()?;
+        let biases = all.table().parameters().iter().filter(|info| info.class == ParameterClass::Balance);
+        let bits = |info: &ParameterInfo| {
+            all.values(info.unit)[info.range()].iter().map(|value| value.to_bits()).collect()
+        };
+        Some(biases.map(bits).collect())
+    });
+    found.into_iter().flatten().next().unwrap()
+}
+
+#[test]
+fn no_codec_rounds_counts_of_loads() {
+    let config = &models()[1];
+    let expected = biases_after_a_step(config, OPTIONS);
+    assert!(expected.iter().flatten().any(|&bias| bias != 0), "loads are uneven");
+    for codec in [CodecName::OneBit, CodecName::Fp8E4m3, CodecName::TopK] {
+        let ratio = (codec == CodecName::TopK).then_some(0.01);
+        let compression = CompressionOptions { codec, ratio, ..CompressionOptions::default() };
+        let compression = Compression::new(&compression).unwrap();
+        let options = ExecutorOptions { compression, determinism: Determinism::Run, ..OPTIONS };
+        assert!(biases_after_a_step(config, options) == expected, "{codec}");
     }
 }
 

@@ -9,7 +9,7 @@ use crate::task::Task;
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use trireme_checkpoint::{
     CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, ExtraFile, OPTIMIZER_PREFIX, Saved, Snapshot,
     TensorSource, WriteBytes, save,
 };
-use trireme_optim::{LossScalerState, StateInfo};
+use trireme_optim::{LossScalerState, State, StateInfo};
 use trireme_parallel::{Executor, ParallelError};
-use trireme_plan::{HeldBox, Placement, TensorPlacement};
+use trireme_plan::{HeldBox, TensorPlacement};
 use trireme_schedule::StateClass;
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
@@ -109,11 +109,18 @@ pub(crate) fn write_checkpoint(
     let outline = executor.program().outline.clone();
     let mut tensors = executor.placements().tensors().to_vec();
     let mut entries: Vec<Entry> = (0..tensors.len()).map(Entry::Parameter).collect();
+    let of_parameters = executor.placements().tensors();
+    let of_parameters: HashMap<&str, &TensorPlacement> =
+        of_parameters.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     for unit in 0..executor.model().num_units() {
-        for (index, found) in executor.optimizer().states(unit).iter().enumerate() {
-            let beside =
-                executor.placements().beside(executor.model().table(), &outline, found.info.parameter);
-            tensors.push(state_placement(&found.info, &tensors, beside));
+        for (index, State { info, .. }) in executor.optimizer().states(unit).iter().enumerate() {
+            // As the parameter does, or beside it, if it has a shape of its own.
+            let placements = match info.is_like_parameter {
+                true => of_parameters[info.parameter.name.as_str()].placements.clone(),
+                false => executor.placements().beside(executor.model().table(), &outline, info.parameter),
+            };
+            let (name, shape) = (state_name(info), info.shape.dims().to_vec());
+            tensors.push(TensorPlacement { name, shape, dtype: DType::F32, placements });
             entries.push(Entry::OptimizerState { unit, index });
         }
     }
@@ -238,22 +245,6 @@ impl TensorSource for RunTensors<'_> {
             Entry::Compressor { index } => write(compressor_bytes(executor, index)),
         }
     }
-}
-
-/// Where a state of the optimizer lies: as its parameter does, or `beside` it, if it has a shape of its own.
-fn state_placement(
-    info: &StateInfo<'_>,
-    placements: &[TensorPlacement],
-    beside: Vec<Placement>,
-) -> TensorPlacement {
-    let (name, shape) = (state_name(info), info.shape.dims().to_vec());
-    let placements = if info.is_like_parameter {
-        let of_parameter = placements.iter().find(|placement| placement.name == info.parameter.name);
-        of_parameter.expect("a state is of a parameter").placements.clone()
-    } else {
-        beside
-    };
-    TensorPlacement { name, shape, dtype: DType::F32, placements }
 }
 
 /// The name of a state of the optimizer in a checkpoint.

@@ -63,6 +63,9 @@ pub struct LatentConfig {
 /// Experts of a layer beyond which a config is taken for damaged: each has names and descriptions of its own.
 const EXPERTS_MAX: usize = 1 << 14;
 
+/// As [`EXPERTS_MAX`], for the experts of all layers.
+const ALL_EXPERTS_MAX: usize = 1 << 18;
+
 impl ExpertsConfig {
     /// Checks that the sizes fit each other.
     pub(super) fn check(&self, num_layers: usize) -> Result<(), ModelError> {
@@ -71,6 +74,9 @@ impl ExpertsConfig {
         };
         let (experts, choices) = (self.num_experts, self.num_choices);
         fits("num_experts", experts, experts <= EXPERTS_MAX, format!("at most {EXPERTS_MAX} experts"))?;
+        let of_layers = self.layers.len() * experts;
+        let expected = format!("at most {ALL_EXPERTS_MAX} experts in all layers");
+        fits("num_experts", experts, of_layers <= ALL_EXPERTS_MAX, expected)?;
         fits("num_experts_per_tok", choices, choices <= experts, format!("at most {experts} experts"))?;
         if let Some(ChosenGroups { num_groups, num_chosen }) = self.groups {
             let (max, divides) = (ChosenGroups::NUM_MAX, experts.is_multiple_of(num_groups));

@@ -181,11 +181,35 @@ pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope,
         Some(RopeScaling::Yarn(YarnScaling { beta_fast, beta_slow, .. })) if beta_fast < beta_slow => {
             Err(wrong("beta_fast", &json!(beta_fast), &format!("at least beta_slow {beta_slow}")))
         }
+        Some(RopeScaling::Yarn(_)) if theta <= 1.0 => {
+            Err(wrong("rope_theta", &json!(theta), "more than 1 with rope_type \"yarn\""))
+        }
+        Some(scaling) if !scaling.is_representable() => {
+            Err(wrong("factor", &json!(scaling.factor()), "a factor that leaves angles and lengths finite"))
+        }
         _ => Ok(Rope { theta, scaling }),
     }
 }
 
 impl RopeScaling {
+    /// What low frequencies are divided by.
+    fn factor(self) -> f64 {
+        match self {
+            RopeScaling::Llama3(scaling) => scaling.factor,
+            RopeScaling::Yarn(scaling) => scaling.factor,
+        }
+    }
+
+    /// Whether what follows from it is within the range of f32.
+    fn is_representable(self) -> bool {
+        let lengths = match self {
+            RopeScaling::Llama3(_) => [1.0; 2],
+            RopeScaling::Yarn(scaling) => [scaling.amplitude(), scaling.latent_score_factor()],
+        };
+        let is_normal = |number: f64| (number as f32).is_normal();
+        is_normal(1.0 / self.factor()) && lengths.into_iter().all(is_normal)
+    }
+
     /// What `config.json` calls rope_scaling.
     pub(crate) fn to_json(self) -> Value {
         match self {

@@ -34,7 +34,11 @@ impl Executor {
                         Keep::Input => kept.inputs,
                         Keep::Nothing => 0,
                     };
-                    self.offloaded.expect(state, num_bytes);
+                    // All tokens may come to the experts of one rank.
+                    let units = self.model.table().units();
+                    let experts = self.ranks.experts().filter(|_| units[unit].num_experts > 0);
+                    let num_ranks = experts.map_or(1, |group| group.world_size());
+                    self.offloaded.expect(state, num_bytes * num_ranks);
                 }
                 _ => (),
             }

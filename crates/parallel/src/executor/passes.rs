@@ -326,13 +326,15 @@ impl Executor {
 
     /// What units [report](Rehearsal::reports) of a batch without training, in order; zeros for those that lie elsewhere. The batch
     /// may have fewer samples than a microbatch. Collective over the ranks of a pipeline, which give the same batch, and where parameters
-    /// are sharded: a rank without a batch takes part in gathering them.
+    /// are sharded: a rank without a batch takes part in gathering them. Ranks with different experts all need one.
     ///
     /// # Errors
-    /// What device, group and disks refuse.
+    /// What device, group and disks refuse; [`ParallelError::NoBatch`].
     pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>, ParallelError> {
-        if let Some(batch) = &batch {
-            check_batch(batch, &self.rehearsal, num_samples(batch))?;
+        match &batch {
+            Some(batch) => check_batch(batch, &self.rehearsal, num_samples(batch))?,
+            None if self.ranks.experts().is_some() => return Err(ParallelError::NoBatch),
+            None => {}
         }
         let num_reports = self.rehearsal.reports().count();
         let sums = self.device.zeros([num_reports].into(), DType::F64, Category::Activations)?;

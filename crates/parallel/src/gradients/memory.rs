@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use trireme_comm::CodecName;
 use trireme_schedule::{Outline, StateClass};
-use trireme_tensor::{Category, Device, ParameterTable, Precision};
+use trireme_tensor::{Category, Device, ParameterClass, ParameterTable, Precision};
 
 impl Gradients {
     /// Takes memory for what stays of every unit's gradient. Shards lie on a device of their own; parts of tied gradients come from the pool of messages.
@@ -38,6 +38,10 @@ impl Gradients {
         let hierarchy =
             ranks.levels().zip(format).map(|(levels, format)| Hierarchy::new(levels, format, device));
         let hierarchy = hierarchy.map(Arc::new);
+        let counts = || table.parameters().iter().find(|info| info.class == ParameterClass::Balance);
+        if let Some(info) = hierarchy.as_ref().and_then(|_| counts()) {
+            return Err(ParallelError::RoundedBesideLoads { parameter: info.name.clone() });
+        }
         let is_wide = group.world_size() == 1 || hierarchy.is_some();
         let dtype = if is_wide { Precision::F32 } else { options.reduce_dtype };
         let is_rounded = dtype != Precision::F32;

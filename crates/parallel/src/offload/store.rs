@@ -57,6 +57,9 @@ struct Disk {
     options: OffloadOptions,
     /// What works with the state while it is here.
     owner: Device,
+    /// Bytes of the longest content that each block may get.
+    room: Vec<usize>,
+    /// Bytes of what each block holds.
     num_bytes: Vec<usize>,
     /// Made when the first block comes.
     file: Option<SwapFile>,
@@ -78,6 +81,7 @@ impl Disk {
             counted,
             options: options.clone(),
             owner: owner.clone(),
+            room: vec![0; num_blocks],
             num_bytes: vec![0; num_blocks],
             file: None,
             first_chunks: Vec::new(),
@@ -95,10 +99,9 @@ impl Disk {
     /// Makes the file.
     fn create(&mut self) -> Result<(), ParallelError> {
         let mut chunks = Vec::new();
-        for &num_bytes in &self.num_bytes {
+        for &room in &self.room {
             self.first_chunks.push(chunks.len());
-            chunks
-                .extend((0..num_bytes).step_by(CHUNK_BYTES).map(|start| CHUNK_BYTES.min(num_bytes - start)));
+            chunks.extend((0..room).step_by(CHUNK_BYTES).map(|start| chunk_len(room, start)));
         }
         self.file = Some(SwapFile::create(&self.options.folder, &chunks, &self.options.swap)?);
         Ok(())
@@ -106,10 +109,12 @@ impl Disk {
 
     /// Copies a block away, chunk by chunk, and starts to write it; its memory is given back.
     fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
-        assert_eq!(num_bytes(memory), self.num_bytes[block], "block {block} is as long as was expected");
+        let (num_bytes, room) = (num_bytes(memory), self.room[block]);
+        assert!(num_bytes <= room, "{num_bytes} bytes for block {block}, which has room for {room}");
+        self.num_bytes[block] = num_bytes;
         if self.options.host.is_counting() {
             if let Some(journal) = self.options.host.journal() {
-                journal.issue(Issued::DiskWrite { bytes: self.num_bytes[block] });
+                journal.issue(Issued::DiskWrite { bytes: num_bytes });
             }
             memory(&mut |part| part.release());
             return Ok(());
@@ -117,9 +122,9 @@ impl Disk {
         if self.file.is_none() {
             self.create()?;
         }
-        let Disk { file, first_chunks, writes, num_bytes, owner, .. } = self;
+        let Disk { file, first_chunks, writes, owner, .. } = self;
         let file = file.as_ref().expect("it was made above");
-        let (num_bytes, mut chunk) = (num_bytes[block], first_chunks[block]);
+        let mut chunk = first_chunks[block];
         let (mut copied, mut open) = (0, None);
         let mut copy = |memory: View<'_>| -> Result<(), ParallelError> {
             let mut first = 0;
@@ -129,7 +134,7 @@ impl Disk {
                     None => {
                         await_room(writes)?;
                         let mut buffer = file.buffer(CHUNK_BYTES)?;
-                        buffer.set_len(CHUNK_BYTES.min(num_bytes - copied));
+                        buffer.set_len(chunk_len(room, copied));
                         buffer
                     }
                 };
@@ -138,7 +143,7 @@ impl Disk {
                 owner.download(memory.part(first, [len].into()), &mut free[..len]);
                 let is_full = len == free.len();
                 (first, copied) = (first + len, copied + len);
-                if is_full {
+                if is_full || copied == num_bytes {
                     writes.push_back(file.write(chunk, buffer));
                     chunk += 1;
                 } else {
@@ -214,6 +219,11 @@ impl Disk {
     }
 }
 
+/// Bytes of the chunk that begins at `start` of a block with so much room.
+fn chunk_len(room: usize, start: usize) -> usize {
+    CHUNK_BYTES.min(room - start)
+}
+
 /// Waits until another write may begin.
 fn await_room(writes: &mut VecDeque<Transfer>) -> Result<(), ParallelError> {
     while writes.len() >= WRITES_MAX || writes.front().is_some_and(Transfer::is_done) {
@@ -271,10 +281,10 @@ impl Store {
         Ok(Store { owner: owner.clone(), place, blocks, returning: Vec::new() })
     }
 
-    /// Says how many bytes a block has.
+    /// Says how many bytes a block has at most.
     pub(crate) fn expect(&mut self, block: usize, num_bytes: usize) {
         if let Place::Disk(disk) = &mut self.place {
-            disk.num_bytes[block] = num_bytes;
+            disk.room[block] = num_bytes;
         }
     }
 

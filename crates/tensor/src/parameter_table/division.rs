@@ -1,6 +1,6 @@
 //! What of a model each rank has where ranks cut parameters or have different experts.
 
-use super::{ParameterInfo, ParameterTable};
+use super::{ParameterInfo, ParameterTable, UnitInfo};
 use std::ops::Range;
 use trireme_base::{AxisPlace, Cut};
 
@@ -35,6 +35,17 @@ pub enum ExpertsError {
         "the model has no experts, so {degree} ranks cannot have different ones; use an expert-parallel degree of 1"
     )]
     None {
+        /// The ranks.
+        degree: usize,
+    },
+    /// Ranks would have units of different forms.
+    #[error(
+        "{degree} ranks cannot have different experts of '{unit}': its experts have different shapes, or are declared in an order that leaves \
+         what all ranks have at different places"
+    )]
+    Unlike {
+        /// The unit.
+        unit: String,
         /// The ranks.
         degree: usize,
     },
@@ -144,7 +155,7 @@ impl ParameterTable {
     /// Whether so many ranks can have equally many experts of each unit of this table, which has all of them.
     ///
     /// # Errors
-    /// The first unit whose experts do not divide, or that there are no experts.
+    /// The first unit whose experts do not divide, or differ, or that there are no experts.
     pub fn check_expert_degree(&self, degree: usize) -> Result<(), ExpertsError> {
         let nums = || self.units.iter().filter(|unit| unit.num_experts > 0);
         if degree <= 1 {
@@ -154,7 +165,12 @@ impl ParameterTable {
             return Err(ExpertsError::None { degree });
         };
         let divides = |degree: usize| nums().all(|unit| unit.num_experts.is_multiple_of(degree));
-        let Some(unit) = nums().find(|unit| !unit.num_experts.is_multiple_of(degree)) else { return Ok(()) };
+        let Some(unit) = nums().find(|unit| !unit.num_experts.is_multiple_of(degree)) else {
+            return match nums().find(|unit| !self.is_alike(unit, degree)) {
+                None => Ok(()),
+                Some(unit) => Err(ExpertsError::Unlike { unit: unit.name.clone(), degree }),
+            };
+        };
         let below = (1..degree).rev().find(|&degree| divides(degree));
         let above = (degree + 1..=fewest).find(|&degree| divides(degree));
         Err(ExpertsError::Indivisible {
@@ -163,6 +179,17 @@ impl ParameterTable {
             degree,
             nearest: below.into_iter().chain(above).collect(),
         })
+    }
+
+    /// Whether so many ranks have equal shapes of a unit's parameters, of equal experts among their own, in the same order.
+    fn is_alike(&self, unit: &UnitInfo, degree: usize) -> bool {
+        let num_own = unit.num_experts / degree;
+        let form = |rank: usize| {
+            let all = self.parameters[unit.parameters.clone()].iter();
+            let own = all.filter(move |info| info.expert.is_none_or(|expert| expert / num_own == rank));
+            own.map(move |info| (info.whole, info.expert.map(|expert| expert % num_own)))
+        };
+        (1..degree).all(|rank| form(rank).eq(form(0)))
     }
 
     /// Whether so many ranks of the tensor axis can have parts of the parameters of this table, which has all of them.

@@ -100,7 +100,8 @@ impl Choice {
 
     /// What the scores of a token's experts are multiplied by to be its weights, and their sum.
     fn factor(self, scores: impl Iterator<Item = f32>) -> (f32, f32) {
-        let sum: f32 = if self.normalizes { scores.sum() } else { 1.0 };
+        // Sigmoids of very negative logits are all 0.
+        let sum: f32 = if self.normalizes { scores.sum::<f32>() + 1e-20 } else { 1.0 };
         (self.scale / sum, sum)
     }
 }

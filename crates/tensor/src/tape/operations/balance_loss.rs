@@ -7,12 +7,15 @@ use trireme_base::{DType, ExchangeKind};
 
 /// How unevenly tokens go to experts: `num_experts * sum over e of f_e P_e`, where `f_e` is the part of all choices that expert `e` has, and `P_e` the mean of its part of
 /// the scores of a token (Fedus et al., "Switch transformers", 2021, section 2.2, for more than one choice); 1 if all have as many. Of scores (`[..,
-/// num_experts]`, f32, not negative, and not all 0) and the experts that were chosen (`[.., num_choices]`, u32), over all tokens of a microbatch. It is for
+/// num_experts]`, f32, not negative) and the experts that were chosen (`[.., num_choices]`, u32), over all tokens of a microbatch. It is for
 /// [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss): it has no output.
 ///
 /// Ranks of the context axis add up their loads: `4 num_experts` bytes each, forward.
 #[derive(Debug)]
 pub struct BalanceLoss;
+
+/// Added to sums of scores, which may all be 0.
+const NO_SCORE: f32 = 1e-20;
 
 /// The largest part of the choices that an expert has, relative to an even one: of the experts that were chosen (u32). It has no gradient: it is for
 /// [metrics](crate::tape::Recorder::apply_metric).
@@ -54,7 +57,7 @@ impl Operation for BalanceLoss {
         let cols = shape.cols();
         cx.device().for_each_row(inputs, values.view_mut(), 3 * cols, move |[scores, loads], row, value| {
             let scores = &scores[row * cols..(row + 1) * cols];
-            let sum: f32 = scores.iter().sum();
+            let sum = scores.iter().sum::<f32>() + NO_SCORE;
             let product: f32 = scores.iter().zip(loads).map(|(score, load)| score * load).sum();
             value[0] = 1.0 + factor * product / sum;
         });
@@ -72,7 +75,7 @@ impl Operation for BalanceLoss {
         let cols = shape.cols();
         cx.device().for_each_row(inputs, grad.view_mut(), 6, move |[scores, loads], row, grad| {
             let scores = &scores[row * cols..(row + 1) * cols];
-            let sum: f32 = scores.iter().sum();
+            let sum = scores.iter().sum::<f32>() + NO_SCORE;
             let product: f32 = scores.iter().zip(loads).map(|(score, load)| score * load).sum();
             let mean = product / sum;
             grad.iter_mut().zip(loads).for_each(|(grad, load)| *grad = scale * (load - mean) / sum);

@@ -18,7 +18,8 @@ use trireme_base::{AxisPlace, DType};
 ///   that has sent them;
 /// - for each row in this order, the place at which it arrives (`[num_rows]`), and the inverse (`[num_rows]`).
 ///
-/// Ranks have equally many experts, in their order. On a device that only counts, experts have equally many choices.
+/// Ranks have equally many experts, in their order. On a device that only counts, experts have equally many choices, rounded up, so that all ranks
+/// count the same.
 ///
 /// Cost: the host reads the numbers of choices of this rank, and one all-gather of `4 num_experts` bytes a rank.
 #[derive(Debug)]
@@ -44,15 +45,11 @@ struct Loads {
 }
 
 impl Loads {
-    /// Reads those of this rank from the device, and gathers those of the others. On a device that only counts, experts have equally many, up to
-    /// one.
+    /// Reads those of this rank from the device, and gathers those of the others. On a device that only counts, experts have equally many.
     fn gather(cx: &OperationContext<'_>, starts: View<'_>, num_choices: usize) -> Result<Self, DeviceError> {
         let (axis, num_experts) = (expert_axis(cx), starts.shape().num_elements() - 1);
         let own: Vec<u32> = match cx.device().is_counting() {
-            true => (0..num_experts)
-                .map(|expert| (num_choices + num_experts - 1 - expert) / num_experts)
-                .map(|number| number as u32)
-                .collect(),
+            true => vec![num_choices.div_ceil(num_experts) as u32; num_experts],
             false => cx.device().read::<u32>(starts).windows(2).map(|pair| pair[1] - pair[0]).collect(),
         };
         Ok(Loads { numbers: axis.gather_numbers(&own)?, place: axis.place() })

@@ -5,8 +5,8 @@ use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, 
 use trireme_base::DType;
 
 /// The experts that are chosen for each token by their scores (`[.., num_experts]`, f32): their weights (f32), and which they are (u32), two
-/// outputs of `[.., num_choices]`, from the largest on. Of equal scores the first comes first; NaN counts as no larger than any number. Where weights are divided by their
-/// sum, it must not be 0.
+/// outputs of `[.., num_choices]`, from the largest on. Of equal scores the first comes first; NaN counts as no larger than any number. Weights that are divided by their
+/// sum are 0 if all are.
 ///
 /// Cost: `num_choices` searches of each row, which pass over what was found before.
 #[derive(Debug, Clone, Copy, PartialEq)]
