@@ -40,7 +40,8 @@ impl<T: Element> Buffer<T> {
                 let event = buffer.event();
                 let memory = PendingMemory { event, wait: Box::new(move || buffer.wait().into_storage()) };
                 let memory = Memory::Pending(memory);
-                Buffer::from_storage(Storage { memory, num_bytes: len * size_of::<T>() })
+                let num_bytes = len * size_of::<T>();
+                Buffer::from_storage(Storage { memory, num_bytes, whole_bytes: num_bytes })
             }
         }
     }
@@ -129,6 +130,8 @@ impl<T: Element> HostMemory for Buffer<T> {
 pub(crate) struct Storage {
     memory: Memory,
     num_bytes: usize,
+    /// How long it is when it is not [shortened](Storage::shorten).
+    whole_bytes: usize,
 }
 
 pub(crate) enum Memory {
@@ -163,11 +166,12 @@ impl CacheLine {
 
 impl Storage {
     pub(crate) fn heap(num_bytes: usize) -> Result<Self, CommError> {
-        Ok(Storage { memory: Memory::Heap(CacheLine::zeroed(num_bytes)?), num_bytes })
+        let memory = Memory::Heap(CacheLine::zeroed(num_bytes)?);
+        Ok(Storage { memory, num_bytes, whole_bytes: num_bytes })
     }
 
     pub(crate) fn shared(region: Region, num_bytes: usize) -> Self {
-        Storage { memory: Memory::Shared(region), num_bytes }
+        Storage { memory: Memory::Shared(region), num_bytes, whole_bytes: num_bytes }
     }
 
     pub(crate) fn memory(&self) -> &Memory {
@@ -202,6 +206,17 @@ impl Storage {
             Memory::Heap(lines) => lines.as_mut_ptr().cast(),
             Memory::Shared(region) => region.start(),
         }
+    }
+
+    /// Makes it shorter, even while a device works with it, until it is [lengthened](Storage::lengthen).
+    pub(crate) fn shorten(&mut self, num_bytes: usize) {
+        assert!(num_bytes <= self.num_bytes, "{num_bytes} of {} bytes", self.num_bytes);
+        (self.num_bytes, self.whole_bytes) = (num_bytes, self.num_bytes);
+    }
+
+    /// Makes it as long as before it was [shortened](Storage::shorten), if it was.
+    pub(crate) fn lengthen(&mut self) {
+        self.num_bytes = self.num_bytes.max(self.whole_bytes);
     }
 
     fn set_len(&mut self, num_bytes: usize) {

@@ -226,53 +226,58 @@ impl<T: Stored> Lane<T> {
             true => [even(values.shape().num_elements()), even(result.shape().num_elements())],
             false => [lens.sent.clone(), lens.received.clone()],
         };
-        let starts = |lens: &[usize]| -> SmallVec<[usize; 16]> {
-            lens.iter()
-                .scan(0, |end, len| {
-                    *end += len;
-                    Some(*end - len)
-                })
-                .collect()
-        };
-        let [sent_at, received_at] = [&sent, &received].map(|lens| starts(lens));
+        let [sent, received] = [sent, received].map(consecutive);
         // Equal, unless the device only counts.
-        let own = [sent[rank].min(received[rank])].into();
-        device.copy(values.part(sent_at[rank], own), result.reborrow().into_part(received_at[rank], own));
-        let peers = || (0..degree).filter(|&peer| peer != rank);
-        let num_pieces = peers().map(|peer| sent[peer].max(received[peer]).div_ceil(Piece::<T>::LEN_MAX));
-        let num_rounds = num_pieces.max().unwrap_or(0);
-        let mut under_way: VecDeque<Piece<T>> = VecDeque::with_capacity(ROUNDS_MAX * degree);
-        for round in 0..num_rounds + ROUNDS_MAX {
+        let own = [sent[rank].len().min(received[rank].len())].into();
+        device
+            .copy(values.part(sent[rank].start, own), result.reborrow().into_part(received[rank].start, own));
+        let room = Piece::<T>::room(lens.most);
+        let rounds_under_way = ROUNDS_MAX.min((MESSAGES_MAX / (degree - 1)).max(1));
+        let num_messages = 2 * (degree - 1) * rounds_under_way.min(Piece::<T>::num_rounds(lens.most));
+        self.memory.pool().reserve(num_messages, room)?;
+        let all = sent.iter().chain(&received).enumerate().filter(|(index, _)| index % degree != rank);
+        let num_rounds = all.map(|(_, part)| Piece::<T>::num_rounds(part.len())).max().unwrap_or(0);
+        let mut under_way: VecDeque<Piece<T>> = VecDeque::with_capacity(num_messages);
+        for round in 0..num_rounds + rounds_under_way {
             // What was started so many rounds ago has had time to come.
-            while under_way.front().is_some_and(|piece| piece.round + ROUNDS_MAX <= round) {
+            while under_way.front().is_some_and(|piece| piece.round + rounds_under_way <= round) {
                 let piece = under_way.pop_front().expect("there is one");
                 self.finish_piece(device, piece, result.reborrow(), waiting)?;
             }
             // Ranks send to different ones at a time.
             for distance in 1..degree {
                 let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
-                let (group, pool) = (self.memory.pool().group(), self.memory.pool());
-                let out = Piece::<T>::range(sent[to], round).map(|piece| {
-                    let (at, len) = (sent_at[to] + piece.start, piece.len());
-                    let buffer =
-                        pool.send(device, (values.part(at, [len].into()), 0), Piece::<T>::room(len))?;
-                    Ok::<_, ParallelError>(group.send(buffer, Rank(to)))
-                });
-                let incoming = Piece::<T>::range(received[from], round).map(|piece| {
-                    let room = Piece::<T>::room(piece.len());
-                    let buffer = Buffer::pending(pool.take_buffer(room)?, room);
-                    let range = received_at[from] + piece.start..received_at[from] + piece.end;
-                    Ok::<_, ParallelError>((group.receive(buffer, Rank(from)), range))
-                });
-                let (out, incoming) = (out.transpose()?, incoming.transpose()?);
-                let sent_room =
-                    Piece::<T>::range(sent[to], round).map_or(0, |range| Piece::<T>::room(range.len()));
-                if out.is_some() || incoming.is_some() {
-                    under_way.push_back(Piece { round, out, sent_room, incoming });
-                }
+                let parts = [&sent[to], &received[from]].map(|part| Piece::<T>::range(part, round));
+                under_way.extend(self.start_piece(device, (round, room), (values, to), from, parts)?);
             }
         }
         Ok(())
+    }
+
+    /// Starts to send a part of `values` to a rank, and to receive another one, as far as there are such parts in a round.
+    fn start_piece(
+        &self,
+        device: &Device,
+        (round, room): (usize, usize),
+        (values, to): (View<'_>, usize),
+        from: usize,
+        [sent, received]: [Option<Range<usize>>; 2],
+    ) -> Result<Option<Piece<T>>, ParallelError> {
+        let pool = self.memory.pool();
+        let send = |part: Range<usize>| {
+            let room = room.max(Piece::<T>::room(part.len()));
+            let buffer = pool.send(device, (values.part(part.start, [part.len()].into()), 0), room)?;
+            Ok::<_, ParallelError>((pool.group().send_first(buffer, part.len(), Rank(to)), room))
+        };
+        let receive = |part: Range<usize>| {
+            let room = room.max(Piece::<T>::room(part.len()));
+            let buffer = Buffer::pending(pool.take_buffer(room)?, room);
+            let work = pool.group().receive_first(buffer, part.len(), Rank(from));
+            Ok::<_, ParallelError>((work, room, part))
+        };
+        let (sent, received) = (sent.map(send).transpose()?, received.map(receive).transpose()?);
+        let is_any = sent.is_some() || received.is_some();
+        Ok(is_any.then_some(Piece { round, sent, received }))
     }
 
     /// Waits for a piece, and brings it where it belongs.
@@ -284,16 +289,15 @@ impl<T: Stored> Lane<T> {
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         let pool = self.memory.pool();
-        if let Some((work, range)) = piece.incoming {
-            let room = Piece::<T>::room(range.len());
+        if let Some((work, room, part)) = piece.received {
             let buffer = waiting.wait_on_device(work, room, device)?;
-            let part = result.into_part(range.start, [range.len()].into());
+            let part = result.into_part(part.start, [part.len()].into());
             pool.receive(device, (buffer, room), 0, part);
         }
-        if let Some(work) = piece.out {
-            let buffer = waiting.wait_on_device(work, piece.sent_room, device)?;
+        if let Some((work, room)) = piece.sent {
+            let buffer = waiting.wait_on_device(work, room, device)?;
             device.wait_for(&buffer.event());
-            pool.give_buffer(piece.sent_room, buffer);
+            pool.give_buffer(room, buffer);
         }
         Ok(())
     }
@@ -326,33 +330,48 @@ impl<T: Stored> Lane<T> {
     }
 }
 
-/// Rounds of pieces that are under way at a time.
+/// Rounds of pieces that are under way at a time, at most.
 const ROUNDS_MAX: usize = 4;
 
-/// A part of the rows that a rank sends to another one, and one of those that it receives from one, in a round.
+/// Messages to other ranks that are under way at a time, unless a round has more.
+const MESSAGES_MAX: usize = 8;
+
+/// A part of the rows that a rank sends to another one, and one of those that it receives from one, in a round; with the elements of their memory.
 struct Piece<T> {
     round: usize,
-    out: Option<Work<Buffer<T>>>,
-    /// Elements of the buffer that is sent.
-    sent_room: usize,
+    sent: Option<(Work<Buffer<T>>, usize)>,
     /// With its place in the result.
-    incoming: Option<(Work<Buffer<T>>, Range<usize>)>,
+    received: Option<(Work<Buffer<T>>, usize, Range<usize>)>,
 }
 
 impl<T> Piece<T> {
     /// Elements of a piece.
     const LEN_MAX: usize = (256 << 10) / size_of::<T>();
 
-    /// The elements, of `len`, that travel in a round.
-    fn range(len: usize, round: usize) -> Option<Range<usize>> {
-        let start = round * Self::LEN_MAX;
-        (start < len).then(|| start..len.min(start + Self::LEN_MAX))
+    /// Rounds in which so many elements travel.
+    fn num_rounds(len: usize) -> usize {
+        len.div_ceil(Self::LEN_MAX)
     }
 
-    /// Elements of the message of so many: one of a few numbers, so that buffers are used again.
-    fn room(len: usize) -> usize {
-        len.next_power_of_two().max(256)
+    /// The elements of a part that travel in a round.
+    fn range(part: &Range<usize>, round: usize) -> Option<Range<usize>> {
+        let start = part.start + round * Self::LEN_MAX;
+        (start < part.end).then(|| start..part.end.min(start + Self::LEN_MAX))
     }
+
+    /// Elements of the memory of the first piece of so many: one of a few numbers, so that it is used again.
+    fn room(len: usize) -> usize {
+        len.next_power_of_two().clamp(256, Self::LEN_MAX)
+    }
+}
+
+/// Parts of these lengths, one after the other.
+fn consecutive(lens: SmallVec<[usize; 16]>) -> SmallVec<[Range<usize>; 16]> {
+    let parts = lens.into_iter().scan(0, |end, len| {
+        *end += len;
+        Some(*end - len..*end)
+    });
+    parts.collect()
 }
 
 /// Runs `$body` with `$lane` as the lane of a type.

@@ -101,6 +101,13 @@ impl<T: Stored> Pool<T> {
         }))
     }
 
+    /// Takes memory of the group for `num` vectors of `len` elements that are taken at a time, if there is not as much.
+    pub(crate) fn reserve(&self, num: usize, len: usize) -> Result<(), ParallelError> {
+        let taken = (0..num).map(|_| self.take_buffer(len)).collect::<Result<Vec<_>, _>>()?;
+        taken.into_iter().for_each(|buffer| self.give_buffer(len, buffer));
+        Ok(())
+    }
+
     /// A vector of what a group brings into memory of this pool for `len` elements.
     #[track_caller]
     pub(crate) fn adopt(

@@ -96,7 +96,7 @@ fn build(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
         units.push(Arc::new(Experts {
             router: Arc::new(Router { weight: table.add(weight("router", [NUM_EXPERTS, WIDTH])) }),
             top_k: Arc::new(TopK { choice: Choice { normalizes: true, ..Choice::largest(2) }, bias: None }),
-            groups: Arc::new(GroupRows { num_groups: NUM_EXPERTS }),
+            groups: Arc::new(GroupRows { num_groups: NUM_EXPERTS, capacity: None }),
             into: experts(&mut table, "into", [2 * INNER, WIDTH], identity),
             back: experts(&mut table, "back", [WIDTH, INNER], InputActivation::Gated(Activation::Silu)),
         }));

@@ -2,6 +2,7 @@
 
 mod communication;
 mod entries;
+mod experts;
 mod limits;
 
 use trireme_base::{Category, ContextPlace, Rank};
@@ -137,6 +138,8 @@ struct Case {
     tensor_degree: usize,
     /// The degree of the context axis, and how many of its ranks exchange heads.
     context: (usize, usize),
+    /// Ranks with different experts.
+    experts: usize,
     keep: Keep,
     state: StateLayout,
     /// The schedule of a pipeline, its ranks, and stages of each.
@@ -155,6 +158,7 @@ impl Default for Case {
             num_shards: 1,
             tensor_degree: 1,
             context: (1, 1),
+            experts: 1,
             keep: Keep::All,
             state: StateLayout::WHOLE,
             pipeline: None,
@@ -217,8 +221,8 @@ impl Case {
         host: &Device,
     ) -> Result<Executor, ParallelError> {
         let (pipeline, shards, tensor) = (self.pipeline_degree(), self.num_shards, self.tensor_degree);
-        let (context, heads) = self.context;
-        let degrees = Degrees { pipeline, shards, context, heads, tensor, experts: 1 };
+        let ((context, heads), experts) = (self.context, self.experts);
+        let degrees = Degrees { pipeline, shards, context, heads, tensor, experts };
         let ranks = RankGrid::new(group, degrees)?;
         let model = self.build(subject, device, ranks.model_place())?;
         let rehearsal = self.rehearsal(subject, ranks.model_place(), ranks.context_place());

@@ -49,7 +49,19 @@ impl Group {
     /// # Errors
     /// From the work: [`CommError::NoSuchPeer`], and whatever ends a group.
     pub fn send<T: Element>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
-        self.message("send", buffer, to, Messenger::send)
+        let len = buffer.len();
+        self.send_first(buffer, len, to)
+    }
+
+    /// As [`send`](Group::send), of the first `len` elements alone.
+    ///
+    /// # Errors
+    /// As [`send`](Group::send).
+    ///
+    /// # Panics
+    /// If the vector is shorter.
+    pub fn send_first<T: Element>(&self, buffer: Buffer<T>, len: usize, to: Rank) -> Work<Buffer<T>> {
+        self.message("send", (buffer, len), to, Messenger::send)
     }
 
     /// Fills the vector with what another rank [sends](Group::send).
@@ -57,19 +69,32 @@ impl Group {
     /// # Errors
     /// As [`send`](Group::send).
     pub fn receive<T: Element>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
-        self.message("receive", buffer, from, Messenger::receive)
+        let len = buffer.len();
+        self.receive_first(buffer, len, from)
+    }
+
+    /// As [`receive`](Group::receive), into the first `len` elements alone.
+    ///
+    /// # Errors
+    /// As [`send`](Group::send).
+    ///
+    /// # Panics
+    /// If the vector is shorter.
+    pub fn receive_first<T: Element>(&self, buffer: Buffer<T>, len: usize, from: Rank) -> Work<Buffer<T>> {
+        self.message("receive", (buffer, len), from, Messenger::receive)
     }
 
     fn message<T: Element>(
         &self,
         name: &'static str,
-        buffer: Buffer<T>,
+        (buffer, len): (Buffer<T>, usize),
         peer: Rank,
         issue: fn(&Messenger, Rank, Operation, Storage) -> Receipt,
     ) -> Work<Buffer<T>> {
+        assert!(len <= buffer.len(), "the first {len} of {} elements", buffer.len());
         match &self.messenger {
             None if self.is_dry() && peer != self.rank && peer.0 < self.world_size => {
-                let bytes = buffer.len() * size_of::<T>();
+                let bytes = len * size_of::<T>();
                 let peer = self.dry.as_ref().map_or(peer, |dry| dry.members[peer.0]);
                 self.dry_issued(buffer, || match name {
                     "send" => Issued::Send { to: peer, bytes },
@@ -77,13 +102,18 @@ impl Group {
                 })
             }
             Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
-                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
+                let operation = Operation::Message { dtype: T::DTYPE, len };
                 if name == "send" {
-                    let num_bytes = (buffer.len() * size_of::<T>()) as u64;
+                    let num_bytes = (len * size_of::<T>()) as u64;
                     self.message_bytes.fetch_add(num_bytes, Ordering::Relaxed);
                 }
-                let receipt = issue(messenger, peer, operation, buffer.into_storage());
-                Work::message(receipt, Buffer::from_storage)
+                let mut storage = buffer.into_storage();
+                storage.shorten(len * size_of::<T>());
+                let receipt = issue(messenger, peer, operation, storage);
+                Work::message(receipt, |mut storage| {
+                    storage.lengthen();
+                    Buffer::from_storage(storage)
+                })
             }
             _ => {
                 let (operation, rank, world_size) = (name, peer, self.world_size);

@@ -32,6 +32,8 @@ pub struct ExpertsConfig {
     pub balance_loss: f32,
     /// Weight of the loss that keeps a router's logits small; 0 for none.
     pub z_loss: f32,
+    /// How many choices of a sample an expert takes, as a multiple of an even load; all if absent.
+    pub capacity_factor: Option<f32>,
 }
 
 /// What makes scores of a router's logits.

@@ -108,9 +108,13 @@ impl ModelConfig {
             };
             // Rotary positions have no parameters.
             let positions = config.rope.is_none().then_some(config.max_position_embeddings);
-            // Losses of routers are no part of what a model computes.
-            let losses_left_out =
-                |experts: &ExpertsConfig| ExpertsConfig { balance_loss: 0.0, z_loss: 0.0, ..experts.clone() };
+            // How experts are trained is no part of what a model computes.
+            let training_left_out = |experts: &ExpertsConfig| ExpertsConfig {
+                balance_loss: 0.0,
+                z_loss: 0.0,
+                capacity_factor: None,
+                ..experts.clone()
+            };
             [
                 ("model_type", config.family.name().to_owned()),
                 ("vocab_size", config.vocab_size.to_string()),
@@ -137,7 +141,7 @@ impl ModelConfig {
                     config
                         .experts
                         .as_ref()
-                        .map(losses_left_out)
+                        .map(training_left_out)
                         .map_or_else(|| "none".to_owned(), |experts| format!("{experts:?}")),
                 ),
                 ("activation", format!("{:?}", config.activation)),

@@ -56,6 +56,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         has_bias: true,
         balance_loss: reader.weight("aux_loss_alpha", 0.0)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
+        capacity_factor: None,
     };
     let head_dim = latent.plain_dim + latent.rotary_dim;
     let factor = match config.rope.and_then(|rope| rope.scaling) {

@@ -42,6 +42,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         has_bias: false,
         balance_loss: reader.weight("router_aux_loss_coef", 1e-3)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
+        capacity_factor: None,
     };
     let attention = AttentionConfig { sliding, ..AttentionConfig::default() };
     Ok(ModelConfig { attention, experts: Some(experts), ..config })

@@ -39,6 +39,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         has_bias: false,
         balance_loss: reader.weight("router_aux_loss_coef", 1e-3)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
+        capacity_factor: None,
     };
     let experts = Some(experts);
     Ok(ModelConfig { qkv_bias: bias, attention_output_bias: bias, attention, experts, ..config })

@@ -4,13 +4,14 @@ use super::{Projection, Sublayer};
 use crate::unit::UnitContext;
 use std::sync::Arc;
 use trireme_tensor::tape::{
-    Argument, BalanceLoss, CombineRows, CopyToRanks, DispatchRows, GatherLoads, GroupRows, GroupedLinear,
-    Linear, Norm, Op, PeakLoad, ReturnRows, Router, RouterEntropy, RouterZLoss, SpreadRows, TopK,
+    Argument, BalanceLoss, CombineRows, CopyToRanks, DispatchRows, DroppedChoices, GatherLoads, GroupRows,
+    GroupedLinear, Linear, Norm, Op, PeakLoad, ReturnRows, Router, RouterEntropy, RouterZLoss, SpreadRows,
+    TopK,
 };
 use trireme_tensor::{DeviceError, Var};
 
 /// Feed-forward layers of which each token goes through a few (Shazeer et al., "Outrageously large neural networks", 2017), and perhaps one that all go through
-/// (Dai et al., "DeepSeekMoE", 2024, section 3.2). No token is dropped.
+/// (Dai et al., "DeepSeekMoE", 2024, section 3.2).
 #[derive(Debug)]
 pub(crate) struct MixtureOfExperts {
     pub(crate) norm: Arc<Norm>,
@@ -19,6 +20,8 @@ pub(crate) struct MixtureOfExperts {
     pub(crate) scores: Op,
     pub(crate) top_k: Arc<TopK>,
     pub(crate) groups: Arc<GroupRows>,
+    /// Which rows travel between ranks with different experts.
+    pub(crate) loads: Arc<GatherLoads>,
     /// Into the width of experts: what the activation reads.
     pub(crate) into: Arc<GroupedLinear>,
     /// The activation, and back.
@@ -62,10 +65,10 @@ impl MixtureOfExperts {
         &self,
         cx: &mut UnitContext<'_>,
         rows: Var,
-        [starts, own_order]: [&Var; 2],
+        [starts, own_order, own_places]: [&Var; 3],
     ) -> Result<Var, DeviceError> {
         let [loads, own_starts, parts, order, places] =
-            outputs(cx.apply_many(&GatherLoads, [starts, own_order])?);
+            outputs(cx.apply_many(&self.loads, [starts, own_places])?);
         let sent = [Argument::from(rows), (&loads).into(), (&order).into(), (&places).into()];
         let rows = cx.apply(&DispatchRows, sent)?;
         let inner = cx.apply(&self.into, [rows.into(), Argument::from(&own_starts), (&parts).into()])?;
@@ -80,6 +83,9 @@ impl Sublayer for MixtureOfExperts {
         let normed = cx.apply(&self.norm, [&x])?;
         let [mut weights, experts] = self.route(cx, &normed)?;
         let [starts, order, places] = outputs(cx.apply_many(&self.groups, [experts])?);
+        if self.groups.capacity.is_some() {
+            cx.apply_metric("expert_drops", &DroppedChoices, [&starts, &order])?;
+        }
         let x = match &self.shared {
             Some((into, back)) => {
                 let inner = cx.apply(into, [&normed])?;
@@ -94,7 +100,7 @@ impl Sublayer for MixtureOfExperts {
         }
         let rows = cx.apply(&SpreadRows, (tokens, &order, &places))?;
         let rows = if self.into.num_groups < self.groups.num_groups {
-            self.run_on_owners(cx, rows, [&starts, &order])?
+            self.run_on_owners(cx, rows, [&starts, &order, &places])?
         } else {
             let inner = cx.apply(&self.into, (rows, &starts))?;
             cx.apply(&self.back, (inner, starts))?

@@ -1,7 +1,7 @@
 //! Products of groups of rows on a device.
 
 use super::{Device, DeviceError, Transpose};
-use crate::kernels::cpu::matmul::{Matrix, Product};
+use crate::kernels::cpu::matmul::{GroupLimit, Matrix, Product};
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
 use trireme_base::{Cost, DType};
@@ -9,7 +9,8 @@ use trireme_base::{Cost, DType};
 impl Device {
     /// For each group its rows of `left` (`[rows, inner]`), times its block of `right`, as `out` (`[rows, cols]`); factors are rounded to
     /// `precision`, sums are in f32. The blocks of all groups are one matrix, one below the other, each read transposed or not.
-    /// `starts` (`[num_groups + 1]`, u32) holds where the rows of each group begin, and at last where they end.
+    /// `starts` (`[num_groups + 1]`, u32) holds where the rows of each group begin, and at last where they end. Rows after that are of no group,
+    /// and become zeros.
     ///
     /// Cost: `2 rows cols inner` floating-point operations. Groups have the bits of products of their own, and no padding.
     ///
@@ -104,23 +105,38 @@ impl Device {
     }
 
     /// Orders rows by group, and those of a group as they were: `groups` (`[rows]`, u32) is that of each row, `starts` (`[num_groups + 1]`)
-    /// becomes where the rows of each group begin, `order` (`[rows]`) the row at each place, and `places` (`[rows]`) the place of each row.
+    /// becomes where the rows of each group begin, `order` (`[rows]`) the row at each place, and `places` (`[rows]`) the place of each row. Rows
+    /// beyond the limit are of no group, and come last.
     ///
     /// # Panics
     /// If the shapes do not fit, or a row is of no group.
-    pub fn group_rows(&self, groups: View<'_>, starts: ViewMut<'_>, [order, places]: [ViewMut<'_>; 2]) {
+    pub fn group_rows(
+        &self,
+        (groups, limit): (View<'_>, GroupLimit),
+        starts: ViewMut<'_>,
+        [order, places]: [ViewMut<'_>; 2],
+    ) {
         let num_rows = groups.shape().num_elements();
         for rows in [&order, &places] {
             assert_eq!(rows.shape().num_elements(), num_rows, "{num_rows} rows");
         }
         let cost =
-            Cost::ZERO.reads(2 * groups.num_bytes()).writes(2 * groups.num_bytes() + starts.num_bytes());
+            Cost::ZERO.reads(3 * groups.num_bytes()).writes(3 * groups.num_bytes() + starts.num_bytes());
         let groups = groups.place();
         let [mut starts, mut order, mut places] = [starts, order, places].map(ViewMut::into_place);
         self.issue("group_rows", cost, move |cpu| {
             let [starts, order, places] =
                 [&mut starts, &mut order, &mut places].map(|ids| ids.words::<u32>(cpu));
-            cpu.group_rows(groups.u32s(cpu), (starts, order, places));
+            cpu.group_rows((groups.u32s(cpu), limit), (starts, order, places));
+        });
+    }
+
+    /// How many of `num_rows` rows are of no group, as `out` (`[1]`, f32).
+    pub(crate) fn rows_of_no_group(&self, starts: View<'_>, num_rows: usize, out: ViewMut<'_>) {
+        let cost = Cost::ZERO.reads(starts.num_bytes()).writes(out.num_bytes());
+        let (starts, mut out) = (starts.place(), out.into_place());
+        self.issue("rows_of_no_group", cost, move |cpu| {
+            cpu.rows_of_no_group(starts.u32s(cpu), num_rows, out.f32s(cpu));
         });
     }
 }

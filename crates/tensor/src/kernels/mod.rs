@@ -10,6 +10,7 @@ pub(crate) use cpu::attention::{AttentionInputs, AttentionScope, CacheSpan, Resu
 pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
 pub(crate) use cpu::blocks::Blocks;
 pub use cpu::experts::{Choice, ChosenGroups};
+pub use cpu::matmul::GroupLimit;
 pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};
 pub use cpu::optimizer::{
     AdamStep, AdamWStep, FactoredStep, LarsStep, LeafRun, LionStep, MomentumStep, MuonStep, Piece, Pieces,

@@ -138,12 +138,14 @@ pub struct ExchangedLens {
     pub sent: SmallVec<[usize; 16]>,
     /// From each.
     pub received: SmallVec<[usize; 16]>,
+    /// The most that one rank sends to another, however uneven loads are: what memory is taken for.
+    pub most: usize,
 }
 
 impl ExchangedLens {
     /// Those of what is sent back.
     pub fn reversed(self) -> Self {
-        ExchangedLens { sent: self.received, received: self.sent }
+        ExchangedLens { sent: self.received, received: self.sent, most: self.most }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{FLOATS, empty, on_all, random, rounded};
 use trireme_base::DType;
-use trireme_tensor::{Device, MatmulEpilogue, Precision, Tensor, Transpose};
+use trireme_tensor::{Device, GroupLimit, MatmulEpilogue, Precision, Tensor, Transpose};
 
 fn ids(device: &Device, values: &[u32]) -> Tensor {
     let mut ids = empty(device, [values.len()], DType::U32);
@@ -18,7 +18,7 @@ fn rows_are_ordered_by_group_and_as_they_were() {
             let [mut starts, mut order, mut places] =
                 [num_groups + 1, num_rows, num_rows].map(|len| empty(device, [len], DType::U32));
             let rows = [order.view_mut(), places.view_mut()];
-            device.group_rows(ids(device, groups).view(), starts.view_mut(), rows);
+            device.group_rows((ids(device, groups).view(), GroupLimit::NONE), starts.view_mut(), rows);
             [starts, order, places].map(|ids| device.read::<u32>(ids.view()))
         });
         let mut expected: Vec<u32> = (0..groups.len() as u32).collect();
@@ -31,11 +31,96 @@ fn rows_are_ordered_by_group_and_as_they_were() {
     }
 }
 
+/// Of each few neighbours a group takes the first ones; the others come last, as they were.
+#[test]
+fn rows_beyond_a_limit_are_of_no_group() {
+    let groups = [2_u32, 2, 0, 2, 1, 1, 1, 1, 2, 0, 0];
+    for (num_together, capacity) in [(4, 1), (4, 2), (11, 3), (3, 3), (5, 2)] {
+        let [starts, order, places] = on_all(|device| {
+            let [mut starts, mut order, mut places] =
+                [4, groups.len(), groups.len()].map(|len| empty(device, [len], DType::U32));
+            let (groups, limit) = (ids(device, &groups), GroupLimit { num_together, capacity });
+            let rows = [order.view_mut(), places.view_mut()];
+            device.group_rows((groups.view(), limit), starts.view_mut(), rows);
+            [starts, order, places].map(|ids| device.read::<u32>(ids.view()))
+        });
+        let is_kept = |row: usize| {
+            let first = row / num_together * num_together;
+            groups[first..row].iter().filter(|&&group| group == groups[row]).count() < capacity
+        };
+        let group = |row: usize| if is_kept(row) { groups[row] } else { 3 };
+        let mut expected: Vec<usize> = (0..groups.len()).collect();
+        expected.sort_by_key(|&row| group(row));
+        assert_eq!(order, expected.iter().map(|&row| row as u32).collect::<Vec<_>>());
+        assert!((0..groups.len()).all(|row| order[places[row] as usize] == row as u32));
+        let before = |end| (0..groups.len()).filter(|&row| group(row) < end).count() as u32;
+        assert_eq!(starts, (0..4).map(before).collect::<Vec<_>>(), "{num_together}, {capacity}");
+    }
+}
+
+/// The sum over parts of a group is that of neighbours first, whatever their number.
+#[test]
+fn parts_of_groups_are_summed_neighbours_first() {
+    let (inner, cols, num_groups) = (30, 50, 2);
+    for num_parts in [2_usize, 3, 4, 7] {
+        // Some parts are empty.
+        let lens: Vec<usize> = (0..num_groups * num_parts).map(|part| part * 5 % 8).collect();
+        let starts: Vec<u32> =
+            (0..=lens.len()).map(|part| lens[..part].iter().sum::<usize>() as u32).collect();
+        let rows = lens.iter().sum::<usize>();
+        let is_equal = on_all(|device| {
+            let values = |cols: usize, name| {
+                rounded(device, &random(rows * cols, name), DType::F32).reshaped([rows, cols].into())
+            };
+            let (left, right, parts) = (values(inner, "left"), values(cols, "right"), ids(device, &starts));
+            let mut all = empty(device, [num_groups * inner, cols], DType::F32);
+            let factors = (left.view(), right.view());
+            device
+                .grouped_transposed_matmul(
+                    Precision::F32,
+                    (parts.view(), num_groups),
+                    factors,
+                    all.view_mut(),
+                    false,
+                )
+                .unwrap();
+            let product = |part: usize| -> Vec<f32> {
+                let mut own = empty(device, [inner, cols], DType::F32);
+                device.zero(own.view_mut());
+                if lens[part] > 0 {
+                    let (left, right) = [&left, &right]
+                        .map(|rows| rows.view().rows(starts[part] as usize, lens[part]))
+                        .into();
+                    let factors = ((left, Transpose::Yes), (right, Transpose::No));
+                    let overwrite = MatmulEpilogue::Overwrite;
+                    device.matmul(Precision::F32, factors.0, factors.1, own.view_mut(), overwrite).unwrap();
+                }
+                device.read(own.view())
+            };
+            let expected = (0..num_groups).flat_map(|group| {
+                let mut sums: Vec<Vec<f32>> =
+                    (0..num_parts).map(|part| product(group * num_parts + part)).collect();
+                while sums.len() > 1 {
+                    let add = |pair: &[Vec<f32>]| match pair {
+                        [left, right] => left.iter().zip(right).map(|(left, right)| left + right).collect(),
+                        _ => pair[0].clone(),
+                    };
+                    sums = sums.chunks(2).map(add).collect();
+                }
+                sums.remove(0)
+            });
+            device.read::<f32>(all.view()) == expected.collect::<Vec<f32>>()
+        });
+        assert!(is_equal, "{num_parts} parts");
+    }
+}
+
 /// Whatever the type, groups have the bits of products of their own, among them one without rows and one of a single row.
 #[test]
 fn groups_have_the_bits_of_products_of_their_own() {
     let (starts, inner, cols) = ([0_usize, 70, 70, 71, 130], 40, 90);
-    let (rows, num_groups) = (starts[4], starts.len() - 1);
+    // The last ones are of no group.
+    let (rows, num_groups) = (starts[4] + 3, starts.len() - 1);
     for (dtype, precision) in FLOATS.into_iter().zip([Precision::F32, Precision::Bf16, Precision::F16]) {
         let is_equal = on_all(|device| {
             let of_groups = ids(device, &starts.map(|start| start as u32));
@@ -53,6 +138,7 @@ fn groups_have_the_bits_of_products_of_their_own() {
                     device
                         .grouped_matmul(precision, of_groups.view(), left.view(), right, all.view_mut())
                         .unwrap();
+                    device.zero(own.view_mut().rows(starts[4], 3));
                     for (group, bounds) in starts.windows(2).enumerate() {
                         let (first, num) = (bounds[0], bounds[1] - bounds[0]);
                         let factors = (

@@ -100,7 +100,8 @@ fn rows_by_expert_and_back() {
             }
             let run = |recorder: &mut Recorder<'_>, inputs: Vec<Var>| {
                 let [x, choices, weights] = [&inputs[0], &inputs[1], &inputs[2]];
-                let mut groups = recorder.apply_many(op(GroupRows { num_groups }), [choices])?;
+                let mut groups =
+                    recorder.apply_many(op(GroupRows { num_groups, capacity: None }), [choices])?;
                 let [_, order, places] = [(); 3].map(|()| groups.next().unwrap());
                 let rows = recorder.apply(&SpreadRows, [x, &order, &places])?;
                 let residual = inputs.get(3);

@@ -106,6 +106,10 @@ config_section! {
         /// How far each update moves the biases that balance experts, in models that have such biases (deepseek_v3; Megatron-LM's
         /// `--moe-router-bias-update-rate`). 0 leaves them as they are.
         bias_update_rate: f64 = 1e-3, within 0.0..=1.0;
+        /// Most tokens of a sample that an expert takes, as a multiple of an even load (Megatron-LM's `--moe-expert-capacity-factor`). The first
+        /// ones of the sample are taken, and later ones pass the expert by: the metric expert_drops is their part. Bounds the memory of experts,
+        /// however uneven loads are. When absent, experts take all tokens.
+        capacity_factor: Option<f64> = None;
     }
 }
 

@@ -198,7 +198,11 @@ fn check_model(checks: &mut Checks<'_>) {
 }
 
 fn check_experts(checks: &mut Checks<'_>) {
-    let Experts { balance_loss, z_loss, .. } = checks.loose.sections.experts;
+    let Experts { balance_loss, z_loss, capacity_factor, .. } = checks.loose.sections.experts;
+    let is_capacity = capacity_factor.is_none_or(|factor| factor > 0.0 && factor <= 1024.0);
+    checks.require(is_capacity, &["experts.capacity_factor"], || {
+        "expected a number above 0, at most 1024; 1 takes as many choices as even loads have".to_owned()
+    });
     for (key, weight) in [("experts.balance_loss", balance_loss), ("experts.z_loss", z_loss)] {
         let is_weight =
             weight.is_none_or(|weight| weight == 0.0 || (weight as f32).is_normal() && weight > 0.0);

@@ -11,8 +11,9 @@ use crate::transformer::{
 use crate::unit::Unit;
 use std::sync::Arc;
 use trireme_tensor::tape::{
-    Attention, CombineRows, Embedding, GroupRows, GroupedLinear, InputActivation, LatentHeads, Linear,
-    LossHead, Norm, Op, PeakLoad, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax, TopK, WeightLayout,
+    Attention, Capacity, CombineRows, Embedding, GatherLoads, GroupRows, GroupedLinear, InputActivation,
+    LatentHeads, Linear, LossHead, Norm, Op, PeakLoad, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax,
+    TopK, WeightLayout,
 };
 use trireme_tensor::{Choice, Cut, Initial, LatentHeadShape, Parameter, ParameterTable};
 
@@ -221,6 +222,7 @@ impl Builder<'_> {
         let grouped =
             |weight, activation| Arc::new(GroupedLinear { weight, num_groups: num_own, activation });
         let choice = Choice { num_choices, normalizes, scale, groups };
+        let capacity = experts.capacity_factor.map(|factor| Capacity { factor });
         MixtureOfExperts {
             norm,
             router,
@@ -229,7 +231,8 @@ impl Builder<'_> {
                 RouterScores::Sigmoid => Op::from(&Sigmoid),
             },
             top_k: Arc::new(TopK { choice, bias }),
-            groups: Arc::new(GroupRows { num_groups: num_experts }),
+            groups: Arc::new(GroupRows { num_groups: num_experts, capacity }),
+            loads: Arc::new(GatherLoads { capacity }),
             combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),
             into: grouped(into, InputActivation::Identity),
             back: grouped(back, self.gated()),

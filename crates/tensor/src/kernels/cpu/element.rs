@@ -195,6 +195,15 @@ impl FloatsMut<'_> {
         }
     }
 
+    /// Sets all elements to 0.
+    pub(crate) fn zero(&mut self) {
+        match self {
+            FloatsMut::F32(x) => x.fill(0.0),
+            FloatsMut::Bf16(x) => x.fill(Bf16::default()),
+            FloatsMut::F16(x) => x.fill(F16::default()),
+        }
+    }
+
     /// Some of the elements.
     pub(crate) fn range(&mut self, range: Range<usize>) -> FloatsMut<'_> {
         match self {

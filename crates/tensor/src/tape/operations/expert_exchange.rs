@@ -1,16 +1,17 @@
 //! Rows of tokens on their way to the ranks that have their experts, and back (Lepikhin et al., "GShard", 2020, section 3.3), without padding.
 
+use super::experts::Capacity;
 use crate::device::{Device, DeviceError};
 use crate::shape::Shape;
 use crate::tape::{
     AxisOps, BackwardContext, ExchangedLens, ForwardContext, Operation, OperationContext, ReadBy,
 };
-use crate::tensor::{Tensor, View};
+use crate::tensor::{Tensor, View, ViewMut};
 use std::ops::RangeInclusive;
 use trireme_base::{AxisPlace, DType};
 
-/// Tells all ranks of the expert axis how many choices each expert has, and plans the exchange of rows. The inputs are the first two outputs of
-/// [`GroupRows`](crate::tape::GroupRows); the second one gives only the number of choices. The outputs, all u32, are:
+/// Tells all ranks of the expert axis how many choices each expert has, and plans the exchange of rows. The inputs are the first and the last output of
+/// [`GroupRows`](crate::tape::GroupRows); of the last one only the shape is read. The outputs, all u32, are:
 ///
 /// - how many choices of each expert each rank has (`[degree, num_experts]`);
 /// - where the rows of each of this rank's experts begin, and where the last ones end (`[own_experts + 1]`);
@@ -18,12 +19,18 @@ use trireme_base::{AxisPlace, DType};
 ///   that has sent them;
 /// - for each row in this order, the place at which it arrives (`[num_rows]`), and the inverse (`[num_rows]`).
 ///
+/// Where experts have a [`Capacity`], there are as many rows as they can take from all ranks, or as those can have: so memory does not depend on
+/// loads. Rows that did not come are zeros at the end.
+///
 /// Ranks have equally many experts, in their order. On a device that only counts, experts have equally many choices, rounded up, so that all ranks
 /// count the same.
 ///
 /// Cost: the host reads the numbers of choices of this rank, and one all-gather of `4 num_experts` bytes a rank.
 #[derive(Debug)]
-pub struct GatherLoads;
+pub struct GatherLoads {
+    /// That of [`GroupRows`](crate::tape::GroupRows).
+    pub capacity: Option<Capacity>,
+}
 
 /// Sends rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts. The output has the rows for this rank's
 /// experts, ordered by expert: `[1, num_rows, cols]`. The other inputs are outputs 0, 3 and 4 of [`GatherLoads`].
@@ -33,7 +40,7 @@ pub struct GatherLoads;
 pub struct DispatchRows;
 
 /// Sends the rows of this rank's experts back to the ranks that have sent them: the reverse of [`DispatchRows`], with the same other inputs and, as
-/// the last one, the choice at each place on this rank.
+/// the last one, the choice at each place on this rank. Choices that were dropped have zeros.
 #[derive(Debug)]
 pub struct ReturnRows;
 
@@ -79,10 +86,11 @@ impl Loads {
         self.of(from, of).iter().map(|&number| number as usize).sum()
     }
 
-    /// Elements that are sent and received, of rows of `cols`.
-    fn lens(&self, cols: usize) -> ExchangedLens {
+    /// Elements that are sent and received, of rows of `cols`, of which a rank sends another one at most so many.
+    fn lens(&self, cols: usize, most: usize) -> ExchangedLens {
         let AxisPlace { rank, degree } = self.place;
         ExchangedLens {
+            most,
             sent: (0..degree).map(|of| self.num_rows(rank, of) * cols).collect(),
             received: (0..degree).map(|from| self.num_rows(from, rank) * cols).collect(),
         }
@@ -127,7 +135,15 @@ impl Operation for GatherLoads {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let loads = Loads::gather(cx, cx.input(0), cx.input(1).shape().num_elements())?;
         let (device, shape) = (cx.device(), [loads.place.degree, loads.num_experts()]);
-        let [starts, segments, order] = loads.order();
+        let [starts, segments, mut order] = loads.order();
+        if let Some(capacity) = self.capacity {
+            let ids = cx.input(1).shape();
+            let of_experts = loads.num_own() * capacity.num_rows(ids, loads.num_experts());
+            let room = loads.place.degree * of_experts.min(ids.num_elements());
+            // Where nothing but their number counts, even loads may be more.
+            order.retain(|_| !device.is_counting());
+            order.extend(order.len() as u32..room as u32);
+        }
         let mut places = vec![0; order.len()];
         order.iter().zip(0..).for_each(|(&place, index)| places[place as usize] = index);
         let made = [
@@ -159,6 +175,21 @@ impl Operation for GatherLoads {
     }
 }
 
+/// Elements that ranks send for their experts, of so many rows of this one; on a device that only counts, no more than the most.
+fn lens(cx: &OperationContext<'_>, numbers: View<'_>, [num_rows, cols]: [usize; 2]) -> ExchangedLens {
+    let most = num_rows * cols;
+    let loads = Loads::read(cx, numbers);
+    loads.map_or(ExchangedLens { most, ..ExchangedLens::default() }, |loads| loads.lens(cols, most))
+}
+
+/// Rows that nobody has sent are zeros.
+fn zero_rest(device: &Device, lens: &ExchangedLens, received: ViewMut<'_>) {
+    let (first, end) = (lens.received.iter().sum::<usize>(), received.shape().num_elements());
+    if first < end && !device.is_counting() {
+        device.zero(received.into_part(first, [end - first].into()));
+    }
+}
+
 /// To the ranks that have the experts, ordered by expert.
 fn dispatch(
     cx: &OperationContext<'_>,
@@ -168,8 +199,9 @@ fn dispatch(
     let (device, cols) = (cx.device(), rows.shape().cols());
     let shape = [1, order.shape().num_elements(), cols];
     let mut received = cx.empty(shape, rows.dtype())?;
-    let lens = Loads::read(cx, numbers).map(|loads| loads.lens(cols)).unwrap_or_default();
+    let lens = lens(cx, numbers, [rows.shape().rows(), cols]);
     expert_axis(cx).exchange_rows(device, &lens, rows, received.view_mut())?;
+    zero_rest(device, &lens, received.view_mut());
     let mut ordered = cx.empty(shape, rows.dtype())?;
     device.spread_rows(received.view(), (order, 1, None), ordered.view_mut());
     Ok(ordered)
@@ -185,9 +217,10 @@ fn give_back(
     let (device, cols) = (cx.device(), rows.shape().cols());
     let mut sent = cx.empty(rows.shape(), rows.dtype())?;
     device.spread_rows(rows, (places, 1, None), sent.view_mut());
-    let lens = Loads::read(cx, numbers).map(|loads| loads.lens(cols).reversed()).unwrap_or_default();
+    let lens = lens(cx, numbers, [num_rows, cols]).reversed();
     let mut received = cx.empty([1, num_rows, cols], rows.dtype())?;
     expert_axis(cx).exchange_rows(device, &lens, sent.view(), received.view_mut())?;
+    zero_rest(device, &lens, received.view_mut());
     Ok(received)
 }
 

@@ -1,20 +1,54 @@
 //! Tokens by the experts that were chosen for them.
 
 use crate::device::DeviceError;
+use crate::kernels::GroupLimit;
+use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// The order in which the choices of tokens are by expert, and for each expert as they were. Of ids (`[.., k]`, u32) it makes
 /// where the choices of each expert begin and the last ones end (`[num_groups + 1]`), the choice at each place (`[num_choices]`), and the
-/// place of each choice (the shape of the ids), all u32. A choice is numbered as an element of the ids.
+/// place of each choice (the shape of the ids), all u32. A choice is numbered as an element of the ids. Choices beyond an expert's [`Capacity`] are dropped: they come
+/// last, after where the last expert's end.
 ///
 /// Cost: a counting sort of the ids.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupRows {
     /// Number of experts.
     pub num_groups: usize,
+    /// How many choices an expert takes; all if absent.
+    pub capacity: Option<Capacity>,
 }
+
+/// How many choices an expert takes of each sample: a multiple of an even load, rounded up, the first ones in the order of positions. (Lepikhin et al., "GShard", 2020,
+/// section 2.2, where a group of tokens with a capacity of its own is a sample here.) What is dropped so depends neither on other samples nor on later positions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Capacity {
+    /// The multiple.
+    pub factor: f32,
+}
+
+impl Capacity {
+    /// Of ids of such a shape (`[samples, positions, k]`, or `[positions, k]` of one sample) the choices of a sample, and how many of them an expert takes.
+    pub fn limit(self, ids: Shape, num_experts: usize) -> GroupLimit {
+        let num_samples = if ids.dims().len() > 2 { ids.dims()[0] } else { 1 };
+        let num_together = ids.num_elements() / num_samples.max(1);
+        let capacity = (f64::from(self.factor) * num_together as f64 / num_experts as f64).ceil();
+        GroupLimit { num_together, capacity: (capacity as usize).max(1) }
+    }
+
+    /// The most rows of one expert among all samples.
+    pub(super) fn num_rows(self, ids: Shape, num_experts: usize) -> usize {
+        let limit = self.limit(ids, num_experts);
+        ids.num_elements() / limit.num_together.max(1) * limit.capacity.min(limit.num_together)
+    }
+}
+
+/// How many choices are dropped: of where those of each expert begin, and of the choice at each place, which [`GroupRows`] makes. The mean over all choices is their
+/// part. It has no gradient: it is for [metrics](crate::tape::Recorder::apply_metric).
+#[derive(Debug)]
+pub struct DroppedChoices;
 
 /// The rows of tokens, for each of their choices, in the order of [`GroupRows`]: of `x` (`[.., cols]`), the choice at each place, and
 /// the place of each choice, as `[1, num_choices, cols]`.
@@ -34,15 +68,44 @@ pub struct CombineRows {
 impl Operation for GroupRows {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let ids = cx.input(0);
+        let limit =
+            self.capacity.map_or(GroupLimit::NONE, |capacity| capacity.limit(ids.shape(), self.num_groups));
         let mut starts = cx.empty([self.num_groups + 1], DType::U32)?;
         let mut order = cx.empty([ids.shape().num_elements()], DType::U32)?;
         let mut places = cx.empty(ids.shape(), DType::U32)?;
-        cx.device().group_rows(ids, starts.view_mut(), [order.view_mut(), places.view_mut()]);
+        cx.device().group_rows((ids, limit), starts.view_mut(), [order.view_mut(), places.view_mut()]);
         [starts, order, places].into_iter().for_each(|ids| cx.output(ids));
         Ok(())
     }
 
     /// Ids have no gradient.
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
+}
+
+impl Operation for DroppedChoices {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let num_choices = cx.input(1).shape().num_elements();
+        let mut dropped = cx.empty([1], DType::F32)?;
+        cx.device().rows_of_no_group(cx.input(0), num_choices, dropped.view_mut());
+        let mut sum = cx.empty([1], DType::F64)?;
+        cx.device().sum_elements(dropped.view(), 1.0, sum.view_mut());
+        cx.add_loss(sum, num_choices)
+    }
+
     fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         Ok(())
     }

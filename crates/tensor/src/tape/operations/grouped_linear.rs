@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 
 /// Linear layers of groups of rows, such as those that experts make of the tokens that are sent to them: `y[i] = W[g] f(x[i])`, where `g` is
 /// the group of row `i`. The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and where the groups begin
-/// (`[num_groups + 1]`, u32; the last number is that of all rows). Groups may be empty. A third input may say where parts of equally many in each group begin
+/// (`[num_groups + 1]`, u32; the last number is where the last one ends). Groups may be empty, and rows after the last one give zeros. A third input may say where parts of equally many in each group begin
 /// (`[num_groups * parts + 1]`, u32): the weight's gradient is then the sum of those of the parts, neighbours first, as ranks would add up what each makes of its part.
 ///
 /// Cost: `2 rows inputs outputs` floating-point operations forward, and twice as many backward; no padding. A group has the bits of a layer of

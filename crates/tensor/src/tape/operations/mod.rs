@@ -55,7 +55,7 @@ pub use embedding::Embedding;
 pub use embedding_bag::EmbeddingBag;
 pub use exchange_heads::{ExchangeHeads, HeadGroup};
 pub use expert_exchange::{DispatchRows, GatherLoads, ReturnRows};
-pub use experts::{CombineRows, GroupRows, SpreadRows};
+pub use experts::{Capacity, CombineRows, DroppedChoices, GroupRows, SpreadRows};
 pub use grouped_linear::GroupedLinear;
 pub use input_activation::InputActivation;
 pub use latent_heads::LatentHeads;

@@ -11,19 +11,38 @@ use crate::kernels::cpu::element::FloatsMut;
 use crate::precision::Precision;
 use std::ops::Range;
 
-/// The rows of each group: `starts` holds where groups begin, and where the last one ends.
+/// How many rows a group takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupLimit {
+    /// Rows that share a capacity: so many neighbours.
+    pub num_together: usize,
+    /// The rows of a group among them that it takes.
+    pub capacity: usize,
+}
+
+impl GroupLimit {
+    /// Groups take all rows.
+    pub const NONE: GroupLimit = GroupLimit { num_together: usize::MAX, capacity: usize::MAX };
+}
+
+/// The rows of each group: `starts` holds where groups begin, and where the last one ends. Rows after that are of no group.
 ///
 /// # Panics
-/// If they are not `num_rows` in all, in order.
+/// If they are more than `num_rows` in all, or not in order.
 fn groups(starts: &[u32], num_rows: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
     let is_ordered = starts.is_sorted() && starts.first() == Some(&0);
-    assert!(is_ordered && starts.last() == Some(&(num_rows as u32)), "groups of {num_rows} rows: {starts:?}");
+    assert!(is_ordered && end_of(starts) <= num_rows, "groups of {num_rows} rows: {starts:?}");
     starts.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).enumerate()
+}
+
+/// Where the last group ends.
+fn end_of(starts: &[u32]) -> usize {
+    starts.last().map_or(0, |&end| end as usize)
 }
 
 impl Cpu {
     /// For each group its rows of `left`, times its block of `right`, into its rows of `out`. A block begins `block_rows` rows of the matrix
-    /// in memory after the one before. `size` is the product of all rows with one block.
+    /// in memory after the one before. `size` is the product of all rows with one block. Rows of no group become zeros.
     ///
     /// Cost: that of `size`.
     ///
@@ -53,6 +72,7 @@ impl Cpu {
                 scratch,
             );
         }
+        out.range(end_of(starts) * size.cols..size.rows * size.cols).zero();
     }
 
     /// For each group the transpose of its rows of `left`, times its rows of `right`, into its block of `out`, which is as large as `size`
@@ -128,35 +148,55 @@ impl Cpu {
     }
 
     /// Orders rows by their group, and those of a group as they were (a counting sort): `starts[g]` is where the rows of group `g`
-    /// begin, `order[i]` the row at place `i`, and `places[row]` its place.
+    /// begin, `order[i]` the row at place `i`, and `places[row]` its place. Of each `limit.num_together` rows, a group has the first
+    /// `limit.capacity`; the others are of no group, and come last.
     ///
     /// # Panics
     /// If a row is of no group.
     pub(crate) fn group_rows(
         &self,
-        groups: &[u32],
+        (groups, limit): (&[u32], GroupLimit),
         (starts, order, places): (&mut [u32], &mut [u32], &mut [u32]),
     ) {
         if self.threads.is_idle() {
             return;
         }
-        starts.fill(0);
         let num_groups = starts.len() - 1;
-        for &group in groups {
-            assert!((group as usize) < num_groups, "group {group} of {num_groups}");
+        // How many of its group come before each row, of those together.
+        let together =
+            groups.chunks(limit.num_together.max(1)).zip(places.chunks_mut(limit.num_together.max(1)));
+        for (groups, before) in together {
+            starts.fill(0);
+            for (&group, before) in groups.iter().zip(before) {
+                assert!((group as usize) < num_groups, "group {group} of {num_groups}");
+                *before = starts[group as usize];
+                starts[group as usize] += 1;
+            }
+        }
+        let is_kept = |before: u32| (before as usize) < limit.capacity;
+        starts.fill(0);
+        for (&group, _) in groups.iter().zip(&*places).filter(|(_, before)| is_kept(**before)) {
             starts[group as usize + 1] += 1;
         }
         for group in 1..starts.len() {
             starts[group] += starts[group - 1];
         }
-        for (row, &group) in groups.iter().enumerate() {
-            let place = starts[group as usize];
-            starts[group as usize] += 1;
-            order[place as usize] = row as u32;
-            places[row] = place;
+        // The last start is where rows of no group begin.
+        for (row, (&group, place)) in groups.iter().zip(places).enumerate() {
+            let next = &mut starts[if is_kept(*place) { group as usize } else { num_groups }];
+            *place = *next;
+            *next += 1;
+            order[*place as usize] = row as u32;
         }
         // Each group ends where the next one begins.
         starts.copy_within(..num_groups, 1);
         starts[0] = 0;
+    }
+
+    /// How many of `num_rows` rows are of no group, as the one element of `out`.
+    pub(crate) fn rows_of_no_group(&self, starts: &[u32], num_rows: usize, out: &mut [f32]) {
+        if !self.threads.is_idle() {
+            out.fill((num_rows - end_of(starts)) as f32);
+        }
     }
 }

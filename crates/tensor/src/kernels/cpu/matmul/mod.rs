@@ -22,6 +22,7 @@ mod words;
 use super::element::{Element, Floats, FloatsMut};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
+pub use grouped::GroupLimit;
 use kernel::Left;
 pub(crate) use kernel::Micro;
 use pack::Span;

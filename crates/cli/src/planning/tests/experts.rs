@@ -1,0 +1,67 @@
+//! Memory of ranks with different experts.
+
+use super::*;
+
+fn model(capacity_factor: Option<f32>) -> ModelConfig {
+    let text = r#"{"model_type": "deepseek_v3", "vocab_size": 350, "hidden_size": 36, "intermediate_size": 60,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+        "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
+        "n_routed_experts": 4, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 50,
+        "first_k_dense_replace": 1}"#;
+    let mut config = ModelConfig::from_json(text).unwrap();
+    config.experts.as_mut().unwrap().capacity_factor = capacity_factor;
+    config
+}
+
+fn cases() -> Vec<Case> {
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    let mut cases = Vec::new();
+    for (stage, keep) in STAGES.into_iter().flat_map(|stage| Keep::ALL.map(|keep| (stage, keep))) {
+        let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
+        let options = if stage % 2 == 0 { OPTIONS } else { bf16 };
+        // 5 positions of 3 choices are no multiple of 4 experts.
+        let shape = (3, 5);
+        let case = Case { options, num_microbatches: 2, experts: 2, shape, ..Case::default() };
+        cases.push(Case { num_shards, state, keep, ..case });
+    }
+    cases
+}
+
+#[test]
+fn a_capacity_bounds_memory_to_the_byte() {
+    for factor in [0.5, 1.25, 4.0] {
+        let config = model(Some(factor));
+        for case in cases() {
+            case.check(&config, 2);
+        }
+        let offloaded = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Host);
+        Case { experts: 2, state: offloaded, ..Case::default() }.check(&config, 2);
+        Case { experts: 2, tensor_degree: 2, shape: (2, 18), ..Case::default() }.check(&config, 4);
+        Case { experts: 4, num_shards: 2, state: StateLayout::zero(3), ..Case::default() }.check(&config, 4);
+        Case::default().check(&config, 1);
+    }
+}
+
+/// Without a capacity, loads decide what rows of experts take: at most what all choices of all ranks do. All else is predicted.
+#[test]
+fn uneven_loads_take_memory_of_activations_alone() {
+    let config = model(None);
+    for case in cases() {
+        let hosts = [0; 2];
+        run_ranks_on(&hosts, |group| {
+            let rank = group.rank().0;
+            let device = Device::open(case.device_options(None)).unwrap();
+            let host = device.host().unwrap();
+            case.run(&config, group, &device, &host).unwrap();
+            let dry = case.dry_run(&config, Backend::Cpu, &hosts, rank).peaks;
+            for (category, dry) in Category::ALL.into_iter().zip(dry) {
+                let found = device.memory().usage(category).peak;
+                if category == Category::Activations {
+                    assert!(found <= 2 * dry, "{found} of {dry} bytes, rank {rank} of {case:?}");
+                } else {
+                    assert_eq!(found, dry, "{category:?}, rank {rank} of {case:?}");
+                }
+            }
+        });
+    }
+}
