@@ -38,7 +38,7 @@ pub use chain::chain;
 pub use error::ParallelError;
 pub use executor::{ActionTime, Executor, ExecutorSetup, Generation, MemoryUse};
 pub use gradients::Determinism;
-pub use offload::OffloadOptions;
+pub use offload::{OffloadOptions, Spill};
 pub use placement::Placements;
 pub use ranks::{Degrees, RankGrid};
 pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan, ZeroPlusPlus};

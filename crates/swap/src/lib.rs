@@ -20,6 +20,7 @@ mod options;
 mod queue;
 mod raw;
 mod space;
+mod spilled;
 mod state;
 mod transfer;
 mod workers;
@@ -29,6 +30,7 @@ pub use buffer::AlignedBuffer;
 pub use error::{Access, Direction, SwapError};
 pub use file::{SwapDescription, SwapFile};
 pub use options::{Interceptor, Method, SwapOptions};
+pub use spilled::SpilledMemory;
 pub use state::SwapStatistics;
 pub use transfer::Transfer;
 

@@ -29,7 +29,7 @@ use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::{CpuFeatures, Unit};
 use crate::memory::MemoryCounter;
 use crate::shape::Shape;
-use crate::tensor::{Tensor, ViewMut};
+use crate::tensor::{Overflow, Tensor, ViewMut};
 use detached::{Detached, Stream};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
@@ -270,15 +270,21 @@ impl Device {
         Ok(self.arena.check_room(num_bytes, category)?)
     }
 
+    /// Lets activations that the budget has no room for lie elsewhere from now on. A device has one such place; later ones are not used.
+    ///
+    /// # Panics
+    /// If kernels do not [reach the host's memory](Device::reaches_host).
+    pub fn overflow_to(&self, overflow: Arc<dyn Overflow>) {
+        assert!(self.reaches_host, "kernels work with memory of their device alone");
+        self.arena.overflow_to(overflow);
+    }
+
     /// A tensor with unspecified contents.
     ///
     /// # Errors
     /// If its size cannot be addressed, or there is no memory for it.
     pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
-        let num_bytes =
-            shape.num_bytes(dtype).ok_or(DeviceError::Unaddressable { shape, dtype, category })?;
-        let block = self.arena.take(num_bytes, category)?;
-        Ok(Tensor::new(block, shape, dtype))
+        Tensor::take(&self.arena, (shape, dtype), category)
     }
 
     /// A tensor of zeros.

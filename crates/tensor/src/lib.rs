@@ -42,6 +42,6 @@ pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, Tape, Var};
-pub use tensor::{LentMemory, Tensor, View, ViewMut};
+pub use tensor::{LentMemory, Overflow, Tensor, View, ViewMut};
 pub use trireme_base::{AxisPlace, Category, Cut};
 pub use values::Values;

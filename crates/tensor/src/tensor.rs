@@ -1,12 +1,13 @@
 use crate::device::DeviceError;
-use crate::kernels::cpu::arena::Block;
+use crate::kernels::cpu::arena::{Arena, Block, OutOfMemory};
 use crate::kernels::{Place, PlaceMut};
 use crate::shape::Shape;
 use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use trireme_base::{DType, HostMemory};
+use std::sync::Arc;
+use trireme_base::{Category, DType, HostMemory};
 
 /// A row-major array, in memory of a device or in memory lent by the host.
 #[derive(Debug)]
@@ -26,6 +27,12 @@ enum Memory {
 pub trait LentMemory: HostMemory + Sync + Any + fmt::Debug {
     /// The tensor was dropped.
     fn give_back(self: Box<Self>);
+}
+
+/// Where activations lie that do not fit into a device's budget.
+pub trait Overflow: fmt::Debug + Send + Sync {
+    /// So many bytes, with unspecified contents; `None` if there are none either.
+    fn take(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>>;
 }
 
 /// Gives lent memory back.
@@ -50,10 +57,29 @@ impl Drop for LentGuard {
     }
 }
 
+impl Memory {
+    /// The arena's, or what lies elsewhere if its budget is used up.
+    fn take(arena: &Arc<Arena>, num_bytes: usize, category: Category) -> Result<Self, OutOfMemory> {
+        match arena.take(num_bytes, category) {
+            Err(OutOfMemory::Budget(error)) => match arena.overflow(num_bytes, category) {
+                Some(memory) => Ok(Memory::Lent(LentGuard(Some(memory)))),
+                None => Err(error.into()),
+            },
+            taken => Ok(Memory::Block(taken?)),
+        }
+    }
+}
+
 impl Tensor {
-    pub(crate) fn new(block: Block, shape: Shape, dtype: DType) -> Self {
-        debug_assert_eq!(Some(block.len()), shape.num_bytes(dtype));
-        Tensor { memory: Memory::Block(block), shape, dtype }
+    /// In memory of an arena.
+    pub(crate) fn take(
+        arena: &Arc<Arena>,
+        (shape, dtype): (Shape, DType),
+        category: Category,
+    ) -> Result<Self, DeviceError> {
+        let unaddressable = DeviceError::Unaddressable { shape, dtype, category };
+        let num_bytes = shape.num_bytes(dtype).ok_or(unaddressable)?;
+        Ok(Tensor { memory: Memory::take(arena, num_bytes, category)?, shape, dtype })
     }
 
     /// Elements in memory of the host, which is aligned to them. Only devices that [reach it](crate::Device::reaches_host) work with the tensor.
@@ -107,9 +133,14 @@ impl Tensor {
     /// # Errors
     /// If there is none.
     pub fn restore(&mut self) -> Result<(), DeviceError> {
-        match &mut self.memory {
-            Memory::Block(block) => Ok(block.retake()?),
-            Memory::Lent(_) => Ok(()),
+        let Memory::Block(block) = &mut self.memory else { return Ok(()) };
+        match block.retake() {
+            Err(OutOfMemory::Budget(error)) => {
+                let memory = block.arena().overflow(block.len(), block.category()).ok_or(error)?;
+                self.memory = Memory::Lent(LentGuard(Some(memory)));
+                Ok(())
+            }
+            taken => Ok(taken?),
         }
     }
 

@@ -29,8 +29,8 @@ use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch, Model};
 use trireme_optim::LrSchedule;
-use trireme_parallel::{Executor, StepOutcome, StepPlan};
-use trireme_tensor::{Backend, CpuFeatures, DetachedOptions, Device, DeviceOptions, Parameters};
+use trireme_parallel::{Executor, Spill, StepOutcome, StepPlan};
+use trireme_tensor::{Backend, CpuFeatures, DetachedOptions, Device, DeviceOptions, Overflow, Parameters};
 
 /// What a trainer needs to know of its process.
 #[derive(Debug, Clone)]
@@ -84,6 +84,8 @@ pub struct Trainer<'a> {
     host_batch: HostBatch,
     choices: StepChoices,
     balance: Option<Balance>,
+    /// Where activations go that uneven loads leave no room for.
+    spill: Option<Arc<Spill>>,
     /// The step after which units moved for the last time, if they did.
     moved_after: Option<u64>,
     train: Box<dyn Dataset>,
@@ -150,6 +152,7 @@ impl<'a> Trainer<'a> {
         };
         let balance = Balance::new(config, rehearsal.passes());
         let mut executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
+        let spill = spill(config, &executor, &device);
         let validation =
             validation.map(|samples| Validation::new(samples, training, &executor)).transpose()?;
         notice_compression(&executor, observer);
@@ -179,6 +182,7 @@ impl<'a> Trainer<'a> {
             host_batch: HostBatch::new(&batch_specs),
             choices,
             balance,
+            spill,
             moved_after: None,
             train,
             validation,
@@ -410,6 +414,18 @@ impl<'a> Trainer<'a> {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
         Ok(self.executor.gather_parameters()?)
     }
+}
+
+/// Lets activations of uneven loads spill, if they may and can.
+fn spill(config: &Config, executor: &Executor, device: &Device) -> Option<Arc<Spill>> {
+    let has_experts = executor.ranks().experts().is_some();
+    let has_budget = config.memory().device_budget.0.is_some();
+    if !has_experts || !has_budget || !config.experts().spill || !device.reaches_host() {
+        return None;
+    }
+    let spill = Arc::new(Spill::new(config.offload().folder.clone()));
+    device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>);
+    Some(spill)
 }
 
 /// How a worker with so many threads opens its device.

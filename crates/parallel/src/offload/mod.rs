@@ -3,9 +3,11 @@
 //! The program says when it moves ([`trireme_schedule::lowering::lay_out`]); this module moves it. What is updated in the
 //! host's memory, as the optimizer's state is, needs no moves; what lives on a disk passes through that memory.
 
+mod spill;
 mod store;
 
 use crate::error::ParallelError;
+pub use spill::Spill;
 use std::path::PathBuf;
 use store::Store;
 use trireme_schedule::{Outline, Program, StateClass, StateLayout, StateOf};

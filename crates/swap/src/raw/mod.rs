@@ -2,8 +2,10 @@
 //! its owner is elsewhere.
 #![allow(unsafe_code)]
 
+mod file_memory;
 mod memory;
 mod ring;
 
+pub(crate) use file_memory::map;
 pub(crate) use memory::{HUGE_PAGE, LentMemory, Memory, Part};
 pub(crate) use ring::Ring;

@@ -110,6 +110,9 @@ config_section! {
         /// ones of the sample are taken, and later ones pass the expert by: the metric expert_drops is their part. Bounds the memory of experts,
         /// however uneven loads are. When absent, experts take all tokens.
         capacity_factor: Option<f64> = None;
+        /// Whether activations that do not fit into `[memory] device_budget`, because loads are more uneven than was planned for, go to files
+        /// in `[offload] folder`. Otherwise the run ends. Memory is planned for even loads; a capacity_factor bounds it.
+        spill: bool = true;
     }
 }
 

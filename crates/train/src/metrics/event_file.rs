@@ -127,6 +127,7 @@ fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
     let not_in_every_record = [
         ("train/", "compression_error_norm", record.compression_error_norm),
         ("performance/", "compression_bytes_saved", record.compression_bytes_saved.map(|bytes| bytes as f64)),
+        ("memory_peak_bytes/", "spilled", record.memory_spilled_bytes.map(|bytes| bytes as f64)),
         ("train/", "loss_scale", record.loss_scale.map(f64::from)),
         ("train/", "skipped_steps", record.skipped_steps.map(|steps| steps as f64)),
         ("performance/", "mfu", record.mfu),

@@ -74,6 +74,9 @@ pub struct StepRecord {
     /// What that was predicted to be, where it was, and no units have moved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_predicted_bytes: Option<MemoryPeakBytes>,
+    /// Most bytes of activations that lay in files, because this worker's experts had more tokens than were planned for, if any did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_spilled_bytes: Option<u64>,
     /// How long a step was predicted to take, if that was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step_seconds_predicted: Option<f64>,

@@ -62,6 +62,14 @@ impl Trainer<'_> {
         self.compare_times(step_seconds);
         let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
         let compression = outcome.compression;
+        let spilled = self.spill.as_ref().map(|spill| spill.peak()).filter(|&peak| peak > 0);
+        if spilled.is_some() {
+            let folder = self.config.offload().folder.display();
+            self.report_once(format!(
+                "more tokens came to this worker's experts than its memory was planned for: activations spill to {folder}; even loads out \
+                 (docs/experts.md), set [experts] capacity_factor, or raise [memory] device_budget"
+            ));
+        }
         StepRecord {
             step: plan.step,
             loss: outcome.loss,
@@ -76,6 +84,7 @@ impl Trainer<'_> {
             comm_bytes,
             memory_peak_bytes: memory_peaks(self.executor.device()),
             memory_predicted_bytes: self.options.plan.as_ref().map(|plan| plan.predicted),
+            memory_spilled_bytes: spilled.map(|bytes| bytes as u64),
             step_seconds_predicted: self.options.plan.as_ref().and_then(|plan| plan.step_seconds),
             compression_bytes_saved: compression
                 .map(|found| found.bytes_uncompressed.saturating_sub(found.bytes_sent)),

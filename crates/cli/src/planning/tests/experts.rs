@@ -1,6 +1,9 @@
 //! Memory of ranks with different experts.
 
 use super::*;
+use std::sync::Arc;
+use trireme_parallel::Spill;
+use trireme_tensor::Overflow;
 
 fn model(capacity_factor: Option<f32>) -> ModelConfig {
     let text = r#"{"model_type": "deepseek_v3", "vocab_size": 350, "hidden_size": 36, "intermediate_size": 60,
@@ -64,4 +67,35 @@ fn uneven_loads_take_memory_of_activations_alone() {
             }
         });
     }
+}
+
+/// A rank whose experts get more than their part needs more than was planned for: it ends, unless it may spill.
+#[test]
+fn a_budget_that_uneven_loads_would_exceed_spills() {
+    let config = model(None);
+    let case = Case { num_microbatches: 2, experts: 2, shape: (3, 5), ..Case::default() };
+    let hosts = [0; 2];
+    let run = |spills: bool| {
+        run_ranks_on(&hosts, |group| {
+            let dry = case.dry_run(&config, Backend::Cpu, &hosts, group.rank().0);
+            // That the peaks of categories come at different times leaves no room here.
+            let budget = dry.at_peak.iter().sum();
+            let device = Device::open(case.device_options(Some(budget))).unwrap();
+            let spill = Arc::new(Spill::new(std::env::temp_dir()));
+            if spills {
+                device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>);
+            }
+            let ran = case.run(&config, group, &device, &device.host().unwrap());
+            assert!(device.memory().total().peak <= budget);
+            (ran.map_err(|error| error.to_string()), spill.peak())
+        })
+    };
+    let ended = run(false);
+    assert!(
+        ended.iter().any(|(ran, _)| ran.as_ref().is_err_and(|error| error.contains("budget"))),
+        "{ended:?}"
+    );
+    let spilled = run(true);
+    assert!(spilled.iter().all(|(ran, _)| ran.is_ok()), "{spilled:?}");
+    assert!(spilled.iter().any(|(_, peak)| *peak > 0), "{spilled:?}");
 }

@@ -9,6 +9,7 @@ use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::{Place, PlaceMut};
 use crate::memory::{MemoryCounter, OverBudget, describe};
+use crate::tensor::{LentMemory, Overflow};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use trireme_base::{Bytes, Category, DType};
@@ -24,6 +25,7 @@ pub(crate) struct Arena {
     counter: Arc<MemoryCounter>,
     /// What is issued and may still work with memory that was given back.
     queue: OnceLock<Arc<Queue>>,
+    overflow: OnceLock<Arc<dyn Overflow>>,
 }
 
 /// Which bytes of an arena belong to no block, and which a block may lie in.
@@ -78,12 +80,23 @@ impl Arena {
 
     fn new(memory: Mapping, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
         let blocks = Mutex::new(Blocks { free: FreeList::new(memory.num_bytes()), accessible });
-        Arena { memory: Arc::new(memory), blocks, counter, queue: OnceLock::new() }
+        Arena { memory: Arc::new(memory), blocks, counter, queue: OnceLock::new(), overflow: OnceLock::new() }
     }
 
     /// Hands memory out in the order of this queue from now on.
     pub(crate) fn order_by(&self, queue: &Arc<Queue>) {
         self.queue.get_or_init(|| Arc::clone(queue));
+    }
+
+    /// Where activations go from now on that the budget has no room for.
+    pub(crate) fn overflow_to(&self, overflow: Arc<dyn Overflow>) {
+        self.overflow.get_or_init(|| overflow);
+    }
+
+    /// Memory elsewhere for activations that the budget has no room for, if there is any.
+    pub(crate) fn overflow(&self, len: usize, category: Category) -> Option<Box<dyn LentMemory>> {
+        let overflow = self.overflow.get().filter(|_| category == Category::Activations);
+        overflow.and_then(|overflow| overflow.take(len))
     }
 
     /// The memory itself.
@@ -177,6 +190,14 @@ impl Block {
     /// Number of bytes, whether they are here or not.
     pub(crate) fn len(&self) -> usize {
         self.len
+    }
+
+    pub(crate) fn category(&self) -> Category {
+        self.category
+    }
+
+    pub(crate) fn arena(&self) -> &Arena {
+        &self.arena
     }
 
     /// Gives the memory back, and with it what it holds.

@@ -1,0 +1,73 @@
+//! Activations that a device has no room for.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use trireme_base::HostMemory;
+use trireme_swap::SpilledMemory;
+use trireme_tensor::{LentMemory, Overflow};
+
+/// Files for activations that a device's budget has no room for, because more tokens came to its experts than were planned for.
+#[derive(Debug)]
+pub struct Spill {
+    folder: PathBuf,
+    counter: Arc<Counter>,
+}
+
+/// Bytes in files.
+#[derive(Debug, Default)]
+struct Counter {
+    in_use: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Spill {
+    /// Files in `folder`, which are made as they are needed.
+    pub fn new(folder: PathBuf) -> Self {
+        Spill { folder, counter: Arc::default() }
+    }
+
+    /// The most bytes that lay in files at a time.
+    pub fn peak(&self) -> usize {
+        self.counter.peak.load(Ordering::Relaxed)
+    }
+}
+
+impl Overflow for Spill {
+    /// A folder without room is no reason of its own: the budget is what the user hears of.
+    fn take(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>> {
+        let memory = SpilledMemory::new(&self.folder, num_bytes).ok()?;
+        let counter = Arc::clone(&self.counter);
+        let in_use = counter.in_use.fetch_add(num_bytes, Ordering::Relaxed) + num_bytes;
+        counter.peak.fetch_max(in_use, Ordering::Relaxed);
+        Some(Box::new(Spilled { memory, counter }))
+    }
+}
+
+struct Spilled {
+    memory: SpilledMemory,
+    counter: Arc<Counter>,
+}
+
+impl fmt::Debug for Spilled {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Spilled({} bytes)", self.memory.len())
+    }
+}
+
+impl HostMemory for Spilled {
+    fn bytes(&self) -> &[u8] {
+        &self.memory
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.memory
+    }
+}
+
+impl LentMemory for Spilled {
+    fn give_back(self: Box<Self>) {
+        self.counter.in_use.fetch_sub(self.memory.len(), Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,9 @@
+use memmap2::MmapMut;
+use std::fs::File;
+use std::io;
+
+/// Maps a file that has no name.
+pub(crate) fn map(file: &File) -> io::Result<MmapMut> {
+    // SAFETY: nobody else can open the file, so that nobody shortens it, or writes to it, while it is mapped.
+    unsafe { MmapMut::map_mut(file) }
+}
