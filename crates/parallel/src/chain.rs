@@ -1,12 +1,13 @@
 //! A model as programs see it.
 
+use crate::gradients::Determinism;
 use trireme_base::PassExchanges;
 use trireme_model::{Rehearsal, UnitRehearsal};
 use trireme_schedule::{Chain, UnitExchanges};
 use trireme_tensor::ParameterTable;
 
 /// What programs depend on of a model with these parameters, whose passes are those of `rehearsal`.
-pub fn chain(table: &ParameterTable, rehearsal: &Rehearsal) -> Chain {
+pub fn chain(table: &ParameterTable, rehearsal: &Rehearsal, determinism: Determinism) -> Chain {
     let those = |is_one: fn(&UnitRehearsal) -> bool| {
         let units = rehearsal.units.iter().enumerate().filter(|(_, unit)| is_one(unit));
         units.map(|(unit, _)| unit).collect()
@@ -14,6 +15,7 @@ pub fn chain(table: &ParameterTable, rehearsal: &Rehearsal) -> Chain {
     Chain {
         num_units: rehearsal.units.len(),
         ties: table.tie().map(|tie| (tie.reader, tie.span.unit)).into_iter().collect(),
+        sums_ties: table.tie().is_some() && determinism == Determinism::Run,
         unread: those(|unit| !unit.backward_reads),
         reread: those(|unit| unit.weight_half_reads),
         unkept: those(|unit| !unit.passes.keeps()),

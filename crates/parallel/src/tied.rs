@@ -1,7 +1,8 @@
 //! Gradients of parameters that a unit of a pipeline reads, and another one has.
 //!
 //! Several microbatches are under way at a time, so what the reader has for a microbatch waits until the owner completes its
-//! gradient for the same one: within the rank, or after a message.
+//! gradient for the same one: within the rank, or after a message. Where sums may have another order than on one rank, a reader on another rank
+//! sums its parts of a step, which wait for the last microbatch.
 
 use crate::error::ParallelError;
 use crate::exchanged::Exchanged;
@@ -14,9 +15,17 @@ pub(crate) struct TiedGradients {
     span: ParameterSpan,
     reader: usize,
     pool: Pool<f32>,
-    /// Being written by backward of the reader for this microbatch.
-    open: Option<(usize, Exchanged<f32>)>,
+    /// The microbatch for which parts of a step are summed, if they are.
+    sums_at: Option<usize>,
+    /// Being written by backward of the reader for this microbatch, or added to.
+    open: Option<Open>,
     parts: Vec<Option<Exchanged<f32>>>,
+}
+
+struct Open {
+    microbatch: usize,
+    part: Exchanged<f32>,
+    accumulates: bool,
 }
 
 impl TiedGradients {
@@ -26,7 +35,9 @@ impl TiedGradients {
         let Tie { reader, span } = tie.filter(|_| !outline.stages.is_empty())?;
         let is_here = outline.holds(reader) || outline.holds(span.unit);
         let parts = (0..outline.num_microbatches).map(|_| None).collect();
-        is_here.then(|| TiedGradients { span, reader, pool: pool.clone(), open: None, parts })
+        let is_summed = outline.chain.sums_ties && !outline.holds(span.unit);
+        let sums_at = outline.num_microbatches.checked_sub(1).filter(|_| is_summed);
+        is_here.then(|| TiedGradients { span, reader, pool: pool.clone(), sums_at, open: None, parts })
     }
 
     /// The parameters.
@@ -42,23 +53,27 @@ impl TiedGradients {
     /// Makes room for what backward of `unit` has, if it is the reader.
     pub(crate) fn begin(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         if unit == self.reader {
-            self.open = Some((microbatch, self.pool.take(self.len())?));
+            let microbatch = self.sums_at.unwrap_or(microbatch);
+            let sum = self.parts[microbatch].take();
+            let accumulates = sum.is_some();
+            let part = sum.map_or_else(|| self.pool.take(self.len()), Ok)?;
+            self.open = Some(Open { microbatch, part, accumulates });
         }
         Ok(())
     }
 
     /// Where the reader's backward writes, while it runs.
     pub(crate) fn target(&mut self, span: &ParameterSpan) -> Option<GradTarget<'_>> {
-        let (_, part) = self.open.as_mut().filter(|_| span.unit == self.span.unit)?;
+        let Open { part, accumulates, .. } = self.open.as_mut().filter(|_| span.unit == self.span.unit)?;
         debug_assert_eq!((span.offset, span.shape), (self.span.offset, self.span.shape), "one span is tied");
-        Some(GradTarget { view: part.view_mut().into_part(0, span.shape), accumulate: false })
+        Some(GradTarget { view: part.view_mut().into_part(0, span.shape), accumulate: *accumulates })
     }
 
     /// The reader has written its part; whether that was it.
     pub(crate) fn end(&mut self, span: &ParameterSpan) -> bool {
         let open = self.open.take_if(|_| span.unit == self.span.unit);
         let is_end = open.is_some();
-        if let Some((microbatch, part)) = open {
+        if let Some(Open { microbatch, part, .. }) = open {
             self.put(microbatch, part);
         }
         is_end

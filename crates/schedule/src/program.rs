@@ -33,6 +33,9 @@ pub struct Chain {
     pub num_units: usize,
     /// Units that read another unit's parameters, and add to its gradient: the reader and the owner.
     pub ties: Vec<(usize, usize)>,
+    /// Whether a reader on another rank sums what it has for the owner's gradient over a step, and sends it once. Otherwise it sends it for each
+    /// microbatch, and sums have the order of a pipeline of one rank.
+    pub sums_ties: bool,
     /// Units whose backward reads no parameters, or only in its weight half, such as an embedding.
     pub unread: Vec<usize>,
     /// Units whose weight half of backward reads parameters, such as an output layer that computes its logits again.
@@ -72,7 +75,8 @@ impl Chain {
         let last = num_units - 1;
         let ends = if last > 0 { vec![0, last] } else { vec![0] };
         let ties = if is_tied && last > 0 { vec![(last, 0)] } else { Vec::new() };
-        Chain { num_units, ties, unread: vec![0], reread: vec![last], unkept: ends, exchanges: Vec::new() }
+        let (unread, reread) = (vec![0], vec![last]);
+        Chain { num_units, ties, unread, reread, unkept: ends, ..Chain::default() }
     }
 }
 
@@ -165,6 +169,16 @@ impl Outline {
         std::iter::once(unit).chain(ties.map(|&(_, owner)| owner))
     }
 
+    /// Whether a reader on another rank sends what it has for the owner's gradient after this microbatch.
+    pub fn sends_tied_gradient(&self, microbatch: usize) -> bool {
+        !self.chain.sums_ties || self.is_last_of_step(microbatch)
+    }
+
+    /// Whether a unit's gradient of a step is complete after this microbatch.
+    pub fn is_last_of_step(&self, microbatch: usize) -> bool {
+        (microbatch + 1).is_multiple_of(self.microbatches_per_step())
+    }
+
     /// The unit that reads the parameters of another one, which is `unit`, if there is one.
     pub fn reader_of(&self, unit: usize) -> Option<usize> {
         self.chain.ties.iter().find(|(_, owner)| *owner == unit).map(|&(reader, _)| reader)
@@ -197,7 +211,7 @@ impl Outline {
 /// ```
 /// The header continues with `optimizer shard`, `activations whole@disk` or `gradients none` for each class of state that ranks shard, that
 /// lives elsewhere than on the device, or that there is none of ([`StateLayout`]), and with `ties 2:0` for each unit (here the
-/// third) that reads the parameters of another one (the first). `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
+/// third) that reads the parameters of another one (the first); `tied_gradient step` if that sends what it has for the gradient once a step. `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
 /// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). `exchanges 1-4:F=tensor.all_reduce/4096` says what
 /// passes of units exchange within them ([`UnitExchanges`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
@@ -211,10 +225,13 @@ pub struct Program {
 
 impl fmt::Display for Outline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Chain { num_units, ties, unread, reread, unkept, exchanges } = &self.chain;
+        let Chain { num_units, ties, sums_ties, unread, reread, unkept, exchanges } = &self.chain;
         write!(f, "units {num_units} microbatches {}", self.num_microbatches)?;
         write!(f, "{}", self.state)?;
         ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))?;
+        if *sums_ties {
+            write!(f, " tied_gradient step")?;
+        }
         for (name, units) in [("unread", unread), ("reread", reread), ("unkept", unkept)] {
             units.iter().try_for_each(|unit| write!(f, " {name} {unit}"))?;
         }
@@ -244,7 +261,7 @@ impl FromStr for Outline {
             ParseError(format!(
                 "'{text}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' (optimizer, \
                  parameters, gradients, activations; whole, shard, none; host, disk), 'gather_ahead N', 'gathered kept', \
-                 'fetch_ahead N', 'moved_units N', 'ties U:V', 'unread U', 'reread U', 'unkept U', \
+                 'fetch_ahead N', 'moved_units N', 'ties U:V', 'tied_gradient step', 'unread U', 'reread U', 'unkept U', \
                  'exchanges U-V:PASS=AXIS.KIND/BYTES' (F, B, I, W; tensor, ring, heads; all_reduce, all_gather, reduce_scatter, all_to_all, shift), 'rank R', 'stage U-V@R' and 'steps N weights W'"
             ))
         })
@@ -266,6 +283,7 @@ fn parse_outline(text: &str) -> Option<Outline> {
                 let (reader, owner) = tie.split_once(':')?;
                 outline.chain.ties.push((reader.parse().ok()?, owner.parse().ok()?));
             }
+            ["tied_gradient", "step"] => outline.chain.sums_ties = true,
             ["unread", unit] => outline.chain.unread.push(unit.parse().ok()?),
             ["reread", unit] => outline.chain.reread.push(unit.parse().ok()?),
             ["unkept", unit] => outline.chain.unkept.push(unit.parse().ok()?),

@@ -219,7 +219,11 @@ pub(crate) fn build_executor(
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
-    let programs = proven_programs(config, &chain(model.table(), &rehearsal), choices)?;
+    let programs = proven_programs(
+        config,
+        &chain(model.table(), &rehearsal, executor_options(config).determinism),
+        choices,
+    )?;
     let mut executor = new_executor(config, (model, rehearsal), programs, group, device)?;
     match &config.model().init_from {
         None => executor.initialize(config.training().seed)?,

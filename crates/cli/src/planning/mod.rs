@@ -275,7 +275,7 @@ impl Plan {
         let device = Device::counting(device_options_without_budget(config, workers))?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
         let num_shards = config.num_shards();
-        let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal));
+        let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal, options.determinism));
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
         let rank = workers.rank / config.workers_per_place();
@@ -311,7 +311,7 @@ impl Plan {
     pub(crate) fn step_time(&self, job: Job<'_>, world: Group) -> Result<Option<PredictedTime>> {
         let Job { config, workers, .. } = job;
         let (model, rehearsal) = rehearsed(job)?;
-        let chain = chain(model.table(), &rehearsal);
+        let chain = chain(model.table(), &rehearsal, executor_options(config).determinism);
         let entries = |(worker, _): (Workers<'_>, usize)| {
             let (executor, _) =
                 dry_executor(Job { workers: worker, ..job }, &rehearsal, &chain, &self.choices)?;

@@ -226,7 +226,8 @@ impl Case {
         let ranks = RankGrid::new(group, degrees)?;
         let model = self.build(subject, device, ranks.model_place())?;
         let rehearsal = self.rehearsal(subject, ranks.model_place(), ranks.context_place());
-        let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
+        let program = self
+            .program(&chain(model.table(), &rehearsal, self.options.determinism), ranks.pipeline().rank().0);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };
         let (optimizer, options, offload) = (&self.optimizer, self.options, &offload);
@@ -541,7 +542,7 @@ fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
         case.rehearsal(&config, ModelPlace::WHOLE, ContextPlace::ALONE),
     );
     let model = config.build(case.shape.1, &device).unwrap();
-    let program = case.program(&chain(model.table(), &rehearsal), 0);
+    let program = case.program(&chain(model.table(), &rehearsal, case.options.determinism), 0);
     let predicted = case.dry_run(&config, Backend::Cpu, &[0], 0);
     let total = predicted.at_peak.iter().sum::<usize>();
     let run = |budget: usize| {

@@ -4,6 +4,7 @@ use super::passes::Purpose;
 use super::{Executor, ExecutorSetup, forward_program};
 use crate::chain::chain;
 use crate::error::ParallelError;
+use crate::gradients::Determinism;
 use crate::offload::OffloadOptions;
 use crate::ranks::{Degrees, RankGrid};
 use crate::step::ExecutorOptions;
@@ -25,7 +26,8 @@ impl Executor {
         parameters: Parameters,
         device: &Device,
     ) -> Result<Self, ParallelError> {
-        let outline = Outline { chain: chain(model.table(), &rehearsal), ..Outline::default() };
+        let outline =
+            Outline { chain: chain(model.table(), &rehearsal, Determinism::Layout), ..Outline::default() };
         let mut executor = Executor::new(ExecutorSetup {
             model,
             rehearsal,

@@ -155,7 +155,7 @@ pub fn laid_out_model(
     let build = |device: &Device| Model::build_at(ranks.model_place(), device, build);
     let rehearsal = Rehearsal::of(build, alike, options.passes(place), &specs).unwrap();
     let model = build(&device).unwrap();
-    let chain = chain(model.table(), &rehearsal);
+    let chain = chain(model.table(), &rehearsal, layout.options.determinism);
     let program = match layout.pipeline {
         Some(pipeline) => {
             let splits = pipeline.even_splits(model.num_units());

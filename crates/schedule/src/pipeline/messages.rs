@@ -25,13 +25,14 @@ pub(super) enum Event {
 /// Each rank's passes with its messages among them, in the order of a timeline: a result is sent right after its
 /// pass, and received at that time, too. `timeline` is that of the whole schedule ([`simulate`](super::simulate)). `tie` is a
 /// stage that reads parameters of another one, and that other one, their owner. The reader sends what it has for the owner's gradient as
-/// the result of its weight half.
+/// the result of its weight half, if that `is_sent` after the microbatch.
 ///
 /// Cost: that of sorting the passes.
 pub(super) fn place(
     schedule: &Schedule,
     timeline: &Timeline,
     tie: Option<(usize, usize)>,
+    is_sent: impl Fn(usize) -> bool,
 ) -> Vec<Vec<Event>> {
     let ranks = &schedule.stage_ranks;
     let mut messages = Vec::new();
@@ -39,7 +40,8 @@ pub(super) fn place(
         for (pass, span) in passes.iter().zip(spans) {
             let from = ranks[pass.stage];
             let to = pass.result_goes_to(schedule.num_stages()).map(|stage| ranks[stage]);
-            let completes_gradient = matches!(pass.kind, PassKind::Backward | PassKind::BackwardWeight);
+            let completes_gradient = matches!(pass.kind, PassKind::Backward | PassKind::BackwardWeight)
+                && is_sent(pass.microbatch);
             let owner = tie.filter(|(reader, _)| *reader == pass.stage && completes_gradient);
             let gradient = Pass::backward_weight(pass.stage, pass.microbatch);
             let all = [(to, *pass), (owner.map(|(_, owner)| ranks[owner]), gradient)].into_iter();

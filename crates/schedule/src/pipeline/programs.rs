@@ -12,7 +12,7 @@ use std::ops::Range;
 
 /// The program of each rank. `units` are those of the `chain` in each stage; messages have the order that they have in time at these costs, which must be
 /// the same on all ranks. Where a tied unit lies on another rank than the one whose parameters it reads, that one's gradient is
-/// completed for a microbatch when the tied unit's part of it has come; one tie is known. A unit's gradient is reduced when the last
+/// completed for a microbatch when the tied unit's part of it has come, or for the last one of a step if that comes [once](Chain::sums_ties); one tie is known. A unit's gradient is reduced when the last
 /// microbatch of a step has added to it. A schedule that does not drain between updates has its weights' versions stashed before an
 /// update as long as later passes read them. Whatever else a layout asks for is put into the programs by [`lowering`](crate::lowering).
 ///
@@ -55,7 +55,9 @@ pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chai
     let stage_of =
         |unit: usize| units.iter().position(|units| units.contains(&unit)).expect("units have stages");
     let tie = chain.ties.first().map(|&(reader, owner)| (stage_of(reader), stage_of(owner)));
-    messages::place(schedule, &timeline, tie).into_iter().enumerate().map(program).collect()
+    let is_sent =
+        |microbatch: usize| !chain.sums_ties || microbatch + 1 == schedule.num_microbatches_in_all();
+    messages::place(schedule, &timeline, tie, is_sent).into_iter().enumerate().map(program).collect()
 }
 
 /// From the events of a rank to the actions of its units.
@@ -63,7 +65,7 @@ struct Actions<'a> {
     units: &'a [Range<usize>],
     outline: &'a Outline,
     actions: Vec<Action>,
-    /// Of a unit whose parameters another one reads: for how many microbatches that one's part of the gradient is here.
+    /// Of a unit whose parameters another one reads: how many parts of the gradient of that one are here.
     num_tied: usize,
     /// Its weight halves that wait for that.
     held_back: VecDeque<usize>,
@@ -164,7 +166,7 @@ impl Actions<'_> {
 
     /// Completes the gradient of a unit for a microbatch, or does what can be done until the part of a tied unit is here.
     fn complete(&mut self, kind: PassKind, unit: usize, microbatch: usize) {
-        if self.outline.reader_of(unit).is_some() && self.num_tied <= microbatch {
+        if self.outline.reader_of(unit).is_some_and(|reader| !self.has_tied(reader, microbatch)) {
             if kind == PassKind::Backward {
                 self.actions.push(Action::BackwardInput { unit, microbatch });
             }
@@ -175,15 +177,22 @@ impl Actions<'_> {
             PassKind::Backward => Action::Backward { unit, microbatch },
             _ => Action::BackwardWeight { unit, microbatch },
         });
-        let is_last = (microbatch + 1).is_multiple_of(self.outline.microbatches_per_step());
-        self.actions.extend(is_last.then_some(Action::ReduceGrad { unit }));
+        self.actions.extend(self.outline.is_last_of_step(microbatch).then_some(Action::ReduceGrad { unit }));
     }
 
-    /// The part of the next microbatch is here.
+    /// Whether a tied unit's part of the gradient is here as far as a microbatch needs it.
+    fn has_tied(&self, reader: usize, microbatch: usize) -> bool {
+        let is_summed = self.outline.chain.sums_ties && !self.outline.holds(reader);
+        let is_needed = !is_summed || self.outline.is_last_of_step(microbatch);
+        !is_needed || self.num_tied > if is_summed { 0 } else { microbatch }
+    }
+
+    /// The next part is here.
     fn tied_grad_is_here(&mut self) {
         self.num_tied += 1;
-        let owner = self.outline.chain.ties[0].1;
-        if let Some(&microbatch) = self.held_back.front().filter(|&&microbatch| microbatch < self.num_tied) {
+        let (reader, owner) = self.outline.chain.ties[0];
+        let next = self.held_back.front().copied();
+        if let Some(microbatch) = next.filter(|&microbatch| self.has_tied(reader, microbatch)) {
             self.held_back.pop_front();
             self.complete(PassKind::BackwardWeight, owner, microbatch);
         }

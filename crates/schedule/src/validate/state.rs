@@ -207,13 +207,13 @@ impl<'a> State<'a> {
             Action::Receive(message) => match message.kind {
                 MessageKind::Activation => !self.holds(unit) && holds_above(),
                 MessageKind::Gradient => !self.holds(unit) && holds_below(),
-                MessageKind::TiedGradient => self.has_tie(unit) && self.holds(unit),
+                MessageKind::TiedGradient => self.has_tied_gradient(message) && self.holds(unit),
                 MessageKind::Parameters => self.has_tie(unit) && !self.holds(unit),
             },
             Action::Send(message) => match message.kind {
                 MessageKind::Activation => self.holds(unit) && !holds_above() && unit + 1 < self.units.len(),
                 MessageKind::Gradient => self.holds(unit) && unit > 0 && !holds_below(),
-                MessageKind::TiedGradient => self.has_tie(unit) && !self.holds(unit),
+                MessageKind::TiedGradient => self.has_tied_gradient(message) && !self.holds(unit),
                 MessageKind::Parameters => self.has_tie(unit) && self.holds(unit),
             },
             _ => self.holds(unit),
@@ -223,6 +223,10 @@ impl<'a> State<'a> {
     /// Whether the parameters of a unit are read on another rank.
     fn has_tie(&self, owner: usize) -> bool {
         self.tie.as_ref().is_some_and(|tie| tie.is_across && tie.owner == owner)
+    }
+
+    fn has_tied_gradient(&self, message: Message) -> bool {
+        self.has_tie(message.unit) && self.outline.sends_tied_gradient(message.microbatch)
     }
 
     fn activations(&self, unit: usize, microbatch: usize) -> Activations {
@@ -325,7 +329,10 @@ impl<'a> State<'a> {
             [Message::activation(unit, microbatch), Message::gradient(unit, microbatch)].map(Action::Send)
         });
         let ties = self.tie.iter().filter(|tie| tie.is_across).flat_map(|tie| {
-            let grads = passes(tie.owner).map(|(unit, microbatch)| Message::tied_gradient(unit, microbatch));
+            let is_sent = |&(_, microbatch): &(usize, usize)| self.outline.sends_tied_gradient(microbatch);
+            let grads = passes(tie.owner)
+                .filter(is_sent)
+                .map(|(unit, microbatch)| Message::tied_gradient(unit, microbatch));
             let messages = grads.chain([Message::parameters(tie.owner)]);
             messages.flat_map(|message| [Action::Send(message), Action::Receive(message)])
         });

@@ -292,7 +292,7 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
             OffloadOptions { host, folder, ..OffloadOptions::none(device) }
         }
     };
-    let chain = chain(model.table(), &rehearsal);
+    let chain = chain(model.table(), &rehearsal, Determinism::Layout);
     let keep = |unit| if chain.keeps(unit) { args.keep } else { Keep::All };
     let keeps: Vec<Keep> = (0..chain.num_units).map(keep).collect();
     let program = recompute(single_stage::program(&chain, 1), &keeps);

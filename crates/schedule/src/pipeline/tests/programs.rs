@@ -19,16 +19,16 @@ fn lines(program: &Program) -> String {
 
 /// Programs of stages with one unit more each than `units_min`, but for the first.
 fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatches: usize) -> Vec<Program> {
-    tied(kind, num_ranks, stages_per_rank, num_microbatches, false)
+    tied(kind, num_ranks, stages_per_rank, num_microbatches, None)
 }
 
-/// The same; the last unit may read the parameters of the first.
+/// The same; the last unit may read the parameters of the first, and send what it has for their gradient once a step.
 fn tied(
     kind: Kind,
     num_ranks: usize,
     stages_per_rank: usize,
     num_microbatches: usize,
-    is_tied: bool,
+    tie: Option<bool>,
 ) -> Vec<Program> {
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
     let num_stages = num_ranks * stages_per_rank;
@@ -37,8 +37,9 @@ fn tied(
     let units: Vec<_> =
         (0..num_stages).map(|stage| (3 * stage).div_ceil(2)..(3 * stage + 3).div_ceil(2)).collect();
     let last = units[num_stages - 1].end - 1;
-    let ties = if is_tied && last > 0 { vec![(last, 0)] } else { Vec::new() };
-    programs(&schedule, &costs, &units, &Chain { ties, ..Chain::of_units(last + 1) })
+    let ties = if tie.is_some() && last > 0 { vec![(last, 0)] } else { Vec::new() };
+    let sums_ties = tie.unwrap_or(false);
+    programs(&schedule, &costs, &units, &Chain { ties, sums_ties, ..Chain::of_units(last + 1) })
 }
 
 #[test]
@@ -57,9 +58,9 @@ proptest! {
     #[test]
     fn programs_are_valid_and_read_back(
         (kind, stages_per_rank) in kinds(), num_ranks in 1..5_usize, more in 0..5_usize, stage in 0..3_usize, keep in 0..4_usize,
-        is_tied in any::<bool>(),
+        tie in any::<Option<bool>>(),
     ) {
-        let programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + more, is_tied);
+        let programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + more, tie);
         let num_units = programs[0].outline.chain.num_units;
         let keeps: Vec<Keep> = (0..num_units)
             .map(|unit| if unit == 0 { Keep::Input } else { Keep::ALL[keep] })
@@ -76,9 +77,9 @@ proptest! {
     #[test]
     fn a_program_that_lost_an_action_is_refused(
         (kind, stages_per_rank) in kinds(), num_ranks in 2..4_usize, rank in 0..4_usize, at in any::<prop::sample::Index>(),
-        is_tied in any::<bool>(),
+        tie in any::<Option<bool>>(),
     ) {
-        let mut programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + 1, is_tied);
+        let mut programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + 1, tie);
         let actions = &mut programs[rank % num_ranks].actions;
         let lost = actions.remove(at.index(actions.len()));
         prop_assert!(validate_pipeline(&programs).is_err(), "without {}", lost);
@@ -155,7 +156,7 @@ fn gradients_are_summed_in_the_order_of_microbatches() {
 
 #[test]
 fn a_tied_unit_sends_its_part_of_the_gradient_and_gets_the_parameters() {
-    let found: Vec<String> = tied(Kind::ZeroBubbleH1, 2, 1, 2, true).iter().map(lines).collect();
+    let found: Vec<String> = tied(Kind::ZeroBubbleH1, 2, 1, 2, Some(false)).iter().map(lines).collect();
     let expected = [
         "units 3 microbatches 2 ties 2:0 rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, F 1 1, SEND_F 1 1, \
          RECV_B 2 0, I 1 0, I 0 0, W 1 0, RECV_B 2 1, I 1 1, I 0 1, RECV_GRAD 0 0, W 0 0, W 1 1, REDUCE_GRAD 1, RECV_GRAD 0 1, \
@@ -164,6 +165,37 @@ fn a_tied_unit_sends_its_part_of_the_gradient_and_gets_the_parameters() {
          I 2 1, SEND_B 2 1, W 2 0, SEND_GRAD 0 0, W 2 1, REDUCE_GRAD 2, SEND_GRAD 0 1, STEP 2, RECV_PARAM 0",
     ];
     assert_eq!(found, expected);
+}
+
+#[test]
+fn a_tied_unit_may_send_its_part_of_the_gradient_once_a_step() {
+    let programs = tied(Kind::ZeroBubbleH1, 2, 1, 2, Some(true));
+    let found: Vec<String> = programs.iter().map(lines).collect();
+    let expected = [
+        "units 3 microbatches 2 ties 2:0 tied_gradient step rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, \
+         F 1 1, SEND_F 1 1, RECV_B 2 0, I 1 0, I 0 0, W 1 0, W 0 0, RECV_B 2 1, I 1 1, I 0 1, W 1 1, REDUCE_GRAD 1, \
+         RECV_GRAD 0 1, W 0 1, REDUCE_GRAD 0, STEP 0, STEP 1, SEND_PARAM 0",
+        "units 3 microbatches 2 ties 2:0 tied_gradient step rank 1 stage 0-2@0 stage 2-3@1, RECV_F 1 0, F 2 0, RECV_F 1 1, \
+         I 2 0, SEND_B 2 0, F 2 1, I 2 1, SEND_B 2 1, W 2 0, W 2 1, REDUCE_GRAD 2, SEND_GRAD 0 1, STEP 2, RECV_PARAM 0",
+    ];
+    assert_eq!(found, expected);
+    // Neither too early nor for another microbatch.
+    for (line, refused) in [
+        ("W 2 0", "weight half of backward, unit 2, microbatch 0"),
+        ("SEND_GRAD 0 1", "(send tied gradient, unit 0, microbatch 0) does not belong"),
+    ] {
+        let mut reader = programs[1].clone();
+        let place = reader.actions.iter().position(|action| action.to_string() == line).unwrap();
+        let removed = reader.actions.remove(place);
+        if line.starts_with("SEND") {
+            reader.actions.insert(place, Action::Send(Message::tied_gradient(0, 0)));
+        } else {
+            let last = reader.actions.len() - 1;
+            reader.actions.insert(last, removed);
+        }
+        let error = validate(&reader, usize::MAX).unwrap_err().to_string();
+        assert!(error.contains(refused), "{error}");
+    }
 }
 
 /// Programs of an asynchronous schedule, with a unit a stage.

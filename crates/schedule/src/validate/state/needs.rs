@@ -115,7 +115,10 @@ impl State<'_> {
                 let missing = Action::Backward { unit, microbatch };
                 (!self.activations(unit, microbatch).are_differentiated()).then_some(missing)
             }
-            MessageKind::TiedGradient => self.missing_for_tied_grad(microbatch),
+            MessageKind::TiedGradient => {
+                let first = if self.outline.chain.sums_ties { 0 } else { microbatch };
+                (first..=microbatch).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
+            }
             MessageKind::Parameters => {
                 let step = Action::Step { unit };
                 match self.units[unit].parameters {
@@ -172,7 +175,8 @@ impl State<'_> {
             let missing = match tie.is_across {
                 true => {
                     let receive = Action::Receive(Message::tied_gradient(unit, microbatch));
-                    (!self.is_done(receive)).then_some(receive)
+                    let is_sent = self.outline.sends_tied_gradient(microbatch);
+                    (is_sent && !self.is_done(receive)).then_some(receive)
                 }
                 false => self.missing_for_tied_grad(microbatch),
             };
