@@ -2,15 +2,15 @@
 
 mod common;
 
-use common::{ADAMW, Layout, OPTIONS, Pipeline, batches, laid_out};
+use common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out};
 use std::sync::Arc;
 use trireme_comm::{CodecName, Compression, CompressionOptions, Group};
 use trireme_model::ModelConfig;
 use trireme_optim::OptimizerKind;
-use trireme_parallel::{Determinism, ExecutorOptions, GradNorm, StepPlan};
+use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
-use trireme_tensor::{Backend, DetachedOptions, ParameterClass, ParameterInfo, Precision};
+use trireme_tensor::{Backend, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
 use trireme_testkit::run_ranks;
 
 /// Relative difference of losses where ranks take sums in another order.
@@ -118,6 +118,55 @@ fn tokens_that_move_change_no_bit() {
         }
     }
     assert_ne!(oracles[0], oracles[2], "the capacity drops something");
+}
+
+/// With equal logits all tokens choose the first experts, and how many rows travel is known.
+#[test]
+fn rows_and_states_take_the_bytes_of_the_formulas() {
+    let mut config = models().swap_remove(0);
+    config.initializer_range = 0.0;
+    let (num_layers, num_experts, num_choices) = (2, 4, 2);
+    for precision in [Precision::F32, Precision::Bf16] {
+        for degree in [2, 4] {
+            let options = ExecutorOptions { precision, ..OPTIONS };
+            let layout = Layout { options, experts: degree, ..plain() };
+            let (num_tokens, row_bytes) = (SHAPE.0 * SHAPE.1, config.hidden_size * precision.dtype().size());
+            let owner = |expert: usize| expert / (num_experts / degree);
+            run_ranks(degree, |group| {
+                let rank = group.rank().0;
+                let mut executor = laid_out(&config, group, 1, 1, &layout);
+                let sent = |executor: &Executor| {
+                    executor.ranks().experts().expect("several ranks").statistics().message_bytes
+                };
+                let before = sent(&executor);
+                let batches = batches(&executor, degree, 1);
+                let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
+                executor.run(plan, &mut batches.into_iter()).unwrap();
+                // To experts elsewhere and back from those here, forward and backward.
+                let there = (0..num_choices).filter(|&expert| owner(expert) != rank).count();
+                let here = (0..num_choices).filter(|&expert| owner(expert) == rank).count() * (degree - 1);
+                let rows = 2 * num_layers * (there + here) * num_tokens;
+                assert_eq!(sent(&executor) - before, (rows * row_bytes) as u64, "rank {rank} of {degree}");
+
+                let table = executor.model().table();
+                let of_experts: usize = table
+                    .parameters()
+                    .iter()
+                    .filter(|info| info.expert.is_some())
+                    .map(|info| info.whole.num_elements())
+                    .sum();
+                let all = table.whole().num_elements();
+                let own = all - of_experts + of_experts / degree;
+                assert_eq!(table.num_elements(), own);
+                let memory = executor.device().memory();
+                let [gradients, optimizer] = [Category::Gradients, Category::Optimizer]
+                    .map(|category| memory.usage(category).peak as f64 / own as f64);
+                // In 16 bits, masters are the optimizer's only where state is sharded.
+                assert!((4.0..4.2).contains(&gradients), "{gradients} bytes an element");
+                assert!((8.0..8.4).contains(&optimizer), "{optimizer} bytes an element");
+            });
+        }
+    }
 }
 
 /// Biases that balance experts after a step; its gradients are those of the first parameters, whatever becomes of others.
