@@ -13,7 +13,7 @@ use trireme_base::{Category, DType, Journal, JournalEntry, KernelCall, RandomKey
 use trireme_comm::{Buffer, Group};
 use trireme_model::{Model, Rehearsal};
 use trireme_optim::{Optimizer, StepSettings, WholeUnits};
-use trireme_tensor::{Device, IntegerFormat, LEAVES, Parameters, Tensor};
+use trireme_tensor::{Device, ExactSum, IntegerFormat, Parameters, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
 
 /// Bytes of other memory that are gone over before what is timed: more than most processors have caches. Between two uses of a parameter or
@@ -159,11 +159,10 @@ impl<'a> Exerciser<'a> {
                         (self.floats(float(traffic.updated))?, self.floats(float(traffic.updated))?);
                     self.repeat_call(|| device.add_assign(sum.view_mut(), term.view()))?;
                 }
-                "sum_of_squares" => {
+                "add_squares" => {
                     let values = self.floats(float(traffic.read))?;
-                    let leaf_len = values.shape().num_elements().div_ceil(LEAVES).max(1);
-                    let mut sum = device.empty([1].into(), DType::F64, Category::Activations)?;
-                    self.repeat_call(|| device.sum_of_squares(values.view(), 0, leaf_len, sum.view_mut()))?;
+                    let mut sum = device.zeros([ExactSum::LEN].into(), DType::F64, Category::Activations)?;
+                    self.repeat_call(|| device.add_squares(values.view(), sum.view_mut()))?;
                 }
                 "convert" => {
                     let types = match traffic.read.cmp(&traffic.written) {

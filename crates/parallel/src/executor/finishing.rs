@@ -101,8 +101,7 @@ impl Executor {
         }
     }
 
-    /// Sum of the squares of all gradients' elements, in the order of the canonical tree: over a rank's leaves of each unit,
-    /// over the ranks, over the units; those of the other ranks of the pipeline among them if it goes `across` them.
+    /// Sum of the squares of all gradients' elements; those of the other ranks of the pipeline among them if it goes `across` them.
     pub(super) fn sum_of_squares(
         &mut self,
         across: bool,

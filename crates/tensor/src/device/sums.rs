@@ -16,16 +16,16 @@ impl Device {
         });
     }
 
-    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first. `x` are those of a
-    /// unit from element `start` on: leaves begin where they do in the unit. `out` is one f64.
-    ///
-    /// # Panics
-    /// If there are more than [`LEAVES`](crate::LEAVES) leaves.
-    pub fn sum_of_squares(&self, x: View<'_>, start: usize, leaf_len: usize, out: ViewMut<'_>) {
-        let cost = each(x.shape(), 2).reads(x.num_bytes());
-        let (x, mut out) = (x.place(), out.into_place());
-        self.issue("sum_of_squares", cost, move |cpu| {
-            out.f64s(cpu)[0] = cpu.sum_of_squares(x.f32s(cpu), start, leaf_len);
+    /// Adds the squares of the elements of `x`, each rounded to f32, to `sum`: the f64s of an [`ExactSum`], which are carried afterwards.
+    pub fn add_squares(&self, x: View<'_>, sum: ViewMut<'_>) {
+        let cost = each(x.shape(), 2).reads(x.num_bytes()).updates(sum.num_bytes());
+        let (x, mut sum) = (x.place(), sum.into_place());
+        self.issue("add_squares", cost, move |cpu| {
+            let mut total = cpu.sum_of_squares(x.f32s(cpu));
+            let sum = sum.f64s(cpu);
+            total.add(sum);
+            total.carry();
+            sum.copy_from_slice(total.windows());
         });
     }
 

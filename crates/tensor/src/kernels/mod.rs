@@ -9,6 +9,7 @@ pub use cpu::activation::Activation;
 pub(crate) use cpu::attention::{AttentionInputs, AttentionScope, CacheSpan, Results, Rotary};
 pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
 pub(crate) use cpu::blocks::Blocks;
+pub use cpu::exact_sum::ExactSum;
 pub use cpu::experts::{Choice, ChosenGroups};
 pub use cpu::matmul::GroupLimit;
 pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};

@@ -13,6 +13,7 @@ pub(crate) mod dropout;
 pub(crate) mod element;
 mod elementwise;
 pub(crate) mod embedding;
+pub(crate) mod exact_sum;
 pub(crate) mod experts;
 pub(crate) mod fp8;
 mod free_list;

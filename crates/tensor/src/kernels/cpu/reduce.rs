@@ -1,9 +1,8 @@
 //! Sums down the columns of a matrix and over whole buffers, and conversions.
 
 use super::element::Element;
-use super::simd::{for_each_simd_level, sum_map};
+use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
-use crate::parameter_table::LEAVES;
 
 /// Columns one task sums: a few registers, whole cache lines.
 pub(crate) const COLUMN_BLOCK: usize = 64;
@@ -11,21 +10,6 @@ pub(crate) const COLUMN_BLOCK: usize = 64;
 /// Rows summed before the partial sum moves to the total: keeps the rounding error of a long column near
 /// that of a short one.
 const ROW_BLOCK: usize = 128;
-
-/// Elements whose squares are summed in f32; part of the result's bits.
-const SQUARES_BLOCK: usize = 4096;
-
-/// The sum, of neighbours first; leaves partial sums behind.
-fn tree_sum(sums: &mut [f64]) -> f64 {
-    let mut stride = 1;
-    while stride < sums.len() {
-        for left in (0..sums.len() - stride).step_by(2 * stride) {
-            sums[left] += sums[left + stride];
-        }
-        stride *= 2;
-    }
-    sums.first().copied().unwrap_or(0.0)
-}
 
 /// Writes `total`, or adds it.
 #[inline(always)]
@@ -65,10 +49,6 @@ for_each_simd_level! {
         put(out, &total[..width], accumulate);
     }
 
-    fn squares(x: &[f32]) -> f32 {
-        sum_map(x, |x| x * x)
-    }
-
     fn convert<T: Element, U: Element>(x: &[T], y: &mut [U]) {
         y.iter_mut().zip(x).for_each(|(y, x)| *y = U::from_f32(x.to_f32()));
     }
@@ -98,34 +78,6 @@ impl Cpu {
             let out = unsafe { out.range(first, COLUMN_BLOCK.min(cols - first)) };
             column_block(self.features, x, cols, first, out, accumulate);
         });
-    }
-
-    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first. `x` are those of
-    /// a unit from element `start` on: leaves begin where they do in the unit.
-    ///
-    /// # Panics
-    /// If there are more than [`LEAVES`] leaves.
-    pub(crate) fn sum_of_squares(&self, x: &[f32], start: usize, leaf_len: usize) -> f64 {
-        let (first_leaf, missing) = (start / leaf_len.max(1), start % leaf_len.max(1));
-        let num_leaves = (missing + x.len()).div_ceil(leaf_len.max(1));
-        // On the stack, so that nothing is allocated.
-        let mut sums = [0.0_f64; LEAVES];
-        assert!(
-            first_leaf + num_leaves <= LEAVES,
-            "{} elements from {start} on are more than {LEAVES} leaves of {leaf_len}",
-            x.len()
-        );
-        let bound = |leaf: usize| (leaf * leaf_len).saturating_sub(missing).min(x.len());
-        let shared = SharedSlice::new(&mut sums);
-        self.for_row_blocks(num_leaves, leaf_len, |first, num_leaves| {
-            // SAFETY: blocks of leaves do not overlap.
-            let sums = unsafe { shared.range(first_leaf + first, num_leaves) };
-            for (sum, leaf) in sums.iter_mut().zip(first..) {
-                let leaf = &x[bound(leaf)..bound(leaf + 1)];
-                *sum = leaf.chunks(SQUARES_BLOCK).map(|x| f64::from(squares(self.features, x))).sum();
-            }
-        });
-        tree_sum(&mut sums)
     }
 
     /// `y = x`, elementwise, rounded to nearest even.

@@ -91,7 +91,7 @@ impl Cpu {
         };
         let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };
         self.scale(matrix, inverse);
-        let norm = self.sum_of_squares(matrix, 0, (rows * cols).div_ceil(crate::LEAVES)).sqrt();
+        let norm = self.sum_of_squares(matrix).value().sqrt();
         self.scale(matrix, 1.0 / (norm as f32 + NORM_EPSILON));
         let [a, b, c] = QUINTIC;
         let mut multiply = |size, factors: (Matrix<'_>, Matrix<'_>), out: &mut [f32]| {

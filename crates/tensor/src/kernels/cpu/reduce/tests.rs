@@ -4,7 +4,6 @@ use crate::kernels::cpu::test_support::{
     DTYPES, Exact, affordable, assert_close, cases, cpu, exactly, levels, narrow, not_finite, random, run,
     widen,
 };
-use crate::parameter_table::UnitInfo;
 use proptest::prelude::*;
 use trireme_base::{Bf16, F16};
 
@@ -95,60 +94,6 @@ fn what_is_not_finite_reaches_its_column_only() {
     for dtype in DTYPES {
         with_element!(dtype => |T| check::<T>());
     }
-}
-
-/// The sum, whose bits neither threads nor levels change, nor how many shards of whole leaves the buffer has.
-fn sum_of_squares(x: &[f32]) -> f64 {
-    let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements: x.len(), num_experts: 0 };
-    let shards = |cpu: &Cpu, num_shards: usize| {
-        let sum = |index| {
-            let shard = unit.shard(index, num_shards);
-            cpu.sum_of_squares(&x[shard.clone()], shard.start, unit.leaf_len())
-        };
-        let mut sums: Vec<f64> = (0..num_shards).map(sum).collect();
-        // Neighbours first, as ranks add.
-        while sums.len() > 1 {
-            sums = sums.chunks(2).map(|pair| pair[0] + pair[1]).collect();
-        }
-        sums[0]
-    };
-    let sums = levels().flat_map(|level| {
-        [(1, 1), (3, 1), (1, 2), (2, 4), (1, 64)].map(|(threads, parts)| shards(&cpu(level, threads), parts))
-    });
-    let sums: Vec<f64> = sums.collect();
-    let is_same = |sum: &f64| sum.to_bits() == sums[0].to_bits() || (sum.is_nan() && sums[0].is_nan());
-    assert!(sums.iter().all(is_same), "{sums:?}");
-    sums[0]
-}
-
-#[test]
-fn sums_of_squares_match_f64() {
-    for &len in affordable(&[0, 1, 15, 16, 17, 4095, 4097, 65_536, 65_537, 200_003], 5) {
-        for scale in [1.0, 1e-15, 1e15] {
-            let x: Vec<f32> = random(len, "x").iter().map(|x| scale * x).collect();
-            let exact: f64 = exactly(&x).iter().map(|x| x * x).sum();
-            let error = (sum_of_squares(&x) - exact).abs();
-            // Sixteen lanes of at most 4096 squares, which are summed in f32.
-            assert!(error <= 272.0 * 2.0_f64.powi(-24) * exact, "{len} of {scale:e}: off by {error:e}");
-        }
-    }
-}
-
-#[test]
-fn sums_of_squares_overflow_vanish_and_keep_what_is_not_finite() {
-    let with = |place: usize, value: f32| {
-        let mut x = vec![1.0; 5000];
-        x[place] = value;
-        sum_of_squares(&x)
-    };
-    for place in [0, 17, 4095, 4096, 4999] {
-        assert!(with(place, f32::NAN).is_nan());
-        for value in [f32::INFINITY, f32::NEG_INFINITY, 2e19, f32::MAX] {
-            assert_eq!(with(place, value), f64::INFINITY, "{value:e} at {place}");
-        }
-        assert_eq!(with(place, 1e-40), 4999.0, "squares of subnormal values are zero");
-    }
-    assert_eq!(sum_of_squares(&[1e-20; 40]), 40.0 * f64::from(1e-20_f32 * 1e-20), "subnormal squares count");
 }
 
 /// Values of every kind: all that 16 bits hold, what lies halfway between two of them, and its neighbours.
