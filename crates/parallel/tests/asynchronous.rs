@@ -172,8 +172,66 @@ fn a_double_buffer_has_the_same_bits_on_any_number_of_ranks() {
     }
 }
 
+/// Steps with a learning rate each.
+fn run_at(executor: &mut Executor, first: usize, rates: &[f64], grad_norm: GradNorm) -> Vec<StepOutcome> {
+    let num_microbatches = executor.program().outline.microbatches_per_step();
+    let batch = |index: usize| -> Batch {
+        let step = (first + index / num_microbatches) as u64;
+        random_batch(executor.device(), SHAPE, 61, step, index % num_microbatches)
+    };
+    let batches: Vec<Batch> = (0..executor.program().outline.num_microbatches).map(batch).collect();
+    let plan = |(index, &lr): (usize, &f64)| StepPlan { step: (first + index) as u64, lr, grad_norm };
+    let plans: Vec<StepPlan> = rates.iter().enumerate().map(plan).collect();
+    let mut outcomes = Vec::new();
+    executor.run_steps(&plans, &mut batches.into_iter(), &mut outcomes).unwrap();
+    outcomes
+}
+
+/// Of schedules in which the norm of the step before is known, and one in which only that of two steps before is.
 #[test]
-fn a_rank_clips_by_the_norm_of_its_units() {
+fn ranks_clip_by_the_norm_of_all_gradients_of_an_earlier_step() {
+    const CLIP: f64 = 0.4;
+    const FIRST: [f64; 2] = [0.9, 1.7];
+    for (kind, num_ranks, num_microbatches, lag) in
+        [(Kind::PipeDream2Bw, 2, 2, 1), (Kind::PipeDream, 3, 2, 1), (Kind::PipeDream, 3, 1, 2)]
+    {
+        let layout = layout(Some(Pipeline { kind, num_ranks, stages_per_rank: 1 }));
+        let new = |group: Group| {
+            let mut executor = laid_out(&model(), group, 1, num_microbatches, &layout);
+            executor.restore_earlier_norms(&FIRST);
+            executor
+        };
+        let firsts = [1, 1 + ASYNCHRONOUS_STEPS];
+        let clipped = run_ranks(num_ranks, |group| {
+            let mut executor = new(group);
+            let mut norms = Vec::new();
+            for first in firsts {
+                let outcomes = run_at(&mut executor, first, &[LR; ASYNCHRONOUS_STEPS], GradNorm::Clip(CLIP));
+                norms.extend(outcomes.iter().map(|outcome| outcome.grad_norm.unwrap()));
+            }
+            assert_eq!(executor.earlier_norms(), norms[norms.len() - lag..]);
+            (norms, parameters(&mut executor))
+        });
+        assert!(clipped.iter().all(|(norms, _)| *norms == clipped[0].0), "ranks agree");
+        // The same steps without clipping, at lower rates.
+        let norms: Vec<f64> = FIRST[2 - lag..].iter().chain(&clipped[0].0).copied().collect();
+        assert!(norms.iter().any(|norm| *norm > CLIP));
+        let rates: Vec<f64> = norms.iter().map(|norm| LR * (CLIP / norm).min(1.0)).collect();
+        let slower = run_ranks(num_ranks, |group| {
+            let mut executor = new(group);
+            for (first, rates) in firsts.into_iter().zip(rates.chunks(ASYNCHRONOUS_STEPS)) {
+                run_at(&mut executor, first, rates, GradNorm::Measure);
+            }
+            parameters(&mut executor)
+        });
+        let apart = clipped[0].1.iter().zip(&slower[0]).map(|(left, right)| (left - right).abs());
+        let apart = apart.fold(0.0, f32::max);
+        assert!(apart < 1e-5, "{kind}, {num_ranks} ranks: {apart}");
+    }
+}
+
+#[test]
+fn a_norm_above_all_others_clips_nothing() {
     let pipeline = Some(Pipeline { kind: Kind::PipeDream2Bw, num_ranks: 2, stages_per_rank: 1 });
     let run = |grad_norm| found(&layout(pipeline), 2, 2, grad_norm);
     let (unclipped, clipped) = (run(GradNorm::Clip(1e9)), run(GradNorm::Clip(0.1)));

@@ -43,6 +43,9 @@ pub(crate) struct TrainingState {
     /// Whose state is among the tensors, in checkpoints of runs that compress gradients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) compression: Option<CompressionState>,
+    /// The norms that the next steps clip by, as the bits of f64, in pipelines that do not drain.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) earlier_norms: Vec<u64>,
 }
 
 impl TrainingState {
@@ -67,6 +70,10 @@ impl TrainingState {
         }
         if state.loss_scaler.skipped_steps > state.step {
             return Err(serde_json::Error::custom("more steps were skipped than trained"));
+        }
+        let is_norm = |bits: &u64| (0.0..f64::INFINITY).contains(&f64::from_bits(*bits));
+        if !state.earlier_norms.iter().all(is_norm) {
+            return Err(serde_json::Error::custom("a norm of earlier gradients is no finite number"));
         }
         if let Some(compression) = &state.compression {
             compression.check().map_err(serde_json::Error::custom)?;
@@ -135,7 +142,9 @@ pub(crate) fn write_checkpoint(
     let (config_toml, of_task) = (config.to_toml(), task.files());
     let mut files = vec![ExtraFile { name: "config.toml", contents: config_toml.as_bytes() }];
     files.extend(of_task.iter().map(|file| ExtraFile { name: file.name, contents: &file.contents }));
-    let state = &TrainingState { compression: CompressionState::of(executor), ..state.clone() };
+    let earlier_norms = executor.earlier_norms().into_iter().map(f64::to_bits).collect();
+    let state =
+        &TrainingState { compression: CompressionState::of(executor), earlier_norms, ..state.clone() };
     let state_json = serde_json::to_value(state).expect("a state has only texts and numbers");
     let snapshot =
         Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };

@@ -40,6 +40,7 @@ pub(crate) fn resume(
         samples: train.identity(),
         loss_scaler: executor.loss_scaler().state(),
         compression: None,
+        earlier_norms: Vec::new(),
     };
     let checkpoint = find_resume(config, executor.group(), observer)?;
     let state = match &checkpoint {
@@ -232,6 +233,8 @@ fn restore(
     state.check_order(expected, path)?;
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
+    let norms: Vec<f64> = state.earlier_norms.iter().map(|&bits| f64::from_bits(bits)).collect();
+    executor.restore_earlier_norms(&norms);
     let model = executor.model().clone();
     task.check(checkpoint)?;
     let weights = checked_weights(&checkpoint.weights(), &model)?;

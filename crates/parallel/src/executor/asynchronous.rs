@@ -1,9 +1,10 @@
 //! Programs of several steps, of a pipeline that does not drain between updates.
 //!
-//! A rank updates its units as soon as their gradients are there, whatever the other ranks are at. So a gradient's norm, and with
-//! it the clipping, is that of the rank's units; what is told of a step is known when the program has ended.
+//! A rank updates its units as soon as their gradients are there, whatever the other ranks are at. So it clips by the norm of all gradients of an
+//! earlier step; what is told of a step is known when the program has ended.
 
 use super::Executor;
+use super::earlier_norms::EarlierNorms;
 use crate::error::ParallelError;
 use crate::parameters::RankParameters;
 use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
@@ -21,6 +22,8 @@ pub(super) struct Updates {
     settings: Option<(usize, StepSettings)>,
     /// By step, squares of the norms of this rank's gradients. Present while they are not being summed.
     squares: Option<Buffer<f64>>,
+    /// What to clip by.
+    pub(super) norms: EarlierNorms,
 }
 
 /// Versions are counted by the updates of the program that made them.
@@ -37,13 +40,20 @@ struct UnitVersions {
 
 impl Updates {
     /// Of the programs of `outline`, if they do not drain between updates.
-    pub(super) fn new(outline: &Outline, pipeline: &Group) -> Result<Option<Self>, ParallelError> {
+    pub(super) fn new(
+        outline: &Outline,
+        pipeline: &Group,
+        device: &Device,
+    ) -> Result<Option<Self>, ParallelError> {
         if outline.asynchronous.is_none() {
             return Ok(None);
         }
         let unit = |_| UnitVersions { read: vec![0; outline.num_microbatches], ..UnitVersions::default() };
         let units = (0..outline.chain.num_units).map(unit).collect();
-        Ok(Some(Updates { units, settings: None, squares: Some(pipeline.buffer(outline.num_steps())?) }))
+        let squares = Some(pipeline.buffer(outline.num_steps())?);
+        let norms = EarlierNorms::new(outline, pipeline)?;
+        device.staging().take(Category::Communication, norms.fixed_bytes())?;
+        Ok(Some(Updates { units, settings: None, squares, norms }))
     }
 
     /// Forward of a unit begins.
@@ -153,6 +163,11 @@ impl Executor {
             let updates = self.updates.as_mut().expect("the program does not drain");
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
             found = Some(norm);
+            if matches!(plan.grad_norm, GradNorm::Clip(_)) {
+                // Before the first steps of a run there is none but this rank's own.
+                let earlier = updates.norms.next(norm * norm, &mut waiting)?;
+                found = earlier.or(found);
+            }
         }
         self.timeline.has_waited(waiting.total() - waited);
         self.waiting = waiting;
@@ -174,6 +189,7 @@ impl Executor {
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);
         // Before anything else of all ranks: those that report have sent theirs or, on a device that works later, send them here.
         let losses = means.wait(&mut waiting)?;
+        updates.norms.wait(0, &mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");
         let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
         let comm_exposed = waiting.total() / plans.len() as u32;

@@ -2,6 +2,7 @@
 
 mod asynchronous;
 mod dry;
+mod earlier_norms;
 mod finishing;
 mod generation;
 mod loading;
@@ -166,7 +167,7 @@ impl Executor {
             .expert_state()
             .map(|state| ShardExchange::new(&ranks, state, outline, &optimizer_device, device));
         let means = Means::new(outline, &ranks, &rehearsal, device)?;
-        let updates = Updates::new(outline, ranks.pipeline())?;
+        let updates = Updates::new(outline, ranks.pipeline(), device)?;
         let squares = Squares::new(table, &ranks, device)?;
         let fp8 =
             options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;
@@ -322,6 +323,18 @@ impl Executor {
     /// How gradients, or momentum in their place, are compressed.
     pub fn compression(&self) -> Compression {
         self.options.compression
+    }
+
+    /// The norms that the next steps clip by, the newest last, in a pipeline that does not drain between updates and has clipped; they are part of what determines these steps.
+    pub fn earlier_norms(&self) -> Vec<f64> {
+        self.updates.iter().flat_map(|updates| updates.norms.known()).collect()
+    }
+
+    /// Takes over the [norms](Executor::earlier_norms) of another run.
+    pub fn restore_earlier_norms(&mut self, norms: &[f64]) {
+        if let Some(updates) = &mut self.updates {
+            updates.norms.restore(norms);
+        }
     }
 
     /// The compressors of the units whose gradients are compressed, each with the unit's name.

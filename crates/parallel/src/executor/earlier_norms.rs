@@ -1,0 +1,79 @@
+//! Norms of all gradients of earlier steps, by which a pipeline clips that does not drain between updates.
+
+use crate::error::ParallelError;
+use crate::waiting::Waiting;
+use std::collections::VecDeque;
+use trireme_base::ReduceOp;
+use trireme_comm::{Buffer, Group, Work};
+use trireme_schedule::Outline;
+
+/// The norms of all gradients of the steps before, as far as they are needed.
+///
+/// A rank that waited for the norm of the step that it updates by would wait for ranks that are behind it. The norm of `lag` steps before is there without a wait:
+/// the rank's update of a step comes after its backward of that step, which `(P - 1) / M` steps of the other ranks precede, of `P` ranks and `M` microbatches a
+/// step. `lag` is that, rounded up, and at least one.
+pub(super) struct EarlierNorms {
+    /// The ranks of the pipeline, for these sums alone: ranks come to them between different others of its operations.
+    group: Group,
+    lag: usize,
+    /// The last ones, the newest last; at most `lag`.
+    known: VecDeque<f64>,
+    /// Squares of the steps after those.
+    under_way: VecDeque<Work<Buffer<f64>>>,
+    spare: Vec<Buffer<f64>>,
+}
+
+impl EarlierNorms {
+    pub(super) fn new(outline: &Outline, pipeline: &Group) -> Result<Self, ParallelError> {
+        let group = pipeline.split_by("norms", |_| 0)?;
+        let lag = (group.world_size() - 1).div_ceil(outline.microbatches_per_step()).max(1);
+        Ok(EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() })
+    }
+
+    /// Bytes that its group takes.
+    pub(super) fn fixed_bytes(&self) -> usize {
+        self.group.fixed_bytes()
+    }
+
+    /// Starts to sum the squares of a step over all ranks, of which `own` is this rank's. The norm of `lag` steps before, unless there
+    /// was no such step.
+    pub(super) fn next(&mut self, own: f64, waiting: &mut Waiting) -> Result<Option<f64>, ParallelError> {
+        let mut square = match self.spare.pop() {
+            Some(square) => square,
+            None => self.group.buffer(1)?,
+        };
+        square[0] = own;
+        self.under_way.push_back(self.group.all_reduce(square, ReduceOp::Sum));
+        self.wait(self.lag, waiting)?;
+        let place = (self.known.len() + self.under_way.len()).checked_sub(self.lag + 1);
+        Ok(place.map(|place| self.known[place]))
+    }
+
+    /// Waits until no more than `num_left` sums are under way.
+    pub(super) fn wait(&mut self, num_left: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        while self.under_way.len() > num_left {
+            let square = waiting.wait(self.under_way.pop_front().expect("there are more"))?;
+            self.push(square[0].sqrt());
+            self.spare.push(square);
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, norm: f64) {
+        self.known.push_back(norm);
+        if self.known.len() > self.lag {
+            self.known.pop_front();
+        }
+    }
+
+    /// Those that are known, the newest last.
+    pub(super) fn known(&self) -> impl Iterator<Item = f64> + '_ {
+        self.known.iter().copied()
+    }
+
+    /// Takes over what another run knew.
+    pub(super) fn restore(&mut self, norms: &[f64]) {
+        self.known.clear();
+        norms.iter().for_each(|&norm| self.push(norm));
+    }
+}
