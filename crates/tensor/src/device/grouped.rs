@@ -132,7 +132,7 @@ impl Device {
     }
 
     /// How many of `num_rows` rows are of no group, as `out` (`[1]`, f32).
-    pub(crate) fn rows_of_no_group(&self, starts: View<'_>, num_rows: usize, out: ViewMut<'_>) {
+    pub fn rows_of_no_group(&self, starts: View<'_>, num_rows: usize, out: ViewMut<'_>) {
         let cost = Cost::ZERO.reads(starts.num_bytes()).writes(out.num_bytes());
         let (starts, mut out) = (starts.place(), out.into_place());
         self.issue("rows_of_no_group", cost, move |cpu| {

@@ -36,13 +36,16 @@ fn rows_are_ordered_by_group_and_as_they_were() {
 fn rows_beyond_a_limit_are_of_no_group() {
     let groups = [2_u32, 2, 0, 2, 1, 1, 1, 1, 2, 0, 0];
     for (num_together, capacity) in [(4, 1), (4, 2), (11, 3), (3, 3), (5, 2)] {
-        let [starts, order, places] = on_all(|device| {
+        let ([starts, order, places], dropped) = on_all(|device| {
             let [mut starts, mut order, mut places] =
                 [4, groups.len(), groups.len()].map(|len| empty(device, [len], DType::U32));
             let (groups, limit) = (ids(device, &groups), GroupLimit { num_together, capacity });
             let rows = [order.view_mut(), places.view_mut()];
             device.group_rows((groups.view(), limit), starts.view_mut(), rows);
-            [starts, order, places].map(|ids| device.read::<u32>(ids.view()))
+            let mut dropped = empty(device, [1], DType::F32);
+            device.rows_of_no_group(starts.view(), places.shape().num_elements(), dropped.view_mut());
+            let read = [starts, order, places].map(|ids| device.read::<u32>(ids.view()));
+            (read, device.read::<f32>(dropped.view()))
         });
         let is_kept = |row: usize| {
             let first = row / num_together * num_together;
@@ -54,6 +57,7 @@ fn rows_beyond_a_limit_are_of_no_group() {
         assert_eq!(order, expected.iter().map(|&row| row as u32).collect::<Vec<_>>());
         assert!((0..groups.len()).all(|row| order[places[row] as usize] == row as u32));
         let before = |end| (0..groups.len()).filter(|&row| group(row) < end).count() as u32;
+        assert_eq!(dropped, [(0..groups.len()).filter(|&row| !is_kept(row)).count() as f32]);
         assert_eq!(starts, (0..4).map(before).collect::<Vec<_>>(), "{num_together}, {capacity}");
     }
 }

@@ -4,8 +4,8 @@ use crate::{PRECISIONS, check, no_parameters, op, product};
 use std::sync::Arc;
 use trireme_base::{Category, DType};
 use trireme_tensor::tape::{
-    BalanceLoss, CombineRows, GroupRows, LatentHeads, PeakLoad, Recorder, Recording, RotaryTable, Router,
-    RouterEntropy, RouterZLoss, Sigmoid, Softmax, SpreadRows, TopK,
+    BalanceLoss, Capacity, CombineRows, DroppedChoices, GroupRows, LatentHeads, PeakLoad, Recorder,
+    Recording, RotaryTable, Router, RouterEntropy, RouterZLoss, Sigmoid, Softmax, SpreadRows, TopK,
 };
 use trireme_tensor::{
     Choice, ChosenGroups, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, LatentHeadShape,
@@ -286,6 +286,9 @@ fn losses_that_balance_experts() {
         let scores = recorder.apply(&Softmax, [&x]).unwrap();
         recorder.apply_metric("entropy", &RouterEntropy, [&scores]).unwrap();
         recorder.apply_metric("peak", op(PeakLoad { num_experts }), [&ids]).unwrap();
+        let groups = GroupRows { num_groups: num_experts, capacity: Some(Capacity { factor: 0.5 }) };
+        let groups: Vec<Var> = recorder.apply_many(op(groups), [&ids]).unwrap().collect();
+        recorder.apply_metric("drops", &DroppedChoices, [&groups[0], &groups[1]]).unwrap();
         recorder.apply_auxiliary_loss("balance", &BalanceLoss, (scores, ids), weight).unwrap();
         assert!(tape.loss().is_none());
         let means: Vec<f64> = tape
@@ -304,7 +307,12 @@ fn losses_that_balance_experts() {
         (means, grad)
     };
     let (means, grads) = run(0.5);
-    let expected = [entropy(&with_ids, &[])[0], 1.5, balance(&with_ids, &[])[0]];
+    let capacity = choices.len().div_ceil(2 * num_experts);
+    let load = |expert: usize| choices.iter().filter(|&&id| id as usize == expert).count();
+    let num_dropped: usize = (0..num_experts).map(|expert| load(expert).saturating_sub(capacity)).sum();
+    let dropped = num_dropped as f64 / choices.len() as f64;
+    assert!(dropped > 0.0);
+    let expected = [entropy(&with_ids, &[])[0], 1.5, dropped, balance(&with_ids, &[])[0]];
     assert!(means.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-6), "{means:?}, {expected:?}");
     let (again, doubled) = run(1.0);
     assert_eq!(again, means, "the weight is that of the gradient");
