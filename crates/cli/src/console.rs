@@ -9,6 +9,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use trireme_base::Rank;
 use trireme_comm::CommError;
 use trireme_train::metrics::{LogLine, StepRecord};
 use trireme_train::{Observer, RunFacts, TrainError};
@@ -171,6 +172,10 @@ impl Observer for Console {
         if self.is_root {
             self.line(&format!("note: {text}"));
         }
+    }
+
+    fn notice_of_worker(&mut self, rank: Rank, text: &str) {
+        self.line(&format!("note: worker {rank}: {text}"));
     }
 
     fn begin(&mut self, facts: &RunFacts) {

@@ -69,6 +69,16 @@ pub struct UnitRehearsal {
     pub exchanges: PassExchanges,
 }
 
+impl UnitRehearsal {
+    /// Whether its experts take no more rows than a capacity allows: then it reports how many are dropped.
+    pub fn has_capacity(&self) -> bool {
+        self.reports.iter().any(|report| report.metric == Some(EXPERT_DROPS))
+    }
+}
+
+/// The part of the choices of experts that a capacity drops.
+pub(crate) const EXPERT_DROPS: &str = "expert_drops";
+
 /// A mean over rows that a unit reports of each microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Report {

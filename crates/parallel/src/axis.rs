@@ -149,10 +149,12 @@ impl<T: Stored> Lane<T> {
         kind: ExchangeKind,
         term: Tensor,
     ) -> Result<PendingExchange, ParallelError> {
-        match term.into_lent() {
-            Ok(memory) => self.issue(kind, self.memory.take_back(memory)),
-            Err(term) => self.start(device, kind, term.view()),
+        // What others have lent, such as files of activations that a budget has no room for, is copied like a device's memory.
+        if !term.lent_memory().is_some_and(|memory| self.memory.has_lent(memory)) {
+            return self.start(device, kind, term.view());
         }
+        let memory = term.into_lent().expect("it was seen to be lent");
+        self.issue(kind, self.memory.take_back(memory))
     }
 
     /// Starts the exchange of what lies in memory of the group.

@@ -54,6 +54,13 @@ impl<T: Stored> ExchangePool<T> {
         Tensor::lent(memory, shape, T::DTYPE)
     }
 
+    /// Whether the memory is this pool's.
+    pub(crate) fn has_lent(&self, memory: &dyn LentMemory) -> bool {
+        let memory = (memory as &dyn Any).downcast_ref::<ExchangeMemory<T>>();
+        let owner = memory.and_then(|memory| memory.owner.as_ref());
+        owner.is_some_and(|owner| Arc::ptr_eq(&owner.spare, &self.spare))
+    }
+
     /// Takes back the buffer of a tensor that fills it.
     ///
     /// # Panics

@@ -291,6 +291,13 @@ impl RankGrid {
         Ok(())
     }
 
+    /// Makes another group of the pipeline's ranks, for operations that they come to between different others; collective over all ranks.
+    pub(crate) fn split_pipeline(&mut self, name: &str) -> Result<Arc<Group>, ParallelError> {
+        let group = Arc::new(self.pipeline.split_by(name, |_| 0)?);
+        self.groups.push(Arc::clone(&group));
+        Ok(group)
+    }
+
     /// The ranks of the tensor axis that hold the same elements of a parameter, if `num_holders` do, which are several.
     ///
     /// # Panics

@@ -531,7 +531,7 @@ mod tests {
         assert_eq!(tensor.extents(&mesh, Rank(1)), Ok(vec![Extent::whole(&[4])]));
         tensor.placements = vec![Placement::Shard { dim: 1 }];
         assert!(matches!(tensor.extents(&mesh, Rank(0)), Err(PlacementError::NoSuchDim { dim: 1, .. })));
-        for bounds in [vec![], vec![0, 4], vec![0, 2, 3], vec![1, 2, 4], vec![0, 5, 4]] {
+        for bounds in [vec![], vec![0, 1, 2, 4], vec![0, 2, 3], vec![1, 2, 4], vec![0, 5, 4]] {
             tensor.placements = vec![Placement::Ragged { bounds }];
             assert!(matches!(tensor.extents(&mesh, Rank(0)), Err(PlacementError::WrongBounds { .. })));
         }

@@ -14,7 +14,7 @@ mod timeline;
 mod usage;
 
 pub use offload::{MemoryBounds, Placing, Traffic, fit_places};
-pub use recomputation::{Choice, Room, choose_keeps, fit_keeps};
+pub use recomputation::{Choice, Room, choose_keeps, fit_keeps, fit_keeps_in_flight};
 pub use report::table;
 pub use sizes::{BatchMemory, StateSizes, UnitSizes};
 pub use step_time::{Rates, StepTime, step_time};

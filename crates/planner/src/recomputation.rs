@@ -1,5 +1,9 @@
 //! The least recomputation that fits into a given memory.
 
+mod in_flight;
+
+pub use in_flight::fit_keeps_in_flight;
+
 use crate::offload::MemoryBounds;
 use crate::sizes::BatchMemory;
 use crate::usage::{DryRun, Prediction};

@@ -33,6 +33,8 @@ pub struct Prediction {
     pub at_peak: CategoryBytes,
     /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
     pub line: usize,
+    /// The most that all but activations take at a time.
+    pub others: usize,
     /// The host's memory that state takes, which lives there or passes through it, at most.
     pub host: usize,
     /// The peak of all categories, without memory of other ranks that this one maps: what the rank adds to the memory in use

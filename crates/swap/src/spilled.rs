@@ -1,6 +1,7 @@
 use crate::SwapError;
 use crate::{raw, space};
 use memmap2::MmapMut;
+use std::io::{self, Read};
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::sync::Arc;
@@ -17,8 +18,12 @@ impl SpilledMemory {
     /// # Errors
     /// A folder where no file can be made, or too little space there.
     pub fn new(folder: &Path, num_bytes: usize) -> Result<Self, SwapError> {
-        let (file, _) = space::create(folder, num_bytes as u64)?;
+        let (mut file, is_reserved) = space::create(folder, num_bytes as u64)?;
         let fail = |source| SwapError::Create { folder: folder.to_owned(), source: Arc::new(source) };
+        if !is_reserved {
+            // A page without a block on a full disk would end the process.
+            io::copy(&mut io::repeat(0).take(num_bytes as u64), &mut file).map_err(fail)?;
+        }
         Ok(SpilledMemory(raw::map(&file).map_err(fail)?))
     }
 }

@@ -270,13 +270,14 @@ impl Device {
         Ok(self.arena.check_room(num_bytes, category)?)
     }
 
-    /// Lets activations that the budget has no room for lie elsewhere from now on. A device has one such place; later ones are not used.
+    /// Lets activations that the budget has no room for lie elsewhere from now on. `others` are the bytes that everything else takes at most, which activations leave free.
+    /// A device has one such place; later ones are not used.
     ///
     /// # Panics
     /// If kernels do not [reach the host's memory](Device::reaches_host).
-    pub fn overflow_to(&self, overflow: Arc<dyn Overflow>) {
+    pub fn overflow_to(&self, overflow: Arc<dyn Overflow>, others: usize) {
         assert!(self.reaches_host, "kernels work with memory of their device alone");
-        self.arena.overflow_to(overflow);
+        self.arena.overflow_to(overflow, others);
     }
 
     /// A tensor with unspecified contents.

@@ -78,6 +78,11 @@ impl MemoryCounter {
         }
     }
 
+    /// Bytes that are never passed, if there is such a bound.
+    pub fn budget(&self) -> Option<usize> {
+        self.budget
+    }
+
     /// Counts `bytes` that are about to be taken for `category`.
     ///
     /// # Errors

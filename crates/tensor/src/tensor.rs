@@ -58,13 +58,17 @@ impl Drop for LentGuard {
 }
 
 impl Memory {
-    /// The arena's, or what lies elsewhere if its budget is used up.
+    /// The arena's, or what lies elsewhere if its budget has no room.
     fn take(arena: &Arc<Arena>, num_bytes: usize, category: Category) -> Result<Self, OutOfMemory> {
+        let overflow =
+            || arena.overflow(num_bytes, category).map(|memory| Memory::Lent(LentGuard(Some(memory))));
+        if arena.is_overflowing(num_bytes, category)
+            && let Some(memory) = overflow()
+        {
+            return Ok(memory);
+        }
         match arena.take(num_bytes, category) {
-            Err(OutOfMemory::Budget(error)) => match arena.overflow(num_bytes, category) {
-                Some(memory) => Ok(Memory::Lent(LentGuard(Some(memory)))),
-                None => Err(error.into()),
-            },
+            Err(OutOfMemory::Budget(error)) => overflow().ok_or(error.into()),
             taken => Ok(Memory::Block(taken?)),
         }
     }
@@ -89,6 +93,14 @@ impl Tensor {
     pub fn lent(memory: Box<dyn LentMemory>, shape: Shape, dtype: DType) -> Self {
         assert_eq!(Some(memory.bytes().len()), shape.num_bytes(dtype), "{shape:?}");
         Tensor { memory: Memory::Lent(LentGuard(Some(memory))), shape, dtype }
+    }
+
+    /// The memory that was [lent](Tensor::lent), if it was.
+    pub fn lent_memory(&self) -> Option<&dyn LentMemory> {
+        match &self.memory {
+            Memory::Lent(guard) => guard.0.as_deref(),
+            Memory::Block(_) => None,
+        }
     }
 
     /// The memory that was [lent](Tensor::lent).

@@ -1,6 +1,6 @@
 //! What a run keeps in its checkpoints.
 
-use crate::compression::{CompressionState, compressor_bytes, compressor_placements};
+use crate::compression::{CompressionState, CompressorStates, compressor_bytes};
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
@@ -137,14 +137,18 @@ pub(crate) fn write_checkpoint(
             (entries.len()..tensors.len()).enumerate().map(|(layer, _)| Entry::AmaxHistory { layer }),
         );
     }
-    tensors.extend(compressor_placements(executor, &mesh));
-    entries.extend((entries.len()..tensors.len()).enumerate().map(|(index, _)| Entry::Compressor { index }));
+    let compressors = CompressorStates::gather(executor)?;
+    tensors.extend(compressors.placements(&mesh));
+    entries.extend(compressors.own_places(executor).map(|index| Entry::Compressor { index }));
     let (config_toml, of_task) = (config.to_toml(), task.files());
     let mut files = vec![ExtraFile { name: "config.toml", contents: config_toml.as_bytes() }];
     files.extend(of_task.iter().map(|file| ExtraFile { name: file.name, contents: &file.contents }));
     let earlier_norms = executor.earlier_norms().into_iter().map(f64::to_bits).collect();
-    let state =
-        &TrainingState { compression: CompressionState::of(executor), earlier_norms, ..state.clone() };
+    let state = &TrainingState {
+        compression: CompressionState::of(executor, &compressors),
+        earlier_norms,
+        ..state.clone()
+    };
     let state_json = serde_json::to_value(state).expect("a state has only texts and numbers");
     let snapshot =
         Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };
@@ -166,8 +170,8 @@ enum Entry {
     OptimizerState { unit: usize, index: usize },
     /// Of fp8.
     AmaxHistory { layer: usize },
-    /// By its place among all that compressors keep.
-    Compressor { index: usize },
+    /// By its place among all that compressors of this rank keep, if it is one of theirs.
+    Compressor { index: Option<usize> },
 }
 
 /// The tensors of a run. Of state that lives on a disk a unit's is in memory at a time.
@@ -251,7 +255,9 @@ impl TensorSource for RunTensors<'_> {
                 let state = executor.fp8_state().expect("only fp8 has histories");
                 write(bytemuck::cast_slice(state.history(layer).0))
             }
-            Entry::Compressor { index } => write(compressor_bytes(executor, index)),
+            Entry::Compressor { index } => {
+                write(index.map_or(&[], |index| compressor_bytes(executor, index)))
+            }
         }
     }
 }

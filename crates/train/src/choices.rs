@@ -32,8 +32,10 @@ impl StepChoices {
     /// If there are fewer units than stages, or than the config cuts at; or the file of the schedule cannot be read.
     pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
         let keeps = given_keeps(config, passes);
-        let stages = cut_stages(config, passes, &keeps)?;
-        Ok(StepChoices { keeps, state: given_state(config), stages, schedule: read_schedule(config)? })
+        let schedule = read_schedule(config)?;
+        let num_stages = schedule.as_ref().map_or(config.num_stages(), Schedule::num_stages);
+        let stages = cut_stages(config, num_stages, passes, &keeps)?;
+        Ok(StepChoices { keeps, state: given_state(config), stages, schedule })
     }
 
     /// The stages of a pipeline; all units as one stage without one.

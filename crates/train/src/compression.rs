@@ -6,19 +6,23 @@ use serde::{Deserialize, Serialize};
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{Checkpoint, OPTIMIZER_PREFIX, StoredTensors};
 use trireme_comm::{CodecName, Compressor, StateCopy, StateValues};
-use trireme_parallel::Executor;
+use trireme_parallel::{Executor, ParallelError};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 
 /// What a compressor keeps that differs from rank to rank.
 const PER_RANK: [&str; 3] = ["residual", "velocity", "second_moment"];
 
 /// Says what the codec does in this run.
-pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observer) {
+///
+/// # Errors
+/// What ends a group: ranks of a pipeline tell each other. Collective.
+pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observer) -> Result<(), TrainError> {
     let (compression, world_size) = (executor.compression(), executor.ranks().data().world_size());
-    let (num_compressed, num_units) = (executor.compressors().count(), executor.model().num_units());
     if compression.codec() == CodecName::None {
-        return;
+        return Ok(());
     }
+    let num_compressed = CompressorStates::gather(executor)?.num_compressed;
+    let num_units = executor.model().num_units();
     let has_momentum = executor.optimizer().exchanges_momentum();
     observer.notice(&match (world_size, num_compressed) {
         (1, _) => format!("compression {}: a single worker sends nothing, so nothing is compressed", compression.codec()),
@@ -34,6 +38,7 @@ pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observe
             "gradients of {num_compressed} of {num_units} units are compressed by {compression}: sums are approximate"
         ),
     });
+    Ok(())
 }
 
 /// Whose state is among a checkpoint's tensors.
@@ -50,8 +55,10 @@ pub(crate) struct CompressionState {
 
 impl CompressionState {
     /// That of this run, if gradients are compressed in it.
-    pub(crate) fn of(executor: &Executor) -> Option<Self> {
-        executor.compressors().next()?;
+    pub(crate) fn of(executor: &Executor, states: &CompressorStates) -> Option<Self> {
+        if states.num_compressed == 0 {
+            return None;
+        }
         let is_momentum = executor.optimizer().exchanges_momentum();
         Some(CompressionState {
             codec: executor.compression().codec().to_string(),
@@ -75,15 +82,55 @@ impl CompressionState {
     }
 }
 
-/// How what every compressor has kept lies in a checkpoint.
-pub(crate) fn compressor_placements(executor: &Executor, mesh: &Mesh) -> Vec<TensorPlacement> {
-    let of_unit = |(unit, compressor): (_, &Compressor)| -> Vec<TensorPlacement> {
-        compressor.state().map(|(name, values)| placement(unit, name, values, mesh)).collect()
-    };
-    executor.compressors().flat_map(of_unit).collect()
+/// The compressors of all ranks of the pipeline, and what they keep.
+pub(crate) struct CompressorStates {
+    num_compressed: usize,
+    states: Vec<CompressorState>,
 }
 
-/// What a compressor has kept, in the order of [`compressor_placements`].
+/// One vector that the compressor of a unit keeps.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct CompressorState {
+    unit: String,
+    name: String,
+    is_f32: bool,
+    len: usize,
+    /// The unit's place in the pipeline.
+    #[serde(skip)]
+    pipeline_rank: usize,
+}
+
+impl CompressorStates {
+    /// Has the ranks of the pipeline tell each other. Collective.
+    pub(crate) fn gather(executor: &Executor) -> Result<Self, TrainError> {
+        let own: Vec<CompressorState> = executor.compressors().flat_map(CompressorState::all).collect();
+        let own = serde_json::to_vec(&(executor.compressors().count(), own));
+        let own = own.expect("a state has only texts and numbers");
+        let mut all = CompressorStates { num_compressed: 0, states: Vec::new() };
+        let texts = executor.ranks().pipeline().all_gather_bytes(&own).wait().map_err(ParallelError::from)?;
+        for (pipeline_rank, text) in texts.iter().enumerate() {
+            let (num_compressed, states): (usize, Vec<CompressorState>) =
+                serde_json::from_slice(text).map_err(|_| TrainError::ForeignStages)?;
+            all.num_compressed += num_compressed;
+            all.states.extend(states.into_iter().map(|state| CompressorState { pipeline_rank, ..state }));
+        }
+        Ok(all)
+    }
+
+    /// How they lie in a checkpoint.
+    pub(crate) fn placements(&self, mesh: &Mesh) -> Vec<TensorPlacement> {
+        self.states.iter().map(|state| state.placement(mesh)).collect()
+    }
+
+    /// For each of them its place among those of this rank, if it is one.
+    pub(crate) fn own_places(&self, executor: &Executor) -> impl Iterator<Item = Option<usize>> {
+        let rank = executor.ranks().pipeline().rank().0;
+        let mut own = 0..;
+        self.states.iter().map(move |state| (state.pipeline_rank == rank).then(|| own.next()).flatten())
+    }
+}
+
+/// What a compressor of this rank has kept, by its place among all that they keep.
 pub(crate) fn compressor_bytes(executor: &Executor, index: usize) -> &[u8] {
     let mut values = executor.compressors().flat_map(|(_, compressor)| compressor.state());
     values.nth(index).expect("the compressor was listed").1.bytes()
@@ -93,23 +140,44 @@ fn name_prefix() -> String {
     format!("{OPTIMIZER_PREFIX}compression_")
 }
 
-/// Where what a compressor keeps lies: what is a rank's own is a row of a matrix, or that of ranks with the same part of parameters.
-fn placement(unit: &str, name: &str, values: StateValues<'_>, mesh: &Mesh) -> TensorPlacement {
-    let (dtype, len) = match values {
-        StateValues::F32(values) => (DType::F32, values.len()),
-        StateValues::U64(values) => (DType::U64, values.len()),
-    };
-    let full_name = format!("{}{name}.{unit}", name_prefix());
-    // What ranks with the same parameters have in common, those that hold parts of them do not.
-    let is_per_rank = PER_RANK.contains(&name);
-    let is_own = |axis: Axis, degree: usize| is_per_rank || axis == Axis::TENSOR && degree > 1;
-    let axes = mesh.axes().iter().map(|&(axis, degree)| (is_own(axis, degree), degree));
-    let own = axes.clone().filter(|(is_own, _)| *is_own);
-    let num_rows: usize = own.clone().map(|(_, degree)| degree).product();
-    let shape = if own.count() > 0 { vec![num_rows, len] } else { vec![len] };
-    let placements =
-        axes.map(|(is_own, _)| if is_own { Placement::Shard { dim: 0 } } else { Placement::Replicate });
-    TensorPlacement { name: full_name, shape, dtype, placements: placements.collect() }
+impl CompressorState {
+    /// What the compressor of a unit keeps.
+    fn all((unit, compressor): (&str, &Compressor)) -> Vec<Self> {
+        let of = |(name, values): (&str, StateValues<'_>)| {
+            let (is_f32, len) = match values {
+                StateValues::F32(values) => (true, values.len()),
+                StateValues::U64(values) => (false, values.len()),
+            };
+            CompressorState { unit: unit.to_owned(), name: name.to_owned(), is_f32, len, pipeline_rank: 0 }
+        };
+        compressor.state().map(of).collect()
+    }
+
+    /// Where it lies: what is a rank's own is a row of a matrix, or that of ranks with the same part of parameters.
+    fn placement(&self, mesh: &Mesh) -> TensorPlacement {
+        let CompressorState { unit, name, is_f32, len, pipeline_rank } = self;
+        let full_name = format!("{}{name}.{unit}", name_prefix());
+        // What ranks with the same parameters have in common, those that hold parts of them do not.
+        let is_per_rank = PER_RANK.contains(&&**name);
+        let is_own = |axis: Axis, degree: usize| {
+            axis != Axis::PIPELINE && (is_per_rank || axis == Axis::TENSOR && degree > 1)
+        };
+        let own = mesh.axes().iter().filter(|&&(axis, degree)| is_own(axis, degree));
+        let num_rows: usize = own.clone().map(|(_, degree)| degree).product();
+        let shape = if own.count() > 0 { vec![num_rows, *len] } else { vec![*len] };
+        let placement = |&(axis, degree): &(Axis, usize)| match axis {
+            Axis::PIPELINE => Placement::Single { rank: *pipeline_rank },
+            _ if is_own(axis, degree) => Placement::Shard { dim: 0 },
+            _ => Placement::Replicate,
+        };
+        let dtype = if *is_f32 { DType::F32 } else { DType::U64 };
+        TensorPlacement {
+            name: full_name,
+            shape,
+            dtype,
+            placements: mesh.axes().iter().map(placement).collect(),
+        }
+    }
 }
 
 /// Reads what every compressor has kept, if `checkpoint` has the state of this run's compressors; else says what is
@@ -121,12 +189,13 @@ pub(crate) fn read_compressors(
     observer: &mut dyn Observer,
 ) -> Result<(), TrainError> {
     let Some(saved) = saved else { return Ok(()) };
+    let states = CompressorStates::gather(executor)?;
     let (rank, mesh) = (executor.group().rank(), executor.ranks().mesh().clone());
     let is_kept = |name: &str| name.starts_with(&name_prefix());
     let stored = checkpoint.tensors().renamed(|name| is_kept(name).then(|| name.to_owned()))?;
-    if let Err(difference) = check_fits(saved, &stored, executor, &mesh) {
+    if let Err(difference) = check_fits(saved, &stored, executor, (&states, &mesh)) {
         let CompressionState { codec, world_size, .. } = saved;
-        let anew = match CompressionState::of(executor) {
+        let anew = match CompressionState::of(executor, &states) {
             Some(_) => ", and compression restarts with its warm-up",
             None => "",
         };
@@ -137,10 +206,11 @@ pub(crate) fn read_compressors(
         ));
         return Ok(());
     }
-    let own_scale = CompressionState::of(executor).map_or(1, |own| own.loss_scale);
+    let own_scale = CompressionState::of(executor, &states).map_or(1, |own| own.loss_scale);
     let factor = own_scale as f32 / saved.loss_scale as f32;
+    let pipeline_rank = executor.ranks().pipeline().rank().0;
     for (unit, compressor) in executor.compressors_mut() {
-        read_compressor(&stored, unit, compressor, rank, &mesh, checkpoint)?;
+        read_compressor(&stored, (unit, compressor), (rank, pipeline_rank), &mesh, checkpoint)?;
         compressor.rescale(factor);
     }
     Ok(())
@@ -151,9 +221,9 @@ fn check_fits(
     saved: &CompressionState,
     stored: &StoredTensors,
     executor: &Executor,
-    mesh: &Mesh,
+    (states, mesh): (&CompressorStates, &Mesh),
 ) -> Result<(), String> {
-    let Some(own) = CompressionState::of(executor) else {
+    let Some(own) = CompressionState::of(executor, states) else {
         return Err("this run does not compress".to_owned());
     };
     if (&own.codec, own.world_size) != (&saved.codec, saved.world_size) {
@@ -162,26 +232,22 @@ fn check_fits(
     if own.is_momentum != saved.is_momentum {
         return Err(format!("it is of {}, but this run compresses {}", saved.contents(), own.contents()));
     }
-    let expected = executor.compressors().flat_map(|(unit, compressor)| {
-        compressor.state().map(move |(name, values)| placement(unit, name, values, mesh))
-    });
-    let expected: Vec<TensorPlacement> = expected.collect();
     let differs =
         |_| format!("{} keeps different state, or layers are cut in another way", executor.compression());
-    stored.check_against(&expected).map_err(differs)
+    stored.check_against(&states.placements(mesh)).map_err(differs)
 }
 
 /// Reads what a compressor of `rank` has kept; names and shapes were checked.
 fn read_compressor(
     stored: &StoredTensors,
-    unit: &str,
-    compressor: &mut Compressor,
-    rank: Rank,
+    (unit, compressor): (&str, &mut Compressor),
+    (rank, pipeline_rank): (Rank, usize),
     mesh: &Mesh,
     checkpoint: &Checkpoint,
 ) -> Result<(), TrainError> {
-    let read = |(name, own): (&'static str, StateValues<'_>)| {
-        let placement = placement(unit, name, own, mesh);
+    let states = CompressorState::all((unit, compressor));
+    let read = |((name, own), state): ((&'static str, StateValues<'_>), CompressorState)| {
+        let placement = CompressorState { pipeline_rank, ..state }.placement(mesh);
         let extents = placement.extents(mesh, rank).expect("a state is placed on this mesh");
         let mut kept = StateCopy::from(own);
         // One box, or none.
@@ -190,7 +256,7 @@ fn read_compressor(
         }
         Ok::<_, TrainError>((name, kept))
     };
-    let kept = compressor.state().map(read).collect::<Result<Vec<_>, _>>()?;
+    let kept = compressor.state().zip(states).map(read).collect::<Result<Vec<_>, _>>()?;
     let values: Vec<_> = kept.iter().map(|(name, kept)| (*name, kept.values())).collect();
     compressor.load_state(&values).map_err(|source| TrainError::CompressionState {
         path: checkpoint.path().to_owned(),

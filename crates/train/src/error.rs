@@ -324,7 +324,7 @@ pub enum TrainError {
     /// More stages than units.
     #[error(
         "a pipeline of {num_stages} stages needs at least as many units, but the model has {num_units}; lower \
-         [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank"
+         [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank, or the stages of pipeline_parallel_schedule_file"
     )]
     TooManyStages {
         /// Stages.
@@ -343,6 +343,19 @@ pub enum TrainError {
         split_point: usize,
         /// Units.
         num_units: usize,
+    },
+    /// Not as many stages are cut as the schedule has.
+    #[error(
+        "the schedule's {num_stages} stages need {needed} split points, but [parallelism] pipeline_parallel_split_points has {found}; give the first \
+         unit of each stage after the first, or remove the key to divide the stages evenly"
+    )]
+    SplitPoints {
+        /// Stages of the schedule.
+        num_stages: usize,
+        /// One fewer.
+        needed: usize,
+        /// Those of the config.
+        found: usize,
     },
     /// Rank 0 has cut stages that this rank cannot read.
     #[error(
@@ -407,6 +420,12 @@ pub enum TrainError {
          share the weight ([model] tie_word_embeddings = false)"
     )]
     TiedVersions,
+    /// A pipeline whose parameters are sharded, and two units that share a weight.
+    #[error(
+        "two units share a weight (of a language model, the embedding and the head), but each worker of the pipeline shards only its own units; \
+         set [parallelism] zero_stage = 2, or do not share the weight ([model] tie_word_embeddings = false)"
+    )]
+    TiedShards,
     /// The pipeline's schedule.
     #[error(transparent)]
     Pipeline(#[from] GenerateError),

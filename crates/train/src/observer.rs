@@ -1,5 +1,6 @@
 use crate::metrics::StepRecord;
 use std::path::Path;
+use trireme_base::Rank;
 
 /// What is known of a run when its first step is about to begin.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,6 +31,11 @@ pub struct RunFacts {
 pub trait Observer {
     /// Something a user should know and that is no error.
     fn notice(&mut self, text: &str);
+
+    /// Something of the kind that concerns this worker alone, whose rank it is.
+    fn notice_of_worker(&mut self, rank: Rank, text: &str) {
+        self.notice(&format!("worker {rank}: {text}"));
+    }
 
     /// The first step is about to begin.
     fn begin(&mut self, facts: &RunFacts);

@@ -24,16 +24,14 @@ const PICTURE_COLUMNS: usize = 64;
 pub struct ScheduleSizes {
     /// Ranks of the pipeline.
     pub num_ranks: usize,
-    /// Stages of the model.
-    pub num_stages: usize,
     /// Microbatches of a step.
     pub num_microbatches: usize,
 }
 
 impl fmt::Display for ScheduleSizes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ScheduleSizes { num_ranks, num_stages, num_microbatches } = self;
-        write!(f, "workers {num_ranks}, stages {num_stages}, microbatches {num_microbatches}")
+        let ScheduleSizes { num_ranks, num_microbatches } = self;
+        write!(f, "workers {num_ranks}, microbatches {num_microbatches}")
     }
 }
 
@@ -52,7 +50,7 @@ pub enum ScheduleFileError {
     /// The schedule is made for another pipeline.
     #[error(
         "it is for {found}, but the pipeline of this run has {expected}; change the file, or [parallelism] \
-         pipeline_parallel_degree, pipeline_parallel_stages_per_rank and [training] global_batch_size"
+         pipeline_parallel_degree and [training] global_batch_size"
     )]
     SizesDiffer {
         /// What the file is for.
@@ -60,27 +58,38 @@ pub enum ScheduleFileError {
         /// What the run has.
         expected: ScheduleSizes,
     },
-    /// Stages are not dealt out evenly.
-    #[error("worker {rank} has {found} stages, but each worker must have {expected}")]
-    Uneven {
+    /// A worker has nothing to do.
+    #[error("worker {rank} has no stage; give it one, or lower [parallelism] pipeline_parallel_degree")]
+    Idle {
         /// The worker's place in the pipeline.
         rank: usize,
-        /// Stages that it has.
-        found: usize,
-        /// Stages that each has.
-        expected: usize,
     },
-    /// Several steps, or several versions of weights.
+    /// Other steps, or other versions of weights.
     #[error(
-        "it does not drain between steps; set pipeline_parallel_schedule = \"pipedream\" or \"pipedream-2bw\" instead"
+        "it has {}, but the config asks for {}; change the file, or [parallelism] pipeline_parallel_schedule (\"pipedream\" for stashed weights, \
+         \"pipedream-2bw\" for double-buffered ones, \"1f1b\" if the file drains after one step) and pipeline_parallel_drain_interval",
+        steps(*found), steps(*expected)
     )]
-    DoesNotDrain,
+    StepsDiffer {
+        /// Steps between drains, and the versions of weights, of the file.
+        found: (usize, WeightVersions),
+        /// Those of the config.
+        expected: (usize, WeightVersions),
+    },
     /// The schedule must not run: what is wrong, and a grid of ranks and time in which the place is marked.
     #[error("{picture}")]
     Invalid {
         /// All of this.
         picture: String,
     },
+}
+
+/// `2 steps between drains and stashed weights`.
+fn steps((num_steps, weights): (usize, WeightVersions)) -> String {
+    match weights {
+        WeightVersions::Drained => format!("a drain after {num_steps} step"),
+        _ => format!("a drain after {num_steps} steps and {} weights", weights.name()),
+    }
 }
 
 /// The schedule that a config gives in a file, if it does.
@@ -127,28 +136,28 @@ fn check(
     costs: &Costs,
     schedule: &Schedule,
 ) -> Result<(), ScheduleFileError> {
-    if (schedule.num_steps, schedule.weights) != (1, WeightVersions::Drained) {
-        return Err(ScheduleFileError::DoesNotDrain);
+    let kind = config.parallelism().pipeline_parallel_schedule;
+    let (found, expected) =
+        ((schedule.num_steps, schedule.weights), (config.steps_per_program(), kind.weights()));
+    if found != expected {
+        return Err(ScheduleFileError::StepsDiffer { found, expected });
     }
-    let found = ScheduleSizes {
-        num_ranks: schedule.num_ranks(),
-        num_stages: schedule.num_stages(),
-        num_microbatches: schedule.num_microbatches,
-    };
-    let expected = ScheduleSizes {
-        num_ranks: config.parallelism().pipeline_parallel_degree,
-        num_stages: config.num_stages(),
-        num_microbatches: config.num_microbatches(),
-    };
+    let (found, expected) = (
+        ScheduleSizes { num_ranks: schedule.num_ranks(), num_microbatches: schedule.num_microbatches },
+        ScheduleSizes {
+            num_ranks: config.parallelism().pipeline_parallel_degree,
+            num_microbatches: config.num_microbatches(),
+        },
+    );
     if found != expected {
         return Err(ScheduleFileError::SizesDiffer { found, expected });
     }
-    let num_held = |rank| (rank, schedule.stages_of(rank).count());
-    let uneven = (0..schedule.num_ranks()).map(num_held).find(|(_, held)| *held != config.stages_per_rank());
-    if let Some((rank, found)) = uneven {
-        return Err(ScheduleFileError::Uneven { rank, found, expected: config.stages_per_rank() });
+    let num_held = |rank| schedule.stages_of(rank).count();
+    if let Some(rank) = (0..schedule.num_ranks()).find(|&rank| num_held(rank) == 0) {
+        return Err(ScheduleFileError::Idle { rank });
     }
-    let bounds = activation_bounds(config, stages, None);
+    let stages_per_rank = (0..schedule.num_ranks()).map(num_held).max().unwrap_or(0);
+    let bounds = activation_bounds(config, stages, stages_per_rank, None);
     validate(schedule, costs, bounds.as_deref()).map_err(|error| {
         let mut picture = draw_error(schedule, costs, &error, PICTURE_COLUMNS).trim_end().to_owned();
         if matches!(error, ScheduleError::Pass { fault: PassFault::TooManyActivations { .. }, .. }) {

@@ -72,7 +72,7 @@ pub fn model_config(
         Some(own) => {
             own.balance_loss = experts.balance_loss.map_or(own.balance_loss, |weight| weight as f32);
             own.z_loss = experts.z_loss.map_or(own.z_loss, |weight| weight as f32);
-            own.capacity_factor = experts.capacity_factor.map(|factor| factor as f32);
+            own.capacity_factor = experts.capacity_factor;
             if !own.has_bias && experts.bias_update_rate != config::Experts::default().bias_update_rate {
                 return Err(TrainError::NoExpertBias { family: model.family.name() });
             }
@@ -286,6 +286,10 @@ pub fn step_programs(
 ) -> Result<Vec<Program>, TrainError> {
     if config.is_asynchronous() && !chain.ties.is_empty() {
         return Err(TrainError::TiedVersions);
+    }
+    let is_cut = config.parallelism().pipeline_parallel_degree > 1;
+    if is_cut && choices.state.is_sharded(StateClass::Parameters) && !chain.ties.is_empty() {
+        return Err(TrainError::TiedShards);
     }
     let programs = base_programs(config, chain, choices)?;
     let lower = |program: Program| lay_out(recompute(program, &choices.keeps), choices.state);

@@ -48,24 +48,30 @@ impl StageChoice {
     }
 }
 
-/// The stages of a config's pipeline, as given or [evenly cut](cut_evenly); none without one.
+/// So many stages of a config's pipeline, as given or [evenly cut](cut_evenly); none without one.
 ///
 /// # Errors
 /// If there are fewer units than stages, or than given.
 pub(crate) fn cut_stages(
     config: &Config,
+    num_stages: usize,
     passes: &[UnitPasses],
     keeps: &[Keep],
 ) -> Result<Vec<StageChoice>, TrainError> {
-    let (num_stages, num_units) = (config.num_stages(), passes.len());
+    let num_units = passes.len();
     let given = &config.parallelism().pipeline_parallel_split_points;
-    match (num_stages, given.last()) {
+    match (config.parallelism().pipeline_parallel_degree, given.last()) {
         (1, _) => Ok(Vec::new()),
         _ if num_stages > num_units => Err(TrainError::TooManyStages { num_stages, num_units }),
         (_, None) => Ok(cut_evenly(passes, keeps, num_stages)),
         (_, Some(&split_point)) if split_point >= num_units => {
             Err(TrainError::SplitPointBeyondUnits { split_point, num_units })
         }
+        _ if given.len() + 1 != num_stages => Err(TrainError::SplitPoints {
+            num_stages,
+            needed: num_stages.saturating_sub(1),
+            found: given.len(),
+        }),
         _ => {
             let bounds = [&[0], &given[..], &[num_units]].concat();
             let units = bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
@@ -158,7 +164,8 @@ pub fn pipeline_schedule(
         stages_per_rank: config.stages_per_rank(),
         num_steps: config.steps_per_program(),
     };
-    let bounds = activation_bounds(config, stages, (kind == Kind::Automatic).then_some(num_ranks));
+    let usual = (kind == Kind::Automatic).then_some(num_ranks);
+    let bounds = activation_bounds(config, stages, config.stages_per_rank(), usual);
     let made = pipeline::generate(kind, sizes, &pipeline_costs(stages)?, bounds.as_deref());
     made.map_err(|error| match error {
         GenerateError::Memory { kind, rank, needed, bound, remedy } => {
@@ -169,10 +176,11 @@ pub fn pipeline_schedule(
 }
 
 /// What each rank of a config's pipeline may hold of activations, in bytes, if that is bounded: as many microbatches as it says,
-/// or else `usual`, of the largest stage.
+/// or else `usual`, of the largest stage, `stages_per_rank` times.
 pub(crate) fn activation_bounds(
     config: &Config,
     stages: &[StageChoice],
+    stages_per_rank: usize,
     usual: Option<usize>,
 ) -> Option<Vec<u64>> {
     let parallelism = config.parallelism();
@@ -181,7 +189,7 @@ pub(crate) fn activation_bounds(
         given => given,
     };
     let largest = stages.iter().map(|stage| stage.costs.activation).max().unwrap_or(0);
-    let bound = largest.saturating_mul((in_flight_max * config.stages_per_rank()) as u64);
+    let bound = largest.saturating_mul((in_flight_max * stages_per_rank) as u64);
     Some(vec![bound; parallelism.pipeline_parallel_degree])
 }
 

@@ -53,6 +53,8 @@ pub struct WorkerPlan {
     pub choices: StepChoices,
     /// What the worker will take at most.
     pub predicted: MemoryPeakBytes,
+    /// Bytes that all but activations will take at most at a time.
+    pub others: usize,
     /// How long a step is predicted to take, if that is known on this worker.
     pub step_seconds: Option<f64>,
     /// Why it is so, for whoever reads the step program.
@@ -86,6 +88,7 @@ pub struct Trainer<'a> {
     balance: Option<Balance>,
     /// Where activations go that uneven loads leave no room for.
     spill: Option<Arc<Spill>>,
+    has_told_of_spill: bool,
     /// The step after which units moved for the last time, if they did.
     moved_after: Option<u64>,
     train: Box<dyn Dataset>,
@@ -152,10 +155,11 @@ impl<'a> Trainer<'a> {
         };
         let balance = Balance::new(config, rehearsal.passes());
         let mut executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
-        let spill = spill(config, &executor, &device);
+        let others = options.plan.as_ref().map_or(0, |plan| plan.others);
+        let spill = spill(config, &executor, &device, others);
         let validation =
             validation.map(|samples| Validation::new(samples, training, &executor)).transpose()?;
-        notice_compression(&executor, observer);
+        notice_compression(&executor, observer)?;
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
             run_folder::set_aside(&run_folder, observer)?;
@@ -183,6 +187,7 @@ impl<'a> Trainer<'a> {
             choices,
             balance,
             spill,
+            has_told_of_spill: false,
             moved_after: None,
             train,
             validation,
@@ -416,15 +421,15 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Lets activations of uneven loads spill, if they may and can.
-fn spill(config: &Config, executor: &Executor, device: &Device) -> Option<Arc<Spill>> {
+/// Lets activations of uneven loads spill, if they may and can, which leave `others` bytes of the budget free.
+fn spill(config: &Config, executor: &Executor, device: &Device, others: usize) -> Option<Arc<Spill>> {
     let has_experts = executor.ranks().experts().is_some();
     let has_budget = config.memory().device_budget.0.is_some();
     if !has_experts || !has_budget || !config.experts().spill || !device.reaches_host() {
         return None;
     }
     let spill = Arc::new(Spill::new(config.offload().folder.clone()));
-    device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>);
+    device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, others);
     Some(spill)
 }
 

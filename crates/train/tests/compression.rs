@@ -96,6 +96,31 @@ fn workers_that_divide_layers_resume_what_they_kept() {
     }
 }
 
+/// A worker of a pipeline compresses what it would compress without one, among the same workers.
+#[test]
+fn workers_of_a_pipeline_compress_and_resume_as_others_do() {
+    const PIPELINE: &str = "parallelism.pipeline_parallel_degree=2";
+    // The gradient of a tied head is summed in another order.
+    const UNTIED: &str = "model.tie_word_embeddings=false";
+    let one_bit_adam = [
+        "optimizer.name=one_bit_adam",
+        "optimizer.freeze_step=2",
+        "training.max_norm=0",
+        "optimizer.weight_decay=0",
+    ];
+    for codec in [&["comm.compression=top_k"][..], &["comm.compression=one_bit"], &one_bit_adam] {
+        let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let [straight, halted] = folders.each_ref().map(|folder| folder.path());
+        let expected = train(straight, 2, 5, &[codec, &[UNTIED]].concat());
+        let keys = [codec, &[UNTIED, PIPELINE]].concat();
+        let begun = train(halted, 4, 3, &keys);
+        assert_eq!(begun.notices, expected.notices);
+        assert_eq!(begun.losses, expected.losses[..3], "{codec:?}");
+        let resumed = train(halted, 4, 5, &keys);
+        assert_eq!(resumed.losses, expected.losses[3..], "{codec:?}: {:?}", resumed.notices);
+    }
+}
+
 #[test]
 fn a_compression_that_gains_nothing_is_told() {
     let folder = tempfile::tempdir().unwrap();

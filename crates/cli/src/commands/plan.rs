@@ -195,11 +195,6 @@ fn refuse_to_save(config: &Config) -> Result<()> {
     if config.parallelism().pipeline_parallel_degree == 1 {
         bail!("--save-schedule needs a pipeline; set parallelism.pipeline_parallel_degree");
     }
-    if config.is_asynchronous() {
-        bail!(
-            "--save-schedule supports only schedules that drain between steps, like pipeline_parallel_schedule_file"
-        );
-    }
     Ok(())
 }
 

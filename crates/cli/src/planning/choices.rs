@@ -2,7 +2,10 @@
 
 use anyhow::Result;
 use trireme_base::{Bytes, UnitPasses};
-use trireme_planner::{BatchMemory, DryRun, MemoryBounds, Placing, StateSizes, fit_keeps, fit_places};
+use trireme_planner::{
+    BatchMemory, DryRun, MemoryBounds, Placing, Prediction, StateSizes, fit_keeps, fit_keeps_in_flight,
+    fit_places,
+};
 use trireme_schedule::{Action, Chain, Keep, Program, StateClass, Tier};
 use trireme_train::config::{self, ActivationCheckpointMode, Config};
 use trireme_train::{StepChoices, step_programs};
@@ -22,18 +25,18 @@ pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
     StateClass::ALL.into_iter().filter(is_open).collect()
 }
 
-/// A step with something open.
+/// A step with something open. Workers at each place of the pipeline, of which there is one without a pipeline, are to stay within the bounds.
 pub(super) struct Planning<'a> {
     pub(super) config: &'a Config,
     pub(super) chain: &'a Chain,
-    pub(super) sizes: &'a StateSizes,
+    /// The state of a place.
+    pub(super) sizes: &'a dyn Fn(usize) -> Result<StateSizes>,
     pub(super) passes: &'a [UnitPasses],
     pub(super) batch: &'a [BatchMemory],
     pub(super) bounds: MemoryBounds,
-    /// The worker's place in the pipeline.
-    pub(super) rank: usize,
-    /// What choices take.
-    pub(super) run: &'a dyn Fn(&StepChoices) -> Result<DryRun>,
+    pub(super) num_places: usize,
+    /// What choices take at a place.
+    pub(super) run: &'a dyn Fn(usize, &StepChoices) -> Result<DryRun>,
 }
 
 impl Planning<'_> {
@@ -58,34 +61,43 @@ impl Planning<'_> {
         Ok((choices, reasons))
     }
 
-    fn program(&self, choices: StepChoices) -> Program {
-        let programs = step_programs(self.config, self.chain, &choices);
-        programs.expect("the choices that were given make programs, and so do others").swap_remove(self.rank)
+    fn program(&self, place: usize, choices: &StepChoices) -> Program {
+        let programs = step_programs(self.config, self.chain, choices);
+        programs.expect("the choices that were given make programs, and so do others").swap_remove(place)
     }
 
-    /// The least recomputation that fits; whether something does.
+    /// Little recomputation that fits everywhere; whether it does.
     fn choose_keeps(&self, choices: &mut StepChoices, reasons: &mut Vec<String>) -> Result<bool> {
-        let (choice, prediction) = fit_keeps(self.passes, self.batch, self.bounds, |keeps| {
-            (self.run)(&StepChoices { keeps: keeps.to_vec(), ..choices.clone() })
-        })?;
-        let fits = self.bounds.hold(&prediction);
+        let (mut operations, mut total, mut fits) = (0_u64, 0, true);
+        // Units lie at one place each, whose choice for them takes nothing elsewhere.
+        for place in 0..self.num_places {
+            let run =
+                |keeps: &[Keep]| (self.run)(place, &StepChoices { keeps: keeps.to_vec(), ..choices.clone() });
+            let (choice, prediction) = match self.num_places {
+                1 => fit_keeps(self.passes, self.batch, self.bounds, run)?,
+                _ => fit_keeps_in_flight(self.passes, &choices.keeps, self.bounds, run)?,
+            };
+            operations = operations.saturating_add(choice.operations);
+            total = total.max(prediction.total());
+            fits &= self.bounds.hold(&prediction);
+            choices.keeps = choice.keeps;
+        }
         if fits {
             let forward = self.passes.iter().map(|passes| passes.forward_cost.operations());
             let forward = forward.fold(0, u64::saturating_add);
-            let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
+            let share = 100.0 * operations as f64 / forward.max(1) as f64;
             reasons.push(format!(
                 "recomputation, for at most {} per worker: {}; this repeats {share:.1} % of the forward pass and \
                  takes {}",
                 Bytes(self.bounds.device.min(self.bounds.machine) as u64),
-                describe_keeps(&choice.keeps),
-                Bytes(prediction.total() as u64)
+                describe_keeps(&choices.keeps),
+                Bytes(total as u64)
             ));
         }
-        choices.keeps = choice.keeps;
         Ok(fits)
     }
 
-    /// The places of the open classes with which least moves.
+    /// The places of the open classes with which least moves where most memory is needed, and that fit everywhere.
     fn choose_places(
         &self,
         choices: &mut StepChoices,
@@ -93,9 +105,22 @@ impl Planning<'_> {
         reasons: &mut Vec<String>,
     ) -> Result<()> {
         let with = |state| StepChoices { state, ..choices.clone() };
-        let program = |state| self.program(with(state));
-        let run = |state| Ok::<_, anyhow::Error>((self.run)(&with(state))?.prediction);
-        let placing = fit_places(self.sizes, (choices.state, open), self.bounds, program, run)?;
+        let need = |prediction: &Prediction| (self.bounds.excess(prediction), prediction.total());
+        let largest = |state| {
+            let mut largest: Option<(usize, Prediction)> = None;
+            for place in 0..self.num_places {
+                let found = (self.run)(place, &with(state))?.prediction;
+                if largest.as_ref().is_none_or(|(_, largest)| need(&found) > need(largest)) {
+                    largest = Some((place, found));
+                }
+            }
+            Ok::<_, anyhow::Error>(largest.expect("a pipeline has a place"))
+        };
+        let (place, _) = largest(choices.state)?;
+        let sizes = (self.sizes)(place)?;
+        let program = |state| self.program(place, &with(state));
+        let run = |state| Ok::<_, anyhow::Error>(largest(state)?.1);
+        let placing = fit_places(&sizes, (choices.state, open), self.bounds, program, run)?;
         if self.bounds.hold(&placing.prediction) {
             reasons.push(self.describe_places(&placing, open, &program(placing.state)));
         }

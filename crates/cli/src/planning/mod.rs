@@ -278,17 +278,26 @@ impl Plan {
         let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal, options.determinism));
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
-        let rank = workers.rank / config.workers_per_place();
         // What another worker has chosen it has proven.
-        let make = if is_open { proven_programs } else { step_programs };
-        let outline = make(config, &chain, &given)?.swap_remove(rank).outline;
-        let of_model = (model.table(), &rehearsal);
+        let programs = if is_open { proven_programs } else { step_programs }(config, &chain, &given)?;
+        let places = workers.by_place(config);
         let mesh = config.degrees().state_mesh(workers.world_size);
-        let placements = Placements::new(model.table(), &outline, mesh);
-        let parts = (&placements.parts(model.table(), Rank(workers.rank))[..], num_shards);
-        let sizes = state_sizes(of_model, (&options, &optimizer), parts, &outline, &device)?;
+        let sizes = |place: usize| {
+            let outline = &programs[place].outline;
+            let placements = Placements::new(model.table(), outline, mesh.clone());
+            let parts = placements.parts(model.table(), Rank(places[place].0.rank));
+            state_sizes(
+                (model.table(), &rehearsal),
+                (&options, &optimizer),
+                (&parts, num_shards),
+                outline,
+                &device,
+            )
+        };
         let bounds = limits::bounds(config, workers);
-        let run = |choices: &StepChoices| dry_run(job, &rehearsal, &chain, choices);
+        let run = |place: usize, choices: &StepChoices| {
+            dry_run(Job { workers: places[place].0, ..job }, &rehearsal, &chain, choices)
+        };
         let planning = Planning {
             config,
             chain: &chain,
@@ -296,12 +305,12 @@ impl Plan {
             passes: &passes,
             batch: &batch_memory(&rehearsal),
             bounds,
-            rank,
+            num_places: places.len(),
             run: &run,
         };
         let (choices, mut reasons) = if is_open { planning.choose(given)? } else { (given, Vec::new()) };
         reasons.extend(limits::budget_notice(config, workers, bounds));
-        let DryRun { program, prediction, .. } = run(&choices)?;
+        let DryRun { program, prediction, .. } = dry_run(job, &rehearsal, &chain, &choices)?;
         let (rank, limit) = (workers.rank, workers.limit.clone());
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })
     }
@@ -352,6 +361,7 @@ impl Plan {
                 communication: peak(Category::Communication),
                 total: total as u64,
             },
+            others: self.prediction.others,
             comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }
     }
@@ -389,15 +399,18 @@ fn dry_executor(
 fn dry_run(job: Job<'_>, rehearsal: &Rehearsal, chain: &Chain, choices: &StepChoices) -> Result<DryRun> {
     let (executor, program) = dry_executor(job, rehearsal, chain, choices)?;
     let found = executor.dry_run().map_err(TrainError::from)?;
+    let lines: Vec<CategoryBytes> = found.lines.into_iter().map(CategoryBytes::new).collect();
+    let at_peak = CategoryBytes::new(found.at_peak);
+    let others = |bytes: &CategoryBytes| bytes.total() - bytes.get(Category::Activations);
     let prediction = Prediction {
         peaks: CategoryBytes::new(found.peaks),
-        at_peak: CategoryBytes::new(found.at_peak),
+        at_peak,
+        others: lines.iter().chain([&at_peak]).map(others).max().unwrap_or(0),
         line: found.line,
         host: found.host,
         own: found.own,
         own_between_steps: found.own_between_steps,
     };
-    let lines = found.lines.into_iter().map(CategoryBytes::new).collect();
     Ok(DryRun { program, prediction, lines })
 }
 

@@ -28,6 +28,46 @@ fn a_pipeline_has_the_losses_of_one_worker() {
         assert_eq!(columns[1], columns[3], "{text}");
         tells(&scene.read(&format!("runs/{name}/program.txt")), &["stage 0-", "SEND_F", "RECV_B"]);
     }
+    let untied = format!("{MODEL} --set model.tie_word_embeddings=false");
+    let sharded = format!("--workers 4 --set {degree}=2 --set parallelism.zero_stage=3");
+    scene.run(&format!("train tiny.toml --workers 1 {untied} --set run.name=untied")).succeeded();
+    scene.run(&format!("train tiny.toml {untied} {sharded} --set run.name=sharded")).succeeded();
+    assert_eq!(scene.losses("sharded"), scene.losses("untied"));
+}
+
+#[test]
+fn auto_fits_every_worker_of_a_pipeline() {
+    let scene = Scene::with_corpus();
+    let pipeline = "--workers 2 --set model.num_layers=8 --set parallelism.pipeline_parallel_degree=2";
+    let total = |name: &str| {
+        let record = scene.records(name).pop().unwrap();
+        record["memory_peak_bytes"]["total"].as_u64().unwrap()
+    };
+    scene.run(&format!("train tiny.toml {pipeline} --set run.name=all")).succeeded();
+    let most = total("all");
+    for (name, part, settings, told) in [
+        ("kept", 63, "--set activation_checkpoint.mode=auto", ["recomputation, for at most", "keep"]),
+        (
+            "moved",
+            60,
+            "--set parallelism.zero_stage=1 --set offload.activations=auto --set offload.optimizer=auto",
+            ["offload, for at most", "(host"],
+        ),
+        (
+            "both",
+            57,
+            "--set parallelism.zero_stage=1 --set activation_checkpoint.mode=auto --set offload.optimizer=auto",
+            ["recomputation, for at most", "optimizer (host)"],
+        ),
+    ] {
+        let budget = most * part / 64;
+        let settings =
+            format!("{pipeline} {settings} --set memory.device_budget={budget}B --set run.name={name}");
+        // A budget ends a worker that takes more, whichever it is.
+        tells(&scene.run(&format!("train tiny.toml {settings}")).succeeded(), &told);
+        assert!(total(name) <= budget);
+        assert_eq!(scene.losses(name), scene.losses("all"), "{name}");
+    }
 }
 
 #[test]
@@ -103,18 +143,10 @@ fn pipelines_that_cannot_be_are_refused() {
             ["3 workers", "not a multiple of the pipeline degree 2"],
         ),
         (
-            format!("--workers 2 {MODEL} --set {degree}=2 --set parallelism.zero_stage=3"),
-            ["for every microbatch", "zero_stage = 2"],
-        ),
-        (
             format!(
                 "--workers 4 {MODEL} --set {degree}=4 --set parallelism.pipeline_parallel_schedule=breadth-first"
             ),
             ["8 stages", "the model has 6"],
-        ),
-        (
-            format!("--workers 2 {MODEL} --set {degree}=2 --set activation_checkpoint.mode=auto"),
-            ["several in flight", "selective"],
         ),
         ("--set parallelism.pipeline_parallel_schedule=gpipe".to_owned(), ["only applies with", "above 1"]),
         (
@@ -145,10 +177,18 @@ fn pipelines_that_cannot_be_are_refused() {
         ),
         (
             format!(
-                "--workers 2 {MODEL} --set {degree}=2 --set optimizer.name=one_bit_adam --set optimizer.freeze_step=2 \
+                "--workers 2 {MODEL} --set {degree}=2 --set {interval}=5 --set optimizer.name=one_bit_adam --set optimizer.freeze_step=2 \
                  --set training.determinism=run --set training.max_norm=0"
             ),
-            ["would differ between stages", "adamw"],
+            ["does not move with it", "adamw"],
+        ),
+        (
+            format!("--workers 4 {MODEL} --set {degree}=2 --set parallelism.zero_stage=3"),
+            ["two units share a weight", "zero_stage = 2"],
+        ),
+        (
+            format!("--workers 2 {MODEL} --set {degree}=2 --set {interval}=5 --set parallelism.zero_stage=3"),
+            ["do not move", "zero_stage = 2"],
         ),
         (
             "--set parallelism.pipeline_parallel_rebalance_threshold=1.5".to_owned(),
@@ -208,7 +248,6 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
     let scene = Scene::with_corpus();
     let pipeline = format!("--workers 2 {MODEL} --set parallelism.pipeline_parallel_degree=2");
     let file = |name: &str| format!("--set parallelism.pipeline_parallel_schedule_file={name}");
-    let two_stages = "--set parallelism.pipeline_parallel_stages_per_rank=2";
     scene.run(&format!("train tiny.toml --workers 1 {MODEL} --set run.name=one")).succeeded();
     scene
         .run(&format!(
@@ -224,8 +263,15 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
          rank 1: F 0 0, F 1 0, F 0 1, F 1 1, F 0 2, B 1 0, I 0 0, W 0 0, F 1 2, I 1 1, W 1 1, B 0 1, B 1 2, B 0 2, F 0 3, F 1 3, \
          B 1 3, B 0 3\n",
     );
-    for name in ["saved.txt", "own.txt"] {
-        let settings = format!("{pipeline} {two_stages} {}", file(name));
+    // The last worker has one stage between the two of the first.
+    scene.write(
+        "uneven.txt",
+        "ranks 2 placement 0,1,0 microbatches 4\n\
+         rank 0: F 0 0, F 0 1, F 2 0, B 2 0, F 2 1, B 2 1, B 0 0, F 0 2, F 2 2, B 2 2, B 0 1, F 0 3, F 2 3, B 2 3, B 0 2, B 0 3\n\
+         rank 1: F 1 0, F 1 1, B 1 0, F 1 2, B 1 1, B 1 2, F 1 3, B 1 3\n",
+    );
+    for name in ["saved.txt", "own.txt", "uneven.txt"] {
+        let settings = format!("{pipeline} {}", file(name));
         let text = scene.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
         assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
         let total = text.lines().find(|line| line.starts_with("total")).unwrap();
@@ -237,6 +283,22 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
         assert_eq!(passes("again.txt"), passes(name));
     }
     tells(&scene.read("runs/own.txt/program.txt"), &["@1", "SEND_GRAD 0 1", "I 4 0"]);
+    let text = scene.run(&format!(
+        "plan tiny.toml {pipeline} {} --set parallelism.pipeline_parallel_split_points=[2]",
+        file("uneven.txt")
+    ));
+    tells(&text.refused(), &["3 stages need 2 split points", "has 1"]);
+
+    // One that does not drain.
+    let ahead = format!(
+        "{pipeline} --set parallelism.pipeline_parallel_schedule=pipedream --set parallelism.pipeline_parallel_drain_interval=2 \
+         --set model.tie_word_embeddings=false --set checkpoint.interval=2"
+    );
+    scene.run(&format!("plan tiny.toml {ahead} --save-schedule stashed.txt")).succeeded();
+    tells(&scene.read("stashed.txt"), &["steps 2 weights stashed"]);
+    scene.run(&format!("train tiny.toml {ahead} --set run.name=stashed")).succeeded();
+    scene.run(&format!("train tiny.toml {ahead} {} --set run.name=given", file("stashed.txt"))).succeeded();
+    assert_eq!(scene.losses("given"), scene.losses("stashed"));
 
     let in_order = "F 0 0, F 0 1, F 0 2, F 0 3, B 0 0, B 0 1, B 0 2, B 0 3";
     let refusals: [(&str, String, &str, &[&str]); 8] = [
@@ -276,19 +338,19 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
             "other.txt",
             "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".to_owned(),
             "",
-            &["workers 1, stages 1, microbatches 1", "workers 2, stages 2, microbatches 4"],
+            &["workers 1, microbatches 1", "workers 2, microbatches 4"],
         ),
         (
-            "uneven.txt",
+            "idle.txt",
             "ranks 2 placement 0,0 microbatches 4\nrank 0:\nrank 1:".to_owned(),
             "",
-            &["worker 0 has 2 stages", "each worker must have 1"],
+            &["worker 1 has no stage"],
         ),
         (
             "ahead.txt",
             "ranks 2 placement 0,1 microbatches 4 steps 2 weights stashed\nrank 0:\nrank 1:".to_owned(),
             "",
-            &["does not drain", "pipedream"],
+            &["a drain after 2 steps and stashed weights", "asks for a drain after 1 step", "pipedream"],
         ),
         (
             "text.txt",
@@ -310,19 +372,8 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
     }
     let gone = scene.refused_without_trace(&format!("train tiny.toml {pipeline} {}", file("gone.txt")));
     tells(&gone, &["gone.txt", "cannot read the file", "No such file"]);
-    for (settings, fact) in [
-        ("--workers 2".to_owned(), "set parallelism.pipeline_parallel_degree"),
-        (
-            format!(
-                "{pipeline} --set parallelism.pipeline_parallel_schedule=pipedream --set model.tie_word_embeddings=false \
-                 --set parallelism.pipeline_parallel_drain_interval=2"
-            ),
-            "drain between steps",
-        ),
-    ] {
-        let command = format!("plan tiny.toml {settings} --save-schedule none.txt");
-        tells(&scene.refused_without_trace(&command), &[fact]);
-    }
+    let command = "plan tiny.toml --workers 2 --save-schedule none.txt";
+    tells(&scene.refused_without_trace(command), &["set parallelism.pipeline_parallel_degree"]);
     let alone = scene.refused_without_trace(&format!("train tiny.toml {}", file("saved.txt")));
     tells(&alone, &["only applies with", "above 1"]);
 }

@@ -33,7 +33,7 @@ pub struct ExpertsConfig {
     /// Weight of the loss that keeps a router's logits small; 0 for none.
     pub z_loss: f32,
     /// How many choices of a sample an expert takes, as a multiple of an even load; all if absent.
-    pub capacity_factor: Option<f32>,
+    pub capacity_factor: Option<f64>,
 }
 
 /// What makes scores of a router's logits.

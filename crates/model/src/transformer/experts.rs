@@ -1,6 +1,7 @@
 //! A mixture of experts, as a part of blocks.
 
 use super::{Projection, Sublayer};
+use crate::rehearsal::EXPERT_DROPS;
 use crate::unit::UnitContext;
 use std::sync::Arc;
 use trireme_tensor::tape::{
@@ -84,7 +85,7 @@ impl Sublayer for MixtureOfExperts {
         let [mut weights, experts] = self.route(cx, &normed)?;
         let [starts, order, places] = outputs(cx.apply_many(&self.groups, [experts])?);
         if self.groups.capacity.is_some() {
-            cx.apply_metric("expert_drops", &DroppedChoices, [&starts, &order])?;
+            cx.apply_metric(EXPERT_DROPS, &DroppedChoices, [&starts, &order])?;
         }
         let x = match &self.shared {
             Some((into, back)) => {

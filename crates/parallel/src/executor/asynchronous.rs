@@ -7,10 +7,11 @@ use super::Executor;
 use super::earlier_norms::EarlierNorms;
 use crate::error::ParallelError;
 use crate::parameters::RankParameters;
+use crate::ranks::RankGrid;
 use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use std::collections::VecDeque;
 use trireme_base::{DType, ReduceOp};
-use trireme_comm::{Buffer, Group};
+use trireme_comm::Buffer;
 use trireme_optim::StepSettings;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterSource, Tensor, View};
@@ -40,19 +41,14 @@ struct UnitVersions {
 
 impl Updates {
     /// Of the programs of `outline`, if they do not drain between updates.
-    pub(super) fn new(
-        outline: &Outline,
-        pipeline: &Group,
-        device: &Device,
-    ) -> Result<Option<Self>, ParallelError> {
+    pub(super) fn new(outline: &Outline, ranks: &mut RankGrid) -> Result<Option<Self>, ParallelError> {
         if outline.asynchronous.is_none() {
             return Ok(None);
         }
         let unit = |_| UnitVersions { read: vec![0; outline.num_microbatches], ..UnitVersions::default() };
         let units = (0..outline.chain.num_units).map(unit).collect();
-        let squares = Some(pipeline.buffer(outline.num_steps())?);
-        let norms = EarlierNorms::new(outline, pipeline)?;
-        device.staging().take(Category::Communication, norms.fixed_bytes())?;
+        let squares = Some(ranks.pipeline().buffer(outline.num_steps())?);
+        let norms = EarlierNorms::new(outline, ranks.split_pipeline("norms")?);
         Ok(Some(Updates { units, settings: None, squares, norms }))
     }
 
@@ -163,11 +159,14 @@ impl Executor {
             let updates = self.updates.as_mut().expect("the program does not drain");
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
             found = Some(norm);
-            if matches!(plan.grad_norm, GradNorm::Clip(_)) {
+            if let GradNorm::Clip(_) = plan.grad_norm {
                 // Before the first steps of a run there is none but this rank's own.
                 let earlier = updates.norms.next(norm * norm, &mut waiting)?;
                 found = earlier.or(found);
             }
+        }
+        if !matches!(plan.grad_norm, GradNorm::Clip(_)) {
+            self.updates.as_mut().expect("the program does not drain").norms.forget();
         }
         self.timeline.has_waited(waiting.total() - waited);
         self.waiting = waiting;

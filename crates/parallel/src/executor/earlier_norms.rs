@@ -3,6 +3,7 @@
 use crate::error::ParallelError;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::Outline;
@@ -14,7 +15,7 @@ use trireme_schedule::Outline;
 /// step. `lag` is that, rounded up, and at least one.
 pub(super) struct EarlierNorms {
     /// The ranks of the pipeline, for these sums alone: ranks come to them between different others of its operations.
-    group: Group,
+    group: Arc<Group>,
     lag: usize,
     /// The last ones, the newest last; at most `lag`.
     known: VecDeque<f64>,
@@ -24,15 +25,9 @@ pub(super) struct EarlierNorms {
 }
 
 impl EarlierNorms {
-    pub(super) fn new(outline: &Outline, pipeline: &Group) -> Result<Self, ParallelError> {
-        let group = pipeline.split_by("norms", |_| 0)?;
+    pub(super) fn new(outline: &Outline, group: Arc<Group>) -> Self {
         let lag = (group.world_size() - 1).div_ceil(outline.microbatches_per_step()).max(1);
-        Ok(EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() })
-    }
-
-    /// Bytes that its group takes.
-    pub(super) fn fixed_bytes(&self) -> usize {
-        self.group.fixed_bytes()
+        EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() }
     }
 
     /// Starts to sum the squares of a step over all ranks, of which `own` is this rank's. The norm of `lag` steps before, unless there
@@ -69,6 +64,11 @@ impl EarlierNorms {
     /// Those that are known, the newest last.
     pub(super) fn known(&self) -> impl Iterator<Item = f64> + '_ {
         self.known.iter().copied()
+    }
+
+    /// Of steps that are not clipped nothing is known.
+    pub(super) fn forget(&mut self) {
+        self.known.clear();
     }
 
     /// Takes over what another run knew.

@@ -138,6 +138,7 @@ impl Executor {
         let place = model.table().model_place();
         assert_eq!(place, ranks.model_place(), "the model's parts are those of this rank");
         ranks.split_holders(model.table())?;
+        let updates = Updates::new(&program.outline, &mut ranks)?;
         let grad_terms = Holders::of_terms(model.table(), &rehearsal, &ranks, device);
         let ranks = Arc::new(ranks);
         let axes = UnitAxes::new(&ranks, device);
@@ -167,7 +168,6 @@ impl Executor {
             .expert_state()
             .map(|state| ShardExchange::new(&ranks, state, outline, &optimizer_device, device));
         let means = Means::new(outline, &ranks, &rehearsal, device)?;
-        let updates = Updates::new(outline, ranks.pipeline(), device)?;
         let squares = Squares::new(table, &ranks, device)?;
         let fp8 =
             options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;

@@ -34,9 +34,10 @@ impl Executor {
                         Keep::Input => kept.inputs,
                         Keep::Nothing => 0,
                     };
-                    // All tokens may come to the experts of one rank.
+                    // Without a capacity, all tokens may come to the experts of one rank.
                     let units = self.model.table().units();
-                    let experts = self.ranks.experts().filter(|_| units[unit].num_experts > 0);
+                    let is_uneven = units[unit].num_experts > 0 && !self.rehearsal.units[unit].has_capacity();
+                    let experts = self.ranks.experts().filter(|_| is_uneven);
                     let num_ranks = experts.map_or(1, |group| group.world_size());
                     self.offloaded.expect(state, num_bytes * num_ranks);
                 }

@@ -113,12 +113,6 @@ fn check_momentum(checks: &mut Checks<'_>) {
          use \"adamw\"",
     );
     require(
-        parallelism.pipeline_parallel_degree == 1,
-        &["parallelism.pipeline_parallel_degree", "optimizer.name"],
-        "what this optimizer's compressors keep would differ between stages; set pipeline_parallel_degree = 1, or use \
-         \"adamw\"",
-    );
-    require(
         !comm.compression_normalize,
         &["comm.compression_normalize", "optimizer.name"],
         "this optimizer exchanges momentum, and normalizes it itself; remove this key",

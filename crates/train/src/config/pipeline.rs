@@ -1,6 +1,7 @@
 //! Checks of degrees, and of how a model is divided into stages.
 
-use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
+use super::choice::{Fp8, QuantizedGradients, Tier, TrainingDtype};
+use super::compression::exchanges_momentum;
 use super::layout::{Offload, Parallelism};
 use super::memory::degrees;
 use super::sections::Sections;
@@ -132,32 +133,8 @@ pub(super) fn check_expert_shards(checks: &mut Checks<'_>, data_parallel_degree:
 }
 
 fn check_pipeline(checks: &mut Checks<'_>) {
-    let Sections { parallelism, comm, .. } = &checks.loose.sections;
+    let parallelism = &checks.loose.sections.parallelism;
     let degree = parallelism.pipeline_parallel_degree;
-    checks.require(
-        degree == 1 || comm.compression == CodecName::None,
-        &["comm.compression", DEGREE],
-        || "the state of compressors would differ between stages; remove this key, or set pipeline_parallel_degree = 1".to_owned(),
-    );
-    checks.require(
-        degree == 1 || !parallelism.state_layout().is_sharded(StateClass::Parameters),
-        &["parallelism.zero_stage", DEGREE],
-        || {
-            "parameters would be gathered again for every microbatch of a stage; set zero_stage = 2, which shards \
-             everything else".to_owned()
-        },
-    );
-    let Sections { activation_checkpoint, offload, .. } = &checks.loose.sections;
-    let is_open = activation_checkpoint.mode == ActivationCheckpointMode::Auto;
-    checks.require(degree == 1 || !is_open, &["activation_checkpoint.mode", DEGREE], || {
-        "\"auto\" plans for one microbatch at a time, but a pipeline has several in flight; use \"selective\", \
-         \"block\" or \"every-k\"".to_owned()
-    });
-    for (key, tier) in tiers(offload) {
-        checks.require(degree == 1 || tier != Tier::Auto, &[&format!("offload.{key}"), DEGREE], || {
-            "\"auto\" plans for one worker, but the workers of a pipeline differ; choose a tier".to_owned()
-        });
-    }
     check_schedule(checks);
     check_split_points(checks);
     check_rebalance(checks);
@@ -181,8 +158,13 @@ fn check_schedule(checks: &mut Checks<'_>) {
     let Sections { parallelism, .. } = &checks.loose.sections;
     let schedule = parallelism.pipeline_parallel_schedule;
     if parallelism.pipeline_parallel_schedule_file.is_some() {
-        checks.require(schedule == Kind::OneFOneB, &[SCHEDULE_FILE, SCHEDULE], || {
+        let says_versions = schedule == Kind::OneFOneB || !schedule.is_synchronous();
+        checks.require(says_versions, &[SCHEDULE_FILE, SCHEDULE], || {
             "the file replaces the schedule; remove one of the two keys".to_owned()
+        });
+        const STAGES: &str = "parallelism.pipeline_parallel_stages_per_rank";
+        checks.require(parallelism.pipeline_parallel_stages_per_rank == 0, &[STAGES, SCHEDULE_FILE], || {
+            "the file says how many stages each worker has; remove this key".to_owned()
         });
         return;
     }
@@ -203,7 +185,9 @@ fn check_split_points(checks: &mut Checks<'_>) {
     let (points, num_stages) = (&parallelism.pipeline_parallel_split_points, parallelism.num_stages());
     const KEY: &str = "parallelism.pipeline_parallel_split_points";
     let keys = [KEY, DEGREE, "parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
-    checks.require(points.is_empty() || num_stages == 1 || points.len() == num_stages - 1, &keys, || {
+    // A file says how many stages there are.
+    let is_open = points.is_empty() || parallelism.pipeline_parallel_schedule_file.is_some();
+    checks.require(is_open || num_stages == 1 || points.len() == num_stages - 1, &keys, || {
         let (needed, found) = (num_stages - 1, points.len());
         format!("{num_stages} stages need {needed} split points, but there are {found}; give the first unit of each \
              stage after the first")
@@ -215,7 +199,7 @@ fn check_split_points(checks: &mut Checks<'_>) {
 }
 
 fn check_rebalance(checks: &mut Checks<'_>) {
-    let Sections { parallelism, memory, .. } = &checks.loose.sections;
+    let Sections { parallelism, memory, comm, optimizer, .. } = &checks.loose.sections;
     let is_on = parallelism.pipeline_parallel_rebalance_interval > 0;
     for (key, budget) in [("device_budget", memory.device_budget), ("host_budget", memory.host_budget)] {
         checks.require(!is_on || budget.0.is_none(), &[INTERVAL, &format!("memory.{key}")], || {
@@ -224,6 +208,17 @@ fn check_rebalance(checks: &mut Checks<'_>) {
             )
         });
     }
+    let exchanges_momentum = exchanges_momentum(optimizer.name);
+    checks.require(!is_on || comm.compression == CodecName::None, &[INTERVAL, "comm.compression"], || {
+        "what compressors keep of a unit does not move with it; remove one of the two keys".to_owned()
+    });
+    checks.require(!is_on || !exchanges_momentum, &[INTERVAL, "optimizer.name"], || {
+        "what this optimizer's compressors keep of a unit does not move with it; remove this key, or use \"adamw\"".to_owned()
+    });
+    let is_sharded = parallelism.state_layout().is_sharded(StateClass::Parameters);
+    checks.require(!is_on || !is_sharded, &[INTERVAL, "parallelism.zero_stage"], || {
+        "units whose parameters are sharded do not move; remove this key, or set zero_stage = 2".to_owned()
+    });
     const KEY: &str = "pipeline_parallel_rebalance_threshold";
     if changed_keys(parallelism).any(|key| key == KEY) {
         checks.require(is_on, &[&format!("parallelism.{KEY}"), INTERVAL], || {

@@ -154,7 +154,7 @@ pub(super) fn is_of_language(section: &str, key: &str) -> bool {
         "data" | "generate" => true,
         "model" => !matches!(key, "init_from" | "allow_non_finite"),
         "training" => key == "seq_len",
-        "experts" => key != "bias_update_rate",
+        "experts" => !matches!(key, "bias_update_rate" | "spill"),
         _ => false,
     }
 }

@@ -63,12 +63,13 @@ impl Trainer<'_> {
         let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
         let compression = outcome.compression;
         let spilled = self.spill.as_ref().map(|spill| spill.peak()).filter(|&peak| peak > 0);
-        if spilled.is_some() {
+        if spilled.is_some() && !std::mem::replace(&mut self.has_told_of_spill, true) {
             let folder = self.config.offload().folder.display();
-            self.report_once(format!(
-                "more tokens came to this worker's experts than its memory was planned for: activations spill to {folder}; even loads out \
+            let text = format!(
+                "more tokens came to its experts than its memory was planned for, so activations spill to {folder}; even loads out \
                  (docs/experts.md), set [experts] capacity_factor, or raise [memory] device_budget"
-            ));
+            );
+            self.observer.notice_of_worker(self.executor.group().rank(), &text);
         }
         StepRecord {
             step: plan.step,

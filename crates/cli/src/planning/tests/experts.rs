@@ -5,7 +5,7 @@ use std::sync::Arc;
 use trireme_parallel::Spill;
 use trireme_tensor::Overflow;
 
-fn model(capacity_factor: Option<f32>) -> ModelConfig {
+fn model(capacity_factor: Option<f64>) -> ModelConfig {
     let text = r#"{"model_type": "deepseek_v3", "vocab_size": 350, "hidden_size": 36, "intermediate_size": 60,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
         "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
@@ -73,19 +73,31 @@ fn uneven_loads_take_memory_of_activations_alone() {
 #[test]
 fn a_budget_that_uneven_loads_would_exceed_spills() {
     let config = model(None);
-    let case = Case { num_microbatches: 2, experts: 2, shape: (3, 5), ..Case::default() };
-    let hosts = [0; 2];
+    for (stage, tensor_degree) in [(0, 1), (3, 1), (0, 2)] {
+        let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
+        let shape = (3, 5 + (tensor_degree - 1));
+        let case = Case { num_microbatches: 2, experts: 2, shape, ..Case::default() };
+        spills_instead(&config, &Case { state, num_shards, tensor_degree, ..case });
+    }
+}
+
+fn spills_instead(config: &ModelConfig, case: &Case) {
+    let hosts = vec![0; 2 * case.tensor_degree];
     let run = |spills: bool| {
         run_ranks_on(&hosts, |group| {
-            let dry = case.dry_run(&config, Backend::Cpu, &hosts, group.rank().0);
+            let dry = case.dry_run(config, Backend::Cpu, &hosts, group.rank().0);
             // That the peaks of categories come at different times leaves no room here.
             let budget = dry.at_peak.iter().sum();
             let device = Device::open(case.device_options(Some(budget))).unwrap();
             let spill = Arc::new(Spill::new(std::env::temp_dir()));
+            let others = |bytes: &[usize; Category::ALL.len()]| {
+                bytes.iter().sum::<usize>() - bytes[Category::Activations as usize]
+            };
+            let others = dry.lines.iter().chain([&dry.at_peak]).map(others).max().unwrap();
             if spills {
-                device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>);
+                device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, others);
             }
-            let ran = case.run(&config, group, &device, &device.host().unwrap());
+            let ran = case.run(config, group, &device, &device.host().unwrap());
             assert!(device.memory().total().peak <= budget);
             (ran.map_err(|error| error.to_string()), spill.peak())
         })

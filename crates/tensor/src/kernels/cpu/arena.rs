@@ -25,7 +25,8 @@ pub(crate) struct Arena {
     counter: Arc<MemoryCounter>,
     /// What is issued and may still work with memory that was given back.
     queue: OnceLock<Arc<Queue>>,
-    overflow: OnceLock<Arc<dyn Overflow>>,
+    /// With the bytes that everything but activations takes at most.
+    overflow: OnceLock<(Arc<dyn Overflow>, usize)>,
 }
 
 /// Which bytes of an arena belong to no block, and which a block may lie in.
@@ -88,15 +89,23 @@ impl Arena {
         self.queue.get_or_init(|| Arc::clone(queue));
     }
 
-    /// Where activations go from now on that the budget has no room for.
-    pub(crate) fn overflow_to(&self, overflow: Arc<dyn Overflow>) {
-        self.overflow.get_or_init(|| overflow);
+    /// Where activations go from now on that the budget has no room for beside `others`.
+    pub(crate) fn overflow_to(&self, overflow: Arc<dyn Overflow>, others: usize) {
+        self.overflow.get_or_init(|| (overflow, others));
     }
 
-    /// Memory elsewhere for activations that the budget has no room for, if there is any.
+    /// Whether so much more of a category would take what is set aside for others.
+    pub(crate) fn is_overflowing(&self, len: usize, category: Category) -> bool {
+        let bound =
+            self.overflow.get().and_then(|(_, others)| Some(self.counter.budget()?.saturating_sub(*others)));
+        let in_use = || self.counter.usage(Category::Activations).current;
+        category == Category::Activations && bound.is_some_and(|bound| in_use().saturating_add(len) > bound)
+    }
+
+    /// Memory elsewhere for activations, if there is any.
     pub(crate) fn overflow(&self, len: usize, category: Category) -> Option<Box<dyn LentMemory>> {
         let overflow = self.overflow.get().filter(|_| category == Category::Activations);
-        overflow.and_then(|overflow| overflow.take(len))
+        overflow.and_then(|(overflow, _)| overflow.take(len))
     }
 
     /// The memory itself.

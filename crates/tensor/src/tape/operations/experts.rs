@@ -26,7 +26,7 @@ pub struct GroupRows {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Capacity {
     /// The multiple.
-    pub factor: f32,
+    pub factor: f64,
 }
 
 impl Capacity {
@@ -34,7 +34,7 @@ impl Capacity {
     pub fn limit(self, ids: Shape, num_experts: usize) -> GroupLimit {
         let num_samples = if ids.dims().len() > 2 { ids.dims()[0] } else { 1 };
         let num_together = ids.num_elements() / num_samples.max(1);
-        let capacity = (f64::from(self.factor) * num_together as f64 / num_experts as f64).ceil();
+        let capacity = (self.factor * num_together as f64 / num_experts as f64).ceil();
         GroupLimit { num_together, capacity: (capacity as usize).max(1) }
     }
 

@@ -1,0 +1,117 @@
+//! Recomputation on a rank of a pipeline, which has several microbatches in flight.
+
+use super::{Choice, inputs_only};
+use crate::offload::MemoryBounds;
+use crate::usage::{DryRun, Prediction};
+use trireme_base::UnitPasses;
+use trireme_schedule::{Action, Keep, Program};
+
+/// Little recomputation with which a rank of a pipeline takes no more than `bounds`, with what it takes; `run` makes the rank's program of a choice and finds
+/// what it takes. Units that lie on other ranks keep what `given` says.
+///
+/// From inputs alone on, units keep more in the order of the operations that this saves for each byte of all microbatches that are in flight, as far as it fits. That is a
+/// greedy choice: unlike [`fit_keeps`](super::fit_keeps) it makes every unit again from its own input, and may miss the least. If nothing fits, inputs alone.
+///
+/// Cost: a run for each halving of the steps, of which a unit has at most two.
+///
+/// # Errors
+/// Those of `run`.
+pub fn fit_keeps_in_flight<E>(
+    passes: &[UnitPasses],
+    given: &[Keep],
+    bounds: MemoryBounds,
+    mut run: impl FnMut(&[Keep]) -> Result<DryRun, E>,
+) -> Result<(Choice, Prediction), E> {
+    let found = run(&inputs_only(passes).keeps)?;
+    let in_flight = most_in_flight(&found.program, passes.len());
+    let mut upgrades: Vec<Upgrade> =
+        (0..passes.len()).flat_map(|unit| Upgrade::of(unit, passes, in_flight[unit])).collect();
+    upgrades.sort_by(|left, right| right.saved_per_byte().total_cmp(&left.saved_per_byte()));
+    let choice = |num_upgrades: usize| {
+        let inputs = inputs_only(passes).keeps;
+        let mut keeps: Vec<Keep> = (0..passes.len())
+            .map(|unit| if in_flight[unit] > 0 { inputs[unit] } else { given[unit] })
+            .collect();
+        upgrades[..num_upgrades].iter().for_each(|upgrade| keeps[upgrade.unit] = upgrade.keep);
+        let again = |unit: usize| match keeps[unit] {
+            _ if in_flight[unit] == 0 => 0,
+            Keep::All => 0,
+            Keep::Products => passes[unit].renewal_cost.operations(),
+            Keep::Input | Keep::Nothing => passes[unit].forward_cost.operations(),
+        };
+        let operations = (0..passes.len()).map(again).fold(0, u64::saturating_add);
+        Choice { keeps, operations }
+    };
+    let mut best = (choice(0), found.prediction);
+    if !bounds.hold(&found.prediction) {
+        return Ok(best);
+    }
+    // So many steps fit, and so many do not. First all of them: often there is room.
+    let (mut fits, mut too_many) = (0, upgrades.len() + 1);
+    let mut next = upgrades.len();
+    while too_many - fits > 1 {
+        let choice = choice(next);
+        let prediction = run(&choice.keeps)?.prediction;
+        if bounds.hold(&prediction) {
+            (fits, best) = (next, (choice, prediction));
+        } else {
+            too_many = next;
+        }
+        next = fits + (too_many - fits) / 2;
+    }
+    Ok(best)
+}
+
+/// For each unit the most microbatches of which something waits for the backward pass; 0 if it lies on another rank.
+fn most_in_flight(program: &Program, num_units: usize) -> Vec<usize> {
+    let (mut now, mut most) = (vec![0_usize; num_units], vec![0; num_units]);
+    for action in &program.actions {
+        match *action {
+            Action::Forward { unit, .. } => {
+                now[unit] += 1;
+                most[unit] = most[unit].max(now[unit]);
+            }
+            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } => now[unit] -= 1,
+            _ => (),
+        }
+    }
+    most
+}
+
+/// A unit keeps more than before.
+struct Upgrade {
+    unit: usize,
+    keep: Keep,
+    /// Operations that are not made again, of a microbatch.
+    operations: u64,
+    /// Of all microbatches in flight.
+    bytes: usize,
+}
+
+impl Upgrade {
+    /// Those of a unit, of which the first saves most for its bytes.
+    fn of(unit: usize, passes: &[UnitPasses], in_flight: usize) -> Vec<Upgrade> {
+        let passes = &passes[unit];
+        if in_flight == 0 || !passes.keeps() {
+            return Vec::new();
+        }
+        let (forward, renewal) = (passes.forward_cost.operations(), passes.renewal_cost.operations());
+        let upgrade = |keep, operations: u64, [from, to]: [usize; 2]| Upgrade {
+            unit,
+            keep,
+            operations,
+            bytes: in_flight * to.saturating_sub(from),
+        };
+        let products =
+            upgrade(Keep::Products, forward.saturating_sub(renewal), [passes.input, passes.products]);
+        let rest = upgrade(Keep::All, renewal, [passes.products, passes.record]);
+        if products.saved_per_byte() >= rest.saved_per_byte() {
+            return vec![products, rest];
+        }
+        vec![upgrade(Keep::All, forward, [passes.input, passes.record])]
+    }
+
+    fn saved_per_byte(&self) -> f64 {
+        self.operations as f64 / self.bytes.max(1) as f64
+    }
+}
