@@ -108,16 +108,24 @@ fn workers_of_a_pipeline_compress_and_resume_as_others_do() {
         "training.max_norm=0",
         "optimizer.weight_decay=0",
     ];
+    // One that updates each unit as soon as it can, and drains after each step.
+    let eager = [
+        "parallelism.pipeline_parallel_schedule=pipedream",
+        "parallelism.pipeline_parallel_drain_interval=1",
+    ];
     for codec in [&["comm.compression=top_k"][..], &["comm.compression=one_bit"], &one_bit_adam] {
-        let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
-        let [straight, halted] = folders.each_ref().map(|folder| folder.path());
-        let expected = train(straight, 2, 5, &[codec, &[UNTIED]].concat());
-        let keys = [codec, &[UNTIED, PIPELINE]].concat();
-        let begun = train(halted, 4, 3, &keys);
-        assert_eq!(begun.notices, expected.notices);
-        assert_eq!(begun.losses, expected.losses[..3], "{codec:?}");
-        let resumed = train(halted, 4, 5, &keys);
-        assert_eq!(resumed.losses, expected.losses[3..], "{codec:?}: {:?}", resumed.notices);
+        for schedule in [&[][..], &eager] {
+            let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+            let [straight, halted] = folders.each_ref().map(|folder| folder.path());
+            let keys = [codec, &[UNTIED, "training.max_norm=0"]].concat();
+            let expected = train(straight, 2, 5, &keys);
+            let keys = [&keys, &[PIPELINE][..], schedule].concat();
+            let begun = train(halted, 4, 3, &keys);
+            assert!(begun.notices.ends_with(&expected.notices), "{:?}", begun.notices);
+            assert_eq!(begun.losses, expected.losses[..3], "{keys:?}");
+            let resumed = train(halted, 4, 5, &keys);
+            assert_eq!(resumed.losses, expected.losses[3..], "{keys:?}: {:?}", resumed.notices);
+        }
     }
 }
 
