@@ -1,19 +1,18 @@
 //! What ranks exchange while units run.
 
+mod rows;
+
 use crate::error::ParallelError;
 use crate::exchange_memory::ExchangePool;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
-use smallvec::SmallVec;
-use std::collections::VecDeque;
 use std::fmt;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
-use trireme_tensor::tape::{AxisOps, ContextAxis, ExchangedLens, PendingExchange, TensorAxis};
+use trireme_tensor::tape::{AxisOps, ContextAxis, ExchangedRuns, PendingExchange, TensorAxis};
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tape, Tensor, View, ViewMut};
 
 /// The axes of units.
@@ -212,98 +211,6 @@ impl<T: Stored> Lane<T> {
         Ok(self.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
     }
 
-    /// As [`AxisOps::exchange_rows`]: piece by piece, a few at a time, so that what lies in memory of the group does not depend on how many rows there are.
-    fn exchange_rows(
-        &self,
-        device: &Device,
-        lens: &ExchangedLens,
-        values: View<'_>,
-        mut result: ViewMut<'_>,
-        waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
-        let AxisPlace { rank, degree } = self.place();
-        // On a device that only counts each rank has as much for every one.
-        let even = |len: usize| (0..degree).map(|_| len / degree).collect();
-        let [sent, received] = match lens.sent.is_empty() {
-            true => [even(values.shape().num_elements()), even(result.shape().num_elements())],
-            false => [lens.sent.clone(), lens.received.clone()],
-        };
-        let [sent, received] = [sent, received].map(consecutive);
-        // Equal, unless the device only counts.
-        let own = [sent[rank].len().min(received[rank].len())].into();
-        device
-            .copy(values.part(sent[rank].start, own), result.reborrow().into_part(received[rank].start, own));
-        let room = Piece::<T>::room(lens.most);
-        let rounds_under_way = ROUNDS_MAX.min((MESSAGES_MAX / (degree - 1)).max(1));
-        let num_messages = 2 * (degree - 1) * rounds_under_way.min(Piece::<T>::num_rounds(lens.most));
-        self.memory.pool().reserve(num_messages, room)?;
-        let all = sent.iter().chain(&received).enumerate().filter(|(index, _)| index % degree != rank);
-        let num_rounds = all.map(|(_, part)| Piece::<T>::num_rounds(part.len())).max().unwrap_or(0);
-        let mut under_way: VecDeque<Piece<T>> = VecDeque::with_capacity(num_messages);
-        for round in 0..num_rounds + rounds_under_way {
-            // What was started so many rounds ago has had time to come.
-            while under_way.front().is_some_and(|piece| piece.round + rounds_under_way <= round) {
-                let piece = under_way.pop_front().expect("there is one");
-                self.finish_piece(device, piece, result.reborrow(), waiting)?;
-            }
-            // Ranks send to different ones at a time.
-            for distance in 1..degree {
-                let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
-                let parts = [&sent[to], &received[from]].map(|part| Piece::<T>::range(part, round));
-                under_way.extend(self.start_piece(device, (round, room), (values, to), from, parts)?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Starts to send a part of `values` to a rank, and to receive another one, as far as there are such parts in a round.
-    fn start_piece(
-        &self,
-        device: &Device,
-        (round, room): (usize, usize),
-        (values, to): (View<'_>, usize),
-        from: usize,
-        [sent, received]: [Option<Range<usize>>; 2],
-    ) -> Result<Option<Piece<T>>, ParallelError> {
-        let pool = self.memory.pool();
-        let send = |part: Range<usize>| {
-            let room = room.max(Piece::<T>::room(part.len()));
-            let buffer = pool.send(device, (values.part(part.start, [part.len()].into()), 0), room)?;
-            Ok::<_, ParallelError>((pool.group().send_first(buffer, part.len(), Rank(to)), room))
-        };
-        let receive = |part: Range<usize>| {
-            let room = room.max(Piece::<T>::room(part.len()));
-            let buffer = Buffer::pending(pool.take_buffer(room)?, room);
-            let work = pool.group().receive_first(buffer, part.len(), Rank(from));
-            Ok::<_, ParallelError>((work, room, part))
-        };
-        let (sent, received) = (sent.map(send).transpose()?, received.map(receive).transpose()?);
-        let is_any = sent.is_some() || received.is_some();
-        Ok(is_any.then_some(Piece { round, sent, received }))
-    }
-
-    /// Waits for a piece, and brings it where it belongs.
-    fn finish_piece(
-        &self,
-        device: &Device,
-        piece: Piece<T>,
-        result: ViewMut<'_>,
-        waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
-        let pool = self.memory.pool();
-        if let Some((work, room, part)) = piece.received {
-            let buffer = waiting.wait_on_device(work, room, device)?;
-            let part = result.into_part(part.start, [part.len()].into());
-            pool.receive(device, (buffer, room), 0, part);
-        }
-        if let Some((work, room)) = piece.sent {
-            let buffer = waiting.wait_on_device(work, room, device)?;
-            device.wait_for(&buffer.event());
-            pool.give_buffer(room, buffer);
-        }
-        Ok(())
-    }
-
     /// The first element that an exchange brings this rank for a result of this shape.
     fn first(&self, kind: ExchangeKind, result: Shape) -> usize {
         match kind {
@@ -330,50 +237,6 @@ impl<T: Stored> Lane<T> {
         }
         Ok((vector, len, kind))
     }
-}
-
-/// Rounds of pieces that are under way at a time, at most.
-const ROUNDS_MAX: usize = 4;
-
-/// Messages to other ranks that are under way at a time, unless a round has more.
-const MESSAGES_MAX: usize = 8;
-
-/// A part of the rows that a rank sends to another one, and one of those that it receives from one, in a round; with the elements of their memory.
-struct Piece<T> {
-    round: usize,
-    sent: Option<(Work<Buffer<T>>, usize)>,
-    /// With its place in the result.
-    received: Option<(Work<Buffer<T>>, usize, Range<usize>)>,
-}
-
-impl<T> Piece<T> {
-    /// Elements of a piece.
-    const LEN_MAX: usize = (256 << 10) / size_of::<T>();
-
-    /// Rounds in which so many elements travel.
-    fn num_rounds(len: usize) -> usize {
-        len.div_ceil(Self::LEN_MAX)
-    }
-
-    /// The elements of a part that travel in a round.
-    fn range(part: &Range<usize>, round: usize) -> Option<Range<usize>> {
-        let start = part.start + round * Self::LEN_MAX;
-        (start < part.end).then(|| start..part.end.min(start + Self::LEN_MAX))
-    }
-
-    /// Elements of the memory of the first piece of so many: one of a few numbers, so that it is used again.
-    fn room(len: usize) -> usize {
-        len.next_power_of_two().clamp(256, Self::LEN_MAX)
-    }
-}
-
-/// Parts of these lengths, one after the other.
-fn consecutive(lens: SmallVec<[usize; 16]>) -> SmallVec<[Range<usize>; 16]> {
-    let parts = lens.into_iter().scan(0, |end, len| {
-        *end += len;
-        Some(*end - len..*end)
-    });
-    parts.collect()
 }
 
 /// Runs `$body` with `$lane` as the lane of a type.
@@ -413,13 +276,13 @@ impl AxisOps for GroupAxis {
     fn exchange_rows(
         &self,
         device: &Device,
-        lens: &ExchangedLens,
+        runs: &ExchangedRuns,
         values: View<'_>,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let exchange = with_lane!(self, values.dtype() => |lane| {
-            lane.exchange_rows(device, lens, values, result, &mut waiting)
+            lane.exchange_rows(device, runs, (values, result), &mut waiting)
         });
         Ok(exchange?)
     }

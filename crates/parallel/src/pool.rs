@@ -127,8 +127,20 @@ impl<T: Stored> Pool<T> {
         (values, at): (View<'_>, usize),
         len: usize,
     ) -> Result<Buffer<T>, ParallelError> {
+        self.send_parts(device, std::iter::once((values, at)), len)
+    }
+
+    /// As [`send`](Pool::send), of several parts.
+    pub(crate) fn send_parts<'a>(
+        &self,
+        device: &Device,
+        parts: impl Iterator<Item = (View<'a>, usize)>,
+        len: usize,
+    ) -> Result<Buffer<T>, ParallelError> {
         let mut buffer = self.take_buffer(len)?;
-        device.download_later(values, &mut buffer, at * size_of::<T>());
+        for (values, at) in parts {
+            device.download_later(values, &mut buffer, at * size_of::<T>());
+        }
         Ok(Buffer::pending(buffer, len))
     }
 

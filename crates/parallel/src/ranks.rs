@@ -379,7 +379,7 @@ impl RankGrid {
 
     /// Among the ranks that together have all of the state of a pipeline's place once: the larger of those of a replica and those with different
     /// experts; and whether the others of these have what this rank has of units without experts.
-    pub(crate) fn having_all(&self) -> (&Arc<Group>, bool) {
+    pub(crate) fn squares_group(&self) -> (&Arc<Group>, bool) {
         match self.experts() {
             Some(axis) if axis.world_size() > self.shards().world_size() => {
                 (axis, axis.rank().0 < self.shards().world_size())

@@ -27,7 +27,7 @@ impl Squares {
         ranks: &RankGrid,
         device: &Device,
     ) -> Result<Self, ParallelError> {
-        let (group, is_first) = ranks.having_all();
+        let (group, is_first) = ranks.squares_group();
         let counted = |unit: &UnitInfo| {
             // Ranks with other experts have the same of the rest of a unit with experts.
             let has_rest = if unit.num_experts > 0 { table.expert_place().rank == 0 } else { is_first };

@@ -9,6 +9,7 @@ mod corpora;
 mod damage;
 mod deaths;
 mod disagreement;
+mod experts;
 mod full_disk;
 mod hangs;
 mod hosts;

@@ -21,8 +21,8 @@ pub(crate) struct MixtureOfExperts {
     pub(crate) scores: Op,
     pub(crate) top_k: Arc<TopK>,
     pub(crate) groups: Arc<GroupRows>,
-    /// Which rows travel between ranks with different experts.
-    pub(crate) loads: Arc<GatherLoads>,
+    /// To the ranks that have the experts.
+    pub(crate) dispatch: Arc<DispatchRows>,
     /// Into the width of experts: what the activation reads.
     pub(crate) into: Arc<GroupedLinear>,
     /// The activation, and back.
@@ -68,13 +68,12 @@ impl MixtureOfExperts {
         rows: Var,
         [starts, own_order, own_places]: [&Var; 3],
     ) -> Result<Var, DeviceError> {
-        let [loads, own_starts, parts, order, places] =
-            outputs(cx.apply_many(&self.loads, [starts, own_places])?);
-        let sent = [Argument::from(rows), (&loads).into(), (&order).into(), (&places).into()];
-        let rows = cx.apply(&DispatchRows, sent)?;
+        let [loads, own_starts, parts] = outputs(cx.apply_many(&GatherLoads, [starts, own_places])?);
+        let sent = [Argument::from(rows), (&loads).into(), own_places.into()];
+        let rows = cx.apply(&self.dispatch, sent)?;
         let inner = cx.apply(&self.into, [rows.into(), Argument::from(&own_starts), (&parts).into()])?;
         let rows = cx.apply(&self.back, [inner, own_starts, parts])?;
-        let returned = [Argument::from(rows), loads.into(), order.into(), places.into(), own_order.into()];
+        let returned = [Argument::from(rows), loads.into(), own_order.into()];
         cx.apply(&ReturnRows, returned)
     }
 }

@@ -116,7 +116,7 @@ impl Executor {
             }
         }
         let ranks = &self.ranks;
-        let groups = [ranks.having_all().0, ranks.tensor(), ranks.pipeline()];
+        let groups = [ranks.squares_group().0, ranks.tensor(), ranks.pipeline()];
         self.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 

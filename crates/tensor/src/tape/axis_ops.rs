@@ -5,6 +5,7 @@ use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
 use smallvec::SmallVec;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind, UnitAxis};
 
@@ -102,15 +103,14 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     /// As [`start`](AxisOps::start).
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError>;
 
-    /// Sends rows to every rank, and receives rows from every one: as many elements as `lens` says. They follow each other in `values` and in
-    /// `result` in the order of the ranks. Both are of one type.
+    /// Sends rows to every rank, and receives rows from every one: the elements of `values` and `result` that `runs` says. Both are of one type.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
     fn exchange_rows(
         &self,
         device: &Device,
-        lens: &ExchangedLens,
+        runs: &ExchangedRuns,
         values: View<'_>,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError>;
@@ -131,21 +131,40 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     }
 }
 
+/// Runs of elements that follow each other on their way from one rank to another.
+pub type Runs = SmallVec<[Range<usize>; 8]>;
+
 /// Elements that a rank sends to each rank of an axis, and receives from each, itself among them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct ExchangedLens {
-    /// To each.
-    pub sent: SmallVec<[usize; 16]>,
-    /// From each.
-    pub received: SmallVec<[usize; 16]>,
+pub struct ExchangedRuns {
+    /// To each, where they lie; none if the device only counts, where each rank has as much for every one.
+    pub sent: SmallVec<[Runs; 8]>,
+    /// From each, where they go.
+    pub received: SmallVec<[Runs; 8]>,
     /// The most that one rank sends to another, however uneven loads are: what memory is taken for.
     pub most: usize,
 }
 
-impl ExchangedLens {
+impl ExchangedRuns {
     /// Those of what is sent back.
     pub fn reversed(self) -> Self {
-        ExchangedLens { sent: self.received, received: self.sent, most: self.most }
+        ExchangedRuns { sent: self.received, received: self.sent, most: self.most }
+    }
+
+    /// Elements that come.
+    pub fn num_received(&self) -> usize {
+        self.received.iter().flatten().map(Range::len).sum()
+    }
+
+    /// Of runs that follow each other, the parts of those in `range` of all their elements: where each begins in the range, and where it lies.
+    pub fn within(runs: &[Range<usize>], range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let mut next = 0;
+        runs.iter().filter_map(move |run| {
+            let first = next;
+            next += run.len();
+            let (start, end) = (range.start.max(first), range.end.min(next));
+            (start < end).then(|| (start - range.start, run.start + start - first..run.start + end - first))
+        })
     }
 }
 
@@ -209,7 +228,7 @@ impl AxisOps for AloneOnAxis {
     fn exchange_rows(
         &self,
         _: &Device,
-        _: &ExchangedLens,
+        _: &ExchangedRuns,
         values: View<'_>,
         _: ViewMut<'_>,
     ) -> Result<(), DeviceError> {

@@ -23,7 +23,7 @@ mod value;
 
 use axis::PendingValue;
 pub use axis::{Sharding, TensorAxis};
-pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedLens, NotedExchanges, PendingExchange};
+pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedRuns, NotedExchanges, PendingExchange, Runs};
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::{OperationContext, Randomness};
 pub use context_axis::{ContextAxis, Operand};

@@ -1,9 +1,10 @@
 //! Ranks of an axis as threads of a test.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Barrier, Condvar, Mutex};
 use trireme_base::{AxisPlace, DType, ExchangeKind};
-use trireme_tensor::tape::{AxisOps, ExchangedLens, PendingExchange};
+use trireme_tensor::tape::{AxisOps, ExchangedRuns, PendingExchange, Runs};
 use trireme_tensor::{Category, Device, DeviceError, View, ViewMut};
 
 /// Ranks as threads of the test, which exchange f32 and round sums once.
@@ -114,26 +115,30 @@ impl AxisOps for Threads {
     fn exchange_rows(
         &self,
         device: &Device,
-        lens: &ExchangedLens,
+        runs: &ExchangedRuns,
         values: View<'_>,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let mut wide = device.empty(values.shape(), DType::F32, Category::Activations)?;
         device.convert(values, wide.view_mut());
-        let mut left = &device.read::<f32>(wide.view())[..];
+        let values = device.read::<f32>(wide.view());
         // Each rank takes what is for it, behind the lengths.
-        let mut own: Vec<f32> = lens.sent.iter().map(|&len| len as f32).collect();
-        own.extend(left);
+        let len = |runs: &Runs| runs.iter().map(Range::len).sum::<usize>();
+        let mut own: Vec<f32> = runs.sent.iter().map(|runs| len(runs) as f32).collect();
+        own.extend(runs.sent.iter().flatten().flat_map(|run| &values[run.clone()]));
         let AxisPlace { rank, degree } = self.place;
-        let mut received = Vec::new();
-        for from in self.gather(own) {
-            let (lens, values) = from.split_at(degree);
-            let first = lens[..rank].iter().sum::<f32>() as usize;
-            received.extend(&values[first..][..lens[rank] as usize]);
+        let mut received = vec![0.0; result.shape().num_elements()];
+        for (from, runs) in self.gather(own).iter().zip(&runs.received) {
+            let (lens, mut values) = from.split_at(degree);
+            assert_eq!(lens[rank] as usize, len(runs));
+            values = &values[lens[..rank].iter().sum::<f32>() as usize..];
+            for run in runs {
+                received[run.clone()].copy_from_slice(&values[..run.len()]);
+                values = &values[run.len()..];
+            }
         }
-        left = &received;
         let mut wide = device.empty(result.shape(), DType::F32, Category::Activations)?;
-        device.upload(left, wide.view_mut());
+        device.upload(&received, wide.view_mut());
         device.convert(wide.view(), result);
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::transformer::{
 use crate::unit::Unit;
 use std::sync::Arc;
 use trireme_tensor::tape::{
-    Attention, Capacity, CombineRows, Embedding, GatherLoads, GroupRows, GroupedLinear, InputActivation,
+    Attention, Capacity, CombineRows, DispatchRows, Embedding, GroupRows, GroupedLinear, InputActivation,
     LatentHeads, Linear, LossHead, Norm, Op, PeakLoad, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax,
     TopK, WeightLayout,
 };
@@ -232,7 +232,7 @@ impl Builder<'_> {
             },
             top_k: Arc::new(TopK { choice, bias }),
             groups: Arc::new(GroupRows { num_groups: num_experts, capacity }),
-            loads: Arc::new(GatherLoads { capacity }),
+            dispatch: Arc::new(DispatchRows { capacity }),
             combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),
             into: grouped(into, InputActivation::Identity),
             back: grouped(back, self.gated()),

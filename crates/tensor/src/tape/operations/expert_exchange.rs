@@ -4,43 +4,46 @@ use super::experts::Capacity;
 use crate::device::{Device, DeviceError};
 use crate::shape::Shape;
 use crate::tape::{
-    AxisOps, BackwardContext, ExchangedLens, ForwardContext, Operation, OperationContext, ReadBy,
+    AxisOps, BackwardContext, ExchangedRuns, ForwardContext, Operation, OperationContext, ReadBy, Runs,
 };
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::{Tensor, View};
+use smallvec::SmallVec;
+use std::iter;
 use std::ops::RangeInclusive;
 use trireme_base::{AxisPlace, DType};
 
-/// Tells all ranks of the expert axis how many choices each expert has, and plans the exchange of rows. The inputs are the first and the last output of
-/// [`GroupRows`](crate::tape::GroupRows); of the last one only the shape is read. The outputs, all u32, are:
+/// Tells all ranks of the expert axis how many choices each expert has. The inputs are the first and the last output of [`GroupRows`](crate::tape::GroupRows); of the
+/// last one only the shape is read. The outputs, all u32, are:
 ///
 /// - how many choices of each expert each rank has (`[degree, num_experts]`);
 /// - where the rows of each of this rank's experts begin, and where the last ones end (`[own_experts + 1]`);
 /// - where the rows of each rank begin among those (`[own_experts * degree + 1]`): rows are ordered by expert, and those of an expert by the rank
-///   that has sent them;
-/// - for each row in this order, the place at which it arrives (`[num_rows]`), and the inverse (`[num_rows]`).
-///
-/// Where experts have a [`Capacity`], there are as many rows as they can take from all ranks, or as those can have: so memory does not depend on
-/// loads. Rows that did not come are zeros at the end.
+///   that has sent them.
 ///
 /// Ranks have equally many experts, in their order. On a device that only counts, experts have equally many choices, rounded up, so that all ranks
 /// count the same.
 ///
 /// Cost: the host reads the numbers of choices of this rank, and one all-gather of `4 num_experts` bytes a rank.
 #[derive(Debug)]
-pub struct GatherLoads {
+pub struct GatherLoads;
+
+/// Sends rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts. The output has the rows for this rank's
+/// experts, ordered by expert: `[1, num_rows, cols]`. The other inputs are the first output of [`GatherLoads`] and the last one of
+/// [`GroupRows`](crate::tape::GroupRows), of which only the shape is read.
+///
+/// Where experts have a [`Capacity`], there are as many rows as they can take from all ranks, or as those can have: so memory does not depend on
+/// loads. Rows that did not come are zeros at the end.
+///
+/// Cost: the host reads the numbers of choices; an exchange of the rows, and one of their gradients. Rows are copied from where they are to what is sent, and from what comes
+/// to where they belong.
+#[derive(Debug)]
+pub struct DispatchRows {
     /// That of [`GroupRows`](crate::tape::GroupRows).
     pub capacity: Option<Capacity>,
 }
 
-/// Sends rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts. The output has the rows for this rank's
-/// experts, ordered by expert: `[1, num_rows, cols]`. The other inputs are outputs 0, 3 and 4 of [`GatherLoads`].
-///
-/// Cost: the host reads the numbers of choices; an exchange of the rows, and one of their gradients.
-#[derive(Debug)]
-pub struct DispatchRows;
-
-/// Sends the rows of this rank's experts back to the ranks that have sent them: the reverse of [`DispatchRows`], with the same other inputs and, as
-/// the last one, the choice at each place on this rank. Choices that were dropped have zeros.
+/// Sends the rows of this rank's experts back to the ranks that have sent them: the reverse of [`DispatchRows`], with the first output of [`GatherLoads`] and,
+/// as the last input, the choice at each place on this rank. Choices that were dropped have zeros.
 #[derive(Debug)]
 pub struct ReturnRows;
 
@@ -86,38 +89,40 @@ impl Loads {
         self.of(from, of).iter().map(|&number| number as usize).sum()
     }
 
-    /// Elements that are sent and received, of rows of `cols`, of which a rank sends another one at most so many.
-    fn lens(&self, cols: usize, most: usize) -> ExchangedLens {
+    /// Where the rows of each own expert begin, and of each rank among them.
+    fn starts(&self) -> [Vec<u32>; 2] {
         let AxisPlace { rank, degree } = self.place;
-        ExchangedLens {
-            most,
-            sent: (0..degree).map(|of| self.num_rows(rank, of) * cols).collect(),
-            received: (0..degree).map(|from| self.num_rows(from, rank) * cols).collect(),
+        let (mut starts, mut segments) = (vec![0], vec![0]);
+        let mut end = 0;
+        for expert in 0..self.num_own() {
+            for from in 0..degree {
+                end += self.of(from, rank)[expert];
+                segments.push(end);
+            }
+            starts.push(end);
         }
+        [starts, segments]
     }
 
-    /// Where the rows of each own expert begin, and of each rank among them; and for each row in this order its place among those as they
-    /// come.
-    fn order(&self) -> [Vec<u32>; 3] {
+    /// Elements that are sent, which are ordered by expert, and received, by expert and rank; of rows of `cols`, of which a rank sends another one at
+    /// most so many elements.
+    fn runs(&self, cols: usize, most: usize) -> ExchangedRuns {
         let AxisPlace { rank, degree } = self.place;
-        let (mut starts, mut segments, mut order) = (vec![0], vec![0], Vec::new());
-        let mut next: Vec<u32> = (0..degree)
-            .scan(0, |start, from| {
-                let own = *start;
-                *start += self.num_rows(from, rank) as u32;
-                Some(own)
-            })
-            .collect();
+        let after = |end: &mut usize, len: usize| {
+            *end += len * cols;
+            *end - len * cols..*end
+        };
+        let mut end = 0;
+        let sent =
+            (0..degree).map(|of| iter::once(after(&mut end, self.num_rows(rank, of))).collect()).collect();
+        let mut received: SmallVec<[Runs; 8]> = (0..degree).map(|_| Runs::new()).collect();
+        let mut end = 0;
         for expert in 0..self.num_own() {
-            for (from, next) in next.iter_mut().enumerate() {
-                let end = *next + self.of(from, rank)[expert];
-                order.extend(*next..end);
-                *next = end;
-                segments.push(order.len() as u32);
+            for (from, runs) in received.iter_mut().enumerate() {
+                runs.push(after(&mut end, self.of(from, rank)[expert] as usize));
             }
-            starts.push(order.len() as u32);
         }
-        [starts, segments, order]
+        ExchangedRuns { sent, received, most }
     }
 }
 
@@ -135,23 +140,11 @@ impl Operation for GatherLoads {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let loads = Loads::gather(cx, cx.input(0), cx.input(1).shape().num_elements())?;
         let (device, shape) = (cx.device(), [loads.place.degree, loads.num_experts()]);
-        let [starts, segments, mut order] = loads.order();
-        if let Some(capacity) = self.capacity {
-            let ids = cx.input(1).shape();
-            let of_experts = loads.num_own() * capacity.num_rows(ids, loads.num_experts());
-            let room = loads.place.degree * of_experts.min(ids.num_elements());
-            // Where nothing but their number counts, even loads may be more.
-            order.retain(|_| !device.is_counting());
-            order.extend(order.len() as u32..room as u32);
-        }
-        let mut places = vec![0; order.len()];
-        order.iter().zip(0..).for_each(|(&place, index)| places[place as usize] = index);
+        let [starts, segments] = loads.starts();
         let made = [
             upload(device, &loads.numbers, &shape)?,
             upload(device, &starts, &[starts.len()])?,
             upload(device, &segments, &[segments.len()])?,
-            upload(device, &order, &[order.len()])?,
-            upload(device, &places, &[places.len()])?,
         ];
         made.into_iter().for_each(|numbers| cx.output(numbers));
         Ok(())
@@ -175,74 +168,74 @@ impl Operation for GatherLoads {
     }
 }
 
-/// Elements that ranks send for their experts, of so many rows of this one; on a device that only counts, no more than the most.
-fn lens(cx: &OperationContext<'_>, numbers: View<'_>, [num_rows, cols]: [usize; 2]) -> ExchangedLens {
+/// What ranks send for their experts, of so many rows of this one; on a device that only counts, nothing but the most.
+fn runs(cx: &OperationContext<'_>, numbers: View<'_>, [num_rows, cols]: [usize; 2]) -> ExchangedRuns {
     let most = num_rows * cols;
     let loads = Loads::read(cx, numbers);
-    loads.map_or(ExchangedLens { most, ..ExchangedLens::default() }, |loads| loads.lens(cols, most))
+    loads.map_or(ExchangedRuns { most, ..ExchangedRuns::default() }, |loads| loads.runs(cols, most))
 }
 
-/// Rows that nobody has sent are zeros.
-fn zero_rest(device: &Device, lens: &ExchangedLens, received: ViewMut<'_>) {
-    let (first, end) = (lens.received.iter().sum::<usize>(), received.shape().num_elements());
-    if first < end && !device.is_counting() {
-        device.zero(received.into_part(first, [end - first].into()));
-    }
-}
-
-/// To the ranks that have the experts, ordered by expert.
-fn dispatch(
+/// Rows that come, in `shape`; those that nobody has sent are zeros at the end.
+fn exchanged(
     cx: &OperationContext<'_>,
+    runs: &ExchangedRuns,
     rows: View<'_>,
-    (numbers, order): (View<'_>, View<'_>),
+    shape: [usize; 3],
 ) -> Result<Tensor, DeviceError> {
-    let (device, cols) = (cx.device(), rows.shape().cols());
-    let shape = [1, order.shape().num_elements(), cols];
+    let device = cx.device();
     let mut received = cx.empty(shape, rows.dtype())?;
-    let lens = lens(cx, numbers, [rows.shape().rows(), cols]);
-    expert_axis(cx).exchange_rows(device, &lens, rows, received.view_mut())?;
-    zero_rest(device, &lens, received.view_mut());
-    let mut ordered = cx.empty(shape, rows.dtype())?;
-    device.spread_rows(received.view(), (order, 1, None), ordered.view_mut());
-    Ok(ordered)
+    expert_axis(cx).exchange_rows(device, runs, rows, received.view_mut())?;
+    let (first, end) = (runs.num_received(), received.shape().num_elements());
+    if first < end && !device.is_counting() {
+        device.zero(received.view_mut().into_part(first, [end - first].into()));
+    }
+    Ok(received)
 }
 
-/// Back to the ranks that have sent them, in their order; this one has sent `num_rows`.
-fn give_back(
-    cx: &OperationContext<'_>,
-    rows: View<'_>,
-    (numbers, places): (View<'_>, View<'_>),
-    num_rows: usize,
-) -> Result<Tensor, DeviceError> {
-    let (device, cols) = (cx.device(), rows.shape().cols());
-    let mut sent = cx.empty(rows.shape(), rows.dtype())?;
-    device.spread_rows(rows, (places, 1, None), sent.view_mut());
-    let lens = lens(cx, numbers, [num_rows, cols]).reversed();
-    let mut received = cx.empty([1, num_rows, cols], rows.dtype())?;
-    expert_axis(cx).exchange_rows(device, &lens, sent.view(), received.view_mut())?;
-    zero_rest(device, &lens, received.view_mut());
-    Ok(received)
+impl DispatchRows {
+    /// Rows for this rank's experts, of choices of such ids on each rank.
+    fn num_rows(&self, cx: &OperationContext<'_>, numbers: View<'_>, ids: Shape) -> usize {
+        let &[degree, num_experts] = numbers.shape().dims() else {
+            unreachable!("numbers of ranks and experts")
+        };
+        let num_own = num_experts / degree;
+        match (self.capacity, Loads::read(cx, numbers)) {
+            (Some(capacity), _) => {
+                degree * (num_own * capacity.num_rows(ids, num_experts)).min(ids.num_elements())
+            }
+            (None, None) => degree * num_own * ids.num_elements().div_ceil(num_experts),
+            (None, Some(loads)) => {
+                let AxisPlace { rank, degree } = loads.place;
+                (0..degree).map(|from| loads.num_rows(from, rank)).sum()
+            }
+        }
+    }
 }
 
 impl Operation for DispatchRows {
     fn num_inputs(&self) -> RangeInclusive<usize> {
-        4..=4
+        3..=3
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let rows = dispatch(cx, cx.input(0), (cx.input(1), cx.input(2)))?;
-        cx.output(rows);
+        let (rows, numbers) = (cx.input(0), cx.input(1));
+        let cols = rows.shape().cols();
+        let num_rows = self.num_rows(cx, numbers, cx.input(2).shape());
+        let runs = runs(cx, numbers, [rows.shape().rows(), cols]);
+        let received = exchanged(cx, &runs, rows, [1, num_rows, cols])?;
+        cx.output(received);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let num_rows = cx.input_shape(0).rows();
-        let grad = give_back(cx, cx.grad(), (cx.input(1), cx.input(3)), num_rows)?;
+        let (num_rows, cols) = (cx.input_shape(0).rows(), cx.grad().shape().cols());
+        let runs = runs(cx, cx.input(1), [num_rows, cols]).reversed();
+        let grad = exchanged(cx, &runs, cx.grad(), [1, num_rows, cols])?;
         cx.add_grad(0, grad)
     }
 
     fn reads_input(&self, input: usize) -> ReadBy {
-        if input == 1 || input == 3 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+        if input == 1 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
     }
 
     fn takes_positions(&self) -> bool {
@@ -252,23 +245,26 @@ impl Operation for DispatchRows {
 
 impl Operation for ReturnRows {
     fn num_inputs(&self) -> RangeInclusive<usize> {
-        5..=5
+        3..=3
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let num_rows = cx.input(4).shape().num_elements();
-        let rows = give_back(cx, cx.input(0), (cx.input(1), cx.input(3)), num_rows)?;
-        cx.output(rows);
+        let (num_rows, cols) = (cx.input(2).shape().num_elements(), cx.input(0).shape().cols());
+        let runs = runs(cx, cx.input(1), [num_rows, cols]).reversed();
+        let received = exchanged(cx, &runs, cx.input(0), [1, num_rows, cols])?;
+        cx.output(received);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let grad = dispatch(cx, cx.grad(), (cx.input(1), cx.input(2)))?;
+        let (num_rows, cols) = (cx.input_shape(0).rows(), cx.grad().shape().cols());
+        let runs = runs(cx, cx.input(1), [cx.grad().shape().rows(), cols]);
+        let grad = exchanged(cx, &runs, cx.grad(), [1, num_rows, cols])?;
         cx.add_grad(0, grad)
     }
 
     fn reads_input(&self, input: usize) -> ReadBy {
-        if input == 1 || input == 2 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+        if input == 1 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
     }
 
     fn takes_positions(&self) -> bool {

@@ -1,0 +1,98 @@
+//! Models with experts, from a config.
+
+use crate::common::{Scene, tells};
+use serde_json::Value;
+
+const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4}"#;
+
+const DEGREE: &str = "parallelism.expert_parallel_degree";
+
+fn scene() -> Scene {
+    let scene = Scene::with_corpus();
+    scene.write("model.json", MIXTRAL);
+    let config = scene.read("tiny.toml");
+    let (_, rest) = config.split_once("[data]").unwrap();
+    scene.write("tiny.toml", format!("[model]\nconfig = \"model.json\"\n[data]{rest}"));
+    scene
+}
+
+#[test]
+fn settings_of_experts_that_a_run_cannot_use_are_refused() {
+    let scene = scene();
+    scene.write("many.json", MIXTRAL.replace(r#""num_local_experts": 4"#, r#""num_local_experts": 20000"#));
+    let picked = r#""num_local_experts": 4, "num_experts_per_tok": 5"#;
+    scene.write("picked.json", MIXTRAL.replace(r#""num_local_experts": 4"#, picked));
+    for (settings, facts) in [
+        ("--set experts.bias_update_rate=0.01".to_owned(), ["a mixtral", "remove the key"]),
+        ("--set experts.capacity_factor=0".to_owned(), ["capacity_factor", "0"]),
+        (
+            "--set model.config=many.json".to_owned(),
+            ["'num_local_experts' is 20000", "at most 16384 experts"],
+        ),
+        ("--set model.config=picked.json".to_owned(), ["'num_experts_per_tok' is 5", "at most 4 experts"]),
+        (
+            format!("--workers 3 --set training.global_batch_size=12 --set {DEGREE}=3"),
+            ["3 ranks cannot have equally many of the 4 experts", "2 and 4"],
+        ),
+        (format!("--workers 4 --set {DEGREE}=3"), ["3 does not divide the 4 workers", "2 and 4"]),
+        (
+            format!(
+                "--workers 2 --set {DEGREE}=2 --set comm.compression=top_k --set training.determinism=run"
+            ),
+            ["would round what workers with different experts hold", "expert_parallel_degree = 1"],
+        ),
+        (
+            format!(
+                "--workers 2 --set {DEGREE}=2 --set parallelism.zero_stage=3 --set parallelism.zero_quantized_weights=true"
+            ),
+            ["ZeRO++ gathers units", "expert_parallel_degree = 1"],
+        ),
+    ] {
+        tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);
+    }
+    let dense = "train tiny.toml --set model.config=dense.json --set experts.balance_loss=0.1";
+    scene.write("dense.json", MIXTRAL.replace("mixtral", "llama"));
+    tells(&scene.refused_without_trace(dense), &["a llama, has none", "remove the section"]);
+}
+
+#[test]
+fn a_capacity_drops_what_the_metrics_count_and_makes_memory_known() {
+    let scene = scene();
+    let settings = "--workers 2 --set experts.capacity_factor=0.75";
+    scene.run(&format!("train tiny.toml {settings} --set run.name=whole")).succeeded();
+    let text = scene.run(&format!("train tiny.toml {settings} --set {DEGREE}=2 --set run.name=divided"));
+    let text = text.succeeded();
+    let total = text.lines().find(|line| line.starts_with("total")).unwrap();
+    let columns: Vec<&str> = total.split_whitespace().collect();
+    assert_eq!(columns[1], columns[3], "{text}");
+    for name in ["whole", "divided"] {
+        let drops: Vec<f64> = scene
+            .records(name)
+            .iter()
+            .map(|record| record["metrics"]["expert_drops"].as_f64().unwrap())
+            .collect();
+        // A quarter of even loads has no room.
+        assert!(drops.iter().all(|drops| (0.25..0.6).contains(drops)), "{drops:?}");
+    }
+}
+
+/// The worker to which more tokens come than were planned for says so, and the run has the losses that it has with all the memory.
+#[test]
+fn a_run_whose_loads_exceed_its_budget_spills_and_says_so() {
+    let scene = scene();
+    // Each has one expert, of which one gets most.
+    let settings = format!("--workers 4 --set {DEGREE}=4 --set training.seq_len=64");
+    let text = scene.run(&format!("train tiny.toml {settings} --set run.name=rich")).succeeded();
+    assert!(!text.contains("spill"), "{text}");
+    let predicted = |record: &Value| record["memory_predicted_bytes"]["total"].as_u64().unwrap();
+    let budget = predicted(scene.records("rich").last().unwrap());
+    let settings = format!("{settings} --set memory.device_budget={budget}B");
+    let text = scene.run(&format!("train tiny.toml {settings} --set run.name=poor")).succeeded();
+    tells(&text, &["note: worker ", "more tokens came to its experts than its memory was planned for"]);
+    assert_eq!(scene.losses("poor"), scene.losses("rich"));
+    let ended =
+        scene.run(&format!("train tiny.toml {settings} --set experts.spill=false --set run.name=none"));
+    assert!(ended.code.is_some_and(|code| code > 0), "{ended:?}");
+    tells(&ended.stderr, &["exceeds the device budget"]);
+}
