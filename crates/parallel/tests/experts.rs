@@ -13,8 +13,8 @@ use trireme_tensor::tape::{
     SpreadRows, TopK,
 };
 use trireme_tensor::{
-    Activation, Backend, Choice, DetachedOptions, Device, DeviceError, Initial, Parameter, ParameterTable,
-    Precision,
+    Activation, Backend, DetachedOptions, Device, DeviceError, Initial, Parameter, ParameterTable, Precision,
+    RoutingRule,
 };
 
 const SAMPLES: usize = 4;
@@ -95,7 +95,10 @@ fn build(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
         };
         units.push(Arc::new(Experts {
             router: Arc::new(Router { weight: table.add(weight("router", [NUM_EXPERTS, WIDTH])) }),
-            top_k: Arc::new(TopK { choice: Choice { normalizes: true, ..Choice::largest(2) }, bias: None }),
+            top_k: Arc::new(TopK {
+                rule: RoutingRule { normalizes: true, ..RoutingRule::largest(2) },
+                bias: None,
+            }),
             groups: Arc::new(GroupRows { num_groups: NUM_EXPERTS, capacity: None }),
             into: experts(&mut table, "into", [2 * INNER, WIDTH], identity),
             back: experts(&mut table, "back", [WIDTH, INNER], InputActivation::Gated(Activation::Silu)),

@@ -3,12 +3,12 @@
 use super::{Device, each};
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::experts::Chosen;
-use crate::kernels::{Choice, ChosenGroups};
+use crate::kernels::{ChosenGroups, RoutingRule};
 use crate::tensor::{View, ViewMut};
 
 impl Device {
     /// For each row of `x` (`[rows, cols]`, f32) the experts that are chosen for it: their scores as `values` (`[rows, num_choices]`, f32), as the
-    /// choice says, and which they are as `ids` (u32). `bias` (`[cols]`, f32) is added to scores where they are compared. The largest comes
+    /// rule says, and which they are as `ids` (u32). `bias` (`[cols]`, f32) is added to scores where they are compared. The largest comes
     /// first, and of equal ones the first.
     ///
     /// # Panics
@@ -16,26 +16,26 @@ impl Device {
     pub(crate) fn top_k(
         &self,
         x: View<'_>,
-        (choice, bias): (Choice, Option<View<'_>>),
+        (rule, bias): (RoutingRule, Option<View<'_>>),
         [values, ids]: [ViewMut<'_>; 2],
     ) {
-        let (cols, k) = (x.shape().cols(), choice.num_choices);
+        let (cols, k) = (x.shape().cols(), rule.num_choices);
         let mut num_left = cols;
-        if let Some(ChosenGroups { num_groups, num_chosen }) = choice.groups {
+        if let Some(ChosenGroups { num_groups, num_chosen }) = rule.groups {
             let is_possible = num_groups <= ChosenGroups::NUM_MAX && num_chosen <= num_groups;
-            assert!(is_possible && cols.is_multiple_of(num_groups), "{cols} experts, of which {choice:?}");
+            assert!(is_possible && cols.is_multiple_of(num_groups), "{cols} experts, of which {rule:?}");
             num_left = cols / num_groups * num_chosen;
         }
         assert!(k <= num_left, "the {k} largest of {num_left}");
         assert_eq!((values.shape().cols(), ids.shape()), (k, values.shape()));
         let read = x.num_bytes() + bias.map_or(0, |bias| bias.num_bytes());
-        let of_groups = choice.groups.map_or(0, |groups| 2 + groups.num_chosen.div_ceil(2));
+        let of_groups = rule.groups.map_or(0, |groups| 2 + groups.num_chosen.div_ceil(2));
         let cost = each(x.shape(), k * k.div_ceil(2) + of_groups).reads(read).writes(2 * values.num_bytes());
         let (x, bias) = (x.place(), bias.map(|bias| bias.place()));
         let (mut values, mut ids) = (values.into_place(), ids.into_place());
         self.issue("top_k", cost, move |cpu| {
             let bias = bias.as_ref().map(|bias| bias.f32s(cpu));
-            cpu.top_k((x.f32s(cpu), cols), (choice, bias), (values.f32s(cpu), ids.words(cpu)));
+            cpu.top_k((x.f32s(cpu), cols), (rule, bias), (values.f32s(cpu), ids.words(cpu)));
         });
     }
 
@@ -43,7 +43,7 @@ impl Device {
     pub(crate) fn top_k_backward(
         &self,
         x: View<'_>,
-        choice: Choice,
+        rule: RoutingRule,
         [ids, dy]: [View<'_>; 2],
         dx: ViewMut<'_>,
     ) {
@@ -53,7 +53,7 @@ impl Device {
         let (x, ids, dy, mut dx) = (x.place(), ids.place(), dy.place(), dx.into_place());
         self.issue("top_k_backward", cost, move |cpu| {
             let given = (ids.u32s(cpu), dy.f32s(cpu));
-            cpu.top_k_backward((x.f32s(cpu), cols), choice, given, dx.f32s(cpu));
+            cpu.top_k_backward((x.f32s(cpu), cols), rule, given, dx.f32s(cpu));
         });
     }
 

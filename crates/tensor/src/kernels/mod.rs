@@ -10,7 +10,7 @@ pub(crate) use cpu::attention::{AttentionInputs, AttentionScope, CacheSpan, Resu
 pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
 pub(crate) use cpu::blocks::Blocks;
 pub use cpu::exact_sum::ExactSum;
-pub use cpu::experts::{Choice, ChosenGroups};
+pub use cpu::experts::{ChosenGroups, RoutingRule};
 pub use cpu::matmul::GroupLimit;
 pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};
 pub use cpu::optimizer::{

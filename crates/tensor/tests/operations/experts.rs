@@ -8,8 +8,8 @@ use trireme_tensor::tape::{
     Recording, RotaryTable, Router, RouterEntropy, RouterZLoss, Sigmoid, Softmax, SpreadRows, TopK,
 };
 use trireme_tensor::{
-    Choice, ChosenGroups, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, LatentHeadShape,
-    Parameter, ParameterSpan, ParameterTable, Parameters, Precision, Tape, Tensor, Var,
+    ChosenGroups, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, LatentHeadShape,
+    Parameter, ParameterSpan, ParameterTable, Parameters, Precision, RoutingRule, Tape, Tensor, Var,
 };
 use trireme_testkit::{GradientCheck, Input, Reference};
 
@@ -58,7 +58,7 @@ fn largest_elements_of_rows() {
             let probabilities = recorder.apply(&Softmax, inputs)?;
             Ok(recorder
                 .apply_many(
-                    op(TopK { choice: Choice { normalizes, ..Choice::largest(k) }, bias: None }),
+                    op(TopK { rule: RoutingRule { normalizes, ..RoutingRule::largest(k) }, bias: None }),
                     [probabilities],
                 )?
                 .next())
@@ -132,7 +132,7 @@ fn experts_of_the_best_groups() {
     let bias = table.add(Parameter::vector("bias", cols, Initial::ZEROS));
     let groups = Some(ChosenGroups { num_groups: 4, num_chosen: 2 });
     for (groups, normalizes) in [(groups, true), (None, false)] {
-        let choice = Choice { num_choices: 3, normalizes, scale: 2.5, groups };
+        let rule = RoutingRule { num_choices: 3, normalizes, scale: 2.5, groups };
         let chosen = |scores: &[f64], bias: &[f64]| -> Vec<usize> {
             let mut biased: Vec<f64> = scores.iter().zip(bias).map(|(score, bias)| score + bias).collect();
             if groups.is_some() {
@@ -172,7 +172,7 @@ fn experts_of_the_best_groups() {
         let x_id = x_var.id();
         let mut recorder = tape.recorder(&parameters);
         let scores = recorder.apply(&Arc::new(Sigmoid), [x_var]).unwrap();
-        let mut outputs = recorder.apply_many(op(TopK { choice, bias: Some(bias) }), [scores]).unwrap();
+        let mut outputs = recorder.apply_many(op(TopK { rule, bias: Some(bias) }), [scores]).unwrap();
         let (weights, ids) = (outputs.next().unwrap(), outputs.next().unwrap());
         let ids: Vec<u32> = device.read(tape.take_output(&ids).unwrap().view());
         let values: Vec<f32> = device.read(tape.take_output(&weights).unwrap().view());

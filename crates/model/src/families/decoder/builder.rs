@@ -15,7 +15,7 @@ use trireme_tensor::tape::{
     LatentHeads, Linear, LossHead, Norm, Op, PeakLoad, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax,
     TopK, WeightLayout,
 };
-use trireme_tensor::{Choice, Cut, Initial, LatentHeadShape, Parameter, ParameterTable};
+use trireme_tensor::{Cut, Initial, LatentHeadShape, Parameter, ParameterTable, RoutingRule};
 
 /// The model of a config.
 pub(in crate::families) fn build(
@@ -221,7 +221,7 @@ impl Builder<'_> {
         let num_own = self.table.own_experts(num_experts).len();
         let grouped =
             |weight, activation| Arc::new(GroupedLinear { weight, num_groups: num_own, activation });
-        let choice = Choice { num_choices, normalizes, scale, groups };
+        let rule = RoutingRule { num_choices, normalizes, scale, groups };
         let capacity = experts.capacity_factor.map(|factor| Capacity { factor });
         MixtureOfExperts {
             norm,
@@ -230,7 +230,7 @@ impl Builder<'_> {
                 RouterScores::Softmax => Op::from(&Softmax),
                 RouterScores::Sigmoid => Op::from(&Sigmoid),
             },
-            top_k: Arc::new(TopK { choice, bias }),
+            top_k: Arc::new(TopK { rule, bias }),
             groups: Arc::new(GroupRows { num_groups: num_experts, capacity }),
             dispatch: Arc::new(DispatchRows { capacity }),
             combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),

@@ -47,7 +47,7 @@ impl Chosen<'_> {
 
 /// How experts are chosen for tokens by the scores that they have.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choice {
+pub struct RoutingRule {
     /// How many experts a token gets.
     pub num_choices: usize,
     /// Whether the scores of those are divided by their sum.
@@ -73,10 +73,10 @@ impl ChosenGroups {
     pub const NUM_MAX: usize = 64;
 }
 
-impl Choice {
+impl RoutingRule {
     /// The `num_choices` largest elements.
     pub fn largest(num_choices: usize) -> Self {
-        Choice { num_choices, normalizes: false, scale: 1.0, groups: None }
+        RoutingRule { num_choices, normalizes: false, scale: 1.0, groups: None }
     }
 
     /// Which groups experts are chosen from, as bits, and the number of experts of a group.
@@ -112,18 +112,18 @@ fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32)
 }
 
 impl Cpu {
-    /// For each row of `cols` scores `x` the experts of [`Choice::num_choices`] largest ones, with `bias` added for the comparison; from the
-    /// largest on, of equal ones the first. `values` become their scores, as the choice says, and `ids` tell which they are.
+    /// For each row of `cols` scores `x` the experts of [`RoutingRule::num_choices`] largest ones, with `bias` added for the comparison; from the
+    /// largest on, of equal ones the first. `values` become their scores, as the rule says, and `ids` tell which they are.
     ///
     /// # Panics
     /// If rows have fewer elements.
     pub(crate) fn top_k(
         &self,
         (x, cols): (&[f32], usize),
-        (choice, bias): (Choice, Option<&[f32]>),
+        (rule, bias): (RoutingRule, Option<&[f32]>),
         (values, ids): (&mut [f32], &mut [u32]),
     ) {
-        let k = choice.num_choices;
+        let k = rule.num_choices;
         let (values, ids) = (SharedSlice::new(values), SharedSlice::new(ids));
         self.for_row_blocks(x.len() / cols, cols * k, |first, num| {
             for row in first..first + num {
@@ -131,7 +131,7 @@ impl Cpu {
                 let (values, ids) = unsafe { (values.range(row * k, k), ids.range(row * k, k)) };
                 let row = &x[row * cols..(row + 1) * cols];
                 let score = |id: usize| row[id] + bias.map_or(0.0, |bias| bias[id]);
-                let (groups, len) = choice.chosen_groups(cols, &score);
+                let (groups, len) = rule.chosen_groups(cols, &score);
                 for place in 0..k {
                     let (before, rest) = ids.split_at_mut(place);
                     let is_left =
@@ -139,7 +139,7 @@ impl Cpu {
                     let best = first_largest((0..cols).filter(is_left), &score);
                     rest[0] = best.expect("there are so many") as u32;
                 }
-                let (factor, _) = choice.factor(ids.iter().map(|&id| row[id as usize]));
+                let (factor, _) = rule.factor(ids.iter().map(|&id| row[id as usize]));
                 values.iter_mut().zip(&*ids).for_each(|(value, &id)| *value = row[id as usize] * factor);
             }
         });
@@ -149,11 +149,11 @@ impl Cpu {
     pub(crate) fn top_k_backward(
         &self,
         (x, cols): (&[f32], usize),
-        choice: Choice,
+        rule: RoutingRule,
         (ids, dy): (&[u32], &[f32]),
         dx: &mut [f32],
     ) {
-        let (k, dx) = (choice.num_choices, SharedSlice::new(dx));
+        let (k, dx) = (rule.num_choices, SharedSlice::new(dx));
         self.for_row_blocks(x.len() / cols, cols, |first, num| {
             for row in first..first + num {
                 // SAFETY: rows do not overlap.
@@ -161,8 +161,8 @@ impl Cpu {
                 let (x, ids, dy) =
                     (&x[row * cols..], &ids[row * k..(row + 1) * k], &dy[row * k..(row + 1) * k]);
                 let value = |id: u32| x[id as usize];
-                let (factor, sum) = choice.factor(ids.iter().map(|&id| value(id)));
-                let mean = match choice.normalizes {
+                let (factor, sum) = rule.factor(ids.iter().map(|&id| value(id)));
+                let mean = match rule.normalizes {
                     true => ids.iter().zip(dy).map(|(&id, dy)| dy * value(id)).sum::<f32>() / sum,
                     false => 0.0,
                 };

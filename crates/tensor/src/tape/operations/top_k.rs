@@ -1,5 +1,5 @@
 use crate::device::DeviceError;
-use crate::kernels::Choice;
+use crate::kernels::RoutingRule;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use trireme_base::DType;
@@ -12,7 +12,7 @@ use trireme_base::DType;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TopK {
     /// How many, of which groups, and what their weights are.
-    pub choice: Choice,
+    pub rule: RoutingRule,
     /// Added to scores where they are compared, but not to weights: `[num_experts]`. Its gradient is no derivative, but how often each expert was
     /// chosen, less the even part: an optimizer that lowers it by the sign of that balances loads (Wang et al., "Auxiliary-loss-free load balancing
     /// strategy for mixture-of-experts", 2024).
@@ -22,16 +22,16 @@ pub struct TopK {
 impl TopK {
     /// The `k` largest elements of each row as they are.
     pub fn largest(k: usize) -> Self {
-        TopK { choice: Choice::largest(k), bias: None }
+        TopK { rule: RoutingRule::largest(k), bias: None }
     }
 }
 
 impl Operation for TopK {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let shape = cx.input(0).shape().with_cols(self.choice.num_choices);
+        let shape = cx.input(0).shape().with_cols(self.rule.num_choices);
         let (mut values, mut ids) = (cx.empty(shape, DType::F32)?, cx.empty(shape, DType::U32)?);
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
-        let by = (self.choice, bias.as_ref().map(|bias| bias.view()));
+        let by = (self.rule, bias.as_ref().map(|bias| bias.view()));
         cx.device().top_k(cx.input(0), by, [values.view_mut(), ids.view_mut()]);
         drop(bias);
         cx.output(values);
@@ -42,7 +42,7 @@ impl Operation for TopK {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let mut dx = cx.empty(cx.input_shape(0), DType::F32)?;
         let found = [cx.output(1), cx.grad()];
-        cx.device().top_k_backward(cx.input(0), self.choice, found, dx.view_mut());
+        cx.device().top_k_backward(cx.input(0), self.rule, found, dx.view_mut());
         cx.add_grad(0, dx)
     }
 
