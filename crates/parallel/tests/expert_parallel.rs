@@ -7,7 +7,7 @@ use std::sync::Arc;
 use trireme_comm::{CodecName, Compression, CompressionOptions, Group};
 use trireme_model::ModelConfig;
 use trireme_optim::OptimizerKind;
-use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, ParallelError, StepPlan};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{Backend, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
@@ -222,4 +222,18 @@ fn sums_that_split_come_near() {
         let state = StateLayout::zero(2);
         check(4, 1, Layout { experts: 2, num_shards: 4, state, ..plain() }, "shards of experts");
     }
+}
+
+/// Others would wait for its rows.
+#[test]
+fn a_rank_without_a_batch_is_refused_where_experts_lie_on_several() {
+    let config = &models()[0];
+    let refused = |experts: usize| {
+        run_ranks(2, |group| {
+            let mut executor = laid_out(config, group, 1, 1, &Layout { experts, ..plain() });
+            matches!(executor.evaluate(None), Err(ParallelError::NoBatch))
+        })
+    };
+    assert_eq!(refused(2), [true, true]);
+    assert_eq!(refused(1), [false, false]);
 }

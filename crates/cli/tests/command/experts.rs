@@ -6,6 +6,11 @@ use serde_json::Value;
 const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4}"#;
 
+const DEEPSEEK: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "q_lora_rank": 12, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}"#;
+
 const DEGREE: &str = "parallelism.expert_parallel_degree";
 
 fn scene() -> Scene {
@@ -51,6 +56,11 @@ fn settings_of_experts_that_a_run_cannot_use_are_refused() {
     ] {
         tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);
     }
+    // Counts of loads beside gradients of four bits.
+    scene.write("biased.json", DEEPSEEK);
+    let rounded = "plan tiny.toml --workers 4 --set model.config=biased.json --set parallelism.zero_stage=3 \
+                   --set parallelism.zero_quantized_gradients=int4";
+    tells(&scene.refused_without_trace(rounded), &["balances experts by how often each was chosen"]);
     let dense = "train tiny.toml --set model.config=dense.json --set experts.balance_loss=0.1";
     scene.write("dense.json", MIXTRAL.replace("mixtral", "llama"));
     tells(&scene.refused_without_trace(dense), &["a llama, has none", "remove the section"]);

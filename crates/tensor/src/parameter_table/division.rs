@@ -229,3 +229,29 @@ impl ParameterTable {
         cut.part_len(len, self.place.tensor.degree)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::declaration::{Initial, Parameter};
+
+    #[test]
+    fn experts_that_ranks_cannot_divide_are_refused() {
+        let table = |rows: [usize; 4]| {
+            let mut table = ParameterTable::default();
+            table.begin_unit("unit");
+            for (expert, rows) in rows.into_iter().enumerate() {
+                let weight = Parameter::matrix(format!("{expert}.weight"), &[rows, 3], Initial::ZEROS);
+                table.add(weight.of_expert(expert, 4));
+            }
+            table
+        };
+        let refusal = |rows, degree| table(rows).check_expert_degree(degree).unwrap_err().to_string();
+        assert_eq!(table([2; 4]).check_expert_degree(4), Ok(()));
+        assert_eq!(table([2, 5, 2, 5]).check_expert_degree(2), Ok(()), "the ranks' experts are alike");
+        assert!(refusal([2, 2, 2, 5], 2).contains("its experts have different shapes"));
+        assert!(refusal([2; 4], 3).contains("the nearest degrees that divide them are 2 and 4"));
+        let none = ParameterTable::default().check_expert_degree(2).unwrap_err().to_string();
+        assert!(none.contains("the model has no experts"));
+    }
+}
