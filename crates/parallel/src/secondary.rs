@@ -7,6 +7,7 @@ use crate::stored::Stored;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_comm::Group;
+use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterTable, Tensor};
 
 /// This rank's share of its host's copies of all units, which lie there from a unit's first gathering until it is stepped.
@@ -20,16 +21,20 @@ pub(crate) struct SecondaryShards {
 }
 
 impl SecondaryShards {
-    /// Takes memory for shares of floats of `T`: all parameters over the ranks of a host.
+    /// Takes memory for shares of floats of `T`: all parameters of this rank's units over the ranks of a host.
     pub(crate) fn new<T: Stored>(
         table: &ParameterTable,
+        outline: &Outline,
         levels: &Levels,
         device: &Device,
     ) -> Result<Self, ParallelError> {
         let host = Arc::clone(&levels.within);
         let parts = table.shards(host.rank().0, host.world_size());
-        let shard = |part: &Range<usize>| device.empty([part.len()].into(), T::DTYPE, Category::Parameters);
-        let shards = parts.iter().map(shard).collect::<Result<_, _>>()?;
+        let shard = |(unit, part): (usize, &Range<usize>)| {
+            let len = if outline.holds(unit) { part.len() } else { 0 };
+            device.empty([len].into(), T::DTYPE, Category::Parameters)
+        };
+        let shards = parts.iter().enumerate().map(shard).collect::<Result<_, _>>()?;
         let is_there = vec![false; parts.len()];
         Ok(SecondaryShards { host, device: device.clone(), parts, shards, is_there })
     }

@@ -7,7 +7,7 @@ pub use in_flight::fit_keeps_in_flight;
 use crate::offload::MemoryBounds;
 use crate::sizes::BatchMemory;
 use crate::usage::{DryRun, Prediction};
-use trireme_base::{Category, UnitPasses};
+use trireme_base::UnitPasses;
 use trireme_schedule::{Action, Keep};
 
 /// Bytes that activations may take while a unit's passes run.
@@ -103,7 +103,7 @@ fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<Others> 
             batch.iter().filter(|tensor| is_one(tensor)).map(|tensor| tensor.bytes).sum()
         };
         let batches = run.program.outline.num_microbatches * tensors(&|tensor| !tensor.readers.is_empty());
-        let found = peaks.total() - peaks.get(Category::Activations) + batches;
+        let found = peaks.besides_activations() + batches;
         let unit = &mut others[action.unit()];
         match action {
             Action::Forward { .. } => unit.forward = unit.forward.max(found),

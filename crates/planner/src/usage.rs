@@ -18,6 +18,11 @@ impl CategoryBytes {
         self.0[category as usize]
     }
 
+    /// The total of all categories but activations.
+    pub fn besides_activations(&self) -> usize {
+        self.total() - self.get(Category::Activations)
+    }
+
     /// The total of all categories.
     pub fn total(&self) -> usize {
         self.0.iter().sum()
@@ -34,7 +39,7 @@ pub struct Prediction {
     /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
     pub line: usize,
     /// The most that all but activations take at a time.
-    pub others: usize,
+    pub besides_activations: usize,
     /// The host's memory that state takes, which lives there or passes through it, at most.
     pub host: usize,
     /// The peak of all categories, without memory of other ranks that this one maps: what the rank adds to the memory in use

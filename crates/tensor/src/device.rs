@@ -270,14 +270,15 @@ impl Device {
         Ok(self.arena.check_room(num_bytes, category)?)
     }
 
-    /// Lets activations that the budget has no room for lie elsewhere from now on. `others` are the bytes that everything else takes at most, which activations leave free.
+    /// Lets activations that the budget has no room for lie elsewhere from now on. Activations leave `reserved` bytes of the budget free, which is what
+    /// everything else takes at most.
     /// A device has one such place; later ones are not used.
     ///
     /// # Panics
     /// If kernels do not [reach the host's memory](Device::reaches_host).
-    pub fn overflow_to(&self, overflow: Arc<dyn Overflow>, others: usize) {
+    pub fn overflow_to(&self, overflow: Arc<dyn Overflow>, reserved: usize) {
         assert!(self.reaches_host, "kernels work with memory of their device alone");
-        self.arena.overflow_to(overflow, others);
+        self.arena.overflow_to(overflow, reserved);
     }
 
     /// A tensor with unspecified contents.

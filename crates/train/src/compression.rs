@@ -103,14 +103,17 @@ struct CompressorState {
 impl CompressorStates {
     /// Has the ranks of the pipeline tell each other. Collective.
     pub(crate) fn gather(executor: &Executor) -> Result<Self, TrainError> {
+        let mut all = CompressorStates { num_compressed: 0, states: Vec::new() };
+        if executor.compression().codec() == CodecName::None {
+            return Ok(all);
+        }
         let own: Vec<CompressorState> = executor.compressors().flat_map(CompressorState::all).collect();
         let own = serde_json::to_vec(&(executor.compressors().count(), own));
         let own = own.expect("a state has only texts and numbers");
-        let mut all = CompressorStates { num_compressed: 0, states: Vec::new() };
         let texts = executor.ranks().pipeline().all_gather_bytes(&own).wait().map_err(ParallelError::from)?;
         for (pipeline_rank, text) in texts.iter().enumerate() {
             let (num_compressed, states): (usize, Vec<CompressorState>) =
-                serde_json::from_slice(text).map_err(|_| TrainError::ForeignStages)?;
+                serde_json::from_slice(text).map_err(|_| TrainError::ForeignCompressors)?;
             all.num_compressed += num_compressed;
             all.states.extend(states.into_iter().map(|state| CompressorState { pipeline_rank, ..state }));
         }

@@ -346,14 +346,13 @@ pub enum TrainError {
     },
     /// Not as many stages are cut as the schedule has.
     #[error(
-        "the schedule's {num_stages} stages need {needed} split points, but [parallelism] pipeline_parallel_split_points has {found}; give the first \
-         unit of each stage after the first, or remove the key to divide the stages evenly"
+        "the schedule's {num_stages} stages need {} split points, but [parallelism] pipeline_parallel_split_points has {found}; give the first \
+         unit of each stage after the first, or remove the key to divide the stages evenly",
+        num_stages - 1
     )]
     SplitPoints {
         /// Stages of the schedule.
         num_stages: usize,
-        /// One fewer.
-        needed: usize,
         /// Those of the config.
         found: usize,
     },
@@ -362,6 +361,11 @@ pub enum TrainError {
         "rank 0 sent pipeline stages in an unknown format; run the same version of trireme on all workers"
     )]
     ForeignStages,
+    /// Another rank of the pipeline tells of compressors what this rank cannot read.
+    #[error(
+        "another worker of the pipeline sent the states of its compressors in an unknown format; run the same version of trireme on all workers"
+    )]
+    ForeignCompressors,
     /// A schedule of the user's own.
     #[error("cannot run the pipeline schedule {}", path.display())]
     ScheduleFile {

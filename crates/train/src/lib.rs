@@ -44,8 +44,8 @@ pub use run_lock::RunLock;
 pub use sample::{SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
-    executor_options, local_threads, model_config, new_executor, positions_of_batch, proven_programs,
-    share_of_cores, step_programs,
+    base_programs, executor_options, local_threads, lowered, model_config, new_executor, positions_of_batch,
+    proven_programs, share_of_cores, step_programs,
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use task::{Samples, Task, TaskFile};

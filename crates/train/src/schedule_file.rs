@@ -67,7 +67,7 @@ pub enum ScheduleFileError {
     /// Other steps, or other versions of weights.
     #[error(
         "it has {}, but the config asks for {}; change the file, or [parallelism] pipeline_parallel_schedule (\"pipedream\" for stashed weights, \
-         \"pipedream-2bw\" for double-buffered ones, \"1f1b\" if the file drains after one step) and pipeline_parallel_drain_interval",
+         \"pipedream-2bw\" for double-buffered ones, \"1f1b\" for one step and drained ones) and pipeline_parallel_drain_interval",
         steps(*found), steps(*expected)
     )]
     StepsDiffer {
@@ -84,12 +84,10 @@ pub enum ScheduleFileError {
     },
 }
 
-/// `2 steps between drains and stashed weights`.
+/// `a drain after 2 steps and stashed weights`.
 fn steps((num_steps, weights): (usize, WeightVersions)) -> String {
-    match weights {
-        WeightVersions::Drained => format!("a drain after {num_steps} step"),
-        _ => format!("a drain after {num_steps} steps and {} weights", weights.name()),
-    }
+    let steps = if num_steps == 1 { "step" } else { "steps" };
+    format!("a drain after {num_steps} {steps} and {} weights", weights.name())
 }
 
 /// The schedule that a config gives in a file, if it does.

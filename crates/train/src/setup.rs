@@ -7,7 +7,7 @@ use crate::error::TrainError;
 use crate::fp8;
 use crate::observer::Observer;
 use crate::optimizer::optimizer_options;
-use crate::stages::base_programs;
+use crate::stages;
 use crate::task::Task;
 use crate::trainer::device_options;
 use crate::weights::{checked_weights, read_held};
@@ -219,12 +219,10 @@ pub(crate) fn build_executor(
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
-    let programs = proven_programs(
-        config,
-        &chain(model.table(), &rehearsal, executor_options(config).determinism),
-        choices,
-    )?;
-    let mut executor = new_executor(config, (model, rehearsal), programs, group, device)?;
+    let chain = chain(model.table(), &rehearsal, executor_options(config).determinism);
+    let place = group.rank().0 / config.workers_per_place();
+    let program = proven_programs(config, &chain, choices)?.swap_remove(place);
+    let mut executor = new_executor(config, (model, rehearsal), program, group, device)?;
     match &config.model().init_from {
         None => executor.initialize(config.training().seed)?,
         Some(folder) => {
@@ -237,21 +235,19 @@ pub(crate) fn build_executor(
     Ok(executor)
 }
 
-/// What runs the step of one rank, with weights of zeros, by these programs, one for each rank of its pipeline. Collective, unless the
-/// group is [dry](Group::dry).
+/// What runs the program of one rank, with weights of zeros. Collective, unless the group is [dry](Group::dry).
 ///
 /// # Errors
 /// What devices, groups and disks refuse.
 pub fn new_executor(
     config: &Config,
     (model, rehearsal): (Model, Rehearsal),
-    mut programs: Vec<Program>,
+    program: Program,
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let ranks = RankGrid::new(group, config.degrees())?;
     let optimizer = &optimizer_options(config, model.table())?;
-    let program = programs.swap_remove(ranks.pipeline().rank().0);
     let offload = &offload_options(config, &program.outline.state, device)?;
     let options = executor_options(config);
     let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
@@ -275,11 +271,11 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
     }
 }
 
-/// What each rank of the pipeline does in a step; one without a pipeline.
+/// What each rank of the pipeline does in a step, before anything is recomputed, sharded or moved; one without a pipeline.
 ///
 /// # Errors
 /// If the pipeline's schedule does not fit its sizes, or the model.
-pub fn step_programs(
+pub fn base_programs(
     config: &Config,
     chain: &Chain,
     choices: &StepChoices,
@@ -287,13 +283,31 @@ pub fn step_programs(
     if config.is_asynchronous() && !chain.ties.is_empty() {
         return Err(TrainError::TiedVersions);
     }
-    let is_cut = config.parallelism().pipeline_parallel_degree > 1;
-    if is_cut && choices.state.is_sharded(StateClass::Parameters) && !chain.ties.is_empty() {
+    let programs = stages::base_programs(config, chain, choices)?;
+    let outline = &programs[0].outline;
+    let is_across = |&(reader, owner): &(usize, usize)| outline.rank_of(reader) != outline.rank_of(owner);
+    if choices.state.is_sharded(StateClass::Parameters) && chain.ties.iter().any(is_across) {
         return Err(TrainError::TiedShards);
     }
+    Ok(programs)
+}
+
+/// A [base program](base_programs) with what is recomputed, sharded and moved.
+pub fn lowered(program: Program, choices: &StepChoices) -> Program {
+    lay_out(recompute(program, &choices.keeps), choices.state)
+}
+
+/// What each rank of the pipeline does in a step; one without a pipeline.
+///
+/// # Errors
+/// As [`base_programs`].
+pub fn step_programs(
+    config: &Config,
+    chain: &Chain,
+    choices: &StepChoices,
+) -> Result<Vec<Program>, TrainError> {
     let programs = base_programs(config, chain, choices)?;
-    let lower = |program: Program| lay_out(recompute(program, &choices.keeps), choices.state);
-    Ok(programs.into_iter().map(lower).collect())
+    Ok(programs.into_iter().map(|program| lowered(program, choices)).collect())
 }
 
 /// The [`step_programs`], after a proof that all ranks of the pipeline come to the end of theirs together.

@@ -67,11 +67,7 @@ pub(crate) fn cut_stages(
         (_, Some(&split_point)) if split_point >= num_units => {
             Err(TrainError::SplitPointBeyondUnits { split_point, num_units })
         }
-        _ if given.len() + 1 != num_stages => Err(TrainError::SplitPoints {
-            num_stages,
-            needed: num_stages.saturating_sub(1),
-            found: given.len(),
-        }),
+        _ if given.len() + 1 != num_stages => Err(TrainError::SplitPoints { num_stages, found: given.len() }),
         _ => {
             let bounds = [&[0], &given[..], &[num_units]].concat();
             let units = bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();

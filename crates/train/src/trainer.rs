@@ -54,7 +54,7 @@ pub struct WorkerPlan {
     /// What the worker will take at most.
     pub predicted: MemoryPeakBytes,
     /// Bytes that all but activations will take at most at a time.
-    pub others: usize,
+    pub besides_activations: usize,
     /// How long a step is predicted to take, if that is known on this worker.
     pub step_seconds: Option<f64>,
     /// Why it is so, for whoever reads the step program.
@@ -155,8 +155,8 @@ impl<'a> Trainer<'a> {
         };
         let balance = Balance::new(config, rehearsal.passes());
         let mut executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
-        let others = options.plan.as_ref().map_or(0, |plan| plan.others);
-        let spill = spill(config, &executor, &device, others);
+        let reserved = options.plan.as_ref().map_or(0, |plan| plan.besides_activations);
+        let spill = spill(config, &device, reserved);
         let validation =
             validation.map(|samples| Validation::new(samples, training, &executor)).transpose()?;
         notice_compression(&executor, observer)?;
@@ -421,15 +421,13 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Lets activations of uneven loads spill, if they may and can, which leave `others` bytes of the budget free.
-fn spill(config: &Config, executor: &Executor, device: &Device, others: usize) -> Option<Arc<Spill>> {
-    let has_experts = executor.ranks().experts().is_some();
-    let has_budget = config.memory().device_budget.0.is_some();
-    if !has_experts || !has_budget || !config.experts().spill || !device.reaches_host() {
+/// Lets activations of uneven loads spill, if the config and the device allow it. Activations leave `reserved` bytes of the budget free.
+fn spill(config: &Config, device: &Device, reserved: usize) -> Option<Arc<Spill>> {
+    if !config.may_spill() || !device.reaches_host() {
         return None;
     }
     let spill = Arc::new(Spill::new(config.offload().folder.clone()));
-    device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, others);
+    device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, reserved);
     Some(spill)
 }
 

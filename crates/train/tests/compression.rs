@@ -129,6 +129,28 @@ fn workers_of_a_pipeline_compress_and_resume_as_others_do() {
     }
 }
 
+/// Each step of a program without drains exchanges what that step is to exchange, and says so.
+#[test]
+fn momentum_is_exchanged_from_the_step_on_that_freezes_the_second_moment() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = [
+        "model.tie_word_embeddings=false",
+        "parallelism.pipeline_parallel_degree=2",
+        "parallelism.pipeline_parallel_schedule=pipedream",
+        "parallelism.pipeline_parallel_drain_interval=5",
+        "optimizer.name=one_bit_adam",
+        "optimizer.freeze_step=2",
+        "training.max_norm=0",
+    ];
+    train(folder.path(), 4, 5, &keys);
+    let metrics =
+        std::fs::read_to_string(config(folder.path(), 4, 5, &keys).run_folder().join("metrics.jsonl"))
+            .unwrap();
+    let records: Vec<Value> = metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let saved = |record: &Value| record["compression_bytes_saved"].as_u64().unwrap() > 0;
+    assert_eq!(records.iter().map(saved).collect::<Vec<_>>(), [false, false, true, true, true]);
+}
+
 #[test]
 fn a_compression_that_gains_nothing_is_told() {
     let folder = tempfile::tempdir().unwrap();

@@ -6,9 +6,9 @@ use trireme_planner::{
     BatchMemory, DryRun, MemoryBounds, Placing, Prediction, StateSizes, fit_keeps, fit_keeps_in_flight,
     fit_places,
 };
-use trireme_schedule::{Action, Chain, Keep, Program, StateClass, Tier};
+use trireme_schedule::{Action, Keep, Program, StateClass, Tier};
+use trireme_train::StepChoices;
 use trireme_train::config::{self, ActivationCheckpointMode, Config};
-use trireme_train::{StepChoices, step_programs};
 
 /// Classes that the config leaves to a plan.
 pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
@@ -28,13 +28,14 @@ pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
 /// A step with something open. Workers at each place of the pipeline, of which there is one without a pipeline, are to stay within the bounds.
 pub(super) struct Planning<'a> {
     pub(super) config: &'a Config,
-    pub(super) chain: &'a Chain,
     /// The state of a place.
     pub(super) sizes: &'a dyn Fn(usize) -> Result<StateSizes>,
     pub(super) passes: &'a [UnitPasses],
     pub(super) batch: &'a [BatchMemory],
     pub(super) bounds: MemoryBounds,
     pub(super) num_places: usize,
+    /// The program of choices at a place.
+    pub(super) program: &'a dyn Fn(usize, &StepChoices) -> Program,
     /// What choices take at a place.
     pub(super) run: &'a dyn Fn(usize, &StepChoices) -> Result<DryRun>,
 }
@@ -59,11 +60,6 @@ impl Planning<'_> {
             }
         }
         Ok((choices, reasons))
-    }
-
-    fn program(&self, place: usize, choices: &StepChoices) -> Program {
-        let programs = step_programs(self.config, self.chain, choices);
-        programs.expect("the choices that were given make programs, and so do others").swap_remove(place)
     }
 
     /// Little recomputation that fits everywhere; whether it does.
@@ -118,7 +114,7 @@ impl Planning<'_> {
         };
         let (place, _) = largest(choices.state)?;
         let sizes = (self.sizes)(place)?;
-        let program = |state| self.program(place, &with(state));
+        let program = |state| (self.program)(place, &with(state));
         let run = |state| Ok::<_, anyhow::Error>(largest(state)?.1);
         let placing = fit_places(&sizes, (choices.state, open), self.bounds, program, run)?;
         if self.bounds.hold(&placing.prediction) {

@@ -30,14 +30,15 @@ use trireme_data::{Corpus, Tokenizer};
 use trireme_model::{DOCUMENT_STARTS, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_parallel::{Executor, Placements, chain};
 use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
+use trireme_schedule::Program;
 use trireme_schedule::collective::Hosts;
-use trireme_schedule::{Chain, Program};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, ModelPlace};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    StepChoices, Task, TrainError, WorkerPlan, device_options, executor_options, local_threads, model_config,
-    new_executor, optimizer_options, positions_of_batch, proven_programs, step_programs,
+    StepChoices, Task, TrainError, WorkerPlan, base_programs, device_options, executor_options,
+    local_threads, lowered, model_config, new_executor, optimizer_options, positions_of_batch,
+    proven_programs, step_programs,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -278,12 +279,16 @@ impl Plan {
         let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal, options.determinism));
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
-        // What another worker has chosen it has proven.
-        let programs = if is_open { proven_programs } else { step_programs }(config, &chain, &given)?;
+        if is_open {
+            // What another worker has chosen it has proven.
+            proven_programs(config, &chain, &given)?;
+        }
+        let base = base_programs(config, &chain, &given)?;
+        let program = |place: usize, choices: &StepChoices| lowered(base[place].clone(), choices);
         let places = workers.by_place(config);
         let mesh = config.degrees().state_mesh(workers.world_size);
         let sizes = |place: usize| {
-            let outline = &programs[place].outline;
+            let outline = &program(place, &given).outline;
             let placements = Placements::new(model.table(), outline, mesh.clone());
             let parts = placements.parts(model.table(), Rank(places[place].0.rank));
             state_sizes(
@@ -296,21 +301,23 @@ impl Plan {
         };
         let bounds = limits::bounds(config, workers);
         let run = |place: usize, choices: &StepChoices| {
-            dry_run(Job { workers: places[place].0, ..job }, &rehearsal, &chain, choices)
+            dry_run(Job { workers: places[place].0, ..job }, &rehearsal, program(place, choices))
         };
         let planning = Planning {
             config,
-            chain: &chain,
             sizes: &sizes,
             passes: &passes,
             batch: &batch_memory(&rehearsal),
             bounds,
             num_places: places.len(),
+            program: &program,
             run: &run,
         };
-        let (choices, mut reasons) = if is_open { planning.choose(given)? } else { (given, Vec::new()) };
+        let (choices, mut reasons) =
+            if is_open { planning.choose(given.clone())? } else { (given.clone(), Vec::new()) };
         reasons.extend(limits::budget_notice(config, workers, bounds));
-        let DryRun { program, prediction, .. } = dry_run(job, &rehearsal, &chain, &choices)?;
+        let place = workers.rank / config.workers_per_place();
+        let DryRun { program, prediction, .. } = dry_run(job, &rehearsal, program(place, &choices))?;
         let (rank, limit) = (workers.rank, workers.limit.clone());
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })
     }
@@ -321,18 +328,17 @@ impl Plan {
         let Job { config, workers, .. } = job;
         let (model, rehearsal) = rehearsed(job)?;
         let chain = chain(model.table(), &rehearsal, executor_options(config).determinism);
-        let entries = |(worker, _): (Workers<'_>, usize)| {
-            let (executor, _) =
-                dry_executor(Job { workers: worker, ..job }, &rehearsal, &chain, &self.choices)?;
+        let programs = step_programs(config, &chain, &self.choices)?;
+        let entries = |((worker, _), program): ((Workers<'_>, usize), &Program)| {
+            let executor = dry_executor(Job { workers: worker, ..job }, &rehearsal, program.clone())?;
             Ok(executor.dry_entries().map_err(TrainError::from)?)
         };
         let stages: Vec<StepEntries> =
-            workers.by_place(config).into_iter().map(entries).collect::<Result<_>>()?;
+            workers.by_place(config).into_iter().zip(&programs).map(entries).collect::<Result<_>>()?;
         let (rank, num_of_place) = (world.rank(), config.workers_per_place());
-        let outline =
-            step_programs(config, &chain, &self.choices)?.swap_remove(rank.0 / num_of_place).outline;
+        let outline = &programs[rank.0 / num_of_place].outline;
         let mesh = config.degrees().state_mesh(world.world_size());
-        let parts = Placements::new(model.table(), &outline, mesh).parts(model.table(), rank);
+        let parts = Placements::new(model.table(), outline, mesh).parts(model.table(), rank);
         let limits = (&parts[..], self.bounds.machine);
         let rates = Probed::measure(job, &stages, (&model, &rehearsal), limits, world)?;
         let Some(rates) = rates else { return Ok(None) };
@@ -361,7 +367,7 @@ impl Plan {
                 communication: peak(Category::Communication),
                 total: total as u64,
             },
-            others: self.prediction.others,
+            besides_activations: self.prediction.besides_activations,
             comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }
     }
@@ -379,33 +385,30 @@ fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
     Ok((model, rehearsal.map_err(TrainError::from)?))
 }
 
-/// The executor of a job's worker in a world that is not there, on a device that only counts, and its program.
-fn dry_executor(
-    job: Job<'_>,
-    rehearsal: &Rehearsal,
-    chain: &Chain,
-    choices: &StepChoices,
-) -> Result<(Executor, Program)> {
+/// The executor of a job's worker in a world that is not there, on a device that only counts.
+fn dry_executor(job: Job<'_>, rehearsal: &Rehearsal, program: Program) -> Result<Executor> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let model = blueprint.build(&device, config.model_place(Rank(workers.rank))).map_err(TrainError::from)?;
-    let programs = step_programs(config, chain, choices)?;
-    let program = programs[workers.rank / config.workers_per_place()].clone();
     let of_model = (model, rehearsal.clone());
-    Ok((new_executor(config, of_model, programs, workers.dry_group()?, &device)?, program))
+    Ok(new_executor(config, of_model, program, workers.dry_group()?, &device)?)
 }
 
-/// Lets the worker of a job go through its step without computing.
-fn dry_run(job: Job<'_>, rehearsal: &Rehearsal, chain: &Chain, choices: &StepChoices) -> Result<DryRun> {
-    let (executor, program) = dry_executor(job, rehearsal, chain, choices)?;
+/// Lets the worker of a job go through its program without computing.
+fn dry_run(job: Job<'_>, rehearsal: &Rehearsal, program: Program) -> Result<DryRun> {
+    let executor = dry_executor(job, rehearsal, program.clone())?;
     let found = executor.dry_run().map_err(TrainError::from)?;
     let lines: Vec<CategoryBytes> = found.lines.into_iter().map(CategoryBytes::new).collect();
     let at_peak = CategoryBytes::new(found.at_peak);
-    let others = |bytes: &CategoryBytes| bytes.total() - bytes.get(Category::Activations);
     let prediction = Prediction {
         peaks: CategoryBytes::new(found.peaks),
         at_peak,
-        others: lines.iter().chain([&at_peak]).map(others).max().unwrap_or(0),
+        besides_activations: lines
+            .iter()
+            .chain([&at_peak])
+            .map(CategoryBytes::besides_activations)
+            .max()
+            .unwrap_or(0),
         line: found.line,
         host: found.host,
         own: found.own,

@@ -11,7 +11,7 @@ use crate::ranks::RankGrid;
 use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use std::collections::VecDeque;
 use trireme_base::{DType, ReduceOp};
-use trireme_comm::Buffer;
+use trireme_comm::{Buffer, CompressionStatistics};
 use trireme_optim::StepSettings;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterSource, Tensor, View};
@@ -25,6 +25,10 @@ pub(super) struct Updates {
     squares: Option<Buffer<f64>>,
     /// What to clip by.
     pub(super) norms: EarlierNorms,
+    /// By step, whether its squares are those of gradients: momentum in their place has no norm.
+    has_norms: Vec<bool>,
+    /// By step, what compression did.
+    compression: Vec<Option<CompressionStatistics>>,
 }
 
 /// Versions are counted by the updates of the program that made them.
@@ -49,7 +53,13 @@ impl Updates {
         let units = (0..outline.chain.num_units).map(unit).collect();
         let squares = Some(ranks.pipeline().buffer(outline.num_steps())?);
         let norms = EarlierNorms::new(outline, ranks.split_pipeline("norms")?);
-        Ok(Some(Updates { units, settings: None, squares, norms }))
+        let (has_norms, compression) = (vec![true; outline.num_steps()], vec![None; outline.num_steps()]);
+        Ok(Some(Updates { units, settings: None, squares, norms, has_norms, compression }))
+    }
+
+    /// Updates of a unit that the program has made.
+    pub(super) fn num_updates(&self, unit: usize) -> usize {
+        self.units[unit].newest
     }
 
     /// Forward of a unit begins.
@@ -156,7 +166,9 @@ impl Executor {
             if !norm.is_finite() {
                 return Err(not_finite(plan.step, NonFinite::GradNorm, norm));
             }
+            let has_momentum = self.has_momentum(self.update_number(plan));
             let updates = self.updates.as_mut().expect("the program does not drain");
+            updates.has_norms[step] = !has_momentum;
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
             found = Some(norm);
             if let GradNorm::Clip(_) = plan.grad_norm {
@@ -168,6 +180,8 @@ impl Executor {
         if !matches!(plan.grad_norm, GradNorm::Clip(_)) {
             self.updates.as_mut().expect("the program does not drain").norms.forget();
         }
+        let compression = self.compression_statistics();
+        self.updates.as_mut().expect("the program does not drain").compression[step] = compression;
         self.timeline.has_waited(waiting.total() - waited);
         self.waiting = waiting;
         Ok(self.settings_by(plan, self.grad_scale(), found))
@@ -192,17 +206,18 @@ impl Executor {
         let squares = updates.squares.take().expect("they are summed once a program");
         let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
         let comm_exposed = waiting.total() / plans.len() as u32;
-        for ((&loss, plan), square) in losses.iter().zip(plans).zip(&squares[..]) {
+        for (step, ((&loss, plan), square)) in losses.iter().zip(plans).zip(&squares[..]).enumerate() {
             if !loss.is_finite() {
                 return Err(not_finite(plan.step, NonFinite::Loss, loss));
             }
             outcomes.push(StepOutcome {
                 loss,
-                grad_norm: (plan.grad_norm != GradNorm::Off).then_some(square.sqrt()),
+                grad_norm: (plan.grad_norm != GradNorm::Off && updates.has_norms[step])
+                    .then_some(square.sqrt()),
                 loss_scale: loss_scaler.scale(),
                 skipped: None,
                 comm_exposed,
-                compression: None,
+                compression: updates.compression[step],
             });
         }
         updates.squares = Some(squares);

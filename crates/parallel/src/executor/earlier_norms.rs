@@ -7,12 +7,12 @@ use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::Outline;
+use trireme_schedule::pipeline::Schedule;
 
 /// The norms of all gradients of the steps before, as far as they are needed.
 ///
-/// A rank that waited for the norm of the step that it updates by would wait for ranks that are behind it. The norm of `lag` steps before is there without a wait:
-/// the rank's update of a step comes after its backward of that step, which `(P - 1) / M` steps of the other ranks precede, of `P` ranks and `M` microbatches a
-/// step. `lag` is that, rounded up, and at least one.
+/// A rank that waited for the norm of the step that it updates by would wait for ranks that are behind it. That of [`lag`](Schedule::norm_lag) steps before it need not wait
+/// for: the proof of a schedule has seen to that.
 pub(super) struct EarlierNorms {
     /// The ranks of the pipeline, for these sums alone: ranks come to them between different others of its operations.
     group: Arc<Group>,
@@ -26,7 +26,7 @@ pub(super) struct EarlierNorms {
 
 impl EarlierNorms {
     pub(super) fn new(outline: &Outline, group: Arc<Group>) -> Self {
-        let lag = (group.world_size() - 1).div_ceil(outline.microbatches_per_step()).max(1);
+        let lag = Schedule::norm_lag(group.world_size(), outline.microbatches_per_step());
         EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() }
     }
 

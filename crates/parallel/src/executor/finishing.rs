@@ -72,7 +72,7 @@ impl Executor {
     }
 
     /// What compression did in this step, in the units of the gradient's norm.
-    fn compression_statistics(&self) -> Option<CompressionStatistics> {
+    pub(super) fn compression_statistics(&self) -> Option<CompressionStatistics> {
         if self.options.compression.codec() == CodecName::None {
             return None;
         }

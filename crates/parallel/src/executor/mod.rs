@@ -456,7 +456,11 @@ impl Executor {
                 self.parameters.reshard(unit);
                 Ok(())
             }
-            Action::ReduceGrad { unit } => self.reduce(unit, plans[0]),
+            Action::ReduceGrad { unit } => {
+                // Of a program without drains, the step whose update comes next.
+                let step = self.updates.as_ref().map_or(0, |updates| updates.num_updates(unit));
+                self.reduce(unit, plans[step])
+            }
             Action::UnshardGrad { unit } => self.gradients.gather(unit),
             Action::Send(message) => self.send_message(message),
             Action::Receive(message) => self.receive_message(message),

@@ -88,8 +88,9 @@ impl<T: Stored> Gathered<T> {
                 gathered.packed = Some(PackedGathering::new(levels, device));
                 gathered.rounded_apart = Holders::of_all(table, ranks, device);
             }
-            gathered.secondary =
-                has_secondary.then(|| SecondaryShards::new::<T>(table, levels, device)).transpose()?;
+            gathered.secondary = has_secondary
+                .then(|| SecondaryShards::new::<T>(table, outline, levels, device))
+                .transpose()?;
         }
         Ok(gathered)
     }

@@ -3,7 +3,7 @@ use crate::sizes::kept;
 use crate::usage::CategoryBytes;
 use proptest::prelude::*;
 use std::convert::Infallible;
-use trireme_base::Cost;
+use trireme_base::{Category, Cost};
 use trireme_schedule::{Chain, Program, lowering, single};
 
 fn cost(num_operations: usize) -> Cost {
@@ -156,6 +156,30 @@ proptest! {
         prop_assert_eq!(choice.operations, operations(&passes, &choice.keeps));
         let operations = (found.total() <= budget).then_some(choice.operations);
         prop_assert_eq!(operations, expected, "{:?}", choice);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    /// The same with the choice for a rank of a pipeline, which need not be the best.
+    #[test]
+    fn what_is_in_flight_fits_and_uses_the_room(
+        numbers in proptest::collection::vec(proptest::array::uniform8(0_usize..40), 2..7),
+        part in 0.0_f64..1.1,
+    ) {
+        let passes = sizes(&numbers);
+        let total = |keeps: &[Keep]| run(&passes, keeps).prediction.total();
+        let given = vec![Keep::All; passes.len()];
+        let (least, all) = (total(&inputs_only(&passes).keeps), total(&given));
+        let budget = (least as f64 + (all as f64 - least as f64) * part) as usize;
+        let bounds = MemoryBounds { device: budget, ..MemoryBounds::NONE };
+        let run = |keeps: &[Keep]| Ok::<_, Infallible>(run(&passes, keeps));
+        let (choice, found) = fit_keeps_in_flight(&passes, &given, bounds, run).unwrap();
+        prop_assert_eq!(found.total(), total(&choice.keeps));
+        prop_assert_eq!(choice.operations, operations(&passes, &choice.keeps));
+        prop_assert!(found.total() <= budget || budget < least, "{} of {}", found.total(), budget);
+        prop_assert!(budget < all.max(least) || choice.operations == 0);
     }
 }
 

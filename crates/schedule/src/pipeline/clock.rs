@@ -38,6 +38,8 @@ pub(super) struct Clock<'a> {
     forward_end: Vec<u64>,
     /// When the gradient of a stage's input is there, for a microbatch.
     gradient_end: Vec<u64>,
+    /// When an update of a stage ends, by its last microbatch.
+    update_end: Vec<u64>,
     spans: Vec<Vec<Span>>,
     /// Ranks that may be able to continue.
     awake: VecDeque<usize>,
@@ -53,7 +55,8 @@ impl<'a> Clock<'a> {
             costs,
             num_microbatches,
             forward_end: never.clone(),
-            gradient_end: never,
+            gradient_end: never.clone(),
+            update_end: never,
             spans: schedule.ranks.iter().map(|passes| Vec::with_capacity(passes.len())).collect(),
             awake: VecDeque::with_capacity(schedule.num_ranks()),
             is_awake: vec![false; schedule.num_ranks()],
@@ -112,6 +115,10 @@ impl<'a> Clock<'a> {
             if let Some(stage) = pass.result_goes_to(schedule.num_stages()) {
                 self.wake(schedule.stage_ranks[stage]);
             }
+            if pass.kind == PassKind::Update {
+                // All ranks may wait for the norm of the step.
+                (0..schedule.num_ranks()).filter(|&other| other != rank).for_each(|rank| self.wake(rank));
+            }
         }
     }
 
@@ -120,7 +127,8 @@ impl<'a> Clock<'a> {
         match pass.kind {
             PassKind::Forward => self.forward_end[index] = end,
             PassKind::Backward | PassKind::BackwardInput => self.gradient_end[index] = end,
-            PassKind::BackwardWeight | PassKind::Update => {}
+            PassKind::Update => self.update_end[index] = end,
+            PassKind::BackwardWeight => {}
         }
     }
 
@@ -143,7 +151,23 @@ impl<'a> Clock<'a> {
             let is_near = ranks[needed.stage] == ranks[pass.stage];
             ready = ready.max(if is_near { end } else { end + self.costs.send() });
         }
+        if pass.kind == PassKind::Update {
+            ready = ready.max(self.norm_ready(schedule, pass)?);
+        }
         Ok(ready)
+    }
+
+    /// When the norm is known by which an update may clip: when all stages have updated by the step that it is of.
+    fn norm_ready(&self, schedule: &Schedule, update: Pass) -> Result<u64, Pass> {
+        let microbatches = schedule.num_microbatches;
+        let lag = Schedule::norm_lag(schedule.num_ranks(), microbatches);
+        let Some(microbatch) = update.microbatch.checked_sub(lag * microbatches) else { return Ok(0) };
+        (0..schedule.num_stages()).try_fold(0, |ready, stage| {
+            match self.update_end[stage * self.num_microbatches + microbatch] {
+                NEVER => Err(Pass::update(stage, microbatch)),
+                end => Ok(ready.max(end)),
+            }
+        })
     }
 
     /// Why a rank does not go on, if it waits.

@@ -151,7 +151,7 @@ pub enum PassFault {
     #[error("comes before '{0}'; gradients and losses must be summed in microbatch order")]
     SumMisordered(Pass),
     /// An update where none belongs: in a schedule that drains, or not after the last backward of a step.
-    #[error("does not come after all gradients of a step of its stage")]
+    #[error("does not come after all gradients of a step of its rank's stages")]
     UpdateMisplaced,
     /// A microbatch reads weights that are not there yet, or not any more.
     #[error("needs version {version} of its weights, but the stage has only {newest} and the one before")]

@@ -85,6 +85,13 @@ impl Schedule {
         self.num_microbatches * self.num_steps
     }
 
+    /// Steps between an update and the one by whose norm it may clip, in a schedule without drains: the first one whose norm is known without waiting for ranks that
+    /// are behind. A rank's update of a step comes after its backward of that step, which `(P - 1) / M` steps of the other ranks precede, of `P` ranks and `M` microbatches
+    /// a step. The lag is that, rounded up, and at least one.
+    pub fn norm_lag(num_ranks: usize, microbatches_per_step: usize) -> usize {
+        (num_ranks - 1).div_ceil(microbatches_per_step).max(1)
+    }
+
     /// Passes of all ranks.
     pub fn num_passes(&self) -> usize {
         self.ranks.iter().map(Vec::len).sum()

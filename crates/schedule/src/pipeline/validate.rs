@@ -106,12 +106,14 @@ impl<'a> Progress<'a> {
         Ok(())
     }
 
-    /// An update applies the gradients of its step, all of them and no others.
+    /// An update applies the gradients of its step, all of them and no others. A rank decides how to update by the gradients of all its stages.
     fn take_update(&mut self, pass: Pass) -> Result<(), PassFault> {
+        let rank = self.schedule.stage_ranks[pass.stage];
+        let has_all = self.schedule.stages_of(rank).all(|stage| self.num_gradients[stage] > pass.microbatch);
         let updates = &mut self.num_updates[pass.stage];
         let num_microbatches = (*updates + 1) * self.schedule.num_microbatches;
         let is_at_end = [pass.microbatch + 1, self.num_gradients[pass.stage]] == [num_microbatches; 2];
-        if self.schedule.weights == WeightVersions::Drained || !is_at_end {
+        if self.schedule.weights == WeightVersions::Drained || !is_at_end || !has_all {
             return Err(PassFault::UpdateMisplaced);
         }
         *updates += 1;

@@ -103,7 +103,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     /// As [`start`](AxisOps::start).
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError>;
 
-    /// Sends rows to every rank, and receives rows from every one: the elements of `values` and `result` that `runs` says. Both are of one type.
+    /// Sends rows to every rank, and receives rows from every one: the elements of `values` and `result` that `runs` lists. Both are of one type.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).

@@ -44,8 +44,8 @@ config_section! {
         /// `dualpipe-v` or `auto`; or `pipedream` or `pipedream-2bw`, which do not drain between steps, so losses and
         /// weights differ (docs/pipeline.md). Only applies with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule: Kind = Kind::OneFOneB;
-        /// File with a custom schedule, which replaces `pipeline_parallel_schedule` unless that is `pipedream` or `pipedream-2bw`, which say how a
-        /// file's order without drains is meant. It lists the passes of each
+        /// File with a custom schedule, which replaces `pipeline_parallel_schedule`. With `pipedream` or `pipedream-2bw`, which must match the file's
+        /// weights, the file may describe a schedule without drains. It lists the passes of each
         /// worker in order, as text, in the format that `trireme plan --save-schedule` writes (docs/pipeline.md). The
         /// schedule is validated before the first step. The first worker reads the file for all. Only applies with
         /// `pipeline_parallel_degree` above 1.

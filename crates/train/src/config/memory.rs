@@ -1,8 +1,8 @@
 //! Checks of how the training state is sharded, and of what is recomputed.
 
 use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
-use super::layout::{ActivationCheckpoint, Offload, Parallelism};
-use super::sections::Sections;
+use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
+use super::sections::{Experts, Sections};
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 use trireme_schedule::{Share, StateClass, StateLayout, Tier as StateTier};
@@ -135,6 +135,14 @@ pub(super) fn is_on_disk(offload: &Offload) -> bool {
     tiers.into_iter().any(|tier| matches!(tier, Tier::Disk | Tier::Auto))
 }
 
+/// Whether activations of uneven loads may go to files.
+pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &Memory) -> bool {
+    // With a capacity, memory is known.
+    let is_bounded = experts.capacity_factor.is_some();
+    let has_budget = memory.device_budget.0.is_some();
+    parallelism.expert_parallel_degree > 1 && has_budget && experts.spill && !is_bounded
+}
+
 pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
     let Sections { offload, parallelism, .. } = &checks.loose.sections;
     let Offload { optimizer, parameters, gradients, .. } = *offload;
@@ -162,8 +170,10 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         || "gradients of several microbatches are summed in memory; use \"host\", or a larger local_batch_size".to_owned(),
     );
     let is_on_disk = is_on_disk(offload);
+    let Sections { experts, memory, .. } = &checks.loose.sections;
+    let may_spill = may_spill(parallelism, experts, memory);
     for key in changed_keys(offload).filter(|key| ["folder", "timeout_seconds"].contains(key)) {
-        checks.require(is_on_disk, &[&format!("offload.{key}")], || {
+        checks.require(is_on_disk || may_spill && key == "folder", &[&format!("offload.{key}")], || {
             "only applies if something is on \"disk\", or may be with \"auto\"; set that, or remove this key".to_owned()
         });
     }

@@ -40,6 +40,7 @@ pub use value::ByteLimit;
 
 pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
 
+use memory::may_spill;
 use mistake::nearest;
 use reader::Loose;
 use sections::Sections;
@@ -239,6 +240,11 @@ impl Config {
             true => self.parallelism().pipeline_parallel_drain_interval as usize,
             false => 1,
         }
+    }
+
+    /// Whether activations of uneven loads of experts may go to files.
+    pub fn may_spill(&self) -> bool {
+        may_spill(self.parallelism(), self.experts(), self.memory())
     }
 
     /// Stages of the model; 1 without a pipeline.

@@ -3,7 +3,9 @@
 use super::choice::{Architecture, Decay, Determinism, Fp8, OptimizerName, Tokenizer, TrainingDtype};
 use super::compression::check_compression;
 use super::costs::check_costs;
-use super::memory::{check_activation_checkpoint, check_offload, check_parallelism, degrees, is_on_disk};
+use super::memory::{
+    check_activation_checkpoint, check_offload, check_parallelism, degrees, is_on_disk, may_spill,
+};
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
 use super::pipeline::{check_degrees, check_expert_shards, check_positions};
@@ -376,7 +378,19 @@ fn name_run(sections: &mut Sections, path: &Path) {
 }
 
 fn resolve(sections: &mut Sections, world_size: usize) {
-    let Sections { run, model, data, training, optimizer, lr_scheduler, parallelism, offload, .. } = sections;
+    let Sections {
+        run,
+        model,
+        data,
+        training,
+        optimizer,
+        lr_scheduler,
+        parallelism,
+        offload,
+        experts,
+        memory,
+        ..
+    } = sections;
     let (replicas, shards) = degrees(parallelism, world_size);
     parallelism.data_parallel_replicate_degree = replicas as i64;
     parallelism.data_parallel_shard_degree = shards as i64;
@@ -384,7 +398,9 @@ fn resolve(sections: &mut Sections, world_size: usize) {
         resolve_model(model, architecture, training.seq_len);
     }
     // Without a use of it the folder would be a mistake when the written config is read.
-    if is_on_disk(offload) && offload.folder.as_os_str().is_empty() {
+    if (is_on_disk(offload) || may_spill(parallelism, experts, memory))
+        && offload.folder.as_os_str().is_empty()
+    {
         offload.folder = run.folder.join(&run.name);
     }
     if data.folder.as_os_str().is_empty() {

@@ -5,6 +5,7 @@ use crate::dataset::read_batch;
 use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, StepRecord};
 use std::time::Instant;
+use trireme_base::Bytes;
 use trireme_optim::LossScaling;
 use trireme_parallel::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_tensor::{Category, Device};
@@ -65,9 +66,14 @@ impl Trainer<'_> {
         let spilled = self.spill.as_ref().map(|spill| spill.peak()).filter(|&peak| peak > 0);
         if spilled.is_some() && !std::mem::replace(&mut self.has_told_of_spill, true) {
             let folder = self.config.offload().folder.display();
+            let needed = self.options.plan.as_ref().map(|plan| {
+                let needed = plan.besides_activations as u64 + plan.predicted.activations;
+                format!(" above {}, which even loads need at most", Bytes(needed))
+            });
             let text = format!(
-                "more tokens came to its experts than its memory was planned for, so activations spill to {folder}; even loads out \
-                 (docs/experts.md), set [experts] capacity_factor, or raise [memory] device_budget"
+                "activations do not fit beside what everything else takes at most, so some spill to {folder}; raise [memory] device_budget{}, \
+                 set [experts] capacity_factor, or even loads out (docs/experts.md)",
+                needed.unwrap_or_default()
             );
             self.observer.notice_of_worker(self.executor.group().rank(), &text);
         }

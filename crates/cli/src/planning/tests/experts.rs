@@ -3,6 +3,7 @@
 use super::*;
 use std::sync::Arc;
 use trireme_parallel::Spill;
+use trireme_planner::CategoryBytes;
 use trireme_tensor::Overflow;
 
 fn model(capacity_factor: Option<f64>) -> ModelConfig {
@@ -90,12 +91,10 @@ fn spills_instead(config: &ModelConfig, case: &Case) {
             let budget = dry.at_peak.iter().sum();
             let device = Device::open(case.device_options(Some(budget))).unwrap();
             let spill = Arc::new(Spill::new(std::env::temp_dir()));
-            let others = |bytes: &[usize; Category::ALL.len()]| {
-                bytes.iter().sum::<usize>() - bytes[Category::Activations as usize]
-            };
-            let others = dry.lines.iter().chain([&dry.at_peak]).map(others).max().unwrap();
+            let lines = dry.lines.iter().chain([&dry.at_peak]);
+            let reserved = lines.map(|&bytes| CategoryBytes::new(bytes).besides_activations()).max().unwrap();
             if spills {
-                device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, others);
+                device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, reserved);
             }
             let ran = case.run(config, group, &device, &device.host().unwrap());
             assert!(device.memory().total().peak <= budget);

@@ -241,3 +241,35 @@ fn text_that_is_no_schedule_is_refused_with_its_line() {
         assert!(found.starts_with(message), "{found}\n{message}");
     }
 }
+
+/// Updates wait for norms of earlier steps, and so for all ranks: data alone would let this schedule run.
+#[test]
+fn a_ring_through_the_norm_of_an_earlier_step_is_found() {
+    let text = |rank_1: &str| {
+        format!(
+            "ranks 3 placement 0,1,2,0 microbatches 2 steps 3 weights stashed\n\
+             rank 0: F 0 0, F 0 1, F 0 2, F 0 3, F 0 4, F 3 0, B 3 0, F 3 1, B 3 1, B 0 0, B 0 1, U 0 1, U 3 1, F 3 2, B 3 2, \
+             F 3 3, B 3 3, F 3 4, F 0 5, B 0 2, B 0 3, U 0 3, U 3 3, B 3 4, F 3 5, B 3 5, B 0 4, B 0 5, U 0 5, U 3 5\n\
+             rank 1: F 1 0, F 1 1, F 1 2, F 1 3, F 1 4, B 1 0, B 1 1, {rank_1}, B 1 2, B 1 3, U 1 3, B 1 4, B 1 5, U 1 5\n\
+             rank 2: F 2 0, F 2 1, B 2 0, B 2 1, U 2 1, F 2 2, F 2 3, B 2 2, B 2 3, U 2 3, F 2 4, F 2 5, B 2 4, B 2 5, U 2 5\n"
+        )
+    };
+    let costs = Costs::new(vec![StageCosts::of(1, 1, 1); 4], 0).unwrap();
+    let check = |rank_1| validate(&text(rank_1).parse().unwrap(), &costs, None);
+    assert_eq!(check("U 1 1, F 1 5"), Ok(()));
+    let error = check("F 1 5, U 1 1").unwrap_err().to_string();
+    assert!(error.contains("deadlock") && error.contains("'U 2 3' waits for 'U 1 1' on rank 1"), "{error}");
+}
+
+/// A rank decides how to update by the gradients of all its stages.
+#[test]
+fn an_update_before_gradients_of_another_stage_of_its_rank_is_refused() {
+    let schedule = "ranks 1 placement 0,0 microbatches 1 steps 1 weights stashed\n\
+                    rank 0: F 0 0, F 1 0, B 1 0, U 1 0, B 0 0, U 0 0\n";
+    let costs = Costs::new(vec![StageCosts::of(1, 1, 1); 2], 0).unwrap();
+    let error = validate(&schedule.parse().unwrap(), &costs, None).unwrap_err().to_string();
+    assert!(
+        error.contains("'U 1 0' does not come after all gradients of a step of its rank's stages"),
+        "{error}"
+    );
+}

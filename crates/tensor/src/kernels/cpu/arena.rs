@@ -25,7 +25,7 @@ pub(crate) struct Arena {
     counter: Arc<MemoryCounter>,
     /// What is issued and may still work with memory that was given back.
     queue: OnceLock<Arc<Queue>>,
-    /// With the bytes that everything but activations takes at most.
+    /// With the bytes of the budget that activations leave free.
     overflow: OnceLock<(Arc<dyn Overflow>, usize)>,
 }
 
@@ -89,17 +89,19 @@ impl Arena {
         self.queue.get_or_init(|| Arc::clone(queue));
     }
 
-    /// Where activations go from now on that the budget has no room for beside `others`.
-    pub(crate) fn overflow_to(&self, overflow: Arc<dyn Overflow>, others: usize) {
-        self.overflow.get_or_init(|| (overflow, others));
+    /// Sets where activations go that the budget has no room for beside `reserved` bytes.
+    pub(crate) fn overflow_to(&self, overflow: Arc<dyn Overflow>, reserved: usize) {
+        self.overflow.get_or_init(|| (overflow, reserved));
     }
 
-    /// Whether so much more of a category would take what is set aside for others.
+    /// Whether `len` more bytes of activations would take memory that is reserved for other categories.
     pub(crate) fn is_overflowing(&self, len: usize, category: Category) -> bool {
-        let bound =
-            self.overflow.get().and_then(|(_, others)| Some(self.counter.budget()?.saturating_sub(*others)));
-        let in_use = || self.counter.usage(Category::Activations).current;
-        category == Category::Activations && bound.is_some_and(|bound| in_use().saturating_add(len) > bound)
+        let Some((_, reserved)) = self.overflow.get().filter(|_| category == Category::Activations) else {
+            return false;
+        };
+        let padded = len.checked_next_multiple_of(ALIGNMENT).unwrap_or(usize::MAX);
+        let needed = self.counter.usage(category).current.saturating_add(padded);
+        self.counter.budget().is_some_and(|budget| needed > budget.saturating_sub(*reserved))
     }
 
     /// Memory elsewhere for activations, if there is any.

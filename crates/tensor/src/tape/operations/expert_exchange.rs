@@ -104,8 +104,8 @@ impl Loads {
         [starts, segments]
     }
 
-    /// Elements that are sent, which are ordered by expert, and received, by expert and rank; of rows of `cols`, of which a rank sends another one at
-    /// most so many elements.
+    /// Elements that are sent, which are ordered by expert, and received, by expert and rank; rows have `cols` elements. `most` bounds what one rank
+    /// sends to another.
     fn runs(&self, cols: usize, most: usize) -> ExchangedRuns {
         let AxisPlace { rank, degree } = self.place;
         let after = |end: &mut usize, len: usize| {
@@ -193,21 +193,17 @@ fn exchanged(
 }
 
 impl DispatchRows {
-    /// Rows for this rank's experts, of choices of such ids on each rank.
-    fn num_rows(&self, cx: &OperationContext<'_>, numbers: View<'_>, ids: Shape) -> usize {
-        let &[degree, num_experts] = numbers.shape().dims() else {
-            unreachable!("numbers of ranks and experts")
-        };
+    /// Rows of the output, of which `runs` come.
+    fn num_rows(&self, cx: &ForwardContext<'_>, runs: &ExchangedRuns) -> usize {
+        let (ids, numbers) = (cx.input(2).shape(), cx.input(1).shape());
+        let &[degree, num_experts] = numbers.dims() else { unreachable!("numbers of ranks and experts") };
         let num_own = num_experts / degree;
-        match (self.capacity, Loads::read(cx, numbers)) {
-            (Some(capacity), _) => {
+        match self.capacity {
+            Some(capacity) => {
                 degree * (num_own * capacity.num_rows(ids, num_experts)).min(ids.num_elements())
             }
-            (None, None) => degree * num_own * ids.num_elements().div_ceil(num_experts),
-            (None, Some(loads)) => {
-                let AxisPlace { rank, degree } = loads.place;
-                (0..degree).map(|from| loads.num_rows(from, rank)).sum()
-            }
+            None if cx.device().is_counting() => degree * num_own * ids.num_elements().div_ceil(num_experts),
+            None => runs.num_received() / cx.input(0).shape().cols(),
         }
     }
 }
@@ -220,8 +216,8 @@ impl Operation for DispatchRows {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let (rows, numbers) = (cx.input(0), cx.input(1));
         let cols = rows.shape().cols();
-        let num_rows = self.num_rows(cx, numbers, cx.input(2).shape());
         let runs = runs(cx, numbers, [rows.shape().rows(), cols]);
+        let num_rows = self.num_rows(cx, &runs);
         let received = exchanged(cx, &runs, rows, [1, num_rows, cols])?;
         cx.output(received);
         Ok(())
