@@ -16,7 +16,7 @@ impl Device {
         });
     }
 
-    /// Adds the squares of the elements of `x`, each rounded to f32, to `sum`: the f64s of an [`ExactSum`], which are carried afterwards.
+    /// Adds the squares of the elements of `x`, each rounded to f32, to `sum`: the f64s of an [`ExactSum`](crate::ExactSum), which are carried afterwards.
     pub fn add_squares(&self, x: View<'_>, sum: ViewMut<'_>) {
         let cost = each(x.shape(), 2).reads(x.num_bytes()).updates(sum.num_bytes());
         let (x, mut sum) = (x.place(), sum.into_place());
