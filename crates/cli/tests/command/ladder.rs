@@ -114,7 +114,7 @@ const LAYOUTS: [(usize, &str); 57] = [
 ];
 
 /// The same for models with experts, where workers have different ones, and whether all sums are then taken in the order of one worker: those over microbatches
-/// are, if each worker has one or gradients are sharded.
+/// are, if each worker has one or gradients are sharded over all that have different experts.
 const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
     (2, "expert_parallel_degree=2", false),
     (4, "expert_parallel_degree=2", false),
@@ -127,7 +127,7 @@ const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
     (2, "expert_parallel_degree=2 zero_stage=2", true),
     (2, "expert_parallel_degree=2 zero_stage=3", true),
     (4, "expert_parallel_degree=4 zero_stage=3", true),
-    (4, "expert_parallel_degree=4 zero_stage=2 data_parallel_shard_degree=2", true),
+    (4, "expert_parallel_degree=4 zero_stage=2 data_parallel_shard_degree=2", false),
     (4, "expert_parallel_degree=2 zero_stage=2 data_parallel_shard_degree=4", true),
     (8, "expert_parallel_degree=4 zero_stage=3 data_parallel_replicate_degree=2", true),
     (2, "expert_parallel_degree=2 shard_gradients=true", true),
