@@ -211,9 +211,10 @@ pub(crate) fn read_compressors(
     }
     let own_scale = CompressionState::of(executor, &states).map_or(1, |own| own.loss_scale);
     let factor = own_scale as f32 / saved.loss_scale as f32;
-    let pipeline_rank = executor.ranks().pipeline().rank().0;
     for (unit, compressor) in executor.compressors_mut() {
-        read_compressor(&stored, (unit, compressor), (rank, pipeline_rank), &mesh, checkpoint)?;
+        let placements =
+            states.states.iter().filter(|state| state.unit == unit).map(|state| state.placement(&mesh));
+        read_compressor(&stored, (unit, compressor), placements, (rank, &mesh), checkpoint)?;
         compressor.rescale(factor);
     }
     Ok(())
@@ -240,17 +241,15 @@ fn check_fits(
     stored.check_against(&states.placements(mesh)).map_err(differs)
 }
 
-/// Reads what a compressor of `rank` has kept; names and shapes were checked.
+/// Reads what a compressor of `rank` has kept, which lies at `placements`; names and shapes were checked.
 fn read_compressor(
     stored: &StoredTensors,
     (unit, compressor): (&str, &mut Compressor),
-    (rank, pipeline_rank): (Rank, usize),
-    mesh: &Mesh,
+    placements: impl Iterator<Item = TensorPlacement>,
+    (rank, mesh): (Rank, &Mesh),
     checkpoint: &Checkpoint,
 ) -> Result<(), TrainError> {
-    let states = CompressorState::all((unit, compressor));
-    let read = |((name, own), state): ((&'static str, StateValues<'_>), CompressorState)| {
-        let placement = CompressorState { pipeline_rank, ..state }.placement(mesh);
+    let read = |((name, own), placement): ((&'static str, StateValues<'_>), TensorPlacement)| {
         let extents = placement.extents(mesh, rank).expect("a state is placed on this mesh");
         let mut kept = StateCopy::from(own);
         // One box, or none.
@@ -259,7 +258,7 @@ fn read_compressor(
         }
         Ok::<_, TrainError>((name, kept))
     };
-    let kept = compressor.state().zip(states).map(read).collect::<Result<Vec<_>, _>>()?;
+    let kept = compressor.state().zip(placements).map(read).collect::<Result<Vec<_>, _>>()?;
     let values: Vec<_> = kept.iter().map(|(name, kept)| (*name, kept.values())).collect();
     compressor.load_state(&values).map_err(|source| TrainError::CompressionState {
         path: checkpoint.path().to_owned(),

@@ -22,13 +22,13 @@ pub fn fit_keeps_in_flight<E>(
     bounds: MemoryBounds,
     mut run: impl FnMut(&[Keep]) -> Result<DryRun, E>,
 ) -> Result<(Choice, Prediction), E> {
-    let found = run(&inputs_only(passes).keeps)?;
+    let inputs = inputs_only(passes).keeps;
+    let found = run(&inputs)?;
     let in_flight = most_in_flight(&found.program, passes.len());
     let mut upgrades: Vec<Upgrade> =
         (0..passes.len()).flat_map(|unit| Upgrade::of(unit, passes, in_flight[unit])).collect();
     upgrades.sort_by(|left, right| right.saved_per_byte().total_cmp(&left.saved_per_byte()));
     let choice = |num_upgrades: usize| {
-        let inputs = inputs_only(passes).keeps;
         let mut keeps: Vec<Keep> = (0..passes.len())
             .map(|unit| if in_flight[unit] > 0 { inputs[unit] } else { given[unit] })
             .collect();

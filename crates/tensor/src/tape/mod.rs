@@ -28,6 +28,7 @@ pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_gra
 pub use context::{OperationContext, Randomness};
 pub use context_axis::{ContextAxis, Operand};
 pub use forward::{ForwardContext, Recorder};
+pub(crate) use operation::has_no_gradient;
 pub use operation::{Op, Operation, ReadBy};
 pub use operations::*;
 pub use value::{Argument, Arguments, Var, VarId};

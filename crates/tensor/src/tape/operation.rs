@@ -115,6 +115,24 @@ pub trait Operation: fmt::Debug + Send + Sync {
     }
 }
 
+/// What an [`Operation`] says whose outputs have no gradient: orders, counts, and means for metrics. A position's values depend on no other one.
+macro_rules! has_no_gradient {
+    () => {
+        fn backward_input(&self, _: &mut $crate::tape::BackwardContext<'_>) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn reads_input(&self, _: usize) -> $crate::tape::ReadBy {
+            $crate::tape::ReadBy::NEITHER
+        }
+
+        fn takes_positions(&self) -> bool {
+            true
+        }
+    };
+}
+pub(crate) use has_no_gradient;
+
 /// The halves of backward that read a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadBy {

@@ -1,5 +1,5 @@
 use crate::device::DeviceError;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
+use crate::tape::{ForwardContext, Operation, has_no_gradient};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
@@ -23,11 +23,5 @@ impl Operation for Accuracy {
         cx.add_loss(num_hits, shape.rows())
     }
 
-    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
+    has_no_gradient!();
 }

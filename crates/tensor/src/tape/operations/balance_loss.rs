@@ -1,6 +1,6 @@
 use crate::device::DeviceError;
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy, has_no_gradient};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 use trireme_base::{DType, ExchangeKind};
@@ -105,11 +105,5 @@ impl Operation for PeakLoad {
         cx.add_loss(sum, 1)
     }
 
-    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
+    has_no_gradient!();
 }

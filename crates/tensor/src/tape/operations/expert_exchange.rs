@@ -5,6 +5,7 @@ use crate::device::{Device, DeviceError};
 use crate::shape::Shape;
 use crate::tape::{
     AxisOps, BackwardContext, ExchangedRuns, ForwardContext, Operation, OperationContext, ReadBy, Runs,
+    has_no_gradient,
 };
 use crate::tensor::{Tensor, View};
 use smallvec::SmallVec;
@@ -150,22 +151,11 @@ impl Operation for GatherLoads {
         Ok(())
     }
 
-    /// Numbers have no gradient.
-    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
     fn num_inputs(&self) -> RangeInclusive<usize> {
         2..=2
     }
 
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
+    has_no_gradient!();
 }
 
 /// What ranks send for their experts, of so many rows of this one; on a device that only counts, nothing but the most.

@@ -3,7 +3,9 @@
 use crate::device::DeviceError;
 use crate::kernels::GroupLimit;
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis};
+use crate::tape::{
+    BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis, has_no_gradient,
+};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
@@ -78,18 +80,7 @@ impl Operation for GroupRows {
         Ok(())
     }
 
-    /// Ids have no gradient.
-    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
+    has_no_gradient!();
 }
 
 impl Operation for DroppedChoices {
@@ -106,17 +97,7 @@ impl Operation for DroppedChoices {
         cx.add_loss(sum, num_choices)
     }
 
-    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
+    has_no_gradient!();
 }
 
 impl Operation for SpreadRows {

@@ -1,5 +1,5 @@
 use crate::device::DeviceError;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, has_no_gradient};
 use trireme_base::DType;
 
 /// The mean square of the logarithm of the sum of exponentials of a router's logits (`[.., num_experts]`, f32): it keeps them small (Zoph et al., "ST-MoE", 2022, section
@@ -71,11 +71,5 @@ impl Operation for RouterEntropy {
         })
     }
 
-    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
+    has_no_gradient!();
 }
