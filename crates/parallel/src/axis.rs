@@ -8,8 +8,9 @@ use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
+use rows::StartedRows;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_tensor::tape::{AxisOps, ContextAxis, ExchangedRuns, PendingExchange, TensorAxis};
@@ -69,8 +70,44 @@ pub(crate) struct GroupAxis {
 /// Values of one type on their way.
 struct Lane<T> {
     memory: ExchangePool<T>,
-    /// Those pending, by the number of the exchange.
-    pending: Mutex<Vec<Option<Started<T>>>>,
+    /// Those pending.
+    pending: Slots<Started<T>>,
+    /// Those of rows that are pending.
+    rows: Slots<StartedRows<T>>,
+}
+
+/// What is known by a number until it is taken; numbers are used again.
+struct Slots<T>(Mutex<Vec<Option<T>>>);
+
+impl<T> Default for Slots<T> {
+    fn default() -> Self {
+        Slots(Mutex::default())
+    }
+}
+
+impl<T> Slots<T> {
+    fn all(&self) -> MutexGuard<'_, Vec<Option<T>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, value: T) -> usize {
+        let mut all = self.all();
+        let number = all.iter().position(Option::is_none).unwrap_or_else(|| {
+            all.push(None);
+            all.len() - 1
+        });
+        all[number] = Some(value);
+        number
+    }
+
+    /// Puts a value back that was taken, before another one is put.
+    fn put_back(&self, number: usize, value: T) {
+        self.all()[number] = Some(value);
+    }
+
+    fn take(&self, number: usize) -> T {
+        self.all()[number].take().expect("an exchange is finished once")
+    }
 }
 
 /// An exchange that was started.
@@ -109,7 +146,7 @@ impl GroupAxis {
 impl<T: Stored> Lane<T> {
     fn new(group: &Arc<Group>, device: &Device) -> Self {
         let pool = Pool::new(group, device, Category::Communication, true).in_huge_pages();
-        Lane { memory: ExchangePool::new(pool), pending: Mutex::default() }
+        Lane { memory: ExchangePool::new(pool), pending: Slots::default(), rows: Slots::default() }
     }
 
     fn place(&self) -> AxisPlace {
@@ -172,12 +209,7 @@ impl<T: Stored> Lane<T> {
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
         };
-        let mut all = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        let number = all.iter().position(Option::is_none).unwrap_or_else(|| {
-            all.push(None);
-            all.len() - 1
-        });
-        all[number] = Some(Started { kind, len, vector, sent });
+        let number = self.pending.put(Started { kind, len, vector, sent });
         Ok(PendingExchange::new(number))
     }
 
@@ -226,8 +258,7 @@ impl<T: Stored> Lane<T> {
         exchange: &PendingExchange,
         waiting: &mut Waiting,
     ) -> Result<(Pending<Buffer<T>>, usize, ExchangeKind), ParallelError> {
-        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner)[exchange.number()].take();
-        let Started { kind, len, vector, sent } = pending.expect("an exchange is finished once");
+        let Started { kind, len, vector, sent } = self.pending.take(exchange.number());
         let vector = waiting.wait_on_device(vector, len, device)?;
         if let Some(sent) = sent {
             let sent = waiting.wait_on_device(sent, len, device)?;
@@ -273,18 +304,40 @@ impl AxisOps for GroupAxis {
         Ok(all.iter().flat_map(|bytes| bytemuck::pod_collect_to_vec::<u8, u32>(bytes)).collect())
     }
 
-    fn exchange_rows(
+    fn start_rows(
         &self,
         device: &Device,
-        runs: &ExchangedRuns,
+        runs: ExchangedRuns,
+        values: View<'_>,
+    ) -> Result<PendingExchange, DeviceError> {
+        Ok(with_lane!(self, values.dtype() => |lane| lane.start_rows(device, runs, values))?)
+    }
+
+    fn send_rest(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
         values: View<'_>,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        let exchange = with_lane!(self, values.dtype() => |lane| {
-            lane.exchange_rows(device, runs, (values, result), &mut waiting)
+        let sent = with_lane!(self, values.dtype() => |lane| {
+            lane.send_rest(device, exchange, (values, result), &mut waiting)
         });
-        Ok(exchange?)
+        Ok(sent?)
+    }
+
+    fn finish_rows(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let finished = with_lane!(self, result.dtype() => |lane| {
+            lane.finish_rows(device, &exchange, result, &mut waiting)
+        });
+        Ok(finished?)
     }
 
     fn start(

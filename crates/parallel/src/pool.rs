@@ -101,13 +101,6 @@ impl<T: Stored> Pool<T> {
         }))
     }
 
-    /// Takes memory of the group for `num` vectors of `len` elements that are taken at a time, if there is not as much.
-    pub(crate) fn reserve(&self, num: usize, len: usize) -> Result<(), ParallelError> {
-        let taken = (0..num).map(|_| self.take_buffer(len)).collect::<Result<Vec<_>, _>>()?;
-        taken.into_iter().for_each(|buffer| self.give_buffer(len, buffer));
-        Ok(())
-    }
-
     /// A vector of what a group brings into memory of this pool for `len` elements.
     #[track_caller]
     pub(crate) fn adopt(
@@ -127,20 +120,8 @@ impl<T: Stored> Pool<T> {
         (values, at): (View<'_>, usize),
         len: usize,
     ) -> Result<Buffer<T>, ParallelError> {
-        self.send_parts(device, std::iter::once((values, at)), len)
-    }
-
-    /// As [`send`](Pool::send), of several parts.
-    pub(crate) fn send_parts<'a>(
-        &self,
-        device: &Device,
-        parts: impl Iterator<Item = (View<'a>, usize)>,
-        len: usize,
-    ) -> Result<Buffer<T>, ParallelError> {
         let mut buffer = self.take_buffer(len)?;
-        for (values, at) in parts {
-            device.download_later(values, &mut buffer, at * size_of::<T>());
-        }
+        device.download_later(values, &mut buffer, at * size_of::<T>());
         Ok(Buffer::pending(buffer, len))
     }
 

@@ -30,6 +30,10 @@ fn models() -> Vec<ModelConfig> {
     let mut models = [mixtral, mixtral, deepseek].map(|text| ModelConfig::from_json(text).unwrap());
     // A capacity of samples: drops are the same on any number of ranks.
     models[1].experts.as_mut().unwrap().capacity_factor = Some(0.75);
+    // Chunks of equally many experts, of all, and of one and two.
+    for (model, num_chunks) in models.iter_mut().zip([2, 1, 3]) {
+        model.experts.as_mut().unwrap().num_chunks = num_chunks;
+    }
     models.into()
 }
 

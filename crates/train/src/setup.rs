@@ -73,6 +73,7 @@ pub fn model_config(
             own.balance_loss = experts.balance_loss.map_or(own.balance_loss, |weight| weight as f32);
             own.z_loss = experts.z_loss.map_or(own.z_loss, |weight| weight as f32);
             own.capacity_factor = experts.capacity_factor;
+            own.num_chunks = experts.num_chunks;
             if !own.has_bias && experts.bias_update_rate != config::Experts::default().bias_update_rate {
                 return Err(TrainError::NoExpertBias { family: model.family.name() });
             }

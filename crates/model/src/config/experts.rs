@@ -34,6 +34,13 @@ pub struct ExpertsConfig {
     pub z_loss: f32,
     /// How many choices of a sample an expert takes, as a multiple of an even load; all if absent.
     pub capacity_factor: Option<f64>,
+    /// In how many parts rows travel to experts on other ranks.
+    pub num_chunks: usize,
+}
+
+impl ExpertsConfig {
+    /// [`num_chunks`](ExpertsConfig::num_chunks) unless a run says otherwise.
+    pub const NUM_CHUNKS: usize = 2;
 }
 
 /// What makes scores of a router's logits.

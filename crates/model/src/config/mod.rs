@@ -113,6 +113,7 @@ impl ModelConfig {
                 balance_loss: 0.0,
                 z_loss: 0.0,
                 capacity_factor: None,
+                num_chunks: ExpertsConfig::NUM_CHUNKS,
                 ..experts.clone()
             };
             [

@@ -57,6 +57,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         balance_loss: reader.weight("aux_loss_alpha", 0.0)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
         capacity_factor: None,
+        num_chunks: ExpertsConfig::NUM_CHUNKS,
     };
     experts.check("n_routed_experts")?;
     let head_dim = latent.plain_dim + latent.rotary_dim;

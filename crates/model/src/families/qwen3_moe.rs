@@ -40,6 +40,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         balance_loss: reader.weight("router_aux_loss_coef", 1e-3)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
         capacity_factor: None,
+        num_chunks: ExpertsConfig::NUM_CHUNKS,
     };
     experts.check("num_experts")?;
     let experts = Some(experts);

@@ -5,9 +5,9 @@ use crate::rehearsal::EXPERT_DROPS;
 use crate::unit::UnitContext;
 use std::sync::Arc;
 use trireme_tensor::tape::{
-    Argument, BalanceLoss, CombineRows, CopyToRanks, DispatchRows, DroppedChoices, GatherLoads, GroupRows,
-    GroupedLinear, Linear, Norm, Op, PeakLoad, ReturnRows, Router, RouterEntropy, RouterZLoss, SpreadRows,
-    TopK,
+    Argument, BalanceLoss, CombineRows, CopyToRanks, DispatchRows, DroppedChoices, ExpertExchange,
+    GatherLoads, GroupRows, GroupedLinear, Linear, Norm, Op, OwnExperts, PeakLoad, ReturnRows, Router,
+    RouterEntropy, RouterZLoss, SpreadRows, TopK,
 };
 use trireme_tensor::{DeviceError, Var};
 
@@ -21,18 +21,42 @@ pub(crate) struct MixtureOfExperts {
     pub(crate) scores: Op,
     pub(crate) top_k: Arc<TopK>,
     pub(crate) groups: Arc<GroupRows>,
-    /// To the ranks that have the experts.
-    pub(crate) dispatch: Arc<DispatchRows>,
-    /// Into the width of experts: what the activation reads.
-    pub(crate) into: Arc<GroupedLinear>,
-    /// The activation, and back.
-    pub(crate) back: Arc<GroupedLinear>,
+    pub(crate) experts: Experts,
     pub(crate) combine: Arc<CombineRows>,
     /// The largest load of an expert.
     pub(crate) peak: Arc<PeakLoad>,
     /// What all tokens go through.
     pub(crate) shared: Option<(Arc<Linear>, Projection)>,
     pub(crate) losses: RouterLosses,
+}
+
+/// The layers that tokens go through.
+#[derive(Debug)]
+pub(crate) enum Experts {
+    /// All are here: into their width, which is what the activation reads; and the activation, and back.
+    Here([Arc<GroupedLinear>; 2]),
+    /// Ranks have different ones.
+    OnAllRanks {
+        gather: Arc<GatherLoads>,
+        dispatch: Arc<DispatchRows>,
+        own: Arc<OwnExperts>,
+        back: Arc<ReturnRows>,
+    },
+}
+
+impl Experts {
+    /// Those of this rank, by such layers; rows travel to those of other ranks.
+    pub(crate) fn new([into, back]: [GroupedLinear; 2], exchange: ExpertExchange) -> Self {
+        if into.num_groups == exchange.num_experts {
+            return Experts::Here([into, back].map(Arc::new));
+        }
+        Experts::OnAllRanks {
+            gather: Arc::new(GatherLoads(exchange)),
+            dispatch: Arc::new(DispatchRows(exchange)),
+            own: Arc::new(OwnExperts { into, back, exchange }),
+            back: Arc::new(ReturnRows(exchange)),
+        }
+    }
 }
 
 /// Weights of losses that keep a router in shape; 0 for none.
@@ -61,20 +85,50 @@ impl MixtureOfExperts {
         Ok([weights, experts])
     }
 
-    /// Runs the experts on the ranks that have them.
-    fn run_on_owners(
+    /// What experts make of rows, and `x` with what all tokens go through added, which is computed while rows travel.
+    fn compute(
         &self,
         cx: &mut UnitContext<'_>,
-        rows: Var,
-        [starts, own_order, own_places]: [&Var; 3],
-    ) -> Result<Var, DeviceError> {
-        let [loads, own_starts, parts] = outputs(cx.apply_many(&GatherLoads, [starts, own_places])?);
-        let sent = [Argument::from(rows), (&loads).into(), own_places.into()];
-        let rows = cx.apply(&self.dispatch, sent)?;
-        let inner = cx.apply(&self.into, [rows.into(), Argument::from(&own_starts), (&parts).into()])?;
-        let rows = cx.apply(&self.back, [inner, own_starts, parts])?;
-        let returned = [Argument::from(rows), loads.into(), own_order.into()];
-        cx.apply(&ReturnRows, returned)
+        (rows, [starts, places]): (Var, [&Var; 2]),
+        (for_shared, x): (Option<Var>, Var),
+    ) -> Result<[Var; 2], DeviceError> {
+        match &self.experts {
+            Experts::Here([into, back]) => {
+                let inner = self.enter_shared(cx, for_shared)?;
+                let rows = cx.apply(into, (rows, starts))?;
+                let rows = cx.apply(back, (rows, starts))?;
+                Ok([rows, self.leave_shared(cx, inner, x)?])
+            }
+            Experts::OnAllRanks { gather, dispatch, own, back } => {
+                let [loads, own_starts, parts] = outputs(cx.apply_many(gather, [starts, places])?);
+                let sent = [Argument::from(rows), (&loads).into(), places.into()];
+                let rows = cx.apply(dispatch, sent)?;
+                let inner = self.enter_shared(cx, for_shared)?;
+                let here =
+                    [rows.into(), Argument::from(&loads), own_starts.into(), parts.into(), places.into()];
+                let rows = cx.apply(own, here)?;
+                let x = self.leave_shared(cx, inner, x)?;
+                let returned = [Argument::from(rows), loads.into(), places.into()];
+                Ok([cx.apply(back, returned)?, x])
+            }
+        }
+    }
+
+    /// Into the width of what all tokens go through.
+    fn enter_shared(
+        &self,
+        cx: &mut UnitContext<'_>,
+        normed: Option<Var>,
+    ) -> Result<Option<Var>, DeviceError> {
+        let shared = self.shared.as_ref().zip(normed);
+        shared.map(|((into, _), normed)| cx.apply(into, [normed])).transpose()
+    }
+
+    fn leave_shared(&self, cx: &mut UnitContext<'_>, inner: Option<Var>, x: Var) -> Result<Var, DeviceError> {
+        match (&self.shared, inner) {
+            (Some((_, back)), Some(inner)) => back.add_to(cx, x, inner),
+            _ => Ok(x),
+        }
     }
 }
 
@@ -86,25 +140,16 @@ impl Sublayer for MixtureOfExperts {
         if self.groups.capacity.is_some() {
             cx.apply_metric(EXPERT_DROPS, &DroppedChoices, [&starts, &order])?;
         }
-        let x = match &self.shared {
-            Some((into, back)) => {
-                let inner = cx.apply(into, [&normed])?;
-                back.add_to(cx, x, inner)?
-            }
-            None => x,
+        let (mut tokens, for_shared) = match self.shared {
+            Some(_) => (Argument::from(&normed), Some(normed)),
+            None => (normed.into(), None),
         };
-        let mut tokens = normed;
         if self.combine.adds_up {
-            tokens = cx.apply(&CopyToRanks, [tokens])?;
+            tokens = cx.apply(&CopyToRanks, [tokens])?.into();
             weights = cx.apply(&CopyToRanks, [weights])?;
         }
-        let rows = cx.apply(&SpreadRows, (tokens, &order, &places))?;
-        let rows = if self.into.num_groups < self.groups.num_groups {
-            self.run_on_owners(cx, rows, [&starts, &order, &places])?
-        } else {
-            let inner = cx.apply(&self.into, (rows, &starts))?;
-            cx.apply(&self.back, (inner, starts))?
-        };
+        let rows = cx.apply(&SpreadRows, [tokens, (&order).into(), (&places).into()])?;
+        let [rows, x] = self.compute(cx, (rows, [&starts, &places]), (for_shared, x))?;
         cx.apply(&self.combine, [rows, order, places, weights, x])
     }
 }

@@ -4,7 +4,7 @@ mod attention;
 mod experts;
 
 pub(crate) use attention::{LatentAttention, LatentQueries, QkNorms, SelfAttention};
-pub(crate) use experts::{MixtureOfExperts, RouterLosses};
+pub(crate) use experts::{Experts, MixtureOfExperts, RouterLosses};
 
 use crate::tokens::{LOGITS, TARGETS, TOKENS};
 use crate::unit::{Unit, UnitContext};

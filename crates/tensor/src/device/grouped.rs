@@ -9,8 +9,8 @@ use trireme_base::{Cost, DType};
 impl Device {
     /// For each group its rows of `left` (`[rows, inner]`), times its block of `right`, as `out` (`[rows, cols]`); factors are rounded to
     /// `precision`, sums are in f32. The blocks of all groups are one matrix, one below the other, each read transposed or not.
-    /// `starts` (`[num_groups + 1]`, u32) holds where the rows of each group begin, and at last where they end. Rows after that are of no group,
-    /// and become zeros.
+    /// `starts` (`[num_groups + 1]`, u32) holds where the rows of each group begin, and at last where they end; the first group begins with the first row,
+    /// whatever its start is counted from. Rows after the last group are of none, and become zeros.
     ///
     /// Cost: `2 rows cols inner` floating-point operations. Groups have the bits of products of their own, and no padding.
     ///

@@ -103,15 +103,39 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     /// As [`start`](AxisOps::start).
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError>;
 
-    /// Sends rows to every rank, and receives rows from every one: the elements of `values` and `result` that `runs` lists. Both are of one type.
+    /// Starts to send rows to every rank, and to receive rows from every one: the elements that `runs` lists, of `values` on each rank. As many are under way
+    /// as there is memory for, whatever loads are; [`send_rest`](AxisOps::send_rest) sends the others.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
-    fn exchange_rows(
+    fn start_rows(
         &self,
         device: &Device,
-        runs: &ExchangedRuns,
+        runs: ExchangedRuns,
         values: View<'_>,
+    ) -> Result<PendingExchange, DeviceError>;
+
+    /// Sends what an exchange of rows has not sent yet, of the same `values`; some of what comes is in `result` afterwards, of the same type. From then on the values may
+    /// change.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
+    fn send_rest(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
+        values: View<'_>,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError>;
+
+    /// Ends an exchange of rows that has [sent all](AxisOps::send_rest): kernels that are issued later find what comes in `result`.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
+    fn finish_rows(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError>;
 
@@ -137,23 +161,25 @@ pub type Runs = SmallVec<[Range<usize>; 8]>;
 /// Elements that a rank sends to each rank of an axis, and receives from each, itself among them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ExchangedRuns {
-    /// To each, where they lie; none if the device only counts, where each rank has as much for every one.
+    /// To each, where they lie.
     pub sent: SmallVec<[Runs; 8]>,
     /// From each, where they go.
     pub received: SmallVec<[Runs; 8]>,
-    /// The most that one rank sends to another, however uneven loads are: what memory is taken for.
+    /// What one rank sends to another if all have equally much for each other: for so much there is memory, however uneven loads are.
+    pub even: usize,
+    /// The most that one rank sends to another.
     pub most: usize,
 }
 
 impl ExchangedRuns {
     /// Those of what is sent back.
     pub fn reversed(self) -> Self {
-        ExchangedRuns { sent: self.received, received: self.sent, most: self.most }
+        ExchangedRuns { sent: self.received, received: self.sent, ..self }
     }
 
-    /// Elements that come.
-    pub fn num_received(&self) -> usize {
-        self.received.iter().flatten().map(Range::len).sum()
+    /// Elements of some runs.
+    pub fn num_elements(runs: &[Range<usize>]) -> usize {
+        runs.iter().map(Range::len).sum()
     }
 
     /// Of runs that follow each other, the parts of those in `range` of all their elements: where each begins in the range, and where it lies.
@@ -225,14 +251,28 @@ impl AxisOps for AloneOnAxis {
         Ok(own.repeat(self.place.degree))
     }
 
-    fn exchange_rows(
+    fn start_rows(
         &self,
         _: &Device,
-        _: &ExchangedRuns,
+        runs: ExchangedRuns,
         values: View<'_>,
+    ) -> Result<PendingExchange, DeviceError> {
+        let len: usize = runs.sent.iter().map(|runs| ExchangedRuns::num_elements(runs)).sum();
+        self.note(ExchangeKind::AllToAll, len * values.dtype().size());
+        Ok(PendingExchange::new(0))
+    }
+
+    fn send_rest(
+        &self,
+        _: &Device,
+        _: &PendingExchange,
+        _: View<'_>,
         _: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        self.note(ExchangeKind::AllToAll, values.num_bytes());
+        Ok(())
+    }
+
+    fn finish_rows(&self, _: &Device, _: PendingExchange, _: ViewMut<'_>) -> Result<(), DeviceError> {
         Ok(())
     }
 }

@@ -194,10 +194,11 @@ impl Tape {
         Ok(is_reached || is_zero)
     }
 
-    /// Whether a gradient has come to an output of a node, or the node adds to the loss.
+    /// Whether a gradient has come to an output of a node, or the node adds to the loss. The input half may have taken the gradient, if it has kept what it made of it.
     fn is_reached(&self, index: usize) -> bool {
-        let outputs = &self.values[self.nodes[index].outputs.clone()];
-        outputs.is_empty() || outputs.iter().any(|output| output.grad.is_some())
+        let Node { outputs, kept, .. } = &self.nodes[index];
+        let outputs = &self.values[outputs.clone()];
+        outputs.is_empty() || !kept.is_empty() || outputs.iter().any(|output| output.grad.is_some())
     }
 
     /// Gives the gradient of a node's output to the inputs that have the same: itself to the last, unless the weight half
@@ -387,16 +388,24 @@ impl<'a> BackwardContext<'a> {
         self.output_grad(0).expect("backward runs where the output has a gradient")
     }
 
-    /// The gradient of the only output, to compute in its memory, for operations without parameters.
+    /// The gradient of the only output, to compute in its memory, for operations whose weight half does not read it.
     ///
     /// # Panics
-    /// If the operation has parameters, whose gradients are made of the output's, or no output.
+    /// If the operation has no output.
     pub fn take_output_grad(&mut self) -> Tensor {
         let tape = &mut *self.common.tape;
-        let node = &tape.nodes[self.node];
-        assert!(!node.op.get().has_parameters(), "the weight half reads the gradient");
-        let grad = tape.values[node.outputs.start].grad.take();
+        let grad = tape.values[tape.nodes[self.node].outputs.start].grad.take();
         grad.expect("backward runs where the output has a gradient")
+    }
+
+    /// What forward has saved, for the input half to compute in its memory.
+    ///
+    /// # Panics
+    /// If forward has saved nothing at this place, or it was taken.
+    pub fn take_saved(&mut self, index: usize) -> Tensor {
+        let place = self.tape.nodes[self.node].saved.start + index;
+        assert!(self.tape.nodes[self.node].saved.contains(&place), "nothing was saved as {index}");
+        self.tape.tensors[place].take().expect("it is taken once")
     }
 
     /// What forward has saved, in its order.

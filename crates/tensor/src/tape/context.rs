@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{PendingMean, Tape};
+use super::{AxisOps, PendingExchange, PendingMean, Tape};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -34,9 +34,24 @@ pub struct OperationContext<'a> {
 }
 
 impl OperationContext<'_> {
-    /// The ranks with different experts, if they are several.
-    pub(super) fn expert_axis(&self) -> Option<&dyn super::AxisOps> {
-        self.tape.experts.as_deref()
+    /// The ranks with different experts.
+    ///
+    /// # Panics
+    /// If there is one.
+    pub(super) fn expert_axis(&self) -> &dyn AxisOps {
+        self.tape.experts.as_deref().expect("only several ranks have different experts")
+    }
+
+    /// Leaves rows under way, for the next operation that [ends or goes through](OperationContext::take_rows_under_way) such an exchange: pairs of them enclose what is computed
+    /// meanwhile.
+    pub(super) fn leave_rows_under_way(&mut self, exchange: PendingExchange) {
+        let other = self.tape.rows_under_way.replace(exchange);
+        assert!(other.is_none(), "one exchange of rows at a time is between operations");
+    }
+
+    /// The exchange that an operation before has [left](OperationContext::leave_rows_under_way).
+    pub(super) fn take_rows_under_way(&mut self) -> PendingExchange {
+        self.tape.rows_under_way.take().expect("an operation before has started an exchange of rows")
     }
 
     /// The device to compute on.

@@ -62,6 +62,8 @@ pub struct Tape {
     axis: Option<TensorAxis>,
     context: Option<ContextAxis>,
     experts: Option<Arc<dyn AxisOps>>,
+    /// Rows on their way between ranks with different experts, which one operation has started and the next one of that pair ends.
+    rows_under_way: Option<PendingExchange>,
     loss_scale: f32,
     first_position: usize,
     randomness: Randomness,
@@ -140,6 +142,7 @@ impl Tape {
             axis: None,
             context: None,
             experts: None,
+            rows_under_way: None,
             loss_scale: 1.0,
             first_position: 0,
             randomness: Randomness::default(),
@@ -190,6 +193,7 @@ impl Tape {
         self.arguments.clear();
         self.tensors.clear();
         self.passing.clear();
+        self.rows_under_way = None;
         self.loss = None;
         self.metrics.clear();
         self.loss_scale = 1.0;

@@ -113,6 +113,9 @@ config_section! {
         /// Whether activations that do not fit into `[memory] device_budget`, because loads are more uneven than was planned for, go to files
         /// in `[offload] folder`. Otherwise the run ends. Memory is planned for even loads; a capacity_factor bounds it.
         spill: bool = true;
+        /// In how many parts tokens travel to experts on other workers (docs/experts.md): one part travels while another one is computed. At most as
+        /// many as a worker has experts. More parts hide more of slow links, and make smaller products. Changes no bit.
+        num_chunks: usize = 2, within 1..=1 << 10;
     }
 }
 

@@ -5,13 +5,13 @@ use crate::config::{ExpertsConfig, LatentConfig, ModelConfig, RouterScores};
 use crate::families::{attention, kv_heads, normal, output_weight, token_table};
 use crate::model::Model;
 use crate::transformer::{
-    Block, Head, LatentAttention, LatentQueries, MixtureOfExperts, Mlp, Projection, QkNorms, RouterLosses,
-    SelfAttention, Sublayer, TokenEmbedding,
+    Block, Experts, Head, LatentAttention, LatentQueries, MixtureOfExperts, Mlp, Projection, QkNorms,
+    RouterLosses, SelfAttention, Sublayer, TokenEmbedding,
 };
 use crate::unit::Unit;
 use std::sync::Arc;
 use trireme_tensor::tape::{
-    Attention, Capacity, CombineRows, DispatchRows, Embedding, GroupRows, GroupedLinear, InputActivation,
+    Attention, Capacity, CombineRows, Embedding, ExpertExchange, GroupRows, GroupedLinear, InputActivation,
     LatentHeads, Linear, LossHead, Norm, Op, PeakLoad, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax,
     TopK, WeightLayout,
 };
@@ -219,8 +219,7 @@ impl Builder<'_> {
         let [into, back] =
             [into.collect::<Vec<_>>(), back.collect()].map(|parts| self.table.add_stacked(parts));
         let num_own = self.table.own_experts(num_experts).len();
-        let grouped =
-            |weight, activation| Arc::new(GroupedLinear { weight, num_groups: num_own, activation });
+        let grouped = |weight, activation| GroupedLinear { weight, num_groups: num_own, activation };
         let rule = RoutingRule { num_choices, normalizes, scale, groups };
         let capacity = experts.capacity_factor.map(|factor| Capacity { factor });
         MixtureOfExperts {
@@ -232,10 +231,11 @@ impl Builder<'_> {
             },
             top_k: Arc::new(TopK { rule, bias }),
             groups: Arc::new(GroupRows { num_groups: num_experts, capacity }),
-            dispatch: Arc::new(DispatchRows { capacity }),
             combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),
-            into: grouped(into, InputActivation::Identity),
-            back: grouped(back, self.gated()),
+            experts: Experts::new(
+                [grouped(into, InputActivation::Identity), grouped(back, self.gated())],
+                ExpertExchange { num_experts, capacity, num_chunks: experts.num_chunks },
+            ),
             peak: Arc::new(PeakLoad { num_experts }),
             shared,
             losses: RouterLosses { balance: experts.balance_loss, z: experts.z_loss },

@@ -4,13 +4,13 @@ use super::experts::Capacity;
 use crate::device::{Device, DeviceError};
 use crate::shape::Shape;
 use crate::tape::{
-    AxisOps, BackwardContext, ExchangedRuns, ForwardContext, Operation, OperationContext, ReadBy, Runs,
+    BackwardContext, ExchangedRuns, ForwardContext, Operation, OperationContext, ReadBy, Runs,
     has_no_gradient,
 };
 use crate::tensor::{Tensor, View};
 use smallvec::SmallVec;
 use std::iter;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use trireme_base::{AxisPlace, DType};
 
 /// Tells all ranks of the expert axis how many choices each expert has. The inputs are the first and the last output of [`GroupRows`](crate::tape::GroupRows); of the
@@ -21,114 +21,188 @@ use trireme_base::{AxisPlace, DType};
 /// - where the rows of each rank begin among those (`[own_experts * degree + 1]`): rows are ordered by expert, and those of an expert by the rank
 ///   that has sent them.
 ///
-/// Ranks have equally many experts, in their order. On a device that only counts, experts have equally many choices, rounded up, so that all ranks
-/// count the same.
+/// Ranks have equally many experts, in their order.
 ///
 /// Cost: the host reads the numbers of choices of this rank, and one all-gather of `4 num_experts` bytes a rank.
 #[derive(Debug)]
-pub struct GatherLoads;
+pub struct GatherLoads(pub ExpertExchange);
 
-/// Sends rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts. The output has the rows for this rank's
-/// experts, ordered by expert: `[1, num_rows, cols]`. The other inputs are the first output of [`GatherLoads`] and the last one of
-/// [`GroupRows`](crate::tape::GroupRows), of which only the shape is read.
-///
-/// Where experts have a [`Capacity`], there are as many rows as they can take from all ranks, or as those can have: so memory does not depend on
-/// loads. Rows that did not come are zeros at the end.
-///
-/// Cost: the host reads the numbers of choices; an exchange of the rows, and one of their gradients. Rows are copied from where they are to what is sent, and from what comes
-/// to where they belong.
-#[derive(Debug)]
-pub struct DispatchRows {
+/// How rows travel to the experts of all ranks, and back.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertExchange {
+    /// Experts of all ranks.
+    pub num_experts: usize,
     /// That of [`GroupRows`](crate::tape::GroupRows).
     pub capacity: Option<Capacity>,
+    /// In how many parts the rows for a rank travel, each for some of its experts; at most as many as it has. One part travels while another one is computed.
+    pub num_chunks: usize,
 }
 
-/// Sends the rows of this rank's experts back to the ranks that have sent them: the reverse of [`DispatchRows`], with the first output of [`GatherLoads`] and,
-/// as the last input, the choice at each place on this rank. Choices that were dropped have zeros.
+/// Begins to send rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts, and passes them on: [`OwnExperts`](super::OwnExperts)
+/// receives them. What is computed in between does not wait for what travels, forward and backward. The other inputs are the first output of
+/// [`GatherLoads`] and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the shape is read.
+///
+/// Cost: the host reads the numbers of choices. Rows are copied from where they are to what is sent.
 #[derive(Debug)]
-pub struct ReturnRows;
+pub struct DispatchRows(pub ExpertExchange);
 
-/// How many choices of each expert each rank has.
-struct Loads {
+/// Waits for the rows that [`OwnExperts`](super::OwnExperts) returns, which begin to travel there. The inputs are its output, the first output of [`GatherLoads`], and the
+/// choice at each place on this rank, of which only the shape is read.
+///
+/// Cost: as [`DispatchRows`], from what comes to where it belongs.
+#[derive(Debug)]
+pub struct ReturnRows(pub ExpertExchange);
+
+/// How many choices of each expert each rank has, and which rows that makes.
+pub(super) struct Loads {
     /// One rank's after the other.
     numbers: Vec<u32>,
     place: AxisPlace,
+    exchange: ExpertExchange,
+    /// Choices of this rank.
+    num_choices: usize,
+    /// Rows that there is memory for of one rank's choices of an expert; `None` for as many as come.
+    rows_per_expert: Option<usize>,
+}
+
+impl ExpertExchange {
+    /// Tells all ranks how many choices this one has of each expert; `places` are those of its choices.
+    fn gather(
+        self,
+        cx: &OperationContext<'_>,
+        starts: View<'_>,
+        places: Shape,
+    ) -> Result<Loads, DeviceError> {
+        let own: Vec<u32> = match cx.device().is_counting() {
+            true => self.even_numbers(places).collect(),
+            false => cx.device().read::<u32>(starts).windows(2).map(|pair| pair[1] - pair[0]).collect(),
+        };
+        let numbers = cx.expert_axis().gather_numbers(&own)?;
+        Ok(self.loads(cx, places, |_| numbers))
+    }
+
+    /// Reads the numbers of choices of all ranks from the device.
+    pub(super) fn read(self, cx: &OperationContext<'_>, numbers: View<'_>, places: Shape) -> Loads {
+        self.loads(cx, places, |device| device.read(numbers))
+    }
+
+    /// On a device that only counts, experts have equally many choices.
+    fn loads(
+        self,
+        cx: &OperationContext<'_>,
+        places: Shape,
+        numbers: impl FnOnce(&Device) -> Vec<u32>,
+    ) -> Loads {
+        let (place, num_choices, device) = (cx.expert_axis().place(), places.num_elements(), cx.device());
+        let is_counting = device.is_counting();
+        let even = || iter::repeat_n(self.even_numbers(places), place.degree).flatten().collect();
+        let numbers = if is_counting { even() } else { numbers(device) };
+        let rows_per_expert =
+            self.most(places).or(is_counting.then(|| num_choices.div_ceil(self.num_experts)));
+        Loads { numbers, place, exchange: self, num_choices, rows_per_expert }
+    }
+
+    /// The most choices of this rank that an expert takes, if they are bounded.
+    fn most(self, places: Shape) -> Option<usize> {
+        self.capacity.map(|capacity| capacity.num_rows(places, self.num_experts))
+    }
+
+    /// Choices of each expert, if all have equally many.
+    fn even_numbers(self, places: Shape) -> impl Iterator<Item = u32> + Clone {
+        let (num_choices, most) = (places.num_elements(), self.most(places).unwrap_or(usize::MAX));
+        let before = move |expert: usize| expert * num_choices / self.num_experts;
+        (0..self.num_experts).map(move |expert| (before(expert + 1) - before(expert)).min(most) as u32)
+    }
 }
 
 impl Loads {
-    /// Reads those of this rank from the device, and gathers those of the others. On a device that only counts, experts have equally many.
-    fn gather(cx: &OperationContext<'_>, starts: View<'_>, num_choices: usize) -> Result<Self, DeviceError> {
-        let (axis, num_experts) = (expert_axis(cx), starts.shape().num_elements() - 1);
-        let own: Vec<u32> = match cx.device().is_counting() {
-            true => vec![num_choices.div_ceil(num_experts) as u32; num_experts],
-            false => cx.device().read::<u32>(starts).windows(2).map(|pair| pair[1] - pair[0]).collect(),
-        };
-        Ok(Loads { numbers: axis.gather_numbers(&own)?, place: axis.place() })
-    }
-
-    /// Reads those of all ranks from the device; `None` from one that only counts.
-    fn read(cx: &OperationContext<'_>, numbers: View<'_>) -> Option<Self> {
-        let place = expert_axis(cx).place();
-        (!cx.device().is_counting()).then(|| Loads { numbers: cx.device().read(numbers), place })
-    }
-
-    fn num_experts(&self) -> usize {
-        self.numbers.len() / self.place.degree
-    }
-
     fn num_own(&self) -> usize {
-        self.num_experts() / self.place.degree
+        self.exchange.num_experts / self.place.degree
     }
 
-    /// The choices on rank `from` of the experts of rank `of`.
-    fn of(&self, from: usize, of: usize) -> &[u32] {
-        &self.numbers[from * self.num_experts() + of * self.num_own()..][..self.num_own()]
+    /// This rank's experts of each chunk, in order.
+    pub(super) fn chunks(&self) -> impl DoubleEndedIterator<Item = Range<usize>> + ExactSizeIterator + use<> {
+        let num_own = self.num_own();
+        let num_chunks = self.exchange.num_chunks.clamp(1, num_own);
+        (0..num_chunks).map(move |chunk| chunk * num_own / num_chunks..(chunk + 1) * num_own / num_chunks)
     }
 
-    /// Rows that rank `from` has for rank `of`.
-    fn num_rows(&self, from: usize, of: usize) -> usize {
-        self.of(from, of).iter().map(|&number| number as usize).sum()
+    /// The choices on rank `from` of an expert of rank `of`.
+    fn number(&self, from: usize, of: usize, expert: usize) -> usize {
+        self.numbers[from * self.exchange.num_experts + of * self.num_own() + expert] as usize
+    }
+
+    /// Choices on this rank that no expert takes.
+    pub(super) fn num_dropped(&self) -> usize {
+        let own = &self.numbers[self.place.rank * self.exchange.num_experts..][..self.exchange.num_experts];
+        self.num_choices - own.iter().map(|&number| number as usize).sum::<usize>()
+    }
+
+    /// Rows that come from all ranks for a chunk of this rank's experts.
+    pub(super) fn num_rows(&self, chunk: &Range<usize>) -> usize {
+        let numbers = chunk.clone().flat_map(|expert| (0..self.place.degree).map(move |from| (from, expert)));
+        numbers.map(|(from, expert)| self.number(from, self.place.rank, expert)).sum()
+    }
+
+    /// Rows that there is memory for, for a chunk of this rank's experts. With a capacity they depend on no load: as many as the experts can take from all ranks, or as
+    /// those can have.
+    fn room(&self, chunk: &Range<usize>) -> usize {
+        match self.rows_per_expert {
+            Some(rows) => self.place.degree * (chunk.len() * rows).min(self.num_choices),
+            None => self.num_rows(chunk),
+        }
+    }
+
+    /// The rows that there is memory for, of a chunk of this rank's experts, among those of all chunks.
+    pub(super) fn rows(&self, chunk: &Range<usize>) -> Range<usize> {
+        let before = self.chunks().take_while(|other| other.end <= chunk.start);
+        let first = before.map(|other| self.room(&other)).sum();
+        first..first + self.room(chunk)
+    }
+
+    /// The elements, of rows of `cols`, that ranks send for a chunk of each rank's experts. Those sent are ordered by expert; those received by expert, and for each by the rank
+    /// that has sent them.
+    pub(super) fn runs(&self, cols: usize, chunk: &Range<usize>) -> ExchangedRuns {
+        let AxisPlace { rank, degree } = self.place;
+        let after = |end: &mut usize, len: usize| {
+            *end += len * cols;
+            *end - len * cols..*end
+        };
+        let own = |of: usize, experts: Range<usize>| -> usize {
+            experts.map(|expert| self.number(rank, of, expert)).sum()
+        };
+        let mut end = 0;
+        let sent = (0..degree).map(|of| {
+            after(&mut end, own(of, 0..chunk.start));
+            let run = after(&mut end, own(of, chunk.clone()));
+            after(&mut end, own(of, chunk.end..self.num_own()));
+            iter::once(run).collect()
+        });
+        let sent = sent.collect();
+        let mut received: SmallVec<[Runs; 8]> = (0..degree).map(|_| Runs::new()).collect();
+        let mut end = self.rows(chunk).start * cols;
+        for expert in chunk.clone() {
+            for (from, runs) in received.iter_mut().enumerate() {
+                runs.push(after(&mut end, self.number(from, rank, expert)));
+            }
+        }
+        let even = self.num_choices.div_ceil(self.exchange.num_experts) * chunk.len() * cols;
+        ExchangedRuns { sent, received, even, most: self.num_choices * cols }
     }
 
     /// Where the rows of each own expert begin, and of each rank among them.
     fn starts(&self) -> [Vec<u32>; 2] {
-        let AxisPlace { rank, degree } = self.place;
         let (mut starts, mut segments) = (vec![0], vec![0]);
         let mut end = 0;
         for expert in 0..self.num_own() {
-            for from in 0..degree {
-                end += self.of(from, rank)[expert];
+            for from in 0..self.place.degree {
+                end += self.number(from, self.place.rank, expert) as u32;
                 segments.push(end);
             }
             starts.push(end);
         }
         [starts, segments]
     }
-
-    /// Elements that are sent, which are ordered by expert, and received, by expert and rank; rows have `cols` elements. `most` bounds what one rank
-    /// sends to another.
-    fn runs(&self, cols: usize, most: usize) -> ExchangedRuns {
-        let AxisPlace { rank, degree } = self.place;
-        let after = |end: &mut usize, len: usize| {
-            *end += len * cols;
-            *end - len * cols..*end
-        };
-        let mut end = 0;
-        let sent =
-            (0..degree).map(|of| iter::once(after(&mut end, self.num_rows(rank, of))).collect()).collect();
-        let mut received: SmallVec<[Runs; 8]> = (0..degree).map(|_| Runs::new()).collect();
-        let mut end = 0;
-        for expert in 0..self.num_own() {
-            for (from, runs) in received.iter_mut().enumerate() {
-                runs.push(after(&mut end, self.of(from, rank)[expert] as usize));
-            }
-        }
-        ExchangedRuns { sent, received, most }
-    }
-}
-
-fn expert_axis<'a>(cx: &'a OperationContext<'_>) -> &'a dyn AxisOps {
-    cx.expert_axis().expect("only several ranks have different experts")
 }
 
 fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor, DeviceError> {
@@ -139,8 +213,8 @@ fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor, D
 
 impl Operation for GatherLoads {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let loads = Loads::gather(cx, cx.input(0), cx.input(1).shape().num_elements())?;
-        let (device, shape) = (cx.device(), [loads.place.degree, loads.num_experts()]);
+        let loads = self.0.gather(cx, cx.input(0), cx.input(1).shape())?;
+        let (device, shape) = (cx.device(), [loads.place.degree, self.0.num_experts]);
         let [starts, segments] = loads.starts();
         let made = [
             upload(device, &loads.numbers, &shape)?,
@@ -158,70 +232,30 @@ impl Operation for GatherLoads {
     has_no_gradient!();
 }
 
-/// What ranks send for their experts, of so many rows of this one; on a device that only counts, nothing but the most.
-fn runs(cx: &OperationContext<'_>, numbers: View<'_>, [num_rows, cols]: [usize; 2]) -> ExchangedRuns {
-    let most = num_rows * cols;
-    let loads = Loads::read(cx, numbers);
-    loads.map_or(ExchangedRuns { most, ..ExchangedRuns::default() }, |loads| loads.runs(cols, most))
-}
-
-/// Rows that come, in `shape`; those that nobody has sent are zeros at the end.
-fn exchanged(
-    cx: &OperationContext<'_>,
-    runs: &ExchangedRuns,
-    rows: View<'_>,
-    shape: [usize; 3],
-) -> Result<Tensor, DeviceError> {
-    let device = cx.device();
-    let mut received = cx.empty(shape, rows.dtype())?;
-    expert_axis(cx).exchange_rows(device, runs, rows, received.view_mut())?;
-    let (first, end) = (runs.num_received(), received.shape().num_elements());
-    if first < end && !device.is_counting() {
-        device.zero(received.view_mut().into_part(first, [end - first].into()));
-    }
-    Ok(received)
-}
-
-impl DispatchRows {
-    /// Rows of the output, of which `runs` come.
-    fn num_rows(&self, cx: &ForwardContext<'_>, runs: &ExchangedRuns) -> usize {
-        let (ids, numbers) = (cx.input(2).shape(), cx.input(1).shape());
-        let &[degree, num_experts] = numbers.dims() else { unreachable!("numbers of ranks and experts") };
-        let num_own = num_experts / degree;
-        match self.capacity {
-            Some(capacity) => {
-                degree * (num_own * capacity.num_rows(ids, num_experts)).min(ids.num_elements())
-            }
-            None if cx.device().is_counting() => degree * num_own * ids.num_elements().div_ceil(num_experts),
-            None => runs.num_received() / cx.input(0).shape().cols(),
-        }
-    }
-}
-
 impl Operation for DispatchRows {
     fn num_inputs(&self) -> RangeInclusive<usize> {
         3..=3
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let (rows, numbers) = (cx.input(0), cx.input(1));
-        let cols = rows.shape().cols();
-        let runs = runs(cx, numbers, [rows.shape().rows(), cols]);
-        let num_rows = self.num_rows(cx, &runs);
-        let received = exchanged(cx, &runs, rows, [1, num_rows, cols])?;
-        cx.output(received);
+        let loads = self.0.read(cx, cx.input(1), cx.input(2).shape());
+        let first = loads.chunks().next().expect("ranks have experts");
+        let runs = loads.runs(cx.input(0).shape().cols(), &first);
+        let exchange = cx.expert_axis().start_rows(cx.device(), runs, cx.input(0))?;
+        cx.leave_rows_under_way(exchange);
+        let rows = cx.take_or_copy_input(0)?;
+        cx.output(rows);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let (num_rows, cols) = (cx.input_shape(0).rows(), cx.grad().shape().cols());
-        let runs = runs(cx, cx.input(1), [num_rows, cols]).reversed();
-        let grad = exchanged(cx, &runs, cx.grad(), [1, num_rows, cols])?;
+        let (exchange, mut grad) = (cx.take_rows_under_way(), cx.take_output_grad());
+        cx.expert_axis().finish_rows(cx.device(), exchange, grad.view_mut())?;
         cx.add_grad(0, grad)
     }
 
-    fn reads_input(&self, input: usize) -> ReadBy {
-        if input == 1 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
     }
 
     fn takes_positions(&self) -> bool {
@@ -235,18 +269,20 @@ impl Operation for ReturnRows {
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let (num_rows, cols) = (cx.input(2).shape().num_elements(), cx.input(0).shape().cols());
-        let runs = runs(cx, cx.input(1), [num_rows, cols]).reversed();
-        let received = exchanged(cx, &runs, cx.input(0), [1, num_rows, cols])?;
-        cx.output(received);
+        let (exchange, mut rows) = (cx.take_rows_under_way(), cx.take_or_copy_input(0)?);
+        cx.expert_axis().finish_rows(cx.device(), exchange, rows.view_mut())?;
+        cx.output(rows);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let (num_rows, cols) = (cx.input_shape(0).rows(), cx.grad().shape().cols());
-        let runs = runs(cx, cx.input(1), [cx.grad().shape().rows(), cols]);
-        let grad = exchanged(cx, &runs, cx.grad(), [1, num_rows, cols])?;
-        cx.add_grad(0, grad)
+        let loads = self.0.read(cx, cx.input(1), cx.input_shape(2));
+        let last = loads.chunks().next_back().expect("ranks have experts");
+        let runs = loads.runs(cx.grad().shape().cols(), &last);
+        let exchange = cx.expert_axis().start_rows(cx.device(), runs, cx.grad())?;
+        cx.leave_rows_under_way(exchange);
+        cx.pass_grad(0);
+        Ok(())
     }
 
     fn reads_input(&self, input: usize) -> ReadBy {

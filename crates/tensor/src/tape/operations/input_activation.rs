@@ -1,7 +1,7 @@
 use crate::device::{Device, DeviceError};
 use crate::kernels::Activation;
 use crate::tape::{BackwardContext, ReadBy};
-use crate::tensor::{Tensor, View};
+use crate::tensor::{Tensor, View, ViewMut};
 
 /// What is applied to a linear layer's input first.
 ///
@@ -30,22 +30,37 @@ pub(super) fn activation_grad(
     activation: InputActivation,
     mut d_activated: Tensor,
 ) -> Result<(), DeviceError> {
+    if activation == InputActivation::Identity {
+        return cx.add_grad(0, d_activated);
+    }
+    let mut x = cx.take_or_copy_input(0)?;
+    differentiate(cx.device(), activation, x.view_mut(), d_activated.view_mut());
+    let [dx, activated] = in_order(activation, x, d_activated);
+    cx.add_grad(0, dx)?;
+    cx.keep(activated);
+    Ok(())
+}
+
+/// Replaces the argument of an activation and the gradient of what it makes by the gradient of the argument and what it makes, [in some
+/// order](in_order).
+pub(super) fn differentiate(
+    device: &Device,
+    activation: InputActivation,
+    x: ViewMut<'_>,
+    d_activated: ViewMut<'_>,
+) {
     match activation {
-        InputActivation::Identity => cx.add_grad(0, d_activated),
-        InputActivation::Of(activation) => {
-            let mut x = cx.take_or_copy_input(0)?;
-            cx.device().activate_backward(activation, x.view_mut(), d_activated.view_mut());
-            cx.add_grad(0, d_activated)?;
-            cx.keep(x);
-            Ok(())
-        }
-        InputActivation::Gated(activation) => {
-            let mut x = cx.take_or_copy_input(0)?;
-            cx.device().gate_backward(activation, x.view_mut(), d_activated.view_mut());
-            cx.add_grad(0, x)?;
-            cx.keep(d_activated);
-            Ok(())
-        }
+        InputActivation::Identity => {}
+        InputActivation::Of(activation) => device.activate_backward(activation, x, d_activated),
+        InputActivation::Gated(activation) => device.gate_backward(activation, x, d_activated),
+    }
+}
+
+/// The gradient of an activation's argument, and what the activation makes, of what [`differentiate`] leaves.
+pub(super) fn in_order(activation: InputActivation, x: Tensor, d_activated: Tensor) -> [Tensor; 2] {
+    match activation {
+        InputActivation::Gated(_) => [x, d_activated],
+        InputActivation::Identity | InputActivation::Of(_) => [d_activated, x],
     }
 }
 

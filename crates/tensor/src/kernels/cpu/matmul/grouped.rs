@@ -25,19 +25,20 @@ impl GroupLimit {
     pub const NONE: GroupLimit = GroupLimit { num_together: usize::MAX, capacity: usize::MAX };
 }
 
-/// The rows of each group: `starts` holds where groups begin, and where the last one ends. Rows after that are of no group.
+/// The rows of each group: `starts` holds where groups begin, and where the last one ends, counted from any row; the first group begins with the first
+/// row. Rows after the last group are of none.
 ///
 /// # Panics
 /// If they are more than `num_rows` in all, or not in order.
 fn groups(starts: &[u32], num_rows: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
-    let is_ordered = starts.is_sorted() && starts.first() == Some(&0);
-    assert!(is_ordered && end_of(starts) <= num_rows, "groups of {num_rows} rows: {starts:?}");
-    starts.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).enumerate()
+    assert!(starts.is_sorted() && end_of(starts) <= num_rows, "groups of {num_rows} rows: {starts:?}");
+    let first = starts[0];
+    starts.windows(2).map(move |pair| (pair[0] - first) as usize..(pair[1] - first) as usize).enumerate()
 }
 
 /// Where the last group ends.
 fn end_of(starts: &[u32]) -> usize {
-    starts.last().map_or(0, |&end| end as usize)
+    (starts[starts.len() - 1] - starts[0]) as usize
 }
 
 impl Cpu {
