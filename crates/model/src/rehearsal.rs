@@ -11,7 +11,7 @@ use trireme_base::{
     UnitPasses,
 };
 use trireme_tensor::tape::{
-    AloneOnAxis, AxisOps, ContextAxis, Metric, NotedExchanges, Recording, TensorAxis,
+    AloneOnAxis, AxisOps, ContextAxis, ExpertAxis, Metric, NotedExchanges, Recording, TensorAxis,
 };
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
@@ -164,7 +164,7 @@ impl Model {
         let (ring, heads) = (alone(UnitAxis::Ring, context.ring), alone(UnitAxis::Heads, context.heads));
         let experts = alone(UnitAxis::Expert, self.table().expert_place());
         LoneAxes {
-            experts,
+            experts: experts.map(|ops| ExpertAxis { ops, replicated: Arc::default() }),
             tensor: tensor.map(|ops| TensorAxis { ops, shards_rows }),
             context: (context.degree() > 1).then_some(ContextAxis { ring, heads }),
             noted,
@@ -240,7 +240,7 @@ fn check_outputs(
 pub(crate) struct LoneAxes {
     tensor: Option<TensorAxis>,
     context: Option<ContextAxis>,
-    experts: Option<Arc<dyn AxisOps>>,
+    experts: Option<ExpertAxis>,
     noted: NotedExchanges,
 }
 

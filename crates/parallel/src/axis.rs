@@ -13,7 +13,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
-use trireme_tensor::tape::{AxisOps, ContextAxis, ExchangedRuns, PendingExchange, TensorAxis};
+use trireme_tensor::tape::{
+    AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PendingExchange, ReplicatedExperts, TensorAxis,
+};
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tape, Tensor, View, ViewMut};
 
 /// The axes of units.
@@ -22,6 +24,7 @@ pub(crate) struct UnitAxes {
     ring: Option<Arc<GroupAxis>>,
     heads: Option<Arc<GroupAxis>>,
     experts: Option<Arc<GroupAxis>>,
+    replicated: Arc<ReplicatedExperts>,
 }
 
 impl UnitAxes {
@@ -34,6 +37,7 @@ impl UnitAxes {
             ring: axis(ranks.ring()),
             heads: axis(ranks.heads()),
             experts: ranks.experts().and_then(axis),
+            replicated: Arc::default(),
         }
     }
 
@@ -44,7 +48,13 @@ impl UnitAxes {
         let context = ContextAxis { ring: ops(&self.ring), heads: ops(&self.heads) };
         let has_context = !continues && (context.ring.is_some() || context.heads.is_some());
         let tape = tape.with_axis(tensor).with_context(has_context.then_some(context));
-        tape.with_experts(ops(&self.experts))
+        let replicated = Arc::clone(&self.replicated);
+        tape.with_experts(ops(&self.experts).map(|ops| ExpertAxis { ops, replicated }))
+    }
+
+    /// Chooses the experts that all ranks have copies of, by the loads of the last step. To be called between steps.
+    pub(crate) fn choose_replicated(&self) {
+        self.replicated.choose();
     }
 
     /// Waits of this rank since the last call, and operations that its kernels wait for.

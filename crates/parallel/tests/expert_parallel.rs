@@ -30,9 +30,10 @@ fn models() -> Vec<ModelConfig> {
     let mut models = [mixtral, mixtral, deepseek].map(|text| ModelConfig::from_json(text).unwrap());
     // A capacity of samples: drops are the same on any number of ranks.
     models[1].experts.as_mut().unwrap().capacity_factor = Some(0.75);
-    // Chunks of equally many experts, of all, and of one and two.
-    for (model, num_chunks) in models.iter_mut().zip([2, 1, 3]) {
-        model.experts.as_mut().unwrap().num_chunks = num_chunks;
+    // Chunks of equally many experts, of all, and of one and two; and copies of some experts.
+    for (model, (num_chunks, num_replicated)) in models.iter_mut().zip([(2, 0), (1, 1), (3, 3)]) {
+        let experts = model.experts.as_mut().unwrap();
+        (experts.num_chunks, experts.num_replicated) = (num_chunks, num_replicated);
     }
     models.into()
 }
@@ -130,7 +131,11 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
     let mut config = models().swap_remove(0);
     config.initializer_range = 0.0;
     let (num_layers, num_experts, num_choices) = (2, 4, 2);
-    for precision in [Precision::F32, Precision::Bf16] {
+    // Of the experts that tokens choose, none, the first one, and both.
+    for (precision, num_replicated) in
+        [(Precision::F32, 0), (Precision::F32, 1), (Precision::Bf16, 0), (Precision::Bf16, 2)]
+    {
+        config.experts.as_mut().unwrap().num_replicated = num_replicated;
         for degree in [2, 4] {
             let options = ExecutorOptions { precision, ..OPTIONS };
             let layout = Layout { options, experts: degree, ..plain() };
@@ -147,10 +152,15 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
                 let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
                 executor.run(plan, &mut batches.into_iter()).unwrap();
                 // To experts elsewhere and back from those here, forward and backward.
-                let there = (0..num_choices).filter(|&expert| owner(expert) != rank).count();
-                let here = (0..num_choices).filter(|&expert| owner(expert) == rank).count() * (degree - 1);
-                let rows = 2 * num_layers * (there + here) * num_tokens;
-                assert_eq!(sent(&executor) - before, (rows * row_bytes) as u64, "rank {rank} of {degree}");
+                let is_here = |expert: &usize| owner(*expert) == rank;
+                let num_here = (num_replicated..num_choices).filter(is_here).count();
+                let there = num_choices - num_replicated - num_here;
+                let rows = 2 * num_layers * (there + num_here * (degree - 1)) * num_tokens;
+                // Three matrices, forward and backward; ranks that hold all of them keep them in f32.
+                let copied = (0..num_replicated).filter(is_here).count() * (degree - 1);
+                let copied = 2 * num_layers * copied * 3 * config.hidden_size * config.intermediate_size;
+                let expected = rows * row_bytes + copied * size_of::<f32>();
+                assert_eq!(sent(&executor) - before, expected as u64, "rank {rank} of {degree}");
 
                 let table = executor.model().table();
                 let of_experts: usize = table
@@ -170,6 +180,30 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
                 assert!((8.0..8.4).contains(&optimizer), "{optimizer} bytes an element");
             });
         }
+    }
+}
+
+/// Copies are of the experts with the highest loads of the step before; the first step does not know them.
+#[test]
+fn copies_are_of_the_experts_with_the_highest_loads() {
+    let mut config = models().swap_remove(0);
+    config.experts.as_mut().unwrap().num_replicated = 1;
+    let sent_in_steps = run_ranks(2, |group| {
+        let mut executor = laid_out(&config, group, 1, 1, &Layout { experts: 2, ..plain() });
+        let mut before = 0;
+        let sent = (1..=3).map(|step| {
+            let batches = batches(&executor, 2, 1);
+            // Without updates, the same tokens choose the same experts in each step.
+            let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Off };
+            executor.run(plan, &mut batches.into_iter()).unwrap();
+            let sent = executor.ranks().experts().unwrap().statistics().message_bytes;
+            sent - std::mem::replace(&mut before, sent)
+        });
+        sent.collect::<Vec<u64>>()
+    });
+    for steps in sent_in_steps {
+        assert_eq!(steps[1], steps[2]);
+        assert_ne!(steps[0], steps[1], "other experts have copies, and other rows travel");
     }
 }
 

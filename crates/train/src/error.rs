@@ -91,6 +91,16 @@ pub enum TrainError {
         /// The model's family.
         family: &'static str,
     },
+    /// Copies of more experts than a layer has.
+    #[error(
+        "[experts] num_replicated is {num_replicated}, but a layer of the model has {num_experts} experts; set at most so many"
+    )]
+    TooManyReplicated {
+        /// What the config says.
+        num_replicated: usize,
+        /// Of a layer.
+        num_experts: usize,
+    },
     /// Sequences longer than the model can take.
     #[error(
         "[training] seq_len is {seq_len}, but the model supports at most {max_position_embeddings} positions"

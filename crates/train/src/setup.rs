@@ -74,6 +74,11 @@ pub fn model_config(
             own.z_loss = experts.z_loss.map_or(own.z_loss, |weight| weight as f32);
             own.capacity_factor = experts.capacity_factor;
             own.num_chunks = experts.num_chunks;
+            own.num_replicated = experts.num_replicated;
+            let (num_replicated, num_experts) = (own.num_replicated, own.num_experts);
+            if num_replicated > num_experts {
+                return Err(TrainError::TooManyReplicated { num_replicated, num_experts });
+            }
             if !own.has_bias && experts.bias_update_rate != config::Experts::default().bias_update_rate {
                 return Err(TrainError::NoExpertBias { family: model.family.name() });
             }

@@ -36,6 +36,8 @@ pub struct ExpertsConfig {
     pub capacity_factor: Option<f64>,
     /// In how many parts rows travel to experts on other ranks.
     pub num_chunks: usize,
+    /// How many experts of a layer all ranks have copies of.
+    pub num_replicated: usize,
 }
 
 impl ExpertsConfig {

@@ -114,6 +114,7 @@ impl ModelConfig {
                 z_loss: 0.0,
                 capacity_factor: None,
                 num_chunks: ExpertsConfig::NUM_CHUNKS,
+                num_replicated: 0,
                 ..experts.clone()
             };
             [

@@ -58,6 +58,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
         capacity_factor: None,
         num_chunks: ExpertsConfig::NUM_CHUNKS,
+        num_replicated: 0,
     };
     experts.check("n_routed_experts")?;
     let head_dim = latent.plain_dim + latent.rotary_dim;

@@ -44,6 +44,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
         capacity_factor: None,
         num_chunks: ExpertsConfig::NUM_CHUNKS,
+        num_replicated: 0,
     };
     experts.check("num_local_experts")?;
     let attention = AttentionConfig { sliding, ..AttentionConfig::default() };

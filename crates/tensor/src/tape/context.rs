@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{AxisOps, PendingExchange, PendingMean, Tape};
+use super::{AxisOps, ExpertAxis, PendingExchange, PendingMean, ReplicatedExperts, Tape};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -39,7 +39,19 @@ impl OperationContext<'_> {
     /// # Panics
     /// If there is one.
     pub(super) fn expert_axis(&self) -> &dyn AxisOps {
-        self.tape.experts.as_deref().expect("only several ranks have different experts")
+        &*self.experts().ops
+    }
+
+    /// The experts that all of them have copies of.
+    ///
+    /// # Panics
+    /// As [`expert_axis`](OperationContext::expert_axis).
+    pub(super) fn replicated_experts(&self) -> &ReplicatedExperts {
+        &self.experts().replicated
+    }
+
+    fn experts(&self) -> &ExpertAxis {
+        self.tape.experts.as_ref().expect("only several ranks have different experts")
     }
 
     /// Leaves rows under way, for the next operation that [ends or goes through](OperationContext::take_rows_under_way) such an exchange: pairs of them enclose what is computed

@@ -14,6 +14,7 @@ mod axis_ops;
 mod backward;
 mod context;
 mod context_axis;
+mod expert_axis;
 mod forward;
 mod operation;
 mod operations;
@@ -27,6 +28,7 @@ pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedRuns, NotedExchanges, PendingE
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::{OperationContext, Randomness};
 pub use context_axis::{ContextAxis, Operand};
+pub use expert_axis::{ExpertAxis, ReplicatedExperts};
 pub use forward::{ForwardContext, Recorder};
 pub(crate) use operation::has_no_gradient;
 pub use operation::{Op, Operation, ReadBy};
@@ -61,7 +63,7 @@ pub struct Tape {
     fp8: Option<Arc<Fp8Scales>>,
     axis: Option<TensorAxis>,
     context: Option<ContextAxis>,
-    experts: Option<Arc<dyn AxisOps>>,
+    experts: Option<ExpertAxis>,
     /// Rows on their way between ranks with different experts, which one operation has started and the next one of that pair ends.
     rows_under_way: Option<PendingExchange>,
     loss_scale: f32,
@@ -171,7 +173,7 @@ impl Tape {
     }
 
     /// The same tape, on a rank of an axis of ranks with different experts; `None` for the only one.
-    pub fn with_experts(self, axis: Option<Arc<dyn AxisOps>>) -> Self {
+    pub fn with_experts(self, axis: Option<ExpertAxis>) -> Self {
         Tape { experts: axis, ..self }
     }
 

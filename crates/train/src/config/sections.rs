@@ -116,6 +116,10 @@ config_section! {
         /// In how many parts tokens travel to experts on other workers (docs/experts.md): one part travels while another one is computed. At most as
         /// many as a worker has experts. More parts hide more of slow links, and make smaller products. Changes no bit.
         num_chunks: usize = 2, within 1..=1 << 10;
+        /// How many experts of each layer all workers with different experts have copies of, for each step those that most tokens chose in the step
+        /// before: tokens do not travel to them, but their weights and gradients do, in each microbatch (FasterMoE's shadow experts). Pays where a few
+        /// experts have most of the load (docs/experts.md). Changes no bit.
+        num_replicated: usize = 0, within 0..=1 << 10;
     }
 }
 

@@ -6,14 +6,15 @@ use trireme_parallel::Spill;
 use trireme_planner::CategoryBytes;
 use trireme_tensor::Overflow;
 
-fn model(capacity_factor: Option<f64>) -> ModelConfig {
+fn model(capacity_factor: Option<f64>, num_replicated: usize) -> ModelConfig {
     let text = r#"{"model_type": "deepseek_v3", "vocab_size": 350, "hidden_size": 36, "intermediate_size": 60,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
         "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
         "n_routed_experts": 4, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 50,
         "first_k_dense_replace": 1}"#;
     let mut config = ModelConfig::from_json(text).unwrap();
-    config.experts.as_mut().unwrap().capacity_factor = capacity_factor;
+    let experts = config.experts.as_mut().unwrap();
+    (experts.capacity_factor, experts.num_replicated) = (capacity_factor, num_replicated);
     config
 }
 
@@ -33,8 +34,8 @@ fn cases() -> Vec<Case> {
 
 #[test]
 fn a_capacity_bounds_memory_to_the_byte() {
-    for factor in [0.5, 1.25, 4.0] {
-        let config = model(Some(factor));
+    for (factor, num_replicated) in [(0.5, 0), (1.25, 3), (4.0, 1)] {
+        let config = model(Some(factor), num_replicated);
         for case in cases() {
             case.check(&config, 2);
         }
@@ -49,7 +50,7 @@ fn a_capacity_bounds_memory_to_the_byte() {
 /// Without a capacity, loads decide what rows of experts take: at most what all choices of all ranks do. All else is predicted.
 #[test]
 fn uneven_loads_take_memory_of_activations_alone() {
-    let config = model(None);
+    let config = model(None, 1);
     for case in cases() {
         let hosts = [0; 2];
         run_ranks_on(&hosts, |group| {
@@ -73,7 +74,7 @@ fn uneven_loads_take_memory_of_activations_alone() {
 /// A rank whose experts get more than their part needs more than was planned for: it ends, unless it may spill.
 #[test]
 fn a_budget_that_uneven_loads_would_exceed_spills() {
-    let config = model(None);
+    let config = model(None, 0);
     for (stage, tensor_degree) in [(0, 1), (3, 1), (0, 2)] {
         let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
         let shape = (3, 5 + (tensor_degree - 1));

@@ -234,7 +234,13 @@ impl Builder<'_> {
             combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),
             experts: Experts::new(
                 [grouped(into, InputActivation::Identity), grouped(back, self.gated())],
-                ExpertExchange { num_experts, capacity, num_chunks: experts.num_chunks },
+                ExpertExchange {
+                    num_experts,
+                    capacity,
+                    num_chunks: experts.num_chunks,
+                    num_replicated: experts.num_replicated,
+                    layer: into.first,
+                },
             ),
             peak: Arc::new(PeakLoad { num_experts }),
             shared,

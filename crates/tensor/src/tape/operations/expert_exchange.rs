@@ -2,6 +2,7 @@
 
 use super::experts::Capacity;
 use crate::device::{Device, DeviceError};
+use crate::parameter_table::ParameterId;
 use crate::shape::Shape;
 use crate::tape::{
     BackwardContext, ExchangedRuns, ForwardContext, Operation, OperationContext, ReadBy, Runs,
@@ -16,10 +17,10 @@ use trireme_base::{AxisPlace, DType};
 /// Tells all ranks of the expert axis how many choices each expert has. The inputs are the first and the last output of [`GroupRows`](crate::tape::GroupRows); of the
 /// last one only the shape is read. The outputs, all u32, are:
 ///
-/// - how many choices of each expert each rank has (`[degree, num_experts]`);
+/// - how many choices of each expert each rank has, and, behind those of the last one, 1 for each expert that all ranks have copies of (`[degree + 1, num_experts]`);
 /// - where the rows of each of this rank's experts begin, and where the last ones end (`[own_experts + 1]`);
 /// - where the rows of each rank begin among those (`[own_experts * degree + 1]`): rows are ordered by expert, and those of an expert by the rank
-///   that has sent them.
+///   that has sent them. There are none of experts that all ranks have copies of.
 ///
 /// Ranks have equally many experts, in their order.
 ///
@@ -36,6 +37,10 @@ pub struct ExpertExchange {
     pub capacity: Option<Capacity>,
     /// In how many parts the rows for a rank travel, each for some of its experts; at most as many as it has. One part travels while another one is computed.
     pub num_chunks: usize,
+    /// How many experts all ranks have [copies](crate::tape::ReplicatedExperts) of, of this layer: their rows do not travel.
+    pub num_replicated: usize,
+    /// What tells the layer from others: the first parameter of its experts on this rank.
+    pub layer: ParameterId,
 }
 
 /// Begins to send rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts, and passes them on: [`OwnExperts`](super::OwnExperts)
@@ -57,6 +62,8 @@ pub struct ReturnRows(pub ExpertExchange);
 pub(super) struct Loads {
     /// One rank's after the other.
     numbers: Vec<u32>,
+    /// Whether all ranks have copies of each expert.
+    is_replicated: Vec<bool>,
     place: AxisPlace,
     exchange: ExpertExchange,
     /// Choices of this rank.
@@ -78,28 +85,41 @@ impl ExpertExchange {
             false => cx.device().read::<u32>(starts).windows(2).map(|pair| pair[1] - pair[0]).collect(),
         };
         let numbers = cx.expert_axis().gather_numbers(&own)?;
-        Ok(self.loads(cx, places, |_| numbers))
+        let replicated = cx.replicated_experts();
+        let is_replicated = replicated.of_layer(self.layer, self.num_experts, self.num_replicated);
+        if self.num_replicated > 0 && cx.is_recording() && !cx.device().is_counting() {
+            replicated.count(self.layer, &is_replicated, &numbers);
+        }
+        Ok(self.loads(cx, places, |_| (numbers, is_replicated)))
     }
 
-    /// Reads the numbers of choices of all ranks from the device.
+    /// Reads the numbers of choices of all ranks from the device: the first output of [`GatherLoads`].
     pub(super) fn read(self, cx: &OperationContext<'_>, numbers: View<'_>, places: Shape) -> Loads {
-        self.loads(cx, places, |device| device.read(numbers))
+        self.loads(cx, places, |device| {
+            let mut numbers: Vec<u32> = device.read(numbers);
+            let flags = numbers.split_off(numbers.len() - self.num_experts);
+            (numbers, flags.into_iter().map(|flag| flag == 1).collect())
+        })
     }
 
-    /// On a device that only counts, experts have equally many choices.
+    /// On a device that only counts, experts have equally many choices, and ranks have copies of the first ones.
     fn loads(
         self,
         cx: &OperationContext<'_>,
         places: Shape,
-        numbers: impl FnOnce(&Device) -> Vec<u32>,
+        found: impl FnOnce(&Device) -> (Vec<u32>, Vec<bool>),
     ) -> Loads {
         let (place, num_choices, device) = (cx.expert_axis().place(), places.num_elements(), cx.device());
         let is_counting = device.is_counting();
-        let even = || iter::repeat_n(self.even_numbers(places), place.degree).flatten().collect();
-        let numbers = if is_counting { even() } else { numbers(device) };
+        let (numbers, is_replicated) = if is_counting {
+            let numbers = iter::repeat_n(self.even_numbers(places), place.degree).flatten().collect();
+            (numbers, (0..self.num_experts).map(|expert| expert < self.num_replicated).collect())
+        } else {
+            found(device)
+        };
         let rows_per_expert =
             self.most(places).or(is_counting.then(|| num_choices.div_ceil(self.num_experts)));
-        Loads { numbers, place, exchange: self, num_choices, rows_per_expert }
+        Loads { numbers, is_replicated, place, exchange: self, num_choices, rows_per_expert }
     }
 
     /// The most choices of this rank that an expert takes, if they are bounded.
@@ -127,15 +147,50 @@ impl Loads {
         (0..num_chunks).map(move |chunk| chunk * num_own / num_chunks..(chunk + 1) * num_own / num_chunks)
     }
 
-    /// The choices on rank `from` of an expert of rank `of`.
+    /// The choices on rank `from` of an expert of rank `of`, whose rows travel.
     fn number(&self, from: usize, of: usize, expert: usize) -> usize {
-        self.numbers[from * self.exchange.num_experts + of * self.num_own() + expert] as usize
+        let expert = of * self.num_own() + expert;
+        if self.is_replicated[expert] { 0 } else { self.choices(from, expert) }
+    }
+
+    /// The choices on a rank of an expert.
+    fn choices(&self, from: usize, expert: usize) -> usize {
+        self.numbers[from * self.exchange.num_experts + expert] as usize
+    }
+
+    /// Ranks, and which this one is.
+    pub(super) fn place(&self) -> AxisPlace {
+        self.place
+    }
+
+    /// The experts that all ranks have copies of: the rank that has them, and their number there.
+    pub(super) fn replicated(&self) -> impl Iterator<Item = (usize, usize)> {
+        let all = self.is_replicated.iter().enumerate().filter(|(_, is)| **is);
+        all.map(|(expert, _)| (expert / self.num_own(), expert % self.num_own()))
+    }
+
+    /// This rank's rows of each of them, among those of all its choices.
+    pub(super) fn replicated_rows(&self) -> impl Iterator<Item = Range<usize>> {
+        let mut end = 0;
+        let rows = (0..self.exchange.num_experts).map(move |expert| {
+            end += self.choices(self.place.rank, expert);
+            end - self.choices(self.place.rank, expert)..end
+        });
+        rows.zip(&self.is_replicated).filter(|(_, is)| **is).map(|(rows, _)| rows)
+    }
+
+    /// Rows that there is memory for, of those.
+    pub(super) fn replicated_room(&self) -> usize {
+        match self.rows_per_expert {
+            Some(rows) => (self.exchange.num_replicated * rows).min(self.num_choices),
+            None => self.replicated_rows().map(|rows| rows.len()).sum(),
+        }
     }
 
     /// Choices on this rank that no expert takes.
     pub(super) fn num_dropped(&self) -> usize {
-        let own = &self.numbers[self.place.rank * self.exchange.num_experts..][..self.exchange.num_experts];
-        self.num_choices - own.iter().map(|&number| number as usize).sum::<usize>()
+        let experts = 0..self.exchange.num_experts;
+        self.num_choices - experts.map(|expert| self.choices(self.place.rank, expert)).sum::<usize>()
     }
 
     /// Rows that come from all ranks for a chunk of this rank's experts.
@@ -168,15 +223,19 @@ impl Loads {
             *end += len * cols;
             *end - len * cols..*end
         };
-        let own = |of: usize, experts: Range<usize>| -> usize {
-            experts.map(|expert| self.number(rank, of, expert)).sum()
-        };
         let mut end = 0;
         let sent = (0..degree).map(|of| {
-            after(&mut end, own(of, 0..chunk.start));
-            let run = after(&mut end, own(of, chunk.clone()));
-            after(&mut end, own(of, chunk.end..self.num_own()));
-            iter::once(run).collect()
+            let mut runs = Runs::new();
+            for expert in 0..self.num_own() {
+                let run = after(&mut end, self.choices(rank, of * self.num_own() + expert));
+                let travels = chunk.contains(&expert) && self.number(rank, of, expert) > 0;
+                match runs.last_mut() {
+                    Some(last) if travels && last.end == run.start => last.end = run.end,
+                    _ if travels => runs.push(run),
+                    _ => {}
+                }
+            }
+            runs
         });
         let sent = sent.collect();
         let mut received: SmallVec<[Runs; 8]> = (0..degree).map(|_| Runs::new()).collect();
@@ -214,10 +273,12 @@ fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor, D
 impl Operation for GatherLoads {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let loads = self.0.gather(cx, cx.input(0), cx.input(1).shape())?;
-        let (device, shape) = (cx.device(), [loads.place.degree, self.0.num_experts]);
+        let (device, shape) = (cx.device(), [loads.place.degree + 1, self.0.num_experts]);
         let [starts, segments] = loads.starts();
+        let flags = loads.is_replicated.iter().map(|&is| u32::from(is));
+        let numbers: Vec<u32> = loads.numbers.iter().copied().chain(flags).collect();
         let made = [
-            upload(device, &loads.numbers, &shape)?,
+            upload(device, &numbers, &shape)?,
             upload(device, &starts, &[starts.len()])?,
             upload(device, &segments, &[segments.len()])?,
         ];

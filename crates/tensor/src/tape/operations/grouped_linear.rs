@@ -3,11 +3,12 @@ use super::linear::factor;
 use crate::device::{DeviceError, Transpose};
 use crate::fp8::Operand;
 use crate::parameter_table::ParameterSpan;
+use crate::shape::Shape;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, write_grad,
 };
 use crate::tensor::{Tensor, View, ViewMut};
-use std::ops::{Range, RangeInclusive};
+use std::ops::RangeInclusive;
 
 /// Linear layers of groups of rows, such as those that experts make of the tokens that are sent to them: `y[i] = W[g] f(x[i])`, where `g` is
 /// the group of row `i`. The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and where the groups begin
@@ -37,17 +38,21 @@ impl GroupedLinear {
         self.weight.shape.rows() / self.num_groups
     }
 
-    /// The matrices of some groups, of those of all.
-    fn blocks<'a>(&self, weight: View<'a>, groups: &Range<usize>) -> View<'a> {
-        let (rows, cols) = (self.outputs(), self.weight.shape.cols());
-        weight.part(groups.start * rows * cols, [groups.len() * rows, cols].into())
+    /// The shape of the matrices of so many groups, one below the other.
+    pub(super) fn shape_of(&self, num_groups: usize) -> Shape {
+        [num_groups * self.outputs(), self.weight.shape.cols()].into()
     }
 
-    /// The outputs of some groups, of their rows.
+    /// The first element of a group's matrix among those of all.
+    pub(super) fn first_of(&self, group: usize) -> usize {
+        self.shape_of(group).num_elements()
+    }
+
+    /// The outputs of groups with these matrices, of their rows.
     pub(super) fn product(
         &self,
         cx: &OperationContext<'_>,
-        (starts, groups): (View<'_>, &Range<usize>),
+        (starts, weight): (View<'_>, View<'_>),
         x: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
@@ -55,34 +60,32 @@ impl GroupedLinear {
         let activated = activate(device, self.activation, x)?;
         let input = activated.as_ref().map_or(x, Tensor::view);
         let input = factor(device, cx.fp8_layer(self.weight.first), Operand::Input, input)?;
-        let weight = self.blocks(cx.parameter(&self.weight), groups);
         let weight = factor(device, cx.fp8_layer(self.weight.first), Operand::Weight, weight)?;
         let right = (weight.view(), Transpose::Yes);
-        device.grouped_matmul(cx.precision(), starts_of(starts, groups), input.view(), right, y)
+        device.grouped_matmul(cx.precision(), starts, input.view(), right, y)
     }
 
-    /// The gradient of what some groups multiply with, of that of their outputs.
+    /// The gradient of what groups with these matrices multiply them with, of that of their outputs.
     pub(super) fn input_grad(
         &self,
         cx: &OperationContext<'_>,
-        (starts, groups): (View<'_>, &Range<usize>),
+        (starts, weight): (View<'_>, View<'_>),
         dy: View<'_>,
         d_activated: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let device = cx.device();
         let dy = factor(device, cx.fp8_layer(self.weight.first), Operand::OutputGrad, dy)?;
-        let weight = self.blocks(cx.parameter(&self.weight), groups);
         let weight = factor(device, cx.fp8_layer(self.weight.first), Operand::Weight, weight)?;
         let right = (weight.view(), Transpose::No);
-        device.grouped_matmul(cx.precision(), starts_of(starts, groups), dy.view(), right, d_activated)
+        device.grouped_matmul(cx.precision(), starts, dy.view(), right, d_activated)
     }
 
-    /// The gradients of the matrices of some groups, in `out`, of the gradient of their outputs and what they multiply with. `starts` holds where equally
-    /// many parts of each of all groups begin.
+    /// The gradients of the matrices of so many groups, in `out` or added to it, of the gradient of their outputs and what they multiply with. `starts` holds where
+    /// equally many parts of each group begin.
     pub(super) fn weight_grad(
         &self,
         cx: &OperationContext<'_>,
-        (starts, groups): (View<'_>, &Range<usize>),
+        (starts, num_groups): (View<'_>, usize),
         (dy, input): (View<'_>, View<'_>),
         (out, accumulate): (ViewMut<'_>, bool),
     ) -> Result<(), DeviceError> {
@@ -90,18 +93,9 @@ impl GroupedLinear {
         // Rounded again rather than kept: the scale is still that of the step.
         let input = factor(device, cx.fp8_layer(self.weight.first), Operand::Input, input)?;
         let dy = factor(device, cx.fp8_layer(self.weight.first), Operand::OutputGrad, dy)?;
-        let num_parts = (starts.shape().num_elements() - 1) / self.num_groups;
-        let starts = starts_of(starts, &(groups.start * num_parts..groups.end * num_parts));
-        let (rows, cols) = (self.outputs(), self.weight.shape.cols());
-        let out = out.into_part(groups.start * rows * cols, [groups.len() * rows, cols].into());
         let factors = (dy.view(), input.view());
-        device.grouped_transposed_matmul(cx.precision(), (starts, groups.len()), factors, out, accumulate)
+        device.grouped_transposed_matmul(cx.precision(), (starts, num_groups), factors, out, accumulate)
     }
-}
-
-/// Where some groups begin, and where the last of them ends, of the starts of all.
-fn starts_of<'a>(starts: View<'a>, groups: &Range<usize>) -> View<'a> {
-    starts.part(groups.start, [groups.len() + 1].into())
 }
 
 impl Operation for GroupedLinear {
@@ -112,7 +106,7 @@ impl Operation for GroupedLinear {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let (x, starts) = (cx.input(0), cx.input(1));
         let mut y = cx.empty(x.shape().with_cols(self.outputs()), cx.precision().dtype())?;
-        self.product(cx, (starts, &(0..self.num_groups)), x, y.view_mut())?;
+        self.product(cx, (starts, cx.parameter(&self.weight)), x, y.view_mut())?;
         cx.output(y);
         Ok(())
     }
@@ -123,7 +117,8 @@ impl Operation for GroupedLinear {
         }
         let inputs = self.weight.shape.cols();
         let mut d_activated = cx.empty(cx.grad().shape().with_cols(inputs), cx.input_dtype(0))?;
-        self.input_grad(cx, (cx.input(1), &(0..self.num_groups)), cx.grad(), d_activated.view_mut())?;
+        let groups = (cx.input(1), cx.parameter(&self.weight));
+        self.input_grad(cx, groups, cx.grad(), d_activated.view_mut())?;
         activation_grad(cx, self.activation, d_activated)
     }
 
@@ -137,7 +132,7 @@ impl Operation for GroupedLinear {
                 InputActivation::Identity => cx.input(0),
                 _ => cx.kept(0).expect("the input half has kept it"),
             };
-            let parts = (cx.input(cx.num_inputs() - 1), &(0..self.num_groups));
+            let parts = (cx.input(cx.num_inputs() - 1), self.num_groups);
             self.weight_grad(cx, parts, (cx.grad(), input), (out, accumulate))
         })
     }

@@ -57,7 +57,7 @@ pub(super) fn differentiate(
 }
 
 /// The gradient of an activation's argument, and what the activation makes, of what [`differentiate`] leaves.
-pub(super) fn in_order(activation: InputActivation, x: Tensor, d_activated: Tensor) -> [Tensor; 2] {
+pub(super) fn in_order<T>(activation: InputActivation, x: T, d_activated: T) -> [T; 2] {
     match activation {
         InputActivation::Gated(_) => [x, d_activated],
         InputActivation::Identity | InputActivation::Of(_) => [d_activated, x],

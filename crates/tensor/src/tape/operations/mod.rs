@@ -7,6 +7,7 @@ mod balance_loss;
 mod binary_cross_entropy;
 mod concat;
 mod convert;
+mod copies_of_experts;
 mod cross_entropy;
 mod dropout;
 mod embedding;
