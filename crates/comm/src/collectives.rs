@@ -219,7 +219,10 @@ impl Group {
         let totals = lens.totals(self.rank(), world_size);
         for ((which, buffer), len) in [("input", &input), ("output", &output)].into_iter().zip(totals) {
             if buffer.len() < len {
-                return refuse(format!("the {which} has {} elements, but its blocks {len}", buffer.len()));
+                return refuse(format!(
+                    "the {which} has {} elements, but its blocks have {len}",
+                    buffer.len()
+                ));
             }
         }
         self.issue_variable(operation, (input, output), lens)

@@ -55,8 +55,9 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
 
 /// All-to-all with blocks of any lengths in two levels, from [`Memory::Input`](super::Memory::Input) to
 /// [`Memory::Vector`](super::Memory::Vector): `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`. In both
-/// memories the blocks lie one after the other, by rank (Rajbhandari et al.: "DeepSpeed-MoE", 2022, section 5.1; Hwang et
-/// al.: "Tutel: adaptive mixture-of-experts at scale", 2023, section 3.4).
+/// memories the blocks lie one after the other, by rank (Rajbhandari et al.: "DeepSpeed-MoE: advancing
+/// mixture-of-experts inference and training to power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive
+/// mixture-of-experts at scale", 2023).
 ///
 /// First a rank gives each rank of its host what it has for the ranks of that one's number on all hosts, block by block,
 /// so that blocks for one host come to lie side by side. Then ranks of one number swap what their hosts have for
