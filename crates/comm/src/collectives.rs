@@ -11,7 +11,9 @@
 //! From the [`Work`]s: [`CommError::NoSuchRoot`] and [`CommError::Lengths`], which this rank sees alone and which
 //! leave the group as it is, and whatever ends a group.
 
+use crate::engine::BlockLens;
 use crate::{Buffer, CommError, Element, Group, Operation, Work};
+use std::sync::Arc;
 use trireme_base::{Rank, ReduceOp};
 use trireme_schedule::collective::block;
 
@@ -183,7 +185,47 @@ impl Group {
             };
             return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         }
-        self.issue_variable((input, output), [send_lens.to_vec(), receive_lens.to_vec()])
+        let lens = BlockLens::Own([send_lens.to_vec(), receive_lens.to_vec()]);
+        self.issue_variable(operation, (input, output), lens)
+    }
+
+    /// As [`all_to_all_variable`](Group::all_to_all_variable), for several hosts of equally many ranks: blocks for another host go
+    /// by way of the rank of this host that has the receiver's number there, so that a rank sends one message to each
+    /// host. `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`, which all ranks know. The blocks lie one after
+    /// the other at the start of the vectors, which may be longer; the rest is neither read nor changed.
+    ///
+    /// On `H` hosts of `L` ranks these are `H (L - 1)` steps within a host and `H - 1` across, where the pairwise algorithm has
+    /// `(H - 1) L` across. The bytes across are the same; those within grow by what a rank's blocks for other hosts
+    /// have for ranks of another number. Elsewhere, it is the pairwise algorithm. Source and details are those of
+    /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts).
+    pub fn all_to_all_variable_by_hosts<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+        lens: Arc<[usize]>,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let world_size = self.world_size();
+        let sum = lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len));
+        let sum = sum.filter(|len| len.checked_mul(size_of::<T>()).is_some());
+        let operation = Operation::AllToAllVariableByHosts { dtype: T::DTYPE, len: sum.unwrap_or_default() };
+        let refuse = |what| Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
+        if lens.len() != world_size * world_size {
+            return refuse(format!("{} block lengths from {world_size} ranks to each", lens.len()));
+        }
+        if sum.is_none() {
+            return refuse("the blocks of all ranks are more than memory can have".to_owned());
+        }
+        let lens = BlockLens::All(lens);
+        let totals = lens.totals(self.rank(), world_size);
+        for ((which, buffer), len) in [("input", &input), ("output", &output)].into_iter().zip(totals) {
+            if buffer.len() < len {
+                return refuse(format!(
+                    "the {which} has {} elements, but its blocks have {len}",
+                    buffer.len()
+                ));
+            }
+        }
+        self.issue_variable(operation, (input, output), lens)
     }
 
     fn block_len(&self, len: usize) -> usize {

@@ -16,10 +16,31 @@ pub(crate) enum Payload {
     Vector(Storage),
     /// The vectors of an operation out of place.
     Pair { input: Storage, output: Storage },
-    /// Those of an all-to-all with blocks of any lengths: elements to and from each rank.
-    Variable { input: Storage, output: Storage, lens: [Vec<usize>; 2] },
+    /// Those of an all-to-all with blocks of any lengths.
+    Variable { input: Storage, output: Storage, lens: BlockLens },
     /// Control data of each rank: this rank's block before, all blocks after.
     Blocks(Vec<Vec<u8>>),
+}
+
+/// Elements of the blocks of an all-to-all, and by that how they travel.
+pub(crate) enum BlockLens {
+    /// To each rank, and from each rank: blocks go straight there.
+    Own([Vec<usize>; 2]),
+    /// From each rank to each rank, first by who sends and then by who receives: blocks go by hosts.
+    All(Arc<[usize]>),
+}
+
+impl BlockLens {
+    /// How many elements `rank` sends and receives in all.
+    pub(crate) fn totals(&self, rank: Rank, world_size: usize) -> [usize; 2] {
+        match self {
+            BlockLens::Own(lens) => lens.each_ref().map(|lens| lens.iter().sum()),
+            BlockLens::All(lens) => {
+                let sent = &lens[rank.0 * world_size..][..world_size];
+                [sent.iter().sum(), lens.iter().skip(rank.0).step_by(world_size).sum()]
+            }
+        }
+    }
 }
 
 impl Payload {

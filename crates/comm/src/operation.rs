@@ -85,6 +85,13 @@ pub enum Operation {
         /// Type of the elements.
         dtype: DType,
     },
+    /// As [`AllToAllVariable`](Operation::AllToAllVariable), by way of a rank of the same host where blocks go to another one.
+    AllToAllVariableByHosts {
+        /// Type of the elements.
+        dtype: DType,
+        /// Number of elements of all blocks of all ranks: what a rank has of them differs.
+        len: usize,
+    },
     /// Every rank gets the bytes of all ranks; their lengths may differ.
     AllGatherBytes,
     /// Nobody goes on before everybody has come.
@@ -129,6 +136,7 @@ impl Operation {
             Operation::Scatter { .. } => "scatter",
             Operation::AllToAll { .. } => "all_to_all",
             Operation::AllToAllVariable { .. } => "all_to_all_variable",
+            Operation::AllToAllVariableByHosts { .. } => "all_to_all_variable_by_hosts",
             Operation::AllGatherBytes => "all_gather_bytes",
             Operation::Barrier => "barrier",
             Operation::Message { .. } => "message",
@@ -146,6 +154,7 @@ impl Operation {
             | Operation::Gather { dtype, len, .. }
             | Operation::Scatter { dtype, len, .. }
             | Operation::AllToAll { dtype, len }
+            | Operation::AllToAllVariableByHosts { dtype, len }
             | Operation::Message { dtype, len } => (dtype, len),
             Operation::AllToAllVariable { dtype } => (dtype, 0),
             Operation::AllGatherBytes | Operation::Barrier => (DType::U8, 0),
@@ -191,9 +200,10 @@ impl Operation {
             Operation::Scatter { root, len, .. } => Collective::Scatter { root, len },
             Operation::AllToAll { len, .. } => Collective::AllToAll { len },
             Operation::Barrier => Collective::Barrier,
-            Operation::AllToAllVariable { .. } | Operation::AllGatherBytes | Operation::Message { .. } => {
-                return None;
-            }
+            Operation::AllToAllVariable { .. }
+            | Operation::AllToAllVariableByHosts { .. }
+            | Operation::AllGatherBytes
+            | Operation::Message { .. } => return None,
         })
     }
 
@@ -232,6 +242,7 @@ impl Operation {
             Operation::AllToAll { .. } => 10,
             Operation::AllToAllVariable { .. } => 11,
             Operation::Message { .. } => 12,
+            Operation::AllToAllVariableByHosts { .. } => 13,
         }
     }
 
@@ -263,6 +274,7 @@ impl Operation {
             10 => Operation::AllToAll { dtype, len },
             11 => Operation::AllToAllVariable { dtype },
             12 => Operation::Message { dtype, len },
+            13 => Operation::AllToAllVariableByHosts { dtype, len },
             _ => return None,
         };
         (operation.encode() == words).then_some(operation)
@@ -310,6 +322,7 @@ mod tests {
                 all.extend([
                     Operation::AllGather { dtype, len },
                     Operation::AllToAll { dtype, len },
+                    Operation::AllToAllVariableByHosts { dtype, len },
                     Operation::Message { dtype, len },
                 ]);
                 for op in REDUCE_OPS {
@@ -359,7 +372,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_decodes_encodes_to_the_same_words(words in any::<[u64; 2]>(), tag in 0..14_u64) {
+        fn what_decodes_encodes_to_the_same_words(words in any::<[u64; 2]>(), tag in 0..15_u64) {
             for words in [words, [words[0] & 0xffff_ffff_0007_0300 | tag, words[1]], [tag, 0]] {
                 if let Some(operation) = Operation::decode(words) {
                     prop_assert_eq!(operation.encode(), words);

@@ -1,6 +1,6 @@
 //! Groups of a world that is not there.
 
-use trireme_base::{Rank, ReduceOp};
+use trireme_base::{Issued, Journal, JournalEntry, Rank, ReduceOp};
 use trireme_comm::{Group, GroupOptions, PageSize, TransportKind, inproc_world_on};
 use trireme_schedule::collective::Hosts;
 
@@ -60,6 +60,29 @@ fn operations_end_at_once_and_touch_no_memory() {
     assert!(dry.send(dry.buffer::<f32>(1).unwrap(), Rank(4)).wait().is_err(), "there is no such rank");
     assert_eq!(dry.all_gather_bytes(b"own").wait().unwrap(), vec![b"own"; 4]);
     assert_eq!(dry.statistics().payload_bytes, 0);
+}
+
+/// The elements that a rank sends, or those that it receives if they are more.
+#[test]
+fn a_journal_has_what_a_rank_exchanges() {
+    let dry = Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::Tcp).unwrap();
+    let journal = Journal::default();
+    dry.keep_journal(&journal);
+    let buffer = |len| dry.buffer::<f32>(len).unwrap();
+    let column: Vec<usize> = (0..16).map(|index| if index % 4 == 1 { 7 } else { 2 }).collect();
+    let transposed: Vec<usize> = (0..16).map(|index| column[index % 4 * 4 + index / 4]).collect();
+    for lens in [column, transposed] {
+        dry.all_to_all_variable_by_hosts(buffer(40), buffer(40), lens.into()).wait().unwrap();
+    }
+    dry.all_to_all_variable(buffer(6), &[1, 2, 3, 0], buffer(4), &[1, 2, 1, 0]).wait().unwrap();
+    let issued = journal.take().into_iter().filter_map(|(entry, _)| match entry {
+        JournalEntry::Issue(_, Issued::Collective { operation, len, element_bytes: 4, members }) => {
+            Some((operation, len, members.len()))
+        }
+        _ => None,
+    });
+    let by_hosts = ("all_to_all_variable_by_hosts", 28, 4);
+    assert_eq!(issued.collect::<Vec<_>>(), [by_hosts, by_hosts, ("all_to_all_variable", 6, 4)]);
 }
 
 #[test]

@@ -15,6 +15,12 @@ fn zeros<T: Element>(group: &Group, len: usize) -> Buffer<T> {
     group.buffer(len).expect("memory")
 }
 
+/// An all-to-all by hosts with these lengths, from a vector of 8 elements to another one.
+fn by_hosts(group: &Group, lens: [usize; 16]) -> Result<(), CommError> {
+    let (input, output) = (zeros::<f32>(group, 8), zeros::<f32>(group, 8));
+    group.all_to_all_variable_by_hosts(input, output, lens.into()).wait().map(drop)
+}
+
 /// Issues an operation and waits for it.
 type Issue = fn(&Group) -> Result<(), CommError>;
 
@@ -53,6 +59,27 @@ fn a_mismatch_is_named_on_every_rank() {
                     assert_eq!(if is_odd_first { other_operation } else { operation }, sum);
                     assert_ne!(if is_odd_first { operation } else { other_operation }, sum);
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn all_to_alls_of_two_kinds_are_a_mismatch() {
+    let straight: Issue = |group| {
+        let (input, output) = (zeros::<f32>(group, 8), zeros::<f32>(group, 8));
+        group.all_to_all_variable(input, &[2; 4], output, &[2; 4]).wait().map(drop)
+    };
+    let of_other_lens: Issue = |group| by_hosts(group, [1; 16]);
+    for transport in TRANSPORTS {
+        for different in [straight, of_other_lens] {
+            let failures = on_ranks(transport, 4, &small_pieces(), |group| match group.rank().0 {
+                3 => different(&group),
+                _ => by_hosts(&group, [2; 16]),
+            });
+            for failure in failures {
+                let is_mismatch = matches!(failure, Err(CommError::Mismatch { sequence: 0, .. }));
+                assert!(is_mismatch, "{transport}: {failure:?}");
             }
         }
     }

@@ -6,11 +6,11 @@ mod operations;
 mod oracle;
 mod support;
 
-use operations::{Pair, Place, check, compare, in_place, kinds, out_of_place};
+use operations::{Pair, Place, bits, check, compare, in_place, kinds, out_of_place};
 use oracle::Value;
-use support::{TRANSPORTS, on_ranks, small_pieces};
+use support::{TRANSPORTS, on_hosts, on_ranks, small_pieces};
 use trireme_base::{Bf16, F16, Rank, ReduceOp};
-use trireme_comm::{CommError, GroupOptions, TransportKind, Work};
+use trireme_comm::{CommError, Group, GroupOptions, TransportKind, Work};
 
 /// Around the borders of short_bytes_max, pieces, cache lines and blocks of up to five ranks.
 const LENGTHS: [usize; 9] = [0, 1, 3, 5, 16, 17, 64, 101, 1000];
@@ -115,6 +115,82 @@ fn blocks_of_any_lengths_go_from_all_to_all() {
     }
 }
 
+/// Where blocks travel in two levels, and where they do not: hosts of different numbers of ranks, and one host.
+const PLACEMENTS: [&[usize]; 7] =
+    [&[0, 0, 1, 1], &[0, 1, 0, 1], &[0, 0, 1, 1, 2, 2], &[0, 1, 1, 0, 1, 0], &[0, 0, 1], &[0, 0, 0], &[0]];
+
+/// An all-to-all by hosts, with vectors that have `rest` more elements than they must: what arrives, what stays as it is, and
+/// the bytes that this rank sends.
+fn check_by_hosts<T: Value>(group: &Group, len: impl Fn(usize, usize) -> usize, rest: usize) {
+    let (rank, world_size, hosts) = (group.rank().0, group.world_size(), group.hosts());
+    let value = |from: usize, to: usize, index: usize| T::of(from, to * 1000 + index);
+    let block = |from: usize, to: usize| (0..len(from, to)).map(move |index| value(from, to, index));
+    let vector = |values: Vec<T>| {
+        let mut buffer = group.buffer::<T>(values.len()).expect("memory");
+        buffer.copy_from_slice(&values);
+        buffer
+    };
+    let sent: Vec<T> = (0..world_size).flat_map(|to| block(rank, to)).collect();
+    let received: Vec<T> = (0..world_size).flat_map(|from| block(from, rank)).collect();
+    let end = || (0..rest).map(|index| T::of(9, index));
+    let input: Vec<T> = sent.into_iter().chain(end()).collect();
+    let before = received.iter().map(|_| T::zeroed()).chain(end()).collect();
+    let expected: Vec<T> = received.into_iter().chain(end()).collect();
+    let lens =
+        (0..world_size * world_size).map(|index| len(index / world_size, index % world_size)).collect();
+    let sent_before = group.statistics().payload_bytes;
+    let work = group.all_to_all_variable_by_hosts(vector(input.clone()), vector(before), lens);
+    let (kept, output) = work.wait().expect("it goes well");
+    assert!(bits(&output) == bits(&expected), "{group:?}, {hosts:?}");
+    assert!(bits(&kept) == bits(&input), "{group:?} changed its input");
+
+    let has_levels = hosts.num_hosts() > 1 && hosts.ranks_per_host().is_some_and(|ranks| ranks > 1);
+    let has_own_number = |to: usize| hosts.local_rank(Rank(to)) == hosts.local_rank(group.rank());
+    let own_host = hosts.host_of(group.rank());
+    let others = (0..world_size).filter(|&to| to != rank);
+    let sent: usize = match has_levels {
+        false => others.map(|to| len(rank, to)).sum(),
+        true => {
+            let sent = others.map(|to| match (has_own_number(to), hosts.ranks(own_host)) {
+                (true, own) => own.iter().map(|from| len(from.0, to)).sum(),
+                (false, _) => len(rank, to),
+            });
+            sent.sum()
+        }
+    };
+    let sent_now = group.statistics().payload_bytes - sent_before;
+    assert_eq!(sent_now, (sent * size_of::<T>()) as u64, "{group:?}, {hosts:?}");
+}
+
+#[test]
+fn blocks_of_any_lengths_go_by_hosts() {
+    for transport in TRANSPORTS {
+        let is_possible =
+            |hosts: &[usize]| transport != TransportKind::Shm || hosts.iter().all(|&host| host == 0);
+        for placement in PLACEMENTS.into_iter().filter(|hosts| is_possible(hosts)) {
+            on_hosts(transport, placement, &small_pieces(), |group| {
+                for scale in [0, 1, 40] {
+                    // Some blocks are empty, and no two pairs alike.
+                    let len = |from: usize, to: usize| (from * 7 + to * 3) % 5 * scale;
+                    for rest in [0, 33] {
+                        check_by_hosts::<f32>(&group, len, rest);
+                        check_by_hosts::<f64>(&group, len, rest);
+                        check_by_hosts::<F16>(&group, len, rest);
+                        check_by_hosts::<Bf16>(&group, len, rest);
+                        check_by_hosts::<u8>(&group, len, rest);
+                        check_by_hosts::<u32>(&group, len, rest);
+                        check_by_hosts::<u64>(&group, len, rest);
+                        check_by_hosts::<i32>(&group, len, rest);
+                        check_by_hosts::<i64>(&group, len, rest);
+                    }
+                }
+                let last = group.world_size() - 1;
+                check_by_hosts::<f32>(&group, |from, to| if (from, to) == (0, last) { LONG } else { 0 }, 5);
+            });
+        }
+    }
+}
+
 #[test]
 fn lengths_that_do_not_fit_are_refused_and_the_group_goes_on() {
     for transport in [TransportKind::Inproc, TransportKind::Shm] {
@@ -134,6 +210,14 @@ fn lengths_that_do_not_fit_are_refused_and_the_group_goes_on() {
             refused(group.all_to_all_variable(buffer(3), &[1, 1], buffer(2), &[1, 1]));
             refused(group.all_to_all_variable(buffer(3), &[3], buffer(2), &[1, 1]));
             refused(group.all_to_all_variable(buffer(2), &[2, 0], buffer(2), &[0, 2]));
+            let by_hosts = |input, output, lens: &[usize]| {
+                group.all_to_all_variable_by_hosts(buffer(input), buffer(output), lens.into())
+            };
+            refused(by_hosts(2, 2, &[1, 1, 1]));
+            refused(by_hosts(1, 2, &[1, 1, 1, 1]));
+            refused(by_hosts(2, 1, &[1, 1, 1, 1]));
+            refused(by_hosts(2, 2, &[1, usize::MAX, 1, 1]));
+            refused(by_hosts(2, 2, &[0, usize::MAX / 4, 1, 0]));
             assert!(matches!(group.all_to_all(buffer(3)).wait(), Err(CommError::Lengths { .. })));
             let no_root = group.reduce(buffer(3), ReduceOp::Sum, Rank(2)).wait();
             assert!(matches!(no_root, Err(CommError::NoSuchRoot { root: Rank(2), world_size: 2, .. })));

@@ -206,7 +206,8 @@ fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BT
 
 /// Seconds of an operation on vectors of `len` elements, which all ranks begin together.
 fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize) -> Result<Vec<f64>> {
-    let mut buffer = group.buffer::<T>(len)?;
+    // An all-to-all is measured with equal blocks.
+    let mut buffer = group.buffer::<T>(len.next_multiple_of(group.world_size()))?;
     let mut samples = Vec::new();
     for round in 0..=NUM_ROUNDS {
         // Kernels have just written what is exchanged: peers find it in the caches of other cores.
@@ -221,7 +222,9 @@ fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize
             "gather" => group.gather(buffer, Rank::ROOT).wait()?,
             "scatter" => group.scatter(buffer, Rank::ROOT).wait()?,
             "broadcast" => group.broadcast(buffer, Rank::ROOT).wait()?,
-            "all_to_all" | "all_to_all_variable" => group.all_to_all(buffer).wait()?,
+            "all_to_all" | "all_to_all_variable" | "all_to_all_variable_by_hosts" => {
+                group.all_to_all(buffer).wait()?
+            }
             "message" => there_and_back(group, buffer)?,
             // A few bytes take as long as none.
             "barrier" | "all_gather_bytes" => {

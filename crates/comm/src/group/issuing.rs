@@ -2,7 +2,7 @@
 
 use super::{Group, check_control_bytes};
 use crate::buffer::Storage;
-use crate::engine::Payload;
+use crate::engine::{BlockLens, Payload};
 use crate::messages::{Messenger, Receipt};
 use crate::{Buffer, CommError, Element, Operation, Work};
 use std::sync::Arc;
@@ -124,7 +124,13 @@ impl Group {
 
     /// An operation without a communication thread: of one rank, or of a dry group, which notes it. It has ended.
     fn dry_work<T>(&self, operation: Operation, result: T) -> Work<T> {
-        let (dtype, len) = operation.elements();
+        let (_, len) = operation.elements();
+        self.dry_work_of(operation, len, result)
+    }
+
+    /// As [`dry_work`](Group::dry_work), of an operation that has `len` elements on this rank.
+    fn dry_work_of<T>(&self, operation: Operation, len: usize, result: T) -> Work<T> {
+        let (dtype, _) = operation.elements();
         self.dry_issued(result, || {
             let members = self.dry.as_ref().map_or_else(|| Arc::from([]), |dry| Arc::clone(&dry.members));
             Issued::Collective { operation: operation.name(), len, element_bytes: dtype.size(), members }
@@ -169,20 +175,21 @@ impl Group {
         })
     }
 
-    /// Issues an all-to-all with blocks of any lengths.
+    /// Issues an all-to-all with blocks of any lengths, which fit into the vectors.
     pub(crate) fn issue_variable<T: Element>(
         &self,
+        operation: Operation,
         (mut input, mut output): (Buffer<T>, Buffer<T>),
-        lens: [Vec<usize>; 2],
+        lens: BlockLens,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let Some(executor) = &self.executor else {
+            let [sent, received] = lens.totals(self.rank, self.world_size);
             if !self.is_dry() {
                 input.wait();
-                output.copy_from_slice(&input);
+                output[..received].copy_from_slice(&input[..sent]);
             }
-            return self.dry_work(Operation::AllToAllVariable { dtype: T::DTYPE }, (input, output));
+            return self.dry_work_of(operation, sent.max(received), (input, output));
         };
-        let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
         let payload = Payload::Variable { input: input.into_storage(), output: output.into_storage(), lens };
         let ticket = executor.queue.submit(operation, payload);
         Work::queued(ticket, |payload| match payload {

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 use trireme_base::Rank;
 use trireme_comm::{
-    CommError, GivenCosts, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind,
-    inproc_world_with, join,
+    CommError, GivenCosts, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind, inproc_world_on,
+    join,
 };
 use trireme_schedule::collective::{DirectCost, LinkCost};
 
@@ -61,7 +61,7 @@ pub fn on_hosts<R: Send>(
 ) -> Vec<R> {
     let world_size = hosts.len();
     if transport == TransportKind::Inproc {
-        let groups = inproc_world_with(world_size, options);
+        let groups = inproc_world_on(hosts, options);
         return on_threads(groups.into_iter().map(|group| || body(group)));
     }
     let choice = match transport {

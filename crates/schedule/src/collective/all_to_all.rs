@@ -1,5 +1,5 @@
 use super::flat::{Own, distances};
-use super::{Incoming, Outgoing, Span, Step, assert_member};
+use super::{Hosts, Incoming, Outgoing, Span, Step, assert_member};
 use std::ops::Range;
 use trireme_base::Rank;
 
@@ -41,10 +41,6 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
     assert_member(rank, world_size);
     assert_eq!(receive_lens.len(), world_size, "one length to receive for each rank");
     assert_eq!(send_lens[rank.0], receive_lens[rank.0], "what a rank keeps has one length");
-    let place = |lens: &[usize], of: usize| -> Range<usize> {
-        let start = lens[..of].iter().sum();
-        start..start + lens[of]
-    };
     steps.push(Step::Copy {
         from: Span::input(place(send_lens, rank.0)),
         to: place(receive_lens, rank.0).into(),
@@ -55,6 +51,96 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
             Incoming::copy(partner, place(receive_lens, partner)),
         ));
     }
+}
+
+/// All-to-all with blocks of any lengths in two levels, from [`Memory::Input`](super::Memory::Input) to
+/// [`Memory::Vector`](super::Memory::Vector): `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`. In both
+/// memories the blocks lie one after the other, by rank (Rajbhandari et al.: "DeepSpeed-MoE: advancing
+/// mixture-of-experts inference and training to power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive
+/// mixture-of-experts at scale", 2023).
+///
+/// First a rank gives each rank of its host what it has for the ranks of that one's number on all hosts, block by block,
+/// so that blocks for one host come to lie side by side. Then ranks of one number swap what their hosts have for
+/// them, in one message.
+///
+/// Appends the steps of `rank` to `steps`, on `H` hosts of `L` ranks: `H` copies, `H (L - 1)` exchanges within the host and
+/// `H - 1` across hosts, where the pairwise algorithm has `(H - 1) L`. The bytes that leave a host are those of its blocks
+/// for other hosts, as with the pairwise algorithm. Of these blocks, those for ranks of another number than their sender's
+/// also travel within the host: `1 - 1 / L` of the bytes if blocks are equally long. Where the ranks of a host do
+/// not follow each other, what comes from other hosts is copied once more, by `N - L` copies.
+///
+/// On one host, on hosts of one rank or of different numbers of ranks, the steps are those of [`all_to_all_variable`].
+///
+/// # Panics
+/// If `rank` is outside of the hosts' ranks, or there is not one length for each rank to each rank.
+pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], steps: &mut Vec<Step>) {
+    let world_size = hosts.world_size();
+    assert_member(rank, world_size);
+    assert_eq!(lens.len(), world_size * world_size, "one length for each rank to each rank");
+    let send_lens = &lens[rank.0 * world_size..][..world_size];
+    let receive_lens = Vec::from_iter(lens.iter().skip(rank.0).step_by(world_size).copied());
+    if hosts.num_hosts() == 1 || hosts.ranks_per_host().is_none_or(|ranks_per_host| ranks_per_host == 1) {
+        return all_to_all_variable(rank, send_lens, &receive_lens, steps);
+    }
+    let (own_host, number) = (hosts.host_of(rank), hosts.local_rank(rank));
+    let (neighbours, ranks_per_host) = (hosts.ranks(own_host), hosts.ranks(own_host).len());
+    let with_number = |number: usize, host: usize| hosts.ranks(host)[number].0;
+    let of_host = |host: usize| host * ranks_per_host..(host + 1) * ranks_per_host;
+    // In scratch: what the ranks of this host have for ranks of this one's number, by host; then what arrives.
+    let relay_len = |host: usize, from: &Rank| match host == own_host {
+        true => 0,
+        false => lens[from.0 * world_size + with_number(number, host)],
+    };
+    let by_host = |host| neighbours.iter().map(move |from| relay_len(host, from));
+    let relay_lens = Vec::from_iter((0..hosts.num_hosts()).flat_map(by_host));
+    let arrival_start: usize = relay_lens.iter().sum();
+    let relayed = |from: usize, host: usize| match host == own_host {
+        true => place(&receive_lens, neighbours[from].0).into(),
+        false => Span::scratch(place(&relay_lens, of_host(host).start + from)),
+    };
+    // Within the host: from the input to where it goes on from, so nothing is packed.
+    steps.extend((0..hosts.num_hosts()).map(|host| Step::Copy {
+        from: Span::input(place(send_lens, with_number(number, host))),
+        to: relayed(number, host),
+    }));
+    for partner in partners(number, ranks_per_host) {
+        let peer = neighbours[partner].0;
+        steps.extend((0..hosts.num_hosts()).map(|host| {
+            let block = place(send_lens, with_number(partner, host));
+            Step::both(Outgoing::new(peer, Span::input(block)), Incoming::copy(peer, relayed(partner, host)))
+        }));
+    }
+    // Across hosts.
+    for partner in partners(own_host, hosts.num_hosts()) {
+        let peer = with_number(number, partner);
+        let outgoing = Outgoing::new(peer, Span::scratch(places(&relay_lens, of_host(partner))));
+        if hosts.are_runs() {
+            let arrival = places(&receive_lens, of_host(partner));
+            steps.push(Step::both(outgoing, Incoming::copy(peer, arrival)));
+            continue;
+        }
+        let arrival_lens = Vec::from_iter(hosts.ranks(partner).iter().map(|from| receive_lens[from.0]));
+        let arrival = |blocks| {
+            let Range { start, end } = places(&arrival_lens, blocks);
+            Span::scratch(arrival_start + start..arrival_start + end)
+        };
+        steps.push(Step::both(outgoing, Incoming::copy(peer, arrival(0..ranks_per_host))));
+        steps.extend(hosts.ranks(partner).iter().enumerate().map(|(index, from)| Step::Copy {
+            from: arrival(index..index + 1),
+            to: place(&receive_lens, from.0).into(),
+        }));
+    }
+}
+
+/// Where the block of a rank lies, if blocks of these lengths lie one after the other.
+fn place(lens: &[usize], of: usize) -> Range<usize> {
+    places(lens, of..of + 1)
+}
+
+/// Where several blocks lie that follow each other.
+fn places(lens: &[usize], of: Range<usize>) -> Range<usize> {
+    let start = lens[..of.start].iter().sum();
+    start..start + lens[of].iter().sum::<usize>()
 }
 
 /// All-to-all in place in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all communications in

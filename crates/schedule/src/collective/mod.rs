@@ -39,7 +39,7 @@ mod tree;
 
 pub use algorithm::{Algorithm, Collective, FlatAlgorithm, Hierarchy, Leaders};
 pub use all_gather::all_gather_pairwise;
-pub use all_to_all::all_to_all_variable;
+pub use all_to_all::{all_to_all_variable, all_to_all_variable_by_hosts};
 pub use blocks::{block, owned_range, segments};
 pub use cost::{CostModel, DirectCost, LinkCost, choose, predict};
 pub use hierarchy::{Members, Phase, phases};

@@ -16,7 +16,7 @@ mod transit;
 use crate::buffer::{CacheLine, Storage};
 use crate::control::Control;
 use crate::element::finish_mean;
-use crate::engine::{Call, Cost, Payload};
+use crate::engine::{BlockLens, Call, Cost, Payload};
 use crate::patience::Patience;
 use crate::selection::Selection;
 use crate::transport::Transport;
@@ -30,8 +30,8 @@ use std::sync::Arc;
 pub(crate) use transit::{Incoming, Outgoing, Trouble};
 use trireme_base::{DType, Rank};
 use trireme_schedule::collective::{
-    Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable, block, phases,
-    scratch_len, segments, steps,
+    Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable,
+    all_to_all_variable_by_hosts, block, phases, scratch_len, segments, steps,
 };
 
 pub(crate) struct Linked {
@@ -295,15 +295,26 @@ impl Linked {
         &mut self,
         call: &Call,
         (input, output): (&Storage, &mut Storage),
-        [send_lens, receive_lens]: &[Vec<usize>; 2],
+        lens: &BlockLens,
         control: &mut Control,
         cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
         self.steps.clear();
-        all_to_all_variable(self.rank, send_lens, receive_lens, &mut self.steps);
-        let mut memories = Memories::new(output.bytes_mut(), dtype, None).with_input(input.bytes());
-        self.run_steps(call, &mut memories, control, cost)
+        match lens {
+            BlockLens::Own([send_lens, receive_lens]) => {
+                all_to_all_variable(self.rank, send_lens, receive_lens, &mut self.steps);
+            }
+            BlockLens::All(lens) => {
+                all_to_all_variable_by_hosts(self.rank, &self.hosts, lens, &mut self.steps);
+            }
+        }
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
+        let memories = Memories::new(output.bytes_mut(), dtype, None).with_input(input.bytes());
+        let result = self.run_steps(call, &mut memories.with_scratch(scratch_bytes), control, cost);
+        self.scratch = scratch;
+        result
     }
 
     fn barrier(&mut self, call: &Call, control: &mut Control, cost: &mut Cost) -> Result<(), CommError> {

@@ -1,3 +1,4 @@
+mod by_hosts;
 mod costs;
 mod double_tree;
 mod interpreter;

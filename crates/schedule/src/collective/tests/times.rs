@@ -1,7 +1,8 @@
 //! Simulated times against formulas, and what is chosen by them.
 
 use super::super::*;
-use super::matrix::{placements, programs_of, turns};
+use super::interpreter::programs;
+use super::matrix::{placements, programs_of, runs, turns};
 use super::oracle::*;
 use FlatAlgorithm as A;
 
@@ -101,6 +102,25 @@ fn ranks_of_a_host_share_its_link() {
     assert_close(seconds(&[0, 1, 2, 3]), alpha + 1000.0 * beta, 1e-9, "each with a link of its own");
     assert_close(seconds(&[0, 0, 1, 2]), alpha + 2000.0 * beta, 1e-9, "one link out");
     assert_close(seconds(&[0, 1, 2, 2]), alpha + 2000.0 * beta, 1e-9, "one link in");
+}
+
+/// Ranks of a host share its link, and a message across takes ten times as long to begin.
+#[test]
+fn an_all_to_all_by_hosts_is_faster_where_blocks_are_short() {
+    let seconds = |hosts: &Hosts, block_len: usize| {
+        let n = hosts.world_size();
+        let (row, all) = (vec![block_len; n], vec![block_len; n * n]);
+        let pairwise = programs(n, |rank, steps| all_to_all_variable(rank, &row, &row, steps));
+        let by_hosts = programs(n, |rank, steps| all_to_all_variable_by_hosts(rank, hosts, &all, steps));
+        [pairwise, by_hosts].map(|programs| simulate(&programs, hosts, 4, &MODEL))
+    };
+    for hosts in [runs(4, 4), turns(4, 4)] {
+        let [pairwise, by_hosts] = seconds(&hosts, 8);
+        assert!(2.0 * by_hosts < pairwise, "{by_hosts} s, {pairwise} s on {hosts:?}");
+        // Long blocks take as long as the link between hosts takes for them.
+        let [pairwise, by_hosts] = seconds(&hosts, 1 << 16);
+        assert!(by_hosts < 1.2 * pairwise, "{by_hosts} s, {pairwise} s on {hosts:?}");
+    }
 }
 
 /// The sum over phases, each among its members alone, is near what all steps together take.
