@@ -6,6 +6,7 @@ use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 use trireme_base::{AxisPlace, Pending, Rank};
 use trireme_comm::{Buffer, Work};
 use trireme_tensor::tape::{ExchangedRuns, PendingExchange};
@@ -14,47 +15,47 @@ use trireme_tensor::{Device, View, ViewMut};
 /// Messages to other ranks, and from them, that an exchange has under way at a time, unless a round has more: 16 MiB each way.
 const MESSAGES_MAX: usize = 64;
 
+/// Bytes that one rank sends to another with even loads, below which rows go by hosts, where there are several ranks on each of several hosts: then messages cost more by their
+/// number than by their length.
+const BY_HOSTS_MAX: usize = 64 << 10;
+
 /// An exchange of rows that was started.
 pub(super) struct StartedRows<T> {
     runs: ExchangedRuns,
-    /// Elements of the memory of a piece.
-    room: usize,
-    /// Memory for pieces that are not under way. An exchange has memory for as many as there may be, so that it depends on no load.
+    /// Elements of a buffer: for one piece, or for those of all ranks.
+    buffer_len: usize,
+    goes_by_hosts: bool,
+    /// Buffers that are not under way. An exchange has as many as may be, so that memory depends on no load.
     free: Vec<Pending<Buffer<T>>>,
     rounds_under_way: usize,
     num_rounds: usize,
     next_round: usize,
-    under_way: VecDeque<Piece<T>>,
+    under_way: VecDeque<UnderWay<T>>,
 }
 
-/// A part of the rows that a rank sends to another one, and one of those that it receives from one, in a round.
-struct Piece<T> {
+/// What was started in a round.
+struct UnderWay<T> {
     round: usize,
-    sent: Option<Work<Buffer<T>>>,
-    received: Option<Received<T>>,
+    work: Travel<T>,
 }
 
-struct Received<T> {
-    work: Work<Buffer<T>>,
-    from: usize,
-    /// Which elements, of all that the rank sends.
-    part: Range<usize>,
+enum Travel<T> {
+    /// A piece for another rank.
+    Sent(Work<Buffer<T>>),
+    /// A piece of another rank, and which elements it has of all that the rank sends.
+    Received(Work<Buffer<T>>, usize, Range<usize>),
+    /// The pieces of all ranks for each other.
+    ByHosts(Work<(Buffer<T>, Buffer<T>)>),
 }
 
-impl<T> Piece<T> {
-    /// Elements of a piece.
-    const LEN_MAX: usize = (256 << 10) / size_of::<T>();
+/// Elements of a piece.
+const fn piece_len<T>() -> usize {
+    (256 << 10) / size_of::<T>()
+}
 
-    /// Rounds in which so many elements travel.
-    fn num_rounds(len: usize) -> usize {
-        len.div_ceil(Self::LEN_MAX)
-    }
-
-    /// The elements, of those of some runs, that travel in a round.
-    fn range(runs: &[Range<usize>], round: usize) -> Option<Range<usize>> {
-        let (start, len) = (round * Self::LEN_MAX, ExchangedRuns::num_elements(runs));
-        (start < len).then(|| start..len.min(start + Self::LEN_MAX))
-    }
+/// The elements, of `len`, that travel in a round.
+fn piece<T>(len: usize, round: usize) -> Range<usize> {
+    (round * piece_len::<T>()).min(len)..((round + 1) * piece_len::<T>()).min(len)
 }
 
 impl<T: Stored> Lane<T> {
@@ -66,26 +67,31 @@ impl<T: Stored> Lane<T> {
         runs: ExchangedRuns,
         values: View<'_>,
     ) -> Result<PendingExchange, ParallelError> {
-        let AxisPlace { rank, degree } = self.place();
-        let room = runs.most.next_power_of_two().clamp(256, Piece::<T>::LEN_MAX);
-        let [even, most] = [runs.even, runs.most].map(Piece::<T>::num_rounds);
+        let (group, degree) = (self.memory.pool().group(), self.place().degree);
+        let hosts = group.hosts();
+        let has_levels = hosts.num_hosts() > 1 && hosts.ranks_per_host().is_some_and(|ranks| ranks > 1);
+        let goes_by_hosts = has_levels && runs.even * size_of::<T>() < BY_HOSTS_MAX;
+        let room = runs.most.next_power_of_two().clamp(256, piece_len::<T>());
+        let [even, most] = [runs.even, runs.most].map(|len| len.div_ceil(piece_len::<T>()));
         let rounds_under_way = (even + 1).min(most).min(MESSAGES_MAX / (degree - 1)).max(1);
-        let num_messages = 2 * (degree - 1) * rounds_under_way;
-        let mut free = Vec::with_capacity(num_messages);
-        for _ in 0..num_messages {
-            free.push(self.memory.pool().take_buffer(room)?);
+        let (buffer_len, num_buffers) = match goes_by_hosts {
+            true => ((degree - 1) * room, 2 * rounds_under_way),
+            false => (room, 2 * (degree - 1) * rounds_under_way),
+        };
+        let mut free = Vec::with_capacity(num_buffers);
+        for _ in 0..num_buffers {
+            free.push(self.memory.pool().take_buffer(buffer_len)?);
         }
-        let all = runs.sent.iter().chain(&runs.received).enumerate();
-        let others = all.filter(|(index, _)| index % degree != rank).map(|(_, runs)| runs);
-        let num_rounds = others.map(|runs| Piece::<T>::num_rounds(ExchangedRuns::num_elements(runs))).max();
+        let num_rounds = runs.lens.iter().max().map_or(0, |len| len.div_ceil(piece_len::<T>()));
         let mut started = StartedRows {
             runs,
-            room,
+            buffer_len,
+            goes_by_hosts,
             free,
             rounds_under_way,
-            num_rounds: num_rounds.unwrap_or(0),
+            num_rounds,
             next_round: 0,
-            under_way: VecDeque::with_capacity(num_messages),
+            under_way: VecDeque::with_capacity(num_buffers),
         };
         while started.next_round < started.num_rounds.min(rounds_under_way) {
             self.start_round(device, &mut started, values);
@@ -124,7 +130,10 @@ impl<T: Stored> Lane<T> {
         let last = started.num_rounds;
         assert_eq!(started.next_round, last, "all was sent");
         self.finish_rounds(device, &mut started, last, result, waiting)?;
-        started.free.into_iter().for_each(|buffer| self.memory.pool().give_buffer(started.room, buffer));
+        started
+            .free
+            .into_iter()
+            .for_each(|buffer| self.memory.pool().give_buffer(started.buffer_len, buffer));
         Ok(())
     }
 
@@ -142,31 +151,55 @@ impl<T: Stored> Lane<T> {
         }
     }
 
-    /// Sends a piece to every other rank that gets one in the next round, and receives those of others. Ranks send to different ones at a time.
+    /// Starts the next round.
     fn start_round(&self, device: &Device, started: &mut StartedRows<T>, values: View<'_>) {
-        let AxisPlace { rank, degree } = self.place();
-        let StartedRows { runs, room, free, next_round: round, under_way, .. } = started;
-        let group = self.memory.pool().group();
-        let mut take = || free.pop().expect("there is memory for the pieces of so many rounds");
-        for distance in 1..degree {
-            let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
-            let sent = Piece::<T>::range(&runs.sent[to], *round).map(|part| {
-                let (mut buffer, len) = (take(), part.len());
-                for (at, run) in ExchangedRuns::within(&runs.sent[to], part) {
-                    let values = values.part(run.start, [run.len()].into());
-                    device.download_later(values, &mut buffer, at * size_of::<T>());
-                }
-                group.send_first(Buffer::pending(buffer, *room), len, Rank(to))
-            });
-            let received = Piece::<T>::range(&runs.received[from], *round).map(|part| {
-                let buffer = Buffer::pending(take(), *room);
-                Received { work: group.receive_first(buffer, part.len(), Rank(from)), from, part }
-            });
-            if sent.is_some() || received.is_some() {
-                under_way.push_back(Piece { round: *round, sent, received });
-            }
+        if started.goes_by_hosts {
+            self.start_round_by_hosts(device, started, values);
+        } else {
+            self.start_messages(device, started, values);
         }
         started.next_round += 1;
+    }
+
+    /// Sends a piece to every other rank that gets one, and receives those of others. Ranks send to different ones at a time.
+    fn start_messages(&self, device: &Device, started: &mut StartedRows<T>, values: View<'_>) {
+        let AxisPlace { rank, degree } = self.place();
+        let (round, len) = (started.next_round, started.buffer_len);
+        let group = self.memory.pool().group();
+        for distance in 1..degree {
+            let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
+            let part = |from: usize, to: usize| piece::<T>(started.runs.lens[from * degree + to], round);
+            let (sent, received) = (part(rank, to), part(from, rank));
+            if !sent.is_empty() {
+                let (mut buffer, num_sent) = (started.take(), sent.len());
+                started.copy_in(device, (values, to, sent), (&mut buffer, 0));
+                let work = group.send_first(Buffer::pending(buffer, len), num_sent, Rank(to));
+                started.under_way.push_back(UnderWay { round, work: Travel::Sent(work) });
+            }
+            if !received.is_empty() {
+                let buffer = Buffer::pending(started.take(), len);
+                let work = group.receive_first(buffer, received.len(), Rank(from));
+                started.under_way.push_back(UnderWay { round, work: Travel::Received(work, from, received) });
+            }
+        }
+    }
+
+    /// Sends the pieces for all other ranks, and receives theirs, in one exchange.
+    fn start_round_by_hosts(&self, device: &Device, started: &mut StartedRows<T>, values: View<'_>) {
+        let AxisPlace { rank, degree } = self.place();
+        let round = started.next_round;
+        let lens: Arc<[usize]> = started.runs.lens.iter().map(|&len| piece::<T>(len, round).len()).collect();
+        let (mut input, mut at) = (started.take(), 0);
+        for to in 0..degree {
+            let part = piece::<T>(started.runs.lens[rank * degree + to], round);
+            let num_sent = part.len();
+            started.copy_in(device, (values, to, part), (&mut input, at));
+            at += num_sent;
+        }
+        let [input, output] =
+            [input, started.take()].map(|buffer| Buffer::pending(buffer, started.buffer_len));
+        let work = self.memory.pool().group().all_to_all_variable_by_hosts(input, output, lens);
+        started.under_way.push_back(UnderWay { round, work: Travel::ByHosts(work) });
     }
 
     /// Waits for the pieces of rounds up to `last`, and brings them where they belong.
@@ -178,25 +211,71 @@ impl<T: Stored> Lane<T> {
         mut result: ViewMut<'_>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        let room = started.room;
-        while started.under_way.front().is_some_and(|piece| piece.round <= last) {
-            let piece = started.under_way.pop_front().expect("there is one");
-            if let Some(Received { work, from, part }) = piece.received {
-                let mut buffer = waiting.wait_on_device(work, room, device)?;
-                for (at, run) in ExchangedRuns::within(&started.runs.received[from], part) {
-                    let result = result.reborrow().into_part(run.start, [run.len()].into());
-                    device.upload_later(&mut buffer, at * size_of::<T>(), result);
+        let (AxisPlace { rank, degree }, len) = (self.place(), started.buffer_len);
+        while started.under_way.front().is_some_and(|under_way| under_way.round <= last) {
+            let UnderWay { round, work } = started.under_way.pop_front().expect("there is one");
+            match work {
+                Travel::Sent(work) => {
+                    let buffer = waiting.wait_on_device(work, len, device)?;
+                    started.give(device, buffer);
                 }
-                device.wait_for(&buffer.event());
-                started.free.push(buffer);
-            }
-            if let Some(work) = piece.sent {
-                let buffer = waiting.wait_on_device(work, room, device)?;
-                device.wait_for(&buffer.event());
-                started.free.push(buffer);
+                Travel::Received(work, from, part) => {
+                    let mut buffer = waiting.wait_on_device(work, len, device)?;
+                    started.copy_out(device, (&mut buffer, 0), (from, part, result.reborrow()));
+                    started.give(device, buffer);
+                }
+                Travel::ByHosts(work) => {
+                    let (input, output) = waiting.wait(work)?;
+                    let (mut output, mut at) = (output.into_memory(), 0);
+                    for from in 0..degree {
+                        let part = piece::<T>(started.runs.lens[from * degree + rank], round);
+                        let num_received = part.len();
+                        started.copy_out(device, (&mut output, at), (from, part, result.reborrow()));
+                        at += num_received;
+                    }
+                    [input.into_memory(), output].into_iter().for_each(|buffer| started.give(device, buffer));
+                }
             }
         }
         Ok(())
+    }
+}
+
+impl<T: Stored> StartedRows<T> {
+    fn take(&mut self) -> Pending<Buffer<T>> {
+        self.free.pop().expect("there are buffers for as many rounds as are under way")
+    }
+
+    /// Gives a buffer back, which kernels that were issued may still read.
+    fn give(&mut self, device: &Device, buffer: Pending<Buffer<T>>) {
+        device.wait_for(&buffer.event());
+        self.free.push(buffer);
+    }
+
+    /// Copies a part of what goes to a rank into a buffer, from element `at` on.
+    fn copy_in(
+        &self,
+        device: &Device,
+        (values, to, part): (View<'_>, usize, Range<usize>),
+        (buffer, at): (&mut Pending<Buffer<T>>, usize),
+    ) {
+        for (place, run) in ExchangedRuns::within(&self.runs.sent[to], part) {
+            let values = values.part(run.start, [run.len()].into());
+            device.download_later(values, buffer, (at + place) * size_of::<T>());
+        }
+    }
+
+    /// Copies a part of what comes from a rank where it belongs, out of a buffer from element `at` on.
+    fn copy_out(
+        &self,
+        device: &Device,
+        (buffer, at): (&mut Pending<Buffer<T>>, usize),
+        (from, part, mut result): (usize, Range<usize>, ViewMut<'_>),
+    ) {
+        for (place, run) in ExchangedRuns::within(&self.runs.received[from], part) {
+            let result = result.reborrow().into_part(run.start, [run.len()].into());
+            device.upload_later(buffer, (at + place) * size_of::<T>(), result);
+        }
     }
 }
 
@@ -204,16 +283,15 @@ impl<T: Stored> Lane<T> {
 mod tests {
     use super::super::GroupAxis;
     use super::*;
-    use std::sync::Arc;
     use trireme_tensor::tape::{AxisOps, Runs};
     use trireme_tensor::{Category, DeviceOptions, Tensor};
-    use trireme_testkit::run_ranks;
+    use trireme_testkit::run_ranks_on;
 
-    const DEGREE: usize = 3;
+    const PIECE: usize = piece_len::<f32>();
 
     /// Elements of rank `from` for rank `to`: more pieces than are under way at a time, fewer, and none.
-    fn len(from: usize, to: usize) -> usize {
-        [[100, 7 * Piece::<f32>::LEN_MAX + 5, 0], [3, 0, Piece::<f32>::LEN_MAX], [1, 1, 1]][from][to]
+    fn len(from: usize, to: usize, many: usize) -> usize {
+        [[100, many, 0, 2], [3, 0, 9, many / 2], [1, 1, 1, 0], [0, 0, 7, 1]][from][to]
     }
 
     fn value(from: usize, to: usize, index: usize) -> f32 {
@@ -221,9 +299,9 @@ mod tests {
     }
 
     /// Two exchanges that overlap, there and back.
-    #[test]
-    fn uneven_rows_come_in_the_memory_of_even_ones() {
-        run_ranks(DEGREE, |group| {
+    fn exchange(hosts: &[usize], even: usize, memory: usize) {
+        let (degree, many) = (hosts.len(), 7 * PIECE + 5);
+        run_ranks_on(hosts, |group| {
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let rank = group.rank().0;
             let axis = GroupAxis::new(&Arc::new(group), &device);
@@ -235,10 +313,14 @@ mod tests {
             };
             let (mut sent_end, mut received_end) = (0, 0);
             let runs = ExchangedRuns {
-                sent: (0..DEGREE).map(|to| after(&mut sent_end, len(rank, to))).collect(),
-                received: (0..DEGREE).map(|from| after(&mut received_end, len(from, rank))).collect(),
-                even: Piece::<f32>::LEN_MAX,
-                most: 8 * Piece::<f32>::LEN_MAX,
+                sent: (0..degree).map(|to| after(&mut sent_end, len(rank, to, many))).collect(),
+                received: (0..degree).map(|from| after(&mut received_end, len(from, rank, many))).collect(),
+                lens: (0..degree * degree)
+                    .map(|index| (index / degree, index % degree))
+                    .map(|(from, to)| if from == to { 0 } else { len(from, to, many) })
+                    .collect(),
+                even,
+                most: 8 * PIECE,
             };
             let empty =
                 |len: usize| device.empty([len].into(), trireme_base::DType::F32, Category::Activations);
@@ -269,9 +351,17 @@ mod tests {
                 assert!(places.clone().all(is_right), "rank {rank} has something else from {from}");
             }
             assert_eq!(device.read::<f32>(back.view()), all);
-            // Two at a time, each with two pieces to and from each of two others.
-            let taken = device.memory().usage(Category::Communication).peak;
-            assert_eq!(taken, 2 * (2 * 2 * 2) * (256 << 10));
+            assert_eq!(device.memory().usage(Category::Communication).peak, memory);
         });
+    }
+
+    #[test]
+    fn uneven_rows_come_in_the_memory_of_even_ones() {
+        // Two at a time, each with two pieces to and from each of the others.
+        exchange(&[0; 3], PIECE, 2 * (2 * 2 * 2) * (256 << 10));
+        exchange(&[0, 0, 1, 1], PIECE, 2 * (2 * 2 * 3) * (256 << 10));
+        // By hosts, in the same memory.
+        exchange(&[0, 0, 1, 1], 100, 2 * (2 * 2 * 3) * (256 << 10));
+        exchange(&[0, 1, 0, 1], 100, 2 * (2 * 2 * 3) * (256 << 10));
     }
 }

@@ -165,6 +165,8 @@ pub struct ExchangedRuns {
     pub sent: SmallVec<[Runs; 8]>,
     /// From each, where they go.
     pub received: SmallVec<[Runs; 8]>,
+    /// Elements from each rank to each other one, first by who sends and then by who receives.
+    pub lens: Vec<usize>,
     /// What one rank sends to another if all have equally much for each other: for so much there is memory, however uneven loads are.
     pub even: usize,
     /// The most that one rank sends to another.
@@ -174,7 +176,11 @@ pub struct ExchangedRuns {
 impl ExchangedRuns {
     /// Those of what is sent back.
     pub fn reversed(self) -> Self {
-        ExchangedRuns { sent: self.received, received: self.sent, ..self }
+        let degree = self.sent.len();
+        let transposed =
+            (0..degree * degree).map(|index| self.lens[index % degree * degree + index / degree]);
+        let lens = transposed.collect();
+        ExchangedRuns { sent: self.received, received: self.sent, lens, ..self }
     }
 
     /// Elements of some runs.

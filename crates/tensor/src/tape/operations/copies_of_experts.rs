@@ -103,7 +103,13 @@ fn runs(layer: &GroupedLinear, loads: &Loads) -> ExchangedRuns {
     };
     let num_copies = loads.replicated().count();
     let most = num_copies.min(layer.num_groups) * len;
+    let copies_of = |owner: usize| loads.replicated().filter(|(other, _)| *other == owner).count();
+    let lens = (0..degree * degree).map(|index| match [index / degree, index % degree] {
+        [from, to] if from == to => 0,
+        [from, _] => copies_of(from) * len,
+    });
     ExchangedRuns {
+        lens: lens.collect(),
         sent: (0..degree).map(|_| of(rank, |_, expert| expert)).collect(),
         received: (0..degree).map(|owner| of(owner, |copy, _| copy)).collect(),
         even: num_copies.div_ceil(degree) * len,

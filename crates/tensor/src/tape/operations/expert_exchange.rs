@@ -246,7 +246,12 @@ impl Loads {
             }
         }
         let even = self.num_choices.div_ceil(self.exchange.num_experts) * chunk.len() * cols;
-        ExchangedRuns { sent, received, even, most: self.num_choices * cols }
+        let len = |from: usize, to: usize| -> usize {
+            if from == to { 0 } else { chunk.clone().map(|expert| self.number(from, to, expert)).sum() }
+        };
+        let lens = (0..degree).flat_map(|from| (0..degree).map(move |to| (from, to)));
+        let lens = lens.map(|(from, to)| len(from, to) * cols).collect();
+        ExchangedRuns { sent, received, lens, even, most: self.num_choices * cols }
     }
 
     /// Where the rows of each own expert begin, and of each rank among them.
