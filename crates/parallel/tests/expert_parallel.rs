@@ -11,7 +11,7 @@ use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, Paralle
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{Backend, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
-use trireme_testkit::{run_ranks, run_ranks_on};
+use trireme_testkit::run_ranks;
 
 /// Relative difference of losses where ranks take sums in another order.
 const LOSS_TOLERANCE: f64 = 1e-5;
@@ -64,12 +64,7 @@ fn train(config: &ModelConfig, group: Group, accumulation: usize, layout: &Layou
 }
 
 fn run(config: &ModelConfig, num_ranks: usize, accumulation: usize, layout: &Layout<'_>) -> Found {
-    run_on(&vec![0; num_ranks], config, accumulation, layout)
-}
-
-/// As [`run`], of a rank on each of these hosts.
-fn run_on(hosts: &[usize], config: &ModelConfig, accumulation: usize, layout: &Layout<'_>) -> Found {
-    let found = run_ranks_on(hosts, |group| train(config, group, accumulation, layout));
+    let found = run_ranks(num_ranks, |group| train(config, group, accumulation, layout));
     assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "all ranks come to the same");
     found.into_iter().next().unwrap()
 }
@@ -124,9 +119,6 @@ fn tokens_that_move_change_no_bit() {
             check(4, 1, stored, "two of four, activations on a disk");
             let backend = Backend::Detached(DetachedOptions { seed: 3, ignored_wait: None });
             check(2, 2, Layout { backend, ..sharded(2, 2, 2) }, "detached");
-            let layout = Layout { experts: 4, ..plain.clone() };
-            let by_hosts = run_on(&[0, 0, 1, 1], &config, 1, &layout);
-            assert!(by_hosts == oracle, "{:?} on two hosts in {}", config.family, options.precision);
             oracles.push(oracle.0);
         }
     }

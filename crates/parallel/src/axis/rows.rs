@@ -15,9 +15,9 @@ use trireme_tensor::{Device, View, ViewMut};
 /// Messages to other ranks, and from them, that an exchange has under way at a time, unless a round has more: 16 MiB each way.
 const MESSAGES_MAX: usize = 64;
 
-/// Bytes that one rank sends to another with even loads, below which rows go by hosts, where there are several ranks on each of several hosts: then messages cost more by their
-/// number than by their length.
-const BY_HOSTS_MAX: usize = 64 << 10;
+/// Rows go by hosts if one rank sends fewer bytes than this to another with even loads, and each of several hosts has at least so many ranks: then messages across hosts cost more
+/// by their number than by their length.
+const BY_HOSTS: (usize, usize) = (64 << 10, 4);
 
 /// An exchange of rows that was started.
 pub(super) struct StartedRows<T> {
@@ -69,8 +69,9 @@ impl<T: Stored> Lane<T> {
     ) -> Result<PendingExchange, ParallelError> {
         let (group, degree) = (self.memory.pool().group(), self.place().degree);
         let hosts = group.hosts();
-        let has_levels = hosts.num_hosts() > 1 && hosts.ranks_per_host().is_some_and(|ranks| ranks > 1);
-        let goes_by_hosts = has_levels && runs.even * size_of::<T>() < BY_HOSTS_MAX;
+        let (bytes, num_ranks) = BY_HOSTS;
+        let has_levels = hosts.num_hosts() > 1 && hosts.ranks_per_host().is_some_and(|num| num >= num_ranks);
+        let goes_by_hosts = has_levels && runs.even * size_of::<T>() < bytes;
         let room = runs.most.next_power_of_two().clamp(256, piece_len::<T>());
         let [even, most] = [runs.even, runs.most].map(|len| len.div_ceil(piece_len::<T>()));
         let rounds_under_way = (even + 1).min(most).min(MESSAGES_MAX / (degree - 1)).max(1);
@@ -291,7 +292,7 @@ mod tests {
 
     /// Elements of rank `from` for rank `to`: more pieces than are under way at a time, fewer, and none.
     fn len(from: usize, to: usize, many: usize) -> usize {
-        [[100, many, 0, 2], [3, 0, 9, many / 2], [1, 1, 1, 0], [0, 0, 7, 1]][from][to]
+        [[100, many, 0, 2], [3, 0, 9, many / 2], [1, 1, 1, 0], [0, 0, 7, 1]][from % 4][(to + from / 4) % 4]
     }
 
     fn value(from: usize, to: usize, index: usize) -> f32 {
@@ -359,9 +360,11 @@ mod tests {
     fn uneven_rows_come_in_the_memory_of_even_ones() {
         // Two at a time, each with two pieces to and from each of the others.
         exchange(&[0; 3], PIECE, 2 * (2 * 2 * 2) * (256 << 10));
-        exchange(&[0, 0, 1, 1], PIECE, 2 * (2 * 2 * 3) * (256 << 10));
-        // By hosts, in the same memory.
-        exchange(&[0, 0, 1, 1], 100, 2 * (2 * 2 * 3) * (256 << 10));
-        exchange(&[0, 1, 0, 1], 100, 2 * (2 * 2 * 3) * (256 << 10));
+        // By hosts and without, in the same memory.
+        for hosts in [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1, 0, 1]] {
+            for even in [100, PIECE] {
+                exchange(&hosts, even, 2 * (2 * 2 * 7) * (256 << 10));
+            }
+        }
     }
 }
