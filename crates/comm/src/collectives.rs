@@ -190,13 +190,13 @@ impl Group {
     }
 
     /// As [`all_to_all_variable`](Group::all_to_all_variable), for several hosts of equally many ranks: blocks for another host go
-    /// by way of the rank of this host that has the receiver's number there, so that a rank sends one message to each
+    /// by way of the rank of this host with the receiver's local rank, so that a rank sends one message to each
     /// host. `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`, which all ranks know. The blocks lie one after
     /// the other at the start of the vectors, which may be longer; the rest is neither read nor changed.
     ///
     /// On `H` hosts of `L` ranks these are `H (L - 1)` steps within a host and `H - 1` across, where the pairwise algorithm has
     /// `(H - 1) L` across. The bytes across are the same; those within grow by what a rank's blocks for other hosts
-    /// have for ranks of another number. Elsewhere, it is the pairwise algorithm. Source and details are those of
+    /// have for ranks with another local rank. Elsewhere, it is the pairwise algorithm. Source and details are those of
     /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts).
     pub fn all_to_all_variable_by_hosts<T: Element>(
         &self,
@@ -210,10 +210,14 @@ impl Group {
         let operation = Operation::AllToAllVariableByHosts { dtype: T::DTYPE, len: sum.unwrap_or_default() };
         let refuse = |what| Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         if lens.len() != world_size * world_size {
-            return refuse(format!("{} block lengths from {world_size} ranks to each", lens.len()));
+            return refuse(format!(
+                "{} block lengths, but {world_size} ranks need {}",
+                lens.len(),
+                world_size * world_size
+            ));
         }
         if sum.is_none() {
-            return refuse("the blocks of all ranks are more than memory can have".to_owned());
+            return refuse("the sum of the block lengths overflows".to_owned());
         }
         let lens = BlockLens::All(lens);
         let totals = lens.totals(self.rank(), world_size);

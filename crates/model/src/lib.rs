@@ -18,8 +18,8 @@ mod unit;
 
 pub use bundle::{Batch, Bundle, HostBatch, TensorSpec};
 pub use config::{
-    AttentionConfig, ExpertsConfig, LatentConfig, Llama3Scaling, ModelConfig, Rope, RopeScaling,
-    RouterScores, SlidingWindow, YarnScaling,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, LatentConfig, Llama3Scaling, ModelConfig, Rope,
+    RopeScaling, RouterScores, SlidingWindow, YarnScaling,
 };
 pub use error::ModelError;
 pub use exercise::Exercise;

@@ -164,7 +164,7 @@ impl Model {
         let (ring, heads) = (alone(UnitAxis::Ring, context.ring), alone(UnitAxis::Heads, context.heads));
         let experts = alone(UnitAxis::Expert, self.table().expert_place());
         LoneAxes {
-            experts: experts.map(|ops| ExpertAxis { ops, replicated: Arc::default() }),
+            experts: experts.map(|ops| ExpertAxis { ops, shadowed: Arc::default() }),
             tensor: tensor.map(|ops| TensorAxis { ops, shards_rows }),
             context: (context.degree() > 1).then_some(ContextAxis { ring, heads }),
             noted,

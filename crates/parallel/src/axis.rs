@@ -10,11 +10,12 @@ use crate::stored::Stored;
 use crate::waiting::Waiting;
 use rows::StartedRows;
 use std::fmt;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_tensor::tape::{
-    AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PendingExchange, ReplicatedExperts, TensorAxis,
+    AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PendingExchange, ShadowedExperts, TensorAxis,
 };
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tape, Tensor, View, ViewMut};
 
@@ -24,7 +25,7 @@ pub(crate) struct UnitAxes {
     ring: Option<Arc<GroupAxis>>,
     heads: Option<Arc<GroupAxis>>,
     experts: Option<Arc<GroupAxis>>,
-    replicated: Arc<ReplicatedExperts>,
+    shadowed: Arc<ShadowedExperts>,
 }
 
 impl UnitAxes {
@@ -37,7 +38,7 @@ impl UnitAxes {
             ring: axis(ranks.ring()),
             heads: axis(ranks.heads()),
             experts: ranks.experts().and_then(axis),
-            replicated: Arc::default(),
+            shadowed: Arc::default(),
         }
     }
 
@@ -48,13 +49,13 @@ impl UnitAxes {
         let context = ContextAxis { ring: ops(&self.ring), heads: ops(&self.heads) };
         let has_context = !continues && (context.ring.is_some() || context.heads.is_some());
         let tape = tape.with_axis(tensor).with_context(has_context.then_some(context));
-        let replicated = Arc::clone(&self.replicated);
-        tape.with_experts(ops(&self.experts).map(|ops| ExpertAxis { ops, replicated }))
+        let shadowed = Arc::clone(&self.shadowed);
+        tape.with_experts(ops(&self.experts).map(|ops| ExpertAxis { ops, shadowed }))
     }
 
-    /// Chooses the experts that all ranks have copies of, by the loads of the last step. To be called between steps.
-    pub(crate) fn choose_replicated(&self) {
-        self.replicated.choose();
+    /// Chooses the experts that are shadowed by the loads since the last time. To be called between runs of a program.
+    pub(crate) fn choose_shadowed(&self) {
+        self.shadowed.choose();
     }
 
     /// Waits of this rank since the last call, and operations that its kernels wait for.
@@ -84,6 +85,8 @@ struct Lane<T> {
     pending: Slots<Started<T>>,
     /// Those of rows that are pending.
     rows: Slots<StartedRows<T>>,
+    /// Elements of the memory for a piece of rows: as many as the largest exchange so far needs, so that smaller ones take no memory of their own.
+    room_for_rows: AtomicUsize,
 }
 
 /// What is known by a number until it is taken; numbers are used again.
@@ -110,9 +113,8 @@ impl<T> Slots<T> {
         number
     }
 
-    /// Puts a value back that was taken, before another one is put.
-    fn put_back(&self, number: usize, value: T) {
-        self.all()[number] = Some(value);
+    fn change<R>(&self, number: usize, change: impl FnOnce(&mut T) -> R) -> R {
+        change(self.all()[number].as_mut().expect("the exchange is pending"))
     }
 
     fn take(&self, number: usize) -> T {
@@ -156,7 +158,12 @@ impl GroupAxis {
 impl<T: Stored> Lane<T> {
     fn new(group: &Arc<Group>, device: &Device) -> Self {
         let pool = Pool::new(group, device, Category::Communication, true).in_huge_pages();
-        Lane { memory: ExchangePool::new(pool), pending: Slots::default(), rows: Slots::default() }
+        Lane {
+            memory: ExchangePool::new(pool),
+            pending: Slots::default(),
+            rows: Slots::default(),
+            room_for_rows: AtomicUsize::new(0),
+        }
     }
 
     fn place(&self) -> AxisPlace {
@@ -332,7 +339,7 @@ impl AxisOps for GroupAxis {
     ) -> Result<(), DeviceError> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let sent = with_lane!(self, values.dtype() => |lane| {
-            lane.send_rest(device, exchange, (values, result), &mut waiting)
+            lane.send_rest(device, exchange, values, result, &mut waiting)
         });
         Ok(sent?)
     }

@@ -245,8 +245,9 @@ impl RankGrid {
                     world.split_by(name, |rank| mesh.group_of(rank, axes) as u64)?,
                 ))
             };
-            // As with heads: tokens do not wait for gradients.
-            let axis = along("experts", &[Axis::EXPERT])?;
+            // As with heads: tokens do not wait for gradients. Gradients of shadowed experts are summed as an expert's own rank would sum them.
+            let of_axis = |rank| mesh.group_of(rank, &[Axis::EXPERT]) as u64;
+            let axis = Arc::new(world.split_in_order("experts", of_axis)?);
             let state = StateRanks {
                 data: along("expert data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD])?,
                 shards: along("expert shards", &[Axis::DATA_SHARD])?,

@@ -4,14 +4,15 @@ mod common;
 
 use common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out};
 use std::sync::Arc;
-use trireme_comm::{CodecName, Compression, CompressionOptions, Group};
-use trireme_model::ModelConfig;
+use trireme_comm::{CodecName, Compression, CompressionOptions, Group, GroupOptions, inproc_world_on};
+use trireme_model::{ExchangeConfig, ModelConfig};
 use trireme_optim::OptimizerKind;
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, ParallelError, StepPlan};
+use trireme_schedule::collective::{Algorithm, FlatAlgorithm};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{Backend, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
-use trireme_testkit::run_ranks;
+use trireme_testkit::{random_batch, run_ranks};
 
 /// Relative difference of losses where ranks take sums in another order.
 const LOSS_TOLERANCE: f64 = 1e-5;
@@ -30,10 +31,10 @@ fn models() -> Vec<ModelConfig> {
     let mut models = [mixtral, mixtral, deepseek].map(|text| ModelConfig::from_json(text).unwrap());
     // A capacity of samples: drops are the same on any number of ranks.
     models[1].experts.as_mut().unwrap().capacity_factor = Some(0.75);
-    // Chunks of equally many experts, of all, and of one and two; and copies of some experts.
-    for (model, (num_chunks, num_replicated)) in models.iter_mut().zip([(2, 0), (1, 1), (3, 3)]) {
+    // Chunks of equally many experts, of all, and of one and two; and shadows of some experts.
+    for (model, (num_chunks, num_shadowed)) in models.iter_mut().zip([(2, 0), (1, 1), (3, 3)]) {
         let experts = model.experts.as_mut().unwrap();
-        (experts.num_chunks, experts.num_replicated) = (num_chunks, num_replicated);
+        experts.exchange = ExchangeConfig { num_chunks, num_shadowed };
     }
     models.into()
 }
@@ -132,10 +133,10 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
     config.initializer_range = 0.0;
     let (num_layers, num_experts, num_choices) = (2, 4, 2);
     // Of the experts that tokens choose, none, the first one, and both.
-    for (precision, num_replicated) in
+    for (precision, num_shadowed) in
         [(Precision::F32, 0), (Precision::F32, 1), (Precision::Bf16, 0), (Precision::Bf16, 2)]
     {
-        config.experts.as_mut().unwrap().num_replicated = num_replicated;
+        config.experts.as_mut().unwrap().exchange.num_shadowed = num_shadowed;
         for degree in [2, 4] {
             let options = ExecutorOptions { precision, ..OPTIONS };
             let layout = Layout { options, experts: degree, ..plain() };
@@ -153,11 +154,11 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
                 executor.run(plan, &mut batches.into_iter()).unwrap();
                 // To experts elsewhere and back from those here, forward and backward.
                 let is_here = |expert: &usize| owner(*expert) == rank;
-                let num_here = (num_replicated..num_choices).filter(is_here).count();
-                let there = num_choices - num_replicated - num_here;
+                let num_here = (num_shadowed..num_choices).filter(is_here).count();
+                let there = num_choices - num_shadowed - num_here;
                 let rows = 2 * num_layers * (there + num_here * (degree - 1)) * num_tokens;
                 // Three matrices, forward and backward; ranks that hold all of them keep them in f32.
-                let copied = (0..num_replicated).filter(is_here).count() * (degree - 1);
+                let copied = (0..num_shadowed).filter(is_here).count() * (degree - 1);
                 let copied = 2 * num_layers * copied * 3 * config.hidden_size * config.intermediate_size;
                 let expected = rows * row_bytes + copied * size_of::<f32>();
                 assert_eq!(sent(&executor) - before, expected as u64, "rank {rank} of {degree}");
@@ -183,11 +184,11 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
     }
 }
 
-/// Copies are of the experts with the highest loads of the step before; the first step does not know them.
+/// Shadows are of the experts with the highest loads of the step before; the first step does not know them.
 #[test]
-fn copies_are_of_the_experts_with_the_highest_loads() {
+fn the_highest_loads_do_not_travel() {
     let mut config = models().swap_remove(0);
-    config.experts.as_mut().unwrap().num_replicated = 1;
+    config.experts.as_mut().unwrap().exchange.num_shadowed = 2;
     let sent_in_steps = run_ranks(2, |group| {
         let mut executor = laid_out(&config, group, 1, 1, &Layout { experts: 2, ..plain() });
         let mut before = 0;
@@ -201,10 +202,11 @@ fn copies_are_of_the_experts_with_the_highest_loads() {
         });
         sent.collect::<Vec<u64>>()
     });
-    for steps in sent_in_steps {
-        assert_eq!(steps[1], steps[2]);
-        assert_ne!(steps[0], steps[1], "other experts have copies, and other rows travel");
-    }
+    // Of both ranks: matrices are as many for any expert.
+    let [first, second, third] =
+        [0, 1, 2].map(|step| sent_in_steps.iter().map(|steps| steps[step]).sum::<u64>());
+    assert_eq!(second, third);
+    assert!(second < first, "{second} bytes with the highest loads, {first} with the first expert");
 }
 
 /// Biases that balance experts after a step; its gradients are those of the first parameters, whatever becomes of others.
@@ -237,6 +239,71 @@ fn no_codec_rounds_counts_of_loads() {
         let options = ExecutorOptions { compression, determinism: Determinism::Run, ..OPTIONS };
         assert!(biases_after_a_step(config, options) == expected, "{codec}");
     }
+}
+
+/// The last batches of an evaluation may be smaller on some ranks: those still agree on what travels, and in how many pieces.
+#[test]
+fn ranks_may_evaluate_batches_of_different_sizes() {
+    let cases =
+        models().into_iter().flat_map(|config| [0, 1].map(|num_shadowed| (config.clone(), num_shadowed)));
+    for (mut config, num_shadowed) in cases {
+        // All tokens choose the first experts, so the first rank gets most of what the others have.
+        config.initializer_range = 0.0;
+        config.experts.as_mut().unwrap().exchange = ExchangeConfig { num_chunks: 1, num_shadowed };
+        // Losses of batches with so many samples on each rank, and the memory for messages after each.
+        let evaluate = |experts: usize, rounds: &[[usize; 2]]| {
+            run_ranks(2, |group| {
+                let rank = group.rank().0;
+                let mut executor = laid_out(&config, group, 1, 1, &Layout { experts, ..plain() });
+                let evaluated = rounds.iter().map(|num_samples| {
+                    let shape = (num_samples[rank], SHAPE.1);
+                    let batch = random_batch(executor.device(), shape, 61, 1, rank);
+                    let loss = executor.evaluate(Some(batch)).unwrap()[0].sum.to_bits();
+                    (loss, executor.device().memory().usage(Category::Communication).peak)
+                });
+                evaluated.collect::<Vec<(u64, usize)>>()
+            })
+        };
+        let (whole, uneven) = ([SHAPE.0; 2], [1, SHAPE.0]);
+        let alone = evaluate(1, &[uneven]);
+        for rounds in [&[uneven][..], &[whole, uneven]] {
+            for (of_rank, alone) in evaluate(2, rounds).iter().zip(&alone) {
+                assert_eq!(of_rank.last().unwrap().0, alone[0].0, "{:?}", config.family);
+                assert!(
+                    of_rank.iter().all(|(_, memory)| *memory == of_rank[0].1),
+                    "smaller batches take memory"
+                );
+            }
+        }
+    }
+}
+
+/// Also where other sums need not keep their order.
+#[test]
+fn shadows_keep_the_order_of_sums() {
+    let mut config = models().swap_remove(0);
+    let options = GroupOptions {
+        keeps_order: false,
+        algorithm: Some(Algorithm::Flat(FlatAlgorithm::Ring)),
+        ..GroupOptions::default()
+    };
+    let options_of_run = ExecutorOptions { determinism: Determinism::Run, ..OPTIONS };
+    let [without, with] = [0, 3].map(|num_shadowed| {
+        config.experts.as_mut().unwrap().exchange.num_shadowed = num_shadowed;
+        std::thread::scope(|scope| {
+            let config = &config;
+            let layout = Layout { options: options_of_run, experts: 4, ..plain() };
+            let threads: Vec<_> = inproc_world_on(&[0, 1, 2, 3], &options)
+                .into_iter()
+                .map(|group| {
+                    let layout = layout.clone();
+                    scope.spawn(move || train(config, group, 1, &layout))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).next().unwrap()
+        })
+    });
+    assert!(without == with);
 }
 
 #[test]

@@ -337,8 +337,16 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If the matrix has fewer rows.
     pub fn rows(&mut self, first: usize, num_rows: usize) -> ViewMut<'_> {
+        self.reborrow().into_rows(first, num_rows)
+    }
+
+    /// As [`rows`](ViewMut::rows), for as long as the whole.
+    ///
+    /// # Panics
+    /// As [`rows`](ViewMut::rows).
+    pub fn into_rows(self, first: usize, num_rows: usize) -> ViewMut<'a> {
         let cols = self.shape.cols();
-        self.reborrow().into_part(first * cols, [num_rows, cols].into())
+        self.into_part(first * cols, [num_rows, cols].into())
     }
 
     /// `shape.num_elements()` elements from element `offset` on, as an array of that shape.

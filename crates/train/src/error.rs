@@ -91,13 +91,13 @@ pub enum TrainError {
         /// The model's family.
         family: &'static str,
     },
-    /// Copies of more experts than a layer has.
+    /// More shadowed experts than a layer has.
     #[error(
-        "[experts] num_replicated is {num_replicated}, but a layer of the model has {num_experts} experts; set at most so many"
+        "[experts] num_shadowed is {num_shadowed}, but layers of the model have {num_experts} experts; lower it"
     )]
-    TooManyReplicated {
+    TooManyShadowed {
         /// What the config says.
-        num_replicated: usize,
+        num_shadowed: usize,
         /// Of a layer.
         num_experts: usize,
     },

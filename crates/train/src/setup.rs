@@ -18,7 +18,9 @@ use std::time::Duration;
 use trireme_base::{ContextPlace, Rank};
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
-use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
+use trireme_model::{
+    AttentionConfig, ExchangeConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec,
+};
 use trireme_optim::{Decay, LossScaling, LrSchedule};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, RankGrid,
@@ -73,11 +75,10 @@ pub fn model_config(
             own.balance_loss = experts.balance_loss.map_or(own.balance_loss, |weight| weight as f32);
             own.z_loss = experts.z_loss.map_or(own.z_loss, |weight| weight as f32);
             own.capacity_factor = experts.capacity_factor;
-            own.num_chunks = experts.num_chunks;
-            own.num_replicated = experts.num_replicated;
-            let (num_replicated, num_experts) = (own.num_replicated, own.num_experts);
-            if num_replicated > num_experts {
-                return Err(TrainError::TooManyReplicated { num_replicated, num_experts });
+            let (num_shadowed, num_experts) = (experts.num_shadowed, own.num_experts);
+            own.exchange = ExchangeConfig { num_chunks: experts.num_chunks, num_shadowed };
+            if num_shadowed > num_experts {
+                return Err(TrainError::TooManyShadowed { num_shadowed, num_experts });
             }
             if !own.has_bias && experts.bias_update_rate != config::Experts::default().bias_update_rate {
                 return Err(TrainError::NoExpertBias { family: model.family.name() });

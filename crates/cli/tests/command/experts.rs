@@ -32,7 +32,7 @@ fn settings_of_experts_that_a_run_cannot_use_are_refused() {
         ("--set experts.bias_update_rate=0.01".to_owned(), ["a mixtral", "remove the key"]),
         ("--set experts.capacity_factor=0".to_owned(), ["capacity_factor", "0"]),
         ("--set experts.num_chunks=0".to_owned(), ["num_chunks", "0"]),
-        ("--set experts.num_replicated=5".to_owned(), ["num_replicated is 5", "has 4 experts"]),
+        ("--set experts.num_shadowed=5".to_owned(), ["num_shadowed is 5", "have 4 experts"]),
         (
             "--set model.config=many.json".to_owned(),
             ["'num_local_experts' is 20000", "at most 16384 experts"],

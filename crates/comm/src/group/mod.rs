@@ -191,7 +191,7 @@ impl Group {
     }
 
     /// The group of a dry one's ranks that have the color of this rank.
-    fn dry_split(&self, color: impl Fn(Rank) -> u64) -> Group {
+    fn dry_split(&self, color: impl Fn(Rank) -> u64, options: &GroupOptions) -> Group {
         let own = color(self.rank);
         let members: Vec<Rank> = (0..self.world_size).map(Rank).filter(|&rank| color(rank) == own).collect();
         let place = members.iter().position(|&rank| rank == self.rank).expect("it has its own color");
@@ -205,7 +205,7 @@ impl Group {
         let dry = self.dry.as_ref().expect("a dry group splits into dry groups");
         let members = members.iter().map(|rank| dry.members[rank.0]).collect();
         let dry = Dry { journal: Arc::clone(&dry.journal), members };
-        self.singleton().dry_part(Rank(place), hosts, transport, dry)
+        self.singleton_with(options).dry_part(Rank(place), hosts, transport, dry)
     }
 
     /// Makes groups of this group's ranks: those that give the same `color` are one group, in the order of their `key`s
@@ -220,7 +220,7 @@ impl Group {
     /// [`CommError::Split`] on all ranks if one cannot connect, and whatever ends a group.
     pub fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
         let name = format!("{}.{}", self.num_splits.load(Ordering::Relaxed), color.unwrap_or(0));
-        self.split_named(&name, color, key)
+        self.split_named(&name, color, key, &self.options)
     }
 
     /// As [`split`](Group::split), by a function that all ranks know: ranks of one color are a group, in their order here. Reports call
@@ -229,40 +229,74 @@ impl Group {
     /// # Errors
     /// As [`split`](Group::split).
     pub fn split_by(&self, name: &str, color: impl Fn(Rank) -> u64) -> Result<Group, CommError> {
+        self.split_with(name, color, &self.options)
+    }
+
+    /// As [`split_by`](Group::split_by), into groups that reduce in the canonical order even if this one
+    /// [need not](GroupOptions::keeps_order).
+    ///
+    /// # Errors
+    /// As [`split`](Group::split).
+    pub fn split_in_order(&self, name: &str, color: impl Fn(Rank) -> u64) -> Result<Group, CommError> {
+        self.split_with(name, color, &GroupOptions { keeps_order: true, ..self.options.clone() })
+    }
+
+    fn split_with(
+        &self,
+        name: &str,
+        color: impl Fn(Rank) -> u64,
+        options: &GroupOptions,
+    ) -> Result<Group, CommError> {
         if self.is_dry() {
-            return Ok(self.dry_split(color));
+            return Ok(self.dry_split(color, options));
         }
-        let group = self.split_named(name, Some(color(self.rank)), self.rank.0 as u64)?;
+        let group = self.split_named(name, Some(color(self.rank)), self.rank.0 as u64, options)?;
         Ok(group.expect("a rank that gives a color gets a group"))
     }
 
-    fn split_named(&self, name: &str, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
+    fn split_named(
+        &self,
+        name: &str,
+        color: Option<u64>,
+        key: u64,
+        options: &GroupOptions,
+    ) -> Result<Option<Group>, CommError> {
         assert!(!self.is_dry(), "a dry group splits by a function that tells the colors of all ranks");
         self.num_splits.fetch_add(1, Ordering::Relaxed);
         match (&self.executor, color) {
             (Some(executor), _) => {
                 let name = format!("{}/{name}", executor.recorder.name());
-                rendezvous::split(self, name, color, key)
+                rendezvous::split(self, name, color, key, options)
             }
-            (None, Some(_)) => Ok(Some(self.singleton())),
+            (None, Some(_)) => Ok(Some(self.singleton_with(options))),
             (None, None) => Ok(None),
         }
     }
 
     /// A group of this rank alone, whose buffers lie in the same memory. It is a local call, and takes nothing.
     pub fn singleton(&self) -> Group {
-        Group::alone(self.arena.clone(), self.home.clone(), &self.options, self.recorder.clone())
+        self.singleton_with(&self.options)
+    }
+
+    fn singleton_with(&self, options: &GroupOptions) -> Group {
+        Group::alone(self.arena.clone(), self.home.clone(), options, self.recorder.clone())
     }
 
     /// Starts a group called `name` that was split from this one, of which it has these ranks.
-    pub(crate) fn begin_split(&self, parts: Parts, name: String, ranks: &[Rank]) -> Result<Group, CommError> {
+    pub(crate) fn begin_split(
+        &self,
+        parts: Parts,
+        name: String,
+        ranks: &[Rank],
+        options: &GroupOptions,
+    ) -> Result<Group, CommError> {
         match &self.executor {
             Some(executor) if ranks.len() > 1 => {
                 let members = ranks.iter().map(|rank| executor.recorder.members()[rank.0]).collect();
                 let recorder = self.recorder.group(name, parts.rank, members);
-                Group::start(parts, self.home.clone(), Arc::clone(&self.costs), &self.options, recorder)
+                Group::start(parts, self.home.clone(), Arc::clone(&self.costs), options, recorder)
             }
-            _ => Ok(self.singleton()),
+            _ => Ok(self.singleton_with(options)),
         }
     }
 

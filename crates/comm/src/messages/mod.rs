@@ -23,7 +23,7 @@ use trireme_base::Rank;
 
 /// Messages for which there is room from the beginning. How many wait at a time depends on when the peers come, so that a place that
 /// grows with them would grow in some later step.
-const ROOM: usize = 32;
+const ROOM: usize = 256;
 
 /// One rank's messages.
 pub(crate) struct Messenger {

@@ -12,7 +12,7 @@ use crate::secret::random_bytes;
 use crate::transport::link::Tls;
 use crate::transport::shm::area_bytes;
 use crate::transport::{OwnMemory, Parts};
-use crate::{CommError, Group, TransportKind, words};
+use crate::{CommError, Group, GroupOptions, TransportKind, words};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -83,6 +83,7 @@ pub(crate) fn split(
     name: String,
     color: Option<u64>,
     key: u64,
+    options: &GroupOptions,
 ) -> Result<Option<Group>, CommError> {
     let membership = membership(parent, color, key)?;
     let prepared = membership.as_ref().map(|membership| Preparation::new(parent, membership)).transpose();
@@ -101,7 +102,7 @@ pub(crate) fn split(
     };
     agree(parent, "connecting", report)?;
     let (Some(Ok(parts)), Some(Membership { ranks, .. })) = (connected, membership) else { return Ok(None) };
-    parent.begin_split(parts, name, &ranks).map(Some)
+    parent.begin_split(parts, name, &ranks, options).map(Some)
 }
 
 /// Everyone says how it went, with some bytes for the others; an error if it went wrong for anyone.

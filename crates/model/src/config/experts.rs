@@ -34,15 +34,23 @@ pub struct ExpertsConfig {
     pub z_loss: f32,
     /// How many choices of a sample an expert takes, as a multiple of an even load; all if absent.
     pub capacity_factor: Option<f64>,
-    /// In how many parts rows travel to experts on other ranks.
-    pub num_chunks: usize,
-    /// How many experts of a layer all ranks have copies of.
-    pub num_replicated: usize,
+    /// How tokens reach experts on other ranks.
+    pub exchange: ExchangeConfig,
 }
 
-impl ExpertsConfig {
-    /// [`num_chunks`](ExpertsConfig::num_chunks) unless a run says otherwise.
-    pub const NUM_CHUNKS: usize = 2;
+/// How tokens reach experts on other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExchangeConfig {
+    /// In how many chunks rows travel.
+    pub num_chunks: usize,
+    /// How many experts of a layer are shadowed: all ranks have copies of them.
+    pub num_shadowed: usize,
+}
+
+impl Default for ExchangeConfig {
+    fn default() -> Self {
+        ExchangeConfig { num_chunks: 2, num_shadowed: 0 }
+    }
 }
 
 /// What makes scores of a router's logits.

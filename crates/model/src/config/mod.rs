@@ -4,7 +4,7 @@ mod experts;
 mod reader;
 mod rope;
 
-pub use experts::{ExpertsConfig, LatentConfig, RouterScores};
+pub use experts::{ExchangeConfig, ExpertsConfig, LatentConfig, RouterScores};
 pub(crate) use reader::{Reader, shortest, wrong};
 pub(crate) use rope::read_rope;
 pub use rope::{Llama3Scaling, Rope, RopeScaling, YarnScaling};
@@ -113,8 +113,7 @@ impl ModelConfig {
                 balance_loss: 0.0,
                 z_loss: 0.0,
                 capacity_factor: None,
-                num_chunks: ExpertsConfig::NUM_CHUNKS,
-                num_replicated: 0,
+                exchange: ExchangeConfig::default(),
                 ..experts.clone()
             };
             [

@@ -4,8 +4,8 @@
 use super::Family;
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
 use crate::config::{
-    AttentionConfig, ExpertsConfig, LatentConfig, ModelConfig, Reader, RopeScaling, RouterScores, shortest,
-    wrong,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, LatentConfig, ModelConfig, Reader, RopeScaling,
+    RouterScores, shortest, wrong,
 };
 use crate::error::ModelError;
 use serde_json::{Value, json};
@@ -57,8 +57,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         balance_loss: reader.weight("aux_loss_alpha", 0.0)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
         capacity_factor: None,
-        num_chunks: ExpertsConfig::NUM_CHUNKS,
-        num_replicated: 0,
+        exchange: ExchangeConfig::default(),
     };
     experts.check("n_routed_experts")?;
     let head_dim = latent.plain_dim + latent.rotary_dim;

@@ -3,7 +3,8 @@
 use super::Family;
 use super::decoder::{Defaults, ExpertNames, Style, build, read_decoder, window_size, write_decoder};
 use crate::config::{
-    AttentionConfig, ExpertsConfig, ModelConfig, Reader, RouterScores, SlidingWindow, shortest,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, ModelConfig, Reader, RouterScores, SlidingWindow,
+    shortest,
 };
 use crate::error::ModelError;
 use serde_json::{Value, json};
@@ -43,8 +44,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         balance_loss: reader.weight("router_aux_loss_coef", 1e-3)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
         capacity_factor: None,
-        num_chunks: ExpertsConfig::NUM_CHUNKS,
-        num_replicated: 0,
+        exchange: ExchangeConfig::default(),
     };
     experts.check("num_local_experts")?;
     let attention = AttentionConfig { sliding, ..AttentionConfig::default() };

@@ -6,7 +6,7 @@ use super::decoder::{
     Defaults, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
 use super::qwen3::STYLE;
-use crate::config::{ExpertsConfig, ModelConfig, Reader, RouterScores, shortest};
+use crate::config::{ExchangeConfig, ExpertsConfig, ModelConfig, Reader, RouterScores, shortest};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
@@ -40,8 +40,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         balance_loss: reader.weight("router_aux_loss_coef", 1e-3)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
         capacity_factor: None,
-        num_chunks: ExpertsConfig::NUM_CHUNKS,
-        num_replicated: 0,
+        exchange: ExchangeConfig::default(),
     };
     experts.check("num_experts")?;
     let experts = Some(experts);

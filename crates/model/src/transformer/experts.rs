@@ -33,10 +33,10 @@ pub(crate) struct MixtureOfExperts {
 /// The layers that tokens go through.
 #[derive(Debug)]
 pub(crate) enum Experts {
-    /// All are here: into their width, which is what the activation reads; and the activation, and back.
-    Here([Arc<GroupedLinear>; 2]),
+    /// All are on this rank: into their width, which is what the activation reads; and the activation, and back.
+    Local([Arc<GroupedLinear>; 2]),
     /// Ranks have different ones.
-    OnAllRanks {
+    Distributed {
         gather: Arc<GatherLoads>,
         dispatch: Arc<DispatchRows>,
         own: Arc<OwnExperts>,
@@ -48,9 +48,9 @@ impl Experts {
     /// Those of this rank, by such layers; rows travel to those of other ranks.
     pub(crate) fn new([into, back]: [GroupedLinear; 2], exchange: ExpertExchange) -> Self {
         if into.num_groups == exchange.num_experts {
-            return Experts::Here([into, back].map(Arc::new));
+            return Experts::Local([into, back].map(Arc::new));
         }
-        Experts::OnAllRanks {
+        Experts::Distributed {
             gather: Arc::new(GatherLoads(exchange)),
             dispatch: Arc::new(DispatchRows(exchange)),
             own: Arc::new(OwnExperts { into, back, exchange }),
@@ -86,28 +86,28 @@ impl MixtureOfExperts {
     }
 
     /// What experts make of rows, and `x` with what all tokens go through added, which is computed while rows travel.
-    fn compute(
+    fn apply_experts(
         &self,
         cx: &mut UnitContext<'_>,
         (rows, [starts, places]): (Var, [&Var; 2]),
         (for_shared, x): (Option<Var>, Var),
     ) -> Result<[Var; 2], DeviceError> {
         match &self.experts {
-            Experts::Here([into, back]) => {
-                let inner = self.enter_shared(cx, for_shared)?;
+            Experts::Local([into, back]) => {
+                let inner = self.shared_inner(cx, for_shared)?;
                 let rows = cx.apply(into, (rows, starts))?;
                 let rows = cx.apply(back, (rows, starts))?;
-                Ok([rows, self.leave_shared(cx, inner, x)?])
+                Ok([rows, self.add_shared(cx, inner, x)?])
             }
-            Experts::OnAllRanks { gather, dispatch, own, back } => {
+            Experts::Distributed { gather, dispatch, own, back } => {
                 let [loads, own_starts, parts] = outputs(cx.apply_many(gather, [starts, places])?);
                 let sent = [Argument::from(rows), (&loads).into(), places.into()];
                 let rows = cx.apply(dispatch, sent)?;
-                let inner = self.enter_shared(cx, for_shared)?;
+                let inner = self.shared_inner(cx, for_shared)?;
                 let here =
                     [rows.into(), Argument::from(&loads), own_starts.into(), parts.into(), places.into()];
                 let rows = cx.apply(own, here)?;
-                let x = self.leave_shared(cx, inner, x)?;
+                let x = self.add_shared(cx, inner, x)?;
                 let returned = [Argument::from(rows), loads.into(), places.into()];
                 Ok([cx.apply(back, returned)?, x])
             }
@@ -115,7 +115,7 @@ impl MixtureOfExperts {
     }
 
     /// Into the width of what all tokens go through.
-    fn enter_shared(
+    fn shared_inner(
         &self,
         cx: &mut UnitContext<'_>,
         normed: Option<Var>,
@@ -124,7 +124,7 @@ impl MixtureOfExperts {
         shared.map(|((into, _), normed)| cx.apply(into, [normed])).transpose()
     }
 
-    fn leave_shared(&self, cx: &mut UnitContext<'_>, inner: Option<Var>, x: Var) -> Result<Var, DeviceError> {
+    fn add_shared(&self, cx: &mut UnitContext<'_>, inner: Option<Var>, x: Var) -> Result<Var, DeviceError> {
         match (&self.shared, inner) {
             (Some((_, back)), Some(inner)) => back.add_to(cx, x, inner),
             _ => Ok(x),
@@ -149,7 +149,7 @@ impl Sublayer for MixtureOfExperts {
             weights = cx.apply(&CopyToRanks, [weights])?;
         }
         let rows = cx.apply(&SpreadRows, [tokens, (&order).into(), (&places).into()])?;
-        let [rows, x] = self.compute(cx, (rows, [&starts, &places]), (for_shared, x))?;
+        let [rows, x] = self.apply_experts(cx, (rows, [&starts, &places]), (for_shared, x))?;
         cx.apply(&self.combine, [rows, order, places, weights, x])
     }
 }

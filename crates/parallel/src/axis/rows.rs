@@ -7,6 +7,7 @@ use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use trireme_base::{AxisPlace, Pending, Rank};
 use trireme_comm::{Buffer, Work};
 use trireme_tensor::tape::{ExchangedRuns, PendingExchange};
@@ -15,9 +16,12 @@ use trireme_tensor::{Device, View, ViewMut};
 /// Messages to other ranks, and from them, that an exchange has under way at a time, unless a round has more: 16 MiB each way.
 const MESSAGES_MAX: usize = 64;
 
-/// Rows go by hosts if one rank sends fewer bytes than this to another with even loads, and each of several hosts has at least so many ranks: then messages across hosts cost more
-/// by their number than by their length.
-const BY_HOSTS: (usize, usize) = (64 << 10, 4);
+/// Bytes from one rank to another with even loads, below which rows go by hosts: then messages across hosts are taken to cost more by their number than by their length. Assumed, not
+/// measured on a network between hosts.
+const BY_HOSTS_BYTES_MAX: usize = 64 << 10;
+
+/// Ranks of each host, below which rows do not go by hosts, because hardly any messages are saved.
+const BY_HOSTS_RANKS_MIN: usize = 4;
 
 /// An exchange of rows that was started.
 pub(super) struct StartedRows<T> {
@@ -36,14 +40,14 @@ pub(super) struct StartedRows<T> {
 /// What was started in a round.
 struct UnderWay<T> {
     round: usize,
-    work: Travel<T>,
+    transfer: Transfer<T>,
 }
 
-enum Travel<T> {
+enum Transfer<T> {
     /// A piece for another rank.
-    Sent(Work<Buffer<T>>),
-    /// A piece of another rank, and which elements it has of all that the rank sends.
-    Received(Work<Buffer<T>>, usize, Range<usize>),
+    Send(Work<Buffer<T>>),
+    /// A piece of another rank: which elements of all that the rank sends.
+    Receive { work: Work<Buffer<T>>, from: usize, part: Range<usize> },
     /// The pieces of all ranks for each other.
     ByHosts(Work<(Buffer<T>, Buffer<T>)>),
 }
@@ -69,11 +73,12 @@ impl<T: Stored> Lane<T> {
     ) -> Result<PendingExchange, ParallelError> {
         let (group, degree) = (self.memory.pool().group(), self.place().degree);
         let hosts = group.hosts();
-        let (bytes, num_ranks) = BY_HOSTS;
-        let has_levels = hosts.num_hosts() > 1 && hosts.ranks_per_host().is_some_and(|num| num >= num_ranks);
-        let goes_by_hosts = has_levels && runs.even * size_of::<T>() < bytes;
-        let room = runs.most.next_power_of_two().clamp(256, piece_len::<T>());
-        let [even, most] = [runs.even, runs.most].map(|len| len.div_ceil(piece_len::<T>()));
+        let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= BY_HOSTS_RANKS_MIN);
+        let is_short = runs.even_len * size_of::<T>() < BY_HOSTS_BYTES_MAX;
+        let goes_by_hosts = hosts.num_hosts() > 1 && has_many && is_short;
+        let room = runs.len_max.next_power_of_two().clamp(256, piece_len::<T>());
+        let room = self.room_for_rows.fetch_max(room, Ordering::Relaxed).max(room);
+        let [even, most] = [runs.even_len, runs.len_max].map(|len| len.div_ceil(piece_len::<T>()));
         let rounds_under_way = (even + 1).min(most).min(MESSAGES_MAX / (degree - 1)).max(1);
         let (buffer_len, num_buffers) = match goes_by_hosts {
             true => ((degree - 1) * room, 2 * rounds_under_way),
@@ -105,18 +110,19 @@ impl<T: Stored> Lane<T> {
         &self,
         device: &Device,
         exchange: &PendingExchange,
-        (values, mut result): (View<'_>, ViewMut<'_>),
+        values: View<'_>,
+        mut result: ViewMut<'_>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        let mut started = self.rows.take(exchange.number());
-        self.keep_own(device, &started.runs, (values, result.reborrow()));
-        while started.next_round < started.num_rounds {
-            let round = started.next_round - started.rounds_under_way;
-            self.finish_rounds(device, &mut started, round, result.reborrow(), waiting)?;
-            self.start_round(device, &mut started, values);
-        }
-        self.rows.put_back(exchange.number(), started);
-        Ok(())
+        self.rows.change(exchange.number(), |started| {
+            self.keep_own(device, &started.runs, values, result.reborrow());
+            while started.next_round < started.num_rounds {
+                let end = started.next_round - started.rounds_under_way + 1;
+                self.finish_rounds_before(device, started, end, result.reborrow(), waiting)?;
+                self.start_round(device, started, values);
+            }
+            Ok(())
+        })
     }
 
     /// As [`AxisOps::finish_rows`](trireme_tensor::tape::AxisOps::finish_rows).
@@ -128,9 +134,9 @@ impl<T: Stored> Lane<T> {
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         let mut started = self.rows.take(exchange.number());
-        let last = started.num_rounds;
-        assert_eq!(started.next_round, last, "all was sent");
-        self.finish_rounds(device, &mut started, last, result, waiting)?;
+        let end = started.num_rounds;
+        assert_eq!(started.next_round, end, "all was sent");
+        self.finish_rounds_before(device, &mut started, end, result, waiting)?;
         started
             .free
             .into_iter()
@@ -139,15 +145,15 @@ impl<T: Stored> Lane<T> {
     }
 
     /// Copies what stays on this rank.
-    fn keep_own(&self, device: &Device, runs: &ExchangedRuns, (values, mut result): (View<'_>, ViewMut<'_>)) {
+    fn keep_own(&self, device: &Device, runs: &ExchangedRuns, values: View<'_>, mut result: ViewMut<'_>) {
         let own = self.place().rank;
         let mut next = 0;
         for run in &runs.received[own] {
             let range = next..next + run.len();
             next = range.end;
-            for (at, own) in ExchangedRuns::within(&runs.sent[own], range) {
-                let len = [own.len()].into();
-                device.copy(values.part(own.start, len), result.reborrow().into_part(run.start + at, len));
+            for (at, source) in ExchangedRuns::within(&runs.sent[own], range) {
+                let len = [source.len()].into();
+                device.copy(values.part(source.start, len), result.reborrow().into_part(run.start + at, len));
             }
         }
     }
@@ -175,12 +181,13 @@ impl<T: Stored> Lane<T> {
                 let (mut buffer, num_sent) = (started.take(), sent.len());
                 started.copy_in(device, (values, to, sent), (&mut buffer, 0));
                 let work = group.send_first(Buffer::pending(buffer, len), num_sent, Rank(to));
-                started.under_way.push_back(UnderWay { round, work: Travel::Sent(work) });
+                started.under_way.push_back(UnderWay { round, transfer: Transfer::Send(work) });
             }
             if !received.is_empty() {
                 let buffer = Buffer::pending(started.take(), len);
                 let work = group.receive_first(buffer, received.len(), Rank(from));
-                started.under_way.push_back(UnderWay { round, work: Travel::Received(work, from, received) });
+                let transfer = Transfer::Receive { work, from, part: received };
+                started.under_way.push_back(UnderWay { round, transfer });
             }
         }
     }
@@ -200,32 +207,32 @@ impl<T: Stored> Lane<T> {
         let [input, output] =
             [input, started.take()].map(|buffer| Buffer::pending(buffer, started.buffer_len));
         let work = self.memory.pool().group().all_to_all_variable_by_hosts(input, output, lens);
-        started.under_way.push_back(UnderWay { round, work: Travel::ByHosts(work) });
+        started.under_way.push_back(UnderWay { round, transfer: Transfer::ByHosts(work) });
     }
 
-    /// Waits for the pieces of rounds up to `last`, and brings them where they belong.
-    fn finish_rounds(
+    /// Waits for the pieces of the rounds before `end`, and brings them where they belong.
+    fn finish_rounds_before(
         &self,
         device: &Device,
         started: &mut StartedRows<T>,
-        last: usize,
+        end: usize,
         mut result: ViewMut<'_>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         let (AxisPlace { rank, degree }, len) = (self.place(), started.buffer_len);
-        while started.under_way.front().is_some_and(|under_way| under_way.round <= last) {
-            let UnderWay { round, work } = started.under_way.pop_front().expect("there is one");
-            match work {
-                Travel::Sent(work) => {
+        while started.under_way.front().is_some_and(|under_way| under_way.round < end) {
+            let UnderWay { round, transfer } = started.under_way.pop_front().expect("there is one");
+            match transfer {
+                Transfer::Send(work) => {
                     let buffer = waiting.wait_on_device(work, len, device)?;
                     started.give(device, buffer);
                 }
-                Travel::Received(work, from, part) => {
+                Transfer::Receive { work, from, part } => {
                     let mut buffer = waiting.wait_on_device(work, len, device)?;
                     started.copy_out(device, (&mut buffer, 0), (from, part, result.reborrow()));
                     started.give(device, buffer);
                 }
-                Travel::ByHosts(work) => {
+                Transfer::ByHosts(work) => {
                     let (input, output) = waiting.wait(work)?;
                     let (mut output, mut at) = (output.into_memory(), 0);
                     for from in 0..degree {
@@ -299,13 +306,13 @@ mod tests {
         (from * 1000 + to * 100 + index % 97) as f32
     }
 
-    /// Two exchanges that overlap, there and back.
-    fn exchange(hosts: &[usize], even: usize, memory: usize) {
+    /// Two exchanges that overlap, there and back, by hosts or by messages.
+    fn exchange(hosts: &[usize], even_len: usize, memory: usize, by_hosts: bool) {
         let (degree, many) = (hosts.len(), 7 * PIECE + 5);
         run_ranks_on(hosts, |group| {
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-            let rank = group.rank().0;
-            let axis = GroupAxis::new(&Arc::new(group), &device);
+            let (rank, group) = (group.rank().0, Arc::new(group));
+            let axis = GroupAxis::new(&group, &device);
             let after = |end: &mut usize, len: usize| -> Runs {
                 *end += len;
                 // Two runs where there is more than one element, the last part first.
@@ -320,13 +327,13 @@ mod tests {
                     .map(|index| (index / degree, index % degree))
                     .map(|(from, to)| if from == to { 0 } else { len(from, to, many) })
                     .collect(),
-                even,
-                most: 8 * PIECE,
+                even_len,
+                len_max: 8 * PIECE,
             };
             let empty =
                 |len: usize| device.empty([len].into(), trireme_base::DType::F32, Category::Activations);
-            let (mut values, mut result) = (empty(sent_end).unwrap(), empty(received_end).unwrap());
-            let mut back = empty(sent_end).unwrap();
+            let [mut values, mut back] = [sent_end; 2].map(|len| empty(len).unwrap());
+            let mut results = [received_end; 2].map(|len| empty(len).unwrap());
             let mut all = vec![0.0; sent_end];
             for (to, runs) in runs.sent.iter().enumerate() {
                 let places = runs.iter().cloned().flatten();
@@ -341,11 +348,12 @@ mod tests {
                 axis.finish_rows(&device, exchange, result.view_mut()).unwrap();
             };
             let [first, second] = [(); 2].map(|()| send(&values, &runs));
-            finish(first, &values, &mut result);
-            let other = send(&result, &runs.clone().reversed());
-            finish(second, &values, &mut result);
-            finish(other, &result, &mut back);
-            let found = device.read::<f32>(result.view());
+            finish(first, &values, &mut results[0]);
+            let other = send(&results[0], &runs.clone().reversed());
+            finish(second, &values, &mut results[1]);
+            finish(other, &results[0], &mut back);
+            let [found, again] = results.each_ref().map(|result| device.read::<f32>(result.view()));
+            assert_eq!(found, again);
             for (from, runs) in runs.received.iter().enumerate() {
                 let places = runs.iter().cloned().flatten().enumerate();
                 let is_right = |(index, place): (usize, usize)| found[place] == value(from, rank, index);
@@ -353,17 +361,18 @@ mod tests {
             }
             assert_eq!(device.read::<f32>(back.view()), all);
             assert_eq!(device.memory().usage(Category::Communication).peak, memory);
+            assert_eq!(group.statistics().message_bytes == 0, by_hosts);
         });
     }
 
     #[test]
     fn uneven_rows_come_in_the_memory_of_even_ones() {
         // Two at a time, each with two pieces to and from each of the others.
-        exchange(&[0; 3], PIECE, 2 * (2 * 2 * 2) * (256 << 10));
+        exchange(&[0; 3], PIECE, 2 * (2 * 2 * 2) * (256 << 10), false);
         // By hosts and without, in the same memory.
         for hosts in [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1, 0, 1]] {
-            for even in [100, PIECE] {
-                exchange(&hosts, even, 2 * (2 * 2 * 7) * (256 << 10));
+            for (even_len, by_hosts) in [(100, true), (PIECE, false)] {
+                exchange(&hosts, even_len, 2 * (2 * 2 * 7) * (256 << 10), by_hosts);
             }
         }
     }

@@ -414,7 +414,7 @@ impl Executor {
             self.begin_microbatch(microbatch, batch)?;
         }
         self.first_step = plans[0].step;
-        self.axes.choose_replicated();
+        self.axes.choose_shadowed();
         self.timeline.begin();
         let mut finished = None;
         for index in 0..self.program.actions.len() {

@@ -59,13 +59,13 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
 /// mixture-of-experts inference and training to power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive
 /// mixture-of-experts at scale", 2023).
 ///
-/// First a rank gives each rank of its host what it has for the ranks of that one's number on all hosts, block by block,
-/// so that blocks for one host come to lie side by side. Then ranks of one number swap what their hosts have for
+/// First a rank gives each rank of its host what it has for the ranks with that one's local rank on all hosts, block by block,
+/// so that blocks for one host come to lie side by side. Then ranks with the same local rank swap what their hosts have for
 /// them, in one message.
 ///
 /// Appends the steps of `rank` to `steps`, on `H` hosts of `L` ranks: `H` copies, `H (L - 1)` exchanges within the host and
 /// `H - 1` across hosts, where the pairwise algorithm has `(H - 1) L`. The bytes that leave a host are those of its blocks
-/// for other hosts, as with the pairwise algorithm. Of these blocks, those for ranks of another number than their sender's
+/// for other hosts, as with the pairwise algorithm. Of these blocks, those for ranks with another local rank than their sender's
 /// also travel within the host: `1 - 1 / L` of the bytes if blocks are equally long. Where the ranks of a host do
 /// not follow each other, what comes from other hosts is copied once more, by `N - L` copies.
 ///
@@ -82,14 +82,14 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     if hosts.num_hosts() == 1 || hosts.ranks_per_host().is_none_or(|ranks_per_host| ranks_per_host == 1) {
         return all_to_all_variable(rank, send_lens, &receive_lens, steps);
     }
-    let (own_host, number) = (hosts.host_of(rank), hosts.local_rank(rank));
+    let (own_host, local_rank) = (hosts.host_of(rank), hosts.local_rank(rank));
     let (neighbours, ranks_per_host) = (hosts.ranks(own_host), hosts.ranks(own_host).len());
-    let with_number = |number: usize, host: usize| hosts.ranks(host)[number].0;
+    let with_local_rank = |local_rank: usize, host: usize| hosts.ranks(host)[local_rank].0;
     let of_host = |host: usize| host * ranks_per_host..(host + 1) * ranks_per_host;
-    // In scratch: what the ranks of this host have for ranks of this one's number, by host; then what arrives.
+    // In scratch: what the ranks of this host have for ranks with this one's local rank, by host; then what arrives.
     let relay_len = |host: usize, from: &Rank| match host == own_host {
         true => 0,
-        false => lens[from.0 * world_size + with_number(number, host)],
+        false => lens[from.0 * world_size + with_local_rank(local_rank, host)],
     };
     let by_host = |host| neighbours.iter().map(move |from| relay_len(host, from));
     let relay_lens = Vec::from_iter((0..hosts.num_hosts()).flat_map(by_host));
@@ -100,19 +100,19 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     };
     // Within the host: from the input to where it goes on from, so nothing is packed.
     steps.extend((0..hosts.num_hosts()).map(|host| Step::Copy {
-        from: Span::input(place(send_lens, with_number(number, host))),
-        to: relayed(number, host),
+        from: Span::input(place(send_lens, with_local_rank(local_rank, host))),
+        to: relayed(local_rank, host),
     }));
-    for partner in partners(number, ranks_per_host) {
+    for partner in partners(local_rank, ranks_per_host) {
         let peer = neighbours[partner].0;
         steps.extend((0..hosts.num_hosts()).map(|host| {
-            let block = place(send_lens, with_number(partner, host));
+            let block = place(send_lens, with_local_rank(partner, host));
             Step::both(Outgoing::new(peer, Span::input(block)), Incoming::copy(peer, relayed(partner, host)))
         }));
     }
     // Across hosts.
     for partner in partners(own_host, hosts.num_hosts()) {
-        let peer = with_number(number, partner);
+        let peer = with_local_rank(local_rank, partner);
         let outgoing = Outgoing::new(peer, Span::scratch(places(&relay_lens, of_host(partner))));
         if hosts.are_runs() {
             let arrival = places(&receive_lens, of_host(partner));

@@ -9,8 +9,8 @@ use trireme_base::{Cost, DType};
 impl Device {
     /// For each group its rows of `left` (`[rows, inner]`), times its block of `right`, as `out` (`[rows, cols]`); factors are rounded to
     /// `precision`, sums are in f32. The blocks of all groups are one matrix, one below the other, each read transposed or not.
-    /// `starts` (`[num_groups + 1]`, u32) holds where the rows of each group begin, and at last where they end; the first group begins with the first row,
-    /// whatever its start is counted from. Rows after the last group are of none, and become zeros.
+    /// `starts` (`[num_groups + 1]`, u32) holds where the rows of each group begin, and at last where they end. Only their differences matter: the first group begins at the
+    /// first row. Rows after the last group are of none, and become zeros.
     ///
     /// Cost: `2 rows cols inner` floating-point operations. Groups have the bits of products of their own, and no padding.
     ///
@@ -54,7 +54,8 @@ impl Device {
 
     /// For each group the transpose of its rows of `left` (`[rows, m]`), times its rows of `right` (`[rows, n]`), as its block of `out`
     /// (`[num_groups * m, n]`, f32), or added to it; the rest as [`grouped_matmul`](Device::grouped_matmul). A group without rows gives
-    /// zeros. If `starts` has several parts of each group, a block is the sum of the products of its parts, neighbours first.
+    /// zeros. If `starts` has several parts of each group, a block is the sum of the products of its parts, in the order in which
+    /// as many ranks add up: a tree over the largest power of two of terms, of which the first ones are sums of two parts.
     ///
     /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group but the first.
     ///

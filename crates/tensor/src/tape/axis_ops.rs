@@ -115,8 +115,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError>;
 
-    /// Sends what an exchange of rows has not sent yet, of the same `values`; some of what comes is in `result` afterwards, of the same type. From then on the values may
-    /// change.
+    /// Sends the rest of an exchange of rows, of the same `values`. Part of what arrives is written to `result`, of the same type. Afterwards `values` may be overwritten.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
@@ -159,7 +158,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
 pub type Runs = SmallVec<[Range<usize>; 8]>;
 
 /// Elements that a rank sends to each rank of an axis, and receives from each, itself among them.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone)]
 pub struct ExchangedRuns {
     /// To each, where they lie.
     pub sent: SmallVec<[Runs; 8]>,
@@ -167,10 +166,10 @@ pub struct ExchangedRuns {
     pub received: SmallVec<[Runs; 8]>,
     /// Elements from each rank to each other one, first by who sends and then by who receives.
     pub lens: Vec<usize>,
-    /// What one rank sends to another if all have equally much for each other: for so much there is memory, however uneven loads are.
-    pub even: usize,
-    /// The most that one rank sends to another.
-    pub most: usize,
+    /// Elements from one rank to another with even loads: memory for messages is sized by it.
+    pub even_len: usize,
+    /// The most elements from one rank to another with any loads.
+    pub len_max: usize,
 }
 
 impl ExchangedRuns {
@@ -181,11 +180,6 @@ impl ExchangedRuns {
             (0..degree * degree).map(|index| self.lens[index % degree * degree + index / degree]);
         let lens = transposed.collect();
         ExchangedRuns { sent: self.received, received: self.sent, lens, ..self }
-    }
-
-    /// Elements of some runs.
-    pub fn num_elements(runs: &[Range<usize>]) -> usize {
-        runs.iter().map(Range::len).sum()
     }
 
     /// Of runs that follow each other, the parts of those in `range` of all their elements: where each begins in the range, and where it lies.
@@ -263,7 +257,7 @@ impl AxisOps for AloneOnAxis {
         runs: ExchangedRuns,
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError> {
-        let len: usize = runs.sent.iter().map(|runs| ExchangedRuns::num_elements(runs)).sum();
+        let len: usize = runs.sent.iter().flatten().map(Range::len).sum();
         self.note(ExchangeKind::AllToAll, len * values.dtype().size());
         Ok(PendingExchange::new(0))
     }

@@ -132,6 +132,10 @@ impl Tape {
                 let cx = &mut BackwardContext::new(self, parameters, index, Done::InputHalf);
                 op.get().backward_input(cx)?;
                 self.pass_grad(index, Done::InputHalf)?;
+                assert!(
+                    !op.get().has_parameters() || self.is_reached(index),
+                    "{op:?} has taken the gradient, and kept nothing for the weight half"
+                );
             }
             self.leave(index, Done::InputHalf);
         }
@@ -388,10 +392,10 @@ impl<'a> BackwardContext<'a> {
         self.output_grad(0).expect("backward runs where the output has a gradient")
     }
 
-    /// The gradient of the only output, to compute in its memory, for operations whose weight half does not read it.
+    /// The gradient of the only output, to compute in its memory. The weight half does not have it: an operation with parameters [keeps](BackwardContext::keep) what that needs.
     ///
     /// # Panics
-    /// If the operation has no output.
+    /// If the operation has no output; and, after the input half, if it has parameters and has kept nothing.
     pub fn take_output_grad(&mut self) -> Tensor {
         let tape = &mut *self.common.tape;
         let grad = tape.values[tape.nodes[self.node].outputs.start].grad.take();
@@ -402,7 +406,7 @@ impl<'a> BackwardContext<'a> {
     ///
     /// # Panics
     /// If forward has saved nothing at this place, or it was taken.
-    pub fn take_saved(&mut self, index: usize) -> Tensor {
+    pub(super) fn take_saved(&mut self, index: usize) -> Tensor {
         let place = self.tape.nodes[self.node].saved.start + index;
         assert!(self.tape.nodes[self.node].saved.contains(&place), "nothing was saved as {index}");
         self.tape.tensors[place].take().expect("it is taken once")

@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{AxisOps, ExpertAxis, PendingExchange, PendingMean, ReplicatedExperts, Tape};
+use super::{AxisOps, ExpertAxis, PendingExchange, PendingMean, ShadowedExperts, Tape};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -37,25 +37,24 @@ impl OperationContext<'_> {
     /// The ranks with different experts.
     ///
     /// # Panics
-    /// If there is one.
+    /// If the tape has no expert axis.
     pub(super) fn expert_axis(&self) -> &dyn AxisOps {
         &*self.experts().ops
     }
 
-    /// The experts that all of them have copies of.
+    /// The experts of which all of them have shadows.
     ///
     /// # Panics
     /// As [`expert_axis`](OperationContext::expert_axis).
-    pub(super) fn replicated_experts(&self) -> &ReplicatedExperts {
-        &self.experts().replicated
+    pub(super) fn shadowed_experts(&self) -> &ShadowedExperts {
+        &self.experts().shadowed
     }
 
     fn experts(&self) -> &ExpertAxis {
         self.tape.experts.as_ref().expect("only several ranks have different experts")
     }
 
-    /// Leaves rows under way, for the next operation that [ends or goes through](OperationContext::take_rows_under_way) such an exchange: pairs of them enclose what is computed
-    /// meanwhile.
+    /// Keeps an exchange of rows on the tape, for the next operation that [takes](OperationContext::take_rows_under_way) it.
     pub(super) fn leave_rows_under_way(&mut self, exchange: PendingExchange) {
         let other = self.tape.rows_under_way.replace(exchange);
         assert!(other.is_none(), "one exchange of rows at a time is between operations");

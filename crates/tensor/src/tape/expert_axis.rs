@@ -1,4 +1,4 @@
-//! Ranks with different experts, and the experts that all of them have copies of.
+//! Ranks with different experts, and the experts of which all ranks have shadows.
 
 use super::AxisOps;
 use crate::parameter_table::ParameterId;
@@ -11,61 +11,54 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct ExpertAxis {
     /// This rank, and the others.
     pub ops: Arc<dyn AxisOps>,
-    /// The experts that all ranks have copies of.
-    pub replicated: Arc<ReplicatedExperts>,
+    /// The experts of which all ranks have shadows.
+    pub shadowed: Arc<ShadowedExperts>,
 }
 
-/// Which experts of each layer all ranks have copies of: those that most tokens have chosen since the last time. All ranks of an axis see the same numbers, and
-/// so come to the same.
+/// Which experts of each layer are shadowed: all ranks of the axis have copies of them, so that their rows do not travel (He et al., "FasterMoE", 2022, section 5.1). They are
+/// those that most tokens have chosen since the last time. All ranks of an axis see the same numbers, and so come to the same.
 #[derive(Debug, Default)]
-pub struct ReplicatedExperts(Mutex<BTreeMap<ParameterId, Layer>>);
+pub struct ShadowedExperts(Mutex<BTreeMap<ParameterId, Layer>>);
 
 #[derive(Debug)]
 struct Layer {
-    num_replicated: usize,
+    num_shadowed: usize,
     /// Of each expert, since the last choice.
     num_tokens: Vec<u64>,
-    is_replicated: Vec<bool>,
+    is_shadowed: Vec<bool>,
 }
 
-impl ReplicatedExperts {
+impl ShadowedExperts {
     fn layers(&self) -> MutexGuard<'_, BTreeMap<ParameterId, Layer>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether each of `num_experts` experts of a layer is one of `num_replicated`: the first ones, until others were chosen.
-    pub(super) fn of_layer(
-        &self,
-        layer: ParameterId,
-        num_experts: usize,
-        num_replicated: usize,
-    ) -> Vec<bool> {
-        let first = || (0..num_experts).map(|expert| expert < num_replicated).collect();
-        let layers = self.layers();
-        layers.get(&layer).map_or_else(first, |layer| layer.is_replicated.clone())
-    }
-
-    /// Counts choices of a layer: `numbers` of each expert, one rank's after the other.
-    pub(super) fn count(&self, layer: ParameterId, is_replicated: &[bool], numbers: &[u32]) {
+    /// Whether each of `num_experts` experts of a layer is one of `num_shadowed`: the first ones, until others were chosen.
+    pub(super) fn of_layer(&self, layer: ParameterId, num_experts: usize, num_shadowed: usize) -> Vec<bool> {
         let mut layers = self.layers();
         let layer = layers.entry(layer).or_insert_with(|| Layer {
-            num_replicated: is_replicated.iter().filter(|&&is| is).count(),
-            num_tokens: vec![0; is_replicated.len()],
-            is_replicated: is_replicated.to_vec(),
+            num_shadowed,
+            num_tokens: vec![0; num_experts],
+            is_shadowed: (0..num_experts).map(|expert| expert < num_shadowed).collect(),
         });
-        for of_rank in numbers.chunks_exact(is_replicated.len()) {
-            layer.num_tokens.iter_mut().zip(of_rank).for_each(|(sum, &number)| *sum += u64::from(number));
-        }
+        layer.is_shadowed.clone()
+    }
+
+    /// Counts a rank's choices of a layer that was [asked for](ShadowedExperts::of_layer): those of each expert come first in `numbers`.
+    pub(super) fn count(&self, layer: ParameterId, numbers: &[u32]) {
+        let mut layers = self.layers();
+        let num_tokens = &mut layers.get_mut(&layer).expect("it was asked for").num_tokens;
+        num_tokens.iter_mut().zip(numbers).for_each(|(sum, &number)| *sum += u64::from(number));
     }
 
     /// Chooses the experts with the highest loads since the last time, the first of equal ones. To be called between steps, where no microbatch is between its
     /// forward and its backward.
     pub fn choose(&self) {
-        for layer in self.layers().values_mut() {
+        for layer in self.layers().values_mut().filter(|layer| layer.num_shadowed > 0) {
             let mut order: Vec<usize> = (0..layer.num_tokens.len()).collect();
             order.sort_by_key(|&expert| Reverse(layer.num_tokens[expert]));
-            layer.is_replicated.fill(false);
-            order[..layer.num_replicated].iter().for_each(|&expert| layer.is_replicated[expert] = true);
+            layer.is_shadowed.fill(false);
+            order[..layer.num_shadowed].iter().for_each(|&expert| layer.is_shadowed[expert] = true);
             layer.num_tokens.fill(0);
         }
     }
@@ -82,18 +75,19 @@ mod tests {
         let mut table = ParameterTable::default();
         table.begin_unit("unit");
         let layer = table.add(Parameter::matrix("weight", &[1, 1], Initial::ZEROS)).first;
-        let replicated = ReplicatedExperts::default();
-        let first = replicated.of_layer(layer, 4, 2);
+        let shadowed = ShadowedExperts::default();
+        let first = shadowed.of_layer(layer, 4, 2);
         assert_eq!(first, [true, true, false, false]);
         // Of two ranks, in two microbatches.
-        replicated.count(layer, &first, &[1, 2, 3, 0, 1, 0, 0, 0]);
-        replicated.count(layer, &first, &[0, 0, 0, 2, 0, 0, 0, 0]);
-        assert_eq!(replicated.of_layer(layer, 4, 2), first, "not before the step has ended");
-        replicated.choose();
+        shadowed.count(layer, &[1, 2, 3, 0]);
+        shadowed.count(layer, &[1, 0, 0, 0]);
+        shadowed.count(layer, &[0, 0, 0, 2]);
+        assert_eq!(shadowed.of_layer(layer, 4, 2), first, "not before the step has ended");
+        shadowed.choose();
         // 2, 2, 3 and 2 tokens.
-        assert_eq!(replicated.of_layer(layer, 4, 2), [true, false, true, false]);
-        replicated.count(layer, &first, &[0, 0, 0, 9]);
-        replicated.choose();
-        assert_eq!(replicated.of_layer(layer, 4, 2), [true, false, false, true]);
+        assert_eq!(shadowed.of_layer(layer, 4, 2), [true, false, true, false]);
+        shadowed.count(layer, &[0, 0, 0, 9]);
+        shadowed.choose();
+        assert_eq!(shadowed.of_layer(layer, 4, 2), [true, false, false, true]);
     }
 }

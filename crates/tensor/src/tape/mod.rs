@@ -28,7 +28,7 @@ pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedRuns, NotedExchanges, PendingE
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::{OperationContext, Randomness};
 pub use context_axis::{ContextAxis, Operand};
-pub use expert_axis::{ExpertAxis, ReplicatedExperts};
+pub use expert_axis::{ExpertAxis, ShadowedExperts};
 pub use forward::{ForwardContext, Recorder};
 pub(crate) use operation::has_no_gradient;
 pub use operation::{Op, Operation, ReadBy};
@@ -64,7 +64,7 @@ pub struct Tape {
     axis: Option<TensorAxis>,
     context: Option<ContextAxis>,
     experts: Option<ExpertAxis>,
-    /// Rows on their way between ranks with different experts, which one operation has started and the next one of that pair ends.
+    /// Rows on their way between ranks with different experts, which one operation has started and a later one takes.
     rows_under_way: Option<PendingExchange>,
     loss_scale: f32,
     first_position: usize,

@@ -113,13 +113,14 @@ config_section! {
         /// Whether activations that do not fit into `[memory] device_budget`, because loads are more uneven than was planned for, go to files
         /// in `[offload] folder`. Otherwise the run ends. Memory is planned for even loads; a capacity_factor bounds it.
         spill: bool = true;
-        /// In how many parts tokens travel to experts on other workers (docs/experts.md): one part travels while another one is computed. At most as
-        /// many as a worker has experts. More parts hide more of slow links, and make smaller products. Changes no bit.
+        /// Number of chunks in which tokens travel to experts on other workers: one travels while another one is computed (docs/experts.md). At most as many
+        /// as a worker has experts. More chunks start the first product earlier, but make more exchanges and smaller products. Changes no bit,
+        /// unless products are in fp8.
         num_chunks: usize = 2, within 1..=1 << 10;
-        /// How many experts of each layer all workers with different experts have copies of, for each step those that most tokens chose in the step
-        /// before: tokens do not travel to them, but their weights and gradients do, in each microbatch (FasterMoE's shadow experts). Pays where a few
-        /// experts have most of the load (docs/experts.md). Changes no bit.
-        num_replicated: usize = 0, within 0..=1 << 10;
+        /// Number of experts of each layer of which all workers with different experts keep copies (FasterMoE's shadow experts): those that most tokens chose
+        /// before. Tokens do not travel to them; their weights and gradients do, in each microbatch. Pays where a few experts have most of the load
+        /// (docs/experts.md). Changes no bit.
+        num_shadowed: usize = 0, within 0..=1 << 10;
     }
 }
 

@@ -6,7 +6,7 @@ use trireme_parallel::Spill;
 use trireme_planner::CategoryBytes;
 use trireme_tensor::Overflow;
 
-fn model(capacity_factor: Option<f64>, num_replicated: usize) -> ModelConfig {
+fn model(capacity_factor: Option<f64>, num_shadowed: usize) -> ModelConfig {
     let text = r#"{"model_type": "deepseek_v3", "vocab_size": 350, "hidden_size": 36, "intermediate_size": 60,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
         "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
@@ -14,7 +14,8 @@ fn model(capacity_factor: Option<f64>, num_replicated: usize) -> ModelConfig {
         "first_k_dense_replace": 1}"#;
     let mut config = ModelConfig::from_json(text).unwrap();
     let experts = config.experts.as_mut().unwrap();
-    (experts.capacity_factor, experts.num_replicated) = (capacity_factor, num_replicated);
+    experts.capacity_factor = capacity_factor;
+    experts.exchange.num_shadowed = num_shadowed;
     config
 }
 
@@ -34,8 +35,8 @@ fn cases() -> Vec<Case> {
 
 #[test]
 fn a_capacity_bounds_memory_to_the_byte() {
-    for (factor, num_replicated) in [(0.5, 0), (1.25, 3), (4.0, 1)] {
-        let config = model(Some(factor), num_replicated);
+    for (factor, num_shadowed) in [(0.5, 0), (1.25, 3), (4.0, 1)] {
+        let config = model(Some(factor), num_shadowed);
         for case in cases() {
             case.check(&config, 2);
         }
@@ -74,8 +75,8 @@ fn uneven_loads_take_memory_of_activations_alone() {
 /// A rank whose experts get more than their part needs more than was planned for: it ends, unless it may spill.
 #[test]
 fn a_budget_that_uneven_loads_would_exceed_spills() {
-    let config = model(None, 0);
-    for (stage, tensor_degree) in [(0, 1), (3, 1), (0, 2)] {
+    for (stage, tensor_degree, num_shadowed) in [(0, 1, 0), (3, 1, 1), (0, 2, 0)] {
+        let config = model(None, num_shadowed);
         let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
         let shape = (3, 5 + (tensor_degree - 1));
         let case = Case { num_microbatches: 2, experts: 2, shape, ..Case::default() };

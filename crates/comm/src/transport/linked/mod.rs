@@ -310,7 +310,10 @@ impl Linked {
             }
         }
         let mut scratch = std::mem::take(&mut self.scratch);
-        let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
+        // As much as the vectors may ever need, so that it does not grow with the lengths of later steps.
+        let (len, room) =
+            (scratch_len(&self.steps) * dtype.size(), input.bytes().len() + output.bytes().len());
+        let scratch_bytes = reserve(&mut scratch, if len == 0 { 0 } else { len.max(room) })?;
         let memories = Memories::new(output.bytes_mut(), dtype, None).with_input(input.bytes());
         let result = self.run_steps(call, &mut memories.with_scratch(scratch_bytes), control, cost);
         self.scratch = scratch;

@@ -237,8 +237,8 @@ impl Builder<'_> {
                 ExpertExchange {
                     num_experts,
                     capacity,
-                    num_chunks: experts.num_chunks,
-                    num_replicated: experts.num_replicated,
+                    num_chunks: experts.exchange.num_chunks,
+                    num_shadowed: experts.exchange.num_shadowed,
                     layer: into.first,
                 },
             ),

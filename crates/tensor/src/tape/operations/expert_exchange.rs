@@ -17,14 +17,17 @@ use trireme_base::{AxisPlace, DType};
 /// Tells all ranks of the expert axis how many choices each expert has. The inputs are the first and the last output of [`GroupRows`](crate::tape::GroupRows); of the
 /// last one only the shape is read. The outputs, all u32, are:
 ///
-/// - how many choices of each expert each rank has, and, behind those of the last one, 1 for each expert that all ranks have copies of (`[degree + 1, num_experts]`);
+/// - a table (`[degree + 1, num_experts + 2]`): a row of each rank, with how many choices of each expert it has, how many it has in all, and how many of them an expert takes at most; and
+///   a row with 1 for each expert that is [shadowed](crate::tape::ShadowedExperts) and 0 for the others;
 /// - where the rows of each of this rank's experts begin, and where the last ones end (`[own_experts + 1]`);
 /// - where the rows of each rank begin among those (`[own_experts * degree + 1]`): rows are ordered by expert, and those of an expert by the rank
-///   that has sent them. There are none of experts that all ranks have copies of.
+///   that has sent them. Shadowed experts have none.
 ///
 /// Ranks have equally many experts, in their order.
 ///
-/// Cost: the host reads the numbers of choices of this rank, and one all-gather of `4 num_experts` bytes a rank.
+/// Ranks may have different numbers of tokens.
+///
+/// Cost: the host reads the numbers of choices of this rank, and one all-gather of `4 (num_experts + 2)` bytes a rank.
 #[derive(Debug)]
 pub struct GatherLoads(pub ExpertExchange);
 
@@ -35,41 +38,42 @@ pub struct ExpertExchange {
     pub num_experts: usize,
     /// That of [`GroupRows`](crate::tape::GroupRows).
     pub capacity: Option<Capacity>,
-    /// In how many parts the rows for a rank travel, each for some of its experts; at most as many as it has. One part travels while another one is computed.
+    /// In how many chunks the rows for a rank travel, each for some of its experts; at most as many as it has. One chunk travels while another one is computed.
     pub num_chunks: usize,
-    /// How many experts all ranks have [copies](crate::tape::ReplicatedExperts) of, of this layer: their rows do not travel.
-    pub num_replicated: usize,
+    /// How many experts of this layer are [shadowed](crate::tape::ShadowedExperts): their rows do not travel.
+    pub num_shadowed: usize,
     /// What tells the layer from others: the first parameter of its experts on this rank.
     pub layer: ParameterId,
 }
 
-/// Begins to send rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts, and passes them on: [`OwnExperts`](super::OwnExperts)
-/// receives them. What is computed in between does not wait for what travels, forward and backward. The other inputs are the first output of
+/// Starts to send the first chunk of rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts, and passes the rows on to
+/// [`OwnExperts`](super::OwnExperts). What is computed between the two does not wait for what travels, forward and backward. The other inputs are the first output of
 /// [`GatherLoads`] and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the shape is read.
 ///
 /// Cost: the host reads the numbers of choices. Rows are copied from where they are to what is sent.
 #[derive(Debug)]
 pub struct DispatchRows(pub ExpertExchange);
 
-/// Waits for the rows that [`OwnExperts`](super::OwnExperts) returns, which begin to travel there. The inputs are its output, the first output of [`GatherLoads`], and the
-/// choice at each place on this rank, of which only the shape is read.
+/// Waits for the last chunk of rows that [`OwnExperts`](super::OwnExperts) sends back. The inputs are its output (`[1, num_choices, cols]`), the first output of
+/// [`GatherLoads`], and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the shape is read. The output has the shape of the first input.
 ///
 /// Cost: as [`DispatchRows`], from what comes to where it belongs.
 #[derive(Debug)]
 pub struct ReturnRows(pub ExpertExchange);
 
+/// Numbers in a row of the table, beside those of experts: of all choices, and of those that an expert takes at most.
+const NUM_OTHERS: usize = 2;
+
 /// How many choices of each expert each rank has, and which rows that makes.
 pub(super) struct Loads {
-    /// One rank's after the other.
-    numbers: Vec<u32>,
-    /// Whether all ranks have copies of each expert.
-    is_replicated: Vec<bool>,
+    /// The rows of ranks of the table.
+    table: Vec<u32>,
+    /// Of each expert.
+    is_shadowed: Vec<bool>,
     place: AxisPlace,
     exchange: ExpertExchange,
-    /// Choices of this rank.
-    num_choices: usize,
-    /// Rows that there is memory for of one rank's choices of an expert; `None` for as many as come.
-    rows_per_expert: Option<usize>,
+    /// Whether experts have memory for as many rows as they can get, or as even loads have on a device that only counts; else for as many as come.
+    is_bounded: bool,
 }
 
 impl ExpertExchange {
@@ -81,57 +85,62 @@ impl ExpertExchange {
         places: Shape,
     ) -> Result<Loads, DeviceError> {
         let own: Vec<u32> = match cx.device().is_counting() {
-            true => self.even_numbers(places).collect(),
-            false => cx.device().read::<u32>(starts).windows(2).map(|pair| pair[1] - pair[0]).collect(),
+            true => self.even_row(places),
+            false => {
+                let starts = cx.device().read::<u32>(starts);
+                let numbers = starts.windows(2).map(|pair| pair[1] - pair[0]);
+                numbers.chain(self.totals(places)).collect()
+            }
         };
-        let numbers = cx.expert_axis().gather_numbers(&own)?;
-        let replicated = cx.replicated_experts();
-        let is_replicated = replicated.of_layer(self.layer, self.num_experts, self.num_replicated);
-        if self.num_replicated > 0 && cx.is_recording() && !cx.device().is_counting() {
-            replicated.count(self.layer, &is_replicated, &numbers);
+        let table = cx.expert_axis().gather_numbers(&own)?;
+        let shadowed = cx.shadowed_experts();
+        let is_shadowed = shadowed.of_layer(self.layer, self.num_experts, self.num_shadowed);
+        if cx.is_recording() {
+            table.chunks_exact(own.len()).for_each(|row| shadowed.count(self.layer, row));
         }
-        Ok(self.loads(cx, places, |_| (numbers, is_replicated)))
+        Ok(self.loads(cx, table, is_shadowed))
     }
 
-    /// Reads the numbers of choices of all ranks from the device: the first output of [`GatherLoads`].
-    pub(super) fn read(self, cx: &OperationContext<'_>, numbers: View<'_>, places: Shape) -> Loads {
-        self.loads(cx, places, |device| {
-            let mut numbers: Vec<u32> = device.read(numbers);
-            let flags = numbers.split_off(numbers.len() - self.num_experts);
-            (numbers, flags.into_iter().map(|flag| flag == 1).collect())
-        })
+    /// Reads the table from the device: the first output of [`GatherLoads`]. On a device that only counts, experts have equally many choices, and the first experts are
+    /// shadowed.
+    pub(super) fn read(self, cx: &OperationContext<'_>, table: View<'_>, places: Shape) -> Loads {
+        if cx.device().is_counting() {
+            let rows = iter::repeat_n(self.even_row(places), cx.expert_axis().place().degree);
+            let is_shadowed = (0..self.num_experts).map(|expert| expert < self.num_shadowed);
+            return self.loads(cx, rows.flatten().collect(), is_shadowed.collect());
+        }
+        let mut table: Vec<u32> = cx.device().read(table);
+        let flags = table.split_off(table.len() - self.row_len());
+        self.loads(cx, table, flags[..self.num_experts].iter().map(|&flag| flag == 1).collect())
     }
 
-    /// On a device that only counts, experts have equally many choices, and ranks have copies of the first ones.
-    fn loads(
-        self,
-        cx: &OperationContext<'_>,
-        places: Shape,
-        found: impl FnOnce(&Device) -> (Vec<u32>, Vec<bool>),
-    ) -> Loads {
-        let (place, num_choices, device) = (cx.expert_axis().place(), places.num_elements(), cx.device());
-        let is_counting = device.is_counting();
-        let (numbers, is_replicated) = if is_counting {
-            let numbers = iter::repeat_n(self.even_numbers(places), place.degree).flatten().collect();
-            (numbers, (0..self.num_experts).map(|expert| expert < self.num_replicated).collect())
-        } else {
-            found(device)
+    fn loads(self, cx: &OperationContext<'_>, table: Vec<u32>, is_shadowed: Vec<bool>) -> Loads {
+        let is_bounded = self.capacity.is_some() || cx.device().is_counting();
+        Loads { table, is_shadowed, place: cx.expert_axis().place(), exchange: self, is_bounded }
+    }
+
+    /// Numbers in a row of the table.
+    fn row_len(self) -> usize {
+        self.num_experts + NUM_OTHERS
+    }
+
+    /// The last numbers of this rank's row.
+    fn totals(self, places: Shape) -> [u32; NUM_OTHERS] {
+        let most = self.capacity.map(|capacity| capacity.num_rows(places, self.num_experts));
+        [places.num_elements(), most.unwrap_or(places.num_elements())].map(|number| number as u32)
+    }
+
+    /// The row of a rank on which all experts have equally many choices, as far as they take them.
+    fn even_row(self, places: Shape) -> Vec<u32> {
+        let [num_choices, most] = self.totals(places);
+        let before = |expert: usize| (expert * num_choices as usize / self.num_experts) as u32;
+        let numbers = (0..self.num_experts).map(|expert| (before(expert + 1) - before(expert)).min(most));
+        // Memory is for as many rows of each expert as of any other.
+        let room = match self.capacity {
+            Some(_) => most,
+            None => num_choices.div_ceil(self.num_experts as u32),
         };
-        let rows_per_expert =
-            self.most(places).or(is_counting.then(|| num_choices.div_ceil(self.num_experts)));
-        Loads { numbers, is_replicated, place, exchange: self, num_choices, rows_per_expert }
-    }
-
-    /// The most choices of this rank that an expert takes, if they are bounded.
-    fn most(self, places: Shape) -> Option<usize> {
-        self.capacity.map(|capacity| capacity.num_rows(places, self.num_experts))
-    }
-
-    /// Choices of each expert, if all have equally many.
-    fn even_numbers(self, places: Shape) -> impl Iterator<Item = u32> + Clone {
-        let (num_choices, most) = (places.num_elements(), self.most(places).unwrap_or(usize::MAX));
-        let before = move |expert: usize| expert * num_choices / self.num_experts;
-        (0..self.num_experts).map(move |expert| (before(expert + 1) - before(expert)).min(most) as u32)
+        numbers.chain([num_choices, room]).collect()
     }
 }
 
@@ -147,64 +156,85 @@ impl Loads {
         (0..num_chunks).map(move |chunk| chunk * num_own / num_chunks..(chunk + 1) * num_own / num_chunks)
     }
 
-    /// The choices on rank `from` of an expert of rank `of`, whose rows travel.
-    fn number(&self, from: usize, of: usize, expert: usize) -> usize {
-        let expert = of * self.num_own() + expert;
-        if self.is_replicated[expert] { 0 } else { self.choices(from, expert) }
+    /// How many choices a rank has of an expert, by its number among those of all ranks.
+    fn num_choices_on(&self, rank: usize, expert: usize) -> usize {
+        self.row(rank)[expert] as usize
     }
 
-    /// The choices on a rank of an expert.
-    fn choices(&self, from: usize, expert: usize) -> usize {
-        self.numbers[from * self.exchange.num_experts + expert] as usize
+    fn row(&self, rank: usize) -> &[u32] {
+        &self.table[rank * self.exchange.row_len()..][..self.exchange.row_len()]
+    }
+
+    /// Of a rank, which has most: all choices, and the rows of an expert that there is memory for.
+    fn totals_max(&self) -> [usize; NUM_OTHERS] {
+        let of_ranks = |other: usize| {
+            let numbers =
+                (0..self.place.degree).map(|rank| self.row(rank)[self.exchange.num_experts + other]);
+            numbers.max().expect("there are ranks") as usize
+        };
+        [of_ranks(0), of_ranks(1)]
+    }
+
+    /// Choices of this rank.
+    fn num_choices(&self) -> usize {
+        self.row(self.place.rank)[self.exchange.num_experts] as usize
+    }
+
+    /// How many rows rank `from` has for an expert of rank `owner`, by its number there: none if the expert is shadowed.
+    fn num_rows_for(&self, from: usize, owner: usize, own_expert: usize) -> usize {
+        let expert = owner * self.num_own() + own_expert;
+        if self.is_shadowed[expert] { 0 } else { self.num_choices_on(from, expert) }
     }
 
     /// Ranks, and which this one is.
-    pub(super) fn place(&self) -> AxisPlace {
+    pub(super) fn axis_place(&self) -> AxisPlace {
         self.place
     }
 
-    /// The experts that all ranks have copies of: the rank that has them, and their number there.
-    pub(super) fn replicated(&self) -> impl Iterator<Item = (usize, usize)> {
-        let all = self.is_replicated.iter().enumerate().filter(|(_, is)| **is);
+    /// The shadowed experts: the rank that has each, and its number there.
+    pub(super) fn shadowed(&self) -> impl Iterator<Item = (usize, usize)> {
+        let all = self.is_shadowed.iter().enumerate().filter(|(_, is)| **is);
         all.map(|(expert, _)| (expert / self.num_own(), expert % self.num_own()))
     }
 
     /// This rank's rows of each of them, among those of all its choices.
-    pub(super) fn replicated_rows(&self) -> impl Iterator<Item = Range<usize>> {
+    pub(super) fn shadowed_rows(&self) -> impl Iterator<Item = Range<usize>> {
         let mut end = 0;
         let rows = (0..self.exchange.num_experts).map(move |expert| {
-            end += self.choices(self.place.rank, expert);
-            end - self.choices(self.place.rank, expert)..end
+            end += self.num_choices_on(self.place.rank, expert);
+            end - self.num_choices_on(self.place.rank, expert)..end
         });
-        rows.zip(&self.is_replicated).filter(|(_, is)| **is).map(|(rows, _)| rows)
+        rows.zip(&self.is_shadowed).filter(|(_, is)| **is).map(|(rows, _)| rows)
     }
 
     /// Rows that there is memory for, of those.
-    pub(super) fn replicated_room(&self) -> usize {
-        match self.rows_per_expert {
-            Some(rows) => (self.exchange.num_replicated * rows).min(self.num_choices),
-            None => self.replicated_rows().map(|rows| rows.len()).sum(),
+    pub(super) fn shadowed_room(&self) -> usize {
+        let [num_choices, rows_per_expert] = self.totals_max();
+        match self.is_bounded {
+            true => (self.exchange.num_shadowed * rows_per_expert).min(num_choices),
+            false => self.shadowed_rows().map(|rows| rows.len()).sum(),
         }
     }
 
     /// Choices on this rank that no expert takes.
     pub(super) fn num_dropped(&self) -> usize {
         let experts = 0..self.exchange.num_experts;
-        self.num_choices - experts.map(|expert| self.choices(self.place.rank, expert)).sum::<usize>()
+        self.num_choices() - experts.map(|expert| self.num_choices_on(self.place.rank, expert)).sum::<usize>()
     }
 
     /// Rows that come from all ranks for a chunk of this rank's experts.
     pub(super) fn num_rows(&self, chunk: &Range<usize>) -> usize {
         let numbers = chunk.clone().flat_map(|expert| (0..self.place.degree).map(move |from| (from, expert)));
-        numbers.map(|(from, expert)| self.number(from, self.place.rank, expert)).sum()
+        numbers.map(|(from, expert)| self.num_rows_for(from, self.place.rank, expert)).sum()
     }
 
     /// Rows that there is memory for, for a chunk of this rank's experts. With a capacity they depend on no load: as many as the experts can take from all ranks, or as
     /// those can have.
-    fn room(&self, chunk: &Range<usize>) -> usize {
-        match self.rows_per_expert {
-            Some(rows) => self.place.degree * (chunk.len() * rows).min(self.num_choices),
-            None => self.num_rows(chunk),
+    pub(super) fn room(&self, chunk: &Range<usize>) -> usize {
+        let [num_choices, rows_per_expert] = self.totals_max();
+        match self.is_bounded {
+            true => self.place.degree * (chunk.len() * rows_per_expert).min(num_choices),
+            false => self.num_rows(chunk),
         }
     }
 
@@ -227,8 +257,8 @@ impl Loads {
         let sent = (0..degree).map(|of| {
             let mut runs = Runs::new();
             for expert in 0..self.num_own() {
-                let run = after(&mut end, self.choices(rank, of * self.num_own() + expert));
-                let travels = chunk.contains(&expert) && self.number(rank, of, expert) > 0;
+                let run = after(&mut end, self.num_choices_on(rank, of * self.num_own() + expert));
+                let travels = chunk.contains(&expert) && self.num_rows_for(rank, of, expert) > 0;
                 match runs.last_mut() {
                     Some(last) if travels && last.end == run.start => last.end = run.end,
                     _ if travels => runs.push(run),
@@ -242,16 +272,18 @@ impl Loads {
         let mut end = self.rows(chunk).start * cols;
         for expert in chunk.clone() {
             for (from, runs) in received.iter_mut().enumerate() {
-                runs.push(after(&mut end, self.number(from, rank, expert)));
+                runs.push(after(&mut end, self.num_rows_for(from, rank, expert)));
             }
         }
-        let even = self.num_choices.div_ceil(self.exchange.num_experts) * chunk.len() * cols;
+        // What ranks take memory for, and in how many rounds they send, must be the same on all of them.
+        let [num_choices, _] = self.totals_max();
+        let even_len = num_choices.div_ceil(self.exchange.num_experts) * chunk.len() * cols;
         let len = |from: usize, to: usize| -> usize {
-            if from == to { 0 } else { chunk.clone().map(|expert| self.number(from, to, expert)).sum() }
+            if from == to { 0 } else { chunk.clone().map(|expert| self.num_rows_for(from, to, expert)).sum() }
         };
         let lens = (0..degree).flat_map(|from| (0..degree).map(move |to| (from, to)));
         let lens = lens.map(|(from, to)| len(from, to) * cols).collect();
-        ExchangedRuns { sent, received, lens, even, most: self.num_choices * cols }
+        ExchangedRuns { sent, received, lens, even_len, len_max: num_choices * cols }
     }
 
     /// Where the rows of each own expert begin, and of each rank among them.
@@ -260,7 +292,7 @@ impl Loads {
         let mut end = 0;
         for expert in 0..self.num_own() {
             for from in 0..self.place.degree {
-                end += self.number(from, self.place.rank, expert) as u32;
+                end += self.num_rows_for(from, self.place.rank, expert) as u32;
                 segments.push(end);
             }
             starts.push(end);
@@ -278,12 +310,12 @@ fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor, D
 impl Operation for GatherLoads {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let loads = self.0.gather(cx, cx.input(0), cx.input(1).shape())?;
-        let (device, shape) = (cx.device(), [loads.place.degree + 1, self.0.num_experts]);
+        let (device, shape) = (cx.device(), [loads.place.degree + 1, self.0.row_len()]);
         let [starts, segments] = loads.starts();
-        let flags = loads.is_replicated.iter().map(|&is| u32::from(is));
-        let numbers: Vec<u32> = loads.numbers.iter().copied().chain(flags).collect();
+        let flags = loads.is_shadowed.iter().map(|&is| u32::from(is)).chain([0; NUM_OTHERS]);
+        let table: Vec<u32> = loads.table.iter().copied().chain(flags).collect();
         let made = [
-            upload(device, &numbers, &shape)?,
+            upload(device, &table, &shape)?,
             upload(device, &starts, &[starts.len()])?,
             upload(device, &segments, &[segments.len()])?,
         ];

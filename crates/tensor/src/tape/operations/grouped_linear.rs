@@ -43,9 +43,9 @@ impl GroupedLinear {
         [num_groups * self.outputs(), self.weight.shape.cols()].into()
     }
 
-    /// The first element of a group's matrix among those of all.
-    pub(super) fn first_of(&self, group: usize) -> usize {
-        self.shape_of(group).num_elements()
+    /// Elements of a matrix.
+    pub(super) fn matrix_len(&self) -> usize {
+        self.shape_of(1).num_elements()
     }
 
     /// The outputs of groups with these matrices, of their rows.
@@ -65,7 +65,7 @@ impl GroupedLinear {
         device.grouped_matmul(cx.precision(), starts, input.view(), right, y)
     }
 
-    /// The gradient of what groups with these matrices multiply them with, of that of their outputs.
+    /// The gradient of the input of [`product`](GroupedLinear::product) after the activation, from that of its outputs.
     pub(super) fn input_grad(
         &self,
         cx: &OperationContext<'_>,
@@ -80,8 +80,8 @@ impl GroupedLinear {
         device.grouped_matmul(cx.precision(), starts, dy.view(), right, d_activated)
     }
 
-    /// The gradients of the matrices of so many groups, in `out` or added to it, of the gradient of their outputs and what they multiply with. `starts` holds where
-    /// equally many parts of each group begin.
+    /// Writes the gradients of the matrices of `num_groups` groups to `out`, or adds them, from the gradient `dy` of the outputs and what the matrices were multiplied with. `starts` divides each
+    /// group into equally many parts.
     pub(super) fn weight_grad(
         &self,
         cx: &OperationContext<'_>,

@@ -35,14 +35,13 @@ pub(super) fn activation_grad(
     }
     let mut x = cx.take_or_copy_input(0)?;
     differentiate(cx.device(), activation, x.view_mut(), d_activated.view_mut());
-    let [dx, activated] = in_order(activation, x, d_activated);
+    let [dx, activated] = grad_and_output(activation, x, d_activated);
     cx.add_grad(0, dx)?;
     cx.keep(activated);
     Ok(())
 }
 
-/// Replaces the argument of an activation and the gradient of what it makes by the gradient of the argument and what it makes, [in some
-/// order](in_order).
+/// Computes the gradient of an activation's argument and its output, in the memory of the argument and of the output's gradient: [which is where](grad_and_output) depends on the activation.
 pub(super) fn differentiate(
     device: &Device,
     activation: InputActivation,
@@ -56,8 +55,8 @@ pub(super) fn differentiate(
     }
 }
 
-/// The gradient of an activation's argument, and what the activation makes, of what [`differentiate`] leaves.
-pub(super) fn in_order<T>(activation: InputActivation, x: T, d_activated: T) -> [T; 2] {
+/// The gradient of an activation's argument, and its output, of the two memories in which [`differentiate`] leaves them.
+pub(super) fn grad_and_output<T>(activation: InputActivation, x: T, d_activated: T) -> [T; 2] {
     match activation {
         InputActivation::Gated(_) => [x, d_activated],
         InputActivation::Identity | InputActivation::Of(_) => [d_activated, x],

@@ -1,9 +1,9 @@
 //! The experts of this rank, with rows that come from all ranks and go back while others are computed.
 
-use super::copies_of_experts::{self as copies, Copies};
 use super::expert_exchange::{ExpertExchange, Loads};
 use super::grouped_linear::GroupedLinear;
-use super::input_activation::{InputActivation, differentiate, in_order};
+use super::input_activation::{InputActivation, differentiate, grad_and_output};
+use super::shadowed_experts::{self, KeptOfShadows, SavedOfShadows, Shadows};
 use crate::device::DeviceError;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingExchange, ReadBy,
@@ -13,16 +13,17 @@ use crate::tensor::{Tensor, View, ViewMut};
 use std::ops::{Range, RangeInclusive};
 use trireme_base::DType;
 
-/// Two [`GroupedLinear`] layers, one after the other, on the ranks that have them: between [`DispatchRows`](super::DispatchRows) and [`ReturnRows`](super::ReturnRows). The
-/// inputs are the output of the first one, the outputs of [`GatherLoads`](super::GatherLoads), and the last output of [`GroupRows`](super::GroupRows), of which
-/// only the shape is read. The output has the rows of the input, as experts make them; those that no expert takes are zeros. The last chunk is still on its way to them, which
-/// [`ReturnRows`](super::ReturnRows) ends.
+/// Two [`GroupedLinear`] layers of the experts that this rank has, for the rows of all ranks.
 ///
-/// Rows travel in chunks, each of some experts: while one is computed, the next one comes and the one before goes back (Hwang et al., "Tutel", 2023, section 3.3).
-/// Forward goes through them in order, backward in the reverse one. Experts that all ranks have copies of are computed at last: their matrices travel meanwhile.
+/// The inputs are the output of [`DispatchRows`](super::DispatchRows) (`[1, num_choices, cols]`), the three outputs of [`GatherLoads`](super::GatherLoads), and the last output of
+/// [`GroupRows`](super::GroupRows), of which only the shape is read. The output (`[1, num_choices, cols]`) has what experts make of this rank's rows; rows of dropped choices
+/// are zeros. When forward returns, the last chunk is still under way: [`ReturnRows`](super::ReturnRows) waits for it.
 ///
-/// Cost: that of the layers, and `2 num_choices cols` elements sent forward and as many backward, less what stays on the rank. A rank sends the matrices of its experts that others
-/// have copies of to each of them, forward and backward, and all ranks add up their gradients.
+/// Rows travel in chunks, each for some experts: while one is computed, the next one comes and the one before goes back (Hwang et al., "Tutel", 2023, section 3.3). Forward goes through
+/// them in order, backward in reverse order. Shadowed experts are computed last, since their matrices travel meanwhile.
+///
+/// Cost: that of the layers. Ranks send `2 num_choices cols` elements forward and as many backward, except those that stay on a rank. Shadows cost what
+/// `docs/experts.md` says. The host reads the numbers of choices in each pass.
 #[derive(Debug)]
 pub struct OwnExperts {
     /// Reads the rows as they are.
@@ -33,9 +34,26 @@ pub struct OwnExperts {
     pub exchange: ExpertExchange,
 }
 
+/// Places of the inputs.
+const LOADS: usize = 1;
+const STARTS: usize = 2;
+const PARTS: usize = 3;
+const PLACES: usize = 4;
+
+/// Places of what forward saves: the rows that have come, and what the activation reads; then what it saves of shadows.
+const RECEIVED: usize = 0;
+const INNER: usize = 1;
+const SAVED_OF_SHADOWS: usize = 2;
+
+/// Places of what the input half keeps: the gradients of both layers' outputs, and the activation's output; then what it keeps of shadows.
+const D_MADE: usize = 0;
+const D_INNER: usize = 1;
+const ACTIVATED: usize = 2;
+const KEPT_OF_SHADOWS: usize = 3;
+
 impl OwnExperts {
-    /// The input halves of both layers, for groups of rows: `inner`, which the activation reads, and memory for the gradient of what it makes become what
-    /// [`in_order`] says.
+    /// The input halves of both layers, for groups of rows: `inner`, which the activation reads, and memory for the gradient of its output become what
+    /// [`differentiate`] leaves.
     pub(super) fn inner_grads(
         &self,
         cx: &OperationContext<'_>,
@@ -45,7 +63,7 @@ impl OwnExperts {
     ) -> Result<(), DeviceError> {
         self.back.input_grad(cx, back, dy, d_activated.reborrow())?;
         differentiate(cx.device(), self.back.activation, inner.reborrow(), d_activated.reborrow());
-        let [d_inner, _] = in_order(self.back.activation, inner, d_activated);
+        let [d_inner, _] = grad_and_output(self.back.activation, inner, d_activated);
         self.into.input_grad(cx, into, d_inner.as_view(), dx)
     }
 }
@@ -58,8 +76,8 @@ fn groups<'a>(
     groups: &Range<usize>,
 ) -> (View<'a>, View<'a>) {
     let weight = cx.parameter(&layer.weight);
-    let starts = starts_of(starts, groups.clone());
-    (starts, weight.part(layer.first_of(groups.start), layer.shape_of(groups.len())))
+    let weight = weight.part(groups.start * layer.matrix_len(), layer.shape_of(groups.len()));
+    (starts_of(starts, groups.clone()), weight)
 }
 
 /// Where some groups begin, and where the last of them ends, of the starts of all.
@@ -67,27 +85,20 @@ fn starts_of(starts: View<'_>, groups: Range<usize>) -> View<'_> {
     starts.part(groups.start, [groups.len() + 1].into())
 }
 
-/// Memory for rows of all chunks.
-fn empty(cx: &OperationContext<'_>, loads: &Loads, cols: usize, dtype: DType) -> Result<Tensor, DeviceError> {
-    let num_rows = loads.chunks().map(|chunk| loads.rows(&chunk).len()).sum();
-    cx.empty([1, num_rows, cols], dtype)
+/// Memory for the rows of all chunks.
+fn rows_of_all_chunks(
+    cx: &OperationContext<'_>,
+    loads: &Loads,
+    cols: usize,
+    dtype: DType,
+) -> Result<Tensor, DeviceError> {
+    cx.empty([1, loads.chunks().map(|chunk| loads.room(&chunk)).sum(), cols], dtype)
 }
 
-/// The elements of some rows.
-pub(super) fn part<'a>(all: View<'a>, rows: &Range<usize>) -> View<'a> {
-    let cols = all.shape().cols();
-    all.part(rows.start * cols, [1, rows.len(), cols].into())
-}
-
-pub(super) fn part_mut<'a>(all: ViewMut<'a>, rows: &Range<usize>) -> ViewMut<'a> {
-    let cols = all.shape().cols();
-    all.into_part(rows.start * cols, [1, rows.len(), cols].into())
-}
-
-/// Makes rows zeros, if there are any.
+/// Makes rows zeros that nobody writes, but kernels read. A device that only counts does not have them: there, loads are even.
 pub(super) fn zero(cx: &OperationContext<'_>, all: ViewMut<'_>, rows: Range<usize>) {
     if !rows.is_empty() && !cx.device().is_counting() {
-        cx.device().zero(part_mut(all, &rows));
+        cx.device().zero(all.into_rows(rows.start, rows.len()));
     }
 }
 
@@ -115,7 +126,11 @@ fn stream(
         zero(cx, come.view_mut(), rows.start + loads.num_rows(&chunk)..rows.end);
         let next = chunks.peek().map(|next| loads.runs(cols, next));
         coming = next.map(|runs| axis.start_rows(device, runs, outside.view())).transpose()?;
-        compute(&chunk, part(come.view(), &rows), part_mut(go.view_mut(), &rows))?;
+        compute(
+            &chunk,
+            come.view().rows(rows.start, rows.len()),
+            go.view_mut().into_rows(rows.start, rows.len()),
+        )?;
         if let Some(before) = going.take() {
             axis.send_rest(device, &before, go.view(), outside.view_mut())?;
             axis.finish_rows(device, before, outside.view_mut())?;
@@ -133,72 +148,69 @@ impl Operation for OwnExperts {
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let (first, mut rows) = (cx.take_rows_under_way(), cx.take_or_copy_input(0)?);
-        let loads = self.exchange.read(cx, cx.input(1), cx.input(4).shape());
-        let copies = Copies::start(self, cx, &loads)?;
-        let empty = |cols: usize| empty(cx, &loads, cols, rows.dtype());
-        let mut received = empty(rows.shape().cols())?;
+        assert_eq!(self.into.activation, InputActivation::Identity, "the first layer reads rows as they are");
+        let (first, mut outside) = (cx.take_rows_under_way(), cx.take_or_copy_input(0)?);
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input(PLACES).shape());
+        let shadows = Shadows::start(self, cx, &loads)?;
+        let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, outside.dtype());
+        let mut received = empty(outside.shape().cols())?;
         let mut inner = empty(self.into.outputs())?;
         let mut made = empty(self.back.outputs())?;
-        let starts = cx.input(2);
+        let starts = cx.input(STARTS);
         let compute = |chunk: &Range<usize>, x: View<'_>, y: ViewMut<'_>| {
             let rows = loads.rows(chunk);
-            self.into.product(
-                cx,
-                groups(cx, &self.into, starts, chunk),
-                x,
-                part_mut(inner.view_mut(), &rows),
-            )?;
-            self.back.product(cx, groups(cx, &self.back, starts, chunk), part(inner.view(), &rows), y)
+            let mut inner = inner.view_mut().into_rows(rows.start, rows.len());
+            self.into.product(cx, groups(cx, &self.into, starts, chunk), x, inner.reborrow())?;
+            self.back.product(cx, groups(cx, &self.back, starts, chunk), inner.as_view(), y)
         };
-        let tensors = (&mut rows, &mut received, &mut made);
+        let tensors = (&mut outside, &mut received, &mut made);
         let last = stream(cx, &loads, first, loads.chunks(), tensors, compute)?;
         drop(made);
-        let of_copies = copies.map(|copies| copies.forward(self, cx, &loads, &mut rows)).transpose()?;
+        let of_shadows =
+            shadows.map(|shadows| shadows.forward(self, cx, &loads, &mut outside)).transpose()?;
         cx.leave_rows_under_way(last);
-        [received, inner]
-            .into_iter()
-            .chain(of_copies.into_iter().flatten())
-            .for_each(|tensor| cx.save(tensor));
-        cx.output(rows);
+        [received, inner].into_iter().for_each(|tensor| cx.save(tensor));
+        if let Some(SavedOfShadows { x, starts, inner }) = of_shadows {
+            [x, starts, inner].into_iter().for_each(|tensor| cx.save(tensor));
+        }
+        cx.output(outside);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        assert_eq!(self.into.activation, InputActivation::Identity, "the first layer reads rows as they are");
-        let (first, mut grad, mut inner) =
-            (cx.take_rows_under_way(), cx.take_output_grad(), cx.take_saved(1));
-        let inner_of_copies = (self.exchange.num_replicated > 0).then(|| cx.take_saved(4));
-        let loads = self.exchange.read(cx, cx.input(1), cx.input_shape(4));
-        let copies = Copies::start(self, cx, &loads)?;
-        let empty = |cols: usize| empty(cx, &loads, cols, grad.dtype());
+        let (first, mut outside) = (cx.take_rows_under_way(), cx.take_output_grad());
+        let mut inner = cx.take_saved(INNER);
+        let has_shadows = self.exchange.num_shadowed > 0;
+        let inner_of_shadows = has_shadows.then(|| cx.take_saved(SAVED_OF_SHADOWS + SavedOfShadows::INNER));
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
+        let shadows = Shadows::start(self, cx, &loads)?;
+        let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, outside.dtype());
         let mut d_made = empty(self.back.outputs())?;
         let mut d_activated = empty(self.back.weight.shape.cols())?;
-        let mut d_received = empty(grad.shape().cols())?;
-        let starts = cx.input(2);
+        let mut d_received = empty(outside.shape().cols())?;
+        let starts = cx.input(STARTS);
         let compute = |chunk: &Range<usize>, dy: View<'_>, dx: ViewMut<'_>| {
             let rows = loads.rows(chunk);
-            let [inner, d_activated] =
-                [&mut inner, &mut d_activated].map(|all| part_mut(all.view_mut(), &rows));
-            self.inner_grads(
-                cx,
-                [&self.into, &self.back].map(|layer| groups(cx, layer, starts, chunk)),
-                (dy, dx),
-                [inner, d_activated],
-            )
+            let layers = [&self.into, &self.back].map(|layer| groups(cx, layer, starts, chunk));
+            let of_activation = [&mut inner, &mut d_activated];
+            let of_activation = of_activation.map(|all| all.view_mut().into_rows(rows.start, rows.len()));
+            self.inner_grads(cx, layers, (dy, dx), of_activation)
         };
-        let tensors = (&mut grad, &mut d_made, &mut d_received);
+        let tensors = (&mut outside, &mut d_made, &mut d_received);
         let last = stream(cx, &loads, first, loads.chunks().rev(), tensors, compute)?;
         drop(d_received);
-        let of_copies = match copies.zip(inner_of_copies) {
-            Some((copies, inner)) => Some(copies.backward(self, cx, &loads, (&mut grad, inner))?),
-            None => None,
-        };
+        let of_shadows = shadows.zip(inner_of_shadows).map(|(shadows, inner)| {
+            let starts = cx.saved(SAVED_OF_SHADOWS + SavedOfShadows::STARTS).expect("forward has saved it");
+            shadows.backward(self, cx, &loads, starts, (&mut outside, inner))
+        });
+        let of_shadows = of_shadows.transpose()?;
         cx.leave_rows_under_way(last);
-        cx.keep(d_made);
-        let of_layers = in_order(self.back.activation, inner, d_activated);
-        of_layers.into_iter().chain(of_copies.into_iter().flatten()).for_each(|tensor| cx.keep(tensor));
-        cx.add_grad(0, grad)
+        let [d_inner, activated] = grad_and_output(self.back.activation, inner, d_activated);
+        [d_made, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
+        if let Some(KeptOfShadows { dy, d_inner, activated }) = of_shadows {
+            [dy, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
+        }
+        cx.add_grad(0, outside)
     }
 
     fn backward_weight(
@@ -206,31 +218,40 @@ impl Operation for OwnExperts {
         cx: &mut BackwardContext<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let loads = self.exchange.read(cx, cx.input(1), cx.input_shape(4));
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
         let kept = |place: usize| cx.kept(place).expect("the input half has kept it");
+        let kept_of_shadows = |place: usize| kept(KEPT_OF_SHADOWS + place);
         let saved = |place: usize| cx.saved(place).expect("forward has saved it");
-        let has_copies = self.exchange.num_replicated > 0;
-        // The gradient of the outputs, and what is multiplied with, of the rows of own experts, and of those of copies.
-        let back = ([kept(0), kept(2)], has_copies.then(|| [kept(3), kept(5)]));
-        let into = ([kept(1), saved(0)], has_copies.then(|| [kept(4), saved(2)]));
-        let num_parts = loads.place().degree;
-        for (layer, ([dy, input], of_copies)) in [(&self.back, back), (&self.into, into)] {
-            let sum = of_copies.map(|factors| copies::start_sum(layer, cx, &loads, (saved(3), factors)));
+        let saved_of_shadows = |place: usize| saved(SAVED_OF_SHADOWS + place);
+        let has_shadows = self.exchange.num_shadowed > 0;
+        // The gradient of the outputs, and what is multiplied with, of own experts' rows, and of those of shadows.
+        let of_shadows = has_shadows.then(|| {
+            let back = [kept_of_shadows(KeptOfShadows::DY), kept_of_shadows(KeptOfShadows::ACTIVATED)];
+            let into = [kept_of_shadows(KeptOfShadows::D_INNER), saved_of_shadows(SavedOfShadows::X)];
+            (back, into)
+        });
+        let (of_back, of_into) = of_shadows.unzip();
+        let back = (&self.back, [kept(D_MADE), kept(ACTIVATED)], of_back);
+        let into = (&self.into, [kept(D_INNER), saved(RECEIVED)], of_into);
+        let num_parts = loads.axis_place().degree;
+        for (layer, factors, of_shadows) in [back, into] {
+            let sum = of_shadows.map(|factors| {
+                let starts = saved_of_shadows(SavedOfShadows::STARTS);
+                shadowed_experts::start_sum(layer, cx, &loads, (starts, factors))
+            });
             let sum = sum.transpose()?;
             write_grad(sink, &layer.weight, |mut out, accumulate| {
                 for chunk in loads.chunks() {
                     let rows = loads.rows(&chunk);
-                    let starts = starts_of(cx.input(3), chunk.start * num_parts..chunk.end * num_parts);
-                    let (first, shape) = (layer.first_of(chunk.start), layer.shape_of(chunk.len()));
-                    let out = (out.reborrow().into_part(first, shape), accumulate);
-                    layer.weight_grad(
-                        cx,
-                        (starts, chunk.len()),
-                        (part(dy, &rows), part(input, &rows)),
-                        out,
-                    )?;
+                    let starts = starts_of(cx.input(PARTS), chunk.start * num_parts..chunk.end * num_parts);
+                    let [dy, input] = factors.map(|all| all.rows(rows.start, rows.len()));
+                    let first = chunk.start * layer.matrix_len();
+                    let out = out.reborrow().into_part(first, layer.shape_of(chunk.len()));
+                    layer.weight_grad(cx, (starts, chunk.len()), (dy, input), (out, accumulate))?;
                 }
-                sum.map_or(Ok(()), |sum| copies::finish_sum(layer, cx, &loads, sum, (out, accumulate)))
+                sum.map_or(Ok(()), |sum| {
+                    shadowed_experts::finish_sum(layer, cx, &loads, sum, (out, accumulate))
+                })
             })?;
         }
         Ok(())
@@ -242,9 +263,9 @@ impl Operation for OwnExperts {
 
     fn reads_input(&self, input: usize) -> ReadBy {
         match input {
-            1 => ReadBy { input_half: true, weight_half: true },
-            2 => ReadBy::INPUT_HALF,
-            3 => ReadBy::WEIGHT_HALF,
+            LOADS => ReadBy { input_half: true, weight_half: true },
+            STARTS => ReadBy::INPUT_HALF,
+            PARTS => ReadBy::WEIGHT_HALF,
             _ => ReadBy::NEITHER,
         }
     }

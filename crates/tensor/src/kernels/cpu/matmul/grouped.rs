@@ -25,8 +25,8 @@ impl GroupLimit {
     pub const NONE: GroupLimit = GroupLimit { num_together: usize::MAX, capacity: usize::MAX };
 }
 
-/// The rows of each group: `starts` holds where groups begin, and where the last one ends, counted from any row; the first group begins with the first
-/// row. Rows after the last group are of none.
+/// The rows of each group: `starts` holds where groups begin, and where the last one ends. Only their differences matter: the first group begins at the first row. Rows
+/// after the last group are of none.
 ///
 /// # Panics
 /// If they are more than `num_rows` in all, or not in order.
@@ -78,7 +78,7 @@ impl Cpu {
 
     /// For each group the transpose of its rows of `left`, times its rows of `right`, into its block of `out`, which is as large as `size`
     /// without its inner dim, or added to it. A group without rows gives zeros. The block of a group of several parts is the
-    /// sum of the products of its parts, neighbours first; `sums` has room for those that wait, at most one more than the logarithm of their number.
+    /// sum of the products of its parts, in the canonical order of as many ranks; `sums` has room for those that wait, at most one more than the logarithm of their number.
     ///
     /// Cost: that of `size`, whose inner dim is that of all rows.
     ///
@@ -113,25 +113,26 @@ impl Cpu {
                 }
                 continue;
             }
-            // A binary counter: the sums that wait are of as many parts as the bits of how many there were.
+            // A binary counter over as many terms as the largest power of two, of which the first ones are sums of two parts: the sums that wait are of as many terms
+            // as the bits of how many there were.
+            let num_terms = 1 << num_parts.ilog2();
             let mut num_waiting = 0;
-            for part in 0..num_parts {
-                let rows = parts.next().expect("each group has its parts");
-                let own = &mut sums[num_waiting * block_len..][..block_len];
-                if rows.is_empty() {
-                    own.fill(0.0)
-                } else {
-                    product(rows, own, Epilogue::Overwrite)
+            for term in 0..num_terms {
+                let is_pair = term < num_parts - num_terms;
+                for _ in 0..1 + usize::from(is_pair) {
+                    let rows = parts.next().expect("each group has its parts");
+                    let own = &mut sums[num_waiting * block_len..][..block_len];
+                    if rows.is_empty() {
+                        own.fill(0.0)
+                    } else {
+                        product(rows, own, Epilogue::Overwrite)
+                    }
+                    num_waiting += 1;
                 }
-                num_waiting += 1;
-                for _ in 0..(part + 1).trailing_zeros() {
+                for _ in 0..usize::from(is_pair) + (term + 1).trailing_zeros() as usize {
                     self.add_last(&mut sums[..num_waiting * block_len], block_len);
                     num_waiting -= 1;
                 }
-            }
-            while num_waiting > 1 {
-                self.add_last(&mut sums[..num_waiting * block_len], block_len);
-                num_waiting -= 1;
             }
             let sum = &sums[..block_len];
             match accumulate {
