@@ -88,7 +88,7 @@ fn keys_block_by_block_match_f64() {
     ];
     for &(shape, degree) in affordable(&all, 1) {
         for rule in [AttentionRule::causal(shape.head_dim)].into_iter().chain(rules(shape.head_dim)) {
-            for dtype in DTYPES {
+            for &dtype in dtypes(shape) {
                 with_element!(dtype => |T| {
                     let mut inputs = Inputs { rule, ..Inputs::<T>::new(shape) };
                     check_results(&inputs, run_at_levels(|cpu| inputs.run_in_blocks_on(cpu, degree)));
