@@ -49,7 +49,7 @@ pub struct ExchangeConfig {
 
 impl Default for ExchangeConfig {
     fn default() -> Self {
-        ExchangeConfig { num_chunks: 2, num_shadowed: 0 }
+        ExchangeConfig { num_chunks: 1, num_shadowed: 0 }
     }
 }
 

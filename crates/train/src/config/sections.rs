@@ -114,9 +114,9 @@ config_section! {
         /// in `[offload] folder`. Otherwise the run ends. Memory is planned for even loads; a capacity_factor bounds it.
         spill: bool = true;
         /// Number of chunks in which tokens travel to experts on other workers: one travels while another one is computed (docs/experts.md). At most as many
-        /// as a worker has experts. More chunks start the first product earlier, but make more exchanges and smaller products. Changes no bit,
-        /// unless products are in fp8.
-        num_chunks: usize = 2, within 1..=1 << 10;
+        /// as a worker has experts. 2 is faster between hosts. Within a host it is slower, since the cores that compute also copy, and products get smaller.
+        /// Changes no bit, unless products are in fp8.
+        num_chunks: usize = 1, within 1..=1 << 10;
         /// Number of experts of each layer of which all workers with different experts keep copies (FasterMoE's shadow experts): those that most tokens chose
         /// before. Tokens do not travel to them; their weights and gradients do, in each microbatch. Pays where a few experts have most of the load
         /// (docs/experts.md). Changes no bit.

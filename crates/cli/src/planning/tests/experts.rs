@@ -2,6 +2,7 @@
 
 use super::*;
 use std::sync::Arc;
+use trireme_model::ExchangeConfig;
 use trireme_parallel::Spill;
 use trireme_planner::CategoryBytes;
 use trireme_tensor::Overflow;
@@ -15,7 +16,7 @@ fn model(capacity_factor: Option<f64>, num_shadowed: usize) -> ModelConfig {
     let mut config = ModelConfig::from_json(text).unwrap();
     let experts = config.experts.as_mut().unwrap();
     experts.capacity_factor = capacity_factor;
-    experts.exchange.num_shadowed = num_shadowed;
+    experts.exchange = ExchangeConfig { num_chunks: 2, num_shadowed };
     config
 }
 
