@@ -151,7 +151,11 @@ impl GroupAxis {
 
     /// Waits of this rank since the last call, and operations that its kernels wait for.
     fn take_waiting(&self) -> Waiting {
-        std::mem::take(&mut self.waiting.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.waiting())
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -315,9 +319,10 @@ impl AxisOps for GroupAxis {
 
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
         let group = self.f32s.memory.pool().group();
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        let all =
-            waiting.wait(group.all_gather_bytes(bytemuck::cast_slice(own))).map_err(ParallelError::from)?;
+        let all = self
+            .waiting()
+            .wait(group.all_gather_bytes(bytemuck::cast_slice(own)))
+            .map_err(ParallelError::from)?;
         Ok(all.iter().flat_map(|bytes| bytemuck::pod_collect_to_vec::<u8, u32>(bytes)).collect())
     }
 
@@ -337,9 +342,8 @@ impl AxisOps for GroupAxis {
         values: View<'_>,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let sent = with_lane!(self, values.dtype() => |lane| {
-            lane.send_rest(device, exchange, values, result, &mut waiting)
+            lane.send_rest(device, exchange, values, result, &mut self.waiting())
         });
         Ok(sent?)
     }
@@ -350,9 +354,8 @@ impl AxisOps for GroupAxis {
         exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let finished = with_lane!(self, result.dtype() => |lane| {
-            lane.finish_rows(device, &exchange, result, &mut waiting)
+            lane.finish_rows(device, &exchange, result, &mut self.waiting())
         });
         Ok(finished?)
     }
@@ -372,8 +375,10 @@ impl AxisOps for GroupAxis {
         exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(with_lane!(self, result.dtype() => |lane| lane.finish(device, &exchange, result, &mut waiting))?)
+        let finished = with_lane!(self, result.dtype() => |lane| {
+            lane.finish(device, &exchange, result, &mut self.waiting())
+        });
+        Ok(finished?)
     }
 
     fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
@@ -396,8 +401,10 @@ impl AxisOps for GroupAxis {
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor, DeviceError> {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(with_lane!(self, dtype => |lane| lane.finish_temporary(device, &exchange, shape, &mut waiting))?)
+        let result = with_lane!(self, dtype => |lane| {
+            lane.finish_temporary(device, &exchange, shape, &mut self.waiting())
+        });
+        Ok(result?)
     }
 }
 

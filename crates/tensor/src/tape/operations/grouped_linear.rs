@@ -48,36 +48,43 @@ impl GroupedLinear {
         self.shape_of(1).num_elements()
     }
 
-    /// The outputs of groups with these matrices, of their rows.
+    /// The outputs of groups, of their rows: where these begin, and the matrices.
     pub(super) fn product(
         &self,
         cx: &OperationContext<'_>,
-        (starts, weight): (View<'_>, View<'_>),
+        groups: (View<'_>, View<'_>),
         x: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let device = cx.device();
-        let activated = activate(device, self.activation, x)?;
-        let input = activated.as_ref().map_or(x, Tensor::view);
-        let input = factor(device, cx.fp8_layer(self.weight.first), Operand::Input, input)?;
-        let weight = factor(device, cx.fp8_layer(self.weight.first), Operand::Weight, weight)?;
-        let right = (weight.view(), Transpose::Yes);
-        device.grouped_matmul(cx.precision(), starts, input.view(), right, y)
+        let activated = activate(cx.device(), self.activation, x)?;
+        let input = (activated.as_ref().map_or(x, Tensor::view), Operand::Input);
+        self.multiply(cx, groups, input, Transpose::Yes, y)
     }
 
     /// The gradient of the input of [`product`](GroupedLinear::product) after the activation, from that of its outputs.
     pub(super) fn input_grad(
         &self,
         cx: &OperationContext<'_>,
-        (starts, weight): (View<'_>, View<'_>),
+        groups: (View<'_>, View<'_>),
         dy: View<'_>,
         d_activated: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
+        self.multiply(cx, groups, (dy, Operand::OutputGrad), Transpose::No, d_activated)
+    }
+
+    /// The product of rows with the matrices of their groups.
+    fn multiply(
+        &self,
+        cx: &OperationContext<'_>,
+        (starts, weight): (View<'_>, View<'_>),
+        (rows, operand): (View<'_>, Operand),
+        transpose: Transpose,
+        out: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
         let device = cx.device();
-        let dy = factor(device, cx.fp8_layer(self.weight.first), Operand::OutputGrad, dy)?;
+        let rows = factor(device, cx.fp8_layer(self.weight.first), operand, rows)?;
         let weight = factor(device, cx.fp8_layer(self.weight.first), Operand::Weight, weight)?;
-        let right = (weight.view(), Transpose::No);
-        device.grouped_matmul(cx.precision(), starts, dy.view(), right, d_activated)
+        device.grouped_matmul(cx.precision(), starts, rows.view(), (weight.view(), transpose), out)
     }
 
     /// Writes the gradients of the matrices of `num_groups` groups to `out`, or adds them, from the gradient `dy` of the outputs and what the matrices were multiplied with. `starts` divides each
