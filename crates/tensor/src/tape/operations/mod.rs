@@ -13,6 +13,7 @@ mod embedding;
 mod embedding_bag;
 mod exchange_heads;
 mod expert_exchange;
+mod expert_loads;
 mod experts;
 mod grouped_linear;
 mod input_activation;

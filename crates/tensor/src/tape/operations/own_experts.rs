@@ -1,6 +1,7 @@
 //! The experts of this rank, with rows that come from all ranks and go back while others are computed.
 
-use super::expert_exchange::{ExpertExchange, Loads};
+use super::expert_exchange::ExpertExchange;
+use super::expert_loads::Loads;
 use super::grouped_linear::GroupedLinear;
 use super::input_activation::{InputActivation, differentiate, grad_and_output};
 use super::shadowed_experts::{self, KeptOfShadows, SavedOfShadows, Shadows};

@@ -1,7 +1,7 @@
 //! Shadows of experts: copies that all ranks have. Matrices come from the ranks that have the experts, and gradients are added up there (He et al., "FasterMoE", 2022,
 //! section 5.1). Ranks add up what each makes of its own rows, neighbours first, as the owner would: so shadows change no bit.
 
-use super::expert_exchange::Loads;
+use super::expert_loads::Loads;
 use super::grouped_linear::GroupedLinear;
 use super::input_activation::grad_and_output;
 use super::own_experts::{OwnExperts, zero};
