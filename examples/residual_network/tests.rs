@@ -74,8 +74,13 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
     let config =
         Config::parse_as(Subject::OwnTask, &toml, Path::new("shapes.toml"), &overrides, None).unwrap();
     let ranks = run_ranks(num_workers, |group| {
-        let options =
-            TrainerOptions { num_threads: 1, features_max: None, started: Instant::now(), plan: None };
+        let options = TrainerOptions {
+            num_threads: 1,
+            features_max: None,
+            started: Instant::now(),
+            plan: None,
+            given_config: None,
+        };
         let observer = &mut Silent;
         let mut trainer = Trainer::new(&config, Arc::new(Shapes), group, options, observer).unwrap();
         let mut bits = Vec::new();

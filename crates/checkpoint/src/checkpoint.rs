@@ -138,7 +138,7 @@ fn locate(
         for entry in entries {
             if !headers.contains_key(&entry.file) {
                 let path: Arc<Path> = folder.join(&entry.file).into();
-                let header = read_header(&path)?;
+                let header = read_header(&path)?.entries;
                 headers.insert(entry.file.clone(), (path, header));
             }
             let (path, header) = &headers[&entry.file];

@@ -26,6 +26,8 @@ pub const SHARD_BYTES_MAX: u64 = 5 << 30;
 pub struct ModelExport<'a> {
     /// The weights under their Hugging Face names.
     pub tensors: &'a StoredTensors,
+    /// Notes in the files with the weights, beside the tensors.
+    pub notes: &'a [(&'a str, &'a str)],
     /// `config.json` and whatever else describes the model or its tokenizer.
     pub files: &'a [ExtraFile<'a>],
     /// A model of more bytes is written in several files with an index; no file exceeds this unless a
@@ -138,7 +140,7 @@ fn write_aside(model: &ModelExport<'_>, aside: &Path) -> Result<(), CheckpointEr
         FileStep::WriteFile { path, contents }.execute()?;
     }
     for (number, shard) in shards.iter().enumerate() {
-        write_shard(model.tensors, shard, &aside.join(shard_name(number, shards.len())))?;
+        write_shard(model, shard, &aside.join(shard_name(number, shards.len())))?;
     }
     if shards.len() > 1 {
         let contents = serde_json::to_vec_pretty(&index(&shards)).expect("an index is JSON");
@@ -205,16 +207,16 @@ fn shard_name(number: usize, num_shards: usize) -> String {
     }
 }
 
-fn write_shard(tensors: &StoredTensors, shard: &[Exported<'_>], path: &Path) -> Result<(), CheckpointError> {
+fn write_shard(model: &ModelExport<'_>, shard: &[Exported<'_>], path: &Path) -> Result<(), CheckpointError> {
     let described =
         shard.iter().map(|exported| (exported.name.to_owned(), exported.dtype, exported.tensor.shape()));
-    let mut writer = SafetensorsWriter::create(path, described)?;
+    let mut writer = SafetensorsWriter::create(path, described, model.notes)?;
     let mut buffer = Vec::new();
     for Exported { name, tensor, dtype, .. } in shard {
         let elements_max = PART_BYTES_MAX as usize / dtype.size();
         for piece in split(&Extent::whole(tensor.shape()), elements_max) {
             buffer.resize(piece.num_elements() * dtype.size(), 0);
-            tensors.read_into(name, &piece, &mut buffer)?;
+            model.tensors.read_into(name, &piece, &mut buffer)?;
             writer.write(&buffer)?;
         }
     }

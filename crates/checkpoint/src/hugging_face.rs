@@ -6,7 +6,7 @@ use crate::files::{JSON_BYTES_MAX, damaged, is_plain_name, read_bounded, reading
 use crate::safetensors_file::read_header;
 use crate::stored::{StoredPart, StoredTensor, StoredTensors};
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// Files of a model directory that describe the model or its tokenizer and travel with the weights. All but
 /// the mark of a tokenizer that takes bytes as they are have the names that transformers gives them.
-pub(crate) const MODEL_FILES: [&str; 8] = [
+pub(crate) const MODEL_FILES: [&str; 11] = [
     CONFIG_FILE,
     "tokenizer.json",
     "tokenizer.bytes.json",
@@ -30,6 +30,9 @@ pub(crate) const MODEL_FILES: [&str; 8] = [
     "generation_config.json",
     "vocab.json",
     "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
 ];
 
 /// The index of a model in several files.
@@ -47,6 +50,7 @@ pub(crate) struct ShardIndex {
 pub struct HuggingFaceDirectory {
     path: PathBuf,
     tensors: StoredTensors,
+    notes: HashMap<String, String>,
 }
 
 impl HuggingFaceDirectory {
@@ -56,10 +60,10 @@ impl HuggingFaceDirectory {
     /// # Errors
     /// No safetensors files, damaged ones, shards that do not hold what the index says.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
-        let tensors = if folder.join(MODEL_FILE).is_file() {
+        let (tensors, notes) = if folder.join(MODEL_FILE).is_file() {
             let mut tensors = BTreeMap::new();
-            add_file(&folder.join(MODEL_FILE), &mut tensors)?;
-            tensors
+            let notes = add_file(&folder.join(MODEL_FILE), &mut tensors)?;
+            (tensors, notes)
         } else if folder.join(INDEX_FILE).is_file() {
             read_shards(folder)?
         } else {
@@ -71,7 +75,11 @@ impl HuggingFaceDirectory {
                 Err(error) => reading(folder)(error),
             });
         };
-        Ok(HuggingFaceDirectory { path: folder.to_owned(), tensors: StoredTensors::new(folder, tensors) })
+        Ok(HuggingFaceDirectory {
+            path: folder.to_owned(),
+            tensors: StoredTensors::new(folder, tensors),
+            notes,
+        })
     }
 
     /// Its folder.
@@ -82,6 +90,11 @@ impl HuggingFaceDirectory {
     /// The tensors, under the names in the files.
     pub fn tensors(&self) -> &StoredTensors {
         &self.tensors
+    }
+
+    /// What the files with the weights note under `name`, if anything: [`ModelExport::notes`](crate::ModelExport::notes).
+    pub fn note(&self, name: &str) -> Option<&str> {
+        self.notes.get(name).map(String::as_str)
     }
 
     /// The contents of a small file of the directory, such as `config.json`; `None` if there is none of
@@ -115,17 +128,20 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
     CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected }
 }
 
-fn read_shards(folder: &Path) -> Result<BTreeMap<String, StoredTensor>, CheckpointError> {
+/// All tensors of the shards, and their notes.
+fn read_shards(
+    folder: &Path,
+) -> Result<(BTreeMap<String, StoredTensor>, HashMap<String, String>), CheckpointError> {
     let path = folder.join(INDEX_FILE);
     let index: ShardIndex = serde_json::from_slice(&read_bounded(&path, JSON_BYTES_MAX)?)
         .map_err(|error| damaged(&path, format!("it is invalid: {error}")))?;
     let files: BTreeSet<&String> = index.weight_map.values().collect();
-    let mut tensors = BTreeMap::new();
+    let (mut tensors, mut notes) = (BTreeMap::new(), HashMap::new());
     for file in files {
         if !is_plain_name(file) {
             return Err(damaged(&path, format!("it lists a file outside its folder, '{file}'")));
         }
-        add_file(&folder.join(file), &mut tensors)?;
+        notes.extend(add_file(&folder.join(file), &mut tensors)?);
     }
     for (name, file) in &index.weight_map {
         if !tensors.get(name).is_some_and(|tensor| tensor.lies_in(&folder.join(file))) {
@@ -135,13 +151,17 @@ fn read_shards(folder: &Path) -> Result<BTreeMap<String, StoredTensor>, Checkpoi
             ));
         }
     }
-    Ok(tensors)
+    Ok((tensors, notes))
 }
 
-/// Adds the tensors of one file.
-fn add_file(path: &Path, tensors: &mut BTreeMap<String, StoredTensor>) -> Result<(), CheckpointError> {
+/// Adds the tensors of one file; its notes.
+fn add_file(
+    path: &Path,
+    tensors: &mut BTreeMap<String, StoredTensor>,
+) -> Result<HashMap<String, String>, CheckpointError> {
     let file: Arc<Path> = path.into();
-    for (name, entry) in read_header(path)? {
+    let header = read_header(path)?;
+    for (name, entry) in header.entries {
         let (file, extent) = (Arc::clone(&file), Extent::whole(&entry.shape));
         let part = StoredPart { file, offset: entry.offset, extent, crc32: None };
         let tensor = StoredTensor::new(entry.dtype, entry.shape, vec![part]);
@@ -150,5 +170,5 @@ fn add_file(path: &Path, tensors: &mut BTreeMap<String, StoredTensor>) -> Result
         }
         tensors.insert(name, tensor);
     }
-    Ok(())
+    Ok(header.metadata)
 }

@@ -35,8 +35,17 @@ pub(crate) struct HeaderEntry {
     pub(crate) offset: u64,
 }
 
+/// What a file's header says.
+#[derive(Debug)]
+pub(crate) struct Header {
+    /// Each tensor's place.
+    pub(crate) entries: BTreeMap<String, HeaderEntry>,
+    /// What is noted beside the tensors.
+    pub(crate) metadata: HashMap<String, String>,
+}
+
 /// Reads and checks a file's header: in bounds, no gaps, no overlap, nothing after the last tensor.
-pub(crate) fn read_header(path: &Path) -> Result<BTreeMap<String, HeaderEntry>, CheckpointError> {
+pub(crate) fn read_header(path: &Path) -> Result<Header, CheckpointError> {
     let (mut file, size) = open_file(path)?;
     if size < LENGTH_BYTES {
         return Err(damaged(path, format!("{size} bytes are too few for a safetensors file")));
@@ -73,7 +82,8 @@ pub(crate) fn read_header(path: &Path) -> Result<BTreeMap<String, HeaderEntry>, 
         shape: info.shape.clone(),
         offset: data_start + info.data_offsets.0 as u64,
     };
-    Ok(tensors.into_iter().map(|(name, info)| (name, entry(info))).collect())
+    let entries = tensors.iter().map(|(name, info)| (name.clone(), entry(info))).collect();
+    Ok(Header { entries, metadata: header.metadata().clone().unwrap_or_default() })
 }
 
 /// Writes a safetensors file from front to back, with checksums of what it writes.
@@ -86,13 +96,14 @@ pub(crate) struct SafetensorsWriter {
 }
 
 impl SafetensorsWriter {
-    /// Creates a file that must not exist yet, for these tensors in this order.
+    /// Creates a file that must not exist yet, for these tensors in this order, with notes beside them.
     pub(crate) fn create<'a>(
         path: &Path,
         tensors: impl IntoIterator<Item = (String, DType, &'a [usize])>,
+        notes: &[(&str, &str)],
     ) -> Result<Self, CheckpointError> {
         let file = File::create_new(path).map_err(writing(path))?;
-        let (header, data_len) = header(tensors);
+        let (header, data_len) = header(tensors, notes);
         let mut writer = SafetensorsWriter {
             path: path.to_owned(),
             file: BufWriter::with_capacity(WRITE_BUFFER_BYTES, file),
@@ -127,7 +138,10 @@ impl SafetensorsWriter {
 }
 
 /// The first bytes of a file up to its data, and the length of the data.
-fn header<'a>(tensors: impl IntoIterator<Item = (String, DType, &'a [usize])>) -> (Vec<u8>, u64) {
+fn header<'a>(
+    tensors: impl IntoIterator<Item = (String, DType, &'a [usize])>,
+    notes: &[(&str, &str)],
+) -> (Vec<u8>, u64) {
     let mut end = 0;
     let infos = tensors.into_iter().map(|(name, dtype, shape)| {
         let start = end;
@@ -136,9 +150,12 @@ fn header<'a>(tensors: impl IntoIterator<Item = (String, DType, &'a [usize])>) -
     });
     let infos = infos.collect();
     // What PyTorch writes; transformers refuses files without it.
-    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let metadata = Metadata::new(Some(format), infos).expect("tensors that follow each other are valid");
-    let mut json = serde_json::to_vec(&metadata).expect("a header is JSON");
+    let notes = std::iter::once(&("format", "pt")).chain(notes);
+    let notes = notes.map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+    let metadata = Metadata::new(Some(notes), infos).expect("tensors that follow each other are valid");
+    // By way of a value, whose members have an order.
+    let value = serde_json::to_value(&metadata).expect("a header is JSON");
+    let mut json = serde_json::to_vec(&value).expect("a header is JSON");
     // The data begins at a multiple of eight bytes.
     json.resize(json.len().next_multiple_of(LENGTH_BYTES as usize), b' ');
     let mut header = (json.len() as u64).to_le_bytes().to_vec();
@@ -184,7 +201,7 @@ mod tests {
 
     fn write_example(path: &Path) -> FileEntry {
         let tensors = [("b".to_owned(), DType::F32, &[2, 2][..]), ("a".to_owned(), DType::U8, &[3])];
-        let mut writer = SafetensorsWriter::create(path, tensors).unwrap();
+        let mut writer = SafetensorsWriter::create(path, tensors, &[("author", "me")]).unwrap();
         writer.write(&[1; 10]).unwrap();
         writer.write(&[2; 9]).unwrap();
         writer.finish().unwrap()
@@ -198,7 +215,8 @@ mod tests {
         let contents = std::fs::read(&path).unwrap();
         assert_eq!(entry, FileEntry { size: contents.len() as u64, crc32: crc32fast::hash(&contents) });
 
-        let header = read_header(&path).unwrap();
+        let Header { entries: header, metadata } = read_header(&path).unwrap();
+        assert_eq!((&metadata["format"][..], &metadata["author"][..]), ("pt", "me"));
         assert_eq!(header["a"].shape, [3]);
         assert_eq!(contents[header["a"].offset as usize..], [2; 3]);
         assert_eq!(header["b"].offset % 8, 0);
@@ -214,7 +232,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("f.safetensors");
         write_example(&path);
-        let again = SafetensorsWriter::create(&path, [("a".to_owned(), DType::U8, &[1][..])]);
+        let again = SafetensorsWriter::create(&path, [("a".to_owned(), DType::U8, &[1][..])], &[]);
         assert!(matches!(again.err(), Some(CheckpointError::Write { .. })));
     }
 

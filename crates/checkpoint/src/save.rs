@@ -259,7 +259,7 @@ impl Saving<'_> {
             let TensorPlacement { name, shape, dtype, .. } = &self.snapshot.tensors[part.tensor];
             (part_name(name, shape, &part.extent), *dtype, part.extent.shape.as_slice())
         });
-        let mut writer = SafetensorsWriter::create(&partial.join(shard_name(rank.0)), described)?;
+        let mut writer = SafetensorsWriter::create(&partial.join(shard_name(rank.0)), described, &[])?;
         let mut part_crc32s = Vec::with_capacity(parts.len());
         // Parts of a tensor are neighbours.
         for parts in parts.chunk_by(|a, b| a.tensor == b.tensor) {

@@ -54,10 +54,13 @@ pub(crate) fn remark(text: &str) {
 pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     let text = describe(error);
     // A launcher shows the end of the log: on the terminal as well, the error would stand there twice.
-    let is_logged = launch::error_log().is_some_and(|log| is_logged(log, text.clone()));
-    // Who presses Ctrl-C needs no telling.
-    let is_known = matches!(error.downcast_ref(), Some(LaunchError::Interrupted { signal: SIGINT }));
-    if !is_logged && !is_known {
+    // Who presses Ctrl-C needs no telling, and a run that has stopped has said so.
+    let is_known = matches!(
+        error.downcast_ref(),
+        Some(LaunchError::Interrupted { signal: SIGINT } | LaunchError::Stopped { .. })
+    );
+    let is_logged = || launch::error_log().is_some_and(|log| is_logged(log, text.clone()));
+    if !is_known && !is_logged() {
         remark(&text);
     }
     exit_code(error)

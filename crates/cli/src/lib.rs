@@ -14,6 +14,7 @@ mod bounded;
 mod commands;
 mod console;
 mod hang;
+mod interrupts;
 mod launch;
 mod memory_limit;
 mod planning;

@@ -1,9 +1,11 @@
-use crate::{DataError, PrepareReport, TRAIN_FILE, TokenFile, VALIDATION_FILE};
-use std::path::Path;
+use crate::{DataError, PrepareReport, TRAIN_FILE, TokenFile, Tokenizer, VALIDATION_FILE};
+use std::path::{Path, PathBuf};
 
 /// A prepared corpus, opened for training.
 #[derive(Debug)]
 pub struct Corpus {
+    /// Where it is.
+    pub folder: PathBuf,
     /// The tokens to train on.
     pub train: TokenFile,
     /// The tokens held out, if any were.
@@ -23,6 +25,17 @@ impl Corpus {
         let train = TokenFile::open(&folder.join(TRAIN_FILE))?;
         let validation =
             report.validation.map(|_| TokenFile::open(&folder.join(VALIDATION_FILE))).transpose()?;
-        Ok(Corpus { train, validation, report })
+        Ok(Corpus { folder: folder.to_owned(), train, validation, report })
+    }
+
+    /// The [`Tokenizer::sha256`] of the tokenizer that it was made with.
+    ///
+    /// # Errors
+    /// If an earlier version made it, which did not note that, and the tokenizer cannot be read.
+    pub fn tokenizer_sha256(&self) -> Result<String, DataError> {
+        match &self.report.tokenizer_sha256 {
+            Some(sha256) => Ok(sha256.clone()),
+            None => Tokenizer::load(&self.folder)?.sha256(),
+        }
     }
 }

@@ -191,6 +191,13 @@ pub enum DataError {
         /// What was found instead.
         found: &'static str,
     },
+    /// A tokenizer cannot be written down.
+    #[error("cannot describe the tokenizer")]
+    DescribeTokenizer {
+        /// The tokenizer library's reason.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
     /// Training a tokenizer failed.
     #[error("cannot train a BPE tokenizer")]
     TrainTokenizer {

@@ -26,4 +26,4 @@ pub use prepare::{
 };
 pub use sampler::{Sampler, Shuffle, Window};
 pub use token_file::{TokenFile, TokenFileWriter, VOCABULARY_SIZE_MAX};
-pub use tokenizer::{BYTES_TOKENIZER_FILE, StreamDecoder, TOKENIZER_FILE, Tokenizer};
+pub use tokenizer::{BYTES_TOKENIZER_FILE, StreamDecoder, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer};

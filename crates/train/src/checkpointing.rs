@@ -1,10 +1,11 @@
 //! What a run keeps in its checkpoints.
 
+use crate::changes::CONFIG_TOML;
 use crate::compression::{CompressionState, CompressorStates, compressor_bytes};
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
-use crate::language::CORPUS;
+use crate::language::{CORPUS, TOKENIZER};
 use crate::task::Task;
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
@@ -83,7 +84,9 @@ impl TrainingState {
 
     /// Refuses a state whose samples come in another order than this run's.
     pub(crate) fn check_order(&self, expected: &TrainingState, path: &Path) -> Result<(), TrainError> {
-        let names: BTreeSet<&String> = self.samples.keys().chain(expected.samples.keys()).collect();
+        let mut names: BTreeSet<&String> = self.samples.keys().chain(expected.samples.keys()).collect();
+        // Earlier versions did not state it, and the tokens tell it as well.
+        names.retain(|name| *name != TOKENIZER || self.samples.contains_key(TOKENIZER));
         let value = |state: &TrainingState, name: &String| {
             state.samples.get(name).map_or_else(|| "(not stated)".to_owned(), String::clone)
         };
@@ -103,6 +106,12 @@ impl TrainingState {
 pub(crate) fn corpus_of(checkpoint: &Checkpoint) -> Option<String> {
     let mut state = TrainingState::read(checkpoint.state(), checkpoint.step()).ok()?;
     state.samples.remove(CORPUS)
+}
+
+/// The hash of the tokenizer that a checkpoint was trained with, if it states one.
+pub(crate) fn tokenizer_of(checkpoint: &Checkpoint) -> Option<String> {
+    let mut state = TrainingState::read(checkpoint.state(), checkpoint.step()).ok()?;
+    state.samples.remove(TOKENIZER)
 }
 
 /// Writes a checkpoint of all ranks. Collective.
@@ -141,7 +150,7 @@ pub(crate) fn write_checkpoint(
     tensors.extend(compressors.placements(&mesh));
     entries.extend(compressors.own_places(executor).map(|index| Entry::Compressor { index }));
     let (config_toml, of_task) = (config.to_toml(), task.files());
-    let mut files = vec![ExtraFile { name: "config.toml", contents: config_toml.as_bytes() }];
+    let mut files = vec![ExtraFile { name: CONFIG_TOML, contents: config_toml.as_bytes() }];
     files.extend(of_task.iter().map(|file| ExtraFile { name: file.name, contents: &file.contents }));
     let earlier_norms = executor.earlier_norms().into_iter().map(f64::to_bits).collect();
     let state = &TrainingState {

@@ -2,9 +2,10 @@
 //! `folder-2`, `folder-3` and so on. Only a corpus within the folder of a run that has no checkpoints is replaced.
 
 use crate::checkpointing::corpus_of;
-use crate::config::{self, Config};
+use crate::config::{self, Change, Config};
 use crate::error::TrainError;
 use crate::language::CORPUS;
+use crate::pretrained::{check_tokenizer, tokenizer_choice};
 use crate::resume::choose_checkpoint;
 use std::collections::BTreeSet;
 use std::fs;
@@ -58,8 +59,13 @@ pub fn ensure_corpus<E: From<TrainError>>(
     progress: &dyn Progress,
     check: impl FnOnce(&Corpus) -> Result<(), E>,
 ) -> Result<RunCorpus, E> {
+    let check = |corpus: &Corpus| {
+        check_tokenizer(config, corpus)?;
+        check(corpus)
+    };
+    let tokenizer = tokenizer_of_inputs(config)?;
     loop {
-        let (version, existing, resumed) = match find_place(config)? {
+        let (version, existing, resumed) = match find_place(config, &tokenizer)? {
             Place::Found(found) => {
                 let folder = corpus_folder(&config.data().folder, found.version);
                 check(&Corpus::open(&folder).map_err(TrainError::from)?)?;
@@ -67,7 +73,7 @@ pub fn ensure_corpus<E: From<TrainError>>(
             }
             Place::Free { version, existing, resumed } => (version, existing, resumed),
         };
-        let options = prepare_options(config, version);
+        let options = prepare_options(config, &tokenizer, version);
         let staged = match stage(&options, existing, progress) {
             // Another run that shares the folder was quicker.
             Err(DataError::Occupied { .. })
@@ -88,6 +94,24 @@ pub fn ensure_corpus<E: From<TrainError>>(
         staged.commit().map_err(TrainError::from)?;
         return Ok(RunCorpus { version, state: CorpusState::Made });
     }
+}
+
+/// The corpus of a run, if it is there already; with none, [`ensure_corpus`] would prepare it.
+///
+/// # Errors
+/// What a checkpoint or the folder refuses.
+pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> {
+    let found = match find_place(config, &tokenizer_of_inputs(config)?)? {
+        Place::Found(found) => found,
+        Place::Free { .. } => return Ok(None),
+    };
+    check_tokenizer(config, &Corpus::open(&corpus_folder(&config.data().folder, found.version))?)?;
+    Ok(Some(found))
+}
+
+/// The tokenizer for the inputs, where there are any.
+fn tokenizer_of_inputs(config: &Config) -> Result<TokenizerChoice, TrainError> {
+    if config.data().inputs.is_empty() { Ok(TokenizerChoice::Bytes) } else { tokenizer_choice(config) }
 }
 
 /// The checksum of a corpus, as checkpoints state it.
@@ -112,7 +136,7 @@ struct ResumedCorpus {
     checksum: String,
 }
 
-fn find_place(config: &Config) -> Result<Place, TrainError> {
+fn find_place(config: &Config, tokenizer: &TokenizerChoice) -> Result<Place, TrainError> {
     let data = config.data();
     if data.inputs.is_empty() {
         return Ok(Place::Found(RunCorpus { version: 1, state: CorpusState::Current }));
@@ -126,7 +150,7 @@ fn find_place(config: &Config) -> Result<Place, TrainError> {
             continue;
         }
         taken.insert(version);
-        let is_current = || is_current(&prepare_options(config, version));
+        let is_current = || is_current(&prepare_options(config, tokenizer, version));
         match &resumed {
             None if is_current()? => {
                 return Ok(Place::Found(RunCorpus { version, state: CorpusState::Current }));
@@ -198,21 +222,19 @@ fn has_checkpoints(run_folder: &Path) -> Result<bool, TrainError> {
 }
 
 fn resumed_corpus(config: &Config) -> Result<Option<ResumedCorpus>, TrainError> {
+    if config.checkpoint().allow_changed.contains(&Change::Data) {
+        return Ok(None);
+    }
     Ok(choose_checkpoint(config, &mut Vec::new())?.and_then(|checkpoint| {
         let checksum = corpus_of(&checkpoint)?;
         Some(ResumedCorpus { path: checkpoint.path().to_owned(), checksum })
     }))
 }
 
-fn prepare_options(config: &Config, version: u64) -> PrepareOptions {
+fn prepare_options(config: &Config, tokenizer: &TokenizerChoice, version: u64) -> PrepareOptions {
     let data = config.data();
-    let tokenizer = match (&data.tokenizer, data.train_bpe) {
-        (config::Tokenizer::File(path), _) => TokenizerChoice::File(path.clone()),
-        (config::Tokenizer::Bytes, 0) => TokenizerChoice::Bytes,
-        (config::Tokenizer::Bytes, vocabulary_size) => TokenizerChoice::TrainBpe { vocabulary_size },
-    };
     PrepareOptions {
-        tokenizer,
+        tokenizer: tokenizer.clone(),
         field: data.field.clone(),
         extensions: data.extensions.clone(),
         invalid_utf8: match data.invalid_utf8 {

@@ -77,6 +77,65 @@ pub enum TrainError {
         /// Tokens of the model.
         model: usize,
     },
+    /// A corpus whose ids mean other texts than those that the weights have learned.
+    #[error(
+        "{} was tokenized with another tokenizer than that of the model in {}, to whose weights its tokens mean nothing. Leave out \
+         [data] tokenizer and train_bpe to use the model's; or prepare the text again with `trireme prepare INPUT… --tokenizer {} --out \
+         DIR`. If the model shall learn other tokens, set [model] allow_other_tokenizer = true",
+        corpus.display(),
+        model.display(),
+        model.display()
+    )]
+    OtherTokenizer {
+        /// The corpus, or the tokenizer for it.
+        corpus: PathBuf,
+        /// The model.
+        model: PathBuf,
+    },
+    /// A model whose tokenizer the text needs.
+    #[error(
+        "the model in {} has no tokenizer.json, so its text cannot be prepared; set [data] tokenizer, or make the file (in Python: \
+         AutoTokenizer.from_pretrained(folder).save_pretrained(folder))",
+        path.display()
+    )]
+    NoModelTokenizer {
+        /// The model.
+        path: PathBuf,
+    },
+    /// Somebody has put another tokenizer beside the weights.
+    #[error(
+        "the tokenizer in {} is not the one that the model was trained with; export the model again, or, if it is meant to be another \
+         one, name it: [data] tokenizer with [model] allow_other_tokenizer = true (train), or --tokenizer (generate)",
+        path.display()
+    )]
+    TokenizerReplaced {
+        /// The checkpoint or model directory.
+        path: PathBuf,
+    },
+    /// Metrics of a run that cannot be resumed.
+    #[error(
+        "{} has the metrics of an earlier run that this one does not resume from; --resume never (or [checkpoint] resume = \"never\") moves them \
+         to a folder of their own and begins a new run, and another [run] name leaves them alone",
+        folder.display()
+    )]
+    EarlierRun {
+        /// The run's folder.
+        folder: PathBuf,
+    },
+    /// A checkpoint of another optimizer.
+    #[error(
+        "{} was written by a run with [optimizer] name = {found}, but this run has {expected}; set it back, or set [checkpoint] allow_changed = \
+         [\"optimizer\"] to resume with the state of the optimizer at its beginning",
+        path.display()
+    )]
+    ResumedOptimizerDiffers {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Its optimizer.
+        found: String,
+        /// That of the run.
+        expected: String,
+    },
     /// Settings of experts, of which the model has none.
     #[error("[experts] is for models with experts, but this model, a {family}, has none; remove the section")]
     NoExperts {
@@ -164,8 +223,8 @@ pub enum TrainError {
     /// A checkpoint is of another kind of run.
     #[error(
         "{} was written with {what} {found}, but this run has {expected}, so it would not read the same \
-         samples. Restore the old value, start again with [checkpoint] resume = \"never\", or train further from these \
-         weights with [model] init_from and another [run] name",
+         samples. Restore the old value, start again with --resume never, train further from these weights with [model] init_from and \
+         another [run] name, or set [checkpoint] allow_changed = [\"data\"]",
         path.display()
     )]
     ResumeDiffers {
@@ -180,8 +239,8 @@ pub enum TrainError {
     },
     /// A checkpoint is of another model.
     #[error(
-        "{} contains another model: {}. Restore the old values, or start again with [checkpoint] resume = \"never\" or \
-         another [run] name",
+        "{} contains another model: {}. Restore the old values, start again with --resume never or another [run] name, or set [checkpoint] \
+         allow_changed = [\"model\"]",
         path.display(), differences.join(", ")
     )]
     ResumedModelDiffers {

@@ -4,7 +4,8 @@ use crate::config::Config;
 use crate::corpus::checksum_of;
 use crate::dataset::{Dataset, Sample};
 use crate::error::TrainError;
-use crate::setup::model_config;
+use crate::pretrained::{Pretrained, check_tokenizer};
+use crate::setup::{model_config, model_config_json};
 use crate::task::{Task, TaskFile};
 use serde_json::Value;
 use std::borrow::Cow;
@@ -12,12 +13,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
-use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
+use trireme_data::{Corpus, Sampler, TOKENIZER_CONFIG_FILE, TokenFile, Tokenizer};
 use trireme_model::{DOCUMENT_STARTS, Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec};
 use trireme_tensor::{Device, ParameterTable};
 
 /// The name of the corpus' checksum in the identity of its samples.
 pub(crate) const CORPUS: &str = "corpus";
+
+/// The name of the tokenizer's hash in the identity of the samples.
+pub(crate) const TOKENIZER: &str = "tokenizer";
 
 /// A language model, and the corpus that it learns to predict.
 #[derive(Debug)]
@@ -26,7 +30,10 @@ pub struct LanguageTask {
     /// The model's `config.json`.
     model_json: String,
     notices: Vec<String>,
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
+    tokenizer_sha256: Arc<str>,
+    /// What else describes the model or its tokenizer to other programs.
+    other_files: Vec<(&'static str, Vec<u8>)>,
     train: Arc<TokenFile>,
     validation: Option<Arc<TokenFile>>,
     seq_len: usize,
@@ -41,18 +48,38 @@ impl LanguageTask {
     /// If the corpus or the description of the model cannot be read, or they do not fit each other.
     pub fn open(config: &Config) -> Result<Self, TrainError> {
         let folder = &config.data().folder;
-        let Corpus { train, validation, .. } = Corpus::open(folder)?;
-        let tokenizer = Tokenizer::load(folder)?;
-        let (model, notices) = model_config(config, train.vocabulary_size())?;
+        let corpus = Corpus::open(folder)?;
+        check_tokenizer(config, &corpus)?;
+        let tokenizer_sha256 = corpus.tokenizer_sha256()?;
+        let Corpus { train, validation, .. } = corpus;
+        let (model, mut notices) = model_config(config, train.vocabulary_size())?;
+        let pretrained = Pretrained::open(config)?;
+        let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
+        let own = own.transpose()?.flatten();
+        if pretrained.as_ref().is_some_and(Pretrained::has_no_tokenizer) && own.is_none() {
+            notices.push(format!("cannot tell whether the model has the tokenizer of {}", folder.display()));
+        }
+        let (tokenizer, other_files) = match (own, &pretrained) {
+            (Some(own), Some(pretrained)) => (Arc::clone(own), pretrained.files()?),
+            _ => {
+                let tokenizer = Tokenizer::load(folder)?;
+                let config_json = tokenizer.config_json(model.max_position_embeddings).into_bytes();
+                (Arc::new(tokenizer), vec![(TOKENIZER_CONFIG_FILE, config_json)])
+            }
+        };
+        let model_json =
+            model_config_json(config, &model, own.is_none().then(|| tokenizer.end_of_document()))?;
         let document_end = match config.data().mask_documents {
             true => Some(tokenizer.end_of_document().ok_or(TrainError::NoDocumentEnd)?),
             false => None,
         };
         Ok(LanguageTask {
-            model_json: format!("{:#}\n", model.to_json()),
+            model_json,
             model,
             notices,
             tokenizer,
+            tokenizer_sha256: tokenizer_sha256.into(),
+            other_files,
             train: Arc::new(train),
             validation: validation.map(Arc::new),
             seq_len: config.training().seq_len,
@@ -72,8 +99,13 @@ impl LanguageTask {
 
     /// Windows of the sequences' length, and the token that follows.
     fn windows(&self, tokens: &Arc<TokenFile>, sampler: Sampler) -> TokenWindows {
-        let (window, document_end) = (vec![0; self.seq_len + 1], self.document_end);
-        TokenWindows { tokens: Arc::clone(tokens), sampler, window, document_end }
+        TokenWindows {
+            tokens: Arc::clone(tokens),
+            tokenizer_sha256: Arc::clone(&self.tokenizer_sha256),
+            sampler,
+            window: vec![0; self.seq_len + 1],
+            document_end: self.document_end,
+        }
     }
 
     /// The tokens to train on, and those held out.
@@ -119,9 +151,7 @@ impl Task for LanguageTask {
     }
 
     fn facts(&self) -> Vec<(String, String)> {
-        let (name, contents) = self.tokenizer.file();
-        let tokenizer = format!("{name} with checksum {:08x}", crc32c::crc32c(contents));
-        let mut facts = vec![("tokenizer".to_owned(), tokenizer)];
+        let mut facts = vec![("tokenizer".to_owned(), self.tokenizer_sha256.to_string())];
         if let Value::Object(members) = self.model.to_json() {
             facts.extend(members.iter().map(|(name, value)| (format!("model's {name}"), value.to_string())));
         }
@@ -129,11 +159,10 @@ impl Task for LanguageTask {
     }
 
     fn files(&self) -> Vec<TaskFile<'_>> {
-        let (name, contents) = self.tokenizer.file();
-        vec![
-            TaskFile { name: CONFIG_FILE, contents: Cow::Borrowed(self.model_json.as_bytes()) },
-            TaskFile { name, contents: Cow::Borrowed(contents) },
-        ]
+        let own = [(CONFIG_FILE, self.model_json.as_bytes()), self.tokenizer.file()];
+        let others = self.other_files.iter().map(|(name, contents)| (*name, &contents[..]));
+        let file = |(name, contents)| TaskFile { name, contents: Cow::Borrowed(contents) };
+        own.into_iter().chain(others).map(file).collect()
     }
 
     /// Refuses a checkpoint whose model differs in more than its initial weights and, where no parameter depends on it, its longest
@@ -155,6 +184,7 @@ impl Task for LanguageTask {
 #[derive(Debug)]
 struct TokenWindows {
     tokens: Arc<TokenFile>,
+    tokenizer_sha256: Arc<str>,
     sampler: Sampler,
     window: Vec<u32>,
     /// As [`LanguageTask::document_end`].
@@ -184,6 +214,7 @@ impl Dataset for TokenWindows {
     fn identity(&self) -> BTreeMap<String, String> {
         BTreeMap::from([
             (CORPUS.to_owned(), checksum_of(&self.tokens)),
+            (TOKENIZER.to_owned(), self.tokenizer_sha256.to_string()),
             ("corpus_tokens".to_owned(), self.tokens.num_tokens().to_string()),
             ("seq_len".to_owned(), self.seq_len().to_string()),
         ])

@@ -5,6 +5,7 @@
 
 mod agreement;
 mod balance;
+mod changes;
 mod checkpointing;
 mod choices;
 mod compression;
@@ -17,6 +18,8 @@ mod language;
 pub mod metrics;
 mod observer;
 mod optimizer;
+mod pretrained;
+mod requests;
 mod resume;
 mod run_folder;
 mod run_lock;
@@ -32,14 +35,17 @@ mod weights;
 
 pub use agreement::agree_on_config;
 pub use choices::StepChoices;
-pub use corpus::{CorpusState, RunCorpus, corpus_folder, ensure_corpus};
+pub use corpus::{CorpusState, RunCorpus, corpus_folder, current_corpus, ensure_corpus};
 pub use dataset::{Dataset, Sample};
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
 pub use language::LanguageTask;
 pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
-pub use run_folder::FLIGHT_RECORDER_FOLDER;
+pub use pretrained::{TOKENIZER_NOTE, model_tokenizer};
+pub use requests::Requests;
+pub use resume::resume_point;
+pub use run_folder::{FLIGHT_RECORDER_FOLDER, earlier_run};
 pub use run_lock::RunLock;
 pub use sample::{SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};

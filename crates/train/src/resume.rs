@@ -1,8 +1,9 @@
 //! Which checkpoint a run resumes from, and what it takes from it.
 
+use crate::changes::check_changes;
 use crate::checkpointing::{TrainingState, state_name, untidy_notice};
 use crate::compression::read_compressors;
-use crate::config::{Config, Resume};
+use crate::config::{Change, Config, Resume};
 use crate::dataset::Dataset;
 use crate::error::TrainError;
 use crate::fp8::read_histories;
@@ -159,6 +160,14 @@ fn first_failure<E: Error + 'static>(
     Ok(first.map(|rank| (Rank(rank), String::from_utf8_lossy(&messages[rank]).into_owned())))
 }
 
+/// The checkpoint that a run would resume from, as far as can be told before it is read.
+///
+/// # Errors
+/// If it does not open, or all are damaged.
+pub fn resume_point(config: &Config) -> Result<Option<Checkpoint>, TrainError> {
+    choose_checkpoint(config, &mut Vec::new())
+}
+
 /// The checkpoint that the config asks for. With `auto` it is the newest that opens; those that are damaged and newer join
 /// `damaged`, and are not chosen again.
 pub(crate) fn choose_checkpoint(
@@ -230,16 +239,26 @@ fn restore(
     let path = checkpoint.path();
     let unreadable = |source| TrainError::ResumeState { path: path.to_owned(), source };
     let state = TrainingState::read(checkpoint.state(), checkpoint.step()).map_err(unreadable)?;
-    state.check_order(expected, path)?;
+    let allowed = &config.checkpoint().allow_changed;
+    let reads_optimizer = check_changes(config, checkpoint, observer)?;
+    if !allowed.contains(&Change::Data) {
+        state.check_order(expected, path)?;
+    }
+    let state = TrainingState { seed: expected.seed, samples: expected.samples.clone(), ..state };
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let norms: Vec<f64> = state.earlier_norms.iter().map(|&bits| f64::from_bits(bits)).collect();
     executor.restore_earlier_norms(&norms);
     let model = executor.model().clone();
-    task.check(checkpoint)?;
+    if !allowed.contains(&Change::Model) {
+        task.check(checkpoint)?;
+    }
     let weights = checked_weights(&checkpoint.weights(), &model)?;
     executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
     executor.load_optimizer(|info, values| {
+        if !reads_optimizer {
+            return Ok(());
+        }
         let part = match info.is_like_parameter {
             true => part(info.parameter),
             false => Part::whole(info.shape.dims()),

@@ -1,9 +1,11 @@
 //! What a run keeps in its folder besides checkpoints.
 
-use crate::config::Config;
+use crate::changes::CONFIG_TOML;
+use crate::config::{Config, Resume};
 use crate::error::TrainError;
 use crate::metrics::{MetricsFiles, MetricsWriter};
 use crate::observer::Observer;
+use crate::resume::resume_point;
 use crate::trace::TRACE_FILE;
 use std::fs;
 use std::path::Path;
@@ -16,10 +18,16 @@ use trireme_schedule::collective::CostModel;
 /// Where workers write what they did last when something goes wrong, in a run's folder.
 pub const FLIGHT_RECORDER_FOLDER: &str = "flight-recorder";
 
-/// Writes the run's description, with a `comment` on its program, and opens its metrics.
+/// What is recorded of each step, in a run's folder.
+const METRICS_FILE: &str = "metrics.jsonl";
+
+/// The config as it was given, in a run's folder.
+const GIVEN_FILE: &str = "config.given.toml";
+
+/// Writes the run's description, with a `comment` on its program and the config as it was `given`, and opens its metrics.
 pub(crate) fn open(
     config: &Config,
-    comment: &str,
+    (comment, given): (&str, Option<&str>),
     executor: &Executor,
     resumed_step: u64,
 ) -> Result<MetricsWriter, TrainError> {
@@ -28,7 +36,10 @@ pub(crate) fn open(
         let path = folder.join(name);
         fs::write(&path, contents).map_err(|source| TrainError::RunFolder { path, source })
     };
-    write("config.toml", &config.to_toml())?;
+    write(CONFIG_TOML, &config.to_toml())?;
+    if let Some(given) = given {
+        write(GIVEN_FILE, given)?;
+    }
     write_program(config, executor.program(), comment)?;
     write_choices(config, executor.group())?;
     let metrics = config.metrics();
@@ -78,6 +89,24 @@ fn choices(group: &Group) -> String {
     text
 }
 
+/// The refusal to replace an earlier run's metrics, where the run would begin anew in its folder.
+///
+/// # Errors
+/// If the checkpoint to resume from does not open.
+pub fn earlier_run(config: &Config) -> Result<Option<TrainError>, TrainError> {
+    let folder = config.run_folder();
+    let metrics = folder.join(METRICS_FILE);
+    let is_there = fs::metadata(&metrics).is_ok_and(|metadata| metadata.len() > 0);
+    if config.checkpoint().resume == Resume::Never || !is_there {
+        return Ok(None);
+    }
+    // One path may be given in several ways.
+    let whole = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let continues =
+        resume_point(config)?.is_some_and(|checkpoint| whole(checkpoint.path()).starts_with(whole(&folder)));
+    Ok((!continues).then_some(TrainError::EarlierRun { folder }))
+}
+
 /// Moves what an earlier run left in `folder` into `previous-K` there, so that a new run begins and nothing is lost.
 pub(crate) fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<(), TrainError> {
     let failed = |source| TrainError::RunFolder { path: folder.to_owned(), source };
@@ -85,7 +114,7 @@ pub(crate) fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<()
     for entry in fs::read_dir(folder).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         let text = name.to_string_lossy();
-        let is_of_run = ["checkpoints", "metrics.jsonl", TRACE_FILE].contains(&&*text);
+        let is_of_run = ["checkpoints", METRICS_FILE, TRACE_FILE].contains(&&*text);
         if is_of_run || text.starts_with("events.out.tfevents.") {
             names.push(name);
         }

@@ -7,12 +7,13 @@ use crate::balance::Balance;
 use crate::checkpointing::{TrainingState, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
-use crate::config::{Config, DeviceName, Fp8, Resume};
+use crate::config::{Config, DeviceName, Fp8, Interval, Resume};
 use crate::dataset::{Dataset, batch_specs};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
 use crate::observer::{Observer, RunFacts};
+use crate::requests::{Requested, Requests};
 use crate::resume::{resume, tidy_up};
 use crate::run_folder;
 use crate::run_lock::RunLock;
@@ -24,7 +25,7 @@ use crate::trace::Tracer;
 use crate::validation::{Validated, Validation};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch, Model};
@@ -44,6 +45,8 @@ pub struct TrainerOptions {
     /// What was planned for this worker; alike on all workers but for the predictions. What the config leaves to a
     /// plan is kept, on the device, without it.
     pub plan: Option<WorkerPlan>,
+    /// The [config as it was given](Config::given), to be kept with the run.
+    pub given_config: Option<String>,
 }
 
 /// What a planner has found out about a worker's steps.
@@ -72,6 +75,10 @@ pub struct RunSummary {
     pub validation_loss: Option<f64>,
     /// Last checkpoint that was written.
     pub checkpoint: Option<PathBuf>,
+    /// The step of that checkpoint.
+    pub checkpoint_step: Option<u64>,
+    /// The signal for which the run ended before its last step, if it did.
+    pub stopped_by: Option<i32>,
     /// From the start of the command to the end of the first step of this run.
     pub seconds_to_first_step: Option<f64>,
 }
@@ -106,6 +113,12 @@ pub struct Trainer<'a> {
     records: Vec<StepRecord>,
     /// Seconds of the first steps of a run whose steps' time was predicted.
     first_seconds: Vec<f64>,
+    /// Whether it begins without a checkpoint.
+    is_new: bool,
+    /// Of this rank.
+    requests: Requests,
+    /// When the last checkpoint was written, or the run began.
+    saved_at: Instant,
     /// What the user was told of once.
     reported: Vec<String>,
     /// Kept locked while the run lasts.
@@ -171,16 +184,25 @@ impl<'a> Trainer<'a> {
         }
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
         let comment = options.plan.as_ref().map_or("", |plan| &plan.comment);
+        let given = options.given_config.as_deref();
         check_names(&executor.rehearsal().metric_names())?;
-        let metrics =
-            if is_root { Some(run_folder::open(config, comment, &executor, state.step)?) } else { None };
-        if let Some(resumed) = resumed.filter(|_| is_root) {
-            tidy_up(config, &resumed, observer);
+        let metrics = if is_root {
+            Some(run_folder::open(config, (comment, given), &executor, state.step)?)
+        } else {
+            None
+        };
+        if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
+            tidy_up(config, resumed, observer);
         }
+        let is_new = resumed.is_none();
+        let requests = Requests::new(executor.requests());
         Ok(Trainer {
             config,
             observer,
             options,
+            is_new,
+            requests,
+            saved_at: Instant::now(),
             executor,
             task,
             host_batch: HostBatch::new(&batch_specs),
@@ -220,20 +242,34 @@ impl<'a> Trainer<'a> {
             loss: None,
             validation_loss: None,
             checkpoint: None,
+            checkpoint_step: None,
+            stopped_by: None,
             seconds_to_first_step: None,
         };
+        let mut initial = self.validate_at_start()?;
+        if training.steps == 0 && self.is_new {
+            summary.validation_loss = initial.take().map(|validated| validated.loss);
+            self.save_if(true, true, &mut summary)?;
+        }
         while self.state.step < end.min(training.steps) {
             self.advance()?;
             for index in 0..self.records.len() {
                 // It is put back, so that the next one allocates nothing.
                 let mut record = std::mem::take(&mut self.records[index]);
+                record.initial_validation_loss = initial.take().map(|validated| validated.loss);
                 self.finish_step(&mut record, &mut summary)?;
                 self.records[index] = record;
             }
             self.write_choices()?;
-            if self.state.step < training.steps {
-                self.rebalance()?;
+            if self.state.step == training.steps {
+                break;
             }
+            summary.stopped_by = Requested(self.executor.requested()).stop();
+            if summary.stopped_by.is_some() {
+                self.save_if(summary.checkpoint_step != Some(self.state.step), true, &mut summary)?;
+                break;
+            }
+            self.rebalance()?;
         }
         if let Some(metrics) = &mut self.metrics {
             metrics.finish()?;
@@ -264,9 +300,48 @@ impl<'a> Trainer<'a> {
         self.write_metrics(record)?;
         self.observer.step(record);
         (summary.step, summary.loss) = (step, Some(record.loss));
+        let is_due = match self.config.checkpoint().interval {
+            _ if is_last => true,
+            Interval::Steps(steps) => step.is_multiple_of(steps),
+            // Weights of other steps of a program are gone.
+            Interval::Time(_) => step == self.state.step && Requested(self.executor.requested()).checkpoint(),
+        };
+        self.save_if(is_due, is_last, summary)
+    }
+
+    /// The loss before the first step, where others follow, or there is none. Collective.
+    fn validate_at_start(&mut self) -> Result<Option<Validated>, TrainError> {
+        let training = self.config.training();
+        if !self.is_new || training.validation_interval == 0 && training.steps > 0 {
+            return Ok(None);
+        }
+        let validated = self.validate()?;
+        if let Some(Validated { loss, .. }) = &validated {
+            self.observer.notice(&format!("validation loss before the first step: {loss:.4}"));
+        }
+        Ok(validated)
+    }
+
+    /// Rank 0 asks for a checkpoint when its time comes with the step that begins.
+    fn request_checkpoint(&self, last_step: Duration) {
         let checkpoint = self.config.checkpoint();
-        if checkpoint.enable && (is_last || step.is_multiple_of(checkpoint.interval)) {
-            summary.checkpoint = self.save_checkpoint(is_last)?.or(summary.checkpoint.take());
+        if let Interval::Time(interval) = checkpoint.interval
+            && checkpoint.enable
+            && self.metrics.is_some()
+            && self.saved_at.elapsed() + last_step >= interval
+        {
+            self.requests.checkpoint();
+        }
+    }
+
+    /// Saves a checkpoint if it is due and the config wants any. Collective.
+    fn save_if(&mut self, is_due: bool, is_last: bool, summary: &mut RunSummary) -> Result<(), TrainError> {
+        if is_due && self.config.checkpoint().enable {
+            self.requests.forget_checkpoint();
+            if let Some(path) = self.save_checkpoint(is_last)? {
+                (summary.checkpoint, summary.checkpoint_step) = (Some(path), Some(self.state.step));
+            }
+            self.saved_at = Instant::now();
         }
         Ok(())
     }
@@ -375,7 +450,7 @@ impl<'a> Trainer<'a> {
             Err(TrainError::Checkpoint(error)) if error.is_out_of_space() && !is_last => {
                 let (error, interval) = (with_sources(&error), self.config.checkpoint().interval);
                 self.observer.notice(&format!(
-                    "{error}; training continues, and the next checkpoint is in {interval} steps"
+                    "{error}; training continues, and the next checkpoint is in {interval}"
                 ));
                 Ok(None)
             }
@@ -407,6 +482,11 @@ impl<'a> Trainer<'a> {
     /// What is left open by the layout, as it is now: units may have moved.
     pub fn choices(&self) -> &StepChoices {
         &self.choices
+    }
+
+    /// By which any thread can ask all ranks for something.
+    pub fn requests(&self) -> Requests {
+        self.requests.clone()
     }
 
     /// The step after which units moved between workers for the last time, if they did. Peaks of memory are of the steps since

@@ -170,7 +170,10 @@ fn export_run(run: &Path, out: &Path, shard_bytes_max: u64, force: bool) -> Resu
     let source = ModelSource::open(run)?;
     let files = source.model_files()?;
     let files: Vec<_> = files.iter().map(|(name, contents)| ExtraFile { name, contents }).collect();
-    export(&ModelExport { tensors: &source.weights(), files: &files, shard_bytes_max, force }, out)
+    export(
+        &ModelExport { tensors: &source.weights(), files: &files, notes: &[], shard_bytes_max, force },
+        out,
+    )
 }
 
 #[test]
@@ -286,7 +289,13 @@ fn a_failed_export_leaves_nothing() {
     let last_weight = contents.len() - 17;
     contents[last_weight] ^= 1;
     fs::write(&shard, contents).unwrap();
-    let model = ModelExport { tensors: &source.weights(), files: &[], shard_bytes_max: 100, force: false };
+    let model = ModelExport {
+        tensors: &source.weights(),
+        files: &[],
+        notes: &[],
+        shard_bytes_max: 100,
+        force: false,
+    };
     let failed = export(&model, &other.path().join("out"));
     assert!(matches!(failed, Err(CheckpointError::Damaged { .. })), "{failed:?}");
     assert_eq!(fs::read_dir(other.path()).unwrap().count(), 0);
@@ -302,7 +311,13 @@ fn a_config_that_states_another_dtype_is_corrected() {
         let files = [ExtraFile { name: "config.json", contents: config.as_bytes() }];
         let tensors = &source.weights();
         export(
-            &ModelExport { tensors, files: &files, shard_bytes_max: SHARD_BYTES_MAX, force: false },
+            &ModelExport {
+                tensors,
+                files: &files,
+                notes: &[],
+                shard_bytes_max: SHARD_BYTES_MAX,
+                force: false,
+            },
             &out,
         )?;
         Ok::<_, CheckpointError>(fs::read_to_string(out.join("config.json")).unwrap())

@@ -12,6 +12,8 @@ use trireme_checkpoint::{
     Checkpoint, ExtraFile, ModelExport, ModelSource, OPTIMIZER_PREFIX, StoredTensors, checkpoints_folder,
     export, list_checkpoints,
 };
+use trireme_data::BYTES_TOKENIZER_FILE;
+use trireme_train::{TOKENIZER_NOTE, model_tokenizer};
 
 /// Inspect checkpoints, and export models from them.
 #[derive(Debug, Args)]
@@ -122,14 +124,34 @@ fn write_model(
     if !files.iter().any(|(name, _)| *name == trireme_checkpoint::CONFIG_FILE) {
         bail!("{} has no config.json, so the exported model could not be loaded", source.path().display());
     }
+    let (files, sha256) = with_tokenizer(&source, files)?;
     let files: Vec<ExtraFile<'_>> =
         files.iter().map(|(name, contents)| ExtraFile { name, contents }).collect();
     let tensors = source.weights();
-    let model = ModelExport { tensors: &tensors, files: &files, shard_bytes_max: max_shard_size.0, force };
+    let notes: Vec<_> = sha256.iter().map(|sha256| (TOKENIZER_NOTE, &sha256[..])).collect();
+    let model = ModelExport {
+        tensors: &tensors,
+        files: &files,
+        notes: &notes,
+        shard_bytes_max: max_shard_size.0,
+        force,
+    };
     export(&model, target).with_context(|| format!("exporting {}", source.path().display()))?;
     let totals = Totals::new(&tensors, |_| true);
     writeln!(out, "{} -> {}: {totals}", source.path().display(), target.display())?;
     Ok(())
+}
+
+/// The files with the tokenizer in a form that other programs know, and the tokenizer's hash.
+fn with_tokenizer(
+    source: &ModelSource,
+    mut files: Vec<(&'static str, Vec<u8>)>,
+) -> anyhow::Result<(Vec<(&'static str, Vec<u8>)>, Option<String>)> {
+    let Some(tokenizer) = model_tokenizer(source)? else { return Ok((files, None)) };
+    if let Some(mark) = files.iter_mut().find(|(name, _)| *name == BYTES_TOKENIZER_FILE) {
+        *mark = tokenizer.hugging_face_file()?;
+    }
+    Ok((files, Some(tokenizer.sha256()?)))
 }
 
 fn list(run_folder: &Path, out: &mut impl Write) -> anyhow::Result<()> {

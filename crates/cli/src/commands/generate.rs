@@ -2,14 +2,14 @@
 
 use crate::console::{Output, remark};
 use crate::simd::{Proof, Simd};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, anyhow, bail};
 use std::io::Write;
 use std::path::PathBuf;
 use trireme_checkpoint::ModelSource;
 use trireme_data::Tokenizer;
 use trireme_model::Sampling;
 use trireme_tensor::{Device, DeviceOptions};
-use trireme_train::{LoadedModel, SampleSettings, load_model, sample};
+use trireme_train::{LoadedModel, SampleSettings, load_model, model_tokenizer, sample};
 
 /// Generate text from a checkpoint, a run, or a Hugging Face model directory.
 ///
@@ -91,10 +91,8 @@ fn tokenizer(args: &GenerateArgs) -> Result<Tokenizer> {
         Some(name) if name.as_os_str() == "bytes" => Ok(Tokenizer::bytes()),
         Some(path) => Ok(Tokenizer::from_file(path)?),
         None => {
-            let source = ModelSource::open(&args.path)?;
-            // A checkpoint compares the file with its checksum.
-            Tokenizer::from_files(source.path(), |name| anyhow::Ok(source.read_file(name)?))
-                .context("cannot use the model's tokenizer; pass one with --tokenizer")
+            let missing = || anyhow!("{} has no tokenizer; pass one with --tokenizer", args.path.display());
+            model_tokenizer(&ModelSource::open(&args.path)?)?.ok_or_else(missing)
         }
     }
 }

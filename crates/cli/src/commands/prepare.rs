@@ -1,20 +1,22 @@
 //! `trireme prepare`: text to token files.
 
 use crate::console::{Output, remark};
-use anyhow::bail;
+use anyhow::{anyhow, bail};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use trireme_base::Bytes;
+use trireme_checkpoint::ModelSource;
 use trireme_data::{
-    InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, TRAIN_FILE, TokenizerChoice,
-    VALIDATION_FILE, is_current, prepare,
+    InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, TOKENIZER_FILE, TRAIN_FILE,
+    TokenizerChoice, VALIDATION_FILE, is_current, prepare,
 };
+use trireme_train::model_tokenizer;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -43,7 +45,7 @@ pub(crate) struct PrepareArgs {
     /// Folder to write to.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// `bytes` (257 tokens, no file needed), a Hugging Face tokenizer.json, or the folder of a model that has one.
+    /// `bytes` (257 tokens, no file needed), a Hugging Face tokenizer.json, or the folder of a model or run that has one.
     #[arg(long, value_name = "TOKENIZER", default_value = "bytes")]
     tokenizer: PathBuf,
     /// Train a byte-level BPE tokenizer with at most N tokens on the input, such as 8192.
@@ -116,7 +118,13 @@ fn tokenizer(name: &Path) -> anyhow::Result<TokenizerChoice> {
     if name == Path::new("bytes") {
         return Ok(TokenizerChoice::Bytes);
     }
-    let file = if name.is_dir() { name.join(trireme_data::TOKENIZER_FILE) } else { name.to_owned() };
+    let file = if name.is_dir() { name.join(TOKENIZER_FILE) } else { name.to_owned() };
+    if name.is_dir() && !file.is_file() {
+        // A run, a checkpoint, or a model whose tokens are bytes.
+        let missing = || anyhow!("{} has no tokenizer", name.display());
+        let tokenizer = model_tokenizer(&ModelSource::open(name)?)?.ok_or_else(missing)?;
+        return Ok(TokenizerChoice::OfModel { model: name.to_owned(), tokenizer: Arc::new(tokenizer) });
+    }
     if !file.is_file() {
         bail!(
             "the tokenizer {} does not exist; give `bytes` or the path of a tokenizer.json",

@@ -1,7 +1,7 @@
 //! Workers of commands that have no run folder.
 
 use super::LaunchError;
-use super::supervisor::{LocalWorld, run_local_workers, worker_command};
+use super::supervisor::{LocalWorld, OnSignal, run_local_workers, worker_command};
 use crate::simd::Simd;
 use anyhow::{Context, Result};
 use std::path::PathBuf;
@@ -18,8 +18,13 @@ pub(crate) fn launch_workers(num_workers: usize, started: Instant, simd: Option<
     std::fs::create_dir_all(&folder)
         .with_context(|| format!("cannot create the folder {}", folder.display()))?;
     let recorder_folder = folder.join(FLIGHT_RECORDER_FOLDER);
-    let world =
-        LocalWorld { num_workers, master_port: 0, log_folder: &folder, recorder_folder: &recorder_folder };
+    let world = LocalWorld {
+        num_workers,
+        master_port: 0,
+        log_folder: &folder,
+        recorder_folder: &recorder_folder,
+        on_signal: OnSignal::End,
+    };
     let command = worker_command(started, simd)?;
     let ended = run_local_workers(world, |_| {
         let mut worker = command();

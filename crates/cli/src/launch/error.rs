@@ -1,5 +1,6 @@
 use super::worker_processes::signal_name;
 use crate::hang::indented;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -114,16 +115,30 @@ pub(crate) enum LaunchError {
         /// The signal.
         signal: i32,
     },
+    /// The run was asked to end by a signal, and has ended in good order. It has said so.
+    #[error("stopped by {}", signal_name(*signal))]
+    Stopped {
+        /// The signal.
+        signal: i32,
+    },
     /// The launcher is no more, and so this worker has no reason to be.
     #[error("the launcher of this worker has exited")]
     LauncherGone,
 }
 
+/// What an exit code of a run's process says.
+pub(super) fn stopped_by(code: i32) -> Option<i32> {
+    let signal = code.checked_sub(128)?;
+    [SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM].contains(&signal).then_some(signal)
+}
+
 impl LaunchError {
-    /// What the launcher's process should end with: 128 and the signal where a signal ended it, as shells do.
+    /// What the process should end with: 128 and the signal where a signal ended it, as shells do.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            LaunchError::Interrupted { signal } => 128 + (*signal & 0x7f) as u8,
+            LaunchError::Interrupted { signal } | LaunchError::Stopped { signal } => {
+                128 + (*signal & 0x7f) as u8
+            }
             _ => 1,
         }
     }

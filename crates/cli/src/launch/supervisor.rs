@@ -7,10 +7,11 @@ use super::worker_processes::{WorkerProcesses, is_follower};
 use crate::bounded::within;
 use crate::console::remark;
 use crate::hang;
+use crate::interrupts::{Patience, is_urgent, stop_signals, stopping_notice};
 use crate::simd::Simd;
 use crate::started::{STARTED_VARIABLE, to_variable};
 use rustix::process::Signal;
-use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGCHLD, SIGINT};
 use signal_hook::iterator::Signals;
 use std::io;
 use std::net::TcpListener;
@@ -51,6 +52,17 @@ pub(crate) struct LocalWorld<'a> {
     pub(crate) log_folder: &'a Path,
     /// Folder of the reports that the workers' flight recorders write, if they do; it need not exist.
     pub(crate) recorder_folder: &'a Path,
+    /// What a signal to this process means.
+    pub(crate) on_signal: OnSignal,
+}
+
+/// What a signal to the launcher means for its workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OnSignal {
+    /// They end.
+    End,
+    /// They hear SIGUSR1, save what they have, and end by themselves; a second SIGINT, SIGTERM or SIGHUP ends them.
+    Save,
 }
 
 /// Makes commands for workers: this program with the arguments that it was called with. `started` is when this command
@@ -69,7 +81,8 @@ pub(crate) fn worker_command(started: Instant, simd: Option<&Simd>) -> io::Resul
 ///
 /// The commands get torchrun's variables, and a secret that is made for this world. What a worker prints goes to its log; what rank 0 prints, to
 /// where this process prints. If a worker dies, the others are ended: within 1 second the cause is found,
-/// then SIGTERM leaves them 2 seconds, then they are killed. SIGINT, SIGTERM and SIGHUP end the workers, too.
+/// then SIGTERM leaves them 2 seconds, then they are killed. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the workers, too, at once or
+/// [when they have saved](OnSignal).
 /// No worker is left when this returns, unless the kernel does not let it end, as on a file system that hangs: that is
 /// waited for 2 seconds. The process should end then: the three signals no longer end it.
 ///
@@ -88,7 +101,13 @@ pub(crate) fn run_local_workers(
     // Before the first worker starts: none may end unseen, and no Ctrl-C may leave one behind.
     let _forwarder = SignalForwarder::start(sender).map_err(|source| LaunchError::Watch { source })?;
     let workers = start_workers(world, command)?;
-    let watch = Watch { workers, signals: &signals, recorder_folder: world.recorder_folder, tell: &remark };
+    let watch = Watch {
+        workers,
+        signals: &signals,
+        recorder_folder: world.recorder_folder,
+        on_signal: world.on_signal,
+        tell: &remark,
+    };
     watch.until_all_have_ended()
 }
 
@@ -126,6 +145,7 @@ struct Watch<'a> {
     workers: WorkerProcesses,
     signals: &'a Receiver<i32>,
     recorder_folder: &'a Path,
+    on_signal: OnSignal,
     /// Prints a line.
     tell: &'a dyn Fn(&str),
 }
@@ -134,6 +154,9 @@ impl Watch<'_> {
     fn until_all_have_ended(mut self) -> Result<(), LaunchError> {
         loop {
             self.reap()?;
+            if self.workers.stopped_by().is_some() {
+                return self.end_after_stop(None);
+            }
             match self.workers.dead() {
                 // Ctrl-C reaches the workers as well, and may end one before it is seen here.
                 Some((_, Death::Signal(SIGINT))) => return self.end_after_signal(SIGINT),
@@ -143,7 +166,43 @@ impl Watch<'_> {
             }
             match self.next_signal(None) {
                 Some(SIGCHLD) | None => {}
+                Some(signal) if self.on_signal == OnSignal::Save => {
+                    (self.tell)(&stopping_notice(signal));
+                    self.workers.send(Signal::USR1);
+                    return self.end_after_stop(Some(signal));
+                }
                 Some(signal) => return self.end_after_signal(signal),
+            }
+        }
+    }
+
+    /// Waits for workers that save what they have, and ends them if one of them fails or a second signal comes. `asked` is the first signal that
+    /// came to this process, if one did.
+    fn end_after_stop(mut self, asked: Option<i32>) -> Result<(), LaunchError> {
+        let mut patience = Patience::default();
+        if asked.is_some_and(is_urgent) {
+            patience.is_over(Instant::now());
+        }
+        self.workers.kill_stopped();
+        loop {
+            self.reap()?;
+            match (self.workers.stopped_by(), self.workers.dead()) {
+                (Some(signal), _) if !self.workers.are_running() => {
+                    return Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) });
+                }
+                (Some(_), _) | (None, None) if self.workers.are_running() => {}
+                // It had reached its last step.
+                (None, None) => return Ok(()),
+                // Those that have not begun to train are killed by the signal.
+                (_, Some((_, Death::Signal(_)))) => {
+                    return self.end_after_signal(asked.unwrap_or(SIGINT));
+                }
+                (_, Some((rank, death))) => return self.end_after_death(rank, death),
+                (Some(_), None) => unreachable!("who has stopped has not exited with 0"),
+            }
+            let signal = self.next_signal(None).expect("without a deadline a signal comes");
+            if signal != SIGCHLD && is_urgent(signal) && patience.is_over(Instant::now()) {
+                return self.end_after_signal(signal);
             }
         }
     }
@@ -258,10 +317,7 @@ struct SignalForwarder {
 
 impl SignalForwarder {
     fn start(sender: Sender<i32>) -> io::Result<Self> {
-        let ignored = ignored_signals();
-        // What is ignored from the start, as by nohup, stays so, here and in the workers.
-        let asked = [SIGINT, SIGHUP].into_iter().filter(|signal| ignored & 1 << (signal - 1) == 0);
-        let mut signals = Signals::new([SIGCHLD, SIGTERM].into_iter().chain(asked))?;
+        let mut signals = Signals::new(stop_signals().into_iter().chain([SIGCHLD]))?;
         let handle = signals.handle();
         let forward =
             move || signals.forever().take_while(|signal| sender.send(*signal).is_ok()).for_each(drop);
@@ -271,7 +327,7 @@ impl SignalForwarder {
 }
 
 /// The signals that this process ignores, signal `n` as bit `n - 1`; none if the system does not tell.
-fn ignored_signals() -> u64 {
+pub(crate) fn ignored_signals() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)

@@ -1,6 +1,7 @@
 //! Workers are shells here. Each notes its process id, so that it can be seen to be gone.
 
 use super::*;
+use signal_hook::consts::{SIGHUP, SIGTERM};
 use std::cell::RefCell;
 use std::fs;
 use std::path::PathBuf;
@@ -20,7 +21,13 @@ impl Scene {
 
     fn world(&self, num_workers: usize) -> LocalWorld<'_> {
         let folder = self.folder.path();
-        LocalWorld { num_workers, master_port: 0, log_folder: folder, recorder_folder: folder }
+        LocalWorld {
+            num_workers,
+            master_port: 0,
+            log_folder: folder,
+            recorder_folder: folder,
+            on_signal: OnSignal::End,
+        }
     }
 
     /// A shell that notes its process id and then runs `script`.
@@ -134,7 +141,13 @@ fn interrupted_by(scene: &Scene, sent: &[i32]) -> LaunchError {
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(scene.world(2), |_| scene.shell(FOREVER)).unwrap();
     sent.iter().for_each(|signal| sender.send(*signal).unwrap());
-    let watch = Watch { workers, signals: &signals, recorder_folder: scene.folder.path(), tell: &|_| {} };
+    let watch = Watch {
+        workers,
+        signals: &signals,
+        recorder_folder: scene.folder.path(),
+        on_signal: OnSignal::End,
+        tell: &|_| {},
+    };
     watch.until_all_have_ended().unwrap_err()
 }
 
@@ -202,7 +215,13 @@ fn reports_and_logs_that_cannot_be_read_hold_up_no_error() {
     let workers = start_workers(scene.world(2), |rank| scene.shell(scripts[rank.0])).unwrap();
     let told = RefCell::new(Vec::new());
     let tell = |line: &str| told.borrow_mut().push(line.to_owned());
-    let watch = Watch { workers, signals: &signals, recorder_folder: scene.folder.path(), tell: &tell };
+    let watch = Watch {
+        workers,
+        signals: &signals,
+        recorder_folder: scene.folder.path(),
+        on_signal: OnSignal::End,
+        tell: &tell,
+    };
     let LaunchError::WorkerDied { rank: Rank(1), death: Death::Signal(9), last_lines, table, .. } =
         watch.until_all_have_ended().unwrap_err()
     else {

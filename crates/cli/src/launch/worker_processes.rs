@@ -1,5 +1,5 @@
 use super::LaunchError;
-use super::error::Death;
+use super::error::{Death, stopped_by};
 use crate::bounded::within;
 use crate::hang::{Fate, Fates};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
@@ -131,6 +131,13 @@ impl WorkerProcesses {
         dead().find(|(_, death)| !is_follower(*death)).or_else(|| dead().next())
     }
 
+    /// The signal for which a worker has ended in good order, if all that have ended have done so.
+    pub(super) fn stopped_by(&self) -> Option<i32> {
+        let ended = || self.workers.iter().filter_map(|worker| worker.status);
+        let signal = |status: ExitStatus| status.code().and_then(stopped_by);
+        ended().all(|status| signal(status).is_some()).then(|| ended().find_map(signal)).flatten()
+    }
+
     /// Workers that can still do something.
     pub(super) fn active(&self) -> impl Iterator<Item = Rank> {
         let is_active = |worker: &&Worker| worker.status.is_none() && !is_stopped(&worker.child);
@@ -214,9 +221,11 @@ fn is_stopped(child: &Child) -> bool {
     matches!(state, Some('T' | 't'))
 }
 
+/// How a process ended, if neither by itself nor because it was asked to.
 fn death(status: ExitStatus) -> Option<Death> {
     match (status.code(), status.signal()) {
         (Some(0), _) => None,
+        (Some(code), _) if stopped_by(code).is_some() => None,
         (Some(code), _) => Some(Death::Exit(code)),
         (None, signal) => Some(Death::Signal(signal.expect("a process exits or is killed by a signal"))),
     }

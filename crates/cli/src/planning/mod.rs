@@ -52,6 +52,11 @@ pub(crate) struct Source<'a> {
 }
 
 impl Source<'_> {
+    /// The file with the overrides in it.
+    pub(crate) fn given(&self, config: &Config) -> Result<String, ConfigError> {
+        config.given(self.path, self.overrides)
+    }
+
     /// Reads the config with further overrides.
     pub(crate) fn load(&self, changes: &[String]) -> Result<Config, ConfigError> {
         let overrides = [self.overrides, changes].concat();
@@ -441,9 +446,12 @@ fn vocabulary_size(config: &Config) -> Result<usize> {
     Ok(match (&data.tokenizer, data.train_bpe) {
         // The model's own counts, and it is not smaller.
         _ if is_known => 0,
+        (_, vocabulary_size @ 1..) => vocabulary_size,
         (config::Tokenizer::Bytes, 0) => Tokenizer::bytes().vocabulary_size(),
-        (config::Tokenizer::Bytes, vocabulary_size) => vocabulary_size,
-        (config::Tokenizer::File(_), _) => {
+        (config::Tokenizer::Auto, 0) if config.model().init_from.is_none() => {
+            Tokenizer::bytes().vocabulary_size()
+        }
+        (config::Tokenizer::Auto | config::Tokenizer::File(_), 0) => {
             anyhow::bail!(
                 "the vocabulary size is unknown until the text is prepared: run `trireme prepare` first, or set \
                  [model] vocab_size"

@@ -54,7 +54,7 @@ fn values_that_cannot_be() {
         ),
         ("training.global_batch_size=4611686018427387904", &["microbatches", "more than 65536"]),
         ("training.local_batch_size=-1", &["expected a whole number from 1"]),
-        ("training.steps=many", &["expected a whole number, 1 or more"]),
+        ("training.steps=many", &["expected a whole number, 0 or more"]),
         ("training.dtype=int8", &["expected \"f32\", \"bf16\" or \"f16\""]),
         ("training.fp8=hybrid", &["fp8 is emulated in bf16", "set dtype = \"bf16\""]),
         ("launch.workers=-1", &["expected a whole number from 0"]),

@@ -69,8 +69,8 @@ fn a_file_of_weights_cut_off_or_gone() {
 #[test]
 fn a_model_without_description_or_tokenizer() {
     let scene = scene_with_model();
-    std::fs::remove_file(scene.path("model/tokenizer.bytes.json")).unwrap();
-    tells(&scene.refused_without_trace("generate model"), &["--tokenizer", "model contains no tokenizer"]);
+    std::fs::remove_file(scene.path("model/tokenizer.json")).unwrap();
+    tells(&scene.refused_without_trace("generate model"), &["--tokenizer", "model has no tokenizer"]);
     scene.run("generate model --tokenizer bytes --num-tokens 1").succeeded();
     scene.write("model/config.json", "{\"model_type\": \"other\"}");
     assert_refused(&scene, &["model/config.json", "other"]);

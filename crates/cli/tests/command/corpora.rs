@@ -80,7 +80,9 @@ fn another_corpus_is_made_beside_one_that_checkpoints_refer_to() {
     scene.write("text.txt", "one more text\n".repeat(900));
     scene.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();
     scene.write("text.txt", "and one more\n".repeat(900));
-    scene.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();
+    scene
+        .run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false --resume never")
+        .succeeded();
     assert!(!scene.path("runs/fresh/data-2").exists());
 }
 
@@ -110,7 +112,7 @@ fn a_corpus_without_its_report_is_refused_where_it_would_be_replaced() {
     let scene = Scene::new();
     scene.run("train tiny.toml --set checkpoint.enable=false").succeeded();
     std::fs::remove_file(scene.path("runs/tiny/data/prepare.json")).unwrap();
-    let refused = scene.run("train tiny.toml --set checkpoint.enable=false").refused();
+    let refused = scene.run("train tiny.toml --set checkpoint.enable=false --resume never").refused();
     tells(&refused, &["runs/tiny/data/train.tokens exists", "move it away"]);
 }
 

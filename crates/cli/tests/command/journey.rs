@@ -27,7 +27,7 @@ fn from_text_to_text() {
         &collectives,
         &["2 workers, hosts: 1, transport: shm", "messages within a host ", "shared memory "],
     );
-    tells(&collectives, &["all_gather            32B           4 x 8B  direct"]);
+    tells(&collectives, &["all_gather            48B           6 x 8B  direct"]);
     assert_eq!(scene.names("runs/tiny/checkpoints"), ["latest", "step-2", "step-4"]);
     assert_eq!(scene.whole_checkpoints("tiny"), 2);
     // The resolved config is a config.

@@ -144,6 +144,7 @@ pub fn stage(
         inputs: options.inputs.iter().map(|path| path.display().to_string()).collect(),
         tokenizer: options.tokenizer.to_string(),
         tokenizer_crc32: Some(crc32fast::hash(tokenizer.file().1)),
+        tokenizer_sha256: Some(tokenizer.sha256()?),
         vocabulary_size: tokenizer.vocabulary_size(),
         end_of_document: tokenizer.end_of_document(),
         train,
@@ -192,6 +193,7 @@ fn choose_tokenizer(
     let vocabulary_size = match &options.tokenizer {
         TokenizerChoice::Bytes => return Ok(Tokenizer::bytes()),
         TokenizerChoice::File(path) => return Tokenizer::from_file(path),
+        TokenizerChoice::OfModel { tokenizer, .. } => return Ok(Tokenizer::clone(tokenizer)),
         TokenizerChoice::TrainBpe { vocabulary_size } => *vocabulary_size,
     };
     let one_in = inputs.bytes.div_ceil(BPE_TRAINING_BYTES_MAX).max(1) as usize;

@@ -1,11 +1,12 @@
 use super::inputs::Inputs;
 use super::utf8::InvalidUtf8;
 use crate::tokenizer::BPE_VOCABULARY_SIZE_MIN;
-use crate::{DataError, VOCABULARY_SIZE_MAX};
+use crate::{DataError, Tokenizer, VOCABULARY_SIZE_MAX};
 use std::fmt;
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
 
 /// Changes whenever the same inputs and options give other files than before.
@@ -21,6 +22,13 @@ pub enum TokenizerChoice {
     Bytes,
     /// A Hugging Face `tokenizer.json`.
     File(PathBuf),
+    /// That of a model.
+    OfModel {
+        /// The model, as the user names it.
+        model: PathBuf,
+        /// What was stored with it.
+        tokenizer: Arc<Tokenizer>,
+    },
     /// A byte-level BPE, trained on the corpus itself; of a corpus above 128 MiB, on evenly spread parts of
     /// it.
     TrainBpe {
@@ -34,6 +42,7 @@ impl fmt::Display for TokenizerChoice {
         match self {
             TokenizerChoice::Bytes => f.write_str("bytes"),
             TokenizerChoice::File(path) => write!(f, "{}", path.display()),
+            TokenizerChoice::OfModel { model, .. } => write!(f, "that of {}", model.display()),
             TokenizerChoice::TrainBpe { vocabulary_size } => {
                 write!(f, "BPE trained on the inputs, of at most {vocabulary_size} tokens")
             }
@@ -106,9 +115,14 @@ impl PrepareOptions {
     /// Names everything that the output depends on.
     pub(super) fn fingerprint(&self, inputs: &Inputs) -> Result<String, DataError> {
         let mut hasher = crc32fast::Hasher::new();
+        let tokenizer = match &self.tokenizer {
+            // Wherever the model is.
+            TokenizerChoice::OfModel { tokenizer, .. } => format!("OfModel({})", tokenizer.sha256()?),
+            choice => format!("{choice:?}"),
+        };
         let settings = (
             OUTPUT_VERSION,
-            &self.tokenizer,
+            format_args!("{tokenizer}"),
             &self.field,
             &self.extensions,
             self.invalid_utf8,

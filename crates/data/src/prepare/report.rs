@@ -33,6 +33,9 @@ pub struct PrepareReport {
     /// CRC-32 of the tokenizer's file; absent in reports of earlier versions.
     #[serde(default)]
     pub tokenizer_crc32: Option<u32>,
+    /// [`Tokenizer::sha256`](crate::Tokenizer::sha256) of the tokenizer; absent in reports of earlier versions.
+    #[serde(default)]
+    pub tokenizer_sha256: Option<String>,
     /// Every token lies below this; the model's vocabulary must be at least as large.
     pub vocabulary_size: usize,
     /// The token after each document, if the tokenizer has one.

@@ -1,14 +1,18 @@
 //! Text to token ids and back.
 
 mod checks;
+mod export;
 mod stream;
 mod train;
 
+pub use export::TOKENIZER_CONFIG_FILE;
 pub use stream::StreamDecoder;
 pub(crate) use train::BPE_VOCABULARY_SIZE_MIN;
 
 use crate::{DataError, PrepareReport, VOCABULARY_SIZE_MAX};
 use checks::guarded;
+use sha2::{Digest, Sha256};
+use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tokenizers::{ModelWrapper, PostProcessorWrapper};
@@ -31,18 +35,18 @@ const END_OF_DOCUMENT_NAMES: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "<
 /// Encoding is a pure function of the text: padding, truncation, dropout and the post-processor that a
 /// `tokenizer.json` may ask for are left out, so no token is added around a text. The name of a special token that occurs in the text
 /// becomes that token, as in the Hugging Face library.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Tokenizer {
     kind: Kind,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Kind {
     Bytes,
     HuggingFace(Box<HuggingFace>),
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct HuggingFace {
     tokenizer: tokenizers::Tokenizer,
     /// The file as it was read, so that saving changes nothing in it.
@@ -50,6 +54,14 @@ struct HuggingFace {
     vocabulary_size: usize,
     end_of_document: Option<u32>,
 }
+
+impl PartialEq for Tokenizer {
+    fn eq(&self, other: &Self) -> bool {
+        self.file() == other.file()
+    }
+}
+
+impl Eq for Tokenizer {}
 
 /// What becomes of the space at which a long text is cut into pieces, so that the pieces' tokens are those of
 /// the whole.
@@ -156,6 +168,28 @@ impl Tokenizer {
         match &self.kind {
             Kind::Bytes => Some(BYTES_END_OF_DOCUMENT),
             Kind::HuggingFace(inner) => inner.end_of_document,
+        }
+    }
+
+    /// Names what the tokenizer does: the SHA-256 of its parts that turn text into ids and back, in hexadecimal. How a file writes
+    /// them down makes no difference, and neither do the parts that [are left out](Tokenizer).
+    ///
+    /// # Errors
+    /// If the tokenizer library cannot write it down.
+    pub fn sha256(&self) -> Result<String, DataError> {
+        let parts = self.parts().map_err(|source| DataError::DescribeTokenizer { source })?;
+        let digest = Sha256::digest(parts.as_bytes());
+        Ok(digest.iter().fold(String::with_capacity(2 * digest.len()), |mut text, byte| {
+            write!(text, "{byte:02x}").expect("a string takes everything");
+            text
+        }))
+    }
+
+    /// A `tokenizer.json` with what is used of the tokenizer.
+    fn parts(&self) -> Result<String, tokenizers::Error> {
+        match &self.kind {
+            Kind::Bytes => export::bytes()?.to_string(false),
+            Kind::HuggingFace(inner) => inner.tokenizer.to_string(false),
         }
     }
 

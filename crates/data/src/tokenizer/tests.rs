@@ -325,3 +325,36 @@ fn trained_once() -> Tokenizer {
     });
     Tokenizer::from_json(JSON.clone()).unwrap()
 }
+
+#[test]
+fn other_programs_read_bytes_as_the_same_ids() {
+    let (bytes, folder) = (Tokenizer::bytes(), tempfile::tempdir().unwrap());
+    let (name, content) = bytes.hugging_face_file().unwrap();
+    assert_eq!(name, TOKENIZER_FILE);
+    let path = folder.path().join(name);
+    fs::write(&path, content).unwrap();
+    let read = Tokenizer::from_file(&path).unwrap();
+    assert_eq!(encode(&read, TEXT), encode(&bytes, TEXT));
+    let all: Vec<u32> = (0..=256).collect();
+    assert_eq!(read.decode(&all).unwrap(), bytes.decode(&all).unwrap());
+    assert_eq!((read.vocabulary_size(), read.end_of_document()), (257, Some(256)));
+    assert_eq!(read.sha256().unwrap(), bytes.sha256().unwrap());
+    let config: Value = serde_json::from_str(&bytes.config_json(64)).unwrap();
+    assert_eq!((&config["eos_token"], &config["model_max_length"]), (&json!("<|endoftext|>"), &json!(64)));
+}
+
+#[test]
+fn a_hash_tells_what_a_tokenizer_does_and_not_how_it_is_written() {
+    let plain = sentence_piece();
+    let hash = |json: &Value| from_value(json).sha256().unwrap();
+    let mut other = plain.clone();
+    other["padding"] = json!({"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "</s>"});
+    let merges = ["▁ o", "▁o n", "▁on e", "▁ t", "▁t w", "▁tw o"];
+    other["model"]["merges"] = json!(merges);
+    assert_eq!(hash(&plain), hash(&other));
+    other["model"]["merges"] = json!(merges[..5]);
+    assert_ne!(hash(&plain), hash(&other));
+    assert_eq!(trained().sha256().unwrap().len(), 64);
+    assert_ne!(trained().sha256().unwrap(), Tokenizer::bytes().sha256().unwrap());
+}

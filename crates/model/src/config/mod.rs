@@ -267,6 +267,25 @@ impl ModelConfig {
         Ok(families::build(self, self.rope.as_ref().map(angles).transpose()?.as_ref(), table))
     }
 
+    /// The `config.json` that reads back as this model, where `text` is the one that it was read from before some of it was changed: what
+    /// has not changed, and what is not used here, stays as it is.
+    ///
+    /// # Errors
+    /// If `text` describes no model.
+    pub fn to_json_within(&self, text: &str) -> Result<String, ModelError> {
+        let read = Self::from_json(text)?;
+        let (Value::Object(own), Value::Object(before)) = (self.to_json(), read.to_json()) else {
+            unreachable!("a model is written as an object");
+        };
+        let changed: Vec<_> = own.into_iter().filter(|(key, value)| before.get(key) != Some(value)).collect();
+        if changed.is_empty() {
+            return Ok(text.to_owned());
+        }
+        let mut map: Map<String, Value> = serde_json::from_str(text).map_err(ModelError::NotJson)?;
+        map.extend(changed);
+        Ok(format!("{:#}\n", Value::Object(map)))
+    }
+
     /// The `config.json` that reads back as this model.
     pub fn to_json(&self) -> Value {
         (self.family.write)(self)

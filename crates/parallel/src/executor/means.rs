@@ -1,4 +1,4 @@
-//! What units report of a step's microbatches, and its means: the loss and metrics.
+//! What units report of a step's microbatches, and its means: the loss and metrics. What ranks ask for travels along.
 
 use crate::error::ParallelError;
 use crate::exchanged::{Exchanged, Exchanging};
@@ -7,6 +7,7 @@ use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use trireme_base::Rank;
 use trireme_comm::Group;
 use trireme_model::{Rehearsal, Report};
@@ -43,7 +44,7 @@ pub(super) struct Means {
     /// Losses of this rank that this step has taken in.
     num_taken: usize,
     /// Sums and rows; zeros between programs, and absent while they are under way. By rank,
-    /// then term, then microbatch.
+    /// then term, then microbatch; then what the rank asks for.
     reports: Option<Exchanged<f64>>,
     under_way: Option<Exchanging<f64>>,
     device: Device,
@@ -52,6 +53,10 @@ pub(super) struct Means {
     losses: Vec<f64>,
     /// By step, then name: sums, then means.
     metrics: Vec<RowMean>,
+    /// Bits of what this rank asks all ranks for.
+    requests: Arc<AtomicU32>,
+    /// Bits that any rank has asked for in the last program.
+    requested: u32,
 }
 
 /// What one unit adds to a mean.
@@ -82,7 +87,7 @@ impl Means {
         let numbers = |reports: &mut dyn Iterator<Item = (usize, Report)>| {
             reports.map(|(_, report)| width(report)).sum::<usize>() * num_microbatches
         };
-        let len = numbers(&mut rehearsal.reports());
+        let len = numbers(&mut rehearsal.reports()) + 1;
         let term = |(index, (unit, report)): (usize, (usize, Report))| {
             let first = numbers(&mut rehearsal.reports().take(index));
             let mut order = vec![0; num_all];
@@ -114,6 +119,8 @@ impl Means {
             losses: vec![0.0; num_steps],
             metrics: vec![RowMean::default(); num_steps * metric_names.len()],
             metric_names,
+            requests: Arc::default(),
+            requested: 0,
         })
     }
 
@@ -163,8 +170,12 @@ impl Means {
     fn send(&mut self) {
         self.num_taken = 0;
         let own = self.own();
+        let requests = f64::from(self.requests.load(Ordering::Relaxed));
         let gather = |reports| self.world.all_gather(reports);
-        let reports = self.reports.take();
+        let mut reports = self.reports.take();
+        if let Some(reports) = &mut reports {
+            self.device.upload(&[requests], reports.part_mut(own.end - 1..own.end));
+        }
         self.under_way = reports.map(|reports| reports.exchange(&self.device, own, 0..0, gather));
     }
 
@@ -176,6 +187,8 @@ impl Means {
         let under_way = self.under_way.take().expect("the reports were sent");
         let mut gathered = under_way.take_to_host(waiting)?;
         let reports = gathered.host_elements();
+        let of_ranks = reports.chunks_exact(reports.len() / self.world.world_size());
+        self.requested = of_ranks.fold(0, |all, of_rank| all | of_rank[of_rank.len() - 1] as u32);
         self.losses.fill(0.0);
         self.metrics.fill(RowMean::default());
         for Term { report, order, .. } in &self.terms {
@@ -201,6 +214,22 @@ impl Means {
         self.device.zero(gathered.view_mut());
         self.reports = Some(gathered);
         Ok(&self.losses)
+    }
+
+    /// Sends these bits with the reports: what this rank asks all ranks for.
+    pub(super) fn with_requests(mut self, requests: Arc<AtomicU32>) -> Self {
+        self.requests = requests;
+        self
+    }
+
+    /// What this rank sends with its reports.
+    pub(super) fn requests(&self) -> Arc<AtomicU32> {
+        Arc::clone(&self.requests)
+    }
+
+    /// Bits that any rank has asked for in the last program.
+    pub(super) fn requested(&self) -> u32 {
+        self.requested
     }
 
     /// The metrics of a step of the last program, with their names. One without rows is NaN.

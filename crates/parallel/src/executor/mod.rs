@@ -35,6 +35,7 @@ use messages::Messages;
 use passes::InFlight;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use timeline::Timeline;
 use trireme_comm::{CommError, Compression, Compressor, Group};
 use trireme_model::{Batch, Model, Rehearsal};
@@ -263,6 +264,17 @@ impl Executor {
     /// The metrics that units reported in a step of the last program: names and means over all ranks.
     pub fn metrics(&self, step: usize) -> impl Iterator<Item = (&'static str, f64)> {
         self.means.metrics(step)
+    }
+
+    /// Bits by which each rank can ask all ranks for something at the end of a step. They travel with the losses of a step, in 8 bytes a
+    /// rank, so that all ranks hear of them after the same step: those that were set when the rank had computed its last loss.
+    pub fn requests(&self) -> Arc<AtomicU32> {
+        self.means.requests()
+    }
+
+    /// The bits that any rank had set in [`requests`](Executor::requests) in the last program; the same on all ranks.
+    pub fn requested(&self) -> u32 {
+        self.means.requested()
     }
 
     /// Where parameters lie, as far as ranks update them.

@@ -72,7 +72,8 @@ impl Executor {
         self.exchange = ShardExchange::new(ranks, ranks.state(), outline, on, device);
         self.expert_exchange =
             ranks.expert_state().map(|state| ShardExchange::new(ranks, state, outline, on, device));
-        self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device)?;
+        let requests = self.means.requests();
+        self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device)?.with_requests(requests);
         self.timeline = Timeline::new(self.program.actions.len());
         self.forward_program = forward_program(outline)?;
         let shards_device = self.offload.device_of(&outline.state, StateClass::Gradients, &self.device);

@@ -205,6 +205,18 @@ config_choice! {
 }
 
 config_choice! {
+    /// What may differ between a run that resumes and the checkpoint that it resumes from.
+    Change {
+        /// The optimizer: its state begins anew.
+        Optimizer = "optimizer",
+        /// Settings of the model, as far as its parameters have the same names and shapes.
+        Model = "model",
+        /// The samples, their order or their tokenizer.
+        Data = "data",
+    }
+}
+
+config_choice! {
     /// What the optimizer keeps from step to step.
     StateDtype {
         /// IEEE 754 single precision.
@@ -257,6 +269,8 @@ config_choice! {
 /// What turns text into tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tokenizer {
+    /// That of the model that the run begins with; bytes if it begins with none.
+    Auto,
     /// Each byte is a token.
     Bytes,
     /// A Hugging Face `tokenizer.json`.
@@ -265,11 +279,12 @@ pub enum Tokenizer {
 
 impl Value for Tokenizer {
     fn expected() -> String {
-        "\"bytes\" or the path of a tokenizer.json".to_owned()
+        "\"auto\", \"bytes\" or the path of a tokenizer.json".to_owned()
     }
 
     fn read(value: &DeValue<'_>) -> Result<Self, String> {
         match value.as_str() {
+            Some("auto") => Ok(Tokenizer::Auto),
             Some("bytes") => Ok(Tokenizer::Bytes),
             // The ending tells a path from a misspelt word.
             Some(path) if path.ends_with(".json") => Ok(Tokenizer::File(path.into())),
@@ -279,6 +294,7 @@ impl Value for Tokenizer {
 
     fn write(&self) -> Option<toml::Value> {
         match self {
+            Tokenizer::Auto => Some("auto".into()),
             Tokenizer::Bytes => Some("bytes".into()),
             Tokenizer::File(path) => path.write(),
         }

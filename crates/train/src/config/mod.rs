@@ -11,6 +11,7 @@ mod choice;
 mod compression;
 mod costs;
 mod explain;
+mod given;
 mod layout;
 mod memory;
 mod mistake;
@@ -26,8 +27,9 @@ mod value;
 mod tests;
 
 pub use choice::{
-    ActivationCheckpointMode, Architecture, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, MuonScale,
-    OptimizerName, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
+    ActivationCheckpointMode, Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8,
+    MuonScale, OptimizerName, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype,
+    Transport,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, Mistake, Place};
@@ -36,7 +38,7 @@ pub use sections::{
     OptimizerGroup, Run, Training,
 };
 
-pub use value::ByteLimit;
+pub use value::{ByteLimit, Interval};
 
 pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
 
@@ -44,6 +46,7 @@ use memory::may_spill;
 use mistake::nearest;
 use reader::Loose;
 use sections::Sections;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -106,14 +109,29 @@ impl Config {
         overrides: &[String],
         world_size: Option<usize>,
     ) -> Result<Self, ConfigError> {
-        let unreadable = |source| ConfigError::Read { path: path.to_owned(), source };
-        let mut text = String::new();
-        let file = File::open(path).map_err(unreadable)?;
-        file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
-        if text.len() as u64 > FILE_BYTES_MAX {
-            return Err(ConfigError::TooLarge { path: path.to_owned() });
-        }
-        Config::parse_as(subject, &text, path, overrides, world_size)
+        Config::parse_as(subject, &read_file(path)?, path, overrides, world_size)
+    }
+
+    /// The file that this config was loaded from, with its overrides and the run's name in it: it reads as the same config, also where
+    /// another number of workers follows.
+    ///
+    /// # Errors
+    /// If the file cannot be read any more.
+    pub fn given(&self, path: &Path, overrides: &[String]) -> Result<String, ConfigError> {
+        let text = read_file(path)?;
+        Ok(given::given(self, &text, path, overrides).unwrap_or(text))
+    }
+
+    /// Every key as `section.key`, with its default, if it has one.
+    pub(crate) fn defaults() -> BTreeMap<String, String> {
+        let sections = Sections::default();
+        let keys = sections.all().flat_map(|(name, section)| {
+            section
+                .keys()
+                .into_iter()
+                .filter_map(move |key| Some((format!("{name}.{}", key.name), key.value?.to_string())))
+        });
+        keys.collect()
     }
 
     /// As [`Config::load`], for a file `path` whose content is `text`.
@@ -288,6 +306,18 @@ impl Config {
             (None, None, None) => unreachable!("a config of a language model describes one"),
         }
     }
+}
+
+/// The text of a config file.
+fn read_file(path: &Path) -> Result<String, ConfigError> {
+    let unreadable = |source| ConfigError::Read { path: path.to_owned(), source };
+    let mut text = String::new();
+    let file = File::open(path).map_err(unreadable)?;
+    file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
+    if text.len() as u64 > FILE_BYTES_MAX {
+        return Err(ConfigError::TooLarge { path: path.to_owned() });
+    }
+    Ok(text)
 }
 
 /// What a worker sends for each position that it has and each element of a head, in a block's forward and backward: bytes, where activations

@@ -6,6 +6,7 @@ use super::layout::{Offload, Parallelism};
 use super::memory::degrees;
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
+use super::value::Interval;
 use trireme_comm::CodecName;
 use trireme_schedule::StateClass;
 use trireme_schedule::pipeline::Kind;
@@ -241,11 +242,15 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
         return;
     }
     let drain = parallelism.pipeline_parallel_drain_interval;
+    let steps_between_checkpoints = match checkpoint.interval {
+        Interval::Steps(steps) if checkpoint.enable => steps,
+        _ => 0,
+    };
     for (key, steps) in [
         ("training.steps", training.steps),
         ("training.validation_interval", training.validation_interval),
         ("metrics.trace_interval", metrics.trace_interval),
-        ("checkpoint.interval", if checkpoint.enable { checkpoint.interval } else { 0 }),
+        ("checkpoint.interval", steps_between_checkpoints),
     ] {
         checks.require(steps.is_multiple_of(drain), &[key, KEY], || {
             format!("the pipeline drains only every {drain} steps, and {steps} is not a multiple of that; change it, \

@@ -2,13 +2,14 @@
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
 use super::choice::{
-    Architecture, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, MuonScale, OptimizerName, Resume,
+    Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, MuonScale, OptimizerName, Resume,
     StateDtype, Tokenizer, TrainingDtype, Transport,
 };
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::section::{Section, config_section, config_sections};
-use super::value::{above, above_up_to};
+use super::value::{Interval, above, above_up_to};
 use std::path::PathBuf;
+use std::time::Duration;
 use trireme_comm::{CodecName, GroupOptions};
 use trireme_optim::LossScaling;
 use trireme_parallel::ExecutorOptions;
@@ -66,6 +67,8 @@ config_section! {
         init_from: Option<PathBuf> = None;
         /// Loads weights even if they contain NaN or infinity, from `init_from` or from a checkpoint.
         allow_non_finite: bool = false;
+        /// Whether the text may have another tokenizer than the model in `init_from`, whose weights know nothing of its tokens.
+        allow_other_tokenizer: bool = false;
         /// Model family. Required for the keys below.
         architecture: Option<Architecture> = None;
         /// Vocabulary size; 0 uses the tokenizer's.
@@ -131,8 +134,9 @@ config_section! {
         inputs: Vec<PathBuf> = Vec::new();
         /// Folder of prepared token files. When empty, `data` in the run's folder.
         folder: PathBuf = PathBuf::new();
-        /// `bytes`, or the path of a Hugging Face `tokenizer.json`.
-        tokenizer: Tokenizer = Tokenizer::Bytes;
+        /// `auto`, `bytes`, or the path of a Hugging Face `tokenizer.json`. `auto` uses the tokenizer of the model in `init_from`, or `bytes`
+        /// without one.
+        tokenizer: Tokenizer = Tokenizer::Auto;
         /// Vocabulary size of a byte-pair encoding to train on the inputs; 0 trains none.
         train_bpe: usize = 0, within 0..=1 << 24;
         /// File extensions to read from folders; an empty list reads every text file.
@@ -159,8 +163,8 @@ config_section! {
         global_batch_size: usize = 0, within 0..;
         /// Tokens per sequence.
         seq_len: usize = 256, within 1..=1 << 24;
-        /// Number of optimizer steps.
-        steps: u64 = 1000, within 1..;
+        /// Number of optimizer steps. 0 trains none: the run only validates and writes a checkpoint.
+        steps: u64 = 1000, within 0..;
         /// Seed of the initial weights and of the data order.
         seed: u64 = 0, within 0..;
         /// Data type of activations and matrix multiplications. Weights, their gradients and the optimizer stay f32.
@@ -204,7 +208,7 @@ config_section! {
         /// one_bit_adam and zero_one_adam require. In a pipeline that does not drain between steps, each worker uses
         /// the norm of its own units.
         max_norm: f64 = 1.0, within 0.0..;
-        /// Steps between validations; 0 validates only at the end.
+        /// Steps between validations, the first before step 1; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
         /// Number of samples in one validation; 0 uses all.
         validation_samples: usize = 64, within 0..;
@@ -307,13 +311,17 @@ config_section! {
     Checkpoint {
         /// Whether to write checkpoints. The last step always writes one.
         enable: bool = true;
-        /// Steps between checkpoints.
-        interval: u64 = 500, within 1..;
+        /// Steps between checkpoints, such as 500, or the time between them: "90s", "10m" or "1h".
+        interval: Interval = Interval::Time(Duration::from_secs(600));
         /// How many of the newest checkpoints to keep; 0 keeps all.
         keep_latest_k: usize = 10, within 0..=1 << 20;
         /// `auto` resumes from the newest complete checkpoint of the run, and `never` starts a new run. The path of a
         /// checkpoint resumes from it, and the path of a run's folder from its newest checkpoint.
         resume: Resume = Resume::Auto;
+        /// What may have changed since the checkpoint that the run resumes from: `optimizer` (its state begins anew), `model` (settings, as far
+        /// as parameters have the same names and shapes) and `data` (samples, their order, or the tokenizer). Other changes are always allowed,
+        /// and shown.
+        allow_changed: Vec<Change> = Vec::new();
     }
 }
 

@@ -188,6 +188,11 @@ fn check_model(checks: &mut Checks<'_>) {
         &["model.architecture", "model.config"],
         || "`config` already describes the model; remove one of the two keys".to_owned(),
     );
+    checks.require(
+        !model.allow_other_tokenizer || model.init_from.is_some(),
+        &["model.allow_other_tokenizer"],
+        || "only applies with `init_from`; set that, or remove this key".to_owned(),
+    );
     if model.architecture.is_some() {
         return check_model_shape(checks);
     }
@@ -258,9 +263,9 @@ fn check_data(checks: &mut Checks<'_>) {
         || "no data; set `inputs` to text files or folders, or `folder` to a prepared folder".to_owned(),
     );
     checks.require(
-        data.train_bpe == 0 || data.tokenizer == Tokenizer::Bytes,
+        data.train_bpe == 0 || data.tokenizer == Tokenizer::Auto,
         &["data.train_bpe", "data.tokenizer"],
-        || "`tokenizer` already names a file; remove one of the two keys".to_owned(),
+        || "`tokenizer` already names one; remove one of the two keys".to_owned(),
     );
     // A folder that was prepared has a tokenizer of its own.
     let is_prepared = data.inputs.is_empty() && !data.folder.as_os_str().is_empty();

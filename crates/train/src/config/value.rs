@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::ops::{Bound, RangeBounds};
 use std::path::PathBuf;
+use std::time::Duration;
 use toml::de::DeValue;
 use trireme_base::Bytes;
 
@@ -152,6 +153,55 @@ impl Value for ByteLimit {
     }
 }
 
+/// How often something is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Interval {
+    /// After so many steps, at least 1.
+    Steps(u64),
+    /// After so many seconds, at the end of a step.
+    Time(Duration),
+}
+
+impl std::fmt::Display for Interval {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Interval::Steps(1) => f.write_str("1 step"),
+            Interval::Steps(steps) => write!(f, "{steps} steps"),
+            Interval::Time(time) => write!(f, "{}s", time.as_secs()),
+        }
+    }
+}
+
+impl Value for Interval {
+    fn expected() -> String {
+        "a number of steps, 1 or more, or a time such as \"90s\", \"10m\" or \"1h\"".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        let refuse = || Self::expected();
+        let Some(text) = value.as_str() else {
+            return u64::read(value).ok().filter(|&steps| steps > 0).map(Interval::Steps).ok_or_else(refuse);
+        };
+        let text = text.trim();
+        let unit = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(refuse)?;
+        let seconds = match text[unit..].trim() {
+            "s" => 1,
+            "m" | "min" => 60,
+            "h" => 3600,
+            _ => return Err(refuse()),
+        };
+        let number = text[..unit].parse::<u32>().ok().filter(|&number| number > 0).ok_or_else(refuse)?;
+        Ok(Interval::Time(Duration::from_secs(u64::from(number) * seconds)))
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        match self {
+            Interval::Steps(steps) => steps.write(),
+            Interval::Time(_) => Some(toml::Value::String(self.to_string())),
+        }
+    }
+}
+
 impl Value for PathBuf {
     fn expected() -> String {
         "a path".to_owned()
@@ -205,6 +255,20 @@ impl<T: Value> Value for Vec<T> {
 mod tests {
     use super::*;
     use std::borrow::Cow;
+
+    #[test]
+    fn intervals_are_of_steps_or_of_time() {
+        let read = |text: &str| Interval::read(&DeValue::String(Cow::Borrowed(text)));
+        for (text, seconds) in [("90s", 90), ("10m", 600), ("10 min", 600), ("2h", 7200)] {
+            let interval = read(text).unwrap();
+            assert_eq!(interval, Interval::Time(Duration::from_secs(seconds)));
+            assert_eq!(read(interval.write().unwrap().as_str().unwrap()), Ok(interval));
+        }
+        for wrong in ["", "m", "0s", "10", "10 parsecs", "-1s", "1.5h", "99999999999h"] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(Interval::Steps(5).write(), Some(toml::Value::Integer(5)));
+    }
 
     #[test]
     fn limits_in_bytes_are_read_again_as_they_were() {

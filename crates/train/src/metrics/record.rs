@@ -100,6 +100,9 @@ pub struct StepRecord {
     /// Mean loss of the validation samples, where this step measured it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_loss: Option<f64>,
+    /// That loss before the first step, in the record of that step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub initial_validation_loss: Option<f64>,
     /// What units report of the validation samples beside the loss.
     #[serde(skip_serializing_if = "MetricValues::is_empty")]
     pub validation_metrics: MetricValues,

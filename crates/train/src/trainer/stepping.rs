@@ -4,7 +4,7 @@ use super::Trainer;
 use crate::dataset::read_batch;
 use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, StepRecord};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use trireme_base::Bytes;
 use trireme_optim::LossScaling;
 use trireme_parallel::{GradNorm, NonFinite, StepOutcome, StepPlan};
@@ -21,6 +21,8 @@ impl Trainer<'_> {
         let bytes_before = self.executor.ranks().payload_bytes();
         let training = self.config.training();
         self.load_batches()?;
+        let last_step = self.records.iter().map(|record| record.step_seconds).sum();
+        self.request_checkpoint(Duration::from_secs_f64(last_step));
         let grad_norm =
             if training.max_norm > 0.0 { GradNorm::Clip(training.max_norm) } else { GradNorm::Measure };
         let num_steps = self.executor.program().outline.num_steps();

@@ -1,19 +1,22 @@
 //! `trireme train`.
 
+mod dry_run;
 mod outcome;
 
 use super::prepare::Display;
 use crate::bounded::within;
 use crate::console::{Console, remark};
+use crate::interrupts::Interrupts;
 use crate::launch::{
-    Death, LaunchError, LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers,
+    Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, error_log, join_options, run_local_workers,
     work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, anyhow, bail};
-use outcome::{memory_table, sample_text, verdict, whereabouts};
+use outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
+use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,8 +30,8 @@ use trireme_train::config::{
 };
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, StepChoices,
-    Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads,
-    model_config,
+    Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, earlier_run, ensure_corpus,
+    local_threads, model_config,
 };
 
 /// How long it may take to list the run's checkpoints after a worker has died.
@@ -45,7 +48,8 @@ Examples:
 
 A run writes everything to its folder, runs/<name>: config.toml, metrics.jsonl, logs,
 events.out.tfevents.* for TensorBoard, and checkpoints/step-N. Run the command again to resume from
-the newest checkpoint; Ctrl-C ends a run. `trireme config --explain` describes every key.";
+the newest checkpoint. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint after the step and end the run;
+a second Ctrl-C ends it at once. `trireme config --explain` describes every key.";
 
 /// Train a model described by a config file.
 ///
@@ -59,6 +63,13 @@ pub(crate) struct TrainArgs {
     /// Number of local workers; same as `--set launch.workers=N`.
     #[arg(long, value_name = "N")]
     workers: Option<usize>,
+    /// Where to resume: `auto`, `never` (a new run; an earlier one is moved aside), or the path of a checkpoint or run; same as
+    /// `--set checkpoint.resume=WHERE`.
+    #[arg(long, value_name = "WHERE")]
+    resume: Option<String>,
+    /// Check the config, the data, the memory and the checkpoint to resume from, tell what would be done, and end.
+    #[arg(long)]
+    dry_run: bool,
     /// Override a key of the file; the value is TOML or a bare string.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
@@ -91,10 +102,21 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     let environment = WorkerEnvironment::of_this_process()?;
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
+    overrides.extend(args.resume.as_ref().map(|resume| format!("checkpoint.resume={resume}")));
     let world_size = environment.as_ref().map(|environment| environment.world_size);
+    let is_ours = environment.is_none();
     let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
     let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
     let config = source.load(&[])?;
+    let anew;
+    let (source, config) = match earlier_run(&config)? {
+        Some(earlier) if is_ours && !args.dry_run && begins_anew(&earlier)? => {
+            anew = [&overrides[..], &["checkpoint.resume=never".to_owned()]].concat();
+            let source = Source { overrides: &anew, ..source };
+            (source, source.load(&[])?)
+        }
+        _ => (source, config),
+    };
     let simd = Simd::choose(Proof::Cached)?;
     let process = Process {
         source,
@@ -107,6 +129,8 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
         own,
     };
     match environment {
+        _ if args.dry_run && !is_ours => bail!("--dry-run needs no launcher; start the command by itself"),
+        _ if args.dry_run => dry_run::dry_run(&config, process),
         Some(environment) => {
             if environment.local_rank == 0 {
                 simd.warn();
@@ -126,10 +150,24 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     }
 }
 
+/// Asks whether the run shall begin anew beside what `earlier` tells of, where there is somebody to ask.
+fn begins_anew(earlier: &TrainError) -> Result<bool> {
+    if !(std::io::stdin().is_terminal() && std::io::stderr().is_terminal()) {
+        return Ok(false);
+    }
+    eprint!("{earlier}\nBegin a new run now? [y/N] ");
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer).context("cannot read the answer")?;
+    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+}
+
 /// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
 /// a file of the run is written or a worker is started; the version of the corpus, if the run has one.
 fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Result<Option<u64>> {
     let _lock = RunLock::of_run(config)?;
+    if let Some(earlier) = earlier_run(config)? {
+        return Err(earlier.into());
+    }
     let source = process.source;
     if let Some(task) = process.own {
         let sample = Samples::open(&**task, config)?.train.sample();
@@ -220,6 +258,7 @@ fn launch(config: &Config, started: Instant, simd: &Simd) -> Result<()> {
         master_port: config.launch().master_port,
         log_folder: &log_folder,
         recorder_folder: &config.run_folder().join(FLIGHT_RECORDER_FOLDER),
+        on_signal: OnSignal::Save,
     };
     let command = worker_command(started, Some(simd))?;
     let ended = run_local_workers(world, |_| command());
@@ -322,6 +361,8 @@ fn tls_options(comm: &Comm) -> Option<TlsOptions> {
 /// Trains on one rank of `group`; rank 0 shows the run and what came of it.
 fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
+    // Under a launcher of ours, the launcher tells.
+    let interrupts = Interrupts::hear(is_root && error_log().is_none()).context("cannot hear signals")?;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
     let (task, language) = match process.own {
         Some(own) => (Arc::clone(own), None),
@@ -342,7 +383,9 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     };
     let planned = Some(plan.worker_plan(step_seconds));
     let num_threads = local_threads(config, process.local_world_size);
-    let options = TrainerOptions { num_threads, features_max: Some(features), started, plan: planned };
+    let given_config = if is_root { Some(source.given(config)?) } else { None };
+    let options =
+        TrainerOptions { num_threads, features_max: Some(features), started, plan: planned, given_config };
     let over_budget = |error: TrainError| match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
             let now = plan.prediction.total().max(*budget);
@@ -352,7 +395,19 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     };
     let mut trainer =
         Trainer::new(config, Arc::clone(&task), group, options, &mut console).map_err(over_budget)?;
+    let saves = interrupts.save_for(trainer.requests());
     let summary = trainer.run().map_err(over_budget)?;
+    drop(saves);
+    if let Some(signal) = summary.stopped_by {
+        // The others must not outrun rank 0, as below.
+        trainer.executor().group().barrier().wait()?;
+        drop(trainer);
+        console.finish();
+        if is_root {
+            stopped(config, &summary, signal).iter().for_each(|line| console.line(line));
+        }
+        return Err(LaunchError::Stopped { signal }.into());
+    }
     // What was predicted before units moved was of other stages.
     let plan = match trainer.moved_after() {
         Some(_) => Plan::new(job, Some(trainer.choices().clone()))?,

@@ -1,5 +1,6 @@
 //! What a run shows when it has ended.
 
+use crate::launch::signal_name;
 use crate::planning::{Plan, measured};
 use anyhow::Result;
 use trireme_base::{Bytes, Category};
@@ -7,7 +8,7 @@ use trireme_data::bigram_baseline;
 use trireme_model::Sampling;
 use trireme_planner::{CategoryBytes, table};
 use trireme_tensor::Parameters;
-use trireme_train::config::{Config, Subject};
+use trireme_train::config::{Config, Resume, Subject};
 use trireme_train::{
     LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_executor, sample,
 };
@@ -69,6 +70,33 @@ pub(super) fn verdict(language: Option<&LanguageTask>, summary: &RunSummary) -> 
     Ok(Some(format!(
         "validation loss {loss:.4} nats per token, {verdict} the bigram baseline of {baseline:.4}"
     )))
+}
+
+/// What to know of a run that a signal has ended.
+pub(super) fn stopped(config: &Config, summary: &RunSummary, signal: i32) -> Vec<String> {
+    let (step, steps) = (summary.step, config.training().steps);
+    let mut lines = vec![format!("stopped by {} after step {step} of {steps}", signal_name(signal))];
+    match &summary.checkpoint {
+        Some(path) if summary.checkpoint_step == Some(step) => {
+            let words = std::env::args().map(|word| quoted(&word));
+            let command = words.collect::<Vec<_>>().join(" ");
+            // Else the same command would begin again.
+            let resume = if config.checkpoint().resume == Resume::Auto { "" } else { " --resume auto" };
+            lines.push(format!("checkpoint: {}", path.display()));
+            lines.push(format!("to resume: {command}{resume}"));
+        }
+        _ => lines.push("no checkpoint was written, because [checkpoint] enable is false".to_owned()),
+    }
+    lines
+}
+
+/// A word as a shell reads it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
+    match word.chars().all(is_plain) && !word.is_empty() {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', r"'\''")),
+    }
 }
 
 /// Where everything is, and what to try next.

@@ -83,6 +83,11 @@ impl Running {
         kill_process_group(self.process(), Signal::INT).unwrap();
     }
 
+    /// Whether the command's own process is no more.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
     /// Waits for the end.
     pub(crate) fn end(self) -> Outcome {
         self.end_within(PATIENCE)

@@ -1,0 +1,111 @@
+//! Signals that ask a run to save a checkpoint and end.
+
+use crate::console::remark;
+use crate::launch::{ignored_signals, signal_name};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+use trireme_train::Requests;
+
+/// A launcher hands on what a terminal has sent to all processes: signals of so short a time are one.
+const SAME: Duration = Duration::from_millis(500);
+
+/// The signals that a run can be ended with. One that the parent ignores is heard as well, but for SIGHUP, as `nohup` has it.
+pub(crate) fn stop_signals() -> Vec<i32> {
+    let is_hangup_ignored = ignored_signals() & 1 << (SIGHUP - 1) != 0;
+    let signals = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2].into_iter();
+    signals.chain((!is_hangup_ignored).then_some(SIGHUP)).collect()
+}
+
+/// Whether a second signal of the kind ends a run at once.
+pub(crate) fn is_urgent(signal: i32) -> bool {
+    ![SIGUSR1, SIGUSR2].contains(&signal)
+}
+
+/// Tells urgent signals that repeat what was asked for from one that means more.
+#[derive(Debug, Default)]
+pub(crate) struct Patience(Option<Instant>);
+
+impl Patience {
+    /// Whether this urgent signal, that came `now`, is the second one.
+    pub(crate) fn is_over(&mut self, now: Instant) -> bool {
+        let first = *self.0.get_or_insert(now);
+        now.duration_since(first) > SAME
+    }
+}
+
+/// What a process that trains says when it is asked to end.
+pub(crate) fn stopping_notice(signal: i32) -> String {
+    format!(
+        "{}: saving a checkpoint after this step; send another SIGINT or SIGTERM to end at once, without it",
+        signal_name(signal)
+    )
+}
+
+/// Hears the signals of this process from now on.
+#[derive(Debug, Clone)]
+pub(crate) struct Interrupts(Arc<Mutex<Option<Requests>>>);
+
+impl Interrupts {
+    /// Begins to hear. Before a run [begins](Interrupts::save_for), and after it has ended, signals end the process. `tells` says whether the first
+    /// one is told of.
+    pub(crate) fn hear(tells: bool) -> io::Result<Self> {
+        let mut signals = Signals::new(stop_signals())?;
+        let interrupts = Interrupts(Arc::default());
+        let Interrupts(run) = interrupts.clone();
+        let mut patience = Patience::default();
+        let mut hear = move |signal: i32| {
+            // Held while the process ends, so that no run ends by itself meanwhile.
+            let run = run.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(requests) = &*run else { return end(signal) };
+            if is_urgent(signal) && patience.is_over(Instant::now()) {
+                return end(signal);
+            }
+            if tells {
+                remark(&stopping_notice(signal));
+            }
+            requests.stop(signal);
+        };
+        // It ends with the process: without it, signals would be lost.
+        let hear = move || signals.forever().for_each(&mut hear);
+        thread::Builder::new().name("signals".to_owned()).spawn(hear)?;
+        Ok(interrupts)
+    }
+
+    /// From now on a signal asks a run for its end. It is over when the guard is dropped.
+    pub(crate) fn save_for(&self, requests: Requests) -> impl Drop + use<> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(requests);
+        Guard(self.clone())
+    }
+}
+
+struct Guard(Interrupts);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+/// Ends this process as the signal does where nobody hears it.
+fn end(signal: i32) {
+    // All of these end a process.
+    let _ = emulate_default_handler(signal);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_that_is_handed_on_is_no_second_one() {
+        let (mut patience, start) = (Patience::default(), Instant::now());
+        let after = |milliseconds| start + Duration::from_millis(milliseconds);
+        let over = [0, 10, 400, 600].map(|milliseconds| patience.is_over(after(milliseconds)));
+        assert_eq!(over, [false, false, false, true]);
+    }
+}

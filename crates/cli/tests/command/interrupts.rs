@@ -1,0 +1,128 @@
+//! A signal saves what a run has done, whoever it is sent to.
+
+use crate::common::{Running, Scene, free_port, poll, tells};
+use rustix::process::{Pid, Signal, kill_process};
+
+const ENDLESS: &str =
+    "--set training.steps=1000000000 --set lr_scheduler.decay=constant --set checkpoint.interval=1000000000";
+
+fn send(process: Pid, signal: Signal) {
+    kill_process(process, signal).unwrap();
+}
+
+/// The step after which a run says that it has stopped, whose checkpoint is there, and from which it resumes to the same losses as a run that was
+/// left alone.
+fn assert_resumes(scene: &Scene, printed: &str, run: &str, signal: &str) {
+    let line =
+        printed.lines().find(|line| line.starts_with("stopped by ")).unwrap_or_else(|| panic!("{printed}"));
+    let step =
+        line.strip_prefix(&format!("stopped by {signal} after step ")).unwrap_or_else(|| panic!("{line}"));
+    let step: u64 = step.split_once(' ').unwrap().0.parse().unwrap();
+    tells(
+        printed,
+        &[&format!("checkpoint: runs/{run}/checkpoints/step-{step}"), "to resume: ", "train tiny.toml"],
+    );
+    let more = format!(
+        "train tiny.toml --set run.name={run} --set training.steps={} --set lr_scheduler.decay=constant",
+        step + 2
+    );
+    tells(&scene.run(&more).succeeded(), &[&format!("resuming after step {step} of {}", step + 2)]);
+    let alone = more.replace(&format!("run.name={run}"), &format!("run.name={run}-alone"));
+    scene.run(&alone).succeeded();
+    assert_eq!(scene.losses(run), scene.losses(&format!("{run}-alone")));
+}
+
+#[test]
+fn a_signal_to_the_command_saves_and_ends_it() {
+    for (workers, signal, name, code) in [
+        (1, Signal::INT, "SIGINT", 130),
+        (2, Signal::INT, "SIGINT", 130),
+        (1, Signal::TERM, "SIGTERM", 143),
+        (2, Signal::USR1, "SIGUSR1", 138),
+    ] {
+        let scene = Scene::with_corpus();
+        let mut run =
+            Running::start(scene.command(&format!("train tiny.toml --workers {workers} {ENDLESS}")));
+        run.until("step: 2 ");
+        if workers > 1 {
+            run.watch_workers();
+        }
+        send(run.process(), signal);
+        let outcome = run.end();
+        assert_eq!(outcome.code, Some(code), "{outcome:?}");
+        assert_eq!(outcome.stderr.lines().count(), 1, "{outcome:?}");
+        tells(&outcome.stderr, &[name, "saving a checkpoint after this step"]);
+        // Workers hear of it by a signal of the launcher's.
+        assert_resumes(&scene, &outcome.stdout, "tiny", if workers > 1 { "SIGUSR1" } else { name });
+    }
+}
+
+#[test]
+fn ctrl_c_on_a_terminal_is_one_signal_though_all_processes_get_it() {
+    let scene = Scene::with_corpus();
+    // As a shell starts what runs in the background.
+    let mut run = Running::start(scene.command_after("trap '' INT", &format!("train tiny.toml {ENDLESS}")));
+    run.until("step: 2 ");
+    run.watch_workers();
+    run.interrupt();
+    let outcome = run.end();
+    assert_eq!(outcome.code, Some(130), "{outcome:?}");
+    assert_resumes(&scene, &outcome.stdout, "tiny", "SIGINT");
+}
+
+#[test]
+fn a_signal_to_any_rank_saves_and_ends_all() {
+    let scene = Scene::with_corpus();
+    let train = format!("train tiny.toml {ENDLESS}");
+    let mut run = Running::start(scene.command(&train));
+    run.until("step: 2 ");
+    let second = run.worker(1);
+    send(second, Signal::TERM);
+    let outcome = run.end();
+    assert_eq!((outcome.code, &outcome.stderr[..]), (Some(143), ""), "{outcome:?}");
+    assert_resumes(&scene, &outcome.stdout, "tiny", "SIGTERM");
+    // Started by another launcher.
+    let (port, named) = (free_port(), format!("{train} --set run.name=other"));
+    let [mut first, second] = [0, 1].map(|rank| Running::start(scene.worker(rank, port, &named)));
+    first.until("step: 2 ");
+    send(second.process(), Signal::USR1);
+    let outcomes = [first.end(), second.end()];
+    assert_eq!(outcomes.each_ref().map(|outcome| outcome.code), [Some(138); 2], "{outcomes:?}");
+    assert_resumes(&scene, &outcomes[0].stdout, "other", "SIGUSR1");
+}
+
+#[test]
+fn a_second_signal_ends_at_once_and_one_before_the_first_step_does() {
+    let scene = Scene::with_corpus();
+    // Each step takes longer than a test waits.
+    let slow = "--set training.global_batch_size=65536 --set training.local_batch_size=1";
+    for workers in [1, 2] {
+        let train = format!("train tiny.toml --workers {workers} {slow} --set run.name=slow-{workers}");
+        let mut run = Running::start(scene.command(&train));
+        run.until("training 4 steps");
+        if workers > 1 {
+            run.watch_workers();
+        }
+        send(run.process(), Signal::INT);
+        // Those of the first half a second are one.
+        poll(|| {
+            let _ = kill_process(run.process(), Signal::INT);
+            run.has_ended().then_some(())
+        });
+        let outcome = run.end();
+        assert_eq!(outcome.code, if workers == 1 { None } else { Some(130) }, "{outcome:?}");
+        assert_eq!(scene.names(&format!("runs/slow-{workers}/checkpoints")), [""; 0]);
+    }
+}
+
+#[test]
+fn a_checkpoint_is_due_after_a_time() {
+    let scene = Scene::with_corpus();
+    let train = format!("train tiny.toml {ENDLESS} --set checkpoint.interval=1s");
+    let mut run = Running::start(scene.command(&train));
+    run.until("checkpoint of step ");
+    run.until("checkpoint of step ");
+    run.interrupt();
+    assert_eq!(run.end().code, Some(130));
+    assert!(scene.whole_checkpoints("tiny") >= 2);
+}

@@ -1,0 +1,72 @@
+//! Tokenizers as other programs read them.
+
+use super::{
+    BYTES_END_OF_DOCUMENT, BYTES_TOKENIZER_FILE, END_OF_DOCUMENT_NAMES, Kind, TOKENIZER_FILE, Tokenizer,
+};
+use crate::DataError;
+use serde_json::json;
+use tokenizers::AddedToken;
+use tokenizers::models::bpe::BPE;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+/// What transformers reads beside [`TOKENIZER_FILE`]: the class, and which tokens begin and end a text.
+pub const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
+
+impl Tokenizer {
+    /// A [`TOKENIZER_CONFIG_FILE`] for a model that was trained on documents with this tokenizer: transformers' `AutoTokenizer` reads it
+    /// with the [`TOKENIZER_FILE`]. The token that ends a document also begins a text.
+    pub fn config_json(&self, max_tokens: usize) -> String {
+        let end = match &self.kind {
+            Kind::Bytes => Some(END_OF_DOCUMENT_NAMES[0].to_owned()),
+            Kind::HuggingFace(inner) => inner.end_of_document.and_then(|id| inner.tokenizer.id_to_token(id)),
+        };
+        let config = json!({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": max_tokens,
+            "clean_up_tokenization_spaces": false,
+            "bos_token": end,
+            "eos_token": end,
+        });
+        format!("{config:#}\n")
+    }
+
+    /// Name and content of the tokenizer's file in a form that other programs know: [`BYTES_TOKENIZER_FILE`] becomes a byte-level BPE
+    /// without merges, of the same ids.
+    ///
+    /// # Errors
+    /// If the tokenizer library cannot write it down.
+    pub fn hugging_face_file(&self) -> Result<(&'static str, Vec<u8>), DataError> {
+        match self.file() {
+            (BYTES_TOKENIZER_FILE, _) => {
+                let json = bytes().and_then(|tokenizer| tokenizer.to_string(true));
+                let json = json.map_err(|source| DataError::DescribeTokenizer { source })?;
+                Ok((TOKENIZER_FILE, json.into_bytes()))
+            }
+            (name, content) => Ok((name, content.to_vec())),
+        }
+    }
+}
+
+/// A byte-level BPE that gives each byte its value as an id.
+pub(super) fn bytes() -> Result<tokenizers::Tokenizer, tokenizers::Error> {
+    let vocabulary: [_; 256] =
+        std::array::from_fn(|byte| (byte_character(byte as u8).to_string(), byte as u32));
+    let model = BPE::builder().vocab_and_merges(vocabulary, Vec::new()).build()?;
+    let byte_level = ByteLevel::default().add_prefix_space(false).use_regex(false);
+    let mut tokenizer = tokenizers::Tokenizer::new(model);
+    tokenizer.with_pre_tokenizer(Some(byte_level)).with_decoder(Some(byte_level));
+    tokenizer.add_special_tokens([AddedToken::from(END_OF_DOCUMENT_NAMES[0], true)])?;
+    debug_assert_eq!(tokenizer.token_to_id(END_OF_DOCUMENT_NAMES[0]), Some(BYTES_END_OF_DOCUMENT));
+    Ok(tokenizer)
+}
+
+/// The character that stands for a byte in byte-level BPE: itself where it is printable, and one from U+0100 on for the others, in their
+/// order (Radford et al., "Language models are unsupervised multitask learners", 2019, and the code published with it).
+fn byte_character(byte: u8) -> char {
+    let is_printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    if is_printable(byte) {
+        return char::from(byte);
+    }
+    let num_before = (0..byte).filter(|&byte| !is_printable(byte)).count() as u32;
+    char::from_u32(0x100 + num_before).expect("these are characters")
+}

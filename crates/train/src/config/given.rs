@@ -1,0 +1,97 @@
+//! The config as it was given, for another run like this one.
+
+use super::Config;
+use std::path::Path;
+use toml_edit::{DocumentMut, Item, Table, Value};
+
+/// The text of the config file, with the overrides and the run's name in it; none if `text` is no TOML.
+pub(super) fn given(config: &Config, text: &str, path: &Path, overrides: &[String]) -> Option<String> {
+    let mut document: DocumentMut = text.parse().ok()?;
+    let mut set = |section: &str, key: &str, value: Value| {
+        let table = document.entry(section).or_insert_with(|| Item::Table(Table::new()));
+        // What follows the value, such as a comment, stays.
+        match table.get_mut(key).and_then(Item::as_value_mut) {
+            Some(old) => {
+                let decor = old.decor().clone();
+                *old = value;
+                *old.decor_mut() = decor;
+            }
+            None => table[key] = Item::Value(value),
+        }
+    };
+    let mut has_name = config_has_name(text);
+    for option in overrides {
+        let (name, raw) = option.split_once('=')?;
+        let (section, key) = name.split_once('.')?;
+        let (section, key, raw) = (section.trim(), key.trim(), raw.trim());
+        has_name |= (section, key) == ("run", "name");
+        let value = match raw.parse::<Value>() {
+            // TOML may take a bare string, such as a name of digits, for something else.
+            Ok(value) if value.is_str() || !is_text(config, section, key) => value,
+            _ => raw.into(),
+        };
+        set(section, key, value);
+    }
+    if !has_name {
+        set("run", "name", config.run().name.as_str().into());
+    }
+    Some(format!(
+        "# The config of this run as it was given in {}, with the options of the command line in it.\n{document}",
+        path.display()
+    ))
+}
+
+fn config_has_name(text: &str) -> bool {
+    let document: Result<DocumentMut, _> = text.parse();
+    document.is_ok_and(|document| document.get("run").is_some_and(|run| run.get("name").is_some()))
+}
+
+/// Whether the value of a key is a text.
+fn is_text(config: &Config, section: &str, key: &str) -> bool {
+    let keys = config.sections.get(section).map(|section| section.keys()).unwrap_or_default();
+    keys.iter().any(|own| own.name == key && matches!(own.value, Some(toml::Value::String(_))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "\
+# A small model.
+[model]
+architecture = \"gpt2\" # not llama
+[data]
+folder = \"corpus\"
+[training]
+steps = 4 # few
+";
+
+    fn given(overrides: &[&str]) -> (Config, String) {
+        let overrides: Vec<String> = overrides.iter().map(|text| text.to_string()).collect();
+        let path = Path::new("tiny.toml");
+        let config = Config::parse(TEXT, path, &overrides, None).unwrap();
+        let text = super::given(&config, TEXT, path, &overrides).unwrap();
+        (config, text)
+    }
+
+    #[test]
+    fn options_take_their_place_in_the_file() {
+        let (config, text) =
+            given(&["training.steps=9", "run.name=7", "optimizer.lr=1e-4", "launch.workers=2"]);
+        for part in ["# A small model.", "steps = 9 # few", "[run]\nname = \"7\"", "lr = 1e-4", "# not llama"]
+        {
+            assert!(text.contains(part), "{text}");
+        }
+        let read = |set: &[String]| Config::parse(&text, Path::new("config.given.toml"), set, None);
+        assert_eq!(read(&[]).unwrap(), config);
+        // What is resolved for two workers does not fit four; what was given does.
+        assert_eq!(read(&["launch.workers=4".to_owned()]).unwrap().world_size(), 4);
+    }
+
+    #[test]
+    fn the_name_of_the_run_is_that_of_the_first_file() {
+        let (config, text) = given(&[]);
+        let read = Config::parse(&text, Path::new("config.given.toml"), &[], None).unwrap();
+        assert_eq!((read.run_folder(), &read), (config.run_folder(), &config));
+    }
+}

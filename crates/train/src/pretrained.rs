@@ -1,0 +1,138 @@
+//! The model that a run begins with: what belongs to it beside weights.
+
+use crate::checkpointing::tokenizer_of;
+use crate::config::{self, Config};
+use crate::error::TrainError;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trireme_checkpoint::{CONFIG_FILE, ModelSource};
+use trireme_data::{BYTES_TOKENIZER_FILE, Corpus, TOKENIZER_FILE, Tokenizer, TokenizerChoice};
+
+/// The name under which exports note the [`Tokenizer::sha256`] of their tokenizer.
+pub const TOKENIZER_NOTE: &str = "tokenizer_sha256";
+
+/// The tokenizer stored with a model, if there is one.
+///
+/// # Errors
+/// If it cannot be read, or is not the one that was stored there first.
+pub fn model_tokenizer(source: &ModelSource) -> Result<Option<Tokenizer>, TrainError> {
+    let path = source.path();
+    let mut is_there = false;
+    for name in [TOKENIZER_FILE, BYTES_TOKENIZER_FILE] {
+        is_there |= source.read_file(name)?.is_some();
+    }
+    if !is_there {
+        return Ok(None);
+    }
+    let read = |name| source.read_file(name).map_err(TrainError::from);
+    let tokenizer = Tokenizer::from_files(path, read)?;
+    let noted = match source {
+        ModelSource::Checkpoint { checkpoint, .. } => tokenizer_of(checkpoint),
+        ModelSource::HuggingFace(directory) => directory.note(TOKENIZER_NOTE).map(str::to_owned),
+    };
+    match noted {
+        Some(noted) if noted != tokenizer.sha256()? => {
+            Err(TrainError::TokenizerReplaced { path: path.to_owned() })
+        }
+        _ => Ok(Some(tokenizer)),
+    }
+}
+
+/// The model of `[model] init_from`.
+pub(crate) struct Pretrained {
+    /// As the config names it.
+    path: PathBuf,
+    source: ModelSource,
+    tokenizer: Option<Arc<Tokenizer>>,
+}
+
+impl Pretrained {
+    /// Opens it, if the config has one.
+    pub(crate) fn open(config: &Config) -> Result<Option<Self>, TrainError> {
+        let Some(path) = &config.model().init_from else { return Ok(None) };
+        let source = ModelSource::open(path)?;
+        let tokenizer = match config.model().allow_other_tokenizer && !takes_its_tokenizer(config) {
+            true => None,
+            false => model_tokenizer(&source)?.map(Arc::new),
+        };
+        Ok(Some(Pretrained { path: path.clone(), source, tokenizer }))
+    }
+
+    /// Its tokenizer, if that has this hash.
+    pub(crate) fn tokenizer_with(&self, sha256: &str) -> Result<Option<&Arc<Tokenizer>>, TrainError> {
+        let Some(tokenizer) = &self.tokenizer else { return Ok(None) };
+        Ok((tokenizer.sha256()? == sha256).then_some(tokenizer))
+    }
+
+    /// Whether it comes without a tokenizer.
+    pub(crate) fn has_no_tokenizer(&self) -> bool {
+        self.tokenizer.is_none()
+    }
+
+    /// The files that describe it and its tokenizer, but its `config.json` and the tokenizer itself.
+    pub(crate) fn files(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
+        let own = [CONFIG_FILE, TOKENIZER_FILE, BYTES_TOKENIZER_FILE];
+        let files = self.source.model_files()?.into_iter();
+        Ok(files.filter(|(name, _)| !own.contains(name)).collect())
+    }
+
+    /// Refuses tokens of another tokenizer, whose ids mean other texts than those that the weights have learned.
+    fn check(&self, what: &Path, sha256: &str) -> Result<(), TrainError> {
+        match &self.tokenizer {
+            Some(own) if own.sha256()? != sha256 => {
+                Err(TrainError::OtherTokenizer { corpus: what.to_owned(), model: self.path.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether the text becomes tokens by the model's own tokenizer.
+fn takes_its_tokenizer(config: &Config) -> bool {
+    let data = config.data();
+    !data.inputs.is_empty() && data.tokenizer == config::Tokenizer::Auto && data.train_bpe == 0
+}
+
+/// The tokenizer for the inputs of a config.
+///
+/// # Errors
+/// If the run begins with a model of another tokenizer, or of none where the config leaves it to the model.
+pub(crate) fn tokenizer_choice(config: &Config) -> Result<TokenizerChoice, TrainError> {
+    let data = config.data();
+    let given = match (&data.tokenizer, data.train_bpe) {
+        (config::Tokenizer::File(path), _) => Some(TokenizerChoice::File(path.clone())),
+        (config::Tokenizer::Bytes, 0) => Some(TokenizerChoice::Bytes),
+        (config::Tokenizer::Auto, 0) => None,
+        (_, vocabulary_size) => Some(TokenizerChoice::TrainBpe { vocabulary_size }),
+    };
+    let Some(model) = Pretrained::open(config)? else { return Ok(given.unwrap_or(TokenizerChoice::Bytes)) };
+    match (given, &model.tokenizer) {
+        (None, Some(tokenizer)) => {
+            Ok(TokenizerChoice::OfModel { model: model.path, tokenizer: Arc::clone(tokenizer) })
+        }
+        (None, None) => Err(TrainError::NoModelTokenizer { path: model.path }),
+        (Some(choice), None) => Ok(choice),
+        // Before the text is read.
+        (Some(choice), Some(_)) => {
+            match &choice {
+                TokenizerChoice::File(path) => model.check(path, &Tokenizer::from_file(path)?.sha256()?)?,
+                TokenizerChoice::Bytes => model.check(&data.folder, &Tokenizer::bytes().sha256()?)?,
+                _ => {
+                    return Err(TrainError::OtherTokenizer {
+                        corpus: data.folder.clone(),
+                        model: model.path,
+                    });
+                }
+            }
+            Ok(choice)
+        }
+    }
+}
+
+/// Refuses a corpus of another tokenizer than that of the model that the run begins with.
+pub(crate) fn check_tokenizer(config: &Config, corpus: &Corpus) -> Result<(), TrainError> {
+    match Pretrained::open(config)? {
+        Some(model) => model.check(&corpus.folder, &corpus.tokenizer_sha256()?),
+        None => Ok(()),
+    }
+}

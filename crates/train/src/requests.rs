@@ -1,0 +1,73 @@
+//! What a rank can ask all ranks of a run for at the end of a step.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// The bit that asks for a checkpoint; those below stand for signals.
+const CHECKPOINT: u32 = 1 << 31;
+
+/// Asks all ranks of a run for something, from any thread of any of them. They hear of it together, at the end of a step.
+#[derive(Debug, Clone)]
+pub struct Requests(Arc<AtomicU32>);
+
+impl Requests {
+    /// Those that travel in these [bits](trireme_parallel::Executor::requests).
+    pub(crate) fn new(bits: Arc<AtomicU32>) -> Self {
+        Requests(bits)
+    }
+
+    /// Asks for a checkpoint and the end of the run, because of a signal.
+    ///
+    /// # Panics
+    /// If there is no such signal: its number is from 1 to 30.
+    pub fn stop(&self, signal: i32) {
+        assert!((1..=30).contains(&signal), "signal {signal}");
+        self.0.fetch_or(1 << signal, Ordering::Relaxed);
+    }
+
+    /// Asks for a checkpoint.
+    pub(crate) fn checkpoint(&self) {
+        self.0.fetch_or(CHECKPOINT, Ordering::Relaxed);
+    }
+
+    /// Asks for a checkpoint no more.
+    pub(crate) fn forget_checkpoint(&self) {
+        self.0.fetch_and(!CHECKPOINT, Ordering::Relaxed);
+    }
+}
+
+/// What ranks have asked for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Requested(pub(crate) u32);
+
+impl Requested {
+    /// Whether a checkpoint.
+    pub(crate) fn checkpoint(self) -> bool {
+        self.0 & CHECKPOINT != 0
+    }
+
+    /// The signal for which the run shall end: of several, the first by number.
+    pub(crate) fn stop(self) -> Option<i32> {
+        let signals = self.0 & !CHECKPOINT;
+        (signals != 0).then(|| signals.trailing_zeros() as i32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_told_apart() {
+        let bits = Arc::new(AtomicU32::new(0));
+        let requests = Requests::new(Arc::clone(&bits));
+        let requested = || Requested(bits.load(Ordering::Relaxed));
+        assert_eq!((requested().checkpoint(), requested().stop()), (false, None));
+        requests.checkpoint();
+        assert_eq!((requested().checkpoint(), requested().stop()), (true, None));
+        requests.stop(15);
+        requests.stop(2);
+        requests.forget_checkpoint();
+        assert_eq!((requested().checkpoint(), requested().stop()), (false, Some(2)));
+    }
+}
