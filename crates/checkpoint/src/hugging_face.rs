@@ -44,6 +44,9 @@ pub(crate) struct ShardIndex {
     pub(crate) weight_map: BTreeMap<String, String>,
 }
 
+/// Tensors of files, by name.
+type Tensors = BTreeMap<String, StoredTensor>;
+
 /// An open model directory: `config.json`, and `model.safetensors` or shards with
 /// `model.safetensors.index.json`. The headers have been read and checked, the tensors have not.
 #[derive(Debug, Clone)]
@@ -129,9 +132,7 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
 }
 
 /// All tensors of the shards, and their notes.
-fn read_shards(
-    folder: &Path,
-) -> Result<(BTreeMap<String, StoredTensor>, HashMap<String, String>), CheckpointError> {
+fn read_shards(folder: &Path) -> Result<(Tensors, HashMap<String, String>), CheckpointError> {
     let path = folder.join(INDEX_FILE);
     let index: ShardIndex = serde_json::from_slice(&read_bounded(&path, JSON_BYTES_MAX)?)
         .map_err(|error| damaged(&path, format!("it is invalid: {error}")))?;
@@ -155,10 +156,7 @@ fn read_shards(
 }
 
 /// Adds the tensors of one file; its notes.
-fn add_file(
-    path: &Path,
-    tensors: &mut BTreeMap<String, StoredTensor>,
-) -> Result<HashMap<String, String>, CheckpointError> {
+fn add_file(path: &Path, tensors: &mut Tensors) -> Result<HashMap<String, String>, CheckpointError> {
     let file: Arc<Path> = path.into();
     let header = read_header(path)?;
     for (name, entry) in header.entries {

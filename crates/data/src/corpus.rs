@@ -1,4 +1,7 @@
-use crate::{DataError, PrepareReport, TRAIN_FILE, TokenFile, Tokenizer, VALIDATION_FILE};
+use crate::{
+    DataError, PrepareReport, TRAIN_FILE, TRAIN_MASK_FILE, TokenFile, Tokenizer, VALIDATION_FILE,
+    VALIDATION_MASK_FILE,
+};
 use std::path::{Path, PathBuf};
 
 /// A prepared corpus, opened for training.
@@ -10,6 +13,10 @@ pub struct Corpus {
     pub train: TokenFile,
     /// The tokens held out, if any were.
     pub validation: Option<TokenFile>,
+    /// Which of the tokens to train on are to be learned, if not all are: 1, or 0 for those that are only read.
+    pub train_mask: Option<TokenFile>,
+    /// The same of those held out.
+    pub validation_mask: Option<TokenFile>,
     /// How the corpus was made.
     pub report: PrepareReport,
 }
@@ -25,7 +32,20 @@ impl Corpus {
         let train = TokenFile::open(&folder.join(TRAIN_FILE))?;
         let validation =
             report.validation.map(|_| TokenFile::open(&folder.join(VALIDATION_FILE))).transpose()?;
-        Ok(Corpus { folder: folder.to_owned(), train, validation, report })
+        let mask = |name, tokens: Option<&TokenFile>| {
+            let Some(tokens) = tokens.filter(|_| report.has_loss_mask) else { return Ok(None) };
+            let mask = TokenFile::open(&folder.join(name))?;
+            match mask.num_tokens() == tokens.num_tokens() && mask.vocabulary_size() == 2 {
+                true => Ok(Some(mask)),
+                false => Err(DataError::TokenFileDamaged {
+                    path: folder.join(name),
+                    what: "it is not the mask of the tokens beside it".to_owned(),
+                }),
+            }
+        };
+        let train_mask = mask(TRAIN_MASK_FILE, Some(&train))?;
+        let validation_mask = mask(VALIDATION_MASK_FILE, validation.as_ref())?;
+        Ok(Corpus { folder: folder.to_owned(), train, validation, train_mask, validation_mask, report })
     }
 
     /// The [`Tokenizer::sha256`] of the tokenizer that it was made with.

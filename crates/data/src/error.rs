@@ -93,6 +93,27 @@ pub enum DataError {
         /// What was found instead.
         found: String,
     },
+    /// A conversation that does not become a text.
+    #[error("{path}, line {line}: the conversation does not suit the chat template: {reason}")]
+    Conversation {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// Why.
+        reason: String,
+    },
+    /// A conversation, and nothing that makes a text of it.
+    #[error(
+        "{path}, line {line} is a conversation, but there is no chat template; use the tokenizer of a model that has one, or name a template: \
+         `chatml`, or a file ([data] chat_template, --chat-template)"
+    )]
+    NoChatTemplate {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+    },
     /// A line too long to be held in memory.
     #[error(
         "{path}, line {line} is longer than {bytes_max} bytes; split the document, or check that the file is JSON \
@@ -112,6 +133,40 @@ pub enum DataError {
     ValidationFraction {
         /// The fraction asked for.
         fraction: f64,
+    },
+    /// An input with a weight and nothing to train on.
+    #[error("input {input} has a weight, but no tokens to train on; leave it out, or hold out less")]
+    EmptySource {
+        /// The input.
+        input: String,
+    },
+    /// Texts to validate on, and a fraction to hold out as well.
+    #[error(
+        "there are texts to validate on, so nothing needs to be held out; set the validation fraction, {fraction}, to 0"
+    )]
+    TwoValidations {
+        /// The fraction asked for.
+        fraction: f64,
+    },
+    /// Weights that do not belong to the inputs.
+    #[error(
+        "{num_weights} weights for {num_inputs} inputs; expected one number above 0 for each input, or none"
+    )]
+    Weights {
+        /// The weights.
+        num_weights: usize,
+        /// The inputs.
+        num_inputs: usize,
+    },
+    /// Records with answers in a file that began with plain texts.
+    #[error(
+        "{path}, line {line} is to be learned in part, but the file begins with a text; put records of both kinds into files of their own"
+    )]
+    MixedRecords {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
     },
     /// More tokenizing threads than can be fed.
     #[error("{num_threads} tokenizer threads exceed the maximum of {num_threads_max}")]
@@ -190,6 +245,15 @@ pub enum DataError {
         folder: PathBuf,
         /// What was found instead.
         found: &'static str,
+    },
+    /// A chat template that is none.
+    #[error("the chat template of {path} is not valid")]
+    ChatTemplate {
+        /// The file, or the folder of the model.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
     },
     /// A tokenizer cannot be written down.
     #[error("cannot describe the tokenizer")]

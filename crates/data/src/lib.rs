@@ -9,6 +9,7 @@
 //! found before a token is used, and every output is complete or absent.
 
 mod baseline;
+mod chat;
 mod corpus;
 mod error;
 mod files;
@@ -18,12 +19,14 @@ mod token_file;
 mod tokenizer;
 
 pub use baseline::bigram_baseline;
+pub use chat::{Answered, CHAT_TEMPLATE_FILE, ChatTemplate};
 pub use corpus::Corpus;
 pub use error::DataError;
 pub use prepare::{
     Existing, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent,
-    Skipped, StagedCorpus, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, is_free, prepare, stage,
+    Skipped, Source, StagedCorpus, TRAIN_FILE, TRAIN_MASK_FILE, TokenizerChoice, VALIDATION_FILE,
+    VALIDATION_MASK_FILE, is_current, is_free, prepare, stage,
 };
-pub use sampler::{Sampler, Shuffle, Window};
+pub use sampler::{Packing, Sampler, Shuffle, Window};
 pub use token_file::{TokenFile, TokenFileWriter, VOCABULARY_SIZE_MAX};
 pub use tokenizer::{BYTES_TOKENIZER_FILE, StreamDecoder, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer};

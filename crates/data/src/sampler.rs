@@ -1,39 +1,129 @@
-use crate::DataError;
+use crate::{DataError, Source, TokenFile};
+use std::ops::Range;
+use std::sync::Arc;
 use trireme_base::RandomKey;
 
-/// In which order the windows of a token file are read.
+/// In which order the windows of a source are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
     Shuffled(Shuffle),
     Sequential,
 }
 
-/// One sample: the tokens `start..start + seq_len + 1` of the file, in pass `epoch` over it.
+impl Order {
+    fn new(num_windows: u64, seed: Option<u64>) -> Self {
+        seed.map_or(Order::Sequential, |seed| Order::Shuffled(Shuffle::new(num_windows, seed)))
+    }
+}
+
+/// One sample: the tokens `start..start + len` of the file, in pass `epoch` over its source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// How many whole passes over the file came before, from 0.
+    /// How many whole passes over the source came before, from 0.
     pub epoch: u64,
     /// The index of the first token.
     pub start: u64,
+    /// Number of tokens: one more than a sequence has, or fewer where whole documents leave room.
+    pub len: usize,
+}
+
+/// How tokens become windows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Packing {
+    /// Windows follow each other without a gap, wherever documents end.
+    Stream,
+    /// A window begins with a document, and takes the following ones as far as they fit. What is left of it is padding. Only documents
+    /// that are longer than a window are cut.
+    Documents,
+}
+
+/// The windows of a range of tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Windows {
+    /// So many from a first token on, of the same length.
+    Stream { first: u64, num_windows: u64 },
+    /// From each token to that of the next one, but for the last.
+    Documents { bounds: Arc<[u64]> },
+}
+
+impl Windows {
+    fn stream(tokens: Range<u64>, seq_len: usize) -> Self {
+        let num_tokens = tokens.end - tokens.start;
+        let num_windows = num_tokens.saturating_sub(1).checked_div(seq_len as u64).unwrap_or(0);
+        Windows::Stream { first: tokens.start, num_windows }
+    }
+
+    /// Documents that belong to `tokens` in part are cut.
+    fn documents(file: &TokenFile, tokens: Range<u64>, seq_len: usize) -> Result<Self, DataError> {
+        let len_max = seq_len as u64 + 1;
+        let mut bounds = vec![tokens.start];
+        let mut end = tokens.start;
+        let mut index = file.document_at(tokens.start)?;
+        while end < tokens.end {
+            let document_end = file.document(index)?.end.min(tokens.end);
+            if document_end - bounds.last().expect("there is a first") > len_max {
+                // It does not fit into the window of those before.
+                if end > *bounds.last().expect("there is a first") {
+                    bounds.push(end);
+                }
+                let whole = (end..document_end).step_by(len_max as usize).skip(1);
+                bounds.extend(whole);
+            }
+            end = document_end;
+            index += 1;
+        }
+        bounds.push(end);
+        Ok(Windows::Documents { bounds: bounds.into() })
+    }
+
+    fn len(&self) -> u64 {
+        match self {
+            Windows::Stream { num_windows, .. } => *num_windows,
+            Windows::Documents { bounds } => bounds.len() as u64 - 1,
+        }
+    }
+}
+
+/// The windows of one source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct SourceWindows {
+    windows: Windows,
+    order: Order,
+    /// How many samples of a block it has.
+    num_places: u64,
+}
+
+/// Samples of which each source has its part: weights are rounded to its inverse.
+const BLOCK: u64 = 1 << 12;
+
+/// Whose a sample of a block is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Place {
+    source: u32,
+    /// How many samples of the source come before in the block.
+    rank: u32,
 }
 
 /// Says which window of a token file is sample `i` of the run.
 ///
 /// The tokens are cut into windows of `seq_len + 1`: the inputs, and the targets one further. The inputs of
 /// two windows do not overlap; a last piece that is too short is left out. Windows are cut regardless of
-/// documents, so one may hold the end of a document and the beginning of the next.
+/// documents, so one may hold the end of a document and the beginning of the next, unless [`Packing`] says otherwise.
 ///
 /// A sample is addressed by its index in the whole run, whichever rank reads it: rank `r` of `n` takes its
 /// share of each global batch's indices, and the order is the same for any `n`. The index is the whole state,
 /// so a run resumes from the number of samples it has seen.
 ///
-/// A sampler holds no list of windows: the shuffled order is computed for each index, in constant memory, at
-/// less than a microsecond.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The shuffled order is computed for each index, in constant memory, at less than a microsecond; only windows of documents
+/// are listed, at 8 bytes each.
+///
+/// Where sources have weights, each block of 4096 samples has as many of each as its weight says, evenly spread.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sampler {
-    num_windows: u64,
-    seq_len: u64,
-    order: Order,
+    sources: Vec<SourceWindows>,
+    /// Whose the samples of a block are; empty for one source.
+    block: Arc<[Place]>,
+    seq_len: usize,
 }
 
 impl Sampler {
@@ -42,8 +132,7 @@ impl Sampler {
     /// # Errors
     /// If `num_tokens` are too few for one window.
     pub fn shuffled(num_tokens: u64, seq_len: usize, seed: u64) -> Result<Self, DataError> {
-        let order = |num_windows| Order::Shuffled(Shuffle::new(num_windows, seed));
-        Self::new(num_tokens, seq_len, order)
+        Self::of_one(Windows::stream(0..num_tokens, seq_len), num_tokens, seq_len, Some(seed))
     }
 
     /// Every epoch reads the windows in the order of the file: window `i` starts at token
@@ -52,32 +141,122 @@ impl Sampler {
     /// # Errors
     /// If `num_tokens` are too few for one window.
     pub fn sequential(num_tokens: u64, seq_len: usize) -> Result<Self, DataError> {
-        Self::new(num_tokens, seq_len, |_| Order::Sequential)
+        Self::of_one(Windows::stream(0..num_tokens, seq_len), num_tokens, seq_len, None)
     }
 
-    fn new(num_tokens: u64, seq_len: usize, order: impl Fn(u64) -> Order) -> Result<Self, DataError> {
-        let num_windows = num_tokens.saturating_sub(1).checked_div(seq_len as u64).unwrap_or(0);
-        if num_windows == 0 {
+    /// The windows of a file, in a shuffled order if there is a seed; of sources by their weights, if there are any.
+    ///
+    /// # Errors
+    /// If there are too few tokens for one window, of any source; or the file cannot be read.
+    pub fn new(
+        file: &TokenFile,
+        sources: &[Source],
+        (seq_len, packing): (usize, Packing),
+        seed: Option<u64>,
+    ) -> Result<Self, DataError> {
+        let windows = |tokens: Range<u64>| match packing {
+            Packing::Stream => Ok(Windows::stream(tokens, seq_len)),
+            Packing::Documents => Windows::documents(file, tokens, seq_len),
+        };
+        let num_tokens = file.num_tokens();
+        if sources.is_empty() {
+            return Self::of_one(windows(0..num_tokens)?, num_tokens, seq_len, seed);
+        }
+        let num_places = places(sources);
+        let (mut of_sources, mut first) = (Vec::with_capacity(sources.len()), 0);
+        for (index, (source, &num_places)) in sources.iter().zip(&num_places).enumerate() {
+            let tokens = first..(first + source.num_tokens).min(num_tokens);
+            first = tokens.end;
+            let own = RandomKey::new(seed.unwrap_or_default(), "data.source").words(index as u64);
+            let own_seed = seed.map(|_| u64::from(own[0]) << 32 | u64::from(own[1]));
+            let one = Self::of_one(windows(tokens)?, source.num_tokens, seq_len, own_seed)?;
+            of_sources.extend(one.sources.into_iter().map(|one| SourceWindows { num_places, ..one }));
+        }
+        Ok(Sampler { sources: of_sources, block: spread(&num_places), seq_len })
+    }
+
+    fn of_one(
+        windows: Windows,
+        num_tokens: u64,
+        seq_len: usize,
+        seed: Option<u64>,
+    ) -> Result<Self, DataError> {
+        if windows.len() == 0 || num_tokens < 2 {
             return Err(DataError::TooFewTokens { num_tokens, seq_len });
         }
-        Ok(Sampler { num_windows, seq_len: seq_len as u64, order: order(num_windows) })
+        let order = Order::new(windows.len(), seed);
+        let sources = vec![SourceWindows { windows, order, num_places: BLOCK }];
+        Ok(Sampler { sources, block: Arc::default(), seq_len })
     }
 
-    /// Windows in one epoch.
+    /// Windows of one pass over all tokens.
     pub fn num_windows(&self) -> u64 {
-        self.num_windows
+        self.sources.iter().map(|source| source.windows.len()).sum()
     }
 
     /// The window that is sample `global_sample_index` of the run.
     pub fn window(&self, global_sample_index: u64) -> Window {
-        let epoch = global_sample_index / self.num_windows;
-        let position = global_sample_index % self.num_windows;
-        let window = match self.order {
-            Order::Shuffled(shuffle) => shuffle.place(global_sample_index),
-            Order::Sequential => position,
+        let (source, index) = self.source(global_sample_index);
+        let num_windows = source.windows.len();
+        let epoch = index / num_windows;
+        let window = match source.order {
+            Order::Shuffled(shuffle) => shuffle.place(index),
+            Order::Sequential => index % num_windows,
         };
-        Window { epoch, start: window * self.seq_len }
+        match &source.windows {
+            Windows::Stream { first, .. } => {
+                Window { epoch, start: first + window * self.seq_len as u64, len: self.seq_len + 1 }
+            }
+            Windows::Documents { bounds } => {
+                let [start, end] = [window, window + 1].map(|bound| bounds[bound as usize]);
+                Window { epoch, start, len: (end - start) as usize }
+            }
+        }
     }
+
+    /// The source of a sample, and which of its samples it is.
+    fn source(&self, global_sample_index: u64) -> (&SourceWindows, u64) {
+        if self.block.is_empty() {
+            return (&self.sources[0], global_sample_index);
+        }
+        let Place { source, rank } = self.block[(global_sample_index % BLOCK) as usize];
+        let source = &self.sources[source as usize];
+        (source, global_sample_index / BLOCK * source.num_places + u64::from(rank))
+    }
+}
+
+/// Spreads the samples of sources over a block: next is the source that is farthest behind its part.
+fn spread(num_places: &[u64]) -> Arc<[Place]> {
+    let mut counts = vec![0_u64; num_places.len()];
+    let next = |done: u64| {
+        let behind =
+            |source: &usize| (num_places[*source] * (done + 1)) as i64 - (counts[*source] * BLOCK) as i64;
+        let source = (0..num_places.len()).rev().max_by_key(behind).expect("there are sources");
+        let place = Place { source: source as u32, rank: counts[source] as u32 };
+        counts[source] += 1;
+        place
+    };
+    (0..BLOCK).map(next).collect()
+}
+
+/// How many places of a block each source has: as its weight says, rounded so that they add up (the largest remainders are rounded up), and at
+/// least one.
+fn places(sources: &[Source]) -> Vec<u64> {
+    let total: f64 = sources.iter().map(|source| source.weight).sum();
+    let exact: Vec<f64> = sources.iter().map(|source| source.weight / total * BLOCK as f64).collect();
+    let mut places: Vec<u64> = exact.iter().map(|exact| (exact.floor() as u64).max(1)).collect();
+    let mut by_remainder: Vec<usize> = (0..sources.len()).collect();
+    by_remainder.sort_by(|&a, &b| (exact[b] - exact[b].floor()).total_cmp(&(exact[a] - exact[a].floor())));
+    for &index in by_remainder.iter().cycle().take(sources.len()) {
+        if places.iter().sum::<u64>() < BLOCK {
+            places[index] += 1;
+        }
+    }
+    // Places that were given to the smallest are taken from the largest.
+    while places.iter().sum::<u64>() > BLOCK {
+        *places.iter_mut().max().expect("there are sources") -= 1;
+    }
+    places
 }
 
 /// A random order of `0..count` for each pass over them, which is computed for each index: in constant memory, at less than a
@@ -204,8 +383,8 @@ mod tests {
     fn sequential_windows_wrap_at_the_last_whole_one() {
         let sampler = Sampler::sequential(26, 5).unwrap();
         assert_eq!(sampler.num_windows(), 5);
-        assert_eq!(sampler.window(4), Window { epoch: 0, start: 20 });
-        assert_eq!(sampler.window(5), Window { epoch: 1, start: 0 });
+        assert_eq!(sampler.window(4), Window { epoch: 0, start: 20, len: 6 });
+        assert_eq!(sampler.window(5), Window { epoch: 1, start: 0, len: 6 });
         assert_eq!(Sampler::sequential(25, 5).unwrap().num_windows(), 4);
     }
 
@@ -214,6 +393,69 @@ mod tests {
         for (tokens, seq_len) in [(0, 1), (1, 1), (8, 8), (5, 0)] {
             let error = Sampler::shuffled(tokens, seq_len, 0).unwrap_err();
             assert!(matches!(error, DataError::TooFewTokens { .. }), "{error}");
+        }
+    }
+
+    /// A file of documents of these lengths.
+    fn documents(lengths: &[u32]) -> (tempfile::TempDir, TokenFile) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokens");
+        let mut writer = crate::TokenFileWriter::create(&path, 1 << 10).unwrap();
+        for (index, &length) in lengths.iter().enumerate() {
+            writer.push(&vec![index as u32; length as usize]).unwrap();
+            writer.end_document().unwrap();
+        }
+        writer.finish().unwrap();
+        (folder, TokenFile::open(&path).unwrap())
+    }
+
+    #[test]
+    fn documents_are_whole_where_they_fit() {
+        let (_folder, file) = documents(&[3, 2, 4, 6, 1, 13, 2]);
+        let sampler = Sampler::new(&file, &[], (5, Packing::Documents), None).unwrap();
+        let windows: Vec<(u64, usize)> = (0..sampler.num_windows())
+            .map(|index| sampler.window(index))
+            .map(|window| (window.start, window.len))
+            .collect();
+        // 3 and 2; 4; 6; 1; 13 in pieces of 6, the last with the document of 2.
+        assert_eq!(windows, [(0, 5), (5, 4), (9, 6), (15, 1), (16, 6), (22, 6), (28, 3)]);
+        let shuffled = Sampler::new(&file, &[], (5, Packing::Documents), Some(3)).unwrap();
+        let mut starts: Vec<u64> = (0..7).map(|index| shuffled.window(index).start).collect();
+        starts.sort_unstable();
+        assert_eq!(starts, [0, 5, 9, 15, 16, 22, 28]);
+    }
+
+    #[test]
+    fn sources_come_by_their_weights_and_each_window_once_a_pass() {
+        let (_folder, file) = documents(&[4001, 101]);
+        let source = |weight, num_tokens| Source { input: String::new(), weight, num_tokens };
+        let sources = [source(1.0, 4001), source(3.0, 101)];
+        let sampler = Sampler::new(&file, &sources, (10, Packing::Stream), Some(7)).unwrap();
+        let starts: Vec<u64> = (0..2 * BLOCK).map(|index| sampler.window(index).start).collect();
+        let of_second = |starts: &[u64]| starts.iter().filter(|start| **start >= 4001).count() as u64;
+        assert_eq!(of_second(&starts[..BLOCK as usize]), BLOCK / 4 * 3);
+        assert_eq!(of_second(&starts), BLOCK / 2 * 3);
+        // Not one source after the other.
+        assert!((600..900).contains(&of_second(&starts[..1000])), "{}", of_second(&starts[..1000]));
+        let mut first_pass: Vec<u64> =
+            starts.iter().filter(|start| **start < 4001).take(400).copied().collect();
+        first_pass.sort_unstable();
+        assert_eq!(first_pass, (0..400).map(|window| window * 10).collect::<Vec<_>>());
+        let missing = [source(1.0, 4001), source(1e-9, 5)];
+        assert!(Sampler::new(&file, &missing, (10, Packing::Stream), Some(7)).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn a_block_has_places_for_all_sources(weights in prop::collection::vec(1e-6_f64..1e6, 1..40)) {
+            let source = |&weight: &f64| Source { input: String::new(), weight, num_tokens: 1 };
+            let found = places(&weights.iter().map(source).collect::<Vec<_>>());
+            prop_assert_eq!(found.iter().sum::<u64>(), BLOCK);
+            prop_assert!(found.iter().all(|&places| places > 0));
+            for (source, &places) in found.iter().enumerate() {
+                let own = spread(&found).iter().filter(|place| place.source as usize == source).count();
+                prop_assert_eq!(own as u64, places);
+            }
         }
     }
 }

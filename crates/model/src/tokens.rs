@@ -9,6 +9,10 @@ pub const TOKENS: &str = "tokens";
 /// Name of the ids that it predicts, one position further: `[batch, seq_len]`, u32.
 pub const TARGETS: &str = "targets";
 
+/// Name of the weights of the predictions' losses: `[batch, seq_len]`, f32. Optional: without them all weigh 1. The loss of a batch is the mean of the
+/// weighted losses over all positions.
+pub const LOSS_WEIGHTS: &str = "loss_weights";
+
 /// Name of what the last unit of a language model passes on of a batch without targets: `[batch, seq_len, vocabulary]`, f32.
 pub const LOGITS: &str = "logits";
 

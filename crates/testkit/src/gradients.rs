@@ -62,6 +62,11 @@ impl Input {
         Input { shape: Shape::new(shape), values: Values::Ids(ids.to_vec()), requires_grad: false }
     }
 
+    /// These values.
+    pub fn values(shape: &[usize], values: &[f32]) -> Self {
+        Input { shape: Shape::new(shape), values: Values::Rounded(values.to_vec()), requires_grad: true }
+    }
+
     /// The same values without a gradient.
     pub fn constant(self) -> Self {
         Input { requires_grad: false, ..self }

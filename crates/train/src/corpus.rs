@@ -5,16 +5,16 @@ use crate::checkpointing::corpus_of;
 use crate::config::{self, Change, Config};
 use crate::error::TrainError;
 use crate::language::CORPUS;
-use crate::pretrained::{check_tokenizer, tokenizer_choice};
+use crate::pretrained::{chat_template, check_tokenizer, tokenizer_choice};
 use crate::resume::choose_checkpoint;
 use std::collections::BTreeSet;
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
-    Corpus, DataError, Existing, InvalidUtf8, PrepareOptions, Progress, TokenFile, TokenizerChoice,
-    is_current, is_free, stage,
+    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, PrepareOptions, Progress, TokenFile,
+    TokenizerChoice, is_current, is_free, stage,
 };
 
 /// How [`ensure_corpus`] found the corpus.
@@ -63,9 +63,9 @@ pub fn ensure_corpus<E: From<TrainError>>(
         check_tokenizer(config, corpus)?;
         check(corpus)
     };
-    let tokenizer = tokenizer_of_inputs(config)?;
+    let parts = text_parts(config)?;
     loop {
-        let (version, existing, resumed) = match find_place(config, &tokenizer)? {
+        let (version, existing, resumed) = match find_place(config, &parts)? {
             Place::Found(found) => {
                 let folder = corpus_folder(&config.data().folder, found.version);
                 check(&Corpus::open(&folder).map_err(TrainError::from)?)?;
@@ -73,7 +73,7 @@ pub fn ensure_corpus<E: From<TrainError>>(
             }
             Place::Free { version, existing, resumed } => (version, existing, resumed),
         };
-        let options = prepare_options(config, &tokenizer, version);
+        let options = prepare_options(config, &parts, version);
         let staged = match stage(&options, existing, progress) {
             // Another run that shares the folder was quicker.
             Err(DataError::Occupied { .. })
@@ -101,7 +101,7 @@ pub fn ensure_corpus<E: From<TrainError>>(
 /// # Errors
 /// What a checkpoint or the folder refuses.
 pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> {
-    let found = match find_place(config, &tokenizer_of_inputs(config)?)? {
+    let found = match find_place(config, &text_parts(config)?)? {
         Place::Found(found) => found,
         Place::Free { .. } => return Ok(None),
     };
@@ -109,9 +109,52 @@ pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> 
     Ok(Some(found))
 }
 
-/// The tokenizer for the inputs, where there are any.
-fn tokenizer_of_inputs(config: &Config) -> Result<TokenizerChoice, TrainError> {
-    if config.data().inputs.is_empty() { Ok(TokenizerChoice::Bytes) } else { tokenizer_choice(config) }
+/// What makes tokens of the inputs, where there are any.
+fn text_parts(config: &Config) -> Result<TextParts, TrainError> {
+    if config.data().inputs.is_empty() {
+        return Ok(TextParts { tokenizer: TokenizerChoice::Bytes, chat_template: None });
+    }
+    Ok(TextParts { tokenizer: tokenizer_choice(config)?, chat_template: chat_template(config)? })
+}
+
+/// What makes tokens of the inputs.
+struct TextParts {
+    tokenizer: TokenizerChoice,
+    chat_template: Option<ChatTemplate>,
+}
+
+/// Names the runs that have used a corpus, in its folder: a line a run's folder.
+const USERS_FILE: &str = "used-by.txt";
+
+/// Notes in a corpus outside of the run's folder that the run uses it, so that it is not replaced unasked.
+pub(crate) fn note_use(config: &Config) {
+    let folder = &config.data().folder;
+    let run_folder = config.run_folder();
+    if lies_in(folder, &run_folder) {
+        return;
+    }
+    let run_folder = fs::canonicalize(&run_folder).unwrap_or(run_folder);
+    let is_noted = users_of_corpus(folder).is_ok_and(|users| users.contains(&run_folder));
+    if !is_noted {
+        // A corpus that cannot be written is not replaced, either.
+        let file = fs::OpenOptions::new().create(true).append(true).open(folder.join(USERS_FILE));
+        let _ = file.and_then(|mut file| writeln!(file, "{}", run_folder.display()));
+    }
+}
+
+/// The folders of runs that have used the corpus in `folder` and have checkpoints.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
+    let path = folder.join(USERS_FILE);
+    let text = match fs::read_to_string(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text.map_err(|source| DataError::Read { path, source })?,
+    };
+    let mut users: Vec<PathBuf> = text.lines().map(PathBuf::from).collect();
+    users.retain(|run| list_checkpoints(&run.join(CHECKPOINTS_FOLDER)).is_ok_and(|found| !found.is_empty()));
+    Ok(users)
 }
 
 /// The checksum of a corpus, as checkpoints state it.
@@ -136,7 +179,7 @@ struct ResumedCorpus {
     checksum: String,
 }
 
-fn find_place(config: &Config, tokenizer: &TokenizerChoice) -> Result<Place, TrainError> {
+fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
     let data = config.data();
     if data.inputs.is_empty() {
         return Ok(Place::Found(RunCorpus { version: 1, state: CorpusState::Current }));
@@ -150,7 +193,7 @@ fn find_place(config: &Config, tokenizer: &TokenizerChoice) -> Result<Place, Tra
             continue;
         }
         taken.insert(version);
-        let is_current = || is_current(&prepare_options(config, tokenizer, version));
+        let is_current = || is_current(&prepare_options(config, parts, version));
         match &resumed {
             None if is_current()? => {
                 return Ok(Place::Found(RunCorpus { version, state: CorpusState::Current }));
@@ -231,10 +274,13 @@ fn resumed_corpus(config: &Config) -> Result<Option<ResumedCorpus>, TrainError> 
     }))
 }
 
-fn prepare_options(config: &Config, tokenizer: &TokenizerChoice, version: u64) -> PrepareOptions {
+fn prepare_options(config: &Config, parts: &TextParts, version: u64) -> PrepareOptions {
     let data = config.data();
     PrepareOptions {
-        tokenizer: tokenizer.clone(),
+        tokenizer: parts.tokenizer.clone(),
+        chat_template: parts.chat_template.clone(),
+        weights: data.weights.clone(),
+        validation_inputs: data.validation_inputs.clone(),
         field: data.field.clone(),
         extensions: data.extensions.clone(),
         invalid_utf8: match data.invalid_utf8 {

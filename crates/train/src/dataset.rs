@@ -28,6 +28,15 @@ pub trait Dataset: Send {
         BTreeMap::from([("num_samples".to_owned(), self.num_samples().to_string())])
     }
 
+    /// Tells that the samples read next are those of one mean, `num_samples` from index `first` on: of a step, of all ranks, or of a validation. A
+    /// dataset that weighs parts of samples can divide by what all of them weigh.
+    ///
+    /// # Errors
+    /// As [`read`](Dataset::read).
+    fn begin(&mut self, _first: u64, _num_samples: u64) -> Result<(), TrainError> {
+        Ok(())
+    }
+
     /// Writes the sample of this index of the run. Without an order of its own, a dataset reads `index % num_samples()`;
     /// [`Shuffle`](trireme_data::Shuffle) gives each pass another random order.
     ///

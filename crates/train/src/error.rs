@@ -355,11 +355,6 @@ pub enum TrainError {
     /// A dataset of the program's own cannot be opened or read.
     #[error("cannot read the samples")]
     Samples(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// Documents shall be masked, but nothing ends them.
-    #[error(
-        "the tokenizer has no token that ends a document; remove [data] mask_documents, or use a tokenizer that has one"
-    )]
-    NoDocumentEnd,
     /// Samples that workers cannot have parts of.
     #[error(
         "samples of this task have no positions that {degree} workers could divide; set [parallelism] context_parallel_degree = 1 (or let \

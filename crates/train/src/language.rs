@@ -1,6 +1,6 @@
 //! Language models: the task that a config describes with `[model]` and `[data]`.
 
-use crate::config::Config;
+use crate::config::{self, Config};
 use crate::corpus::checksum_of;
 use crate::dataset::{Dataset, Sample};
 use crate::error::TrainError;
@@ -10,11 +10,17 @@ use crate::task::{Task, TaskFile};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
-use trireme_data::{Corpus, Sampler, TOKENIZER_CONFIG_FILE, TokenFile, Tokenizer};
-use trireme_model::{DOCUMENT_STARTS, Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec};
+use trireme_data::{
+    CHAT_TEMPLATE_FILE, Corpus, DataError, Packing, Sampler, Source, TOKENIZER_CONFIG_FILE, TokenFile,
+    Tokenizer, Window,
+};
+use trireme_model::{
+    DOCUMENT_STARTS, LOSS_WEIGHTS, Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec,
+};
 use trireme_tensor::{Device, ParameterTable};
 
 /// The name of the corpus' checksum in the identity of its samples.
@@ -34,11 +40,73 @@ pub struct LanguageTask {
     tokenizer_sha256: Arc<str>,
     /// What else describes the model or its tokenizer to other programs.
     other_files: Vec<(&'static str, Vec<u8>)>,
-    train: Arc<TokenFile>,
-    validation: Option<Arc<TokenFile>>,
-    seq_len: usize,
-    /// The token that ends documents, which attention does not reach across; `None` if it does.
-    document_end: Option<u32>,
+    train: Tokens,
+    validation: Option<Tokens>,
+    sources: Vec<Source>,
+    sequences: Sequences,
+}
+
+/// Tokens, and which of them are to be learned, if not all are.
+#[derive(Debug, Clone)]
+struct Tokens {
+    tokens: Arc<TokenFile>,
+    loss_mask: Option<Arc<TokenFile>>,
+}
+
+impl Tokens {
+    fn new(tokens: TokenFile, loss_mask: Option<TokenFile>) -> Self {
+        Tokens { tokens: Arc::new(tokens), loss_mask: loss_mask.map(Arc::new) }
+    }
+}
+
+/// What sequences of a corpus are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sequences {
+    /// Their tokens.
+    pub seq_len: usize,
+    packing: Packing,
+    /// Whether tokens attend to those of their own document alone.
+    masks_documents: bool,
+    /// Whether predictions weigh more or less than others.
+    weighs_losses: bool,
+}
+
+impl Sequences {
+    /// Those that a config makes of a corpus in which all tokens are to be learned, or only some.
+    pub fn new(config: &Config, has_loss_mask: bool) -> Self {
+        let data = config.data();
+        let packing = match data.packing {
+            config::Packing::Auto if has_loss_mask => Packing::Documents,
+            config::Packing::Auto | config::Packing::Stream => Packing::Stream,
+            config::Packing::Documents => Packing::Documents,
+        };
+        let packs_documents = packing == Packing::Documents;
+        Sequences {
+            seq_len: config.training().seq_len,
+            packing,
+            masks_documents: data.mask_documents || packs_documents,
+            // Padding weighs nothing.
+            weighs_losses: has_loss_mask || packs_documents,
+        }
+    }
+
+    /// The tensors of a sample.
+    pub fn sample(&self) -> Vec<TensorSpec> {
+        let starts = self.masks_documents.then_some((DOCUMENT_STARTS, DType::U32));
+        let weights = self.weighs_losses.then_some((LOSS_WEIGHTS, DType::F32));
+        let tokens = [(TOKENS, DType::U32), (TARGETS, DType::U32)].into_iter();
+        let all = tokens.chain(starts).chain(weights);
+        all.map(|(name, dtype)| TensorSpec::new(name, &[self.seq_len], dtype)).collect()
+    }
+
+    /// The samples of a corpus to train on, in the order of a seed.
+    ///
+    /// # Errors
+    /// If there are too few tokens.
+    pub fn sampler(&self, corpus: &Corpus, seed: u64) -> Result<Sampler, TrainError> {
+        let cut = (self.seq_len, self.packing);
+        Ok(Sampler::new(&corpus.train, &corpus.report.sources, cut, Some(seed))?)
+    }
 }
 
 impl LanguageTask {
@@ -51,7 +119,7 @@ impl LanguageTask {
         let corpus = Corpus::open(folder)?;
         check_tokenizer(config, &corpus)?;
         let tokenizer_sha256 = corpus.tokenizer_sha256()?;
-        let Corpus { train, validation, .. } = corpus;
+        let Corpus { train, validation, train_mask, validation_mask, report, .. } = corpus;
         let (model, mut notices) = model_config(config, train.vocabulary_size())?;
         let pretrained = Pretrained::open(config)?;
         let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
@@ -67,12 +135,16 @@ impl LanguageTask {
                 (Arc::new(tokenizer), vec![(TOKENIZER_CONFIG_FILE, config_json)])
             }
         };
+        let mut other_files = other_files;
+        let template = folder.join(CHAT_TEMPLATE_FILE);
+        if template.is_file() {
+            let read = |source| DataError::Read { path: template.clone(), source };
+            let contents = fs::read(&template).map_err(read)?;
+            other_files.retain(|(name, _)| *name != CHAT_TEMPLATE_FILE);
+            other_files.push((CHAT_TEMPLATE_FILE, contents));
+        }
         let model_json =
             model_config_json(config, &model, own.is_none().then(|| tokenizer.end_of_document()))?;
-        let document_end = match config.data().mask_documents {
-            true => Some(tokenizer.end_of_document().ok_or(TrainError::NoDocumentEnd)?),
-            false => None,
-        };
         Ok(LanguageTask {
             model_json,
             model,
@@ -80,10 +152,10 @@ impl LanguageTask {
             tokenizer,
             tokenizer_sha256: tokenizer_sha256.into(),
             other_files,
-            train: Arc::new(train),
-            validation: validation.map(Arc::new),
-            seq_len: config.training().seq_len,
-            document_end,
+            train: Tokens::new(train, train_mask),
+            validation: validation.map(|tokens| Tokens::new(tokens, validation_mask)),
+            sources: report.sources,
+            sequences: Sequences::new(config, report.has_loss_mask),
         })
     }
 
@@ -97,20 +169,32 @@ impl LanguageTask {
         &self.tokenizer
     }
 
-    /// Windows of the sequences' length, and the token that follows.
-    fn windows(&self, tokens: &Arc<TokenFile>, sampler: Sampler) -> TokenWindows {
-        TokenWindows {
+    /// The windows of some tokens: shuffled with a seed, and mixed from sources.
+    fn windows(
+        &self,
+        Tokens { tokens, loss_mask }: &Tokens,
+        sources: &[Source],
+        seed: Option<u64>,
+    ) -> Result<Box<dyn Dataset>, TrainError> {
+        let sequences = self.sequences;
+        let window_len = sequences.seq_len + 1;
+        Ok(Box::new(TokenWindows {
+            sampler: Sampler::new(tokens, sources, (sequences.seq_len, sequences.packing), seed)?,
             tokens: Arc::clone(tokens),
+            loss_mask: loss_mask.clone(),
             tokenizer_sha256: Arc::clone(&self.tokenizer_sha256),
-            sampler,
-            window: vec![0; self.seq_len + 1],
-            document_end: self.document_end,
-        }
+            sources: sources.to_vec(),
+            sequences,
+            window: vec![0; window_len],
+            learned: vec![1; window_len],
+            starts: vec![0; window_len],
+            loss_weight: 1.0,
+        }))
     }
 
     /// The tokens to train on, and those held out.
     pub fn tokens(&self) -> (&TokenFile, Option<&TokenFile>) {
-        (&self.train, self.validation.as_deref())
+        (&self.train.tokens, self.validation.as_ref().map(|validation| &*validation.tokens))
     }
 }
 
@@ -128,18 +212,15 @@ impl Task for LanguageTask {
     }
 
     fn build(&self, device: &Device, table: ParameterTable) -> Result<Model, ModelError> {
-        self.model.build_into(table, self.seq_len, device)
+        self.model.build_into(table, self.sequences.seq_len, device)
     }
 
     fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError> {
-        let sampler = Sampler::shuffled(self.train.num_tokens(), self.seq_len, seed)?;
-        Ok(Box::new(self.windows(&self.train, sampler)))
+        self.windows(&self.train, &self.sources, Some(seed))
     }
 
     fn validation_data(&self) -> Result<Option<Box<dyn Dataset>>, TrainError> {
-        let Some(tokens) = &self.validation else { return Ok(None) };
-        let sampler = Sampler::sequential(tokens.num_tokens(), self.seq_len)?;
-        Ok(Some(Box::new(self.windows(tokens, sampler))))
+        self.validation.as_ref().map(|tokens| self.windows(tokens, &[], None)).transpose()
     }
 
     fn has_positions(&self) -> bool {
@@ -184,23 +265,53 @@ impl Task for LanguageTask {
 #[derive(Debug)]
 struct TokenWindows {
     tokens: Arc<TokenFile>,
+    loss_mask: Option<Arc<TokenFile>>,
     tokenizer_sha256: Arc<str>,
+    sources: Vec<Source>,
     sampler: Sampler,
+    sequences: Sequences,
     window: Vec<u32>,
-    /// As [`LanguageTask::document_end`].
-    document_end: Option<u32>,
+    /// Of each token of the window, whether it is to be learned.
+    learned: Vec<u32>,
+    /// Of each token of the window, where its document begins.
+    starts: Vec<u32>,
+    /// Of each token that is to be learned: what makes the mean over all tokens one over those.
+    loss_weight: f32,
 }
 
 impl TokenWindows {
-    fn seq_len(&self) -> usize {
-        self.window.len() - 1
+    /// Reads a window: its tokens, padded with those of the last document, and which of them are to be learned.
+    fn read_window(&mut self, index: u64, reads_tokens: bool) -> Result<(), TrainError> {
+        let Window { start, len, .. } = self.sampler.window(index);
+        if reads_tokens {
+            self.tokens.read_window(start, &mut self.window[..len])?;
+            self.window[len..].fill(0);
+        }
+        if self.sequences.masks_documents {
+            self.tokens.document_starts(start, &mut self.starts[..len])?;
+            // Padding is a document of its own.
+            self.starts[len..].fill(len as u32);
+        }
+        if self.sequences.weighs_losses {
+            match &self.loss_mask {
+                Some(loss_mask) => loss_mask.read_window(start, &mut self.learned[..len])?,
+                None => self.learned[..len].fill(1),
+            }
+            self.learned[len..].fill(0);
+            if self.sequences.packing == Packing::Documents {
+                // Nothing before the first token of a document tells of it.
+                let first_tokens =
+                    self.starts.iter().enumerate().filter(|&(place, &start)| place == start as usize);
+                first_tokens.for_each(|(place, _)| self.learned[place] = 0);
+            }
+        }
+        Ok(())
     }
 }
 
 impl Dataset for TokenWindows {
     fn sample(&self) -> Vec<TensorSpec> {
-        let names = [TOKENS, TARGETS].into_iter().chain(self.document_end.map(|_| DOCUMENT_STARTS));
-        names.map(|name| TensorSpec::new(name, &[self.seq_len()], DType::U32)).collect()
+        self.sequences.sample()
     }
 
     fn num_samples(&self) -> u64 {
@@ -208,49 +319,54 @@ impl Dataset for TokenWindows {
     }
 
     fn tokens_per_sample(&self) -> Option<u64> {
-        Some(self.seq_len() as u64)
+        Some(self.sequences.seq_len as u64)
     }
 
     fn identity(&self) -> BTreeMap<String, String> {
-        BTreeMap::from([
+        let mut identity = BTreeMap::from([
             (CORPUS.to_owned(), checksum_of(&self.tokens)),
             (TOKENIZER.to_owned(), self.tokenizer_sha256.to_string()),
             ("corpus_tokens".to_owned(), self.tokens.num_tokens().to_string()),
-            ("seq_len".to_owned(), self.seq_len().to_string()),
-        ])
+            ("seq_len".to_owned(), self.sequences.seq_len.to_string()),
+        ]);
+        if self.sequences.packing == Packing::Documents {
+            identity.insert("packing".to_owned(), "documents".to_owned());
+        }
+        if !self.sources.is_empty() {
+            let weights: Vec<String> = self.sources.iter().map(|source| source.weight.to_string()).collect();
+            identity.insert("weights".to_owned(), weights.join(" "));
+        }
+        identity
+    }
+
+    /// Cost: where only some tokens are to be learned, reads the mask of all the samples.
+    fn begin(&mut self, first: u64, num_samples: u64) -> Result<(), TrainError> {
+        if !self.sequences.weighs_losses {
+            return Ok(());
+        }
+        let mut num_learned = 0;
+        for index in first..first + num_samples {
+            self.read_window(index, false)?;
+            num_learned += self.learned[1..].iter().map(|&learned| u64::from(learned)).sum::<u64>();
+        }
+        let num_tokens = num_samples * self.sequences.seq_len as u64;
+        self.loss_weight =
+            if num_learned == 0 { 0.0 } else { (num_tokens as f64 / num_learned as f64) as f32 };
+        Ok(())
     }
 
     fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError> {
-        self.tokens.read_window(self.sampler.window(index).start, &mut self.window)?;
-        let seq_len = self.seq_len();
+        self.read_window(index, true)?;
+        let seq_len = self.sequences.seq_len;
         sample.u32s(TOKENS).copy_from_slice(&self.window[..seq_len]);
         sample.u32s(TARGETS).copy_from_slice(&self.window[1..]);
-        if let Some(end) = self.document_end {
-            write_document_starts(&self.window[..seq_len], end, sample.u32s(DOCUMENT_STARTS));
+        if self.sequences.masks_documents {
+            sample.u32s(DOCUMENT_STARTS).copy_from_slice(&self.starts[..seq_len]);
+        }
+        if self.sequences.weighs_losses {
+            let weights = sample.f32s(LOSS_WEIGHTS).iter_mut().zip(&self.learned[1..]);
+            weights.for_each(|(weight, &learned)| *weight = learned as f32 * self.loss_weight);
         }
         Ok(())
-    }
-}
-
-/// Where the document of each token begins, if one ends with the token `end`.
-fn write_document_starts(tokens: &[u32], end: u32, starts: &mut [u32]) {
-    let mut start = 0;
-    for (position, (token, out)) in tokens.iter().zip(starts).enumerate() {
-        *out = start;
-        if *token == end {
-            start = position as u32 + 1;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_document_begins_after_the_token_that_ends_one() {
-        let mut starts = [9; 7];
-        write_document_starts(&[5, 0, 0, 7, 8, 0, 1], 0, &mut starts);
-        assert_eq!(starts, [0, 0, 2, 3, 3, 3, 6]);
     }
 }

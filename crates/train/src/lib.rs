@@ -35,14 +35,16 @@ mod weights;
 
 pub use agreement::agree_on_config;
 pub use choices::StepChoices;
-pub use corpus::{CorpusState, RunCorpus, corpus_folder, current_corpus, ensure_corpus};
+pub use corpus::{CorpusState, RunCorpus, corpus_folder, current_corpus, ensure_corpus, users_of_corpus};
 pub use dataset::{Dataset, Sample};
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
-pub use language::LanguageTask;
+pub use language::{LanguageTask, Sequences};
 pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
-pub use pretrained::{TOKENIZER_NOTE, model_tokenizer};
+pub use pretrained::{
+    TOKENIZER_NOTE, chat_template_beside, model_chat_template, model_tokenizer, named_chat_template,
+};
 pub use requests::Requests;
 pub use resume::resume_point;
 pub use run_folder::{FLIGHT_RECORDER_FOLDER, earlier_run};

@@ -3,10 +3,14 @@
 use crate::checkpointing::tokenizer_of;
 use crate::config::{self, Config};
 use crate::error::TrainError;
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource};
-use trireme_data::{BYTES_TOKENIZER_FILE, Corpus, TOKENIZER_FILE, Tokenizer, TokenizerChoice};
+use trireme_data::{
+    BYTES_TOKENIZER_FILE, ChatTemplate, Corpus, DataError, TOKENIZER_FILE, Tokenizer, TokenizerChoice,
+};
 
 /// The name under which exports note the [`Tokenizer::sha256`] of their tokenizer.
 pub const TOKENIZER_NOTE: &str = "tokenizer_sha256";
@@ -126,6 +130,51 @@ pub(crate) fn tokenizer_choice(config: &Config) -> Result<TokenizerChoice, Train
             }
             Ok(choice)
         }
+    }
+}
+
+/// The chat template of a model, if it has one.
+///
+/// # Errors
+/// If it cannot be read, or is none.
+pub fn model_chat_template(source: &ModelSource) -> Result<Option<ChatTemplate>, TrainError> {
+    ChatTemplate::of_files(source.path(), |name| Ok(source.read_file(name)?))
+}
+
+/// The chat template of this name: `chatml`, or a file.
+///
+/// # Errors
+/// If it cannot be read, or is none.
+pub fn named_chat_template(name: &Path) -> Result<ChatTemplate, TrainError> {
+    if name.as_os_str() == "chatml" {
+        return Ok(ChatTemplate::chatml());
+    }
+    let read = |source| DataError::Read { path: name.to_owned(), source };
+    let text = fs::read_to_string(name).map_err(read)?;
+    Ok(ChatTemplate::new(&text, BTreeMap::new(), name)?)
+}
+
+/// The chat template beside a `tokenizer.json`, if there is one.
+///
+/// # Errors
+/// If it cannot be read, or is none.
+pub fn chat_template_beside(tokenizer: &Path) -> Result<Option<ChatTemplate>, TrainError> {
+    let folder = tokenizer.parent().unwrap_or(Path::new(""));
+    let read = |name: &str| {
+        let path = folder.join(name);
+        let read = |source| DataError::Read { path: path.clone(), source };
+        if path.is_file() { fs::read(&path).map(Some).map_err(read) } else { Ok(None) }
+    };
+    Ok(ChatTemplate::of_files(folder, read)?)
+}
+
+/// The chat template for the inputs of a config, if there is one.
+pub(crate) fn chat_template(config: &Config) -> Result<Option<ChatTemplate>, TrainError> {
+    let data = config.data();
+    match (&data.chat_template, &data.tokenizer) {
+        (Some(name), _) => named_chat_template(name).map(Some),
+        (None, config::Tokenizer::File(path)) => chat_template_beside(path),
+        (None, _) => Pretrained::open(config)?.map_or(Ok(None), |model| model_chat_template(&model.source)),
     }
 }
 

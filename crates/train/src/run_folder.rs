@@ -1,7 +1,8 @@
 //! What a run keeps in its folder besides checkpoints.
 
 use crate::changes::CONFIG_TOML;
-use crate::config::{Config, Resume};
+use crate::config::{Config, Resume, Subject};
+use crate::corpus::note_use;
 use crate::error::TrainError;
 use crate::metrics::{MetricsFiles, MetricsWriter};
 use crate::observer::Observer;
@@ -36,6 +37,9 @@ pub(crate) fn open(
         let path = folder.join(name);
         fs::write(&path, contents).map_err(|source| TrainError::RunFolder { path, source })
     };
+    if config.subject() == Subject::LanguageModel {
+        note_use(config);
+    }
     write(CONFIG_TOML, &config.to_toml())?;
     if let Some(given) = given {
         write(GIVEN_FILE, given)?;

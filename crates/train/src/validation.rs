@@ -52,6 +52,7 @@ impl Validation {
         let mut reports = self.reports.take().expect("validations follow each other");
         reports.fill(0.0);
         let num_batches = self.num_samples.div_ceil(self.batch_size);
+        self.samples.begin(0, self.num_samples as u64)?;
         // A sum and a number of rows for each report.
         let batch_len = reports.len() / num_batches;
         for first in (0..num_batches).step_by(degree) {

@@ -120,11 +120,18 @@ fn write_model(
     out: &mut impl Write,
 ) -> anyhow::Result<()> {
     let source = open(path)?;
-    let files = source.model_files()?;
+    let mut files = source.model_files()?;
     if !files.iter().any(|(name, _)| *name == trireme_checkpoint::CONFIG_FILE) {
         bail!("{} has no config.json, so the exported model could not be loaded", source.path().display());
     }
-    let (files, sha256) = with_tokenizer(&source, files)?;
+    let tokenizer = model_tokenizer(&source)?;
+    if let (Some(tokenizer), Some(mark)) =
+        (&tokenizer, files.iter_mut().find(|file| file.0 == BYTES_TOKENIZER_FILE))
+    {
+        // In a form that other programs know.
+        *mark = tokenizer.hugging_face_file()?;
+    }
+    let sha256 = tokenizer.map(|tokenizer| tokenizer.sha256()).transpose()?;
     let files: Vec<ExtraFile<'_>> =
         files.iter().map(|(name, contents)| ExtraFile { name, contents }).collect();
     let tensors = source.weights();
@@ -140,18 +147,6 @@ fn write_model(
     let totals = Totals::new(&tensors, |_| true);
     writeln!(out, "{} -> {}: {totals}", source.path().display(), target.display())?;
     Ok(())
-}
-
-/// The files with the tokenizer in a form that other programs know, and the tokenizer's hash.
-fn with_tokenizer(
-    source: &ModelSource,
-    mut files: Vec<(&'static str, Vec<u8>)>,
-) -> anyhow::Result<(Vec<(&'static str, Vec<u8>)>, Option<String>)> {
-    let Some(tokenizer) = model_tokenizer(source)? else { return Ok((files, None)) };
-    if let Some(mark) = files.iter_mut().find(|(name, _)| *name == BYTES_TOKENIZER_FILE) {
-        *mark = tokenizer.hugging_face_file()?;
-    }
-    Ok((files, Some(tokenizer.sha256()?)))
 }
 
 fn list(run_folder: &Path, out: &mut impl Write) -> anyhow::Result<()> {

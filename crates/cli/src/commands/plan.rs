@@ -4,7 +4,9 @@ use super::train::world_options;
 use crate::console::{Output, columns, parameters};
 use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Blueprint, Drawing, Job, Plan, PredictedTime, Source, Workers, language_model};
+use crate::planning::{
+    Blueprint, Drawing, Job, Plan, PredictedTime, Source, Workers, language_model, sequences_of,
+};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
@@ -99,7 +101,7 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
         }
         None => {
             let model = language_model(&config)?;
-            let blueprint = Blueprint::Language { model: &model, seq_len: config.training().seq_len };
+            let blueprint = Blueprint::Language { model: &model, sequences: sequences_of(&config) };
             show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
         }
     }

@@ -13,10 +13,12 @@ use std::time::{Duration, Instant};
 use trireme_base::Bytes;
 use trireme_checkpoint::ModelSource;
 use trireme_data::{
-    InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, TOKENIZER_FILE, TRAIN_FILE,
-    TokenizerChoice, VALIDATION_FILE, is_current, prepare,
+    ChatTemplate, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, Source, TOKENIZER_FILE,
+    TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
 };
-use trireme_train::model_tokenizer;
+use trireme_train::{
+    chat_template_beside, model_chat_template, model_tokenizer, named_chat_template, users_of_corpus,
+};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -24,8 +26,12 @@ Examples:
       One text, one token per byte; the last twentieth is held out for validation.
   trireme prepare docs src --extension md,rs --train-bpe 8192 --out corpus
       Folders of text, with a tokenizer trained on them.
-  trireme prepare part-*.jsonl --field content --tokenizer gpt2/tokenizer.json --out corpus
-      JSON Lines, one document per line, with a model's tokenizer.
+  trireme prepare part-*.jsonl.gz --field content --tokenizer gpt2 --out corpus
+      JSON Lines, one document per line, with the tokenizer of a model in the folder gpt2.
+  trireme prepare chat.jsonl book.txt --weights 3,1 --tokenizer model --out corpus
+      Conversations, of which only the answers are learned, three times as often as a text.
+  zcat dump.gz | trireme prepare - --validation held-out.txt --out corpus
+      The standard input, and a text of one's own to validate on.
 
 To train on the corpus, put `folder = \"corpus\"` into the [data] section of a config.
 If no input and no option has changed since the last run, the command does nothing.";
@@ -39,9 +45,21 @@ If no input and no option has changed since the last run, the command does nothi
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PrepareArgs {
-    /// Text files, JSON Lines files and folders, read in this order.
+    /// Text files, JSON Lines files and folders, read in this order; `-` is the standard input. Files may be compressed (.gz, .zst).
     #[arg(value_name = "INPUT", required = true)]
     inputs: Vec<PathBuf>,
+    /// How often samples of each input come, relative to those of the others: a number for each. By default, as often as they have tokens.
+    #[arg(long, value_name = "NUMBER", value_delimiter = ',')]
+    weights: Vec<f64>,
+    /// Inputs to validate on, in place of a fraction of the others.
+    #[arg(long, value_name = "INPUT", num_args = 1.., conflicts_with = "validation_fraction")]
+    validation: Vec<PathBuf>,
+    /// Jinja template that makes a text of `messages`: a file, or `chatml`. By default, that beside the tokenizer.
+    #[arg(long, value_name = "TEMPLATE")]
+    chat_template: Option<PathBuf>,
+    /// Replace a corpus that runs have been trained on.
+    #[arg(long)]
+    force: bool,
     /// Folder to write to.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -51,7 +69,8 @@ pub(crate) struct PrepareArgs {
     /// Train a byte-level BPE tokenizer with at most N tokens on the input, such as 8192.
     #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
     train_bpe: Option<usize>,
-    /// Field of each JSON object that contains the text.
+    /// Field of each JSON object that contains the text. Objects without it may have `messages` (with `role` and `content`), or a `prompt` and its
+    /// `completion`: then only the answers are learned.
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
     /// Read only files with these extensions from folders. By default, all text files.
@@ -61,9 +80,9 @@ pub(crate) struct PrepareArgs {
     #[arg(long, value_enum, default_value_t = OnInvalidUtf8::Replace)]
     invalid_utf8: OnInvalidUtf8,
     /// Fraction of tokens held out for validation: whole documents, or the end of the text if there are few. 0 holds
-    /// out none.
-    #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
-    validation_fraction: f64,
+    /// out none. 0.05 by default.
+    #[arg(long, value_name = "SHARE")]
+    validation_fraction: Option<f64>,
     /// Number of tokenizer threads; all cores by default. Does not affect the result.
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
@@ -85,6 +104,14 @@ pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
         writeln!(out, "nothing to do: {} is up to date", options.out.display())?;
         PrepareReport::read(&options.out)?
     } else {
+        let users = users_of_corpus(&options.out)?;
+        if let Some(run) = users.first().filter(|_| !args.force) {
+            bail!(
+                "{} was used by the run in {}, which could not be resumed with another text; choose another folder, or pass --force to replace it",
+                options.out.display(),
+                run.display()
+            );
+        }
         let progress = Display::new();
         let prepared = prepare(&options, &progress);
         progress.clear();
@@ -97,33 +124,45 @@ pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
 fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
     let defaults = PrepareOptions::new(args.inputs.clone(), args.out.clone());
     let extensions = args.extensions.iter().map(|extension| extension.trim_start_matches('.').to_owned());
+    let (tokenizer, template) = match args.train_bpe {
+        Some(vocabulary_size) => (TokenizerChoice::TrainBpe { vocabulary_size }, None),
+        None => tokenizer(&args.tokenizer)?,
+    };
+    let named = args.chat_template.as_deref().map(named_chat_template).transpose()?;
+    let validation_fraction = match args.validation.is_empty() {
+        true => args.validation_fraction.unwrap_or(defaults.validation_fraction),
+        false => 0.0,
+    };
     Ok(PrepareOptions {
-        tokenizer: match args.train_bpe {
-            Some(vocabulary_size) => TokenizerChoice::TrainBpe { vocabulary_size },
-            None => tokenizer(&args.tokenizer)?,
-        },
+        tokenizer,
+        chat_template: named.or(template),
+        weights: args.weights.clone(),
+        validation_inputs: args.validation.clone(),
         field: args.field.clone(),
         extensions: extensions.collect(),
         invalid_utf8: match args.invalid_utf8 {
             OnInvalidUtf8::Replace => InvalidUtf8::Replace,
             OnInvalidUtf8::Refuse => InvalidUtf8::Refuse,
         },
-        validation_fraction: args.validation_fraction,
+        validation_fraction,
         num_threads: args.threads.unwrap_or(defaults.num_threads),
         ..defaults
     })
 }
 
-fn tokenizer(name: &Path) -> anyhow::Result<TokenizerChoice> {
+/// The tokenizer of this name, and the chat template that belongs to it, if there is one.
+fn tokenizer(name: &Path) -> anyhow::Result<(TokenizerChoice, Option<ChatTemplate>)> {
     if name == Path::new("bytes") {
-        return Ok(TokenizerChoice::Bytes);
+        return Ok((TokenizerChoice::Bytes, None));
     }
     let file = if name.is_dir() { name.join(TOKENIZER_FILE) } else { name.to_owned() };
     if name.is_dir() && !file.is_file() {
         // A run, a checkpoint, or a model whose tokens are bytes.
         let missing = || anyhow!("{} has no tokenizer", name.display());
-        let tokenizer = model_tokenizer(&ModelSource::open(name)?)?.ok_or_else(missing)?;
-        return Ok(TokenizerChoice::OfModel { model: name.to_owned(), tokenizer: Arc::new(tokenizer) });
+        let source = ModelSource::open(name)?;
+        let tokenizer = Arc::new(model_tokenizer(&source)?.ok_or_else(missing)?);
+        let choice = TokenizerChoice::OfModel { model: name.to_owned(), tokenizer };
+        return Ok((choice, model_chat_template(&source)?));
     }
     if !file.is_file() {
         bail!(
@@ -131,7 +170,8 @@ fn tokenizer(name: &Path) -> anyhow::Result<TokenizerChoice> {
             file.display()
         );
     }
-    Ok(TokenizerChoice::File(file))
+    let template = chat_template_beside(&file)?;
+    Ok((TokenizerChoice::File(file), template))
 }
 
 /// How often a line tells the progress where there is no terminal.
@@ -233,6 +273,12 @@ impl fmt::Display for Summary<'_> {
             )?;
         }
         writeln!(f, "  tokenizer {}, vocabulary {}", report.tokenizer, report.vocabulary_size)?;
+        if report.has_loss_mask {
+            writeln!(f, "  only answers are learned")?;
+        }
+        for Source { input, weight, num_tokens } in &report.sources {
+            writeln!(f, "  weight {weight} for {num_tokens} tokens of {input}")?;
+        }
         writeln!(
             f,
             "\nTo train on it, add this to the config (the model's vocabulary must be at least as large):"

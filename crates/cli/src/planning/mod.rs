@@ -24,10 +24,10 @@ use probe::Probed;
 use sizes::{batch_memory, state_sizes};
 use std::fmt;
 use std::path::Path;
-use trireme_base::{Bytes, Category, ContextPlace, DType, Rank, StepEntries, UnitPasses};
+use trireme_base::{Bytes, Category, ContextPlace, Rank, StepEntries, UnitPasses};
 use trireme_comm::{CommError, Group, TransportKind};
-use trireme_data::{Corpus, Tokenizer};
-use trireme_model::{DOCUMENT_STARTS, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
+use trireme_data::{Corpus, PrepareReport, Tokenizer};
+use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec};
 use trireme_parallel::{Executor, Placements, chain};
 use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
 use trireme_schedule::Program;
@@ -36,7 +36,7 @@ use trireme_tensor::{CpuFeatures, Device, DeviceOptions, ModelPlace};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    StepChoices, Task, TrainError, WorkerPlan, base_programs, device_options, executor_options,
+    Sequences, StepChoices, Task, TrainError, WorkerPlan, base_programs, device_options, executor_options,
     local_threads, lowered, model_config, new_executor, optimizer_options, positions_of_batch,
     proven_programs, step_programs,
 };
@@ -86,7 +86,7 @@ pub(crate) struct Job<'a> {
 #[derive(Clone, Copy)]
 pub(crate) enum Blueprint<'a> {
     /// A language model, whose text need not be there yet.
-    Language { model: &'a ModelConfig, seq_len: usize },
+    Language { model: &'a ModelConfig, sequences: Sequences },
     /// A task, and the tensors of one sample.
     Task { task: &'a dyn Task, sample: &'a [TensorSpec] },
 }
@@ -94,7 +94,7 @@ pub(crate) enum Blueprint<'a> {
 impl Blueprint<'_> {
     fn build(&self, device: &Device, place: ModelPlace) -> Result<Model, ModelError> {
         Model::build_at(place, device, |device, table| match self {
-            Blueprint::Language { model, seq_len } => model.build_into(table, *seq_len, device),
+            Blueprint::Language { model, sequences } => model.build_into(table, sequences.seq_len, device),
             Blueprint::Task { task, .. } => task.build(device, table),
         })
     }
@@ -103,10 +103,8 @@ impl Blueprint<'_> {
     fn batch(&self, config: &Config, context: ContextPlace) -> Result<Vec<TensorSpec>, TrainError> {
         let num_samples = config.training().local_batch_size;
         let whole: Vec<TensorSpec> = match self {
-            Blueprint::Language { seq_len, .. } => {
-                let names = config.data().mask_documents.then_some(DOCUMENT_STARTS).into_iter();
-                let more = names.map(|name| TensorSpec::new(name, &[num_samples, *seq_len], DType::U32));
-                token_specs(num_samples, *seq_len).into_iter().chain(more).collect()
+            Blueprint::Language { sequences, .. } => {
+                sequences.sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
             }
             Blueprint::Task { sample, .. } => sample.iter().map(|spec| spec.in_batch(num_samples)).collect(),
         };
@@ -431,6 +429,12 @@ fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> Devic
 /// The language model of a config.
 pub(crate) fn language_model(config: &Config) -> Result<ModelConfig> {
     Ok(model_config(config, vocabulary_size(config)?)?.0)
+}
+
+/// The sequences of the config's corpus, if that is there; else of one in which all tokens are to be learned.
+pub(crate) fn sequences_of(config: &Config) -> Sequences {
+    let corpus = PrepareReport::read(&config.data().folder);
+    Sequences::new(config, corpus.is_ok_and(|report| report.has_loss_mask))
 }
 
 /// The vocabulary of the config's corpus, or what it will be when it is prepared.

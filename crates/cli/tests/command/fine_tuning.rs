@@ -31,10 +31,14 @@ fn a_model_is_trained_on_with_its_own_tokenizer() {
         assert_eq!(state["state"]["samples"]["tokenizer"], report["tokenizer_sha256"]);
     }
     for model in ["model", "runs/base"] {
-        scene.run(&format!("prepare text.txt --out by-hand --tokenizer {model}")).succeeded();
-        assert_eq!(scene.read("by-hand/tokenizer.json"), scene.read("model/tokenizer.json"));
+        scene.run(&format!("prepare text.txt --out by-hand-{} --tokenizer {model}", model.len())).succeeded();
+        assert_eq!(
+            scene.read(&format!("by-hand-{}/tokenizer.json", model.len())),
+            scene.read("model/tokenizer.json")
+        );
         let train = format!(
-            "train more.toml --set data.inputs=[] --set data.folder=by-hand --set run.name=x-{}",
+            "train more.toml --set data.inputs=[] --set data.folder=by-hand-{} --set run.name=x-{}",
+            model.len(),
             model.len()
         );
         scene.run(&train).succeeded();

@@ -24,6 +24,7 @@ mod places;
 mod process_limits;
 mod resuming;
 mod simd;
+mod sources;
 mod strangers;
 mod tensor;
 mod traces;

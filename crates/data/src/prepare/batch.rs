@@ -1,7 +1,9 @@
 //! Documents on their way to the tokenizer: cut into pieces that are tokenized on their own, and packed into
 //! batches of about one size.
 
+use crate::chat::Answered;
 use crate::tokenizer::SpaceAtCut;
+use std::ops::Range;
 
 /// The longest piece in bytes: bounds what a tokenizer holds at once, however long the document.
 const PIECE_BYTES_MAX: usize = 128 << 10;
@@ -22,6 +24,18 @@ struct Piece {
     /// In bytes of the batch's text.
     end: usize,
     ends_document: bool,
+    /// What is to be learned of it, in bytes of the piece; all of it without.
+    answers: Option<Vec<Range<usize>>>,
+}
+
+/// A text that is tokenized on its own.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PieceText<'a> {
+    pub(super) text: &'a str,
+    /// Whether its document ends with it.
+    pub(super) ends_document: bool,
+    /// What is to be learned of it, in bytes; all of it without.
+    pub(super) answers: Option<&'a [Range<usize>]>,
 }
 
 impl Batch {
@@ -33,19 +47,29 @@ impl Batch {
         self.pieces.is_empty()
     }
 
-    /// The pieces in order, each with whether its document ends with it.
-    pub(super) fn pieces(&self) -> impl Iterator<Item = (&str, bool)> {
+    /// The pieces in order.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = PieceText<'_>> {
         let mut start = 0;
         self.pieces.iter().map(move |piece| {
             let text = &self.text[start..piece.end];
             start = piece.end;
-            (text, piece.ends_document)
+            PieceText { text, ends_document: piece.ends_document, answers: piece.answers.as_deref() }
         })
+    }
+
+    /// Adds a whole document. It is tokenized at once: answers would not be told from the rest if it were cut.
+    pub(super) fn push_answered(&mut self, document: Answered) {
+        self.text.push_str(&document.text);
+        self.pieces.push(Piece {
+            end: self.text.len(),
+            ends_document: true,
+            answers: Some(document.answers),
+        });
     }
 
     fn push(&mut self, text: &str, ends_document: bool) {
         self.text.push_str(text);
-        self.pieces.push(Piece { end: self.text.len(), ends_document });
+        self.pieces.push(Piece { end: self.text.len(), ends_document, answers: None });
     }
 }
 
@@ -73,17 +97,18 @@ impl DocumentText {
         self.start == self.text.len()
     }
 
-    /// Moves the next piece into `batch`: all that is left, which ends the document, or a part of it.
-    pub(super) fn move_piece(&mut self, batch: &mut Batch, space_at_cut: SpaceAtCut) {
+    /// Moves the next piece into `batch`: all that is left, which ends the document, or a part of it. Whether it ends the document.
+    pub(super) fn move_piece(&mut self, batch: &mut Batch, space_at_cut: SpaceAtCut) -> bool {
         let rest = &self.text[self.start..];
         if rest.len() <= PIECE_BYTES_MAX {
             batch.push(rest, true);
             self.start = self.text.len();
-            return;
+            return true;
         }
         let (end, next) = cut(rest, PIECE_BYTES_MAX, space_at_cut);
         batch.push(&rest[..end], false);
         self.start += next;
+        false
     }
 }
 
@@ -138,10 +163,10 @@ mod tests {
         while !document.is_empty() {
             let mut batch = Batch::default();
             document.move_piece(&mut batch, SpaceAtCut::Keep);
-            for (piece, ends_document) in batch.pieces() {
-                assert!(piece.len() <= PIECE_BYTES_MAX);
-                joined.push_str(piece);
-                num_ends += usize::from(ends_document);
+            for piece in batch.pieces() {
+                assert!(piece.text.len() <= PIECE_BYTES_MAX);
+                joined.push_str(piece.text);
+                num_ends += usize::from(piece.ends_document);
             }
         }
         assert_eq!((joined, num_ends), (text, 1));

@@ -1,4 +1,5 @@
 use super::PrepareOptions;
+use super::decompress::Compression;
 use crate::DataError;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -71,6 +72,9 @@ pub(super) struct InputFile {
     pub(super) bytes: u64,
     /// Whether the user named this very file, and so wants it read or refused.
     pub(super) named: bool,
+    /// Which of the inputs it belongs to.
+    pub(super) source: usize,
+    pub(super) compression: Compression,
     modified_nanoseconds: u128,
 }
 
@@ -80,6 +84,8 @@ pub(super) struct Inputs {
     pub(super) files: Vec<InputFile>,
     pub(super) bytes: u64,
     pub(super) skipped: Skipped,
+    /// The input whose files are being added.
+    source: usize,
 }
 
 impl Inputs {
@@ -87,10 +93,16 @@ impl Inputs {
         if options.inputs.is_empty() {
             return Err(DataError::NoInput);
         }
+        Self::of(&options.inputs, options)
+    }
+
+    /// The files of some inputs.
+    pub(super) fn of(paths: &[PathBuf], options: &PrepareOptions) -> Result<Self, DataError> {
         let mut inputs = Inputs::default();
         // The output may lie inside an input folder, and must not become input.
         let out = fs::canonicalize(&options.out).ok();
-        for path in &options.inputs {
+        for (source, path) in paths.iter().enumerate() {
+            inputs.source = source;
             let metadata = match fs::metadata(path) {
                 Ok(metadata) => metadata,
                 Err(source) if source.kind() == std::io::ErrorKind::NotFound => {
@@ -134,7 +146,7 @@ impl Inputs {
                 self.add_folder(&path, extensions, out)?;
             } else if !metadata.is_file() {
                 self.skipped.not_files += 1;
-            } else if !extensions.is_empty() && !has_extension(&path, extensions) {
+            } else if !extensions.is_empty() && !has_extension(Compression::of(&path).1, extensions) {
                 self.skipped.other_extensions += 1;
             } else {
                 self.add_file(path, &metadata, false);
@@ -146,9 +158,13 @@ impl Inputs {
     fn add_file(&mut self, path: PathBuf, metadata: &Metadata, named: bool) {
         let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         let json_lines = ["jsonl", "ndjson", "json"].map(str::to_owned);
+        let (compression, name) = Compression::of(&path);
+        let is_json_lines = has_extension(name, &json_lines);
         self.bytes += metadata.len();
         self.files.push(InputFile {
-            format: if has_extension(&path, &json_lines) { Format::JsonLines } else { Format::Text },
+            format: if is_json_lines { Format::JsonLines } else { Format::Text },
+            source: self.source,
+            compression,
             path,
             bytes: metadata.len(),
             named,

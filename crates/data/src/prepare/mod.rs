@@ -1,11 +1,13 @@
 //! Text on disk to token files.
 
 mod batch;
+mod decompress;
 mod inputs;
 mod json_lines;
 mod options;
 mod pipeline;
 mod reader;
+mod records;
 mod report;
 mod split;
 mod staging;
@@ -13,18 +15,22 @@ mod utf8;
 
 pub use inputs::Skipped;
 pub use options::{PrepareOptions, TokenizerChoice};
-pub use report::{Part, PrepareReport};
+pub use report::{Part, PrepareReport, Source};
 pub use utf8::InvalidUtf8;
 
+use crate::chat::CHAT_TEMPLATE_FILE;
 use crate::tokenizer::{BYTES_TOKENIZER_FILE, SpaceAtCut, TOKENIZER_FILE};
 use crate::{Corpus, DataError, TokenFile, TokenFileWriter, Tokenizer};
 use batch::Batch;
 use inputs::Inputs;
+use options::STDIN;
+use pipeline::Writers;
 use reader::{CorpusReader, ReadCounts};
 use staging::{Staging, is_interrupted};
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, BufReader, Read};
 use std::iter;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The tokens to train on, in the folder of a prepared corpus.
 pub const TRAIN_FILE: &str = "train.tokens";
@@ -33,8 +39,26 @@ pub const VALIDATION_FILE: &str = "validation.tokens";
 /// What was prepared and how; written last, so a folder that has it is complete.
 pub const REPORT_FILE: &str = "prepare.json";
 
-const OUTPUT_FILES: [&str; 4] = [TRAIN_FILE, VALIDATION_FILE, TOKENIZER_FILE, BYTES_TOKENIZER_FILE];
+/// Which of the tokens to train on are to be learned, in the folder of a prepared corpus: 1, or 0 for those that are only read.
+pub const TRAIN_MASK_FILE: &str = "train.mask.tokens";
+/// The same of those held out.
+pub const VALIDATION_MASK_FILE: &str = "validation.mask.tokens";
+
+const OUTPUT_FILES: [&str; 7] = [
+    TRAIN_FILE,
+    VALIDATION_FILE,
+    TRAIN_MASK_FILE,
+    VALIDATION_MASK_FILE,
+    TOKENIZER_FILE,
+    BYTES_TOKENIZER_FILE,
+    CHAT_TEMPLATE_FILE,
+];
+/// Ids of a mask: read only, and to be learned.
+const MASK_VOCABULARY_SIZE: usize = 2;
 const ALL_FILE: &str = "all.tokens";
+const ALL_MASK_FILE: &str = "all.mask.tokens";
+/// The standard input, while it is needed.
+const STDIN_FILE: &str = "stdin";
 /// Text that a BPE tokenizer is trained on: more improves it little, and the memory grows with its distinct
 /// words.
 const BPE_TRAINING_BYTES_MAX: u64 = 128 << 20;
@@ -131,32 +155,94 @@ pub fn stage(
     progress: &dyn Progress,
 ) -> Result<StagedCorpus, DataError> {
     options.check()?;
-    let inputs = Inputs::collect(options)?;
-    let fingerprint = options.fingerprint(&inputs)?;
+    // Before the folder is made, where that is possible.
+    let inputs = if options.reads_stdin() { None } else { Some(Inputs::collect(options)?) };
     let staging = Staging::new(&options.out, &OUTPUT_FILES, REPORT_FILE, existing)?;
+    let spooled;
+    let (options, inputs) = match inputs {
+        Some(inputs) => (options, inputs),
+        None => {
+            spooled = PrepareOptions { inputs: spool_stdin(&options.inputs, &staging)?, ..options.clone() };
+            (&spooled, Inputs::collect(&spooled)?)
+        }
+    };
+    let validation_inputs = Inputs::of(&options.validation_inputs, options)?;
+    let fingerprint = options.fingerprint(&inputs)?;
+    let has_loss_mask = CorpusReader::begins_with_answers(options, &inputs)?
+        || CorpusReader::begins_with_answers(options, &validation_inputs)?;
     let tokenizer = choose_tokenizer(options, &inputs, progress)?;
 
-    let counts = tokenize(options, &inputs, &tokenizer, &staging, progress)?;
-    let (train, validation) = split(options, &staging, progress)?;
+    let files = (ALL_FILE, has_loss_mask.then_some(ALL_MASK_FILE));
+    let counts = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
+    let ends = ends_of_sources(&counts, options.inputs.len());
+    let Parts { train, mut validation, tokens_at } =
+        split(options, &staging, (has_loss_mask, &ends), progress)?;
+    if !options.validation_inputs.is_empty() {
+        let files = (VALIDATION_FILE, has_loss_mask.then_some(VALIDATION_MASK_FILE));
+        tokenize(options, &validation_inputs, &tokenizer, (&staging, files), progress)?;
+        let written = TokenFile::open_unverified(&staging.path(VALIDATION_FILE))?;
+        validation = Some(Part { num_tokens: written.num_tokens(), num_documents: written.num_documents() });
+    }
     tokenizer.save(&staging.path(""))?;
+    if let Some(template) = &options.chat_template {
+        let path = staging.path(CHAT_TEMPLATE_FILE);
+        crate::files::replace(&path, template.source().as_bytes())?;
+    }
 
+    let sources = options.weights.iter().zip(&options.inputs).enumerate().map(|(index, (&weight, input))| {
+        let num_tokens = tokens_at[index] - index.checked_sub(1).map_or(0, |before| tokens_at[before]);
+        Source { input: input.display().to_string(), weight, num_tokens }
+    });
     let report = PrepareReport {
         inputs: options.inputs.iter().map(|path| path.display().to_string()).collect(),
         tokenizer: options.tokenizer.to_string(),
         tokenizer_crc32: Some(crc32fast::hash(tokenizer.file().1)),
         tokenizer_sha256: Some(tokenizer.sha256()?),
+        has_loss_mask,
+        sources: sources.collect(),
         vocabulary_size: tokenizer.vocabulary_size(),
         end_of_document: tokenizer.end_of_document(),
         train,
         validation,
         num_files: counts.num_files,
         input_bytes: inputs.bytes,
-        skipped: skipped(&inputs, counts),
+        skipped: skipped(&inputs, &counts),
         num_invalid_utf8_replaced: counts.num_replaced,
         fingerprint,
     };
+    if let Some(source) = report.sources.iter().find(|source| source.num_tokens == 0) {
+        return Err(DataError::EmptySource { input: source.input.clone() });
+    }
     report.write(&staging.path(REPORT_FILE))?;
     Ok(StagedCorpus { staging, report })
+}
+
+/// Copies the standard input into a file, so that it can be read more than once; the inputs with that in its place.
+fn spool_stdin(inputs: &[PathBuf], staging: &Staging) -> Result<Vec<PathBuf>, DataError> {
+    let aside = staging.path(STDIN_FILE);
+    let write = |source| DataError::Write { path: aside.clone(), source };
+    let mut file = File::create(&aside).map_err(write)?;
+    io::copy(&mut io::stdin().lock(), &mut file).map_err(write)?;
+    let mut first = [0];
+    let read = |source| DataError::Read { path: aside.clone(), source };
+    let mut start = BufReader::new(File::open(&aside).map_err(read)?);
+    while start.read(&mut first).map_err(read)? > 0 && first[0].is_ascii_whitespace() {}
+    // Nothing else says what it is.
+    let name = if first[0] == b'{' { "stdin.jsonl" } else { "stdin.txt" };
+    let spooled = staging.path(name);
+    fs::rename(&aside, &spooled).map_err(write)?;
+    let path = |input: &PathBuf| if input.as_os_str() == STDIN { spooled.clone() } else { input.clone() };
+    Ok(inputs.iter().map(path).collect())
+}
+
+/// How many documents there are up to the end of each input.
+fn ends_of_sources(counts: &ReadCounts, num_sources: usize) -> Vec<u64> {
+    let mut num_documents = 0;
+    let of_source = (0..num_sources).map(|source| {
+        num_documents += counts.num_documents.get(source).copied().unwrap_or(0);
+        num_documents
+    });
+    of_source.collect()
 }
 
 /// Whether an output folder holds no corpus, whole or damaged. What an interrupted preparation has left is none.
@@ -176,6 +262,9 @@ pub fn is_free(folder: &Path) -> Result<bool, DataError> {
 /// # Errors
 /// If an input is missing or a folder cannot be read.
 pub fn is_current(options: &PrepareOptions) -> Result<bool, DataError> {
+    if options.reads_stdin() {
+        return Ok(false);
+    }
     let fingerprint = options.fingerprint(&Inputs::collect(options)?)?;
     // A report that is missing or cannot be understood is replaced by preparing again.
     let Ok(report) = PrepareReport::read(&options.out) else { return Ok(false) };
@@ -197,7 +286,7 @@ fn choose_tokenizer(
         TokenizerChoice::TrainBpe { vocabulary_size } => *vocabulary_size,
     };
     let one_in = inputs.bytes.div_ceil(BPE_TRAINING_BYTES_MAX).max(1) as usize;
-    let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep);
+    let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep, true);
     let mut failure = None;
     let batches = iter::from_fn(|| {
         let batch = reader.next_batch().unwrap_or_else(|error| {
@@ -207,56 +296,92 @@ fn choose_tokenizer(
         progress.advance(Phase::TrainTokenizer, batch.input_bytes_read, inputs.bytes);
         Some(batch)
     });
-    let pieces = |batch: Batch| batch.pieces().map(|(text, _)| text.to_owned()).collect::<Vec<_>>();
+    let pieces = |batch: Batch| batch.pieces().map(|piece| piece.text.to_owned()).collect::<Vec<_>>();
     let tokenizer = Tokenizer::train_bpe(batches.step_by(one_in).flat_map(pieces), vocabulary_size);
     failure.map_or(tokenizer, Err)
 }
 
-/// Makes [`ALL_FILE`], the tokens of the whole corpus.
+/// Makes a file of the tokens of all inputs, and one that says which of them are to be learned, if a name is given for that.
 fn tokenize(
     options: &PrepareOptions,
     inputs: &Inputs,
     tokenizer: &Tokenizer,
-    staging: &Staging,
+    (staging, (name, mask_name)): (&Staging, (&str, Option<&str>)),
     progress: &dyn Progress,
 ) -> Result<ReadCounts, DataError> {
-    let reader = CorpusReader::new(options, inputs, tokenizer.space_at_cut()?);
-    let mut writer = TokenFileWriter::create(&staging.path(ALL_FILE), tokenizer.vocabulary_size())?;
-    let counts = pipeline::tokenize(reader, tokenizer, options.num_threads, &mut writer, |done| {
+    let reader = CorpusReader::new(options, inputs, tokenizer.space_at_cut()?, mask_name.is_some());
+    let mut writers = Writers {
+        tokens: TokenFileWriter::create(&staging.path(name), tokenizer.vocabulary_size())?,
+        loss_mask: mask_name
+            .map(|name| TokenFileWriter::create(&staging.path(name), MASK_VOCABULARY_SIZE))
+            .transpose()?,
+    };
+    let counts = pipeline::tokenize(reader, tokenizer, options.num_threads, &mut writers, |done| {
         progress.advance(Phase::Tokenize, done, inputs.bytes);
     })?;
-    if writer.num_documents() == 0 {
-        return Err(DataError::EmptyCorpus { skipped: skipped(inputs, counts).to_string() });
+    if writers.tokens.num_documents() == 0 {
+        return Err(DataError::EmptyCorpus { skipped: skipped(inputs, &counts).to_string() });
     }
-    writer.finish()?;
+    writers.finish()?;
     Ok(counts)
 }
 
-/// Makes [`TRAIN_FILE`] and, where something is held out, [`VALIDATION_FILE`] from [`ALL_FILE`].
+/// What a corpus is divided into.
+struct Parts {
+    train: Part,
+    validation: Option<Part>,
+    /// Tokens to train on up to the end of each input.
+    tokens_at: Vec<u64>,
+}
+
+/// Makes [`TRAIN_FILE`] and, where something is held out, [`VALIDATION_FILE`] from [`ALL_FILE`], and the masks in the same way. `ends` are
+/// the documents up to the end of each input.
 fn split(
     options: &PrepareOptions,
     staging: &Staging,
+    (has_mask, ends): (bool, &[u64]),
     progress: &dyn Progress,
-) -> Result<(Part, Option<Part>), DataError> {
+) -> Result<Parts, DataError> {
     let all_path = staging.path(ALL_FILE);
     let all = TokenFile::open_unverified(&all_path)?;
     if options.validation_fraction == 0.0 {
         let train = Part { num_tokens: all.num_tokens(), num_documents: all.num_documents() };
-        fs::rename(&all_path, staging.path(TRAIN_FILE))
-            .map_err(|source| DataError::Write { path: all_path, source })?;
-        return Ok((train, None));
+        let tokens_at = |end: &u64| match end.checked_sub(1) {
+            Some(last) => Ok(all.document(last.min(all.num_documents() - 1))?.end),
+            None => Ok(0),
+        };
+        let tokens_at = ends.iter().map(tokens_at).collect::<Result<_, DataError>>()?;
+        let masks = has_mask.then_some((ALL_MASK_FILE, TRAIN_MASK_FILE));
+        for (from, to) in iter::once((ALL_FILE, TRAIN_FILE)).chain(masks) {
+            let path = staging.path(from);
+            fs::rename(&path, staging.path(to)).map_err(|source| DataError::Write { path, source })?;
+        }
+        return Ok(Parts { train, validation: None, tokens_at });
     }
-    let mut train = TokenFileWriter::create(&staging.path(TRAIN_FILE), all.vocabulary_size())?;
-    let mut validation = TokenFileWriter::create(&staging.path(VALIDATION_FILE), all.vocabulary_size())?;
-    split::split(&all, options.validation_fraction, &mut train, &mut validation, |done| {
-        progress.advance(Phase::Split, done, all.num_tokens());
+    let create = |name, vocabulary_size| TokenFileWriter::create(&staging.path(name), vocabulary_size);
+    let mut train = create(TRAIN_FILE, all.vocabulary_size())?;
+    let mut validation = create(VALIDATION_FILE, all.vocabulary_size())?;
+    let mut tokens_at = vec![0; ends.len()];
+    let fraction = options.validation_fraction;
+    split::split(&all, fraction, &mut train, &mut validation, |num_documents, num_tokens, train| {
+        progress.advance(Phase::Split, num_tokens, all.num_tokens());
+        let ended = ends.iter().zip(&mut tokens_at).filter(|(end, _)| **end >= num_documents);
+        ended.for_each(|(_, tokens)| *tokens = train.num_tokens());
     })?;
+    if has_mask {
+        let all = TokenFile::open_unverified(&staging.path(ALL_MASK_FILE))?;
+        let mut train = create(TRAIN_MASK_FILE, MASK_VOCABULARY_SIZE)?;
+        let mut validation = create(VALIDATION_MASK_FILE, MASK_VOCABULARY_SIZE)?;
+        split::split(&all, fraction, &mut train, &mut validation, |_, _, _| ())?;
+        train.finish()?;
+        validation.finish()?;
+    }
     let parts = (Part::of(&train), Some(Part::of(&validation)));
     train.finish()?;
     validation.finish()?;
-    Ok(parts)
+    Ok(Parts { train: parts.0, validation: parts.1, tokens_at })
 }
 
-fn skipped(inputs: &Inputs, counts: ReadCounts) -> Skipped {
+fn skipped(inputs: &Inputs, counts: &ReadCounts) -> Skipped {
     Skipped { binary: counts.num_binary, empty: counts.num_empty, ..inputs.skipped }
 }

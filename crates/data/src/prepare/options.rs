@@ -1,7 +1,7 @@
 use super::inputs::Inputs;
 use super::utf8::InvalidUtf8;
 use crate::tokenizer::BPE_VOCABULARY_SIZE_MIN;
-use crate::{DataError, Tokenizer, VOCABULARY_SIZE_MAX};
+use crate::{ChatTemplate, DataError, Tokenizer, VOCABULARY_SIZE_MAX};
 use std::fmt;
 use std::fs;
 use std::num::NonZeroUsize;
@@ -11,6 +11,9 @@ use std::thread;
 
 /// Changes whenever the same inputs and options give other files than before.
 const OUTPUT_VERSION: u32 = 1;
+
+/// Stands for the standard input.
+pub(super) const STDIN: &str = "-";
 
 /// One thread reads for all; it could not feed more than this.
 const THREADS_MAX: NonZeroUsize = NonZeroUsize::new(256).expect("256 is not 0");
@@ -53,7 +56,8 @@ impl fmt::Display for TokenizerChoice {
 /// What [`prepare`](crate::prepare) reads, how, and where it writes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PrepareOptions {
-    /// Text files, JSON-lines files (`.jsonl`, `.ndjson`, `.json`) and folders, read in this order.
+    /// Text files, JSON-lines files (`.jsonl`, `.ndjson`, `.json`) and folders, read in this order; `-` is the standard input. Files
+    /// may be compressed (`.gz`, `.zst`). Each is a source of its own.
     ///
     /// Folders are searched through to the bottom, sorted by name; hidden entries, folders named `target`,
     /// symbolic links and binary files in them are passed over.
@@ -64,6 +68,12 @@ pub struct PrepareOptions {
     pub tokenizer: TokenizerChoice,
     /// The field of a JSON object that holds the text.
     pub field: String,
+    /// What makes a text of a conversation.
+    pub chat_template: Option<ChatTemplate>,
+    /// How often samples of each input come, relative to those of the others; empty for as often as they have tokens.
+    pub weights: Vec<f64>,
+    /// What to validate on, as [`inputs`](Self::inputs), in place of a fraction of those.
+    pub validation_inputs: Vec<PathBuf>,
     /// If any are named, folders give only files with one of these extensions (without the dot).
     pub extensions: Vec<String>,
     /// What to do with bytes that are no UTF-8.
@@ -83,6 +93,9 @@ impl PrepareOptions {
             out,
             tokenizer: TokenizerChoice::Bytes,
             field: "text".to_owned(),
+            chat_template: None,
+            weights: Vec::new(),
+            validation_inputs: Vec::new(),
             extensions: Vec::new(),
             invalid_utf8: InvalidUtf8::Replace,
             validation_fraction: 0.05,
@@ -91,9 +104,24 @@ impl PrepareOptions {
         }
     }
 
+    /// Whether one of the inputs can be read only once.
+    pub(super) fn reads_stdin(&self) -> bool {
+        self.inputs.iter().any(|input| input.as_os_str() == STDIN)
+    }
+
     pub(super) fn check(&self) -> Result<(), DataError> {
         if !(0.0..1.0).contains(&self.validation_fraction) {
             return Err(DataError::ValidationFraction { fraction: self.validation_fraction });
+        }
+        if !self.validation_inputs.is_empty() && self.validation_fraction > 0.0 {
+            return Err(DataError::TwoValidations { fraction: self.validation_fraction });
+        }
+        let are_weights = self.weights.iter().all(|weight| weight.is_finite() && *weight > 0.0);
+        if !self.weights.is_empty() && (self.weights.len() != self.inputs.len() || !are_weights) {
+            return Err(DataError::Weights {
+                num_weights: self.weights.len(),
+                num_inputs: self.inputs.len(),
+            });
         }
         if self.num_threads > THREADS_MAX {
             return Err(DataError::TooManyThreads {
@@ -133,6 +161,17 @@ impl PrepareOptions {
             let read = |source| DataError::Read { path: path.clone(), source };
             hasher.update(&fs::read(path).map_err(read)?);
         }
-        Ok(format!("{:08x}-{}", hasher.finalize(), inputs.fingerprint()))
+        // Without these, fingerprints are those of earlier versions.
+        if let Some(template) = &self.chat_template {
+            hasher.update(template.source().as_bytes());
+        }
+        if !self.weights.is_empty() {
+            hasher.update(format!("{:?}", self.weights).as_bytes());
+        }
+        let validation = match self.validation_inputs.is_empty() {
+            true => String::new(),
+            false => format!("-{}", Inputs::of(&self.validation_inputs, self)?.fingerprint()),
+        };
+        Ok(format!("{:08x}-{}{validation}", hasher.finalize(), inputs.fingerprint()))
     }
 }

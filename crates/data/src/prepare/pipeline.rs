@@ -1,4 +1,4 @@
-use super::batch::Batch;
+use super::batch::{Batch, PieceText};
 use super::reader::{CorpusReader, ReadCounts};
 use crate::{DataError, TokenFileWriter, Tokenizer};
 use std::num::NonZeroUsize;
@@ -9,9 +9,38 @@ use std::thread;
 /// Batches that may wait before and behind each tokenizing thread.
 const WAITING_BATCHES_MAX: usize = 2;
 
+/// Where tokens go, and which of them are to be learned, if not all are.
+pub(super) struct Writers {
+    pub(super) tokens: TokenFileWriter,
+    pub(super) loss_mask: Option<TokenFileWriter>,
+}
+
+impl Writers {
+    fn push(&mut self, batch: &TokenBatch, start: usize, end: usize) -> Result<(), DataError> {
+        self.tokens.push(&batch.tokens[start..end])?;
+        if let Some(loss_mask) = &mut self.loss_mask {
+            loss_mask.push(&batch.loss_mask[start..end])?;
+        }
+        Ok(())
+    }
+
+    fn end_document(&mut self) -> Result<(), DataError> {
+        self.tokens.end_document()?;
+        self.loss_mask.as_mut().map_or(Ok(()), TokenFileWriter::end_document)
+    }
+
+    pub(super) fn finish(self) -> Result<(), DataError> {
+        self.tokens.finish()?;
+        self.loss_mask.map_or(Ok(()), TokenFileWriter::finish)
+    }
+}
+
 /// The tokens of one batch.
+#[derive(Default)]
 struct TokenBatch {
     tokens: Vec<u32>,
+    /// For each token, 1 if it is to be learned and else 0; empty if nobody asks.
+    loss_mask: Vec<u32>,
     /// Where documents end, in tokens of the batch.
     document_ends: Vec<usize>,
     input_bytes_read: u64,
@@ -26,9 +55,10 @@ pub(super) fn tokenize(
     mut reader: CorpusReader<'_>,
     tokenizer: &Tokenizer,
     num_threads: NonZeroUsize,
-    writer: &mut TokenFileWriter,
+    writers: &mut Writers,
     mut on_progress: impl FnMut(u64),
 ) -> Result<ReadCounts, DataError> {
+    let has_mask = writers.loss_mask.is_some();
     thread::scope(|scope| {
         let mut batches = Vec::new();
         let mut results = Vec::new();
@@ -37,10 +67,10 @@ pub(super) fn tokenize(
             let (result_sender, result_receiver) = sync_channel(WAITING_BATCHES_MAX);
             batches.push(batch_sender);
             results.push(result_receiver);
-            scope.spawn(move || tokenize_batches(tokenizer, &batch_receiver, &result_sender));
+            scope.spawn(move || tokenize_batches(tokenizer, has_mask, &batch_receiver, &result_sender));
         }
-        let reading = scope.spawn(move || deal(&mut reader, &batches).map(|()| reader.counts()));
-        let written = write_in_order(&results, writer, &mut on_progress);
+        let reading = scope.spawn(move || deal(&mut reader, &batches).map(|()| reader.into_counts()));
+        let written = write_in_order(&results, writers, &mut on_progress);
         // Stops the other threads where writing failed: they find nobody to take their results.
         drop(results);
         let counts = reading.join().unwrap_or_else(|panic| resume_unwind(panic));
@@ -61,46 +91,82 @@ fn deal(reader: &mut CorpusReader<'_>, threads: &[SyncSender<Batch>]) -> Result<
 
 fn tokenize_batches(
     tokenizer: &Tokenizer,
+    has_mask: bool,
     batches: &Receiver<Batch>,
     results: &SyncSender<Result<TokenBatch, DataError>>,
 ) {
     for batch in batches {
-        if results.send(tokenize_batch(tokenizer, &batch)).is_err() {
+        if results.send(tokenize_batch(tokenizer, has_mask, &batch)).is_err() {
             break;
         }
     }
 }
 
-fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, DataError> {
-    let mut tokens = Vec::new();
-    let mut document_ends = Vec::new();
-    for (text, ends_document) in batch.pieces() {
-        tokenizer.encode(text, &mut tokens)?;
-        if ends_document {
-            tokens.extend(tokenizer.end_of_document());
-            document_ends.push(tokens.len());
+fn tokenize_batch(tokenizer: &Tokenizer, has_mask: bool, batch: &Batch) -> Result<TokenBatch, DataError> {
+    let mut found = TokenBatch { input_bytes_read: batch.input_bytes_read, ..TokenBatch::default() };
+    for piece in batch.pieces() {
+        let end = tokenizer.end_of_document().filter(|_| piece.ends_document);
+        let learns_end = match piece.answers {
+            None => {
+                tokenizer.encode(piece.text, &mut found.tokens)?;
+                true
+            }
+            Some(_) => push_answered(tokenizer, piece, &mut found)?,
+        };
+        // An end that a template has written is one.
+        let is_ended = piece.answers.is_some() && found.tokens.last().copied() == end;
+        if let Some(end) = end.filter(|_| !is_ended) {
+            found.loss_mask.resize(if has_mask { found.tokens.len() } else { 0 }, 1);
+            found.tokens.push(end);
+            found.loss_mask.extend(has_mask.then_some(u32::from(learns_end)));
+        }
+        if has_mask {
+            found.loss_mask.resize(found.tokens.len(), 1);
+        }
+        if piece.ends_document {
+            found.document_ends.push(found.tokens.len());
         }
     }
-    Ok(TokenBatch { tokens, document_ends, input_bytes_read: batch.input_bytes_read })
+    Ok(found)
+}
+
+/// Adds a document with answers: tokens that have a part of an answer are to be learned. Whether one is at the document's end.
+fn push_answered(
+    tokenizer: &Tokenizer,
+    piece: PieceText<'_>,
+    found: &mut TokenBatch,
+) -> Result<bool, DataError> {
+    let answers = piece.answers.unwrap_or_default();
+    let mut places = Vec::new();
+    tokenizer.encode_with_places(piece.text, &mut found.tokens, &mut places)?;
+    let mut next = 0;
+    for place in places {
+        while answers.get(next).is_some_and(|answer| answer.end <= place.start) {
+            next += 1;
+        }
+        let is_answer = answers.get(next).is_some_and(|answer| answer.start < place.end);
+        found.loss_mask.push(u32::from(is_answer));
+    }
+    Ok(answers.last().is_some_and(|answer| answer.end == piece.text.len()))
 }
 
 /// Takes the results in the order in which the batches were dealt; the first thread without one marks the
 /// end.
 fn write_in_order(
     threads: &[Receiver<Result<TokenBatch, DataError>>],
-    writer: &mut TokenFileWriter,
+    writers: &mut Writers,
     on_progress: &mut impl FnMut(u64),
 ) -> Result<(), DataError> {
     for thread in threads.iter().cycle() {
         let Ok(result) = thread.recv() else { break };
         let batch = result?;
         let mut start = 0;
-        for end in batch.document_ends {
-            writer.push(&batch.tokens[start..end])?;
-            writer.end_document()?;
+        for &end in &batch.document_ends {
+            writers.push(&batch, start, end)?;
+            writers.end_document()?;
             start = end;
         }
-        writer.push(&batch.tokens[start..])?;
+        writers.push(&batch, start, batch.tokens.len())?;
         on_progress(batch.input_bytes_read);
     }
     Ok(())

@@ -23,8 +23,19 @@ impl Part {
     }
 }
 
+/// An input with a weight. Its tokens to train on follow those of the input before.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Source {
+    /// As it was given.
+    pub input: String,
+    /// How often its samples come, relative to those of other inputs.
+    pub weight: f64,
+    /// Its tokens to train on.
+    pub num_tokens: u64,
+}
+
 /// What [`prepare`](crate::prepare) did; stored beside the token files.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PrepareReport {
     /// The inputs as they were given.
     pub inputs: Vec<String>,
@@ -36,6 +47,12 @@ pub struct PrepareReport {
     /// [`Tokenizer::sha256`](crate::Tokenizer::sha256) of the tokenizer; absent in reports of earlier versions.
     #[serde(default)]
     pub tokenizer_sha256: Option<String>,
+    /// Whether only some of the tokens are to be learned; a file beside those of the tokens says which.
+    #[serde(default)]
+    pub has_loss_mask: bool,
+    /// The inputs with their tokens to train on, where they have weights.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<Source>,
     /// Every token lies below this; the model's vocabulary must be at least as large.
     pub vocabulary_size: usize,
     /// The token after each document, if the tokenizer has one.

@@ -187,6 +187,37 @@ impl TokenFile {
         Ok(document)
     }
 
+    /// The document that a token belongs to; the number of documents for one past the last.
+    ///
+    /// # Errors
+    /// As [`document`](Self::document).
+    pub fn document_at(&self, token: u64) -> Result<u64, DataError> {
+        let (mut low, mut high) = (0, self.num_documents());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if self.document(middle)?.end <= token { low = middle + 1 } else { high = middle }
+        }
+        Ok(low)
+    }
+
+    /// For each of the tokens from index `start` on where its document begins, counted from `start`; 0 for one that began before.
+    ///
+    /// # Errors
+    /// As [`document`](Self::document).
+    ///
+    /// # Panics
+    /// If they reach past the last token.
+    pub fn document_starts(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
+        let mut index = self.document_at(start)?;
+        let (mut position, mut document_start) = (0, 0);
+        while position < out.len() {
+            let end = ((self.document(index)?.end - start) as usize).min(out.len());
+            out[position..end].fill(document_start);
+            (position, document_start, index) = (end, end as u32, index + 1);
+        }
+        Ok(())
+    }
+
     /// The token range of each document, in order; none for a flat file.
     pub fn documents(&self) -> impl Iterator<Item = Result<Range<u64>, DataError>> + '_ {
         (0..self.num_documents()).map(|index| self.document(index))

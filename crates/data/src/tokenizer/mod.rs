@@ -14,6 +14,7 @@ use checks::guarded;
 use sha2::{Digest, Sha256};
 use std::fmt::Write;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tokenizers::{ModelWrapper, PostProcessorWrapper};
 
@@ -204,6 +205,31 @@ impl Tokenizer {
                 let encoding = guarded(|| inner.tokenizer.encode_fast(text, false))
                     .map_err(|source| DataError::Encode { text_bytes: text.len(), source })?;
                 out.extend_from_slice(encoding.get_ids());
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`encode`](Self::encode), and where each token lies in the text, in bytes.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_with_places(
+        &self,
+        text: &str,
+        out: &mut Vec<u32>,
+        places: &mut Vec<Range<usize>>,
+    ) -> Result<(), DataError> {
+        match &self.kind {
+            Kind::Bytes => {
+                out.extend(text.bytes().map(u32::from));
+                places.extend((0..text.len()).map(|byte| byte..byte + 1));
+            }
+            Kind::HuggingFace(inner) => {
+                let encoding = guarded(|| inner.tokenizer.encode(text, false))
+                    .map_err(|source| DataError::Encode { text_bytes: text.len(), source })?;
+                out.extend_from_slice(encoding.get_ids());
+                places.extend(encoding.get_offsets().iter().map(|&(start, end)| start..end));
             }
         }
         Ok(())

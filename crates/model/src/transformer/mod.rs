@@ -6,7 +6,7 @@ mod experts;
 pub(crate) use attention::{LatentAttention, LatentQueries, QkNorms, SelfAttention};
 pub(crate) use experts::{Experts, MixtureOfExperts, RouterLosses};
 
-use crate::tokens::{LOGITS, TARGETS, TOKENS};
+use crate::tokens::{LOGITS, LOSS_WEIGHTS, TARGETS, TOKENS};
 use crate::unit::{Unit, UnitContext};
 use std::fmt;
 use std::sync::Arc;
@@ -106,7 +106,10 @@ impl Unit for Head {
         let x = cx.input(HIDDEN);
         let normed = cx.apply(&self.norm, [x])?;
         match cx.optional_batch(TARGETS) {
-            Some(targets) => cx.apply_loss(&self.loss, (normed, targets), 1.0),
+            Some(targets) => match cx.optional_batch(LOSS_WEIGHTS) {
+                Some(weights) => cx.apply_loss(&self.loss, [normed, targets, weights], 1.0),
+                None => cx.apply_loss(&self.loss, [normed, targets], 1.0),
+            },
             None => {
                 let logits = cx.logits(&self.loss, &normed)?;
                 cx.output(LOGITS, logits)

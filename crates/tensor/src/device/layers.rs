@@ -197,18 +197,20 @@ impl Device {
         targets: View<'_>,
         chunk: VocabularyChunk,
         statistics: View<'_>,
-        scale: f32,
+        (scale, weights): (f32, Option<View<'_>>),
         gradient: ViewMut<'_>,
     ) {
         let cost =
             each(logits.shape(), Cost::EXP + 2).reads(logits.num_bytes()).reads(statistics.num_bytes());
         let cost = cost.writes(gradient.num_bytes());
         let (logits, targets, statistics) = (logits.place(), targets.place(), statistics.place());
+        let weights = weights.map(|weights| weights.place());
         let mut gradient = gradient.into_place();
         self.issue("cross_entropy_gradient", cost, move |cpu| {
             let (logits, targets, statistics) = (logits.f32s(cpu), targets.u32s(cpu), statistics.f32s(cpu));
             with_element!(gradient.dtype() => |T| {
                 let gradient = gradient.elements(cpu);
+                let scale = (scale, weights.as_ref().map(|weights| weights.f32s(cpu)));
                 cpu.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, scale, gradient);
             });
         });

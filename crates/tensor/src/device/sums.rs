@@ -41,12 +41,23 @@ impl Device {
     }
 
     /// Sum of the losses of rows, by their `statistics`, `[rows, 3]`: one after the other, in f64. `out` is one f64.
-    pub(crate) fn sum_losses(&self, statistics: View<'_>, out: ViewMut<'_>) {
+    ///
+    /// With `weights`, f32 and one a row, each is multiplied by its own; a row of weight 0 adds nothing.
+    pub(crate) fn sum_losses(&self, statistics: View<'_>, weights: Option<View<'_>>, out: ViewMut<'_>) {
         let (statistics, mut out) = (statistics.place(), out.into_place());
+        let weights = weights.map(|weights| weights.place());
         self.issue("sum_losses", Cost::ZERO.reads(statistics.num_bytes()), move |cpu| {
             if !cpu.threads.is_idle() {
                 let rows = statistics.f32s(cpu).chunks_exact(STATISTICS);
-                out.f64s(cpu)[0] = rows.map(|row| f64::from(row_loss(row))).sum();
+                let losses = rows.map(|row| f64::from(row_loss(row)));
+                out.f64s(cpu)[0] = match &weights {
+                    None => losses.sum(),
+                    Some(weights) => {
+                        let weights = weights.f32s(cpu).iter();
+                        let weighted = losses.zip(weights).filter(|&(_, &weight)| weight != 0.0);
+                        weighted.map(|(loss, &weight)| loss * f64::from(weight)).sum()
+                    }
+                };
             }
         });
     }

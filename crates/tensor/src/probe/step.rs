@@ -216,7 +216,14 @@ impl Step<'_> {
         })?;
         self.kernel(("cross-entropy gradient", num_chunks), &shape, |_| {
             let (logits, saved) = (logits.view(), statistics.view());
-            device.cross_entropy_gradient(logits, targets.view(), chunk, saved, 1.0, gradient.view_mut());
+            device.cross_entropy_gradient(
+                logits,
+                targets.view(),
+                chunk,
+                saved,
+                (1.0, None),
+                gradient.view_mut(),
+            );
         })?;
 
         let epilogue = MatmulEpilogue::Accumulate;

@@ -267,10 +267,16 @@ fn losses_over_a_vocabulary() {
                 };
                 (0..vocabulary).map(|token| logit(token).exp()).sum::<f64>().ln() - logit(target as usize)
             };
-            vec![inputs[1].iter().enumerate().map(row).sum::<f64>() / rows as f64]
+            let weight = |index: usize| inputs.get(2).map_or(1.0, |weights| weights[index]);
+            let losses =
+                inputs[1].iter().enumerate().map(|(index, target)| weight(index) * row((index, target)));
+            vec![losses.sum::<f64>() / rows as f64]
         };
-        let targets = Input::ids(&[rows], &[8, 0, 3, 3]);
-        let inputs = [Input::random(&[rows, cols], "x"), targets];
+        let targets = || Input::ids(&[rows], &[8, 0, 3, 3]);
+        let inputs = [Input::random(&[rows, cols], "x"), targets()];
+        check(&op(LossHead { weight, soft_cap }), &table, &inputs, &reference);
+        let weights = Input::values(&[rows], &[2.0, 0.0, 1.0, 0.5]).in_f32().constant();
+        let inputs = [Input::random(&[rows, cols], "x"), targets(), weights];
         check(&op(LossHead { weight, soft_cap }), &table, &inputs, &reference);
     }
 }

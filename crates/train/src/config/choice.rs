@@ -266,6 +266,18 @@ config_choice! {
     }
 }
 
+config_choice! {
+    /// How tokens become sequences.
+    Packing {
+        /// Documents, where only some of the tokens are learned; else a stream.
+        Auto = "auto",
+        /// Sequences follow each other without a gap, wherever documents end.
+        Stream = "stream",
+        /// Whole documents, as many as fit; the rest of a sequence is padding, which is not learned.
+        Documents = "documents",
+    }
+}
+
 /// What turns text into tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tokenizer {

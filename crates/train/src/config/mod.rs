@@ -28,8 +28,8 @@ mod tests;
 
 pub use choice::{
     ActivationCheckpointMode, Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8,
-    MuonScale, OptimizerName, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype,
-    Transport,
+    MuonScale, OptimizerName, Packing, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer,
+    TrainingDtype, Transport,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, Mistake, Place};

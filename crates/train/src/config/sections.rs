@@ -2,8 +2,8 @@
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
 use super::choice::{
-    Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, MuonScale, OptimizerName, Resume,
-    StateDtype, Tokenizer, TrainingDtype, Transport,
+    Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, MuonScale, OptimizerName,
+    Packing, Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
 };
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::section::{Section, config_section, config_sections};
@@ -130,8 +130,13 @@ config_section! {
 config_section! {
     /// The text, and how it becomes tokens.
     Data {
-        /// Text files, folders of text, and JSON Lines files. They are prepared into `folder` on first use.
+        /// Text files, folders of text, and JSON Lines files, also compressed (`.gz`, `.zst`). They are prepared into `folder` on first use. A line of
+        /// JSON Lines has a text in `field`, or `messages`, or a `prompt` and its `completion`; of the latter two only the answers are learned.
         inputs: Vec<PathBuf> = Vec::new();
+        /// How often samples of each input come, relative to those of the others: a number for each input. When empty, as often as they have tokens.
+        weights: Vec<f64> = Vec::new();
+        /// Inputs to validate on, in place of `validation_fraction`.
+        validation_inputs: Vec<PathBuf> = Vec::new();
         /// Folder of prepared token files. When empty, `data` in the run's folder.
         folder: PathBuf = PathBuf::new();
         /// `auto`, `bytes`, or the path of a Hugging Face `tokenizer.json`. `auto` uses the tokenizer of the model in `init_from`, or `bytes`
@@ -143,12 +148,17 @@ config_section! {
         extensions: Vec<String> = Vec::new();
         /// Field that contains the text in JSON Lines files.
         field: String = "text".to_owned();
+        /// Jinja template that makes a text of `messages`: a file, or `chatml`. When absent, that of the model in `init_from`, or beside the file of
+        /// `tokenizer`.
+        chat_template: Option<PathBuf> = None;
         /// What to do with bytes that are not valid UTF-8: `replace` them, or `refuse` the file.
         invalid_utf8: InvalidUtf8 = InvalidUtf8::Replace;
-        /// Whether tokens attend to none of earlier documents in their sequence: a document ends with the end token that
-        /// the tokenizer has.
+        /// How documents become sequences. `stream` cuts them wherever a sequence ends. `documents` fills a sequence with whole documents, which attend
+        /// only to themselves, and pads what is left. `auto` is `documents` where only answers are learned, else `stream`.
+        packing: Packing = Packing::Auto;
+        /// Whether tokens attend to none of earlier documents in their sequence.
         mask_documents: bool = false;
-        /// Fraction of the tokens held out for validation.
+        /// Fraction of the tokens held out for validation; only without `validation_inputs`.
         validation_fraction: f64 = 0.05, within 0.0..=0.5;
     }
 }

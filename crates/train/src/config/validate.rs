@@ -267,9 +267,24 @@ fn check_data(checks: &mut Checks<'_>) {
         &["data.train_bpe", "data.tokenizer"],
         || "`tokenizer` already names one; remove one of the two keys".to_owned(),
     );
+    let are_weights = data.weights.iter().all(|weight| *weight > 0.0);
+    checks.require(
+        data.weights.is_empty() || (data.weights.len() == data.inputs.len() && are_weights),
+        &["data.weights", "data.inputs"],
+        || format!("expected a number above 0 for each of {} inputs", data.inputs.len()),
+    );
+    checks.require(
+        data.validation_inputs.is_empty()
+            || data.validation_fraction == 0.0
+            || !checks.is_given("data.validation_fraction"),
+        &["data.validation_fraction", "data.validation_inputs"],
+        || "`validation_inputs` already says what to validate on; remove one of the two keys".to_owned(),
+    );
     // A folder that was prepared has a tokenizer of its own.
     let is_prepared = data.inputs.is_empty() && !data.folder.as_os_str().is_empty();
-    for key in changed_keys(data).filter(|key| matches!(*key, "tokenizer" | "train_bpe")) {
+    for key in changed_keys(data).filter(|key| {
+        matches!(*key, "tokenizer" | "train_bpe" | "validation_inputs" | "chat_template" | "weights")
+    }) {
         let name = format!("data.{key}");
         checks.require(!is_prepared, &[&name, "data.inputs"], || {
             "only applies to `inputs`; set those, or remove this key (the tokens in `folder` are used as they are)"
@@ -410,6 +425,9 @@ fn resolve(sections: &mut Sections, world_size: usize) {
     }
     if data.folder.as_os_str().is_empty() {
         data.folder = run.folder.join(&run.name).join("data");
+    }
+    if !data.validation_inputs.is_empty() {
+        data.validation_fraction = 0.0;
     }
     for extension in &mut data.extensions {
         *extension = extension.trim_start_matches('.').to_owned();

@@ -143,9 +143,16 @@ impl Trainer<'_> {
     fn load_batches(&mut self) -> Result<(), TrainError> {
         let local_batch_size = self.config.training().local_batch_size;
         let context = self.executor.ranks().context_place();
+        let samples_per_step = self.config.training().global_batch_size as u64;
+        let mut begun = None;
         for index in 0..self.executor.program().outline.num_microbatches {
             let microbatch = self.executor.global_microbatch(index);
-            let first = self.state.next_sample + (microbatch * local_batch_size) as u64;
+            let offset = (microbatch * local_batch_size) as u64;
+            let first = self.state.next_sample + offset;
+            let step_first = self.state.next_sample + offset / samples_per_step * samples_per_step;
+            if begun.replace(step_first) != Some(step_first) {
+                self.train.begin(step_first, samples_per_step)?;
+            }
             self.batches.push(read_batch(
                 &mut *self.train,
                 self.executor.device(),

@@ -2,7 +2,7 @@
 
 use super::{Process, check, check_weights};
 use crate::console::Output;
-use crate::planning::{Blueprint, Job, Plan, Workers, language_model};
+use crate::planning::{Blueprint, Job, Plan, Workers, language_model, sequences_of};
 use anyhow::Result;
 use std::io::Write;
 use trireme_data::Corpus;
@@ -48,7 +48,8 @@ pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
         }
         None => {
             let model = language_model(config)?;
-            let blueprint = Blueprint::Language { model: &model, seq_len: config.training().seq_len };
+            let sequences = sequences_of(config);
+            let blueprint = Blueprint::Language { model: &model, sequences };
             memory(config, process, blueprint, workers)?
         }
     };

@@ -23,15 +23,15 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, ModelSource, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
-use trireme_data::{Corpus, Sampler};
+use trireme_data::Corpus;
 use trireme_tensor::{CpuFeatures, OverBudget};
 use trireme_train::config::{
     ActivationCheckpointMode, Comm, Config, Determinism, Resume, Subject, Transport,
 };
 use trireme_train::{
-    CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, StepChoices,
-    Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, earlier_run, ensure_corpus,
-    local_threads, model_config,
+    CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, Sequences,
+    StepChoices, Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, earlier_run,
+    ensure_corpus, local_threads, model_config,
 };
 
 /// How long it may take to list the run's checkpoints after a worker has died.
@@ -216,15 +216,15 @@ fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers)
     let vocabulary_size = corpus.train.vocabulary_size();
     let (model, _) = model_config(config, vocabulary_size)?;
     let training = config.training();
-    Sampler::shuffled(corpus.train.num_tokens(), training.seq_len, training.seed)
-        .map_err(TrainError::from)?;
+    let sequences = Sequences::new(config, corpus.report.has_loss_mask);
+    sequences.sampler(corpus, training.seed)?;
     if let Some(num_tokens) = corpus.validation.as_ref().map(|tokens| tokens.num_tokens())
         && num_tokens <= training.seq_len as u64
     {
         return Err(TrainError::ValidationTooShort { num_tokens, seq_len: training.seq_len }.into());
     }
     check_weights(config)?;
-    let blueprint = Blueprint::Language { model: &model, seq_len: training.seq_len };
+    let blueprint = Blueprint::Language { model: &model, sequences };
     check_plan(Job { config, source, blueprint, workers })
 }
 

@@ -49,7 +49,8 @@ impl Scene {
         let config = source.load(&[]).unwrap();
         let workers = Workers::local(&config, &limit, trireme_tensor::CpuFeatures::detect());
         let (model, _) = trireme_train::model_config(&config, VOCABULARY_SIZE).unwrap();
-        let blueprint = Blueprint::Language { model: &model, seq_len: config.training().seq_len };
+        let blueprint =
+            Blueprint::Language { model: &model, sequences: crate::planning::sequences_of(&config) };
         let job = Job { config: &config, source, blueprint, workers };
         let plan = Plan::largest(job).unwrap();
         let refusal = plan.passed().map(|limit| {

@@ -88,19 +88,20 @@ impl Cpu {
     }
 
     /// Gradient of the rows' losses with respect to a chunk of logits, for the statistics of all chunks:
-    /// `(softmax - one_hot(target)) * scale`.
+    /// `(softmax - one_hot(target)) * scale`, and times the row's weight if there are `weights`; exactly 0 for a weight of 0.
     pub(crate) fn cross_entropy_gradient<T: Element>(
         &self,
         logits: &[f32],
         targets: &[u32],
         chunk: VocabularyChunk,
         statistics: &[f32],
-        scale: f32,
+        (scale, weights): (f32, Option<&[f32]>),
         gradient: &mut [T],
     ) {
         let (rows, cols) = (targets.len(), chunk.len);
         assert!(logits.len() == rows * cols && gradient.len() == logits.len());
         assert_eq!(statistics.len(), rows * STATISTICS);
+        assert!(weights.is_none_or(|weights| weights.len() == rows));
         let gradient = SharedSlice::new(gradient);
         self.for_row_blocks(rows, cols, |first, num_rows| {
             for (row, &target) in targets.iter().enumerate().skip(first).take(num_rows) {
@@ -108,6 +109,15 @@ impl Cpu {
                 let logits = &logits[row * cols..(row + 1) * cols];
                 // SAFETY: rows do not overlap.
                 let gradient = unsafe { gradient.range(row * cols, cols) };
+                let scale = match weights.map(|weights| weights[row]) {
+                    // Whatever the logits are.
+                    Some(0.0) => {
+                        gradient.fill(T::from_f32(0.0));
+                        continue;
+                    }
+                    Some(weight) => scale * weight,
+                    None => scale,
+                };
                 row_gradient(self.features, logits, max, scale / sum, gradient);
                 if let Some(column) = chunk.column(target) {
                     let weight = exp(logits[column] - max) * (scale / sum);

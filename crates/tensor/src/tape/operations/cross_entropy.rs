@@ -1,4 +1,4 @@
-use super::loss::add_losses;
+use super::loss::sum_of_losses;
 use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
@@ -35,7 +35,8 @@ impl Operation for CrossEntropy {
         let logits = cx.in_f32(cx.input(0))?;
         let statistics = statistics(cx.device(), logits.view(), cx.input(1))?;
         drop(logits);
-        add_losses(cx, &statistics)
+        let sum = sum_of_losses(cx, &statistics, None)?;
+        cx.add_loss(sum, statistics.shape().rows())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
@@ -46,10 +47,18 @@ impl Operation for CrossEntropy {
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
         let scale = cx.loss_scale() / shape.rows() as f32;
         let saved = statistics.view();
-        cx.device().cross_entropy_gradient(logits, classes, whole(shape), saved, scale, grad.view_mut());
+        cx.device().cross_entropy_gradient(
+            logits,
+            classes,
+            whole(shape),
+            saved,
+            (scale, None),
+            grad.view_mut(),
+        );
         drop(values);
         cx.add_grad(0, grad)?;
-        add_losses(cx, &statistics)
+        let sum = sum_of_losses(cx, &statistics, None)?;
+        cx.add_loss(sum, statistics.shape().rows())
     }
 
     fn takes_positions(&self) -> bool {

@@ -22,7 +22,8 @@ const LOGITS_BYTES_MAX: usize = 32 << 20;
 const CHUNK_COLS_MIN: usize = 2048;
 
 /// The output layer with the cross-entropy: `loss = -log softmax(x W^T)[target]`, of `x` (`[.., cols]`, in the tape's precision) and
-/// targets (u32, one a row). It has no output: it adds to the tape's [loss](crate::tape::Tape::loss).
+/// targets (u32, one a row). It has no output: it adds to the tape's [loss](crate::tape::Tape::loss). A third input, f32 and one a row, has
+/// weights of the rows: the loss is the mean of weighted losses over all rows, and a row of weight 0 has no gradient.
 ///
 /// A recording tape computes nothing in forward: backward makes the logits, and takes loss and gradients from them.
 ///
@@ -123,11 +124,15 @@ impl LossHead {
     }
 }
 
-/// Adds the losses of the rows that have these statistics.
-pub(super) fn add_losses(cx: &mut OperationContext<'_>, statistics: &Tensor) -> Result<(), DeviceError> {
+/// The sum of the losses of the rows that have these statistics, each times its weight if there are weights.
+pub(super) fn sum_of_losses(
+    cx: &OperationContext<'_>,
+    statistics: &Tensor,
+    weights: Option<View<'_>>,
+) -> Result<Tensor, DeviceError> {
     let mut sum = cx.empty([1], DType::F64)?;
-    cx.device().sum_losses(statistics.view(), sum.view_mut());
-    cx.add_loss(sum, statistics.shape().rows())
+    cx.device().sum_losses(statistics.view(), weights, sum.view_mut());
+    Ok(sum)
 }
 
 impl Recorder<'_> {
@@ -156,7 +161,7 @@ impl Recorder<'_> {
 
 impl Operation for LossHead {
     fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
+        2..=3
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
@@ -167,7 +172,10 @@ impl Operation for LossHead {
         let targets = cx.input(1).part(0, [x.view().shape().rows()].into());
         let (statistics, _) = self.statistics(cx, x.view(), targets)?;
         drop(x);
-        add_losses(cx, &statistics)
+        let rows = statistics.shape().rows();
+        let weights = (cx.num_inputs() == 3).then(|| cx.input(2).part(0, [rows].into()));
+        let sum = sum_of_losses(cx, &statistics, weights)?;
+        cx.add_loss(sum, rows)
     }
 
     /// Gradients of the mean loss over the rows, times the loss scale.
@@ -184,7 +192,7 @@ impl Operation for LossHead {
         sink.grad_ready(&self.weight);
         drop(x);
         self.give_input_grad(cx, dx)?;
-        add_losses(cx, &statistics)
+        self.add_losses(cx, &statistics)
     }
 
     /// Of several chunks the weight half makes the logits again.
@@ -201,7 +209,7 @@ impl Operation for LossHead {
         }
         drop(x);
         self.give_input_grad(cx, dx)?;
-        add_losses(cx, &statistics)?;
+        self.add_losses(cx, &statistics)?;
         cx.keep(statistics);
         if let Some(gradient) = kept {
             cx.keep(gradient);
@@ -248,6 +256,17 @@ impl Operation for LossHead {
 impl LossHead {
     fn targets<'a>(&self, cx: &'a BackwardContext<'_>, x: View<'_>) -> View<'a> {
         cx.input(1).part(0, [x.shape().rows()].into())
+    }
+
+    /// The weights of the rows, if there are any.
+    fn weights<'a>(&self, cx: &'a BackwardContext<'_>, rows: usize) -> Option<View<'a>> {
+        (cx.num_inputs() == 3).then(|| cx.input(2).part(0, [rows].into()))
+    }
+
+    fn add_losses(&self, cx: &mut BackwardContext<'_>, statistics: &Tensor) -> Result<(), DeviceError> {
+        let rows = statistics.shape().rows();
+        let sum = sum_of_losses(cx, statistics, self.weights(cx, rows))?;
+        cx.add_loss(sum, rows)
     }
 
     fn statistics_again(
@@ -306,6 +325,7 @@ impl LossHead {
         let scale = cx.loss_scale() / x.shape().rows() as f32;
         let mut gradient = cx.empty(logits.shape(), precision.dtype())?;
         let targets = self.targets(cx, x);
+        let scale = (scale, self.weights(cx, x.shape().rows()));
         device.cross_entropy_gradient(logits.view(), targets, chunk, statistics, scale, gradient.view_mut());
         if let Some(cap) = self.soft_cap {
             let slope = move |grad: f32, capped: f32| grad * (1.0 - (capped / cap) * (capped / cap));

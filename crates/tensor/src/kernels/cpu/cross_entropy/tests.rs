@@ -74,7 +74,14 @@ impl Inputs {
             let mut gradient = vec![f32::NAN; rows * cols];
             for (chunk, logits) in &chunks {
                 let mut part = narrow::<T>(&vec![f32::NAN; logits.len()]);
-                cpu.cross_entropy_gradient(logits, &self.targets, *chunk, &statistics, scale, &mut part);
+                cpu.cross_entropy_gradient(
+                    logits,
+                    &self.targets,
+                    *chunk,
+                    &statistics,
+                    (scale, None),
+                    &mut part,
+                );
                 for (gradient, part) in gradient.chunks_exact_mut(cols).zip(part.chunks_exact(chunk.len)) {
                     gradient[chunk.first..][..chunk.len].copy_from_slice(&widen(part));
                 }

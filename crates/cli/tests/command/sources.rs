@@ -1,0 +1,147 @@
+//! Texts as people have them: conversations, several sources, compressed, from a pipe.
+
+use crate::common::{Scene, tells};
+use std::io::Write;
+use std::process::Stdio;
+
+fn conversations(count: usize) -> String {
+    let numbers = ["one", "two", "three", "four", "five", "six", "seven"];
+    let line = |index: usize| {
+        let (a, b) = (numbers[index % 7], numbers[index / 7 % 7]);
+        format!(
+            "{{\"messages\": [{{\"role\": \"user\", \"content\": \"after {a}, {b}\"}}, \
+             {{\"role\": \"assistant\", \"content\": \"{b} {a}\"}}]}}\n"
+        )
+    };
+    (0..count).map(line).collect()
+}
+
+/// A scene with conversations in `chat.jsonl`, and a config for them.
+fn with_chat() -> Scene {
+    let scene = Scene::new();
+    scene.write("chat.jsonl", conversations(150));
+    let config = scene.read("tiny.toml");
+    let data = "inputs = [\"chat.jsonl\"]\nchat_template = \"chatml\"\nvalidation_fraction = 0.2";
+    let config = config.replace("inputs = [\"text.txt\"]", data).replace("seq_len = 16", "seq_len = 128");
+    scene.write("chat.toml", config);
+    scene
+}
+
+#[test]
+fn answers_are_learned_with_the_same_bits_on_every_layout() {
+    let scene = with_chat();
+    scene.run("train chat.toml --workers 1 --set run.name=alone").succeeded();
+    let alone = scene.losses("alone");
+    assert_eq!(alone.len(), 4);
+    for (index, layout) in [
+        "--workers 2",
+        "--workers 2 --set parallelism.zero_stage=3",
+        "--workers 4 --set training.local_batch_size=1 --set training.global_batch_size=8",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let expected = match index {
+            // Other microbatches are other sums.
+            2 => {
+                scene
+                    .run(
+                        "train chat.toml --workers 1 --set training.local_batch_size=1 --set run.name=single",
+                    )
+                    .succeeded();
+                scene.losses("single")
+            }
+            _ => alone.clone(),
+        };
+        scene.run(&format!("train chat.toml {layout} --set run.name=layout-{index}")).succeeded();
+        assert_eq!(scene.losses(&format!("layout-{index}")), expected, "{layout}");
+    }
+    // All of the text is another task.
+    let all =
+        "train chat.toml --set data.inputs=[\"text.txt\"] --set run.name=all --set data.packing=documents";
+    scene.run(all).succeeded();
+    assert!(!scene.path("runs/all/data/train.mask.tokens").exists());
+    assert!(scene.path("runs/alone/data/train.mask.tokens").exists());
+    tells(&scene.run("generate runs/alone --num-tokens 3 --prompt a").succeeded(), &["a"]);
+    // The template goes with the model.
+    assert!(scene.names("runs/alone/checkpoints/step-4").contains(&"chat_template.jinja".to_owned()));
+}
+
+#[test]
+fn conversations_need_a_template() {
+    let scene = with_chat();
+    let refused = scene.refused_without_trace("train chat.toml --set data.chat_template=");
+    tells(&refused, &["chat.jsonl, line 1 is a conversation", "chatml", "[data] chat_template"]);
+    scene.write("broken.jinja", "{% if %}");
+    tells(
+        &scene.refused_without_trace("prepare chat.jsonl --chat-template broken.jinja --out c"),
+        &["broken.jinja"],
+    );
+    scene.write("strict.jinja", "{{ raise_exception('only one turn') }}");
+    let refused = scene.refused_without_trace("prepare chat.jsonl --chat-template strict.jinja --out c");
+    tells(&refused, &["chat.jsonl, line 1", "only one turn"]);
+}
+
+#[test]
+fn sources_are_mixed_by_their_weights() {
+    let scene = with_chat();
+    let printed =
+        scene.run("prepare text.txt chat.jsonl --weights 1,3 --chat-template chatml --out mixed").succeeded();
+    tells(
+        &printed,
+        &[
+            "only answers are learned",
+            "weight 1 for ",
+            "tokens of text.txt",
+            "weight 3 for ",
+            "of chat.jsonl",
+        ],
+    );
+    let train = "train chat.toml --set data.inputs=[] --set data.folder=mixed --set data.chat_template=";
+    scene.run(&format!("{train} --set run.name=prepared")).succeeded();
+    let here = "train chat.toml --set data.inputs=[\"text.txt\",\"chat.jsonl\"] --set data.weights=[1,3] --set data.validation_fraction=0.05";
+    scene.run(&format!("{here} --set run.name=here")).succeeded();
+    assert_eq!(scene.losses("here"), scene.losses("prepared"));
+    let refused = scene.refused_without_trace("train chat.toml --set data.weights=[1,3]");
+    tells(&refused, &["expected a number above 0 for each of 1 inputs"]);
+    tells(
+        &scene.refused_without_trace("prepare text.txt --weights 1,2 --out c"),
+        &["2 weights for 1 inputs"],
+    );
+}
+
+#[test]
+fn a_text_may_come_from_a_pipe_and_be_validated_on_another() {
+    let scene = Scene::new();
+    scene.write("held.txt", "one two three ".repeat(40));
+    let mut command = scene.command("prepare - --validation held.txt --out piped");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(scene.read("text.txt").as_bytes()).unwrap();
+    assert!(child.wait().unwrap().success());
+    scene.run("prepare text.txt --validation held.txt --out file").succeeded();
+    for name in ["train.tokens", "validation.tokens"] {
+        let read = |folder: &str| std::fs::read(scene.path(folder).join(name)).unwrap();
+        assert!(read("piped") == read("file"), "{name}");
+    }
+    let own = "train tiny.toml --set data.validation_inputs=[\"held.txt\"]";
+    scene.run(own).succeeded();
+    let refused = scene.refused_without_trace(&format!("{own} --set data.validation_fraction=0.1"));
+    tells(&refused, &["`validation_inputs` already says what to validate on"]);
+    let refused = scene.run("prepare text.txt --validation held.txt --validation-fraction 0.1 --out c");
+    assert_eq!(refused.code, Some(2));
+}
+
+#[test]
+fn a_corpus_that_a_run_has_used_is_not_replaced_unasked() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    scene.write("text.txt", "another text altogether\n".repeat(900));
+    let refused = scene.refused_without_trace("prepare text.txt --out corpus");
+    tells(&refused, &["corpus was used by the run in ", "runs/tiny", "--force"]);
+    scene.run("prepare text.txt --out corpus --force").succeeded();
+    // A run without checkpoints has nothing to resume.
+    std::fs::remove_dir_all(scene.path("runs")).unwrap();
+    scene.write("text.txt", "and another\n".repeat(900));
+    scene.run("prepare text.txt --out corpus").succeeded();
+}
