@@ -114,6 +114,18 @@ pub enum DataError {
         /// The line, from 1.
         line: u64,
     },
+    /// A line that is no question with choices.
+    #[error(
+        "{path}, line {line}: {reason}; expected an object with `context`, `choices` (two or more) and `answer` (from 0)"
+    )]
+    Question {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// What is wrong.
+        reason: String,
+    },
     /// A line too long to be held in memory.
     #[error(
         "{path}, line {line} is longer than {bytes_max} bytes; split the document, or check that the file is JSON \

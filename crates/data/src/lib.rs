@@ -13,6 +13,7 @@ mod chat;
 mod corpus;
 mod error;
 mod files;
+mod multiple_choice;
 mod prepare;
 mod sampler;
 mod token_file;
@@ -22,6 +23,7 @@ pub use baseline::bigram_baseline;
 pub use chat::{Answered, CHAT_TEMPLATE_FILE, ChatTemplate};
 pub use corpus::Corpus;
 pub use error::DataError;
+pub use multiple_choice::{ChoiceTokens, Question};
 pub use prepare::{
     Existing, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent,
     Skipped, Source, StagedCorpus, TRAIN_FILE, TRAIN_MASK_FILE, TokenizerChoice, VALIDATION_FILE,

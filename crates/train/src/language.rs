@@ -90,6 +90,11 @@ impl Sequences {
         }
     }
 
+    /// Sequences of tokens with weights, of documents that attend to themselves alone.
+    pub(crate) fn weighted(seq_len: usize) -> Self {
+        Sequences { seq_len, packing: Packing::Documents, masks_documents: true, weighs_losses: true }
+    }
+
     /// The tensors of a sample.
     pub fn sample(&self) -> Vec<TensorSpec> {
         let starts = self.masks_documents.then_some((DOCUMENT_STARTS, DType::U32));
@@ -299,14 +304,17 @@ impl TokenWindows {
             }
             self.learned[len..].fill(0);
             if self.sequences.packing == Packing::Documents {
-                // Nothing before the first token of a document tells of it.
-                let first_tokens =
-                    self.starts.iter().enumerate().filter(|&(place, &start)| place == start as usize);
-                first_tokens.for_each(|(place, _)| self.learned[place] = 0);
+                unlearn_first_tokens(&self.starts, &mut self.learned);
             }
         }
         Ok(())
     }
+}
+
+/// Nothing before the first token of a document tells of it.
+pub(crate) fn unlearn_first_tokens(starts: &[u32], learned: &mut [u32]) {
+    let first_tokens = starts.iter().enumerate().filter(|&(place, &start)| place == start as usize);
+    first_tokens.for_each(|(place, _)| learned[place] = 0);
 }
 
 impl Dataset for TokenWindows {

@@ -4,7 +4,7 @@ use crate::error::TrainError;
 use std::ops::Range;
 use std::path::Path;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
-use trireme_model::{Model, ModelConfig, Rehearsal, canonical_names, token_specs};
+use trireme_model::{Model, ModelConfig, Rehearsal, TensorSpec, canonical_names, token_specs};
 use trireme_parallel::{Executor, Placements};
 use trireme_plan::{Mesh, Part};
 use trireme_schedule::Outline;
@@ -20,30 +20,61 @@ pub struct LoadedModel {
     pub notices: Vec<String>,
 }
 
+/// The weights of a model, not loaded yet.
+pub(crate) struct ModelWeights {
+    source: ModelSource,
+    /// What the model is built from.
+    pub(crate) config: ModelConfig,
+    /// As of [`LoadedModel`].
+    pub(crate) notices: Vec<String>,
+}
+
+impl ModelWeights {
+    /// Opens the model of a checkpoint, of a run's newest checkpoint, or of a Hugging Face directory.
+    pub(crate) fn open(path: &Path) -> Result<Self, TrainError> {
+        let source = ModelSource::open(path)?;
+        let missing = || TrainError::NoModelConfig { path: source.path().to_owned() };
+        let text = source.read_file(CONFIG_FILE)?.ok_or_else(missing)?;
+        let text = String::from_utf8_lossy(&text);
+        let file = source.path().join(CONFIG_FILE);
+        let config = ModelConfig::from_json(&text)
+            .map_err(|error| TrainError::ModelConfig { path: file, source: error })?;
+        let mut notices = ModelConfig::notices(&text);
+        if let ModelSource::Checkpoint { skipped, .. } = &source {
+            notices.extend(
+                skipped
+                    .iter()
+                    .map(|skipped| format!("skipped {}: {}", skipped.path.display(), skipped.reason)),
+            );
+        }
+        Ok(ModelWeights { source, config, notices })
+    }
+
+    /// Builds the model for sequences of at most `seq_len` tokens, and reads its weights.
+    pub(crate) fn load(
+        self,
+        seq_len: usize,
+        allow_non_finite: bool,
+        device: &Device,
+    ) -> Result<(Model, Parameters), TrainError> {
+        let model = self.config.build(seq_len, device)?;
+        // Before memory is taken: a description may be of any size, the weights are there.
+        let weights = checked_weights(&self.source.weights(), &model)?;
+        let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
+        parameters.load(read_held(&weights, allow_non_finite))?;
+        Ok((model, parameters))
+    }
+}
+
 /// Loads the model of a checkpoint, of a run's newest checkpoint, or of a Hugging Face directory.
 ///
 /// # Errors
 /// Weights that hold NaN or infinity, unless `allow_non_finite`; files that are missing, damaged, or not the model's.
 pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Result<LoadedModel, TrainError> {
-    let source = ModelSource::open(path)?;
-    let missing = || TrainError::NoModelConfig { path: source.path().to_owned() };
-    let text = source.read_file(CONFIG_FILE)?.ok_or_else(missing)?;
-    let text = String::from_utf8_lossy(&text);
-    let file = source.path().join(CONFIG_FILE);
-    let config = ModelConfig::from_json(&text)
-        .map_err(|error| TrainError::ModelConfig { path: file, source: error })?;
-    let mut notices = ModelConfig::notices(&text);
-    if let ModelSource::Checkpoint { skipped, .. } = &source {
-        notices.extend(
-            skipped.iter().map(|skipped| format!("skipped {}: {}", skipped.path.display(), skipped.reason)),
-        );
-    }
+    let weights = ModelWeights::open(path)?;
+    let (config, notices) = (weights.config.clone(), weights.notices.clone());
     // A generation has its own limit of positions.
-    let model = config.build(0, device)?;
-    // Before memory is taken: a description may be of any size, the weights are there.
-    let weights = checked_weights(&source.weights(), &model)?;
-    let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
-    parameters.load(read_held(&weights, allow_non_finite))?;
+    let (model, parameters) = weights.load(0, allow_non_finite, device)?;
     Ok(LoadedModel { executor: forward_executor(&config, model, parameters, device)?, config, notices })
 }
 
@@ -57,9 +88,21 @@ pub fn forward_executor(
     parameters: Parameters,
     device: &Device,
 ) -> Result<Executor, TrainError> {
+    evaluating_executor(config, model, parameters, &token_specs(1, 1), device)
+}
+
+/// The same, for batches of these tensors.
+pub(crate) fn evaluating_executor(
+    config: &ModelConfig,
+    model: Model,
+    parameters: Parameters,
+    batch: &[TensorSpec],
+    device: &Device,
+) -> Result<Executor, TrainError> {
     let rehearsed = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
-    let build = |device: &Device| config.build(1, device);
-    let rehearsal = Rehearsal::of(build, rehearsed, Precision::F32, &token_specs(1, 1))?;
+    let seq_len = batch.first().and_then(TensorSpec::num_positions).unwrap_or(1);
+    let build = |device: &Device| config.build(seq_len, device);
+    let rehearsal = Rehearsal::of(build, rehearsed, Precision::F32, batch)?;
     Ok(Executor::forward_only(model, rehearsal, parameters, device)?)
 }
 

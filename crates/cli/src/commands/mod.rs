@@ -5,6 +5,7 @@ pub(crate) mod checkpoint;
 pub(crate) mod config;
 pub(crate) mod costs;
 pub(crate) mod doctor;
+pub(crate) mod eval;
 pub(crate) mod flight_recorder;
 pub(crate) mod generate;
 pub(crate) mod plan;

@@ -16,7 +16,7 @@ use std::fmt::Write;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use tokenizers::{ModelWrapper, PostProcessorWrapper};
+use tokenizers::{DecoderWrapper, ModelWrapper, PostProcessorWrapper};
 
 /// A Hugging Face tokenizer, in the folder of a prepared corpus or of a model.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -250,6 +250,29 @@ impl Tokenizer {
             Kind::HuggingFace(_) if ids.is_empty() => Ok(String::new()),
             Kind::HuggingFace(inner) => guarded(|| inner.tokenizer.decode(ids, true))
                 .map_err(|source| DataError::Decode { num_tokens: ids.len(), source }),
+        }
+    }
+
+    /// Bytes of the text of `ids`, also where it begins or ends within a character.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode).
+    pub fn num_bytes(&self, ids: &[u32]) -> Result<u64, DataError> {
+        match &self.kind {
+            Kind::Bytes => Ok(ids.iter().filter(|&&id| u8::try_from(id).is_ok()).count() as u64),
+            Kind::HuggingFace(inner) => {
+                let tokenizer = &inner.tokenizer;
+                if !matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
+                    return Ok(self.decode(ids)?.len() as u64);
+                }
+                // Each character of a token stands for a byte.
+                let added = tokenizer.get_added_tokens_decoder();
+                let texts = ids
+                    .iter()
+                    .filter(|id| !added.contains_key(id))
+                    .filter_map(|&id| tokenizer.id_to_token(id));
+                Ok(texts.map(|text| text.chars().count() as u64).sum())
+            }
         }
     }
 

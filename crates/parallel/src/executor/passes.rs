@@ -336,6 +336,20 @@ impl Executor {
             None if self.ranks.experts().is_some() => return Err(ParallelError::NoBatch),
             None => {}
         }
+        self.evaluate_checked(batch)
+    }
+
+    /// As [`evaluate`](Executor::evaluate), of samples that may also have fewer positions than the rehearsed ones; only where one rank runs
+    /// all of the model.
+    ///
+    /// # Errors
+    /// As [`evaluate`](Executor::evaluate).
+    pub fn evaluate_sequences(&mut self, batch: Batch) -> Result<Vec<RowMean>, ParallelError> {
+        assert_eq!(self.group().world_size(), 1, "others would not know of the positions");
+        self.evaluate_checked(Some(batch))
+    }
+
+    fn evaluate_checked(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>, ParallelError> {
         let num_reports = self.rehearsal.reports().count();
         let sums = self.device.zeros([num_reports].into(), DType::F64, Category::Activations)?;
         let reports = Reports { sums, num_rows: vec![0; num_reports] };

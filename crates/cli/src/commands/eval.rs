@@ -1,0 +1,234 @@
+//! `trireme eval`: how good a model is.
+
+use super::prepare::Display;
+use crate::console::{Output, remark};
+use crate::simd::{Proof, Simd};
+use anyhow::{Result, anyhow, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trireme_checkpoint::ModelSource;
+use trireme_data::{Corpus, PrepareOptions, Question, REPORT_FILE, Tokenizer, TokenizerChoice, prepare};
+use trireme_tensor::{Device, DeviceOptions};
+use trireme_train::{
+    Evaluation, Evaluator, held_out, model_chat_template, model_tokenizer, named_chat_template,
+};
+
+const EXAMPLES: &str = "\
+Examples:
+  trireme eval runs/book held-out.txt
+      Loss, perplexity and bits per byte of a text.
+  trireme eval runs/book corpus
+      The same of what a prepared corpus holds out for validation.
+  trireme eval model questions.jsonl
+      How many questions with choices are answered, as lm-evaluation-harness scores them. Each line
+      is an object such as {\"context\": \"2 + 2 =\", \"choices\": [\"3\", \"4\"], \"answer\": 1}.";
+
+/// Measure how good a model is, on texts or on questions with choices.
+///
+/// Of conversations and completions only the answers count. Runs on one process, in f32.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct EvalArgs {
+    /// The folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face model directory.
+    model: PathBuf,
+    /// Text files and folders, JSON Lines, the folder of a prepared corpus, or a file of questions.
+    #[arg(required = true)]
+    data: Vec<PathBuf>,
+    /// Tokens per sequence; by default as many as the model supports, up to 1024.
+    #[arg(long, value_name = "N")]
+    seq_len: Option<usize>,
+    /// Field of each JSON object that contains the text.
+    #[arg(long, value_name = "NAME", default_value = "text")]
+    field: String,
+    /// Jinja template that makes a text of `messages`: a file, or `chatml`. By default, that of the model.
+    #[arg(long, value_name = "TEMPLATE")]
+    chat_template: Option<PathBuf>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// Load the weights even if they contain NaN or infinity.
+    #[arg(long)]
+    allow_non_finite: bool,
+    /// Number of threads; all cores by default.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    threads: usize,
+}
+
+/// Runs `trireme eval`.
+pub(crate) fn run(args: &EvalArgs) -> Result<()> {
+    let simd = Simd::choose(Proof::Cached)?;
+    simd.warn();
+    let (num_threads, features_max) = (args.threads, Some(simd.level));
+    let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
+    let source = ModelSource::open(&args.model)?;
+    let tokenizer = model_tokenizer(&source)?;
+    let tokenizer = Arc::new(tokenizer.ok_or_else(|| anyhow!("{} has no tokenizer", args.model.display()))?);
+    let mut evaluator = Evaluator::load(&args.model, args.allow_non_finite, args.seq_len, &device)?;
+    evaluator.notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
+    if let [file] = &args.data[..]
+        && file.is_file()
+        && Question::is_first_of(file)?
+    {
+        return questions(args, &mut evaluator, &tokenizer, file);
+    }
+    let mut room = None;
+    let corpus = corpus(args, &source, &tokenizer, &mut room)?;
+    let found = evaluate(&mut evaluator, &corpus, &tokenizer)?;
+    show(args, &found, evaluator.seq_len())
+}
+
+/// The corpus to evaluate, prepared into a folder of its own that is removed with `room` unless it is there.
+fn corpus(
+    args: &EvalArgs,
+    source: &ModelSource,
+    tokenizer: &Arc<Tokenizer>,
+    room: &mut Option<Room>,
+) -> Result<Corpus> {
+    if let [folder] = &args.data[..]
+        && folder.join(REPORT_FILE).is_file()
+    {
+        let corpus = Corpus::open(folder)?;
+        if corpus.tokenizer_sha256()? != tokenizer.sha256()? {
+            bail!(
+                "{} was tokenized with another tokenizer than that of {}; give the text itself, which is tokenized with the model's",
+                folder.display(),
+                args.model.display()
+            );
+        }
+        return Ok(corpus);
+    }
+    let room = room.insert(Room::new()?);
+    let named = args.chat_template.as_deref().map(named_chat_template).transpose()?;
+    let options = PrepareOptions {
+        tokenizer: TokenizerChoice::OfModel { model: args.model.clone(), tokenizer: Arc::clone(tokenizer) },
+        chat_template: named.map_or_else(|| model_chat_template(source), |template| Ok(Some(template)))?,
+        field: args.field.clone(),
+        validation_fraction: 0.0,
+        ..PrepareOptions::new(args.data.clone(), room.0.join("corpus"))
+    };
+    let display = Display::new();
+    let prepared = prepare(&options, &display);
+    display.clear();
+    prepared?;
+    Ok(Corpus::open(&options.out)?)
+}
+
+/// A folder for files that nobody needs afterwards.
+struct Room(PathBuf);
+
+impl Room {
+    fn new() -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("trireme-eval-{}", std::process::id()));
+        std::fs::create_dir_all(&path)?;
+        Ok(Room(path))
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        // What cannot be removed from the temporary folder is the system's to remove.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn bar(what: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template("evaluating {wide_bar} {pos}/{len} {msg}  {eta} left");
+    ProgressBar::new(0).with_style(style.expect("the template is well formed")).with_message(what.to_owned())
+}
+
+fn evaluate(evaluator: &mut Evaluator, corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Evaluation> {
+    let bar = bar("sequences");
+    let progress = |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    };
+    let end = tokenizer.end_of_document();
+    let num_bytes = |tokens: &[u32]| {
+        let tokens: Vec<u32> = tokens.iter().copied().filter(|&token| Some(token) != end).collect();
+        Ok(tokenizer.num_bytes(&tokens)?)
+    };
+    let found = evaluator.corpus(held_out(corpus), corpus.report.has_loss_mask, num_bytes, progress);
+    bar.finish_and_clear();
+    Ok(found?)
+}
+
+fn show(args: &EvalArgs, found: &Evaluation, seq_len: usize) -> Result<()> {
+    let (loss, perplexity, bits) = (found.loss(), found.perplexity(), found.bits_per_byte());
+    if args.json {
+        let found = json!({
+            "loss": loss,
+            "perplexity": perplexity,
+            "bits_per_byte": bits,
+            "num_tokens": found.num_tokens,
+            "num_bytes": found.num_bytes,
+            "seq_len": seq_len,
+        });
+        return Ok(writeln!(Output, "{found}")?);
+    }
+    writeln!(Output, "loss: {loss:.4} nats per token ({} tokens, sequences of {seq_len})", found.num_tokens)?;
+    writeln!(Output, "perplexity: {perplexity:.3}")?;
+    Ok(writeln!(Output, "bits per byte: {bits:.4} ({} bytes)", found.num_bytes)?)
+}
+
+/// How many questions were answered, and how sure that number is.
+struct Score {
+    mean: f64,
+    standard_error: f64,
+}
+
+impl Score {
+    fn of(answered: &[bool]) -> Self {
+        let count = answered.len() as f64;
+        let mean = answered.iter().filter(|answered| **answered).count() as f64 / count;
+        let squares: f64 = answered.iter().map(|&answered| (f64::from(answered) - mean).powi(2)).sum();
+        Score { mean, standard_error: (squares / (count - 1.0)).sqrt() / count.sqrt() }
+    }
+}
+
+fn questions(args: &EvalArgs, evaluator: &mut Evaluator, tokenizer: &Tokenizer, file: &Path) -> Result<()> {
+    let questions = Question::read_all(file)?;
+    let bar = bar("questions");
+    bar.set_length(questions.len() as u64);
+    let (mut likeliest, mut likeliest_per_character, mut all) = (Vec::new(), Vec::new(), Vec::new());
+    for question in &questions {
+        let mut found = Vec::new();
+        for choice in question.tokens(tokenizer)? {
+            found.push(evaluator.log_likelihood(&choice.tokens, choice.num_given)?);
+        }
+        let per_character = found.iter().zip(&question.choices).map(|(found, choice)| {
+            // As the harness counts: characters, without what stands before the choice.
+            found / choice.chars().count() as f64
+        });
+        likeliest.push(largest(found.iter().copied()) == question.answer);
+        likeliest_per_character.push(largest(per_character) == question.answer);
+        all.push(found);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let (accuracy, normalized) = (Score::of(&likeliest), Score::of(&likeliest_per_character));
+    if args.json {
+        let found = json!({
+            "acc": accuracy.mean,
+            "acc_stderr": accuracy.standard_error,
+            "acc_norm": normalized.mean,
+            "acc_norm_stderr": normalized.standard_error,
+            "num_questions": questions.len(),
+            "log_likelihoods": all,
+        });
+        return Ok(writeln!(Output, "{found}")?);
+    }
+    let line = |name: &str, Score { mean, standard_error }: &Score| {
+        format!("{name}: {:.2} % +- {:.2} %", 100.0 * mean, 100.0 * standard_error)
+    };
+    writeln!(Output, "{} ({} questions)", line("acc", &accuracy), questions.len())?;
+    Ok(writeln!(Output, "{} (by likelihood per character)", line("acc_norm", &normalized))?)
+}
+
+/// The first of the largest.
+fn largest(values: impl Iterator<Item = f64>) -> usize {
+    let largest = values.enumerate().reduce(|best, next| if next.1 > best.1 { next } else { best });
+    largest.map_or(0, |(index, _)| index)
+}
