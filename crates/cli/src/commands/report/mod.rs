@@ -1,9 +1,12 @@
 //! `trireme report`.
 
+mod baseline;
 mod comparison;
 mod curves;
 mod picture;
+mod records;
 mod run;
+mod ticks;
 mod trace;
 
 use anyhow::Result;
