@@ -3,6 +3,7 @@
 mod baseline;
 mod comparison;
 mod curves;
+mod html;
 mod picture;
 mod records;
 mod run;
@@ -21,6 +22,7 @@ pub(crate) struct ReportArgs {
 #[derive(Debug, clap::Subcommand)]
 enum ReportCommand {
     Run(run::RunArgs),
+    Html(html::HtmlArgs),
     Trace(trace::TraceArgs),
 }
 
@@ -28,6 +30,7 @@ enum ReportCommand {
 pub(crate) fn run(args: &ReportArgs) -> Result<()> {
     match &args.command {
         ReportCommand::Run(args) => run::run(args),
+        ReportCommand::Html(args) => html::run(args),
         ReportCommand::Trace(args) => trace::run(args),
     }
 }
