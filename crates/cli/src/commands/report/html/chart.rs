@@ -43,6 +43,8 @@ pub(super) struct Level {
 pub(super) struct Chart {
     pub(super) title: &'static str,
     pub(super) unit: String,
+    /// Where the axis of steps ends; no point lies behind it.
+    pub(super) last_step: u64,
     /// Whether the axis shows zero, so that heights can be compared.
     pub(super) is_from_zero: bool,
     pub(super) curves: Vec<Curve>,
@@ -88,14 +90,14 @@ impl Chart {
     }
 
     fn axes(&self) -> Option<(Ticks, Ticks)> {
-        let points = || self.drawn().flat_map(|curve| curve.points.parts.iter().flatten());
-        let last_step = points().map(|point| point.step).max()?;
-        let ends = points().flat_map(|point| [point.low, point.high]);
+        self.drawn().next()?;
+        let points = self.drawn().flat_map(|curve| curve.points.parts.iter().flatten());
+        let ends = points.flat_map(|point| [point.low, point.high]);
         let ends = ends.chain(self.levels.iter().map(|level| level.value));
         let ends = ends.chain(self.is_from_zero.then_some(0.0));
         let (low, high) =
             ends.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), end| (low.min(end), high.max(end)));
-        Some((Ticks::of_steps(last_step, 8), Ticks::around(low, high, 6)))
+        Some((Ticks::of_steps(self.last_step, 8), Ticks::around(low, high, 6)))
     }
 
     fn legend(&self) -> String {
@@ -211,7 +213,8 @@ mod tests {
         };
         let levels = vec![Level { name: "baseline".to_owned(), value: 9.5 }];
         let curves = curves.iter().enumerate().map(curve).collect();
-        Chart { title: "loss", unit: "nats".to_owned(), is_from_zero: false, curves, levels }
+        let unit = "nats".to_owned();
+        Chart { title: "loss", unit, last_step: 1000, is_from_zero: false, curves, levels }
     }
 
     /// Coordinates of all lines and areas of a figure.

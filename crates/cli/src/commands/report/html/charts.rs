@@ -12,7 +12,7 @@ pub(super) fn charts(runs: &[LoadedRun]) -> String {
     let mut html = String::new();
     let mut push = |chart: Chart| html.extend(chart.to_html());
     push(losses(runs));
-    push(one_curve_a_run(runs, "Learning rate", "", &|record| record.lr));
+    push(one_curve_a_run(runs, "Learning rate", "factor of updates", &|record| record.lr));
     push(one_curve_a_run(runs, "Gradient norm", "global norm before clipping", &|record| record.grad_norm));
     let speed = format!("{} a second, all workers", unit.plural());
     push(one_curve_a_run(runs, "Speed", &speed, &|record| record.per_second(unit)));
@@ -29,6 +29,12 @@ pub(super) fn charts(runs: &[LoadedRun]) -> String {
 fn common_unit(runs: &[LoadedRun]) -> Unit {
     let has_tokens = runs.iter().all(|run| run.records.unit() == Unit::Tokens);
     if has_tokens { Unit::Tokens } else { Unit::Samples }
+}
+
+/// Of the run that has come furthest. Steps are in order, unless the file of a run has been changed.
+fn last_step(runs: &[LoadedRun]) -> u64 {
+    let steps = runs.iter().flat_map(|run| run.records.iter().map(|record| record.step));
+    steps.max().unwrap_or(0)
 }
 
 fn losses(runs: &[LoadedRun]) -> Chart {
@@ -50,7 +56,14 @@ fn losses(runs: &[LoadedRun]) -> Chart {
         Unit::Tokens => "nats per token",
         Unit::Samples => "mean over samples",
     };
-    Chart { title: "Loss", unit: unit.to_owned(), is_from_zero: false, curves, levels: baselines(runs) }
+    Chart {
+        title: "Loss",
+        unit: unit.to_owned(),
+        last_step: last_step(runs),
+        is_from_zero: false,
+        curves,
+        levels: baselines(runs),
+    }
 }
 
 /// A level for each baseline, which runs on the same text have in common.
@@ -81,5 +94,12 @@ fn one_curve_a_run(
         Curve { run, name: loaded.name.clone(), look: Look::Thin, points: thinned(&values) }
     };
     let curves = runs.iter().enumerate().map(curve).collect();
-    Chart { title, unit: unit.to_owned(), is_from_zero: true, curves, levels: Vec::new() }
+    Chart {
+        title,
+        unit: unit.to_owned(),
+        last_step: last_step(runs),
+        is_from_zero: true,
+        curves,
+        levels: Vec::new(),
+    }
 }

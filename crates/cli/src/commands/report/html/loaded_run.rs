@@ -2,7 +2,6 @@ use super::super::baseline::baseline;
 use super::super::comparison::Comparison;
 use super::super::records::{Records, records_file};
 use super::super::trace::to_svg;
-use crate::console::remark;
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::fs;
@@ -34,6 +33,20 @@ pub(super) struct LoadedRun {
     pub(super) drawing: Option<Drawing>,
 }
 
+impl LoadedRun {
+    /// What the page lacks of the run.
+    pub(super) fn lacks(&self) -> Vec<String> {
+        let mut lacks = Vec::new();
+        if self.keys.is_empty() {
+            lacks.push(format!("{} has no config.toml that can be read", self.folder.display()));
+        }
+        if let Some(Drawing::Missing(why)) = &self.drawing {
+            lacks.push(format!("the last traced step of {} is not drawn: {why}", self.folder.display()));
+        }
+        lacks
+    }
+}
+
 pub(super) enum Drawing {
     Svg(String),
     /// Why there is no drawing.
@@ -48,9 +61,6 @@ pub(super) fn load(folders: &[PathBuf]) -> Result<Vec<LoadedRun>> {
 fn load_run(folder: &Path, name: String) -> Result<LoadedRun> {
     let records = Records::read(folder)?;
     let keys = Config::file_values(&folder.join("config.toml")).unwrap_or_default();
-    if keys.is_empty() {
-        remark(&format!("warning: {} has no config.toml that can be read", folder.display()));
-    }
     let drawing = folder.join(TRACE_FILE).exists().then(|| drawing(folder));
     Ok(LoadedRun {
         name,
@@ -108,11 +118,7 @@ fn drawing(folder: &Path) -> Drawing {
             folder.display()
         )),
         Ok(None) => Drawing::Missing(format!("{TRACE_FILE} contains no step yet")),
-        Err(error) => {
-            let reason = format!("{error:#}");
-            remark(&format!("warning: the last traced step is not drawn: {reason}"));
-            Drawing::Missing(reason)
-        }
+        Err(error) => Drawing::Missing(format!("{error:#}")),
     }
 }
 

@@ -11,10 +11,10 @@ mod memory;
 mod page;
 mod thinning;
 
-use crate::console::Output;
+use crate::console::{Output, remark};
 use anyhow::{Context, Result, bail};
 use hues::NUM_HUES;
-use loaded_run::load;
+use loaded_run::{LoadedRun, load};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
@@ -52,9 +52,11 @@ pub(super) fn run(args: &HtmlArgs) -> Result<()> {
     if args.run_folders.len() > NUM_HUES {
         bail!("{} runs are given; a page compares at most {NUM_HUES}", args.run_folders.len());
     }
-    let page = page::page(&load(&args.run_folders)?);
+    let runs = load(&args.run_folders)?;
+    let page = page::page(&runs);
     write(&args.out, &page).with_context(|| format!("cannot write {}", args.out.display()))?;
     writeln!(Output, "written: {}", args.out.display())?;
+    runs.iter().flat_map(LoadedRun::lacks).for_each(|lack| remark(&format!("warning: {lack}")));
     Ok(())
 }
 
