@@ -71,7 +71,12 @@ fn a_page_compares_two_runs() {
     }
     tells(
         &page,
-        &["</span>bigram baseline 1.", "fast: parameters, predicted ", "The last traced step", "runs/fast: step 4"],
+        &[
+            "</span>bigram baseline 1.",
+            "fast: parameters, predicted ",
+            "The last traced step",
+            "runs/fast: step 4",
+        ],
     );
     // Above the fold is where the runs differ, and below it what they share.
     let (different, shared) = page.split_once("<details>").unwrap();

@@ -97,7 +97,7 @@ impl Chart {
         let ends = ends.chain(self.is_from_zero.then_some(0.0));
         let (low, high) =
             ends.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), end| (low.min(end), high.max(end)));
-        Some((Ticks::of_steps(self.last_step, 8), Ticks::around(low, high, 6)))
+        Some((Ticks::of_steps(self.last_step, 8), Ticks::around(low, high, 8)))
     }
 
     fn legend(&self) -> String {

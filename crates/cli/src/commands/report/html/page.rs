@@ -25,13 +25,12 @@ pub(super) fn page(runs: &[LoadedRun]) -> String {
     let names: Vec<String> = runs.iter().map(|run| escape_markup(&run.name)).collect();
     let title = names.join(", ");
     let mut html = format!("{BEGINNING}<title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n");
-    html += &format!("<h1>{title}</h1>\n{}<h2>Charts</h2>\n<div class=\"charts\">\n", facts_table(runs));
-    html += &charts(runs);
-    html += "</div>\n";
+    html += &format!("<h1>{title}</h1>\n{}", facts_table(runs));
+    let class = if runs.len() > 3 { "charts many" } else { "charts" };
+    html += &format!("<h2>Charts</h2>\n<div class=\"{class}\">\n{}</div>\n", charts(runs));
     html += &drawings(runs);
-    let configs = configs(runs);
     let heading = if runs.len() > 1 { "Where the configs differ" } else { "Config" };
-    html += &format!("<h2>{heading}</h2>\n{configs}");
+    html += &format!("<h2>{heading}</h2>\n{}", configs(runs));
     html + &format!("<script>\n{SCRIPT}</script>\n</body>\n</html>\n")
 }
 
