@@ -12,13 +12,16 @@ fn write_records(scene: &Scene, folder: &str, num_steps: usize) {
     let line = |step: usize| {
         // Digits as numbers of real runs have them, and values that were not finite.
         let noise = (step * 7919 % 1009) as f64 / 1009.0;
-        let loss = if step % 1000 == 0 {
+        let loss = if step.is_multiple_of(1000) {
             "null".to_owned()
         } else {
             (5.0 / (1.0 + step as f64 / 1e4) + noise).to_string()
         };
-        let validation =
-            if step % 50 == 0 { format!(",\"validation_loss\":{}", 2.0 + noise) } else { String::new() };
+        let validation = if step.is_multiple_of(50) {
+            format!(",\"validation_loss\":{}", 2.0 + noise)
+        } else {
+            String::new()
+        };
         format!(
             "{{\"step\":{step},\"loss\":{loss},\"grad_norm\":{noise},\"lr\":{},\"samples\":{step},\"samples_per_second\":{},\"step_seconds\":0.5,\
              \"comm_seconds_exposed\":{},\"comm_bytes\":0,\"memory_peak_bytes\":{memory}{validation}}}\n",
