@@ -34,4 +34,4 @@ pub use passes::UnitPasses;
 pub use positions::{ContextPlace, Positions};
 pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};
-pub use svg::{Anchor, Svg};
+pub use svg::{Anchor, Svg, escape_markup};

@@ -1,6 +1,6 @@
 use std::fmt::Write as _;
 
-/// An SVG document on a white background. Coordinates and sizes are in pixels.
+/// An SVG document on a white background, or an SVG element within a page. Coordinates and sizes are in pixels.
 #[derive(Debug)]
 pub struct Svg {
     text: String,
@@ -27,6 +27,22 @@ impl Svg {
         Svg { text }
     }
 
+    /// An empty element for a page of HTML, with these `attributes`, which are taken as they are. It is as wide as its place in the
+    /// page, and the style sheet of the page chooses the colours of texts.
+    pub fn within_page(width: f64, height: f64, attributes: &str) -> Self {
+        Svg { text: format!("<svg viewBox=\"0 0 {width} {height}\" {attributes}>\n") }
+    }
+
+    /// Begins a group of the shapes that follow, with these `attributes`, which are taken as they are.
+    pub fn begin_group(&mut self, attributes: &str) {
+        self.push(format_args!("<g {attributes}>"));
+    }
+
+    /// Ends the group that was begun last.
+    pub fn end_group(&mut self) {
+        self.push(format_args!("</g>"));
+    }
+
     /// Adds definitions, such as a pattern that shapes name as their fill. `xml` is taken as it is.
     pub fn definitions(&mut self, xml: &str) {
         self.push(format_args!("<defs>{xml}</defs>"));
@@ -36,7 +52,7 @@ impl Svg {
     pub fn rect(&mut self, (x, y): (f64, f64), (width, height): (f64, f64), fill: &str, tip: Option<&str>) {
         let shape =
             format!("x=\"{x:.2}\" y=\"{y:.2}\" width=\"{width:.2}\" height=\"{height:.2}\" fill=\"{fill}\"");
-        match tip.map(escaped) {
+        match tip.map(escape_markup) {
             None => self.push(format_args!("<rect {shape}/>")),
             Some(tip) => self.push(format_args!(
                 "<rect {shape} stroke=\"#ffffff\" stroke-width=\"0.5\"><title>{tip}</title></rect>"
@@ -51,13 +67,17 @@ impl Svg {
             Anchor::Middle => " text-anchor=\"middle\"",
             Anchor::End => " text-anchor=\"end\"",
         };
-        self.push(format_args!("<text x=\"{x:.2}\" y=\"{y:.2}\"{anchor}>{}</text>", escaped(text)));
+        self.push(format_args!("<text x=\"{x:.2}\" y=\"{y:.2}\"{anchor}>{}</text>", escape_markup(text)));
     }
 
     /// A line through `points`, drawn with the attributes of `style`, such as `stroke="#888888"`.
     pub fn line(&mut self, points: &[(f64, f64)], style: &str) {
-        let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.2},{y:.2}")).collect();
-        self.push(format_args!("<polyline points=\"{}\" fill=\"none\" {style}/>", points.join(" ")));
+        self.push(format_args!("<polyline points=\"{}\" fill=\"none\" {style}/>", listed(points)));
+    }
+
+    /// The area that a line through `points` encloses, drawn with the attributes of `style`.
+    pub fn area(&mut self, points: &[(f64, f64)], style: &str) {
+        self.push(format_args!("<polygon points=\"{}\" {style}/>", listed(points)));
     }
 
     /// A dot around `(x, y)`.
@@ -75,8 +95,14 @@ impl Svg {
     }
 }
 
-/// Text that means itself in XML. Control characters, which XML has no way to write, become spaces.
-fn escaped(text: &str) -> String {
+fn listed(points: &[(f64, f64)]) -> String {
+    let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.2},{y:.2}")).collect();
+    points.join(" ")
+}
+
+/// Text that means itself in XML and HTML, between tags and in quoted attributes. Control characters, which XML has no way to write,
+/// become spaces.
+pub fn escape_markup(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
         match character {
@@ -104,5 +130,16 @@ mod tests {
         let svg = svg.finish();
         assert!(svg.contains(" text-anchor=\"end\">a&lt;b &amp; &quot;c&quot;  </text>"), "{svg}");
         assert!(svg.contains("<title>1 &gt; 0</title>") && svg.ends_with("</svg>\n"), "{svg}");
+    }
+
+    #[test]
+    fn an_element_within_a_page_has_no_background_of_its_own() {
+        let mut svg = Svg::within_page(10.0, 5.0, "class=\"chart\"");
+        svg.begin_group("class=\"run\"");
+        svg.area(&[(0.0, 0.0), (1.0, 0.0), (1.0, 2.5)], "class=\"band\"");
+        svg.end_group();
+        let expected = "<svg viewBox=\"0 0 10 5\" class=\"chart\">\n<g class=\"run\">\n\
+                        <polygon points=\"0.00,0.00 1.00,0.00 1.00,2.50\" class=\"band\"/>\n</g>\n</svg>\n";
+        assert_eq!(svg.finish(), expected);
     }
 }

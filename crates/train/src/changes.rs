@@ -1,9 +1,8 @@
 //! What a run that resumes has in another way than the run that wrote the checkpoint.
 
-use crate::config::{Change, Config};
+use crate::config::{Change, Config, file_values};
 use crate::error::TrainError;
 use crate::observer::Observer;
-use std::collections::BTreeMap;
 use trireme_checkpoint::Checkpoint;
 
 /// The resolved config in a checkpoint, and in a run's folder.
@@ -32,8 +31,8 @@ pub(crate) fn check_changes(
     observer: &mut dyn Observer,
 ) -> Result<bool, TrainError> {
     let Some(text) = checkpoint.read_file(CONFIG_TOML)? else { return Ok(true) };
-    let before = flattened(&String::from_utf8_lossy(&text));
-    let now = flattened(&config.to_toml());
+    let before = file_values(&String::from_utf8_lossy(&text));
+    let now = file_values(&config.to_toml());
     let defaults = Config::defaults();
     let mut lines = Vec::new();
     for (name, value) in &now {
@@ -64,15 +63,4 @@ pub(crate) fn check_changes(
         observer.notice("the state of the optimizer begins anew");
     }
     Ok(is_same)
-}
-
-/// Every key of a config file as `section.key`, with its value; nothing of a file that is none.
-fn flattened(text: &str) -> BTreeMap<String, String> {
-    let document: toml::Table = text.parse().unwrap_or_default();
-    let mut values = BTreeMap::new();
-    for (section, keys) in &document {
-        let keys = keys.as_table().into_iter().flatten();
-        values.extend(keys.map(|(key, value)| (format!("{section}.{key}"), value.to_string())));
-    }
-    values
 }

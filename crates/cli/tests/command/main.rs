@@ -22,6 +22,7 @@ mod memory;
 mod pipeline;
 mod places;
 mod process_limits;
+mod report_html;
 mod resuming;
 mod simd;
 mod sources;

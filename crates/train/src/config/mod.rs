@@ -11,6 +11,7 @@ mod choice;
 mod compression;
 mod costs;
 mod explain;
+mod file_values;
 mod given;
 mod layout;
 mod memory;
@@ -40,6 +41,7 @@ pub use sections::{
 
 pub use value::{ByteLimit, Interval};
 
+pub(crate) use file_values::file_values;
 pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
 
 use memory::may_spill;
@@ -120,6 +122,15 @@ impl Config {
     pub fn given(&self, path: &Path, overrides: &[String]) -> Result<String, ConfigError> {
         let text = read_file(path)?;
         Ok(given::given(self, &text, path, overrides).unwrap_or(text))
+    }
+
+    /// Every key of the file `path` as `section.key`, with its value in TOML, whether or not this version knows the key; nothing of a
+    /// file that is not TOML.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is too large for a config.
+    pub fn file_values(path: &Path) -> Result<BTreeMap<String, String>, ConfigError> {
+        Ok(file_values(&read_file(path)?))
     }
 
     /// Every key as `section.key`, with its default, if it has one.

@@ -1,4 +1,4 @@
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 use std::fmt;
 
 /// Metrics that units report, by name. The value of a step is the mean over its rows.
@@ -111,8 +111,9 @@ pub struct StepRecord {
     pub seconds_to_first_step: Option<f64>,
 }
 
-/// Most memory held so far, by what it is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+/// Most memory held so far, by what it is for. What a record lacks is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct MemoryPeakBytes {
     /// Weights.
     pub parameters: u64,

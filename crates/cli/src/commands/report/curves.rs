@@ -1,5 +1,6 @@
 //! Losses over steps as an SVG document.
 
+use super::ticks::Ticks;
 use trireme_base::{Anchor, Svg};
 
 // Sizes in pixels.
@@ -43,7 +44,7 @@ impl Curves {
             svg.text((WIDTH - RIGHT, y - 6.0), Anchor::End, &format!("bigram baseline {baseline:.2}"));
         }
         let places = |points: &[Point]| -> Vec<(f64, f64)> {
-            points.iter().map(|point| (scale.x(point.step), scale.y(point.loss))).collect()
+            points.iter().map(|point| (scale.x(point.step as f64), scale.y(point.loss))).collect()
         };
         svg.line(&places(&training), "stroke=\"#9db8e8\" stroke-width=\"1.5\"");
         let validation = places(&self.validation);
@@ -75,10 +76,8 @@ fn thinned(points: &[Point]) -> Vec<Point> {
 
 /// Where steps and losses lie in the picture.
 struct Scale {
-    last_step: u64,
-    low: f64,
-    high: f64,
-    tick: f64,
+    steps: Ticks,
+    losses: Ticks,
 }
 
 impl Scale {
@@ -90,55 +89,29 @@ impl Scale {
             last_step = last_step.max(point.step);
             take(point.loss);
         }
-        if low >= high {
-            (low, high) = (
-                if low.is_finite() { low - 0.5 } else { 0.0 },
-                if high.is_finite() { high + 0.5 } else { 1.0 },
-            );
-        }
-        let tick = round_up((high - low) / 6.0);
-        Scale { last_step, low: (low / tick).floor() * tick, high: (high / tick).ceil() * tick, tick }
+        Scale { steps: Ticks::of_steps(last_step, 8), losses: Ticks::around(low, high, 6) }
     }
 
-    fn x(&self, step: u64) -> f64 {
-        LEFT + (WIDTH - LEFT - RIGHT) * step as f64 / self.last_step as f64
+    fn x(&self, step: f64) -> f64 {
+        LEFT + (WIDTH - LEFT - RIGHT) * self.steps.part(step)
     }
 
     fn y(&self, loss: f64) -> f64 {
-        TOP + (HEIGHT - TOP - BOTTOM) * (self.high - loss) / (self.high - self.low)
+        TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - self.losses.part(loss))
     }
 
     fn push_axes(&self, svg: &mut Svg) {
-        let num_ticks = ((self.high - self.low) / self.tick).round() as usize;
-        for index in 0..=num_ticks {
-            let loss = self.low + self.tick * index as f64;
+        for loss in self.losses.values() {
             let y = self.y(loss);
             svg.line(&[(LEFT, y), (WIDTH - RIGHT, y)], "stroke=\"#e6e6e6\"");
-            svg.text((LEFT - 8.0, y + 4.0), Anchor::End, &self.label(loss));
+            svg.text((LEFT - 8.0, y + 4.0), Anchor::End, &self.losses.label(loss));
         }
-        let tick = round_up(self.last_step as f64 / 8.0).max(1.0) as u64;
-        for step in (0..=self.last_step).step_by(tick as usize) {
-            svg.text((self.x(step), HEIGHT - BOTTOM + 18.0), Anchor::Middle, &step.to_string());
+        for step in self.steps.values() {
+            svg.text((self.x(step), HEIGHT - BOTTOM + 18.0), Anchor::Middle, &self.steps.label(step));
         }
         svg.text(((LEFT + WIDTH - RIGHT) / 2.0, HEIGHT - 8.0), Anchor::Middle, "step");
         svg.text((8.0, TOP - 8.0), Anchor::Start, "nats per token");
     }
-
-    /// With as many decimals as tell it from its neighbours.
-    fn label(&self, loss: f64) -> String {
-        let decimals = (-self.tick.log10().floor()).max(1.0) as usize;
-        format!("{loss:.decimals$}")
-    }
-}
-
-/// The next number of the form 1, 2 or 5 times a power of ten.
-fn round_up(value: f64) -> f64 {
-    let power = 10.0_f64.powf(value.log10().floor());
-    [1.0, 2.0, 5.0, 10.0]
-        .map(|factor| factor * power)
-        .into_iter()
-        .find(|&round| round >= value)
-        .unwrap_or(value)
 }
 
 #[cfg(test)]
@@ -152,7 +125,7 @@ mod tests {
         assert!(thinned(&training).len() <= COLUMNS_MAX);
         let scale = Scale::new(training.iter(), Some(2.56));
         for point in &training {
-            assert!((LEFT..=WIDTH - RIGHT).contains(&scale.x(point.step)), "{point:?}");
+            assert!((LEFT..=WIDTH - RIGHT).contains(&scale.x(point.step as f64)), "{point:?}");
             assert!((TOP..=HEIGHT - BOTTOM).contains(&scale.y(point.loss)), "{point:?}");
         }
         let validation = vec![Point { step: 5000, loss: 3.0 }];
@@ -169,18 +142,5 @@ mod tests {
                 Curves { title: String::new(), training, validation: Vec::new(), baseline: None }.to_svg();
             assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
         }
-    }
-
-    #[test]
-    fn no_two_ticks_have_the_same_label() {
-        let losses = [1.71, 1.72, 1.76, 1.79];
-        let points: Vec<Point> = losses.iter().map(|&loss| Point { step: 1, loss }).collect();
-        let scale = Scale::new(points.iter(), None);
-        assert_eq!([0.0, 1.0].map(|index| scale.label(1.7 + scale.tick * index)), ["1.70", "1.72"]);
-    }
-
-    #[test]
-    fn ticks_are_round_numbers() {
-        assert_eq!([0.3, 1.0, 3.0, 70.0, 125.0].map(round_up), [0.5, 1.0, 5.0, 100.0, 200.0]);
     }
 }

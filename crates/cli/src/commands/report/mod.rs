@@ -1,9 +1,13 @@
 //! `trireme report`.
 
+mod baseline;
 mod comparison;
 mod curves;
+mod html;
 mod picture;
+mod records;
 mod run;
+mod ticks;
 mod trace;
 
 use anyhow::Result;
@@ -18,6 +22,7 @@ pub(crate) struct ReportArgs {
 #[derive(Debug, clap::Subcommand)]
 enum ReportCommand {
     Run(run::RunArgs),
+    Html(html::HtmlArgs),
     Trace(trace::TraceArgs),
 }
 
@@ -25,6 +30,7 @@ enum ReportCommand {
 pub(crate) fn run(args: &ReportArgs) -> Result<()> {
     match &args.command {
         ReportCommand::Run(args) => run::run(args),
+        ReportCommand::Html(args) => html::run(args),
         ReportCommand::Trace(args) => trace::run(args),
     }
 }

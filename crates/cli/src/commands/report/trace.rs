@@ -63,12 +63,11 @@ pub(super) fn run(args: &TraceArgs) -> Result<()> {
         bail!("{} does not contain this step; it has {}", path(args), listed(&numbers));
     };
     let titles = titles(drawn);
-    let pictures = pictures(drawn, &titles);
     let columns = columns();
     let longest = drawn.measured_time.max(drawn.simulated_time);
     let per_column = longest as f64 / columns as f64;
     let mut text = format!("{}\n", headline(&args.run_folder, drawn));
-    text += draw_text_together(&pictures, columns).trim_end();
+    text += draw_text_together(&pictures(drawn, &titles), columns).trim_end();
     text += &format!(
         "; 1 column: {}\n\n{}\n{}",
         time(per_column),
@@ -76,10 +75,15 @@ pub(super) fn run(args: &TraceArgs) -> Result<()> {
         steps_table(&comparisons)
     );
     if let Some(path) = &args.svg {
-        let svg = draw_svg_together(&headline(&args.run_folder, drawn), &pictures, "ns");
-        std::fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+        std::fs::write(path, to_svg(&args.run_folder, drawn))
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(Output.write_all(text.as_bytes())?)
+}
+
+/// The drawing of a step.
+pub(super) fn to_svg(run_folder: &Path, drawn: &Comparison) -> String {
+    draw_svg_together(&headline(run_folder, drawn), &pictures(drawn, &titles(drawn)), "ns")
 }
 
 fn path(args: &TraceArgs) -> String {

@@ -1,0 +1,264 @@
+//! A chart of curves over steps, as a figure of a page.
+
+use super::super::ticks::Ticks;
+use super::hues::run_colour;
+use super::thinning::{Stretch, Thinned};
+use std::fmt::Write as _;
+use trireme_base::{Anchor, Svg, escape_markup};
+
+// Sizes in pixels, before the page scales the chart.
+const WIDTH: f64 = 640.0;
+const HEIGHT: f64 = 290.0;
+const LEFT: f64 = 58.0;
+const RIGHT: f64 = 16.0;
+const TOP: f64 = 28.0;
+const BOTTOM: f64 = 42.0;
+
+/// A curve with more points is drawn without dots.
+const DOTS_MAX: usize = 40;
+
+/// How a curve is drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Look {
+    /// A thin line.
+    Thin,
+    /// A thick line with a dot at each point, if they are few.
+    Dotted,
+}
+
+pub(super) struct Curve {
+    /// Which run's colour it has.
+    pub(super) run: usize,
+    pub(super) name: String,
+    pub(super) look: Look,
+    pub(super) points: Thinned,
+}
+
+/// A value that is the same at all steps.
+pub(super) struct Level {
+    pub(super) name: String,
+    pub(super) value: f64,
+}
+
+pub(super) struct Chart {
+    pub(super) title: &'static str,
+    pub(super) unit: String,
+    /// Where the axis of steps ends; no point lies behind it.
+    pub(super) last_step: u64,
+    /// Whether the axis shows zero, so that heights can be compared.
+    pub(super) is_from_zero: bool,
+    pub(super) curves: Vec<Curve>,
+    pub(super) levels: Vec<Level>,
+}
+
+impl Chart {
+    /// The figure; none if no curve has a point.
+    pub(super) fn to_html(&self) -> Option<String> {
+        let (steps, values) = self.axes()?;
+        let frame = Frame { steps, values };
+        let label = escape_markup(&format!("{}, {}", self.title, self.unit));
+        let attributes = format!(
+            "class=\"chart\" role=\"img\" aria-label=\"{label}\" data-left=\"{LEFT}\" data-right=\"{}\" data-top=\"{TOP}\" \
+             data-bottom=\"{}\" data-last-step=\"{}\"",
+            WIDTH - RIGHT,
+            HEIGHT - BOTTOM,
+            steps.high
+        );
+        let mut svg = Svg::within_page(WIDTH, HEIGHT, &attributes);
+        frame.push_axes(&mut svg, &self.unit);
+        for curve in self.drawn() {
+            frame.push_band(&mut svg, curve);
+        }
+        for Level { value, .. } in &self.levels {
+            let y = frame.y(*value);
+            svg.line(&[(LEFT, y), (WIDTH - RIGHT, y)], "class=\"level\"");
+        }
+        for curve in self.drawn() {
+            frame.push_curve(&mut svg, curve);
+        }
+        let legend = self.legend();
+        Some(format!(
+            "<figure>\n<h3>{}</h3>\n{}<figcaption>{legend}</figcaption>\n</figure>\n",
+            escape_markup(self.title),
+            svg.finish()
+        ))
+    }
+
+    /// Curves with at least one point.
+    fn drawn(&self) -> impl Iterator<Item = &Curve> {
+        self.curves.iter().filter(|curve| !curve.points.parts.is_empty())
+    }
+
+    fn axes(&self) -> Option<(Ticks, Ticks)> {
+        self.drawn().next()?;
+        let points = self.drawn().flat_map(|curve| curve.points.parts.iter().flatten());
+        let ends = points.flat_map(|point| [point.low, point.high]);
+        let ends = ends.chain(self.levels.iter().map(|level| level.value));
+        let ends = ends.chain(self.is_from_zero.then_some(0.0));
+        let (low, high) =
+            ends.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), end| (low.min(end), high.max(end)));
+        Some((Ticks::of_steps(self.last_step, 8), Ticks::around(low, high, 8)))
+    }
+
+    fn legend(&self) -> String {
+        let mut html = "<ul class=\"legend\">".to_owned();
+        let mut push = |colour: &str, look: &str, name: &str| {
+            html +=
+                &format!("<li {colour}><span class=\"swatch {look}\"></span>{}</li>", escape_markup(name));
+        };
+        for curve in self.drawn() {
+            push(&run_colour(curve.run), curve.look.class(), &curve.name);
+        }
+        self.levels.iter().for_each(|level| push("", "level", &level.name));
+        html += "</ul>";
+        let longest = self.drawn().map(|curve| curve.points.steps_per_point).max().unwrap_or(1);
+        if longest > 1 {
+            html += &format!(
+                "<p class=\"note\">A point is the mean of up to {longest} values; the band around it reaches from the lowest to the \
+                 highest.</p>"
+            );
+        }
+        html
+    }
+}
+
+impl Look {
+    fn class(self) -> &'static str {
+        match self {
+            Look::Thin => "thin",
+            Look::Dotted => "thick",
+        }
+    }
+}
+
+/// Where steps and values lie in the picture.
+struct Frame {
+    steps: Ticks,
+    values: Ticks,
+}
+
+impl Frame {
+    fn x(&self, step: f64) -> f64 {
+        LEFT + (WIDTH - LEFT - RIGHT) * self.steps.part(step)
+    }
+
+    fn y(&self, value: f64) -> f64 {
+        TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - self.values.part(value))
+    }
+
+    fn push_axes(&self, svg: &mut Svg, unit: &str) {
+        svg.text((8.0, TOP - 14.0), Anchor::Start, unit);
+        for value in self.values.values() {
+            let y = self.y(value);
+            svg.line(&[(LEFT, y), (WIDTH - RIGHT, y)], "class=\"grid\"");
+            svg.text((LEFT - 8.0, y + 4.0), Anchor::End, &self.values.label(value));
+        }
+        for step in self.steps.values() {
+            let x = self.x(step);
+            svg.line(&[(x, TOP), (x, HEIGHT - BOTTOM)], "class=\"grid\"");
+            svg.text((x, HEIGHT - BOTTOM + 18.0), Anchor::Middle, &self.steps.label(step));
+        }
+        svg.text(((LEFT + WIDTH - RIGHT) / 2.0, HEIGHT - 6.0), Anchor::Middle, "step");
+    }
+
+    /// From the lowest to the highest of the values that each point stands for.
+    fn push_band(&self, svg: &mut Svg, curve: &Curve) {
+        if curve.points.steps_per_point == 1 {
+            return;
+        }
+        svg.begin_group(&run_colour(curve.run));
+        for part in &curve.points.parts {
+            let at = |point: &Stretch, value: f64| (self.x(point.step as f64), self.y(value));
+            let above = part.iter().map(|point| at(point, point.high));
+            let below = part.iter().rev().map(|point| at(point, point.low));
+            let outline: Vec<(f64, f64)> = above.chain(below).collect();
+            svg.area(&outline, "class=\"band\"");
+        }
+        svg.end_group();
+    }
+
+    fn push_curve(&self, svg: &mut Svg, curve: &Curve) {
+        let points = || curve.points.parts.iter().flatten();
+        let mut data = String::new();
+        for point in points() {
+            let _ = write!(data, "{} {:.4e} ", point.step, point.mean);
+        }
+        let (colour, name) = (run_colour(curve.run), escape_markup(&curve.name));
+        svg.begin_group(&format!("{colour} data-name=\"{name}\" data-points=\"{}\"", data.trim_end()));
+        let has_dots = curve.look == Look::Dotted && points().count() <= DOTS_MAX;
+        for part in &curve.points.parts {
+            let places: Vec<(f64, f64)> =
+                part.iter().map(|point| (self.x(point.step as f64), self.y(point.mean))).collect();
+            svg.line(&places, &format!("class=\"{}\"", curve.look.class()));
+            // A line of one point cannot be seen.
+            if has_dots || places.len() == 1 {
+                places.iter().for_each(|&place| svg.dot(place, "currentColor"));
+            }
+        }
+        svg.end_group();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::thinning::thinned;
+    use super::*;
+
+    fn chart(curves: &[&[(u64, Option<f64>)]]) -> Chart {
+        let curve = |(run, values): (usize, &&[(u64, Option<f64>)])| Curve {
+            run,
+            name: format!("run <{run}>"),
+            look: Look::Thin,
+            points: thinned(values),
+        };
+        let levels = vec![Level { name: "baseline".to_owned(), value: 9.5 }];
+        let curves = curves.iter().enumerate().map(curve).collect();
+        let unit = "nats".to_owned();
+        Chart { title: "loss", unit, last_step: 1000, is_from_zero: false, curves, levels }
+    }
+
+    /// Coordinates of all lines and areas of a figure.
+    fn places(html: &str) -> Vec<(f64, f64)> {
+        let lists = html.split(" points=\"").skip(1).map(|rest| rest.split('"').next().unwrap());
+        let place = |pair: &str| {
+            let (x, y) = pair.split_once(',').unwrap();
+            (x.parse().unwrap(), y.parse().unwrap())
+        };
+        lists.flat_map(|list| list.split(' ').map(place).collect::<Vec<_>>()).collect()
+    }
+
+    #[test]
+    fn all_points_lie_in_the_frame_and_gaps_stay() {
+        let values = [(1, Some(5.0)), (2, None), (3, Some(4.0)), (4, Some(-3.0))];
+        let html = chart(&[&values, &[(1, None)]]).to_html().unwrap();
+        for (x, y) in places(&html) {
+            assert!((LEFT..=WIDTH - RIGHT).contains(&x) && (TOP..=HEIGHT - BOTTOM).contains(&y), "{x} {y}");
+        }
+        assert_eq!(
+            html.matches("class=\"thin\"").count(),
+            2,
+            "a line before the gap, and one behind it: {html}"
+        );
+        assert_eq!(html.matches("<circle").count(), 1, "{html}");
+        assert!(html.contains("data-points=\"1 5.0000e0 3 4.0000e0 4 -3.0000e0\""), "{html}");
+        // The legend has what is drawn.
+        assert!(
+            html.contains("run &lt;0&gt;") && html.contains("baseline") && !html.contains("run &lt;1&gt;")
+        );
+        assert!(!html.contains("class=\"band\""), "{html}");
+    }
+
+    #[test]
+    fn a_long_curve_has_a_band_and_says_so() {
+        let values: Vec<(u64, Option<f64>)> =
+            (1..=1000).map(|step| (step, Some((step % 7) as f64))).collect();
+        let html = chart(&[&values]).to_html().unwrap();
+        assert_eq!(html.matches("class=\"band\"").count(), 1);
+        assert!(html.contains("the mean of up to 4 values"), "{html}");
+    }
+
+    #[test]
+    fn without_points_there_is_no_chart() {
+        assert!(chart(&[&[(1, None)], &[]]).to_html().is_none());
+    }
+}

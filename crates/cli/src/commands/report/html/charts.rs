@@ -1,0 +1,105 @@
+//! Which charts a page has.
+
+use super::super::records::{Record, Unit};
+use super::chart::{Chart, Curve, Level, Look};
+use super::loaded_run::LoadedRun;
+use super::memory::memory_chart;
+use super::thinning::thinned;
+
+/// The figures of all runs together. What no run has recorded is left out.
+pub(super) fn charts(runs: &[LoadedRun]) -> String {
+    let unit = common_unit(runs);
+    let mut html = String::new();
+    let mut push = |chart: Chart| html.extend(chart.to_html());
+    push(losses(runs));
+    push(one_curve_a_run(runs, "Learning rate", "factor of updates", &|record| record.lr));
+    push(one_curve_a_run(runs, "Gradient norm", "global norm before clipping", &|record| record.grad_norm));
+    let speed = format!("{} a second, all workers", unit.plural());
+    push(one_curve_a_run(runs, "Speed", &speed, &|record| record.per_second(unit)));
+    push(one_curve_a_run(runs, "Exposed communication", "% of the step in which rank 0 waits", &|record| {
+        let part = record.comm_seconds_exposed? / record.step_seconds?;
+        // A step that took no time cannot be divided.
+        part.is_finite().then_some(100.0 * part)
+    }));
+    html.extend(memory_chart(runs));
+    html
+}
+
+/// Tokens, if all runs count them.
+fn common_unit(runs: &[LoadedRun]) -> Unit {
+    let has_tokens = runs.iter().all(|run| run.records.unit() == Unit::Tokens);
+    if has_tokens { Unit::Tokens } else { Unit::Samples }
+}
+
+/// Of the run that has come furthest. Steps are in order, unless the file of a run has been changed.
+fn last_step(runs: &[LoadedRun]) -> u64 {
+    let steps = runs.iter().flat_map(|run| run.records.iter().map(|record| record.step));
+    steps.max().unwrap_or(0)
+}
+
+fn losses(runs: &[LoadedRun]) -> Chart {
+    let mut curves = Vec::new();
+    for (run, LoadedRun { name, records, .. }) in runs.iter().enumerate() {
+        let training: Vec<_> = records.iter().map(|record| (record.step, record.loss)).collect();
+        let before = records.iter().filter_map(|record| {
+            Some((record.step.saturating_sub(1), Some(record.initial_validation_loss?)))
+        });
+        let measured = records.iter().filter_map(|record| Some((record.step, record.validation_loss?)));
+        let validation: Vec<_> = before.chain(measured).collect();
+        let mut push = |what: &str, look, values: &[(u64, Option<f64>)]| {
+            curves.push(Curve { run, name: format!("{name}, {what}"), look, points: thinned(values) });
+        };
+        push("training", Look::Thin, &training);
+        push("validation", Look::Dotted, &validation);
+    }
+    let unit = match common_unit(runs) {
+        Unit::Tokens => "nats per token",
+        Unit::Samples => "mean over samples",
+    };
+    Chart {
+        title: "Loss",
+        unit: unit.to_owned(),
+        last_step: last_step(runs),
+        is_from_zero: false,
+        curves,
+        levels: baselines(runs),
+    }
+}
+
+/// A level for each baseline, which runs on the same text have in common.
+fn baselines(runs: &[LoadedRun]) -> Vec<Level> {
+    let mut levels: Vec<(f64, Vec<&str>)> = Vec::new();
+    for (run, value) in runs.iter().filter_map(|run| Some((run, run.baseline?))) {
+        match levels.iter_mut().find(|(known, _)| *known == value) {
+            Some((_, names)) => names.push(&run.name),
+            None => levels.push((value, vec![&run.name])),
+        }
+    }
+    let is_shared = levels.len() == 1;
+    let level = |(value, names): (f64, Vec<&str>)| {
+        let of_runs = if is_shared { String::new() } else { format!(", {}", names.join(", ")) };
+        Level { name: format!("bigram baseline {value:.4}{of_runs}"), value }
+    };
+    levels.into_iter().map(level).collect()
+}
+
+fn one_curve_a_run(
+    runs: &[LoadedRun],
+    title: &'static str,
+    unit: &str,
+    value: &dyn Fn(&Record) -> Option<f64>,
+) -> Chart {
+    let curve = |(run, loaded): (usize, &LoadedRun)| {
+        let values: Vec<_> = loaded.records.iter().map(|record| (record.step, value(record))).collect();
+        Curve { run, name: loaded.name.clone(), look: Look::Thin, points: thinned(&values) }
+    };
+    let curves = runs.iter().enumerate().map(curve).collect();
+    Chart {
+        title,
+        unit: unit.to_owned(),
+        last_step: last_step(runs),
+        is_from_zero: true,
+        curves,
+        levels: Vec::new(),
+    }
+}

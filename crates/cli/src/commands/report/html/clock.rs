@@ -1,0 +1,62 @@
+//! Times as people read them.
+
+/// The last second of the year 9999.
+const SECONDS_MAX: u64 = 253_402_300_799;
+
+/// The date and time that is so many seconds after 1970 began; none beyond the year 9999.
+pub(super) fn date_and_time(unix_seconds: u64) -> Option<String> {
+    if unix_seconds > SECONDS_MAX {
+        return None;
+    }
+    let (days, seconds) = (unix_seconds / 86_400, unix_seconds % 86_400);
+    // Howard Hinnant, "chrono-compatible low-level date algorithms": years begin in March, so that leap days are their last days, and
+    // are counted in eras of 400 years.
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    Some(format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC"))
+}
+
+/// A duration in its largest units.
+pub(super) fn duration(seconds: f64) -> String {
+    if seconds < 60.0 {
+        return format!("{seconds:.1} s");
+    }
+    let whole = seconds.round() as u64;
+    let (hours, minutes, seconds) = (whole / 3600, whole / 60 % 60, whole % 60);
+    if hours == 0 { format!("{minutes} min {seconds} s") } else { format!("{hours} h {minutes} min") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seconds_are_dates() {
+        for (seconds, date) in [
+            (0, "1970-01-01 00:00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59:59 UTC"),
+            (951_782_400, "2000-02-29 00:00:00 UTC"),
+            (1_700_000_000, "2023-11-14 22:13:20 UTC"),
+            (4_107_542_400, "2100-03-01 00:00:00 UTC"),
+            (SECONDS_MAX, "9999-12-31 23:59:59 UTC"),
+        ] {
+            assert_eq!(date_and_time(seconds).as_deref(), Some(date));
+        }
+        assert_eq!(date_and_time(u64::MAX), None);
+    }
+
+    #[test]
+    fn durations_have_two_units() {
+        assert_eq!(
+            [9.44, 61.0, 3599.7, 90_000.0].map(duration),
+            ["9.4 s", "1 min 1 s", "1 h 0 min", "25 h 0 min"]
+        );
+    }
+}

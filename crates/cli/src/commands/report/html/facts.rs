@@ -1,0 +1,127 @@
+//! What runs were and reached, as a table.
+
+use super::super::records::Record;
+use super::clock::{date_and_time, duration};
+use super::hues::run_colour;
+use super::loaded_run::LoadedRun;
+use trireme_base::{Bytes, escape_markup};
+
+type Fact = (&'static str, fn(&LoadedRun) -> Option<String>);
+
+const FACTS: [Fact; 15] = [
+    ("folder", |run| Some(run.folder.display().to_string())),
+    ("model", model),
+    ("parameters", |run| run.num_parameters.map(count)),
+    ("workers", workers),
+    ("steps done", steps),
+    ("trained on", |run| {
+        let unit = run.records.unit();
+        Some(format!("{} {}", count(run.records.last().amount(unit)? as f64), unit.plural()))
+    }),
+    ("last loss", |run| Some(run.records.last().loss.map_or_else(|| "not finite".to_owned(), loss))),
+    ("last validation loss", |run| run.records.validations().next_back().map(loss_at)),
+    ("best validation loss", |run| run.records.best_validation().map(loss_at)),
+    ("bigram baseline", |run| run.baseline.map(loss)),
+    ("median speed", |run| {
+        let unit = run.records.unit().plural();
+        Some(format!("{} {unit} a second", count(run.records.median_speed()?)))
+    }),
+    ("peak memory of rank 0", |run| {
+        let total = run.records.last().memory_peak_bytes.total;
+        (total > 0).then(|| Bytes(total).to_string())
+    }),
+    ("time in steps", |run| {
+        let seconds = |record: &Record| record.step_seconds;
+        Some(duration(run.records.iter().filter_map(seconds).sum()))
+    }),
+    ("began", |run| run.began.and_then(date_and_time)),
+    ("last record written", |run| run.ended.and_then(date_and_time)),
+];
+
+/// A column for each run and a row for each fact that is known of any.
+pub(super) fn facts_table(runs: &[LoadedRun]) -> String {
+    let mut html = "<div class=\"wide\"><table>\n<thead><tr><th></th>".to_owned();
+    for (index, run) in runs.iter().enumerate() {
+        let colour = run_colour(index);
+        html += &format!("<th {colour}><span class=\"swatch\"></span>{}</th>", escape_markup(&run.name));
+    }
+    html += "</tr></thead>\n<tbody>\n";
+    for (name, fact) in FACTS {
+        let values: Vec<Option<String>> = runs.iter().map(fact).collect();
+        if values.iter().all(Option::is_none) {
+            continue;
+        }
+        let cell = |value: Option<String>| {
+            format!("<td>{}</td>", value.map_or_else(|| "–".to_owned(), |value| escape_markup(&value)))
+        };
+        let cells: String = values.into_iter().map(cell).collect();
+        html += &format!("<tr><th>{name}</th>{cells}</tr>\n");
+    }
+    html + "</tbody></table></div>\n"
+}
+
+/// What the config says of the model.
+fn model(run: &LoadedRun) -> Option<String> {
+    let text = |key: &str| run.keys.get(key).map(|value| value.trim_matches('"').to_owned());
+    let Some(architecture) = text("model.architecture") else {
+        return text("model.config").or_else(|| text("model.init_from"));
+    };
+    match (text("model.num_layers"), text("model.hidden_size")) {
+        (Some(layers), Some(width)) => Some(format!("{architecture}, {layers} layers of width {width}")),
+        _ => Some(architecture),
+    }
+}
+
+/// The product of the degrees that divide workers.
+fn workers(run: &LoadedRun) -> Option<String> {
+    let degree = |name: &str| run.keys.get(&format!("parallelism.{name}"))?.parse::<u64>().ok();
+    let degrees = [
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "context_parallel_degree",
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+    ];
+    let product = degrees.iter().try_fold(1_u64, |product, name| product.checked_mul(degree(name)?))?;
+    Some(product.to_string())
+}
+
+fn steps(run: &LoadedRun) -> Option<String> {
+    let done = count(run.records.last().step as f64);
+    match run.keys.get("training.steps").and_then(|steps| steps.parse::<u64>().ok()) {
+        Some(planned) => Some(format!("{done} of {}", count(planned as f64))),
+        None => Some(done),
+    }
+}
+
+fn loss(value: f64) -> String {
+    format!("{value:.4}")
+}
+
+fn loss_at((step, value): (u64, f64)) -> String {
+    format!("{value:.4} at step {}", count(step as f64))
+}
+
+/// A whole number with a thin space between groups of three digits.
+fn count(number: f64) -> String {
+    let digits = format!("{number:.0}");
+    let mut grouped = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            grouped.push('\u{202f}');
+        }
+        grouped.push(digit);
+    }
+    grouped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digits_are_grouped() {
+        let plain = |number| count(number).replace('\u{202f}', " ");
+        assert_eq!([0.0, 999.0, 1000.0, 3_475_712.4].map(plain), ["0", "999", "1 000", "3 475 712"]);
+    }
+}

@@ -1,0 +1,150 @@
+use super::super::baseline::baseline;
+use super::super::comparison::Comparison;
+use super::super::records::{Records, records_file};
+use super::super::trace::to_svg;
+use anyhow::Result;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+use trireme_checkpoint::ModelSource;
+use trireme_train::config::Config;
+use trireme_train::trace::{TRACE_FILE, read};
+
+/// A page shows no longer drawing: those of thousands of passes are for a viewer of their own.
+const DRAWING_BYTES_MAX: usize = 400_000;
+
+/// What a page tells of a run.
+pub(super) struct LoadedRun {
+    /// Short, but another one for each folder.
+    pub(super) name: String,
+    pub(super) folder: PathBuf,
+    pub(super) records: Records,
+    /// Keys of `config.toml` with their values; none if it cannot be read.
+    pub(super) keys: BTreeMap<String, String>,
+    /// The loss of counting pairs of tokens.
+    pub(super) baseline: Option<f64>,
+    /// Elements of the newest checkpoint's weights.
+    pub(super) num_parameters: Option<f64>,
+    /// In seconds after 1970 began, as is `ended`.
+    pub(super) began: Option<u64>,
+    pub(super) ended: Option<u64>,
+    /// The last traced step, if any was traced.
+    pub(super) drawing: Option<Drawing>,
+}
+
+impl LoadedRun {
+    /// What the page lacks of the run.
+    pub(super) fn lacks(&self) -> Vec<String> {
+        let mut lacks = Vec::new();
+        if self.keys.is_empty() {
+            lacks.push(format!("{} has no config.toml that can be read", self.folder.display()));
+        }
+        if let Some(Drawing::Missing(why)) = &self.drawing {
+            lacks.push(format!("the last traced step of {} is not drawn: {why}", self.folder.display()));
+        }
+        lacks
+    }
+}
+
+pub(super) enum Drawing {
+    Svg(String),
+    /// Why there is no drawing.
+    Missing(String),
+}
+
+/// Reads all runs.
+pub(super) fn load(folders: &[PathBuf]) -> Result<Vec<LoadedRun>> {
+    folders.iter().zip(names(folders)).map(|(folder, name)| load_run(folder, name)).collect()
+}
+
+fn load_run(folder: &Path, name: String) -> Result<LoadedRun> {
+    let records = Records::read(folder)?;
+    let keys = Config::file_values(&folder.join("config.toml")).unwrap_or_default();
+    let drawing = folder.join(TRACE_FILE).exists().then(|| drawing(folder));
+    Ok(LoadedRun {
+        name,
+        folder: folder.to_owned(),
+        records,
+        keys,
+        baseline: baseline(folder),
+        num_parameters: num_parameters(folder),
+        began: began(folder),
+        ended: ended(folder),
+        drawing,
+    })
+}
+
+/// The last part of each path where that is enough to tell it from the others, else the path.
+fn names(folders: &[PathBuf]) -> Vec<String> {
+    let short = |folder: &PathBuf| folder.file_name().map(|name| name.to_string_lossy().into_owned());
+    let all: Vec<Option<String>> = folders.iter().map(short).collect();
+    let name = |(folder, short): (&PathBuf, &Option<String>)| match short {
+        Some(name) if all.iter().filter(|other| *other == short).count() == 1 => name.clone(),
+        _ => folder.display().to_string(),
+    };
+    folders.iter().zip(&all).map(name).collect()
+}
+
+fn num_parameters(folder: &Path) -> Option<f64> {
+    let weights = ModelSource::open(folder).ok()?.weights();
+    // Whole numbers might overflow: shapes come from a file.
+    let elements = |shape: &[usize]| shape.iter().map(|&dim| dim as f64).product::<f64>();
+    Some(weights.iter().map(|(_, tensor)| elements(tensor.shape())).sum())
+}
+
+/// When the first file of events for TensorBoard was begun, which its name tells.
+fn began(folder: &Path) -> Option<u64> {
+    let seconds = |name: &str| name.strip_prefix("events.out.tfevents.")?.split('.').next()?.parse().ok();
+    let entries = fs::read_dir(folder).ok()?.flatten();
+    entries.filter_map(|entry| seconds(&entry.file_name().to_string_lossy())).min()
+}
+
+/// When the last record was written.
+fn ended(folder: &Path) -> Option<u64> {
+    let modified = fs::metadata(records_file(folder)).and_then(|metadata| metadata.modified()).ok()?;
+    Some(modified.duration_since(UNIX_EPOCH).ok()?.as_secs())
+}
+
+fn drawing(folder: &Path) -> Drawing {
+    let drawn = || -> Result<Option<String>> {
+        let steps = read(folder)?;
+        Ok(steps.last().map(Comparison::new).transpose()?.map(|last| to_svg(folder, &last)))
+    };
+    match drawn() {
+        Ok(Some(svg)) if svg.len() <= DRAWING_BYTES_MAX => Drawing::Svg(svg),
+        Ok(Some(_)) => Drawing::Missing(format!(
+            "the last traced step has too many passes for a page; `trireme report trace {} --svg FILE` draws it",
+            folder.display()
+        )),
+        Ok(None) => Drawing::Missing(format!("{TRACE_FILE} contains no step yet")),
+        Err(error) => Drawing::Missing(format!("{error:#}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_short_and_tell_runs_apart() {
+        let names = |paths: &[&str]| names(&paths.iter().map(PathBuf::from).collect::<Vec<_>>());
+        assert_eq!(names(&["runs/a", "/long/runs/b"]), ["a", "b"]);
+        assert_eq!(names(&["old/a", "new/a", "new/b"]), ["old/a", "new/a", "b"]);
+        assert_eq!(names(&["..", "runs/a/"]), ["..", "a"]);
+    }
+
+    #[test]
+    fn a_run_began_with_its_first_file_of_events() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(began(folder.path()), None);
+        for name in [
+            "events.out.tfevents.1700000500.host.7.0",
+            "events.out.tfevents.1700000000.host.9.0",
+            "events.out.tfevents.x",
+        ] {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        assert_eq!(began(folder.path()), Some(1_700_000_000));
+    }
+}

@@ -1,0 +1,156 @@
+//! Memory by category, measured and predicted, as a figure of a page.
+
+use super::super::ticks::Ticks;
+use super::hues::run_colour;
+use super::loaded_run::LoadedRun;
+use trireme_base::{Anchor, Bytes, Svg, escape_markup};
+use trireme_train::metrics::MemoryPeakBytes;
+
+// Sizes in pixels, before the page scales the chart.
+const WIDTH: f64 = 640.0;
+const LEFT: f64 = 116.0;
+/// The longest bar leaves room for its number.
+const RIGHT: f64 = 84.0;
+const TOP: f64 = 28.0;
+const BOTTOM: f64 = 30.0;
+const MEASURED_HEIGHT: f64 = 11.0;
+const PREDICTED_HEIGHT: f64 = 5.0;
+/// Of what a run has in a category.
+const RUN_HEIGHT: f64 = MEASURED_HEIGHT + PREDICTED_HEIGHT + 3.0;
+/// Between categories.
+const GAP: f64 = 8.0;
+
+const UNITS: [(&str, u64); 5] =
+    [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
+
+/// What a run has in the figure.
+struct Bars<'a> {
+    name: &'a str,
+    colour: String,
+    measured: MemoryPeakBytes,
+    predicted: Option<MemoryPeakBytes>,
+}
+
+/// A group of bars for each category; none if no run has recorded its memory.
+pub(super) fn memory_chart<'a>(runs: &'a [LoadedRun]) -> Option<String> {
+    let bars = |(index, run): (usize, &'a LoadedRun)| {
+        let last = run.records.last();
+        Bars {
+            name: &run.name,
+            colour: run_colour(index),
+            measured: last.memory_peak_bytes,
+            predicted: last.memory_predicted_bytes,
+        }
+    };
+    let bars: Vec<Bars<'a>> = runs.iter().enumerate().map(bars).collect();
+    figure(&bars)
+}
+
+fn figure(runs: &[Bars<'_>]) -> Option<String> {
+    let peaks = runs.iter().flat_map(|run| [Some(run.measured), run.predicted]).flatten();
+    let largest = peaks.flat_map(|peak| peak.named()).map(|(_, bytes)| bytes).max()?;
+    let (unit, unit_bytes) = UNITS.into_iter().find(|(_, bytes)| largest >= *bytes)?;
+    let scale = Scale { unit_bytes, ticks: Ticks::around(0.0, largest as f64 / unit_bytes as f64, 6) };
+    let categories = MemoryPeakBytes::default().named().map(|(name, _)| name);
+    let category_height = RUN_HEIGHT * runs.len() as f64 + GAP;
+    let bottom = TOP + category_height * categories.len() as f64;
+    let attributes = "class=\"chart\" role=\"img\" aria-label=\"Memory by category\"";
+    let mut svg = Svg::within_page(WIDTH, bottom + BOTTOM, attributes);
+    svg.text((8.0, TOP - 14.0), Anchor::Start, unit);
+    for value in scale.ticks.values() {
+        let x = scale.at(value);
+        svg.line(&[(x, TOP), (x, bottom)], "class=\"grid\"");
+        svg.text((x, bottom + 18.0), Anchor::Middle, &scale.ticks.label(value));
+    }
+    for (category, name) in categories.into_iter().enumerate() {
+        let top = TOP + GAP / 2.0 + category_height * category as f64;
+        svg.text((LEFT - 8.0, top + (category_height - GAP) / 2.0 + 3.0), Anchor::End, name);
+        for (index, run) in runs.iter().enumerate() {
+            push_bars(&mut svg, &scale, run, category, top + RUN_HEIGHT * index as f64);
+        }
+    }
+    Some(format!(
+        "<figure>\n<h3>Memory</h3>\n{}<figcaption>{}</figcaption>\n</figure>\n",
+        svg.finish(),
+        legend(runs)
+    ))
+}
+
+struct Scale {
+    unit_bytes: u64,
+    ticks: Ticks,
+}
+
+impl Scale {
+    /// Of a value in the unit.
+    fn at(&self, value: f64) -> f64 {
+        LEFT + (WIDTH - LEFT - RIGHT) * self.ticks.part(value)
+    }
+
+    fn x(&self, bytes: u64) -> f64 {
+        self.at(bytes as f64 / self.unit_bytes as f64)
+    }
+}
+
+/// The wide bar of what was measured, and below it the narrow one of what was predicted.
+fn push_bars(svg: &mut Svg, scale: &Scale, run: &Bars<'_>, category: usize, top: f64) {
+    let (name, measured) = run.measured.named()[category];
+    let tip = |what: &str, bytes: u64| format!("{}: {name}, {what} {}", run.name, Bytes(bytes));
+    let size = |bytes: u64, height: f64| (scale.x(bytes) - LEFT, height);
+    svg.begin_group(&run.colour);
+    svg.rect((LEFT, top), size(measured, MEASURED_HEIGHT), "currentColor", Some(&tip("measured", measured)));
+    if let Some(predicted) = run.predicted.map(|peak| peak.named()[category].1) {
+        svg.begin_group("class=\"predicted\"");
+        let place = (LEFT, top + MEASURED_HEIGHT);
+        let size = size(predicted, PREDICTED_HEIGHT);
+        svg.rect(place, size, "currentColor", Some(&tip("predicted", predicted)));
+        svg.end_group();
+    }
+    svg.end_group();
+    svg.text((scale.x(measured) + 6.0, top + 10.0), Anchor::Start, &Bytes(measured).to_string());
+}
+
+fn legend(runs: &[Bars<'_>]) -> String {
+    let mut html = "<ul class=\"legend\">".to_owned();
+    for Bars { name, colour, .. } in runs {
+        html += &format!("<li {colour}><span class=\"swatch\"></span>{}</li>", escape_markup(name));
+    }
+    html += "</ul><p class=\"note\">The highest on rank 0 until the last recorded step";
+    if runs.iter().any(|run| run.predicted.is_some()) {
+        html += "; the narrow, fainter bars are what was predicted";
+    }
+    html + ".</p>"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bars(measured: MemoryPeakBytes, predicted: Option<MemoryPeakBytes>) -> Bars<'static> {
+        Bars { name: "a & b", colour: run_colour(0), measured, predicted }
+    }
+
+    #[test]
+    fn bars_are_as_long_as_their_memory() {
+        let measured = MemoryPeakBytes { parameters: 2 << 20, total: 4 << 20, ..Default::default() };
+        let predicted = MemoryPeakBytes { parameters: 1 << 20, total: 4 << 20, ..Default::default() };
+        let html = figure(&[bars(measured, Some(predicted)), bars(measured, None)]).unwrap();
+        assert_eq!(html.matches("<rect").count(), 6 * 3);
+        let scale = (WIDTH - LEFT - RIGHT) / 4.0;
+        for (length, number) in [(4.0, 3), (2.0, 2), (1.0, 1), (0.0, 12)] {
+            let width = format!("width=\"{:.2}\"", scale * length);
+            assert_eq!(html.matches(&width).count(), number, "{width} {html}");
+        }
+        assert!(
+            html.contains("a &amp; b: parameters, predicted 1.00MiB") && html.contains(">MiB<"),
+            "{html}"
+        );
+    }
+
+    #[test]
+    fn memory_that_was_not_recorded_is_not_drawn() {
+        assert!(figure(&[bars(MemoryPeakBytes::default(), None)]).is_none());
+        let html = figure(&[bars(MemoryPeakBytes { total: u64::MAX, ..Default::default() }, None)]).unwrap();
+        assert!(!html.contains("NaN") && !html.contains("inf") && !html.contains("predicted"), "{html}");
+    }
+}

@@ -1,0 +1,92 @@
+//! `trireme report html`.
+
+mod chart;
+mod charts;
+mod clock;
+mod configs;
+mod facts;
+mod hues;
+mod loaded_run;
+mod memory;
+mod page;
+mod thinning;
+
+use crate::console::{Output, remark};
+use anyhow::{Context, Result, bail};
+use hues::NUM_HUES;
+use loaded_run::{LoadedRun, load};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read, Write};
+use std::path::{Path, PathBuf};
+
+const EXAMPLES: &str = "\
+The page shows what the runs were and where their configs differ. Its charts show losses, learning
+rate, norms of gradients, speed, time spent waiting for other workers, and memory. Runs that were
+trained with `[metrics] trace_interval` also have the drawing of their last traced step. The page is
+one file that loads nothing else, so it can be read offline and sent to others.
+
+Examples:
+  trireme report html runs/quickstart
+      Writes report.html, about a run that is finished or still training.
+  trireme report html runs/small runs/large --out comparison.html
+      Two runs in the same charts.";
+
+/// Write a page with charts that compare runs.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct HtmlArgs {
+    /// The folders of runs.
+    #[arg(required = true, value_name = "RUN")]
+    run_folders: Vec<PathBuf>,
+    /// File to write. An earlier page of this command is replaced.
+    #[arg(long, value_name = "FILE", default_value = "report.html")]
+    out: PathBuf,
+    /// Replace FILE even if it is no page of this command.
+    #[arg(long)]
+    force: bool,
+}
+
+/// Runs `trireme report html`.
+pub(super) fn run(args: &HtmlArgs) -> Result<()> {
+    check_target(&args.out, args.force)?;
+    if args.run_folders.len() > NUM_HUES {
+        bail!("{} runs are given; a page compares at most {NUM_HUES}", args.run_folders.len());
+    }
+    let runs = load(&args.run_folders)?;
+    let page = page::page(&runs);
+    write(&args.out, &page).with_context(|| format!("cannot write {}", args.out.display()))?;
+    writeln!(Output, "written: {}", args.out.display())?;
+    runs.iter().flat_map(LoadedRun::lacks).for_each(|lack| remark(&format!("warning: {lack}")));
+    Ok(())
+}
+
+/// Refuses to replace anything but an earlier page, unless that is forced.
+fn check_target(path: &Path, force: bool) -> Result<()> {
+    let file = match File::open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        file => file.with_context(|| format!("cannot read {}, which exists", path.display()))?,
+    };
+    if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+        bail!("{} is not a file; choose another name with --out", path.display());
+    }
+    let mut beginning = Vec::new();
+    file.take(page::BEGINNING.len() as u64)
+        .read_to_end(&mut beginning)
+        .with_context(|| format!("cannot read {}, which exists", path.display()))?;
+    if !force && beginning != page::BEGINNING.as_bytes() {
+        bail!(
+            "{} exists and is no page of `trireme report html`; choose another name with --out, or replace it with --force",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
+/// Writes the whole page beside its place, and then moves it there.
+fn write(path: &Path, page: &str) -> std::io::Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".partial");
+    let aside = path.with_file_name(name);
+    let written = fs::write(&aside, page).and_then(|()| fs::rename(&aside, path));
+    written.inspect_err(|_| drop(fs::remove_file(&aside)))
+}

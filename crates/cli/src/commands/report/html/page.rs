@@ -1,0 +1,50 @@
+//! The page as a whole.
+
+use super::charts::charts;
+use super::configs::configs;
+use super::facts::facts_table;
+use super::hues::run_colour;
+use super::loaded_run::{Drawing, LoadedRun};
+use trireme_base::escape_markup;
+
+/// What every page begins with, by which an earlier one is known. The policy keeps browsers from loading anything.
+pub(super) const BEGINNING: &str = "<!doctype html>
+<html lang=\"en\">
+<head>
+<meta charset=\"utf-8\">
+<meta name=\"generator\" content=\"trireme report html\">
+<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">
+<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">
+";
+
+const STYLE: &str = include_str!("style.css");
+const SCRIPT: &str = include_str!("script.js");
+
+/// The page about the runs.
+pub(super) fn page(runs: &[LoadedRun]) -> String {
+    let names: Vec<String> = runs.iter().map(|run| escape_markup(&run.name)).collect();
+    let title = names.join(", ");
+    let mut html = format!("{BEGINNING}<title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n");
+    html += &format!("<h1>{title}</h1>\n{}", facts_table(runs));
+    let class = if runs.len() > 3 { "charts many" } else { "charts" };
+    html += &format!("<h2>Charts</h2>\n<div class=\"{class}\">\n{}</div>\n", charts(runs));
+    html += &drawings(runs);
+    let heading = if runs.len() > 1 { "Where the configs differ" } else { "Config" };
+    html += &format!("<h2>{heading}</h2>\n{}", configs(runs));
+    html + &format!("<script>\n{SCRIPT}</script>\n</body>\n</html>\n")
+}
+
+/// The last traced step of each run that has traced some.
+fn drawings(runs: &[LoadedRun]) -> String {
+    let mut html = String::new();
+    for (index, run) in runs.iter().enumerate() {
+        let content = match &run.drawing {
+            None => continue,
+            Some(Drawing::Svg(svg)) => format!("<div class=\"drawing\">{svg}</div>"),
+            Some(Drawing::Missing(why)) => format!("<p class=\"note\">{}</p>", escape_markup(why)),
+        };
+        let (colour, name) = (run_colour(index), escape_markup(&run.name));
+        html += &format!("<h3 {colour}><span class=\"swatch\"></span>{name}</h3>\n{content}\n");
+    }
+    if html.is_empty() { html } else { format!("<h2>The last traced step</h2>\n{html}") }
+}

@@ -1,0 +1,87 @@
+//! Curves of long runs with few points.
+
+/// A point of a curve, which stands for one step or for several neighbours.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Stretch {
+    /// In the middle.
+    pub(super) step: u64,
+    pub(super) low: f64,
+    pub(super) mean: f64,
+    pub(super) high: f64,
+}
+
+/// A curve as parts, between which values are missing or not finite.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(super) struct Thinned {
+    pub(super) parts: Vec<Vec<Stretch>>,
+    /// How many steps a point stands for at most.
+    pub(super) steps_per_point: usize,
+}
+
+/// How many points a curve has at most.
+const POINTS_MAX: usize = 300;
+
+/// A larger number would leave no finite scale. What is drawn of a run comes nowhere near it.
+const VALUE_MAX: f64 = 1e100;
+
+/// Takes neighbours together until there are few points. The lowest and the highest value of each point are kept: a spike of one
+/// step stays visible.
+pub(super) fn thinned(values: &[(u64, Option<f64>)]) -> Thinned {
+    let steps_per_point = values.len().div_ceil(POINTS_MAX).max(1);
+    let mut parts = vec![Vec::new()];
+    for neighbours in values.chunks(steps_per_point) {
+        match stretch(neighbours) {
+            Some(stretch) => parts.last_mut().expect("there is always one").push(stretch),
+            None => parts.push(Vec::new()),
+        }
+    }
+    parts.retain(|part| !part.is_empty());
+    Thinned { parts, steps_per_point }
+}
+
+/// What neighbours have in common; nothing if none of them has a value.
+fn stretch(neighbours: &[(u64, Option<f64>)]) -> Option<Stretch> {
+    let (mut low, mut high, mut sum, mut number) = (f64::INFINITY, f64::NEG_INFINITY, 0.0, 0);
+    for value in neighbours.iter().filter_map(|(_, value)| *value).filter(|value| value.abs() <= VALUE_MAX) {
+        (low, high) = (low.min(value), high.max(value));
+        sum += value;
+        number += 1;
+    }
+    let (step, _) = neighbours[neighbours.len() / 2];
+    (number > 0).then(|| Stretch { step, low, mean: sum / f64::from(number), high })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_curve_keeps_its_ends_and_its_spike() {
+        let value = |step: u64| if step == 54_321 { 99.0 } else { 1.0 + step as f64 / 1e5 };
+        let values: Vec<(u64, Option<f64>)> = (1..=100_000).map(|step| (step, Some(value(step)))).collect();
+        let Thinned { parts, steps_per_point } = thinned(&values);
+        let [points] = &parts[..] else { panic!("{} parts", parts.len()) };
+        assert_eq!((points.len(), steps_per_point), (300, 334));
+        let spikes: Vec<&Stretch> = points.iter().filter(|point| point.high == 99.0).collect();
+        assert!(spikes.len() == 1 && spikes[0].step.abs_diff(54_321) <= 167 && spikes[0].low < 1.6);
+        assert_eq!((points[0].low, points[299].high), (1.00001, 2.0));
+        assert!(points.windows(2).all(|pair| pair[0].step < pair[1].step));
+    }
+
+    #[test]
+    fn a_short_curve_is_kept_and_missing_values_are_gaps() {
+        let values = [
+            (1, Some(1.0)),
+            (2, None),
+            (3, Some(3.0)),
+            (4, Some(4.0)),
+            (5, Some(1e200)),
+            (6, Some(f64::NAN)),
+        ];
+        let point = |step, value| Stretch { step, low: value, mean: value, high: value };
+        let expected = vec![vec![point(1, 1.0)], vec![point(3, 3.0), point(4, 4.0)]];
+        assert_eq!(thinned(&values), Thinned { parts: expected, steps_per_point: 1 });
+        assert_eq!(thinned(&[(1, None)]).parts, Vec::<Vec<Stretch>>::new());
+        assert_eq!(thinned(&[]).parts, Vec::<Vec<Stretch>>::new());
+    }
+}
