@@ -3,7 +3,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::files::{FileStep, damaged, damaged_suffix, is_partial_suffix, parent_of, reading};
+use crate::files::{FileStep, damaged, damaged_suffix, is_partial_suffix, parent_of, read_bounded, reading};
 use crate::manifest::MANIFEST_FILE;
 use crate::model_source::checkpoints_folder;
 use std::fs;
@@ -13,6 +13,12 @@ use std::path::{Path, PathBuf};
 /// Names the newest checkpoint, for people and other programs; [`find_latest`] trusts the checkpoints
 /// themselves.
 pub(crate) const LATEST_FILE: &str = "latest";
+
+/// Names the checkpoint with the lowest validation loss, which is not removed.
+pub(crate) const BEST_FILE: &str = "best";
+
+/// Bytes of a name.
+const NAME_BYTES_MAX: u64 = 64;
 
 const STEP: &str = "step-";
 
@@ -65,10 +71,31 @@ impl FolderNames {
     }
 }
 
-/// The steps whose checkpoints go once `saved` is complete, if the newest `keep_latest_k` are to stay
+/// The step that a file of names in `folder` has, if there is one.
+fn named_step(folder: &Path, name: &str) -> Option<u64> {
+    let contents = read_bounded(&folder.join(name), NAME_BYTES_MAX).ok()?;
+    std::str::from_utf8(&contents).ok()?.trim().strip_prefix(STEP)?.parse().ok()
+}
+
+/// The step of the checkpoint with the lowest validation loss, if one was [named](crate::mark_best).
+pub fn best_step(folder: &Path) -> Option<u64> {
+    named_step(folder, BEST_FILE)
+}
+
+/// The checkpoint that `path` names, if it is the file of a name, such as `checkpoints/best`; else `path`.
+pub(crate) fn follow_name(path: &Path) -> PathBuf {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let step = name.filter(|name| [BEST_FILE, LATEST_FILE].contains(name) && path.is_file());
+    let folder = parent_of(path);
+    step.and_then(|name| named_step(folder, name))
+        .map_or_else(|| path.to_owned(), |step| folder.join(step_name(step)))
+}
+
+/// The steps whose checkpoints go once `saved` is complete, if the newest `keep_latest_k` and the `best` are to stay
 /// (0: all of them). The newest never goes.
-pub(crate) fn steps_to_prune(steps: &[u64], saved: u64, keep_latest_k: usize) -> Vec<u64> {
-    let mut older: Vec<u64> = steps.iter().copied().filter(|&step| step < saved).collect();
+pub(crate) fn steps_to_prune(steps: &[u64], saved: u64, best: Option<u64>, keep_latest_k: usize) -> Vec<u64> {
+    let is_older = |step: &u64| *step < saved && Some(*step) != best;
+    let mut older: Vec<u64> = steps.iter().copied().filter(is_older).collect();
     older.sort_unstable();
     let num_kept = if keep_latest_k == 0 { older.len() } else { keep_latest_k - 1 };
     older.truncate(older.len().saturating_sub(num_kept));
@@ -120,6 +147,7 @@ pub fn find_latest(
 /// # Errors
 /// If it does not open, or there is none.
 pub fn open_newest(path: &Path) -> Result<Checkpoint, CheckpointError> {
+    let path = &follow_name(path);
     if path.join(MANIFEST_FILE).is_file() {
         return Checkpoint::open(path);
     }
@@ -197,10 +225,12 @@ mod tests {
     #[test]
     fn pruning_keeps_the_newest() {
         let steps = [10, 20, 30, 40];
-        assert_eq!(steps_to_prune(&steps, 40, 0), [0; 0]);
-        assert_eq!(steps_to_prune(&steps, 40, 1), [10, 20, 30]);
-        assert_eq!(steps_to_prune(&steps, 40, 3), [10]);
-        assert_eq!(steps_to_prune(&steps, 40, 9), [0; 0]);
-        assert_eq!(steps_to_prune(&[], 40, 1), [0; 0]);
+        assert_eq!(steps_to_prune(&steps, 40, None, 0), [0; 0]);
+        assert_eq!(steps_to_prune(&steps, 40, None, 1), [10, 20, 30]);
+        assert_eq!(steps_to_prune(&steps, 40, None, 3), [10]);
+        assert_eq!(steps_to_prune(&steps, 40, None, 9), [0; 0]);
+        assert_eq!(steps_to_prune(&[], 40, None, 1), [0; 0]);
+        // The best is one more.
+        assert_eq!(steps_to_prune(&steps, 40, Some(10), 2), [20]);
     }
 }

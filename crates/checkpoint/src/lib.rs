@@ -15,6 +15,7 @@
 //! ```text
 //! checkpoints/
 //!   latest                       "step-40", for people and other programs
+//!   best                         "step-20", the lowest validation loss, if one was named
 //!   step-40/
 //!     checkpoint.json            the manifest
 //!     shard-00000.safetensors    what rank 0 wrote; its tensors are called `name`, or `name@8,0` for a part
@@ -51,14 +52,14 @@ pub use checkpoint::Checkpoint;
 pub use error::{CheckpointError, Mismatch};
 pub use export::{ModelExport, SHARD_BYTES_MAX, export};
 pub use files::ExtraFile;
-pub use folder::{SkippedCheckpoint, find_latest, list_checkpoints, open_newest, set_aside};
+pub use folder::{SkippedCheckpoint, best_step, find_latest, list_checkpoints, open_newest, set_aside};
 pub use hugging_face::HuggingFaceDirectory;
 pub use model_source::{CHECKPOINTS_FOLDER, ModelSource, checkpoints_folder};
 pub use safetensors::Dtype as StoredDType;
 pub use save::{InMemory, Saved, Snapshot, TensorSource, WriteBytes, save};
 pub use save_plan::{PART_BYTES_MAX, WritePart, plan_save};
 pub use stored::{StoredTensor, StoredTensors};
-pub use tidying::tidy;
+pub use tidying::{mark_best, tidy};
 
 /// What the names of optimizer state begin with, as in `optimizer.exp_avg.<parameter>`; tensors of a
 /// checkpoint without it are the model's weights.

@@ -63,12 +63,14 @@ impl Publication<'_> {
 /// the latest, and the removal of each checkpoint of `pruned`. A list ends at the first change that fails. None has to
 /// succeed: the next save tries again.
 pub(crate) fn tidying_steps(folder: &Path, step: u64, pruned: &[u64]) -> Vec<Vec<FileStep>> {
-    iter::once(mark(folder, step)).chain(pruned.iter().map(|&step| removal(folder, step))).collect()
+    iter::once(mark(folder, LATEST_FILE, step))
+        .chain(pruned.iter().map(|&step| removal(folder, step)))
+        .collect()
 }
 
-/// Names a checkpoint as the latest.
-fn mark(folder: &Path, step: u64) -> Vec<FileStep> {
-    let (to, from) = (folder.join(LATEST_FILE), folder.join(format!("{LATEST_FILE}.partial")));
+/// Gives a checkpoint a name: that of the latest, or of the best.
+pub(crate) fn mark(folder: &Path, name: &str, step: u64) -> Vec<FileStep> {
+    let (to, from) = (folder.join(name), folder.join(format!("{name}.partial")));
     let contents = format!("{}\n", step_name(step)).into_bytes();
     vec![
         FileStep::WriteFile { path: from.clone(), contents },

@@ -4,8 +4,8 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
 use crate::files::{FileStep, parent_of};
-use crate::folder::{FolderNames, steps_to_prune};
-use crate::publication::{leftover_steps, tidying_steps};
+use crate::folder::{BEST_FILE, FolderNames, best_step, steps_to_prune};
+use crate::publication::{leftover_steps, mark, tidying_steps};
 use std::fs;
 use std::path::Path;
 
@@ -27,6 +27,15 @@ pub fn tidy(newest: &Checkpoint, keep_latest_k: usize) -> Vec<CheckpointError> {
     untidy
 }
 
+/// Names the checkpoint of `step` in `folder` as the one with the lowest validation loss: it is not removed until another one is. For one
+/// process.
+///
+/// # Errors
+/// If the name cannot be written.
+pub fn mark_best(folder: &Path, step: u64) -> Result<(), CheckpointError> {
+    mark(folder, BEST_FILE, step).iter().try_for_each(FileStep::execute)
+}
+
 /// Removes what crashes have left unfinished.
 pub(crate) fn remove_leftovers(folder: &Path, names: &FolderNames, untidy: &mut Vec<CheckpointError>) {
     try_all(&leftover_steps(folder, &names.leftovers), untidy);
@@ -40,7 +49,8 @@ pub(crate) fn tidy_after(
     keep_latest_k: usize,
     untidy: &mut Vec<CheckpointError>,
 ) {
-    try_all(&tidying_steps(folder, step, &steps_to_prune(&names.steps, step, keep_latest_k)), untidy);
+    let pruned = steps_to_prune(&names.steps, step, best_step(folder), keep_latest_k);
+    try_all(&tidying_steps(folder, step, &pruned), untidy);
 }
 
 /// Makes changes that need not succeed; adds the failures to `untidy`. A list that fails leaves none of the files that it

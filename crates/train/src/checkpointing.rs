@@ -44,9 +44,35 @@ pub(crate) struct TrainingState {
     /// Whose state is among the tensors, in checkpoints of runs that compress gradients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) compression: Option<CompressionState>,
+    /// What validations have found so far.
+    #[serde(default)]
+    pub(crate) validations: Validations,
     /// The norms that the next steps clip by, as the bits of f64, in pipelines that do not drain.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) earlier_norms: Vec<u64>,
+}
+
+/// What the validations of a run have found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub(crate) struct Validations {
+    /// The step with the lowest loss, if there was a validation.
+    pub(crate) best_step: Option<u64>,
+    /// The bits of that loss.
+    pub(crate) best_loss: u64,
+    /// Validations since then.
+    pub(crate) num_since: u64,
+}
+
+impl Validations {
+    /// Takes in the loss after a step. Whether it is the lowest so far.
+    pub(crate) fn add(&mut self, step: u64, loss: f64) -> bool {
+        let is_best = loss.is_finite() && (self.best_step.is_none() || loss < f64::from_bits(self.best_loss));
+        *self = match is_best {
+            true => Validations { best_step: Some(step), best_loss: loss.to_bits(), num_since: 0 },
+            false => Validations { num_since: self.num_since + 1, ..*self },
+        };
+        is_best
+    }
 }
 
 impl TrainingState {
@@ -301,6 +327,7 @@ mod tests {
             state.as_object_mut().unwrap().remove(name);
         }
         state["samples"] = json!({ "corpus": "01234567", "corpus_tokens": "9", "seq_len": "24" });
+        state["validations"] = json!({ "best_step": null, "best_loss": 0, "num_since": 0 });
         assert_eq!(TrainingState::read(&state, 5).unwrap(), older);
         state["loss_scaler"] = json!({"scale": 512, "good_steps": 2, "skipped_steps": 5});
         let read = TrainingState::read(&state, 5).unwrap();
@@ -334,6 +361,7 @@ mod tests {
             "step": 5, "next_sample": 80, "tokens": 1920, "seed": 0, "samples": {"seq_len": "24"},
             "loss_scaler": {"scale": null, "good_steps": 0, "skipped_steps": 0},
             "compression": {"codec": "top_k", "world_size": 2, "loss_scale": 64},
+            "validations": {"best_step": 3, "best_loss": 7, "num_since": 1},
         });
         let read = TrainingState::read(&state, 5).unwrap();
         assert_eq!(serde_json::to_value(&read).unwrap(), state);

@@ -149,7 +149,9 @@ pub(crate) fn note_use(config: &Config) {
 pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
     let path = folder.join(USERS_FILE);
     let text = match fs::read_to_string(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Ok(Vec::new());
+        }
         text => text.map_err(|source| DataError::Read { path, source })?,
     };
     let mut users: Vec<PathBuf> = text.lines().map(PathBuf::from).collect();

@@ -1,7 +1,7 @@
 //! Which checkpoint a run resumes from, and what it takes from it.
 
 use crate::changes::check_changes;
-use crate::checkpointing::{TrainingState, state_name, untidy_notice};
+use crate::checkpointing::{TrainingState, Validations, state_name, untidy_notice};
 use crate::compression::read_compressors;
 use crate::config::{Change, Config, Resume};
 use crate::dataset::Dataset;
@@ -41,6 +41,7 @@ pub(crate) fn resume(
         samples: train.identity(),
         loss_scaler: executor.loss_scaler().state(),
         compression: None,
+        validations: Validations::default(),
         earlier_norms: Vec::new(),
     };
     let checkpoint = find_resume(config, executor.group(), observer)?;

@@ -27,11 +27,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, with_sources};
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, mark_best};
 use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch, Model};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, Spill, StepOutcome, StepPlan};
 use trireme_tensor::{Backend, CpuFeatures, DetachedOptions, Device, DeviceOptions, Overflow, Parameters};
+
+/// Passes over the same text that are nearly as good as new text (Muennighoff et al., "Scaling data-constrained language models", 2023, section 6).
+const PASSES_MAX: f64 = 4.0;
 
 /// What a trainer needs to know of its process.
 #[derive(Debug, Clone)]
@@ -77,6 +81,8 @@ pub struct RunSummary {
     pub checkpoint: Option<PathBuf>,
     /// The step of that checkpoint.
     pub checkpoint_step: Option<u64>,
+    /// The step and the loss of the validation with the lowest loss, earlier runs' included.
+    pub best_validation: Option<(u64, f64)>,
     /// The signal for which the run ended before its last step, if it did.
     pub stopped_by: Option<i32>,
     /// From the start of the command to the end of the first step of this run.
@@ -186,6 +192,13 @@ impl<'a> Trainer<'a> {
         let comment = options.plan.as_ref().map_or("", |plan| &plan.comment);
         let given = options.given_config.as_deref();
         check_names(&executor.rehearsal().metric_names())?;
+        let num_passes =
+            (training.steps * training.global_batch_size as u64) as f64 / train.num_samples() as f64;
+        if num_passes > PASSES_MAX && train.tokens_per_sample().is_some() {
+            observer.notice(&format!(
+                "the run passes {num_passes:.1} times over its text; beyond about four passes, repeated text teaches less and less"
+            ));
+        }
         let metrics = if is_root {
             Some(run_folder::open(config, (comment, given), &executor, state.step)?)
         } else {
@@ -243,6 +256,7 @@ impl<'a> Trainer<'a> {
             validation_loss: None,
             checkpoint: None,
             checkpoint_step: None,
+            best_validation: None,
             stopped_by: None,
             seconds_to_first_step: None,
         };
@@ -251,7 +265,7 @@ impl<'a> Trainer<'a> {
             summary.validation_loss = initial.take().map(|validated| validated.loss);
             self.save_if(true, true, &mut summary)?;
         }
-        while self.state.step < end.min(training.steps) {
+        while self.state.step < end.min(training.steps) && !self.is_patience_over() {
             self.advance()?;
             for index in 0..self.records.len() {
                 // It is put back, so that the next one allocates nothing.
@@ -264,6 +278,14 @@ impl<'a> Trainer<'a> {
             if self.state.step == training.steps {
                 break;
             }
+            if self.is_patience_over() {
+                let (num_since, step) = (self.state.validations.num_since, self.state.step);
+                self.observer.notice(&format!(
+                    "the run ends after step {step}: {num_since} validations have found no lower loss"
+                ));
+                self.save_if(summary.checkpoint_step != Some(step), true, &mut summary)?;
+                break;
+            }
             summary.stopped_by = Requested(self.executor.requested()).stop();
             if summary.stopped_by.is_some() {
                 self.save_if(summary.checkpoint_step != Some(self.state.step), true, &mut summary)?;
@@ -274,6 +296,9 @@ impl<'a> Trainer<'a> {
         if let Some(metrics) = &mut self.metrics {
             metrics.finish()?;
         }
+        let validations = self.state.validations;
+        summary.best_validation =
+            validations.best_step.map(|step| (step, f64::from_bits(validations.best_loss)));
         Ok(summary)
     }
 
@@ -292,21 +317,38 @@ impl<'a> Trainer<'a> {
         let is_last = step == training.steps;
         let interval = training.validation_interval;
         let is_due = is_last || (interval > 0 && step.is_multiple_of(interval));
+        let mut is_best = false;
         if is_due && let Some(Validated { loss, metrics }) = self.validate()? {
             record.validation_loss = Some(loss);
             record.validation_metrics = metrics;
             summary.validation_loss = Some(loss);
+            is_best = self.state.validations.add(step, loss);
         }
         self.write_metrics(record)?;
         self.observer.step(record);
         (summary.step, summary.loss) = (step, Some(record.loss));
+        let keeps_best =
+            is_best && interval > 0 && self.config.checkpoint().keep_best && step == self.state.step;
         let is_due = match self.config.checkpoint().interval {
-            _ if is_last => true,
+            _ if is_last || keeps_best => true,
             Interval::Steps(steps) => step.is_multiple_of(steps),
             // Weights of other steps of a program are gone.
             Interval::Time(_) => step == self.state.step && Requested(self.executor.requested()).checkpoint(),
         };
-        self.save_if(is_due, is_last, summary)
+        self.save_if(is_due, is_last, summary)?;
+        if keeps_best && summary.checkpoint_step == Some(step) && self.metrics.is_some() {
+            let folder = self.config.run_folder().join(CHECKPOINTS_FOLDER);
+            if let Err(error) = mark_best(&folder, step) {
+                self.report_once(format!("cannot name the best checkpoint: {}", with_sources(&error)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether so many validations have found no lower loss that the run ends.
+    fn is_patience_over(&self) -> bool {
+        let patience = self.config.training().early_stopping_patience;
+        patience > 0 && self.state.validations.num_since >= patience
     }
 
     /// The loss before the first step, where others follow, or there is none. Collective.

@@ -29,3 +29,4 @@ mod sources;
 mod strangers;
 mod tensor;
 mod traces;
+mod validations;

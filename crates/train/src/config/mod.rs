@@ -294,6 +294,13 @@ impl Config {
         training.global_batch_size / (training.local_batch_size * self.data_parallel_degree())
     }
 
+    /// Steps of a run that passes over so many samples as often as the config says; `None` if the config says how many steps.
+    pub fn steps_of_epochs(&self, num_samples: u64) -> Option<u64> {
+        let training = self.training();
+        let samples = training.epochs * num_samples as f64;
+        (training.epochs > 0.0).then(|| (samples / training.global_batch_size as f64).ceil() as u64)
+    }
+
     /// The run's folder.
     pub fn run_folder(&self) -> PathBuf {
         self.run().folder.join(&self.run().name)

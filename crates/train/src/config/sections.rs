@@ -175,6 +175,8 @@ config_section! {
         seq_len: usize = 256, within 1..=1 << 24;
         /// Number of optimizer steps. 0 trains none: the run only validates and writes a checkpoint.
         steps: u64 = 1000, within 0..;
+        /// Passes over the samples, in place of `steps`; 0 uses `steps`. Where one of the two is set on the command line, it takes the place of the other.
+        epochs: f64 = 0.0, within 0.0..=1e6;
         /// Seed of the initial weights and of the data order.
         seed: u64 = 0, within 0..;
         /// Data type of activations and matrix multiplications. Weights, their gradients and the optimizer stay f32.
@@ -220,6 +222,8 @@ config_section! {
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps between validations, the first before step 1; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
+        /// The run ends after so many validations without a new lowest loss; 0 never ends it.
+        early_stopping_patience: u64 = 0, within 0..;
         /// Number of samples in one validation; 0 uses all.
         validation_samples: usize = 64, within 0..;
     }
@@ -325,6 +329,9 @@ config_section! {
         interval: Interval = Interval::Time(Duration::from_secs(600));
         /// How many of the newest checkpoints to keep; 0 keeps all.
         keep_latest_k: usize = 10, within 0..=1 << 20;
+        /// Whether a validation with the lowest loss so far writes a checkpoint, which stays until there is a better one. The file `checkpoints/best`
+        /// names it, and its path can be used in its place.
+        keep_best: bool = true;
         /// `auto` resumes from the newest complete checkpoint of the run, and `never` starts a new run. The path of a
         /// checkpoint resumes from it, and the path of a run's folder from its newest checkpoint.
         resume: Resume = Resume::Auto;

@@ -9,7 +9,7 @@ use super::memory::{
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
 use super::pipeline::{check_degrees, check_expert_shards, check_positions};
-use super::reader::Loose;
+use super::reader::{Given, Loose};
 use super::section::Section;
 use super::sections::{Experts, FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
 use super::{Config, Subject};
@@ -37,6 +37,7 @@ pub(super) fn validate(
     }
     let world_size = world_size.unwrap_or(loose.sections.launch.workers);
     name_run(&mut loose.sections, path);
+    choose_length(&mut loose);
     let mut checks = Checks { path, loose: &loose, mistakes: Vec::new() };
     check_run(&mut checks);
     match subject {
@@ -297,7 +298,31 @@ fn check_data(checks: &mut Checks<'_>) {
     });
 }
 
+/// Of two lengths of a run, one given in the file and one on the command line, or both there, the later one counts.
+fn choose_length(loose: &mut Loose) {
+    let place = |key: &str| loose.given.get(key).map(|given| given.place.clone());
+    let (Some(steps), Some(_)) = (place("training.steps"), place("training.epochs")) else { return };
+    let is_file = |place: &Place| matches!(place, Place::File { .. });
+    if place("training.epochs").is_some_and(|epochs| steps > epochs && !is_file(&steps)) {
+        loose.sections.training.epochs = 0.0;
+    }
+}
+
 fn check_training(checks: &mut Checks<'_>, world_size: usize) {
+    let in_file =
+        |key: &str| matches!(checks.loose.given.get(key), Some(Given { place: Place::File { .. }, .. }));
+    let has_two_lengths = in_file("training.steps") && in_file("training.epochs");
+    checks.require(
+        !has_two_lengths || checks.loose.sections.training.epochs == 0.0,
+        &["training.epochs"],
+        || "`steps` already says how long to train; remove one of the two keys".to_owned(),
+    );
+    let patience = checks.loose.sections.training.early_stopping_patience;
+    checks.require(
+        patience == 0 || checks.loose.sections.training.validation_interval > 0,
+        &["training.early_stopping_patience", "training.validation_interval"],
+        || "needs validations: set validation_interval, or remove this key".to_owned(),
+    );
     let training = &checks.loose.sections.training;
     let local = training.local_batch_size;
     let smallest = local * world_size;

@@ -113,6 +113,7 @@ fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
     put("train/", "grad_norm", record.grad_norm);
     put("train/", "lr", record.lr);
     put("train/", "samples", record.samples as f64);
+    put("train/", "epoch", record.epoch);
     put("performance/", "samples_per_second", record.samples_per_second);
     if let (Some(tokens), Some(speed)) = (record.tokens, record.tokens_per_second) {
         put("train/", "tokens", tokens as f64);
@@ -132,6 +133,7 @@ fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
         ("train/", "skipped_steps", record.skipped_steps.map(|steps| steps as f64)),
         ("performance/", "mfu", record.mfu),
         ("validation/", "loss", record.validation_loss),
+        ("validation/", "initial_loss", record.initial_validation_loss),
         ("performance/", "seconds_to_first_step", record.seconds_to_first_step),
     ];
     for (folder, name, value) in not_in_every_record {

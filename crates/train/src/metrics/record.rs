@@ -55,6 +55,10 @@ pub struct StepRecord {
     pub lr: f64,
     /// Samples trained on since the beginning of the run.
     pub samples: u64,
+    /// Passes over the samples since the beginning of the run.
+    pub epoch: f64,
+    /// When the step ended, in seconds since 1970.
+    pub unix_seconds: f64,
     /// Samples a second of all workers together.
     pub samples_per_second: f64,
     /// Tokens trained on since the beginning of the run, where samples are of tokens.

@@ -4,7 +4,7 @@ use super::Trainer;
 use crate::dataset::read_batch;
 use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, StepRecord};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 use trireme_base::Bytes;
 use trireme_optim::LossScaling;
 use trireme_parallel::{GradNorm, NonFinite, StepOutcome, StepPlan};
@@ -85,6 +85,8 @@ impl Trainer<'_> {
             grad_norm: outcome.grad_norm.unwrap_or(f64::NAN),
             lr: plan.lr,
             samples: self.state.next_sample,
+            epoch: self.state.next_sample as f64 / self.train.num_samples() as f64,
+            unix_seconds: UNIX_EPOCH.elapsed().map_or(0.0, |since| since.as_secs_f64()),
             samples_per_second: samples as f64 / step_seconds,
             tokens: tokens.map(|_| self.state.tokens),
             tokens_per_second: tokens.map(|tokens| tokens as f64 / step_seconds),

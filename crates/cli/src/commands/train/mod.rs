@@ -141,7 +141,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
             simd.warn();
             let workers = Workers::local(&config, process.limit, process.features);
             let version = prepare_run(&config, process, workers)?;
-            let config = with_corpus(config, version);
+            let config = with_length(config, version, process)?;
             match config.world_size() {
                 1 => train(&config, single(), process),
                 _ => launch(&config, started, &simd),
@@ -209,6 +209,26 @@ fn with_corpus(config: Config, version: Option<u64>) -> Config {
             config.with_data_folder(folder)
         }
     }
+}
+
+/// The config with the corpus, and with the steps of as many passes over it as it asks for.
+fn with_length(config: Config, version: Option<u64>, process: Process<'_>) -> Result<Config> {
+    let config = with_corpus(config, version);
+    if config.training().epochs == 0.0 {
+        return Ok(config);
+    }
+    let num_samples = match process.own {
+        Some(task) => Samples::open(&**task, &config)?.train.num_samples(),
+        None => {
+            let corpus = Corpus::open(&config.data().folder)?;
+            let sequences = Sequences::new(&config, corpus.report.has_loss_mask);
+            sequences.sampler(&corpus, config.training().seed)?.num_windows()
+        }
+    };
+    let Some(steps) = config.steps_of_epochs(num_samples) else { return Ok(config) };
+    let folder = config.data().folder.clone();
+    let config = process.source.load(&[format!("training.steps={steps}")])?;
+    Ok(config.with_data_folder(folder))
 }
 
 /// Refuses a model, a plan or settings that do not fit the corpus.
@@ -325,7 +345,7 @@ fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Resu
     let found = found.map_or_else(Vec::new, |version| version.to_le_bytes().to_vec());
     let versions = group.all_gather_bytes(&found).wait()?;
     let version = versions[0].as_slice().try_into().ok().map(u64::from_le_bytes);
-    let config = with_corpus(config, version);
+    let config = with_length(config, version, process)?;
     train(&config, group, process)
 }
 

@@ -106,6 +106,11 @@ pub(super) fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> 
     let mut lines =
         vec![format!("run folder: {folder} (metrics.jsonl, config.toml, logs, TensorBoard events)")];
     lines.extend(summary.checkpoint.as_ref().map(|path| format!("last checkpoint: {}", path.display())));
+    if let Some((step, loss)) = summary.best_validation.filter(|(step, _)| *step != summary.step) {
+        lines.push(format!(
+            "lowest validation loss: {loss:.4} after step {step}, in {folder}/checkpoints/best"
+        ));
+    }
     lines.push("next steps:".to_owned());
     if config.subject() == Subject::LanguageModel {
         let prompt = match config.generate().prompt.as_str() {

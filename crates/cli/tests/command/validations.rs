@@ -1,0 +1,119 @@
+//! Validations: the first before the first step, the best kept, the end when none is better; and evaluations of finished models.
+
+use crate::common::{Scene, tells};
+use serde_json::Value;
+
+const VALIDATED: &str = "--set training.validation_interval=1 --set training.validation_samples=8";
+
+#[test]
+fn the_best_checkpoint_stays() {
+    let scene = Scene::with_corpus();
+    // A learning rate that is too high makes later losses worse.
+    let train = format!(
+        "train tiny.toml {VALIDATED} --set training.steps=8 --set optimizer.lr=0.3 --set lr_scheduler.warmup_steps=4 \
+         --set checkpoint.keep_latest_k=1 --set checkpoint.interval=1000"
+    );
+    let printed = scene.run(&train).succeeded();
+    tells(&printed, &["validation loss before the first step: "]);
+    let losses: Vec<(u64, f64)> = scene
+        .records("tiny")
+        .iter()
+        .map(|record| (record["step"].as_u64().unwrap(), record["validation_loss"].as_f64().unwrap()))
+        .collect();
+    assert!(scene.records("tiny")[0]["initial_validation_loss"].is_number());
+    let (best, loss) = losses.iter().copied().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+    assert!(best < 8, "{losses:?}");
+    assert_eq!(scene.read("runs/tiny/checkpoints/best"), format!("step-{best}\n"));
+    assert_eq!(
+        scene.names("runs/tiny/checkpoints"),
+        ["best".into(), "latest".into(), format!("step-{best}"), "step-8".into()]
+    );
+    tells(
+        &printed,
+        &[&format!("lowest validation loss: {loss:.4} after step {best}, in runs/tiny/checkpoints/best")],
+    );
+    let state = scene.run("checkpoint inspect runs/tiny/checkpoints/best --json").succeeded();
+    assert_eq!(serde_json::from_str::<Value>(&state).unwrap()["step"], best);
+    // It is a way to go back.
+    let back = format!(
+        "train tiny.toml --resume runs/tiny/checkpoints/best --set run.name=back --set training.steps={}",
+        best + 1
+    );
+    tells(&scene.run(&back).succeeded(), &[&format!("resuming after step {best} of {}", best + 1)]);
+}
+
+#[test]
+fn a_run_that_gets_no_better_ends() {
+    let scene = Scene::with_corpus();
+    let train = format!(
+        "train tiny.toml {VALIDATED} --set training.steps=50 --set optimizer.lr=0.0 --set training.early_stopping_patience=3"
+    );
+    let printed = scene.run(&train).succeeded();
+    // The first validation of a model that does not change is the best.
+    tells(
+        &printed,
+        &["the run ends after step 4: 3 validations have found no lower loss", "checkpoint of step 4: "],
+    );
+    assert_eq!(scene.losses("tiny").len(), 4);
+    let refused = scene
+        .refused_without_trace("train tiny.toml --set training.early_stopping_patience=3 --set run.name=x");
+    tells(&refused, &["needs validations: set validation_interval"]);
+}
+
+#[test]
+fn a_run_may_be_as_long_as_passes_over_the_text() {
+    let scene = Scene::with_corpus();
+    let config = scene.read("tiny.toml").replace("steps = 4\n", "epochs = 0.5\n");
+    scene.write("half.toml", &config);
+    let expected = |records: &[Value]| records.last().unwrap()["epoch"].as_f64().unwrap();
+    for workers in [1, 2] {
+        let run = format!("half-{workers}");
+        scene
+            .run(&format!(
+                "train half.toml --workers {workers} --set run.name={run} --set checkpoint.interval=1000"
+            ))
+            .succeeded();
+        let records = scene.records(&run);
+        let samples = 8.0 * records.len() as f64;
+        assert!((expected(&records) - 0.5).abs() < 8.0 / samples, "{}", expected(&records));
+        assert!(records[0]["unix_seconds"].as_f64().unwrap() > 1.7e9);
+    }
+    assert_eq!(scene.losses("half-1"), scene.losses("half-2"));
+    // Steps on the command line take its place.
+    scene.run("train half.toml --set training.steps=3 --set run.name=three").succeeded();
+    assert_eq!(scene.losses("three").len(), 3);
+    let many = scene.run("train half.toml --set training.seq_len=64 --set training.epochs=5 --set run.name=many --set checkpoint.interval=1000");
+    tells(&many.succeeded(), &["the run passes 5.0 times over its text"]);
+    scene.write("both.toml", config.replace("epochs", "steps = 4\nepochs"));
+    tells(&scene.refused_without_trace("train both.toml"), &["`steps` already says how long to train"]);
+}
+
+#[test]
+fn a_model_is_evaluated_on_texts_and_corpora() {
+    let scene = Scene::with_corpus();
+    scene.run(&format!("train tiny.toml {VALIDATED} --set training.validation_samples=0")).succeeded();
+    let json = |command: &str| -> Value { serde_json::from_str(&scene.run(command).succeeded()).unwrap() };
+    let found = json("eval runs/tiny corpus --seq-len 16 --json");
+    // The validation of the run leaves out a last piece.
+    let validated = scene.records("tiny")[3]["validation_loss"].as_f64().unwrap();
+    assert!((found["loss"].as_f64().unwrap() - validated).abs() < 0.02, "{found} {validated}");
+    let bits =
+        found["loss"].as_f64().unwrap() / std::f64::consts::LN_2 * found["num_tokens"].as_f64().unwrap();
+    assert!(
+        (found["bits_per_byte"].as_f64().unwrap() * found["num_bytes"].as_f64().unwrap() - bits).abs()
+            < 1e-6 * bits
+    );
+    scene.run("checkpoint export runs/tiny model").succeeded();
+    assert_eq!(
+        json("eval model text.txt --seq-len 16 --json"),
+        json("eval runs/tiny text.txt --seq-len 16 --json")
+    );
+    tells(
+        &scene.run("eval model text.txt").succeeded(),
+        &["nats per token", "perplexity: ", "bits per byte: "],
+    );
+    tells(&scene.run("eval model text.txt --seq-len 99").refused(), &["seq_len is 99", "at most 16"]);
+    scene.run("prepare text.txt --train-bpe 300 --out other").succeeded();
+    tells(&scene.run("eval model other").refused(), &["other was tokenized with another tokenizer"]);
+    tells(&scene.run("eval model nowhere.txt").refused(), &["nowhere.txt does not exist"]);
+}
