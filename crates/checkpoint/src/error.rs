@@ -47,6 +47,20 @@ pub enum CheckpointError {
         #[source]
         source: io::Error,
     },
+    /// Neither a folder nor the name of a model that is on this machine.
+    #[error(
+        "{} does not exist, and the Hugging Face cache in {} has no model of that name; fetch it there first (in Python: \
+         huggingface_hub.snapshot_download(\"{}\"))",
+        name.display(),
+        cache.display(),
+        name.display()
+    )]
+    NoSuchModel {
+        /// What was asked for.
+        name: PathBuf,
+        /// Where models are kept.
+        cache: PathBuf,
+    },
     /// There is nothing at the path.
     #[error(
         "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory",

@@ -3,6 +3,7 @@
 use crate::CONFIG_FILE;
 use crate::error::CheckpointError;
 use crate::files::{JSON_BYTES_MAX, damaged, is_plain_name, read_bounded, reading};
+use crate::hub_cache::{cache_folder, is_model_name};
 use crate::safetensors_file::read_header;
 use crate::stored::{StoredPart, StoredTensor, StoredTensors};
 use serde::{Deserialize, Serialize};
@@ -72,9 +73,12 @@ impl HuggingFaceDirectory {
         } else {
             return Err(match fs::metadata(folder) {
                 Ok(_) => nothing_to_open(folder),
-                Err(error) if error.kind() == ErrorKind::NotFound => {
-                    CheckpointError::NoSuchFolder { path: folder.to_owned() }
-                }
+                Err(error) if error.kind() == ErrorKind::NotFound => match cache_folder() {
+                    Some(cache) if is_model_name(folder) => {
+                        CheckpointError::NoSuchModel { name: folder.to_owned(), cache }
+                    }
+                    _ => CheckpointError::NoSuchFolder { path: folder.to_owned() },
+                },
                 Err(error) => reading(folder)(error),
             });
         };

@@ -1,6 +1,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
 use crate::folder::{SkippedCheckpoint, find_latest, follow_name, list_checkpoints};
+use crate::hub_cache::resolve_model;
 use crate::hugging_face::{HuggingFaceDirectory, MODEL_FILES};
 use crate::manifest::MANIFEST_FILE;
 use crate::stored::StoredTensors;
@@ -25,12 +26,12 @@ pub enum ModelSource {
 
 impl ModelSource {
     /// Opens a checkpoint (also by the name `checkpoints/best` or `checkpoints/latest` of a run), the newest checkpoint of a run's folder or of its `checkpoints` folder, or a
-    /// Hugging Face model directory.
+    /// Hugging Face model directory, also by the [name](resolve_model) of a model in the Hugging Face cache.
     ///
     /// # Errors
     /// If `path` is none of these, or what it holds does not open.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let path = &follow_name(path);
+        let path = &resolve_model(&follow_name(path));
         if path.join(MANIFEST_FILE).is_file() {
             let checkpoint = Checkpoint::open(path)?;
             return Ok(ModelSource::Checkpoint { checkpoint, skipped: Vec::new() });

@@ -3,15 +3,17 @@
 use crate::bounded::within;
 use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError};
+use crate::log_line::{LogLine, duration};
+use console::Term;
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::consts::SIGINT;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_comm::CommError;
-use trireme_train::metrics::{LogLine, StepRecord};
+use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts, TrainError};
 
 /// How long the last words of a worker may take to be written to its log.
@@ -113,6 +115,38 @@ pub(crate) struct Console {
     /// Rank 0's copy of its lines; the other ranks' output is their log.
     log: Option<File>,
     first_step_shown: bool,
+    steps: u64,
+    pace: Pace,
+}
+
+/// How fast steps follow each other, over the last ones.
+#[derive(Debug, Default)]
+struct Pace {
+    /// When the last step ended, and how long one takes with what comes between steps.
+    last: Option<(Instant, Option<f64>)>,
+    /// Tokens or samples a second within steps.
+    speed: Option<f64>,
+}
+
+impl Pace {
+    /// How much a new step counts; the rest is what was known before.
+    const NEW: f64 = 0.1;
+
+    fn add(&mut self, record: &StepRecord) {
+        let mix = |old: Option<f64>, new: f64| old.map_or(new, |old| old + Self::NEW * (new - old));
+        self.speed = Some(mix(self.speed, record.speed().1));
+        let now = Instant::now();
+        let seconds = match self.last {
+            Some((last, seconds)) => Some(mix(seconds, now.duration_since(last).as_secs_f64())),
+            None => None,
+        };
+        self.last = Some((now, seconds));
+    }
+
+    fn left(&self, num_steps: u64) -> Option<Duration> {
+        let (_, seconds) = self.last?;
+        Duration::try_from_secs_f64(seconds? * num_steps as f64).ok()
+    }
 }
 
 impl Console {
@@ -126,18 +160,32 @@ impl Console {
             let file = OpenOptions::new().create(true).append(true).open(&path);
             log = Some(file.map_err(|source| TrainError::RunFolder { path, source })?);
         }
-        Ok(Console { is_root, log_interval, bar: None, log, first_step_shown: false })
+        let pace = Pace::default();
+        Ok(Console { is_root, log_interval, bar: None, log, first_step_shown: false, steps: 0, pace })
     }
 
     /// Prints a line, above the bar if there is one.
     pub(crate) fn line(&mut self, text: &str) {
+        self.print(text);
+        self.log_line(text);
+    }
+
+    fn print(&mut self, text: &str) {
         // A run goes on when nobody looks any more: the line is in the log as well.
         let print = || drop(writeln!(Output, "{text}"));
         match &self.bar {
             Some(bar) if !bar.is_finished() => bar.suspend(print),
             _ => print(),
         }
-        self.log_line(text);
+    }
+
+    /// Prints the line of a step, as wide as the terminal, if there is one; the log has all of it.
+    fn record(&mut self, line: LogLine<'_>) {
+        match std::io::stdout().is_terminal() {
+            true => self.print(&line.fitted(usize::from(Term::stdout().size().1))),
+            false => self.print(&line.plain()),
+        }
+        self.log_line(&line.plain());
     }
 
     fn log_line(&mut self, text: &str) {
@@ -187,6 +235,7 @@ impl Observer for Console {
             1 => format!("1 worker x {num_threads} threads"),
             _ => format!("{world_size} workers x {num_threads} threads over {transport}"),
         };
+        self.steps = facts.steps;
         self.line(&format!("model: {model}; {}", parameters(*num_parameters)));
         let data = match facts.tokens_per_sample {
             Some(tokens) => format!(
@@ -206,10 +255,9 @@ impl Observer for Console {
             step => self.line(&format!("resuming after step {step} of {}", facts.steps)),
         }
         if self.is_root && std::io::stderr().is_terminal() && facts.resumed_step < facts.steps {
-            let template = "{wide_bar} {pos}/{len}  {msg}  {eta} left";
+            let template = "{wide_bar} {pos}/{len}  {msg}";
             let style = ProgressStyle::with_template(template).expect("the template is well formed");
             let bar = ProgressBar::new(facts.steps).with_style(style).with_position(facts.resumed_step);
-            bar.reset_eta();
             self.bar = Some(bar);
         }
     }
@@ -220,21 +268,17 @@ impl Observer for Console {
             self.line(&format!("seconds_to_first_step: {seconds:.3}"));
         }
         let is_due = record.step.is_multiple_of(self.log_interval) || record.validation_loss.is_some();
-        match &self.bar {
-            Some(bar) => {
-                bar.set_position(record.step);
-                let (unit, speed) = record.speed();
-                bar.set_message(format!("loss {:.4}  {speed:.0} {unit}", record.loss));
-                if record.validation_loss.is_some() {
-                    self.line(&LogLine(record).to_string());
-                } else if is_due {
-                    self.log_line(&LogLine(record).to_string());
-                }
-            }
-            None if is_due || record.seconds_to_first_step.is_some() => {
-                self.line(&LogLine(record).to_string())
-            }
-            None => {}
+        self.pace.add(record);
+        let left = self.pace.left(self.steps.saturating_sub(record.step));
+        let (unit, speed) = record.speed();
+        let speed = self.pace.speed.unwrap_or(speed);
+        if let Some(bar) = &self.bar {
+            bar.set_position(record.step);
+            let left = left.map(|left| format!("  {} left", duration(left))).unwrap_or_default();
+            bar.set_message(format!("loss {:.4}  {speed:.0} {unit}{left}", record.loss));
+        }
+        if is_due || record.seconds_to_first_step.is_some() {
+            self.record(LogLine { record, speed, left });
         }
     }
 

@@ -16,6 +16,7 @@ mod console;
 mod hang;
 mod interrupts;
 mod launch;
+mod log_line;
 mod memory_limit;
 mod planning;
 mod simd;
@@ -31,21 +32,20 @@ pub use trireme_tensor::tape;
 pub use trireme_train as train;
 pub use trireme_train::{Dataset, Sample, Task};
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-const EXAMPLES: &str = r#"A first run needs nothing but a config:
+const EXAMPLES: &str = r#"A first run needs nothing but this program:
 
-    trireme train configs/quickstart.toml
+    trireme init first && cd first && trireme train
 
 To train on a text of your own:
 
-    trireme prepare book.txt --out corpus
-    trireme train configs/quickstart.toml --set run.name=book \
-        --set 'data.inputs=[]' --set data.folder=corpus
+    trireme train --set 'data.inputs=["book.txt"]' --set run.name=book
     trireme generate runs/book --prompt "Once"
+    trireme eval runs/book other.txt
 "#;
 
 /// Distributed deep-learning training: one binary, one config file.
@@ -58,6 +58,7 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Init(commands::init::InitArgs),
     Train(commands::train::TrainArgs),
     Prepare(commands::prepare::PrepareArgs),
     Generate(commands::generate::GenerateArgs),
@@ -69,6 +70,8 @@ enum Command {
     Doctor(commands::doctor::DoctorArgs),
     Bench(commands::bench::BenchArgs),
     FlightRecorder(commands::flight_recorder::FlightRecorderArgs),
+    Completions(commands::completions::CompletionsArgs),
+    Man(commands::completions::ManArgs),
     #[command(hide = true)]
     ProveKernels(commands::prove_kernels::ProveKernelsArgs),
 }
@@ -99,6 +102,7 @@ enum TaskCommand {
 /// Runs the `trireme` command with the arguments of this process.
 pub fn run_command() -> ExitCode {
     within_process(|started| match Arguments::parse().command {
+        Command::Init(args) => commands::init::run(&args),
         Command::Train(args) => commands::train::run(&args, started, None),
         Command::Prepare(args) => commands::prepare::run(&args),
         Command::Generate(args) => commands::generate::run(&args),
@@ -110,6 +114,8 @@ pub fn run_command() -> ExitCode {
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Bench(args) => commands::bench::run(&args, started),
         Command::FlightRecorder(args) => commands::flight_recorder::run(&args),
+        Command::Completions(args) => commands::completions::completions(&args, Arguments::command()),
+        Command::Man(args) => commands::completions::man(&args, Arguments::command()),
         Command::ProveKernels(args) => commands::prove_kernels::run(&args),
     })
 }

@@ -172,6 +172,11 @@ pub struct OptimizerOptions {
 }
 
 impl OptimizerOptions {
+    /// Whether the parameter of this name stays as it is.
+    pub fn is_frozen(&self, name: &str) -> bool {
+        self.groups.iter().find(|group| group.matches(name)).is_some_and(|group| group.frozen)
+    }
+
     /// How far an update moves biases that balance loads, unless something else is asked for (DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
     /// section 4.2).
     pub const BALANCE_RATE: f32 = 1e-3;

@@ -156,6 +156,7 @@ fn the_first_group_that_matches_counts() {
     let table = table(5);
     let group = |pattern: &str, lr_scale| ParameterGroup {
         pattern: pattern.to_owned(),
+        frozen: false,
         lr_scale,
         weight_decay: None,
         beta1: None,
@@ -199,6 +200,7 @@ fn matrices_decay_and_vectors_only_if_asked() {
     assert_eq!(decayed(true, vec![]).len(), 7);
     let none = ParameterGroup {
         pattern: "wte*".into(),
+        frozen: false,
         lr_scale: 1.0,
         weight_decay: Some(0.0),
         beta1: None,

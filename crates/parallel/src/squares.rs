@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::Group;
+use trireme_optim::OptimizerOptions;
 use trireme_tensor::{Category, Device, ExactSum, ParameterClass, ParameterTable, UnitInfo, View, ViewMut};
 
 /// Exact sums of the squares of the gradient of each unit, of what this rank counts: one that holds it with others leaves it to the first of them. As they are exact, their
@@ -26,6 +27,7 @@ impl Squares {
         table: &ParameterTable,
         ranks: &RankGrid,
         device: &Device,
+        optimizer: &OptimizerOptions,
     ) -> Result<Self, ParallelError> {
         let (group, is_first) = ranks.squares_group();
         let counted = |unit: &UnitInfo| {
@@ -34,8 +36,9 @@ impl Squares {
             let mut runs: Vec<Range<usize>> = Vec::new();
             for info in &table.parameters()[unit.parameters.clone()] {
                 let is_here = if info.expert.is_some() { table.has(info) } else { has_rest };
-                // What balances loads is no gradient.
-                if !is_here || !info.is_counted() || info.class == ParameterClass::Balance {
+                // What balances loads is no gradient, and what stays as it is needs none.
+                let is_updated = info.class != ParameterClass::Balance && !optimizer.is_frozen(&info.name);
+                if !is_here || !info.is_counted() || !is_updated {
                     continue;
                 }
                 let range = info.range();

@@ -51,7 +51,7 @@ pub use requests::Requests;
 pub use resume::resume_point;
 pub use run_folder::{FLIGHT_RECORDER_FOLDER, earlier_run};
 pub use run_lock::RunLock;
-pub use sample::{SampleSettings, sample};
+pub use sample::{Ended, SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
     base_programs, executor_options, local_threads, lowered, model_config, new_executor, positions_of_batch,

@@ -9,6 +9,7 @@ use crate::observer::Observer;
 use crate::resume::resume_point;
 use crate::trace::TRACE_FILE;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::Path;
 use trireme_base::Bytes;
 use trireme_comm::{Choice, Group};
@@ -47,7 +48,12 @@ pub(crate) fn open(
     write_program(config, executor.program(), comment)?;
     write_choices(config, executor.group())?;
     let metrics = config.metrics();
-    let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };
+    let address = SocketAddr::new(metrics.prometheus_address, metrics.prometheus_port);
+    let which = MetricsFiles {
+        jsonl: metrics.jsonl,
+        tensorboard: metrics.tensorboard,
+        prometheus: (metrics.prometheus_port > 0).then_some(address),
+    };
     Ok(MetricsWriter::open(&folder, which, resumed_step)?)
 }
 

@@ -19,17 +19,61 @@ pub struct SampleSettings {
     pub seed: u64,
     /// Whether the tokenizer's end of a document ends the text.
     pub stop_at_end: bool,
+    /// Texts before the first of which the text ends.
+    pub stop: Vec<String>,
 }
 
-/// Generates text and hands it out piece by piece; returns the number of tokens made. Ends early at the end
-/// of a document, if asked to, and where the model's positions end.
+/// Why a text ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// It has as many tokens as were asked for.
+    AsAsked,
+    /// By the end of a document.
+    AtEnd,
+    /// Before one of the texts that end it.
+    AtStop,
+    /// The model has no more positions.
+    AtModelLength,
+}
+
+/// What is given out of a text while it grows, so that none of the texts that end it is.
+struct Stops<'a> {
+    stop: &'a [String],
+    /// What was not given out yet.
+    held: String,
+}
+
+impl Stops<'_> {
+    /// Takes more text; what can be given out. `true` if the text has ended.
+    fn push(&mut self, piece: &str) -> (String, bool) {
+        self.held.push_str(piece);
+        let found = self.stop.iter().filter_map(|stop| self.held.find(stop.as_str())).min();
+        if let Some(end) = found {
+            self.held.truncate(end);
+            return (std::mem::take(&mut self.held), true);
+        }
+        // The beginning of a text that ends it may be the end of what is here.
+        let longest = |stop: &String| {
+            let lens = (1..stop.len()).rev().filter(|&len| stop.is_char_boundary(len));
+            lens.into_iter().find(|&len| self.held.ends_with(&stop[..len])).unwrap_or(0)
+        };
+        let num_held = self.stop.iter().map(longest).max().unwrap_or(0);
+        let rest = self.held.split_off(self.held.len() - num_held);
+        (std::mem::replace(&mut self.held, rest), false)
+    }
+}
+
+/// Generates text and hands it out piece by piece; returns why it ends.
+///
+/// # Errors
+/// A prompt that is longer than the model supports, or has tokens that it does not know; and what the device refuses.
 pub fn sample(
     executor: &mut Executor,
     config: &ModelConfig,
     tokenizer: &Tokenizer,
     settings: &SampleSettings,
     mut text: impl FnMut(&str),
-) -> Result<usize, TrainError> {
+) -> Result<Ended, TrainError> {
     let mut tokens = Vec::new();
     tokenizer.encode(&settings.prompt, &mut tokens)?;
     if tokens.is_empty() {
@@ -48,19 +92,58 @@ pub fn sample(
     let mut generation = Generation::new(executor, capacity);
     let mut random = Random::new(RandomKey::new(settings.seed, "sampling"), 0);
     let mut decoder = tokenizer.stream_decoder();
-    for index in 0..num_tokens {
+    let mut stops = Stops { stop: &settings.stop, held: String::new() };
+    for _ in 0..num_tokens {
         let logits = generation.read(&tokens)?;
         // A vocabulary may be padded beyond the tokenizer's ids; those stand for nothing.
         let known = tokenizer.vocabulary_size().min(logits.len());
         let token = settings.sampling.choose(&logits[..known], &mut random);
         if settings.stop_at_end && tokenizer.end_of_document() == Some(token) {
-            text(&decoder.finish()?);
-            return Ok(index);
+            let (rest, is_stopped) = stops.push(&decoder.finish()?);
+            text(&rest);
+            if !is_stopped {
+                text(&stops.held);
+            }
+            return Ok(Ended::AtEnd);
         }
-        text(&decoder.push(token)?);
+        let (piece, is_stopped) = stops.push(&decoder.push(token)?);
+        text(&piece);
+        if is_stopped {
+            return Ok(Ended::AtStop);
+        }
         tokens.clear();
         tokens.push(token);
     }
-    text(&decoder.finish()?);
-    Ok(num_tokens)
+    let (rest, is_stopped) = stops.push(&decoder.finish()?);
+    text(&rest);
+    if is_stopped {
+        return Ok(Ended::AtStop);
+    }
+    text(&stops.held);
+    Ok(if num_tokens < settings.num_tokens { Ended::AtModelLength } else { Ended::AsAsked })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_ends_before_what_ends_it_and_nothing_of_that_is_given_out() {
+        let stop = ["END".to_owned(), "\n\n".to_owned()];
+        let given = |pieces: &[&str]| {
+            let mut stops = Stops { stop: &stop, held: String::new() };
+            let mut text = String::new();
+            for piece in pieces {
+                let (more, is_stopped) = stops.push(piece);
+                text += &more;
+                if is_stopped {
+                    return (text, true);
+                }
+            }
+            (text + &stops.held, false)
+        };
+        assert_eq!(given(&["a E", "N", "D b"]), ("a ".to_owned(), true));
+        assert_eq!(given(&["a E", "N", "x\n"]), ("a ENx\n".to_owned(), false));
+        assert_eq!(given(&["é\n", "\nEND"]), ("é".to_owned(), true));
+    }
 }

@@ -16,7 +16,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 use trireme_base::{ContextPlace, Rank};
-use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
+use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource, resolve_model};
 use trireme_comm::Group;
 use trireme_model::{
     AttentionConfig, ExchangeConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec,
@@ -66,6 +66,7 @@ pub fn model_config(
             model: model.vocab_size,
         });
     }
+    model.dropout = config.model().dropout as f32;
     let experts = config.experts();
     match &mut model.experts {
         Some(own) => {
@@ -100,7 +101,9 @@ fn source_text(source: ModelSource<'_>) -> Result<Option<(PathBuf, String)>, Tra
         ModelSource::Inline(_) => return Ok(None),
         ModelSource::File(path) => path.to_owned(),
         // A plan needs no weights.
-        ModelSource::InitFrom(folder) if folder.join(CONFIG_FILE).is_file() => folder.join(CONFIG_FILE),
+        ModelSource::InitFrom(folder) if resolve_model(folder).join(CONFIG_FILE).is_file() => {
+            resolve_model(folder).join(CONFIG_FILE)
+        }
         ModelSource::InitFrom(folder) => {
             let missing = || TrainError::NoModelConfig { path: folder.to_owned() };
             let source = WeightsSource::open(folder)?;
@@ -164,6 +167,7 @@ fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_
         latent: None,
         experts: None,
         initializer_range: model.initializer_range as f32,
+        dropout: 0.0,
     }
 }
 

@@ -2,25 +2,52 @@
 
 use crate::console::{Output, remark};
 use crate::simd::{Proof, Simd};
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::{Value, json};
+use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
 use trireme_checkpoint::ModelSource;
-use trireme_data::Tokenizer;
-use trireme_model::Sampling;
+use trireme_data::{ChatTemplate, Tokenizer};
+use trireme_model::{ModelConfig, Sampling};
+use trireme_parallel::Executor;
 use trireme_tensor::{Device, DeviceOptions};
-use trireme_train::{LoadedModel, SampleSettings, load_model, model_tokenizer, sample};
+use trireme_train::{
+    Ended, LoadedModel, SampleSettings, load_model, model_chat_template, model_tokenizer, sample,
+};
+
+const EXAMPLES: &str = "\
+Examples:
+  trireme generate runs/book --prompt \"Once\" --stop \"\\n\"
+      A text that ends with its first line.
+  trireme generate model --chat --prompt \"What is a ring all-reduce?\"
+      An answer, by the chat template of the model.
+  trireme generate model --prompt-file prompts.jsonl --json
+      A text for each line, which has a `prompt` or `messages`.";
 
 /// Generate text from a checkpoint, a run, or a Hugging Face model directory.
 ///
-/// Prints the text as it is generated. The same seed gives the same text on the same kind of machine.
+/// Prints the text as it is generated, and says if the model's length ended it. The same seed gives the same text on the same kind of machine.
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct GenerateArgs {
     /// The folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face model directory.
     path: PathBuf,
-    /// Text to continue.
-    #[arg(long, default_value = "\n", hide_default_value = true)]
-    prompt: String,
+    /// Text to continue; can be given several times.
+    #[arg(long, value_name = "TEXT")]
+    prompt: Vec<String>,
+    /// File with a text to continue; or, with the ending .jsonl, one in each line, as `prompt` or `messages`.
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
+    /// Take each prompt for a message of a user, and let the chat template of the model make the text of it.
+    #[arg(long)]
+    chat: bool,
+    /// Text before which the output ends, such as "\\n\\n" (with the escapes \\n and \\t); can be given several times.
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Print one JSON object a prompt, with the reason why its text ends.
+    #[arg(long)]
+    json: bool,
     /// Maximum number of tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 256)]
     num_tokens: usize,
@@ -67,23 +94,97 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         load_model(&args.path, args.allow_non_finite, &device)?;
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let tokenizer = tokenizer(args)?;
-    let settings = SampleSettings {
-        prompt: args.prompt.clone(),
-        num_tokens: args.num_tokens,
-        sampling: Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p },
-        seed: args.seed,
-        stop_at_end: !args.ignore_end,
-    };
+    let prompts = prompts(args)?;
+    for (index, prompt) in prompts.iter().enumerate() {
+        let settings = SampleSettings {
+            prompt: prompt.clone(),
+            num_tokens: args.num_tokens,
+            sampling: Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p },
+            seed: args.seed,
+            stop_at_end: !args.ignore_end,
+            stop: args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect(),
+        };
+        if prompts.len() > 1 && !args.json {
+            writeln!(Output, "--- {} of {} ---", index + 1, prompts.len())?;
+        }
+        let ended = generate(args, &settings, (&mut executor, &config, &tokenizer))?;
+        if ended == Ended::AtModelLength && !args.json {
+            let positions = config.max_position_embeddings;
+            remark(&format!("note: the text ends because the model has {positions} positions"));
+        }
+    }
+    Ok(())
+}
+
+/// Shows one text, as it grows or at once.
+fn generate(
+    args: &GenerateArgs,
+    settings: &SampleSettings,
+    (executor, config, tokenizer): (&mut Executor, &ModelConfig, &Tokenizer),
+) -> Result<Ended> {
     let mut written = Ok(());
+    let mut all = String::new();
     let mut show = |piece: &str| {
-        if written.is_ok() {
+        if args.json {
+            all.push_str(piece);
+        } else if written.is_ok() {
             written = Output.write_all(piece.as_bytes()).and_then(|()| Output.flush());
         }
     };
-    show(&settings.prompt);
-    sample(&mut executor, &config, &tokenizer, &settings, &mut show)?;
-    show("\n");
-    Ok(written?)
+    // A conversation is known to who has asked.
+    let repeats_prompt = !(args.chat || args.json);
+    if repeats_prompt {
+        show(&settings.prompt);
+    }
+    let ended = sample(executor, config, tokenizer, settings, &mut show)?;
+    if args.json {
+        let ended = match ended {
+            Ended::AsAsked => "num_tokens",
+            Ended::AtEnd => "end",
+            Ended::AtStop => "stop",
+            Ended::AtModelLength => "model_length",
+        };
+        written = writeln!(Output, "{}", json!({ "prompt": settings.prompt, "text": all, "ended": ended }));
+    } else {
+        show("\n");
+    }
+    written?;
+    Ok(ended)
+}
+
+/// The texts to continue.
+fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
+    let template = || -> Result<ChatTemplate> {
+        let template = model_chat_template(&ModelSource::open(&args.path)?)?;
+        template.ok_or_else(|| anyhow!("{} has no chat template", args.path.display()))
+    };
+    let rendered = |messages: &[Value]| template()?.prompt(messages).map_err(|reason| anyhow!("{reason}"));
+    let prompt = |text: &str| match args.chat {
+        true => rendered(&[json!({ "role": "user", "content": text })]),
+        false => Ok(text.to_owned()),
+    };
+    let mut prompts = args.prompt.iter().map(|text| prompt(text)).collect::<Result<Vec<_>>>()?;
+    if let Some(path) = &args.prompt_file {
+        let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        if path.extension().is_some_and(|extension| extension == "jsonl") {
+            let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+            for (index, line) in lines {
+                let place = || format!("line {} of {}", index + 1, path.display());
+                let record: Value = serde_json::from_str(line).with_context(place)?;
+                prompts.push(match (record["prompt"].as_str(), record["messages"].as_array()) {
+                    (Some(text), _) => prompt(text)?,
+                    (None, Some(messages)) => rendered(messages).with_context(place)?,
+                    (None, None) => bail!("{} has neither a `prompt` nor `messages`", place()),
+                });
+            }
+        } else {
+            prompts.push(prompt(&text)?);
+        }
+    }
+    if prompts.is_empty() {
+        prompts.push(prompt("\n")?);
+    }
+    Ok(prompts)
 }
 
 fn tokenizer(args: &GenerateArgs) -> Result<Tokenizer> {

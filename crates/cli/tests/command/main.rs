@@ -11,6 +11,7 @@ mod deaths;
 mod disagreement;
 mod experts;
 mod fine_tuning;
+mod first_day;
 mod full_disk;
 mod hangs;
 mod hosts;

@@ -62,6 +62,8 @@ pub struct ModelConfig {
     pub logit_soft_cap: Option<f32>,
     /// Standard deviation of random initial weights.
     pub initializer_range: f32,
+    /// Probability with which elements of the embedding, and of what layers add to it, are dropped in training. No part of a `config.json`.
+    pub dropout: f32,
 }
 
 /// How queries and keys make scores. The default is plain causal attention.
@@ -184,7 +186,12 @@ impl ModelConfig {
         ["resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"]
             .into_iter()
             .filter(|key| map.get(*key).and_then(Value::as_f64).is_some_and(|rate| rate > 0.0))
-            .map(|key| format!("config.json sets {key} = {}; training runs without dropout", map[key]))
+            .map(|key| {
+                format!(
+                    "config.json sets {key} = {}, which does not apply; [model] dropout sets one",
+                    map[key]
+                )
+            })
             .collect()
     }
 

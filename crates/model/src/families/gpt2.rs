@@ -1,6 +1,6 @@
 //! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
-use super::{attention, normal, output_weight, token_table};
+use super::{attention, dropout, normal, output_weight, token_table};
 use crate::config::{AttentionConfig, ModelConfig, Reader, shortest};
 use crate::error::ModelError;
 use crate::families::Family;
@@ -47,6 +47,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         },
         logit_soft_cap: None,
         initializer_range: reader.narrow_number("initializer_range", 0.02)?,
+        dropout: 0.0,
     })
 }
 
@@ -114,7 +115,11 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
     let tokens = table.add(token_table("transformer.wte.weight", config));
     let positions = [config.max_position_embeddings, hidden];
     let positions = Some(table.add(Parameter::embedding("transformer.wpe.weight", &positions, normal)));
-    let embedding = TokenEmbedding { embedding: Arc::new(Embedding { tokens, positions }), scale: None };
+    let embedding = TokenEmbedding {
+        embedding: Arc::new(Embedding { tokens, positions }),
+        scale: None,
+        dropout: dropout(config, "embedding"),
+    };
     let mut units: Vec<Arc<dyn Unit>> = vec![Arc::new(embedding)];
     for layer in 0..config.num_layers {
         let name = format!("transformer.h.{layer}");
@@ -123,7 +128,8 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         let qkv = Cut::along(1).with_groups(3).with_granule(head);
         let activation = InputActivation::Of(config.activation);
         let into_residual = |table: &mut ParameterTable, name: String, inputs, granule, activation| {
-            Projection::new(row_parallel(table, name, inputs, granule, activation))
+            let dropout = dropout(config, &name);
+            Projection::new(row_parallel(table, name, inputs, granule, activation), dropout)
         };
         let attention = SelfAttention {
             norm: norm(&mut table, &format!("{name}.ln_1")),

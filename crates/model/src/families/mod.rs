@@ -23,7 +23,7 @@ use crate::model::Model;
 use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
-use trireme_tensor::tape::{Attention, RotaryTable};
+use trireme_tensor::tape::{Attention, Dropout, RotaryTable};
 use trireme_tensor::{Cut, Initial, Parameter, ParameterSpan, ParameterTable};
 
 /// Every family.
@@ -96,6 +96,11 @@ fn attention(
     let num_kv_heads = table.part_of(kv_heads(1), config.num_kv_heads);
     let attention = Attention::new(num_heads, num_kv_heads, config.head_dim, config.attention_rule(layer));
     Arc::new(attention.with_rotary(rotary.cloned()))
+}
+
+/// The dropout of this place, if the model is trained with it.
+fn dropout(config: &ModelConfig, name: &str) -> Option<Arc<Dropout>> {
+    (config.dropout > 0.0).then(|| Arc::new(Dropout::new(format!("{name}.dropout"), config.dropout)))
 }
 
 /// Initial values of most matrices.

@@ -10,7 +10,7 @@ use crate::tokens::{LOGITS, LOSS_WEIGHTS, TARGETS, TOKENS};
 use crate::unit::{Unit, UnitContext};
 use std::fmt;
 use std::sync::Arc;
-use trireme_tensor::tape::{Add, Embedding, Linear, LossHead, Norm, Scale};
+use trireme_tensor::tape::{Add, Dropout, Embedding, Linear, LossHead, Norm, Scale};
 use trireme_tensor::{DeviceError, Var};
 
 /// Name of the residual stream between units: `[batch, seq_len, hidden]`, f32.
@@ -21,6 +21,7 @@ const HIDDEN: &str = "hidden";
 pub(crate) struct TokenEmbedding {
     pub(crate) embedding: Arc<Embedding>,
     pub(crate) scale: Option<Arc<Scale>>,
+    pub(crate) dropout: Option<Arc<Dropout>>,
 }
 
 impl Unit for TokenEmbedding {
@@ -29,6 +30,9 @@ impl Unit for TokenEmbedding {
         let mut x = cx.apply(&self.embedding, [tokens])?;
         if let Some(scale) = &self.scale {
             x = cx.apply(scale, [x])?;
+        }
+        if let Some(dropout) = &self.dropout {
+            x = cx.apply(dropout, [x])?;
         }
         cx.output(HIDDEN, x)
     }
@@ -60,19 +64,29 @@ pub(crate) struct Projection {
     pub(crate) linear: Arc<Linear>,
     /// Of what is added.
     pub(crate) norm: Option<Arc<Norm>>,
+    /// Of what is added, at last.
+    pub(crate) dropout: Option<Arc<Dropout>>,
 }
 
 impl Projection {
-    pub(crate) fn new(linear: Arc<Linear>) -> Self {
-        Projection { linear, norm: None }
+    /// Without a norm.
+    pub(crate) fn new(linear: Arc<Linear>, dropout: Option<Arc<Dropout>>) -> Self {
+        Projection { linear, norm: None, dropout }
     }
 
     /// The residual stream `x` with the projection of `inner`.
     fn add_to(&self, cx: &mut UnitContext<'_>, x: Var, inner: Var) -> Result<Var, DeviceError> {
-        let Some(norm) = &self.norm else { return cx.apply(&self.linear, (inner, x)) };
-        let projected = cx.apply(&self.linear, [inner])?;
-        let normed = cx.apply(norm, [projected])?;
-        cx.apply(&Add, (x, normed))
+        if self.norm.is_none() && self.dropout.is_none() {
+            return cx.apply(&self.linear, (inner, x));
+        }
+        let mut added = cx.apply(&self.linear, [inner])?;
+        if let Some(norm) = &self.norm {
+            added = cx.apply(norm, [added])?;
+        }
+        if let Some(dropout) = &self.dropout {
+            added = cx.apply(dropout, [added])?;
+        }
+        cx.apply(&Add, (x, added))
     }
 }
 

@@ -154,6 +154,7 @@ impl Executor {
         };
         let optimizer_device = offload.device_of(&state, StateClass::Optimizer, device).clone();
         let stepped = if state.is_trained() { parts.clone() } else { vec![0..0; parts.len()] };
+        let squares = Squares::new(table, &ranks, device, optimizer)?;
         let optimizer = make(optimizer, table, &stepped, &optimizer_device)?;
         let devices = (device, shards_device);
         let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
@@ -169,7 +170,6 @@ impl Executor {
             .expert_state()
             .map(|state| ShardExchange::new(&ranks, state, outline, &optimizer_device, device));
         let means = Means::new(outline, &ranks, &rehearsal, device)?;
-        let squares = Squares::new(table, &ranks, device)?;
         let fp8 =
             options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;
         let forward = forward_program(outline)?;

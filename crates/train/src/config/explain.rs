@@ -1,5 +1,6 @@
 //! Writes configs: one with every key explained, and one that says what a run was.
 
+use super::foreign_words;
 use super::mistake::ConfigError;
 use super::reader::section_hint;
 use super::section::{Key, Section};
@@ -17,8 +18,35 @@ pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
     };
     match defaults.get(name) {
         Some(section) => Ok(explain_section(name, section)),
-        None => Err(ConfigError::UnknownSection { section: name.to_owned(), hint: section_hint(name) }),
+        None => match search(&defaults, name) {
+            found if found.is_empty() => {
+                Err(ConfigError::UnknownSection { section: name.to_owned(), hint: section_hint(name) })
+            }
+            found => Ok(found),
+        },
     }
+}
+
+/// The keys that a word may mean: by what other systems call them, by their names, and by what is said of them.
+fn search(sections: &Sections, word: &str) -> String {
+    let lower = word.to_lowercase();
+    let mut text = String::new();
+    for (foreign, key, difference) in foreign_words::keys_of(word) {
+        let difference = if difference.is_empty() { String::new() } else { format!(": {difference}") };
+        text += &format!("# {foreign} of other systems is {key}{difference}\n");
+    }
+    let foreign: Vec<&str> = foreign_words::keys_of(word).map(|(_, key, _)| key).collect();
+    for (name, section) in sections.all() {
+        let fits = |key: &Key| {
+            let is_told = key.docs.iter().any(|line| line.to_lowercase().contains(&lower));
+            key.name.contains(&lower) || is_told || foreign.contains(&&*format!("{name}.{}", key.name))
+        };
+        let keys: Vec<String> = section.keys().iter().filter(|key| fits(key)).map(explain_key).collect();
+        if !keys.is_empty() {
+            text += &format!("\n[{name}]\n{}", keys.concat());
+        }
+    }
+    text
 }
 
 fn explain_section(name: &str, section: &dyn Section) -> String {

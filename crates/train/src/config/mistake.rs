@@ -27,7 +27,7 @@ pub enum ConfigError {
         mistakes: Vec<Mistake>,
     },
     /// There is no such section to explain.
-    #[error("unknown section [{section}]; {hint}")]
+    #[error("neither a section nor a word of a key is '{section}'; {hint}")]
     UnknownSection {
         /// What was asked for.
         section: String,

@@ -12,6 +12,7 @@ mod compression;
 mod costs;
 mod explain;
 mod file_values;
+mod foreign_words;
 mod given;
 mod layout;
 mod memory;
@@ -175,7 +176,8 @@ impl Config {
             .map_err(|mistakes| ConfigError::Invalid { mistakes })
     }
 
-    /// Every key with its type, default and meaning, of one section or of all, in the form of a config file.
+    /// Every key with its type, default and meaning, of one section or of all, in the form of a config file; for any other word, the keys whose name
+    /// or meaning has it, or that other systems call so.
     pub fn explain(section: Option<&str>) -> Result<String, ConfigError> {
         explain::explain(section)
     }

@@ -99,6 +99,7 @@ impl Config {
     pub(crate) fn parameter_groups(&self, names: &[&str]) -> Result<Vec<ParameterGroup>, ConfigError> {
         let group = |group: &OptimizerGroup| ParameterGroup {
             pattern: group.pattern.clone(),
+            frozen: group.frozen,
             lr_scale: group.lr_scale as f32,
             weight_decay: group.weight_decay.map(|decay| decay as f32),
             beta1: group.beta1.map(|beta| beta as f32),

@@ -1,5 +1,6 @@
 //! Reads the file and the `--set` options key by key, and collects the mistakes of single keys.
 
+use super::foreign_words::key_of;
 use super::mistake::{Mistake, Place, nearest};
 use super::section::{KeyError, Section, TableList};
 use super::sections::Sections;
@@ -233,6 +234,11 @@ fn outside_of_sections(sections: &Sections, key: &str) -> String {
 fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if let Some(other) = section_with(sections, key) {
         return format!("unknown key in [{section}]; it belongs in [{other}]");
+    }
+    if let Some((own, difference)) = key_of(key) {
+        let (section, own) = own.split_once('.').expect("keys are dotted");
+        let difference = if difference.is_empty() { String::new() } else { format!(" ({difference})") };
+        return format!("unknown key; it is called '{own}' here, in [{section}]{difference}");
     }
     let target = sections.get(section).expect("the section's name was checked");
     unknown_in(target, &format!("[{section}]"), key)

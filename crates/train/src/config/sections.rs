@@ -8,6 +8,7 @@ use super::choice::{
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::section::{Section, config_section, config_sections};
 use super::value::{Interval, above, above_up_to};
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 use trireme_comm::{CodecName, GroupOptions};
@@ -62,13 +63,16 @@ config_section! {
     Model {
         /// Path of a Hugging Face `config.json` that describes the model.
         config: Option<PathBuf> = None;
-        /// Hugging Face directory whose `model.safetensors` (one file, or shards with an index) contains the initial
+        /// Hugging Face directory, or the name of a model in the Hugging Face cache on this machine, such as `gpt2`; or a run or checkpoint. Its `model.safetensors` (one file, or shards with an index) contains the initial
         /// weights. Without it, weights are random. Its `config.json` describes the model unless another key does.
         init_from: Option<PathBuf> = None;
         /// Loads weights even if they contain NaN or infinity, from `init_from` or from a checkpoint.
         allow_non_finite: bool = false;
         /// Whether the text may have another tokenizer than the model in `init_from`, whose weights know nothing of its tokens.
         allow_other_tokenizer: bool = false;
+        /// Probability with which elements of the embedding, and of what attention and feed-forward layers (but not experts) add to it, are dropped in
+        /// training. The rates in a `config.json` do not apply.
+        dropout: f64 = 0.0, within 0.0..1.0;
         /// Model family. Required for the keys below.
         architecture: Option<Architecture> = None;
         /// Vocabulary size; 0 uses the tokenizer's.
@@ -294,6 +298,8 @@ config_section! {
     OptimizerGroup {
         /// Pattern of parameter names, such as "*.bias": `*` matches any text and `?` any character.
         pattern as "match": String = String::new();
+        /// Whether these parameters stay as they are: they are not updated, and their gradients do not count in `max_norm`.
+        frozen: bool = false;
         /// Factor of the learning rate.
         lr_scale: f64 = 1.0, within 0.0..;
         /// Weight decay of these parameters, 0 or more. Replaces the optimizer's.
@@ -443,6 +449,10 @@ config_section! {
         /// what, for `trireme report trace`, chrome://tracing and Perfetto. The file contains the last few traced
         /// steps. 0 writes none.
         trace_interval: u64 = 0, within 0..;
+        /// TCP port at which rank 0 shows the last record at `/metrics`, in Prometheus' format; 0 shows none.
+        prometheus_port: u16 = 0;
+        /// Address of this machine to listen at. The default can be reached from this machine alone.
+        prometheus_address: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
         /// Whether to predict the time of a step before the first one, and to report after ten steps how far it was off.
         /// Kernels and communication are measured in isolation for a second or more, as by `trireme plan --time`. Only for
         /// workers on one host.

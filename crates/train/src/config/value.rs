@@ -1,6 +1,7 @@
 //! How a TOML value becomes a value of a key, and back.
 
 use std::fmt::Display;
+use std::net::IpAddr;
 use std::ops::{Bound, RangeBounds};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -199,6 +200,20 @@ impl Value for Interval {
             Interval::Steps(steps) => steps.write(),
             Interval::Time(_) => Some(toml::Value::String(self.to_string())),
         }
+    }
+}
+
+impl Value for IpAddr {
+    fn expected() -> String {
+        "an IP address, such as \"127.0.0.1\" or \"::\"".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        value.as_str().and_then(|text| text.parse().ok()).ok_or_else(Self::expected)
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(toml::Value::String(self.to_string()))
     }
 }
 

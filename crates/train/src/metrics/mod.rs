@@ -1,19 +1,22 @@
-//! What is recorded of a run: one [`StepRecord`] a step, as a line of `metrics.jsonl`, as scalars for
-//! TensorBoard, and as a log line.
+//! What is recorded of a run: one [`StepRecord`] a step, as a line of `metrics.jsonl` and as scalars for
+//! TensorBoard.
 //!
 //! Writing a record allocates nothing on the heap and costs one system call a file.
 
 mod event_file;
 mod json_lines;
+mod prometheus;
 mod record;
 mod record_file;
 
-pub use record::{LogLine, MemoryPeakBytes, MetricValues, StepRecord};
+pub use record::{MemoryPeakBytes, MetricValues, StepRecord};
 
 use event_file::EventFile;
 use json_lines::JsonLines;
+use prometheus::PrometheusEndpoint;
 use record_file::{RecordFile, Unwritten};
 use std::io;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -59,6 +62,14 @@ pub enum MetricsError {
         #[source]
         source: io::Error,
     },
+    /// Nobody can listen at an address.
+    #[error("cannot show metrics at {address}: {reason}; set [metrics] prometheus_port to another port")]
+    Listen {
+        /// Where.
+        address: SocketAddr,
+        /// Why.
+        reason: String,
+    },
     /// Records of an earlier run cannot be read.
     #[error("line {line} of {} is not a step record; move the file away to continue without it", path.display())]
     Damaged {
@@ -101,6 +112,8 @@ pub struct MetricsFiles {
     pub jsonl: bool,
     /// `events.out.tfevents.*`.
     pub tensorboard: bool,
+    /// Where to show the last record to Prometheus, if anywhere.
+    pub prometheus: Option<SocketAddr>,
 }
 
 /// Writes the records of a run into its folder.
@@ -108,6 +121,7 @@ pub struct MetricsFiles {
 pub struct MetricsWriter {
     json_lines: Option<JsonLines>,
     event_file: Option<EventFile>,
+    prometheus: Option<PrometheusEndpoint>,
     /// Whether some records wait for the disk.
     is_waiting: bool,
 }
@@ -134,7 +148,8 @@ impl MetricsWriter {
             files.jsonl.then(|| JsonLines::open(folder.join("metrics.jsonl"), resumed_step)).transpose()?;
         let event_file =
             files.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
-        Ok(MetricsWriter { json_lines, event_file, is_waiting: false })
+        let prometheus = files.prometheus.map(PrometheusEndpoint::open).transpose()?;
+        Ok(MetricsWriter { json_lines, event_file, prometheus, is_waiting: false })
     }
 
     /// Writes the record of a step to each file. What a full disk does not take waits in memory.
@@ -142,6 +157,9 @@ impl MetricsWriter {
     /// # Errors
     /// If more waits than memory is meant to hold.
     pub fn write(&mut self, record: &StepRecord) -> Result<Written, MetricsError> {
+        if let Some(prometheus) = &self.prometheus {
+            prometheus.show(record);
+        }
         let outcomes = [
             self.json_lines.as_mut().map_or(Ok(()), |json_lines| json_lines.write(record)),
             self.event_file.as_mut().map_or(Ok(()), |event_file| event_file.write(record, wall_time())),
@@ -191,7 +209,8 @@ mod tests {
         for (jsonl, tensorboard) in [(true, true), (true, false), (false, true), (false, false)] {
             let folder = tempfile::tempdir().unwrap();
             let mut writer =
-                MetricsWriter::open(folder.path(), MetricsFiles { jsonl, tensorboard }, 0).unwrap();
+                MetricsWriter::open(folder.path(), MetricsFiles { jsonl, tensorboard, prometheus: None }, 0)
+                    .unwrap();
             writer.write(&StepRecord { step: 1, ..StepRecord::default() }).unwrap();
             let names = || std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
             let count =
@@ -205,7 +224,7 @@ mod tests {
     #[test]
     fn the_last_attempt_reaches_every_file() {
         let folder = tempfile::tempdir().unwrap();
-        let files = MetricsFiles { jsonl: true, tensorboard: true };
+        let files = MetricsFiles { jsonl: true, tensorboard: true, prometheus: None };
         let mut writer = MetricsWriter::open(folder.path(), files, 0).unwrap();
         let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
         let json_lines = &mut writer.json_lines.as_mut().unwrap().file;
@@ -225,7 +244,7 @@ mod tests {
     #[test]
     fn a_missing_folder_is_an_error_that_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
-        let files = MetricsFiles { jsonl: true, tensorboard: true };
+        let files = MetricsFiles { jsonl: true, tensorboard: true, prometheus: None };
         let error = MetricsWriter::open(&folder.path().join("missing"), files, 0).unwrap_err();
         assert!(error.to_string().ends_with("missing/metrics.jsonl"), "{error}");
     }

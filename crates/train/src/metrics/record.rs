@@ -1,5 +1,4 @@
 use serde::{Deserialize, Serialize, Serializer};
-use std::fmt;
 
 /// Metrics that units report, by name. The value of a step is the mean over its rows.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -151,91 +150,5 @@ impl StepRecord {
     /// The speed, and its short name: tokens a second (`tps`), or samples a second (`sps`) where there are no tokens.
     pub fn speed(&self) -> (&'static str, f64) {
         self.tokens_per_second.map_or(("sps", self.samples_per_second), |speed| ("tps", speed))
-    }
-}
-
-/// A record as a log line: `step: 40  loss: 2.6102  grad_norm: 0.91  tps: 10,842  memory: 0.31GiB`.
-#[derive(Debug, Clone, Copy)]
-pub struct LogLine<'a>(pub &'a StepRecord);
-
-impl fmt::Display for LogLine<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let record = self.0;
-        write!(f, "step: {}  loss: {:.4}", record.step, record.loss)?;
-        for (name, value) in record.metrics.iter() {
-            write!(f, "  {name}: {value:.4}")?;
-        }
-        if let Some(loss) = record.validation_loss {
-            write!(f, "  validation_loss: {loss:.4}")?;
-        }
-        for (name, value) in record.validation_metrics.iter() {
-            write!(f, "  validation_{name}: {value:.4}")?;
-        }
-        if !record.grad_norm.is_nan() {
-            write!(f, "  grad_norm: {:.2}", record.grad_norm)?;
-        }
-        let (name, speed) = record.speed();
-        write!(f, "  {name}: ")?;
-        write_grouped(f, speed.round() as u64)?;
-        if let (Some(scale), Some(skipped)) = (record.loss_scale, record.skipped_steps) {
-            write!(f, "  loss_scale: {scale}  skipped: {skipped}")?;
-        }
-        if let Some(mfu) = record.mfu {
-            write!(f, "  mfu: {:.1}%", 100.0 * mfu)?;
-        }
-        // Always GiB: a unit that changed between lines would make them hard to compare.
-        write!(f, "  memory: {:.2}GiB", record.memory_peak_bytes.total as f64 / (1_u64 << 30) as f64)
-    }
-}
-
-/// Writes `number` with a comma between groups of three digits.
-fn write_grouped(f: &mut fmt::Formatter<'_>, number: u64) -> fmt::Result {
-    if number < 1000 {
-        return write!(f, "{number}");
-    }
-    write_grouped(f, number / 1000)?;
-    write!(f, ",{:03}", number % 1000)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_log_line_tells_what_is_known() {
-        let mut record = StepRecord {
-            step: 40,
-            loss: 2.610_24,
-            grad_norm: 0.912,
-            tokens_per_second: Some(10_841.7),
-            memory_peak_bytes: MemoryPeakBytes { total: (1 << 28) + (1 << 26), ..Default::default() },
-            ..StepRecord::default()
-        };
-        assert_eq!(
-            LogLine(&record).to_string(),
-            "step: 40  loss: 2.6102  grad_norm: 0.91  tps: 10,842  memory: 0.31GiB"
-        );
-        record.mfu = Some(0.3119);
-        record.validation_loss = Some(f64::NAN);
-        record.tokens_per_second = Some(1_002_003.0);
-        assert_eq!(
-            LogLine(&record).to_string(),
-            "step: 40  loss: 2.6102  validation_loss: NaN  grad_norm: 0.91  tps: 1,002,003  mfu: 31.2%  \
-             memory: 0.31GiB"
-        );
-        record.metrics.push(("accuracy", 0.5));
-        record.validation_metrics.push(("accuracy", 0.25));
-        let line = LogLine(&record).to_string();
-        assert!(line.starts_with(
-            "step: 40  loss: 2.6102  accuracy: 0.5000  validation_loss: NaN  validation_accuracy: 0.2500  grad"
-        ));
-        record.validation_metrics.clear();
-        record.grad_norm = f64::NAN;
-        assert!(LogLine(&record).to_string().contains("validation_loss: NaN  tps: 1,002,003"));
-        let scaled = StepRecord { loss_scale: Some(32_768), skipped_steps: Some(2), ..StepRecord::default() };
-        assert_eq!(
-            LogLine(&scaled).to_string(),
-            "step: 0  loss: 0.0000  grad_norm: 0.00  sps: 0  loss_scale: 32768  skipped: 2  memory: 0.00GiB"
-        );
     }
 }

@@ -3,6 +3,7 @@
 mod dry_run;
 mod outcome;
 
+use super::init::DEFAULT_CONFIG;
 use super::prepare::Display;
 use crate::bounded::within;
 use crate::console::{Console, remark};
@@ -59,9 +60,10 @@ a second Ctrl-C ends it at once. `trireme config --explain` describes every key.
 #[command(after_help = EXAMPLES)]
 pub(crate) struct TrainArgs {
     /// Config file.
+    #[arg(default_value = DEFAULT_CONFIG)]
     config: PathBuf,
     /// Number of local workers; same as `--set launch.workers=N`.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", aliases = ["nproc", "nproc-per-node", "nproc_per_node", "num-processes"])]
     workers: Option<usize>,
     /// Where to resume: `auto`, `never` (a new run; an earlier one is moved aside), or the path of a checkpoint or run; same as
     /// `--set checkpoint.resume=WHERE`.
@@ -106,6 +108,9 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     let world_size = environment.as_ref().map(|environment| environment.world_size);
     let is_ours = environment.is_none();
     let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
+    if args.config.as_os_str() == DEFAULT_CONFIG && !args.config.exists() {
+        bail!("there is no {DEFAULT_CONFIG} here; name a config, or begin with `trireme init DIR`");
+    }
     let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
     let config = source.load(&[])?;
     let anew;

@@ -144,6 +144,7 @@ pub(super) fn sample_text(
         },
         seed: generate.seed,
         stop_at_end: false,
+        stop: Vec::new(),
     };
     let mut text = settings.prompt.clone();
     let take = |piece: &str| text.push_str(piece);

@@ -2,7 +2,7 @@
 
 use super::{ExpertNames, Style};
 use crate::config::{ExpertsConfig, LatentConfig, ModelConfig, RouterScores};
-use crate::families::{attention, kv_heads, normal, output_weight, token_table};
+use crate::families::{attention, dropout, kv_heads, normal, output_weight, token_table};
 use crate::model::Model;
 use crate::transformer::{
     Block, Experts, Head, LatentAttention, LatentQueries, MixtureOfExperts, Mlp, Projection, QkNorms,
@@ -29,7 +29,8 @@ pub(in crate::families) fn build(
     let tokens = builder.table.add(token_table("model.embed_tokens.weight", config));
     let scale = style.scales_embedding.then(|| Arc::new(Scale((config.hidden_size as f32).sqrt())));
     let embedding = Arc::new(Embedding { tokens, positions: None });
-    let mut units: Vec<Arc<dyn Unit>> = vec![Arc::new(TokenEmbedding { embedding, scale })];
+    let mut units: Vec<Arc<dyn Unit>> =
+        vec![Arc::new(TokenEmbedding { embedding, scale, dropout: dropout(config, "embedding") })];
     for layer in 0..config.num_layers {
         units.extend(builder.layer(layer, rotary));
     }
@@ -206,7 +207,7 @@ impl Builder<'_> {
             let inputs = [gate, up].map(|part| (shared(part), inner, Some(Cut::along(0))));
             let into = self.projections(&inputs, hidden, false);
             let back = self.row_parallel(&shared(down), (inner, 1), false, self.gated());
-            (into, Projection::new(back))
+            (into, Projection::new(back, dropout(self.config, &format!("{name}.shared"))))
         });
         let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: Cut| {
             let name = format!("{module}.experts.{expert}.{part}.weight");
@@ -296,7 +297,7 @@ impl Builder<'_> {
     ) -> Projection {
         let linear = self.row_parallel(name, inputs, has_bias, activation);
         let norm = self.style.has_output_norms.then(|| self.norm(norm_name, self.config.hidden_size));
-        Projection { linear, norm }
+        Projection { linear, norm, dropout: dropout(self.config, name) }
     }
 
     /// The projection back to the residual stream, which is cut by its inputs.

@@ -91,6 +91,7 @@ pub(super) fn read_decoder(
         attention: AttentionConfig::default(),
         logit_soft_cap: None,
         initializer_range: reader.narrow_number("initializer_range", 0.02)?,
+        dropout: 0.0,
     })
 }
 

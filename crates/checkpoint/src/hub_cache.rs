@@ -1,0 +1,96 @@
+//! Models that other programs have fetched from the Hugging Face hub, in its cache on this machine.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A revision's name is a hash; this is far above it.
+const REVISION_BYTES_MAX: u64 = 256;
+
+/// Names of the organisations of models that are called without one.
+const WELL_KNOWN: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
+
+/// `path`, or the newest snapshot in the Hugging Face cache of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`), if there is no such path. Nothing
+/// is fetched.
+///
+/// The cache is where its own library looks for it: `HF_HUB_CACHE`, `HF_HOME/hub`, or `~/.cache/huggingface/hub`.
+pub fn resolve_model(path: &Path) -> PathBuf {
+    let found = || cache_folder().and_then(|cache| snapshot_in(&cache, path.to_str()?));
+    if path.exists() { path.to_owned() } else { found().unwrap_or_else(|| path.to_owned()) }
+}
+
+/// Whether `path` looks like a model's name.
+pub(crate) fn is_model_name(path: &Path) -> bool {
+    let is_part = |part: &str| {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        !part.is_empty() && !part.starts_with('.') && part.chars().all(is_plain)
+    };
+    let parts: Option<Vec<&str>> = path.to_str().map(|path| path.split('/').collect());
+    parts.is_some_and(|parts| parts.len() <= 2 && parts.iter().all(|part| is_part(part)))
+}
+
+/// The folder of the cache, if the environment tells one.
+pub(crate) fn cache_folder() -> Option<PathBuf> {
+    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let of_home = || variable("HF_HOME").map(|home| home.join("hub"));
+    let cache = || variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")));
+    variable("HF_HUB_CACHE").or_else(of_home).or_else(|| cache().map(|cache| cache.join("huggingface/hub")))
+}
+
+fn snapshot_in(cache: &Path, name: &str) -> Option<PathBuf> {
+    if !is_model_name(Path::new(name)) {
+        return None;
+    }
+    let folder = |name: &str| cache.join(format!("models--{}", name.replace('/', "--")));
+    let with_organisation = WELL_KNOWN.iter().map(|organisation| folder(&format!("{organisation}/{name}")));
+    let candidates = std::iter::once(folder(name)).chain(with_organisation.filter(|_| !name.contains('/')));
+    candidates.into_iter().find_map(|folder| newest_snapshot(&folder))
+}
+
+/// The snapshot that `main` names; else any.
+fn newest_snapshot(model: &Path) -> Option<PathBuf> {
+    let snapshots = model.join("snapshots");
+    let revision = crate::files::read_bounded(&model.join("refs/main"), REVISION_BYTES_MAX).ok();
+    let named = revision.and_then(|revision| {
+        let revision = String::from_utf8(revision).ok()?;
+        let is_plain = revision.trim().chars().all(|c| c.is_ascii_alphanumeric());
+        is_plain.then(|| snapshots.join(revision.trim()))
+    });
+    if let Some(named) = named.filter(|snapshot| snapshot.is_dir()) {
+        return Some(named);
+    }
+    let mut all: Vec<PathBuf> = fs::read_dir(snapshots).ok()?.flatten().map(|entry| entry.path()).collect();
+    all.sort();
+    all.pop()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_found_among_snapshots() {
+        let cache = tempfile::tempdir().unwrap();
+        let add = |name: &str, revision: &str| {
+            let path = cache.path().join(format!("{name}/snapshots/{revision}"));
+            fs::create_dir_all(&path).unwrap();
+            path
+        };
+        let (old, new) =
+            (add("models--openai-community--gpt2", "0aa"), add("models--openai-community--gpt2", "1bb"));
+        let find = |name: &str| snapshot_in(cache.path(), name);
+        assert_eq!(find("gpt2"), Some(new.clone()));
+        let refs = cache.path().join("models--openai-community--gpt2/refs");
+        fs::create_dir(&refs).unwrap();
+        fs::write(refs.join("main"), "0aa\n").unwrap();
+        assert_eq!((find("gpt2"), find("openai-community/gpt2")), (Some(old.clone()), Some(old)));
+        let qwen = add("models--Qwen--Qwen3-0.6B", "2cc");
+        assert_eq!(find("Qwen/Qwen3-0.6B"), Some(qwen));
+        // What could lead out of the cache, or is a path, is no name.
+        fs::write(refs.join("main"), "../../..\n").unwrap();
+        assert_eq!(find("gpt2"), Some(new));
+        for name in ["Qwen3-0.6B", "../gpt2", "runs/a/b", "./gpt2", ""] {
+            assert_eq!(find(name), None, "{name}");
+        }
+    }
+}

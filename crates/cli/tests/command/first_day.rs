@@ -1,0 +1,189 @@
+//! What a new user meets: something to begin with, words of other systems, models by name, and texts as they are wanted.
+
+use crate::common::{Running, Scene, free_port, tells};
+use serde_json::Value;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+#[test]
+fn a_first_run_needs_nothing_else() {
+    let scene = Scene::new();
+    tells(&scene.run("init first").succeeded(), &["first/train.toml", "cd first && trireme train"]);
+    tells(&scene.refused_without_trace("init first"), &["first/train.toml exists"]);
+    let config = scene.read("first/train.toml");
+    assert!(config.lines().filter(|line| line.starts_with('#')).count() > 8, "{config}");
+    let mut command = scene.command(
+        "train --set training.steps=3 --set training.validation_interval=0 --set data.train_bpe=300",
+    );
+    command.current_dir(scene.path("first"));
+    let printed = Running::start(command).end();
+    tells(&printed.stdout, &["step: 3 ", "--- sample ---", "runs/train"]);
+    tells(&scene.refused_without_trace("train"), &["there is no train.toml here", "trireme init DIR"]);
+}
+
+#[test]
+fn words_of_other_systems_lead_to_keys() {
+    let scene = Scene::with_corpus();
+    for (set, key) in [
+        ("training.learning_rate=1", "it is called 'lr' here, in [optimizer]"),
+        ("training.per_device_train_batch_size=1", "it is called 'local_batch_size' here, in [training]"),
+        ("training.gradient_accumulation_steps=1", "it is called 'global_batch_size' here, in [training]"),
+        ("training.bf16=true", "it is called 'dtype' here, in [training] (dtype = \"bf16\")"),
+        ("parallelism.fsdp=true", "it is called 'zero_stage' here"),
+    ] {
+        tells(&scene.refused_without_trace(&format!("train tiny.toml --set {set}")), &[key]);
+    }
+    tells(
+        &scene.run("config --explain learning_rate").succeeded(),
+        &["learning_rate of other systems is optimizer.lr", "[optimizer]", "\nlr = 3e-4"],
+    );
+    tells(&scene.run("config --explain dropout").succeeded(), &["[model]", "\ndropout = 0.0"]);
+    tells(&scene.run("config --explain metrics").succeeded(), &["[metrics]\n", "\nlog_interval = 10"]);
+    tells(
+        &scene.run("config --explain zebra").refused(),
+        &["neither a section nor a word of a key is 'zebra'"],
+    );
+    tells(&scene.run("train tiny.toml --nproc 1").succeeded(), &["1 worker x 1 threads"]);
+}
+
+#[test]
+fn shells_and_manuals_know_the_commands() {
+    let scene = Scene::new();
+    for shell in ["bash", "zsh", "fish"] {
+        tells(&scene.run(&format!("completions {shell}")).succeeded(), &["prepare", "chat-template"]);
+    }
+    scene.run("man pages").succeeded();
+    assert!(scene.names("pages").iter().any(|name| name == "trireme-train.1"), "{:?}", scene.names("pages"));
+    tells(&scene.read("pages/trireme-train.1"), &["config"]);
+}
+
+#[test]
+fn models_have_names_in_the_cache_of_the_hub() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    let snapshot = scene.path("hub/models--me--tiny/snapshots/0a1b");
+    fs::create_dir_all(snapshot.parent().unwrap()).unwrap();
+    scene.run("checkpoint export runs/tiny exported").succeeded();
+    fs::rename(scene.path("exported"), &snapshot).unwrap();
+    let with_cache = |arguments: &str| {
+        let mut command = scene.command(arguments);
+        command.env("HF_HUB_CACHE", scene.path("hub"));
+        Running::start(command).end()
+    };
+    tells(&with_cache("generate me/tiny --num-tokens 2 --prompt one").succeeded(), &["one"]);
+    tells(&with_cache("checkpoint inspect me/tiny").succeeded(), &["hugging_face"]);
+    let config = scene.read("tiny.toml");
+    let (_, sections) = config.split_once("[data]").unwrap();
+    scene.write("named.toml", format!("[model]\ninit_from = \"me/tiny\"\n[data]{sections}"));
+    tells(&with_cache("train named.toml").succeeded(), &["step: 4 "]);
+    let refused = with_cache("generate me/other").refused();
+    tells(&refused, &["me/other does not exist", "hub has no model of that name", "snapshot_download"]);
+}
+
+#[test]
+fn texts_end_as_asked_and_come_from_several_prompts() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --set training.steps=60 --set optimizer.lr=1e-2").succeeded();
+    let json = |arguments: &str| -> Vec<Value> {
+        let printed =
+            scene.run(&format!("generate runs/tiny --json --temperature 0 {arguments}")).succeeded();
+        printed.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let whole = json("--prompt o --num-tokens 8");
+    assert_eq!(whole[0]["ended"], "num_tokens");
+    let text = whole[0]["text"].as_str().unwrap();
+    assert_eq!(text.len(), 8);
+    let stop = &text[3..5];
+    let mut command =
+        scene.command("generate runs/tiny --json --temperature 0 --prompt o --num-tokens 8 --stop");
+    command.arg(stop);
+    let stopped: Value = serde_json::from_str(&Running::start(command).end().succeeded()).unwrap();
+    let end = text.find(stop).unwrap();
+    assert_eq!((&stopped["ended"], stopped["text"].as_str().unwrap()), (&"stop".into(), &text[..end]));
+    // The model has 16 positions.
+    let long = scene.run("generate runs/tiny --prompt o --num-tokens 99 --ignore-end");
+    assert_eq!(long.code, Some(0));
+    tells(&long.stderr, &["the text ends because the model has 16 positions"]);
+    scene.write("prompts.jsonl", "{\"prompt\": \"one\"}\n{\"prompt\": \"two\"}\n");
+    let several = json("--prompt a --prompt-file prompts.jsonl --num-tokens 2");
+    let prompts: Vec<&str> = several.iter().map(|found| found["prompt"].as_str().unwrap()).collect();
+    assert_eq!(prompts, ["a", "one", "two"]);
+    tells(
+        &scene.run("generate runs/tiny --prompt a --prompt b --num-tokens 1").succeeded(),
+        &["--- 2 of 2 ---"],
+    );
+    scene.write("wrong.jsonl", "{\"text\": \"one\"}\n");
+    let refused = scene.run("generate runs/tiny --prompt-file wrong.jsonl").refused();
+    tells(&refused, &["line 1 of wrong.jsonl has neither a `prompt` nor `messages`"]);
+    tells(&scene.run("generate runs/tiny --chat --prompt a").refused(), &["runs/tiny has no chat template"]);
+}
+
+#[test]
+fn frozen_parameters_stay_and_dropout_is_the_same_on_every_layout() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --set training.steps=0 --set run.name=before").succeeded();
+    let frozen = "[[optimizer.groups]]\nmatch = \"transformer.w*\"\nfrozen = true\n[lr_scheduler]\n";
+    scene.write("frozen.toml", scene.read("tiny.toml") + frozen);
+    scene.run("train frozen.toml --set model.dropout=0.2").succeeded();
+    for run in ["before", "frozen"] {
+        scene.run(&format!("checkpoint export runs/{run} {run}-model")).succeeded();
+    }
+    let tensor = |model: &str, name: &str| {
+        let content = fs::read(scene.path(&format!("{model}-model/model.safetensors"))).unwrap();
+        let length = u64::from_le_bytes(content[..8].try_into().unwrap()) as usize;
+        let header: Value = serde_json::from_slice(&content[8..8 + length]).unwrap();
+        let [start, end] =
+            [0, 1].map(|index| header[name]["data_offsets"][index].as_u64().unwrap() as usize + 8 + length);
+        content[start..end].to_vec()
+    };
+    for name in ["transformer.wte.weight", "transformer.wpe.weight"] {
+        assert!(tensor("before", name) == tensor("frozen", name), "{name}");
+    }
+    let moved = "transformer.h.0.attn.c_attn.weight";
+    assert!(tensor("before", moved) != tensor("frozen", moved));
+    // Gradients of what is frozen count in no norm.
+    let norm = |run: &str| scene.records(run)[0]["grad_norm"].as_f64().unwrap();
+    scene.run("train tiny.toml --set model.dropout=0.2 --set run.name=all").succeeded();
+    assert!(norm("frozen") < norm("all"));
+    for (index, layout) in [
+        "--workers 1",
+        "--workers 2 --set parallelism.pipeline_parallel_degree=2 --set model.tie_word_embeddings=false",
+        "--workers 4 --set training.local_batch_size=2",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let untied = "--set model.tie_word_embeddings=false";
+        let name = format!("layout-{index}");
+        scene
+            .run(
+                &format!("train tiny.toml --set model.dropout=0.2 {untied} {layout} --set run.name={name}")
+                    .replace(&format!("{untied} --workers 2"), "--workers 2"),
+            )
+            .succeeded();
+        assert_eq!(scene.losses(&name), scene.losses("layout-0"), "{layout}");
+    }
+    scene.run("train tiny.toml --set model.tie_word_embeddings=false --set run.name=without").succeeded();
+    assert_ne!(scene.losses("without"), scene.losses("layout-0"));
+}
+
+#[test]
+fn prometheus_reads_the_last_record() {
+    let scene = Scene::with_corpus();
+    let port = free_port();
+    let train = format!("train tiny.toml --set training.steps=100000 --set metrics.prometheus_port={port}");
+    let mut run = Running::start(scene.command(&train));
+    run.until("step: 2 ");
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    write!(stream, "GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    tells(&answer, &["HTTP/1.1 200", "trireme_loss ", "trireme_tokens_per_second "]);
+    let taken = scene.run(&format!(
+        "train tiny.toml --workers 1 --set run.name=other --set metrics.prometheus_port={port}"
+    ));
+    tells(&taken.refused(), &["cannot show metrics at 127.0.0.1", "prometheus_port"]);
+    run.interrupt();
+    assert_eq!(run.end().code, Some(130));
+}
