@@ -19,6 +19,7 @@ mod positions;
 mod random;
 mod rank;
 mod svg;
+mod ticks;
 
 pub use axis_exchange::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
 pub use bytes::{Bytes, ParseBytesError};
@@ -35,3 +36,4 @@ pub use positions::{ContextPlace, Positions};
 pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};
 pub use svg::{Anchor, Svg, escape_markup};
+pub use ticks::Ticks;

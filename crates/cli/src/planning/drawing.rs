@@ -37,9 +37,9 @@ impl Drawing {
             let stages: Vec<String> = self.schedule.stages_of(rank).map(stage).collect();
             text += &format!("pipeline rank {rank}: {}\n", stages.join(", "));
         }
-        let bubble = 100.0 * self.timeline.bubble().fraction();
+        let bubble = 100.0 * self.timeline.bubble();
         text += &format!(
-            "bubble: {bubble:.1} % of the busiest rank's work, with floating-point operations as time\n"
+            "bubble: {bubble:.1} % of all ranks' time is idle, with floating-point operations as time\n"
         );
         if config.is_asynchronous() {
             let list =

@@ -5,10 +5,11 @@
 //! and its memory for given [`Costs`]; [`validate`] proves it; [`draw_text`] and [`draw_svg`] show it.
 //!
 //! `P` ranks, `M` microbatches, `V` stages a rank; `F`, `I`, `W` are the times of forward and of the two halves of
-//! backward, `B = I + W`. The bubble is counted as [`Timeline::bubble`] says; activations in flight are counted by
-//! stages, the most of any rank.
+//! backward, `B = I + W`. The lost time is that of [`Timeline::lost`]; activations in flight are
+//! counted by stages, the most of any rank. The bubble, as it is shown everywhere, is the idle part of all ranks' time
+//! ([`Timeline::bubble`]): of GPipe and 1F1B `(P - 1) / (M + P - 1)`.
 //!
-//! | [`Kind`] | `V` | bubble | activations | holds for |
+//! | [`Kind`] | `V` | lost time | activations | holds for |
 //! |---|---|---|---|---|
 //! | `gpipe` | 1 | `(P - 1) (F + B)` | `M` | |
 //! | `1f1b` | 1 | `(P - 1) (F + B)` | `min(P, M)` | |
@@ -61,5 +62,5 @@ pub use kind::Kind;
 pub use pass::{Pass, PassKind};
 pub use programs::programs;
 pub use schedule::{PASSES_MAX, Placement, Schedule, WeightVersions};
-pub use timeline::{Bubble, Span, Timeline};
+pub use timeline::{LostTime, Span, Timeline};
 pub use validate::validate;

@@ -30,20 +30,13 @@ pub struct Timeline {
     pub activations_max: Vec<u64>,
 }
 
-/// Time that is lost, and the time that it is compared with: what the busiest rank has to do.
+/// Time that is lost where it cannot be avoided by waiting less, and the time that it is compared with: what the busiest rank has to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Bubble {
+pub struct LostTime {
     /// Ticks lost.
     pub ticks: u64,
     /// Ticks without any loss.
     pub ideal_ticks: u64,
-}
-
-impl Bubble {
-    /// Lost time by ideal time (Narayanan et al., 2021, section 2.2). Qi et al., 2023, divide by the sum of both.
-    pub fn fraction(self) -> f64 {
-        self.ticks as f64 / self.ideal_ticks as f64
-    }
 }
 
 impl Timeline {
@@ -63,14 +56,27 @@ impl Timeline {
         spans.first().zip(spans.last()).map_or(0, |(first, last)| last.end - first.start)
     }
 
-    /// The bubble as papers define it: what the longest rank takes from its first pass to its last, beyond the work
+    /// The bubble: the part of all ranks' time, from the first pass to the end of the last one, in which a rank runs none. 0 without any pass.
+    pub fn bubble(&self) -> f64 {
+        let spans = || self.ranks.iter().flatten();
+        let (Some(start), Some(end)) =
+            (spans().map(|span| span.start).min(), spans().map(|span| span.end).max())
+        else {
+            return 0.0;
+        };
+        let all = (end - start) as f64 * self.ranks.len() as f64;
+        let busy: u64 = self.busy.iter().sum();
+        if all == 0.0 { 0.0 } else { 1.0 - busy as f64 / all }
+    }
+
+    /// What papers call the bubble of a schedule: what the longest rank takes from its first pass to its last, beyond the work
     /// of the busiest. For GPipe, 1F1B and their interleaved forms the first rank is at work from the common start to
     /// the common end, so that is the whole time. Zero-bubble schedules begin and end on one rank after another, and
-    /// the papers do not count the time before or after (Qi et al., 2023, section 2.2); [`Timeline::makespan`] does.
-    pub fn bubble(&self) -> Bubble {
+    /// the papers do not count the time before or after (Qi et al., 2023, section 2.2); [`bubble`](Timeline::bubble) does.
+    pub fn lost(&self) -> LostTime {
         let longest = (0..self.ranks.len()).map(|rank| self.extent(rank)).max().unwrap_or(0);
         let ideal_ticks = self.busy.iter().copied().max().unwrap_or(0);
-        Bubble { ticks: longest - ideal_ticks, ideal_ticks }
+        LostTime { ticks: longest - ideal_ticks, ideal_ticks }
     }
 }
 

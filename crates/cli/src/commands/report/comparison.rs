@@ -169,7 +169,8 @@ mod tests {
         // F 10, F 10, B 20, F 10, B 20, B 20, and updates.
         assert_eq!((comparison.measured_time, comparison.simulated_time), (130, 100));
         assert_eq!(comparison.ratio(), 1.3);
-        assert_eq!(comparison.simulated.bubble, 30.0 / 60.0);
+        // Of two times 90, each works 60.
+        assert_eq!(comparison.simulated.bubble, 1.0 - 120.0 / 180.0);
         let shares = &comparison.shares[0];
         let found = [shares.passes, shares.waiting, shares.sending, shares.reducing, shares.updates];
         assert_eq!(found, [60, 50, 10, 0, 10].map(|time| f64::from(time) / 130.0));

@@ -1,7 +1,6 @@
 //! Losses over steps as an SVG document.
 
-use super::ticks::Ticks;
-use trireme_base::{Anchor, Svg};
+use trireme_base::{Anchor, Svg, Ticks};
 
 // Sizes in pixels.
 const WIDTH: f64 = 860.0;

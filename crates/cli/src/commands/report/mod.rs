@@ -7,7 +7,6 @@ mod html;
 mod picture;
 mod records;
 mod run;
-mod ticks;
 mod trace;
 
 use anyhow::Result;

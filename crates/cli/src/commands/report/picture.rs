@@ -8,7 +8,7 @@ use trireme_schedule::{Action, Outline, Program};
 pub(super) struct StepPicture {
     pub(super) schedule: Schedule,
     pub(super) timeline: Timeline,
-    /// Idle time by what the busiest rank works in its passes, as for schedules; updates after a drain do not count.
+    /// The idle part of all ranks' time, as of schedules; updates after a drain do not count.
     pub(super) bubble: f64,
 }
 
@@ -49,7 +49,6 @@ impl StepPicture {
         // Without a drain there are updates between the passes.
         push_all(if is_drained { |kind| kind != PassKind::Update } else { |_| true }, &mut drawn);
         let bubble = drawn.bubble();
-        let bubble = if bubble.ideal_ticks == 0 { 0.0 } else { bubble.fraction() };
         if is_drained {
             push_all(|kind| kind == PassKind::Update, &mut drawn);
         }
@@ -118,7 +117,7 @@ mod tests {
         );
         let span = |start, end| Span { start, end };
         assert_eq!(picture.timeline.ranks[0], [span(0, 40), span(40, 100), span(120, 140)]);
-        assert_eq!(picture.bubble, 5.0 / 95.0);
+        assert_eq!(picture.bubble, 1.0 - 95.0 / 100.0);
     }
 
     #[test]

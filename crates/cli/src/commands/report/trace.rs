@@ -16,8 +16,8 @@ How to read it:
   instant messages: the cost of the schedule itself. Both have the same scale.
   The ratio of their times shows what is lost in addition.
 
-  The bubble is idle time relative to the time that the busiest worker spends in
-  passes. The table of workers shows where each worker's time went:
+  The bubble is the part of all workers' time, from the first pass to the last, in
+  which they run none. The table of workers shows where each worker's time went:
     passes    forward and backward
     waiting   for an activation or a gradient from another worker
     sending   handing over messages

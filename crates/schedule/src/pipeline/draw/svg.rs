@@ -2,7 +2,7 @@ use super::{Picture, kinds, longest, number, turns};
 use crate::pipeline::pass::PassKind;
 use crate::pipeline::schedule::Schedule;
 use crate::pipeline::timeline::Timeline;
-use trireme_base::{Anchor, Svg};
+use trireme_base::{Anchor, Svg, Ticks};
 
 // Sizes in pixels.
 const WIDTH: f64 = 1200.0;
@@ -12,6 +12,9 @@ const TITLE_HEIGHT: f64 = 28.0;
 const ROW_HEIGHT: f64 = 24.0;
 const ROW_GAP: f64 = 6.0;
 const LEGEND_HEIGHT: f64 = 36.0;
+/// Of the line of times below the rows of a picture.
+const AXIS_HEIGHT: f64 = 22.0;
+const AXIS_INTERVALS: usize = 10;
 /// Of a digit.
 const DIGIT_WIDTH: f64 = 7.0;
 
@@ -36,17 +39,24 @@ pub fn draw_svg_together(title: &str, pictures: &[Picture<'_>], unit: &str) -> S
 fn document(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
     let title_height = |title: &str| if title.is_empty() { 0.0 } else { TITLE_HEIGHT };
     let height_of = |picture: &Picture<'_>| {
-        title_height(picture.title) + picture.schedule.num_ranks() as f64 * (ROW_HEIGHT + ROW_GAP)
+        let rows = picture.schedule.num_ranks() as f64 * (ROW_HEIGHT + ROW_GAP);
+        title_height(picture.title) + rows + AXIS_HEIGHT
     };
     let height = MARGIN + title_height(title) + pictures.iter().map(height_of).sum::<f64>() + LEGEND_HEIGHT;
     let mut svg = Svg::new(WIDTH, height);
     svg.definitions(HATCH);
     push_text(&mut svg, MARGIN, MARGIN + 12.0, title);
+    if let [only] = pictures
+        && only.title.is_empty()
+    {
+        push_bubble(&mut svg, MARGIN + 12.0, only.timeline);
+    }
     let pixels_per_tick = (WIDTH - LEFT - MARGIN) / longest(pictures).max(1) as f64;
     let mut top = MARGIN + title_height(title);
     for picture in pictures {
         if !picture.title.is_empty() {
             push_text(&mut svg, MARGIN, top + 16.0, picture.title);
+            push_bubble(&mut svg, top + 16.0, picture.timeline);
             top += TITLE_HEIGHT;
         }
         let painter = Painter::new(picture, pixels_per_tick, unit);
@@ -54,12 +64,16 @@ fn document(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
             painter.push_row(&mut svg, rank, top);
             top += ROW_HEIGHT + ROW_GAP;
         }
+        painter.push_axis(&mut svg, top);
+        top += AXIS_HEIGHT;
     }
     if let Some(picture) = pictures.first() {
         Painter::new(picture, pixels_per_tick, unit).push_legend(&mut svg, top + MARGIN);
     }
     svg.finish()
 }
+
+const AXIS_STYLE: &str = "stroke=\"#888888\"";
 
 const HATCH: &str = "<pattern id=\"idle\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\" \
                      patternTransform=\"rotate(45)\"><rect width=\"6\" height=\"6\" fill=\"#eeeeee\"/>\
@@ -99,6 +113,19 @@ impl<'a> Painter<'a> {
         }
     }
 
+    /// Times below the rows.
+    fn push_axis(&self, svg: &mut Svg, top: f64) {
+        let ticks = Ticks::of_steps(self.timeline.makespan, AXIS_INTERVALS);
+        let end = self.x(self.timeline.makespan);
+        svg.line(&[(LEFT, top), (end, top)], AXIS_STYLE);
+        push_text(svg, MARGIN, top + 15.0, self.unit);
+        for value in ticks.values() {
+            let x = LEFT + value * self.pixels_per_tick;
+            svg.line(&[(x, top), (x, top + 4.0)], AXIS_STYLE);
+            svg.text((x, top + 15.0), Anchor::Middle, &ticks.label(value));
+        }
+    }
+
     fn push_legend(&self, svg: &mut Svg, top: f64) {
         let mut left = LEFT;
         let mut push = |fill: &str, name: &str| {
@@ -132,6 +159,12 @@ impl<'a> Painter<'a> {
         let [red, green, blue] = colour.map(|part| part + (255 - part) * 3 * turn / (4 * num_turns));
         format!("#{red:02x}{green:02x}{blue:02x}")
     }
+}
+
+/// The idle part of all ranks' time, at the right end of a line.
+fn push_bubble(svg: &mut Svg, y: f64, timeline: &Timeline) {
+    let text = format!("bubble {:.1} %", 100.0 * timeline.bubble());
+    svg.text((WIDTH - MARGIN, y), Anchor::End, &text);
 }
 
 fn push_text(svg: &mut Svg, x: f64, y: f64, text: &str) {

@@ -74,7 +74,7 @@ fn without_drains_only_the_ends_have_a_bubble() {
             let sizes = Sizes { num_ranks: 4, num_microbatches: 4, stages_per_rank: 1, num_steps };
             let (_, timeline) = proven(kind, sizes, EQUAL);
             let ideal_ticks = 4 * num_steps as u64 * EQUAL.total();
-            assert_eq!(timeline.bubble(), Bubble { ticks: 3 * EQUAL.total(), ideal_ticks });
+            assert_eq!(timeline.lost(), LostTime { ticks: 3 * EQUAL.total(), ideal_ticks });
         }
     }
 }

@@ -21,7 +21,7 @@ fn assert_bubble(kind: Kind, sizes: Sizes, stage: StageCosts, ticks: u64) {
     let (_, timeline) = proven(kind, sizes, stage);
     let ideal_ticks =
         (sizes.num_microbatches * sizes.stages_per_rank * sizes.num_steps) as u64 * stage.total();
-    assert_eq!(timeline.bubble(), Bubble { ticks, ideal_ticks }, "{kind} {sizes:?} {stage:?}");
+    assert_eq!(timeline.lost(), LostTime { ticks, ideal_ticks }, "{kind} {sizes:?} {stage:?}");
 }
 
 fn one_less(number: usize) -> u64 {
@@ -29,7 +29,7 @@ fn one_less(number: usize) -> u64 {
 }
 
 /// Whether lost time by ideal time is exactly `numerator / denominator`.
-fn is_fraction(bubble: Bubble, numerator: u64, denominator: u64) -> bool {
+fn is_fraction(bubble: LostTime, numerator: u64, denominator: u64) -> bool {
     bubble.ticks * denominator == numerator * bubble.ideal_ticks
 }
 
@@ -41,7 +41,9 @@ fn gpipe_and_1f1b_lose_p_less_one_of_m() {
                 let sizes = sizes(ranks, microbatches, 1);
                 assert_bubble(kind, sizes, stage, one_less(ranks) * stage.total());
                 let (_, timeline) = proven(kind, sizes, stage);
-                assert!(is_fraction(timeline.bubble(), one_less(ranks), microbatches as u64));
+                assert!(is_fraction(timeline.lost(), one_less(ranks), microbatches as u64));
+                let idle = one_less(ranks) as f64 / (microbatches + ranks - 1) as f64;
+                assert!((timeline.bubble() - idle).abs() < 1e-12, "{kind}: {} {idle}", timeline.bubble());
                 assert_eq!(timeline.makespan, timeline.extent(0), "the first rank works from begin to end");
             }
         }
@@ -59,7 +61,7 @@ fn several_stages_a_rank_divide_the_bubble() {
                 }
                 let (_, timeline) = proven(kind, sizes, EQUAL);
                 let (numerator, denominator) = (one_less(ranks), microbatches * stages_per_rank);
-                assert!(is_fraction(timeline.bubble(), numerator, denominator as u64), "{kind} {sizes:?}");
+                assert!(is_fraction(timeline.lost(), numerator, denominator as u64), "{kind} {sizes:?}");
             }
         }
     }
@@ -85,7 +87,10 @@ fn zb_h1_loses_a_third_of_1f1b_and_zb_h2_nothing() {
     }
     let (_, of_1f1b) = proven(Kind::OneFOneB, sizes(4, 8, 1), EQUAL);
     let (_, of_h1) = proven(Kind::ZeroBubbleH1, sizes(4, 8, 1), EQUAL);
-    assert_eq!(3 * of_h1.bubble().ticks, of_1f1b.bubble().ticks);
+    assert_eq!(3 * of_h1.lost().ticks, of_1f1b.lost().ticks);
+    // Ranks that wait before their first pass, or after their last, are idle all the same.
+    let (_, of_h2) = proven(Kind::ZeroBubbleH2, sizes(4, 8, 1), EQUAL);
+    assert!(of_h2.lost().ticks == 0 && of_h2.bubble() > 0.1, "{}", of_h2.bubble());
 }
 
 #[test]

@@ -1,10 +1,9 @@
 //! A chart of curves over steps, as a figure of a page.
 
-use super::super::ticks::Ticks;
 use super::hues::run_colour;
 use super::thinning::{Stretch, Thinned};
 use std::fmt::Write as _;
-use trireme_base::{Anchor, Svg, escape_markup};
+use trireme_base::{Anchor, Svg, Ticks, escape_markup};
 
 // Sizes in pixels, before the page scales the chart.
 const WIDTH: f64 = 640.0;

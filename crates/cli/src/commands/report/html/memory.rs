@@ -1,9 +1,8 @@
 //! Memory by category, measured and predicted, as a figure of a page.
 
-use super::super::ticks::Ticks;
 use super::hues::run_colour;
 use super::loaded_run::LoadedRun;
-use trireme_base::{Anchor, Bytes, Svg, escape_markup};
+use trireme_base::{Anchor, Bytes, Svg, Ticks, escape_markup};
 use trireme_train::metrics::MemoryPeakBytes;
 
 // Sizes in pixels, before the page scales the chart.

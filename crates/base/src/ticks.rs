@@ -2,16 +2,18 @@
 
 /// The range of an axis, and the numbers that are written at it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Ticks {
-    pub(super) low: f64,
-    pub(super) high: f64,
+pub struct Ticks {
+    /// Where the axis begins.
+    pub low: f64,
+    /// Where it ends.
+    pub high: f64,
     interval: f64,
 }
 
 impl Ticks {
     /// An axis from a tick to a tick, with the values from `low` to `high` in it, and at most `num_intervals` between ticks and one
     /// or two more. Without any value, `low` is above `high`.
-    pub(super) fn around(low: f64, high: f64, num_intervals: usize) -> Self {
+    pub fn around(low: f64, high: f64, num_intervals: usize) -> Self {
         let (low, high) = widened(low, high);
         let interval = round_up((high - low) / num_intervals as f64);
         let low = (low / interval).floor() * interval;
@@ -19,14 +21,14 @@ impl Ticks {
     }
 
     /// An axis of steps that ends at the last one.
-    pub(super) fn of_steps(last_step: u64, num_intervals: usize) -> Self {
+    pub fn of_steps(last_step: u64, num_intervals: usize) -> Self {
         let last_step = last_step.max(1) as f64;
         let interval = round_up(last_step / num_intervals as f64).max(1.0);
         Ticks { low: 0.0, high: last_step, interval }
     }
 
     /// The ticks, upwards.
-    pub(super) fn values(self) -> impl Iterator<Item = f64> {
+    pub fn values(self) -> impl Iterator<Item = f64> {
         // A tick at the very end is there in spite of rounding.
         let num_intervals = ((self.high - self.low) / self.interval + 1e-6).floor() as usize;
         // The sum with zero turns a negative zero into a positive one.
@@ -34,12 +36,12 @@ impl Ticks {
     }
 
     /// Where a value lies between the ends, from 0 to 1.
-    pub(super) fn part(self, value: f64) -> f64 {
+    pub fn part(self, value: f64) -> f64 {
         (value - self.low) / (self.high - self.low)
     }
 
     /// A tick in words, with as many digits as tell it from its neighbours.
-    pub(super) fn label(self, value: f64) -> String {
+    pub fn label(self, value: f64) -> String {
         let largest = self.low.abs().max(self.high.abs());
         if value == 0.0 {
             return "0".to_owned();
