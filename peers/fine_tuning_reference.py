@@ -123,9 +123,10 @@ def train(folder, windows):
 
 def multiple_choice(folder, path, cache):
     """What the harness says of the model in a task that is made of a file."""
-    task = {"task": "multiple_choice", "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": cache}, "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "context",
-            "doc_to_choice": "choices", "doc_to_target": "answer", "target_delimiter": " ", "num_fewshot": 0,
+    task = {"task": "multiple_choice", "dataset_path": "json", "test_split": "test",
+            "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": cache},
+            "output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
+            "doc_to_target": "answer", "target_delimiter": " ", "num_fewshot": 0,
             "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True}
                             for name in ("acc", "acc_norm")]}
     model = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
@@ -174,7 +175,8 @@ def main():
         found = multiple_choice(model, folder / "multiple_choice.jsonl", cache)
     write_json(folder / "multiple_choice.json", found)
     text = folder / "eval_text.txt"
-    write_json(folder / "eval_text.json", loss_of_text(model, text, SEQ_LEN) | {"seq_len_64": loss_of_text(model, text, 64)})
+    losses = loss_of_text(model, text, SEQ_LEN) | {"seq_len_64": loss_of_text(model, text, 64)}
+    write_json(folder / "eval_text.json", losses)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,17 @@ impl ChatTemplate {
         Ok(rendered.chars().filter(|c| ![ANSWER_BEGINS, ANSWER_ENDS].contains(c)).collect())
     }
 
+    /// What ends an answer, without white space around it; `None` if nothing does.
+    pub fn end_of_answer(&self) -> Option<String> {
+        const ANSWER: &str = "answer";
+        let message = |role: &str, content: &str| serde_json::json!({ "role": role, "content": content });
+        let rendered =
+            self.render(&[message("user", "question"), message("assistant", ANSWER)], false).ok()?;
+        let (_, end) = rendered.rsplit_once(ANSWER)?;
+        let end: String = end.chars().filter(|c| ![ANSWER_BEGINS, ANSWER_ENDS].contains(c)).collect();
+        Some(end.trim().to_owned()).filter(|end| !end.is_empty())
+    }
+
     /// A conversation from which a model learns the messages of the role `assistant`, from the message `first` on. Where the template says
     /// what they are (`{% generation %}`), that counts; else what they add to the text of the messages before.
     ///
@@ -298,6 +309,7 @@ mod tests {
         );
         assert_eq!(parts(&answered), ["2<|im_end|>", "4<|im_end|>"]);
         assert_eq!(parts(&chatml.answered(&messages(), 2).unwrap()), ["4<|im_end|>"]);
+        assert_eq!(chatml.end_of_answer(), Some("<|im_end|>".to_owned()));
         assert!(chatml.prompt(&messages()[..1]).unwrap().ends_with("<|im_end|>\n<|im_start|>assistant\n"));
     }
 

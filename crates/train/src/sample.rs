@@ -19,6 +19,8 @@ pub struct SampleSettings {
     pub seed: u64,
     /// Whether the tokenizer's end of a document ends the text.
     pub stop_at_end: bool,
+    /// Other tokens that end the text as the end of a document does.
+    pub end_tokens: Vec<u32>,
     /// Texts before the first of which the text ends.
     pub stop: Vec<String>,
 }
@@ -98,7 +100,8 @@ pub fn sample(
         // A vocabulary may be padded beyond the tokenizer's ids; those stand for nothing.
         let known = tokenizer.vocabulary_size().min(logits.len());
         let token = settings.sampling.choose(&logits[..known], &mut random);
-        if settings.stop_at_end && tokenizer.end_of_document() == Some(token) {
+        let is_end = tokenizer.end_of_document() == Some(token) || settings.end_tokens.contains(&token);
+        if settings.stop_at_end && is_end {
             let (rest, is_stopped) = stops.push(&decoder.finish()?);
             text(&rest);
             if !is_stopped {

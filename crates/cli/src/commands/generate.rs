@@ -95,6 +95,13 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let tokenizer = tokenizer(args)?;
     let prompts = prompts(args)?;
+    let mut stop: Vec<String> =
+        args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect();
+    let source = ModelSource::open(&args.path)?;
+    if args.chat && !args.ignore_end {
+        stop.extend(model_chat_template(&source)?.and_then(|template| template.end_of_answer()));
+    }
+    let end_tokens = end_tokens(&source)?;
     for (index, prompt) in prompts.iter().enumerate() {
         let settings = SampleSettings {
             prompt: prompt.clone(),
@@ -102,7 +109,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             sampling: Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p },
             seed: args.seed,
             stop_at_end: !args.ignore_end,
-            stop: args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect(),
+            stop: stop.clone(),
+            end_tokens: end_tokens.clone(),
         };
         if prompts.len() > 1 && !args.json {
             writeln!(Output, "--- {} of {} ---", index + 1, prompts.len())?;
@@ -150,6 +158,21 @@ fn generate(
     }
     written?;
     Ok(ended)
+}
+
+/// The tokens that end a text by the files of the model.
+fn end_tokens(source: &ModelSource) -> Result<Vec<u32>> {
+    let mut found = Vec::new();
+    for name in ["generation_config.json", "config.json"] {
+        let text = source.read_file(name)?.unwrap_or_default();
+        // What is no JSON says nothing.
+        let config: Value = serde_json::from_slice(&text).unwrap_or_default();
+        let ids = &config["eos_token_id"];
+        let one = ids.as_u64().into_iter();
+        let several = ids.as_array().into_iter().flatten().filter_map(Value::as_u64);
+        found.extend(one.chain(several).filter_map(|id| u32::try_from(id).ok()));
+    }
+    Ok(found)
 }
 
 /// The texts to continue.

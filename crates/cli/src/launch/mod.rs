@@ -13,5 +13,7 @@ pub(crate) use command_workers::{launch_workers, recorder_folder};
 pub(crate) use environment::WorkerEnvironment;
 pub(crate) use error::{Death, LaunchError};
 pub(crate) use joining::{join_options, work_in_world};
-pub(crate) use supervisor::{LocalWorld, OnSignal, ignored_signals, run_local_workers, worker_command};
+pub(crate) use supervisor::{
+    INVOKED_AS_VARIABLE, LocalWorld, OnSignal, ignored_signals, run_local_workers, worker_command,
+};
 pub(crate) use worker_processes::{LOST_PEER_EXIT_CODE, die_with_parent, error_log, signal_name};

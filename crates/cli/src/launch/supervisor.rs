@@ -23,6 +23,9 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_comm::{Diagnosis, Occasion, RankReport, Secret, remove_reports};
 
+/// Tells workers how the user has called this program.
+pub(crate) const INVOKED_AS_VARIABLE: &str = "TRIREME_INVOKED_AS";
+
 /// How long the death of a worker that has lost a peer waits for the death of that peer.
 const CAUSE_GRACE: Duration = Duration::from_secs(1);
 
@@ -72,6 +75,7 @@ pub(crate) fn worker_command(started: Instant, simd: Option<&Simd>) -> io::Resul
     Ok(move || {
         let mut command = Command::new(&program);
         command.args(std::env::args_os().skip(1)).envs(simd.clone());
+        command.envs(std::env::args_os().next().map(|name| (INVOKED_AS_VARIABLE, name)));
         command.env(STARTED_VARIABLE, to_variable(started));
         command
     })

@@ -29,14 +29,12 @@ pub(crate) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
              {bound}; at the peak, {moment}, the memory holds {shares}",
             plan.rank
         ),
-        Limit::Offload => {
-            return format!(
-                "the offloaded state of worker {} is predicted to take {taken_bytes} of host memory, {excess} more \
-                 than its limit of {bound}; move more of it to \"disk\" (docs/memory.md), lower [offload] prefetch, \
-                 use more workers on more hosts, or raise [memory] host_budget",
-                plan.rank
-            );
-        }
+        Limit::Offload => format!(
+            "the offloaded state of worker {} is predicted to take {taken_bytes} of host memory, {excess} more \
+             than its limit of {bound}; move more of it to \"disk\" (docs/memory.md), lower [offload] prefetch, \
+             use more workers on more hosts, or raise [memory] host_budget",
+            plan.rank
+        ),
         Limit::Host => format!(
             "the workers of this host are predicted to take {taken_bytes} in total, {excess} more than {}; worker {} \
              takes the most, {}: at its peak, {moment}, the memory holds {shares}",
@@ -117,7 +115,15 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     // What is there to leave, of the classes that the stage sets apart.
     let open: Vec<String> =
         stays(config).iter().map(|class| format!("offload.{}=auto", class.name())).collect();
+    // What is with the host could be on a disk.
+    let onto_disk: Change =
+        on_host(config).iter().map(|class| format!("offload.{}=disk", class.name())).collect();
+    let onto_disk: Vec<Change> = if onto_disk.is_empty() { Vec::new() } else { [onto_disk].into() };
     let moved: Vec<Change> = if open.is_empty() { Vec::new() } else { [open].into() };
+    // Whatever can leave where all of the state is set apart, even on one worker.
+    let all_moved: Change = std::iter::once("parallelism.zero_stage=3".to_owned())
+        .chain(places(config).iter().map(|(class, _)| format!("offload.{}=auto", class.name())))
+        .collect();
     let halves = std::iter::successors(Some(training.local_batch_size / 2), |half| Some(half / 2));
     let smaller: Vec<Change> = halves
         .take_while(|&half| half > 0)
@@ -143,21 +149,49 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let strongest = |family: &[Change]| family.last().cloned().unwrap_or_default();
     let [recompute, shard, moves, shrink, narrowed, alone] =
         [&recomputed, &sharded, &moved, &smaller, &narrow, &fewer_workers].map(|f| strongest(f));
-    let combined = [
-        [&recompute[..], &shard].concat(),
-        [&recompute[..], &moves].concat(),
-        [&recompute[..], &shrink].concat(),
-        [&shard[..], &shrink].concat(),
-        [&recompute[..], &shard, &shrink].concat(),
-        [&recompute[..], &shard, &shrink, &narrowed].concat(),
-        [&recompute[..], &moves, &shrink, &narrowed].concat(),
-        [&alone[..], &recompute].concat(),
-        [&alone[..], &recompute, &shrink, &narrowed].concat(),
+    // With how much each costs a step, roughly: several means together are tried in the order of their sums.
+    let means = [
+        (1, narrowed),
+        (1, shrink),
+        (2, shard),
+        (3, recompute),
+        (5, moves),
+        (7, all_moved.clone()),
+        (8, alone),
     ];
-    let combined =
-        combined.into_iter().filter(|change| !change.is_empty()).map(|change| [unrepeated(change)].into());
-    let families = [unsampled, recomputed, sharded, moved, smaller, narrow, more_workers, fewer_workers];
+    let combined = combinations(means).into_iter().map(|change| [change].into());
+    let all_moved: Vec<Change> = [all_moved].into();
+    let families = [
+        unsampled,
+        recomputed,
+        sharded,
+        moved,
+        onto_disk,
+        all_moved,
+        smaller,
+        narrow,
+        more_workers,
+        fewer_workers,
+    ];
     families.into_iter().chain(combined).collect()
+}
+
+/// All changes of two means or more, those first that cost least.
+fn combinations<const N: usize>(means: [(u32, Change); N]) -> Vec<Change> {
+    let has = |set: usize, index: usize| set & 1 << index != 0;
+    let mut sets: Vec<(u32, Change)> = (0_usize..1 << N)
+        .filter(|set| {
+            set.count_ones() > 1 && (0..N).all(|index| !has(*set, index) || !means[index].1.is_empty())
+        })
+        .map(|set| {
+            let chosen =
+                || means.iter().enumerate().filter(|(index, _)| has(set, *index)).map(|(_, mean)| mean);
+            let change = chosen().flat_map(|(_, change)| change.iter().cloned()).collect();
+            (chosen().map(|(cost, _)| cost).sum(), unrepeated(change))
+        })
+        .collect();
+    sets.sort_by_key(|(cost, change)| (*cost, change.len()));
+    sets.into_iter().map(|(_, change)| change).collect()
 }
 
 /// A change that several changes were joined to: keys that they share, once.
@@ -171,20 +205,29 @@ fn unrepeated(mut change: Change) -> Change {
     change
 }
 
-/// Classes of state that stay on the device and could leave it as it is.
-fn stays(config: &Config) -> Vec<StateClass> {
+/// Classes of state, and where the config has them.
+fn places(config: &Config) -> [(StateClass, Tier); 4] {
     let offload = config.offload();
-    let classes = [
+    [
         (StateClass::Optimizer, offload.optimizer),
         (StateClass::Parameters, offload.parameters),
         (StateClass::Gradients, offload.gradients),
         (StateClass::Activations, offload.activations),
-    ];
+    ]
+}
+
+/// Classes of state that the config has with the host.
+fn on_host(config: &Config) -> Vec<StateClass> {
+    places(config).into_iter().filter(|(_, tier)| *tier == Tier::Host).map(|(class, _)| class).collect()
+}
+
+/// Classes of state that stay on the device and could leave it as it is.
+fn stays(config: &Config) -> Vec<StateClass> {
     let state = config.parallelism().state_layout();
     let can_leave = |&(class, tier): &(StateClass, Tier)| {
         tier == Tier::Device && state.can_live(class, StateTier::Host, 1)
     };
-    classes.into_iter().filter(can_leave).map(|(class, _)| class).collect()
+    places(config).into_iter().filter(can_leave).map(|(class, _)| class).collect()
 }
 
 fn change(keys: &[&str]) -> Change {

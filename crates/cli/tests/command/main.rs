@@ -13,6 +13,7 @@ mod experts;
 mod fine_tuning;
 mod first_day;
 mod full_disk;
+mod golden;
 mod hangs;
 mod hosts;
 mod interrupts;

@@ -1,6 +1,6 @@
 //! What a run shows when it has ended.
 
-use crate::launch::signal_name;
+use crate::launch::{INVOKED_AS_VARIABLE, signal_name};
 use crate::planning::{Plan, measured};
 use anyhow::Result;
 use trireme_base::{Bytes, Category};
@@ -78,7 +78,9 @@ pub(super) fn stopped(config: &Config, summary: &RunSummary, signal: i32) -> Vec
     let mut lines = vec![format!("stopped by {} after step {step} of {steps}", signal_name(signal))];
     match &summary.checkpoint {
         Some(path) if summary.checkpoint_step == Some(step) => {
-            let words = std::env::args().map(|word| quoted(&word));
+            // Workers are started by a path that nobody has typed.
+            let program = std::env::var(INVOKED_AS_VARIABLE).ok().or_else(|| std::env::args().next());
+            let words = program.into_iter().chain(std::env::args().skip(1)).map(|word| quoted(&word));
             let command = words.collect::<Vec<_>>().join(" ");
             // Else the same command would begin again.
             let resume = if config.checkpoint().resume == Resume::Auto { "" } else { " --resume auto" };
@@ -144,6 +146,7 @@ pub(super) fn sample_text(
         },
         seed: generate.seed,
         stop_at_end: false,
+        end_tokens: Vec::new(),
         stop: Vec::new(),
     };
     let mut text = settings.prompt.clone();

@@ -1,0 +1,102 @@
+//! What PyTorch, transformers and lm-evaluation-harness have found, of which `peers/fine_tuning_reference.py` says how.
+
+use crate::common::Scene;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// Of losses, which torch has in f32.
+const LOSS_TOLERANCE: f64 = 1e-5;
+/// Of log-likelihoods, which are sums over some tens of tokens.
+const LIKELIHOOD_TOLERANCE: f64 = 1e-3;
+
+/// A scene with the files of the golden values.
+fn scene() -> Scene {
+    let scene = Scene::new();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    fs::create_dir(scene.path("chat_model")).unwrap();
+    for folder in ["", "chat_model"] {
+        for entry in fs::read_dir(golden.join(folder)).unwrap().map(Result::unwrap) {
+            if entry.file_type().unwrap().is_file() {
+                fs::copy(entry.path(), scene.path(folder).join(entry.file_name())).unwrap();
+            }
+        }
+    }
+    scene
+}
+
+fn json(scene: &Scene, name: &str) -> Value {
+    serde_json::from_str(&scene.read(name)).unwrap()
+}
+
+fn numbers(values: &Value) -> Vec<f64> {
+    values.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
+}
+
+#[track_caller]
+fn assert_near(found: f64, expected: f64, tolerance: f64) {
+    assert!((found - expected).abs() <= tolerance, "{found} instead of {expected}");
+}
+
+#[test]
+fn fine_tuning_has_the_losses_of_transformers() {
+    let scene = scene();
+    let golden = json(&scene, "chat_losses.json");
+    scene.write(
+        "chat.toml",
+        "[model]\ninit_from = \"chat_model\"\n[data]\ninputs = [\"chat.jsonl\"]\nvalidation_fraction = 0.0\n[training]\n\
+         local_batch_size = 1\nglobal_batch_size = 16\nseq_len = 128\nsteps = 10\nthreads = 1\n[optimizer]\nlr = 1e-3\n\
+         [lr_scheduler]\ndecay = \"constant\"\n[generate]\nnum_tokens = 0\n",
+    );
+    for workers in [1, 2] {
+        let name = format!("chat-{workers}");
+        scene.run(&format!("train chat.toml --workers {workers} --set run.name={name}")).succeeded();
+        let records = scene.records(&name);
+        assert_eq!(records.len(), 10);
+        for (record, (loss, norm)) in
+            records.iter().zip(numbers(&golden["losses"]).into_iter().zip(numbers(&golden["grad_norms"])))
+        {
+            assert_near(record["loss"].as_f64().unwrap(), loss, LOSS_TOLERANCE);
+            assert_near(record["grad_norm"].as_f64().unwrap(), norm, LOSS_TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn questions_have_the_scores_of_the_harness() {
+    let scene = scene();
+    let golden = json(&scene, "multiple_choice.json");
+    let found = scene.run("eval chat_model multiple_choice.jsonl --json").succeeded();
+    let found: Value = serde_json::from_str(&found).unwrap();
+    for name in ["acc", "acc_stderr", "acc_norm", "acc_norm_stderr"] {
+        assert_near(found[name].as_f64().unwrap(), golden[name].as_f64().unwrap(), 1e-9);
+    }
+    let (all, expected) =
+        (found["log_likelihoods"].as_array().unwrap(), golden["loglikelihoods"].as_array().unwrap());
+    assert_eq!((all.len(), all.len()), (20, expected.len()));
+    for (found, expected) in all.iter().zip(expected) {
+        let (found, expected) = (numbers(found), numbers(expected));
+        assert_eq!(found.len(), expected.len());
+        found
+            .into_iter()
+            .zip(expected)
+            .for_each(|(found, expected)| assert_near(found, expected, LIKELIHOOD_TOLERANCE));
+    }
+}
+
+#[test]
+fn a_text_has_the_loss_of_torch() {
+    let scene = scene();
+    // Sequences of 64 leave nothing over.
+    let golden = &json(&scene, "eval_text.json")["seq_len_64"];
+    let found = scene.run("eval chat_model eval_text.txt --seq-len 64 --json").succeeded();
+    let found: Value = serde_json::from_str(&found).unwrap();
+    assert_eq!(found["num_tokens"], golden["num_tokens"]);
+    assert_near(found["loss"].as_f64().unwrap(), golden["loss"].as_f64().unwrap(), LOSS_TOLERANCE);
+    assert_near(
+        found["bits_per_byte"].as_f64().unwrap(),
+        golden["bits_per_byte"].as_f64().unwrap(),
+        LOSS_TOLERANCE,
+    );
+    assert_near(found["perplexity"].as_f64().unwrap(), golden["perplexity"].as_f64().unwrap(), 1e-2);
+}
