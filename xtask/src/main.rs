@@ -1,7 +1,9 @@
-//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask ladder`, `cargo xtask compare` and `cargo xtask faults`.
+//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask ladder`, `cargo xtask compare`, `cargo xtask faults` and `cargo xtask foreign`.
 
+mod commands;
 mod compare;
 mod faults;
+mod foreign;
 mod kernels;
 mod tidy;
 
@@ -26,6 +28,7 @@ enum Chore {
     Ladder,
     Compare(compare::CompareArgs),
     Faults(faults::FaultsArgs),
+    Foreign(foreign::ForeignArgs),
 }
 
 fn main() -> ExitCode {
@@ -35,6 +38,7 @@ fn main() -> ExitCode {
         Chore::Ladder => ladder(workspace_root()),
         Chore::Compare(args) => compare::run(&args, workspace_root()),
         Chore::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
+        Chore::Foreign(args) => foreign::run(&args, workspace_root()),
     };
     match succeeded {
         Ok(true) => ExitCode::SUCCESS,

@@ -136,10 +136,7 @@ impl Pace {
         let mix = |old: Option<f64>, new: f64| old.map_or(new, |old| old + Self::NEW * (new - old));
         self.speed = Some(mix(self.speed, record.speed().1));
         let now = Instant::now();
-        let seconds = match self.last {
-            Some((last, seconds)) => Some(mix(seconds, now.duration_since(last).as_secs_f64())),
-            None => None,
-        };
+        let seconds = self.last.map(|(last, seconds)| mix(seconds, now.duration_since(last).as_secs_f64()));
         self.last = Some((now, seconds));
     }
 

@@ -1,9 +1,10 @@
 //! What stands above the table: the machine, the versions, and what the processor allows at most.
 
-use super::programs::{Programs, output};
+use super::programs::Programs;
 use super::results::{Round, ours};
 use super::rows::{Program, Row, Run, Step, installation};
 use super::table::with_separators;
+use crate::commands::output;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fmt;

@@ -1,0 +1,54 @@
+//! Other programs: commands that must succeed, and Python with the packages of the peers.
+
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Python with the packages of `peers/requirements.txt`, installed into `folder` unless that has happened before.
+pub(crate) fn virtual_environment(root: &Path, folder: &Path) -> Result<PathBuf> {
+    let python = folder.join("bin/python");
+    let requirements = root.join("peers/requirements.txt");
+    let wanted =
+        fs::read(&requirements).with_context(|| format!("cannot read {}", requirements.display()))?;
+    // A copy of the requirements tells that they are installed.
+    let installed = folder.join("requirements.txt");
+    if fs::read(&installed).is_ok_and(|installed| installed == wanted) {
+        return Ok(python);
+    }
+    succeed(Command::new("python3").args(["-m", "venv"]).arg(folder))?;
+    succeed(Command::new(&python).args(["-m", "pip", "install", "--requirement"]).arg(&requirements))?;
+    fs::write(&installed, wanted).with_context(|| format!("cannot write {}", installed.display()))?;
+    Ok(python)
+}
+
+/// Runs a command and shows what it prints on the error output: the standard output is for the tables.
+pub(crate) fn succeed(command: &mut Command) -> Result<()> {
+    let status = command
+        .stdout(std::io::stderr())
+        .status()
+        .with_context(|| format!("cannot start {}", line(command)))?;
+    if !status.success() {
+        bail!("{} failed: {status}", line(command));
+    }
+    Ok(())
+}
+
+/// What a command prints.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("cannot start {}", line(command)))?;
+    if !output.status.success() {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let last: Vec<&str> = errors.lines().rev().take(5).collect();
+        let last: Vec<&str> = last.into_iter().rev().collect();
+        bail!("{} failed: {}\n{}", line(command), output.status, last.join("\n"));
+    }
+    String::from_utf8(output.stdout)
+        .with_context(|| format!("{} printed something that is not text", line(command)))
+}
+
+/// The words of a command.
+pub(crate) fn line(command: &Command) -> String {
+    let words = [command.get_program()].into_iter().chain(command.get_args());
+    words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}

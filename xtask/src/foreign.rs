@@ -1,0 +1,36 @@
+//! Models that travel to transformers and back.
+
+use crate::commands::{succeed, virtual_environment};
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const HELP: &str = "\
+Saves small models of several families with transformers, and checks that Trireme exports them
+again as they were, computes the same logits, and continues prompts with the same text; also after
+some steps of training. Installs the packages of peers/requirements.txt (PyTorch among them,
+about 5 GB) into target/peers-venv, unless --python names an interpreter that has them.";
+
+/// Check imports and exports with transformers itself.
+#[derive(Debug, clap::Args)]
+#[command(after_help = HELP)]
+pub(crate) struct ForeignArgs {
+    /// Python with the packages of peers/requirements.txt, instead of the one in target/peers-venv.
+    #[arg(long)]
+    python: Option<PathBuf>,
+}
+
+/// Runs `cargo xtask foreign`; whether all is the same.
+pub(crate) fn run(args: &ForeignArgs, root: &Path) -> Result<bool> {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder));
+    let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
+    succeed(Command::new(cargo).args(["build", "--release", "--bin", "trireme"]).current_dir(root))?;
+    let python = match &args.python {
+        Some(python) => python.clone(),
+        None => virtual_environment(root, &target.join("peers-venv"))?,
+    };
+    let mut check = Command::new(&python);
+    check.arg("peers/foreign_models.py").arg(target.join("release/trireme")).current_dir(root);
+    let status = check.status().with_context(|| format!("cannot start {}", python.display()))?;
+    Ok(status.success())
+}
