@@ -16,6 +16,12 @@ pub struct AlignedBuffer {
 }
 
 impl AlignedBuffer {
+    /// The capacity of a buffer for `len` bytes. A length that cannot be rounded up is more memory than any system gives.
+    pub fn capacity_for(len: usize) -> usize {
+        let unit = if len < HUGE_PAGE / 2 { ALIGNMENT } else { HUGE_PAGE };
+        len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX)
+    }
+
     /// How many bytes it can hold: a multiple of [`ALIGNMENT`], and from 1 MiB on of huge pages of 2 MiB.
     pub fn capacity(&self) -> usize {
         self.memory().len()
@@ -104,9 +110,7 @@ struct Shelf {
 impl Pool {
     /// A buffer of `len` bytes, with unspecified content.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Result<AlignedBuffer, SwapError> {
-        let unit = if len < HUGE_PAGE / 2 { ALIGNMENT } else { HUGE_PAGE };
-        // A length that cannot be rounded up is more memory than any system gives.
-        let capacity = len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX);
+        let capacity = AlignedBuffer::capacity_for(len);
         let mut shelf = self.lock();
         let memory = match shelf.free.iter().position(|memory| memory.len() == capacity) {
             Some(position) => shelf.free.swap_remove(position),

@@ -35,6 +35,9 @@ fn the_host_never_holds_all_that_lives_on_a_disk() {
             let usage = |category| executor.host().memory().usage(category).peak;
             let (state, peak) = (largest * 12, usage(Category::Optimizer) + usage(Category::Parameters));
             assert!(peak <= state + state / 10 && peak < all * 4, "{peak} bytes, of {state} for a unit");
+            // Of either file five chunks that are written, one of them filled, and one that is read: each of one unit.
+            let (chunks, peak) = (6 * state, usage(Category::Communication));
+            assert!(peak <= chunks + chunks / 10, "{peak} bytes on the way, of {state} for a unit");
         });
     }
 }

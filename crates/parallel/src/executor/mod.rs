@@ -178,7 +178,7 @@ impl Executor {
             messages,
             offload: offload.clone(),
             optimizer_device,
-            offloaded: Offloaded::new(offload, &program, device)?,
+            offloaded: Offloaded::new(offload, &program, device),
             changed: vec![true; outline.chain.num_units],
             is_squared: vec![false; outline.chain.num_units],
             timeline: Timeline::new(program.actions.len()),

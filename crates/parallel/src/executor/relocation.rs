@@ -99,7 +99,7 @@ impl Executor {
         }
         let mut was = std::mem::replace(
             &mut self.offloaded,
-            Offloaded::new(&self.offload, &self.program, &self.device)?,
+            Offloaded::new(&self.offload, &self.program, &self.device),
         );
         self.expect_moves();
         for (unit, part) in parts.into_iter().enumerate() {

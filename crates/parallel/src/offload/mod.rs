@@ -98,20 +98,16 @@ pub(crate) struct Offloaded {
 
 impl Offloaded {
     /// Stores for the classes that a program moves, for which nothing was evicted yet.
-    pub(crate) fn new(
-        options: &OffloadOptions,
-        program: &Program,
-        device: &Device,
-    ) -> Result<Self, ParallelError> {
+    pub(crate) fn new(options: &OffloadOptions, program: &Program, device: &Device) -> Self {
         let Outline { chain, num_microbatches, state, .. } = &program.outline;
         let mut stores = [const { None }; StateClass::ALL.len()];
         for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
             let per_unit = if class == StateClass::Activations { *num_microbatches } else { 1 };
             let owner = options.device_of(state, class, device);
-            let store = Store::new(state.of(class).tier, options, owner, chain.num_units * per_unit)?;
+            let store = Store::new(state.of(class).tier, options, owner, chain.num_units * per_unit);
             stores[class as usize] = Some(store);
         }
-        Ok(Offloaded { num_microbatches: *num_microbatches, stores, earlier_disk_bytes: [0, 0] })
+        Offloaded { num_microbatches: *num_microbatches, stores, earlier_disk_bytes: [0, 0] }
     }
 
     /// Counts the transfers of other stores, which these take the place of, as earlier ones.

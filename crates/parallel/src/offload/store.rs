@@ -10,12 +10,9 @@ use trireme_tensor::{Category, Device, PinnedMemory, View, ViewMut};
 /// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
 const WRITES_MAX: usize = 4;
 
-/// Bytes of a chunk in which state goes to a disk and comes back: long enough for a disk's full speed, short beside the
-/// memory of a worker.
-const CHUNK_BYTES: usize = 16 << 20;
-
-/// Bytes that the chunks take at most which are on their way to a disk, and the one that is filled.
-const WRITE_BYTES: usize = (WRITES_MAX + 1) * CHUNK_BYTES;
+/// Bytes of a chunk, at most, in which state goes to a disk and comes back: long enough for a disk's full speed, short beside
+/// the memory of a worker.
+const CHUNK_BYTES_MAX: usize = 16 << 20;
 
 /// Blocks of state that live elsewhere.
 pub(crate) struct Store {
@@ -61,7 +58,8 @@ struct Disk {
     room: Vec<usize>,
     /// Bytes of what each block holds.
     num_bytes: Vec<usize>,
-    /// Made when the first block comes.
+    /// Bytes of a chunk, and of the memory that carries one. Known when the first block comes, as is all that follows.
+    chunk_bytes: Option<usize>,
     file: Option<SwapFile>,
     /// Of each block in the file.
     first_chunks: Vec<usize>,
@@ -73,37 +71,47 @@ struct Disk {
 }
 
 impl Disk {
-    /// Counts what writes take at most.
-    fn new(options: &OffloadOptions, owner: &Device, num_blocks: usize) -> Result<Self, ParallelError> {
-        let counted = Counted::new(&options.host);
-        counted.take(Category::Communication, WRITE_BYTES)?;
-        Ok(Disk {
-            counted,
+    fn new(options: &OffloadOptions, owner: &Device, num_blocks: usize) -> Self {
+        Disk {
+            counted: Counted::new(&options.host),
             options: options.clone(),
             owner: owner.clone(),
             room: vec![0; num_blocks],
             num_bytes: vec![0; num_blocks],
+            chunk_bytes: None,
             file: None,
             first_chunks: Vec::new(),
             writes: VecDeque::with_capacity(WRITES_MAX + 1),
             reads: (0..num_blocks).map(|_| VecDeque::new()).collect(),
             noted_reads: vec![None; num_blocks],
-        })
+        }
+    }
+
+    fn chunk_bytes(&self) -> usize {
+        self.chunk_bytes.expect("a block was written before")
     }
 
     /// Bytes of the chunks of a block that is read.
     fn read_bytes(&self, block: usize) -> usize {
-        self.num_bytes[block].next_multiple_of(CHUNK_BYTES)
+        self.num_bytes[block].next_multiple_of(self.chunk_bytes())
     }
 
-    /// Makes the file.
+    /// Settles how long chunks are, counts what writes take at most, and makes the file unless the host only counts.
     fn create(&mut self) -> Result<(), ParallelError> {
+        let longest = self.room.iter().copied().max().unwrap_or(0);
+        let chunk_bytes = AlignedBuffer::capacity_for(longest.min(CHUNK_BYTES_MAX));
         let mut chunks = Vec::new();
         for &room in &self.room {
             self.first_chunks.push(chunks.len());
-            chunks.extend((0..room).step_by(CHUNK_BYTES).map(|start| chunk_len(room, start)));
+            chunks.extend((0..room).step_by(chunk_bytes).map(|start| chunk_bytes.min(room - start)));
         }
-        self.file = Some(SwapFile::create(&self.options.folder, &chunks, &self.options.swap)?);
+        // Those on their way, and the one that is filled.
+        let num_writes = (WRITES_MAX + 1).min(chunks.len());
+        self.counted.take(Category::Communication, num_writes * chunk_bytes)?;
+        self.chunk_bytes = Some(chunk_bytes);
+        if !self.options.host.is_counting() {
+            self.file = Some(SwapFile::create(&self.options.folder, &chunks, &self.options.swap)?);
+        }
         Ok(())
     }
 
@@ -112,6 +120,9 @@ impl Disk {
         let (num_bytes, room) = (num_bytes(memory), self.room[block]);
         assert!(num_bytes <= room, "{num_bytes} bytes for block {block}, which has room for {room}");
         self.num_bytes[block] = num_bytes;
+        if self.chunk_bytes.is_none() {
+            self.create()?;
+        }
         if self.options.host.is_counting() {
             if let Some(journal) = self.options.host.journal() {
                 journal.issue(Issued::DiskWrite { bytes: num_bytes });
@@ -119,9 +130,7 @@ impl Disk {
             memory(&mut |part| part.release());
             return Ok(());
         }
-        if self.file.is_none() {
-            self.create()?;
-        }
+        let chunk_bytes = self.chunk_bytes();
         let Disk { file, first_chunks, writes, owner, .. } = self;
         let file = file.as_ref().expect("it was made above");
         let mut chunk = first_chunks[block];
@@ -133,12 +142,12 @@ impl Disk {
                     Some(buffer) => buffer,
                     None => {
                         await_room(writes)?;
-                        let mut buffer = file.buffer(CHUNK_BYTES)?;
-                        buffer.set_len(chunk_len(room, copied));
+                        let mut buffer = file.buffer(chunk_bytes)?;
+                        buffer.set_len(chunk_bytes.min(room - copied));
                         buffer
                     }
                 };
-                let free = &mut buffer[copied % CHUNK_BYTES..];
+                let free = &mut buffer[copied % chunk_bytes..];
                 let len = free.len().min(memory.num_bytes() - first);
                 owner.download(memory.part(first, [len].into()), &mut free[..len]);
                 let is_full = len == free.len();
@@ -167,11 +176,12 @@ impl Disk {
             self.noted_reads[block] = self.options.host.journal().map(issue);
             return Ok(());
         }
+        let chunk_bytes = self.chunk_bytes();
         let file = self.file.as_ref().expect("a block is read after it was written");
-        let num_chunks = self.num_bytes[block].div_ceil(CHUNK_BYTES);
+        let num_chunks = self.num_bytes[block].div_ceil(chunk_bytes);
         let first = self.first_chunks[block];
         for chunk in first..first + num_chunks {
-            self.reads[block].push_back(file.read(chunk, file.buffer(CHUNK_BYTES)?));
+            self.reads[block].push_back(file.read(chunk, file.buffer(chunk_bytes)?));
         }
         Ok(())
     }
@@ -194,6 +204,7 @@ impl Disk {
     }
 
     fn copy_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+        let chunk_bytes = self.chunk_bytes();
         let (reads, owner) = (&mut self.reads[block], &self.owner);
         let (mut copied, mut open) = (0, None::<AlignedBuffer>);
         let mut copy = |mut memory: ViewMut<'_>| -> Result<(), ParallelError> {
@@ -203,7 +214,7 @@ impl Disk {
                     Some(buffer) => buffer,
                     None => reads.pop_front().expect("chunks make up the block").wait()?,
                 };
-                let left = &buffer[copied % CHUNK_BYTES..];
+                let left = &buffer[copied % chunk_bytes..];
                 let len = left.len().min(memory.num_bytes() - first);
                 owner.upload(&left[..len], memory.reborrow().into_part(first, [len].into()));
                 let is_read = len == left.len();
@@ -217,11 +228,6 @@ impl Disk {
             copy(part.view_mut().into_bytes())
         })
     }
-}
-
-/// Bytes of the chunk that begins at `start` of a block with so much room.
-fn chunk_len(room: usize, start: usize) -> usize {
-    CHUNK_BYTES.min(room - start)
 }
 
 /// Waits until another write may begin.
@@ -272,13 +278,13 @@ impl Store {
         options: &OffloadOptions,
         owner: &Device,
         num_blocks: usize,
-    ) -> Result<Self, ParallelError> {
+    ) -> Self {
         let place = match tier {
             Tier::Device | Tier::Host => Place::Host(options.host.clone()),
-            Tier::Disk => Place::Disk(Box::new(Disk::new(options, owner, num_blocks)?)),
+            Tier::Disk => Place::Disk(Box::new(Disk::new(options, owner, num_blocks))),
         };
         let blocks = (0..num_blocks).map(|_| Block::default()).collect();
-        Ok(Store { owner: owner.clone(), place, blocks, returning: Vec::new() })
+        Store { owner: owner.clone(), place, blocks, returning: Vec::new() }
     }
 
     /// Says how many bytes a block has at most.
