@@ -7,7 +7,7 @@ use trireme_tensor::{ParameterClass, ParameterInfo};
 pub struct ParameterGroup {
     /// A name in which `*` stands for any text and `?` for any character.
     pub pattern: String,
-    /// Whether the parameters stay as they are. Their gradients count in no norm.
+    /// Whether the parameters stay as they are. They have no state, and their gradients count in no norm.
     pub frozen: bool,
     /// Factor of the learning rate.
     pub lr_scale: f32,
@@ -68,10 +68,7 @@ impl ParameterSettings {
         };
         let weight_decay = if decays { options.weight_decay } else { 0.0 };
         let none = ParameterSettings { lr_scale: 1.0, weight_decay, beta1: None, beta2: None };
-        match options.groups.iter().find(|group| group.matches(&info.name)) {
-            Some(ParameterGroup { frozen: true, .. }) => {
-                ParameterSettings { lr_scale: 0.0, weight_decay: 0.0, ..none }
-            }
+        match options.group_of(&info.name) {
             Some(group) => ParameterSettings {
                 lr_scale: group.lr_scale,
                 weight_decay: group.weight_decay.unwrap_or(weight_decay),

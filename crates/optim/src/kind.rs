@@ -174,7 +174,12 @@ pub struct OptimizerOptions {
 impl OptimizerOptions {
     /// Whether the parameter of this name stays as it is.
     pub fn is_frozen(&self, name: &str) -> bool {
-        self.groups.iter().find(|group| group.matches(name)).is_some_and(|group| group.frozen)
+        self.group_of(name).is_some_and(|group| group.frozen)
+    }
+
+    /// The first group whose pattern fits the name of a parameter.
+    pub(crate) fn group_of(&self, name: &str) -> Option<&crate::ParameterGroup> {
+        self.groups.iter().find(|group| group.matches(name))
     }
 
     /// How far an update moves biases that balance loads, unless something else is asked for (DeepSeek-AI, "DeepSeek-V3 technical report", 2024,

@@ -290,6 +290,10 @@ impl UnitBuilder<'_> {
         let (mut rest, mut matrices, mut balancing) = (Vec::new(), Vec::new(), Vec::new());
         for parameter in self.unit.parameters.clone() {
             let info = &self.table.parameters()[parameter];
+            // A gradient that is not finite changes nothing of what stays as it is.
+            if self.options.is_frozen(&info.name) {
+                continue;
+            }
             let chosen = (parameter, ParameterSettings::of(self.options, info));
             let is_matrix = match self.options.kind {
                 OptimizerKind::Muon(_) => {

@@ -184,6 +184,42 @@ fn the_first_group_that_matches_counts() {
 }
 
 #[test]
+fn frozen_parameters_stay_whatever_their_gradients_are() {
+    let table = table(5);
+    let group = ParameterGroup {
+        pattern: "in.*".to_owned(),
+        frozen: true,
+        lr_scale: 1.0,
+        weight_decay: None,
+        beta1: None,
+        beta2: None,
+    };
+    let (device, parts) = (device(1), table.shards(0, 1));
+    for kind in KINDS {
+        let options = options(kind, StateDType::F32);
+        let frozen = OptimizerOptions { groups: vec![group.clone()], ..options.clone() };
+        let mut found = weights(&table);
+        let mut optimizer = Optimizer::new(&frozen, &table, &parts, &device).unwrap();
+        let mut gradients = grads(&table, 1, 1.0);
+        for info in table.parameters().iter().filter(|info| info.name.starts_with("in.")) {
+            gradients[info.unit][info.range()].fill(f32::NAN);
+        }
+        let settings = StepSettings { step: 1, lr: 0.01, grad_scale: 1.0 };
+        step(&mut optimizer, &device, &mut found, &gradients, &parts, settings, &mut WholeUnits);
+        let (before, mut plain) = (weights(&table), weights(&table));
+        let mut unfrozen = Optimizer::new(&options, &table, &parts, &device).unwrap();
+        run(&mut unfrozen, &device, &table, &mut plain, 1..=1);
+        for info in table.parameters() {
+            let values = |weights: &Weights| bits(&weights[info.unit][info.range()]);
+            let expected = if info.name.starts_with("in.") { &before } else { &plain };
+            assert!(values(&found) == values(expected), "{kind:?}: {}", info.name);
+        }
+        let has_state = |name: &str| save(&optimizer, &device).iter().any(|(state, _)| state.ends_with(name));
+        assert!(!has_state("in.weight") && !has_state("in.bias"), "{kind:?}");
+    }
+}
+
+#[test]
 fn matrices_decay_and_vectors_only_if_asked() {
     let table = table(5);
     let kind = OptimizerKind::AdamW(ADAMW);

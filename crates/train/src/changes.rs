@@ -1,18 +1,19 @@
-//! What a run that resumes has in another way than the run that wrote the checkpoint.
+//! Differences between the config of a run that resumes and that of its checkpoint.
 
 use crate::config::{Change, Config, file_values};
 use crate::error::TrainError;
 use crate::observer::Observer;
+use std::collections::{BTreeMap, BTreeSet};
 use trireme_checkpoint::Checkpoint;
 
 /// The resolved config in a checkpoint, and in a run's folder.
 pub(crate) const CONFIG_TOML: &str = "config.toml";
 
-/// Sections of what does not change the training.
-const UNTOLD_SECTIONS: [&str; 5] = ["run", "checkpoint", "metrics", "launch", "generate"];
+/// Sections that do not affect training.
+const IGNORED_SECTIONS: [&str; 5] = ["run", "checkpoint", "metrics", "launch", "generate"];
 
-/// Keys of the kind in other sections.
-const UNTOLD_KEYS: [&str; 9] = [
+/// Keys of other sections that do not affect training.
+const IGNORED_KEYS: [&str; 9] = [
     "training.threads",
     "data.folder",
     "data.inputs",
@@ -24,7 +25,8 @@ const UNTOLD_KEYS: [&str; 9] = [
     "comm.timeout_seconds",
 ];
 
-/// Tells what is different, and refuses another optimizer unless the config allows it. Whether the optimizer's state is to be read.
+/// Reports differences between the config of a checkpoint and that of this run, and refuses another optimizer unless the config allows it.
+/// Returns whether the optimizer's state may be read.
 pub(crate) fn check_changes(
     config: &Config,
     checkpoint: &Checkpoint,
@@ -33,22 +35,6 @@ pub(crate) fn check_changes(
     let Some(text) = checkpoint.read_file(CONFIG_TOML)? else { return Ok(true) };
     let before = file_values(&String::from_utf8_lossy(&text));
     let now = file_values(&config.to_toml());
-    let defaults = Config::defaults();
-    let mut lines = Vec::new();
-    for (name, value) in &now {
-        let section = name.split_once('.').map_or("", |(section, _)| section);
-        if UNTOLD_SECTIONS.contains(&section) || UNTOLD_KEYS.contains(&name.as_str()) {
-            continue;
-        }
-        match before.get(name) {
-            Some(old) if old != value => lines.push(format!("\n  {name}: {old} -> {value}")),
-            // An earlier version did not know it.
-            None if defaults.get(name) != Some(value) => {
-                lines.push(format!("\n  {name}: not set -> {value}"));
-            }
-            _ => {}
-        }
-    }
     let names = [&before, &now].map(|config| config.get("optimizer.name"));
     let is_same = names[0].is_none() || names[0] == names[1];
     if !is_same && !config.checkpoint().allow_changed.contains(&Change::Optimizer) {
@@ -56,11 +42,30 @@ pub(crate) fn check_changes(
         let path = checkpoint.path().to_owned();
         return Err(TrainError::ResumedOptimizerDiffers { path, found, expected });
     }
-    if !lines.is_empty() {
-        observer.notice(&format!("the config has changed since the checkpoint:{}", lines.concat()));
+    let changes = changes(&before, &now);
+    if !changes.is_empty() {
+        observer.notice(&format!("the config has changed since the checkpoint:{}", changes.concat()));
     }
     if !is_same {
-        observer.notice("the state of the optimizer begins anew");
+        observer.notice("the optimizer state starts from zero");
     }
     Ok(is_same)
+}
+
+/// A line for each key that affects training and has another value.
+fn changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
+    let defaults = Config::defaults();
+    let affects_training = |name: &&String| {
+        let section = name.split_once('.').map_or("", |(section, _)| section);
+        !IGNORED_SECTIONS.contains(&section) && !IGNORED_KEYS.contains(&name.as_str())
+    };
+    // A key is missing if it does not apply, or if the version that wrote the config did not know it: then its default counts.
+    let value = |config: &BTreeMap<String, String>, name: &String| {
+        config.get(name).or_else(|| defaults.get(name)).cloned().unwrap_or_else(|| "not set".to_owned())
+    };
+    let names: BTreeSet<&String> = before.keys().chain(now.keys()).filter(affects_training).collect();
+    let differing = names.into_iter().map(|name| (name, value(before, name), value(now, name)));
+    (differing.filter(|(_, old, new)| old != new))
+        .map(|(name, old, new)| format!("\n  {name}: {old} -> {new}"))
+        .collect()
 }

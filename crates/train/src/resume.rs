@@ -264,7 +264,12 @@ fn restore(
             true => part(info.parameter),
             false => Part::whole(info.shape.dims()),
         };
-        read_boxes(checkpoint.tensors(), &state_name(info), &part, info.held.clone(), values)
+        let name = state_name(info);
+        // What was frozen has no state: it starts from zero.
+        if checkpoint.tensors().get(&name).is_none() {
+            return Ok(());
+        }
+        read_boxes(checkpoint.tensors(), &name, &part, info.held.clone(), values)
     })?;
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;

@@ -7,7 +7,7 @@ use std::process::Command;
 use trireme_testkit::or_skip;
 
 /// Relative difference of losses in f32 where ranks take the sums of a layer, or over positions, in another order.
-const LOSS_TOLERANCE: f64 = 1e-5;
+pub(crate) const LOSS_TOLERANCE: f64 = 1e-5;
 
 const MODELS: [(&str, &str); 6] = [
     (

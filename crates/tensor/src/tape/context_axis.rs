@@ -1,9 +1,10 @@
 //! Values of which ranks have parts of the positions: context parallelism.
 //!
-//! Dim 1 of values is that of positions, and floats have at least one more. What operations make of one position depends on no other one, except in attention, which takes
+//! Dim 1 of values is that of positions, and floats have at least one more, except data that has a number for each position. What operations make of one position depends on no other one, except in attention, which takes
 //! in the keys of all ranks ([`Attention`](super::Attention)). To everything outside of units, these ranks are data-parallel: they have the
 //! same parameters, and their gradients are summed.
 
+use super::value::Value;
 use super::{Argument, AxisOps, Op, Operation, OperationContext, Recorder, Tape, Var};
 use crate::device::DeviceError;
 use smallvec::SmallVec;
@@ -81,9 +82,10 @@ impl Recorder<'_> {
     ) -> Result<usize, DeviceError> {
         let Some(axis) = &self.tape.context else { return Ok(first) };
         let inputs = self.tape.arguments[first..].iter().map(|argument| &self.tape.values[argument.value]);
-        // Dim 1 of fewer dims could be the last one, over which operations work.
-        let has_dims =
-            inputs.filter(|value| value.dtype.is_float()).all(|value| value.shape.dims().len() >= DIMS_MIN);
+        // Dim 1 of fewer dims could be the last one, over which operations work; but not where data has a number for each position.
+        let is_data = |value: &Value| value.is_input && !value.requires_grad;
+        let has_dims = (inputs.filter(|value| value.dtype.is_float()))
+            .all(|value| value.shape.dims().len() >= DIMS_MIN || is_data(value));
         if !op.takes_positions() || !has_dims {
             return Err(DeviceError::NeedsAllPositions { operation: format!("{op:?}") });
         }

@@ -298,7 +298,8 @@ config_section! {
     OptimizerGroup {
         /// Pattern of parameter names, such as "*.bias": `*` matches any text and `?` any character.
         pattern as "match": String = String::new();
-        /// Whether these parameters stay as they are: they are not updated, and their gradients do not count in `max_norm`.
+        /// Freezes these parameters: they are not updated, have no optimizer state, and their gradients do not count in `max_norm`. Gradients are
+        /// still computed.
         frozen: bool = false;
         /// Factor of the learning rate.
         lr_scale: f64 = 1.0, within 0.0..;
