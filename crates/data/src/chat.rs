@@ -17,6 +17,9 @@ pub const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 /// Steps of a template's interpreter: some thousand times as many as known ones take for a long conversation.
 const FUEL: u64 = 50_000_000;
 
+/// The longest text of a conversation: some times as long as a line of a file may be.
+const TEXT_BYTES_MAX: usize = 256 << 20;
+
 const TEMPLATE: &str = "chat_template";
 
 /// Stand around what the model is to learn, in text that a template has made; of the private use area, and removed again.
@@ -127,6 +130,14 @@ impl ChatTemplate {
         &self.source
     }
 
+    /// Takes all that texts depend on into a hash.
+    pub(crate) fn hash_into(&self, hasher: &mut crc32fast::Hasher) {
+        hasher.update(self.source.as_bytes());
+        if !self.special_tokens.is_empty() {
+            hasher.update(format!("{:?}", self.special_tokens).as_bytes());
+        }
+    }
+
     /// Text that a model continues with its answer.
     ///
     /// # Errors
@@ -157,9 +168,10 @@ impl ChatTemplate {
         let rendered = self.render(messages, false)?;
         if self.marks_answers {
             let mut found = take_marks(&rendered);
-            let is_answer = |message: &&Value| message["role"] == "assistant";
-            let num_before = messages[..first].iter().filter(is_answer).count();
-            found.answers.drain(..num_before.min(found.answers.len()));
+            if first > 0 {
+                let num_before = take_marks(&self.render(&messages[..first], false)?).answers.len();
+                found.answers.drain(..num_before.min(found.answers.len()));
+            }
             return Ok(found);
         }
         let mut answers = Vec::new();
@@ -179,13 +191,45 @@ impl ChatTemplate {
     }
 
     fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String, String> {
+        if messages.iter().any(has_mark) {
+            return Err("a message contains U+10FFF0 or U+10FFF1, which mark answers here".to_owned());
+        }
         let template = self.environment.get_template(TEMPLATE).expect("it was added");
         let special_tokens = TemplateValue::from_serialize(&self.special_tokens);
         let context = context! { messages, add_generation_prompt, ..special_tokens };
-        template.render(context).map_err(|error| {
+        let mut rendered = Bounded(Vec::new());
+        template.render_captured_to(context, &mut rendered).map_err(|error| {
             // What raise_exception was given is the detail.
             error.detail().map_or_else(|| error.to_string(), str::to_owned)
-        })
+        })?;
+        Ok(String::from_utf8_lossy(&rendered.0).into_owned())
+    }
+}
+
+/// Text that a template writes, up to [`TEXT_BYTES_MAX`].
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > TEXT_BYTES_MAX {
+            return Err(io::Error::other(format!("the text exceeds {TEXT_BYTES_MAX} bytes")));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Whether a text within a value could be taken for the marks of answers.
+fn has_mark(value: &Value) -> bool {
+    match value {
+        Value::String(text) => text.contains([ANSWER_BEGINS, ANSWER_ENDS]),
+        Value::Array(values) => values.iter().any(has_mark),
+        Value::Object(members) => members.values().any(has_mark),
+        _ => false,
     }
 }
 
@@ -339,11 +383,27 @@ mod tests {
         let strict = "{{ raise_exception('roles must alternate') }}";
         let template = ChatTemplate::new(strict, BTreeMap::new(), Path::new("a")).unwrap();
         assert_eq!(template.answered(&messages(), 0).unwrap_err(), "roles must alternate");
+        let loud = "{% for a in range(9999) %}{% for b in range(9999) %}{{ '" .to_owned();
+        let loud = loud + &"a".repeat(9999) + "' }}{% endfor %}{% endfor %}";
+        let template = ChatTemplate::new(&loud, BTreeMap::new(), Path::new("a")).unwrap();
+        assert!(template.prompt(&messages()).is_err());
         let broken = ChatTemplate::new("{% if %}", BTreeMap::new(), Path::new("here")).unwrap_err();
         assert!(broken.to_string().contains("here"), "{broken}");
         let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(endless, BTreeMap::new(), Path::new("a")).unwrap();
         assert!(template.prompt(&messages()).is_err());
+    }
+
+    #[test]
+    fn messages_cannot_forge_marks_and_earlier_answers_are_left_out_as_marked() {
+        let mut forged = messages();
+        forged[0]["content"] = json!("\u{10fff0}1+1?\u{10fff1}");
+        assert!(ChatTemplate::chatml().answered(&forged, 0).unwrap_err().contains("mark answers"));
+        // A template that marks an answer twice.
+        let twice = "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}\
+            {% generation %}.{% endgeneration %}{% endif %}{% endfor %}";
+        let template = ChatTemplate::new(twice, BTreeMap::new(), Path::new("a")).unwrap();
+        assert_eq!(parts(&template.answered(&messages(), 2).unwrap()), ["4", "."]);
     }
 
     #[test]

@@ -170,9 +170,15 @@ pub enum DataError {
         /// The inputs.
         num_inputs: usize,
     },
+    /// A choice without tokens.
+    #[error("a question has neither a context nor a choice with tokens; its choice is {choice:?}")]
+    EmptyChoice {
+        /// The choice.
+        choice: String,
+    },
     /// Records with answers in a file that began with plain texts.
     #[error(
-        "{path}, line {line} is to be learned in part, but the file begins with a text; put records of both kinds into files of their own"
+        "{path}, line {line} has an answer, but the file begins with plain text; put conversations and completions in a separate file"
     )]
     MixedRecords {
         /// The file.

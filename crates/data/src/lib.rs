@@ -13,6 +13,7 @@ mod chat;
 mod corpus;
 mod error;
 mod files;
+mod masked_tokens;
 mod multiple_choice;
 mod prepare;
 mod sampler;
@@ -22,6 +23,7 @@ mod tokenizer;
 pub use baseline::bigram_baseline;
 pub use chat::{Answered, CHAT_TEMPLATE_FILE, ChatTemplate};
 pub use corpus::Corpus;
+pub use masked_tokens::MaskedTokens;
 pub use error::DataError;
 pub use multiple_choice::{ChoiceTokens, Question};
 pub use prepare::{

@@ -78,7 +78,8 @@ impl Question {
     }
 
     /// The tokens of each choice after the context, as lm-evaluation-harness makes them: those of both together, from as many on as the
-    /// context alone has; spaces at its end belong to the choice. Without a context, the end of a document comes before.
+    /// context alone has; spaces at its end belong to the choice. Without a context, or if both together are one token, the end of a document
+    /// comes before.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -92,9 +93,13 @@ impl Question {
         let choice = |choice: &String| {
             let mut tokens = encode(&format!("{context}{spaces}{DELIMITER}{choice}"))?;
             let mut num_given = encode(context)?.len();
-            if num_given == 0 {
+            // Also where the choice adds nothing that a token tells of.
+            if num_given == 0 || tokens.len() < 2 {
                 tokens.insert(0, tokenizer.end_of_document().unwrap_or(0));
                 num_given = 1;
+            }
+            if tokens.len() < 2 {
+                return Err(DataError::EmptyChoice { choice: choice.clone() });
             }
             Ok(ChoiceTokens { num_given: num_given.min(tokens.len() - 1), tokens })
         };
@@ -118,6 +123,25 @@ mod tests {
         assert_eq!(tokens("a")[1], ChoiceTokens { tokens: bytes("a cd"), num_given: 1 });
         assert_eq!(tokens("a ")[0], ChoiceTokens { tokens: bytes("a  b"), num_given: 1 });
         assert_eq!(tokens("")[0], ChoiceTokens { tokens: [vec![256], bytes(" b")].concat(), num_given: 1 });
+    }
+
+    #[test]
+    fn a_choice_without_tokens_of_its_own_follows_the_end_of_a_document() {
+        let question = |context: &str, choice: &str| Question {
+            context: context.to_owned(),
+            choices: vec![choice.to_owned(), "b".to_owned()],
+            answer: 0,
+        };
+        let words = r#"{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "b"},
+            "pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": null,
+            "truncation": null, "padding": null}"#;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, words).unwrap();
+        let tokenizer = Tokenizer::from_file(&path).unwrap();
+        let found = question("a", "").tokens(&tokenizer).unwrap();
+        assert_eq!((found[0].tokens.len(), found[0].num_given), (2, 1));
+        assert!(matches!(question("", "").tokens(&tokenizer), Err(DataError::EmptyChoice { .. })));
     }
 
     #[test]

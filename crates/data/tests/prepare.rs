@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use tempfile::TempDir;
 use trireme_data::{
-    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, Phase, PrepareOptions, PrepareReport, Progress,
+    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, MaskedTokens, Phase, PrepareOptions, PrepareReport, Progress,
     REPORT_FILE, Silent, TokenFile, Tokenizer, TokenizerChoice, is_current, is_free, prepare, stage,
 };
 
@@ -41,7 +41,7 @@ impl Room {
     fn documents(&self) -> Vec<String> {
         let corpus = Corpus::open(&self.path("out")).unwrap();
         let tokenizer = Tokenizer::load(&self.path("out")).unwrap();
-        decoded(&corpus.train, &tokenizer)
+        decoded(&corpus.train.tokens, &tokenizer)
     }
 }
 
@@ -218,7 +218,7 @@ fn a_long_text_has_the_tokens_of_the_whole() {
     let mut expected = Vec::new();
     tokenizer.encode(&text, &mut expected).unwrap();
     expected.extend(tokenizer.end_of_document());
-    let file = Corpus::open(&options.out).unwrap().train;
+    let file = Corpus::open(&options.out).unwrap().train.tokens;
     let mut tokens = vec![0; file.num_tokens() as usize];
     file.read_window(0, &mut tokens).unwrap();
     assert!(tokens == expected);
@@ -239,11 +239,11 @@ fn validation_is_held_out_and_reported() {
     let report = prepare(&options, &Silent).unwrap();
     let corpus = Corpus::open(&options.out).unwrap();
     let tokenizer = Tokenizer::load(&options.out).unwrap();
-    let validation = corpus.validation.unwrap();
+    let validation = corpus.validation.unwrap().tokens;
     assert_eq!(corpus.report, report);
     assert_eq!(report.validation.unwrap().num_tokens, validation.num_tokens());
-    assert_eq!(report.train.num_tokens, corpus.train.num_tokens());
-    let joined = [decoded(&corpus.train, &tokenizer), decoded(&validation, &tokenizer)].concat().concat();
+    assert_eq!(report.train.num_tokens, corpus.train.tokens.num_tokens());
+    let joined = [decoded(&corpus.train.tokens, &tokenizer), decoded(&validation, &tokenizer)].concat().concat();
     assert_eq!(joined.trim_matches('\u{FFFD}').len(), long_text(100).len());
 
     prepare(&room.options(&["a.txt"]), &Silent).unwrap();
@@ -457,26 +457,26 @@ fn a_corpus_of_an_earlier_version_without_the_tokenizers_checksum_opens() {
     assert!(is_current(&options).unwrap());
 }
 
-/// For each document of the training file, the text of what is to be learned.
-fn learned(room: &Room) -> Vec<String> {
+/// For each document of the training file, the text of what counts in the loss.
+fn counted(room: &Room) -> Vec<String> {
     let corpus = Corpus::open(&room.path("out")).unwrap();
-    let (tokenizer, mask) = (Tokenizer::load(&room.path("out")).unwrap(), corpus.train_mask.unwrap());
+    let (tokenizer, mask) = (Tokenizer::load(&room.path("out")).unwrap(), corpus.train.loss_mask.unwrap());
     let of_document = |document: std::ops::Range<u64>| {
         let read = |file: &TokenFile| {
             let mut values = vec![0; (document.end - document.start) as usize];
             file.read_window(document.start, &mut values).unwrap();
             values
         };
-        let kept = read(&corpus.train).into_iter().zip(read(&mask)).filter(|(_, mask)| *mask == 1);
+        let kept = read(&corpus.train.tokens).into_iter().zip(read(&mask)).filter(|(_, mask)| *mask == 1);
         // The end of a document has no text.
         let tokens = kept.map(|(token, _)| if token == 256 { u32::from(b'#') } else { token });
         tokenizer.decode(&tokens.collect::<Vec<_>>()).unwrap()
     };
-    corpus.train.documents().map(Result::unwrap).map(of_document).collect()
+    corpus.train.tokens.documents().map(Result::unwrap).map(of_document).collect()
 }
 
 #[test]
-fn only_answers_are_to_be_learned() {
+fn only_answers_count() {
     let chat = concat!(
         r#"{"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}"#,
         "\n",
@@ -491,13 +491,50 @@ fn only_answers_are_to_be_learned() {
     assert!(error.contains("line 1 is a conversation, but there is no chat template"), "{error}");
     let options = PrepareOptions { chat_template: Some(ChatTemplate::chatml()), ..options };
     assert!(prepare(&options, &Silent).unwrap().has_loss_mask);
-    assert_eq!(learned(&room), ["2<|im_end|>", "3#", "all#", "of it#"]);
+    assert_eq!(counted(&room), ["2<|im_end|>", "3#", "all#", "of it#"]);
     assert!(room.documents()[0].starts_with("<|im_start|>user\n1+1?<|im_end|>"));
     assert!(room.path("out/chat_template.jinja").exists());
     // Another preparation takes all of it away.
     prepare(&room.options(&["more.txt"]), &Silent).unwrap();
     assert!(!room.path("out/train.mask.tokens").exists() && !room.path("out/chat_template.jinja").exists());
-    assert!(Corpus::open(&room.path("out")).unwrap().train_mask.is_none());
+    assert!(Corpus::open(&room.path("out")).unwrap().train.loss_mask.is_none());
+}
+
+#[test]
+fn documents_without_tokens_are_of_no_source() {
+    let empty = "{\"prompt\": \"\", \"completion\": \"\"}\n{\"prompt\": \"abc\", \"completion\": \"de\"}\n";
+    let room = Room::new(&[("a.jsonl", empty.repeat(30).as_bytes()), ("b.txt", &[b'b'; 200])]);
+    for validation_fraction in [0.0, 0.2] {
+        let options = PrepareOptions {
+            weights: vec![1.0, 1.0],
+            validation_fraction,
+            ..room.options(&["a.jsonl", "b.txt"])
+        };
+        let report = prepare(&options, &Silent).unwrap();
+        let tokens = report.sources.iter().map(|source| source.num_tokens);
+        assert_eq!(tokens.clone().sum::<u64>(), report.train.num_tokens);
+        if validation_fraction == 0.0 {
+            assert_eq!(tokens.collect::<Vec<_>>(), [30 * 6, 201]);
+            assert_eq!(report.skipped.empty, 30);
+        }
+    }
+}
+
+#[test]
+fn a_corpus_without_its_mask_or_of_other_special_tokens_is_not_current() {
+    let record = br#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
+    let room = Room::new(&[("chat.jsonl", record)]);
+    let with_end = |end: &str| {
+        let source = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}";
+        let tokens = [("eos_token".to_owned(), end.to_owned())].into();
+        let template = ChatTemplate::new(source, tokens, Path::new("a")).unwrap();
+        PrepareOptions { chat_template: Some(template), ..room.options(&["chat.jsonl"]) }
+    };
+    let options = with_end("</s>");
+    prepare(&options, &Silent).unwrap();
+    assert!(is_current(&options).unwrap() && !is_current(&with_end("<end>")).unwrap());
+    fs::remove_file(room.path("out/train.mask.tokens")).unwrap();
+    assert!(!is_current(&options).unwrap());
 }
 
 #[test]
@@ -509,14 +546,15 @@ fn a_mask_is_split_as_its_tokens_are() {
     let options = PrepareOptions { validation_fraction: 0.25, ..room.options(&["qa.jsonl"]) };
     prepare(&options, &Silent).unwrap();
     let corpus = Corpus::open(&room.path("out")).unwrap();
-    assert!(learned(&room).iter().all(|answer| answer.starts_with("answer ") && answer.ends_with('#')));
-    let (tokens, mask) = (corpus.validation.unwrap(), corpus.validation_mask.unwrap());
+    assert!(counted(&room).iter().all(|answer| answer.starts_with("answer ") && answer.ends_with('#')));
+    let MaskedTokens { tokens, loss_mask } = corpus.validation.unwrap();
+    let mask = loss_mask.unwrap();
     assert_eq!((tokens.num_tokens(), tokens.num_documents()), (mask.num_tokens(), mask.num_documents()));
     // A file that begins with texts has no records of the other kind.
     let mixed = format!("{{\"text\": \"a\"}}\n{}", record(1));
     let room = Room::new(&[("mixed.jsonl", mixed.as_bytes())]);
     let error = prepare(&room.options(&["mixed.jsonl"]), &Silent).unwrap_err().to_string();
-    assert!(error.contains("line 2 is to be learned in part"), "{error}");
+    assert!(error.contains("line 2 has an answer"), "{error}");
 }
 
 #[test]
@@ -536,10 +574,11 @@ fn compressed_files_are_read_as_what_they_hold() {
         ("b.jsonl.zst", &zstandard("{\"text\": \"three\"}\n")),
         ("c.txt.zst", &both(&zstandard)),
         ("d.md.gz", &gzip("other")),
+        ("e.txt.zst", &[&[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 9, 9, 9][..], &zstandard("skipped")].concat()),
     ]);
     let options = PrepareOptions { extensions: vec!["txt".into(), "jsonl".into()], ..room.options(&[""]) };
     prepare(&options, &Silent).unwrap();
-    assert_eq!(room.documents(), ["one two", "three", "one two"]);
+    assert_eq!(room.documents(), ["one two", "three", "one two", "skipped"]);
     let damaged = Room::new(&[("a.gz", &gzip(&"text".repeat(999))[..30])]);
     assert!(matches!(prepare(&damaged.options(&["a.gz"]), &Silent), Err(DataError::Read { .. })));
 }
@@ -576,7 +615,7 @@ fn texts_to_validate_on_may_be_others() {
     let own = PrepareOptions { validation_inputs: vec![room.path("in/own.txt")], ..options.clone() };
     prepare(&own, &Silent).unwrap();
     let corpus = Corpus::open(&room.path("out")).unwrap();
-    assert_eq!(decoded(&corpus.validation.unwrap(), &Tokenizer::bytes()), ["to validate on"]);
+    assert_eq!(decoded(&corpus.validation.unwrap().tokens, &Tokenizer::bytes()), ["to validate on"]);
     assert_eq!(room.documents(), ["to train on"]);
     assert!(is_current(&own).unwrap() && !is_current(&options).unwrap());
     fs::write(room.path("in/own.txt"), "another").unwrap();

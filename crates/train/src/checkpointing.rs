@@ -5,7 +5,8 @@ use crate::compression::{CompressionState, CompressorStates, compressor_bytes};
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
-use crate::language::{CORPUS, TOKENIZER};
+use crate::corpus::CORPUS;
+use crate::language::TOKENIZER;
 use crate::task::Task;
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
@@ -128,16 +129,9 @@ impl TrainingState {
     }
 }
 
-/// The checksum of the corpus that a checkpoint was trained on, if it states one.
-pub(crate) fn corpus_of(checkpoint: &Checkpoint) -> Option<String> {
-    let mut state = TrainingState::read(checkpoint.state(), checkpoint.step()).ok()?;
-    state.samples.remove(CORPUS)
-}
-
-/// The hash of the tokenizer that a checkpoint was trained with, if it states one.
-pub(crate) fn tokenizer_of(checkpoint: &Checkpoint) -> Option<String> {
-    let mut state = TrainingState::read(checkpoint.state(), checkpoint.step()).ok()?;
-    state.samples.remove(TOKENIZER)
+/// The [identity](crate::Dataset::identity) of the samples that a checkpoint was trained on, if its state can be read.
+pub(crate) fn samples_of(checkpoint: &Checkpoint) -> Option<BTreeMap<String, String>> {
+    Some(TrainingState::read(checkpoint.state(), checkpoint.step()).ok()?.samples)
 }
 
 /// Writes a checkpoint of all ranks. Collective.

@@ -1,21 +1,29 @@
 //! Where a run's corpus is. A corpus that a checkpoint may refer to is never replaced: another one is made beside it, as
 //! `folder-2`, `folder-3` and so on. Only a corpus within the folder of a run that has no checkpoints is replaced.
 
-use crate::checkpointing::corpus_of;
+use crate::checkpointing::samples_of;
 use crate::config::{self, Change, Config};
 use crate::error::TrainError;
-use crate::language::CORPUS;
 use crate::pretrained::{chat_template, check_tokenizer, tokenizer_choice};
 use crate::resume::choose_checkpoint;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
-    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, PrepareOptions, Progress, TokenFile,
-    TokenizerChoice, is_current, is_free, stage,
+    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, MaskedTokens, PrepareOptions, Progress, Source,
+    TokenFile, TokenizerChoice, is_current, is_free, stage,
 };
+
+/// The name of the corpus' checksum in the identity of its samples.
+pub(crate) const CORPUS: &str = "corpus";
+
+/// The name of the checksum of its loss mask there.
+const LOSS_MASK: &str = "loss mask";
+
+/// The name of the weights of its sources there.
+const WEIGHTS: &str = "weights";
 
 /// How [`ensure_corpus`] found the corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,11 +92,8 @@ pub fn ensure_corpus<E: From<TrainError>>(
             staged => staged.map_err(TrainError::from)?,
         };
         let corpus = staged.corpus().map_err(TrainError::from)?;
-        if let Some(ResumedCorpus { path, checksum }) = resumed
-            && checksum != checksum_of(&corpus.train)
-        {
-            let (what, found, expected) = (CORPUS.to_owned(), checksum, checksum_of(&corpus.train));
-            return Err(TrainError::ResumeDiffers { path, what, found, expected }.into());
+        if let Some(resumed) = resumed {
+            resumed.check(&corpus)?;
         }
         check(&corpus)?;
         staged.commit().map_err(TrainError::from)?;
@@ -159,9 +164,13 @@ pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
     Ok(users)
 }
 
-/// The checksum of a corpus, as checkpoints state it.
-pub(crate) fn checksum_of(train: &TokenFile) -> String {
-    format!("{:08x}", train.fingerprint().unwrap_or_default())
+/// What a checkpoint states of the tokens to train on. Two corpora with the same identity train alike.
+pub(crate) fn corpus_identity(train: &MaskedTokens, sources: &[Source]) -> BTreeMap<String, String> {
+    let checksum = |file: &TokenFile| format!("{:08x}", file.fingerprint().unwrap_or_default());
+    let weights = || sources.iter().map(|source| source.weight.to_string()).collect::<Vec<_>>().join(" ");
+    let mask = train.loss_mask.as_ref().map(|mask| (LOSS_MASK.to_owned(), checksum(mask)));
+    let weights = (!sources.is_empty()).then(|| (WEIGHTS.to_owned(), weights()));
+    [(CORPUS.to_owned(), checksum(&train.tokens))].into_iter().chain(mask).chain(weights).collect()
 }
 
 enum Place {
@@ -178,7 +187,25 @@ enum Place {
 struct ResumedCorpus {
     /// The checkpoint.
     path: PathBuf,
-    checksum: String,
+    /// Identity of its samples.
+    samples: BTreeMap<String, String>,
+}
+
+impl ResumedCorpus {
+    /// Refuses a corpus that the checkpoint was not trained on.
+    fn check(&self, corpus: &Corpus) -> Result<(), TrainError> {
+        let identity = corpus_identity(&corpus.train, &corpus.report.sources);
+        for name in [CORPUS, LOSS_MASK, WEIGHTS] {
+            let [found, expected] = [&self.samples, &identity].map(|samples| samples.get(name));
+            if found != expected {
+                let [found, expected] =
+                    [found, expected].map(|value| value.map_or_else(|| "none".to_owned(), String::clone));
+                let (path, what) = (self.path.clone(), name.to_owned());
+                return Err(TrainError::ResumeDiffers { path, what, found, expected });
+            }
+        }
+        Ok(())
+    }
 }
 
 fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
@@ -190,24 +217,31 @@ fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
     let is_replaceable =
         lies_in(&data.folder, &config.run_folder()) && !has_checkpoints(&config.run_folder())?;
     let mut taken = BTreeSet::new();
+    let mut kept = None;
     for version in versions(&data.folder)? {
         if is_free(&corpus_folder(&data.folder, version))? {
             continue;
         }
         taken.insert(version);
         let is_current = || is_current(&prepare_options(config, parts, version));
-        match &resumed {
-            None if is_current()? => {
+        let Some(resumed) = &resumed else {
+            if is_current()? {
                 return Ok(Place::Found(RunCorpus { version, state: CorpusState::Current }));
             }
-            Some(resumed) if holds(&corpus_folder(&data.folder, version), &resumed.checksum) => {
-                // Inputs that are gone have changed.
-                let state =
-                    if is_current().unwrap_or(false) { CorpusState::Current } else { CorpusState::Kept };
-                return Ok(Place::Found(RunCorpus { version, state }));
-            }
-            _ => {}
+            continue;
+        };
+        let corpus = Corpus::open(&corpus_folder(&data.folder, version));
+        if !corpus.is_ok_and(|corpus| resumed.check(&corpus).is_ok()) {
+            continue;
         }
+        // One with the same tokens to train on may validate on others. Inputs that are gone have changed.
+        if is_current().unwrap_or(false) {
+            return Ok(Place::Found(RunCorpus { version, state: CorpusState::Current }));
+        }
+        kept = kept.or(Some(version));
+    }
+    if let Some(version) = kept {
+        return Ok(Place::Found(RunCorpus { version, state: CorpusState::Kept }));
     }
     let first_free =
         (1..).find(|version| !taken.contains(version)).expect("there are more numbers than folders");
@@ -242,10 +276,6 @@ fn lies_in(folder: &Path, outer: &Path) -> bool {
     folder.starts_with(outer) && !folder.components().any(|part| part == Component::ParentDir)
 }
 
-fn holds(folder: &Path, checksum: &str) -> bool {
-    Corpus::open(folder).is_ok_and(|corpus| checksum_of(&corpus.train) == checksum)
-}
-
 /// Whether this run, or an earlier one that was moved aside in its folder, has checkpoints.
 fn has_checkpoints(run_folder: &Path) -> Result<bool, TrainError> {
     if !list_checkpoints(&run_folder.join(CHECKPOINTS_FOLDER))?.is_empty() {
@@ -271,8 +301,8 @@ fn resumed_corpus(config: &Config) -> Result<Option<ResumedCorpus>, TrainError> 
         return Ok(None);
     }
     Ok(choose_checkpoint(config, &mut Vec::new())?.and_then(|checkpoint| {
-        let checksum = corpus_of(&checkpoint)?;
-        Some(ResumedCorpus { path: checkpoint.path().to_owned(), checksum })
+        let samples = samples_of(&checkpoint).filter(|samples| samples.contains_key(CORPUS))?;
+        Some(ResumedCorpus { path: checkpoint.path().to_owned(), samples })
     }))
 }
 

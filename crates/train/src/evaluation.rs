@@ -1,11 +1,11 @@
 //! How likely a model finds texts, without training.
 
 use crate::error::TrainError;
-use crate::language::{Sequences, unlearn_first_tokens};
+use crate::language::Sequences;
 use crate::weights::{ModelWeights, evaluating_executor};
 use std::path::Path;
 use trireme_base::DType;
-use trireme_data::{Corpus, Packing, Sampler, TokenFile, Window};
+use trireme_data::{MaskedTokens, Packing, Sampler, TokenFile, Window};
 use trireme_model::{DOCUMENT_STARTS, HostBatch, LOSS_WEIGHTS, ModelConfig, TARGETS, TOKENS, TensorSpec};
 use trireme_parallel::Executor;
 use trireme_tensor::Device;
@@ -54,7 +54,7 @@ impl Evaluation {
 }
 
 impl Evaluator {
-    /// Loads the model of a checkpoint, of a run\'s newest checkpoint, or of a Hugging Face directory, for sequences of at most `seq_len`
+    /// Loads the model of a checkpoint, of a run's newest checkpoint, or of a Hugging Face directory, for sequences of at most `seq_len`
     /// tokens; `None` for as many as it supports, up to 1024.
     ///
     /// # Errors
@@ -98,25 +98,25 @@ impl Evaluator {
     ///
     /// # Errors
     /// If tokens cannot be read, or the model does not know one.
-    pub fn corpus(
+    pub fn evaluate_corpus(
         &mut self,
-        (tokens, loss_mask): (&TokenFile, Option<&TokenFile>),
+        tokens: &MaskedTokens,
         whole_documents: bool,
         num_bytes: impl Fn(&[u32]) -> Result<u64, TrainError>,
         mut progress: impl FnMut(u64, u64),
     ) -> Result<Evaluation, TrainError> {
-        self.check_vocabulary(tokens.vocabulary_size())?;
-        let windows = windows(tokens, self.seq_len, whole_documents)?;
+        self.check_vocabulary(tokens.tokens.vocabulary_size())?;
+        let windows = windows(&tokens.tokens, self.seq_len, whole_documents)?;
         let mut found = Evaluation::default();
         let num_windows = windows.len() as u64;
         let mut done = 0;
         for windows in windows.chunks(BATCH_SIZE) {
             let sequences =
-                windows.iter().map(|window| Sequence::read(*window, tokens, loss_mask, whole_documents));
+                windows.iter().map(|window| Sequence::read(*window, tokens, whole_documents));
             let sequences = sequences.collect::<Result<Vec<_>, _>>()?;
             found.nats += self.nats(&sequences)?;
             for sequence in &sequences {
-                let counted: Vec<u32> = sequence.counted().collect();
+                let counted: Vec<u32> = sequence.counted_tokens().collect();
                 found.num_tokens += counted.len() as u64;
                 found.num_bytes += num_bytes(&counted)?;
             }
@@ -140,8 +140,8 @@ impl Evaluator {
         let left_out = tokens.len().saturating_sub(self.seq_len + 1);
         let tokens = &tokens[left_out..];
         let num_given = num_given.saturating_sub(left_out).max(1);
-        let learned = (0..tokens.len()).map(|place| u32::from(place >= num_given)).collect();
-        let sequence = Sequence { tokens: tokens.to_vec(), learned, starts: vec![0; tokens.len()] };
+        let counted = (0..tokens.len()).map(|place| u32::from(place >= num_given)).collect();
+        let sequence = Sequence { tokens: tokens.to_vec(), counted, starts: vec![0; tokens.len()] };
         Ok(-self.nats(&[sequence])?)
     }
 
@@ -158,7 +158,7 @@ impl Evaluator {
         // One that is shorter takes less time where it is alone.
         let seq_len = sequences.iter().map(|sequence| sequence.tokens.len() - 1).max().unwrap_or(0);
         let mut batch = HostBatch::new(&specs(sequences.len(), seq_len));
-        for (row, Sequence { tokens, learned, starts }) in sequences.iter().enumerate() {
+        for (row, Sequence { tokens, counted, starts }) in sequences.iter().enumerate() {
             let len = tokens.len() - 1;
             let mut put = |name, values: &[u32], padding: u32| {
                 let sample: &mut [u32] = bytemuck::cast_slice_mut(batch.sample_mut(name, row, DType::U32));
@@ -171,8 +171,8 @@ impl Evaluator {
             let weights: &mut [f32] =
                 bytemuck::cast_slice_mut(batch.sample_mut(LOSS_WEIGHTS, row, DType::F32));
             weights.fill(0.0);
-            let counted = weights.iter_mut().zip(&learned[1..]);
-            counted.for_each(|(weight, &learned)| *weight = learned as f32);
+            let counted = weights.iter_mut().zip(&counted[1..]);
+            counted.for_each(|(weight, &counted)| *weight = counted as f32);
         }
         let batch = batch.upload(&self.device)?;
         Ok(self.executor.evaluate_sequences(batch)?[self.report].sum)
@@ -182,33 +182,30 @@ impl Evaluator {
 /// Tokens in a row, and which of them count; the first one only tells of the others.
 struct Sequence {
     tokens: Vec<u32>,
-    learned: Vec<u32>,
+    counted: Vec<u32>,
     starts: Vec<u32>,
 }
 
 impl Sequence {
     fn read(
         Window { start, len, .. }: Window,
-        file: &TokenFile,
-        loss_mask: Option<&TokenFile>,
+        tokens: &MaskedTokens,
         whole_documents: bool,
     ) -> Result<Self, TrainError> {
-        let mut sequence = Sequence { tokens: vec![0; len], learned: vec![1; len], starts: vec![0; len] };
-        file.read_window(start, &mut sequence.tokens)?;
-        if let Some(loss_mask) = loss_mask {
-            loss_mask.read_window(start, &mut sequence.learned)?;
-        }
+        let mut sequence = Sequence { tokens: vec![0; len], counted: vec![1; len], starts: vec![0; len] };
+        tokens.tokens.read_window(start, &mut sequence.tokens)?;
         if whole_documents {
-            file.document_starts(start, &mut sequence.starts)?;
-            unlearn_first_tokens(&sequence.starts, &mut sequence.learned);
+            tokens.tokens.document_starts(start, &mut sequence.starts)?;
         }
+        let starts = whole_documents.then_some(&sequence.starts[..]);
+        tokens.read_counted(start, starts, &mut sequence.counted)?;
         Ok(sequence)
     }
 
     /// The tokens that count.
-    fn counted(&self) -> impl Iterator<Item = u32> {
-        let targets = self.tokens.iter().zip(&self.learned).skip(1);
-        targets.filter(|(_, learned)| **learned == 1).map(|(token, _)| *token)
+    fn counted_tokens(&self) -> impl Iterator<Item = u32> {
+        let targets = self.tokens.iter().zip(&self.counted).skip(1);
+        targets.filter(|(_, counted)| **counted == 1).map(|(token, _)| *token)
     }
 }
 
@@ -227,12 +224,4 @@ fn windows(tokens: &TokenFile, seq_len: usize, whole_documents: bool) -> Result<
 
 fn specs(num_samples: usize, seq_len: usize) -> Vec<TensorSpec> {
     Sequences::weighted(seq_len).sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
-}
-
-/// What of a corpus is evaluated: what was held out, or all if nothing was.
-pub fn held_out(corpus: &Corpus) -> (&TokenFile, Option<&TokenFile>) {
-    match &corpus.validation {
-        Some(tokens) => (tokens, corpus.validation_mask.as_ref()),
-        None => (&corpus.train, corpus.train_mask.as_ref()),
-    }
 }

@@ -1,7 +1,7 @@
 //! Language models: the task that a config describes with `[model]` and `[data]`.
 
 use crate::config::{self, Config};
-use crate::corpus::checksum_of;
+use crate::corpus::corpus_identity;
 use crate::dataset::{Dataset, Sample};
 use crate::error::TrainError;
 use crate::pretrained::{Pretrained, check_tokenizer};
@@ -15,16 +15,13 @@ use std::sync::Arc;
 use trireme_base::DType;
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{
-    CHAT_TEMPLATE_FILE, Corpus, DataError, Packing, Sampler, Source, TOKENIZER_CONFIG_FILE, TokenFile,
+    CHAT_TEMPLATE_FILE, Corpus, DataError, MaskedTokens, Packing, Sampler, Source, TOKENIZER_CONFIG_FILE, TokenFile,
     Tokenizer, Window,
 };
 use trireme_model::{
     DOCUMENT_STARTS, LOSS_WEIGHTS, Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec,
 };
 use trireme_tensor::{Device, ParameterTable};
-
-/// The name of the corpus' checksum in the identity of its samples.
-pub(crate) const CORPUS: &str = "corpus";
 
 /// The name of the tokenizer's hash in the identity of the samples.
 pub(crate) const TOKENIZER: &str = "tokenizer";
@@ -40,23 +37,10 @@ pub struct LanguageTask {
     tokenizer_sha256: Arc<str>,
     /// What else describes the model or its tokenizer to other programs.
     other_files: Vec<(&'static str, Vec<u8>)>,
-    train: Tokens,
-    validation: Option<Tokens>,
+    train: MaskedTokens,
+    validation: Option<MaskedTokens>,
     sources: Vec<Source>,
     sequences: Sequences,
-}
-
-/// Tokens, and which of them are to be learned, if not all are.
-#[derive(Debug, Clone)]
-struct Tokens {
-    tokens: Arc<TokenFile>,
-    loss_mask: Option<Arc<TokenFile>>,
-}
-
-impl Tokens {
-    fn new(tokens: TokenFile, loss_mask: Option<TokenFile>) -> Self {
-        Tokens { tokens: Arc::new(tokens), loss_mask: loss_mask.map(Arc::new) }
-    }
 }
 
 /// What sequences of a corpus are made of.
@@ -72,7 +56,7 @@ pub struct Sequences {
 }
 
 impl Sequences {
-    /// Those that a config makes of a corpus in which all tokens are to be learned, or only some.
+    /// Those that a config makes of a corpus in which all tokens count in the loss, or only some.
     pub fn new(config: &Config, has_loss_mask: bool) -> Self {
         let data = config.data();
         let packing = match data.packing {
@@ -110,7 +94,7 @@ impl Sequences {
     /// If there are too few tokens.
     pub fn sampler(&self, corpus: &Corpus, seed: u64) -> Result<Sampler, TrainError> {
         let cut = (self.seq_len, self.packing);
-        Ok(Sampler::new(&corpus.train, &corpus.report.sources, cut, Some(seed))?)
+        Ok(Sampler::new(&corpus.train.tokens, &corpus.report.sources, cut, Some(seed))?)
     }
 }
 
@@ -124,8 +108,8 @@ impl LanguageTask {
         let corpus = Corpus::open(folder)?;
         check_tokenizer(config, &corpus)?;
         let tokenizer_sha256 = corpus.tokenizer_sha256()?;
-        let Corpus { train, validation, train_mask, validation_mask, report, .. } = corpus;
-        let (model, mut notices) = model_config(config, train.vocabulary_size())?;
+        let Corpus { train, validation, report, .. } = corpus;
+        let (model, mut notices) = model_config(config, train.tokens.vocabulary_size())?;
         let pretrained = Pretrained::open(config)?;
         let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
         let own = own.transpose()?.flatten();
@@ -157,8 +141,8 @@ impl LanguageTask {
             tokenizer,
             tokenizer_sha256: tokenizer_sha256.into(),
             other_files,
-            train: Tokens::new(train, train_mask),
-            validation: validation.map(|tokens| Tokens::new(tokens, validation_mask)),
+            train,
+            validation,
             sources: report.sources,
             sequences: Sequences::new(config, report.has_loss_mask),
         })
@@ -177,21 +161,20 @@ impl LanguageTask {
     /// The windows of some tokens: shuffled with a seed, and mixed from sources.
     fn windows(
         &self,
-        Tokens { tokens, loss_mask }: &Tokens,
+        tokens: &MaskedTokens,
         sources: &[Source],
         seed: Option<u64>,
     ) -> Result<Box<dyn Dataset>, TrainError> {
         let sequences = self.sequences;
         let window_len = sequences.seq_len + 1;
         Ok(Box::new(TokenWindows {
-            sampler: Sampler::new(tokens, sources, (sequences.seq_len, sequences.packing), seed)?,
-            tokens: Arc::clone(tokens),
-            loss_mask: loss_mask.clone(),
+            sampler: Sampler::new(&tokens.tokens, sources, (sequences.seq_len, sequences.packing), seed)?,
+            tokens: tokens.clone(),
             tokenizer_sha256: Arc::clone(&self.tokenizer_sha256),
             sources: sources.to_vec(),
             sequences,
             window: vec![0; window_len],
-            learned: vec![1; window_len],
+            counted: vec![1; window_len],
             starts: vec![0; window_len],
             loss_weight: 1.0,
         }))
@@ -269,52 +252,41 @@ impl Task for LanguageTask {
 /// Windows of a token file, for models that predict the next token.
 #[derive(Debug)]
 struct TokenWindows {
-    tokens: Arc<TokenFile>,
-    loss_mask: Option<Arc<TokenFile>>,
+    tokens: MaskedTokens,
     tokenizer_sha256: Arc<str>,
     sources: Vec<Source>,
     sampler: Sampler,
     sequences: Sequences,
     window: Vec<u32>,
-    /// Of each token of the window, whether it is to be learned.
-    learned: Vec<u32>,
+    /// Of each token of the window, whether it counts in the loss.
+    counted: Vec<u32>,
     /// Of each token of the window, where its document begins.
     starts: Vec<u32>,
-    /// Of each token that is to be learned: what makes the mean over all tokens one over those.
+    /// Of each token that counts: what makes the mean over all tokens one over those.
     loss_weight: f32,
 }
 
 impl TokenWindows {
-    /// Reads a window: its tokens, padded with those of the last document, and which of them are to be learned.
+    /// Reads a window: its tokens if `reads_tokens`, padded with a document of its own, and which of them count in the loss.
     fn read_window(&mut self, index: u64, reads_tokens: bool) -> Result<(), TrainError> {
         let Window { start, len, .. } = self.sampler.window(index);
+        let file = &self.tokens.tokens;
         if reads_tokens {
-            self.tokens.read_window(start, &mut self.window[..len])?;
+            file.read_window(start, &mut self.window[..len])?;
             self.window[len..].fill(0);
         }
         if self.sequences.masks_documents {
-            self.tokens.document_starts(start, &mut self.starts[..len])?;
-            // Padding is a document of its own.
+            file.document_starts(start, &mut self.starts[..len])?;
             self.starts[len..].fill(len as u32);
         }
         if self.sequences.weighs_losses {
-            match &self.loss_mask {
-                Some(loss_mask) => loss_mask.read_window(start, &mut self.learned[..len])?,
-                None => self.learned[..len].fill(1),
-            }
-            self.learned[len..].fill(0);
-            if self.sequences.packing == Packing::Documents {
-                unlearn_first_tokens(&self.starts, &mut self.learned);
-            }
+            let packs_documents = self.sequences.packing == Packing::Documents;
+            let starts = packs_documents.then_some(&self.starts[..len]);
+            self.tokens.read_counted(start, starts, &mut self.counted[..len])?;
+            self.counted[len..].fill(0);
         }
         Ok(())
     }
-}
-
-/// Nothing before the first token of a document tells of it.
-pub(crate) fn unlearn_first_tokens(starts: &[u32], learned: &mut [u32]) {
-    let first_tokens = starts.iter().enumerate().filter(|&(place, &start)| place == start as usize);
-    first_tokens.for_each(|(place, _)| learned[place] = 0);
 }
 
 impl Dataset for TokenWindows {
@@ -331,35 +303,31 @@ impl Dataset for TokenWindows {
     }
 
     fn identity(&self) -> BTreeMap<String, String> {
-        let mut identity = BTreeMap::from([
-            (CORPUS.to_owned(), checksum_of(&self.tokens)),
+        let mut identity = corpus_identity(&self.tokens, &self.sources);
+        identity.extend([
             (TOKENIZER.to_owned(), self.tokenizer_sha256.to_string()),
-            ("corpus_tokens".to_owned(), self.tokens.num_tokens().to_string()),
+            ("corpus_tokens".to_owned(), self.tokens.tokens.num_tokens().to_string()),
             ("seq_len".to_owned(), self.sequences.seq_len.to_string()),
         ]);
         if self.sequences.packing == Packing::Documents {
             identity.insert("packing".to_owned(), "documents".to_owned());
         }
-        if !self.sources.is_empty() {
-            let weights: Vec<String> = self.sources.iter().map(|source| source.weight.to_string()).collect();
-            identity.insert("weights".to_owned(), weights.join(" "));
-        }
         identity
     }
 
-    /// Cost: where only some tokens are to be learned, reads the mask of all the samples.
+    /// Cost: where only some tokens count in the loss, reads the mask of all the samples.
     fn begin(&mut self, first: u64, num_samples: u64) -> Result<(), TrainError> {
         if !self.sequences.weighs_losses {
             return Ok(());
         }
-        let mut num_learned = 0;
+        let mut num_counted = 0;
         for index in first..first + num_samples {
             self.read_window(index, false)?;
-            num_learned += self.learned[1..].iter().map(|&learned| u64::from(learned)).sum::<u64>();
+            num_counted += self.counted[1..].iter().map(|&counted| u64::from(counted)).sum::<u64>();
         }
         let num_tokens = num_samples * self.sequences.seq_len as u64;
         self.loss_weight =
-            if num_learned == 0 { 0.0 } else { (num_tokens as f64 / num_learned as f64) as f32 };
+            if num_counted == 0 { 0.0 } else { (num_tokens as f64 / num_counted as f64) as f32 };
         Ok(())
     }
 
@@ -372,8 +340,8 @@ impl Dataset for TokenWindows {
             sample.u32s(DOCUMENT_STARTS).copy_from_slice(&self.starts[..seq_len]);
         }
         if self.sequences.weighs_losses {
-            let weights = sample.f32s(LOSS_WEIGHTS).iter_mut().zip(&self.learned[1..]);
-            weights.for_each(|(weight, &learned)| *weight = learned as f32 * self.loss_weight);
+            let weights = sample.f32s(LOSS_WEIGHTS).iter_mut().zip(&self.counted[1..]);
+            weights.for_each(|(weight, &counted)| *weight = counted as f32 * self.loss_weight);
         }
         Ok(())
     }

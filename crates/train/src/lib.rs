@@ -39,7 +39,7 @@ pub use choices::StepChoices;
 pub use corpus::{CorpusState, RunCorpus, corpus_folder, current_corpus, ensure_corpus, users_of_corpus};
 pub use dataset::{Dataset, Sample};
 pub use error::TrainError;
-pub use evaluation::{Evaluation, Evaluator, held_out};
+pub use evaluation::{Evaluation, Evaluator};
 pub use fp8::FP8_NOTICE;
 pub use language::{LanguageTask, Sequences};
 pub use observer::{Observer, RunFacts, Silent};

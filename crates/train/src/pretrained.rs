@@ -1,6 +1,7 @@
 //! The model that a run begins with: what belongs to it beside weights.
 
-use crate::checkpointing::tokenizer_of;
+use crate::checkpointing::samples_of;
+use crate::language::TOKENIZER;
 use crate::config::{self, Config};
 use crate::error::TrainError;
 use std::collections::BTreeMap;
@@ -31,7 +32,7 @@ pub fn model_tokenizer(source: &ModelSource) -> Result<Option<Tokenizer>, TrainE
     let read = |name| source.read_file(name).map_err(TrainError::from);
     let tokenizer = Tokenizer::from_files(path, read)?;
     let noted = match source {
-        ModelSource::Checkpoint { checkpoint, .. } => tokenizer_of(checkpoint),
+        ModelSource::Checkpoint { checkpoint, .. } => samples_of(checkpoint).and_then(|mut samples| samples.remove(TOKENIZER)),
         ModelSource::HuggingFace(directory) => directory.note(TOKENIZER_NOTE).map(str::to_owned),
     };
     match noted {

@@ -13,7 +13,7 @@ use trireme_checkpoint::ModelSource;
 use trireme_data::{Corpus, PrepareOptions, Question, REPORT_FILE, Tokenizer, TokenizerChoice, prepare};
 use trireme_tensor::{Device, DeviceOptions};
 use trireme_train::{
-    Evaluation, Evaluator, held_out, model_chat_template, model_tokenizer, named_chat_template,
+    Evaluation, Evaluator, model_chat_template, model_tokenizer, named_chat_template,
 };
 
 const EXAMPLES: &str = "\
@@ -150,7 +150,7 @@ fn evaluate(evaluator: &mut Evaluator, corpus: &Corpus, tokenizer: &Tokenizer) -
         let tokens: Vec<u32> = tokens.iter().copied().filter(|&token| Some(token) != end).collect();
         Ok(tokenizer.num_bytes(&tokens)?)
     };
-    let found = evaluator.corpus(held_out(corpus), corpus.report.has_loss_mask, num_bytes, progress);
+    let found = evaluator.evaluate_corpus(corpus.held_out(), corpus.report.has_loss_mask, num_bytes, progress);
     bar.finish_and_clear();
     Ok(found?)
 }

@@ -441,7 +441,7 @@ pub(crate) fn sequences_of(config: &Config) -> Sequences {
 fn vocabulary_size(config: &Config) -> Result<usize> {
     let data = config.data();
     if let Ok(corpus) = Corpus::open(&data.folder) {
-        return Ok(corpus.train.vocabulary_size());
+        return Ok(corpus.train.tokens.vocabulary_size());
     }
     let is_known = match config.model_source() {
         ModelSource::Inline(_) => config.model().vocab_size > 0,

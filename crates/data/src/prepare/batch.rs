@@ -24,7 +24,9 @@ struct Piece {
     /// In bytes of the batch's text.
     end: usize,
     ends_document: bool,
-    /// What is to be learned of it, in bytes of the piece; all of it without.
+    /// Which of the inputs it is of.
+    source: usize,
+    /// What counts in the loss, in bytes of the piece; all of it without.
     answers: Option<Vec<Range<usize>>>,
 }
 
@@ -34,7 +36,9 @@ pub(super) struct PieceText<'a> {
     pub(super) text: &'a str,
     /// Whether its document ends with it.
     pub(super) ends_document: bool,
-    /// What is to be learned of it, in bytes; all of it without.
+    /// Which of the inputs it is of.
+    pub(super) source: usize,
+    /// What counts in the loss, in bytes; all of it without.
     pub(super) answers: Option<&'a [Range<usize>]>,
 }
 
@@ -53,23 +57,25 @@ impl Batch {
         self.pieces.iter().map(move |piece| {
             let text = &self.text[start..piece.end];
             start = piece.end;
-            PieceText { text, ends_document: piece.ends_document, answers: piece.answers.as_deref() }
+            let Piece { ends_document, source, .. } = *piece;
+            PieceText { text, ends_document, source, answers: piece.answers.as_deref() }
         })
     }
 
     /// Adds a whole document. It is tokenized at once: answers would not be told from the rest if it were cut.
-    pub(super) fn push_answered(&mut self, document: Answered) {
+    pub(super) fn push_answered(&mut self, document: Answered, source: usize) {
         self.text.push_str(&document.text);
         self.pieces.push(Piece {
             end: self.text.len(),
             ends_document: true,
+            source,
             answers: Some(document.answers),
         });
     }
 
-    fn push(&mut self, text: &str, ends_document: bool) {
+    fn push(&mut self, text: &str, ends_document: bool, source: usize) {
         self.text.push_str(text);
-        self.pieces.push(Piece { end: self.text.len(), ends_document, answers: None });
+        self.pieces.push(Piece { end: self.text.len(), ends_document, source, answers: None });
     }
 }
 
@@ -97,18 +103,17 @@ impl DocumentText {
         self.start == self.text.len()
     }
 
-    /// Moves the next piece into `batch`: all that is left, which ends the document, or a part of it. Whether it ends the document.
-    pub(super) fn move_piece(&mut self, batch: &mut Batch, space_at_cut: SpaceAtCut) -> bool {
+    /// Moves the next piece into `batch`: all that is left, which ends the document, or a part of it.
+    pub(super) fn move_piece(&mut self, batch: &mut Batch, source: usize, space_at_cut: SpaceAtCut) {
         let rest = &self.text[self.start..];
         if rest.len() <= PIECE_BYTES_MAX {
-            batch.push(rest, true);
+            batch.push(rest, true, source);
             self.start = self.text.len();
-            return true;
+            return;
         }
         let (end, next) = cut(rest, PIECE_BYTES_MAX, space_at_cut);
-        batch.push(&rest[..end], false);
+        batch.push(&rest[..end], false, source);
         self.start += next;
-        false
     }
 }
 
@@ -162,7 +167,7 @@ mod tests {
         let mut num_ends = 0;
         while !document.is_empty() {
             let mut batch = Batch::default();
-            document.move_piece(&mut batch, SpaceAtCut::Keep);
+            document.move_piece(&mut batch, 0, SpaceAtCut::Keep);
             for piece in batch.pieces() {
                 assert!(piece.text.len() <= PIECE_BYTES_MAX);
                 joined.push_str(piece.text);

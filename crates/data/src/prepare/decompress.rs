@@ -3,7 +3,7 @@
 use flate2::read::MultiGzDecoder;
 use ruzstd::decoding::StreamingDecoder;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
 use std::path::Path;
 
 /// How a file is compressed.
@@ -39,7 +39,10 @@ impl Compression {
     }
 }
 
-type Frame = StreamingDecoder<BufReader<File>, ruzstd::decoding::FrameDecoder>;
+type Frame = StreamingDecoder<Chain<Cursor<[u8; 4]>, BufReader<File>>, ruzstd::decoding::FrameDecoder>;
+
+/// Magic numbers of frames without content (RFC 8878, section 3.1.2).
+const SKIPPABLE: std::ops::RangeInclusive<u32> = 0x184d_2a50..=0x184d_2a5f;
 
 /// Frames of Zstandard, one after another.
 struct Frames {
@@ -56,13 +59,26 @@ impl Read for Frames {
                 if read > 0 || out.is_empty() {
                     return Ok(read);
                 }
-                self.input = self.frame.take().map(StreamingDecoder::into_inner);
+                self.input = self.frame.take().map(|frame| frame.into_inner().into_inner().1);
             }
             let Some(mut input) = self.input.take() else { return Ok(0) };
             if input.fill_buf()?.is_empty() {
                 return Ok(0);
             }
-            self.frame = Some(StreamingDecoder::new(input).map_err(io::Error::other)?);
+            let mut magic = [0; 4];
+            input.read_exact(&mut magic)?;
+            if SKIPPABLE.contains(&u32::from_le_bytes(magic)) {
+                let mut length = [0; 4];
+                input.read_exact(&mut length)?;
+                let length = u64::from(u32::from_le_bytes(length));
+                if io::copy(&mut input.by_ref().take(length), &mut io::sink())? < length {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                self.input = Some(input);
+                continue;
+            }
+            let frame = StreamingDecoder::new(Cursor::new(magic).chain(input)).map_err(io::Error::other)?;
+            self.frame = Some(frame);
         }
     }
 }

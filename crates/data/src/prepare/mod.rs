@@ -39,7 +39,7 @@ pub const VALIDATION_FILE: &str = "validation.tokens";
 /// What was prepared and how; written last, so a folder that has it is complete.
 pub const REPORT_FILE: &str = "prepare.json";
 
-/// Which of the tokens to train on are to be learned, in the folder of a prepared corpus: 1, or 0 for those that are only read.
+/// Which of the tokens to train on count in the loss, in the folder of a prepared corpus: 1, or 0 for those that are only read.
 pub const TRAIN_MASK_FILE: &str = "train.mask.tokens";
 /// The same of those held out.
 pub const VALIDATION_MASK_FILE: &str = "validation.mask.tokens";
@@ -53,7 +53,7 @@ const OUTPUT_FILES: [&str; 7] = [
     BYTES_TOKENIZER_FILE,
     CHAT_TEMPLATE_FILE,
 ];
-/// Ids of a mask: read only, and to be learned.
+/// Ids of a mask: only read, and counted in the loss.
 const MASK_VOCABULARY_SIZE: usize = 2;
 const ALL_FILE: &str = "all.tokens";
 const ALL_MASK_FILE: &str = "all.mask.tokens";
@@ -173,8 +173,9 @@ pub fn stage(
     let tokenizer = choose_tokenizer(options, &inputs, progress)?;
 
     let files = (ALL_FILE, has_loss_mask.then_some(ALL_MASK_FILE));
-    let counts = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
-    let ends = ends_of_sources(&counts, options.inputs.len());
+    let (counts, mut ends) = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
+    // The last inputs may have no documents.
+    ends.resize(options.inputs.len(), ends.last().copied().unwrap_or(0));
     let Parts { train, mut validation, tokens_at } =
         split(options, &staging, (has_loss_mask, &ends), progress)?;
     if !options.validation_inputs.is_empty() {
@@ -235,16 +236,6 @@ fn spool_stdin(inputs: &[PathBuf], staging: &Staging) -> Result<Vec<PathBuf>, Da
     Ok(inputs.iter().map(path).collect())
 }
 
-/// How many documents there are up to the end of each input.
-fn ends_of_sources(counts: &ReadCounts, num_sources: usize) -> Vec<u64> {
-    let mut num_documents = 0;
-    let of_source = (0..num_sources).map(|source| {
-        num_documents += counts.num_documents.get(source).copied().unwrap_or(0);
-        num_documents
-    });
-    of_source.collect()
-}
-
 /// Whether an output folder holds no corpus, whole or damaged. What an interrupted preparation has left is none.
 ///
 /// # Errors
@@ -268,9 +259,12 @@ pub fn is_current(options: &PrepareOptions) -> Result<bool, DataError> {
     let fingerprint = options.fingerprint(&Inputs::collect(options)?)?;
     // A report that is missing or cannot be understood is replaced by preparing again.
     let Ok(report) = PrepareReport::read(&options.out) else { return Ok(false) };
-    let expected_files = iter::once(TRAIN_FILE).chain(report.validation.map(|_| VALIDATION_FILE));
+    let parts = iter::once([TRAIN_FILE, TRAIN_MASK_FILE])
+        .chain(report.validation.map(|_| [VALIDATION_FILE, VALIDATION_MASK_FILE]));
+    let mut expected_files =
+        parts.flat_map(|[tokens, mask]| iter::once(tokens).chain(report.has_loss_mask.then_some(mask)));
     Ok(report.fingerprint == fingerprint
-        && expected_files.into_iter().all(|name| options.out.join(name).is_file())
+        && expected_files.all(|name| options.out.join(name).is_file())
         && Tokenizer::stored_file(&options.out).is_ok())
 }
 
@@ -301,20 +295,22 @@ fn choose_tokenizer(
     failure.map_or(tokenizer, Err)
 }
 
-/// Makes a file of the tokens of all inputs, and one that says which of them are to be learned, if a name is given for that.
+/// Makes a file of the tokens of all inputs, and one that says which of them count in the loss, if a name is given for that. Also returns how many
+/// documents there are up to the end of each input, as far as there are any.
 fn tokenize(
     options: &PrepareOptions,
     inputs: &Inputs,
     tokenizer: &Tokenizer,
     (staging, (name, mask_name)): (&Staging, (&str, Option<&str>)),
     progress: &dyn Progress,
-) -> Result<ReadCounts, DataError> {
+) -> Result<(ReadCounts, Vec<u64>), DataError> {
     let reader = CorpusReader::new(options, inputs, tokenizer.space_at_cut()?, mask_name.is_some());
     let mut writers = Writers {
         tokens: TokenFileWriter::create(&staging.path(name), tokenizer.vocabulary_size())?,
         loss_mask: mask_name
             .map(|name| TokenFileWriter::create(&staging.path(name), MASK_VOCABULARY_SIZE))
             .transpose()?,
+        documents_at: Vec::new(),
     };
     let counts = pipeline::tokenize(reader, tokenizer, options.num_threads, &mut writers, |done| {
         progress.advance(Phase::Tokenize, done, inputs.bytes);
@@ -322,8 +318,9 @@ fn tokenize(
     if writers.tokens.num_documents() == 0 {
         return Err(DataError::EmptyCorpus { skipped: skipped(inputs, &counts).to_string() });
     }
+    let documents_at = std::mem::take(&mut writers.documents_at);
     writers.finish()?;
-    Ok(counts)
+    Ok((counts, documents_at))
 }
 
 /// What a corpus is divided into.

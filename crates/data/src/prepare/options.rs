@@ -163,7 +163,7 @@ impl PrepareOptions {
         }
         // Without these, fingerprints are those of earlier versions.
         if let Some(template) = &self.chat_template {
-            hasher.update(template.source().as_bytes());
+            template.hash_into(&mut hasher);
         }
         if !self.weights.is_empty() {
             hasher.update(format!("{:?}", self.weights).as_bytes());

@@ -9,10 +9,12 @@ use std::thread;
 /// Batches that may wait before and behind each tokenizing thread.
 const WAITING_BATCHES_MAX: usize = 2;
 
-/// Where tokens go, and which of them are to be learned, if not all are.
+/// Where tokens go, and which of them count in the loss, if not all do.
 pub(super) struct Writers {
     pub(super) tokens: TokenFileWriter,
     pub(super) loss_mask: Option<TokenFileWriter>,
+    /// For each input, how many documents there are up to its last one; inputs without any may be missing.
+    pub(super) documents_at: Vec<u64>,
 }
 
 impl Writers {
@@ -24,9 +26,13 @@ impl Writers {
         Ok(())
     }
 
-    fn end_document(&mut self) -> Result<(), DataError> {
+    fn end_document(&mut self, source: usize) -> Result<(), DataError> {
         self.tokens.end_document()?;
-        self.loss_mask.as_mut().map_or(Ok(()), TokenFileWriter::end_document)
+        self.loss_mask.as_mut().map_or(Ok(()), TokenFileWriter::end_document)?;
+        let before = self.documents_at.last().copied().unwrap_or(0);
+        self.documents_at.resize(source + 1, before);
+        self.documents_at[source] = self.tokens.num_documents();
+        Ok(())
     }
 
     pub(super) fn finish(self) -> Result<(), DataError> {
@@ -39,10 +45,10 @@ impl Writers {
 #[derive(Default)]
 struct TokenBatch {
     tokens: Vec<u32>,
-    /// For each token, 1 if it is to be learned and else 0; empty if nobody asks.
+    /// For each token, 1 if it counts in the loss and else 0.
     loss_mask: Vec<u32>,
-    /// Where documents end, in tokens of the batch.
-    document_ends: Vec<usize>,
+    /// Where documents end, in tokens of the batch, and which of the inputs they are of.
+    document_ends: Vec<(usize, usize)>,
     input_bytes_read: u64,
 }
 
@@ -58,7 +64,6 @@ pub(super) fn tokenize(
     writers: &mut Writers,
     mut on_progress: impl FnMut(u64),
 ) -> Result<ReadCounts, DataError> {
-    let has_mask = writers.loss_mask.is_some();
     thread::scope(|scope| {
         let mut batches = Vec::new();
         let mut results = Vec::new();
@@ -67,7 +72,7 @@ pub(super) fn tokenize(
             let (result_sender, result_receiver) = sync_channel(WAITING_BATCHES_MAX);
             batches.push(batch_sender);
             results.push(result_receiver);
-            scope.spawn(move || tokenize_batches(tokenizer, has_mask, &batch_receiver, &result_sender));
+            scope.spawn(move || tokenize_batches(tokenizer, &batch_receiver, &result_sender));
         }
         let reading = scope.spawn(move || deal(&mut reader, &batches).map(|()| reader.into_counts()));
         let written = write_in_order(&results, writers, &mut on_progress);
@@ -91,46 +96,43 @@ fn deal(reader: &mut CorpusReader<'_>, threads: &[SyncSender<Batch>]) -> Result<
 
 fn tokenize_batches(
     tokenizer: &Tokenizer,
-    has_mask: bool,
     batches: &Receiver<Batch>,
     results: &SyncSender<Result<TokenBatch, DataError>>,
 ) {
     for batch in batches {
-        if results.send(tokenize_batch(tokenizer, has_mask, &batch)).is_err() {
+        if results.send(tokenize_batch(tokenizer, &batch)).is_err() {
             break;
         }
     }
 }
 
-fn tokenize_batch(tokenizer: &Tokenizer, has_mask: bool, batch: &Batch) -> Result<TokenBatch, DataError> {
+fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, DataError> {
     let mut found = TokenBatch { input_bytes_read: batch.input_bytes_read, ..TokenBatch::default() };
     for piece in batch.pieces() {
-        let end = tokenizer.end_of_document().filter(|_| piece.ends_document);
-        let learns_end = match piece.answers {
+        let start = found.tokens.len();
+        let is_end_counted = match piece.answers {
             None => {
                 tokenizer.encode(piece.text, &mut found.tokens)?;
                 true
             }
             Some(_) => push_answered(tokenizer, piece, &mut found)?,
         };
+        found.loss_mask.resize(found.tokens.len(), 1);
+        let end = tokenizer.end_of_document().filter(|_| piece.ends_document);
         // An end that a template has written is one.
-        let is_ended = piece.answers.is_some() && found.tokens.last().copied() == end;
+        let is_ended = piece.answers.is_some() && found.tokens[start..].last().copied() == end;
         if let Some(end) = end.filter(|_| !is_ended) {
-            found.loss_mask.resize(if has_mask { found.tokens.len() } else { 0 }, 1);
             found.tokens.push(end);
-            found.loss_mask.extend(has_mask.then_some(u32::from(learns_end)));
-        }
-        if has_mask {
-            found.loss_mask.resize(found.tokens.len(), 1);
+            found.loss_mask.push(u32::from(is_end_counted));
         }
         if piece.ends_document {
-            found.document_ends.push(found.tokens.len());
+            found.document_ends.push((found.tokens.len(), piece.source));
         }
     }
     Ok(found)
 }
 
-/// Adds a document with answers: tokens that have a part of an answer are to be learned. Whether one is at the document's end.
+/// Adds a document with answers: tokens that have a part of an answer count. Returns whether an answer is at the document's end.
 fn push_answered(
     tokenizer: &Tokenizer,
     piece: PieceText<'_>,
@@ -161,9 +163,9 @@ fn write_in_order(
         let Ok(result) = thread.recv() else { break };
         let batch = result?;
         let mut start = 0;
-        for &end in &batch.document_ends {
+        for &(end, source) in &batch.document_ends {
             writers.push(&batch, start, end)?;
-            writers.end_document()?;
+            writers.end_document(source)?;
             start = end;
         }
         writers.push(&batch, start, batch.tokens.len())?;

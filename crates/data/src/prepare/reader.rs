@@ -17,21 +17,19 @@ const LINE_BYTES_MAX: usize = 64 << 20;
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// What was read and what was not.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct ReadCounts {
     pub(super) num_files: u64,
     pub(super) num_replaced: u64,
     pub(super) num_binary: u64,
     pub(super) num_empty: u64,
-    /// Documents of each input.
-    pub(super) num_documents: Vec<u64>,
 }
 
 /// Reads the inputs front to back, in batches whose bounds depend on the inputs alone.
 pub(super) struct CorpusReader<'a> {
     options: &'a PrepareOptions,
     space_at_cut: SpaceAtCut,
-    /// Whether documents may have parts that are not to be learned.
+    /// Whether documents may have parts that do not count in the loss.
     takes_answers: bool,
     files: std::slice::Iter<'a, InputFile>,
     open: Option<OpenFile<'a>>,
@@ -77,7 +75,7 @@ impl<'a> CorpusReader<'a> {
         self.counts
     }
 
-    /// Whether the first record of any file is to be learned in part.
+    /// Whether the first record of any file has answers.
     pub(super) fn begins_with_answers(options: &PrepareOptions, inputs: &Inputs) -> Result<bool, DataError> {
         let records = Records { field: &options.field, template: options.chat_template.as_ref() };
         let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep, true);
@@ -106,18 +104,15 @@ impl<'a> CorpusReader<'a> {
             // Progress is counted in bytes of files.
             let is_plain = open.file.compression == Compression::None;
             self.bytes_read += if is_plain { bytes_read } else { 0 };
-            let num_documents = &mut self.counts.num_documents;
-            num_documents.resize(num_documents.len().max(open.file.source + 1), 0);
+            let source = open.file.source;
             if let Some(answered) = open.answered.take() {
                 if !self.takes_answers {
                     let (path, line) = (open.file.path.clone(), open.num_lines);
                     return Err(DataError::MixedRecords { path, line });
                 }
-                batch.push_answered(answered);
-                num_documents[open.file.source] += 1;
+                batch.push_answered(answered, source);
             } else if open.has_piece() {
-                let ends_document = open.document.move_piece(&mut batch, self.space_at_cut);
-                num_documents[open.file.source] += u64::from(ends_document);
+                open.document.move_piece(&mut batch, source, self.space_at_cut);
             }
             if open.at_end && open.document.is_empty() {
                 self.counts.num_files += 1;
@@ -214,7 +209,9 @@ impl OpenFile<'_> {
             return Ok(length as u64);
         }
         match records.read(object).map_err(|error| self.record_error(error, records.field))? {
-            Record::Text(text) if text.is_empty() => counts.num_empty += 1,
+            Record::Text(text) | Record::Answered(Answered { text, .. }) if text.is_empty() => {
+                counts.num_empty += 1;
+            }
             Record::Text(text) => *self.document.buffer() = text,
             Record::Answered(answered) => self.answered = Some(answered),
         }

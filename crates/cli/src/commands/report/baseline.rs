@@ -6,5 +6,5 @@ use trireme_train::config::Config;
 pub(super) fn baseline(run_folder: &Path) -> Option<f64> {
     let config = Config::load(&run_folder.join("config.toml"), &[], None).ok()?;
     let corpus = Corpus::open(&config.data().folder).ok()?;
-    bigram_baseline(&corpus.train, &corpus.validation?).ok()
+    bigram_baseline(&corpus.train.tokens, &corpus.validation?.tokens).ok()
 }

@@ -21,7 +21,7 @@ pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
                 let folder = corpus_folder(&config.data().folder, found.version);
                 let corpus = Corpus::open(&folder)?;
                 check(config, &corpus, process.source, workers)?;
-                let (tokens, folder) = (corpus.train.num_tokens(), folder.display());
+                let (tokens, folder) = (corpus.train.tokens.num_tokens(), folder.display());
                 text += &format!("data: {tokens} tokens to train on, in {folder}\n");
             }
             None => {

@@ -238,12 +238,12 @@ fn with_length(config: Config, version: Option<u64>, process: Process<'_>) -> Re
 
 /// Refuses a model, a plan or settings that do not fit the corpus.
 fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers) -> Result<()> {
-    let vocabulary_size = corpus.train.vocabulary_size();
+    let vocabulary_size = corpus.train.tokens.vocabulary_size();
     let (model, _) = model_config(config, vocabulary_size)?;
     let training = config.training();
     let sequences = Sequences::new(config, corpus.report.has_loss_mask);
     sequences.sampler(corpus, training.seed)?;
-    if let Some(num_tokens) = corpus.validation.as_ref().map(|tokens| tokens.num_tokens())
+    if let Some(num_tokens) = corpus.validation.as_ref().map(|validation| validation.tokens.num_tokens())
         && num_tokens <= training.seq_len as u64
     {
         return Err(TrainError::ValidationTooShort { num_tokens, seq_len: training.seq_len }.into());
