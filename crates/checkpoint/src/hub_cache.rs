@@ -10,7 +10,7 @@ const REVISION_BYTES_MAX: u64 = 256;
 /// Names of the organisations of models that are called without one.
 const WELL_KNOWN: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
 
-/// `path`, or the newest snapshot in the Hugging Face cache of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`), if there is no such path. Nothing
+/// `path`, or the snapshot in the Hugging Face cache of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`), if there is no such path. Nothing
 /// is fetched.
 ///
 /// The cache is where its own library looks for it: `HF_HUB_CACHE`, `HF_HOME/hub`, or `~/.cache/huggingface/hub`.
@@ -44,17 +44,17 @@ fn snapshot_in(cache: &Path, name: &str) -> Option<PathBuf> {
     let folder = |name: &str| cache.join(format!("models--{}", name.replace('/', "--")));
     let with_organisation = WELL_KNOWN.iter().map(|organisation| folder(&format!("{organisation}/{name}")));
     let candidates = std::iter::once(folder(name)).chain(with_organisation.filter(|_| !name.contains('/')));
-    candidates.into_iter().find_map(|folder| newest_snapshot(&folder))
+    candidates.into_iter().find_map(|folder| snapshot(&folder))
 }
 
-/// The snapshot that `main` names; else any.
-fn newest_snapshot(model: &Path) -> Option<PathBuf> {
+/// The snapshot that `refs/main` names; else any.
+fn snapshot(model: &Path) -> Option<PathBuf> {
     let snapshots = model.join("snapshots");
     let revision = crate::files::read_bounded(&model.join("refs/main"), REVISION_BYTES_MAX).ok();
     let named = revision.and_then(|revision| {
         let revision = String::from_utf8(revision).ok()?;
         let is_plain = revision.trim().chars().all(|c| c.is_ascii_alphanumeric());
-        is_plain.then(|| snapshots.join(revision.trim()))
+        (is_plain && !revision.trim().is_empty()).then(|| snapshots.join(revision.trim()))
     });
     if let Some(named) = named.filter(|snapshot| snapshot.is_dir()) {
         return Some(named);
@@ -84,6 +84,8 @@ mod tests {
         fs::create_dir(&refs).unwrap();
         fs::write(refs.join("main"), "0aa\n").unwrap();
         assert_eq!((find("gpt2"), find("openai-community/gpt2")), (Some(old.clone()), Some(old)));
+        fs::write(refs.join("main"), "\n").unwrap();
+        assert_eq!(find("gpt2"), Some(new.clone()));
         let qwen = add("models--Qwen--Qwen3-0.6B", "2cc");
         assert_eq!(find("Qwen/Qwen3-0.6B"), Some(qwen));
         // What could lead out of the cache, or is a path, is no name.

@@ -14,7 +14,7 @@ use trireme_train::Requests;
 /// A launcher hands on what a terminal has sent to all processes: signals of so short a time are one.
 const SAME: Duration = Duration::from_millis(500);
 
-/// The signals that a run can be ended with. One that the parent ignores is heard as well, but for SIGHUP, as `nohup` has it.
+/// The signals that end a run. Signals that the parent ignores are handled too, except SIGHUP, so that `nohup` works.
 pub(crate) fn stop_signals() -> Vec<i32> {
     let is_hangup_ignored = ignored_signals() & 1 << (SIGHUP - 1) != 0;
     let signals = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2].into_iter();
@@ -26,13 +26,13 @@ pub(crate) fn is_urgent(signal: i32) -> bool {
     ![SIGUSR1, SIGUSR2].contains(&signal)
 }
 
-/// Tells urgent signals that repeat what was asked for from one that means more.
+/// Tells a second urgent signal from the first one, and from what a launcher hands on of it.
 #[derive(Debug, Default)]
-pub(crate) struct Patience(Option<Instant>);
+pub(crate) struct SecondSignal(Option<Instant>);
 
-impl Patience {
-    /// Whether this urgent signal, that came `now`, is the second one.
-    pub(crate) fn is_over(&mut self, now: Instant) -> bool {
+impl SecondSignal {
+    /// Takes note of an urgent signal that came `now`. Returns whether it is the second one.
+    pub(crate) fn note(&mut self, now: Instant) -> bool {
         let first = *self.0.get_or_insert(now);
         now.duration_since(first) > SAME
     }
@@ -41,38 +41,38 @@ impl Patience {
 /// What a process that trains says when it is asked to end.
 pub(crate) fn stopping_notice(signal: i32) -> String {
     format!(
-        "{}: saving a checkpoint after this step; send another SIGINT or SIGTERM to end at once, without it",
+        "{}: the run ends after this step; send another SIGINT or SIGTERM to end it at once, without a checkpoint",
         signal_name(signal)
     )
 }
 
-/// Hears the signals of this process from now on.
+/// Handles the signals of this process.
 #[derive(Debug, Clone)]
 pub(crate) struct Interrupts(Arc<Mutex<Option<Requests>>>);
 
 impl Interrupts {
-    /// Begins to hear. Before a run [begins](Interrupts::save_for), and after it has ended, signals end the process. `tells` says whether the first
-    /// one is told of.
-    pub(crate) fn hear(tells: bool) -> io::Result<Self> {
+    /// Installs the handlers. Before a run [begins](Interrupts::save_for), and after it has ended, signals end the process. `reports` says whether
+    /// the first one is reported.
+    pub(crate) fn listen(reports: bool) -> io::Result<Self> {
         let mut signals = Signals::new(stop_signals())?;
         let interrupts = Interrupts(Arc::default());
         let Interrupts(run) = interrupts.clone();
-        let mut patience = Patience::default();
-        let mut hear = move |signal: i32| {
+        let mut second = SecondSignal::default();
+        let mut handle = move |signal: i32| {
             // Held while the process ends, so that no run ends by itself meanwhile.
             let run = run.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(requests) = &*run else { return end(signal) };
-            if is_urgent(signal) && patience.is_over(Instant::now()) {
+            if is_urgent(signal) && second.note(Instant::now()) {
                 return end(signal);
             }
-            if tells {
+            if reports {
                 remark(&stopping_notice(signal));
             }
             requests.stop(signal);
         };
         // It ends with the process: without it, signals would be lost.
-        let hear = move || signals.forever().for_each(&mut hear);
-        thread::Builder::new().name("signals".to_owned()).spawn(hear)?;
+        let listen = move || signals.forever().for_each(&mut handle);
+        thread::Builder::new().name("signals".to_owned()).spawn(listen)?;
         Ok(interrupts)
     }
 
@@ -103,9 +103,9 @@ mod tests {
 
     #[test]
     fn a_signal_that_is_handed_on_is_no_second_one() {
-        let (mut patience, start) = (Patience::default(), Instant::now());
+        let (mut second, start) = (SecondSignal::default(), Instant::now());
         let after = |milliseconds| start + Duration::from_millis(milliseconds);
-        let over = [0, 10, 400, 600].map(|milliseconds| patience.is_over(after(milliseconds)));
-        assert_eq!(over, [false, false, false, true]);
+        let is_second = [0, 10, 400, 600].map(|milliseconds| second.note(after(milliseconds)));
+        assert_eq!(is_second, [false, false, false, true]);
     }
 }

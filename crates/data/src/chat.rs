@@ -383,7 +383,7 @@ mod tests {
         let strict = "{{ raise_exception('roles must alternate') }}";
         let template = ChatTemplate::new(strict, BTreeMap::new(), Path::new("a")).unwrap();
         assert_eq!(template.answered(&messages(), 0).unwrap_err(), "roles must alternate");
-        let loud = "{% for a in range(9999) %}{% for b in range(9999) %}{{ '" .to_owned();
+        let loud = "{% for a in range(9999) %}{% for b in range(9999) %}{{ '".to_owned();
         let loud = loud + &"a".repeat(9999) + "' }}{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(&loud, BTreeMap::new(), Path::new("a")).unwrap();
         assert!(template.prompt(&messages()).is_err());

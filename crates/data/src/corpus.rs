@@ -27,7 +27,8 @@ impl Corpus {
         let report = PrepareReport::read(folder)?;
         let open = |names| MaskedTokens::open(folder, names, report.has_loss_mask);
         let train = open([TRAIN_FILE, TRAIN_MASK_FILE])?;
-        let validation = report.validation.map(|_| open([VALIDATION_FILE, VALIDATION_MASK_FILE])).transpose()?;
+        let validation =
+            report.validation.map(|_| open([VALIDATION_FILE, VALIDATION_MASK_FILE])).transpose()?;
         Ok(Corpus { folder: folder.to_owned(), train, validation, report })
     }
 

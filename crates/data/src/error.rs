@@ -160,9 +160,12 @@ pub enum DataError {
         /// The fraction asked for.
         fraction: f64,
     },
+    /// Texts to validate on that can be read only once.
+    #[error("texts to validate on cannot come from the standard input; name files or folders")]
+    StdinValidation,
     /// Weights that do not belong to the inputs.
     #[error(
-        "{num_weights} weights for {num_inputs} inputs; expected one number above 0 for each input, or none"
+        "{num_weights} weights for {num_inputs} inputs; expected one number from 1e-6 to 1e6 for each of at most 1024 inputs, or none"
     )]
     Weights {
         /// The weights.

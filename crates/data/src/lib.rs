@@ -23,8 +23,8 @@ mod tokenizer;
 pub use baseline::bigram_baseline;
 pub use chat::{Answered, CHAT_TEMPLATE_FILE, ChatTemplate};
 pub use corpus::Corpus;
-pub use masked_tokens::MaskedTokens;
 pub use error::DataError;
+pub use masked_tokens::MaskedTokens;
 pub use multiple_choice::{ChoiceTokens, Question};
 pub use prepare::{
     Existing, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent,

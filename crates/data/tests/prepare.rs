@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use tempfile::TempDir;
 use trireme_data::{
-    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, MaskedTokens, Phase, PrepareOptions, PrepareReport, Progress,
-    REPORT_FILE, Silent, TokenFile, Tokenizer, TokenizerChoice, is_current, is_free, prepare, stage,
+    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, MaskedTokens, Phase, PrepareOptions,
+    PrepareReport, Progress, REPORT_FILE, Silent, TokenFile, Tokenizer, TokenizerChoice, is_current, is_free,
+    prepare, stage,
 };
 
 /// A folder with inputs in `in` and room for `out`.
@@ -243,7 +244,8 @@ fn validation_is_held_out_and_reported() {
     assert_eq!(corpus.report, report);
     assert_eq!(report.validation.unwrap().num_tokens, validation.num_tokens());
     assert_eq!(report.train.num_tokens, corpus.train.tokens.num_tokens());
-    let joined = [decoded(&corpus.train.tokens, &tokenizer), decoded(&validation, &tokenizer)].concat().concat();
+    let joined =
+        [decoded(&corpus.train.tokens, &tokenizer), decoded(&validation, &tokenizer)].concat().concat();
     assert_eq!(joined.trim_matches('\u{FFFD}').len(), long_text(100).len());
 
     prepare(&room.options(&["a.txt"]), &Silent).unwrap();
@@ -522,7 +524,8 @@ fn documents_without_tokens_are_of_no_source() {
 
 #[test]
 fn a_corpus_without_its_mask_or_of_other_special_tokens_is_not_current() {
-    let record = br#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
+    let record =
+        br#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
     let room = Room::new(&[("chat.jsonl", record)]);
     let with_end = |end: &str| {
         let source = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}";

@@ -3,9 +3,9 @@
 use crate::changes::CONFIG_TOML;
 use crate::compression::{CompressionState, CompressorStates, compressor_bytes};
 use crate::config::Config;
+use crate::corpus::CORPUS;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
-use crate::corpus::CORPUS;
 use crate::language::TOKENIZER;
 use crate::task::Task;
 use serde::de::Error as _;

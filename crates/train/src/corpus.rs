@@ -4,7 +4,7 @@
 use crate::checkpointing::samples_of;
 use crate::config::{self, Change, Config};
 use crate::error::TrainError;
-use crate::pretrained::{chat_template, check_tokenizer, tokenizer_choice};
+use crate::pretrained::{Pretrained, chat_template, check_tokenizer, tokenizer_choice};
 use crate::resume::choose_checkpoint;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -67,11 +67,11 @@ pub fn ensure_corpus<E: From<TrainError>>(
     progress: &dyn Progress,
     check: impl FnOnce(&Corpus) -> Result<(), E>,
 ) -> Result<RunCorpus, E> {
+    let parts = text_parts(config)?;
     let check = |corpus: &Corpus| {
-        check_tokenizer(config, corpus)?;
+        check_tokenizer(config, parts.pretrained.as_ref(), corpus)?;
         check(corpus)
     };
-    let parts = text_parts(config)?;
     loop {
         let (version, existing, resumed) = match find_place(config, &parts)? {
             Place::Found(found) => {
@@ -106,26 +106,31 @@ pub fn ensure_corpus<E: From<TrainError>>(
 /// # Errors
 /// What a checkpoint or the folder refuses.
 pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> {
-    let found = match find_place(config, &text_parts(config)?)? {
+    let parts = text_parts(config)?;
+    let found = match find_place(config, &parts)? {
         Place::Found(found) => found,
         Place::Free { .. } => return Ok(None),
     };
-    check_tokenizer(config, &Corpus::open(&corpus_folder(&config.data().folder, found.version))?)?;
+    let corpus = Corpus::open(&corpus_folder(&config.data().folder, found.version))?;
+    check_tokenizer(config, parts.pretrained.as_ref(), &corpus)?;
     Ok(Some(found))
 }
 
-/// What makes tokens of the inputs, where there are any.
 fn text_parts(config: &Config) -> Result<TextParts, TrainError> {
+    let pretrained = Pretrained::open(config)?;
     if config.data().inputs.is_empty() {
-        return Ok(TextParts { tokenizer: TokenizerChoice::Bytes, chat_template: None });
+        return Ok(TextParts { tokenizer: TokenizerChoice::Bytes, chat_template: None, pretrained });
     }
-    Ok(TextParts { tokenizer: tokenizer_choice(config)?, chat_template: chat_template(config)? })
+    let tokenizer = tokenizer_choice(config, pretrained.as_ref())?;
+    let chat_template = chat_template(config, pretrained.as_ref())?;
+    Ok(TextParts { tokenizer, chat_template, pretrained })
 }
 
-/// What makes tokens of the inputs.
+/// What makes tokens of the inputs, where there are any.
 struct TextParts {
     tokenizer: TokenizerChoice,
     chat_template: Option<ChatTemplate>,
+    pretrained: Option<Pretrained>,
 }
 
 /// Names the runs that have used a corpus, in its folder: a line a run's folder.

@@ -114,8 +114,8 @@ pub enum TrainError {
     },
     /// Metrics of a run that cannot be resumed.
     #[error(
-        "{} has the metrics of an earlier run that this one does not resume from; --resume never (or [checkpoint] resume = \"never\") moves them \
-         to a folder of their own and begins a new run, and another [run] name leaves them alone",
+        "{} contains an earlier run with no checkpoint to resume from; pass --resume never (or set [checkpoint] resume = \"never\") to move it \
+         aside and start again, or choose another [run] name",
         folder.display()
     )]
     EarlierRun {

@@ -21,8 +21,7 @@ pub struct Evaluator {
     seq_len: usize,
     /// Which of the [reports](trireme_model::Rehearsal::reports) is the loss of the predictions.
     report: usize,
-    /// What the user should know.
-    pub notices: Vec<String>,
+    notices: Vec<String>,
 }
 
 /// What was found of a text.
@@ -83,6 +82,11 @@ impl Evaluator {
         Ok(Evaluator { executor, device: device.clone(), config, seq_len, report, notices })
     }
 
+    /// What the user should know of the model's files.
+    pub fn notices(&self) -> &[String] {
+        &self.notices
+    }
+
     /// The model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -111,8 +115,7 @@ impl Evaluator {
         let num_windows = windows.len() as u64;
         let mut done = 0;
         for windows in windows.chunks(BATCH_SIZE) {
-            let sequences =
-                windows.iter().map(|window| Sequence::read(*window, tokens, whole_documents));
+            let sequences = windows.iter().map(|window| Sequence::read(*window, tokens, whole_documents));
             let sequences = sequences.collect::<Result<Vec<_>, _>>()?;
             found.nats += self.nats(&sequences)?;
             for sequence in &sequences {

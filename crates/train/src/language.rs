@@ -11,12 +11,14 @@ use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs;
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{
-    CHAT_TEMPLATE_FILE, Corpus, DataError, MaskedTokens, Packing, Sampler, Source, TOKENIZER_CONFIG_FILE, TokenFile,
-    Tokenizer, Window,
+    CHAT_TEMPLATE_FILE, Corpus, DataError, MaskedTokens, Packing, Sampler, Source, TOKENIZER_CONFIG_FILE,
+    TokenFile, Tokenizer, Window,
 };
 use trireme_model::{
     DOCUMENT_STARTS, LOSS_WEIGHTS, Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec,
@@ -106,34 +108,37 @@ impl LanguageTask {
     pub fn open(config: &Config) -> Result<Self, TrainError> {
         let folder = &config.data().folder;
         let corpus = Corpus::open(folder)?;
-        check_tokenizer(config, &corpus)?;
+        let pretrained = Pretrained::open(config)?;
+        check_tokenizer(config, pretrained.as_ref(), &corpus)?;
         let tokenizer_sha256 = corpus.tokenizer_sha256()?;
         let Corpus { train, validation, report, .. } = corpus;
         let (model, mut notices) = model_config(config, train.tokens.vocabulary_size())?;
-        let pretrained = Pretrained::open(config)?;
-        let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
-        let own = own.transpose()?.flatten();
-        if pretrained.as_ref().is_some_and(Pretrained::has_no_tokenizer) && own.is_none() {
+        if pretrained.as_ref().is_some_and(Pretrained::has_no_tokenizer)
+            && !config.model().allow_other_tokenizer
+        {
             notices.push(format!("cannot tell whether the model has the tokenizer of {}", folder.display()));
         }
-        let (tokenizer, other_files) = match (own, &pretrained) {
-            (Some(own), Some(pretrained)) => (Arc::clone(own), pretrained.files()?),
+        let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
+        let own = own.transpose()?.flatten();
+        let tokenizer = match own {
+            Some(own) => Arc::clone(own),
+            None => Arc::new(Tokenizer::load(folder)?),
+        };
+        let mut other_files = match &pretrained {
+            Some(pretrained) if own.is_some() => pretrained.files()?,
             _ => {
-                let tokenizer = Tokenizer::load(folder)?;
-                let config_json = tokenizer.config_json(model.max_position_embeddings).into_bytes();
-                (Arc::new(tokenizer), vec![(TOKENIZER_CONFIG_FILE, config_json)])
+                let config_json = tokenizer.config_json(model.max_position_embeddings);
+                vec![(TOKENIZER_CONFIG_FILE, config_json.into_bytes())]
             }
         };
-        let mut other_files = other_files;
-        let template = folder.join(CHAT_TEMPLATE_FILE);
-        if template.is_file() {
-            let read = |source| DataError::Read { path: template.clone(), source };
-            let contents = fs::read(&template).map_err(read)?;
+        if let Some(template) = chat_template_of(folder)? {
             other_files.retain(|(name, _)| *name != CHAT_TEMPLATE_FILE);
-            other_files.push((CHAT_TEMPLATE_FILE, contents));
+            other_files.push((CHAT_TEMPLATE_FILE, template));
         }
-        let model_json =
-            model_config_json(config, &model, own.is_none().then(|| tokenizer.end_of_document()))?;
+        let mut model_json = model_config_json(config, &model)?;
+        if own.is_none() {
+            model_json = with_end(&model_json, tokenizer.end_of_document());
+        }
         Ok(LanguageTask {
             model_json,
             model,
@@ -246,6 +251,27 @@ impl Task for LanguageTask {
             return Ok(());
         }
         Err(TrainError::ResumedModelDiffers { path: checkpoint.path().to_owned(), differences })
+    }
+}
+
+/// A `config.json` in which the tokenizer decides what ends a document, unless the model says so.
+fn with_end(model_json: &str, end: Option<u32>) -> String {
+    let mut json: Value = serde_json::from_str(model_json).expect("it describes a model");
+    for key in ["bos_token_id", "eos_token_id"] {
+        if json[key].is_null() {
+            json[key] = end.into();
+        }
+    }
+    format!("{json:#}\n")
+}
+
+/// The chat template in a corpus' folder, if there is one.
+fn chat_template_of(folder: &Path) -> Result<Option<Vec<u8>>, DataError> {
+    let path = folder.join(CHAT_TEMPLATE_FILE);
+    match fs::read(&path) {
+        Ok(template) => Ok(Some(template)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(DataError::Read { path, source }),
     }
 }
 

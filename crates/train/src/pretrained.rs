@@ -1,9 +1,10 @@
 //! The model that a run begins with: what belongs to it beside weights.
 
 use crate::checkpointing::samples_of;
-use crate::language::TOKENIZER;
 use crate::config::{self, Config};
 use crate::error::TrainError;
+use crate::language::TOKENIZER;
+use crate::resume::resume_point;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,17 +23,15 @@ pub const TOKENIZER_NOTE: &str = "tokenizer_sha256";
 /// If it cannot be read, or is not the one that was stored there first.
 pub fn model_tokenizer(source: &ModelSource) -> Result<Option<Tokenizer>, TrainError> {
     let path = source.path();
-    let mut is_there = false;
-    for name in [TOKENIZER_FILE, BYTES_TOKENIZER_FILE] {
-        is_there |= source.read_file(name)?.is_some();
-    }
-    if !is_there {
+    let read = |name: &str| source.read_file(name).map_err(TrainError::from);
+    if read(TOKENIZER_FILE)?.is_none() && read(BYTES_TOKENIZER_FILE)?.is_none() {
         return Ok(None);
     }
-    let read = |name| source.read_file(name).map_err(TrainError::from);
     let tokenizer = Tokenizer::from_files(path, read)?;
     let noted = match source {
-        ModelSource::Checkpoint { checkpoint, .. } => samples_of(checkpoint).and_then(|mut samples| samples.remove(TOKENIZER)),
+        ModelSource::Checkpoint { checkpoint, .. } => {
+            samples_of(checkpoint).and_then(|mut samples| samples.remove(TOKENIZER))
+        }
         ModelSource::HuggingFace(directory) => directory.note(TOKENIZER_NOTE).map(str::to_owned),
     };
     match noted {
@@ -102,7 +101,10 @@ fn takes_its_tokenizer(config: &Config) -> bool {
 ///
 /// # Errors
 /// If the run begins with a model of another tokenizer, or of none where the config leaves it to the model.
-pub(crate) fn tokenizer_choice(config: &Config) -> Result<TokenizerChoice, TrainError> {
+pub(crate) fn tokenizer_choice(
+    config: &Config,
+    model: Option<&Pretrained>,
+) -> Result<TokenizerChoice, TrainError> {
     let data = config.data();
     let given = match (&data.tokenizer, data.train_bpe) {
         (config::Tokenizer::File(path), _) => Some(TokenizerChoice::File(path.clone())),
@@ -110,12 +112,12 @@ pub(crate) fn tokenizer_choice(config: &Config) -> Result<TokenizerChoice, Train
         (config::Tokenizer::Auto, 0) => None,
         (_, vocabulary_size) => Some(TokenizerChoice::TrainBpe { vocabulary_size }),
     };
-    let Some(model) = Pretrained::open(config)? else { return Ok(given.unwrap_or(TokenizerChoice::Bytes)) };
+    let Some(model) = model else { return Ok(given.unwrap_or(TokenizerChoice::Bytes)) };
     match (given, &model.tokenizer) {
         (None, Some(tokenizer)) => {
-            Ok(TokenizerChoice::OfModel { model: model.path, tokenizer: Arc::clone(tokenizer) })
+            Ok(TokenizerChoice::OfModel { model: model.path.clone(), tokenizer: Arc::clone(tokenizer) })
         }
-        (None, None) => Err(TrainError::NoModelTokenizer { path: model.path }),
+        (None, None) => Err(TrainError::NoModelTokenizer { path: model.path.clone() }),
         (Some(choice), None) => Ok(choice),
         // Before the text is read.
         (Some(choice), Some(_)) => {
@@ -125,7 +127,7 @@ pub(crate) fn tokenizer_choice(config: &Config) -> Result<TokenizerChoice, Train
                 _ => {
                     return Err(TrainError::OtherTokenizer {
                         corpus: data.folder.clone(),
-                        model: model.path,
+                        model: model.path.clone(),
                     });
                 }
             }
@@ -170,19 +172,28 @@ pub fn chat_template_beside(tokenizer: &Path) -> Result<Option<ChatTemplate>, Tr
 }
 
 /// The chat template for the inputs of a config, if there is one.
-pub(crate) fn chat_template(config: &Config) -> Result<Option<ChatTemplate>, TrainError> {
+pub(crate) fn chat_template(
+    config: &Config,
+    model: Option<&Pretrained>,
+) -> Result<Option<ChatTemplate>, TrainError> {
     let data = config.data();
     match (&data.chat_template, &data.tokenizer) {
         (Some(name), _) => named_chat_template(name).map(Some),
         (None, config::Tokenizer::File(path)) => chat_template_beside(path),
-        (None, _) => Pretrained::open(config)?.map_or(Ok(None), |model| model_chat_template(&model.source)),
+        (None, _) => model.map_or(Ok(None), |model| model_chat_template(&model.source)),
     }
 }
 
-/// Refuses a corpus of another tokenizer than that of the model that the run begins with.
-pub(crate) fn check_tokenizer(config: &Config, corpus: &Corpus) -> Result<(), TrainError> {
-    match Pretrained::open(config)? {
-        Some(model) => model.check(&corpus.folder, &corpus.tokenizer_sha256()?),
-        None => Ok(()),
+/// Refuses a corpus of another tokenizer than that of the model that the run begins with, unless the run resumes: earlier versions have let it
+/// begin.
+pub(crate) fn check_tokenizer(
+    config: &Config,
+    model: Option<&Pretrained>,
+    corpus: &Corpus,
+) -> Result<(), TrainError> {
+    let Some(model) = model else { return Ok(()) };
+    match model.check(&corpus.folder, &corpus.tokenizer_sha256()?) {
+        Err(TrainError::OtherTokenizer { .. }) if resume_point(config)?.is_some() => Ok(()),
+        checked => checked,
     }
 }

@@ -15,8 +15,8 @@ use std::error::Error;
 use std::path::Path;
 use trireme_base::{Rank, with_sources};
 use trireme_checkpoint::{
-    CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, SkippedCheckpoint, find_latest, list_checkpoints,
-    open_newest, set_aside, tidy,
+    CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, SkippedCheckpoint, best_step, find_latest,
+    list_checkpoints, mark_best, open_newest, set_aside, tidy,
 };
 use trireme_comm::Group;
 use trireme_parallel::Executor;
@@ -58,9 +58,21 @@ pub(crate) fn resume(
 
 /// Tidies up the folder of the checkpoint that the run has resumed from, if it is the run's own. For rank 0, when nothing can
 /// refuse the run any more: checkpoints that are removed here cannot be resumed from.
-pub(crate) fn tidy_up(config: &Config, resumed: &Checkpoint, observer: &mut dyn Observer) {
+pub(crate) fn tidy_up(
+    config: &Config,
+    (resumed, validations): (&Checkpoint, Validations),
+    observer: &mut dyn Observer,
+) {
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     if config.checkpoint().enable && resumed.path().parent() == Some(&folder) {
+        // A crash may have come between the save and this.
+        if let Some(step) = validations.best_step.filter(|_| config.keeps_best())
+            && best_step(&folder) != Some(step)
+            && list_checkpoints(&folder).is_ok_and(|all| all.iter().any(|(found, _)| *found == step))
+            && let Err(error) = mark_best(&folder, step)
+        {
+            observer.notice(&untidy_notice(&error));
+        }
         for error in tidy(resumed, config.checkpoint().keep_latest_k) {
             observer.notice(&untidy_notice(&error));
         }

@@ -4,7 +4,7 @@ use crate::changes::CONFIG_TOML;
 use crate::config::{Config, Resume, Subject};
 use crate::corpus::note_use;
 use crate::error::TrainError;
-use crate::metrics::{MetricsFiles, MetricsWriter};
+use crate::metrics::{MetricsFiles, MetricsWriter, PrometheusEndpoint};
 use crate::observer::Observer;
 use crate::resume::resume_point;
 use crate::trace::TRACE_FILE;
@@ -48,13 +48,16 @@ pub(crate) fn open(
     write_program(config, executor.program(), comment)?;
     write_choices(config, executor.group())?;
     let metrics = config.metrics();
-    let address = SocketAddr::new(metrics.prometheus_address, metrics.prometheus_port);
-    let which = MetricsFiles {
-        jsonl: metrics.jsonl,
-        tensorboard: metrics.tensorboard,
-        prometheus: (metrics.prometheus_port > 0).then_some(address),
-    };
+    let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };
     Ok(MetricsWriter::open(&folder, which, resumed_step)?)
+}
+
+/// Begins to show metrics to Prometheus, if the config wants that. Nothing is written.
+pub(crate) fn listen(config: &Config) -> Result<Option<PrometheusEndpoint>, TrainError> {
+    let metrics = config.metrics();
+    let address = SocketAddr::new(metrics.prometheus_address, metrics.prometheus_port);
+    let endpoint = (metrics.prometheus_port > 0).then(|| PrometheusEndpoint::open(address));
+    Ok(endpoint.transpose()?)
 }
 
 /// Writes down what this rank does in a step, with a `comment` on it.

@@ -13,7 +13,7 @@ use crate::trainer::device_options;
 use crate::weights::{checked_weights, read_held};
 use std::fs;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use trireme_base::{ContextPlace, Rank};
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource, resolve_model};
@@ -52,8 +52,8 @@ pub fn model_config(
         ModelSource::Inline(architecture) => {
             (inline_model(config, architecture, vocabulary_size), Vec::new())
         }
-        source @ (ModelSource::File(_) | ModelSource::InitFrom(_)) => {
-            let (path, text) = source_text(source)?.expect("these two have a text");
+        ModelSource::File(path) | ModelSource::InitFrom(path) => {
+            let (path, text) = description(config, path)?;
             let refused = |source| TrainError::ModelConfig { path, source };
             (ModelConfig::from_json(&text).map_err(refused)?, ModelConfig::notices(&text))
         }
@@ -95,49 +95,35 @@ pub fn model_config(
     Ok((model, notices))
 }
 
-/// The `config.json` that describes the model, and where it is; none if the config does so itself.
-fn source_text(source: ModelSource<'_>) -> Result<Option<(PathBuf, String)>, TrainError> {
-    let path = match source {
-        ModelSource::Inline(_) => return Ok(None),
-        ModelSource::File(path) => path.to_owned(),
-        // A plan needs no weights.
-        ModelSource::InitFrom(folder) if resolve_model(folder).join(CONFIG_FILE).is_file() => {
-            resolve_model(folder).join(CONFIG_FILE)
-        }
-        ModelSource::InitFrom(folder) => {
-            let missing = || TrainError::NoModelConfig { path: folder.to_owned() };
-            let source = WeightsSource::open(folder)?;
-            let text = source.read_file(CONFIG_FILE)?.ok_or_else(missing)?;
-            return Ok(Some((source.path().join(CONFIG_FILE), String::from_utf8_lossy(&text).into_owned())));
-        }
-    };
-    match fs::read_to_string(&path) {
-        Ok(text) => Ok(Some((path, text))),
+/// The `config.json` that describes the model of the config's `[model] config` or `init_from`, and where it is.
+fn description(config: &Config, path: &Path) -> Result<(PathBuf, String), TrainError> {
+    let read = |path: PathBuf| match fs::read_to_string(&path) {
+        Ok(text) => Ok((path, text)),
         Err(source) => Err(TrainError::ReadModelConfig { path, source }),
+    };
+    if let ModelSource::File(path) = config.model_source() {
+        return read(path.to_owned());
     }
+    // A plan needs no weights.
+    let alone = resolve_model(path).join(CONFIG_FILE);
+    if alone.is_file() {
+        return read(alone);
+    }
+    let missing = || TrainError::NoModelConfig { path: path.to_owned() };
+    let source = WeightsSource::open(path)?;
+    let text = source.read_file(CONFIG_FILE)?.ok_or_else(missing)?;
+    Ok((source.path().join(CONFIG_FILE), String::from_utf8_lossy(&text).into_owned()))
 }
 
-/// The `config.json` for checkpoints of `model`, which the config describes. What another `config.json` says beyond that stays. `ends`
-/// is the token that ends documents, where a tokenizer of this run decides which it is.
-pub(crate) fn model_config_json(
-    config: &Config,
-    model: &ModelConfig,
-    end: Option<Option<u32>>,
-) -> Result<String, TrainError> {
-    let text = match source_text(config.model_source())? {
-        None => format!("{:#}\n", model.to_json()),
-        Some((path, text)) => {
-            model.to_json_within(&text).map_err(|source| TrainError::ModelConfig { path, source })?
-        }
-    };
-    let Some(end) = end else { return Ok(text) };
-    let mut json: serde_json::Value = serde_json::from_str(&text).expect("it was read before");
-    for key in ["bos_token_id", "eos_token_id"] {
-        if json[key].is_null() {
-            json[key] = end.into();
+/// The `config.json` for checkpoints of `model`, which the config describes. What another `config.json` says beyond that stays.
+pub(crate) fn model_config_json(config: &Config, model: &ModelConfig) -> Result<String, TrainError> {
+    match config.model_source() {
+        ModelSource::Inline(_) => Ok(format!("{:#}\n", model.to_json())),
+        ModelSource::File(path) | ModelSource::InitFrom(path) => {
+            let (path, text) = description(config, path)?;
+            model.to_json_within(&text).map_err(|source| TrainError::ModelConfig { path, source })
         }
     }
-    Ok(format!("{json:#}\n"))
 }
 
 fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_size: usize) -> ModelConfig {

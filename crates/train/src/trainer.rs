@@ -179,6 +179,7 @@ impl<'a> Trainer<'a> {
         let validation =
             validation.map(|samples| Validation::new(samples, training, &executor)).transpose()?;
         notice_compression(&executor, observer)?;
+        let prometheus = if is_root { run_folder::listen(config)? } else { None };
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
             run_folder::set_aside(&run_folder, observer)?;
@@ -196,16 +197,17 @@ impl<'a> Trainer<'a> {
             (training.steps * training.global_batch_size as u64) as f64 / train.num_samples() as f64;
         if num_passes > PASSES_MAX && train.tokens_per_sample().is_some() {
             observer.notice(&format!(
-                "the run passes {num_passes:.1} times over its text; beyond about four passes, repeated text teaches less and less"
+                "the run makes {num_passes:.1} passes over its text; beyond about four, repeated text helps less and less"
             ));
         }
         let metrics = if is_root {
-            Some(run_folder::open(config, (comment, given), &executor, state.step)?)
+            let metrics = run_folder::open(config, (comment, given), &executor, state.step)?;
+            Some(metrics.with_prometheus(prometheus))
         } else {
             None
         };
         if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
-            tidy_up(config, resumed, observer);
+            tidy_up(config, (resumed, state.validations), observer);
         }
         let is_new = resumed.is_none();
         let requests = Requests::new(executor.requests());
@@ -281,7 +283,7 @@ impl<'a> Trainer<'a> {
             if self.is_patience_over() {
                 let (num_since, step) = (self.state.validations.num_since, self.state.step);
                 self.observer.notice(&format!(
-                    "the run ends after step {step}: {num_since} validations have found no lower loss"
+                    "stopping early after step {step}: no lower loss in {num_since} validations"
                 ));
                 self.save_if(summary.checkpoint_step != Some(step), true, &mut summary)?;
                 break;
@@ -327,8 +329,7 @@ impl<'a> Trainer<'a> {
         self.write_metrics(record)?;
         self.observer.step(record);
         (summary.step, summary.loss) = (step, Some(record.loss));
-        let keeps_best =
-            is_best && interval > 0 && self.config.checkpoint().keep_best && step == self.state.step;
+        let keeps_best = is_best && self.config.keeps_best() && step == self.state.step;
         let is_due = match self.config.checkpoint().interval {
             _ if is_last || keeps_best => true,
             Interval::Steps(steps) => step.is_multiple_of(steps),

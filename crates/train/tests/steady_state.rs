@@ -171,7 +171,7 @@ fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
         };
         let metrics = folder.path().join(format!("metrics-{rank}"));
         std::fs::create_dir(&metrics).unwrap();
-        let files = MetricsFiles { jsonl: true, tensorboard: true, prometheus: None };
+        let files = MetricsFiles { jsonl: true, tensorboard: true };
         let mut metrics = MetricsWriter::open(&metrics, files, 0).unwrap();
         let mut run = |num_steps| {
             for _ in 0..num_steps {

@@ -24,7 +24,7 @@ pub(crate) struct CompletionsArgs {
 /// Write the manual pages of all commands.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ManArgs {
-    /// Folder to write to, such as ~/.local/share/man/man1; made if it is not there.
+    /// Folder to write to, such as ~/.local/share/man/man1; created if missing.
     folder: PathBuf,
 }
 

@@ -9,26 +9,25 @@ use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tempfile::TempDir;
 use trireme_checkpoint::ModelSource;
 use trireme_data::{Corpus, PrepareOptions, Question, REPORT_FILE, Tokenizer, TokenizerChoice, prepare};
 use trireme_tensor::{Device, DeviceOptions};
-use trireme_train::{
-    Evaluation, Evaluator, model_chat_template, model_tokenizer, named_chat_template,
-};
+use trireme_train::{Evaluation, Evaluator, model_chat_template, model_tokenizer, named_chat_template};
 
 const EXAMPLES: &str = "\
 Examples:
   trireme eval runs/book held-out.txt
       Loss, perplexity and bits per byte of a text.
   trireme eval runs/book corpus
-      The same of what a prepared corpus holds out for validation.
+      The same for what a prepared corpus holds out for validation.
   trireme eval model questions.jsonl
       How many questions with choices are answered, as lm-evaluation-harness scores them. Each line
       is an object such as {\"context\": \"2 + 2 =\", \"choices\": [\"3\", \"4\"], \"answer\": 1}.";
 
 /// Measure how good a model is, on texts or on questions with choices.
 ///
-/// Of conversations and completions only the answers count. Runs on one process, in f32.
+/// In conversations and completions, only the answers count. Runs in one process, in f32.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct EvalArgs {
@@ -43,7 +42,7 @@ pub(crate) struct EvalArgs {
     /// Field of each JSON object that contains the text.
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
-    /// Jinja template that makes a text of `messages`: a file, or `chatml`. By default, that of the model.
+    /// Jinja template that formats `messages` as text: a file, or `chatml`. Defaults to the model's own.
     #[arg(long, value_name = "TEMPLATE")]
     chat_template: Option<PathBuf>,
     /// Print one JSON object.
@@ -67,26 +66,24 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let tokenizer = model_tokenizer(&source)?;
     let tokenizer = Arc::new(tokenizer.ok_or_else(|| anyhow!("{} has no tokenizer", args.model.display()))?);
     let mut evaluator = Evaluator::load(&args.model, args.allow_non_finite, args.seq_len, &device)?;
-    evaluator.notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
+    evaluator.notices().iter().for_each(|notice| remark(&format!("note: {notice}")));
     if let [file] = &args.data[..]
         && file.is_file()
         && Question::is_first_of(file)?
     {
         return questions(args, &mut evaluator, &tokenizer, file);
     }
-    let mut room = None;
-    let corpus = corpus(args, &source, &tokenizer, &mut room)?;
+    let (corpus, _scratch) = corpus(args, &source, &tokenizer)?;
     let found = evaluate(&mut evaluator, &corpus, &tokenizer)?;
     show(args, &found, evaluator.seq_len())
 }
 
-/// The corpus to evaluate, prepared into a folder of its own that is removed with `room` unless it is there.
+/// The corpus to evaluate, with the folder that it was prepared into unless it was there.
 fn corpus(
     args: &EvalArgs,
     source: &ModelSource,
     tokenizer: &Arc<Tokenizer>,
-    room: &mut Option<Room>,
-) -> Result<Corpus> {
+) -> Result<(Corpus, Option<TempDir>)> {
     if let [folder] = &args.data[..]
         && folder.join(REPORT_FILE).is_file()
     {
@@ -98,40 +95,22 @@ fn corpus(
                 args.model.display()
             );
         }
-        return Ok(corpus);
+        return Ok((corpus, None));
     }
-    let room = room.insert(Room::new()?);
+    let scratch = tempfile::Builder::new().prefix("trireme-eval-").tempdir()?;
     let named = args.chat_template.as_deref().map(named_chat_template).transpose()?;
     let options = PrepareOptions {
         tokenizer: TokenizerChoice::OfModel { model: args.model.clone(), tokenizer: Arc::clone(tokenizer) },
         chat_template: named.map_or_else(|| model_chat_template(source), |template| Ok(Some(template)))?,
         field: args.field.clone(),
         validation_fraction: 0.0,
-        ..PrepareOptions::new(args.data.clone(), room.0.join("corpus"))
+        ..PrepareOptions::new(args.data.clone(), scratch.path().join("corpus"))
     };
     let display = Display::new();
     let prepared = prepare(&options, &display);
     display.clear();
     prepared?;
-    Ok(Corpus::open(&options.out)?)
-}
-
-/// A folder for files that nobody needs afterwards.
-struct Room(PathBuf);
-
-impl Room {
-    fn new() -> Result<Self> {
-        let path = std::env::temp_dir().join(format!("trireme-eval-{}", std::process::id()));
-        std::fs::create_dir_all(&path)?;
-        Ok(Room(path))
-    }
-}
-
-impl Drop for Room {
-    fn drop(&mut self) {
-        // What cannot be removed from the temporary folder is the system's to remove.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+    Ok((Corpus::open(&options.out)?, Some(scratch)))
 }
 
 fn bar(what: &str) -> ProgressBar {
@@ -150,7 +129,8 @@ fn evaluate(evaluator: &mut Evaluator, corpus: &Corpus, tokenizer: &Tokenizer) -
         let tokens: Vec<u32> = tokens.iter().copied().filter(|&token| Some(token) != end).collect();
         Ok(tokenizer.num_bytes(&tokens)?)
     };
-    let found = evaluator.evaluate_corpus(corpus.held_out(), corpus.report.has_loss_mask, num_bytes, progress);
+    let found =
+        evaluator.evaluate_corpus(corpus.held_out(), corpus.report.has_loss_mask, num_bytes, progress);
     bar.finish_and_clear();
     Ok(found?)
 }
@@ -176,7 +156,8 @@ fn show(args: &EvalArgs, found: &Evaluation, seq_len: usize) -> Result<()> {
 /// How many questions were answered, and how sure that number is.
 struct Score {
     mean: f64,
-    standard_error: f64,
+    /// Unknown from one question.
+    standard_error: Option<f64>,
 }
 
 impl Score {
@@ -184,7 +165,8 @@ impl Score {
         let count = answered.len() as f64;
         let mean = answered.iter().filter(|answered| **answered).count() as f64 / count;
         let squares: f64 = answered.iter().map(|&answered| (f64::from(answered) - mean).powi(2)).sum();
-        Score { mean, standard_error: (squares / (count - 1.0)).sqrt() / count.sqrt() }
+        let standard_error = (count > 1.0).then(|| (squares / (count - 1.0)).sqrt() / count.sqrt());
+        Score { mean, standard_error }
     }
 }
 
@@ -221,7 +203,8 @@ fn questions(args: &EvalArgs, evaluator: &mut Evaluator, tokenizer: &Tokenizer, 
         return Ok(writeln!(Output, "{found}")?);
     }
     let line = |name: &str, Score { mean, standard_error }: &Score| {
-        format!("{name}: {:.2} % +- {:.2} %", 100.0 * mean, 100.0 * standard_error)
+        let error = standard_error.map_or_else(String::new, |error| format!(" +- {:.2} %", 100.0 * error));
+        format!("{name}: {:.2} %{error}", 100.0 * mean)
     };
     writeln!(Output, "{} ({} questions)", line("acc", &accuracy), questions.len())?;
     Ok(writeln!(Output, "{} (by likelihood per character)", line("acc_norm", &normalized))?)

@@ -27,7 +27,8 @@ Examples:
 
 /// Generate text from a checkpoint, a run, or a Hugging Face model directory.
 ///
-/// Prints the text as it is generated, and says if the model's length ended it. The same seed gives the same text on the same kind of machine.
+/// Prints the text as it is generated, and reports if it reaches the model's maximum length. The same seed gives the same text on the same kind
+/// of machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct GenerateArgs {
@@ -39,13 +40,13 @@ pub(crate) struct GenerateArgs {
     /// File with a text to continue; or, with the ending .jsonl, one in each line, as `prompt` or `messages`.
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Take each prompt for a message of a user, and let the chat template of the model make the text of it.
+    /// Treat each prompt as a user message and format it with the model's chat template.
     #[arg(long)]
     chat: bool,
-    /// Text before which the output ends, such as "\\n\\n" (with the escapes \\n and \\t); can be given several times.
+    /// Stop before this text. \n and \t are escapes. Can be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Print one JSON object a prompt, with the reason why its text ends.
+    /// Print one JSON object for each prompt, with the reason why its text ends.
     #[arg(long)]
     json: bool,
     /// Maximum number of tokens to generate.
@@ -93,13 +94,14 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let LoadedModel { mut executor, config, notices } =
         load_model(&args.path, args.allow_non_finite, &device)?;
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
-    let tokenizer = tokenizer(args)?;
-    let prompts = prompts(args)?;
+    let source = ModelSource::open(&args.path)?;
+    let tokenizer = tokenizer(args, &source)?;
+    let template = model_chat_template(&source)?;
+    let prompts = prompts(args, template.as_ref())?;
     let mut stop: Vec<String> =
         args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect();
-    let source = ModelSource::open(&args.path)?;
     if args.chat && !args.ignore_end {
-        stop.extend(model_chat_template(&source)?.and_then(|template| template.end_of_answer()));
+        stop.extend(template.and_then(|template| template.end_of_answer()));
     }
     let end_tokens = end_tokens(&source)?;
     for (index, prompt) in prompts.iter().enumerate() {
@@ -176,12 +178,11 @@ fn end_tokens(source: &ModelSource) -> Result<Vec<u32>> {
 }
 
 /// The texts to continue.
-fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
-    let template = || -> Result<ChatTemplate> {
-        let template = model_chat_template(&ModelSource::open(&args.path)?)?;
-        template.ok_or_else(|| anyhow!("{} has no chat template", args.path.display()))
+fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<String>> {
+    let rendered = |messages: &[Value]| {
+        let template = template.ok_or_else(|| anyhow!("{} has no chat template", args.path.display()))?;
+        template.prompt(messages).map_err(|reason| anyhow!("{reason}"))
     };
-    let rendered = |messages: &[Value]| template()?.prompt(messages).map_err(|reason| anyhow!("{reason}"));
     let prompt = |text: &str| match args.chat {
         true => rendered(&[json!({ "role": "user", "content": text })]),
         false => Ok(text.to_owned()),
@@ -210,13 +211,13 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(prompts)
 }
 
-fn tokenizer(args: &GenerateArgs) -> Result<Tokenizer> {
+fn tokenizer(args: &GenerateArgs, source: &ModelSource) -> Result<Tokenizer> {
     match &args.tokenizer {
         Some(name) if name.as_os_str() == "bytes" => Ok(Tokenizer::bytes()),
         Some(path) => Ok(Tokenizer::from_file(path)?),
         None => {
             let missing = || anyhow!("{} has no tokenizer; pass one with --tokenizer", args.path.display());
-            model_tokenizer(&ModelSource::open(&args.path)?)?.ok_or_else(missing)
+            model_tokenizer(source)?.ok_or_else(missing)
         }
     }
 }

@@ -1,19 +1,19 @@
-//! `trireme init`: something to begin with.
+//! `trireme init`: a first config and text.
 
-use crate::console::Output;
+use crate::console::{Output, quoted};
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// The config that is trained where no other one is named.
+/// The config that `trireme train` reads if none is named.
 pub(crate) const DEFAULT_CONFIG: &str = "train.toml";
 
 const TEXT_FILE: &str = "text.txt";
 
 const CONFIG: &str = include_str!("init.toml");
 
-/// This program's own documentation: enough for a small model to learn something from.
+/// This program's own documentation: enough for a small model to learn from.
 const TEXTS: [&str; 6] = [
     include_str!("../../../../ARCHITECTURE.md"),
     include_str!("../../../../docs/guide.md"),
@@ -34,7 +34,7 @@ Example:
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct InitArgs {
-    /// Folder to write to; made if it is not there.
+    /// Folder to write to; created if missing.
     folder: PathBuf,
 }
 
@@ -45,12 +45,12 @@ pub(crate) fn run(args: &InitArgs) -> Result<()> {
     if let Some(path) = paths.iter().find(|path| path.exists()) {
         bail!("{} exists; choose another folder, or move the file away", path.display());
     }
-    fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
+    fs::create_dir_all(folder).with_context(|| format!("cannot create the folder {}", folder.display()))?;
     let [config, text] = paths;
     write(&text, &TEXTS.concat())?;
     write(&config, CONFIG)?;
     writeln!(Output, "written: {} and {}", config.display(), text.display())?;
-    Ok(writeln!(Output, "next step:\n  cd {} && trireme train", folder.display())?)
+    Ok(writeln!(Output, "next step:\n  cd {} && trireme train", quoted(&folder.to_string_lossy()))?)
 }
 
 fn write(path: &Path, contents: &str) -> Result<()> {

@@ -29,9 +29,9 @@ Examples:
   trireme prepare part-*.jsonl.gz --field content --tokenizer gpt2 --out corpus
       JSON Lines, one document per line, with the tokenizer of a model in the folder gpt2.
   trireme prepare chat.jsonl book.txt --weights 3,1 --tokenizer model --out corpus
-      Conversations, of which only the answers are learned, three times as often as a text.
+      Conversations, sampled three times as often as a text. Only their answers contribute to the loss.
   zcat dump.gz | trireme prepare - --validation held-out.txt --out corpus
-      The standard input, and a text of one's own to validate on.
+      The standard input, with a separate text to validate on.
 
 To train on the corpus, put `folder = \"corpus\"` into the [data] section of a config.
 If no input and no option has changed since the last run, the command does nothing.";
@@ -48,13 +48,13 @@ pub(crate) struct PrepareArgs {
     /// Text files, JSON Lines files and folders, read in this order; `-` is the standard input. Files may be compressed (.gz, .zst).
     #[arg(value_name = "INPUT", required = true)]
     inputs: Vec<PathBuf>,
-    /// How often samples of each input come, relative to those of the others: a number for each. By default, as often as they have tokens.
+    /// Sampling weight of each input, such as 3,1. By default, inputs are sampled in proportion to their tokens.
     #[arg(long, value_name = "NUMBER", value_delimiter = ',')]
     weights: Vec<f64>,
-    /// Inputs to validate on, in place of a fraction of the others.
+    /// Inputs to validate on, instead of a fraction of the others.
     #[arg(long, value_name = "INPUT", num_args = 1.., conflicts_with = "validation_fraction")]
     validation: Vec<PathBuf>,
-    /// Jinja template that makes a text of `messages`: a file, or `chatml`. By default, that beside the tokenizer.
+    /// Jinja template that formats `messages` as text: a file, or `chatml`. Defaults to the one next to the tokenizer.
     #[arg(long, value_name = "TEMPLATE")]
     chat_template: Option<PathBuf>,
     /// Replace a corpus that runs have been trained on.
@@ -70,7 +70,7 @@ pub(crate) struct PrepareArgs {
     #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
     train_bpe: Option<usize>,
     /// Field of each JSON object that contains the text. Objects without it may have `messages` (with `role` and `content`), or a `prompt` and its
-    /// `completion`: then only the answers are learned.
+    /// `completion`; then only the answers contribute to the loss.
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
     /// Read only files with these extensions from folders. By default, all text files.
@@ -274,7 +274,7 @@ impl fmt::Display for Summary<'_> {
         }
         writeln!(f, "  tokenizer {}, vocabulary {}", report.tokenizer, report.vocabulary_size)?;
         if report.has_loss_mask {
-            writeln!(f, "  only answers are learned")?;
+            writeln!(f, "  loss on answers only")?;
         }
         for Source { input, weight, num_tokens } in &report.sources {
             writeln!(f, "  weight {weight} for {num_tokens} tokens of {input}")?;

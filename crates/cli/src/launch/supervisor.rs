@@ -7,7 +7,7 @@ use super::worker_processes::{WorkerProcesses, is_follower};
 use crate::bounded::within;
 use crate::console::remark;
 use crate::hang;
-use crate::interrupts::{Patience, is_urgent, stop_signals, stopping_notice};
+use crate::interrupts::{SecondSignal, is_urgent, stop_signals, stopping_notice};
 use crate::simd::Simd;
 use crate::started::{STARTED_VARIABLE, to_variable};
 use rustix::process::Signal;
@@ -88,7 +88,7 @@ pub(crate) fn worker_command(started: Instant, simd: Option<&Simd>) -> io::Resul
 /// then SIGTERM leaves them 2 seconds, then they are killed. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the workers, too, at once or
 /// [when they have saved](OnSignal).
 /// No worker is left when this returns, unless the kernel does not let it end, as on a file system that hangs: that is
-/// waited for 2 seconds. The process should end then: the three signals no longer end it.
+/// waited for 2 seconds. The process should end then: these signals no longer end it.
 ///
 /// When one dies, the others have 1.5 seconds to report where they are, and the error tells it. What cannot be read within
 /// 1 second is left out, and the death is printed then, before anything else is waited for.
@@ -183,9 +183,9 @@ impl Watch<'_> {
     /// Waits for workers that save what they have, and ends them if one of them fails or a second signal comes. `asked` is the first signal that
     /// came to this process, if one did.
     fn end_after_stop(mut self, asked: Option<i32>) -> Result<(), LaunchError> {
-        let mut patience = Patience::default();
+        let mut second = SecondSignal::default();
         if asked.is_some_and(is_urgent) {
-            patience.is_over(Instant::now());
+            second.note(Instant::now());
         }
         self.workers.kill_stopped();
         loop {
@@ -205,7 +205,7 @@ impl Watch<'_> {
                 (Some(_), None) => unreachable!("who has stopped has not exited with 0"),
             }
             let signal = self.next_signal(None).expect("without a deadline a signal comes");
-            if signal != SIGCHLD && is_urgent(signal) && patience.is_over(Instant::now()) {
+            if signal != SIGCHLD && is_urgent(signal) && second.note(Instant::now()) {
                 return self.end_after_signal(signal);
             }
         }

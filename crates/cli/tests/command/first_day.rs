@@ -36,13 +36,13 @@ fn words_of_other_systems_lead_to_keys() {
     }
     tells(
         &scene.run("config --explain learning_rate").succeeded(),
-        &["learning_rate of other systems is optimizer.lr", "[optimizer]", "\nlr = 3e-4"],
+        &["`learning_rate` in other systems is optimizer.lr here", "[optimizer]", "\nlr = 3e-4"],
     );
     tells(&scene.run("config --explain dropout").succeeded(), &["[model]", "\ndropout = 0.0"]);
     tells(&scene.run("config --explain metrics").succeeded(), &["[metrics]\n", "\nlog_interval = 10"]);
     tells(
         &scene.run("config --explain zebra").refused(),
-        &["neither a section nor a word of a key is 'zebra'"],
+        &["no section is named 'zebra', and no key mentions it"],
     );
     tells(&scene.run("train tiny.toml --nproc 1").succeeded(), &["1 worker x 1 threads"]);
 }
@@ -187,7 +187,7 @@ fn prometheus_reads_the_last_record() {
     let taken = scene.run(&format!(
         "train tiny.toml --workers 1 --set run.name=other --set metrics.prometheus_port={port}"
     ));
-    tells(&taken.refused(), &["cannot show metrics at 127.0.0.1", "prometheus_port"]);
+    tells(&taken.refused(), &["cannot serve metrics on 127.0.0.1", "prometheus_port"]);
     run.interrupt();
     assert_eq!(run.end().code, Some(130));
 }

@@ -51,7 +51,7 @@ fn a_signal_to_the_command_saves_and_ends_it() {
         let outcome = run.end();
         assert_eq!(outcome.code, Some(code), "{outcome:?}");
         assert_eq!(outcome.stderr.lines().count(), 1, "{outcome:?}");
-        tells(&outcome.stderr, &[name, "saving a checkpoint after this step"]);
+        tells(&outcome.stderr, &[name, "the run ends after this step"]);
         // Workers hear of it by a signal of the launcher's.
         assert_resumes(&scene, &outcome.stdout, "tiny", if workers > 1 { "SIGUSR1" } else { name });
     }

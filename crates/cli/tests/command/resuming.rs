@@ -9,7 +9,14 @@ fn metrics_of_an_earlier_run_are_not_replaced_unasked() {
     let losses = scene.losses("tiny");
     for command in ["train tiny.toml", "train tiny.toml --workers 1 --set checkpoint.enable=false"] {
         let refused = scene.refused_without_trace(command);
-        tells(&refused, &["runs/tiny has the metrics of an earlier run", "--resume never", "[run] name"]);
+        tells(
+            &refused,
+            &[
+                "runs/tiny contains an earlier run with no checkpoint to resume from",
+                "--resume never",
+                "[run] name",
+            ],
+        );
     }
     let anew = scene.run("train tiny.toml --resume never --set training.seed=1").succeeded();
     tells(&anew, &["the earlier run was moved to runs/tiny/previous-1"]);
@@ -19,7 +26,7 @@ fn metrics_of_an_earlier_run_are_not_replaced_unasked() {
     scene.run("train tiny.toml --set training.seed=1 --set training.steps=5").succeeded();
     scene.run("train tiny.toml --set run.name=other").succeeded();
     let branch = "train tiny.toml --set training.steps=6 --resume runs/other";
-    tells(&scene.refused_without_trace(branch), &["runs/tiny has the metrics of an earlier run"]);
+    tells(&scene.refused_without_trace(branch), &["runs/tiny contains an earlier run"]);
     let resumed = scene.run(&format!("{branch} --set run.name=other"));
     tells(&resumed.succeeded(), &["resuming after step 4 of 6"]);
 }
@@ -96,6 +103,16 @@ fn a_dry_run_tells_what_a_run_would_do_and_does_nothing() {
         &dry(&scene),
         &["tokens to train on, in runs/tiny/data", "would resume after step 4 of 6, from runs/tiny/"],
     );
+    // Passes over the data are as many steps as they will be.
+    let epochs = "train tiny.toml --set run.name=epochs --set training.steps=0 --set training.epochs=0.1";
+    let dry = scene.run(&format!("{epochs} --dry-run --set data.folder=runs/tiny/data")).succeeded();
+    scene.run(epochs).succeeded();
+    let steps = scene.records("epochs").last().unwrap()["step"].as_u64().unwrap();
+    tells(&dry, &[&format!("would train {steps} steps from the beginning")]);
+    // What `train` refuses is refused.
+    scene.run("train tiny.toml --set run.name=earlier --set checkpoint.enable=false").succeeded();
+    let refused = scene.refused_without_trace("train tiny.toml --set run.name=earlier --dry-run");
+    tells(&refused, &["runs/earlier", "--resume never"]);
     let refused = scene.refused_without_trace("train tiny.toml --dry-run --set memory.device_budget=100KiB");
     tells(&refused, &["more than its limit of 100.00KiB"]);
 }

@@ -86,13 +86,7 @@ fn sources_are_mixed_by_their_weights() {
         scene.run("prepare text.txt chat.jsonl --weights 1,3 --chat-template chatml --out mixed").succeeded();
     tells(
         &printed,
-        &[
-            "only answers are learned",
-            "weight 1 for ",
-            "tokens of text.txt",
-            "weight 3 for ",
-            "of chat.jsonl",
-        ],
+        &["loss on answers only", "weight 1 for ", "tokens of text.txt", "weight 3 for ", "of chat.jsonl"],
     );
     let train = "train chat.toml --set data.inputs=[] --set data.folder=mixed --set data.chat_template=";
     scene.run(&format!("{train} --set run.name=prepared")).succeeded();
@@ -100,11 +94,58 @@ fn sources_are_mixed_by_their_weights() {
     scene.run(&format!("{here} --set run.name=here")).succeeded();
     assert_eq!(scene.losses("here"), scene.losses("prepared"));
     let refused = scene.refused_without_trace("train chat.toml --set data.weights=[1,3]");
-    tells(&refused, &["expected a number above 0 for each of 1 inputs"]);
+    tells(&refused, &["expected a number from 1e-6 to 1e6 for each of 1 inputs"]);
     tells(
         &scene.refused_without_trace("prepare text.txt --weights 1,2 --out c"),
         &["2 weights for 1 inputs"],
     );
+    let refused = scene.refused_without_trace("train chat.toml --set data.inputs=[\"-\"]");
+    tells(&refused, &["only `trireme prepare` reads the standard input", "set `folder`"]);
+    let refused = scene.refused_without_trace("prepare text.txt --validation - --out c");
+    tells(&refused, &["cannot come from the standard input"]);
+}
+
+#[test]
+fn a_run_resumes_with_the_corpus_of_its_own_among_similar_ones() {
+    let scene = Scene::new();
+    let records = |prompt: &str, completion: &str| {
+        format!("{{\"prompt\": \"{prompt}\", \"completion\": \"{completion}\"}}\n").repeat(200)
+    };
+    scene.write("a.jsonl", records("one two ", "three four"));
+    scene.write("b.jsonl", records("one two three ", "four"));
+    let train = |name: &str, more: &str| {
+        let train = format!("train tiny.toml --set run.name={name} --set data.folder=shared {more}");
+        let outcome = scene.run(&train);
+        assert_eq!(outcome.code, Some(0), "{outcome:?}");
+        outcome.stdout + &outcome.stderr
+    };
+    let a = "--set data.inputs=[\"a.jsonl\"] --set data.validation_fraction=0";
+    let b = "--set data.inputs=[\"b.jsonl\"] --set data.validation_fraction=0";
+    let weighted = "--set data.inputs=[\"a.jsonl\",\"b.jsonl\"] --set data.validation_fraction=0";
+    let validated = "--set data.inputs=[\"a.jsonl\"] --set data.validation_inputs=[\"b.jsonl\"]";
+    let runs = [
+        ("a", a.to_owned()),
+        ("b", b.to_owned()),
+        ("w", format!("{weighted} --set data.weights=[1,3]")),
+        ("v", format!("{weighted} --set data.weights=[1,1]")),
+        ("validated", validated.to_owned()),
+    ];
+    for (name, data) in &runs {
+        train(name, data);
+    }
+    let tokens = |folder: &str| std::fs::read(scene.path(&format!("{folder}/train.tokens"))).unwrap();
+    assert!(tokens("shared") == tokens("shared-2"));
+    for (name, data) in &runs {
+        let printed = train(name, &format!("{data} --set training.steps=6"));
+        tells(&printed, &["resuming after step 4 of 6"]);
+        assert!(!printed.contains("original corpus"), "{name}: {printed}");
+    }
+    assert!(scene.records("validated").last().unwrap()["validation_loss"].is_number());
+    // Inputs that have changed do not make the corpus of another run its own.
+    scene.write("b.jsonl", records("other", "text"));
+    tells(&train("b", &format!("{b} --set training.steps=8")), &["original corpus"]);
+    let config = scene.read("runs/b/config.toml");
+    assert!(config.contains("shared-2"), "{config}");
 }
 
 #[test]

@@ -34,6 +34,17 @@ fn the_best_checkpoint_stays() {
     );
     let state = scene.run("checkpoint inspect runs/tiny/checkpoints/best --json").succeeded();
     assert_eq!(serde_json::from_str::<Value>(&state).unwrap()["step"], best);
+    // A crash may come between the checkpoint and its name.
+    scene.write("runs/tiny/checkpoints/best", "step-1\n");
+    let more = train.replace("training.steps=8", "training.steps=9");
+    scene.run(&more).succeeded();
+    let named = scene.read("runs/tiny/checkpoints/best");
+    assert_ne!(named, "step-1\n");
+    assert!(scene.path(&format!("runs/tiny/checkpoints/{}", named.trim())).exists());
+    // Without it, the loss alone is told.
+    let without = format!("{train} --set run.name=without --set checkpoint.keep_best=false");
+    let printed = scene.run(&without).succeeded();
+    tells(&printed, &[&format!("lowest validation loss: {loss:.4} after step {best}\n")]);
     // It is a way to go back.
     let back = format!(
         "train tiny.toml --resume runs/tiny/checkpoints/best --set run.name=back --set training.steps={}",
@@ -52,7 +63,7 @@ fn a_run_that_gets_no_better_ends() {
     // The first validation of a model that does not change is the best.
     tells(
         &printed,
-        &["the run ends after step 4: 3 validations have found no lower loss", "checkpoint of step 4: "],
+        &["stopping early after step 4: no lower loss in 3 validations", "checkpoint of step 4: "],
     );
     assert_eq!(scene.losses("tiny").len(), 4);
     let refused = scene
@@ -83,7 +94,7 @@ fn a_run_may_be_as_long_as_passes_over_the_text() {
     scene.run("train half.toml --set training.steps=3 --set run.name=three").succeeded();
     assert_eq!(scene.losses("three").len(), 3);
     let many = scene.run("train half.toml --set training.seq_len=64 --set training.epochs=5 --set run.name=many --set checkpoint.interval=1000");
-    tells(&many.succeeded(), &["the run passes 5.0 times over its text"]);
+    tells(&many.succeeded(), &["the run makes 5.0 passes over its text"]);
     scene.write("both.toml", config.replace("epochs", "steps = 4\nepochs"));
     tells(&scene.refused_without_trace("train both.toml"), &["`steps` already says how long to train"]);
 }

@@ -251,8 +251,9 @@ pub fn is_free(folder: &Path) -> Result<bool, DataError> {
 /// it.
 ///
 /// # Errors
-/// If an input is missing or a folder cannot be read.
+/// If an option cannot be, an input is missing or a folder cannot be read.
 pub fn is_current(options: &PrepareOptions) -> Result<bool, DataError> {
+    options.check()?;
     if options.reads_stdin() {
         return Ok(false);
     }

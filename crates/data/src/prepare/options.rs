@@ -5,6 +5,7 @@ use crate::{ChatTemplate, DataError, Tokenizer, VOCABULARY_SIZE_MAX};
 use std::fmt;
 use std::fs;
 use std::num::NonZeroUsize;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
@@ -104,6 +105,20 @@ impl PrepareOptions {
         }
     }
 
+    /// Whether inputs may have these weights: none, or one within [`WEIGHT_BOUNDS`](Self::WEIGHT_BOUNDS) for each of at most
+    /// [`WEIGHTS_MAX`](Self::WEIGHTS_MAX) inputs.
+    pub fn are_weights(weights: &[f64], num_inputs: usize) -> bool {
+        let are_bounded = weights.iter().all(|weight| Self::WEIGHT_BOUNDS.contains(weight));
+        let is_one_each = weights.len() == num_inputs && num_inputs <= Self::WEIGHTS_MAX;
+        weights.is_empty() || (is_one_each && are_bounded)
+    }
+
+    /// What a weight may be.
+    pub const WEIGHT_BOUNDS: RangeInclusive<f64> = 1e-6..=1e6;
+
+    /// The most inputs that may have weights.
+    pub const WEIGHTS_MAX: usize = 1024;
+
     /// Whether one of the inputs can be read only once.
     pub(super) fn reads_stdin(&self) -> bool {
         self.inputs.iter().any(|input| input.as_os_str() == STDIN)
@@ -116,8 +131,10 @@ impl PrepareOptions {
         if !self.validation_inputs.is_empty() && self.validation_fraction > 0.0 {
             return Err(DataError::TwoValidations { fraction: self.validation_fraction });
         }
-        let are_weights = self.weights.iter().all(|weight| weight.is_finite() && *weight > 0.0);
-        if !self.weights.is_empty() && (self.weights.len() != self.inputs.len() || !are_weights) {
+        if self.validation_inputs.iter().any(|input| input.as_os_str() == STDIN) {
+            return Err(DataError::StdinValidation);
+        }
+        if !Self::are_weights(&self.weights, self.inputs.len()) {
             return Err(DataError::Weights {
                 num_weights: self.weights.len(),
                 num_inputs: self.inputs.len(),

@@ -273,12 +273,7 @@ fn copy_in(
 }
 
 impl Store {
-    pub(crate) fn new(
-        tier: Tier,
-        options: &OffloadOptions,
-        owner: &Device,
-        num_blocks: usize,
-    ) -> Self {
+    pub(crate) fn new(tier: Tier, options: &OffloadOptions, owner: &Device, num_blocks: usize) -> Self {
         let place = match tier {
             Tier::Device | Tier::Host => Place::Host(options.host.clone()),
             Tier::Disk => Place::Disk(Box::new(Disk::new(options, owner, num_blocks))),

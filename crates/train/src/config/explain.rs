@@ -33,7 +33,7 @@ fn search(sections: &Sections, word: &str) -> String {
     let mut text = String::new();
     for (foreign, key, difference) in foreign_words::keys_of(word) {
         let difference = if difference.is_empty() { String::new() } else { format!(": {difference}") };
-        text += &format!("# {foreign} of other systems is {key}{difference}\n");
+        text += &format!("# `{foreign}` in other systems is {key} here{difference}\n");
     }
     let foreign: Vec<&str> = foreign_words::keys_of(word).map(|(_, key, _)| key).collect();
     for (name, section) in sections.all() {

@@ -26,8 +26,8 @@ pub enum ConfigError {
         /// At least one.
         mistakes: Vec<Mistake>,
     },
-    /// There is no such section to explain.
-    #[error("neither a section nor a word of a key is '{section}'; {hint}")]
+    /// Nothing to explain under this name.
+    #[error("no section is named '{section}', and no key mentions it; {hint}")]
     UnknownSection {
         /// What was asked for.
         section: String,

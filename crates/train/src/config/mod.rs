@@ -308,6 +308,11 @@ impl Config {
         self.run().folder.join(&self.run().name)
     }
 
+    /// Whether a checkpoint is saved at each new lowest validation loss.
+    pub(crate) fn keeps_best(&self) -> bool {
+        self.checkpoint().enable && self.checkpoint().keep_best && self.training().validation_interval > 0
+    }
+
     /// What the config describes beside the training itself.
     pub fn subject(&self) -> Subject {
         self.subject

@@ -63,15 +63,15 @@ config_section! {
     Model {
         /// Path of a Hugging Face `config.json` that describes the model.
         config: Option<PathBuf> = None;
-        /// Hugging Face directory, or the name of a model in the Hugging Face cache on this machine, such as `gpt2`; or a run or checkpoint. Its `model.safetensors` (one file, or shards with an index) contains the initial
-        /// weights. Without it, weights are random. Its `config.json` describes the model unless another key does.
+        /// A Hugging Face directory, a run, a checkpoint, or the name of a model in the local Hugging Face cache, such as `gpt2`. Provides the
+        /// initial weights; without it, weights are random. Its `config.json` describes the model unless another key does.
         init_from: Option<PathBuf> = None;
         /// Loads weights even if they contain NaN or infinity, from `init_from` or from a checkpoint.
         allow_non_finite: bool = false;
-        /// Whether the text may have another tokenizer than the model in `init_from`, whose weights know nothing of its tokens.
+        /// Accepts text tokenized differently from the model in `init_from`, whose weights have not learned those tokens.
         allow_other_tokenizer: bool = false;
-        /// Probability with which elements of the embedding, and of what attention and feed-forward layers (but not experts) add to it, are dropped in
-        /// training. The rates in a `config.json` do not apply.
+        /// Dropout probability of the embedding and of the output of each attention and feed-forward layer, except experts. Rates in a
+        /// `config.json` are ignored.
         dropout: f64 = 0.0, within 0.0..1.0;
         /// Model family. Required for the keys below.
         architecture: Option<Architecture> = None;
@@ -135,11 +135,12 @@ config_section! {
     /// The text, and how it becomes tokens.
     Data {
         /// Text files, folders of text, and JSON Lines files, also compressed (`.gz`, `.zst`). They are prepared into `folder` on first use. A line of
-        /// JSON Lines has a text in `field`, or `messages`, or a `prompt` and its `completion`; of the latter two only the answers are learned.
+        /// JSON Lines has a text in `field`, or `messages`, or a `prompt` and its `completion`. For conversations and completions, only the
+        /// answers contribute to the loss.
         inputs: Vec<PathBuf> = Vec::new();
-        /// How often samples of each input come, relative to those of the others: a number for each input. When empty, as often as they have tokens.
+        /// Sampling weight of each input, such as [3, 1]. When empty, inputs are sampled in proportion to their tokens.
         weights: Vec<f64> = Vec::new();
-        /// Inputs to validate on, in place of `validation_fraction`.
+        /// Inputs to validate on, instead of `validation_fraction`.
         validation_inputs: Vec<PathBuf> = Vec::new();
         /// Folder of prepared token files. When empty, `data` in the run's folder.
         folder: PathBuf = PathBuf::new();
@@ -152,15 +153,15 @@ config_section! {
         extensions: Vec<String> = Vec::new();
         /// Field that contains the text in JSON Lines files.
         field: String = "text".to_owned();
-        /// Jinja template that makes a text of `messages`: a file, or `chatml`. When absent, that of the model in `init_from`, or beside the file of
-        /// `tokenizer`.
+        /// Jinja template that formats `messages` as text: a file, or `chatml`. Defaults to the template of the model in `init_from`, or the one next
+        /// to the `tokenizer` file.
         chat_template: Option<PathBuf> = None;
         /// What to do with bytes that are not valid UTF-8: `replace` them, or `refuse` the file.
         invalid_utf8: InvalidUtf8 = InvalidUtf8::Replace;
-        /// How documents become sequences. `stream` cuts them wherever a sequence ends. `documents` fills a sequence with whole documents, which attend
-        /// only to themselves, and pads what is left. `auto` is `documents` where only answers are learned, else `stream`.
+        /// How documents become sequences. `stream` cuts them wherever a sequence ends. `documents` packs whole documents, each attending only to
+        /// itself, and pads the rest. `auto` is `documents` if only answers contribute to the loss, else `stream`.
         packing: Packing = Packing::Auto;
-        /// Whether tokens attend to none of earlier documents in their sequence.
+        /// Masks attention to earlier documents in the same sequence.
         mask_documents: bool = false;
         /// Fraction of the tokens held out for validation; only without `validation_inputs`.
         validation_fraction: f64 = 0.05, within 0.0..=0.5;
@@ -179,7 +180,7 @@ config_section! {
         seq_len: usize = 256, within 1..=1 << 24;
         /// Number of optimizer steps. 0 trains none: the run only validates and writes a checkpoint.
         steps: u64 = 1000, within 0..;
-        /// Passes over the samples, in place of `steps`; 0 uses `steps`. Where one of the two is set on the command line, it takes the place of the other.
+        /// Passes over the samples, instead of `steps`; 0 uses `steps`. Setting either on the command line overrides the other.
         epochs: f64 = 0.0, within 0.0..=1e6;
         /// Seed of the initial weights and of the data order.
         seed: u64 = 0, within 0..;
@@ -226,7 +227,7 @@ config_section! {
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps between validations, the first before step 1; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
-        /// The run ends after so many validations without a new lowest loss; 0 never ends it.
+        /// Stops the run after this many validations in a row without a new lowest loss; 0 disables it.
         early_stopping_patience: u64 = 0, within 0..;
         /// Number of samples in one validation; 0 uses all.
         validation_samples: usize = 64, within 0..;
@@ -336,15 +337,15 @@ config_section! {
         interval: Interval = Interval::Time(Duration::from_secs(600));
         /// How many of the newest checkpoints to keep; 0 keeps all.
         keep_latest_k: usize = 10, within 0..=1 << 20;
-        /// Whether a validation with the lowest loss so far writes a checkpoint, which stays until there is a better one. The file `checkpoints/best`
-        /// names it, and its path can be used in its place.
+        /// Writes a checkpoint at each new lowest validation loss and keeps the best. `checkpoints/best` names it and can be given wherever a
+        /// checkpoint is expected.
         keep_best: bool = true;
         /// `auto` resumes from the newest complete checkpoint of the run, and `never` starts a new run. The path of a
         /// checkpoint resumes from it, and the path of a run's folder from its newest checkpoint.
         resume: Resume = Resume::Auto;
-        /// What may have changed since the checkpoint that the run resumes from: `optimizer` (its state begins anew), `model` (settings, as far
+        /// What may have changed since the checkpoint that the run resumes from: `optimizer` (its state starts from zero), `model` (settings, as far
         /// as parameters have the same names and shapes) and `data` (samples, their order, or the tokenizer). Other changes are always allowed,
-        /// and shown.
+        /// and reported.
         allow_changed: Vec<Change> = Vec::new();
     }
 }
@@ -450,9 +451,9 @@ config_section! {
         /// what, for `trireme report trace`, chrome://tracing and Perfetto. The file contains the last few traced
         /// steps. 0 writes none.
         trace_interval: u64 = 0, within 0..;
-        /// TCP port at which rank 0 shows the last record at `/metrics`, in Prometheus' format; 0 shows none.
+        /// TCP port on which rank 0 serves the last record at `/metrics`, in the Prometheus text format; 0 disables it.
         prometheus_port: u16 = 0;
-        /// Address of this machine to listen at. The default can be reached from this machine alone.
+        /// Address to listen on. The default is reachable only from this machine.
         prometheus_address: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
         /// Whether to predict the time of a step before the first one, and to report after ten steps how far it was off.
         /// Kernels and communication are measured in isolation for a second or more, as by `trireme plan --time`. Only for

@@ -38,7 +38,7 @@ architecture = \"gpt2\"
 [training]
 local_batch_size = \"eight\"
 seq_length = 4
-steps = 0
+steps = -1
 lr = 0.1
 [optimizer]
 name = \"adamm\"
@@ -53,8 +53,8 @@ inputs = [\"a\", 7]
     let expected = "\
 configs/try.toml:1: [modle]: unknown section; did you mean [model]?
 configs/try.toml:4: local_batch_size = \"eight\": expected a whole number from 1 to 1048576
-configs/try.toml:5: seq_length = 4: unknown key in [training]; did you mean 'seq_len'?
-configs/try.toml:6: steps = 0: expected a whole number, 1 or more
+configs/try.toml:5: seq_length = 4: unknown key; it is called 'seq_len' here, in [training]
+configs/try.toml:6: steps = -1: expected a whole number, 0 or more
 configs/try.toml:7: lr = 0.1: unknown key in [training]; it belongs in [optimizer]
 configs/try.toml:9: name = \"adamm\": expected \"adamw\", \"adam\", \"sgd\", \"lion\", \"adafactor\", \"lamb\", \"lars\", \"muon\", \"one_bit_adam\" or \"zero_one_adam\"; did you mean \"adam\"?
 configs/try.toml:10: beta1 = 1.0: expected a number from 0 to below 1
@@ -72,7 +72,7 @@ fn broken_toml_is_reported_beside_other_mistakes_and_causes_none() {
     let found = mistakes(text, &[]);
     assert!(found[0].starts_with("configs/try.toml:2: seq_len =: "), "{found:?}");
     assert!(
-        found[1].starts_with("configs/try.toml:3: steps = -1: expected a whole number, 1 or more"),
+        found[1].starts_with("configs/try.toml:3: steps = -1: expected a whole number, 0 or more"),
         "{found:?}"
     );
     assert!(found[2].starts_with("configs/try.toml:4: [optimizer: "), "{found:?}");
@@ -393,7 +393,7 @@ fn explains_every_key_in_a_form_that_reads_as_the_defaults() {
     let model = Config::explain(Some("model")).unwrap();
     assert!(model.contains("Not set by default.\n# config =\n"), "{model}");
     let error = Config::explain(Some("optimiser")).unwrap_err().to_string();
-    assert_eq!(error, "unknown section [optimiser]; did you mean [optimizer]?");
+    assert_eq!(error, "no section is named 'optimiser', and no key mentions it; did you mean [optimizer]?");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use super::section::Section;
 use super::sections::{Experts, FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
 use super::{Config, Subject};
 use std::path::{Component, Path};
+use trireme_data::PrepareOptions;
 use trireme_schedule::collective::{Algorithm, Collective, Hosts, fits, is_canonical};
 
 /// Microbatches of one step on one worker: far above any use, and few enough for the step's program to fit
@@ -268,12 +269,22 @@ fn check_data(checks: &mut Checks<'_>) {
         &["data.train_bpe", "data.tokenizer"],
         || "`tokenizer` already names one; remove one of the two keys".to_owned(),
     );
-    let are_weights = data.weights.iter().all(|weight| *weight > 0.0);
     checks.require(
-        data.weights.is_empty() || (data.weights.len() == data.inputs.len() && are_weights),
+        PrepareOptions::are_weights(&data.weights, data.inputs.len()),
         &["data.weights", "data.inputs"],
-        || format!("expected a number above 0 for each of {} inputs", data.inputs.len()),
+        || {
+            let (weights_max, num_inputs) = (PrepareOptions::WEIGHTS_MAX, data.inputs.len());
+            format!(
+                "expected a number from 1e-6 to 1e6 for each of {num_inputs} inputs, at most {weights_max}"
+            )
+        },
     );
+    for (key, inputs) in [("data.inputs", &data.inputs), ("data.validation_inputs", &data.validation_inputs)]
+    {
+        checks.require(!inputs.iter().any(|input| input.as_os_str() == "-"), &[key], || {
+            "only `trireme prepare` reads the standard input; prepare it, and set `folder`".to_owned()
+        });
+    }
     checks.require(
         data.validation_inputs.is_empty()
             || data.validation_fraction == 0.0

@@ -80,7 +80,7 @@ impl EventFile {
     /// Writes the scalars of a step as one event.
     pub(super) fn write(&mut self, record: &StepRecord, wall_time: Duration) -> Result<(), Unwritten> {
         self.write_event(wall_time, record.step, |event, summary| {
-            put_scalars(summary, record);
+            record.scalars(|group, name, value| put_scalar(summary, group, name, value as f32));
             put_bytes(event, EVENT_SUMMARY, summary);
         })
     }
@@ -105,53 +105,16 @@ impl EventFile {
     }
 }
 
-fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
-    let mut put = |folder: &str, name: &str, value: f64| put_scalar(summary, folder, name, value as f32);
-    put("train/", "loss", record.loss);
-    record.metrics.iter().for_each(|(name, value)| put("metrics/", name, value));
-    record.validation_metrics.iter().for_each(|(name, value)| put("validation_metrics/", name, value));
-    put("train/", "grad_norm", record.grad_norm);
-    put("train/", "lr", record.lr);
-    put("train/", "samples", record.samples as f64);
-    put("train/", "epoch", record.epoch);
-    put("performance/", "samples_per_second", record.samples_per_second);
-    if let (Some(tokens), Some(speed)) = (record.tokens, record.tokens_per_second) {
-        put("train/", "tokens", tokens as f64);
-        put("performance/", "tokens_per_second", speed);
-    }
-    put("performance/", "step_seconds", record.step_seconds);
-    put("performance/", "comm_seconds_exposed", record.comm_seconds_exposed);
-    put("performance/", "comm_bytes", record.comm_bytes as f64);
-    for (category, bytes) in record.memory_peak_bytes.named() {
-        put("memory_peak_bytes/", category, bytes as f64);
-    }
-    let not_in_every_record = [
-        ("train/", "compression_error_norm", record.compression_error_norm),
-        ("performance/", "compression_bytes_saved", record.compression_bytes_saved.map(|bytes| bytes as f64)),
-        ("memory_peak_bytes/", "spilled", record.memory_spilled_bytes.map(|bytes| bytes as f64)),
-        ("train/", "loss_scale", record.loss_scale.map(f64::from)),
-        ("train/", "skipped_steps", record.skipped_steps.map(|steps| steps as f64)),
-        ("performance/", "mfu", record.mfu),
-        ("validation/", "loss", record.validation_loss),
-        ("validation/", "initial_loss", record.initial_validation_loss),
-        ("performance/", "seconds_to_first_step", record.seconds_to_first_step),
-    ];
-    for (folder, name, value) in not_in_every_record {
-        if let Some(value) = value {
-            put(folder, name, value);
-        }
-    }
-}
-
-/// Adds a `Summary.Value` whose tag is `folder` and `name` together.
-fn put_scalar(summary: &mut Vec<u8>, folder: &str, name: &str, value: f32) {
-    let tag_length = folder.len() + name.len();
+/// Adds a `Summary.Value` with the tag `group/name`.
+fn put_scalar(summary: &mut Vec<u8>, group: &str, name: &str, value: f32) {
+    let tag_length = group.len() + 1 + name.len();
     let value_length = 1 + varint_length(tag_length as u64) + tag_length + 1 + size_of::<f32>();
     summary.push(SUMMARY_VALUE);
     put_varint(summary, value_length as u64);
     summary.push(VALUE_TAG);
     put_varint(summary, tag_length as u64);
-    summary.extend_from_slice(folder.as_bytes());
+    summary.extend_from_slice(group.as_bytes());
+    summary.push(b'/');
     summary.extend_from_slice(name.as_bytes());
     summary.push(VALUE_SIMPLE_VALUE);
     summary.extend_from_slice(&value.to_le_bytes());

@@ -128,6 +128,8 @@ mod tests {
             "grad_norm",
             "lr",
             "samples",
+            "epoch",
+            "unix_seconds",
             "samples_per_second",
             "step_seconds",
             "comm_seconds_exposed",

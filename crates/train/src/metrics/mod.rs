@@ -9,11 +9,11 @@ mod prometheus;
 mod record;
 mod record_file;
 
+pub(crate) use prometheus::PrometheusEndpoint;
 pub use record::{MemoryPeakBytes, MetricValues, StepRecord};
 
 use event_file::EventFile;
 use json_lines::JsonLines;
-use prometheus::PrometheusEndpoint;
 use record_file::{RecordFile, Unwritten};
 use std::io;
 use std::net::SocketAddr;
@@ -63,12 +63,13 @@ pub enum MetricsError {
         source: io::Error,
     },
     /// Nobody can listen at an address.
-    #[error("cannot show metrics at {address}: {reason}; set [metrics] prometheus_port to another port")]
+    #[error("cannot serve metrics on {address}; choose another [metrics] prometheus_port")]
     Listen {
         /// Where.
         address: SocketAddr,
         /// Why.
-        reason: String,
+        #[source]
+        source: io::Error,
     },
     /// Records of an earlier run cannot be read.
     #[error("line {line} of {} is not a step record; move the file away to continue without it", path.display())]
@@ -112,8 +113,6 @@ pub struct MetricsFiles {
     pub jsonl: bool,
     /// `events.out.tfevents.*`.
     pub tensorboard: bool,
-    /// Where to show the last record to Prometheus, if anywhere.
-    pub prometheus: Option<SocketAddr>,
 }
 
 /// Writes the records of a run into its folder.
@@ -148,8 +147,12 @@ impl MetricsWriter {
             files.jsonl.then(|| JsonLines::open(folder.join("metrics.jsonl"), resumed_step)).transpose()?;
         let event_file =
             files.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
-        let prometheus = files.prometheus.map(PrometheusEndpoint::open).transpose()?;
-        Ok(MetricsWriter { json_lines, event_file, prometheus, is_waiting: false })
+        Ok(MetricsWriter { json_lines, event_file, prometheus: None, is_waiting: false })
+    }
+
+    /// Shows the last record there as well.
+    pub(crate) fn with_prometheus(self, prometheus: Option<PrometheusEndpoint>) -> Self {
+        MetricsWriter { prometheus, ..self }
     }
 
     /// Writes the record of a step to each file. What a full disk does not take waits in memory.
@@ -209,8 +212,7 @@ mod tests {
         for (jsonl, tensorboard) in [(true, true), (true, false), (false, true), (false, false)] {
             let folder = tempfile::tempdir().unwrap();
             let mut writer =
-                MetricsWriter::open(folder.path(), MetricsFiles { jsonl, tensorboard, prometheus: None }, 0)
-                    .unwrap();
+                MetricsWriter::open(folder.path(), MetricsFiles { jsonl, tensorboard }, 0).unwrap();
             writer.write(&StepRecord { step: 1, ..StepRecord::default() }).unwrap();
             let names = || std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
             let count =
@@ -224,7 +226,7 @@ mod tests {
     #[test]
     fn the_last_attempt_reaches_every_file() {
         let folder = tempfile::tempdir().unwrap();
-        let files = MetricsFiles { jsonl: true, tensorboard: true, prometheus: None };
+        let files = MetricsFiles { jsonl: true, tensorboard: true };
         let mut writer = MetricsWriter::open(folder.path(), files, 0).unwrap();
         let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
         let json_lines = &mut writer.json_lines.as_mut().unwrap().file;
@@ -244,7 +246,7 @@ mod tests {
     #[test]
     fn a_missing_folder_is_an_error_that_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
-        let files = MetricsFiles { jsonl: true, tensorboard: true, prometheus: None };
+        let files = MetricsFiles { jsonl: true, tensorboard: true };
         let error = MetricsWriter::open(&folder.path().join("missing"), files, 0).unwrap_err();
         assert!(error.to_string().ends_with("missing/metrics.jsonl"), "{error}");
     }

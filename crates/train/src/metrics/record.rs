@@ -114,6 +114,51 @@ pub struct StepRecord {
     pub seconds_to_first_step: Option<f64>,
 }
 
+impl StepRecord {
+    /// Shows `put` every number that a display draws over the steps: its group, its name within the group, and its value. Numbers of one group
+    /// and name follow each other.
+    pub(super) fn scalars(&self, mut put: impl FnMut(&'static str, &str, f64)) {
+        put("train", "loss", self.loss);
+        self.metrics.iter().for_each(|(name, value)| put("metrics", name, value));
+        self.validation_metrics.iter().for_each(|(name, value)| put("validation_metrics", name, value));
+        put("train", "grad_norm", self.grad_norm);
+        put("train", "lr", self.lr);
+        put("train", "samples", self.samples as f64);
+        put("train", "epoch", self.epoch);
+        put("performance", "samples_per_second", self.samples_per_second);
+        if let (Some(tokens), Some(speed)) = (self.tokens, self.tokens_per_second) {
+            put("train", "tokens", tokens as f64);
+            put("performance", "tokens_per_second", speed);
+        }
+        put("performance", "step_seconds", self.step_seconds);
+        put("performance", "comm_seconds_exposed", self.comm_seconds_exposed);
+        put("performance", "comm_bytes", self.comm_bytes as f64);
+        for (category, bytes) in self.memory_peak_bytes.named() {
+            put("memory_peak_bytes", category, bytes as f64);
+        }
+        let not_in_every_record = [
+            ("memory_peak_bytes", "spilled", self.memory_spilled_bytes.map(|bytes| bytes as f64)),
+            ("train", "compression_error_norm", self.compression_error_norm),
+            (
+                "performance",
+                "compression_bytes_saved",
+                self.compression_bytes_saved.map(|bytes| bytes as f64),
+            ),
+            ("train", "loss_scale", self.loss_scale.map(f64::from)),
+            ("train", "skipped_steps", self.skipped_steps.map(|steps| steps as f64)),
+            ("performance", "mfu", self.mfu),
+            ("validation", "loss", self.validation_loss),
+            ("validation", "initial_loss", self.initial_validation_loss),
+            ("performance", "seconds_to_first_step", self.seconds_to_first_step),
+        ];
+        for (group, name, value) in not_in_every_record {
+            if let Some(value) = value {
+                put(group, name, value);
+            }
+        }
+    }
+}
+
 /// Most memory held so far, by what it is for. What a record lacks is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]

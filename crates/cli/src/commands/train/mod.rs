@@ -17,7 +17,6 @@ use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Worker
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, anyhow, bail};
 use outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
-use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -49,8 +48,8 @@ Examples:
 
 A run writes everything to its folder, runs/<name>: config.toml, metrics.jsonl, logs,
 events.out.tfevents.* for TensorBoard, and checkpoints/step-N. Run the command again to resume from
-the newest checkpoint. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint after the step and end the run;
-a second Ctrl-C ends it at once. `trireme config --explain` describes every key.";
+the newest checkpoint. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 save a checkpoint after the
+current step and end the run; a second Ctrl-C or SIGTERM ends it at once. `trireme config --explain` describes every key.";
 
 /// Train a model described by a config file.
 ///
@@ -67,9 +66,9 @@ pub(crate) struct TrainArgs {
     workers: Option<usize>,
     /// Where to resume: `auto`, `never` (a new run; an earlier one is moved aside), or the path of a checkpoint or run; same as
     /// `--set checkpoint.resume=WHERE`.
-    #[arg(long, value_name = "WHERE")]
+    #[arg(long, value_name = "WHERE", overrides_with = "resume")]
     resume: Option<String>,
-    /// Check the config, the data, the memory and the checkpoint to resume from, tell what would be done, and end.
+    /// Check the config, data, memory and checkpoint, print what the run would do, and exit.
     #[arg(long)]
     dry_run: bool,
     /// Override a key of the file; the value is TOML or a bare string.
@@ -113,15 +112,6 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     }
     let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
     let config = source.load(&[])?;
-    let anew;
-    let (source, config) = match earlier_run(&config)? {
-        Some(earlier) if is_ours && !args.dry_run && begins_anew(&earlier)? => {
-            anew = [&overrides[..], &["checkpoint.resume=never".to_owned()]].concat();
-            let source = Source { overrides: &anew, ..source };
-            (source, source.load(&[])?)
-        }
-        _ => (source, config),
-    };
     let simd = Simd::choose(Proof::Cached)?;
     let process = Process {
         source,
@@ -155,17 +145,6 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     }
 }
 
-/// Asks whether the run shall begin anew beside what `earlier` tells of, where there is somebody to ask.
-fn begins_anew(earlier: &TrainError) -> Result<bool> {
-    if !(std::io::stdin().is_terminal() && std::io::stderr().is_terminal()) {
-        return Ok(false);
-    }
-    eprint!("{earlier}\nBegin a new run now? [y/N] ");
-    let mut answer = String::new();
-    std::io::stdin().read_line(&mut answer).context("cannot read the answer")?;
-    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
-}
-
 /// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
 /// a file of the run is written or a worker is started; the version of the corpus, if the run has one.
 fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Result<Option<u64>> {
@@ -177,16 +156,13 @@ fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Resul
     if let Some(task) = process.own {
         let sample = Samples::open(&**task, config)?.train.sample();
         check_weights(config)?;
-        check_plan(Job {
-            config,
-            source,
-            blueprint: Blueprint::Task { task: &**task, sample: &sample },
-            workers,
-        })?;
+        let blueprint = Blueprint::Task { task: &**task, sample: &sample };
+        check_plan(Job { config, source, blueprint, workers })?;
         return Ok(None);
     }
     let display = Display::new();
-    let corpus = ensure_corpus(config, &display, |corpus| check(config, corpus, source, workers));
+    let check = |corpus: &Corpus| check(config, corpus, source, workers).map(drop);
+    let corpus = ensure_corpus(config, &display, check);
     display.clear();
     let RunCorpus { version, state } = corpus?;
     // Under a launcher of ours, the launcher has said so.
@@ -236,8 +212,8 @@ fn with_length(config: Config, version: Option<u64>, process: Process<'_>) -> Re
     Ok(config.with_data_folder(folder))
 }
 
-/// Refuses a model, a plan or settings that do not fit the corpus.
-fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers) -> Result<()> {
+/// Refuses a model, a plan or settings that do not fit the corpus; the plan, unless a launcher of ours has planned.
+fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers) -> Result<Option<Plan>> {
     let vocabulary_size = corpus.train.tokens.vocabulary_size();
     let (model, _) = model_config(config, vocabulary_size)?;
     let training = config.training();
@@ -261,12 +237,14 @@ fn check_weights(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Refuses what does not fit the machine. Under a launcher of ours, the launcher has planned.
-fn check_plan(job: Job<'_>) -> Result<()> {
-    match error_log() {
-        None => Plan::largest(job)?.check(job),
-        Some(_) => Ok(()),
+/// Refuses what does not fit the machine; the plan, unless a launcher of ours has planned.
+fn check_plan(job: Job<'_>) -> Result<Option<Plan>> {
+    if error_log().is_some() {
+        return Ok(None);
     }
+    let plan = Plan::largest(job)?;
+    plan.check(job)?;
+    Ok(Some(plan))
 }
 
 fn log_folder(config: &Config) -> PathBuf {
@@ -387,7 +365,8 @@ fn tls_options(comm: &Comm) -> Option<TlsOptions> {
 fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     // Under a launcher of ours, the launcher tells.
-    let interrupts = Interrupts::hear(is_root && error_log().is_none()).context("cannot hear signals")?;
+    let interrupts =
+        Interrupts::listen(is_root && error_log().is_none()).context("cannot install signal handlers")?;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
     let (task, language) = match process.own {
         Some(own) => (Arc::clone(own), None),

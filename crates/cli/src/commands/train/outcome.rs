@@ -1,9 +1,11 @@
 //! What a run shows when it has ended.
 
+use crate::console::quoted;
 use crate::launch::{INVOKED_AS_VARIABLE, signal_name};
 use crate::planning::{Plan, measured};
 use anyhow::Result;
 use trireme_base::{Bytes, Category};
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, best_step};
 use trireme_data::bigram_baseline;
 use trireme_model::Sampling;
 use trireme_planner::{CategoryBytes, table};
@@ -92,15 +94,6 @@ pub(super) fn stopped(config: &Config, summary: &RunSummary, signal: i32) -> Vec
     lines
 }
 
-/// A word as a shell reads it.
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    match word.chars().all(is_plain) && !word.is_empty() {
-        true => word.to_owned(),
-        false => format!("'{}'", word.replace('\'', r"'\''")),
-    }
-}
-
 /// Where everything is, and what to try next.
 pub(super) fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> {
     let folder = config.run_folder();
@@ -109,9 +102,11 @@ pub(super) fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> 
         vec![format!("run folder: {folder} (metrics.jsonl, config.toml, logs, TensorBoard events)")];
     lines.extend(summary.checkpoint.as_ref().map(|path| format!("last checkpoint: {}", path.display())));
     if let Some((step, loss)) = summary.best_validation.filter(|(step, _)| *step != summary.step) {
-        lines.push(format!(
-            "lowest validation loss: {loss:.4} after step {step}, in {folder}/checkpoints/best"
-        ));
+        let kept = match best_step(&config.run_folder().join(CHECKPOINTS_FOLDER)) {
+            Some(best) if best == step => format!(", in {folder}/{CHECKPOINTS_FOLDER}/best"),
+            _ => String::new(),
+        };
+        lines.push(format!("lowest validation loss: {loss:.4} after step {step}{kept}"));
     }
     lines.push("next steps:".to_owned());
     if config.subject() == Subject::LanguageModel {
