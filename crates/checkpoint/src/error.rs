@@ -61,6 +61,17 @@ pub enum CheckpointError {
         /// Where models are kept.
         cache: PathBuf,
     },
+    /// A model cannot be fetched from the hub.
+    #[error(
+        "cannot fetch the model {}: {reason}; set HF_TOKEN if it is private, HF_ENDPOINT to use a mirror, or HF_HUB_OFFLINE=1 to fetch nothing",
+        name.display()
+    )]
+    Fetch {
+        /// Its name.
+        name: PathBuf,
+        /// Why.
+        reason: String,
+    },
     /// There is nothing at the path.
     #[error(
         "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory",

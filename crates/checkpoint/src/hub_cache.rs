@@ -1,5 +1,6 @@
 //! Models that other programs have fetched from the Hugging Face hub, in its cache on this machine.
 
+use crate::error::CheckpointError;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,13 +11,24 @@ const REVISION_BYTES_MAX: u64 = 256;
 /// Names of the organisations of models that are called without one.
 const WELL_KNOWN: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
 
-/// `path`, or the snapshot in the Hugging Face cache of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`), if there is no such path. Nothing
-/// is fetched.
+/// `path`, or the snapshot in the Hugging Face cache of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`), if there is no such path. What the
+/// cache does not have is fetched from the hub by builds with the feature `hub`, unless `HF_HUB_OFFLINE` is 1.
 ///
 /// The cache is where its own library looks for it: `HF_HUB_CACHE`, `HF_HOME/hub`, or `~/.cache/huggingface/hub`.
-pub fn resolve_model(path: &Path) -> PathBuf {
-    let found = || cache_folder().and_then(|cache| snapshot_in(&cache, path.to_str()?));
-    if path.exists() { path.to_owned() } else { found().unwrap_or_else(|| path.to_owned()) }
+///
+/// # Errors
+/// If a model cannot be fetched.
+pub fn resolve_model(path: &Path) -> Result<PathBuf, CheckpointError> {
+    let Some(cache) = cache_folder().filter(|_| !path.exists()) else { return Ok(path.to_owned()) };
+    let Some(name) = path.to_str().filter(|_| is_model_name(path)) else { return Ok(path.to_owned()) };
+    if let Some(snapshot) = snapshot_in(&cache, name) {
+        return Ok(snapshot);
+    }
+    #[cfg(feature = "hub")]
+    if !crate::hub::is_offline() {
+        return crate::hub::fetch(name, &cache, None);
+    }
+    Ok(path.to_owned())
 }
 
 /// Whether `path` looks like a model's name.
@@ -37,7 +49,7 @@ pub(crate) fn cache_folder() -> Option<PathBuf> {
     variable("HF_HUB_CACHE").or_else(of_home).or_else(|| cache().map(|cache| cache.join("huggingface/hub")))
 }
 
-fn snapshot_in(cache: &Path, name: &str) -> Option<PathBuf> {
+pub(crate) fn snapshot_in(cache: &Path, name: &str) -> Option<PathBuf> {
     if !is_model_name(Path::new(name)) {
         return None;
     }

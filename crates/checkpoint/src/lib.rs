@@ -37,6 +37,8 @@ mod export;
 mod extent;
 mod files;
 mod folder;
+#[cfg(feature = "hub")]
+mod hub;
 mod hub_cache;
 mod hugging_face;
 mod manifest;

@@ -31,7 +31,7 @@ impl ModelSource {
     /// # Errors
     /// If `path` is none of these, or what it holds does not open.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let path = &resolve_model(&follow_name(path));
+        let path = &resolve_model(&follow_name(path))?;
         if path.join(MANIFEST_FILE).is_file() {
             let checkpoint = Checkpoint::open(path)?;
             return Ok(ModelSource::Checkpoint { checkpoint, skipped: Vec::new() });

@@ -105,7 +105,7 @@ fn description(config: &Config, path: &Path) -> Result<(PathBuf, String), TrainE
         return read(path.to_owned());
     }
     // A plan needs no weights.
-    let alone = resolve_model(path).join(CONFIG_FILE);
+    let alone = resolve_model(path)?.join(CONFIG_FILE);
     if alone.is_file() {
         return read(alone);
     }

@@ -15,6 +15,8 @@ pub(super) enum Compression {
     Gzip,
     /// By Zstandard, in one or several frames.
     Zstandard,
+    /// In the columns of Apache Parquet. Its rows are read as JSON Lines.
+    Parquet,
 }
 
 impl Compression {
@@ -23,6 +25,7 @@ impl Compression {
         let compression = match path.extension().and_then(|extension| extension.to_str()) {
             Some("gz") => Compression::Gzip,
             Some("zst") => Compression::Zstandard,
+            Some("parquet") => return (Compression::Parquet, path),
             _ => return (Compression::None, path),
         };
         (compression, path.file_stem().map_or(path, Path::new))
@@ -35,8 +38,20 @@ impl Compression {
             Compression::None => Box::new(file),
             Compression::Gzip => Box::new(MultiGzDecoder::new(file)),
             Compression::Zstandard => Box::new(Frames { input: Some(BufReader::new(file)), frame: None }),
+            Compression::Parquet => open_parquet(file)?,
         })
     }
+}
+
+#[cfg(feature = "parquet")]
+fn open_parquet(file: File) -> io::Result<Box<dyn Read + Send>> {
+    Ok(Box::new(super::parquet_rows::Rows::open(file)?))
+}
+
+#[cfg(not(feature = "parquet"))]
+fn open_parquet(_: File) -> io::Result<Box<dyn Read + Send>> {
+    let missing = "this build does not read Parquet: build it with `--features parquet`, or convert the file to JSON Lines";
+    Err(io::Error::new(io::ErrorKind::Unsupported, missing))
 }
 
 type Frame = StreamingDecoder<Chain<Cursor<[u8; 4]>, BufReader<File>>, ruzstd::decoding::FrameDecoder>;

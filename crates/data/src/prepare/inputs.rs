@@ -157,7 +157,7 @@ impl Inputs {
 
     fn add_file(&mut self, path: PathBuf, metadata: &Metadata, named: bool) {
         let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
-        let json_lines = ["jsonl", "ndjson", "json"].map(str::to_owned);
+        let json_lines = ["jsonl", "ndjson", "json", "parquet"].map(str::to_owned);
         let (compression, name) = Compression::of(&path);
         let is_json_lines = has_extension(name, &json_lines);
         self.bytes += metadata.len();

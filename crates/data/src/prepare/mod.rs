@@ -5,6 +5,8 @@ mod decompress;
 mod inputs;
 mod json_lines;
 mod options;
+#[cfg(feature = "parquet")]
+mod parquet_rows;
 mod pipeline;
 mod reader;
 mod records;
