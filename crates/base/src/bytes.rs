@@ -8,9 +8,16 @@ pub struct Bytes(pub u64);
 const UNITS: [(&str, u64); 5] =
     [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
+impl Bytes {
+    /// The largest unit that fits, with its bytes.
+    pub fn unit(self) -> (&'static str, u64) {
+        UNITS.into_iter().find(|(_, size)| self.0 >= *size).unwrap_or(("B", 1))
+    }
+}
+
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (unit, size) = UNITS.into_iter().find(|(_, size)| self.0 >= *size).unwrap_or(("B", 1));
+        let (unit, size) = self.unit();
         let text = if size == 1 {
             format!("{}{unit}", self.0)
         } else {

@@ -49,8 +49,8 @@ pub enum CheckpointError {
     },
     /// Neither a folder nor the name of a model that is on this machine.
     #[error(
-        "{} does not exist, and the Hugging Face cache in {} has no model of that name; fetch it there first (in Python: \
-         huggingface_hub.snapshot_download(\"{}\"))",
+        "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory. The Hugging Face cache in {} has no model \
+         of that name either; to fetch one, build with `--features hub`, or run huggingface_hub.snapshot_download(\"{}\") in Python",
         name.display(),
         cache.display(),
         name.display()

@@ -3,7 +3,8 @@
 use crate::bounded::within;
 use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError};
-use crate::log_line::{LogLine, duration};
+use crate::log_line::LogLine;
+use crate::numbers::duration;
 use console::Term;
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::consts::SIGINT;
@@ -119,12 +120,14 @@ pub(crate) struct Console {
     pace: Pace,
 }
 
-/// How fast steps follow each other, over the last ones.
+/// How fast steps follow each other.
 #[derive(Debug, Default)]
 struct Pace {
-    /// When the last step ended, and how long one takes with what comes between steps.
-    last: Option<(Instant, Option<f64>)>,
-    /// Tokens or samples a second within steps.
+    /// When the first step ended.
+    first: Option<Instant>,
+    /// Steps since then, with the validations and checkpoints between them.
+    num_steps: u64,
+    /// Tokens or samples a second within the last steps.
     speed: Option<f64>,
 }
 
@@ -135,14 +138,16 @@ impl Pace {
     fn add(&mut self, record: &StepRecord) {
         let mix = |old: Option<f64>, new: f64| old.map_or(new, |old| old + Self::NEW * (new - old));
         self.speed = Some(mix(self.speed, record.speed().1));
-        let now = Instant::now();
-        let seconds = self.last.map(|(last, seconds)| mix(seconds, now.duration_since(last).as_secs_f64()));
-        self.last = Some((now, seconds));
+        match self.first {
+            None => self.first = Some(Instant::now()),
+            Some(_) => self.num_steps += 1,
+        }
     }
 
+    /// How long so many steps take, by the mean since the first one: validations are as frequent in what is left.
     fn left(&self, num_steps: u64) -> Option<Duration> {
-        let (_, seconds) = self.last?;
-        Duration::try_from_secs_f64(seconds? * num_steps as f64).ok()
+        let elapsed = self.first.filter(|_| self.num_steps > 0)?.elapsed().as_secs_f64();
+        Duration::try_from_secs_f64(elapsed / self.num_steps as f64 * num_steps as f64).ok()
     }
 }
 
@@ -224,6 +229,12 @@ impl Observer for Console {
 
     fn notice_of_worker(&mut self, rank: Rank, text: &str) {
         self.line(&format!("note: worker {rank}: {text}"));
+    }
+
+    fn initial_validation(&mut self, loss: f64) {
+        if self.is_root {
+            self.line(&format!("validation loss before the first step: {loss:.4}"));
+        }
     }
 
     fn begin(&mut self, facts: &RunFacts) {

@@ -18,6 +18,7 @@ mod interrupts;
 mod launch;
 mod log_line;
 mod memory_limit;
+mod numbers;
 mod planning;
 mod simd;
 mod started;

@@ -1,10 +1,12 @@
 //! A step as a line of text.
 
+use crate::numbers::{duration, grouped};
 use console::{Style, colors_enabled};
 use std::time::Duration;
+use trireme_base::Bytes;
 use trireme_train::metrics::StepRecord;
 
-/// A record as a log line: `step: 40  loss: 2.6102  lr: 3.0e-4  grad_norm: 0.91  tps: 10,842  epoch: 0.50  memory: 320.0MiB  left: 1m05s`.
+/// A record as a log line: `step: 40  loss: 2.6102  lr: 3.0e-4  grad_norm: 0.91  tps: 10,842  epoch: 0.50  memory: 320.00MiB  left: 1m05s`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LogLine<'a> {
     pub(crate) record: &'a StepRecord,
@@ -86,39 +88,11 @@ impl LogLine<'_> {
             push(6, "mfu", format!("{:.1}%", 100.0 * mfu));
         }
         push(3, "epoch", format!("{:.2}", record.epoch));
-        push(3, "memory", memory(record.memory_peak_bytes.total));
+        push(3, "memory", Bytes(record.memory_peak_bytes.total).to_string());
         if let Some(left) = self.left {
             push(2, "left", duration(left));
         }
         fields
-    }
-}
-
-/// In GiB from one on, else in MiB.
-fn memory(bytes: u64) -> String {
-    match bytes as f64 / (1_u64 << 20) as f64 {
-        mebibytes if mebibytes < 1024.0 => format!("{mebibytes:.1}MiB"),
-        mebibytes => format!("{:.2}GiB", mebibytes / 1024.0),
-    }
-}
-
-/// Such as `2d03h`, `5h07m`, `1m05s` or `9s`.
-pub(crate) fn duration(time: Duration) -> String {
-    let seconds = time.as_secs();
-    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
-    match (days, hours, minutes) {
-        (0, 0, 0) => format!("{seconds}s"),
-        (0, 0, _) => format!("{minutes}m{:02}s", seconds % 60),
-        (0, _, _) => format!("{hours}h{:02}m", minutes % 60),
-        _ => format!("{days}d{:02}h", hours % 24),
-    }
-}
-
-/// The number with a comma between groups of three digits.
-fn grouped(number: u64) -> String {
-    match number {
-        0..1000 => number.to_string(),
-        _ => format!("{},{:03}", grouped(number / 1000), number % 1000),
     }
 }
 
@@ -149,7 +123,7 @@ mod tests {
         let mut record = record();
         assert_eq!(
             plain(&record),
-            "step: 40  loss: 2.6102  lr: 3.0e-4  grad_norm: 0.91  tps: 10,842  epoch: 0.50  memory: 320.0MiB  left: 1m05s"
+            "step: 40  loss: 2.6102  lr: 3.0e-4  grad_norm: 0.91  tps: 10,842  epoch: 0.50  memory: 320.00MiB  left: 1m05s"
         );
         record.mfu = Some(0.3119);
         record.validation_loss = Some(f64::NAN);
@@ -163,7 +137,6 @@ mod tests {
             "step: 40  loss: 2.6102  accuracy: 0.5000  validation_loss: NaN  validation_accuracy: 0.2500  lr: 3.0e-4  tps: 10,842  \
              loss_scale: 32768  skipped: 2  mfu: 31.2%  epoch: 0.50  memory: 1.50GiB  left: 1m05s"
         );
-        assert_eq!(grouped(1_002_003), "1,002,003");
     }
 
     #[test]
@@ -178,11 +151,5 @@ mod tests {
         for columns in 30..130 {
             assert!(fitted(columns).len() <= columns, "{columns}");
         }
-    }
-
-    #[test]
-    fn durations_have_two_units_at_most() {
-        let show = |seconds| duration(Duration::from_secs(seconds));
-        assert_eq!([9, 65, 7260, 100_000].map(show), ["9s", "1m05s", "2h01m", "1d03h"]);
     }
 }

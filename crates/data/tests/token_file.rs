@@ -56,11 +56,20 @@ proptest! {
             end += length as u64;
         }
         prop_assert_eq!(file.num_documents(), ranges.len() as u64);
-        prop_assert_eq!(file.documents().map(Result::unwrap).collect::<Vec<_>>(), ranges);
+        prop_assert_eq!(file.documents().map(Result::unwrap).collect::<Vec<_>>(), ranges.clone());
         let start = (start * expected.len() as f64) as usize;
         let mut window = vec![0; (expected.len() - start).min(1000)];
         file.read_window(start as u64, &mut window).unwrap();
         prop_assert_eq!(&window[..], &expected[start..start + window.len()]);
+        let mut starts = window;
+        file.document_starts(start as u64, &mut starts).unwrap();
+        for (place, found) in starts.into_iter().enumerate() {
+            let token = (start + place) as u64;
+            let index = ranges.iter().position(|range| range.contains(&token)).unwrap();
+            prop_assert_eq!(file.document_at(token).unwrap(), index as u64);
+            prop_assert_eq!(u64::from(found), ranges[index].start.saturating_sub(start as u64));
+        }
+        prop_assert_eq!(file.document_at(expected.len() as u64).unwrap(), ranges.len() as u64);
     }
 }
 

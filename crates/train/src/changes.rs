@@ -3,11 +3,9 @@
 use crate::config::{Change, Config, file_values};
 use crate::error::TrainError;
 use crate::observer::Observer;
+use crate::run_folder::CONFIG_TOML;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_checkpoint::Checkpoint;
-
-/// The resolved config in a checkpoint, and in a run's folder.
-pub(crate) const CONFIG_TOML: &str = "config.toml";
 
 /// Sections that do not affect training.
 const IGNORED_SECTIONS: [&str; 5] = ["run", "checkpoint", "metrics", "launch", "generate"];

@@ -1,12 +1,12 @@
 //! What a run keeps in its checkpoints.
 
-use crate::changes::CONFIG_TOML;
 use crate::compression::{CompressionState, CompressorStates, compressor_bytes};
 use crate::config::Config;
 use crate::corpus::CORPUS;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
 use crate::language::TOKENIZER;
+use crate::run_folder::CONFIG_TOML;
 use crate::task::Task;
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};

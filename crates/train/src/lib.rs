@@ -49,7 +49,7 @@ pub use pretrained::{
 };
 pub use requests::Requests;
 pub use resume::resume_point;
-pub use run_folder::{FLIGHT_RECORDER_FOLDER, earlier_run};
+pub use run_folder::{CONFIG_TOML, FLIGHT_RECORDER_FOLDER, earlier_run};
 pub use run_lock::RunLock;
 pub use sample::{Ended, SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};

@@ -40,6 +40,11 @@ pub trait Observer {
     /// The first step is about to begin.
     fn begin(&mut self, facts: &RunFacts);
 
+    /// The loss of a validation before the first step.
+    fn initial_validation(&mut self, loss: f64) {
+        let _ = loss;
+    }
+
     /// A step has ended.
     fn step(&mut self, record: &StepRecord);
 

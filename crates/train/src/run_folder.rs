@@ -1,10 +1,9 @@
 //! What a run keeps in its folder besides checkpoints.
 
-use crate::changes::CONFIG_TOML;
 use crate::config::{Config, Resume, Subject};
 use crate::corpus::note_use;
 use crate::error::TrainError;
-use crate::metrics::{MetricsFiles, MetricsWriter, PrometheusEndpoint};
+use crate::metrics::{METRICS_FILE, MetricsFiles, MetricsWriter, PrometheusEndpoint};
 use crate::observer::Observer;
 use crate::resume::resume_point;
 use crate::trace::TRACE_FILE;
@@ -20,8 +19,8 @@ use trireme_schedule::collective::CostModel;
 /// Where workers write what they did last when something goes wrong, in a run's folder.
 pub const FLIGHT_RECORDER_FOLDER: &str = "flight-recorder";
 
-/// What is recorded of each step, in a run's folder.
-const METRICS_FILE: &str = "metrics.jsonl";
+/// The resolved config, in a run's folder and in a checkpoint.
+pub const CONFIG_TOML: &str = "config.toml";
 
 /// The config as it was given, in a run's folder.
 const GIVEN_FILE: &str = "config.given.toml";

@@ -77,10 +77,8 @@ pub struct RunSummary {
     pub loss: Option<f64>,
     /// Last validation loss.
     pub validation_loss: Option<f64>,
-    /// Last checkpoint that was written.
-    pub checkpoint: Option<PathBuf>,
-    /// The step of that checkpoint.
-    pub checkpoint_step: Option<u64>,
+    /// Last checkpoint that was written, with its step.
+    pub checkpoint: Option<(u64, PathBuf)>,
     /// The step and the loss of the validation with the lowest loss, earlier runs' included.
     pub best_validation: Option<(u64, f64)>,
     /// The signal for which the run ended before its last step, if it did.
@@ -257,7 +255,6 @@ impl<'a> Trainer<'a> {
             loss: None,
             validation_loss: None,
             checkpoint: None,
-            checkpoint_step: None,
             best_validation: None,
             stopped_by: None,
             seconds_to_first_step: None,
@@ -265,7 +262,7 @@ impl<'a> Trainer<'a> {
         let mut initial = self.validate_at_start()?;
         if training.steps == 0 && self.is_new {
             summary.validation_loss = initial.take().map(|validated| validated.loss);
-            self.save_if(true, true, &mut summary)?;
+            self.save_last(&mut summary)?;
         }
         while self.state.step < end.min(training.steps) && !self.is_patience_over() {
             self.advance()?;
@@ -280,17 +277,15 @@ impl<'a> Trainer<'a> {
             if self.state.step == training.steps {
                 break;
             }
+            summary.stopped_by = Requested(self.executor.requested()).stop();
             if self.is_patience_over() {
                 let (num_since, step) = (self.state.validations.num_since, self.state.step);
                 self.observer.notice(&format!(
                     "stopping early after step {step}: no lower loss in {num_since} validations"
                 ));
-                self.save_if(summary.checkpoint_step != Some(step), true, &mut summary)?;
-                break;
             }
-            summary.stopped_by = Requested(self.executor.requested()).stop();
-            if summary.stopped_by.is_some() {
-                self.save_if(summary.checkpoint_step != Some(self.state.step), true, &mut summary)?;
+            if self.is_patience_over() || summary.stopped_by.is_some() {
+                self.save_last(&mut summary)?;
                 break;
             }
             self.rebalance()?;
@@ -336,8 +331,11 @@ impl<'a> Trainer<'a> {
             // Weights of other steps of a program are gone.
             Interval::Time(_) => step == self.state.step && Requested(self.executor.requested()).checkpoint(),
         };
-        self.save_if(is_due, is_last, summary)?;
-        if keeps_best && summary.checkpoint_step == Some(step) && self.metrics.is_some() {
+        if is_due {
+            self.save(is_last, summary)?;
+        }
+        let is_saved = summary.checkpoint.as_ref().is_some_and(|(saved, _)| *saved == step);
+        if keeps_best && is_saved && self.metrics.is_some() {
             let folder = self.config.run_folder().join(CHECKPOINTS_FOLDER);
             if let Err(error) = mark_best(&folder, step) {
                 self.report_once(format!("cannot name the best checkpoint: {}", with_sources(&error)));
@@ -360,7 +358,7 @@ impl<'a> Trainer<'a> {
         }
         let validated = self.validate()?;
         if let Some(Validated { loss, .. }) = &validated {
-            self.observer.notice(&format!("validation loss before the first step: {loss:.4}"));
+            self.observer.initial_validation(*loss);
         }
         Ok(validated)
     }
@@ -377,16 +375,23 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Saves a checkpoint if it is due and the config wants any. Collective.
-    fn save_if(&mut self, is_due: bool, is_last: bool, summary: &mut RunSummary) -> Result<(), TrainError> {
-        if is_due && self.config.checkpoint().enable {
+    /// Saves a checkpoint if the config wants any. A full disk ends the run only if it is the last one. Collective.
+    fn save(&mut self, is_last: bool, summary: &mut RunSummary) -> Result<(), TrainError> {
+        if self.config.checkpoint().enable {
             self.requests.forget_checkpoint();
-            if let Some(path) = self.save_checkpoint(is_last)? {
-                (summary.checkpoint, summary.checkpoint_step) = (Some(path), Some(self.state.step));
-            }
+            let saved = self.save_checkpoint(is_last)?;
+            summary.checkpoint = saved.map(|path| (self.state.step, path)).or(summary.checkpoint.take());
             self.saved_at = Instant::now();
         }
         Ok(())
+    }
+
+    /// Saves the last checkpoint of a run, unless that of its last step was saved already. Collective.
+    fn save_last(&mut self, summary: &mut RunSummary) -> Result<(), TrainError> {
+        match &summary.checkpoint {
+            Some((step, _)) if *step == self.state.step => Ok(()),
+            _ => self.save(true, summary),
+        }
     }
 
     /// Writes the record of a step; says so when a full disk keeps it waiting, and when it waits no more.

@@ -155,23 +155,23 @@ fn tokenizer(name: &Path) -> anyhow::Result<(TokenizerChoice, Option<ChatTemplat
     if name == Path::new("bytes") {
         return Ok((TokenizerChoice::Bytes, None));
     }
-    let file = if name.is_dir() { name.join(TOKENIZER_FILE) } else { name.to_owned() };
-    if name.is_dir() && !file.is_file() {
-        // A run, a checkpoint, or a model whose tokens are bytes.
-        let missing = || anyhow!("{} has no tokenizer", name.display());
-        let source = ModelSource::open(name)?;
-        let tokenizer = Arc::new(model_tokenizer(&source)?.ok_or_else(missing)?);
-        let choice = TokenizerChoice::OfModel { model: name.to_owned(), tokenizer };
-        return Ok((choice, model_chat_template(&source)?));
+    if name.is_file() {
+        return Ok((TokenizerChoice::File(name.to_owned()), chat_template_beside(name)?));
     }
-    if !file.is_file() {
-        bail!(
-            "the tokenizer {} does not exist; give `bytes` or the path of a tokenizer.json",
-            file.display()
-        );
-    }
-    let template = chat_template_beside(&file)?;
-    Ok((TokenizerChoice::File(file), template))
+    let source = match ModelSource::open(name) {
+        Ok(source) => source,
+        // A folder may have a tokenizer and no weights.
+        Err(_) if name.join(TOKENIZER_FILE).is_file() => return tokenizer(&name.join(TOKENIZER_FILE)),
+        Err(_) if !name.exists() => bail!(
+            "the tokenizer {} does not exist; give `bytes`, a tokenizer.json, or the folder of a model or run",
+            name.display()
+        ),
+        Err(error) => return Err(error.into()),
+    };
+    let missing = || anyhow!("{} has no tokenizer", name.display());
+    let tokenizer = Arc::new(model_tokenizer(&source)?.ok_or_else(missing)?);
+    let choice = TokenizerChoice::OfModel { model: name.to_owned(), tokenizer };
+    Ok((choice, model_chat_template(&source)?))
 }
 
 /// How often a line tells the progress where there is no terminal.

@@ -233,3 +233,16 @@ fn stays(config: &Config) -> Vec<StateClass> {
 fn change(keys: &[&str]) -> Change {
     keys.iter().map(|key| (*key).to_owned()).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn combinations_begin_with_what_costs_least_and_name_a_key_once() {
+        let change = |keys: &[&str]| -> Change { keys.iter().map(|&key| key.to_owned()).collect() };
+        let means = [(3, change(&["a"])), (1, change(&["b", "c"])), (0, change(&[])), (1, change(&["c"]))];
+        let expected = [vec!["b", "c"], vec!["a", "c"], vec!["a", "b", "c"], vec!["a", "b", "c"]];
+        assert_eq!(combinations(means), expected.map(|keys| change(&keys)));
+    }
+}

@@ -37,7 +37,7 @@ fn from_text_to_text() {
 
     scene.run("checkpoint export runs/tiny model").succeeded();
     tells(&scene.run("checkpoint inspect model").succeeded(), &["hugging_face", "weights: 16 tensors"]);
-    let generate = "--num-tokens 40 --seed 3 --prompt one";
+    let generate = "--num-tokens 12 --seed 3 --prompt one";
     let text = scene.run(&format!("generate runs/tiny {generate}")).succeeded();
     assert!(text.starts_with("one"), "{text}");
     assert_eq!(scene.run(&format!("generate model {generate}")).succeeded(), text);

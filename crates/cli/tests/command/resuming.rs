@@ -1,6 +1,6 @@
 //! A run that resumes is told what has changed, and none is replaced unasked.
 
-use crate::common::{Scene, tells};
+use crate::common::{Running, Scene, tells};
 
 #[test]
 fn metrics_of_an_earlier_run_are_not_replaced_unasked() {
@@ -113,6 +113,11 @@ fn a_dry_run_tells_what_a_run_would_do_and_does_nothing() {
     scene.run("train tiny.toml --set run.name=earlier --set checkpoint.enable=false").succeeded();
     let refused = scene.refused_without_trace("train tiny.toml --set run.name=earlier --dry-run");
     tells(&refused, &["runs/earlier", "--resume never"]);
+    let mut launched = scene.command("train tiny.toml --dry-run");
+    launched.envs([("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")]);
+    tells(&Running::start(launched).end().refused(), &["--dry-run needs no launcher"]);
+    let unknown = "train tiny.toml --set checkpoint.allow_changed=[\"weights\"]";
+    tells(&scene.refused_without_trace(unknown), &["allow_changed", "\"optimizer\"", "\"data\""]);
     let refused = scene.refused_without_trace("train tiny.toml --dry-run --set memory.device_budget=100KiB");
     tells(&refused, &["more than its limit of 100.00KiB"]);
 }

@@ -60,6 +60,11 @@ fn answers_are_learned_alike_on_every_layout() {
     assert!(!scene.path("runs/all/data/train.mask.tokens").exists());
     assert!(scene.path("runs/alone/data/train.mask.tokens").exists());
     tells(&scene.run("generate runs/alone --num-tokens 3 --prompt a").succeeded(), &["a"]);
+    let chat = "generate runs/alone --chat --num-tokens 2 --temperature 0 --json";
+    scene.write("messages.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n");
+    let asked = scene.run(&format!("{chat} --prompt a")).succeeded();
+    tells(&asked, &["<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n"]);
+    assert_eq!(scene.run(&format!("{chat} --prompt-file messages.jsonl")).succeeded(), asked);
     // The template goes with the model.
     assert!(scene.names("runs/alone/checkpoints/step-4").contains(&"chat_template.jinja".to_owned()));
 }
@@ -101,6 +106,9 @@ fn sources_are_mixed_by_their_weights() {
     );
     let refused = scene.refused_without_trace("train chat.toml --set data.inputs=[\"-\"]");
     tells(&refused, &["only `trireme prepare` reads the standard input", "set `folder`"]);
+    scene.write("empty.jsonl", "{\"text\": \"\"}\n");
+    let refused = scene.refused_without_trace("prepare text.txt empty.jsonl --weights 1,1 --out c");
+    tells(&refused, &["empty.jsonl"]);
     let refused = scene.refused_without_trace("prepare text.txt --validation - --out c");
     tells(&refused, &["cannot come from the standard input"]);
 }

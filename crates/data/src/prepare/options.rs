@@ -46,7 +46,7 @@ impl fmt::Display for TokenizerChoice {
         match self {
             TokenizerChoice::Bytes => f.write_str("bytes"),
             TokenizerChoice::File(path) => write!(f, "{}", path.display()),
-            TokenizerChoice::OfModel { model, .. } => write!(f, "that of {}", model.display()),
+            TokenizerChoice::OfModel { model, .. } => write!(f, "from the model {}", model.display()),
             TokenizerChoice::TrainBpe { vocabulary_size } => {
                 write!(f, "BPE trained on the inputs, of at most {vocabulary_size} tokens")
             }

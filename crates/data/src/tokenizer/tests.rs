@@ -358,3 +358,26 @@ fn a_hash_tells_what_a_tokenizer_does_and_not_how_it_is_written() {
     assert_eq!(trained().sha256().unwrap().len(), 64);
     assert_ne!(trained().sha256().unwrap(), Tokenizer::bytes().sha256().unwrap());
 }
+
+#[test]
+fn bytes_are_those_of_the_text() {
+    let text = "to be, or not to be: the quick brown fox \u{e9}\u{20ac}";
+    let bpe = Tokenizer::train_bpe(std::iter::repeat_n(text.to_owned(), 20), 300).unwrap();
+    let words = r#"{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "bc": 1}, "unk_token": "a"},
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": null,
+        "truncation": null, "padding": null}"#;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    std::fs::write(&path, words).unwrap();
+    for (tokenizer, text) in
+        [(Tokenizer::bytes(), text), (bpe, text), (Tokenizer::from_file(&path).unwrap(), "a bc")]
+    {
+        let mut tokens = Vec::new();
+        tokenizer.encode(text, &mut tokens).unwrap();
+        tokens.extend(tokenizer.end_of_document());
+        assert_eq!(tokenizer.num_bytes(&tokens).unwrap(), text.len() as u64);
+        // Parts of a character count.
+        let parts: u64 = tokens.iter().map(|&token| tokenizer.num_bytes(&[token]).unwrap()).sum();
+        assert!(parts == text.len() as u64 || text == "a bc");
+    }
+}

@@ -325,6 +325,16 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_used_stays() {
+        let config = ModelConfig::from_json(GPT2).unwrap();
+        assert_eq!(config.to_json_within(GPT2).unwrap(), GPT2);
+        let changed = ModelConfig { vocab_size: 97, ..config };
+        let written: Value = serde_json::from_str(&changed.to_json_within(GPT2).unwrap()).unwrap();
+        assert_eq!((&written["vocab_size"], &written["resid_pdrop"]), (&97.into(), &0.1.into()));
+        assert!(changed.to_json_within("{}").is_err());
+    }
+
+    #[test]
     fn refusals_name_the_key_and_what_is_expected() {
         let refusals = [
             ("{", "not valid JSON"),

@@ -81,6 +81,9 @@ pub enum MetricsError {
     },
 }
 
+/// What is recorded of each step, in a run's folder: a line of JSON each.
+pub const METRICS_FILE: &str = "metrics.jsonl";
+
 /// Bytes of the buffers in which records are put together: more than the longest record, so that none grows.
 const RECORD_BYTES: usize = 16 << 10;
 
@@ -144,7 +147,7 @@ impl MetricsWriter {
     /// starts, which tells the reader to forget the steps after `resumed_step`.
     pub fn open(folder: &Path, files: MetricsFiles, resumed_step: u64) -> Result<Self, MetricsError> {
         let json_lines =
-            files.jsonl.then(|| JsonLines::open(folder.join("metrics.jsonl"), resumed_step)).transpose()?;
+            files.jsonl.then(|| JsonLines::open(folder.join(METRICS_FILE), resumed_step)).transpose()?;
         let event_file =
             files.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
         Ok(MetricsWriter { json_lines, event_file, prometheus: None, is_waiting: false })

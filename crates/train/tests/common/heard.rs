@@ -4,7 +4,7 @@ use std::path::Path;
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts};
 
-/// Keeps notices and losses.
+/// Keeps notices, except of changes of the config, and losses.
 #[derive(Default)]
 pub(crate) struct Heard {
     pub(crate) notices: Vec<String>,
@@ -13,7 +13,9 @@ pub(crate) struct Heard {
 
 impl Observer for Heard {
     fn notice(&mut self, text: &str) {
-        self.notices.push(text.to_owned());
+        if !text.starts_with("the config has changed") {
+            self.notices.push(text.to_owned());
+        }
     }
     fn begin(&mut self, _: &RunFacts) {}
     fn step(&mut self, record: &StepRecord) {

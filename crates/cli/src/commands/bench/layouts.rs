@@ -8,6 +8,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use trireme_train::config::Config;
+use trireme_train::metrics::METRICS_FILE;
 
 const HELP: &str = "\
 Each layout is trained for some steps, as `trireme train` does. Its workers first
@@ -181,7 +182,7 @@ fn train(args: &LayoutsArgs, layout: &str, folder: &Temporary) -> Result<[f64; 2
         bail!("{layout}: the run failed: {}", error.trim_end().trim_start_matches("error: "));
     }
     let runs = &folder.0;
-    let times = read_times(&runs.join("run").join("metrics.jsonl")).with_context(|| layout.to_owned())?;
+    let times = read_times(&runs.join("run").join(METRICS_FILE)).with_context(|| layout.to_owned())?;
     std::fs::remove_dir_all(runs).with_context(|| format!("cannot remove {}", runs.display()))?;
     Ok(times)
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer};
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
-use trireme_train::metrics::MemoryPeakBytes;
+use trireme_train::metrics::{METRICS_FILE, MemoryPeakBytes};
 
 /// No record comes near this length.
 const LINE_BYTES_MAX: u64 = 1 << 16;
@@ -143,7 +143,7 @@ impl Records {
 
 /// The file in a run's folder that holds its records.
 pub(super) fn records_file(run_folder: &Path) -> PathBuf {
-    run_folder.join("metrics.jsonl")
+    run_folder.join(METRICS_FILE)
 }
 
 #[cfg(test)]

@@ -79,7 +79,7 @@ pub(super) fn stopped(config: &Config, summary: &RunSummary, signal: i32) -> Vec
     let (step, steps) = (summary.step, config.training().steps);
     let mut lines = vec![format!("stopped by {} after step {step} of {steps}", signal_name(signal))];
     match &summary.checkpoint {
-        Some(path) if summary.checkpoint_step == Some(step) => {
+        Some((saved, path)) if *saved == step => {
             // Workers are started by a path that nobody has typed.
             let program = std::env::var(INVOKED_AS_VARIABLE).ok().or_else(|| std::env::args().next());
             let words = program.into_iter().chain(std::env::args().skip(1)).map(|word| quoted(&word));
@@ -100,7 +100,7 @@ pub(super) fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> 
     let folder = folder.display();
     let mut lines =
         vec![format!("run folder: {folder} (metrics.jsonl, config.toml, logs, TensorBoard events)")];
-    lines.extend(summary.checkpoint.as_ref().map(|path| format!("last checkpoint: {}", path.display())));
+    lines.extend(summary.checkpoint.as_ref().map(|(_, path)| format!("last checkpoint: {}", path.display())));
     if let Some((step, loss)) = summary.best_validation.filter(|(step, _)| *step != summary.step) {
         let kept = match best_step(&config.run_folder().join(CHECKPOINTS_FOLDER)) {
             Some(best) if best == step => format!(", in {folder}/{CHECKPOINTS_FOLDER}/best"),

@@ -1,4 +1,4 @@
-//! Times as people read them.
+//! Dates as people read them.
 
 /// The last second of the year 9999.
 const SECONDS_MAX: u64 = 253_402_300_799;
@@ -23,16 +23,6 @@ pub(super) fn date_and_time(unix_seconds: u64) -> Option<String> {
     Some(format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC"))
 }
 
-/// A duration in its largest units.
-pub(super) fn duration(seconds: f64) -> String {
-    if seconds < 60.0 {
-        return format!("{seconds:.1} s");
-    }
-    let whole = seconds.round() as u64;
-    let (hours, minutes, seconds) = (whole / 3600, whole / 60 % 60, whole % 60);
-    if hours == 0 { format!("{minutes} min {seconds} s") } else { format!("{hours} h {minutes} min") }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -50,13 +40,5 @@ mod tests {
             assert_eq!(date_and_time(seconds).as_deref(), Some(date));
         }
         assert_eq!(date_and_time(u64::MAX), None);
-    }
-
-    #[test]
-    fn durations_have_two_units() {
-        assert_eq!(
-            [9.44, 61.0, 3599.7, 90_000.0].map(duration),
-            ["9.4 s", "1 min 1 s", "1 h 0 min", "25 h 0 min"]
-        );
     }
 }

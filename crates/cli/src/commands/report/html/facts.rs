@@ -1,9 +1,11 @@
 //! What runs were and reached, as a table.
 
 use super::super::records::Record;
-use super::clock::{date_and_time, duration};
+use super::clock::date_and_time;
 use super::hues::run_colour;
 use super::loaded_run::LoadedRun;
+use crate::numbers::{duration, grouped};
+use std::time::Duration;
 use trireme_base::{Bytes, escape_markup};
 
 type Fact = (&'static str, fn(&LoadedRun) -> Option<String>);
@@ -11,12 +13,12 @@ type Fact = (&'static str, fn(&LoadedRun) -> Option<String>);
 const FACTS: [Fact; 15] = [
     ("folder", |run| Some(run.folder.display().to_string())),
     ("model", model),
-    ("parameters", |run| run.num_parameters.map(count)),
+    ("parameters", |run| run.num_parameters.map(|number| grouped(number.round() as u64))),
     ("workers", workers),
     ("steps done", steps),
     ("trained on", |run| {
         let unit = run.records.unit();
-        Some(format!("{} {}", count(run.records.last().amount(unit)? as f64), unit.plural()))
+        Some(format!("{} {}", grouped(run.records.last().amount(unit)?), unit.plural()))
     }),
     ("last loss", |run| Some(run.records.last().loss.map_or_else(|| "not finite".to_owned(), loss))),
     ("last validation loss", |run| run.records.validations().next_back().map(loss_at)),
@@ -24,7 +26,7 @@ const FACTS: [Fact; 15] = [
     ("bigram baseline", |run| run.baseline.map(loss)),
     ("median speed", |run| {
         let unit = run.records.unit().plural();
-        Some(format!("{} {unit} a second", count(run.records.median_speed()?)))
+        Some(format!("{} {unit} a second", grouped(run.records.median_speed()?.round() as u64)))
     }),
     ("peak memory of rank 0", |run| {
         let total = run.records.last().memory_peak_bytes.total;
@@ -32,7 +34,7 @@ const FACTS: [Fact; 15] = [
     }),
     ("time in steps", |run| {
         let seconds = |record: &Record| record.step_seconds;
-        Some(duration(run.records.iter().filter_map(seconds).sum()))
+        Duration::try_from_secs_f64(run.records.iter().filter_map(seconds).sum()).ok().map(duration)
     }),
     ("began", |run| run.began.and_then(date_and_time)),
     ("last record written", |run| run.ended.and_then(date_and_time)),
@@ -87,9 +89,9 @@ fn workers(run: &LoadedRun) -> Option<String> {
 }
 
 fn steps(run: &LoadedRun) -> Option<String> {
-    let done = count(run.records.last().step as f64);
+    let done = grouped(run.records.last().step);
     match run.keys.get("training.steps").and_then(|steps| steps.parse::<u64>().ok()) {
-        Some(planned) => Some(format!("{done} of {}", count(planned as f64))),
+        Some(planned) => Some(format!("{done} of {}", grouped(planned))),
         None => Some(done),
     }
 }
@@ -99,29 +101,5 @@ fn loss(value: f64) -> String {
 }
 
 fn loss_at((step, value): (u64, f64)) -> String {
-    format!("{value:.4} at step {}", count(step as f64))
-}
-
-/// A whole number with a thin space between groups of three digits.
-fn count(number: f64) -> String {
-    let digits = format!("{number:.0}");
-    let mut grouped = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            grouped.push('\u{202f}');
-        }
-        grouped.push(digit);
-    }
-    grouped
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn digits_are_grouped() {
-        let plain = |number| count(number).replace('\u{202f}', " ");
-        assert_eq!([0.0, 999.0, 1000.0, 3_475_712.4].map(plain), ["0", "999", "1 000", "3 475 712"]);
-    }
+    format!("{value:.4} at step {}", grouped(step))
 }

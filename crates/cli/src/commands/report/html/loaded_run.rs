@@ -8,6 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 use trireme_checkpoint::ModelSource;
+use trireme_train::CONFIG_TOML;
 use trireme_train::config::Config;
 use trireme_train::trace::{TRACE_FILE, read};
 
@@ -60,7 +61,7 @@ pub(super) fn load(folders: &[PathBuf]) -> Result<Vec<LoadedRun>> {
 
 fn load_run(folder: &Path, name: String) -> Result<LoadedRun> {
     let records = Records::read(folder)?;
-    let keys = Config::file_values(&folder.join("config.toml")).unwrap_or_default();
+    let keys = Config::file_values(&folder.join(CONFIG_TOML)).unwrap_or_default();
     let drawing = folder.join(TRACE_FILE).exists().then(|| drawing(folder));
     Ok(LoadedRun {
         name,

@@ -19,9 +19,6 @@ const RUN_HEIGHT: f64 = MEASURED_HEIGHT + PREDICTED_HEIGHT + 3.0;
 /// Between categories.
 const GAP: f64 = 8.0;
 
-const UNITS: [(&str, u64); 5] =
-    [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
-
 /// What a run has in the figure.
 struct Bars<'a> {
     name: &'a str,
@@ -48,7 +45,10 @@ pub(super) fn memory_chart<'a>(runs: &'a [LoadedRun]) -> Option<String> {
 fn figure(runs: &[Bars<'_>]) -> Option<String> {
     let peaks = runs.iter().flat_map(|run| [Some(run.measured), run.predicted]).flatten();
     let largest = peaks.flat_map(|peak| peak.named()).map(|(_, bytes)| bytes).max()?;
-    let (unit, unit_bytes) = UNITS.into_iter().find(|(_, bytes)| largest >= *bytes)?;
+    if largest == 0 {
+        return None;
+    }
+    let (unit, unit_bytes) = Bytes(largest).unit();
     let scale = Scale { unit_bytes, ticks: Ticks::around(0.0, largest as f64 / unit_bytes as f64, 6) };
     let categories = MemoryPeakBytes::default().named().map(|(name, _)| name);
     let category_height = RUN_HEIGHT * runs.len() as f64 + GAP;

@@ -1,0 +1,39 @@
+//! Numbers as people read them; sizes are [`Bytes`](trireme_base::Bytes).
+
+use std::time::Duration;
+
+/// Such as `2d03h`, `5h07m`, `1m05s` or `9s`.
+pub(crate) fn duration(time: Duration) -> String {
+    let seconds = time.as_secs();
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds}s"),
+        (0, 0, _) => format!("{minutes}m{:02}s", seconds % 60),
+        (0, _, _) => format!("{hours}h{:02}m", minutes % 60),
+        _ => format!("{days}d{:02}h", hours % 24),
+    }
+}
+
+/// The number with a comma between groups of three digits.
+pub(crate) fn grouped(number: u64) -> String {
+    match number {
+        0..1000 => number.to_string(),
+        _ => format!("{},{:03}", grouped(number / 1000), number % 1000),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digits_are_grouped() {
+        assert_eq!([0, 999, 1000, 3_475_712].map(grouped), ["0", "999", "1,000", "3,475,712"]);
+    }
+
+    #[test]
+    fn durations_have_two_units_at_most() {
+        let show = |seconds| duration(Duration::from_secs(seconds));
+        assert_eq!([9, 65, 7260, 100_000].map(show), ["9s", "1m05s", "2h01m", "1d03h"]);
+    }
+}
