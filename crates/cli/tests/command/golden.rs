@@ -73,7 +73,7 @@ fn questions_have_the_scores_of_the_harness() {
     }
     let (all, expected) =
         (found["log_likelihoods"].as_array().unwrap(), golden["loglikelihoods"].as_array().unwrap());
-    assert_eq!((all.len(), all.len()), (20, expected.len()));
+    assert_eq!([all.len(), expected.len()], [20, 20]);
     for (found, expected) in all.iter().zip(expected) {
         let (found, expected) = (numbers(found), numbers(expected));
         assert_eq!(found.len(), expected.len());

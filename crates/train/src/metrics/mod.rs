@@ -1,7 +1,7 @@
 //! What is recorded of a run: one [`StepRecord`] a step, as a line of `metrics.jsonl` and as scalars for
 //! TensorBoard.
 //!
-//! Writing a record allocates nothing on the heap and costs one system call a file.
+//! Writing a record to its files allocates nothing on the heap and costs one system call a file.
 
 mod event_file;
 mod json_lines;
