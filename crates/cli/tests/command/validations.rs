@@ -79,8 +79,9 @@ fn a_run_may_be_as_long_as_passes_over_the_text() {
     let epoch = |record: &Value| record["epoch"].as_f64().unwrap();
     for workers in [1, 2] {
         let run = format!("half-{workers}");
-        let train =
-            format!("train half.toml --workers {workers} --set run.name={run} --set checkpoint.interval=1000");
+        let train = format!(
+            "train half.toml --workers {workers} --set run.name={run} --set checkpoint.interval=1000"
+        );
         scene.run(&train).succeeded();
         let records = scene.records(&run);
         // The first step that reaches half a pass is the last.

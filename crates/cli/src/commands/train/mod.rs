@@ -408,7 +408,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         drop(trainer);
         console.finish();
         if is_root {
-            stopped(config, &summary, signal).iter().for_each(|line| console.line(line));
+            stopped(config, &summary).iter().for_each(|line| console.line(line));
         }
         return Err(LaunchError::Stopped { signal }.into());
     }

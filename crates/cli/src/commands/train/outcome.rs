@@ -1,7 +1,7 @@
 //! What a run shows when it has ended.
 
 use crate::console::quoted;
-use crate::launch::{INVOKED_AS_VARIABLE, signal_name};
+use crate::launch::INVOKED_AS_VARIABLE;
 use crate::planning::{Plan, measured};
 use anyhow::Result;
 use trireme_base::{Bytes, Category};
@@ -74,10 +74,10 @@ pub(super) fn verdict(language: Option<&LanguageTask>, summary: &RunSummary) -> 
     )))
 }
 
-/// What to know of a run that a signal has ended.
-pub(super) fn stopped(config: &Config, summary: &RunSummary, signal: i32) -> Vec<String> {
+/// What to know of a run that a signal has ended. Which one it was, the process has said that heard it.
+pub(super) fn stopped(config: &Config, summary: &RunSummary) -> Vec<String> {
     let (step, steps) = (summary.step, config.training().steps);
-    let mut lines = vec![format!("stopped by {} after step {step} of {steps}", signal_name(signal))];
+    let mut lines = vec![format!("stopped after step {step} of {steps}")];
     match &summary.checkpoint {
         Some((saved, path)) if *saved == step => {
             // Workers are started by a path that nobody has typed.
