@@ -1,7 +1,8 @@
 use crate::StoredDType;
 use std::fmt;
+use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
 use trireme_comm::CommError;
 use trireme_plan::{Extent, PlacementError};
@@ -74,8 +75,9 @@ pub enum CheckpointError {
     },
     /// There is nothing at the path.
     #[error(
-        "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory",
-        path.display()
+        "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory{}",
+        path.display(),
+        beside(path)
     )]
     NoSuchFolder {
         /// The path.
@@ -418,4 +420,23 @@ fn list(mismatches: &[Mismatch]) -> String {
         text += &format!("\n  and {} more", mismatches.len() - LISTED_MAX);
     }
     text
+}
+
+/// The first few folders that are where the missing one was looked for.
+fn beside(missing: &Path) -> String {
+    const NUM_SHOWN_MAX: usize = 5;
+    let Some(parent) = missing.parent().filter(|parent| !parent.as_os_str().is_empty()) else {
+        return String::new();
+    };
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    let folders = entries.filter(|entry| entry.path().is_dir());
+    let mut names: Vec<String> =
+        folders.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names.truncate(NUM_SHOWN_MAX);
+    if names.is_empty() {
+        String::new()
+    } else {
+        format!("; in {} there is {}", parent.display(), names.join(", "))
+    }
 }

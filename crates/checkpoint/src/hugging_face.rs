@@ -74,7 +74,7 @@ impl HuggingFaceDirectory {
             return Err(match fs::metadata(folder) {
                 Ok(_) => nothing_to_open(folder),
                 Err(error) if error.kind() == ErrorKind::NotFound => match cache_folder() {
-                    Some(cache) if is_model_name(folder) => {
+                    Some(cache) if is_model_name(folder) && !is_in_folder(folder) => {
                         CheckpointError::NoSuchModel { name: folder.to_owned(), cache }
                     }
                     _ => CheckpointError::NoSuchFolder { path: folder.to_owned() },
@@ -118,12 +118,18 @@ impl HuggingFaceDirectory {
     }
 }
 
+/// Whether the folder that is to have it is there: it is a path then, and no name of a model.
+fn is_in_folder(path: &Path) -> bool {
+    path.parent().is_some_and(|parent| !parent.as_os_str().is_empty() && parent.is_dir())
+}
+
 fn nothing_to_open(folder: &Path) -> CheckpointError {
     let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
     let (found, expected) = if pickled.iter().any(|name| folder.join(name).exists()) {
         (
             "PyTorch pickle files",
-            "safetensors files (in Python: AutoModel.from_pretrained(folder).save_pretrained(folder))",
+            "safetensors files (in Python: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another_folder), and the same with \
+             AutoTokenizer)",
         )
     } else {
         (

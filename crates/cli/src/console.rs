@@ -4,7 +4,7 @@ use crate::bounded::within;
 use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError};
 use crate::log_line::LogLine;
-use crate::numbers::duration;
+use crate::numbers::{counted, duration};
 use console::Term;
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::consts::SIGINT;
@@ -49,8 +49,10 @@ pub(crate) fn columns() -> usize {
 
 /// Tells something that is no result, on the error output.
 pub(crate) fn remark(text: &str) {
+    // What stands on the line is a progress bar, which is drawn again.
+    let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
     // Nobody listening is no reason to stop.
-    let _ = writeln!(io::stderr(), "{text}");
+    let _ = writeln!(io::stderr(), "{clear}{text}");
 }
 
 /// Tells of an error with all its causes; returns the exit code.
@@ -239,26 +241,26 @@ impl Observer for Console {
 
     fn begin(&mut self, facts: &RunFacts) {
         let RunFacts { model, num_parameters, world_size, num_threads, transport, .. } = facts;
+        let threads = counted(*num_threads, "thread");
         let workers = match world_size {
-            1 => format!("1 worker x {num_threads} threads"),
-            _ => format!("{world_size} workers x {num_threads} threads over {transport}"),
+            1 => format!("1 worker x {threads}"),
+            _ => format!("{world_size} workers x {threads} over {transport}"),
         };
         self.steps = facts.steps;
         self.line(&format!("model: {model}; {}", parameters(*num_parameters)));
         let data = match facts.tokens_per_sample {
             Some(tokens) => format!(
-                "{} samples of {tokens} tokens, {} tokens per step",
-                facts.num_samples,
+                "{} of {tokens} tokens, {} tokens per step",
+                counted(facts.num_samples as usize, "sample"),
                 facts.samples_per_step * tokens
             ),
             None => format!("{} samples, {} per step", facts.num_samples, facts.samples_per_step),
         };
         self.line(&format!("data: {data}; {workers}"));
         match facts.resumed_step {
-            0 => self.line(&format!("training {} steps", facts.steps)),
+            0 => self.line(&format!("training {}", counted(facts.steps as usize, "step"))),
             step if step >= facts.steps => self.line(&format!(
-                "the run is complete at step {step}; raise [training] steps to train longer, or set [checkpoint] \
-                 resume = \"never\" to start again"
+                "the run is complete at step {step}; raise [training] steps to train longer, or start again with --resume never"
             )),
             step => self.line(&format!("resuming after step {step} of {}", facts.steps)),
         }

@@ -13,6 +13,7 @@
 mod bounded;
 mod commands;
 mod console;
+mod foreign_arguments;
 mod hang;
 mod interrupts;
 mod launch;
@@ -42,7 +43,7 @@ const EXAMPLES: &str = r#"A first run needs nothing but this program:
 
     trireme init first && cd first && trireme train
 
-To train on a text of your own:
+There, to train on a text of your own:
 
     trireme train --set 'data.inputs=["book.txt"]' --set run.name=book
     trireme generate runs/book --prompt "Once"
@@ -102,7 +103,7 @@ enum TaskCommand {
 
 /// Runs the `trireme` command with the arguments of this process.
 pub fn run_command() -> ExitCode {
-    within_process(|started| match Arguments::parse().command {
+    within_process(|started| match parse::<Arguments>().command {
         Command::Init(args) => commands::init::run(&args),
         Command::Train(args) => commands::train::run(&args, started, None),
         Command::Prepare(args) => commands::prepare::run(&args),
@@ -127,11 +128,21 @@ pub fn run_command() -> ExitCode {
 /// program again for each further worker. Errors are printed; the exit code is that of `trireme`.
 pub fn run(task: impl Task + 'static) -> ExitCode {
     let task: Arc<dyn Task> = Arc::new(task);
-    within_process(|started| match TaskArguments::parse().command {
+    within_process(|started| match parse::<TaskArguments>().command {
         TaskCommand::Train(args) => commands::train::run(&args, started, Some(&task)),
         TaskCommand::Plan(args) => commands::plan::run(&args, Some(&*task), started),
         TaskCommand::Report(args) => commands::report::run(&args),
         TaskCommand::ProveKernels(args) => commands::prove_kernels::run(&args),
+    })
+}
+
+/// The arguments of this process; exits where they cannot be understood.
+fn parse<P: Parser>() -> P {
+    P::try_parse().unwrap_or_else(|mut error| {
+        if let Some(hint) = foreign_arguments::hint(&error, std::env::args().nth(1).as_deref()) {
+            foreign_arguments::add(&mut error, hint);
+        }
+        error.exit()
     })
 }
 

@@ -22,6 +22,11 @@ pub(crate) fn grouped(number: u64) -> String {
     }
 }
 
+/// Such as `1 question` and `2 questions`.
+pub(crate) fn counted(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -29,6 +34,11 @@ mod tests {
     #[test]
     fn digits_are_grouped() {
         assert_eq!([0, 999, 1000, 3_475_712].map(grouped), ["0", "999", "1,000", "3,475,712"]);
+    }
+
+    #[test]
+    fn one_is_singular() {
+        assert_eq!([0, 1, 2].map(|number| counted(number, "step")), ["0 steps", "1 step", "2 steps"]);
     }
 
     #[test]

@@ -67,10 +67,7 @@ pub enum DataError {
         offset: u64,
     },
     /// A line of a JSON-lines file that is no JSON object.
-    #[error(
-        "{path}, line {line}, column {column}: {reason}; a JSON Lines file has one JSON object per line (to skip \
-         other files, list the extensions to read)"
-    )]
+    #[error("{path}, line {line}, column {column}: {reason}; a JSON Lines file has one JSON object per line")]
     JsonLine {
         /// The file.
         path: PathBuf,
@@ -82,7 +79,10 @@ pub enum DataError {
         reason: String,
     },
     /// A JSON object without the text field.
-    #[error("{path}, line {line}: field '{field}' {found}; set the field that contains the text")]
+    #[error(
+        "{path}, line {line}: field '{field}' {found}; a line has a text, in a field that [data] field or --field names, or `messages` with \
+         `role` and `content`, or `prompt` and `completion`"
+    )]
     JsonField {
         /// The file.
         path: PathBuf,
@@ -94,7 +94,7 @@ pub enum DataError {
         found: String,
     },
     /// A conversation that does not become a text.
-    #[error("{path}, line {line}: the conversation does not suit the chat template: {reason}")]
+    #[error("{path}, line {line}: the conversation cannot be used: {reason}")]
     Conversation {
         /// The file.
         path: PathBuf,
@@ -116,7 +116,7 @@ pub enum DataError {
     },
     /// A line that is no question with choices.
     #[error(
-        "{path}, line {line}: {reason}; expected an object with `context`, `choices` (two or more) and `answer` (from 0)"
+        "{path}, line {line}: {reason}; expected an object with `context` or `messages`, `choices` (two or more) and `answer` (from 0)"
     )]
     Question {
         /// The file.

@@ -29,7 +29,7 @@ pub use multiple_choice::{ChoiceTokens, Question};
 pub use prepare::{
     Existing, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent,
     Skipped, Source, StagedCorpus, TRAIN_FILE, TRAIN_MASK_FILE, TokenizerChoice, VALIDATION_FILE,
-    VALIDATION_MASK_FILE, is_current, is_free, prepare, stage,
+    VALIDATION_MASK_FILE, check_inputs, is_current, is_free, prepare, stage,
 };
 pub use sampler::{Packing, Sampler, Shuffle, Window};
 pub use token_file::{TokenFile, TokenFileWriter, VOCABULARY_SIZE_MAX};

@@ -1,7 +1,8 @@
 //! Questions with several answers, of which a model should find the right one likeliest.
 
-use crate::{DataError, Tokenizer};
+use crate::{ChatTemplate, DataError, Tokenizer};
 use serde::Deserialize;
+use serde_json::Value;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -13,14 +14,48 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 const DELIMITER: &str = " ";
 
 /// A question.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
     /// What comes before each choice.
     pub context: String,
+    /// What stands between the context and each choice.
+    pub delimiter: String,
     /// What may follow.
     pub choices: Vec<String>,
     /// Which choice is right, from 0.
     pub answer: usize,
+}
+
+/// A line of a file of questions.
+#[derive(Debug, Deserialize)]
+struct QuestionLine {
+    context: Option<String>,
+    messages: Option<Vec<Value>>,
+    delimiter: Option<String>,
+    choices: Vec<String>,
+    answer: usize,
+}
+
+impl QuestionLine {
+    /// The question, or why the line is none.
+    fn into_question(self, template: Option<&ChatTemplate>) -> Result<Question, String> {
+        let QuestionLine { choices, answer, .. } = self;
+        if choices.len() < 2 || answer >= choices.len() {
+            return Err(format!("the answer is choice {answer}, and there are {}", choices.len()));
+        }
+        let (context, usual) = match (self.context, self.messages) {
+            (Some(context), None) => (context, DELIMITER),
+            (None, Some(messages)) => {
+                let template = template
+                    .ok_or("it has messages, but there is no chat template; name one with --chat-template")?;
+                // The answer of a conversation follows without a space, as in the harness with --apply_chat_template.
+                (template.prompt(&messages)?, "")
+            }
+            _ => return Err("it needs either `context` or `messages`".to_owned()),
+        };
+        let delimiter = self.delimiter.unwrap_or_else(|| usual.to_owned());
+        Ok(Question { context, delimiter, choices, answer })
+    }
 }
 
 /// The tokens of a question with one of its choices.
@@ -33,7 +68,7 @@ pub struct ChoiceTokens {
 }
 
 impl Question {
-    /// Whether a JSON Lines file begins with a question.
+    /// Whether a JSON Lines file begins with a question, be it well formed or not: an object with `choices`.
     ///
     /// # Errors
     /// If it cannot be read.
@@ -42,14 +77,15 @@ impl Question {
         let mut line = Vec::new();
         let file = BufReader::new(File::open(path).map_err(read)?);
         file.take(LINE_BYTES_MAX).read_until(b'\n', &mut line).map_err(read)?;
-        Ok(serde_json::from_slice::<Question>(&line).is_ok())
+        Ok(serde_json::from_slice::<Value>(&line).is_ok_and(|line| line.get("choices").is_some()))
     }
 
-    /// Reads a JSON Lines file: in each line an object with `context`, `choices` and `answer`.
+    /// Reads a JSON Lines file: in each line an object with `context` or `messages`, `choices`, `answer`, and if another one than usual is
+    /// wanted, the `delimiter` before each choice. The template makes contexts of messages.
     ///
     /// # Errors
-    /// If it cannot be read; lines that are no question, or whose answer is none of the choices.
-    pub fn read_all(path: &Path) -> Result<Vec<Self>, DataError> {
+    /// If it cannot be read; lines that are no question, or whose answer is none of the choices; messages without a template.
+    pub fn read_all(path: &Path, template: Option<&ChatTemplate>) -> Result<Vec<Self>, DataError> {
         let read = |source| DataError::Read { path: path.to_owned(), source };
         let mut reader = BufReader::new(File::open(path).map_err(read)?);
         let (mut questions, mut text) = (Vec::new(), Vec::new());
@@ -63,16 +99,9 @@ impl Question {
                 continue;
             }
             let refuse = |reason: String| DataError::Question { path: path.to_owned(), line, reason };
-            let question: Question =
+            let question: QuestionLine =
                 serde_json::from_slice(&text).map_err(|error| refuse(error.to_string()))?;
-            let num_choices = question.choices.len();
-            if num_choices < 2 || question.answer >= num_choices {
-                return Err(refuse(format!(
-                    "the answer is choice {}, and there are {num_choices}",
-                    question.answer
-                )));
-            }
-            questions.push(question);
+            questions.push(question.into_question(template).map_err(refuse)?);
         }
         Ok(questions)
     }
@@ -88,10 +117,11 @@ impl Question {
             let mut tokens = Vec::new();
             tokenizer.encode(text, &mut tokens).map(|()| tokens)
         };
+        let delimiter = &self.delimiter;
         let context = self.context.trim_end();
         let spaces = &self.context[context.len()..];
         let choice = |choice: &String| {
-            let mut tokens = encode(&format!("{context}{spaces}{DELIMITER}{choice}"))?;
+            let mut tokens = encode(&format!("{context}{spaces}{delimiter}{choice}"))?;
             let mut num_given = encode(context)?.len();
             // Also where the choice adds nothing that a token tells of.
             if num_given == 0 || tokens.len() < 2 {
@@ -115,6 +145,7 @@ mod tests {
     fn choices_follow_their_context() {
         let question = |context: &str| Question {
             context: context.to_owned(),
+            delimiter: DELIMITER.to_owned(),
             choices: vec!["b".to_owned(), "cd".to_owned()],
             answer: 0,
         };
@@ -129,6 +160,7 @@ mod tests {
     fn a_choice_without_tokens_of_its_own_follows_the_end_of_a_document() {
         let question = |context: &str, choice: &str| Question {
             context: context.to_owned(),
+            delimiter: DELIMITER.to_owned(),
             choices: vec![choice.to_owned(), "b".to_owned()],
             answer: 0,
         };
@@ -151,11 +183,34 @@ mod tests {
         let good = r#"{"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}"#;
         std::fs::write(&path, format!("{good}\n\n{good}\n")).unwrap();
         assert!(Question::is_first_of(&path).unwrap());
-        assert_eq!(Question::read_all(&path).unwrap().len(), 2);
+        assert_eq!(Question::read_all(&path, None).unwrap().len(), 2);
         std::fs::write(&path, format!("{good}\n{}\n", good.replace("1,", "2,"))).unwrap();
-        let error = Question::read_all(&path).unwrap_err().to_string();
+        let error = Question::read_all(&path, None).unwrap_err().to_string();
         assert!(error.contains("line 2: the answer is choice 2, and there are 2"), "{error}");
         std::fs::write(&path, "{\"text\": \"a\"}\n").unwrap();
-        assert!(!Question::is_first_of(&path).unwrap() && Question::read_all(&path).is_err());
+        assert!(!Question::is_first_of(&path).unwrap() && Question::read_all(&path, None).is_err());
+        std::fs::write(&path, good.replace("1,", "\"c\",")).unwrap();
+        assert!(Question::is_first_of(&path).unwrap() && Question::read_all(&path, None).is_err());
+    }
+
+    #[test]
+    fn the_answer_of_a_conversation_follows_its_prompt_without_a_space() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("questions.jsonl");
+        let messages = r#"[{"role": "user", "content": "1+1?"}]"#;
+        std::fs::write(&path, format!(r#"{{"messages": {messages}, "choices": ["2", "3"], "answer": 0}}"#))
+            .unwrap();
+        let questions = Question::read_all(&path, Some(&ChatTemplate::chatml())).unwrap();
+        assert!(questions[0].context.ends_with("assistant\n"), "{questions:?}");
+        assert_eq!(questions[0].delimiter, "");
+        let error = Question::read_all(&path, None).unwrap_err().to_string();
+        assert!(error.contains("no chat template"), "{error}");
+        let both =
+            format!(r#"{{"context": "a", "messages": {messages}, "choices": ["2", "3"], "answer": 0}}"#);
+        std::fs::write(&path, both).unwrap();
+        assert!(Question::read_all(&path, Some(&ChatTemplate::chatml())).is_err());
+        let own = r#"{"context": "a:\n", "delimiter": "", "choices": ["2", "3"], "answer": 0}"#;
+        std::fs::write(&path, own).unwrap();
+        assert_eq!(Question::read_all(&path, None).unwrap()[0].delimiter, "");
     }
 }

@@ -42,8 +42,8 @@ pub enum Packing {
 enum Windows {
     /// So many from a first token on, of the same length.
     Stream { first: u64, num_windows: u64 },
-    /// From each token to that of the next one, but for the last.
-    Documents { bounds: Arc<[u64]> },
+    /// From each token to that of the next one, but for the last. So many documents are cut.
+    Documents { bounds: Arc<[u64]>, num_cut: u64 },
 }
 
 impl Windows {
@@ -57,7 +57,7 @@ impl Windows {
     fn documents(file: &TokenFile, tokens: Range<u64>, seq_len: usize) -> Result<Self, DataError> {
         let len_max = seq_len as u64 + 1;
         let mut bounds = vec![tokens.start];
-        let mut end = tokens.start;
+        let (mut end, mut num_cut) = (tokens.start, 0);
         let mut index = file.document_at(tokens.start)?;
         while end < tokens.end {
             let document_end = file.document(index)?.end.min(tokens.end);
@@ -66,6 +66,7 @@ impl Windows {
                 if end > *bounds.last().expect("there is a first") {
                     bounds.push(end);
                 }
+                num_cut += u64::from(document_end - end > len_max);
                 let whole = (end..document_end).step_by(len_max as usize).skip(1);
                 bounds.extend(whole);
             }
@@ -73,13 +74,13 @@ impl Windows {
             index += 1;
         }
         bounds.push(end);
-        Ok(Windows::Documents { bounds: bounds.into() })
+        Ok(Windows::Documents { bounds: bounds.into(), num_cut })
     }
 
     fn len(&self) -> u64 {
         match self {
             Windows::Stream { num_windows, .. } => *num_windows,
-            Windows::Documents { bounds } => bounds.len() as u64 - 1,
+            Windows::Documents { bounds, .. } => bounds.len() as u64 - 1,
         }
     }
 }
@@ -194,6 +195,15 @@ impl Sampler {
         self.sources.iter().map(|source| source.windows.len()).sum()
     }
 
+    /// Documents that are longer than a window, where windows hold whole ones.
+    pub fn num_cut_documents(&self) -> u64 {
+        let cut = |source: &SourceWindows| match source.windows {
+            Windows::Stream { .. } => 0,
+            Windows::Documents { num_cut, .. } => num_cut,
+        };
+        self.sources.iter().map(cut).sum()
+    }
+
     /// The window that is sample `global_sample_index` of the run.
     pub fn window(&self, global_sample_index: u64) -> Window {
         let (source, index) = self.source(global_sample_index);
@@ -207,7 +217,7 @@ impl Sampler {
             Windows::Stream { first, .. } => {
                 Window { epoch, start: first + window * self.seq_len as u64, len: self.seq_len + 1 }
             }
-            Windows::Documents { bounds } => {
+            Windows::Documents { bounds, .. } => {
                 let [start, end] = [window, window + 1].map(|bound| bounds[bound as usize]);
                 Window { epoch, start, len: (end - start) as usize }
             }

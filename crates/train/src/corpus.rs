@@ -12,8 +12,8 @@ use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
-    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, MaskedTokens, PrepareOptions, Progress, Source,
-    TokenFile, TokenizerChoice, is_current, is_free, stage,
+    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, MaskedTokens, PrepareOptions, PrepareReport,
+    Progress, Source, TokenFile, TokenizerChoice, check_inputs, is_current, is_free, stage,
 };
 
 /// The name of the corpus' checksum in the identity of its samples.
@@ -116,6 +116,15 @@ pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> 
     Ok(Some(found))
 }
 
+/// Reads the first `bytes_max` bytes of the inputs from which [`ensure_corpus`] would prepare the corpus.
+///
+/// # Errors
+/// What cannot be read or understood.
+pub fn check_corpus_inputs(config: &Config, bytes_max: u64) -> Result<(), TrainError> {
+    let parts = text_parts(config)?;
+    Ok(check_inputs(&prepare_options(config, &parts, 1), bytes_max)?)
+}
+
 fn text_parts(config: &Config) -> Result<TextParts, TrainError> {
     let pretrained = Pretrained::open(config)?;
     if config.data().inputs.is_empty() {
@@ -213,6 +222,10 @@ impl ResumedCorpus {
     }
 }
 
+fn has_inputs(report: &PrepareReport, inputs: &[PathBuf]) -> bool {
+    report.inputs.iter().eq(inputs.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().iter())
+}
+
 fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
     let data = config.data();
     if data.inputs.is_empty() {
@@ -235,15 +248,18 @@ fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
             }
             continue;
         };
-        let corpus = Corpus::open(&corpus_folder(&data.folder, version));
-        if !corpus.is_ok_and(|corpus| resumed.check(&corpus).is_ok()) {
+        let Ok(corpus) = Corpus::open(&corpus_folder(&data.folder, version)) else { continue };
+        if resumed.check(&corpus).is_err() {
             continue;
         }
         // One with the same tokens to train on may validate on others. Inputs that are gone have changed.
         if is_current().unwrap_or(false) {
             return Ok(Place::Found(RunCorpus { version, state: CorpusState::Current }));
         }
-        kept = kept.or(Some(version));
+        // Other names are another choice of data, which may differ in what it holds.
+        if has_inputs(&corpus.report, &data.inputs) {
+            kept = kept.or(Some(version));
+        }
     }
     if let Some(version) = kept {
         return Ok(Place::Found(RunCorpus { version, state: CorpusState::Kept }));

@@ -79,9 +79,9 @@ pub enum TrainError {
     },
     /// A corpus whose ids mean other texts than those that the weights have learned.
     #[error(
-        "{} was tokenized with another tokenizer than that of the model in {}, to whose weights its tokens mean nothing. Leave out \
-         [data] tokenizer and train_bpe to use the model's; or prepare the text again with `trireme prepare INPUT… --tokenizer {} --out \
-         DIR`. If the model shall learn other tokens, set [model] allow_other_tokenizer = true",
+        "{} does not have the tokenizer of the model in {}, so its tokens mean nothing to the weights. Leave out [data] tokenizer and \
+         train_bpe to use the model's; or prepare the text again with `trireme prepare INPUT… --tokenizer {} --out DIR`. To let the model \
+         learn other tokens, set [model] allow_other_tokenizer = true",
         corpus.display(),
         model.display(),
         model.display()
@@ -125,7 +125,7 @@ pub enum TrainError {
     /// A checkpoint of another optimizer.
     #[error(
         "{} was written by a run with [optimizer] name = {found}, but this run has {expected}; set it back, or set [checkpoint] allow_changed = \
-         [\"optimizer\"] to resume with the state of the optimizer at its beginning",
+         [\"optimizer\"] to resume with a fresh optimizer state",
         path.display()
     )]
     ResumedOptimizerDiffers {

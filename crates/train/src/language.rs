@@ -43,6 +43,8 @@ pub struct LanguageTask {
     validation: Option<MaskedTokens>,
     sources: Vec<Source>,
     sequences: Sequences,
+    /// Whether only the answers of the corpus are learned.
+    learns_answers: bool,
 }
 
 /// What sequences of a corpus are made of.
@@ -150,12 +152,18 @@ impl LanguageTask {
             validation,
             sources: report.sources,
             sequences: Sequences::new(config, report.has_loss_mask),
+            learns_answers: report.has_loss_mask,
         })
     }
 
     /// What the model is built from.
     pub fn model_config(&self) -> &ModelConfig {
         &self.model
+    }
+
+    /// Whether the model learns only the answers of its corpus: of conversations, or completions.
+    pub fn learns_answers(&self) -> bool {
+        self.learns_answers
     }
 
     /// The corpus' tokenizer.

@@ -36,7 +36,10 @@ mod weights;
 
 pub use agreement::agree_on_config;
 pub use choices::StepChoices;
-pub use corpus::{CorpusState, RunCorpus, corpus_folder, current_corpus, ensure_corpus, users_of_corpus};
+pub use corpus::{
+    CorpusState, RunCorpus, check_corpus_inputs, corpus_folder, current_corpus, ensure_corpus,
+    users_of_corpus,
+};
 pub use dataset::{Dataset, Sample};
 pub use error::TrainError;
 pub use evaluation::{Evaluation, Evaluator};

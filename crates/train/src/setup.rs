@@ -55,7 +55,10 @@ pub fn model_config(
         ModelSource::File(path) | ModelSource::InitFrom(path) => {
             let (path, text) = description(config, path)?;
             let refused = |source| TrainError::ModelConfig { path, source };
-            (ModelConfig::from_json(&text).map_err(refused)?, ModelConfig::notices(&text))
+            (
+                ModelConfig::from_json(&text).map_err(refused)?,
+                dropout_notice(config, &text).into_iter().collect(),
+            )
         }
     };
     if vocabulary_size > model.vocab_size {
@@ -93,6 +96,17 @@ pub fn model_config(
         return Err(TrainError::SequenceTooLong { seq_len, max_position_embeddings });
     }
     Ok((model, notices))
+}
+
+/// Says that the dropout of a model's `config.json` does not apply, where the run has none of its own.
+fn dropout_notice(config: &Config, text: &str) -> Option<String> {
+    let keys = ModelConfig::dropout_keys(text);
+    (config.model().dropout == 0.0 && !keys.is_empty()).then(|| {
+        format!(
+            "the model's config.json has {}; training uses no dropout unless [model] dropout is set",
+            keys.join(", ")
+        )
+    })
 }
 
 /// The `config.json` that describes the model of the config's `[model] config` or `init_from`, and where it is.

@@ -195,7 +195,7 @@ impl<'a> Trainer<'a> {
             (training.steps * training.global_batch_size as u64) as f64 / train.num_samples() as f64;
         if num_passes > PASSES_MAX && train.tokens_per_sample().is_some() {
             observer.notice(&format!(
-                "the run makes {num_passes:.1} passes over its text; beyond about four, repeated text helps less and less"
+                "the run makes {num_passes:.1} passes over its data; beyond about four, repeated data helps less and less"
             ));
         }
         let metrics = if is_root {

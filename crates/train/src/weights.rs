@@ -39,14 +39,13 @@ impl ModelWeights {
         let file = source.path().join(CONFIG_FILE);
         let config = ModelConfig::from_json(&text)
             .map_err(|error| TrainError::ModelConfig { path: file, source: error })?;
-        let mut notices = ModelConfig::notices(&text);
-        if let ModelSource::Checkpoint { skipped, .. } = &source {
-            notices.extend(
-                skipped
-                    .iter()
-                    .map(|skipped| format!("skipped {}: {}", skipped.path.display(), skipped.reason)),
-            );
-        }
+        let notices = match &source {
+            ModelSource::Checkpoint { skipped, .. } => skipped
+                .iter()
+                .map(|skipped| format!("skipped {}: {}", skipped.path.display(), skipped.reason))
+                .collect(),
+            ModelSource::HuggingFace(_) => Vec::new(),
+        };
         Ok(ModelWeights { source, config, notices })
     }
 

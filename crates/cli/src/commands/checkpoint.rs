@@ -9,8 +9,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use trireme_base::{Bytes, with_sources};
 use trireme_checkpoint::{
-    Checkpoint, ExtraFile, ModelExport, ModelSource, OPTIMIZER_PREFIX, StoredTensors, checkpoints_folder,
-    export, list_checkpoints,
+    Checkpoint, ExtraFile, ModelExport, ModelSource, OPTIMIZER_PREFIX, StoredTensors, best_step,
+    checkpoints_folder, export, list_checkpoints,
 };
 use trireme_data::BYTES_TOKENIZER_FILE;
 use trireme_train::{TOKENIZER_NOTE, model_tokenizer};
@@ -155,11 +155,13 @@ fn list(run_folder: &Path, out: &mut impl Write) -> anyhow::Result<()> {
     if checkpoints.is_empty() {
         bail!("{} contains no checkpoints", folder.display());
     }
-    for (_, path) in checkpoints {
+    let best = best_step(&folder);
+    for (step, path) in checkpoints {
         match Checkpoint::open(&path) {
             Ok(checkpoint) => {
                 let totals = Totals::new(checkpoint.tensors(), |_| true);
-                writeln!(out, "{}: {totals}", path.display())?;
+                let note = if best == Some(step) { " (lowest validation loss)" } else { "" };
+                writeln!(out, "{}: {totals}{note}", path.display())?;
             }
             Err(reason) => writeln!(out, "{}: unusable: {}", path.display(), with_sources(&reason))?,
         }

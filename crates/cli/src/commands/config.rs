@@ -1,5 +1,7 @@
 //! `trireme config`.
 
+use super::check_config_path;
+use super::init::DEFAULT_CONFIG;
 use crate::console::Output;
 use anyhow::Result;
 use std::io::Write;
@@ -10,23 +12,25 @@ use trireme_train::config::Config;
 #[derive(Debug, clap::Args)]
 pub(crate) struct ConfigArgs {
     /// Config file.
-    #[arg(required_unless_present = "explain")]
-    file: Option<PathBuf>,
+    #[arg(default_value = DEFAULT_CONFIG)]
+    file: PathBuf,
     /// Override a key of the file; the value is TOML or a bare string.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
     /// Print every key with its type, default and description: of one section, or of all. Any other word is searched for in names and
     /// descriptions, and among the words of other systems, such as learning_rate.
-    #[arg(long, value_name = "WORD", num_args = 0..=1, conflicts_with_all = ["file", "overrides"])]
+    #[arg(long, value_name = "WORD", num_args = 0..=1, conflicts_with = "overrides")]
     explain: Option<Option<String>>,
 }
 
 /// Runs `trireme config`.
 pub(crate) fn run(args: &ConfigArgs) -> Result<()> {
-    let text = match (&args.explain, &args.file) {
-        (Some(section), _) => Config::explain(section.as_deref())?,
-        (None, Some(file)) => Config::load(file, &args.overrides, None)?.to_toml(),
-        (None, None) => unreachable!("a config file is required unless --explain is given"),
+    let text = match &args.explain {
+        Some(section) => Config::explain(section.as_deref())?,
+        None => {
+            check_config_path(&args.file)?;
+            Config::load(&args.file, &args.overrides, None)?.to_toml()
+        }
     };
     Ok(Output.write_all(text.as_bytes())?)
 }

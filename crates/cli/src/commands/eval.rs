@@ -2,16 +2,19 @@
 
 use super::prepare::Display;
 use crate::console::{Output, remark};
+use crate::numbers::counted;
 use crate::simd::{Proof, Simd};
 use anyhow::{Result, anyhow, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
 use trireme_checkpoint::ModelSource;
-use trireme_data::{Corpus, PrepareOptions, Question, REPORT_FILE, Tokenizer, TokenizerChoice, prepare};
+use trireme_data::{
+    ChatTemplate, Corpus, PrepareOptions, Question, REPORT_FILE, Tokenizer, TokenizerChoice, prepare,
+};
 use trireme_tensor::{Device, DeviceOptions};
 use trireme_train::{Evaluation, Evaluator, model_chat_template, model_tokenizer, named_chat_template};
 
@@ -23,7 +26,9 @@ Examples:
       The same for what a prepared corpus holds out for validation.
   trireme eval model questions.jsonl
       How many questions with choices are answered, as lm-evaluation-harness scores them. Each line
-      is an object such as {\"context\": \"2 + 2 =\", \"choices\": [\"3\", \"4\"], \"answer\": 1}.";
+      is an object such as {\"context\": \"2 + 2 =\", \"choices\": [\"3\", \"4\"], \"answer\": 1}.
+      A space goes before each choice, unless `delimiter` says otherwise. With `messages` in place
+      of `context`, the chat template makes the prompt, and nothing goes before a choice.";
 
 /// Measure how good a model is, on texts or on questions with choices.
 ///
@@ -36,7 +41,7 @@ pub(crate) struct EvalArgs {
     /// Text files and folders, JSON Lines, the folder of a prepared corpus, or a file of questions.
     #[arg(required = true)]
     data: Vec<PathBuf>,
-    /// Tokens per sequence; by default as many as the model supports, up to 1024.
+    /// Tokens per sequence; by default as many as the model supports, up to 1024. `train` validates with `[training] seq_len`.
     #[arg(long, value_name = "N")]
     seq_len: Option<usize>,
     /// Field of each JSON object that contains the text.
@@ -65,15 +70,21 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let source = ModelSource::open(&args.model)?;
     let tokenizer = model_tokenizer(&source)?;
     let tokenizer = Arc::new(tokenizer.ok_or_else(|| anyhow!("{} has no tokenizer", args.model.display()))?);
+    let template = args.chat_template.as_deref().map(named_chat_template).transpose()?;
+    let template = template.map_or_else(|| model_chat_template(&source), |template| Ok(Some(template)))?;
     let mut evaluator = Evaluator::load(&args.model, args.allow_non_finite, args.seq_len, &device)?;
     evaluator.notices().iter().for_each(|notice| remark(&format!("note: {notice}")));
-    if let [file] = &args.data[..]
-        && file.is_file()
-        && Question::is_first_of(file)?
-    {
-        return questions(args, &mut evaluator, &tokenizer, file);
+    for file in args.data.iter().filter(|path| path.is_file()) {
+        if !Question::is_first_of(file)? {
+            continue;
+        }
+        if args.data.len() > 1 {
+            bail!("{} has questions, which are evaluated alone; leave the other inputs out", file.display());
+        }
+        let questions = Question::read_all(file, template.as_ref())?;
+        return answer(args, &mut evaluator, &tokenizer, &questions);
     }
-    let (corpus, _scratch) = corpus(args, &source, &tokenizer)?;
+    let (corpus, _scratch) = corpus(args, template, &tokenizer)?;
     let found = evaluate(&mut evaluator, &corpus, &tokenizer)?;
     show(args, &found, evaluator.seq_len())
 }
@@ -81,7 +92,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
 /// The corpus to evaluate, with the folder that it was prepared into unless it was there.
 fn corpus(
     args: &EvalArgs,
-    source: &ModelSource,
+    chat_template: Option<ChatTemplate>,
     tokenizer: &Arc<Tokenizer>,
 ) -> Result<(Corpus, Option<TempDir>)> {
     if let [folder] = &args.data[..]
@@ -90,7 +101,7 @@ fn corpus(
         let corpus = Corpus::open(folder)?;
         if corpus.tokenizer_sha256()? != tokenizer.sha256()? {
             bail!(
-                "{} was tokenized with another tokenizer than that of {}; give the text itself, which is tokenized with the model's",
+                "{} does not have the tokenizer of {}; give the text itself, which is tokenized with the model's",
                 folder.display(),
                 args.model.display()
             );
@@ -98,10 +109,9 @@ fn corpus(
         return Ok((corpus, None));
     }
     let scratch = tempfile::Builder::new().prefix("trireme-eval-").tempdir()?;
-    let named = args.chat_template.as_deref().map(named_chat_template).transpose()?;
     let options = PrepareOptions {
         tokenizer: TokenizerChoice::OfModel { model: args.model.clone(), tokenizer: Arc::clone(tokenizer) },
-        chat_template: named.map_or_else(|| model_chat_template(source), |template| Ok(Some(template)))?,
+        chat_template,
         field: args.field.clone(),
         validation_fraction: 0.0,
         ..PrepareOptions::new(args.data.clone(), scratch.path().join("corpus"))
@@ -115,7 +125,9 @@ fn corpus(
 
 fn bar(what: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("evaluating {wide_bar} {pos}/{len} {msg}  {eta} left");
-    ProgressBar::new(0).with_style(style.expect("the template is well formed")).with_message(what.to_owned())
+    ProgressBar::no_length()
+        .with_style(style.expect("the template is well formed"))
+        .with_message(what.to_owned())
 }
 
 fn evaluate(evaluator: &mut Evaluator, corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Evaluation> {
@@ -170,12 +182,16 @@ impl Score {
     }
 }
 
-fn questions(args: &EvalArgs, evaluator: &mut Evaluator, tokenizer: &Tokenizer, file: &Path) -> Result<()> {
-    let questions = Question::read_all(file)?;
+fn answer(
+    args: &EvalArgs,
+    evaluator: &mut Evaluator,
+    tokenizer: &Tokenizer,
+    questions: &[Question],
+) -> Result<()> {
     let bar = bar("questions");
     bar.set_length(questions.len() as u64);
     let (mut likeliest, mut likeliest_per_character, mut all) = (Vec::new(), Vec::new(), Vec::new());
-    for question in &questions {
+    for question in questions {
         let mut found = Vec::new();
         for choice in question.tokens(tokenizer)? {
             found.push(evaluator.log_likelihood(&choice.tokens, choice.num_given)?);
@@ -206,7 +222,7 @@ fn questions(args: &EvalArgs, evaluator: &mut Evaluator, tokenizer: &Tokenizer, 
         let error = standard_error.map_or_else(String::new, |error| format!(" +- {:.2} %", 100.0 * error));
         format!("{name}: {:.2} %{error}", 100.0 * mean)
     };
-    writeln!(Output, "{} ({} questions)", line("acc", &accuracy), questions.len())?;
+    writeln!(Output, "{} ({})", line("acc", &accuracy), counted(questions.len(), "question"))?;
     Ok(writeln!(Output, "{} (by likelihood per character)", line("acc_norm", &normalized))?)
 }
 

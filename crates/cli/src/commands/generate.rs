@@ -13,7 +13,8 @@ use trireme_model::{ModelConfig, Sampling};
 use trireme_parallel::Executor;
 use trireme_tensor::{Device, DeviceOptions};
 use trireme_train::{
-    Ended, LoadedModel, SampleSettings, load_model, model_chat_template, model_tokenizer, sample,
+    Ended, LoadedModel, SampleSettings, load_model, model_chat_template, model_tokenizer,
+    named_chat_template, sample,
 };
 
 const EXAMPLES: &str = "\
@@ -40,9 +41,15 @@ pub(crate) struct GenerateArgs {
     /// File with a text to continue; or, with the ending .jsonl, one in each line, as `prompt` or `messages`.
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Treat each prompt as a user message and format it with the model's chat template.
+    /// Treat each prompt as a user message and format it with the chat template.
     #[arg(long)]
     chat: bool,
+    /// System message before each user message.
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
+    /// Jinja template that formats messages as text: a file, or `chatml`. Defaults to the model's own.
+    #[arg(long, value_name = "TEMPLATE")]
+    chat_template: Option<PathBuf>,
     /// Stop before this text. \n and \t are escapes. Can be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
@@ -96,7 +103,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let source = ModelSource::open(&args.path)?;
     let tokenizer = tokenizer(args, &source)?;
-    let template = model_chat_template(&source)?;
+    let template = args.chat_template.as_deref().map(named_chat_template).transpose()?;
+    let template = template.map_or_else(|| model_chat_template(&source), |template| Ok(Some(template)))?;
     let prompts = prompts(args, template.as_ref())?;
     let mut stop: Vec<String> =
         args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect();
@@ -180,11 +188,21 @@ fn end_tokens(source: &ModelSource) -> Result<Vec<u32>> {
 /// The texts to continue.
 fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<String>> {
     let rendered = |messages: &[Value]| {
-        let template = template.ok_or_else(|| anyhow!("{} has no chat template", args.path.display()))?;
+        let missing = || {
+            let path = args.path.display();
+            anyhow!(
+                "{path} has no chat template; name one with --chat-template: a file, or `chatml` if the model was trained with that"
+            )
+        };
+        let template = template.ok_or_else(missing)?;
         template.prompt(messages).map_err(|reason| anyhow!("{reason}"))
     };
     let prompt = |text: &str| match args.chat {
-        true => rendered(&[json!({ "role": "user", "content": text })]),
+        true => {
+            let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+            let system = args.system.as_ref().map(|system| message("system", system));
+            rendered(&system.into_iter().chain([message("user", text)]).collect::<Vec<_>>())
+        }
         false => Ok(text.to_owned()),
     };
     let mut prompts = args.prompt.iter().map(|text| prompt(text)).collect::<Result<Vec<_>>>()?;
@@ -204,6 +222,9 @@ fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<S
         } else {
             prompts.push(prompt(&text)?);
         }
+    }
+    if prompts.is_empty() && args.chat {
+        bail!("--chat needs something to answer; pass --prompt TEXT or --prompt-file FILE");
     }
     if prompts.is_empty() {
         prompts.push(prompt("\n")?);

@@ -15,3 +15,51 @@ pub(crate) mod prepare;
 pub(crate) mod prove_kernels;
 pub(crate) mod report;
 pub(crate) mod train;
+
+use anyhow::{Result, bail};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Endings of files that people train on.
+const DATA_EXTENSIONS: [&str; 6] = ["gz", "jsonl", "ndjson", "parquet", "txt", "zst"];
+
+/// Refuses what cannot be a config, with what might have been meant.
+fn check_config_path(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        bail!(
+            "{} is a folder; expected a config, such as one that `trireme init DIR` writes",
+            path.display()
+        );
+    }
+    let extension = path.extension().unwrap_or_default().to_string_lossy();
+    if DATA_EXTENSIONS.contains(&&*extension) {
+        bail!(
+            "{0} looks like data, not like a config; to train on it, set [data] inputs = [\"{0}\"] in a config",
+            path.display()
+        );
+    }
+    if path.exists() {
+        return Ok(());
+    }
+    let here =
+        configs_in(path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")));
+    let configs = match here.is_empty() {
+        true => "begin with `trireme init DIR`".to_owned(),
+        false => format!(
+            "its folder has {}",
+            here.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+        ),
+    };
+    bail!("the config {} does not exist; {configs}", path.display())
+}
+
+/// The first few configs in a folder.
+fn configs_in(folder: &Path) -> Vec<PathBuf> {
+    const NUM_SHOWN_MAX: usize = 5;
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut found: Vec<PathBuf> =
+        entries.filter(|path| path.extension().is_some_and(|end| end == "toml")).collect();
+    found.sort();
+    found.truncate(NUM_SHOWN_MAX);
+    found.iter().map(|path| path.strip_prefix(".").unwrap_or(path).to_owned()).collect()
+}

@@ -1,5 +1,7 @@
 //! `trireme plan`.
 
+use super::check_config_path;
+use super::init::DEFAULT_CONFIG;
 use super::train::world_options;
 use crate::console::{Output, columns, parameters};
 use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
@@ -40,14 +42,15 @@ also starts the workers and measures for a few seconds. docs/memory.md explains 
 
 /// Predict the memory use of a run's workers, and the time of a step.
 ///
-/// Simulates the step program of a config line by line. Prints the peak of each memory category, the peak of their
-/// total, and the line where the total peaks. Considers the workers that `trireme train` would start on this host,
-/// and shows the worker that needs the most memory. For a pipeline, also prints what each rank runs and how much of
+/// Walks through the actions of a step (its program) without computing anything. Prints the peak of each memory category, the
+/// peak of their total, and the action at which it is reached, for the worker that needs the most. The workers are those that
+/// `trireme train` would start on this host. `--set memory.device_budget=512MiB` bounds a worker, and shows what would fit. For a pipeline, also prints what each rank runs and how much of
 /// its time is idle.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanArgs {
     /// Config file.
+    #[arg(default_value = DEFAULT_CONFIG)]
     config: PathBuf,
     /// Number of local workers; same as `--set launch.workers=N`.
     #[arg(long, value_name = "N")]
@@ -79,6 +82,7 @@ pub(crate) struct PlanArgs {
 
 /// Runs `trireme plan`.
 pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> Result<()> {
+    check_config_path(&args.config)?;
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
     let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };

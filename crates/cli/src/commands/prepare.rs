@@ -194,8 +194,8 @@ impl Display {
     /// Nothing shown yet.
     pub(crate) fn new() -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("{msg:<24} {wide_bar} {percent:>3}%  time left {eta}");
-            ProgressBar::new(0).with_style(style.expect("the template is well formed"))
+            let style = ProgressStyle::with_template("{msg:<31} {wide_bar} {percent:>3}%  time left {eta}");
+            ProgressBar::no_length().with_style(style.expect("the template is well formed"))
         });
         Display { bar, shown: Mutex::new(Shown { phase: None, last_line: Instant::now() }) }
     }

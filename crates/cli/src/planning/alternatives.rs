@@ -4,7 +4,7 @@ use super::{Job, Limit, Plan, Workers};
 use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Category};
 use trireme_schedule::{StateClass, Tier as StateTier};
-use trireme_train::config::{ActivationCheckpointMode, Config, Tier, TrainingDtype};
+use trireme_train::config::{ActivationCheckpointMode, Config, Determinism, Tier, TrainingDtype};
 
 /// How many changes are told.
 const NUM_TOLD: usize = 3;
@@ -133,6 +133,11 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         TrainingDtype::F32 => [change(&["training.dtype=bf16"])].into(),
         _ => Vec::new(),
     };
+    // Sums that need not have the same bits on every layout keep fewer parts.
+    let unordered: Vec<Change> = match training.determinism {
+        Determinism::Layout => [change(&["training.determinism=run"])].into(),
+        Determinism::Run => Vec::new(),
+    };
     let workers = (1..=3).map(|power| config.world_size() << power);
     let workers = workers
         .map(|workers| change(&[&format!("launch.workers={workers}"), "parallelism.zero_stage=3", &global]));
@@ -147,10 +152,11 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         _ => [change(&["generate.num_tokens=0"])].into(),
     };
     let strongest = |family: &[Change]| family.last().cloned().unwrap_or_default();
-    let [recompute, shard, moves, shrink, narrowed, alone] =
-        [&recomputed, &sharded, &moved, &smaller, &narrow, &fewer_workers].map(|f| strongest(f));
+    let [recompute, shard, moves, shrink, reorder, narrowed, alone] =
+        [&recomputed, &sharded, &moved, &smaller, &unordered, &narrow, &fewer_workers].map(|f| strongest(f));
     // With how much each costs a step, roughly: several means together are tried in the order of their sums.
     let means = [
+        (1, reorder),
         (1, narrowed),
         (1, shrink),
         (2, shard),
@@ -165,11 +171,12 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         unsampled,
         recomputed,
         sharded,
+        unordered,
+        narrow,
+        smaller,
         moved,
         onto_disk,
         all_moved,
-        smaller,
-        narrow,
         more_workers,
         fewer_workers,
     ];

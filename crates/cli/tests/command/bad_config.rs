@@ -76,8 +76,11 @@ fn files_that_are_no_config() {
     let scene = Scene::new();
     scene.write("latin.toml", b"[run]\nname = \"caf\xe9\"\n");
     scene.write("binary.toml", b"\x1b[31m\0".repeat(9));
-    tells(&scene.refused_without_trace("train nowhere.toml"), &["cannot read the config nowhere.toml"]);
-    tells(&scene.refused_without_trace("train ."), &["cannot read the config .", "directory"]);
+    tells(
+        &scene.refused_without_trace("train nowhere.toml"),
+        &["the config nowhere.toml does not exist; its folder has binary.toml, latin.toml"],
+    );
+    tells(&scene.refused_without_trace("train ."), &[". is a folder; expected a config"]);
     tells(&scene.refused_without_trace("train latin.toml"), &["latin.toml", "UTF-8"]);
     let error = scene.refused_without_trace("train binary.toml");
     tells(&error, &["binary.toml:1"]);

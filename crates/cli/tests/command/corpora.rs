@@ -15,7 +15,7 @@ fn resumes(scene: &Scene) {
     let resumed = scene.run("train tiny.toml --set training.steps=6");
     assert_eq!(resumed.code, Some(0), "{resumed:?}");
     tells(&resumed.stdout, &["resuming after step 4 of 6"]);
-    tells(&resumed.stderr, &["the run resumes with its original corpus"]);
+    tells(&resumed.stderr, &["the run resumes with the corpus that it began with"]);
 }
 
 #[test]

@@ -60,7 +60,7 @@ fn tokens_of_another_tokenizer_are_refused() {
             &refused,
             &[
                 what,
-                "another tokenizer than that of the model in model",
+                "does not have the tokenizer of the model in model",
                 "--tokenizer model",
                 "allow_other_tokenizer",
             ],

@@ -19,7 +19,13 @@ fn a_first_run_needs_nothing_else() {
     command.current_dir(scene.path("first"));
     let printed = Running::start(command).end();
     tells(&printed.stdout, &["step: 3 ", "--- sample ---", "runs/train"]);
-    tells(&scene.refused_without_trace("train"), &["there is no train.toml here", "trireme init DIR"]);
+    tells(&scene.refused_without_trace("train"), &["the config train.toml does not exist"]);
+    tells(&scene.refused_without_trace("train empty/train.toml"), &["begin with `trireme init DIR`"]);
+    scene.write("chat.jsonl", "{}\n");
+    tells(
+        &scene.refused_without_trace("train chat.jsonl"),
+        &["chat.jsonl looks like data", "[data] inputs = [\"chat.jsonl\"]"],
+    );
 }
 
 #[test]
@@ -31,6 +37,9 @@ fn words_of_other_systems_lead_to_keys() {
         ("training.gradient_accumulation_steps=1", "it is called 'global_batch_size' here, in [training]"),
         ("training.bf16=true", "it is called 'dtype' here, in [training] (dtype = \"bf16\")"),
         ("parallelism.fsdp=true", "it is called 'zero_stage' here"),
+        ("data.train_file=a", "it is called 'inputs' here, in [data]"),
+        ("lr=1", "expected section.key=value; did you mean optimizer.lr?"),
+        ("train_file=a", "did you mean data.inputs?"),
     ] {
         tells(&scene.refused_without_trace(&format!("train tiny.toml --set {set}")), &[key]);
     }
@@ -38,13 +47,27 @@ fn words_of_other_systems_lead_to_keys() {
         &scene.run("config --explain learning_rate").succeeded(),
         &["`learning_rate` in other systems is optimizer.lr here", "[optimizer]", "\nlr = 3e-4"],
     );
+    tells(&scene.run("config --explain optimizer.lr").succeeded(), &["[optimizer]", "\nlr = 3e-4"]);
+    // The key of that very name before those that only mention it.
+    assert!(scene.run("config --explain workers").succeeded().trim_start().starts_with("[launch]"));
+    for (command, hint) in [
+        ("train tiny.toml --lr 1", "`--set optimizer.lr=VALUE`"),
+        ("train tiny.toml --per-device-train-batch-size 1", "`--set training.local_batch_size=VALUE`"),
+        ("train --config tiny.toml", "`trireme train my.toml`"),
+        ("export runs/tiny", "`trireme checkpoint export`"),
+        ("finetune", "`trireme train, with [model] init_from`"),
+    ] {
+        let outcome = scene.run(command);
+        assert_eq!(outcome.code, Some(2), "{outcome:?}");
+        tells(&outcome.stderr, &[hint]);
+    }
     tells(&scene.run("config --explain dropout").succeeded(), &["[model]", "\ndropout = 0.0"]);
     tells(&scene.run("config --explain metrics").succeeded(), &["[metrics]\n", "\nlog_interval = 10"]);
     tells(
         &scene.run("config --explain zebra").refused(),
         &["no section is named 'zebra', and no key mentions it"],
     );
-    tells(&scene.run("train tiny.toml --nproc 1").succeeded(), &["1 worker x 1 threads"]);
+    tells(&scene.run("train tiny.toml --nproc 1").succeeded(), &["1 worker x 1 thread"]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ fn from_text_to_text() {
     tells(
         &printed,
         &[
-            "2 workers x 1 threads",
+            "2 workers x 1 thread",
             "seconds_to_first_step: ",
             "step: 4  loss: ",
             "the bigram baseline of",

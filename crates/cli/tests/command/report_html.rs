@@ -146,7 +146,7 @@ fn only_pages_are_replaced() {
     std::fs::create_dir(scene.path("folder")).unwrap();
     scene.write("mine.html", "<!doctype html>\n<html lang=\"en\">\nmine\n");
     let error = scene.refused_without_trace("report html runs/a --out mine.html");
-    tells(&error, &["mine.html exists and is no page of `trireme report html`", "--force"]);
+    tells(&error, &["mine.html exists and was not written by `trireme report html`", "--force"]);
     tells(&scene.refused_without_trace("report html runs/a --out folder --force"), &["folder is not a file"]);
     tells(
         &scene.refused_without_trace("report html runs/a --out none/page.html"),

@@ -113,6 +113,11 @@ fn a_dry_run_tells_what_a_run_would_do_and_does_nothing() {
     scene.run("train tiny.toml --set run.name=earlier --set checkpoint.enable=false").succeeded();
     let refused = scene.refused_without_trace("train tiny.toml --set run.name=earlier --dry-run");
     tells(&refused, &["runs/earlier", "--resume never"]);
+    scene.write("torn.jsonl", "{\"text\": \"a\"}\n{\"text\": \n");
+    for (inputs, fact) in [("none.txt", "none.txt does not exist"), ("torn.jsonl", "torn.jsonl, line 2")] {
+        let dry = format!("train tiny.toml --dry-run --set run.name=other --set data.inputs=[\"{inputs}\"]");
+        tells(&scene.refused_without_trace(&dry), &[fact]);
+    }
     let mut launched = scene.command("train tiny.toml --dry-run");
     launched.envs([("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")]);
     tells(&Running::start(launched).end().refused(), &["--dry-run needs no launcher"]);

@@ -65,6 +65,20 @@ fn answers_are_learned_alike_on_every_layout() {
     let asked = scene.run(&format!("{chat} --prompt a")).succeeded();
     tells(&asked, &["<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n"]);
     assert_eq!(scene.run(&format!("{chat} --prompt-file messages.jsonl")).succeeded(), asked);
+    let system = scene.run(&format!("{chat} --prompt a --system Short.")).succeeded();
+    tells(&system, &["<|im_start|>system\\nShort.<|im_end|>"]);
+    tells(&scene.run("generate runs/alone --chat").refused(), &["--chat needs something to answer"]);
+    // Questions as conversations, and as texts.
+    let asked = "\"messages\": [{\"role\": \"user\", \"content\": \"after one, two\"}]";
+    scene.write("asked.jsonl", format!("{{{asked}, \"choices\": [\"two one\", \"six\"], \"answer\": 0}}\n"));
+    let prompt = "<|im_start|>user\\nafter one, two<|im_end|>\\n<|im_start|>assistant\\n";
+    let plain = "\"delimiter\": \"\", \"choices\": [\"two one\", \"six\"], \"answer\": 0";
+    scene.write("plain.jsonl", format!("{{\"context\": \"{prompt}\", {plain}}}\n"));
+    let [of_messages, of_text] =
+        ["asked", "plain"].map(|file| scene.run(&format!("eval runs/alone {file}.jsonl --json")).succeeded());
+    assert_eq!(of_messages, of_text);
+    let refused = scene.run("eval runs/alone asked.jsonl text.txt").refused();
+    tells(&refused, &["asked.jsonl has questions, which are evaluated alone"]);
     // The template goes with the model.
     assert!(scene.names("runs/alone/checkpoints/step-4").contains(&"chat_template.jinja".to_owned()));
 }
@@ -79,6 +93,12 @@ fn conversations_need_a_template() {
         &scene.refused_without_trace("prepare chat.jsonl --chat-template broken.jinja --out c"),
         &["broken.jinja"],
     );
+    scene.write("wordless.jsonl", "{\"messages\": [{\"role\": \"user\", \"text\": \"a\"}]}\n");
+    let refused = scene.refused_without_trace("prepare wordless.jsonl --chat-template chatml --out c");
+    tells(&refused, &["wordless.jsonl, line 1", "message 1 has no `content`"]);
+    let short = scene.run("train chat.toml --set training.seq_len=32 --set run.name=short");
+    assert_eq!(short.code, Some(0), "{short:?}");
+    tells(&short.stderr, &["documents are longer than [training] seq_len = 32 and are cut"]);
     scene.write("strict.jinja", "{{ raise_exception('only one turn') }}");
     let refused = scene.refused_without_trace("prepare chat.jsonl --chat-template strict.jinja --out c");
     tells(&refused, &["chat.jsonl, line 1", "only one turn"]);
@@ -146,12 +166,21 @@ fn a_run_resumes_with_the_corpus_of_its_own_among_similar_ones() {
     for (name, data) in &runs {
         let printed = train(name, &format!("{data} --set training.steps=6"));
         tells(&printed, &["resuming after step 4 of 6"]);
-        assert!(!printed.contains("original corpus"), "{name}: {printed}");
+        assert!(!printed.contains("corpus that it began with"), "{name}: {printed}");
     }
     assert!(scene.records("validated").last().unwrap()["validation_loss"].is_number());
     // Inputs that have changed do not make the corpus of another run its own.
     scene.write("b.jsonl", records("other", "text"));
-    tells(&train("b", &format!("{b} --set training.steps=8")), &["original corpus"]);
+    tells(&train("b", &format!("{b} --set training.steps=8")), &["corpus that it began with"]);
+    // Other names are another choice of data.
+    scene.write("c.jsonl", records("other", "text"));
+    let other = b.replace("b.jsonl", "c.jsonl");
+    let refused = scene
+        .run(&format!(
+            "train tiny.toml --set run.name=b --set data.folder=shared {other} --set training.steps=9"
+        ))
+        .refused();
+    tells(&refused, &["was written with corpus", "--resume never"]);
     let config = scene.read("runs/b/config.toml");
     assert!(config.contains("shared-2"), "{config}");
 }

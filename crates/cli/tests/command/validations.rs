@@ -95,7 +95,7 @@ fn a_run_may_be_as_long_as_passes_over_the_text() {
     scene.run("train half.toml --set training.steps=3 --set run.name=three").succeeded();
     assert_eq!(scene.losses("three").len(), 3);
     let many = scene.run("train half.toml --set training.seq_len=64 --set training.epochs=5 --set run.name=many --set checkpoint.interval=1000");
-    tells(&many.succeeded(), &["the run makes 5.0 passes over its text"]);
+    tells(&many.succeeded(), &["the run makes 5.0 passes over its data"]);
     scene.write("both.toml", config.replace("epochs", "steps = 4\nepochs"));
     tells(&scene.refused_without_trace("train both.toml"), &["`steps` already says how long to train"]);
 }
@@ -126,6 +126,6 @@ fn a_model_is_evaluated_on_texts_and_corpora() {
     );
     tells(&scene.run("eval model text.txt --seq-len 99").refused(), &["seq_len is 99", "at most 16"]);
     scene.run("prepare text.txt --train-bpe 300 --out other").succeeded();
-    tells(&scene.run("eval model other").refused(), &["other was tokenized with another tokenizer"]);
+    tells(&scene.run("eval model other").refused(), &["other does not have the tokenizer"]);
     tells(&scene.run("eval model nowhere.txt").refused(), &["nowhere.txt does not exist"]);
 }

@@ -248,6 +248,30 @@ pub fn is_free(folder: &Path) -> Result<bool, DataError> {
     is_free().map_err(|source| DataError::Read { path: folder.to_owned(), source })
 }
 
+/// Reads the first `bytes_max` bytes of the inputs, as [`prepare`] would, and makes nothing of them.
+///
+/// # Errors
+/// As [`prepare`], as far as the tokenizer and the output are not concerned.
+pub fn check_inputs(options: &PrepareOptions, bytes_max: u64) -> Result<(), DataError> {
+    options.check()?;
+    let lists = [Inputs::collect(options)?, Inputs::of(&options.validation_inputs, options)?];
+    for inputs in &lists {
+        let has_answers = CorpusReader::begins_with_answers(options, inputs)?;
+        let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep, has_answers);
+        let mut has_text = inputs.files.is_empty();
+        while let Some(batch) = reader.next_batch()? {
+            has_text = true;
+            if batch.input_bytes_read > bytes_max {
+                break;
+            }
+        }
+        if !has_text {
+            return Err(DataError::EmptyCorpus { skipped: inputs.skipped.to_string() });
+        }
+    }
+    Ok(())
+}
+
 /// Whether the output folder holds what [`prepare`] would write: no input (by path, size and time of change)
 /// and no option differs from then, and the tokenizer is whole. Costs a look at each input file, without reading
 /// it.

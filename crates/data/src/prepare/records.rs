@@ -61,14 +61,22 @@ impl Records<'_> {
 
     fn conversation(self, messages: &[Value], first: usize) -> Result<Record, RecordError> {
         let template = self.template.ok_or(RecordError::NoTemplate)?;
-        if let Some(index) = messages.iter().position(|message| !message["role"].is_string()) {
-            return Err(RecordError::Conversation(format!("message {} has no role", index + 1)));
+        for (index, message) in messages.iter().enumerate() {
+            let refuse =
+                |what: &str| Err(RecordError::Conversation(format!("message {} has no {what}", index + 1)));
+            if !message["role"].is_string() {
+                return refuse("`role`");
+            }
+            // Who calls a tool need not say anything.
+            if message["content"].is_null() && message["tool_calls"].is_null() {
+                return refuse("`content`");
+            }
         }
         let answered = template.answered(messages, first).map_err(RecordError::Conversation)?;
         match answered.answers.is_empty() {
-            true => {
-                Err(RecordError::Conversation("no message of the role assistant is to be learned".to_owned()))
-            }
+            true => Err(RecordError::Conversation(
+                "it has no message with the role `assistant` to learn".to_owned(),
+            )),
             false => Ok(Record::Answered(answered)),
         }
     }
@@ -112,8 +120,9 @@ mod tests {
         let bare = Records { field: "text", template: None };
         assert!(matches!(bare.read(r#"{"messages": []}"#), Err(RecordError::NoTemplate)));
         for (line, reason) in [
-            (r#"{"messages": [{"content": "a"}]}"#, "message 1 has no role"),
-            (r#"{"messages": [{"role": "user", "content": "a"}]}"#, "no message of the role assistant"),
+            (r#"{"messages": [{"content": "a"}]}"#, "message 1 has no `role`"),
+            (r#"{"messages": [{"role": "user", "text": "a"}]}"#, "message 1 has no `content`"),
+            (r#"{"messages": [{"role": "user", "content": "a"}]}"#, "no message with the role `assistant`"),
         ] {
             assert!(matches!(read(line), Err(RecordError::Conversation(found)) if found.contains(reason)));
         }

@@ -180,18 +180,14 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// What a `config.json` asks for and training leaves out, one sentence each: to be shown to the user.
-    pub fn notices(text: &str) -> Vec<String> {
+    /// The keys by which a `config.json` asks for dropout, with their rates, such as `resid_pdrop = 0.1`. Training leaves it out unless
+    /// the user asks for dropout as well.
+    pub fn dropout_keys(text: &str) -> Vec<String> {
         let map: Map<String, Value> = serde_json::from_str(text).unwrap_or_default();
         ["resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"]
             .into_iter()
             .filter(|key| map.get(*key).and_then(Value::as_f64).is_some_and(|rate| rate > 0.0))
-            .map(|key| {
-                format!(
-                    "config.json sets {key} = {}, which does not apply; [model] dropout sets one",
-                    map[key]
-                )
-            })
+            .map(|key| format!("{key} = {}", map[key]))
             .collect()
     }
 
@@ -320,8 +316,8 @@ mod tests {
             (llama.rope.unwrap().theta, llama.num_kv_heads, llama.tie_word_embeddings),
             (5000.0, 2, false)
         );
-        assert_eq!(ModelConfig::notices(GPT2).len(), 1);
-        assert!(ModelConfig::notices(LLAMA).is_empty());
+        assert_eq!(ModelConfig::dropout_keys(GPT2), ["resid_pdrop = 0.1"]);
+        assert!(ModelConfig::dropout_keys(LLAMA).is_empty());
     }
 
     #[test]

@@ -16,9 +16,10 @@ pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
         let all: Vec<String> = defaults.all().map(|(name, section)| explain_section(name, section)).collect();
         return Ok(all.join("\n"));
     };
-    match defaults.get(name) {
-        Some(section) => Ok(explain_section(name, section)),
-        None => match search(&defaults, name) {
+    match (defaults.get(name), explain_dotted(&defaults, name)) {
+        (Some(section), _) => Ok(explain_section(name, section)),
+        (None, Some(key)) => Ok(key),
+        (None, None) => match search(&defaults, name) {
             found if found.is_empty() => {
                 Err(ConfigError::UnknownSection { section: name.to_owned(), hint: section_hint(name) })
             }
@@ -36,17 +37,31 @@ fn search(sections: &Sections, word: &str) -> String {
         text += &format!("# `{foreign}` in other systems is {key} here{difference}\n");
     }
     let foreign: Vec<&str> = foreign_words::keys_of(word).map(|(_, key, _)| key).collect();
-    for (name, section) in sections.all() {
-        let fits = |key: &Key| {
-            let is_told = key.docs.iter().any(|line| line.to_lowercase().contains(&lower));
-            key.name.contains(&lower) || is_told || foreign.contains(&&*format!("{name}.{}", key.name))
-        };
-        let keys: Vec<String> = section.keys().iter().filter(|key| fits(key)).map(explain_key).collect();
-        if !keys.is_empty() {
-            text += &format!("\n[{name}]\n{}", keys.concat());
-        }
-    }
+    let is_named = |key: &Key| key.name == lower;
+    let is_found = |name: &str, key: &Key| {
+        let is_told = key.docs.iter().any(|line| line.to_lowercase().contains(&lower));
+        key.name.contains(&lower) || is_told || foreign.contains(&&*format!("{name}.{}", key.name))
+    };
+    // Keys of this very name come first.
+    text += &explain_keys(sections, |_, key| is_named(key));
+    text += &explain_keys(sections, |name, key| !is_named(key) && is_found(name, key));
     text
+}
+
+fn explain_keys(sections: &Sections, fits: impl Fn(&str, &Key) -> bool) -> String {
+    let of_section = |(name, section): (&str, &dyn Section)| {
+        let keys: Vec<String> =
+            section.keys().iter().filter(|key| fits(name, key)).map(explain_key).collect();
+        (!keys.is_empty()).then(|| format!("\n[{name}]\n{}", keys.concat()))
+    };
+    sections.all().filter_map(of_section).collect()
+}
+
+/// The key of a name such as `optimizer.lr`.
+fn explain_dotted(sections: &Sections, name: &str) -> Option<String> {
+    let (section, key) = name.split_once('.')?;
+    let key = sections.get(section)?.keys().into_iter().find(|own| own.name == key)?;
+    Some(format!("[{section}]\n{}", explain_key(&key)))
 }
 
 fn explain_section(name: &str, section: &dyn Section) -> String {

@@ -134,6 +134,11 @@ impl Config {
         Ok(file_values(&read_file(path)?))
     }
 
+    /// The key with this name, or the one that another system calls so, as `section.key`. Dashes count as underscores.
+    pub fn key_named(name: &str) -> Option<String> {
+        reader::key_named(&Sections::default(), name)
+    }
+
     /// Every key as `section.key`, with its default, if it has one.
     pub(crate) fn defaults() -> BTreeMap<String, String> {
         let sections = Sections::default();

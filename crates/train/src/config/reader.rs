@@ -145,7 +145,8 @@ impl Loose {
         let given = Given { place: Place::Override { index }, text: option.to_owned() };
         let parts = option.split_once('=').and_then(|(name, raw)| Some((name.split_once('.')?, raw)));
         let Some(((section, key), raw)) = parts else {
-            return self.refuse(given, "expected section.key=value".to_owned());
+            let explanation = undotted(&self.sections, option);
+            return self.refuse(given, explanation);
         };
         let (section, key, raw) = (section.trim(), key.trim(), raw.trim());
         if !Sections::NAMES.contains(&section) {
@@ -225,20 +226,41 @@ pub(super) fn section_hint(name: &str) -> String {
 }
 
 fn outside_of_sections(sections: &Sections, key: &str) -> String {
-    match section_with(sections, key) {
-        Some(section) => format!("the key belongs in section [{section}]"),
-        None => format!("unknown key outside of a section; {}", section_hint(key)),
+    match (section_with(sections, key), foreign_key(key)) {
+        (Some(section), _) => format!("the key belongs in section [{section}]"),
+        (None, Some(own)) => own,
+        (None, None) => format!("unknown key outside of a section; {}", section_hint(key)),
     }
+}
+
+/// What to say of a word of another system.
+fn foreign_key(key: &str) -> Option<String> {
+    let (own, difference) = key_of(key)?;
+    let (section, own) = own.split_once('.').expect("keys are dotted");
+    let difference = if difference.is_empty() { String::new() } else { format!(" ({difference})") };
+    Some(format!("unknown key; it is called '{own}' here, in [{section}]{difference}"))
+}
+
+/// The key of this name in any section, or the one that is called so in another system.
+pub(super) fn key_named(sections: &Sections, name: &str) -> Option<String> {
+    let own = name.replace('-', "_");
+    let section = section_with(sections, &own).map(|section| format!("{section}.{own}"));
+    section.or_else(|| key_of(name).map(|(key, _)| key.to_owned()))
+}
+
+/// What to say of `--set` with a name that has no section.
+fn undotted(sections: &Sections, option: &str) -> String {
+    let name = option.split('=').next().unwrap_or_default().trim();
+    let hint = key_named(sections, name).map_or_else(String::new, |key| format!("; did you mean {key}?"));
+    format!("expected section.key=value{hint}")
 }
 
 fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if let Some(other) = section_with(sections, key) {
         return format!("unknown key in [{section}]; it belongs in [{other}]");
     }
-    if let Some((own, difference)) = key_of(key) {
-        let (section, own) = own.split_once('.').expect("keys are dotted");
-        let difference = if difference.is_empty() { String::new() } else { format!(" ({difference})") };
-        return format!("unknown key; it is called '{own}' here, in [{section}]{difference}");
+    if let Some(own) = foreign_key(key) {
+        return own;
     }
     let target = sections.get(section).expect("the section's name was checked");
     unknown_in(target, &format!("[{section}]"), key)

@@ -122,11 +122,11 @@ config_section! {
         spill: bool = true;
         /// Number of chunks in which tokens travel to experts on other workers: one travels while another one is computed (docs/experts.md). At most as many
         /// as a worker has experts. 2 is faster between hosts. Within a host it is slower, since the cores that compute also copy, and products get smaller.
-        /// Changes no bit, unless products are in fp8.
+        /// Results stay bit-identical, unless products are in fp8.
         num_chunks: usize = 1, within 1..=1 << 10;
         /// Number of experts of each layer of which all workers with different experts keep copies (FasterMoE's shadow experts): those that most tokens chose
         /// before. Tokens do not travel to them; their weights and gradients do, in each microbatch. Pays where a few experts have most of the load
-        /// (docs/experts.md). Changes no bit.
+        /// (docs/experts.md). Results stay bit-identical.
         num_shadowed: usize = 0, within 0..=1 << 10;
     }
 }

@@ -120,8 +120,10 @@ fn holds_batch_sizes_against_the_world() {
     assert_eq!(good(&text, &["launch.workers=2"]).num_microbatches(), 3);
     assert_eq!(
         mistakes(&text, &["launch.workers=4"]),
-        ["configs/try.toml:7: global_batch_size = 24: global_batch_size 24 is not a multiple of \
-          local_batch_size 4 x 4 workers = 16"]
+        [
+            "configs/try.toml:7: global_batch_size = 24: not a multiple of local_batch_size 4 x 4 workers = 16; \
+          the nearest multiples are 16 and 32"
+        ]
     );
     // The environment's world counts, not the one that the config would start.
     let config = Config::parse(&text, Path::new("try.toml"), &["launch.workers=5".into()], Some(3)).unwrap();

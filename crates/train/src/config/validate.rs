@@ -342,9 +342,9 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
         &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
         || {
             format!(
-                "global_batch_size {} is not a multiple of local_batch_size {local} x {world_size} workers = \
-                 {smallest}",
-                training.global_batch_size
+                "not a multiple of local_batch_size {local} x {world_size} workers = {smallest}; the nearest multiples are {} and {}",
+                (training.global_batch_size / smallest).max(1) * smallest,
+                training.global_batch_size.div_ceil(smallest).max(2) * smallest
             )
         },
     );

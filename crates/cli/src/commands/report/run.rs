@@ -16,7 +16,7 @@ Examples:
   trireme report run runs/quickstart --svg loss.svg
       The loss curves as a picture.";
 
-/// Summarize a run, and plot its losses.
+/// Summarize a run; with --svg, plot its losses.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct RunArgs {

@@ -8,9 +8,13 @@ use std::io::Write;
 use trireme_data::Corpus;
 use trireme_planner::table;
 use trireme_train::config::Config;
-use trireme_train::{Samples, current_corpus, earlier_run, resume_point};
+use trireme_train::{Samples, check_corpus_inputs, current_corpus, earlier_run, resume_point};
 
-/// Checks what `train` checks before its first step, and prints what it would do. Nothing is written.
+/// How much of inputs that are not prepared is read.
+const CHECKED_BYTES_MAX: u64 = 64 << 20;
+
+/// Checks what `train` checks before its first step, and prints what it would do. Nothing is written; of texts that are not
+/// prepared, the first 64 MiB are read.
 pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
     if let Some(earlier) = earlier_run(config)? {
         return Err(earlier.into());
@@ -40,6 +44,7 @@ pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
                 let inputs = config.data().inputs.iter().map(|path| path.display().to_string());
                 let inputs = inputs.collect::<Vec<_>>().join(", ");
                 let folder = config.data().folder.display();
+                check_corpus_inputs(config, CHECKED_BYTES_MAX)?;
                 text += &format!("data: would be prepared from {inputs} into {folder}\n");
                 check_weights(config)?;
                 let model = language_model(config)?;

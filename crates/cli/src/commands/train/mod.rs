@@ -3,6 +3,7 @@
 mod dry_run;
 mod outcome;
 
+use super::check_config_path;
 use super::init::DEFAULT_CONFIG;
 use super::prepare::Display;
 use crate::bounded::within;
@@ -49,7 +50,8 @@ Examples:
 A run writes everything to its folder, runs/<name>: config.toml, metrics.jsonl, logs,
 events.out.tfevents.* for TensorBoard, and checkpoints/step-N. Run the command again to resume from
 the newest checkpoint. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 save a checkpoint after the
-current step and end the run; a second Ctrl-C or SIGTERM ends it at once. `trireme config --explain` describes every key.";
+current step and end the run; a second Ctrl-C, SIGTERM or SIGHUP ends it at once.
+`trireme config --explain` describes every key.";
 
 /// Train a model described by a config file.
 ///
@@ -61,14 +63,15 @@ pub(crate) struct TrainArgs {
     /// Config file.
     #[arg(default_value = DEFAULT_CONFIG)]
     config: PathBuf,
-    /// Number of local workers; same as `--set launch.workers=N`.
+    /// Number of local workers; same as `--set launch.workers=N`. 0 starts one for each device: one on a CPU.
     #[arg(long, value_name = "N", aliases = ["nproc", "nproc-per-node", "nproc_per_node", "num-processes"])]
     workers: Option<usize>,
     /// Where to resume: `auto`, `never` (a new run; an earlier one is moved aside), or the path of a checkpoint or run; same as
     /// `--set checkpoint.resume=WHERE`.
     #[arg(long, value_name = "WHERE", overrides_with = "resume")]
     resume: Option<String>,
-    /// Check the config, data, memory and checkpoint, print what the run would do, and exit.
+    /// Check the config, data, memory and checkpoint, print what the run would do, and exit. Of texts that are not prepared, the first 64
+    /// MiB are read.
     #[arg(long)]
     dry_run: bool,
     /// Override a key of the file; the value is TOML or a bare string.
@@ -107,9 +110,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     let world_size = environment.as_ref().map(|environment| environment.world_size);
     let is_ours = environment.is_none();
     let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
-    if args.config.as_os_str() == DEFAULT_CONFIG && !args.config.exists() {
-        bail!("there is no {DEFAULT_CONFIG} here; name a config, or begin with `trireme init DIR`");
-    }
+    check_config_path(&args.config)?;
     let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
     let config = source.load(&[])?;
     let simd = Simd::choose(Proof::Cached)?;
@@ -169,8 +170,8 @@ fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Resul
     if error_log().is_none() {
         match state {
             CorpusState::Kept => remark(
-                "note: the inputs have changed, but the run resumes with its original corpus ([checkpoint] resume = \
-                 \"never\" starts again with the new one)",
+                "warning: the inputs have changed, but the run resumes with the corpus that it began with; to train on \
+                 the new text, start again with --resume never",
             ),
             CorpusState::Made if version > 1 => remark(&format!(
                 "note: the corpus is in {}, next to the one that an earlier run used",
@@ -218,7 +219,16 @@ fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers)
     let (model, _) = model_config(config, vocabulary_size)?;
     let training = config.training();
     let sequences = Sequences::new(config, corpus.report.has_loss_mask);
-    sequences.sampler(corpus, training.seed)?;
+    let num_cut = sequences.sampler(corpus, training.seed)?.num_cut_documents();
+    let num_documents = corpus.train.tokens.num_documents();
+    // A text among conversations is cut, and that is no loss. Under a launcher of ours, the launcher has said so.
+    if corpus.report.has_loss_mask && num_cut > num_documents / 100 && error_log().is_none() {
+        let seq_len = training.seq_len;
+        remark(&format!(
+            "warning: {num_cut} of {num_documents} documents are longer than [training] seq_len = {seq_len} and are cut; their later parts \
+             are learned without what comes before"
+        ));
+    }
     if let Some(num_tokens) = corpus.validation.as_ref().map(|validation| validation.tokens.num_tokens())
         && num_tokens <= training.seq_len as u64
     {
@@ -421,8 +431,12 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         Some(_) => Some(memory_table(&trainer, &plan)?),
         None => None,
     };
+    let learns_answers = language.as_ref().is_some_and(|language| language.learns_answers());
+    // A model that has learned answers has none unless it is asked.
+    let is_silent = learns_answers && config.generate().prompt.trim().is_empty();
     let weights = match config.generate().num_tokens {
         0 => Ok(None),
+        _ if is_silent => Ok(None),
         _ => {
             // Activations are no longer needed; the copy of the parameters takes their place.
             trainer.executor().device().trim();
@@ -448,7 +462,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
             Some(Err(error)) => console.line(&format!("\ncannot generate a sample: {error:#}\n")),
             None => {}
         }
-        whereabouts(config, &summary).iter().for_each(|line| console.line(line));
+        whereabouts(config, &summary, learns_answers).iter().for_each(|line| console.line(line));
     }
     Ok(())
 }

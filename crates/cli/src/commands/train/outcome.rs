@@ -67,6 +67,10 @@ pub(super) fn verdict(language: Option<&LanguageTask>, summary: &RunSummary) -> 
     let Some((train, Some(validation))) = language.map(LanguageTask::tokens) else {
         return Ok(Some(format!("validation loss {loss:.4}")));
     };
+    // Among answers, what a pair of tokens tells is no measure.
+    if language.is_some_and(LanguageTask::learns_answers) {
+        return Ok(Some(format!("validation loss {loss:.4} nats per token")));
+    }
     let baseline = bigram_baseline(train, validation).map_err(TrainError::from)?;
     let verdict = if loss < baseline { "below" } else { "not below" };
     Ok(Some(format!(
@@ -95,7 +99,7 @@ pub(super) fn stopped(config: &Config, summary: &RunSummary) -> Vec<String> {
 }
 
 /// Where everything is, and what to try next.
-pub(super) fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> {
+pub(super) fn whereabouts(config: &Config, summary: &RunSummary, learns_answers: bool) -> Vec<String> {
     let folder = config.run_folder();
     let folder = folder.display();
     let mut lines =
@@ -111,11 +115,15 @@ pub(super) fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> 
     lines.push("next steps:".to_owned());
     if config.subject() == Subject::LanguageModel {
         let prompt = match config.generate().prompt.as_str() {
+            blank if blank.trim().is_empty() && learns_answers => {
+                " --prompt \"…\"   # with --chat after conversations".to_owned()
+            }
             blank if blank.trim().is_empty() => String::new(),
             prompt => format!(" --prompt {prompt:?}"),
         };
         lines.extend([
             format!("  trireme generate {folder}{prompt}"),
+            format!("  trireme eval {folder} DATA"),
             format!("  trireme checkpoint export {folder} exported   # a Hugging Face model directory"),
         ]);
     }

@@ -41,7 +41,7 @@ pub(crate) struct HtmlArgs {
     /// File to write. An earlier page of this command is replaced.
     #[arg(long, value_name = "FILE", default_value = "report.html")]
     out: PathBuf,
-    /// Replace FILE even if it is no page of this command.
+    /// Replace FILE even if this command did not write it.
     #[arg(long)]
     force: bool,
 }
@@ -75,7 +75,7 @@ fn check_target(path: &Path, force: bool) -> Result<()> {
         .with_context(|| format!("cannot read {}, which exists", path.display()))?;
     if !force && beginning != page::BEGINNING.as_bytes() {
         bail!(
-            "{} exists and is no page of `trireme report html`; choose another name with --out, or replace it with --force",
+            "{} exists and was not written by `trireme report html`; choose another name with --out, or replace it with --force",
             path.display()
         );
     }
