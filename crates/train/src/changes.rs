@@ -11,8 +11,9 @@ use trireme_checkpoint::Checkpoint;
 const IGNORED_SECTIONS: [&str; 5] = ["run", "checkpoint", "metrics", "launch", "generate"];
 
 /// Keys of other sections that do not affect training.
-const IGNORED_KEYS: [&str; 9] = [
+const IGNORED_KEYS: [&str; 10] = [
     "training.threads",
+    "training.time_limit",
     "data.folder",
     "data.inputs",
     "comm.interface",

@@ -29,6 +29,7 @@ mod schedule_file;
 mod setup;
 mod stages;
 mod task;
+mod time_limit;
 pub mod trace;
 mod trainer;
 mod validation;
@@ -50,7 +51,7 @@ pub use optimizer::optimizer_options;
 pub use pretrained::{
     TOKENIZER_NOTE, chat_template_beside, model_chat_template, model_tokenizer, named_chat_template,
 };
-pub use requests::Requests;
+pub use requests::{Requests, StoppedBy};
 pub use resume::resume_point;
 pub use run_folder::{CONFIG_TOML, FLIGHT_RECORDER_FOLDER, earlier_run};
 pub use run_lock::RunLock;

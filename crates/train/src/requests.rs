@@ -3,8 +3,18 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The bit that asks for a checkpoint; those below stand for signals.
+/// The bit that asks for a checkpoint; those below stand for signals, whose numbers begin at 1, and the first for the time limit.
 const CHECKPOINT: u32 = 1 << 31;
+const TIME_LIMIT: u32 = 1;
+
+/// Why a run ends before its last step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoppedBy {
+    /// A signal to any of its ranks.
+    Signal(i32),
+    /// The time that it was given is over.
+    TimeLimit,
+}
 
 /// Asks all ranks of a run for something, from any thread of any of them. They hear of it together, at the end of a step.
 #[derive(Debug, Clone)]
@@ -23,6 +33,11 @@ impl Requests {
     pub fn stop(&self, signal: i32) {
         assert!((1..=30).contains(&signal), "signal {signal}");
         self.0.fetch_or(1 << signal, Ordering::Relaxed);
+    }
+
+    /// Asks for a checkpoint and the end of the run, because its time is over.
+    pub(crate) fn stop_in_time(&self) {
+        self.0.fetch_or(TIME_LIMIT, Ordering::Relaxed);
     }
 
     /// Asks for a checkpoint.
@@ -46,10 +61,13 @@ impl Requested {
         self.0 & CHECKPOINT != 0
     }
 
-    /// The signal for which the run shall end: of several, the first by number.
-    pub(crate) fn stop(self) -> Option<i32> {
-        let signals = self.0 & !CHECKPOINT;
-        (signals != 0).then(|| signals.trailing_zeros() as i32)
+    /// Why the run shall end: of several signals, the first by number.
+    pub(crate) fn stop(self) -> Option<StoppedBy> {
+        match (self.0 & !CHECKPOINT).trailing_zeros() {
+            0 => Some(StoppedBy::TimeLimit),
+            32 => None,
+            signal => Some(StoppedBy::Signal(signal as i32)),
+        }
     }
 }
 
@@ -68,6 +86,8 @@ mod tests {
         requests.stop(15);
         requests.stop(2);
         requests.forget_checkpoint();
-        assert_eq!((requested().checkpoint(), requested().stop()), (false, Some(2)));
+        assert_eq!((requested().checkpoint(), requested().stop()), (false, Some(StoppedBy::Signal(2))));
+        requests.stop_in_time();
+        assert_eq!(requested().stop(), Some(StoppedBy::TimeLimit));
     }
 }

@@ -13,7 +13,7 @@ use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
 use crate::observer::{Observer, RunFacts};
-use crate::requests::{Requested, Requests};
+use crate::requests::{Requested, Requests, StoppedBy};
 use crate::resume::{resume, tidy_up};
 use crate::run_folder;
 use crate::run_lock::RunLock;
@@ -21,6 +21,7 @@ use crate::setup::{
     build_executor, lr_schedule, notice_delay, notice_determinism, proven_programs, rehearse,
 };
 use crate::task::{Samples, Task};
+use crate::time_limit::TimeLimit;
 use crate::trace::Tracer;
 use crate::validation::{Validated, Validation};
 use std::path::PathBuf;
@@ -49,6 +50,8 @@ pub struct TrainerOptions {
     /// What was planned for this worker; alike on all workers but for the predictions. What the config leaves to a
     /// plan is kept, on the device, without it.
     pub plan: Option<WorkerPlan>,
+    /// When the process must have ended, if it must; only rank 0's counts.
+    pub ends_at: Option<Instant>,
     /// The [config as it was given](Config::given), to be kept with the run.
     pub given_config: Option<String>,
 }
@@ -81,8 +84,8 @@ pub struct RunSummary {
     pub checkpoint: Option<(u64, PathBuf)>,
     /// The step and the loss of the validation with the lowest loss, earlier runs' included.
     pub best_validation: Option<(u64, f64)>,
-    /// The signal for which the run ended before its last step, if it did.
-    pub stopped_by: Option<i32>,
+    /// Why the run ended before its last step, if it did and was asked to.
+    pub stopped_by: Option<StoppedBy>,
     /// From the start of the command to the end of the first step of this run.
     pub seconds_to_first_step: Option<f64>,
 }
@@ -123,6 +126,8 @@ pub struct Trainer<'a> {
     requests: Requests,
     /// When the last checkpoint was written, or the run began.
     saved_at: Instant,
+    /// On rank 0, if the run has one.
+    time_limit: Option<TimeLimit>,
     /// What the user was told of once.
     reported: Vec<String>,
     /// Kept locked while the run lasts.
@@ -212,10 +217,11 @@ impl<'a> Trainer<'a> {
         Ok(Trainer {
             config,
             observer,
-            options,
             is_new,
             requests,
             saved_at: Instant::now(),
+            time_limit: options.ends_at.filter(|_| is_root).map(|end| TimeLimit::new(Instant::now(), end)),
+            options,
             executor,
             task,
             host_batch: HostBatch::new(&batch_specs),
@@ -363,6 +369,14 @@ impl<'a> Trainer<'a> {
         Ok(validated)
     }
 
+    /// Rank 0 asks for the end of the run when its time might not suffice for another step after the one that begins.
+    fn request_end(&mut self) {
+        if self.time_limit.as_mut().is_some_and(|limit| limit.begin_step(Instant::now())) {
+            self.requests.stop_in_time();
+            self.report_once("the time limit is near; the run ends after this step".to_owned());
+        }
+    }
+
     /// Rank 0 asks for a checkpoint when its time comes with the step that begins.
     fn request_checkpoint(&self, last_step: Duration) {
         let checkpoint = self.config.checkpoint();
@@ -379,7 +393,11 @@ impl<'a> Trainer<'a> {
     fn save(&mut self, is_last: bool, summary: &mut RunSummary) -> Result<(), TrainError> {
         if self.config.checkpoint().enable {
             self.requests.forget_checkpoint();
+            let began = Instant::now();
             let saved = self.save_checkpoint(is_last)?;
+            if let Some(limit) = &mut self.time_limit {
+                limit.add_save(began.elapsed());
+            }
             summary.checkpoint = saved.map(|path| (self.state.step, path)).or(summary.checkpoint.take());
             self.saved_at = Instant::now();
         }

@@ -163,6 +163,7 @@ fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
             started: Instant::now(),
             plan: None,
             features_max: None,
+            ends_at: None,
             given_config: None,
         };
         let mut trainer = match &task {

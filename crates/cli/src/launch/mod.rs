@@ -7,6 +7,7 @@ mod error;
 mod host_list;
 mod joining;
 mod supervisor;
+mod time_limit;
 mod worker_processes;
 
 pub(crate) use command_workers::{launch_workers, recorder_folder};
@@ -16,4 +17,5 @@ pub(crate) use joining::{join_options, work_in_world};
 pub(crate) use supervisor::{
     INVOKED_AS_VARIABLE, LocalWorld, OnSignal, ignored_signals, run_local_workers, worker_command,
 };
+pub(crate) use time_limit::run_end;
 pub(crate) use worker_processes::{LOST_PEER_EXIT_CODE, die_with_parent, error_log, signal_name};

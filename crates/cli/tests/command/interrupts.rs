@@ -2,6 +2,7 @@
 
 use crate::common::{Running, Scene, free_port, poll, tells};
 use rustix::process::{Pid, Signal, kill_process};
+use std::time::{Duration, UNIX_EPOCH};
 
 const ENDLESS: &str =
     "--set training.steps=1000000000 --set lr_scheduler.decay=constant --set checkpoint.interval=1000000000";
@@ -123,4 +124,26 @@ fn a_checkpoint_is_due_after_a_time() {
     run.interrupt();
     assert_eq!(run.end().code, Some(130));
     assert!(scene.whole_checkpoints("tiny") >= 2);
+}
+
+#[test]
+fn a_run_saves_and_ends_before_its_time_is_over() {
+    let scene = Scene::with_corpus();
+    for (name, workers) in [("limit", 1), ("job", 2)] {
+        let mut command =
+            scene.command(&format!("train tiny.toml --workers {workers} {ENDLESS} --set run.name={name}"));
+        match name {
+            "limit" => command.args(["--set", "training.time_limit=3s"]),
+            _ => {
+                let end = UNIX_EPOCH.elapsed().unwrap() + Duration::from_secs(4);
+                command.env("SLURM_JOB_END_TIME", end.as_secs().to_string())
+            }
+        };
+        let outcome = Running::start(command).end();
+        assert_eq!(outcome.code, Some(138), "{outcome:?}");
+        tells(&outcome.stdout, &["the time limit is near; the run ends after this step"]);
+        assert_resumes(&scene, &outcome.stdout, name);
+    }
+    let refused = scene.refused_without_trace("train tiny.toml --set training.time_limit=5");
+    tells(&refused, &["expected a time such as"]);
 }

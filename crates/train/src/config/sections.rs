@@ -227,6 +227,9 @@ config_section! {
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps between validations, the first before step 1; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
+        /// Time from the start of the command in which the run saves a checkpoint and ends, by what its steps and checkpoints have taken so
+        /// far. The exit code is then 138, and the same command resumes. Without it, the end of a Slurm job counts (SLURM_JOB_END_TIME).
+        time_limit: Option<Duration> = None;
         /// Stops the run after this many validations in a row without a new lowest loss; 0 disables it.
         early_stopping_patience: u64 = 0, within 0..;
         /// Number of samples in one validation; 0 uses all.

@@ -175,31 +175,46 @@ impl std::fmt::Display for Interval {
 
 impl Value for Interval {
     fn expected() -> String {
-        "a number of steps, 1 or more, or a time such as \"90s\", \"10m\" or \"1h\"".to_owned()
+        format!("a number of steps, 1 or more, or {}", Duration::expected())
     }
 
     fn read(value: &DeValue<'_>) -> Result<Self, String> {
-        let refuse = || Self::expected();
-        let Some(text) = value.as_str() else {
-            return u64::read(value).ok().filter(|&steps| steps > 0).map(Interval::Steps).ok_or_else(refuse);
-        };
-        let text = text.trim();
-        let unit = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(refuse)?;
-        let seconds = match text[unit..].trim() {
-            "s" => 1,
-            "m" | "min" => 60,
-            "h" => 3600,
-            _ => return Err(refuse()),
-        };
-        let number = text[..unit].parse::<u32>().ok().filter(|&number| number > 0).ok_or_else(refuse)?;
-        Ok(Interval::Time(Duration::from_secs(u64::from(number) * seconds)))
+        let steps = || u64::read(value).ok().filter(|&steps| steps > 0).map(Interval::Steps);
+        let time = || Duration::read(value).ok().map(Interval::Time);
+        steps().or_else(time).ok_or_else(Self::expected)
     }
 
     fn write(&self) -> Option<toml::Value> {
         match self {
             Interval::Steps(steps) => steps.write(),
-            Interval::Time(_) => Some(toml::Value::String(self.to_string())),
+            Interval::Time(time) => time.write(),
         }
+    }
+}
+
+/// Whole seconds, at least 1.
+impl Value for Duration {
+    fn expected() -> String {
+        "a time such as \"90s\", \"10m\" or \"1h\"".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        let refuse = || Self::expected();
+        let text = value.as_str().ok_or_else(refuse)?.trim();
+        let unit = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(refuse)?;
+        let seconds = match text[unit..].trim() {
+            "s" => 1,
+            "m" | "min" => 60,
+            "h" => 3600,
+            "d" => 86_400,
+            _ => return Err(refuse()),
+        };
+        let number = text[..unit].parse::<u32>().ok().filter(|&number| number > 0).ok_or_else(refuse)?;
+        Ok(Duration::from_secs(u64::from(number) * seconds))
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(toml::Value::String(format!("{}s", self.as_secs())))
     }
 }
 
@@ -274,7 +289,7 @@ mod tests {
     #[test]
     fn intervals_are_of_steps_or_of_time() {
         let read = |text: &str| Interval::read(&DeValue::String(Cow::Borrowed(text)));
-        for (text, seconds) in [("90s", 90), ("10m", 600), ("10 min", 600), ("2h", 7200)] {
+        for (text, seconds) in [("90s", 90), ("10m", 600), ("10 min", 600), ("2h", 7200), ("1d", 86_400)] {
             let interval = read(text).unwrap();
             assert_eq!(interval, Interval::Time(Duration::from_secs(seconds)));
             assert_eq!(read(interval.write().unwrap().as_str().unwrap()), Ok(interval));

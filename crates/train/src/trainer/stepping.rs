@@ -23,6 +23,7 @@ impl Trainer<'_> {
         self.load_batches()?;
         let last_step = self.records.iter().map(|record| record.step_seconds).sum();
         self.request_checkpoint(Duration::from_secs_f64(last_step));
+        self.request_end();
         let grad_norm =
             if training.max_norm > 0.0 { GradNorm::Clip(training.max_norm) } else { GradNorm::Measure };
         let num_steps = self.executor.program().outline.num_steps();

@@ -68,6 +68,7 @@ pub(crate) fn open<'a>(
         started: Instant::now(),
         plan: None,
         features_max: None,
+        ends_at: None,
         given_config: None,
     };
     Trainer::new(config, Arc::new(LanguageTask::open(config)?), group, options, observer)

@@ -10,14 +10,15 @@ use crate::bounded::within;
 use crate::console::{Console, remark};
 use crate::interrupts::Interrupts;
 use crate::launch::{
-    Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, error_log, join_options, run_local_workers,
-    work_in_world, worker_command,
+    Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, error_log, join_options, run_end,
+    run_local_workers, work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, anyhow, bail};
 use outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
+use signal_hook::consts::SIGUSR1;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,8 +32,8 @@ use trireme_train::config::{
 };
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, Sequences,
-    StepChoices, Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, earlier_run,
-    ensure_corpus, local_threads, model_config,
+    StepChoices, StoppedBy, Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder,
+    earlier_run, ensure_corpus, local_threads, model_config,
 };
 
 /// How long it may take to list the run's checkpoints after a worker has died.
@@ -398,8 +399,14 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let planned = Some(plan.worker_plan(step_seconds));
     let num_threads = local_threads(config, process.local_world_size);
     let given_config = if is_root { Some(source.given(config)?) } else { None };
-    let options =
-        TrainerOptions { num_threads, features_max: Some(features), started, plan: planned, given_config };
+    let options = TrainerOptions {
+        num_threads,
+        features_max: Some(features),
+        started,
+        plan: planned,
+        ends_at: run_end(config.training().time_limit, started, &|name| std::env::var(name).ok())?,
+        given_config,
+    };
     let over_budget = |error: TrainError| match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
             let now = plan.prediction.total().max(*budget);
@@ -412,7 +419,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let saves = interrupts.save_for(trainer.requests());
     let summary = trainer.run().map_err(over_budget)?;
     drop(saves);
-    if let Some(signal) = summary.stopped_by {
+    if let Some(stopped_by) = summary.stopped_by {
         // The others must not outrun rank 0, as below.
         trainer.executor().group().barrier().wait()?;
         drop(trainer);
@@ -420,6 +427,11 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         if is_root {
             stopped(config, &summary).iter().for_each(|line| console.line(line));
         }
+        let signal = match stopped_by {
+            StoppedBy::Signal(signal) => signal,
+            // As if the batch system had sent what it is used to send.
+            StoppedBy::TimeLimit => SIGUSR1,
+        };
         return Err(LaunchError::Stopped { signal }.into());
     }
     // What was predicted before units moved was of other stages.

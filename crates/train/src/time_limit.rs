@@ -1,0 +1,100 @@
+//! When a run must end, and how long before that it begins to.
+
+use std::time::{Duration, Instant};
+
+/// Checkpoints of other steps may take longer than those before: by half.
+const SAVING: (u32, u32) = (3, 2);
+
+/// What is left for the end of the process: this part of the whole time, and at most so much.
+const ENDING: (u32, Duration) = (20, Duration::from_secs(30));
+
+/// What a first checkpoint is taken to need: this part of the whole time, and at most so much.
+const FIRST_CHECKPOINT: (u32, Duration) = (10, Duration::from_secs(600));
+
+/// The end that a run was given, and how long what it does has taken.
+#[derive(Debug, Clone)]
+pub(crate) struct TimeLimit {
+    end: Instant,
+    /// From the first step to the end.
+    whole: Duration,
+    /// When the step program last began, and how long checkpoints have taken since.
+    began: Option<Instant>,
+    saved_for: Duration,
+    longest_step: Duration,
+    longest_save: Option<Duration>,
+}
+
+impl TimeLimit {
+    /// A run that has made no step `now`.
+    pub(crate) fn new(now: Instant, end: Instant) -> Self {
+        TimeLimit {
+            end,
+            whole: end.saturating_duration_since(now),
+            began: None,
+            saved_for: Duration::ZERO,
+            longest_step: Duration::ZERO,
+            longest_save: None,
+        }
+    }
+
+    /// Takes note of a checkpoint.
+    pub(crate) fn add_save(&mut self, took: Duration) {
+        self.saved_for += took;
+        self.longest_save = Some(self.longest_save.map_or(took, |longest| longest.max(took)));
+    }
+
+    /// Takes note of a run of the step program that begins `now`. Returns whether it must be the last: another after it, with the validation
+    /// that may follow, might not leave the time for a checkpoint.
+    pub(crate) fn begin_step(&mut self, now: Instant) -> bool {
+        if let Some(began) = self.began.replace(now) {
+            let took = now.saturating_duration_since(began).saturating_sub(self.saved_for);
+            self.longest_step = self.longest_step.max(took);
+        }
+        self.saved_for = Duration::ZERO;
+        let part = |(part, most): (u32, Duration)| (self.whole / part).min(most);
+        let saving = match self.longest_save {
+            Some(longest) => longest * SAVING.0 / SAVING.1,
+            None => part(FIRST_CHECKPOINT),
+        };
+        // Either step may validate.
+        now + 2 * self.longest_step + saving + part(ENDING) >= self.end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seconds(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn the_last_step_leaves_time_for_a_checkpoint() {
+        let start = Instant::now();
+        // The second from which on a step is the last, where steps take five seconds each.
+        let last_from = |mut limit: TimeLimit| {
+            (0..1000).step_by(5).find(|&second| limit.begin_step(start + seconds(second)))
+        };
+        let new = || TimeLimit::new(start, start + seconds(1000));
+        // A hundred for the checkpoint, thirty for the end, and two steps.
+        assert_eq!(last_from(new()), Some(860));
+        let mut limit = new();
+        limit.add_save(seconds(10));
+        limit.add_save(seconds(40));
+        limit.add_save(seconds(20));
+        assert_eq!(last_from(limit), Some(900));
+        // A step with a validation, and a checkpoint that is not counted twice.
+        let mut limit = new();
+        assert!(!limit.begin_step(start - seconds(100)));
+        limit.add_save(seconds(40));
+        assert_eq!(last_from(limit), Some(790));
+    }
+
+    #[test]
+    fn a_run_without_time_makes_one_step() {
+        let start = Instant::now();
+        assert!(TimeLimit::new(start, start).begin_step(start));
+        assert!(TimeLimit::new(start, start - seconds(1)).begin_step(start));
+    }
+}
