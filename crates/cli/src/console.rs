@@ -2,7 +2,7 @@
 
 use crate::bounded::within;
 use crate::hang::Hang;
-use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError};
+use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
 use crate::log_line::LogLine;
 use crate::numbers::{counted, duration};
 use console::Term;
@@ -57,6 +57,12 @@ pub(crate) fn remark(text: &str) {
 
 /// Tells of an error with all its causes; returns the exit code.
 pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
+    if let Some(not_joined) = error.downcast_ref::<NotJoined>() {
+        // The user first.
+        let code = report_error(&not_joined.failure);
+        not_joined.tell_others();
+        return code;
+    }
     let text = describe(error);
     // A launcher shows the end of the log: on the terminal as well, the error would stand there twice.
     // Who presses Ctrl-C needs no telling, and a run that has stopped has said so.

@@ -122,6 +122,16 @@ pub enum CommError {
         /// What rank 0 said.
         reason: String,
     },
+    /// A rank could not join, and said why.
+    #[error("rank {rank} failed before all ranks had joined: {reason}")]
+    RankFailed {
+        /// The rank.
+        rank: Rank,
+        /// Why.
+        reason: String,
+        /// Who knows of it: that rank, and those who had joined.
+        told: Vec<Rank>,
+    },
     /// Not all ranks came to the rendezvous.
     #[error(
         "after {waited:?}, these ranks have not joined at {address}: {}{}",
@@ -380,7 +390,19 @@ pub(crate) fn list(ranks: &[Rank]) -> String {
     if ranks.is_empty() {
         return "none".to_owned();
     }
-    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for rank in ranks {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == rank.0 => *last = rank.0,
+            _ => runs.push((rank.0, rank.0)),
+        }
+    }
+    let run = |&(first, last): &(usize, usize)| match last - first {
+        0 => first.to_string(),
+        1 => format!("{first}, {last}"),
+        _ => format!("{first}-{last}"),
+    };
+    runs.iter().map(run).collect::<Vec<_>>().join(", ")
 }
 
 fn refusals(refused: &[String]) -> String {

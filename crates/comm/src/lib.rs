@@ -62,16 +62,16 @@ pub use fusion::{FusedWork, Fusion};
 pub use group::{CONTROL_BYTES_MAX, Group};
 pub use operation::Operation;
 pub use options::{
-    GivenCosts, GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions,
+    GivenCosts, GroupOptions, JoinOptions, LineListener, OnRefusal, ParseTransportError, Refusal, TlsOptions,
     TransportChoice, TransportKind,
 };
 pub use recorder::{
     Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,
-    IssuedOperation, MessagePeer, Occasion, OnStall, OperationReport, OperationState, Place, RankReport,
+    IssuedOperation, MessagePeer, Occasion, OperationReport, OperationState, Place, RankReport,
     ReadReportsError, RecorderOptions, Side, Source, read_reports, remove_reports, report_path,
 };
 pub use secret::Secret;
 pub use selection::Choice;
 pub use statistics::CommStatistics;
 pub use work::{Outcome, Work};
-pub use world::{inproc_world, inproc_world_on, inproc_world_with, join, single};
+pub use world::{inproc_world, inproc_world_on, inproc_world_with, join, report_failure, single};

@@ -123,6 +123,8 @@ pub struct JoinOptions {
     pub host: Option<String>,
     /// Is told of those who are refused.
     pub on_refusal: Option<OnRefusal>,
+    /// Is told now and then who is waited for.
+    pub on_waiting: Option<LineListener>,
     /// How long to wait for all workers to come; at most a year.
     pub join_timeout: Duration,
     /// How the group runs its operations.
@@ -148,6 +150,7 @@ impl JoinOptions {
             interface: None,
             host: None,
             on_refusal: None,
+            on_waiting: None,
             join_timeout: Duration::from_secs(60),
             group: GroupOptions::default(),
             flight_recorder: RecorderOptions::default(),
@@ -205,6 +208,27 @@ impl OnRefusal {
 impl fmt::Debug for OnRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("OnRefusal")
+    }
+}
+
+/// Called with lines for the user.
+#[derive(Clone)]
+pub struct LineListener(Arc<dyn Fn(&str) + Send + Sync>);
+
+impl LineListener {
+    /// Calls `listener`, which must not take long: what tells it waits meanwhile.
+    pub fn new(listener: impl Fn(&str) + Send + Sync + 'static) -> Self {
+        LineListener(Arc::new(listener))
+    }
+
+    pub(crate) fn tell(&self, line: &str) {
+        (self.0)(line);
+    }
+}
+
+impl fmt::Debug for LineListener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("LineListener")
     }
 }
 

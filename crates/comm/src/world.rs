@@ -10,6 +10,15 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
+/// Tells the ranks that join a world with these options that this one has failed before it could join, so that they do not wait for it.
+/// Without a job, because the rank could not read it, ranks of any job with the same secret listen. Those in `told` know it. Best effort: takes
+/// 10 s at most.
+pub fn report_failure(options: &JoinOptions, error: &dyn std::error::Error, told: &[Rank]) {
+    if options.world_size > 1 && rendezvous::check_options(options).is_ok() {
+        rendezvous::report_failure(options, error, told);
+    }
+}
+
 /// A world of one rank: every operation completes at once, and no thread is started.
 pub fn single() -> Group {
     let recorder = FlightRecorder::new(Rank::ROOT, 1);

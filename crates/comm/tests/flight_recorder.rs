@@ -10,7 +10,7 @@ use support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::{
     Choice, CommError, Crossing, Diagnosis, Difference, Direction, Disagreement, Element, Group,
-    GroupOptions, JoinOptions, MessagePeer, Occasion, OnStall, Operation, OperationState, RankReport,
+    GroupOptions, JoinOptions, LineListener, MessagePeer, Occasion, Operation, OperationState, RankReport,
     RecorderOptions, Source, TransportChoice, TransportKind, join, read_reports, report_path,
 };
 use trireme_schedule::collective::{Algorithm, Collective, FlatAlgorithm};
@@ -242,7 +242,7 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
 fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
     let (sender, has_waited) = std::sync::mpsc::channel();
     let has_waited = Mutex::new(has_waited);
-    let on_stall = OnStall::new(move |_| sender.send(()).expect("rank 3 listens"));
+    let on_stall = LineListener::new(move |_| sender.send(()).expect("rank 3 listens"));
     let options = join_options(4, TransportChoice::Tcp, &quick(Duration::from_secs(5)));
     let options: Vec<JoinOptions> = ranks(&options, &[0, 1, 2, 3]);
     std::thread::scope(|scope| {
@@ -341,7 +341,7 @@ fn groups_have_names_and_speak_of_the_worlds_ranks() {
     }
 }
 
-fn recorded(options: &JoinOptions, folder: &Path, on_stall: &OnStall) -> JoinOptions {
+fn recorded(options: &JoinOptions, folder: &Path, on_stall: &LineListener) -> JoinOptions {
     let flight_recorder =
         RecorderOptions { folder: Some(folder.to_owned()), on_stall: Some(on_stall.clone()), gathers: true };
     JoinOptions { flight_recorder, ..options.clone() }
@@ -353,7 +353,8 @@ fn ranks_write_files_gather_and_tell_of_a_wait_once() {
         let folder = tempfile::tempdir().expect("a folder");
         let told = Arc::new(Mutex::new(Vec::new()));
         let lines = Arc::clone(&told);
-        let on_stall = OnStall::new(move |line| lines.lock().expect("not poisoned").push(line.to_owned()));
+        let on_stall =
+            LineListener::new(move |line| lines.lock().expect("not poisoned").push(line.to_owned()));
         let options = join_options(3, choice, &quick(Duration::from_millis(800)));
         let options: Vec<JoinOptions> = ranks(&options, &[0, 1, 2]);
         let have_reported = Barrier::new(3);

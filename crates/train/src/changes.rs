@@ -11,7 +11,7 @@ use trireme_checkpoint::Checkpoint;
 const IGNORED_SECTIONS: [&str; 5] = ["run", "checkpoint", "metrics", "launch", "generate"];
 
 /// Keys of other sections that do not affect training.
-const IGNORED_KEYS: [&str; 10] = [
+const IGNORED_KEYS: [&str; 11] = [
     "training.threads",
     "training.time_limit",
     "data.folder",
@@ -22,6 +22,7 @@ const IGNORED_KEYS: [&str; 10] = [
     "comm.tls_key",
     "comm.tls_ca",
     "comm.timeout_seconds",
+    "comm.join_timeout_seconds",
 ];
 
 /// Reports differences between the config of a checkpoint and that of this run, and refuses another optimizer unless the config allows it.

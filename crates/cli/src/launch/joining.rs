@@ -6,7 +6,9 @@ use crate::console::remark;
 use crate::hang;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
-use trireme_comm::{CommError, Group, JoinOptions, OnRefusal, OnStall, RecorderOptions, Secret, join};
+use trireme_comm::{
+    CommError, Group, JoinOptions, LineListener, OnRefusal, RecorderOptions, Secret, join, report_failure,
+};
 
 /// Holds the secret that all workers of a job share. Only processes of the same user can read it.
 pub(super) const SECRET_VARIABLE: &str = "TRIREME_SECRET";
@@ -19,13 +21,61 @@ pub(crate) fn join_options(
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
     let on_refusal = OnRefusal::new(|refusal| remark(&format!("warning: refused a connection: {refusal}")));
+    let on_waiting = LineListener::new(|line| remark(&format!("note: {line}")));
     Ok(JoinOptions {
         master_addr: environment.master_addr.clone(),
         master_port: environment.master_port,
         secret: secret(text.as_deref(), secret_file)?,
         on_refusal: Some(on_refusal),
+        on_waiting: Some(on_waiting),
         ..JoinOptions::new(environment.rank, environment.world_size)
     })
+}
+
+/// Does what a worker does before it joins its world. If that fails, the others are told why, so that they do not wait for this worker; a launcher of
+/// ours sees it by itself.
+pub(crate) fn before_joining<T>(
+    environment: Option<&WorkerEnvironment>,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    work().map_err(|failure| match environment.map(|environment| join_options(environment, None)) {
+        Some(Ok(options)) => NotJoined::of(failure, options),
+        _ => failure,
+    })
+}
+
+/// A worker has failed before it joined its world.
+#[derive(Debug, thiserror::Error)]
+#[error("{failure:#}")]
+pub(crate) struct NotJoined {
+    /// Why.
+    pub(crate) failure: anyhow::Error,
+    options: Box<JoinOptions>,
+}
+
+impl NotJoined {
+    fn of(failure: anyhow::Error, options: JoinOptions) -> anyhow::Error {
+        match is_under_launcher() {
+            true => failure,
+            false => NotJoined { failure, options: Box::new(options) }.into(),
+        }
+    }
+
+    /// Tells the other workers. Takes some seconds at most.
+    pub(crate) fn tell_others(&self) {
+        let told = match self.failure.downcast_ref() {
+            Some(CommError::RankFailed { told, .. }) => told,
+            // What rank 0 has said, or has not been there to say, is nothing that it should hear.
+            Some(
+                CommError::Refused { .. }
+                | CommError::RanksMissing { .. }
+                | CommError::Unreachable { .. }
+                | CommError::Resolve { .. },
+            ) => return,
+            _ => &Vec::new(),
+        };
+        report_failure(&self.options, self.failure.as_ref(), told);
+    }
 }
 
 /// Joins the world and does `work` there. A failure between workers is told of with what all of them were doing: by the
@@ -36,9 +86,10 @@ pub(crate) fn work_in_world(
     work: impl FnOnce(Group) -> Result<()>,
 ) -> Result<()> {
     let gathers = !is_under_launcher();
-    let on_stall = OnStall::new(|line| remark(&format!("warning: {line}")));
+    let on_stall = LineListener::new(|line| remark(&format!("warning: {line}")));
     let flight_recorder = RecorderOptions { folder: recorder_folder, on_stall: Some(on_stall), gathers };
-    let group = join(&JoinOptions { flight_recorder, ..options })?;
+    let options = JoinOptions { flight_recorder, ..options };
+    let group = join(&options).map_err(|failure| NotJoined::of(failure.into(), options))?;
     let recorder = group.flight_recorder().clone();
     let result = work(group);
     if gathers { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }

@@ -17,6 +17,7 @@ mod golden;
 mod hangs;
 mod hosts;
 mod interrupts;
+mod joining;
 mod journey;
 mod ladder;
 mod measuring;

@@ -27,6 +27,7 @@ pub(crate) use ring::Issued;
 pub(crate) use text::{GroupName, Line};
 
 use crate::CommError;
+use crate::LineListener;
 use group_log::GroupLog;
 use std::fmt;
 use std::path::PathBuf;
@@ -48,27 +49,10 @@ pub struct RecorderOptions {
     /// out, and so is one that takes longer than 1 s when the rank joins or ends: it must not be what ends a run.
     pub folder: Option<PathBuf>,
     /// Is told of operations that take long: once each, at half of the timeout or after 30 s.
-    pub on_stall: Option<OnStall>,
+    pub on_stall: Option<LineListener>,
     /// Whether a failed group waits, when it is dropped, until the other ranks have told where they are, 1.5 s at most. For
     /// where no launcher reads their files.
     pub gathers: bool,
-}
-
-/// Called with a line that says who waits for whom, from a thread that does nothing but write reports.
-#[derive(Clone)]
-pub struct OnStall(Arc<dyn Fn(&str) + Send + Sync>);
-
-impl OnStall {
-    /// Calls `listener`. Reports are not written while it runs.
-    pub fn new(listener: impl Fn(&str) + Send + Sync + 'static) -> Self {
-        OnStall(Arc::new(listener))
-    }
-}
-
-impl fmt::Debug for OnStall {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("OnStall")
-    }
 }
 
 /// A handle on what this rank's groups did last, those split from its world included. It outlives the groups.

@@ -1,7 +1,7 @@
 //! Writes reports and tells of stalls on a thread of its own: a file system that hangs holds up nothing else.
 
 use super::file::write_report;
-use super::{OnStall, RankReport, RecorderOptions};
+use super::{RankReport, RecorderOptions};
 use crate::CommError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -100,8 +100,8 @@ impl Mailbox {
                 continue;
             }
             drop(state);
-            if let Some(OnStall(listener)) = &options.on_stall {
-                stalls.iter().for_each(|line| listener(line));
+            if let Some(listener) = &options.on_stall {
+                stalls.iter().for_each(|line| listener.tell(line));
             }
             if let (Some(folder), Some(report)) = (&options.folder, report) {
                 // Best effort, as the options say.

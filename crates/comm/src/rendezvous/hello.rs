@@ -2,7 +2,7 @@ use super::handshake::Introduction;
 use super::key::Key;
 use super::wire::{ip_to_words, words_to_ip};
 use crate::{GroupOptions, JoinOptions, words};
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 
 const WORDS: usize = 4 + NUM_OPTIONS + PLACE_WORDS;
 /// How many options must be the same on all ranks.
@@ -75,6 +75,17 @@ impl Hello {
         }
     }
 
+    /// Of a rank that cannot join, and will say why. It may not know its job.
+    pub(super) fn of_failed(options: &JoinOptions) -> Self {
+        let address = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
+        Hello::of(options, Place { host: 0, meeting: 0, address })
+    }
+
+    /// Whether the rank cannot join. A rank that can has a port.
+    pub(super) fn has_failed(&self) -> bool {
+        self.place.address.port() == 0
+    }
+
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let magic = u64::from_le_bytes(Self::MAGIC);
         let mut words = [0; WORDS];
@@ -93,6 +104,17 @@ impl Hello {
                 self.world_size
             ));
         }
+        if self.rank == 0 {
+            return Some("rank 0 is the rank that listens, but a second one was started".to_owned());
+        }
+        if self.rank >= expected {
+            return Some(format!("rank {} is outside a world of {expected} ranks", self.rank));
+        }
+        // It knows the secret, and perhaps nothing else: what it could not read may be its config.
+        let knows_no_job = self.job == fingerprint("job", "") && options.secret.is_some();
+        if self.has_failed() && knows_no_job {
+            return None;
+        }
         if self.job != fingerprint("job", &options.job) {
             return Some(format!(
                 "it belongs to a different job than rank 0, whose job is '{}'",
@@ -104,16 +126,9 @@ impl Hello {
             .filter(|((name, value), found)| fingerprint(name, value) != *found)
             .map(|((name, value), _)| format!("{name} (rank 0 has {value})"))
             .collect();
-        if !differing.is_empty() {
-            return Some(format!(
-                "its communication options differ from those of rank 0: {}",
-                differing.join(", ")
-            ));
-        }
-        if self.rank == 0 {
-            return Some("rank 0 is the rank that listens, but a second one was started".to_owned());
-        }
-        (self.rank >= expected).then(|| format!("rank {} is outside a world of {expected} ranks", self.rank))
+        (!differing.is_empty()).then(|| {
+            format!("its communication options differ from those of rank 0: {}", differing.join(", "))
+        })
     }
 }
 
@@ -155,7 +170,7 @@ pub(super) fn fingerprint(purpose: &str, text: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::GroupOptions;
+    use crate::{GroupOptions, Secret};
     use proptest::prelude::*;
     use trireme_base::Rank;
 
@@ -188,6 +203,25 @@ mod tests {
         objects(&JoinOptions { job: "other".to_owned(), ..options.clone() }, "a different job");
         let group = GroupOptions { chunk_bytes: 64, ..options.group.clone() };
         objects(&JoinOptions { group, ..options.clone() }, "chunk_bytes (rank 0 has 65536)");
+    }
+
+    #[test]
+    fn who_has_failed_needs_the_secret_or_the_job() {
+        let secret = Secret::new("0123456789abcdef").ok();
+        let named = JoinOptions { job: "a".to_owned(), ..JoinOptions::new(Rank(0), 4) };
+        let secured = JoinOptions { secret, ..named.clone() };
+        let failed = |job: &str| {
+            Hello::of_failed(&JoinOptions { job: job.to_owned(), ..JoinOptions::new(Rank(1), 4) })
+        };
+        let objection = |job: &str, options: &JoinOptions| {
+            let hello = Hello::decode(&failed(job).encode()).expect("a hello");
+            assert!(hello.has_failed());
+            hello.objection(options)
+        };
+        assert_eq!(objection("", &secured), None);
+        assert_eq!(objection("a", &named), None);
+        assert!(objection("", &named).is_some() && objection("b", &secured).is_some());
+        assert!(hello(1, &JoinOptions::new(Rank(1), 4)).objection(&secured).is_some(), "it has not failed");
     }
 
     proptest! {

@@ -3,15 +3,26 @@
 use super::channel::{Channel, End};
 use super::doorway::Doorway;
 use super::hello::{Hello, Place};
-use super::key::Key;
 use super::message::Message;
 use super::refusals::Refusals;
+use super::star::Joining;
+use crate::error::list;
 use crate::{CommError, JoinOptions};
+use std::collections::BTreeSet;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use trireme_base::Rank;
+
+/// How often rank 0 looks whether somebody has gone, or whether all know of a failure.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// How long a rank has to say why it cannot join.
+const REASON_MAX: Duration = Duration::from_secs(2);
+
+/// How long rank 0 tells those who come of a failure.
+const DISMISSAL: Duration = Duration::from_secs(10);
 
 /// A rank that has been let in.
 pub(super) struct Guest {
@@ -39,13 +50,8 @@ pub(super) fn listen(addresses: &[SocketAddr]) -> Result<TcpListener, CommError>
 }
 
 /// Waits until every rank from 1 on has come; in rank order, `None` for rank 0.
-pub(super) fn gather(
-    options: &JoinOptions,
-    listener: &TcpListener,
-    key: &Key,
-    refusals: &Refusals,
-    deadline: Instant,
-) -> Result<Vec<Option<Guest>>, CommError> {
+pub(super) fn gather(joining: &Joining<'_>, listener: &TcpListener) -> Result<Vec<Option<Guest>>, CommError> {
+    let Joining { options, key, refusals, deadline, waiting, .. } = *joining;
     let wrap = |source| CommError::Rendezvous {
         doing: "waiting for the other ranks to join".to_owned(),
         source: Arc::new(source),
@@ -53,14 +59,35 @@ pub(super) fn gather(
     let mut guests: Vec<Option<Guest>> = (0..options.world_size).map(|_| None).collect();
     let mut doorway = Doorway::<Hello>::new(listener, key, refusals).map_err(wrap)?;
     while guests[1..].iter().any(Option::is_none) {
-        let guest = doorway.next(deadline, |hello| objection(hello, &guests, options)).map_err(wrap)?;
-        let Some(guest) = guest else {
+        let now = Instant::now();
+        if now >= deadline {
             return Err(give_up(options, guests, listener, refusals));
+        }
+        let look = deadline.min(now + LOOK);
+        let guest = doorway.next(look, |hello| objection(hello, &guests, options)).map_err(wrap)?;
+        let Some(guest) = guest else {
+            // Who has gone may come again.
+            guests.iter_mut().for_each(|guest| drop(guest.take_if(|guest| guest.channel.has_gone())));
+            waiting.tell(Instant::now(), || {
+                let missing = missing(&guests);
+                let (count, all) = (missing.len(), options.world_size);
+                format!("waiting for {count} of {all} ranks to join: {}", list(&missing))
+            });
+            continue;
         };
         let stream = TcpStream::from(guest.socket);
         stream.set_nodelay(true).map_err(wrap)?;
-        let Hello { rank, place, .. } = guest.introduction;
-        guests[rank as usize] = Some(Guest { channel: Channel::new(stream, guest.key, End::Center), place });
+        let hello = guest.introduction;
+        let rank = hello.rank as usize;
+        let mut channel = Channel::new(stream, guest.key, End::Center);
+        if hello.has_failed() {
+            let (rank, reason) = (Rank(rank), reason_of(&mut channel, options));
+            let mut told = Vec::from([rank]);
+            let error = |told| CommError::RankFailed { rank, reason: reason.clone(), told };
+            told.extend(tell_guests(guests, &error(Vec::new()).to_string()));
+            return Err(error(told));
+        }
+        guests[rank] = Some(Guest { channel, place: hello.place });
     }
     Ok(guests)
 }
@@ -73,6 +100,59 @@ fn objection(hello: &Hello, guests: &[Option<Guest>], options: &JoinOptions) -> 
     })
 }
 
+fn missing(guests: &[Option<Guest>]) -> Vec<Rank> {
+    let absent = guests.iter().enumerate().skip(1).filter(|(_, guest)| guest.is_none());
+    absent.map(|(rank, _)| Rank(rank)).collect()
+}
+
+/// What a rank says that cannot join.
+fn reason_of(channel: &mut Channel, options: &JoinOptions) -> String {
+    match channel.receive(options.world_size, Instant::now() + REASON_MAX) {
+        Ok(Message::Report(Err(reason))) => reason,
+        _ => "it did not say why".to_owned(),
+    }
+}
+
+/// Tells those who came that the world will not be. Returns who they are.
+fn tell_guests(guests: Vec<Option<Guest>>, reason: &str) -> Vec<Rank> {
+    let came = guests.into_iter().enumerate().filter_map(|(rank, guest)| Some((rank, guest?)));
+    let told = came.map(|(rank, mut guest)| {
+        // Best effort: a guest may have gone.
+        let _ = guest.channel.send(&Message::TurnedAway(reason.to_owned()), Instant::now());
+        Rank(rank)
+    });
+    told.collect()
+}
+
+/// Tells those who are still to come why the world will not be, for a few seconds: without rank 0 they would wait until their deadline. `told`
+/// are those who know.
+pub(super) fn dismiss(joining: &Joining<'_>, listener: &TcpListener, reason: &str, told: &[Rank]) {
+    let Joining { options, key, deadline, .. } = *joining;
+    let refusals = Refusals::silent();
+    let Ok(mut doorway) = Doorway::<Hello>::new(listener, key, &refusals) else { return };
+    let until = deadline.min(Instant::now() + DISMISSAL);
+    let mut told: BTreeSet<usize> = told.iter().map(|rank| rank.0).collect();
+    while (1..options.world_size).any(|rank| !told.contains(&rank)) {
+        let now = Instant::now();
+        if now >= until {
+            return;
+        }
+        let refuse = |hello: &Hello| {
+            // A rank 0 that could not read its job tells ranks of any.
+            let objection = if options.job.is_empty() { None } else { hello.objection(options) };
+            // Who has failed has its own reason.
+            if objection.is_none() || hello.has_failed() {
+                told.insert(hello.rank as usize);
+            }
+            Some(objection.unwrap_or_else(|| reason.to_owned()))
+        };
+        // Those who are let in are none.
+        if doorway.next(until.min(now + LOOK), refuse).is_err() {
+            return;
+        }
+    }
+}
+
 /// Tells those who came who did not.
 fn give_up(
     options: &JoinOptions,
@@ -80,23 +160,21 @@ fn give_up(
     listener: &TcpListener,
     refusals: &Refusals,
 ) -> CommError {
-    let absent = guests.iter().enumerate().skip(1).filter(|(_, guest)| guest.is_none());
     let error = CommError::RanksMissing {
-        missing: absent.map(|(rank, _)| Rank(rank)).collect(),
+        missing: missing(&guests),
         address: listener.local_addr().map_or_else(|_| String::new(), |address| address.to_string()),
         waited: options.join_timeout,
         refused: refusals.texts(),
     };
-    for mut guest in guests.into_iter().flatten() {
-        // Best effort: a guest may have gone.
-        let _ = guest.channel.send(&Message::TurnedAway(error.to_string()), Instant::now());
-    }
+    tell_guests(guests, &error.to_string());
     error
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::handshake::{Reception, introduce};
+    use super::super::key::Key;
+    use super::super::waiting::Waiting;
     use super::*;
     use std::thread;
     use std::time::Duration;
@@ -105,31 +183,96 @@ mod tests {
         Instant::now() + Duration::from_secs(20)
     }
 
-    #[test]
-    fn a_rank_that_has_gone_can_come_again() {
-        let options = JoinOptions::new(Rank(0), 3);
-        let (key, refusals) = (Key::of(None), Refusals::new(&options));
+    /// A world of three, in which other threads play ranks 1 and 2 while rank 0 waits for them.
+    fn with_rank_0<T: Send>(
+        host: impl FnOnce(&Joining<'_>, &TcpListener) -> T + Send,
+        guests: impl FnOnce(SocketAddr),
+    ) -> T {
         let listener = listen(&["127.0.0.1:0".parse().expect("an address")]).expect("a free port");
         let address = listener.local_addr().expect("an address");
-        let come = |rank| {
-            let stream = TcpStream::connect(address).expect("connected");
-            let place = Place { host: 0, meeting: 0, address };
-            let hello = Hello::of(&JoinOptions { rank: Rank(rank), ..options.clone() }, place);
-            let reception = introduce(&stream, &hello.encode(), &key, soon()).expect("heard");
-            assert!(matches!(reception, Reception::Welcome(_)));
-            stream
-        };
         thread::scope(|scope| {
-            let gathering = scope.spawn(|| gather(&options, &listener, &key, &refusals, soon()));
-            drop(come(1));
-            let streams = [come(1), come(2)];
-            let guests = gathering.join().expect("no panic").expect("all came");
-            assert!(guests[0].is_none());
-            for (guest, stream) in guests[1..].iter().zip(&streams) {
-                let guest = guest.as_ref().expect("a guest");
-                let at = guest.channel.stream().peer_addr().expect("an address");
-                assert_eq!(at, stream.local_addr().expect("an address"));
-            }
-        });
+            let hosting = scope.spawn(move || {
+                let options = JoinOptions::new(Rank(0), 3);
+                let (key, refusals) = (Key::of(None), Refusals::new(&options));
+                let waiting = Waiting::new(None, Instant::now());
+                let joining = Joining {
+                    options: &options,
+                    addresses: &[address],
+                    interface: None,
+                    key: &key,
+                    refusals: &refusals,
+                    waiting: &waiting,
+                    deadline: soon(),
+                };
+                host(&joining, &listener)
+            });
+            guests(address);
+            hosting.join().expect("no panic")
+        })
+    }
+
+    fn introduced(address: SocketAddr, hello: &Hello) -> (TcpStream, Reception) {
+        let stream = TcpStream::connect(address).expect("connected");
+        let reception = introduce(&stream, &hello.encode(), &Key::of(None), soon()).expect("heard");
+        (stream, reception)
+    }
+
+    fn come(address: SocketAddr, rank: usize) -> Channel {
+        let place = Place { host: 0, meeting: 0, address };
+        match introduced(address, &Hello::of(&JoinOptions::new(Rank(rank), 3), place)) {
+            (stream, Reception::Welcome(key)) => Channel::new(stream, key, End::Ray),
+            (_, Reception::TurnedAway(reason)) => panic!("{reason}"),
+        }
+    }
+
+    #[test]
+    fn a_rank_that_has_gone_can_come_again() {
+        let (sender, came) = std::sync::mpsc::channel();
+        let guests = with_rank_0(
+            |joining, listener| gather(joining, listener).expect("all came"),
+            |address| {
+                drop(come(address, 1));
+                for channel in [come(address, 1), come(address, 2)] {
+                    sender.send(channel).expect("kept");
+                }
+            },
+        );
+        assert!(guests[0].is_none());
+        for (guest, channel) in guests[1..].iter().zip(came.iter()) {
+            let at = guest.as_ref().expect("a guest").channel.stream().peer_addr().expect("an address");
+            assert_eq!(at, channel.stream().local_addr().expect("an address"));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_fails_ends_those_who_came_and_those_who_come() {
+        let error = with_rank_0(
+            |joining, listener| gather(joining, listener).err().expect("rank 2 has failed"),
+            |address| {
+                let mut early = come(address, 1);
+                let failed = Hello::of_failed(&JoinOptions::new(Rank(2), 3));
+                let (stream, reception) = introduced(address, &failed);
+                let Reception::Welcome(key) = reception else { panic!("a rank that has failed is heard") };
+                let report = Message::Report(Err("no such folder".to_owned()));
+                Channel::new(stream, key, End::Ray).send(&report, soon()).expect("sent");
+                let told = early.receive(3, soon()).expect("told");
+                assert!(matches!(told, Message::TurnedAway(reason) if reason.contains("no such folder")));
+            },
+        );
+        let CommError::RankFailed { rank: Rank(2), reason, told } = &error else { panic!("{error}") };
+        assert_eq!((reason.as_str(), &told[..]), ("no such folder", &[Rank(2), Rank(1)][..]));
+        with_rank_0(
+            |joining, listener| dismiss(joining, listener, "rank 0 has failed", &[]),
+            |address| {
+                for rank in [2, 1] {
+                    let place = Place { host: 0, meeting: 0, address };
+                    let hello = Hello::of(&JoinOptions::new(Rank(rank), 3), place);
+                    let (_, reception) = introduced(address, &hello);
+                    assert!(
+                        matches!(reception, Reception::TurnedAway(reason) if reason == "rank 0 has failed")
+                    );
+                }
+            },
+        );
     }
 }

@@ -35,6 +35,7 @@ mod seating;
 mod session;
 mod split;
 mod star;
+mod waiting;
 mod wire;
 
 use crate::recorder::{FlightRecorder, Occasion};
@@ -53,6 +54,7 @@ use refusals::Refusals;
 use session::Session;
 pub(crate) use split::{Home, split};
 use star::{Joining, Meeting, Star};
+use std::error::Error;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::unix::fs::MetadataExt;
@@ -60,11 +62,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
+use waiting::Waiting;
+use wire::pauses_for;
 
 /// Ranks in a world: what the tables that are sent around are bounded by.
 const WORLD_SIZE_MAX: usize = 1 << 16;
 /// As good as forever, and far from where times overflow.
 const TIMEOUT_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Between two attempts to find the name of rank 0's host.
+const LOOK_UP_PAUSE: Duration = Duration::from_millis(500);
+/// How long a rank that has failed tries to find rank 0, to tell it.
+const FAILURE_REPORT_MAX: Duration = Duration::from_secs(10);
 /// Processes of one host need no longer to connect, once all of them are there.
 const LOCAL_CONNECT_MAX: Duration = Duration::from_secs(5);
 
@@ -127,7 +135,9 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         MpiProcess::start(options.rank, options.world_size)?;
     }
     let deadline = Instant::now() + options.join_timeout;
-    let addresses = resolve(options)?;
+    let waiting = Waiting::new(options.on_waiting.as_ref(), Instant::now());
+    let addresses = resolve(options, deadline, &waiting)?;
+    let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::new(options));
     let tls = options.tls.as_ref().map(Tls::read).transpose()?;
     let interface = interface::address(options, &addresses)?;
     check_secret(options, addresses.iter().map(SocketAddr::ip).chain(interface))?;
@@ -137,11 +147,17 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     };
     let meeting = u64::from_ne_bytes(random_bytes().map_err(setting_up)?);
     let local = local::listen_local(meeting).map_err(setting_up)?;
+    let joining = Joining {
+        options,
+        addresses: &addresses,
+        interface,
+        key: &key,
+        refusals: &refusals,
+        waiting: &waiting,
+        deadline,
+    };
     let host = this_host(options);
     let place_at = |address| Place { host, meeting, address };
-    let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::new(options));
-    let joining =
-        Joining { options, addresses: &addresses, interface, key: &key, refusals: &refusals, deadline };
     let Meeting { mut star, table, listener } =
         if options.rank == Rank::ROOT { joining.host(place_at)? } else { joining.visit(place_at)? };
     let session = Session::new(&key, &table.session, options.rank, options.world_size, &refusals);
@@ -175,6 +191,27 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     recorder.write(Occasion::Joined);
     recorder.flush();
     Ok(group)
+}
+
+/// As [`crate::report_failure`].
+pub(crate) fn report_failure(options: &JoinOptions, error: &dyn Error, told: &[Rank]) {
+    let now = Instant::now();
+    let waiting = Waiting::new(None, now);
+    let deadline = now + FAILURE_REPORT_MAX;
+    let Ok(addresses) = resolve(options, deadline, &waiting) else { return };
+    let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::silent());
+    let joining = Joining {
+        options,
+        addresses: &addresses,
+        interface: None,
+        key: &key,
+        refusals: &refusals,
+        waiting: &waiting,
+        deadline,
+    };
+    if check_secret(options, addresses.iter().map(SocketAddr::ip)).is_ok() {
+        joining.apologize(error, told);
+    }
 }
 
 /// A rank that has the table, and connects to all others.
@@ -274,14 +311,52 @@ fn routes(hosts: &Hosts, own: Rank, within: Route) -> Vec<Route> {
     (0..hosts.world_size()).map(route).collect()
 }
 
-fn resolve(options: &JoinOptions) -> Result<Vec<SocketAddr>, CommError> {
-    let fail = |source| CommError::Resolve { address: options.master_addr.clone(), source: Arc::new(source) };
-    let addresses: Vec<_> =
-        (options.master_addr.as_str(), options.master_port).to_socket_addrs().map_err(fail)?.collect();
-    if addresses.is_empty() {
-        return Err(fail(io::ErrorKind::NotFound.into()));
+/// Where rank 0 is. A name that is not known yet, as that of a container that is being started, is waited for.
+fn resolve(
+    options: &JoinOptions,
+    deadline: Instant,
+    waiting: &Waiting<'_>,
+) -> Result<Vec<SocketAddr>, CommError> {
+    loop {
+        let failure = match look_up(options) {
+            Ok(addresses) => return Ok(addresses),
+            Err(failure) => failure,
+        };
+        // What can be no name will never be one.
+        if failure.kind() == io::ErrorKind::InvalidInput || !pauses_for(LOOK_UP_PAUSE, deadline) {
+            let (address, source) = (options.master_addr.clone(), Arc::new(failure));
+            return Err(CommError::Resolve { address, source });
+        }
+        waiting.tell(Instant::now(), || {
+            format!(
+                "rank {}: waiting for the name of rank 0's host, {} ({failure})",
+                options.rank, options.master_addr
+            )
+        });
     }
-    Ok(addresses)
+}
+
+/// The addresses of rank 0's host; at least one.
+fn look_up(options: &JoinOptions) -> io::Result<Vec<SocketAddr>> {
+    let name = options.master_addr.as_str();
+    if name.parse::<IpAddr>().is_err() && !is_host_name(name) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is neither an address nor the name of a host",
+        ));
+    }
+    let found = (name, options.master_port).to_socket_addrs()?;
+    let addresses: Vec<SocketAddr> = found.collect();
+    if addresses.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(addresses) }
+}
+
+/// Whether the text can be the name of a host (RFC 1123, section 2.1), with the underscores that some systems allow.
+fn is_host_name(text: &str) -> bool {
+    let is_label = |label: &str| {
+        let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
+        (1..=63).contains(&label.len()) && label.chars().all(fits)
+    };
+    text.strip_suffix('.').unwrap_or(text).split('.').all(is_label)
 }
 
 /// Refuses to be reachable by strangers without a secret to tell them by.

@@ -5,16 +5,22 @@ use super::handshake::{Reception, introduce};
 use super::hello::{Hello, Place};
 use super::key::{Key, nonce};
 use super::lobby::{self, Guest};
+use super::look_up;
 use super::message::{Message, Table};
 use super::refusals::Refusals;
+use super::waiting::Waiting;
 use super::wire::{has_hung_up, invalid, pauses};
 use crate::{CommError, JoinOptions, TransportChoice};
+use std::borrow::Cow;
+use std::error::Error;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Rank, with_sources};
 
+/// The name of rank 0's host is looked up again after this long.
+const RESOLVED_MAX: Duration = Duration::from_secs(5);
 /// One attempt to reach rank 0 lasts at most this long.
 const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 /// Rank 0 has listened for longer than the others have known it, so it gives up first and can say why.
@@ -39,6 +45,7 @@ fn broken(doing: impl Into<String>, source: io::Error) -> CommError {
 }
 
 /// Who joins whom, and how it knows the others.
+#[derive(Clone, Copy)]
 pub(super) struct Joining<'a> {
     pub(super) options: &'a JoinOptions,
     /// Where rank 0 listens.
@@ -48,6 +55,7 @@ pub(super) struct Joining<'a> {
     /// The key that follows from the job's secret.
     pub(super) key: &'a Key,
     pub(super) refusals: &'a Refusals,
+    pub(super) waiting: &'a Waiting<'a>,
     pub(super) deadline: Instant,
 }
 
@@ -59,7 +67,7 @@ impl Joining<'_> {
         let listener = self.listen(master.local_addr().map_err(setting_up)?.ip())?;
         let own = place_at(listener.local_addr().map_err(setting_up)?);
 
-        let guests = lobby::gather(self.options, &master, self.key, self.refusals, self.deadline)?;
+        let guests = lobby::gather(self, &master)?;
         let guests: Vec<Guest> = guests.into_iter().flatten().collect();
         let mut places = Vec::from([own]);
         places.extend(guests.iter().map(|guest| guest.place));
@@ -95,7 +103,7 @@ impl Joining<'_> {
         place_at: impl Fn(SocketAddr) -> Place,
     ) -> Result<(Channel, SocketAddr, TcpListener), CommError> {
         loop {
-            let (stream, address) = reach(self.options, self.addresses, self.deadline)?;
+            let (stream, address) = self.reach()?;
             let joining = |source| broken(format!("joining rank 0 at {address}"), source);
             stream.set_nodelay(true).map_err(joining)?;
             let listener = self.listen(stream.local_addr().map_err(joining)?.ip())?;
@@ -115,38 +123,62 @@ impl Joining<'_> {
         }
     }
 
+    /// Tells the others that this rank cannot join and why; those who were told already know it. Best effort, until the deadline.
+    pub(super) fn apologize(&self, error: &dyn Error, told: &[Rank]) {
+        if self.options.rank == Rank::ROOT {
+            if let Ok(master) = lobby::listen(self.addresses) {
+                lobby::dismiss(self, &master, &with_sources(error), told);
+            }
+            return;
+        }
+        let Ok((stream, _)) = self.reach() else { return };
+        let hello = Hello::of_failed(self.options);
+        if let Ok(Reception::Welcome(key)) = introduce(&stream, &hello.encode(), self.key, self.deadline) {
+            let mut channel = Channel::new(stream, key, End::Ray);
+            let _ = channel.send(&Message::Report(Err(with_sources(error))), self.deadline);
+        }
+    }
+
+    /// Connects to rank 0, as soon as it listens.
+    fn reach(&self) -> Result<(TcpStream, SocketAddr), CommError> {
+        let Joining { options, deadline, waiting, .. } = *self;
+        let mut addresses = Cow::Borrowed(self.addresses);
+        let mut resolved = Instant::now();
+        loop {
+            let mut last = None;
+            for address in addresses.iter() {
+                let left = deadline.saturating_duration_since(Instant::now());
+                match connect(address, left.clamp(Duration::from_millis(1), ATTEMPT_MAX)) {
+                    Ok(stream) => return Ok((stream, *address)),
+                    Err(source) => last = Some((*address, source)),
+                }
+            }
+            let (address, source) = last.expect("a resolved name has an address");
+            waiting.tell(Instant::now(), || {
+                format!("rank {}: waiting for rank 0 at {address} ({source})", options.rank)
+            });
+            if !pauses(deadline) {
+                return Err(CommError::Unreachable {
+                    rank: options.rank,
+                    address: address.to_string(),
+                    waited: options.join_timeout,
+                    source: Arc::new(source),
+                });
+            }
+            // Rank 0 may have been started again elsewhere under the same name.
+            if resolved.elapsed() > RESOLVED_MAX
+                && let Ok(found) = look_up(options)
+            {
+                (addresses, resolved) = (Cow::Owned(found), Instant::now());
+            }
+        }
+    }
+
     /// Listens for the other ranks, on `ip` if the options name no interface.
     fn listen(&self, ip: IpAddr) -> Result<TcpListener, CommError> {
         let ip = self.interface.unwrap_or(ip);
         let listening = |source| broken(format!("listening on {ip} for the other ranks"), source);
         TcpListener::bind((ip, 0)).map_err(listening)
-    }
-}
-
-/// Connects to rank 0, as soon as it listens.
-fn reach(
-    options: &JoinOptions,
-    addresses: &[SocketAddr],
-    deadline: Instant,
-) -> Result<(TcpStream, SocketAddr), CommError> {
-    loop {
-        let mut last = None;
-        for address in addresses {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match connect(address, left.clamp(Duration::from_millis(1), ATTEMPT_MAX)) {
-                Ok(stream) => return Ok((stream, *address)),
-                Err(source) => last = Some((address, source)),
-            }
-        }
-        let (address, source) = last.expect("a resolved name has an address");
-        if !pauses(deadline) {
-            return Err(CommError::Unreachable {
-                rank: options.rank,
-                address: address.to_string(),
-                waited: options.join_timeout,
-                source: Arc::new(source),
-            });
-        }
     }
 }
 

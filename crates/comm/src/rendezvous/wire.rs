@@ -63,9 +63,14 @@ pub(super) fn has_hung_up(error: &io::Error) -> bool {
 
 /// Waits before the next attempt, if there is time for one.
 pub(super) fn pauses(deadline: Instant) -> bool {
-    let has_time = Instant::now() + RETRY_PAUSE <= deadline;
+    pauses_for(RETRY_PAUSE, deadline)
+}
+
+/// The same, for so long.
+pub(super) fn pauses_for(pause: Duration, deadline: Instant) -> bool {
+    let has_time = Instant::now() + pause <= deadline;
     if has_time {
-        std::thread::sleep(RETRY_PAUSE);
+        std::thread::sleep(pause);
     }
     has_time
 }

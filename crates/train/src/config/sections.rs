@@ -376,6 +376,9 @@ config_section! {
         shared_memory_latency_microseconds: f64 = 0.0, within 0.0..=1e6;
         /// Bandwidth at which a worker reads and writes the memory of the others while all of them do.
         shared_memory_gigabytes_per_second: f64 = 0.0, within 0.0..=1e6;
+        /// Seconds that workers wait for each other at the start: for a host name that is not known yet, a port at which nobody listens yet, and
+        /// workers that are missing. Meanwhile they say whom they wait for.
+        join_timeout_seconds: f64 = 600.0, within above_up_to(0.0, 86_400.0);
         /// Seconds after which a worker that waits for another one gives up and reports which one.
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
         /// File with the secret that all workers share; only its owner may have access to it. The environment

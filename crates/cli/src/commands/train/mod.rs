@@ -10,8 +10,8 @@ use crate::bounded::within;
 use crate::console::{Console, remark};
 use crate::interrupts::Interrupts;
 use crate::launch::{
-    Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, error_log, join_options, run_end,
-    run_local_workers, work_in_world, worker_command,
+    Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log, join_options,
+    run_end, run_local_workers, work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
@@ -111,10 +111,11 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     let world_size = environment.as_ref().map(|environment| environment.world_size);
     let is_ours = environment.is_none();
     let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
-    check_config_path(&args.config)?;
     let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
-    let config = source.load(&[])?;
-    let simd = Simd::choose(Proof::Cached)?;
+    let (config, simd) = before_joining(environment.as_ref(), || {
+        check_config_path(&args.config)?;
+        Ok((source.load(&[])?, Simd::choose(Proof::Cached)?))
+    })?;
     let process = Process {
         source,
         local_world_size: environment
@@ -308,6 +309,7 @@ pub(super) fn world_options(config: &Config, environment: &WorkerEnvironment) ->
         job: config.run().name.clone(),
         requires_secret: comm.require_secret,
         interface: comm.interface.clone(),
+        join_timeout: Duration::from_secs_f64(comm.join_timeout_seconds),
         tls: tls_options(comm),
         group: GroupOptions {
             timeout: Duration::from_secs_f64(comm.timeout_seconds),
@@ -325,7 +327,7 @@ pub(super) fn world_options(config: &Config, environment: &WorkerEnvironment) ->
 
 /// One worker of a world that a launcher has started.
 fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -> Result<()> {
-    let options = world_options(&config, environment)?;
+    let options = before_joining(Some(environment), || world_options(&config, environment))?;
     let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
     work_in_world(options, Some(recorder_folder), |group| prepare_and_train(config, group, process))
 }

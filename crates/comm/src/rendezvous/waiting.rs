@@ -1,0 +1,50 @@
+//! Tells the user who is waited for while a world joins.
+
+use crate::LineListener;
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+/// A wait that is worth a line.
+const FIRST: Duration = Duration::from_secs(10);
+
+/// Lines follow each other after twice as long each time, but at most this.
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+
+/// When the next line is due.
+pub(super) struct Waiting<'a> {
+    listener: Option<&'a LineListener>,
+    next: Cell<Instant>,
+    pause: Cell<Duration>,
+}
+
+impl<'a> Waiting<'a> {
+    /// A wait that begins `now`.
+    pub(super) fn new(listener: Option<&'a LineListener>, now: Instant) -> Self {
+        Waiting { listener, next: Cell::new(now + FIRST), pause: Cell::new(FIRST) }
+    }
+
+    /// Tells what is waited for `now`, if it is time for a line.
+    pub(super) fn tell(&self, now: Instant, line: impl FnOnce() -> String) {
+        let Some(listener) = self.listener.filter(|_| now >= self.next.get()) else { return };
+        self.pause.set((2 * self.pause.get()).min(PAUSE_MAX));
+        self.next.set(now + self.pause.get());
+        listener.tell(&line());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex};
+
+    #[test]
+    fn lines_become_rare() {
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let lines = Arc::clone(&told);
+        let listener = LineListener::new(move |line| lines.lock().unwrap().push(line.to_owned()));
+        let start = Instant::now();
+        let waiting = Waiting::new(Some(&listener), start);
+        (0..240).for_each(|second| waiting.tell(start + Duration::from_secs(second), || second.to_string()));
+        assert_eq!(*told.lock().unwrap(), ["10", "30", "70", "130", "190"]);
+    }
+}
