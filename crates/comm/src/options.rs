@@ -1,6 +1,7 @@
 use crate::{RecorderOptions, Secret};
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -101,7 +102,7 @@ pub struct JoinOptions {
     pub rank: Rank,
     /// Number of workers.
     pub world_size: usize,
-    /// Host name or address where rank 0 listens, on that address only. IPv4 or IPv6.
+    /// Host name or address where rank 0 listens, on that address only. IPv4 or IPv6, also in brackets.
     pub master_addr: String,
     /// Port where rank 0 listens.
     pub master_port: u16,
@@ -115,9 +116,14 @@ pub struct JoinOptions {
     pub requires_secret: bool,
     /// Encrypts what goes over TCP. Needs the cargo feature `tls`.
     pub tls: Option<TlsOptions>,
-    /// The network interface, by its name (`eth0`) or an address of it, where this worker listens for the others.
+    /// Where rank 0 listens, if not at `master_addr`: on all addresses (`0.0.0.0` or `::`) where that is the name of a service.
+    pub listen: Option<IpAddr>,
+    /// The network interface where this worker listens for the others: by its name (`eth0`) or the beginning of it, an address of it, or a
+    /// network (`10.0.0.0/8`); the first that fits of several, separated by commas. `=` before a name asks for exactly that, `^` for any other.
     /// By default that from which it reaches rank 0, or where rank 0 listens.
     pub interface: Option<String>,
+    /// The ports where this worker listens for the others; any by default.
+    pub ports: Option<RangeInclusive<u16>>,
     /// The host that this worker counts as being on, by any name: workers that give the same one share memory. By
     /// default what the operating system tells.
     pub host: Option<String>,
@@ -147,7 +153,9 @@ impl JoinOptions {
             secret: None,
             requires_secret: true,
             tls: None,
+            listen: None,
             interface: None,
+            ports: None,
             host: None,
             on_refusal: None,
             on_waiting: None,

@@ -6,9 +6,9 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::Duration;
 use support::{check_world, join_all, join_options, ranks, small_pieces};
-use trireme_base::Rank;
+use trireme_base::{Rank, with_sources};
 use trireme_comm::{
-    CommError, GivenCosts, GroupOptions, JoinOptions, Secret, TransportChoice, TransportKind, join,
+    CommError, GivenCosts, Group, GroupOptions, JoinOptions, Secret, TransportChoice, TransportKind, join,
 };
 use trireme_schedule::collective::LinkCost;
 use trireme_testkit::or_skip;
@@ -45,6 +45,62 @@ fn ranks_meet_on_the_interface_that_is_asked_for() {
     let options = JoinOptions { interface: Some("no interface".to_owned()), ..tcp };
     let failure = join(&options).expect_err("there is none");
     assert!(matches!(failure, CommError::Interface { .. }), "{failure}");
+}
+
+#[test]
+fn an_address_may_stand_in_brackets() {
+    let Some(probe) = or_skip("IPv6 on loopback", TcpListener::bind("[::1]:0")) else { return };
+    let master_port = probe.local_addr().expect("an address").port();
+    drop(probe);
+    let tcp = join_options(2, TransportChoice::Tcp, &small_pieces());
+    let options = JoinOptions { master_addr: "[::1]".to_owned(), master_port, ..tcp };
+    check_world(join_all(&ranks(&options, &[0, 1])), TransportKind::Tcp);
+}
+
+/// Splits a world of three, whose last rank is alone.
+fn check_splits(world: Vec<Result<Group, CommError>>) {
+    std::thread::scope(|scope| {
+        for group in world {
+            let group = group.expect("joined");
+            scope.spawn(move || {
+                let part = group.split(Some(group.rank().0 as u64 / 2), 0).expect("split").expect("a color");
+                assert_eq!(part.world_size(), if group.rank() == Rank(2) { 1 } else { 2 });
+                part.barrier().wait().expect("all are there");
+            });
+        }
+    });
+}
+
+#[test]
+fn rank_0_may_listen_on_all_addresses_of_its_host() {
+    let tcp = join_options(3, TransportChoice::Tcp, &small_pieces());
+    // At a port that no other world has at any address.
+    let options = JoinOptions { secret: Secret::random().ok(), master_port: 29_499, ..tcp };
+    // As where an operator calls it by its own name, and the others by that of a service.
+    let mut own = ranks(&options, &[0, 1, 2]);
+    own[0].listen = Some("0.0.0.0".parse().expect("an address"));
+    own[0].master_addr = "localhost".to_owned();
+    check_splits(join_all(&own));
+    own[0].secret = None;
+    let failure = join(&own[0]).expect_err("anybody could come");
+    assert!(matches!(failure, CommError::SecretMissing { .. }), "{failure}");
+}
+
+#[test]
+fn ranks_listen_at_the_ports_that_they_are_given() {
+    // Below those that the system gives out. Ranks 1 and 2 listen at 127.0.0.1, from which they reach rank 0.
+    let options = |ports| JoinOptions {
+        ports: Some(ports),
+        join_timeout: Duration::from_secs(1),
+        ..join_options(3, TransportChoice::Tcp, &small_pieces())
+    };
+    check_splits(join_all(&ranks(&options(23_400..=23_405), &[0, 1, 2])));
+    let [host, guest, other] =
+        <[_; 3]>::try_from(join_all(&ranks(&options(23_410..=23_410), &[0, 1, 2]))).expect("three outcomes");
+    let failures = [host, guest, other].map(|outcome| outcome.expect_err("a port is missing"));
+    let sources = failures.each_ref().map(|failure| with_sources(failure));
+    let is_told = |text: &&String| text.contains("none of the ports 23410-23410 is free");
+    assert_eq!(sources.iter().filter(is_told).count(), 1, "{sources:?}");
 }
 
 #[test]

@@ -11,12 +11,14 @@ use trireme_checkpoint::Checkpoint;
 const IGNORED_SECTIONS: [&str; 5] = ["run", "checkpoint", "metrics", "launch", "generate"];
 
 /// Keys of other sections that do not affect training.
-const IGNORED_KEYS: [&str; 11] = [
+const IGNORED_KEYS: [&str; 13] = [
     "training.threads",
     "training.time_limit",
     "data.folder",
     "data.inputs",
     "comm.interface",
+    "comm.listen",
+    "comm.ports",
     "comm.secret_file",
     "comm.tls_certificate",
     "comm.tls_key",

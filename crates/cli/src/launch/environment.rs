@@ -4,7 +4,7 @@
 //!
 //! 1. torchrun's: `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, and `LOCAL_RANK` with
 //!    `LOCAL_WORLD_SIZE`. Without the last two, a loopback `MASTER_ADDR` means that the whole world is on this
-//!    host, and another address that this worker is alone on its host.
+//!    host, unless `PET_NNODES` says that there are several, and another address that this worker is alone on its host.
 //! 2. Open MPI's: `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE`.
 //! 3. SLURM's: `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID`, and the number of tasks
 //!    of each node.
@@ -164,9 +164,12 @@ impl Family {
         let master_addr = self.master_addr(variables)?;
         let is_loopback = master_addr == "localhost"
             || master_addr.parse().is_ok_and(|address: IpAddr| address.is_loopback());
+        let several_nodes =
+            variables.number("PET_NNODES", WORLD_SIZE_MAX).ok().flatten().is_some_and(|nodes| nodes > 1);
         let (local_rank, local_world_size) = match self.local {
             Some((rank, size)) => (rank.value, size.value),
-            None if is_loopback => (self.rank.value, self.world_size.value),
+            // Kubeflow's operator calls rank 0 `localhost`, in the container of rank 0 alone.
+            None if is_loopback && !several_nodes => (self.rank.value, self.world_size.value),
             None => (0, 1),
         };
         let master_port = match variables.number("MASTER_PORT", usize::from(u16::MAX))? {

@@ -32,6 +32,24 @@ pub(crate) fn join_options(
     })
 }
 
+/// Where workers listen for each other: what this host's environment says, before the config that all hosts have. Variables that are meant for other
+/// programs count last, and only between hosts.
+pub(crate) fn interface(environment: &WorkerEnvironment, of_config: Option<&str>) -> Option<String> {
+    choose_interface(environment, of_config, &|name| std::env::var(name).ok())
+}
+
+fn choose_interface(
+    environment: &WorkerEnvironment,
+    of_config: Option<&str>,
+    lookup: &dyn Fn(&str) -> Option<String>,
+) -> Option<String> {
+    let given = |name| lookup(name).filter(|value| !value.trim().is_empty());
+    let own = given("TRIREME_INTERFACE").or_else(|| of_config.map(str::to_owned));
+    let spans_hosts = environment.local_world_size < environment.world_size;
+    let foreign = || given("NCCL_SOCKET_IFNAME").or_else(|| given("GLOO_SOCKET_IFNAME"));
+    own.or_else(|| foreign().filter(|_| spans_hosts))
+}
+
 /// Does what a worker does before it joins its world. If that fails, the others are told why, so that they do not wait for this worker; a launcher of
 /// ours sees it by itself.
 pub(crate) fn before_joining<T>(
@@ -108,6 +126,29 @@ fn secret(text: Option<&str>, file: Option<&Path>) -> Result<Option<Secret>, Com
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
+    use trireme_base::Rank;
+
+    #[test]
+    fn the_interface_of_the_host_counts_before_that_of_the_config() {
+        let environment = |local_world_size| WorkerEnvironment {
+            rank: Rank(0),
+            world_size: 4,
+            local_rank: 0,
+            local_world_size,
+            master_addr: "a".to_owned(),
+            master_port: 1,
+        };
+        let choose = |set: &[&str], of_config, local_world_size| {
+            let lookup = |name: &str| set.contains(&name).then(|| name.to_lowercase());
+            choose_interface(&environment(local_world_size), of_config, &lookup)
+        };
+        let all = ["TRIREME_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"];
+        assert_eq!(choose(&all, Some("eth0"), 2).as_deref(), Some("trireme_interface"));
+        assert_eq!(choose(&all[1..], Some("eth0"), 2).as_deref(), Some("eth0"));
+        assert_eq!(choose(&all[1..], None, 2).as_deref(), Some("nccl_socket_ifname"));
+        assert_eq!(choose(&all[2..], None, 2).as_deref(), Some("gloo_socket_ifname"));
+        assert_eq!(choose(&all[1..], None, 4), None);
+    }
 
     #[test]
     fn the_environment_counts_before_the_file() {

@@ -17,13 +17,61 @@ pub(super) fn address(options: &JoinOptions, addresses: &[SocketAddr]) -> Result
     choose(interface, &present, wants_v4).map(Some).ok_or_else(|| fail(not_found(interface, &present)))
 }
 
-/// The best address, among those that are present, of the interface with this name or address.
+/// The best address, among those that are present, that the text asks for.
 fn choose(interface: &str, present: &[(String, IpAddr)], wants_v4: bool) -> Option<IpAddr> {
-    let wanted: Option<IpAddr> = interface.parse().ok();
-    let candidates =
-        present.iter().filter(|(name, ip)| wanted.map_or(name == interface, |wanted| *ip == wanted));
-    let fitting = candidates.map(|(_, ip)| *ip).filter(|ip| !is_link_local(*ip));
-    fitting.max_by_key(|ip| ip.is_ipv4() == wants_v4)
+    let fitting = |fits: &dyn Fn(&str, IpAddr) -> bool| {
+        let candidates = present.iter().filter(|(name, ip)| !is_link_local(*ip) && fits(name, *ip));
+        candidates.map(|(_, ip)| *ip).max_by_key(|ip| ip.is_ipv4() == wants_v4)
+    };
+    if let Some(unwanted) = interface.strip_prefix('^') {
+        let unwanted: Vec<&str> = names(unwanted).collect();
+        let is_wanted = |name: &str| !unwanted.iter().any(|unwanted| name.starts_with(unwanted));
+        return fitting(&|name, ip| is_wanted(name) && !ip.is_loopback());
+    }
+    let (is_exact, wanted) = match interface.strip_prefix('=') {
+        Some(exact) => (true, exact),
+        None => (false, interface),
+    };
+    names(wanted).find_map(|wanted| {
+        if let Ok(wanted) = wanted.parse::<IpAddr>() {
+            return fitting(&|_, ip| ip == wanted);
+        }
+        if let Some(network) = Network::parse(wanted) {
+            return fitting(&|_, ip| network.has(ip));
+        }
+        let begins = || fitting(&|name, _| !is_exact && name.starts_with(wanted));
+        fitting(&|name, _| name == wanted).or_else(begins)
+    })
+}
+
+fn names(text: &str) -> impl Iterator<Item = &str> {
+    text.split(',').map(str::trim).filter(|name| !name.is_empty())
+}
+
+/// Addresses that begin with the same bits.
+struct Network {
+    ip: IpAddr,
+    num_bits: u32,
+}
+
+impl Network {
+    fn parse(text: &str) -> Option<Self> {
+        let (ip, num_bits) = text.split_once('/')?;
+        let (ip, num_bits) = (ip.parse::<IpAddr>().ok()?, num_bits.parse().ok()?);
+        let length = if ip.is_ipv4() { 32 } else { 128 };
+        (num_bits <= length).then_some(Network { ip, num_bits })
+    }
+
+    fn has(&self, ip: IpAddr) -> bool {
+        let begins_alike = |one: u128, other: u128, length: u32| {
+            self.num_bits == 0 || (one ^ other) >> (length - self.num_bits) == 0
+        };
+        match (self.ip, ip) {
+            (IpAddr::V4(own), IpAddr::V4(ip)) => begins_alike(own.to_bits().into(), ip.to_bits().into(), 32),
+            (IpAddr::V6(own), IpAddr::V6(ip)) => begins_alike(own.to_bits(), ip.to_bits(), 128),
+            _ => false,
+        }
+    }
 }
 
 /// Such an address means something together with an interface only, which the other ranks do not have.
@@ -45,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interface_is_found_by_name_or_address() {
+    fn an_interface_is_found_by_name_address_or_network() {
         let present = [
             ("lo", "127.0.0.1"),
             ("lo", "::1"),
@@ -60,7 +108,31 @@ mod tests {
         assert_eq!(chosen("eth0", false).as_deref(), Some("2001:db8::7"));
         assert_eq!(chosen("2001:db8::7", true).as_deref(), Some("2001:db8::7"));
         assert_eq!(chosen("lo", true).as_deref(), Some("127.0.0.1"));
-        for unknown in ["eth", "eth2", "192.0.2.8", "fe80::1", "eth1", ""] {
+        for (interface, found) in [
+            ("eth", "192.0.2.7"),
+            ("ib, eth0", "192.0.2.7"),
+            ("=eth0", "192.0.2.7"),
+            ("^lo,docker", "192.0.2.7"),
+            ("^eth1", "192.0.2.7"),
+            ("192.0.2.0/24", "192.0.2.7"),
+            ("2001:db8::/32", "2001:db8::7"),
+            ("10.0.0.0/8,192.0.0.0/8", "192.0.2.7"),
+            ("::/0", "2001:db8::7"),
+        ] {
+            assert_eq!(chosen(interface, true).as_deref(), Some(found), "{interface}");
+        }
+        for unknown in [
+            "=eth",
+            "eth2",
+            "192.0.2.8",
+            "fe80::1",
+            "eth1",
+            "",
+            "^eth",
+            "10.0.0.0/8",
+            "192.0.2.0/33",
+            "fe80::/16",
+        ] {
             assert_eq!(chosen(unknown, true), None, "{unknown}");
         }
         let error = not_found("eth2", &present).to_string();

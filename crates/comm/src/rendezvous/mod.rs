@@ -30,6 +30,7 @@ mod lobby;
 mod local;
 mod mesh;
 mod message;
+mod ports;
 mod refusals;
 mod seating;
 mod session;
@@ -140,7 +141,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::new(options));
     let tls = options.tls.as_ref().map(Tls::read).transpose()?;
     let interface = interface::address(options, &addresses)?;
-    check_secret(options, addresses.iter().map(SocketAddr::ip).chain(interface))?;
+    check_secret(options, addresses.iter().map(SocketAddr::ip).chain(interface).chain(options.listen))?;
     let setting_up = |source| CommError::Rendezvous {
         doing: "setting up a socket for the ranks of this host".to_owned(),
         source: Arc::new(source),
@@ -158,10 +159,10 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     };
     let host = this_host(options);
     let place_at = |address| Place { host, meeting, address };
-    let Meeting { mut star, table, listener } =
+    let Meeting { mut star, table, listener, root } =
         if options.rank == Rank::ROOT { joining.host(place_at)? } else { joining.visit(place_at)? };
     let session = Session::new(&key, &table.session, options.rank, options.world_size, &refusals);
-    let interface = listener.local_addr().map_err(setting_up)?.ip();
+    let addresses = [listener.local_addr().map_err(setting_up)?, root];
     let listeners = Listeners { tcp: Some(listener), local };
 
     // All ranks are here now: what is left does not depend on when they come.
@@ -182,7 +183,8 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         }
         _ => connecting.by_tcp(deadline)?,
     };
-    let home = Home::new(key.derive("trireme: key of split groups", &[&table.session]), interface, tls);
+    let key = key.derive("trireme: key of split groups", &[&table.session]);
+    let home = Home::new(key, addresses, options.ports.clone(), tls);
     let recorder = FlightRecorder::start(options.rank, options.world_size, &options.flight_recorder)?;
     let members = (0..options.world_size).map(Rank).collect();
     let world = recorder.group("world".to_owned(), options.rank, members);
@@ -209,7 +211,7 @@ pub(crate) fn report_failure(options: &JoinOptions, error: &dyn Error, told: &[R
         waiting: &waiting,
         deadline,
     };
-    if check_secret(options, addresses.iter().map(SocketAddr::ip)).is_ok() {
+    if check_secret(options, addresses.iter().map(SocketAddr::ip).chain(options.listen)).is_ok() {
         joining.apologize(error, told);
     }
 }
@@ -339,7 +341,11 @@ fn resolve(
 /// The addresses of rank 0's host; at least one.
 fn look_up(options: &JoinOptions) -> io::Result<Vec<SocketAddr>> {
     let name = options.master_addr.as_str();
-    if name.parse::<IpAddr>().is_err() && !is_host_name(name) {
+    // As in a URL.
+    let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
+    // One of IPv6 may end with the name of a link.
+    let is_address = name.split('%').next().is_some_and(|ip| ip.parse::<IpAddr>().is_ok());
+    if !is_address && !is_host_name(name) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
             "it is neither an address nor the name of a host",

@@ -5,6 +5,7 @@ use super::hello::{PLACE_WORDS, Place};
 use super::key::{Key, NONCE_BYTES, Nonce, nonce};
 use super::local;
 use super::mesh::{self, Listeners, Members, Mesh, Route};
+use super::ports::listen_at;
 use super::refusals::Refusals;
 use super::seating;
 use super::session::Session;
@@ -14,7 +15,8 @@ use crate::transport::shm::area_bytes;
 use crate::transport::{OwnMemory, Parts};
 use crate::{CommError, Group, GroupOptions, TransportKind, words};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::Rank;
@@ -24,20 +26,27 @@ use trireme_schedule::collective::Hosts;
 #[derive(Clone)]
 pub(crate) struct Home {
     key: Key,
-    /// Where other hosts reach this process; unset where all ranks are threads of it.
-    interface: Option<IpAddr>,
+    /// Where other hosts reach this process, and where it reaches rank 0 of the world; unset where all ranks are threads of it.
+    addresses: Option<[SocketAddr; 2]>,
+    /// Where it may listen, if not at any port.
+    ports: Option<RangeInclusive<u16>>,
     /// What encrypts data that goes by TCP.
     tls: Option<Tls>,
 }
 
 impl Home {
-    pub(super) fn new(key: Key, interface: IpAddr, tls: Option<Tls>) -> Self {
-        Home { key, interface: Some(interface), tls }
+    pub(super) fn new(
+        key: Key,
+        addresses: [SocketAddr; 2],
+        ports: Option<RangeInclusive<u16>>,
+        tls: Option<Tls>,
+    ) -> Self {
+        Home { key, addresses: Some(addresses), ports, tls }
     }
 
     /// Of ranks that are threads of one process.
     pub(crate) fn inproc() -> Self {
-        Home { key: Key::of(None), interface: None, tls: None }
+        Home { key: Key::of(None), addresses: None, ports: None, tls: None }
     }
 }
 
@@ -166,8 +175,10 @@ impl Preparation {
             }
         };
         let meeting = u64::from_ne_bytes(random_bytes()?);
-        let tcp = match parent.home().interface {
-            Some(ip) if parent.transport() != TransportKind::Shm => Some(TcpListener::bind((ip, 0))?),
+        let tcp = match parent.home().addresses {
+            Some([own, _]) if parent.transport() != TransportKind::Shm => {
+                Some(listen_at(own, parent.home().ports.as_ref())?)
+            }
             _ => None,
         };
         let nowhere = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
@@ -193,7 +204,11 @@ impl Preparation {
             true => vec![Route::Local; membership.ranks.len()],
             false => super::routes(&self.hosts, membership.own, within),
         };
-        let places: Vec<Place> = offers.iter().map(|offer| offer.place).collect();
+        let seen = |place: Place| match parent.home().addresses {
+            Some([_, root]) => place.seen_with(root),
+            None => place,
+        };
+        let places: Vec<Place> = offers.iter().map(|offer| seen(offer.place)).collect();
         let members = Members {
             own: membership.own,
             places: &places,

@@ -7,6 +7,7 @@ use super::key::{Key, nonce};
 use super::lobby::{self, Guest};
 use super::look_up;
 use super::message::{Message, Table};
+use super::ports::listen_at;
 use super::refusals::Refusals;
 use super::waiting::Waiting;
 use super::wire::{has_hung_up, invalid, pauses};
@@ -38,6 +39,8 @@ pub(super) struct Meeting {
     pub(super) star: Star,
     pub(super) table: Table,
     pub(super) listener: TcpListener,
+    /// Where this rank reaches rank 0; on rank 0, where it listens.
+    pub(super) root: SocketAddr,
 }
 
 fn broken(doing: impl Into<String>, source: io::Error) -> CommError {
@@ -63,14 +66,15 @@ impl Joining<'_> {
     /// Rank 0: waits for everyone and gives them the table.
     pub(super) fn host(&self, place_at: impl Fn(SocketAddr) -> Place) -> Result<Meeting, CommError> {
         let setting_up = |source| broken("setting up rank 0", source);
-        let master = lobby::listen(self.addresses)?;
-        let listener = self.listen(master.local_addr().map_err(setting_up)?.ip())?;
+        let master = self.listen_as_root()?;
+        let at = master.local_addr().map_err(setting_up)?;
+        let listener = self.listen(at)?;
         let own = place_at(listener.local_addr().map_err(setting_up)?);
 
         let guests = lobby::gather(self, &master)?;
         let guests: Vec<Guest> = guests.into_iter().flatten().collect();
         let mut places = Vec::from([own]);
-        places.extend(guests.iter().map(|guest| guest.place));
+        places.extend(guests.iter().map(|guest| guest.place.seen_with(at)));
         let share_a_host = places.iter().enumerate().any(|(rank, place)| {
             place.host != 0 && places[..rank].iter().any(|other| other.host == place.host)
         });
@@ -82,17 +86,27 @@ impl Joining<'_> {
         let table = Table { session: nonce().map_err(setting_up)?, tries_shm, places };
         let mut star = Star::Center { channels: guests.into_iter().map(|guest| guest.channel).collect() };
         star.tell_all(&Message::Table(table.clone()), self.deadline)?;
-        Ok(Meeting { star, table, listener })
+        Ok(Meeting { star, table, listener, root: at })
+    }
+
+    fn listen_as_root(&self) -> Result<TcpListener, CommError> {
+        match self.options.listen {
+            Some(ip) => lobby::listen(&[SocketAddr::new(ip, self.options.master_port)]),
+            None => lobby::listen(self.addresses),
+        }
     }
 
     /// Another rank: reaches rank 0, introduces itself and gets the table.
     pub(super) fn visit(&self, place_at: impl Fn(SocketAddr) -> Place) -> Result<Meeting, CommError> {
         let JoinOptions { rank, world_size, join_timeout, .. } = *self.options;
-        let (center, address, listener) = self.enter(place_at)?;
-        let mut star = Star::Ray { center, address, rank, world_size };
+        let (center, root, listener) = self.enter(place_at)?;
+        let mut star = Star::Ray { center, address: root, rank, world_size };
         let patience = Instant::now() + join_timeout + COURTESY;
         match star.hear_center("waiting for the other ranks to join", patience)? {
-            Message::Table(table) => Ok(Meeting { star, table, listener }),
+            Message::Table(mut table) => {
+                table.places.iter_mut().for_each(|place| *place = place.seen_with(root));
+                Ok(Meeting { star, table, listener, root })
+            }
             _ => Err(broken("waiting for the table of ranks", invalid("rank 0 sent an unexpected message"))),
         }
     }
@@ -106,7 +120,7 @@ impl Joining<'_> {
             let (stream, address) = self.reach()?;
             let joining = |source| broken(format!("joining rank 0 at {address}"), source);
             stream.set_nodelay(true).map_err(joining)?;
-            let listener = self.listen(stream.local_addr().map_err(joining)?.ip())?;
+            let listener = self.listen(stream.local_addr().map_err(joining)?)?;
             let hello = Hello::of(self.options, place_at(listener.local_addr().map_err(joining)?));
             match introduce(&stream, &hello.encode(), self.key, self.deadline) {
                 Ok(Reception::Welcome(key)) => {
@@ -126,7 +140,7 @@ impl Joining<'_> {
     /// Tells the others that this rank cannot join and why; those who were told already know it. Best effort, until the deadline.
     pub(super) fn apologize(&self, error: &dyn Error, told: &[Rank]) {
         if self.options.rank == Rank::ROOT {
-            if let Ok(master) = lobby::listen(self.addresses) {
+            if let Ok(master) = self.listen_as_root() {
                 lobby::dismiss(self, &master, &with_sources(error), told);
             }
             return;
@@ -174,11 +188,11 @@ impl Joining<'_> {
         }
     }
 
-    /// Listens for the other ranks, on `ip` if the options name no interface.
-    fn listen(&self, ip: IpAddr) -> Result<TcpListener, CommError> {
-        let ip = self.interface.unwrap_or(ip);
-        let listening = |source| broken(format!("listening on {ip} for the other ranks"), source);
-        TcpListener::bind((ip, 0)).map_err(listening)
+    /// Listens for the other ranks, at `address` if the options name no interface; whatever its port.
+    fn listen(&self, address: SocketAddr) -> Result<TcpListener, CommError> {
+        let address = self.interface.map_or(address, |ip| SocketAddr::new(ip, 0));
+        let listening = |source| broken(format!("listening on {} for the other ranks", address.ip()), source);
+        listen_at(address, self.options.ports.as_ref()).map_err(listening)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::net::IpAddr;
-use std::ops::{Bound, RangeBounds};
+use std::ops::{Bound, RangeBounds, RangeInclusive};
 use std::path::PathBuf;
 use std::time::Duration;
 use toml::de::DeValue;
@@ -218,6 +218,26 @@ impl Value for Duration {
     }
 }
 
+/// TCP ports, written as `40000-40063`.
+impl Value for RangeInclusive<u16> {
+    fn expected() -> String {
+        "ports such as \"40000-40063\", from 1 to 65535".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        let read = |text: &str| {
+            let (first, last) = text.split_once('-').unwrap_or((text, text));
+            let [first, last] = [first, last].map(|port| port.trim().parse().ok().filter(|&port| port > 0));
+            Some(first?..=last?).filter(|ports: &Self| !ports.is_empty())
+        };
+        value.as_str().and_then(read).ok_or_else(Self::expected)
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(toml::Value::String(format!("{}-{}", self.start(), self.end())))
+    }
+}
+
 impl Value for IpAddr {
     fn expected() -> String {
         "an IP address, such as \"127.0.0.1\" or \"::\"".to_owned()
@@ -298,6 +318,18 @@ mod tests {
             assert!(read(wrong).is_err(), "{wrong}");
         }
         assert_eq!(Interval::Steps(5).write(), Some(toml::Value::Integer(5)));
+    }
+
+    #[test]
+    fn ports_are_a_range() {
+        let read = |text: &str| RangeInclusive::<u16>::read(&DeValue::String(Cow::Borrowed(text)));
+        for (text, ports) in [("40000-40063", 40_000..=40_063), ("7 - 9", 7..=9), ("8", 8..=8)] {
+            assert_eq!(read(text), Ok(ports.clone()));
+            assert_eq!(read(ports.write().unwrap().as_str().unwrap()), Ok(ports));
+        }
+        for wrong in ["", "9-7", "0-9", "1-65536", "a-b", "1-2-3"] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

@@ -10,8 +10,8 @@ use crate::bounded::within;
 use crate::console::{Console, remark};
 use crate::interrupts::Interrupts;
 use crate::launch::{
-    Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log, join_options,
-    run_end, run_local_workers, work_in_world, worker_command,
+    Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log, interface,
+    join_options, run_end, run_local_workers, work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
@@ -308,7 +308,9 @@ pub(super) fn world_options(config: &Config, environment: &WorkerEnvironment) ->
         },
         job: config.run().name.clone(),
         requires_secret: comm.require_secret,
-        interface: comm.interface.clone(),
+        listen: comm.listen,
+        interface: interface(environment, comm.interface.as_deref()),
+        ports: comm.ports.clone(),
         join_timeout: Duration::from_secs_f64(comm.join_timeout_seconds),
         tls: tls_options(comm),
         group: GroupOptions {
