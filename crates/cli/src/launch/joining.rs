@@ -1,6 +1,7 @@
 //! How a worker joins its world.
 
 use super::WorkerEnvironment;
+use super::slurm::node_address;
 use super::worker_processes::is_under_launcher;
 use crate::console::remark;
 use crate::hang;
@@ -23,7 +24,10 @@ pub(crate) fn join_options(
     let on_refusal = OnRefusal::new(|refusal| remark(&format!("warning: refused a connection: {refusal}")));
     let on_waiting = LineListener::new(|line| remark(&format!("note: {line}")));
     Ok(JoinOptions {
-        master_addr: environment.master_addr.clone(),
+        master_addr: match std::env::var_os("SLURM_JOB_ID") {
+            Some(_) => node_address(&environment.master_addr),
+            None => environment.master_addr.clone(),
+        },
         master_port: environment.master_port,
         secret: secret(text.as_deref(), secret_file)?,
         on_refusal: Some(on_refusal),

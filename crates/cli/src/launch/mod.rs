@@ -6,6 +6,7 @@ mod environment;
 mod error;
 mod host_list;
 mod joining;
+mod slurm;
 mod supervisor;
 mod time_limit;
 mod worker_processes;

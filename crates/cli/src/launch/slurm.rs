@@ -1,0 +1,48 @@
+//! What only Slurm knows.
+
+use crate::bounded::within;
+use std::net::ToSocketAddrs;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// How long Slurm's controller has to tell the address of a node.
+const SCONTROL_MAX: Duration = Duration::from_secs(20);
+
+/// The address of a node of a Slurm job whose name only Slurm resolves (`NodeAddr`); the name itself if the system resolves it, or Slurm does not know
+/// more.
+pub(super) fn node_address(name: &str) -> String {
+    let is_known = (name, 0).to_socket_addrs().is_ok();
+    let ask = |name: String| {
+        let mut scontrol = Command::new("scontrol");
+        scontrol.args(["--oneliner", "show", "node", &name]).stdin(Stdio::null()).stderr(Stdio::null());
+        Some(String::from_utf8_lossy(&scontrol.output().ok()?.stdout).into_owned())
+    };
+    let told = || {
+        let owned = name.to_owned();
+        node_addr(&within(SCONTROL_MAX, move || ask(owned)).ok()??)
+    };
+    if is_known { name.to_owned() } else { told().unwrap_or_else(|| name.to_owned()) }
+}
+
+/// `NodeAddr` of the node that `scontrol show node` tells of.
+fn node_addr(told: &str) -> Option<String> {
+    let address = told.split_whitespace().find_map(|word| word.strip_prefix("NodeAddr="))?;
+    (!address.is_empty()).then(|| address.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_address_of_a_node_is_among_its_words() {
+        let told = "NodeName=n1 Arch=x86_64 CPUTot=2 NodeAddr=10.0.0.7 NodeHostName=host Version=22.05.8 OS=Linux 6.1";
+        assert_eq!(node_addr(told).as_deref(), Some("10.0.0.7"));
+        assert_eq!(node_addr("Node n9 not found"), None);
+    }
+
+    #[test]
+    fn names_that_the_system_resolves_stay() {
+        assert_eq!(node_address("127.0.0.1"), "127.0.0.1");
+    }
+}
