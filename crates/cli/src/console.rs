@@ -1,19 +1,25 @@
 //! What a person sees of a run, and how commands end.
 
 use crate::bounded::within;
+use crate::clock;
 use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
 use crate::log_line::LogLine;
 use crate::numbers::{counted, duration};
 use console::Term;
 use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use serde_json::json;
 use signal_hook::consts::SIGINT;
+use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_comm::CommError;
+use trireme_train::config::{LogFormat, Metrics};
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts, TrainError};
 
@@ -47,8 +53,33 @@ pub(crate) fn columns() -> usize {
     columns.filter(|columns| (20..=1000).contains(columns)).unwrap_or(120)
 }
 
+/// The name of this host, or nothing if it has none.
+pub(crate) fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Who tells something on the error output, if that is shared with others.
+static ORIGIN: OnceLock<String> = OnceLock::new();
+
+/// From now on, what is told on the error output says that it comes from this rank of another launcher's, and from which host.
+pub(crate) fn speak_as(rank: Rank) {
+    // A process is one rank.
+    let _ = ORIGIN.set(format!("rank {rank} on {}: ", host_name()));
+}
+
+/// The text with its origin behind the word that says what it is.
+fn with_origin(text: &str) -> Cow<'_, str> {
+    match (ORIGIN.get(), text.split_once(": ")) {
+        (Some(origin), Some((kind, rest))) if ["error", "warning", "note"].contains(&kind) => {
+            Cow::Owned(format!("{kind}: {origin}{rest}"))
+        }
+        _ => Cow::Borrowed(text),
+    }
+}
+
 /// Tells something that is no result, on the error output.
 pub(crate) fn remark(text: &str) {
+    let text = with_origin(text);
     // What stands on the line is a progress bar, which is drawn again.
     let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
     // Nobody listening is no reason to stop.
@@ -116,12 +147,15 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// Shows a run: rank 0 a progress bar on a terminal and lines elsewhere, the other ranks lines in their logs.
+/// Shows a run: rank 0 a progress bar on a terminal and lines elsewhere. All ranks have a log, with times.
 pub(crate) struct Console {
-    is_root: bool,
+    rank: Rank,
+    /// Whether lines go to the standard output. That of other ranks than 0 is their log, if this program has started them, and else is left to rank 0.
+    prints: bool,
+    format: LogFormat,
     log_interval: u64,
     bar: Option<ProgressBar>,
-    /// Rank 0's copy of its lines; the other ranks' output is their log.
+    /// Where the lines go as well, or alone.
     log: Option<File>,
     first_step_shown: bool,
     steps: u64,
@@ -160,27 +194,56 @@ impl Pace {
 }
 
 impl Console {
-    /// A console for one rank; rank 0 also writes to `log_folder/rank-0.log`, which exists.
-    pub(crate) fn new(is_root: bool, log_interval: u64, log_folder: &Path) -> anyhow::Result<Self> {
+    /// A console for one rank, which logs to `log_folder/rank-N.log`.
+    pub(crate) fn new(rank: Rank, config: &Metrics, log_folder: &Path) -> anyhow::Result<Self> {
+        let is_output_log = rank != Rank::ROOT && launch::is_under_launcher();
         let mut log = None;
-        if is_root {
+        if !is_output_log {
             std::fs::create_dir_all(log_folder)
                 .map_err(|source| TrainError::RunFolder { path: log_folder.to_owned(), source })?;
-            let path = log_folder.join("rank-0.log");
+            let path = log_folder.join(format!("rank-{rank}.log"));
             let file = OpenOptions::new().create(true).append(true).open(&path);
             log = Some(file.map_err(|source| TrainError::RunFolder { path, source })?);
         }
-        let pace = Pace::default();
-        Ok(Console { is_root, log_interval, bar: None, log, first_step_shown: false, steps: 0, pace })
+        Ok(Console {
+            rank,
+            prints: rank == Rank::ROOT || is_output_log,
+            format: config.log_format,
+            log_interval: config.log_interval,
+            bar: None,
+            log,
+            first_step_shown: false,
+            steps: 0,
+            pace: Pace::default(),
+        })
+    }
+
+    fn is_root(&self) -> bool {
+        self.rank == Rank::ROOT
     }
 
     /// Prints a line, above the bar if there is one.
     pub(crate) fn line(&mut self, text: &str) {
+        let object = (self.format == LogFormat::Json).then(|| self.object("message", text.trim()));
+        let text = object.as_deref().unwrap_or(text);
         self.print(text);
         self.log_line(text);
     }
 
+    /// A line of JSON that says when and where something is.
+    fn object(&self, name: &str, value: impl Serialize) -> String {
+        let mut object = json!({ "time": clock::now(), "rank": self.rank.0, "host": host_name() });
+        object[name] = json!(value);
+        object.to_string()
+    }
+
     fn print(&mut self, text: &str) {
+        if !self.prints {
+            return;
+        }
+        // The output of the other ranks is a log.
+        let stamped = (!self.is_root()).then(|| self.stamped(text));
+        let text = stamped.as_deref().unwrap_or(text);
         // A run goes on when nobody looks any more: the line is in the log as well.
         let print = || drop(writeln!(Output, "{text}"));
         match &self.bar {
@@ -191,6 +254,11 @@ impl Console {
 
     /// Prints the line of a step, as wide as the terminal, if there is one; the log has all of it.
     fn record(&mut self, line: LogLine<'_>) {
+        if self.format == LogFormat::Json {
+            let object = self.object("record", line.record);
+            self.print(&object);
+            return self.log_line(&object);
+        }
         match std::io::stdout().is_terminal() {
             true => self.print(&line.fitted(usize::from(Term::stdout().size().1))),
             false => self.print(&line.plain()),
@@ -198,7 +266,16 @@ impl Console {
         self.log_line(&line.plain());
     }
 
+    /// The text with the time, unless it is JSON, which has it.
+    fn stamped(&self, text: &str) -> String {
+        match self.format {
+            LogFormat::Text => format!("{} {text}", clock::now()),
+            LogFormat::Json => text.to_owned(),
+        }
+    }
+
     fn log_line(&mut self, text: &str) {
+        let text = self.stamped(text);
         // A log that cannot be written is no reason to stop: the run's record is metrics.jsonl, and that is checked.
         if let Some(log) = &mut self.log {
             let _ = writeln!(log, "{text}");
@@ -230,7 +307,7 @@ pub(crate) fn parameters(number: usize) -> String {
 
 impl Observer for Console {
     fn notice(&mut self, text: &str) {
-        if self.is_root {
+        if self.is_root() {
             self.line(&format!("note: {text}"));
         }
     }
@@ -240,7 +317,7 @@ impl Observer for Console {
     }
 
     fn initial_validation(&mut self, loss: f64) {
-        if self.is_root {
+        if self.is_root() {
             self.line(&format!("validation loss before the first step: {loss:.4}"));
         }
     }
@@ -270,7 +347,8 @@ impl Observer for Console {
             )),
             step => self.line(&format!("resuming after step {step} of {}", facts.steps)),
         }
-        if self.is_root && std::io::stderr().is_terminal() && facts.resumed_step < facts.steps {
+        let has_bar = self.is_root() && self.format == LogFormat::Text && std::io::stderr().is_terminal();
+        if has_bar && facts.resumed_step < facts.steps {
             let template = "{wide_bar} {pos}/{len}  {msg}";
             let style = ProgressStyle::with_template(template).expect("the template is well formed");
             let bar = ProgressBar::new(facts.steps).with_style(style).with_position(facts.resumed_step);
@@ -299,7 +377,7 @@ impl Observer for Console {
     }
 
     fn checkpoint(&mut self, step: u64, path: &Path) {
-        if self.is_root {
+        if self.is_root() {
             self.line(&format!("checkpoint of step {step}: {}", path.display()));
         }
     }

@@ -11,6 +11,7 @@
 //! `examples/residual_network` has all three.
 
 mod bounded;
+mod clock;
 mod commands;
 mod console;
 mod foreign_arguments;

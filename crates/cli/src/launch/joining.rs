@@ -3,10 +3,11 @@
 use super::WorkerEnvironment;
 use super::slurm::node_address;
 use super::worker_processes::is_under_launcher;
-use crate::console::remark;
+use crate::console::{remark, speak_as};
 use crate::hang;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
+use trireme_base::Rank;
 use trireme_comm::{
     CommError, Group, JoinOptions, LineListener, OnRefusal, RecorderOptions, Secret, join, report_failure,
 };
@@ -60,6 +61,9 @@ pub(crate) fn before_joining<T>(
     environment: Option<&WorkerEnvironment>,
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
+    if let Some(environment) = environment {
+        speak_for(environment.rank);
+    }
     work().map_err(|failure| match environment.map(|environment| join_options(environment, None)) {
         Some(Ok(options)) => NotJoined::of(failure, options),
         _ => failure,
@@ -107,6 +111,7 @@ pub(crate) fn work_in_world(
     recorder_folder: Option<PathBuf>,
     work: impl FnOnce(Group) -> Result<()>,
 ) -> Result<()> {
+    speak_for(options.rank);
     let gathers = !is_under_launcher();
     let on_stall = LineListener::new(|line| remark(&format!("warning: {line}")));
     let flight_recorder = RecorderOptions { folder: recorder_folder, on_stall: Some(on_stall), gathers };
@@ -115,6 +120,13 @@ pub(crate) fn work_in_world(
     let recorder = group.flight_recorder().clone();
     let result = work(group);
     if gathers { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }
+}
+
+/// The error output of other ranks than 0 is shared, unless this program has started them.
+fn speak_for(rank: Rank) {
+    if rank != Rank::ROOT && !is_under_launcher() {
+        speak_as(rank);
+    }
 }
 
 /// The secret that is `text`, if that is set, else that of a file, if there is one.
@@ -130,7 +142,6 @@ fn secret(text: Option<&str>, file: Option<&Path>) -> Result<Option<Secret>, Com
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
-    use trireme_base::Rank;
 
     #[test]
     fn the_interface_of_the_host_counts_before_that_of_the_config() {

@@ -19,4 +19,6 @@ pub(crate) use supervisor::{
     INVOKED_AS_VARIABLE, LocalWorld, OnSignal, ignored_signals, run_local_workers, worker_command,
 };
 pub(crate) use time_limit::run_end;
-pub(crate) use worker_processes::{LOST_PEER_EXIT_CODE, die_with_parent, error_log, signal_name};
+pub(crate) use worker_processes::{
+    LOST_PEER_EXIT_CODE, die_with_parent, error_log, is_under_launcher, signal_name,
+};

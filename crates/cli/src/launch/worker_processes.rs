@@ -41,7 +41,7 @@ pub(crate) fn die_with_parent() -> Result<(), LaunchError> {
 }
 
 /// Whether a launcher of ours has started this process.
-pub(super) fn is_under_launcher() -> bool {
+pub(crate) fn is_under_launcher() -> bool {
     std::env::var_os(LAUNCHER_VARIABLE).is_some()
 }
 

@@ -1,6 +1,7 @@
 //! Workers that come late, or not at all.
 
 use crate::common::{Outcome, Running, Scene, free_port, tells};
+use serde_json::Value;
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
@@ -25,7 +26,7 @@ fn a_worker_that_fails_before_it_joins_ends_the_others_with_its_reason() {
         ("train tiny.toml --set comm.interface=nowhere", None, "no interface 'nowhere'"),
     ] {
         let [first, second] = world(&scene, [good, bad], secret);
-        tells(&second.refused(), &[reason]);
+        tells(&second.refused(), &["error: rank 1 on ", reason]);
         tells(&first.refused(), &["rank 1 failed before all ranks had joined", reason]);
         let [first, second] = world(&scene, [bad, good], secret);
         tells(&first.refused(), &[reason]);
@@ -35,4 +36,46 @@ fn a_worker_that_fails_before_it_joins_ends_the_others_with_its_reason() {
         tells(&first.refused(), &[reason]);
         tells(&second.refused(), &[reason]);
     }
+}
+
+#[test]
+fn rank_0_alone_is_on_the_console_and_all_have_logs_with_times() {
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml";
+    let [first, second] = world(&scene, [train, train], None);
+    tells(&first.succeeded(), &["step: 4 "]);
+    assert_eq!(second.succeeded(), "");
+    for (run, workers) in [("tiny", 0), ("own", 2)] {
+        if workers > 0 {
+            scene.run(&format!("{train} --workers {workers} --set run.name={run}")).succeeded();
+        }
+        for rank in [0, 1] {
+            let log = scene.read(&format!("runs/{run}/logs/rank-{rank}.log"));
+            let line = log.lines().find(|line| line.contains("step: 4 ")).unwrap_or_else(|| panic!("{log}"));
+            let (time, rest) = line.split_once(' ').unwrap();
+            assert!(time.len() == 20 && time.ends_with('Z') && rest.starts_with("step: 4 "), "{line}");
+        }
+    }
+}
+
+#[test]
+fn lines_may_be_objects() {
+    let scene = Scene::with_corpus();
+    let printed = scene.run("train tiny.toml --workers 2 --set metrics.log_format=json").succeeded();
+    let read = |text: &str| -> Vec<Value> {
+        text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}"))).collect()
+    };
+    let lines = read(&printed);
+    assert!(
+        lines.iter().all(|line| line["time"].is_string() && line["host"].is_string() && line["rank"] == 0)
+    );
+    let steps = lines.iter().filter_map(|line| line["record"]["step"].as_u64());
+    assert_eq!(steps.collect::<Vec<_>>(), [1, 2, 3, 4]);
+    assert!(
+        lines
+            .iter()
+            .any(|line| line["message"].as_str().is_some_and(|text| text.starts_with("run folder: ")))
+    );
+    assert_eq!(read(&scene.read("runs/tiny/logs/rank-0.log")), lines);
+    assert!(read(&scene.read("runs/tiny/logs/rank-1.log")).iter().any(|line| line["record"]["step"] == 4));
 }

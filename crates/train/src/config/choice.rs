@@ -62,6 +62,16 @@ pub(super) fn refuse_word(found: Option<&str>, words: &[&str]) -> String {
 }
 
 config_choice! {
+    /// How log lines are written.
+    LogFormat {
+        /// For people.
+        Text = "text",
+        /// For programs.
+        Json = "json",
+    }
+}
+
+config_choice! {
     /// The family a model belongs to.
     Architecture {
         /// Learned positions, LayerNorm, GELU.

@@ -30,7 +30,7 @@ mod tests;
 
 pub use choice::{
     ActivationCheckpointMode, Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8,
-    MuonScale, OptimizerName, Packing, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer,
+    LogFormat, MuonScale, OptimizerName, Packing, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer,
     TrainingDtype, Transport,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};

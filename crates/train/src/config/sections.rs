@@ -2,8 +2,8 @@
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
 use super::choice::{
-    Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    Packing, Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
+    Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, LogFormat, MuonScale,
+    OptimizerName, Packing, Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
 };
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::section::{Section, config_section, config_sections};
@@ -458,6 +458,9 @@ config_section! {
     Metrics {
         /// Steps between log lines.
         log_interval: u64 = 10, within 1..;
+        /// Format of log lines, on the console and in the logs: `text`, or `json` with one object a line, which has `time`, `rank`, `host`, and a
+        /// `message` or the `record` of a step.
+        log_format: LogFormat = LogFormat::Text;
         /// Whether to write `metrics.jsonl`, with one JSON object per step.
         jsonl: bool = true;
         /// Whether to write event files for TensorBoard.

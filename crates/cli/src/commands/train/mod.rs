@@ -382,7 +382,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     // Under a launcher of ours, the launcher tells.
     let interrupts =
         Interrupts::listen(is_root && error_log().is_none()).context("cannot install signal handlers")?;
-    let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
+    let mut console = Console::new(group.rank(), config.metrics(), &log_folder(config))?;
     let (task, language) = match process.own {
         Some(own) => (Arc::clone(own), None),
         None => {

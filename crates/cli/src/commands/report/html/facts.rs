@@ -1,9 +1,9 @@
 //! What runs were and reached, as a table.
 
 use super::super::records::Record;
-use super::clock::date_and_time;
 use super::hues::run_colour;
 use super::loaded_run::LoadedRun;
+use crate::clock::date_and_time;
 use crate::numbers::{duration, grouped};
 use std::time::Duration;
 use trireme_base::{Bytes, escape_markup};

@@ -2,7 +2,6 @@
 
 mod chart;
 mod charts;
-mod clock;
 mod configs;
 mod facts;
 mod hues;

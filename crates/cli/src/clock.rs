@@ -1,10 +1,24 @@
-//! Dates as people read them.
+//! Dates and times.
+
+use std::time::UNIX_EPOCH;
 
 /// The last second of the year 9999.
 const SECONDS_MAX: u64 = 253_402_300_799;
 
-/// The date and time that is so many seconds after 1970 began; none beyond the year 9999.
-pub(super) fn date_and_time(unix_seconds: u64) -> Option<String> {
+/// The date and time that is so many seconds after 1970 began, as people read it; none beyond the year 9999.
+pub(crate) fn date_and_time(unix_seconds: u64) -> Option<String> {
+    let (date, time) = parts(unix_seconds)?;
+    Some(format!("{date} {time} UTC"))
+}
+
+/// The date and time of now, as programs read it (RFC 3339).
+pub(crate) fn now() -> String {
+    let seconds = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
+    parts(seconds).map_or_else(String::new, |(date, time)| format!("{date}T{time}Z"))
+}
+
+/// The date and the time of the day.
+fn parts(unix_seconds: u64) -> Option<(String, String)> {
     if unix_seconds > SECONDS_MAX {
         return None;
     }
@@ -20,7 +34,7 @@ pub(super) fn date_and_time(unix_seconds: u64) -> Option<String> {
     let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
     let year = era * 400 + year_of_era + u64::from(month <= 2);
     let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-    Some(format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC"))
+    Some((format!("{year}-{month:02}-{day:02}"), format!("{hour:02}:{minute:02}:{second:02}")))
 }
 
 #[cfg(test)]
@@ -40,5 +54,11 @@ mod tests {
             assert_eq!(date_and_time(seconds).as_deref(), Some(date));
         }
         assert_eq!(date_and_time(u64::MAX), None);
+    }
+
+    #[test]
+    fn now_is_after_this_was_written() {
+        let now = now();
+        assert!(now.as_str() > "2026-11-26T00:00:00Z" && now.len() == 20 && now.ends_with('Z'), "{now}");
     }
 }
