@@ -1,10 +1,11 @@
-//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask ladder`, `cargo xtask compare`, `cargo xtask faults` and `cargo xtask foreign`.
+//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask ladder`, `cargo xtask compare`, `cargo xtask faults`, `cargo xtask foreign` and `cargo xtask slurm`.
 
 mod commands;
 mod compare;
 mod faults;
 mod foreign;
 mod kernels;
+mod slurm;
 mod tidy;
 
 use anyhow::{Context, Result};
@@ -29,6 +30,7 @@ enum Chore {
     Compare(compare::CompareArgs),
     Faults(faults::FaultsArgs),
     Foreign(foreign::ForeignArgs),
+    Slurm(slurm::SlurmArgs),
 }
 
 fn main() -> ExitCode {
@@ -39,6 +41,7 @@ fn main() -> ExitCode {
         Chore::Compare(args) => compare::run(&args, workspace_root()),
         Chore::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
         Chore::Foreign(args) => foreign::run(&args, workspace_root()),
+        Chore::Slurm(args) => slurm::run(&args, workspace_root()),
     };
     match succeeded {
         Ok(true) => ExitCode::SUCCESS,
