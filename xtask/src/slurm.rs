@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 const HELP: &str = "\
 Starts munged, slurmctld and two slurmd on this machine, runs small jobs, and ends the daemons
-again. Needs root, and the packages munge and slurm-wlm (Debian). Takes about five minutes: Slurm's
-shortest time limit is a minute, and a job that is queued again waits for two.";
+again. Needs root, and the packages munge and slurm-wlm (Debian). Takes about two minutes: Slurm's
+shortest time limit is one.";
 
 /// Check how runs behave under Slurm: requeues, preemption, time limits, killed tasks.
 #[derive(Debug, clap::Args)]
@@ -27,9 +27,6 @@ pub(crate) struct SlurmArgs {
 
 /// How long Slurm has for anything but a time limit or a queue.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Slurm holds a job back for two minutes after it was queued again.
-const REQUEUE_PATIENCE: Duration = Duration::from_secs(300);
 
 /// How often to look for what is waited for.
 const LOOK: Duration = Duration::from_millis(200);
@@ -49,11 +46,12 @@ generate = { num_tokens = 0 }
 "#;
 
 /// What is checked, by name.
-const CHECKS: [(&str, fn(&Cluster) -> Result<()>); 6] = [
+const CHECKS: [(&str, fn(&Cluster) -> Result<()>); 7] = [
     ("two tasks on nodes that only Slurm knows", two_tasks),
     ("four tasks that are placed in turns", four_tasks_in_turns),
     ("a job that is queued again", requeued),
     ("a job that makes way for another", preempted),
+    ("a job that is cancelled", cancelled),
     ("a job whose time is over", out_of_time),
     ("a task that is killed", task_killed),
 ];
@@ -266,23 +264,38 @@ impl Cluster {
 
     /// Waits until a run that was stopped after `step` has come to its end, and checks that it lost nothing.
     fn wait_for_end(&self, run: &str, job: &str, step: usize) -> Result<()> {
-        // Else it would be held back for a while.
-        let mut start = self.slurm("scontrol");
-        let _ = start.args(["update", &format!("JobId={job}"), "StartTime=now"]).output();
-        let is_over =
-            || Ok(self.losses(run)?.len() >= STEPS && self.printed(run).contains("last checkpoint: "));
-        wait_for(&format!("the end of {run}"), REQUEUE_PATIENCE, is_over)?;
+        let is_over = || {
+            // Else it would be held back for two minutes.
+            let mut start = self.slurm("scontrol");
+            start.args(["update", &format!("JobId={job}"), "StartTime=now"]).output()?;
+            Ok(self.losses(run)?.len() >= STEPS && self.printed(run).contains("last checkpoint: "))
+        };
+        wait_for(&format!("the end of {run}"), PATIENCE, is_over)?;
         let resumed = format!("resuming after step {step} of ");
         ensure!(self.printed(run).contains(&resumed), "{run} did not resume after step {step}");
         self.ensure_undisturbed(run, STEPS)
     }
 
+    /// Waits until a run has been stopped, and checks that it has saved all that it has done, and that its job is not queued again.
+    fn ensure_over(&self, run: &str, patience: Duration) -> Result<()> {
+        let step = self.wait_for_stop(run, patience)?;
+        let (found, expected) = (self.losses(run)?, self.undisturbed(STEPS)?);
+        ensure!(found.len() == step, "{} steps were reported, and {step} saved", found.len());
+        let num_compared = found.len().min(expected.len());
+        let is_same = found[..num_compared] == expected[..num_compared];
+        ensure!(is_same, "the losses differ from those of an undisturbed run");
+        self.wait_for_empty_queue()
+    }
+
+    fn wait_for_empty_queue(&self) -> Result<()> {
+        let is_empty = || Ok(output(self.slurm("squeue").arg("--noheader"))?.trim().is_empty());
+        wait_for("an empty queue", PATIENCE, is_empty)
+    }
+
     fn cancel_all(&self) -> Result<()> {
         output(self.slurm("scancel").args(["--user=root", "--signal=KILL"])).map(drop)?;
         output(self.slurm("scancel").arg("--user=root")).map(drop)?;
-        wait_for("an empty queue", PATIENCE, || {
-            Ok(output(self.slurm("squeue").arg("--noheader"))?.trim().is_empty())
-        })
+        self.wait_for_empty_queue()
     }
 }
 
@@ -326,18 +339,17 @@ fn preempted(cluster: &Cluster) -> Result<()> {
     cluster.wait_for_end("preempted", &job, step)
 }
 
+fn cancelled(cluster: &Cluster) -> Result<()> {
+    let job = cluster.submit("cancelled", STEPS, &[])?;
+    cluster.wait_for_steps("cancelled", STEPS_BEFORE)?;
+    output(cluster.slurm("scancel").arg(&job))?;
+    cluster.ensure_over("cancelled", PATIENCE)
+}
+
 fn out_of_time(cluster: &Cluster) -> Result<()> {
     cluster.submit("late", 1_000_000_000, &["--time=1"])?;
     // Slurm looks every half minute.
-    let step = cluster.wait_for_stop("late", 3 * PATIENCE)?;
-    let (found, expected) = (cluster.losses("late")?, cluster.undisturbed(STEPS)?);
-    ensure!(found.len() == step, "{} steps were reported, and {step} saved", found.len());
-    let num_compared = found.len().min(expected.len());
-    ensure!(
-        found[..num_compared] == expected[..num_compared],
-        "the losses differ from those of an undisturbed run"
-    );
-    Ok(())
+    cluster.ensure_over("late", 3 * PATIENCE)
 }
 
 fn task_killed(cluster: &Cluster) -> Result<()> {

@@ -81,4 +81,6 @@ fn environments_that_describe_no_worker() {
         tells(&Running::start(command).end().refused(), &facts);
         assert!(scene.everything() == before);
     }
+    let worker = scene.worker(0, 1, "train tiny.toml --workers 2");
+    tells(&Running::start(worker).end().refused(), &["--workers", "another launcher", "one of 2"]);
 }

@@ -11,7 +11,7 @@ use crate::console::{Console, remark};
 use crate::interrupts::Interrupts;
 use crate::launch::{
     Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log, interface,
-    join_options, run_end, run_local_workers, work_in_world, worker_command,
+    is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
@@ -105,6 +105,15 @@ impl<'a> Process<'a> {
 /// Runs `trireme train`, or trains a task of the program's own.
 pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
+    if let Some(WorkerEnvironment { world_size, .. }) = environment
+        && args.workers.is_some()
+        && !is_under_launcher()
+    {
+        bail!(
+            "--workers starts workers on this host, but another launcher has started this process as one of {world_size}; leave --workers out, \
+             or unset the launcher's variables"
+        );
+    }
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
     overrides.extend(args.resume.as_ref().map(|resume| format!("checkpoint.resume={resume}")));
