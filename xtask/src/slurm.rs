@@ -45,8 +45,11 @@ metrics = { log_interval = 1000, tensorboard = false }
 generate = { num_tokens = 0 }
 "#;
 
+/// Something that must hold.
+type Check = fn(&Cluster) -> Result<()>;
+
 /// What is checked, by name.
-const CHECKS: [(&str, fn(&Cluster) -> Result<()>); 7] = [
+const CHECKS: [(&str, Check); 7] = [
     ("two tasks on nodes that only Slurm knows", two_tasks),
     ("four tasks that are placed in turns", four_tasks_in_turns),
     ("a job that is queued again", requeued),
