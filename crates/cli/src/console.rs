@@ -82,8 +82,8 @@ pub(crate) fn remark(text: &str) {
     let text = with_origin(text);
     // What stands on the line is a progress bar, which is drawn again.
     let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
-    // Nobody listening is no reason to stop.
-    let _ = writeln!(io::stderr(), "{clear}{text}");
+    // Nobody listening is no reason to stop. In one piece, so that lines of several ranks do not mix.
+    let _ = io::stderr().write_all(format!("{clear}{text}\n").as_bytes());
 }
 
 /// Tells of an error with all its causes; returns the exit code.
@@ -197,14 +197,21 @@ impl Console {
     /// A console for one rank, which logs to `log_folder/rank-N.log`.
     pub(crate) fn new(rank: Rank, config: &Metrics, log_folder: &Path) -> anyhow::Result<Self> {
         let is_output_log = rank != Rank::ROOT && launch::is_under_launcher();
-        let mut log = None;
-        if !is_output_log {
-            std::fs::create_dir_all(log_folder)
-                .map_err(|source| TrainError::RunFolder { path: log_folder.to_owned(), source })?;
-            let path = log_folder.join(format!("rank-{rank}.log"));
-            let file = OpenOptions::new().create(true).append(true).open(&path);
-            log = Some(file.map_err(|source| TrainError::RunFolder { path, source })?);
-        }
+        let open = || {
+            std::fs::create_dir_all(log_folder)?;
+            OpenOptions::new().create(true).append(true).open(log_folder.join(format!("rank-{rank}.log")))
+        };
+        let log = match (!is_output_log).then(open).transpose() {
+            Err(source) if rank == Rank::ROOT => {
+                return Err(TrainError::RunFolder { path: log_folder.to_owned(), source }.into());
+            }
+            // Others have nothing else to write there.
+            Err(error) => {
+                remark(&format!("warning: there is no log in {}: {error}", log_folder.display()));
+                None
+            }
+            Ok(log) => log,
+        };
         Ok(Console {
             rank,
             prints: rank == Rank::ROOT || is_output_log,
@@ -266,10 +273,14 @@ impl Console {
         self.log_line(&line.plain());
     }
 
-    /// The text with the time, unless it is JSON, which has it.
+    /// Each line with the time, unless they are JSON, which has it.
     fn stamped(&self, text: &str) -> String {
         match self.format {
-            LogFormat::Text => format!("{} {text}", clock::now()),
+            LogFormat::Text => {
+                let now = clock::now();
+                let lines = text.lines().filter(|line| !line.is_empty()).map(|line| format!("{now} {line}"));
+                lines.collect::<Vec<_>>().join("\n")
+            }
             LogFormat::Json => text.to_owned(),
         }
     }
@@ -278,7 +289,7 @@ impl Console {
         let text = self.stamped(text);
         // A log that cannot be written is no reason to stop: the run's record is metrics.jsonl, and that is checked.
         if let Some(log) = &mut self.log {
-            let _ = writeln!(log, "{text}");
+            let _ = log.write_all(format!("{text}\n").as_bytes());
         }
     }
 

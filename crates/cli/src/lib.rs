@@ -21,6 +21,7 @@ mod launch;
 mod log_line;
 mod memory_limit;
 mod numbers;
+mod open_files;
 mod planning;
 mod simd;
 mod started;
@@ -149,6 +150,7 @@ fn parse<P: Parser>() -> P {
 
 fn within_process(run: impl FnOnce(Instant) -> anyhow::Result<()>) -> ExitCode {
     let started = started::command_started();
+    open_files::raise_limit();
     match launch::die_with_parent().map_err(Into::into).and_then(|()| run(started)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => ExitCode::from(console::report_error(&error)),

@@ -76,7 +76,10 @@ pub enum CommError {
         source: Arc<io::Error>,
     },
     /// The network interface where this worker should listen cannot be used.
-    #[error("cannot listen on the network interface '{interface}'; check [comm] interface")]
+    #[error(
+        "cannot listen on the network interface '{interface}'; check [comm] interface, TRIREME_INTERFACE, NCCL_SOCKET_IFNAME and \
+         GLOO_SOCKET_IFNAME"
+    )]
     Interface {
         /// Its name or address.
         interface: String,
@@ -92,6 +95,15 @@ pub enum CommError {
     Listen {
         /// Where.
         address: String,
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// This rank cannot listen for the others.
+    #[error("cannot listen on {ip} for the other ranks; check [comm] interface and ports")]
+    ListenForPeers {
+        /// Where.
+        ip: IpAddr,
         /// Why not.
         #[source]
         source: Arc<io::Error>,

@@ -224,7 +224,7 @@ impl fmt::Debug for OnRefusal {
 pub struct LineListener(Arc<dyn Fn(&str) + Send + Sync>);
 
 impl LineListener {
-    /// Calls `listener`, which must not take long: what tells it waits meanwhile.
+    /// Calls `listener`, which must not take long: the thread that joins, or that writes reports, waits for it.
     pub fn new(listener: impl Fn(&str) + Send + Sync + 'static) -> Self {
         LineListener(Arc::new(listener))
     }

@@ -61,11 +61,10 @@ impl Requested {
         self.0 & CHECKPOINT != 0
     }
 
-    /// Why the run shall end: of several signals, the first by number.
+    /// Why the run shall end: of several signals, the first by number; if none has come, because its time is over.
     pub(crate) fn stop(self) -> Option<StoppedBy> {
-        match (self.0 & !CHECKPOINT).trailing_zeros() {
-            0 => Some(StoppedBy::TimeLimit),
-            32 => None,
+        match (self.0 & !CHECKPOINT & !TIME_LIMIT).trailing_zeros() {
+            32 => (self.0 & TIME_LIMIT != 0).then_some(StoppedBy::TimeLimit),
             signal => Some(StoppedBy::Signal(signal as i32)),
         }
     }
@@ -88,6 +87,7 @@ mod tests {
         requests.forget_checkpoint();
         assert_eq!((requested().checkpoint(), requested().stop()), (false, Some(StoppedBy::Signal(2))));
         requests.stop_in_time();
-        assert_eq!(requested().stop(), Some(StoppedBy::TimeLimit));
+        assert_eq!(requested().stop(), Some(StoppedBy::Signal(2)));
+        assert_eq!(Requested(TIME_LIMIT | CHECKPOINT).stop(), Some(StoppedBy::TimeLimit));
     }
 }

@@ -25,15 +25,15 @@ pub(crate) struct TimeLimit {
 }
 
 impl TimeLimit {
-    /// A run that has made no step `now`.
-    pub(crate) fn new(now: Instant, end: Instant) -> Self {
+    /// A run that has made no step `now`. `saves` says whether it writes checkpoints.
+    pub(crate) fn new(now: Instant, end: Instant, saves: bool) -> Self {
         TimeLimit {
             end,
             whole: end.saturating_duration_since(now),
             began: None,
             saved_for: Duration::ZERO,
             longest_step: Duration::ZERO,
-            longest_save: None,
+            longest_save: (!saves).then_some(Duration::ZERO),
         }
     }
 
@@ -76,7 +76,7 @@ mod tests {
         let last_from = |mut limit: TimeLimit| {
             (0..1000).step_by(5).find(|&second| limit.begin_step(start + seconds(second)))
         };
-        let new = || TimeLimit::new(start, start + seconds(1000));
+        let new = || TimeLimit::new(start, start + seconds(1000), true);
         // A hundred for the checkpoint, thirty for the end, and two steps.
         assert_eq!(last_from(new()), Some(860));
         let mut limit = new();
@@ -84,6 +84,8 @@ mod tests {
         limit.add_save(seconds(40));
         limit.add_save(seconds(20));
         assert_eq!(last_from(limit), Some(900));
+        // Where none is written.
+        assert_eq!(last_from(TimeLimit::new(start, start + seconds(1000), false)), Some(960));
         // A step with a validation, and a checkpoint that is not counted twice.
         let mut limit = new();
         assert!(!limit.begin_step(start - seconds(100)));
@@ -94,7 +96,7 @@ mod tests {
     #[test]
     fn a_run_without_time_makes_one_step() {
         let start = Instant::now();
-        assert!(TimeLimit::new(start, start).begin_step(start));
-        assert!(TimeLimit::new(start, start - seconds(1)).begin_step(start));
+        assert!(TimeLimit::new(start, start, true).begin_step(start));
+        assert!(TimeLimit::new(start, start - seconds(1), false).begin_step(start));
     }
 }

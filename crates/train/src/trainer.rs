@@ -220,7 +220,10 @@ impl<'a> Trainer<'a> {
             is_new,
             requests,
             saved_at: Instant::now(),
-            time_limit: options.ends_at.filter(|_| is_root).map(|end| TimeLimit::new(Instant::now(), end)),
+            time_limit: options
+                .ends_at
+                .filter(|_| is_root)
+                .map(|end| TimeLimit::new(Instant::now(), end, config.checkpoint().enable)),
             options,
             executor,
             task,
@@ -373,7 +376,7 @@ impl<'a> Trainer<'a> {
     fn request_end(&mut self) {
         if self.time_limit.as_mut().is_some_and(|limit| limit.begin_step(Instant::now())) {
             self.requests.stop_in_time();
-            self.report_once("the time limit is near; the run ends after this step".to_owned());
+            self.report_once("the time limit is near; the run saves what it has, and ends".to_owned());
         }
     }
 

@@ -212,7 +212,9 @@ impl Family {
 
     fn master_addr(&self, variables: &Variables<'_>) -> Result<String, LaunchError> {
         if let Some(address) = variables.text("MASTER_ADDR") {
-            return Ok(address);
+            // One of IPv6 may be written as in a URL.
+            let bare = address.strip_prefix('[').and_then(|address| address.strip_suffix(']'));
+            return Ok(bare.map(str::to_owned).unwrap_or(address));
         }
         if self.local.is_some_and(|(_, size)| size.value == self.world_size.value) {
             return Ok("127.0.0.1".to_owned());

@@ -90,15 +90,21 @@ impl NotJoined {
     /// Tells the other workers. Takes some seconds at most.
     pub(crate) fn tell_others(&self) {
         let told = match self.failure.downcast_ref() {
+            None => &Vec::new(),
             Some(CommError::RankFailed { told, .. }) => told,
-            // What rank 0 has said, or has not been there to say, is nothing that it should hear.
+            // Found on this host, before rank 0 has let this rank in.
             Some(
-                CommError::Refused { .. }
-                | CommError::RanksMissing { .. }
-                | CommError::Unreachable { .. }
-                | CommError::Resolve { .. },
-            ) => return,
-            _ => &Vec::new(),
+                CommError::Options { .. }
+                | CommError::Interface { .. }
+                | CommError::ListenForPeers { .. }
+                | CommError::SecretMissing { .. }
+                | CommError::SecretUnfit { .. }
+                | CommError::SecretFile { .. }
+                | CommError::TlsFile { .. }
+                | CommError::TlsUnavailable,
+            ) => &Vec::new(),
+            // The others know of the rest, or there is nobody to tell.
+            Some(_) => return,
         };
         report_failure(&self.options, self.failure.as_ref(), told);
     }

@@ -2,13 +2,26 @@
 
 use super::LaunchError;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use trireme_train::config::Config;
 
 /// The end of a Slurm job, in seconds since 1970.
 const SLURM_END: &str = "SLURM_JOB_END_TIME";
 
 /// The end of a command that started at `started`: by the limit of its config, or by that of its job, whichever comes first. An end of the job
-/// that is past means nothing: Slurm may let jobs run longer.
+/// that is past means nothing: Slurm may let jobs run longer. Nor does one of a job that saves nothing, and loses nothing if it is ended.
 pub(crate) fn run_end(
+    config: &Config,
+    started: Instant,
+    lookup: &dyn Fn(&str) -> Option<String>,
+) -> Result<Option<Instant>, LaunchError> {
+    let limit = config.training().time_limit;
+    match config.checkpoint().enable {
+        true => first_end(limit, started, lookup),
+        false => Ok(limit.and_then(|limit| started.checked_add(limit))),
+    }
+}
+
+fn first_end(
     limit: Option<Duration>,
     started: Instant,
     lookup: &dyn Fn(&str) -> Option<String>,
@@ -40,7 +53,7 @@ mod tests {
         let now = UNIX_EPOCH.elapsed().unwrap().as_secs();
         let end = |limit, job: Option<u64>| {
             let lookup = |name: &str| job.filter(|_| name == SLURM_END).map(|end| end.to_string());
-            let found = run_end(limit, started, &lookup).unwrap();
+            let found = first_end(limit, started, &lookup).unwrap();
             // In minutes, to the nearest.
             found.map(|end| (end.duration_since(started).as_secs() + 30) / 60)
         };
@@ -52,7 +65,7 @@ mod tests {
         assert_eq!(end(minutes(30), Some(now + 1200)), Some(20));
         assert_eq!(end(minutes(30), Some(now - 5)), Some(30));
         assert_eq!(end(None, Some(u64::MAX)), None);
-        let error = run_end(None, started, &|_| Some("soon".to_owned())).unwrap_err().to_string();
+        let error = first_end(None, started, &|_| Some("soon".to_owned())).unwrap_err().to_string();
         assert!(error.contains("SLURM_JOB_END_TIME is 'soon'; expected seconds since 1970"), "{error}");
     }
 }

@@ -52,6 +52,16 @@ fn assert_loss_of(rank: usize, outcome: Outcome) {
     tells(&outcome.one_error(), &[&format!("rank {rank} was lost"), "its log may say why"]);
 }
 
+/// Asserts that all workers of a run end well, and that rank 0 prints these facts, and the others log them.
+fn all_tell<const N: usize>(scene: &Scene, run: &str, workers: [Running; N], facts: &[&str]) {
+    let outputs = workers.map(|worker| worker.end().succeeded());
+    tells(&outputs[0], facts);
+    for (rank, output) in outputs.iter().enumerate().skip(1) {
+        assert_eq!(output, "");
+        tells(&scene.read(&format!("runs/{run}/logs/rank-{rank}.log")), facts);
+    }
+}
+
 #[test]
 fn take_what_was_planned() {
     let Some(hosts) = hosts() else { return };
@@ -66,9 +76,8 @@ fn take_what_was_planned() {
     .enumerate()
     {
         let train = format!("train tiny.toml --set run.name=run-{index} {settings}");
-        for worker in start_several::<4>(&scene, &hosts, hosts[0].ipv4().into(), &train) {
-            tells(&worker.end().succeeded(), &["over shm+tcp"]);
-        }
+        let workers = start_several::<4>(&scene, &hosts, hosts[0].ipv4().into(), &train);
+        all_tell(&scene, &format!("run-{index}"), workers, &["over shm+tcp"]);
         let record = scene.records(&format!("run-{index}")).pop().unwrap();
         for category in ["parameters", "gradients", "optimizer", "activations", "communication"] {
             let [predicted, measured] =
@@ -93,9 +102,7 @@ fn train_the_same_model_and_send_what_the_formula_says() {
         let train = format!(
             "train tiny.toml --set run.name={transport} --set comm.transport={transport} {unmeasured}"
         );
-        for worker in start(&scene, &hosts, address, &train) {
-            tells(&worker.end().succeeded(), &["over tcp", "step: 4 "]);
-        }
+        all_tell(&scene, transport, start(&scene, &hosts, address, &train), &["over tcp", "step: 4 "]);
         assert_eq!(scene.losses(transport), scene.losses("local"));
         let traffic = hosts[0].link().traffic() - before;
         // Besides the gradients there are their frames, joining, and telling each other about checkpoints.
@@ -135,7 +142,7 @@ fn each_names_the_other_when_the_link_between_them_is_cut() {
     let Some(hosts) = hosts() else { return };
     let scene = Scene::with_corpus();
     let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &format!("train tiny.toml {ENDLESS}"));
-    workers.iter_mut().for_each(|worker| worker.until("step: 5 "));
+    workers[0].until("step: 5 ");
     hosts[1].link().cut();
     for (worker, other) in workers.into_iter().zip([1, 0]) {
         assert_loss_of(other, worker.end_after_death());
@@ -165,7 +172,7 @@ fn a_worker_whose_process_is_stopped_is_named() {
             "train tiny.toml {ENDLESS} --set comm.timeout_seconds=1 --set checkpoint.interval=1000000000"
         );
         let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &train);
-        workers.iter_mut().for_each(|worker| worker.until("step: 5 "));
+        workers[0].until("step: 5 ");
         let stopped_process = workers[stopped].process();
         kill_process(stopped_process, Signal::STOP).unwrap();
         let [first, second] = workers;

@@ -141,7 +141,7 @@ fn a_run_saves_and_ends_before_its_time_is_over() {
         };
         let outcome = Running::start(command).end();
         assert_eq!(outcome.code, Some(138), "{outcome:?}");
-        tells(&outcome.stdout, &["the time limit is near; the run ends after this step"]);
+        tells(&outcome.stdout, &["the time limit is near; the run saves what it has, and ends"]);
         assert_resumes(&scene, &outcome.stdout, name);
     }
     let refused = scene.refused_without_trace("train tiny.toml --set training.time_limit=5");

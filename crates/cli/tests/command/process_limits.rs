@@ -24,3 +24,14 @@ fn a_run_that_does_not_fit_is_refused_in_words() {
     let error = Running::start(scene.command_after("ulimit -d 20000", train)).end().refused();
     tells(&error, &["out of memory: the system refuses", "ulimit -d", "vm.overcommit_memory"]);
 }
+
+#[test]
+fn a_soft_limit_of_open_files_is_raised() {
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml --workers 4";
+    Running::start(scene.command_after("ulimit -Sn 24", train)).end().succeeded();
+    // One that cannot be raised is told of.
+    let hard =
+        Running::start(scene.command_after("ulimit -n 24", &format!("{train} --set run.name=hard"))).end();
+    tells(&hard.refused(), &["open files"]);
+}

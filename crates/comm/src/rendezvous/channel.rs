@@ -77,7 +77,6 @@ impl Channel {
         !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))
     }
 
-    #[cfg(test)]
     pub(super) fn stream(&self) -> &TcpStream {
         &self.stream
     }

@@ -21,11 +21,15 @@ pub(super) fn address(options: &JoinOptions, addresses: &[SocketAddr]) -> Result
 fn choose(interface: &str, present: &[(String, IpAddr)], wants_v4: bool) -> Option<IpAddr> {
     let fitting = |fits: &dyn Fn(&str, IpAddr) -> bool| {
         let candidates = present.iter().filter(|(name, ip)| !is_link_local(*ip) && fits(name, *ip));
-        candidates.map(|(_, ip)| *ip).max_by_key(|ip| ip.is_ipv4() == wants_v4)
+        candidates.map(|(_, ip)| *ip).min_by_key(|ip| ip.is_ipv4() != wants_v4)
     };
     if let Some(unwanted) = interface.strip_prefix('^') {
         let unwanted: Vec<&str> = names(unwanted).collect();
-        let is_wanted = |name: &str| !unwanted.iter().any(|unwanted| name.starts_with(unwanted));
+        let is_unwanted = |name: &str, unwanted: &str| match unwanted.strip_prefix('=') {
+            Some(exact) => name == exact,
+            None => name.starts_with(unwanted),
+        };
+        let is_wanted = |name: &str| !unwanted.iter().any(|unwanted| is_unwanted(name, unwanted));
         return fitting(&|name, ip| is_wanted(name) && !ip.is_loopback());
     }
     let (is_exact, wanted) = match interface.strip_prefix('=') {
@@ -37,7 +41,8 @@ fn choose(interface: &str, present: &[(String, IpAddr)], wants_v4: bool) -> Opti
             return fitting(&|_, ip| ip == wanted);
         }
         if let Some(network) = Network::parse(wanted) {
-            return fitting(&|_, ip| network.has(ip));
+            // Of a network that has all addresses, those of this host alone are not meant.
+            return fitting(&|_, ip| network.has(ip) && ip.is_loopback() == network.ip.is_loopback());
         }
         let begins = || fitting(&|name, _| !is_exact && name.starts_with(wanted));
         fitting(&|name, _| name == wanted).or_else(begins)
@@ -101,6 +106,7 @@ mod tests {
             ("eth0", "192.0.2.7"),
             ("eth0", "2001:db8::7"),
             ("eth1", "fe80::2"),
+            ("eth9", "198.51.100.9"),
         ]
         .map(|(name, ip)| (name.to_owned(), ip.parse().expect("an address")));
         let chosen = |interface, wants_v4| choose(interface, &present, wants_v4).map(|ip| ip.to_string());
@@ -114,6 +120,8 @@ mod tests {
             ("=eth0", "192.0.2.7"),
             ("^lo,docker", "192.0.2.7"),
             ("^eth1", "192.0.2.7"),
+            ("^=eth0", "198.51.100.9"),
+            ("^=eth", "192.0.2.7"),
             ("192.0.2.0/24", "192.0.2.7"),
             ("2001:db8::/32", "2001:db8::7"),
             ("10.0.0.0/8,192.0.0.0/8", "192.0.2.7"),

@@ -82,10 +82,9 @@ pub(super) fn gather(joining: &Joining<'_>, listener: &TcpListener) -> Result<Ve
         let mut channel = Channel::new(stream, guest.key, End::Center);
         if hello.has_failed() {
             let (rank, reason) = (Rank(rank), reason_of(&mut channel, options));
-            let mut told = Vec::from([rank]);
-            let error = |told| CommError::RankFailed { rank, reason: reason.clone(), told };
-            told.extend(tell_guests(guests, &error(Vec::new()).to_string()));
-            return Err(error(told));
+            let text = format!("rank {rank} failed before all ranks had joined: {reason}");
+            let told = tell_guests(guests, &text).into_iter().chain([rank]).collect();
+            return Err(CommError::RankFailed { rank, reason, told });
         }
         guests[rank] = Some(Guest { channel, place: hello.place });
     }
@@ -128,6 +127,10 @@ fn tell_guests(guests: Vec<Option<Guest>>, reason: &str) -> Vec<Rank> {
 /// are those who know.
 pub(super) fn dismiss(joining: &Joining<'_>, listener: &TcpListener, reason: &str, told: &[Rank]) {
     let Joining { options, key, deadline, .. } = *joining;
+    // Who knows neither a secret nor its job would tell strangers.
+    if options.secret.is_none() && options.job.is_empty() {
+        return;
+    }
     let refusals = Refusals::silent();
     let Ok(mut doorway) = Doorway::<Hello>::new(listener, key, &refusals) else { return };
     let until = deadline.min(Instant::now() + DISMISSAL);
@@ -146,7 +149,7 @@ pub(super) fn dismiss(joining: &Joining<'_>, listener: &TcpListener, reason: &st
             }
             Some(objection.unwrap_or_else(|| reason.to_owned()))
         };
-        // Those who are let in are none.
+        // `refuse` always objects, so nobody is let in.
         if doorway.next(until.min(now + LOOK), refuse).is_err() {
             return;
         }
@@ -183,6 +186,10 @@ mod tests {
         Instant::now() + Duration::from_secs(20)
     }
 
+    fn member(rank: usize) -> JoinOptions {
+        JoinOptions { job: "a".to_owned(), ..JoinOptions::new(Rank(rank), 3) }
+    }
+
     /// A world of three, in which other threads play ranks 1 and 2 while rank 0 waits for them.
     fn with_rank_0<T: Send>(
         host: impl FnOnce(&Joining<'_>, &TcpListener) -> T + Send,
@@ -192,7 +199,7 @@ mod tests {
         let address = listener.local_addr().expect("an address");
         thread::scope(|scope| {
             let hosting = scope.spawn(move || {
-                let options = JoinOptions::new(Rank(0), 3);
+                let options = member(0);
                 let (key, refusals) = (Key::of(None), Refusals::new(&options));
                 let waiting = Waiting::new(None, Instant::now());
                 let joining = Joining {
@@ -219,7 +226,7 @@ mod tests {
 
     fn come(address: SocketAddr, rank: usize) -> Channel {
         let place = Place { host: 0, meeting: 0, address };
-        match introduced(address, &Hello::of(&JoinOptions::new(Rank(rank), 3), place)) {
+        match introduced(address, &Hello::of(&member(rank), place)) {
             (stream, Reception::Welcome(key)) => Channel::new(stream, key, End::Ray),
             (_, Reception::TurnedAway(reason)) => panic!("{reason}"),
         }
@@ -250,7 +257,7 @@ mod tests {
             |joining, listener| gather(joining, listener).err().expect("rank 2 has failed"),
             |address| {
                 let mut early = come(address, 1);
-                let failed = Hello::of_failed(&JoinOptions::new(Rank(2), 3));
+                let failed = Hello::of_failed(&member(2));
                 let (stream, reception) = introduced(address, &failed);
                 let Reception::Welcome(key) = reception else { panic!("a rank that has failed is heard") };
                 let report = Message::Report(Err("no such folder".to_owned()));
@@ -260,13 +267,13 @@ mod tests {
             },
         );
         let CommError::RankFailed { rank: Rank(2), reason, told } = &error else { panic!("{error}") };
-        assert_eq!((reason.as_str(), &told[..]), ("no such folder", &[Rank(2), Rank(1)][..]));
+        assert_eq!((reason.as_str(), &told[..]), ("no such folder", &[Rank(1), Rank(2)][..]));
         with_rank_0(
             |joining, listener| dismiss(joining, listener, "rank 0 has failed", &[]),
             |address| {
                 for rank in [2, 1] {
                     let place = Place { host: 0, meeting: 0, address };
-                    let hello = Hello::of(&JoinOptions::new(Rank(rank), 3), place);
+                    let hello = Hello::of(&member(rank), place);
                     let (_, reception) = introduced(address, &hello);
                     assert!(
                         matches!(reception, Reception::TurnedAway(reason) if reason == "rank 0 has failed")

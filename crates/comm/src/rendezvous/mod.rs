@@ -159,10 +159,9 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     };
     let host = this_host(options);
     let place_at = |address| Place { host, meeting, address };
-    let Meeting { mut star, table, listener, root } =
+    let Meeting { mut star, table, listener, own, root } =
         if options.rank == Rank::ROOT { joining.host(place_at)? } else { joining.visit(place_at)? };
     let session = Session::new(&key, &table.session, options.rank, options.world_size, &refusals);
-    let addresses = [listener.local_addr().map_err(setting_up)?, root];
     let listeners = Listeners { tcp: Some(listener), local };
 
     // All ranks are here now: what is left does not depend on when they come.
@@ -184,7 +183,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         _ => connecting.by_tcp(deadline)?,
     };
     let key = key.derive("trireme: key of split groups", &[&table.session]);
-    let home = Home::new(key, addresses, options.ports.clone(), tls);
+    let home = Home::new(key, [own, root], options.ports.clone(), tls);
     let recorder = FlightRecorder::start(options.rank, options.world_size, &options.flight_recorder)?;
     let members = (0..options.world_size).map(Rank).collect();
     let world = recorder.group("world".to_owned(), options.rank, members);
@@ -330,10 +329,7 @@ fn resolve(
             return Err(CommError::Resolve { address, source });
         }
         waiting.tell(Instant::now(), || {
-            format!(
-                "rank {}: waiting for the name of rank 0's host, {} ({failure})",
-                options.rank, options.master_addr
-            )
+            format!("waiting for the name of rank 0's host, {} ({failure})", options.master_addr)
         });
     }
 }

@@ -5,12 +5,12 @@ use super::handshake::{Reception, introduce};
 use super::hello::{Hello, Place};
 use super::key::{Key, nonce};
 use super::lobby::{self, Guest};
-use super::look_up;
 use super::message::{Message, Table};
 use super::ports::listen_at;
 use super::refusals::Refusals;
 use super::waiting::Waiting;
 use super::wire::{has_hung_up, invalid, pauses};
+use super::{check_secret, look_up};
 use crate::{CommError, JoinOptions, TransportChoice};
 use std::borrow::Cow;
 use std::error::Error;
@@ -22,6 +22,8 @@ use trireme_base::{Rank, with_sources};
 
 /// The name of rank 0's host is looked up again after this long.
 const RESOLVED_MAX: Duration = Duration::from_secs(5);
+/// An introduction that is not answered within this long is tried again.
+const INTRODUCTION_MAX: Duration = Duration::from_secs(30);
 /// One attempt to reach rank 0 lasts at most this long.
 const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 /// Rank 0 has listened for longer than the others have known it, so it gives up first and can say why.
@@ -39,6 +41,8 @@ pub(super) struct Meeting {
     pub(super) star: Star,
     pub(super) table: Table,
     pub(super) listener: TcpListener,
+    /// Where the others reach that listener.
+    pub(super) own: SocketAddr,
     /// Where this rank reaches rank 0; on rank 0, where it listens.
     pub(super) root: SocketAddr,
 }
@@ -69,11 +73,16 @@ impl Joining<'_> {
         let master = self.listen_as_root()?;
         let at = master.local_addr().map_err(setting_up)?;
         let listener = self.listen(at)?;
-        let own = place_at(listener.local_addr().map_err(setting_up)?);
+        let mut own = listener.local_addr().map_err(setting_up)?;
 
         let guests = lobby::gather(self, &master)?;
         let guests: Vec<Guest> = guests.into_iter().flatten().collect();
-        let mut places = Vec::from([own]);
+        if own.ip().is_unspecified() {
+            // The address at which a connection has come, be it by the name of a service that forwards no other port.
+            let reached = guests[0].channel.stream().local_addr().map_err(setting_up)?;
+            own = SocketAddr::new(reached.ip().to_canonical(), own.port());
+        }
+        let mut places = Vec::from([place_at(own)]);
         places.extend(guests.iter().map(|guest| guest.place.seen_with(at)));
         let share_a_host = places.iter().enumerate().any(|(rank, place)| {
             place.host != 0 && places[..rank].iter().any(|other| other.host == place.host)
@@ -86,7 +95,7 @@ impl Joining<'_> {
         let table = Table { session: nonce().map_err(setting_up)?, tries_shm, places };
         let mut star = Star::Center { channels: guests.into_iter().map(|guest| guest.channel).collect() };
         star.tell_all(&Message::Table(table.clone()), self.deadline)?;
-        Ok(Meeting { star, table, listener, root: at })
+        Ok(Meeting { star, table, listener, own, root: at })
     }
 
     fn listen_as_root(&self) -> Result<TcpListener, CommError> {
@@ -105,7 +114,9 @@ impl Joining<'_> {
         match star.hear_center("waiting for the other ranks to join", patience)? {
             Message::Table(mut table) => {
                 table.places.iter_mut().for_each(|place| *place = place.seen_with(root));
-                Ok(Meeting { star, table, listener, root })
+                let waiting = |source| broken("waiting for the table of ranks", source);
+                let own = listener.local_addr().map_err(waiting)?;
+                Ok(Meeting { star, table, listener, own, root })
             }
             _ => Err(broken("waiting for the table of ranks", invalid("rank 0 sent an unexpected message"))),
         }
@@ -122,7 +133,8 @@ impl Joining<'_> {
             stream.set_nodelay(true).map_err(joining)?;
             let listener = self.listen(stream.local_addr().map_err(joining)?)?;
             let hello = Hello::of(self.options, place_at(listener.local_addr().map_err(joining)?));
-            match introduce(&stream, &hello.encode(), self.key, self.deadline) {
+            let patience = self.deadline.min(Instant::now() + INTRODUCTION_MAX);
+            match introduce(&stream, &hello.encode(), self.key, patience) {
                 Ok(Reception::Welcome(key)) => {
                     return Ok((Channel::new(stream, key, End::Ray), address, listener));
                 }
@@ -130,8 +142,11 @@ impl Joining<'_> {
                     let (rank, address) = (self.options.rank, address.to_string());
                     return Err(CommError::Refused { rank, address, reason });
                 }
-                // Among many strangers, rank 0 may have hung up to make room.
-                Err(error) if has_hung_up(&error) && pauses(self.deadline) => {}
+                // Among many strangers, rank 0 may have hung up to make room; or another program forwards the port, and rank 0 is not there yet.
+                Err(error) if may_be_another_time(&error) && pauses(self.deadline) => {
+                    self.waiting
+                        .tell(Instant::now(), || format!("waiting for rank 0 at {address} ({error})"));
+                }
                 Err(error) => return Err(joining(error)),
             }
         }
@@ -141,7 +156,7 @@ impl Joining<'_> {
     pub(super) fn apologize(&self, error: &dyn Error, told: &[Rank]) {
         if self.options.rank == Rank::ROOT {
             if let Ok(master) = self.listen_as_root() {
-                lobby::dismiss(self, &master, &with_sources(error), told);
+                lobby::dismiss(self, &master, &format!("rank 0 has failed: {}", with_sources(error)), told);
             }
             return;
         }
@@ -168,9 +183,7 @@ impl Joining<'_> {
                 }
             }
             let (address, source) = last.expect("a resolved name has an address");
-            waiting.tell(Instant::now(), || {
-                format!("rank {}: waiting for rank 0 at {address} ({source})", options.rank)
-            });
+            waiting.tell(Instant::now(), || format!("waiting for rank 0 at {address} ({source})"));
             if !pauses(deadline) {
                 return Err(CommError::Unreachable {
                     rank: options.rank,
@@ -182,6 +195,7 @@ impl Joining<'_> {
             // Rank 0 may have been started again elsewhere under the same name.
             if resolved.elapsed() > RESOLVED_MAX
                 && let Ok(found) = look_up(options)
+                && check_secret(options, found.iter().map(SocketAddr::ip)).is_ok()
             {
                 (addresses, resolved) = (Cow::Owned(found), Instant::now());
             }
@@ -191,9 +205,13 @@ impl Joining<'_> {
     /// Listens for the other ranks, at `address` if the options name no interface; whatever its port.
     fn listen(&self, address: SocketAddr) -> Result<TcpListener, CommError> {
         let address = self.interface.map_or(address, |ip| SocketAddr::new(ip, 0));
-        let listening = |source| broken(format!("listening on {} for the other ranks", address.ip()), source);
+        let listening = |source| CommError::ListenForPeers { ip: address.ip(), source: Arc::new(source) };
         listen_at(address, self.options.ports.as_ref()).map_err(listening)
     }
+}
+
+fn may_be_another_time(error: &io::Error) -> bool {
+    has_hung_up(error) || error.kind() == io::ErrorKind::TimedOut
 }
 
 fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {

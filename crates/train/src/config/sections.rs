@@ -388,16 +388,16 @@ config_section! {
         /// Whether workers need a secret to listen where other hosts can connect. Without one, anybody on that
         /// network may join.
         require_secret: bool = true;
-        /// Address on which rank 0 listens, if not that of MASTER_ADDR: `0.0.0.0` or `::` where workers reach it by the name of a service. Needs a
-        /// secret.
+        /// Address on which rank 0 listens, if not that of MASTER_ADDR: `0.0.0.0` or `::` where workers reach it by the name of a service. Others than
+        /// loopback addresses need a secret, as `require_secret` says.
         listen: Option<IpAddr> = None;
         /// Network interface on which each worker listens for the others: by name (`eth0`) or the beginning of it, by an address of it, or by a
         /// network (`10.0.0.0/8`). Of several, separated by commas, the first that the host has. `=eth0` asks for exactly that name, `^docker,lo`
         /// for any other. By default, the one through which the worker reaches rank 0. The environment variable TRIREME_INTERFACE takes
         /// precedence; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME count where nothing else is set and workers are on several hosts.
         interface: Option<String> = None;
-        /// Ports on which workers listen for each other, such as `40000-40063`, where a firewall lets only some through: as many as a host has
-        /// workers, and one more for each group of workers that is being made. By default any. MASTER_PORT, where rank 0 listens, is set by itself.
+        /// Ports on which workers listen for each other, such as `30000-30063`, where a firewall lets only some through: at least as
+        /// many as a host has workers. Ports below 32768 are best, for Linux gives the others to outgoing connections. By default any. MASTER_PORT, where rank 0 listens, is set by itself.
         ports: Option<RangeInclusive<u16>> = None;
         /// TCP connections to each peer; data is striped over them. More than one pays off on networks that limit the
         /// throughput of a connection: several paths, long distances, clouds.

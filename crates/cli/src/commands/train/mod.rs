@@ -110,7 +110,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
         && !is_under_launcher()
     {
         bail!(
-            "--workers starts workers on this host, but another launcher has started this process as one of {world_size}; leave --workers out, \
+            "--workers starts workers on this host, but another launcher has started this process, one of {world_size}; leave --workers out, \
              or unset the launcher's variables"
         );
     }
@@ -417,7 +417,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         features_max: Some(features),
         started,
         plan: planned,
-        ends_at: run_end(config.training().time_limit, started, &|name| std::env::var(name).ok())?,
+        ends_at: if is_root { run_end(config, started, &|name| std::env::var(name).ok())? } else { None },
         given_config,
     };
     let over_budget = |error: TrainError| match error.over_budget() {
