@@ -62,8 +62,8 @@ pub use fusion::{FusedWork, Fusion};
 pub use group::{CONTROL_BYTES_MAX, Group};
 pub use operation::Operation;
 pub use options::{
-    GivenCosts, GroupOptions, JoinOptions, LineListener, OnRefusal, ParseTransportError, Refusal, TlsOptions,
-    TransportChoice, TransportKind,
+    GivenCosts, GroupOptions, JoinOptions, LineListener, Listener, OnRefusal, ParseTransportError, Refusal,
+    TlsOptions, TransportChoice, TransportKind,
 };
 pub use recorder::{
     Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,

@@ -198,45 +198,36 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Called for the first refusals of a rendezvous, from the thread that joins.
-#[derive(Clone)]
-pub struct OnRefusal(Arc<dyn Fn(&Refusal) + Send + Sync>);
+/// Is told of something, from the thread that it happens on.
+pub struct Listener<T: ?Sized>(Arc<dyn Fn(&T) + Send + Sync>);
 
-impl OnRefusal {
-    /// Calls `listener`, which must not take long: meanwhile nobody joins.
-    pub fn new(listener: impl Fn(&Refusal) + Send + Sync + 'static) -> Self {
-        OnRefusal(Arc::new(listener))
+/// Is told of the first refusals of a rendezvous, from the thread that joins.
+pub type OnRefusal = Listener<Refusal>;
+
+/// Is told lines for the user, from the thread that joins or that writes reports.
+pub type LineListener = Listener<str>;
+
+impl<T: ?Sized> Listener<T> {
+    /// Calls `listener`, which must not take long: the thread waits for it.
+    pub fn new(listener: impl Fn(&T) + Send + Sync + 'static) -> Self {
+        Listener(Arc::new(listener))
     }
 
-    pub(crate) fn tell(&self, refusal: &Refusal) {
-        (self.0)(refusal);
+    pub(crate) fn tell(&self, event: &T) {
+        (self.0)(event);
     }
 }
 
-impl fmt::Debug for OnRefusal {
+// Derived, these would ask for a `T` that has them.
+impl<T: ?Sized> Clone for Listener<T> {
+    fn clone(&self) -> Self {
+        Listener(Arc::clone(&self.0))
+    }
+}
+
+impl<T: ?Sized> fmt::Debug for Listener<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("OnRefusal")
-    }
-}
-
-/// Called with lines for the user.
-#[derive(Clone)]
-pub struct LineListener(Arc<dyn Fn(&str) + Send + Sync>);
-
-impl LineListener {
-    /// Calls `listener`, which must not take long: the thread that joins, or that writes reports, waits for it.
-    pub fn new(listener: impl Fn(&str) + Send + Sync + 'static) -> Self {
-        LineListener(Arc::new(listener))
-    }
-
-    pub(crate) fn tell(&self, line: &str) {
-        (self.0)(line);
-    }
-}
-
-impl fmt::Debug for LineListener {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("LineListener")
+        f.write_str("Listener")
     }
 }
 

@@ -27,12 +27,15 @@ fn ranks_of_one_host_share_memory_unless_told_otherwise() {
 
 #[test]
 fn ipv6_works_where_the_host_has_it() {
-    let Some(probe) = or_skip("IPv6 on loopback", TcpListener::bind("[::1]:0")) else { return };
-    let master_port = probe.local_addr().expect("an address").port();
-    drop(probe);
-    let tcp = join_options(2, TransportChoice::Tcp, &small_pieces());
-    let options = JoinOptions { master_addr: "::1".to_owned(), master_port, ..tcp };
-    check_world(join_all(&ranks(&options, &[0, 1])), TransportKind::Tcp);
+    // As it is, and as in a URL.
+    for address in ["::1", "[::1]"] {
+        let Some(probe) = or_skip("IPv6 on loopback", TcpListener::bind("[::1]:0")) else { return };
+        let master_port = probe.local_addr().expect("an address").port();
+        drop(probe);
+        let tcp = join_options(2, TransportChoice::Tcp, &small_pieces());
+        let options = JoinOptions { master_addr: address.to_owned(), master_port, ..tcp };
+        check_world(join_all(&ranks(&options, &[0, 1])), TransportKind::Tcp);
+    }
 }
 
 #[test]
@@ -45,16 +48,6 @@ fn ranks_meet_on_the_interface_that_is_asked_for() {
     let options = JoinOptions { interface: Some("no interface".to_owned()), ..tcp };
     let failure = join(&options).expect_err("there is none");
     assert!(matches!(failure, CommError::Interface { .. }), "{failure}");
-}
-
-#[test]
-fn an_address_may_stand_in_brackets() {
-    let Some(probe) = or_skip("IPv6 on loopback", TcpListener::bind("[::1]:0")) else { return };
-    let master_port = probe.local_addr().expect("an address").port();
-    drop(probe);
-    let tcp = join_options(2, TransportChoice::Tcp, &small_pieces());
-    let options = JoinOptions { master_addr: "[::1]".to_owned(), master_port, ..tcp };
-    check_world(join_all(&ranks(&options, &[0, 1])), TransportKind::Tcp);
 }
 
 /// Splits a world of three, whose last rank is alone.
