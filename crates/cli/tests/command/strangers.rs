@@ -1,8 +1,11 @@
 //! Workers that do not know the secret, and worlds that have none.
 
 use crate::common::{Running, Scene, free_port, tells};
+use rustix::process::{Resource, Rlimit, prlimit};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 const SECRET: &str = "4f5c8e6b7d9a0c1e2b3f";
 
@@ -51,4 +54,27 @@ fn a_world_of_several_hosts_needs_a_secret() {
     tells(&worker("train tiny.toml --set comm.require_secret=false"), &["cannot listen on 192.0.2.1"]);
     tells(&worker("train tiny.toml --set comm.interface=nowhere0"), &["nowhere0", "[comm] interface"]);
     assert!(scene.everything() == before);
+}
+
+/// More silent strangers than rank 0 may have open files.
+#[test]
+fn strangers_who_hold_all_open_files_keep_nobody_out() {
+    let scene = Scene::with_corpus();
+    let port = free_port();
+    let host = Running::start(scene.worker(0, port, "train tiny.toml"));
+    let limit = Rlimit { current: Some(40), maximum: Some(40) };
+    prlimit(Some(host.process()), Resource::Nofile, limit).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let knock = || loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break stream,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+    };
+    let strangers: Vec<TcpStream> = (0..60).map(|_| knock()).collect();
+    let guest = Running::start(scene.worker(1, port, "train tiny.toml"));
+    let outcome = host.end();
+    assert_eq!(outcome.code, Some(0), "{outcome:?}");
+    guest.end().succeeded();
+    drop(strangers);
 }

@@ -1,5 +1,5 @@
 use super::key::{Key, TAG_BYTES};
-use super::message::{Message, receive_bytes};
+use super::message::{HEADER_BYTES, Message, receive_bytes};
 use super::wire::{receive_exact, send_all};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
@@ -75,6 +75,16 @@ impl Channel {
     pub(super) fn has_gone(&self) -> bool {
         let peeked = recv(&self.stream, &mut [0], RecvFlags::DONTWAIT | RecvFlags::PEEK);
         !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))
+    }
+
+    /// Whether the other side has gone or reports a failure next.
+    pub(super) fn brings_failure(&self) -> bool {
+        let mut header = [0; HEADER_BYTES];
+        match recv(&self.stream, &mut header, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
+            Ok((_, HEADER_BYTES)) => Message::is_failure(&header),
+            Ok((_, num_read)) => num_read == 0,
+            Err(error) => !matches!(error, Errno::AGAIN | Errno::INTR),
+        }
     }
 
     pub(super) fn stream(&self) -> &TcpStream {

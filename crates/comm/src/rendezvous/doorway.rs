@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// A connection that has not proved to have the key after this long is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Connections that have not proved to have the key.
+/// Connections that have not proved to have the key, as long as the process may have so many.
 const NUM_VISITORS_MAX: usize = 256;
 /// When there are so many, the oldest makes room for the next, but has had this long.
 const STAY_MIN: Duration = Duration::from_millis(200);
@@ -25,6 +25,8 @@ pub(super) struct Doorway<'a, I> {
     listener: BorrowedFd<'a>,
     key: &'a Key,
     refusals: &'a Refusals,
+    /// How many visitors there may be.
+    num_visitors_max: usize,
     /// The oldest first.
     visitors: VecDeque<Visitor<I>>,
     /// Those who have the key and have not been let in.
@@ -66,7 +68,8 @@ impl<'a, I: Introduction> Doorway<'a, I> {
     pub(super) fn new(listener: &'a impl AsFd, key: &'a Key, refusals: &'a Refusals) -> io::Result<Self> {
         ioctl_fionbio(listener, true)?;
         let (visitors, members) = (VecDeque::new(), VecDeque::new());
-        Ok(Doorway { listener: listener.as_fd(), key, refusals, visitors, members })
+        let num_visitors_max = NUM_VISITORS_MAX;
+        Ok(Doorway { listener: listener.as_fd(), key, refusals, num_visitors_max, visitors, members })
     }
 
     /// The next one who has the key and to whom nothing is objected; none if none comes until the deadline.
@@ -118,8 +121,14 @@ impl<'a, I: Introduction> Doorway<'a, I> {
 
     /// Whether there is room for one more, be it that of the oldest visitor.
     fn has_room(&self) -> bool {
-        let may_leave = |oldest: &Visitor<I>| oldest.since.elapsed() >= STAY_MIN;
-        self.visitors.len() < NUM_VISITORS_MAX || self.visitors.front().is_some_and(may_leave)
+        self.visitors.len() < self.num_visitors_max || self.visitors.front().is_some_and(Visitor::may_leave)
+    }
+
+    /// Hangs up on the oldest visitor without a word: if it is a member, it tries again.
+    fn make_room(&mut self) {
+        if let Some(oldest) = self.visitors.pop_front() {
+            self.refusals.add(oldest.door.address, "it had not introduced itself when others connected");
+        }
     }
 
     /// Accepts those who knock, as long as there is room.
@@ -128,11 +137,8 @@ impl<'a, I: Introduction> Doorway<'a, I> {
             match acceptfrom_with(self.listener, SocketFlags::CLOEXEC) {
                 Ok((socket, address)) => {
                     let address = address.and_then(|address| SocketAddr::try_from(address).ok());
-                    if self.visitors.len() == NUM_VISITORS_MAX {
-                        let oldest = self.visitors.pop_front().expect("too many connections");
-                        // Hung up on without a word: if it is a member, it tries again.
-                        self.refusals
-                            .add(oldest.door.address, "it had not introduced itself when others connected");
+                    if self.visitors.len() >= self.num_visitors_max {
+                        self.make_room();
                     }
                     let examination = Examination::new(self.key.clone(), nonce()?);
                     let (door, received, since) = (Door { socket, address }, Vec::new(), Instant::now());
@@ -152,6 +158,15 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                     | Errno::HOSTUNREACH
                     | Errno::NONET,
                 ) => {}
+                // Visitors have what is missing; without any, waiting gains nothing.
+                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
+                    if !self.visitors.is_empty() =>
+                {
+                    self.num_visitors_max = self.visitors.len();
+                    if self.has_room() {
+                        self.make_room();
+                    }
+                }
                 Err(error) => return Err(error.into()),
             }
         }
@@ -177,6 +192,10 @@ impl<'a, I: Introduction> Doorway<'a, I> {
 }
 
 impl<I: Introduction> Visitor<I> {
+    fn may_leave(&self) -> bool {
+        self.since.elapsed() >= STAY_MIN
+    }
+
     fn listen(&mut self) -> Heard<I> {
         let start = self.received.len();
         self.received.resize(self.examination.turn_bytes(), 0);

@@ -5,11 +5,11 @@
 //! that it knows the key of the introduction, by a tag of a number that only the two ends of the encryption have.
 
 use super::key::{Key, TAG_BYTES};
+use super::patience::Patience;
 use super::wire::wait_for;
 use crate::transport::link::{Interest, Side, Tls, TlsLink};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::time::Instant;
 
 /// The purpose of the tag that a side sends.
 fn purpose(side: Side) -> &'static str {
@@ -25,16 +25,16 @@ pub(super) fn encrypt(
     tls: &Tls,
     side: Side,
     key: &Key,
-    deadline: Instant,
+    patience: Patience<'_>,
 ) -> io::Result<TlsLink> {
     let mut link = tls.start(socket, side)?;
     while let Some(interest) = link.shake_hands()? {
-        wait(&link, interest, deadline)?;
+        wait(&link, interest, patience)?;
     }
     let exported = link.export()?;
-    send_all(&mut link, &key.tag(purpose(side), &[&exported]), deadline)?;
+    send_all(&mut link, &key.tag(purpose(side), &[&exported]), patience)?;
     let mut tag = [0; TAG_BYTES];
-    receive_exact(&mut link, &mut tag, deadline)?;
+    receive_exact(&mut link, &mut tag, patience)?;
     let other = match side {
         Side::Connecting => Side::Accepting,
         Side::Accepting => Side::Connecting,
@@ -45,25 +45,25 @@ pub(super) fn encrypt(
     Err(io::Error::new(io::ErrorKind::PermissionDenied, "somebody is intercepting the encrypted connection"))
 }
 
-fn wait(link: &TlsLink, interest: Interest, deadline: Instant) -> io::Result<()> {
+fn wait(link: &TlsLink, interest: Interest, patience: Patience<'_>) -> io::Result<()> {
     let (socket, flags) = link.poll(interest);
-    wait_for(socket, flags, deadline)
+    wait_for(socket, flags, patience)
 }
 
-fn send_all(link: &mut TlsLink, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+fn send_all(link: &mut TlsLink, mut bytes: &[u8], patience: Patience<'_>) -> io::Result<()> {
     while !bytes.is_empty() {
         match link.send(bytes, &[])? {
-            0 => wait(link, Interest::Send, deadline)?,
+            0 => wait(link, Interest::Send, patience)?,
             num_sent => bytes = &bytes[num_sent..],
         }
     }
     Ok(())
 }
 
-fn receive_exact(link: &mut TlsLink, mut bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
+fn receive_exact(link: &mut TlsLink, mut bytes: &mut [u8], patience: Patience<'_>) -> io::Result<()> {
     while !bytes.is_empty() {
         match link.receive(bytes)? {
-            0 => wait(link, Interest::Receive, deadline)?,
+            0 => wait(link, Interest::Receive, patience)?,
             num_read => bytes = &mut bytes[num_read..],
         }
     }
@@ -80,10 +80,10 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::path::Path;
     use std::thread;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
-    fn soon() -> Instant {
-        Instant::now() + Duration::from_secs(20)
+    fn soon() -> Patience<'static> {
+        Patience::from(Instant::now() + Duration::from_secs(20))
     }
 
     /// What the holder of a certificate of the tests has.

@@ -11,10 +11,10 @@
 
 use super::key::{Key, NONCE_BYTES, Nonce, TAG_BYTES, Tag, nonce};
 use super::message::Message;
+use super::patience::Patience;
 use super::wire::{invalid, send_all};
 use std::io;
 use std::os::fd::AsFd;
-use std::time::Instant;
 
 const CONNECTING: &str = "trireme: proof of the side that connects";
 const ACCEPTING: &str = "trireme: proof of the side that accepts";
@@ -40,22 +40,23 @@ pub(super) enum Reception {
 }
 
 /// Connects: introduces this process and makes sure that the other one has the key.
-pub(super) fn introduce(
+pub(super) fn introduce<'a>(
     stream: impl AsFd,
     introduction: &[u8],
     key: &Key,
-    deadline: Instant,
+    patience: impl Into<Patience<'a>>,
 ) -> io::Result<Reception> {
+    let patience = patience.into();
     let opening = [introduction, &nonce()?].concat();
-    send_all(&stream, &opening, deadline)?;
-    let challenge = match Message::receive(&stream, deadline)? {
+    send_all(&stream, &opening, patience)?;
+    let challenge = match Message::receive(&stream, patience)? {
         Message::Challenge(challenge) => challenge,
         Message::TurnedAway(reason) => return Ok(Reception::TurnedAway(reason)),
         _ => return Err(invalid("expected a challenge, but something else came")),
     };
     let said: [&[u8]; 2] = [&opening, &challenge];
-    send_all(&stream, &proof(key, &opening, &challenge), deadline)?;
-    match Message::receive(&stream, deadline)? {
+    send_all(&stream, &proof(key, &opening, &challenge), patience)?;
+    match Message::receive(&stream, patience)? {
         Message::Welcome(proof) if key.verify(ACCEPTING, &said, &proof) => {
             Ok(Reception::Welcome(key.derive(CONNECTION, &said)))
         }

@@ -1,5 +1,6 @@
 //! Processes of one host meet at sockets that have no files, and pass each other their arenas.
 
+use super::patience::Patience;
 use super::wire::{invalid, wait_for};
 use crate::transport::shm::Arena;
 use rustix::event::PollFlags;
@@ -30,8 +31,8 @@ fn local_name(meeting: u64) -> String {
     format!("trireme-{meeting:016x}")
 }
 
-/// Connects to the socket at which a rank of this host is met. A rank that accepts nobody, for it is stopped, is waited for
-/// until the deadline; one that has ended refuses at once.
+/// Connects to the socket at which a rank of this host is met. A rank that accepts nobody, because it is stopped, is waited
+/// for until the deadline; one that has ended refuses at once.
 pub(super) fn connect_local(meeting: u64, deadline: Instant) -> io::Result<OwnedFd> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes())?;
@@ -64,8 +65,8 @@ pub(super) fn send_arena(socket: impl AsFd, arena: &Arena) -> io::Result<()> {
     if num_sent == 1 { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-pub(super) fn receive_arena(socket: impl AsFd, deadline: Instant) -> io::Result<OwnedFd> {
-    wait_for(&socket, PollFlags::IN, deadline)?;
+pub(super) fn receive_arena(socket: impl AsFd, patience: Patience<'_>) -> io::Result<OwnedFd> {
+    wait_for(&socket, PollFlags::IN, patience)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;

@@ -4,9 +4,9 @@ use super::encryption::encrypt;
 use super::hello::Place;
 use super::key::Key;
 use super::local::{check_user, connect_local, receive_arena, send_arena};
+use super::patience::Patience;
 use super::session::{Gate, Session};
 use super::wire::{has_hung_up, invalid, pauses};
-use crate::CommError;
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::net::sockopt::{
@@ -20,8 +20,8 @@ use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// How often to look whether those who are waited for may still come.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// One attempt to reach another rank by TCP lasts at most this long.
+const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,8 +87,6 @@ pub(super) struct Members<'a> {
     pub(super) tls: Option<&'a Tls>,
     /// TCP connections to each member for each purpose but notices.
     pub(super) sockets_per_peer: usize,
-    /// What has ended a group that they are all in, if that is known: then some of them never connect.
-    pub(super) failure: &'a (dyn Fn() -> Option<CommError> + Sync),
 }
 
 impl Members<'_> {
@@ -109,12 +107,12 @@ pub(super) struct Mesh {
     pub(super) arenas: Vec<Option<PeerArena>>,
 }
 
-/// Connects to all other members.
+/// Connects to all other members, unless a failure of some member is known: then some of them never connect.
 pub(super) fn connect(
     session: &Session<'_>,
     members: &Members<'_>,
     listeners: &Listeners,
-    deadline: Instant,
+    patience: Patience<'_>,
 ) -> io::Result<Mesh> {
     let num_members = members.places.len();
     let row = |purpose| {
@@ -126,7 +124,7 @@ pub(super) fn connect(
     for lower in 0..members.own.0 {
         for purpose in Purpose::ALL {
             for index in 0..members.num_connections(lower, purpose) {
-                call(session, members, lower, Errand { purpose, index }, &mut growing, deadline)
+                call(session, members, lower, Errand { purpose, index }, &mut growing, patience)
                     .map_err(|error| in_context(error, format!("connecting to rank {lower}")))?;
             }
         }
@@ -142,7 +140,7 @@ pub(super) fn connect(
             (Route::Tcp, None) => return Err(invalid("this rank does not listen for TCP connections")),
         };
         while let Some(absent) = awaited.clone().find(|&higher| growing.misses(higher)) {
-            answer(&mut gate, members, route, &mut growing, deadline)
+            answer(&mut gate, members, route, &mut growing, patience)
                 .map_err(|error| in_context(error, format!("waiting for rank {absent} to connect")))?;
         }
     }
@@ -182,19 +180,19 @@ fn call(
     lower: usize,
     errand: Errand,
     growing: &mut Growing,
-    deadline: Instant,
+    patience: Patience<'_>,
 ) -> io::Result<()> {
     let purpose = errand.purpose;
-    let (socket, key) = reach(session, members, lower, errand, deadline)?;
+    let (socket, key) = reach(session, members, lower, errand, patience)?;
     let connection = match members.routes[lower] {
         Route::Tcp => {
             let socket = tuned(socket, purpose)?;
-            encrypted(socket, members, purpose, Side::Connecting, &key, deadline)?
+            encrypted(socket, members, purpose, Side::Connecting, &key, patience)?
         }
         Route::Local => {
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
                 send_arena(&socket, arena)?;
-                let memory = receive_arena(&socket, deadline)?;
+                let memory = receive_arena(&socket, patience)?;
                 growing.arenas[lower] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
             Connection::Plain(socket)
@@ -210,26 +208,38 @@ fn reach(
     members: &Members<'_>,
     lower: usize,
     errand: Errand,
-    deadline: Instant,
+    patience: Patience<'_>,
 ) -> io::Result<(OwnedFd, Key)> {
     let place = &members.places[lower];
     loop {
         let socket: OwnedFd = match members.routes[lower] {
             Route::Tcp => {
-                let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-                TcpStream::connect_timeout(&place.address, left)
-                    .map_err(|error| in_context(error, format!("at {}", place.address)))?
-                    .into()
+                let left = patience.deadline.saturating_duration_since(Instant::now());
+                let left = left.clamp(Duration::from_millis(1), ATTEMPT_MAX);
+                let at = |error| in_context(error, format!("at {}", place.address));
+                match TcpStream::connect_timeout(&place.address, left) {
+                    Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                        patience.check().map_err(at)?;
+                        continue;
+                    }
+                    connected => connected.map_err(at)?.into(),
+                }
             }
             Route::Local => {
-                let socket = connect_local(place.meeting, deadline)?;
+                let socket = match connect_local(place.meeting, patience.next_look()) {
+                    Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                        patience.check()?;
+                        continue;
+                    }
+                    connected => connected?,
+                };
                 check_user(&socket)?;
                 socket
             }
         };
-        match session.introduce(&socket, Rank(lower), errand.to_word(), deadline) {
+        match session.introduce(&socket, Rank(lower), errand.to_word(), patience) {
             // Among many who connect, the other rank may have hung up to make room.
-            Err(error) if has_hung_up(&error) && pauses(deadline) => {}
+            Err(error) if has_hung_up(&error) && pauses(patience.deadline) => {}
             introduced => return Ok((socket, introduced?)),
         }
     }
@@ -241,7 +251,7 @@ fn answer(
     members: &Members<'_>,
     route: Route,
     growing: &mut Growing,
-    deadline: Instant,
+    patience: Patience<'_>,
 ) -> io::Result<()> {
     let mut is_expected = |from: Rank, word: u64| {
         Errand::of(word).is_some_and(|errand| {
@@ -251,13 +261,9 @@ fn answer(
         })
     };
     let accepted = loop {
-        let next_look = deadline.min(Instant::now() + LOOK_INTERVAL);
-        match gate.next(next_look, &mut is_expected) {
-            Err(error) if error.kind() == io::ErrorKind::TimedOut && next_look < deadline => {}
+        match gate.next(patience.next_look(), &mut is_expected) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => patience.check()?,
             accepted => break accepted?,
-        }
-        if let Some(failure) = (members.failure)() {
-            return Err(io::Error::other(failure));
         }
     };
     let errand = Errand::of(accepted.purpose).expect("only known errands are expected");
@@ -265,12 +271,12 @@ fn answer(
     let connection = match route {
         Route::Tcp => {
             let socket = tuned(accepted.socket, purpose)?;
-            encrypted(socket, members, purpose, Side::Accepting, &accepted.key, deadline)?
+            encrypted(socket, members, purpose, Side::Accepting, &accepted.key, patience)?
         }
         Route::Local => {
             check_user(&accepted.socket)?;
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
-                let memory = receive_arena(&accepted.socket, deadline)?;
+                let memory = receive_arena(&accepted.socket, patience)?;
                 send_arena(&accepted.socket, arena)?;
                 growing.arenas[accepted.from.0] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
@@ -289,10 +295,10 @@ fn encrypted(
     purpose: Purpose,
     side: Side,
     key: &Key,
-    deadline: Instant,
+    patience: Patience<'_>,
 ) -> io::Result<Connection> {
     match members.tls.filter(|_| purpose != Purpose::Control) {
-        Some(tls) => Ok(Connection::Encrypted(Box::new(encrypt(socket, tls, side, key, deadline)?))),
+        Some(tls) => Ok(Connection::Encrypted(Box::new(encrypt(socket, tls, side, key, patience)?))),
         None => Ok(Connection::Plain(socket)),
     }
 }
@@ -335,12 +341,11 @@ mod tests {
             arena_bytes_min: 0,
             tls: None,
             sockets_per_peer: 1,
-            failure: &|| None,
         };
         let errand = Errand { purpose: Purpose::Messages, index: 0 };
         let deadline = Instant::now() + Duration::from_secs(20);
         std::thread::scope(|scope| {
-            let reached = scope.spawn(|| reach(&session(1), &members, 0, errand, deadline).map(drop));
+            let reached = scope.spawn(|| reach(&session(1), &members, 0, errand, deadline.into()).map(drop));
             drop(listener.accept().unwrap());
             let accepting = scope.spawn(|| {
                 let session = session(0);

@@ -2,14 +2,16 @@
 
 use super::hello::{PLACE_WORDS, Place};
 use super::key::{NONCE_BYTES, Nonce, Tag};
+use super::patience::Patience;
 use super::wire::{invalid, receive_exact};
 use crate::words;
 use std::io;
 use std::os::fd::AsFd;
-use std::time::Instant;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TRIRMSG2");
 pub(super) const HEADER_BYTES: usize = 24;
+/// The kind of a report that a phase failed.
+const FAILURE: u64 = 4;
 const PLACE_BYTES: usize = 8 * PLACE_WORDS;
 const TABLE_HEAD_BYTES: usize = NONCE_BYTES + 8;
 /// Longer texts are cut.
@@ -45,7 +47,7 @@ impl Message {
             Message::TurnedAway(reason) => (1, text_body(reason)),
             Message::Table(table) => (2, table.encode()),
             Message::Report(Ok(())) => (3, Vec::new()),
-            Message::Report(Err(reason)) => (4, text_body(reason)),
+            Message::Report(Err(reason)) => (FAILURE, text_body(reason)),
             Message::Challenge(challenge) => (5, challenge.to_vec()),
             Message::Welcome(proof) => (6, proof.to_vec()),
         };
@@ -69,27 +71,38 @@ impl Message {
                 Table::decode(body).map(Message::Table).ok_or_else(wrong)
             }
             3 if body.is_empty() => Ok(Message::Report(Ok(()))),
-            4 => Ok(Message::Report(Err(text(body)))),
+            FAILURE => Ok(Message::Report(Err(text(body)))),
             5 => body.try_into().map(Message::Challenge).map_err(|_| wrong()),
             6 => body.try_into().map(Message::Welcome).map_err(|_| wrong()),
             _ => Err(wrong()),
         }
     }
 
+    /// Whether a message with this header reports a failure.
+    pub(super) fn is_failure(header: &[u8; HEADER_BYTES]) -> bool {
+        let [_, kind, _] = words::from_bytes(header);
+        kind == FAILURE
+    }
+
     /// Receives a message that is no table.
-    pub(super) fn receive(socket: impl AsFd, deadline: Instant) -> io::Result<Self> {
-        Message::decode(&receive_bytes(socket, 0, deadline)?, 0)
+    pub(super) fn receive<'a>(socket: impl AsFd, patience: impl Into<Patience<'a>>) -> io::Result<Self> {
+        Message::decode(&receive_bytes(socket, 0, patience)?, 0)
     }
 }
 
 /// Receives the bytes of a message in a world of `world_size`, which bounds their number.
-pub(super) fn receive_bytes(socket: impl AsFd, world_size: usize, deadline: Instant) -> io::Result<Vec<u8>> {
+pub(super) fn receive_bytes<'a>(
+    socket: impl AsFd,
+    world_size: usize,
+    patience: impl Into<Patience<'a>>,
+) -> io::Result<Vec<u8>> {
+    let patience = patience.into();
     let mut header = [0; HEADER_BYTES];
-    receive_exact(&socket, &mut header, deadline)?;
+    receive_exact(&socket, &mut header, patience)?;
     let mut bytes = vec![0; HEADER_BYTES + body_bytes(&header, world_size)?];
     let (start, body) = bytes.split_at_mut(HEADER_BYTES);
     start.copy_from_slice(&header);
-    receive_exact(&socket, body, deadline)?;
+    receive_exact(&socket, body, patience)?;
     Ok(bytes)
 }
 
@@ -141,7 +154,7 @@ mod tests {
     use crate::rendezvous::wire::send_all;
     use std::io::Write;
     use std::os::unix::net::UnixStream;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(20)

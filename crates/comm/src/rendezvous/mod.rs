@@ -11,7 +11,8 @@
 //!    otherwise.
 //! 4. TCP between other ranks. Each pair has one connection for collective operations, one for messages and one for
 //!    control.
-//! 5. All ranks tell rank 0 that they are connected, and start when everyone is. Under [`TransportChoice::Mpi`] they tell
+//! 5. All ranks tell rank 0 that they are connected, and start when everyone is. One that cannot connect says so at once, and
+//!    the others stop waiting for it. Under [`TransportChoice::Mpi`] they tell
 //!    each other before where MPI finds them (`seating`).
 //!
 //! On each connection of 3 and 4 both sides prove that they belong to the session that follows from the secret and the
@@ -30,6 +31,7 @@ mod lobby;
 mod local;
 mod mesh;
 mod message;
+mod patience;
 mod ports;
 mod refusals;
 mod seating;
@@ -51,6 +53,7 @@ use key::Key;
 pub(crate) use mesh::Purpose;
 use mesh::{Listeners, Members, Mesh, Route};
 use message::Table;
+use patience::Patience;
 use refusals::Refusals;
 use session::Session;
 pub(crate) use split::{Home, split};
@@ -240,7 +243,7 @@ impl Connecting<'_> {
             OwnMemory::new(self.options.world_size, &hosts, self.options.rank).map_err(|e| e.to_string());
         let routes = routes(&hosts, self.options.rank, Route::Local);
         let connected = own.and_then(|memory| {
-            let mesh = self.mesh(&routes, Some(&memory.arena), patience).map_err(|e| e.to_string())?;
+            let mesh = self.mesh(&routes, Some(&memory.arena), patience).map_err(|e| reason_of(&e))?;
             let memory =
                 memory.with_peers(mesh.arenas, &hosts, self.options.rank).map_err(|e| e.to_string())?;
             Ok((memory, mesh.rows))
@@ -259,10 +262,10 @@ impl Connecting<'_> {
         let rank = self.options.rank;
         let routes = vec![Route::Tcp; self.options.world_size];
         let mesh = self.mesh(&routes, None, deadline);
-        let report = mesh.as_ref().map(drop).map_err(ToString::to_string);
+        let report = mesh.as_ref().map(drop).map_err(reason_of);
         let outcome = self.star.agree(doing, report, deadline)?;
-        let mesh = mesh.map_err(wrap)?;
         outcome.map_err(|reason| wrap(io::Error::other(reason)))?;
+        let mesh = mesh.map_err(wrap)?;
         let hosts = hosts_of(&self.table.places);
         Ok(Parts { rank, hosts, rows: mesh.rows, memory: None, seats: None, is_inproc: false })
     }
@@ -291,10 +294,20 @@ impl Connecting<'_> {
                 TransportChoice::Mpi => 1,
                 _ => self.options.group.sockets_per_peer,
             },
-            failure: &|| None,
         };
-        mesh::connect(self.session, &members, self.listeners, deadline)
+        let failure = || self.star.knows_of_failure().then(given_up);
+        mesh::connect(self.session, &members, self.listeners, Patience::unless(deadline, &failure))
     }
+}
+
+/// Why a rank stops connecting of which another has failed.
+fn given_up() -> io::Error {
+    io::Error::new(io::ErrorKind::ConnectionAborted, "another rank has failed")
+}
+
+/// What a rank reports that could not connect; nothing if only another's failure kept it from that.
+fn reason_of(error: &io::Error) -> String {
+    if error.kind() == io::ErrorKind::ConnectionAborted { String::new() } else { error.to_string() }
 }
 
 /// Who shares a host. A rank that does not know its host is alone.

@@ -3,6 +3,7 @@
 use super::doorway::Doorway;
 use super::handshake::{Introduction, Reception, introduce};
 use super::key::{Key, Nonce};
+use super::patience::Patience;
 use super::refusals::Refusals;
 use crate::words;
 use std::io;
@@ -75,15 +76,15 @@ impl<'a> Session<'a> {
     /// # Errors
     /// What ends the connection; `ConnectionRefused` if the other side turned this rank away; `PermissionDenied` if it
     /// is no member.
-    pub(super) fn introduce(
+    pub(super) fn introduce<'p>(
         &self,
         socket: impl AsFd,
         to: Rank,
         purpose: u64,
-        deadline: Instant,
+        patience: impl Into<Patience<'p>>,
     ) -> io::Result<Key> {
         let hello = PeerHello { from: self.rank.0 as u64, to: to.0 as u64, purpose };
-        match introduce(socket, &hello.encode(), &self.key, deadline)? {
+        match introduce(socket, &hello.encode(), &self.key, patience)? {
             Reception::Welcome(key) => Ok(key),
             Reception::TurnedAway(reason) => {
                 let why = format!("rank {to} rejected the connection: {reason}");

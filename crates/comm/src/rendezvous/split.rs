@@ -5,6 +5,7 @@ use super::hello::{PLACE_WORDS, Place};
 use super::key::{Key, NONCE_BYTES, Nonce, nonce};
 use super::local;
 use super::mesh::{self, Listeners, Members, Mesh, Route};
+use super::patience::Patience;
 use super::ports::listen_at;
 use super::refusals::Refusals;
 use super::seating;
@@ -220,7 +221,6 @@ impl Preparation {
                 TransportKind::Mpi => 1,
                 _ => parent.options().sockets_per_peer,
             },
-            failure: &|| parent.failure(),
         };
         // A world's own options for refusals are gone by now; strangers are turned away in silence.
         let refusals = Refusals::silent();
@@ -232,7 +232,9 @@ impl Preparation {
             &refusals,
         );
         let deadline = Instant::now() + parent.options().timeout.max(2 * LOCAL_CONNECT_MAX);
-        let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, deadline)?;
+        let failure = || parent.failure().map(io::Error::other);
+        let patience = Patience::unless(deadline, &failure);
+        let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, patience)?;
         let memory = self.memory.map(|memory| -> io::Result<_> {
             let is_near = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
             let peers = membership.ranks.iter().enumerate();

@@ -9,9 +9,10 @@ use super::message::{Message, Table};
 use super::ports::listen_at;
 use super::refusals::Refusals;
 use super::waiting::Waiting;
-use super::wire::{has_hung_up, invalid, pauses};
+use super::wire::{has_hung_up, invalid, pauses, wait_for_any};
 use super::{check_secret, look_up};
 use crate::{CommError, JoinOptions, TransportChoice};
+use rustix::event::{PollFd, PollFlags};
 use std::borrow::Cow;
 use std::error::Error;
 use std::io;
@@ -93,9 +94,9 @@ impl Joining<'_> {
             TransportChoice::Auto => share_a_host,
         };
         let table = Table { session: nonce().map_err(setting_up)?, tries_shm, places };
-        let mut star = Star::Center { channels: guests.into_iter().map(|guest| guest.channel).collect() };
-        star.tell_all(&Message::Table(table.clone()), self.deadline)?;
-        Ok(Meeting { star, table, listener, own, root: at })
+        let mut channels: Vec<Channel> = guests.into_iter().map(|guest| guest.channel).collect();
+        tell_all(&mut channels, &Message::Table(table.clone()), self.deadline)?;
+        Ok(Meeting { star: Star::Center { channels }, table, listener, own, root: at })
     }
 
     fn listen_as_root(&self) -> Result<TcpListener, CommError> {
@@ -224,7 +225,17 @@ fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
 }
 
 impl Star {
-    /// Each rank says whether it succeeded; all learn whether everyone did, and if not, why.
+    /// Whether some rank is known to have failed in what all are doing.
+    pub(super) fn knows_of_failure(&self) -> bool {
+        match self {
+            // It speaks before this rank has reported only if somebody has failed.
+            Star::Ray { center, .. } => center.has_gone(),
+            Star::Center { channels } => channels.iter().any(Channel::brings_failure),
+        }
+    }
+
+    /// Each rank says whether it succeeded, or without a reason that another's failure has kept it from that. All learn whether
+    /// everyone did, and as soon as someone did not, why.
     pub(super) fn agree(
         &mut self,
         doing: &str,
@@ -239,23 +250,7 @@ impl Star {
                     _ => Err(broken(doing, invalid("rank 0 sent an unexpected message"))),
                 }
             }
-            Star::Center { channels } => {
-                let world_size = channels.len() + 1;
-                let mut reasons: Vec<String> =
-                    own.err().map(|reason| format!("rank 0: {reason}")).into_iter().collect();
-                for (index, channel) in channels.iter_mut().enumerate() {
-                    let reason = match channel.receive(world_size, deadline) {
-                        Ok(Message::Report(Ok(()))) => continue,
-                        Ok(Message::Report(Err(reason))) => reason,
-                        Ok(_) => "sent an unexpected message instead of its report".to_owned(),
-                        Err(error) => format!("sent no report: {error}"),
-                    };
-                    reasons.push(format!("rank {}: {reason}", index + 1));
-                }
-                let outcome = if reasons.is_empty() { Ok(()) } else { Err(reasons.join("; ")) };
-                self.tell_all(&Message::Report(outcome.clone()), deadline)?;
-                Ok(outcome)
-            }
+            Star::Center { channels } => collect(channels, own, deadline),
         }
     }
 
@@ -270,16 +265,120 @@ impl Star {
             message => Ok(message),
         }
     }
+}
 
-    fn tell_all(&mut self, message: &Message, deadline: Instant) -> Result<(), CommError> {
-        let Star::Center { channels } = self else {
-            unreachable!("only rank 0 tells everyone");
-        };
-        for (index, channel) in channels.iter_mut().enumerate() {
-            channel
-                .send(message, deadline)
-                .map_err(|source| broken(format!("telling rank {}", index + 1), source))?;
+/// Collects the reports of all ranks, and tells everyone what they add up to; as soon as it knows why if one has failed.
+fn collect(
+    channels: &mut [Channel],
+    own: Result<(), String>,
+    deadline: Instant,
+) -> Result<Result<(), String>, CommError> {
+    let world_size = channels.len() + 1;
+    let mut failures: Vec<(usize, String)> = own.err().map(|reason| (0, reason)).into_iter().collect();
+    let mut awaited: Vec<usize> = (1..world_size).collect();
+    let mut told = None;
+    loop {
+        if told.is_none()
+            && let Some(outcome) = sum_up(&failures, awaited.is_empty())
+        {
+            tell_all(channels, &Message::Report(outcome.clone()), deadline)?;
+            told = Some(outcome);
         }
-        Ok(())
+        if let Some(outcome) = told.take_if(|_| awaited.is_empty()) {
+            return Ok(outcome);
+        }
+        let sockets = awaited.iter().map(|rank| channels[rank - 1].stream());
+        let mut polled: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+        // Nobody is waited for after the deadline; those who are silent fail below.
+        let is_over = wait_for_any(&mut polled, deadline).is_err();
+        awaited.retain(|&rank| {
+            let channel = &mut channels[rank - 1];
+            if !channel.has_gone() && !is_over {
+                return true;
+            }
+            match channel.receive(world_size, deadline) {
+                Ok(Message::Report(Ok(()))) => {}
+                Ok(Message::Report(Err(reason))) => failures.push((rank, reason)),
+                Ok(_) => failures.push((rank, "sent an unexpected message instead of its report".to_owned())),
+                Err(error) => failures.push((rank, format!("sent no report: {error}"))),
+            }
+            false
+        });
+    }
+}
+
+/// What the reports add up to, if that is known: all are there, or one says why it has failed.
+fn sum_up(failures: &[(usize, String)], are_all_there: bool) -> Option<Result<(), String>> {
+    let reasons = failures.iter().filter(|(_, reason)| !reason.is_empty());
+    let reasons: Vec<String> = reasons.map(|(rank, reason)| format!("rank {rank}: {reason}")).collect();
+    match () {
+        () if !reasons.is_empty() => Some(Err(reasons.join("; "))),
+        () if !are_all_there => None,
+        () if failures.is_empty() => Some(Ok(())),
+        () => Some(Err("no rank says why".to_owned())),
+    }
+}
+
+/// Sends the same to all other ranks, also to those after one that cannot be told.
+fn tell_all(channels: &mut [Channel], message: &Message, deadline: Instant) -> Result<(), CommError> {
+    let told = channels.iter_mut().enumerate().map(|(index, channel)| {
+        let telling = |source| broken(format!("telling rank {}", index + 1), source);
+        channel.send(message, deadline).map_err(telling)
+    });
+    told.fold(Ok(()), Result::and)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    /// Rank 0's star and those of two others.
+    fn stars() -> (Star, [Star; 2]) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = listener.local_addr().expect("an address");
+        let mut channels = Vec::new();
+        let rays = [1, 2].map(|rank| {
+            let stream = TcpStream::connect(address).expect("connected");
+            let accepted = listener.accept().expect("a connection").0;
+            channels.push(Channel::new(accepted, Key::of(None), End::Center));
+            let center = Channel::new(stream, Key::of(None), End::Ray);
+            Star::Ray { center, address, rank: Rank(rank), world_size: 3 }
+        });
+        (Star::Center { channels }, rays)
+    }
+
+    /// What a rank reports that stops as soon as it knows of another's failure.
+    fn stopped(star: &Star) -> Result<(), String> {
+        while !star.knows_of_failure() {
+            assert!(pauses(soon()));
+        }
+        Err(String::new())
+    }
+
+    #[test]
+    fn all_learn_of_a_failure_while_they_are_busy() {
+        for failing in 0..3 {
+            let (center, [first, second]) = stars();
+            let mut outcomes = Vec::new();
+            thread::scope(|scope| {
+                let ranks = [center, first, second].into_iter().enumerate().map(|(rank, mut star)| {
+                    scope.spawn(move || {
+                        let report = if rank == failing { Err("why".to_owned()) } else { stopped(&star) };
+                        let failed = star.agree("failing", report, soon()).expect("all are there");
+                        // The next agreement is not mistaken for this one.
+                        let next = star.agree("trying again", Ok(()), soon()).expect("all are there");
+                        (failed, next)
+                    })
+                });
+                let ranks: Vec<_> = ranks.collect();
+                outcomes.extend(ranks.into_iter().map(|rank| rank.join().expect("no panic")));
+            });
+            assert_eq!(outcomes, vec![(Err(format!("rank {failing}: why")), Ok(())); 3]);
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Bytes over sockets with a deadline.
 
+use super::patience::Patience;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
@@ -12,13 +13,26 @@ use std::time::{Duration, Instant};
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
 /// Waits until `socket` is ready for `flags`.
-pub(super) fn wait_for(socket: impl AsFd, flags: PollFlags, deadline: Instant) -> io::Result<()> {
+pub(super) fn wait_for<'a>(
+    socket: impl AsFd,
+    flags: PollFlags,
+    patience: impl Into<Patience<'a>>,
+) -> io::Result<()> {
+    wait_for_any(&mut [PollFd::new(&socket, flags)], patience)
+}
+
+/// Waits until any of the sockets is ready for what it is polled for.
+pub(super) fn wait_for_any<'a>(
+    polled: &mut [PollFd<'_>],
+    patience: impl Into<Patience<'a>>,
+) -> io::Result<()> {
+    let patience = patience.into();
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = patience.next_look().saturating_duration_since(Instant::now());
         // Rounded up, so that the last wait does not end just before the deadline, again and again.
         let timeout = Timespec::try_from(left + Duration::from_millis(1)).map_err(io::Error::other)?;
-        match poll(&mut [PollFd::new(&socket, flags)], Some(&timeout)) {
-            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+        match poll(polled, Some(&timeout)) {
+            Ok(0) => patience.check()?,
             Ok(_) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -27,12 +41,17 @@ pub(super) fn wait_for(socket: impl AsFd, flags: PollFlags, deadline: Instant) -
 }
 
 /// Fills `bytes` from a stream socket.
-pub(super) fn receive_exact(socket: impl AsFd, mut bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
+pub(super) fn receive_exact<'a>(
+    socket: impl AsFd,
+    mut bytes: &mut [u8],
+    patience: impl Into<Patience<'a>>,
+) -> io::Result<()> {
+    let patience = patience.into();
     while !bytes.is_empty() {
         match recv(&socket, &mut *bytes, RecvFlags::DONTWAIT) {
             Ok((_, 0)) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side hung up")),
             Ok((_, num_read)) => bytes = &mut bytes[num_read..],
-            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::IN, deadline)?,
+            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::IN, patience)?,
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -41,11 +60,16 @@ pub(super) fn receive_exact(socket: impl AsFd, mut bytes: &mut [u8], deadline: I
 }
 
 /// Sends all of `bytes` to a stream socket.
-pub(super) fn send_all(socket: impl AsFd, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+pub(super) fn send_all<'a>(
+    socket: impl AsFd,
+    mut bytes: &[u8],
+    patience: impl Into<Patience<'a>>,
+) -> io::Result<()> {
+    let patience = patience.into();
     while !bytes.is_empty() {
         match send(&socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(num_sent) => bytes = &bytes[num_sent..],
-            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::OUT, deadline)?,
+            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::OUT, patience)?,
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
