@@ -5,7 +5,7 @@
 //! that it knows the key of the introduction, by a tag of a number that only the two ends of the encryption have.
 
 use super::key::{Key, TAG_BYTES};
-use super::patience::Patience;
+use super::wait_limit::WaitLimit;
 use super::wire::wait_for;
 use crate::transport::link::{Interest, Side, Tls, TlsLink};
 use std::io;
@@ -25,16 +25,16 @@ pub(super) fn encrypt(
     tls: &Tls,
     side: Side,
     key: &Key,
-    patience: Patience<'_>,
+    limit: WaitLimit<'_>,
 ) -> io::Result<TlsLink> {
     let mut link = tls.start(socket, side)?;
     while let Some(interest) = link.shake_hands()? {
-        wait(&link, interest, patience)?;
+        wait(&link, interest, limit)?;
     }
     let exported = link.export()?;
-    send_all(&mut link, &key.tag(purpose(side), &[&exported]), patience)?;
+    send_all(&mut link, &key.tag(purpose(side), &[&exported]), limit)?;
     let mut tag = [0; TAG_BYTES];
-    receive_exact(&mut link, &mut tag, patience)?;
+    receive_exact(&mut link, &mut tag, limit)?;
     let other = match side {
         Side::Connecting => Side::Accepting,
         Side::Accepting => Side::Connecting,
@@ -45,25 +45,25 @@ pub(super) fn encrypt(
     Err(io::Error::new(io::ErrorKind::PermissionDenied, "somebody is intercepting the encrypted connection"))
 }
 
-fn wait(link: &TlsLink, interest: Interest, patience: Patience<'_>) -> io::Result<()> {
+fn wait(link: &TlsLink, interest: Interest, limit: WaitLimit<'_>) -> io::Result<()> {
     let (socket, flags) = link.poll(interest);
-    wait_for(socket, flags, patience)
+    wait_for(socket, flags, limit)
 }
 
-fn send_all(link: &mut TlsLink, mut bytes: &[u8], patience: Patience<'_>) -> io::Result<()> {
+fn send_all(link: &mut TlsLink, mut bytes: &[u8], limit: WaitLimit<'_>) -> io::Result<()> {
     while !bytes.is_empty() {
         match link.send(bytes, &[])? {
-            0 => wait(link, Interest::Send, patience)?,
+            0 => wait(link, Interest::Send, limit)?,
             num_sent => bytes = &bytes[num_sent..],
         }
     }
     Ok(())
 }
 
-fn receive_exact(link: &mut TlsLink, mut bytes: &mut [u8], patience: Patience<'_>) -> io::Result<()> {
+fn receive_exact(link: &mut TlsLink, mut bytes: &mut [u8], limit: WaitLimit<'_>) -> io::Result<()> {
     while !bytes.is_empty() {
         match link.receive(bytes)? {
-            0 => wait(link, Interest::Receive, patience)?,
+            0 => wait(link, Interest::Receive, limit)?,
             num_read => bytes = &mut bytes[num_read..],
         }
     }
@@ -82,8 +82,8 @@ mod tests {
     use std::thread;
     use std::time::{Duration, Instant};
 
-    fn soon() -> Patience<'static> {
-        Patience::from(Instant::now() + Duration::from_secs(20))
+    fn soon() -> WaitLimit<'static> {
+        WaitLimit::from(Instant::now() + Duration::from_secs(20))
     }
 
     /// What the holder of a certificate of the tests has.

@@ -11,7 +11,7 @@
 
 use super::key::{Key, NONCE_BYTES, Nonce, TAG_BYTES, Tag, nonce};
 use super::message::Message;
-use super::patience::Patience;
+use super::wait_limit::WaitLimit;
 use super::wire::{invalid, send_all};
 use std::io;
 use std::os::fd::AsFd;
@@ -44,19 +44,19 @@ pub(super) fn introduce<'a>(
     stream: impl AsFd,
     introduction: &[u8],
     key: &Key,
-    patience: impl Into<Patience<'a>>,
+    limit: impl Into<WaitLimit<'a>>,
 ) -> io::Result<Reception> {
-    let patience = patience.into();
+    let limit = limit.into();
     let opening = [introduction, &nonce()?].concat();
-    send_all(&stream, &opening, patience)?;
-    let challenge = match Message::receive(&stream, patience)? {
+    send_all(&stream, &opening, limit)?;
+    let challenge = match Message::receive(&stream, limit)? {
         Message::Challenge(challenge) => challenge,
         Message::TurnedAway(reason) => return Ok(Reception::TurnedAway(reason)),
         _ => return Err(invalid("expected a challenge, but something else came")),
     };
     let said: [&[u8]; 2] = [&opening, &challenge];
-    send_all(&stream, &proof(key, &opening, &challenge), patience)?;
-    match Message::receive(&stream, patience)? {
+    send_all(&stream, &proof(key, &opening, &challenge), limit)?;
+    match Message::receive(&stream, limit)? {
         Message::Welcome(proof) if key.verify(ACCEPTING, &said, &proof) => {
             Ok(Reception::Welcome(key.derive(CONNECTION, &said)))
         }

@@ -1,6 +1,6 @@
 //! Processes of one host meet at sockets that have no files, and pass each other their arenas.
 
-use super::patience::Patience;
+use super::wait_limit::WaitLimit;
 use super::wire::{invalid, wait_for};
 use crate::transport::shm::Arena;
 use rustix::event::PollFlags;
@@ -65,8 +65,8 @@ pub(super) fn send_arena(socket: impl AsFd, arena: &Arena) -> io::Result<()> {
     if num_sent == 1 { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-pub(super) fn receive_arena(socket: impl AsFd, patience: Patience<'_>) -> io::Result<OwnedFd> {
-    wait_for(&socket, PollFlags::IN, patience)?;
+pub(super) fn receive_arena(socket: impl AsFd, limit: WaitLimit<'_>) -> io::Result<OwnedFd> {
+    wait_for(&socket, PollFlags::IN, limit)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;

@@ -4,8 +4,8 @@ use super::encryption::encrypt;
 use super::hello::Place;
 use super::key::Key;
 use super::local::{check_user, connect_local, receive_arena, send_arena};
-use super::patience::Patience;
 use super::session::{Gate, Session};
+use super::wait_limit::WaitLimit;
 use super::wire::{has_hung_up, invalid, pauses};
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
@@ -112,7 +112,7 @@ pub(super) fn connect(
     session: &Session<'_>,
     members: &Members<'_>,
     listeners: &Listeners,
-    patience: Patience<'_>,
+    limit: WaitLimit<'_>,
 ) -> io::Result<Mesh> {
     let num_members = members.places.len();
     let row = |purpose| {
@@ -124,7 +124,7 @@ pub(super) fn connect(
     for lower in 0..members.own.0 {
         for purpose in Purpose::ALL {
             for index in 0..members.num_connections(lower, purpose) {
-                call(session, members, lower, Errand { purpose, index }, &mut growing, patience)
+                call(session, members, lower, Errand { purpose, index }, &mut growing, limit)
                     .map_err(|error| in_context(error, format!("connecting to rank {lower}")))?;
             }
         }
@@ -140,7 +140,7 @@ pub(super) fn connect(
             (Route::Tcp, None) => return Err(invalid("this rank does not listen for TCP connections")),
         };
         while let Some(absent) = awaited.clone().find(|&higher| growing.misses(higher)) {
-            answer(&mut gate, members, route, &mut growing, patience)
+            answer(&mut gate, members, route, &mut growing, limit)
                 .map_err(|error| in_context(error, format!("waiting for rank {absent} to connect")))?;
         }
     }
@@ -180,19 +180,19 @@ fn call(
     lower: usize,
     errand: Errand,
     growing: &mut Growing,
-    patience: Patience<'_>,
+    limit: WaitLimit<'_>,
 ) -> io::Result<()> {
     let purpose = errand.purpose;
-    let (socket, key) = reach(session, members, lower, errand, patience)?;
+    let (socket, key) = reach(session, members, lower, errand, limit)?;
     let connection = match members.routes[lower] {
         Route::Tcp => {
             let socket = tuned(socket, purpose)?;
-            encrypted(socket, members, purpose, Side::Connecting, &key, patience)?
+            encrypted(socket, members, purpose, Side::Connecting, &key, limit)?
         }
         Route::Local => {
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
                 send_arena(&socket, arena)?;
-                let memory = receive_arena(&socket, patience)?;
+                let memory = receive_arena(&socket, limit)?;
                 growing.arenas[lower] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
             Connection::Plain(socket)
@@ -208,27 +208,27 @@ fn reach(
     members: &Members<'_>,
     lower: usize,
     errand: Errand,
-    patience: Patience<'_>,
+    limit: WaitLimit<'_>,
 ) -> io::Result<(OwnedFd, Key)> {
     let place = &members.places[lower];
     loop {
         let socket: OwnedFd = match members.routes[lower] {
             Route::Tcp => {
-                let left = patience.deadline.saturating_duration_since(Instant::now());
+                let left = limit.deadline.saturating_duration_since(Instant::now());
                 let left = left.clamp(Duration::from_millis(1), ATTEMPT_MAX);
                 let at = |error| in_context(error, format!("at {}", place.address));
                 match TcpStream::connect_timeout(&place.address, left) {
                     Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                        patience.check().map_err(at)?;
+                        limit.check().map_err(at)?;
                         continue;
                     }
                     connected => connected.map_err(at)?.into(),
                 }
             }
             Route::Local => {
-                let socket = match connect_local(place.meeting, patience.next_look()) {
+                let socket = match connect_local(place.meeting, limit.next_look()) {
                     Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                        patience.check()?;
+                        limit.check()?;
                         continue;
                     }
                     connected => connected?,
@@ -237,9 +237,9 @@ fn reach(
                 socket
             }
         };
-        match session.introduce(&socket, Rank(lower), errand.to_word(), patience) {
+        match session.introduce(&socket, Rank(lower), errand.to_word(), limit) {
             // Among many who connect, the other rank may have hung up to make room.
-            Err(error) if has_hung_up(&error) && pauses(patience.deadline) => {}
+            Err(error) if has_hung_up(&error) && pauses(limit.deadline) => {}
             introduced => return Ok((socket, introduced?)),
         }
     }
@@ -251,7 +251,7 @@ fn answer(
     members: &Members<'_>,
     route: Route,
     growing: &mut Growing,
-    patience: Patience<'_>,
+    limit: WaitLimit<'_>,
 ) -> io::Result<()> {
     let mut is_expected = |from: Rank, word: u64| {
         Errand::of(word).is_some_and(|errand| {
@@ -261,8 +261,8 @@ fn answer(
         })
     };
     let accepted = loop {
-        match gate.next(patience.next_look(), &mut is_expected) {
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => patience.check()?,
+        match gate.next(limit.next_look(), &mut is_expected) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => limit.check()?,
             accepted => break accepted?,
         }
     };
@@ -271,12 +271,12 @@ fn answer(
     let connection = match route {
         Route::Tcp => {
             let socket = tuned(accepted.socket, purpose)?;
-            encrypted(socket, members, purpose, Side::Accepting, &accepted.key, patience)?
+            encrypted(socket, members, purpose, Side::Accepting, &accepted.key, limit)?
         }
         Route::Local => {
             check_user(&accepted.socket)?;
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
-                let memory = receive_arena(&accepted.socket, patience)?;
+                let memory = receive_arena(&accepted.socket, limit)?;
                 send_arena(&accepted.socket, arena)?;
                 growing.arenas[accepted.from.0] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
@@ -295,10 +295,10 @@ fn encrypted(
     purpose: Purpose,
     side: Side,
     key: &Key,
-    patience: Patience<'_>,
+    limit: WaitLimit<'_>,
 ) -> io::Result<Connection> {
     match members.tls.filter(|_| purpose != Purpose::Control) {
-        Some(tls) => Ok(Connection::Encrypted(Box::new(encrypt(socket, tls, side, key, patience)?))),
+        Some(tls) => Ok(Connection::Encrypted(Box::new(encrypt(socket, tls, side, key, limit)?))),
         None => Ok(Connection::Plain(socket)),
     }
 }

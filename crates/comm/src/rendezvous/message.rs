@@ -2,7 +2,7 @@
 
 use super::hello::{PLACE_WORDS, Place};
 use super::key::{NONCE_BYTES, Nonce, Tag};
-use super::patience::Patience;
+use super::wait_limit::WaitLimit;
 use super::wire::{invalid, receive_exact};
 use crate::words;
 use std::io;
@@ -85,8 +85,8 @@ impl Message {
     }
 
     /// Receives a message that is no table.
-    pub(super) fn receive<'a>(socket: impl AsFd, patience: impl Into<Patience<'a>>) -> io::Result<Self> {
-        Message::decode(&receive_bytes(socket, 0, patience)?, 0)
+    pub(super) fn receive<'a>(socket: impl AsFd, limit: impl Into<WaitLimit<'a>>) -> io::Result<Self> {
+        Message::decode(&receive_bytes(socket, 0, limit)?, 0)
     }
 }
 
@@ -94,15 +94,15 @@ impl Message {
 pub(super) fn receive_bytes<'a>(
     socket: impl AsFd,
     world_size: usize,
-    patience: impl Into<Patience<'a>>,
+    limit: impl Into<WaitLimit<'a>>,
 ) -> io::Result<Vec<u8>> {
-    let patience = patience.into();
+    let limit = limit.into();
     let mut header = [0; HEADER_BYTES];
-    receive_exact(&socket, &mut header, patience)?;
+    receive_exact(&socket, &mut header, limit)?;
     let mut bytes = vec![0; HEADER_BYTES + body_bytes(&header, world_size)?];
     let (start, body) = bytes.split_at_mut(HEADER_BYTES);
     start.copy_from_slice(&header);
-    receive_exact(&socket, body, patience)?;
+    receive_exact(&socket, body, limit)?;
     Ok(bytes)
 }
 

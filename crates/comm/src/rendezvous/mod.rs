@@ -31,13 +31,13 @@ mod lobby;
 mod local;
 mod mesh;
 mod message;
-mod patience;
 mod ports;
 mod refusals;
 mod seating;
 mod session;
 mod split;
 mod star;
+mod wait_limit;
 mod waiting;
 mod wire;
 
@@ -53,7 +53,6 @@ use key::Key;
 pub(crate) use mesh::Purpose;
 use mesh::{Listeners, Members, Mesh, Route};
 use message::Table;
-use patience::Patience;
 use refusals::Refusals;
 use session::Session;
 pub(crate) use split::{Home, split};
@@ -66,6 +65,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
+use wait_limit::WaitLimit;
 use waiting::Waiting;
 use wire::pauses_for;
 
@@ -238,12 +238,12 @@ impl Connecting<'_> {
         };
         // Those who share a host need no longer than that; a network between hosts may.
         let is_local = hosts.num_hosts() == 1;
-        let patience = if is_local { deadline.min(Instant::now() + LOCAL_CONNECT_MAX) } else { deadline };
+        let until = if is_local { deadline.min(Instant::now() + LOCAL_CONNECT_MAX) } else { deadline };
         let own =
             OwnMemory::new(self.options.world_size, &hosts, self.options.rank).map_err(|e| e.to_string());
         let routes = routes(&hosts, self.options.rank, Route::Local);
         let connected = own.and_then(|memory| {
-            let mesh = self.mesh(&routes, Some(&memory.arena), patience).map_err(|e| reason_of(&e))?;
+            let mesh = self.mesh(&routes, Some(&memory.arena), until).map_err(|e| reason_of(&e))?;
             let memory =
                 memory.with_peers(mesh.arenas, &hosts, self.options.rank).map_err(|e| e.to_string())?;
             Ok((memory, mesh.rows))
@@ -296,7 +296,7 @@ impl Connecting<'_> {
             },
         };
         let failure = || self.star.knows_of_failure().then(given_up);
-        mesh::connect(self.session, &members, self.listeners, Patience::unless(deadline, &failure))
+        mesh::connect(self.session, &members, self.listeners, WaitLimit::unless(deadline, &failure))
     }
 }
 

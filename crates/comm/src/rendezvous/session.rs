@@ -3,8 +3,8 @@
 use super::doorway::Doorway;
 use super::handshake::{Introduction, Reception, introduce};
 use super::key::{Key, Nonce};
-use super::patience::Patience;
 use super::refusals::Refusals;
+use super::wait_limit::WaitLimit;
 use crate::words;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -81,10 +81,10 @@ impl<'a> Session<'a> {
         socket: impl AsFd,
         to: Rank,
         purpose: u64,
-        patience: impl Into<Patience<'p>>,
+        limit: impl Into<WaitLimit<'p>>,
     ) -> io::Result<Key> {
         let hello = PeerHello { from: self.rank.0 as u64, to: to.0 as u64, purpose };
-        match introduce(socket, &hello.encode(), &self.key, patience)? {
+        match introduce(socket, &hello.encode(), &self.key, limit)? {
             Reception::Welcome(key) => Ok(key),
             Reception::TurnedAway(reason) => {
                 let why = format!("rank {to} rejected the connection: {reason}");

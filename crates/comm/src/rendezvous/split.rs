@@ -5,11 +5,11 @@ use super::hello::{PLACE_WORDS, Place};
 use super::key::{Key, NONCE_BYTES, Nonce, nonce};
 use super::local;
 use super::mesh::{self, Listeners, Members, Mesh, Route};
-use super::patience::Patience;
 use super::ports::listen_at;
 use super::refusals::Refusals;
 use super::seating;
 use super::session::Session;
+use super::wait_limit::WaitLimit;
 use crate::secret::random_bytes;
 use crate::transport::link::Tls;
 use crate::transport::shm::area_bytes;
@@ -233,8 +233,8 @@ impl Preparation {
         );
         let deadline = Instant::now() + parent.options().timeout.max(2 * LOCAL_CONNECT_MAX);
         let failure = || parent.failure().map(io::Error::other);
-        let patience = Patience::unless(deadline, &failure);
-        let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, patience)?;
+        let limit = WaitLimit::unless(deadline, &failure);
+        let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, limit)?;
         let memory = self.memory.map(|memory| -> io::Result<_> {
             let is_near = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
             let peers = membership.ranks.iter().enumerate();

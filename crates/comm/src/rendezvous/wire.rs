@@ -1,6 +1,6 @@
 //! Bytes over sockets with a deadline.
 
-use super::patience::Patience;
+use super::wait_limit::WaitLimit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
@@ -16,23 +16,20 @@ const RETRY_PAUSE: Duration = Duration::from_millis(20);
 pub(super) fn wait_for<'a>(
     socket: impl AsFd,
     flags: PollFlags,
-    patience: impl Into<Patience<'a>>,
+    limit: impl Into<WaitLimit<'a>>,
 ) -> io::Result<()> {
-    wait_for_any(&mut [PollFd::new(&socket, flags)], patience)
+    wait_for_any(&mut [PollFd::new(&socket, flags)], limit)
 }
 
 /// Waits until any of the sockets is ready for what it is polled for.
-pub(super) fn wait_for_any<'a>(
-    polled: &mut [PollFd<'_>],
-    patience: impl Into<Patience<'a>>,
-) -> io::Result<()> {
-    let patience = patience.into();
+pub(super) fn wait_for_any<'a>(polled: &mut [PollFd<'_>], limit: impl Into<WaitLimit<'a>>) -> io::Result<()> {
+    let limit = limit.into();
     loop {
-        let left = patience.next_look().saturating_duration_since(Instant::now());
+        let left = limit.next_look().saturating_duration_since(Instant::now());
         // Rounded up, so that the last wait does not end just before the deadline, again and again.
         let timeout = Timespec::try_from(left + Duration::from_millis(1)).map_err(io::Error::other)?;
         match poll(polled, Some(&timeout)) {
-            Ok(0) => patience.check()?,
+            Ok(0) => limit.check()?,
             Ok(_) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -44,14 +41,14 @@ pub(super) fn wait_for_any<'a>(
 pub(super) fn receive_exact<'a>(
     socket: impl AsFd,
     mut bytes: &mut [u8],
-    patience: impl Into<Patience<'a>>,
+    limit: impl Into<WaitLimit<'a>>,
 ) -> io::Result<()> {
-    let patience = patience.into();
+    let limit = limit.into();
     while !bytes.is_empty() {
         match recv(&socket, &mut *bytes, RecvFlags::DONTWAIT) {
             Ok((_, 0)) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side hung up")),
             Ok((_, num_read)) => bytes = &mut bytes[num_read..],
-            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::IN, patience)?,
+            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::IN, limit)?,
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -63,13 +60,13 @@ pub(super) fn receive_exact<'a>(
 pub(super) fn send_all<'a>(
     socket: impl AsFd,
     mut bytes: &[u8],
-    patience: impl Into<Patience<'a>>,
+    limit: impl Into<WaitLimit<'a>>,
 ) -> io::Result<()> {
-    let patience = patience.into();
+    let limit = limit.into();
     while !bytes.is_empty() {
         match send(&socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(num_sent) => bytes = &bytes[num_sent..],
-            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::OUT, patience)?,
+            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::OUT, limit)?,
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }

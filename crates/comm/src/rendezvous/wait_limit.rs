@@ -8,15 +8,15 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Until when to wait, and what makes the wait pointless before.
 #[derive(Clone, Copy)]
-pub(super) struct Patience<'a> {
+pub(super) struct WaitLimit<'a> {
     pub(super) deadline: Instant,
     failure: Option<&'a dyn Fn() -> Option<io::Error>>,
 }
 
-impl<'a> Patience<'a> {
+impl<'a> WaitLimit<'a> {
     /// Waits until `deadline`, unless there is a `failure`.
     pub(super) fn unless(deadline: Instant, failure: &'a dyn Fn() -> Option<io::Error>) -> Self {
-        Patience { deadline, failure: Some(failure) }
+        WaitLimit { deadline, failure: Some(failure) }
     }
 
     /// How long to wait at once.
@@ -37,8 +37,8 @@ impl<'a> Patience<'a> {
     }
 }
 
-impl From<Instant> for Patience<'_> {
+impl From<Instant> for WaitLimit<'_> {
     fn from(deadline: Instant) -> Self {
-        Patience { deadline, failure: None }
+        WaitLimit { deadline, failure: None }
     }
 }
