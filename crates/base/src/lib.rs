@@ -1,4 +1,4 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, which positions ranks have, what they exchange
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, which positions ranks have, whether they make progress, what they exchange
 //! within units, what passes take, what ranks do, random numbers, enums with names, the texts of errors, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
@@ -12,6 +12,7 @@ mod dtype;
 mod error_text;
 mod event;
 mod half;
+mod heartbeat;
 mod journal;
 mod named;
 mod passes;
@@ -30,6 +31,7 @@ pub use dtype::{DType, ParseDTypeError};
 pub use error_text::with_sources;
 pub use event::{Event, HostMemory, Latch, Pending};
 pub use half::{Bf16, F16};
+pub use heartbeat::Heartbeat;
 pub use journal::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
 pub use passes::UnitPasses;
 pub use positions::{ContextPlace, Positions};

@@ -25,6 +25,8 @@ const TENSORS_MAX: usize = 1 << 18;
 const LENGTH_BYTES: u64 = 8;
 
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
+/// The disk is waited for after so many bytes: after gigabytes, a slow one would not show for minutes that it works.
+const SYNC_BYTES: u64 = 256 << 20;
 
 /// Where a tensor lies in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,6 +94,8 @@ pub(crate) struct SafetensorsWriter {
     file: BufWriter<File>,
     checksum: crc32fast::Hasher,
     written: u64,
+    /// Bytes since the disk was last waited for.
+    unsynced: u64,
     size: u64,
 }
 
@@ -109,6 +113,7 @@ impl SafetensorsWriter {
             file: BufWriter::with_capacity(WRITE_BUFFER_BYTES, file),
             checksum: crc32fast::Hasher::new(),
             written: 0,
+            unsynced: 0,
             size: header.len() as u64 + data_len,
         };
         writer.write(&header)?;
@@ -122,6 +127,11 @@ impl SafetensorsWriter {
         self.checksum.combine(&checksum);
         self.file.write_all(bytes).map_err(writing(&self.path))?;
         self.written += bytes.len() as u64;
+        self.unsynced += bytes.len() as u64;
+        if self.unsynced >= SYNC_BYTES {
+            self.unsynced = 0;
+            self.file.get_ref().sync_data().map_err(writing(&self.path))?;
+        }
         Ok(checksum.finalize())
     }
 

@@ -273,6 +273,7 @@ impl Saving<'_> {
                     return Err(CheckpointError::WrongLength { name, expected, found });
                 }
                 for part in parts {
+                    self.group.heartbeat().beat();
                     let first = position_in_any(&held, &part.extent) * dtype.size();
                     let len = part.extent.num_elements() * dtype.size();
                     part_crc32s.push(writer.write(&bytes[first..first + len])?);

@@ -20,6 +20,8 @@ use trireme_base::Rank;
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 /// After this time in one operation a rank tells the others what it waits in, so that all know who is missing, and a
 /// rank that is in another operation ends both at once.
+///
+/// It asks those who are missing for their progress again and again after as long.
 const STALL: Duration = Duration::from_secs(1);
 /// After this time at most a rank tells its user that it waits.
 const WARN_MAX: Duration = Duration::from_secs(30);
@@ -35,6 +37,10 @@ pub(crate) struct Control {
     told_waiting: u64,
     /// The operation of which this rank last told its user that it takes long, plus one.
     told_stall: u64,
+    /// When this rank last told its peers that it waits.
+    told_at: Option<Instant>,
+    /// When bytes last moved in an operation.
+    moved: Option<Instant>,
     /// A failure of a peer was seen while this rank was in no operation.
     has_seen_trouble: bool,
     /// Where this rank last told its peers that it is blocked.
@@ -48,6 +54,8 @@ struct Peer {
     num_begun: u64,
     /// What it has told to wait in, until that is compared with what this rank does there.
     waiting: Option<(u64, Operation)>,
+    /// It waits to hear of this rank's progress.
+    is_asking: bool,
     /// It has told where it is when something went wrong.
     has_told_place: bool,
     /// Where it has told to be blocked.
@@ -93,13 +101,22 @@ impl Control {
                     Link::Connected(Connection { socket, received: [0; NOTICE_BYTES], num_received: 0 })
                 }
             };
-            peers.push(Peer { link, num_begun: 0, waiting: None, has_told_place: false, blocked: None });
+            peers.push(Peer {
+                link,
+                num_begun: 0,
+                waiting: None,
+                is_asking: false,
+                has_told_place: false,
+                blocked: None,
+            });
         }
         Ok(Control {
             peers,
             epoll,
             told_waiting: 0,
             told_stall: 0,
+            told_at: None,
+            moved: None,
             has_seen_trouble: false,
             told_blocked: None,
             recorder,
@@ -124,6 +141,7 @@ impl Control {
         if self.is_readable(Duration::ZERO).unwrap_or(false) {
             self.read();
         }
+        self.ask(sequence);
         let is_awaited = |peer: &Peer| peer.waiting.is_some_and(|(theirs, _)| theirs >= sequence);
         if self.peers.iter().any(is_awaited)
             && let Some(place) = self.recorder.blocked_elsewhere()
@@ -158,19 +176,51 @@ impl Control {
     pub(crate) fn tick(&mut self, call: &Call) -> Result<(), CommError> {
         self.check(call)?;
         let elapsed = call.started.elapsed();
-        if elapsed >= call.timeout {
-            return Err(call.timed_out(self.missing(call)));
+        if elapsed < stall(call.timeout) {
+            return Ok(());
         }
-        if elapsed >= STALL.min(call.timeout / 4) && self.told_waiting <= call.sequence {
+        if let Some(silent) = self.silent(call) {
+            return Err(call.timed_out(silent));
+        }
+        let notice = Notice { sequence: call.sequence, event: Event::Waiting { operation: call.operation } };
+        if self.told_waiting <= call.sequence {
             self.told_waiting = call.sequence + 1;
-            let operation = call.operation;
-            self.tell(Notice { sequence: call.sequence, event: Event::Waiting { operation } });
+            self.told_at = Some(Instant::now());
+            self.tell(notice);
+        } else if self.told_at.is_none_or(|last| last.elapsed() >= stall(call.timeout)) {
+            self.told_at = Some(Instant::now());
+            self.missing(call).into_iter().for_each(|rank| self.peers[rank.0].tell(notice));
         }
+        self.ask(call.sequence);
         if elapsed >= stall_warning(call.timeout) && self.told_stall <= call.sequence {
             self.told_stall = call.sequence + 1;
             self.recorder.tell_of_stall(call, &self.missing(call));
         }
         Ok(())
+    }
+
+    /// Notes that bytes have moved.
+    pub(crate) fn has_moved(&mut self) {
+        self.moved = Some(Instant::now());
+    }
+
+    /// Asks those of whom messages are waited for how they are.
+    fn ask(&mut self, sequence: u64) {
+        for rank in self.recorder.take_asked() {
+            self.peers[rank.0].tell(Notice { sequence, event: Event::Asking });
+        }
+    }
+
+    /// Who has not come and has made no progress for as long as the call may last, if anybody; nobody if all have come, and no byte has moved
+    /// since.
+    fn silent(&self, call: &Call) -> Option<Vec<Rank>> {
+        let mut missing = self.missing(call);
+        if missing.is_empty() {
+            let since = self.moved.map_or(call.started, |moved| moved.max(call.started));
+            return (since.elapsed() >= call.timeout).then_some(missing);
+        }
+        missing.retain(|&rank| self.recorder.silence(rank, call.started) >= call.timeout);
+        (!missing.is_empty()).then_some(missing)
     }
 
     /// Why the data connection to `rank` broke: what that rank says, or else that it is lost.
@@ -214,14 +264,8 @@ impl Control {
         self.tell(Notice { sequence, event: Event::Goodbye });
     }
 
-    /// Best effort: a peer that cannot be told has ended, or will find the connection ended.
     fn tell(&mut self, notice: Notice) {
-        let bytes = notice.encode();
-        for peer in &self.peers {
-            if let Link::Connected(Connection { socket, .. }) | Link::Ended(_, Some(socket)) = &peer.link {
-                let _ = send(socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
-            }
-        }
+        self.peers.iter().for_each(|peer| peer.tell(notice));
     }
 
     fn read(&mut self) {
@@ -229,6 +273,10 @@ impl Control {
         for (rank, peer) in self.peers.iter_mut().enumerate() {
             if let Some(ending) = peer.read(Rank(rank), world_size, &self.recorder) {
                 peer.end(ending, &self.epoll);
+            }
+            if std::mem::take(&mut peer.is_asking) {
+                let milliseconds = self.recorder.recorder().heartbeat().age().as_millis() as u64;
+                peer.tell(Notice { sequence: 0, event: Event::Progress { milliseconds } });
             }
         }
     }
@@ -271,9 +319,12 @@ impl Control {
                 missing if missing.is_empty() => call.peer_failed(rank),
                 missing => call.timed_out(missing),
             },
-            Event::Waiting { .. } | Event::Place(_) | Event::Blocked(_) | Event::GaveUp => {
-                call.peer_failed(rank)
-            }
+            Event::Waiting { .. }
+            | Event::Place(_)
+            | Event::Blocked(_)
+            | Event::Asking
+            | Event::Progress { .. }
+            | Event::GaveUp => call.peer_failed(rank),
         })
     }
 
@@ -324,6 +375,11 @@ impl Control {
     }
 }
 
+/// How long an operation with this timeout takes before the peers are told.
+pub(crate) fn stall(timeout: Duration) -> Duration {
+    STALL.min(timeout / 4)
+}
+
 /// How long an operation with this timeout takes before its user is told.
 pub(crate) fn stall_warning(timeout: Duration) -> Duration {
     WARN_MAX.min(timeout / 2)
@@ -345,6 +401,13 @@ impl Peer {
                 Ok(Notice { sequence, event: Event::Waiting { operation } }) => {
                     self.num_begun = self.num_begun.max(sequence.saturating_add(1));
                     self.waiting = Some((sequence, operation));
+                    self.is_asking = true;
+                }
+                Ok(Notice { event: Event::Asking, .. }) => self.is_asking = true,
+                Ok(Notice { event: Event::Progress { milliseconds }, .. }) => {
+                    let now = Instant::now();
+                    let at = now.checked_sub(Duration::from_millis(milliseconds));
+                    at.into_iter().for_each(|at| recorder.hear_progress(rank, at));
                 }
                 Ok(Notice { event: Event::Place(place), .. }) => {
                     self.has_told_place = true;
@@ -358,6 +421,13 @@ impl Peer {
                 }
                 Err(ending) => return Some(ending),
             }
+        }
+    }
+
+    /// Best effort: a peer that cannot be told has ended, or will find the connection ended.
+    fn tell(&self, notice: Notice) {
+        if let Link::Connected(Connection { socket, .. }) | Link::Ended(_, Some(socket)) = &self.link {
+            let _ = send(socket, &notice.encode(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 

@@ -1,5 +1,5 @@
 use crate::buffer::Storage;
-use crate::control::Control;
+use crate::control::{Control, stall};
 use crate::recorder::{GroupRecorder, Issued, Occasion};
 use crate::transport::Transport;
 use crate::{CommError, CommStatistics, Operation};
@@ -60,6 +60,9 @@ impl Payload {
 /// Peers' notices are read before an operation if that was not done for this long.
 const LOOK_AROUND_INTERVAL: Duration = Duration::from_millis(1);
 
+/// How often to look what the peers say while there is nothing to do, at most.
+pub(crate) const LOOK_INTERVAL_MAX: Duration = Duration::from_millis(500);
+
 /// Executes a group's operations, one at a time.
 pub(crate) struct Engine {
     control: Control,
@@ -105,6 +108,11 @@ impl Engine {
             statistics: CommStatistics::default(),
             recorder,
         }
+    }
+
+    /// How often to look what the peers say while there is nothing to do.
+    pub(crate) fn look_interval(&self) -> Duration {
+        LOOK_INTERVAL_MAX.min(stall(self.timeout))
     }
 
     pub(crate) fn statistics(&self) -> CommStatistics {

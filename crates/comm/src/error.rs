@@ -305,9 +305,9 @@ pub enum CommError {
         /// Position in the group's sequence of operations, from 0.
         sequence: u64,
     },
-    /// An operation did not end in time.
+    /// Nothing has happened in an operation for too long.
     #[error(
-        "operation {sequence}, {operation}, did not finish within {timeout:?}; ranks that have not reached it: {}",
+        "operation {sequence}, {operation}, made no progress for {timeout:?}; ranks that have not reached it: {}",
         list(missing)
     )]
     TimedOut {
@@ -317,7 +317,7 @@ pub enum CommError {
         sequence: u64,
         /// The group's timeout.
         timeout: Duration,
-        /// Who has not come; empty if all came and the transfer itself is too slow.
+        /// Who has not come and does nothing else either; empty if all came, and no byte moves.
         missing: Vec<Rank>,
     },
     /// A peer sent what the protocol has no place for.

@@ -19,6 +19,10 @@ pub(crate) enum Event {
     Place(Option<ToldPlace>),
     /// The sender is waited for, and the thread that would come waits here, in another group.
     Blocked(ToldPlace),
+    /// The sender waits for a message of the receiver, which shall tell of its progress.
+    Asking,
+    /// How many milliseconds ago the sender, or a rank that it waits for, made progress.
+    Progress { milliseconds: u64 },
     /// The sender leaves in good order before the operation.
     Goodbye,
     /// The operation failed on the sender because `rank` was lost.
@@ -37,7 +41,7 @@ const WORDS: usize = 17;
 
 /// Bytes of a notice on the wire: seventeen little-endian words. First tag and sequence. Then sequence, ranks and
 /// operations of a mismatch; a lost rank stands where the first rank does, the operation of who waits where the first
-/// operation does. Of a place sequence, state with peer, milliseconds, operation, program line and group.
+/// operation does. Progress has its milliseconds. Of a place sequence, state with peer, milliseconds, operation, program line and group.
 pub(crate) const NOTICE_BYTES: usize = 8 * WORDS;
 
 const STATES: [OperationState; 4] =
@@ -77,6 +81,11 @@ impl Notice {
                 encode_place(&place, &mut words);
                 9
             }
+            Event::Asking => 10,
+            Event::Progress { milliseconds } => {
+                words[4] = milliseconds;
+                11
+            }
         };
         words::to_bytes(words)
     }
@@ -102,6 +111,8 @@ impl Notice {
             8 if words[3] == 0 => Event::Place(None),
             8 => Event::Place(Some(decode_place(&words)?)),
             9 => Event::Blocked(decode_place(&words)?),
+            10 => Event::Asking,
+            11 => Event::Progress { milliseconds: words[4] },
             _ => return None,
         };
         Some(Notice { sequence: words[1], event })
@@ -177,6 +188,8 @@ mod tests {
             mismatch,
             Event::TimedOut,
             Event::GaveUp,
+            Event::Asking,
+            Event::Progress { milliseconds: 77 },
         ];
         for event in others.into_iter().chain(places) {
             let notice = Notice { sequence: u64::MAX - 1, event };
@@ -190,7 +203,7 @@ mod tests {
         #[test]
         fn any_bytes_are_read_or_refused(
             bytes in proptest::collection::vec(any::<u8>(), NOTICE_BYTES),
-            tag in 0..11_u8,
+            tag in 0..13_u8,
             world_size in 1..300_usize,
         ) {
             let mut bytes: [u8; NOTICE_BYTES] = bytes.try_into().expect("as many bytes as a notice");

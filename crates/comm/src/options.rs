@@ -12,8 +12,11 @@ use trireme_schedule::collective::{Algorithm, CostModel, DirectCost, LinkCost};
 /// How a group runs its operations; the same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupOptions {
-    /// How long an operation may take, from its start on this rank, before it fails; at most a year.
+    /// How long an operation may wait without a sign of progress, of its own or of ranks that have not reached it, before it fails; at most a year.
     pub timeout: Duration,
+    /// How long a network between hosts may carry nothing before a silent rank counts as lost; from a second to
+    /// [`NETWORK_PAUSE_MAX`](GroupOptions::NETWORK_PAUSE_MAX). The end of a process is known at once.
+    pub network_pause: Duration,
     /// Vectors up to this size go through stages of shared memory, with one synchronisation; longer ones are read and
     /// written where they lie. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
     pub short_bytes_max: usize,
@@ -42,6 +45,8 @@ impl GroupOptions {
     pub const SHORT_BYTES_LIMIT: usize = 1 << 20;
     /// Bounds of [`chunk_bytes`](GroupOptions::chunk_bytes): a cache line, and what no cache holds.
     pub const CHUNK_BYTES_BOUNDS: std::ops::RangeInclusive<usize> = 64..=1 << 24;
+    /// Upper bound of [`network_pause`](GroupOptions::network_pause).
+    pub const NETWORK_PAUSE_MAX: Duration = Duration::from_secs(3600);
     /// Upper bound of [`sockets_per_peer`](GroupOptions::sockets_per_peer).
     pub const SOCKETS_PER_PEER_MAX: usize = 16;
 }
@@ -50,6 +55,7 @@ impl Default for GroupOptions {
     fn default() -> Self {
         GroupOptions {
             timeout: Duration::from_secs(300),
+            network_pause: Duration::from_secs(30),
             short_bytes_max: 16 << 10,
             chunk_bytes: 64 << 10,
             keeps_order: true,

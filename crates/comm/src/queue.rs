@@ -5,7 +5,7 @@
 //! operation and puts it back. Slots for operations are reused, so that a steady state allocates nothing.
 
 use super::sync::{Condvar, Instant, Mutex, MutexGuard};
-use crate::engine::{Engine, Payload};
+use crate::engine::{Engine, LOOK_INTERVAL_MAX, Payload};
 use crate::messages::Office;
 use crate::recorder::{GroupRecorder, Issued};
 use crate::work::Callback;
@@ -24,8 +24,6 @@ const GLANCE: Duration = Duration::from_millis(1);
 const WATCH: Duration = Duration::from_millis(20);
 /// What counts as short for it.
 const QUICK_BYTES_MAX: usize = 64 << 10;
-/// How often the communication thread looks what the peers say while there is nothing to do.
-const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 pub(crate) struct Queue {
     recorder: GroupRecorder,
@@ -174,7 +172,8 @@ impl Queue {
             *watch = Watch { num_seen: state.num_issued, idle_since: Instant::now() };
         }
         state.is_watched = watch.idle_since.elapsed() < WATCH;
-        let interval = if state.is_watched { GLANCE } else { LOOK_INTERVAL };
+        let look_interval = state.engine.as_ref().map_or(LOOK_INTERVAL_MAX, Engine::look_interval);
+        let interval = if state.is_watched { GLANCE } else { look_interval };
         let waited = self.submitted.wait_timeout(state, interval);
         let (mut state, waited) = waited.expect("no thread panics while it holds the queue");
         let was_glance = std::mem::replace(&mut state.is_watched, false);

@@ -3,7 +3,8 @@
 mod support;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 use support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::{
@@ -270,4 +271,50 @@ fn a_vector_that_is_passed_on_comes_at_its_event_and_its_failure_with_the_outcom
             outcome.wait().expect_err("the group has failed");
         });
     }
+}
+
+/// Rank 1 waits in an operation for rank 0, which is busy for two timeouts, and rank 2 for a message of rank 1.
+#[test]
+fn who_makes_progress_is_waited_for() {
+    let timeout = Duration::from_secs(3);
+    let options = GroupOptions { timeout, ..small_pieces() };
+    let outcomes = |transport, beats: bool| {
+        on_ranks(transport, 3, &options, |group| {
+            let pair = group.split_by("pair", |rank| u64::from(rank == Rank(2))).expect("all are there");
+            match group.rank().0 {
+                0 => {
+                    let began = Instant::now();
+                    while began.elapsed() < 2 * timeout {
+                        if beats {
+                            group.heartbeat().beat();
+                        }
+                        thread::sleep(Duration::from_millis(10));
+                    }
+                    pair.barrier().wait()
+                }
+                1 => {
+                    let waited = pair.barrier().wait();
+                    waited.and_then(|()| group.send(zeros::<f32>(&group, 1), Rank(2)).wait().map(drop))
+                }
+                _ => group.receive(zeros::<f32>(&group, 1), Rank(1)).wait().map(drop),
+            }
+        })
+    };
+    thread::scope(|scope| {
+        for transport in TRANSPORTS {
+            scope.spawn(move || {
+                for outcome in outcomes(transport, true) {
+                    outcome.unwrap_or_else(|failure| panic!("{transport}: {failure}"));
+                }
+            });
+            scope.spawn(move || {
+                let failures = outcomes(transport, false);
+                let failure = failures[1].as_ref().expect_err("rank 0 hangs");
+                let names_it =
+                    matches!(failure, CommError::TimedOut { missing, .. } if *missing == [Rank(0)]);
+                assert!(names_it, "{transport}: {failure}");
+                failures[2].as_ref().expect_err("rank 1 has failed");
+            });
+        }
+    });
 }

@@ -11,7 +11,7 @@ use trireme_checkpoint::Checkpoint;
 const IGNORED_SECTIONS: [&str; 5] = ["run", "checkpoint", "metrics", "launch", "generate"];
 
 /// Keys of other sections that do not affect training.
-const IGNORED_KEYS: [&str; 13] = [
+const IGNORED_KEYS: [&str; 14] = [
     "training.threads",
     "training.time_limit",
     "data.folder",
@@ -24,6 +24,7 @@ const IGNORED_KEYS: [&str; 13] = [
     "comm.tls_key",
     "comm.tls_ca",
     "comm.timeout_seconds",
+    "comm.network_pause_seconds",
     "comm.join_timeout_seconds",
 ];
 

@@ -11,6 +11,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
+use trireme_base::Heartbeat;
 use trireme_checkpoint::ModelSource;
 use trireme_data::{
     ChatTemplate, Corpus, PrepareOptions, Question, REPORT_FILE, Tokenizer, TokenizerChoice, prepare,
@@ -116,7 +117,7 @@ fn corpus(
         validation_fraction: 0.0,
         ..PrepareOptions::new(args.data.clone(), scratch.path().join("corpus"))
     };
-    let display = Display::new();
+    let display = Display::new(Heartbeat::new());
     let prepared = prepare(&options, &display);
     display.clear();
     prepared?;

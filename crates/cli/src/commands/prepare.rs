@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use trireme_base::Bytes;
+use trireme_base::{Bytes, Heartbeat};
 use trireme_checkpoint::ModelSource;
 use trireme_data::{
     ChatTemplate, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, Source, TOKENIZER_FILE,
@@ -112,7 +112,7 @@ pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
                 run.display()
             );
         }
-        let progress = Display::new();
+        let progress = Display::new(Heartbeat::new());
         let prepared = prepare(&options, &progress);
         progress.clear();
         prepared?
@@ -180,6 +180,8 @@ const LINE_INTERVAL: Duration = Duration::from_secs(2);
 /// A progress bar on a terminal, else a line on the error output now and then.
 #[derive(Debug)]
 pub(crate) struct Display {
+    /// Tells ranks that wait for this one that it works.
+    heartbeat: Heartbeat,
     bar: Option<ProgressBar>,
     shown: Mutex<Shown>,
 }
@@ -191,13 +193,13 @@ struct Shown {
 }
 
 impl Display {
-    /// Nothing shown yet.
-    pub(crate) fn new() -> Self {
+    /// Nothing shown yet. Progress beats a heartbeat.
+    pub(crate) fn new(heartbeat: Heartbeat) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let style = ProgressStyle::with_template("{msg:<31} {wide_bar} {percent:>3}%  time left {eta}");
             ProgressBar::no_length().with_style(style.expect("the template is well formed"))
         });
-        Display { bar, shown: Mutex::new(Shown { phase: None, last_line: Instant::now() }) }
+        Display { heartbeat, bar, shown: Mutex::new(Shown { phase: None, last_line: Instant::now() }) }
     }
 
     /// Takes the bar away.
@@ -210,6 +212,7 @@ impl Display {
 
 impl Progress for Display {
     fn advance(&self, phase: Phase, done: u64, total: u64) {
+        self.heartbeat.beat();
         let mut shown = self.shown.lock().expect("no thread panics while it shows progress");
         let is_new_phase = shown.phase.replace(phase) != Some(phase);
         match &self.bar {

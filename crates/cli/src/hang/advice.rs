@@ -87,7 +87,7 @@ fn of_missing_ranks(diagnosis: &Diagnosis) -> Option<String> {
             "look for the process of rank {missing}{process}: it is dead, stopped or unreachable; its log may say why"
         ),
         Source::Own | Source::Told => format!(
-            "find out what keeps rank {missing}{process} busy, such as a slow disk; if this is expected, raise \
+            "find out what keeps rank {missing}{process} from making progress, such as a disk that hangs; if this is expected, raise \
              [comm] timeout_seconds (bench: --timeout)"
         ),
     })
@@ -109,7 +109,7 @@ fn of_slow_transfers(diagnosis: &Diagnosis) -> Option<String> {
         diagnosis.findings.iter().filter(is_in_operation).map(|finding| finding.rank).collect();
     (!slow.is_empty()).then(|| {
         format!(
-            "look at the logs of {}; if the network is slow, raise [comm] timeout_seconds (bench: --timeout)",
+            "look at the logs of {}: no byte has moved between them; if the network pauses for so long, raise [comm] timeout_seconds (bench: --timeout)",
             ranks(&slow)
         )
     })

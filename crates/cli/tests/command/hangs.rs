@@ -63,7 +63,7 @@ fn a_stopped_worker_is_told_after_the_deadline() {
     let text = &outcome.stderr;
     // Which operation it is depends on where in a step the worker was stopped.
     tells(text, &["warning: rank 0 has been waiting for rank 2 in ", "it will give up after 1.0 s"]);
-    tells(text, &["error: rank ", "did not finish within 1s; ranks that have not reached it: 2"]);
+    tells(text, &["error: rank ", "made no progress for 1s; ranks that have not reached it: 2"]);
     tells(text, &["try: find out what stopped rank 2"]);
     tells(&row(text, 2), &["stopped"]);
     for survivor in [0, 1] {

@@ -3,6 +3,7 @@
 use crate::common::{Outcome, Running, Scene, kill, tells};
 use rustix::process::{Signal, kill_process};
 use std::net::IpAddr;
+use std::thread;
 use std::time::Duration;
 use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Network};
 use trireme_testkit::or_skip;
@@ -141,13 +142,43 @@ fn a_line_that_delays_and_loses_changes_no_bit() {
 fn each_names_the_other_when_the_link_between_them_is_cut() {
     let Some(hosts) = hosts() else { return };
     let scene = Scene::with_corpus();
-    let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &format!("train tiny.toml {ENDLESS}"));
+    let train = format!("train tiny.toml {ENDLESS} --set comm.network_pause_seconds=2");
+    let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &train);
     workers[0].until("step: 5 ");
     hosts[1].link().cut();
     for (worker, other) in workers.into_iter().zip([1, 0]) {
         assert_loss_of(other, worker.end_after_death());
     }
     assert!(scene.whole_checkpoints("tiny") > 0);
+}
+
+/// Pauses of a network, in seconds, which ranks survive.
+const PAUSES: [u64; 3] = [2, 10, 25];
+
+#[test]
+fn a_pause_of_the_network_changes_no_bit() {
+    let Some(network) = network() else { return };
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml --set comm.transport=tcp --set training.steps=200 --set lr_scheduler.decay_steps=200";
+    let pause = |seconds: u64, hosts: [Host; 2]| {
+        let named = format!("{train} --set run.name=pause-{seconds}");
+        let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &named);
+        workers[0].until("step: 5 ");
+        hosts[1].link().cut();
+        thread::sleep(Duration::from_secs(seconds));
+        hosts[1].link().restore();
+        workers.into_iter().for_each(|worker| drop(worker.end().succeeded()));
+    };
+    thread::scope(|scope| {
+        for seconds in PAUSES {
+            let hosts = [(); 2].map(|()| network.add_host());
+            scope.spawn(move || pause(seconds, hosts));
+        }
+    });
+    scene.run(&format!("{train} --set run.name=local")).succeeded();
+    for seconds in PAUSES {
+        assert_eq!(scene.losses(&format!("pause-{seconds}")), scene.losses("local"), "{seconds}");
+    }
 }
 
 #[test]
@@ -181,7 +212,7 @@ fn a_worker_whose_process_is_stopped_is_named() {
         assert_eq!(outcome.code, Some(1), "{outcome:?}");
         let names_it = format!("ranks that have not reached it: {stopped}");
         let row = format!("     {stopped}  silent");
-        tells(&outcome.stderr, &["warning: rank", "did not finish within 1s", &names_it, &row, " in all_"]);
+        tells(&outcome.stderr, &["warning: rank", "made no progress for 1s", &names_it, &row, " in all_"]);
         kill_process(stopped_process, Signal::CONT).unwrap();
         // It learns that it is alone.
         let outcome = stopped_worker.end_after_death();

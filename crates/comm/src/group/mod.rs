@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use trireme_base::{Journal, Rank};
+use trireme_base::{Heartbeat, Journal, Rank};
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
 /// Bytes a rank may give to [`Group::all_gather_bytes`].
@@ -303,6 +303,11 @@ impl Group {
     /// What this rank's groups did last. The handle outlives the group.
     pub fn flight_recorder(&self) -> &FlightRecorder {
         &self.recorder
+    }
+
+    /// What to beat during work that takes long, so that ranks that wait for this one know that it works.
+    pub fn heartbeat(&self) -> &Heartbeat {
+        self.recorder.heartbeat()
     }
 
     /// Says which line of a program issues what this group is given from now on, for reports; nothing says so no more. 56

@@ -1,6 +1,6 @@
 use super::ROOM;
 use crate::buffer::{CacheLine, Storage};
-use crate::control::{TICK, stall_warning};
+use crate::control::{TICK, stall, stall_warning};
 use crate::engine::Call;
 use crate::patience::Patience;
 use crate::recorder::{Direction, GroupRecorder};
@@ -27,6 +27,10 @@ pub(super) struct Parcel {
     issued: Instant,
     /// Its number in the flight recorder.
     number: u64,
+    /// When bytes of it last moved.
+    moved: Option<Instant>,
+    /// When the peer was last asked how it is.
+    asked: Option<Instant>,
     /// The user was told that it takes long.
     has_warned: bool,
 }
@@ -40,7 +44,8 @@ impl Parcel {
         issued: Instant,
         number: u64,
     ) -> Self {
-        Parcel { slot, peer, direction, operation, storage, issued, number, has_warned: false }
+        let (moved, asked, has_warned) = (None, None, false);
+        Parcel { slot, peer, direction, operation, storage, issued, number, moved, asked, has_warned }
     }
 
     /// Whether no device works with it any more, so that it may move.
@@ -179,6 +184,9 @@ impl Courier {
         });
         let moved = outgoing.advance(link, &memories).map_err(|_| call.peer_lost(peer));
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
+        if has_moved {
+            parcel.moved = Some(Instant::now());
+        }
         if outgoing.is_done() {
             self.recorder.end_message(number);
             self.ended.extend(lane.end());
@@ -210,6 +218,9 @@ impl Courier {
                 Trouble::Refused(failure) => failure,
             });
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
+        if has_moved {
+            parcel.moved = Some(Instant::now());
+        }
         if incoming.is_done() {
             self.recorder.end_message(number);
             self.ended.extend(lane.end());
@@ -270,9 +281,17 @@ impl Courier {
                 }
                 let (elapsed, peer) = (parcel.issued.elapsed(), Rank(peer));
                 let call = call(parcel.operation, num_begun, parcel.issued, self.timeout);
-                if elapsed >= self.timeout {
+                if elapsed < stall(self.timeout) {
+                    continue;
+                }
+                let since = parcel.moved.unwrap_or(parcel.issued).max(parcel.issued);
+                if self.recorder.silence(peer, since) >= self.timeout {
                     self.failed = Some(parcel.number);
                     return Err(call.timed_out(Vec::from([peer])));
+                }
+                if parcel.asked.is_none_or(|last| last.elapsed() >= stall(self.timeout)) {
+                    parcel.asked = Some(self.checked);
+                    self.recorder.ask(peer);
                 }
                 if elapsed >= stall_warning(self.timeout) && !parcel.has_warned {
                     parcel.has_warned = true;

@@ -41,6 +41,10 @@ pub(super) struct State {
     pub(super) failure: Option<(Instant, CommError)>,
     /// By member: where it has told to be, and when.
     pub(super) heard: Vec<Option<(Instant, Option<ToldPlace>)>>,
+    /// By member: when it is known to have made progress last.
+    pub(super) progress: Vec<Option<Instant>>,
+    /// By member: whether it shall be asked for its progress.
+    pub(super) is_asked: Vec<bool>,
     pub(super) is_dropped: bool,
 }
 
@@ -56,6 +60,8 @@ impl GroupLog {
             num_messages: 0,
             failure: None,
             heard: vec![None; members.len()],
+            progress: vec![None; members.len()],
+            is_asked: vec![false; members.len()],
             is_dropped: false,
         };
         GroupLog { name, own, members, selection: OnceLock::new(), state: Mutex::new(state) }

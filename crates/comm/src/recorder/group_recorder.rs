@@ -10,7 +10,7 @@ use crate::{CommError, Operation};
 use std::fmt;
 use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
 /// A thread waits for an operation as long as this lives.
@@ -61,6 +61,7 @@ impl GroupRecorder {
     pub(crate) fn set_line(&self, line: fmt::Arguments<'_>) {
         let line = Line::of(line);
         self.log.lock().line = line;
+        self.recorder.heartbeat().beat();
     }
 
     /// Notes that the next operation of the group was issued.
@@ -73,6 +74,7 @@ impl GroupRecorder {
             return Err(failure.clone());
         }
         let issued = Issued { line: state.line, at: Instant::now() };
+        self.recorder.heartbeat().beat_at(issued.at);
         let thread = Issuer::One(thread::current().id());
         state.issuer = match state.issuer {
             Issuer::Nobody => thread,
@@ -120,9 +122,41 @@ impl GroupRecorder {
             record.ended = Some(ended);
             record.has_failed = result.is_err();
         }
-        if let Err(failure) = result {
-            state.failure.get_or_insert_with(|| (ended, failure.clone()));
+        match result {
+            Ok(()) => self.recorder.heartbeat().beat_at(ended),
+            Err(failure) => {
+                state.failure.get_or_insert_with(|| (ended, failure.clone()));
+            }
         }
+    }
+
+    /// A member tells when it last made progress.
+    pub(crate) fn hear_progress(&self, member: Rank, at: Instant) {
+        let mut state = self.log.lock();
+        let known = &mut state.progress[member.0];
+        *known = (*known).max(Some(at));
+    }
+
+    /// How long nothing has been heard of progress of a member that is waited for `since` then. If there was some, this rank is no more stuck
+    /// than that member, and tells so those who wait for it.
+    pub(crate) fn silence(&self, member: Rank, since: Instant) -> Duration {
+        let progress = self.log.lock().progress[member.0];
+        if let Some(at) = progress {
+            self.recorder.heartbeat().beat_at(at);
+        }
+        progress.map_or(since, |at| at.max(since)).elapsed()
+    }
+
+    /// Members shall be asked for their progress.
+    pub(crate) fn ask(&self, member: Rank) {
+        self.log.lock().is_asked[member.0] = true;
+    }
+
+    /// Whom to ask, since the last time.
+    pub(crate) fn take_asked(&self) -> Vec<Rank> {
+        let mut state = self.log.lock();
+        let asked = state.is_asked.iter_mut().enumerate();
+        asked.filter_map(|(member, is_asked)| std::mem::take(is_asked).then_some(Rank(member))).collect()
     }
 
     /// Notes that the calling thread waits for an operation, until the value is dropped.
@@ -197,6 +231,7 @@ impl GroupRecorder {
     ) -> u64 {
         let mut state = self.log.lock();
         let issued = Issued { line: state.line, at };
+        self.recorder.heartbeat().beat_at(at);
         let number = state.num_messages;
         state.num_messages += 1;
         state.messages.add(Record {
@@ -224,6 +259,7 @@ impl GroupRecorder {
         if let Some(record) = self.log.lock().messages.find(number) {
             record.ended = Some(Instant::now());
         }
+        self.recorder.heartbeat().beat();
     }
 
     /// Notes what has ended the group beside its operations, and that message `number` has failed, if one has.
@@ -292,7 +328,7 @@ impl GroupRecorder {
         let line = line.map_or_else(String::new, |line| format!(", {}", line.as_str()));
         self.recorder.tell_of_stall(format!(
             "rank {own} has been waiting {whom} in {operation} ({name}, {kind} {sequence}{line}) for {:.1} s; it \
-             will give up after {:.1} s",
+             will give up after {:.1} s without a sign of progress",
             started.elapsed().as_secs_f64(),
             timeout.as_secs_f64()
         ));

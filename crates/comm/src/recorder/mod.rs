@@ -33,7 +33,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
-use trireme_base::Rank;
+use trireme_base::{Heartbeat, Rank};
 use writer::ReportWriter;
 
 /// How long a rank whose group has failed waits for the others to tell where they are, if it does.
@@ -66,6 +66,7 @@ struct Shared {
     /// The worst that has happened; held while a report is handed to the writer, so that the last one says the worst.
     worst: Mutex<Occasion>,
     gathers: bool,
+    heartbeat: Heartbeat,
     /// Absent if reports go nowhere.
     writer: Option<ReportWriter>,
 }
@@ -84,7 +85,8 @@ impl FlightRecorder {
 
     fn with(rank: Rank, world_size: usize, gathers: bool, writer: Option<ReportWriter>) -> Self {
         let (groups, worst) = (Mutex::default(), Mutex::new(Occasion::Joined));
-        FlightRecorder(Arc::new(Shared { rank, world_size, groups, worst, gathers, writer }))
+        let heartbeat = Heartbeat::new();
+        FlightRecorder(Arc::new(Shared { rank, world_size, groups, worst, gathers, heartbeat, writer }))
     }
 
     /// Begins to record a group, in which this rank is `own` and whose `members` have these ranks in the world.
@@ -99,6 +101,11 @@ impl FlightRecorder {
         groups.push(Arc::clone(&log));
         drop(groups);
         GroupRecorder::new(self.clone(), log)
+    }
+
+    /// When this rank last made progress. Lines of programs and operations of groups are noted by themselves.
+    pub(crate) fn heartbeat(&self) -> &Heartbeat {
+        &self.0.heartbeat
     }
 
     /// All that is recorded.

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 
 const WORDS: usize = 4 + NUM_OPTIONS + PLACE_WORDS;
 /// How many options must be the same on all ranks.
-const NUM_OPTIONS: usize = 11;
+const NUM_OPTIONS: usize = 12;
 /// Words of a place on the wire.
 pub(super) const PLACE_WORDS: usize = 6;
 
@@ -147,6 +147,7 @@ fn shared_options(options: &JoinOptions) -> [(&'static str, String); NUM_OPTIONS
     let JoinOptions { transport, tls, group, .. } = options;
     let GroupOptions {
         timeout,
+        network_pause,
         short_bytes_max,
         chunk_bytes,
         keeps_order,
@@ -160,6 +161,7 @@ fn shared_options(options: &JoinOptions) -> [(&'static str, String); NUM_OPTIONS
         ("transport", transport.to_string()),
         ("tls", tls.is_some().to_string()),
         ("timeout", format!("{timeout:?}")),
+        ("network_pause", format!("{network_pause:?}")),
         ("short_bytes_max", short_bytes_max.to_string()),
         ("chunk_bytes", chunk_bytes.to_string()),
         ("keeps_order", keeps_order.to_string()),

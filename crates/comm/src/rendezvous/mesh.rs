@@ -10,8 +10,7 @@ use super::wire::{has_hung_up, invalid, pauses};
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::net::sockopt::{
-    set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
-    set_tcp_user_timeout,
+    set_socket_keepalive, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay, set_tcp_user_timeout,
 };
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -85,6 +84,8 @@ pub(super) struct Members<'a> {
     pub(super) arena_bytes_min: usize,
     /// What encrypts data that goes by TCP.
     pub(super) tls: Option<&'a Tls>,
+    /// How long a network may carry nothing before a silent member counts as lost.
+    pub(super) network_pause: Duration,
     /// TCP connections to each member for each purpose but notices.
     pub(super) sockets_per_peer: usize,
 }
@@ -186,7 +187,7 @@ fn call(
     let (socket, key) = reach(session, members, lower, errand, limit)?;
     let connection = match members.routes[lower] {
         Route::Tcp => {
-            let socket = tuned(socket, purpose)?;
+            let socket = tuned(socket, purpose, members.network_pause)?;
             encrypted(socket, members, purpose, Side::Connecting, &key, limit)?
         }
         Route::Local => {
@@ -270,7 +271,7 @@ fn answer(
     let purpose = errand.purpose;
     let connection = match route {
         Route::Tcp => {
-            let socket = tuned(accepted.socket, purpose)?;
+            let socket = tuned(accepted.socket, purpose, members.network_pause)?;
             encrypted(socket, members, purpose, Side::Accepting, &accepted.key, limit)?
         }
         Route::Local => {
@@ -303,16 +304,16 @@ fn encrypted(
     }
 }
 
-/// Sets what makes small messages quick, and what notices a dead host within 5 s.
-fn tuned(socket: OwnedFd, purpose: Purpose) -> io::Result<OwnedFd> {
+/// Sets what makes small messages quick, and what notices a dead host a few seconds after the pause that a network may make.
+fn tuned(socket: OwnedFd, purpose: Purpose, network_pause: Duration) -> io::Result<OwnedFd> {
     set_tcp_nodelay(&socket, true)?;
     // Only where it is always quiet: a full data connection may well wait for longer than this.
     if purpose == Purpose::Control {
         set_socket_keepalive(&socket, true)?;
         set_tcp_keepidle(&socket, Duration::from_secs(1))?;
         set_tcp_keepintvl(&socket, Duration::from_secs(1))?;
-        set_tcp_keepcnt(&socket, 3)?;
-        set_tcp_user_timeout(&socket, 3000)?;
+        // With a timeout it decides, and not the number of probes (tcp(7), TCP_USER_TIMEOUT).
+        set_tcp_user_timeout(&socket, network_pause.as_millis() as u32)?;
     }
     Ok(socket)
 }
@@ -340,6 +341,7 @@ mod tests {
             arena: None,
             arena_bytes_min: 0,
             tls: None,
+            network_pause: Duration::from_secs(30),
             sockets_per_peer: 1,
         };
         let errand = Errand { purpose: Purpose::Messages, index: 0 };

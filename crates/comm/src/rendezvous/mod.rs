@@ -103,6 +103,10 @@ pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
 /// Refuses options out of their bounds.
 pub(crate) fn check_group_options(options: &GroupOptions) -> Result<(), CommError> {
     check_timeout("timeout", options.timeout)?;
+    let (pause, limit) = (options.network_pause, GroupOptions::NETWORK_PAUSE_MAX);
+    if !(Duration::from_secs(1)..=limit).contains(&pause) {
+        return refuse(format!("network_pause is {pause:?}; it must be from 1s to {limit:?}"));
+    }
     let (bytes, limit) = (options.short_bytes_max, GroupOptions::SHORT_BYTES_LIMIT);
     if bytes > limit {
         return refuse(format!("short_bytes_max is {bytes}; it may be at most {limit}"));
@@ -289,6 +293,7 @@ impl Connecting<'_> {
             arena,
             arena_bytes_min: area_bytes(self.options.world_size),
             tls: self.tls,
+            network_pause: self.options.group.network_pause,
             // Beside MPI a connection carries no data.
             sockets_per_peer: match self.options.transport {
                 TransportChoice::Mpi => 1,

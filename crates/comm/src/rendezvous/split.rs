@@ -217,6 +217,7 @@ impl Preparation {
             arena: None,
             arena_bytes_min: 0,
             tls: parent.home().tls.as_ref(),
+            network_pause: parent.options().network_pause,
             sockets_per_peer: match parent.transport() {
                 TransportKind::Mpi => 1,
                 _ => parent.options().sockets_per_peer,

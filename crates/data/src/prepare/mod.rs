@@ -32,7 +32,12 @@ use staging::{Staging, is_interrupted};
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read};
 use std::iter;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
 
 /// The tokens to train on, in the folder of a prepared corpus.
 pub const TRAIN_FILE: &str = "train.tokens";
@@ -61,6 +66,8 @@ const ALL_FILE: &str = "all.tokens";
 const ALL_MASK_FILE: &str = "all.mask.tokens";
 /// The standard input, while it is needed.
 const STDIN_FILE: &str = "stdin";
+/// How often work that says nothing by itself tells of its progress.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 /// Text that a BPE tokenizer is trained on: more improves it little, and the memory grows with its distinct
 /// words.
 const BPE_TRAINING_BYTES_MAX: u64 = 128 << 20;
@@ -309,16 +316,28 @@ fn choose_tokenizer(
     let one_in = inputs.bytes.div_ceil(BPE_TRAINING_BYTES_MAX).max(1) as usize;
     let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep, true);
     let mut failure = None;
+    let num_read = &AtomicU64::new(0);
     let batches = iter::from_fn(|| {
         let batch = reader.next_batch().unwrap_or_else(|error| {
             failure = Some(error);
             None
         })?;
-        progress.advance(Phase::TrainTokenizer, batch.input_bytes_read, inputs.bytes);
+        num_read.store(batch.input_bytes_read, Ordering::Relaxed);
         Some(batch)
     });
     let pieces = |batch: Batch| batch.pieces().map(|piece| piece.text.to_owned()).collect::<Vec<_>>();
-    let tokenizer = Tokenizer::train_bpe(batches.step_by(one_in).flat_map(pieces), vocabulary_size);
+    let (done, is_done) = mpsc::channel::<()>();
+    let tokenizer = thread::scope(|scope| {
+        let training = scope.spawn(move || {
+            let _done = done;
+            Tokenizer::train_bpe(batches.step_by(one_in).flat_map(pieces), vocabulary_size)
+        });
+        // Merges are learned after all is read, and take long.
+        while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            progress.advance(Phase::TrainTokenizer, num_read.load(Ordering::Relaxed), inputs.bytes);
+        }
+        training.join().unwrap_or_else(|panic| resume_unwind(panic))
+    });
     failure.map_or(tokenizer, Err)
 }
 

@@ -22,6 +22,11 @@ impl Executor {
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let class = self.class_of_weights();
+        let heartbeat = self.group().heartbeat().clone();
+        let mut write = |info: &ParameterInfo, held: Range<usize>, values: &mut [f32]| {
+            heartbeat.beat();
+            write(info, held, values)
+        };
         self.for_each_held(class, true, |executor, unit| executor.parameters.load(unit, &mut write))?;
         Ok(self.refresh()?)
     }
@@ -34,6 +39,11 @@ impl Executor {
         &mut self,
         mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
+        let heartbeat = self.group().heartbeat().clone();
+        let mut read = |info: &StateInfo<'_>, values: &mut [f32]| {
+            heartbeat.beat();
+            read(info, values)
+        };
         self.for_each_held(StateClass::Optimizer, true, |executor, unit| {
             executor.optimizer.load_states(unit, &executor.optimizer_device, &mut read)
         })

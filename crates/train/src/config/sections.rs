@@ -380,8 +380,12 @@ config_section! {
         /// Seconds that workers wait for each other at the start: for a host name that is not known yet, a port at which nobody listens yet, and
         /// workers that are missing. Meanwhile they say whom they wait for.
         join_timeout_seconds: f64 = 600.0, within above_up_to(0.0, 86_400.0);
-        /// Seconds after which a worker that waits for another one gives up and reports which one.
+        /// Seconds of silence after which a worker that waits for another one gives up and reports which one. One that makes progress, such as
+        /// rank 0 while it tokenizes or a worker that writes to a slow disk, says so and is waited for.
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
+        /// Seconds for which a network between hosts may carry nothing. A host that is silent for longer counts as lost. When the process of a worker
+        /// ends, the others know within a second, whatever this says.
+        network_pause_seconds: f64 = 30.0, within 1.0..=3600.0;
         /// File with the secret that all workers share; only its owner may have access to it. The environment
         /// variable TRIREME_SECRET takes precedence. Workers that this command starts on one host need neither.
         secret_file: Option<PathBuf> = None;

@@ -22,7 +22,7 @@ use signal_hook::consts::SIGUSR1;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Heartbeat, Rank};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, ModelSource, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
 use trireme_data::Corpus;
@@ -147,7 +147,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
         None => {
             simd.warn();
             let workers = Workers::local(&config, process.limit, process.features);
-            let version = prepare_run(&config, process, workers)?;
+            let version = prepare_run(&config, process, workers, Heartbeat::new())?;
             let config = with_length(config, version, process)?;
             match config.world_size() {
                 1 => train(&config, single(), process),
@@ -159,7 +159,12 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
 
 /// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
 /// a file of the run is written or a worker is started; the version of the corpus, if the run has one.
-fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Result<Option<u64>> {
+fn prepare_run(
+    config: &Config,
+    process: Process<'_>,
+    workers: Workers,
+    heartbeat: Heartbeat,
+) -> Result<Option<u64>> {
     let _lock = RunLock::of_run(config)?;
     if let Some(earlier) = earlier_run(config)? {
         return Err(earlier.into());
@@ -172,7 +177,7 @@ fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Resul
         check_plan(Job { config, source, blueprint, workers })?;
         return Ok(None);
     }
-    let display = Display::new();
+    let display = Display::new(heartbeat);
     let check = |corpus: &Corpus| check(config, corpus, source, workers).map(drop);
     let corpus = ensure_corpus(config, &display, check);
     display.clear();
@@ -324,6 +329,7 @@ pub(super) fn world_options(config: &Config, environment: &WorkerEnvironment) ->
         tls: tls_options(comm),
         group: GroupOptions {
             timeout: Duration::from_secs_f64(comm.timeout_seconds),
+            network_pause: Duration::from_secs_f64(comm.network_pause_seconds),
             keeps_order: config.training().determinism == Determinism::Layout,
             algorithm: comm.algorithm,
             costs: config.costs(),
@@ -346,7 +352,9 @@ fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -
 fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Result<()> {
     agree_on_config(&config, Some(process.features), &group)?;
     let found = match group.rank() {
-        Rank::ROOT => prepare_run(&config, process, process.workers(&config, &group))?,
+        Rank::ROOT => {
+            prepare_run(&config, process, process.workers(&config, &group), group.heartbeat().clone())?
+        }
         _ => None,
     };
     let found = found.map_or_else(Vec::new, |version| version.to_le_bytes().to_vec());

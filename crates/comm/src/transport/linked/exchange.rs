@@ -76,6 +76,7 @@ impl<'a> Exchange<'a> {
             }
             if has_moved {
                 patience.has_succeeded();
+                control.has_moved();
             } else if !self.look(links, piece.len(), patience) {
                 self.wait(links, piece.len(), control, cost)?;
             }

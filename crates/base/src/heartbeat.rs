@@ -1,0 +1,61 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// When a rank last made progress: what tells a rank that works from one that hangs. Whatever takes long beats it again and again, at
+/// least every few seconds. Clones are one heartbeat.
+#[derive(Debug, Clone)]
+pub struct Heartbeat {
+    start: Instant,
+    /// Milliseconds since the start.
+    last: Arc<AtomicU64>,
+}
+
+impl Heartbeat {
+    /// A rank that has just begun.
+    pub fn new() -> Self {
+        Heartbeat { start: Instant::now(), last: Arc::default() }
+    }
+
+    /// The rank has made progress now.
+    pub fn beat(&self) {
+        self.beat_at(Instant::now());
+    }
+
+    /// The rank, or one that it waits for, made progress then.
+    pub fn beat_at(&self, at: Instant) {
+        let milliseconds = at.saturating_duration_since(self.start).as_millis() as u64;
+        // It orders nothing else.
+        self.last.fetch_max(milliseconds, Ordering::Relaxed);
+    }
+
+    /// How long ago the rank last made progress.
+    pub fn age(&self) -> Duration {
+        let last = Duration::from_millis(self.last.load(Ordering::Relaxed));
+        self.start.elapsed().saturating_sub(last)
+    }
+}
+
+impl Default for Heartbeat {
+    fn default() -> Self {
+        Heartbeat::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_latest_progress_counts() {
+        let heartbeat = Heartbeat { start: Instant::now() - Duration::from_secs(100), last: Arc::default() };
+        let known = |heartbeat: &Heartbeat| heartbeat.age().as_secs();
+        assert_eq!(known(&heartbeat), 100);
+        let now = Instant::now();
+        heartbeat.clone().beat_at(now - Duration::from_secs(30));
+        heartbeat.beat_at(now - Duration::from_secs(60));
+        assert_eq!(known(&heartbeat), 30);
+        heartbeat.beat();
+        assert_eq!(known(&heartbeat), 0);
+    }
+}
