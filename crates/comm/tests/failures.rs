@@ -3,6 +3,8 @@
 mod support;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
+use std::sync::Mutex;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 use support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
@@ -279,21 +281,26 @@ fn who_makes_progress_is_waited_for() {
     let timeout = Duration::from_secs(3);
     let options = GroupOptions { timeout, ..small_pieces() };
     let outcomes = |transport, beats: bool| {
+        let (ended, has_ended) = channel::<()>();
+        let (ended, has_ended) = (Mutex::new(Some(ended)), Mutex::new(has_ended));
         on_ranks(transport, 3, &options, |group| {
             let pair = group.split_by("pair", |rank| u64::from(rank == Rank(2))).expect("all are there");
             match group.rank().0 {
                 0 => {
                     let began = Instant::now();
-                    while began.elapsed() < 2 * timeout {
+                    let has_ended = has_ended.lock().expect("no panic");
+                    while began.elapsed() < 2 * timeout
+                        && has_ended.recv_timeout(timeout / 100) == Err(RecvTimeoutError::Timeout)
+                    {
                         if beats {
                             group.heartbeat().beat();
                         }
-                        thread::sleep(Duration::from_millis(10));
                     }
                     pair.barrier().wait()
                 }
                 1 => {
                     let waited = pair.barrier().wait();
+                    drop(ended.lock().expect("no panic").take());
                     waited.and_then(|()| group.send(zeros::<f32>(&group, 1), Rank(2)).wait().map(drop))
                 }
                 _ => group.receive(zeros::<f32>(&group, 1), Rank(1)).wait().map(drop),

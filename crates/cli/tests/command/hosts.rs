@@ -165,7 +165,7 @@ fn a_pause_of_the_network_changes_no_bit() {
         let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &named);
         workers[0].until("step: 5 ");
         hosts[1].link().cut();
-        thread::sleep(Duration::from_secs(seconds));
+        workers[0].until_silent_for(Duration::from_secs(seconds));
         hosts[1].link().restore();
         workers.into_iter().for_each(|worker| drop(worker.end().succeeded()));
     };

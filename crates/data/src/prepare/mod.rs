@@ -327,6 +327,7 @@ fn choose_tokenizer(
     });
     let pieces = |batch: Batch| batch.pieces().map(|piece| piece.text.to_owned()).collect::<Vec<_>>();
     let (done, is_done) = mpsc::channel::<()>();
+    let advance = || progress.advance(Phase::TrainTokenizer, num_read.load(Ordering::Relaxed), inputs.bytes);
     let tokenizer = thread::scope(|scope| {
         let training = scope.spawn(move || {
             let _done = done;
@@ -334,8 +335,9 @@ fn choose_tokenizer(
         });
         // Merges are learned after all is read, and take long.
         while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            progress.advance(Phase::TrainTokenizer, num_read.load(Ordering::Relaxed), inputs.bytes);
+            advance();
         }
+        advance();
         training.join().unwrap_or_else(|panic| resume_unwind(panic))
     });
     failure.map_or(tokenizer, Err)

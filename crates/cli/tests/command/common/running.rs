@@ -3,7 +3,7 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -50,6 +50,17 @@ impl Running {
             self.printed += &format!("{line}\n");
             if line.starts_with(start) {
                 return;
+            }
+        }
+    }
+
+    /// Reads what the command prints until it prints nothing for so long, but still runs.
+    pub(crate) fn until_silent_for(&mut self, duration: Duration) {
+        loop {
+            match self.lines.recv_timeout(duration) {
+                Ok(line) => self.printed += &format!("{line}\n"),
+                Err(RecvTimeoutError::Timeout) => return,
+                Err(RecvTimeoutError::Disconnected) => panic!("ended after:\n{}", self.printed),
             }
         }
     }
