@@ -231,10 +231,25 @@ impl Console {
 
     /// Prints a line, above the bar if there is one.
     pub(crate) fn line(&mut self, text: &str) {
-        let object = (self.format == LogFormat::Json).then(|| self.object("message", text.trim()));
-        let text = object.as_deref().unwrap_or(text);
-        self.print(text);
-        self.log_line(text);
+        let text = self.formatted(text);
+        self.print(&text);
+        self.log_line(&text);
+    }
+
+    /// Writes a line to this rank's log alone.
+    pub(crate) fn log(&mut self, text: &str) {
+        let text = self.formatted(text);
+        if !self.is_root() {
+            self.print(&text);
+        }
+        self.log_line(&text);
+    }
+
+    fn formatted<'a>(&self, text: &'a str) -> Cow<'a, str> {
+        match self.format {
+            LogFormat::Json => self.object("message", text.trim()).into(),
+            LogFormat::Text => text.into(),
+        }
     }
 
     /// A line of JSON that says when and where something is.

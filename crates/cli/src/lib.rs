@@ -14,6 +14,8 @@ mod bounded;
 mod clock;
 mod commands;
 mod console;
+mod control_groups;
+mod cpu_limit;
 mod foreign_arguments;
 mod hang;
 mod interrupts;

@@ -1,10 +1,17 @@
 //! How much memory the processes of this host may take, and what says so.
 
+use crate::control_groups::{Controller, settings};
 use rustix::system::sysinfo;
 use std::fmt;
-use std::fs;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use trireme_base::Bytes;
+
+/// Above `memory.high` the kernel slows processes down until they hardly run.
+const MEMORY: Controller = Controller {
+    name: "memory",
+    files: &["memory.max", "memory.high"],
+    files_of_version_1: &["memory.limit_in_bytes"],
+};
 
 /// A limit on the memory of all processes in a group, or of the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,10 +38,11 @@ impl MemoryLimit {
     /// The lowest limit of the control groups that this process belongs to, read from the files below `root`, which is `/`
     /// except in tests.
     pub(crate) fn of_control_groups(root: &Path) -> Option<Self> {
-        let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
-        let (groups, mounts) = (text("proc/self/cgroup"), text("proc/self/mountinfo"));
-        let hierarchies = groups.lines().filter_map(|line| Hierarchy::of(line, &mounts));
-        hierarchies.flat_map(|hierarchy| hierarchy.limits(root)).min_by_key(|limit| limit.bytes)
+        let limits = settings(root, &MEMORY).filter_map(|(file, text)| {
+            // A group without a limit has `max` in its file.
+            Some(MemoryLimit { bytes: text.trim().parse().ok()?, file: Some(file) })
+        });
+        limits.min_by_key(|limit| limit.bytes)
     }
 }
 
@@ -48,81 +56,10 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// A tree of control groups that counts memory.
-struct Hierarchy {
-    /// Where it is mounted.
-    mount_point: PathBuf,
-    /// This process's group, relative to that.
-    group: PathBuf,
-    /// Files that hold a limit. Above `memory.high` the kernel slows processes down until they hardly run.
-    files: &'static [&'static str],
-}
-
-impl Hierarchy {
-    /// The hierarchy of a line of `/proc/self/cgroup`: `0::/path` in version 2, `4:memory:/path` in version 1.
-    fn of(line: &str, mounts: &str) -> Option<Self> {
-        let mut fields = line.splitn(3, ':').skip(1);
-        let (controllers, group) = (fields.next()?, Path::new(fields.next()?));
-        let has_memory = |options: &str| options.split(',').any(|option| option == "memory");
-        let is_unified = controllers.is_empty();
-        if !is_unified && !has_memory(controllers) {
-            return None;
-        }
-        let is_of_this = |mount: &Mount<'_>| match mount.kind {
-            "cgroup2" => is_unified,
-            "cgroup" => !is_unified && has_memory(mount.options),
-            _ => false,
-        };
-        let mount = mounts.lines().filter_map(Mount::parse).find(is_of_this)?;
-        // A container may see its own group as the root of the tree, under whatever name the host has for it.
-        let is_below = group.components().all(|component| component != Component::ParentDir);
-        let group = group.strip_prefix(mount.root).ok().filter(|_| is_below).unwrap_or(Path::new(""));
-        Some(Hierarchy {
-            mount_point: mount.point.into(),
-            group: group.strip_prefix("/").unwrap_or(group).to_owned(),
-            files: if is_unified { &["memory.max", "memory.high"] } else { &["memory.limit_in_bytes"] },
-        })
-    }
-
-    /// The limits of the group and of those around it; a group without a limit has `max` in its file.
-    fn limits(&self, root: &Path) -> Vec<MemoryLimit> {
-        let folders = self.group.ancestors().map(|group| self.mount_point.join(group));
-        let files = folders.flat_map(|folder| self.files.iter().map(move |file| folder.join(file)));
-        let limit = |file: PathBuf| {
-            let text = fs::read_to_string(root.join(file.strip_prefix("/").ok()?)).ok()?;
-            Some(MemoryLimit { bytes: text.trim().parse().ok()?, file: Some(file) })
-        };
-        files.filter_map(limit).collect()
-    }
-}
-
-/// A line of `/proc/self/mountinfo`, as far as it matters here.
-struct Mount<'a> {
-    /// The part of the file system that is mounted.
-    root: &'a str,
-    point: &'a str,
-    kind: &'a str,
-    options: &'a str,
-}
-
-impl<'a> Mount<'a> {
-    fn parse(line: &'a str) -> Option<Self> {
-        // Between the two parts stands any number of optional fields.
-        let (place, file_system) = line.split_once(" - ")?;
-        let mut place = place.split(' ').skip(3);
-        let mut file_system = file_system.split(' ');
-        Some(Mount {
-            root: place.next()?,
-            point: place.next()?,
-            kind: file_system.next()?,
-            options: file_system.nth(1)?,
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     const MOUNTS: &str = "\
 31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755

@@ -35,10 +35,10 @@ pub fn share_of_cores(local_world_size: usize) -> usize {
     (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / local_world_size.max(1)).max(1)
 }
 
-/// Threads of one of `local_world_size` workers on this host: as the config says, or its share of the cores.
-pub fn local_threads(config: &Config, local_world_size: usize) -> usize {
+/// Threads of a worker: as the config says, or its `share` of the cores.
+pub fn local_threads(config: &Config, share: usize) -> usize {
     match config.training().threads {
-        0 => share_of_cores(local_world_size),
+        0 => share,
         threads => threads,
     }
 }

@@ -104,7 +104,7 @@ pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
 /// What each worker of this host may take of what is counted, so that all fit the limit.
 fn share(workers: Workers<'_>) -> usize {
     let limit = usize::try_from(workers.limit.bytes).unwrap_or(usize::MAX);
-    let process = limit.saturating_sub(launcher_bytes(workers)) / workers.local_world_size;
+    let process = limit.saturating_sub(launcher_bytes(workers)) / workers.num_sharing_limit;
     process.saturating_sub(PROCESS_BYTES) / (GAPS + 1) * GAPS
 }
 

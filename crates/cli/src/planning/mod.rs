@@ -16,6 +16,7 @@ pub(crate) use choices::open_classes;
 pub(crate) use drawing::Drawing;
 pub(crate) use limits::Limit;
 
+use crate::launch::HostShare;
 use crate::memory_limit::MemoryLimit;
 use alternatives::advice;
 use anyhow::Result;
@@ -38,7 +39,7 @@ use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     Sequences, StepChoices, Task, TrainError, WorkerPlan, base_programs, device_options, executor_options,
     local_threads, lowered, model_config, new_executor, optimizer_options, positions_of_batch,
-    proven_programs, step_programs,
+    proven_programs, share_of_cores, step_programs,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -129,7 +130,9 @@ pub(crate) struct Workers<'a> {
     shares_memory: bool,
     /// Whose memory the group of this one takes a part of.
     num_sharing: usize,
-    /// What all workers of this host may take together.
+    /// How many take from the limit.
+    num_sharing_limit: usize,
+    /// What they may take together.
     limit: &'a MemoryLimit,
 }
 
@@ -142,10 +145,11 @@ impl<'a> Workers<'a> {
             rank: 0,
             world_size,
             local_world_size: world_size,
-            num_threads: local_threads(config, world_size),
+            num_threads: local_threads(config, share_of_cores(world_size)),
             features,
             shares_memory,
             num_sharing: if shares_memory { world_size } else { 1 },
+            num_sharing_limit: world_size,
             limit,
         }
     }
@@ -154,10 +158,11 @@ impl<'a> Workers<'a> {
     pub(crate) fn of(
         config: &Config,
         group: &Group,
-        local_world_size: usize,
+        share: &HostShare,
         limit: &'a MemoryLimit,
         features: CpuFeatures,
     ) -> Self {
+        let local_world_size = share.num_workers;
         let num_sharing = match group.transport() {
             TransportKind::Shm | TransportKind::ShmAndTcp => local_world_size,
             _ => 1,
@@ -166,7 +171,8 @@ impl<'a> Workers<'a> {
             rank: group.rank().0,
             world_size: group.world_size(),
             local_world_size,
-            num_threads: local_threads(config, local_world_size),
+            num_threads: local_threads(config, share.num_threads),
+            num_sharing_limit: share.num_sharing_memory,
             features,
             shares_memory: group.transport() == TransportKind::Shm,
             num_sharing,

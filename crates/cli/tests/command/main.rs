@@ -25,6 +25,7 @@ mod memory;
 mod pipeline;
 mod places;
 mod process_limits;
+mod processors;
 mod report_html;
 mod resuming;
 mod simd;

@@ -72,6 +72,18 @@ config_choice! {
 }
 
 config_choice! {
+    /// Which processors workers keep to.
+    Bind {
+        /// Each to its own cores, if the launcher has not chosen any, workers do not outnumber them, and no other program uses the host.
+        Auto = "auto",
+        /// Each to its own cores, even if other programs use the host.
+        Cores = "cores",
+        /// To none: the system chooses.
+        None = "none",
+    }
+}
+
+config_choice! {
     /// The family a model belongs to.
     Architecture {
         /// Learned positions, LayerNorm, GELU.

@@ -29,7 +29,7 @@ mod value;
 mod tests;
 
 pub use choice::{
-    ActivationCheckpointMode, Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8,
+    ActivationCheckpointMode, Architecture, Bind, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8,
     LogFormat, MuonScale, OptimizerName, Packing, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer,
     TrainingDtype, Transport,
 };

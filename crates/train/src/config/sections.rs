@@ -2,7 +2,7 @@
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
 use super::choice::{
-    Architecture, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, LogFormat, MuonScale,
+    Architecture, Bind, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, LogFormat, MuonScale,
     OptimizerName, Packing, Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
 };
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
@@ -485,13 +485,15 @@ config_section! {
 }
 
 config_section! {
-    /// The workers that this command starts on this host. Has no effect if torchrun, SLURM or MPI has started the
-    /// workers.
+    /// The workers of a host. If torchrun, SLURM or MPI has started them, `workers` and `master_port` have no effect.
     Launch {
-        /// Number of workers; 0 starts one for each device of the host. The CPU is one device, however many cores it has.
+        /// Number of workers that this command starts; 0 starts one for each device of the host. The CPU is one device, however many cores it has.
         workers: usize = 0, within 0..=4096;
         /// TCP port where the workers meet; 0 uses a free one.
         master_port: u16 = 0;
+        /// Which cores workers keep to. Neighbouring ranks get neighbouring cores, so that each has the memory next to its own. `trireme doctor` shows
+        /// the cores of each worker.
+        bind: Bind = Bind::Auto;
     }
 }
 

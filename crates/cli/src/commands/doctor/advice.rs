@@ -2,6 +2,7 @@
 
 use super::machine::Machine;
 use super::{ExcludedKernel, Uses};
+use crate::cpu_limit::CpuLimit;
 use crate::memory_limit::MemoryLimit;
 use serde::Serialize;
 use trireme_base::Bytes;
@@ -39,6 +40,12 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
         warn(
             format!("this process may use only {num_cores_available} of {num_cores} cores"),
             "If it should have more, check the container's quota and the launcher's core binding.",
+        );
+    }
+    if let (Some(num_cores), Some(file)) = (machine.cpu_limit_cores, machine.cpu_limit_file.clone()) {
+        warn(
+            format!("all processes together may use only {}", CpuLimit { num_cores, file }),
+            "More threads would take turns, and all of them stand still when the time of a period is used up.",
         );
     }
     if uses.threads != num_cores_available {
@@ -120,6 +127,8 @@ mod tests {
             caches: Vec::new(),
             memory_bytes: Some(8 << 30),
             memory_available_bytes: Some(4 << 30),
+            cpu_limit_cores: None,
+            cpu_limit_file: None,
             memory_limit_bytes: None,
             memory_limit_file: None,
             huge_pages: Some("madvise".to_owned()),
@@ -142,6 +151,7 @@ mod tests {
             features: String::new(),
             features_reason: "",
             threads: 2,
+            binding: String::new(),
             products: Vec::new(),
             excluded: Vec::new(),
             transports,

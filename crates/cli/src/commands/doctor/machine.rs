@@ -1,5 +1,6 @@
 //! What the system tells of the machine.
 
+use crate::cpu_limit::CpuLimit;
 use crate::memory_limit::MemoryLimit;
 use serde::Serialize;
 use std::fs;
@@ -35,6 +36,10 @@ pub(super) struct Machine {
     pub(super) num_cores: usize,
     /// Those that this process may use.
     pub(super) num_cores_available: usize,
+    /// How many cores' time the control group of this process allows, if it limits that.
+    pub(super) cpu_limit_cores: Option<f64>,
+    /// The file that says so.
+    pub(super) cpu_limit_file: Option<PathBuf>,
     pub(super) threads_per_core: usize,
     /// Maker and name of a virtual machine.
     pub(super) hypervisor: Option<String>,
@@ -81,11 +86,14 @@ impl Machine {
         let memory_bytes = bytes("MemTotal");
         let limit = MemoryLimit::of_control_groups(root)
             .filter(|limit| memory_bytes.is_none_or(|all| limit.bytes < all));
+        let cpu_limit = CpuLimit::of_control_groups(root);
         Machine {
             processor: field(&processor, "model name").map(str::to_owned),
             architecture: std::env::consts::ARCH,
             num_cores: processor.lines().filter(|line| line.starts_with("processor")).count().max(1),
             num_cores_available: trireme_train::share_of_cores(1),
+            cpu_limit_cores: cpu_limit.as_ref().map(|limit| limit.num_cores),
+            cpu_limit_file: cpu_limit.map(|limit| limit.file),
             threads_per_core,
             hypervisor: has("hypervisor").then(|| system.hypervisor()),
             instruction_sets: INSTRUCTION_SETS.into_iter().filter(|set| has(set)).collect(),

@@ -9,6 +9,7 @@ mod transports;
 use crate::commands::bench::seconds;
 use crate::commands::costs::CostArgs;
 use crate::console::{Measuring, Output};
+use crate::launch::HostShare;
 use crate::simd::{Excluded, Proof, Simd};
 use advice::Advice;
 use anyhow::{Context, Result, bail};
@@ -120,6 +121,8 @@ struct Uses {
     features: String,
     features_reason: &'static str,
     threads: usize,
+    /// The processors of each local worker, or why they keep to none.
+    binding: String,
     products: Vec<UsedKernel>,
     /// Kernels that have not proven themselves.
     excluded: Vec<ExcludedKernel>,
@@ -204,6 +207,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
         features: simd.level.to_string(),
         features_reason: simd.reason(),
         threads,
+        binding: HostShare::preview(args.workers),
         products: Precision::ALL.map(|precision| UsedKernel::of(&simd, precision)).into(),
         excluded: excluded(&simd),
         transports,
@@ -277,6 +281,7 @@ fn print_uses(uses: &Uses) -> Result<()> {
     writeln!(Output, "\nTrireme uses")?;
     line("SIMD level", &format!("{}: {}", uses.features, uses.features_reason))?;
     line("threads", &uses.threads.to_string())?;
+    line("cores", &uses.binding)?;
     for kernel in &uses.products {
         let rounded =
             if kernel.is_emulated { ", values rounded to this precision and widened to f32" } else { "" };

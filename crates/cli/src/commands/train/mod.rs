@@ -10,8 +10,8 @@ use crate::bounded::within;
 use crate::console::{Console, remark};
 use crate::interrupts::Interrupts;
 use crate::launch::{
-    Death, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log, interface,
-    is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
+    Death, HostShare, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log,
+    interface, is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
@@ -28,7 +28,7 @@ use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice
 use trireme_data::Corpus;
 use trireme_tensor::{CpuFeatures, OverBudget};
 use trireme_train::config::{
-    ActivationCheckpointMode, Comm, Config, Determinism, Resume, Subject, Transport,
+    ActivationCheckpointMode, Bind, Comm, Config, Determinism, Resume, Subject, Transport,
 };
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, Sequences,
@@ -84,8 +84,8 @@ pub(crate) struct TrainArgs {
 #[derive(Clone, Copy)]
 struct Process<'a> {
     source: Source<'a>,
-    /// Number of workers on this host.
-    local_world_size: usize,
+    /// What this worker may take of its host.
+    share: &'a HostShare,
     /// The memory that they may take together.
     limit: &'a MemoryLimit,
     /// When the command started.
@@ -98,7 +98,7 @@ struct Process<'a> {
 
 impl<'a> Process<'a> {
     fn workers(&self, config: &Config, group: &Group) -> Workers<'a> {
-        Workers::of(config, group, self.local_world_size, self.limit, self.features)
+        Workers::of(config, group, self.share, self.limit, self.features)
     }
 }
 
@@ -125,11 +125,11 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
         check_config_path(&args.config)?;
         Ok((source.load(&[])?, Simd::choose(Proof::Cached)?))
     })?;
+    let num_local =
+        environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);
     let process = Process {
         source,
-        local_world_size: environment
-            .as_ref()
-            .map_or(config.world_size(), |environment| environment.local_world_size),
+        share: &HostShare::of_equals(num_local),
         limit: &MemoryLimit::of_this_process(),
         started,
         features: simd.level,
@@ -351,6 +351,8 @@ fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -
 
 fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Result<()> {
     agree_on_config(&config, Some(process.features), &group)?;
+    let share = HostShare::of_world(&group, process.limit, config.launch().bind)?;
+    let process = Process { share: &share, ..process };
     let found = match group.rank() {
         Rank::ROOT => {
             prepare_run(&config, process, process.workers(&config, &group), group.heartbeat().clone())?
@@ -418,7 +420,16 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         false => None,
     };
     let planned = Some(plan.worker_plan(step_seconds));
-    let num_threads = local_threads(config, process.local_world_size);
+    process.share.bind().context("cannot keep to the cores of this worker; set [launch] bind = \"none\"")?;
+    if let Some(cpus) = process.share.bound_to() {
+        console.log(&format!("note: this worker keeps to {cpus}"));
+    }
+    if config.launch().bind == Bind::Cores
+        && let Some(why) = &process.share.why_unbound
+    {
+        console.notice(&format!("workers keep to no cores: {why}"));
+    }
+    let num_threads = local_threads(config, process.share.num_threads);
     let given_config = if is_root { Some(source.given(config)?) } else { None };
     let options = TrainerOptions {
         num_threads,

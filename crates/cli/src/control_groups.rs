@@ -1,0 +1,90 @@
+//! What the control groups of this process set.
+
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+/// A controller, and the files of a group in which it keeps its settings.
+pub(crate) struct Controller {
+    pub(crate) name: &'static str,
+    pub(crate) files: &'static [&'static str],
+    pub(crate) files_of_version_1: &'static [&'static str],
+}
+
+/// The files of a controller with what they hold, in the groups that this process belongs to and in those around them. They are read below `root`,
+/// which is `/` except in tests.
+pub(crate) fn settings(root: &Path, controller: &Controller) -> impl Iterator<Item = (PathBuf, String)> {
+    let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
+    let (groups, mounts) = (text("proc/self/cgroup"), text("proc/self/mountinfo"));
+    let hierarchies = groups.lines().filter_map(|line| Hierarchy::of(line, &mounts, controller));
+    let files: Vec<PathBuf> = hierarchies.flat_map(|hierarchy| hierarchy.paths()).collect();
+    files.into_iter().filter_map(|file| {
+        let text = fs::read_to_string(root.join(file.strip_prefix("/").ok()?)).ok()?;
+        Some((file, text))
+    })
+}
+
+/// A tree of control groups that has the controller.
+struct Hierarchy {
+    /// Where it is mounted.
+    mount_point: PathBuf,
+    /// This process's group, relative to that.
+    group: PathBuf,
+    files: &'static [&'static str],
+}
+
+impl Hierarchy {
+    /// The hierarchy of a line of `/proc/self/cgroup`: `0::/path` in version 2, `4:memory:/path` in version 1.
+    fn of(line: &str, mounts: &str, controller: &Controller) -> Option<Self> {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (controllers, group) = (fields.next()?, Path::new(fields.next()?));
+        let has_it = |options: &str| options.split(',').any(|option| option == controller.name);
+        let is_unified = controllers.is_empty();
+        if !is_unified && !has_it(controllers) {
+            return None;
+        }
+        let is_of_this = |mount: &Mount<'_>| match mount.kind {
+            "cgroup2" => is_unified,
+            "cgroup" => !is_unified && has_it(mount.options),
+            _ => false,
+        };
+        let mount = mounts.lines().filter_map(Mount::parse).find(is_of_this)?;
+        // A container may see its own group as the root of the tree, under whatever name the host has for it.
+        let is_below = group.components().all(|component| component != Component::ParentDir);
+        let group = group.strip_prefix(mount.root).ok().filter(|_| is_below).unwrap_or(Path::new(""));
+        Some(Hierarchy {
+            mount_point: mount.point.into(),
+            group: group.strip_prefix("/").unwrap_or(group).to_owned(),
+            files: if is_unified { controller.files } else { controller.files_of_version_1 },
+        })
+    }
+
+    /// The files of the group and of those around it.
+    fn paths(&self) -> Vec<PathBuf> {
+        let folders = self.group.ancestors().map(|group| self.mount_point.join(group));
+        folders.flat_map(|folder| self.files.iter().map(move |file| folder.join(file))).collect()
+    }
+}
+
+/// A line of `/proc/self/mountinfo`, as far as it matters here.
+struct Mount<'a> {
+    /// The part of the file system that is mounted.
+    root: &'a str,
+    point: &'a str,
+    kind: &'a str,
+    options: &'a str,
+}
+
+impl<'a> Mount<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        // Between the two parts stands any number of optional fields.
+        let (place, file_system) = line.split_once(" - ")?;
+        let mut place = place.split(' ').skip(3);
+        let mut file_system = file_system.split(' ');
+        Some(Mount {
+            root: place.next()?,
+            point: place.next()?,
+            kind: file_system.next()?,
+            options: file_system.nth(1)?,
+        })
+    }
+}

@@ -1,0 +1,273 @@
+//! What a worker may take of its host, where several workers, and perhaps several launchers, share it.
+
+use crate::cpu_limit::CpuLimit;
+use crate::memory_limit::MemoryLimit;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use trireme_comm::{CommError, Group};
+use trireme_train::config::Bind;
+
+/// What this host grants a worker, as the worker sees it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Grant {
+    /// The running kernel.
+    machine: String,
+    /// Processors that it may run on, those that share caches and memory next to each other.
+    cpus: Vec<usize>,
+    /// The control group that limits its computing, and to how many cores.
+    cpu_group: Option<(u64, f64)>,
+    /// The control group that limits its memory; none if it has the machine's.
+    memory_group: Option<u64>,
+    /// Processes that ran or wanted to run in the last minute.
+    load: f64,
+}
+
+/// A worker's share of its host.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct HostShare {
+    /// Workers on this host that can share memory.
+    pub(crate) num_workers: usize,
+    /// Workers that take from the same limit of memory.
+    pub(crate) num_sharing_memory: usize,
+    /// Threads that have a processor each.
+    pub(crate) num_threads: usize,
+    /// The processors of this worker, if it shall keep to some.
+    binding: Option<Vec<usize>>,
+    /// Why it does not, where it might.
+    pub(crate) why_unbound: Option<String>,
+}
+
+impl HostShare {
+    /// That of one of so many workers that do not know each other yet.
+    pub(crate) fn of_equals(num_workers: usize) -> Self {
+        HostShare {
+            num_workers,
+            num_sharing_memory: num_workers,
+            num_threads: trireme_train::share_of_cores(num_workers),
+            binding: None,
+            why_unbound: None,
+        }
+    }
+
+    /// That of this rank, as all ranks of its world see it together. Collective.
+    pub(crate) fn of_world(group: &Group, limit: &MemoryLimit, bind: Bind) -> Result<Self, CommError> {
+        let own = serde_json::to_vec(&Grant::of_this_process(limit)).expect("a grant is JSON");
+        let said = group.all_gather_bytes(&own).wait()?;
+        let invalid = |_| CommError::Options { what: "a rank sent something else than its share".to_owned() };
+        let grants: Result<Vec<Grant>, _> = said.iter().map(|grant| serde_json::from_slice(grant)).collect();
+        let hosts = group.hosts();
+        let num_workers = hosts.ranks(hosts.host_of(group.rank())).len();
+        Ok(Self::among(&grants.map_err(invalid)?, group.rank().0, num_workers, bind))
+    }
+
+    fn among(grants: &[Grant], rank: usize, num_workers: usize, bind: Bind) -> Self {
+        let own = &grants[rank];
+        let neighbours: Vec<(usize, &Grant)> =
+            grants.iter().enumerate().filter(|(_, grant)| grant.machine == own.machine).collect();
+        let num_sharing_memory =
+            neighbours.iter().filter(|(_, grant)| grant.memory_group == own.memory_group).count();
+        // Of a processor that several may run on each has a part.
+        let users = |cpu| neighbours.iter().filter(|(_, grant)| grant.cpus.contains(&cpu)).count();
+        let num_cpus: f64 = own.cpus.iter().map(|&cpu| 1.0 / users(cpu) as f64).sum();
+        let quota = own.cpu_group.map_or(f64::INFINITY, |(group, num_cores)| {
+            let is_of_it = |grant: &Grant| grant.cpu_group.is_some_and(|(other, _)| other == group);
+            num_cores / neighbours.iter().filter(|(_, grant)| is_of_it(grant)).count() as f64
+        });
+        // Thirds of a whole add up to a little less.
+        let num_threads = ((num_cpus.min(quota) + 1e-9) as usize).max(1);
+        let binding = binding(own, rank, &neighbours, bind);
+        let (binding, why_unbound) = match binding {
+            Ok(binding) => (binding, None),
+            Err(why) => (None, Some(why)),
+        };
+        HostShare { num_workers, num_sharing_memory, num_threads, binding, why_unbound }
+    }
+
+    /// The processors that so many workers of this host would keep to, for people.
+    pub(crate) fn preview(num_workers: usize) -> String {
+        let grants = vec![Grant::of_this_process(&MemoryLimit::of_this_process()); num_workers];
+        let shares = (0..num_workers).map(|rank| Self::among(&grants, rank, num_workers, Bind::Auto));
+        let texts = shares.enumerate().map(|(rank, share)| match (share.bound_to(), share.why_unbound) {
+            (Some(cpus), _) => Ok(format!("rank {rank}: {cpus}")),
+            (None, Some(why)) => Err(format!("{num_workers} workers keep to no cores: {why}")),
+            (None, None) => Ok("one worker may use all".to_owned()),
+        });
+        let texts: Result<Vec<String>, String> = texts.collect();
+        texts.map_or_else(|why| why, |texts| texts.join("; "))
+    }
+
+    /// Keeps the calling thread, and those that it starts from now on, to the processors of this worker, if it has its own.
+    pub(crate) fn bind(&self) -> io::Result<()> {
+        let Some(cpus) = &self.binding else { return Ok(()) };
+        let mut set = CpuSet::new();
+        cpus.iter().for_each(|&cpu| set.set(cpu));
+        Ok(sched_setaffinity(None, &set)?)
+    }
+
+    /// Which processors this worker keeps to, for people.
+    pub(crate) fn bound_to(&self) -> Option<String> {
+        Some(format!("CPUs {}", ranges(self.binding.as_ref()?)))
+    }
+}
+
+/// The processors that a worker keeps to, if the launcher has not chosen some for it; why not, where it might.
+fn binding(
+    own: &Grant,
+    rank: usize,
+    neighbours: &[(usize, &Grant)],
+    bind: Bind,
+) -> Result<Option<Vec<usize>>, String> {
+    let are_chosen = neighbours.iter().any(|(_, grant)| grant.cpus != own.cpus);
+    if bind == Bind::None || are_chosen || neighbours.len() == 1 {
+        return Ok(None);
+    }
+    let num_workers = neighbours.len();
+    if num_workers > own.cpus.len() {
+        return Err(format!("{num_workers} workers share {} CPUs", own.cpus.len()));
+    }
+    let load = neighbours.iter().map(|(_, grant)| grant.load).fold(0.0, f64::max);
+    if bind == Bind::Auto && own.cpu_group.is_some() {
+        return Err("a control group limits the time of all together".to_owned());
+    }
+    // Two programs that keep to the same processors would each wait for the other.
+    if bind == Bind::Auto && load > own.cpus.len() as f64 / 2.0 {
+        return Err(format!("other programs use this host (load {load:.1})"));
+    }
+    let place = neighbours.iter().position(|&(other, _)| other == rank).expect("a rank is its own neighbour");
+    let border = |place: usize| place * own.cpus.len() / num_workers;
+    Ok(Some(own.cpus[border(place)..border(place + 1)].to_vec()))
+}
+
+impl Grant {
+    fn of_this_process(limit: &MemoryLimit) -> Self {
+        let cpu_limit = CpuLimit::of_control_groups(Path::new("/"));
+        let group = |file: &Path| fs::metadata(file).map_or(0, |file| file.ino());
+        let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        Grant {
+            machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
+            cpus: by_neighbourhood(allowed_cpus(), Path::new("/")),
+            cpu_group: cpu_limit.map(|limit| (limit.group(), limit.num_cores)),
+            memory_group: limit.file.as_deref().map(group),
+            load: load.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0),
+        }
+    }
+}
+
+/// The processors that this process may run on.
+fn allowed_cpus() -> Vec<usize> {
+    let Ok(allowed) = sched_getaffinity(None) else { return vec![0] };
+    (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect()
+}
+
+/// Processors in the order of their memory node, package and core, read from the files below `root`: neighbours share what can be shared.
+fn by_neighbourhood(mut cpus: Vec<usize>, root: &Path) -> Vec<usize> {
+    let folder = |cpu: usize| root.join(format!("sys/devices/system/cpu/cpu{cpu}"));
+    let number = |cpu: usize, name: &str| {
+        let text = fs::read_to_string(folder(cpu).join("topology").join(name)).unwrap_or_default();
+        text.trim().parse::<u64>().unwrap_or(0)
+    };
+    let node = |cpu: usize| {
+        let files = fs::read_dir(folder(cpu)).into_iter().flatten().filter_map(Result::ok);
+        let names = files.filter_map(|file| file.file_name().into_string().ok());
+        let mut nodes = names.filter_map(|name| name.strip_prefix("node")?.parse::<u64>().ok());
+        nodes.next().unwrap_or(0)
+    };
+    cpus.sort_by_cached_key(|&cpu| {
+        (node(cpu), number(cpu, "physical_package_id"), number(cpu, "core_id"), cpu)
+    });
+    cpus
+}
+
+/// Numbers as `0-3,8`, in their order.
+fn ranges(cpus: &[usize]) -> String {
+    let runs = cpus.chunk_by(|first, second| first + 1 == *second);
+    let texts = runs.map(|run| match run {
+        [only] => only.to_string(),
+        [first, .., last] => format!("{first}-{last}"),
+        [] => unreachable!("runs are not empty"),
+    });
+    texts.collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grant(cpus: impl IntoIterator<Item = usize>) -> Grant {
+        let machine = "one".to_owned();
+        Grant { machine, cpus: cpus.into_iter().collect(), cpu_group: None, memory_group: None, load: 0.0 }
+    }
+
+    fn shares(grants: &[Grant], bind: Bind) -> Vec<HostShare> {
+        (0..grants.len()).map(|rank| HostShare::among(grants, rank, grants.len(), bind)).collect()
+    }
+
+    fn threads(grants: &[Grant]) -> Vec<usize> {
+        shares(grants, Bind::None).iter().map(|share| share.num_threads).collect()
+    }
+
+    #[test]
+    fn who_has_processors_of_its_own_uses_all_of_them() {
+        let own: Vec<Grant> = (0..4).map(|rank| grant(8 * rank..8 * rank + 8)).collect();
+        assert_eq!(threads(&own), [8; 4]);
+        assert!(shares(&own, Bind::Cores).iter().all(|share| share.bound_to().is_none()));
+        assert_eq!(threads(&vec![grant(0..32); 4]), [8; 4]);
+        assert_eq!(threads(&[grant(0..2), grant(0..2), grant(2..8)]), [1, 1, 6]);
+        assert_eq!(threads(&vec![grant(0..2); 3]), [1; 3]);
+        let elsewhere = Grant { machine: "another".to_owned(), ..grant(0..8) };
+        assert_eq!(threads(&[grant(0..8), elsewhere]), [8; 2]);
+    }
+
+    #[test]
+    fn the_time_that_a_control_group_allows_is_shared_by_its_workers() {
+        let limited = |group, num_cores| Grant { cpu_group: Some((group, num_cores)), ..grant(0..16) };
+        assert_eq!(threads(&[limited(1, 4.0), limited(1, 4.0)]), [2; 2]);
+        assert_eq!(threads(&[limited(1, 4.0), limited(2, 0.5)]), [4, 1]);
+    }
+
+    #[test]
+    fn two_launchers_on_one_host_share_its_memory() {
+        let in_group = |group| Grant { memory_group: group, ..grant(0..4) };
+        let sharing = |grants: &[Grant]| -> Vec<usize> {
+            shares(grants, Bind::None).iter().map(|share| share.num_sharing_memory).collect()
+        };
+        assert_eq!(sharing(&[in_group(None), in_group(None)]), [2; 2]);
+        assert_eq!(sharing(&[in_group(Some(1)), in_group(Some(2)), in_group(Some(1))]), [2, 1, 2]);
+    }
+
+    #[test]
+    fn workers_keep_to_their_own_cores_where_nobody_has_chosen() {
+        let bound = |grants: &[Grant], bind| -> Vec<Option<String>> {
+            shares(grants, bind).iter().map(HostShare::bound_to).collect()
+        };
+        let texts = |texts: [&str; 2]| texts.map(|text| Some(text.to_owned())).to_vec();
+        let all = vec![grant([0, 2, 4, 1, 3, 5]); 2];
+        assert_eq!(bound(&all, Bind::Auto), texts(["CPUs 0,2,4", "CPUs 1,3,5"]));
+        assert_eq!(bound(&all, Bind::None), [None, None]);
+        let busy: Vec<Grant> = all.iter().map(|grant| Grant { load: 3.5, ..grant.clone() }).collect();
+        assert_eq!(bound(&busy, Bind::Auto), [None, None]);
+        assert!(shares(&busy, Bind::Auto)[0].why_unbound.as_ref().unwrap().contains("load 3.5"));
+        assert_eq!(bound(&busy, Bind::Cores), texts(["CPUs 0,2,4", "CPUs 1,3,5"]));
+        assert_eq!(bound(&vec![grant(0..2); 3], Bind::Cores), vec![None; 3]);
+        assert_eq!(bound(&[grant(0..4)], Bind::Cores), [None]);
+    }
+
+    #[test]
+    fn neighbours_share_caches_and_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        for (cpu, node, core) in [(0, 0, 0), (1, 1, 0), (2, 0, 0), (3, 1, 0), (4, 0, 1)] {
+            let path = folder.path().join(format!("sys/devices/system/cpu/cpu{cpu}"));
+            fs::create_dir_all(path.join("topology")).unwrap();
+            fs::create_dir(path.join(format!("node{node}"))).unwrap();
+            fs::write(path.join("topology/physical_package_id"), format!("{node}\n")).unwrap();
+            fs::write(path.join("topology/core_id"), format!("{core}\n")).unwrap();
+        }
+        assert_eq!(by_neighbourhood(vec![0, 1, 2, 3, 4], folder.path()), [0, 2, 4, 1, 3]);
+        assert_eq!(by_neighbourhood(vec![7, 5], Path::new("/nowhere")), [5, 7]);
+        assert_eq!(ranges(&[0, 1, 2, 8, 4, 5]), "0-2,8,4-5");
+    }
+}

@@ -1,0 +1,53 @@
+//! Which processors workers use.
+
+use crate::common::{Running, Scene, free_port, tells};
+use std::process::Command;
+use std::thread::available_parallelism;
+use trireme_testkit::or_skip;
+
+/// Two processors of this host, as `/proc` lists those that this process may use.
+fn two_cpus() -> Option<[usize; 2]> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();
+    let bounds = |run: &str| {
+        let (first, last) = run.split_once('-').unwrap_or((run, run));
+        first.parse().unwrap()..=last.parse().unwrap()
+    };
+    let cpus: Vec<usize> = list.split(',').flat_map(bounds).collect();
+    or_skip("two processors", cpus.first_chunk().copied().ok_or("this process may use but one"))
+}
+
+#[test]
+fn a_launcher_s_choice_stands() {
+    let Some(cpus) = two_cpus() else { return };
+    let scene = Scene::with_corpus();
+    let port = free_port();
+    let worker = |rank: usize| {
+        let plain = scene.worker(rank, port, "train tiny.toml");
+        let mut bound = Command::new("taskset");
+        bound.args(["-c", &cpus[rank].to_string()]).arg(plain.get_program()).args(plain.get_args());
+        scene.prepare(&mut bound);
+        bound.envs(plain.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        Running::start(bound)
+    };
+    let [first, second] = [0, 1].map(worker).map(|worker| worker.end().succeeded());
+    tells(&first, &["2 workers x 1 thread"]);
+    assert_eq!(second, "");
+    let log = |rank| scene.read(&format!("runs/tiny/logs/rank-{rank}.log"));
+    assert!([0, 1].iter().all(|rank| !log(rank).contains("keeps")));
+}
+
+#[test]
+fn workers_keep_to_their_own_cores() {
+    let Some([first, second]) = two_cpus() else { return };
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --set launch.bind=none --set run.name=free").succeeded();
+    scene.run("train tiny.toml --set launch.bind=cores --set run.name=bound").succeeded();
+    assert_eq!(scene.losses("bound"), scene.losses("free"));
+    if available_parallelism().unwrap().get() == 2 {
+        for (rank, cpu) in [first, second].into_iter().enumerate() {
+            let log = scene.read(&format!("runs/bound/logs/rank-{rank}.log"));
+            tells(&log, &[&format!("this worker keeps to CPUs {cpu}")]);
+        }
+    }
+}
