@@ -15,7 +15,7 @@ use trireme_comm::{CONTROL_BYTES_MAX, Group};
 use trireme_tensor::CpuFeatures;
 
 /// Keys in which ranks may differ: what belongs to a host or a process alone, and paths whose contents are compared instead.
-const MAY_DIFFER: [&str; 11] = [
+const MAY_DIFFER: [&str; 12] = [
     "training.threads",
     "data.folder",
     "model.config",
@@ -27,6 +27,7 @@ const MAY_DIFFER: [&str; 11] = [
     "comm.tls_ca",
     "launch.workers",
     "launch.master_port",
+    "launch.bind",
 ];
 
 /// The longest value that a message quotes, in characters.
@@ -48,6 +49,11 @@ impl Facts {
         let level = ("SIMD level (set TRIREME_SIMD to the lowest on all ranks)".to_owned(), level);
         let keys = config.values().into_iter().filter(|(name, _)| !MAY_DIFFER.contains(&name.as_str()));
         Facts(keys.chain([version, level]).collect())
+    }
+
+    /// One more, which must be the same as well.
+    pub(crate) fn insert(&mut self, name: &str, value: String) {
+        self.0.insert(name.to_owned(), value);
     }
 
     /// The task, and its samples to train and to validate on.
@@ -119,14 +125,6 @@ impl Facts {
 ///
 /// # Errors
 /// On all ranks alike: each key that differs, with its values and their ranks.
-pub fn agree_on_config(
-    config: &Config,
-    features_max: Option<CpuFeatures>,
-    group: &Group,
-) -> Result<(), TrainError> {
-    agree(&Facts::of_config(config, features_max), group)
-}
-
 /// Compares facts on all ranks. Collective.
 pub(crate) fn agree(facts: &Facts, group: &Group) -> Result<(), TrainError> {
     group.set_line(format_args!("comparing the configs of the ranks"));
@@ -167,7 +165,7 @@ fn difference(name: &str, all: &[Facts]) -> Option<String> {
 }
 
 /// Such as "rank 3" or "ranks 0 and 2 to 5".
-fn list(ranks: &[Rank]) -> String {
+pub(crate) fn list(ranks: &[Rank]) -> String {
     let runs = ranks.chunk_by(|a, b| a.0 + 1 == b.0).map(|run| match run {
         [only] => only.to_string(),
         [first, .., last] => format!("{first} to {last}"),

@@ -190,6 +190,16 @@ pub(crate) fn write_checkpoint(
     Ok(saved?)
 }
 
+/// Bytes of the weights and the optimizer's state in a checkpoint.
+pub(crate) fn checkpoint_bytes(executor: &Executor) -> u64 {
+    let size = |shape: &[usize], dtype: DType| shape.iter().product::<usize>() as u64 * dtype.size() as u64;
+    let parameters = executor.placements().tensors().iter().map(|tensor| size(&tensor.shape, tensor.dtype));
+    let units = 0..executor.model().num_units();
+    let states = units.flat_map(|unit| executor.optimizer().states(unit));
+    let states = states.map(|State { info, .. }| size(info.shape.dims(), DType::F32));
+    parameters.chain(states).sum()
+}
+
 /// What a tensor of a checkpoint is.
 #[derive(Debug, Clone, Copy)]
 enum Entry {

@@ -213,12 +213,25 @@ pub enum TrainError {
     },
     /// The ranks were given different runs.
     #[error(
-        "the ranks disagree about the run; give all of them the same program, config, model and samples:{}",
+        "the ranks disagree about the run; give all of them the same program, config, model, samples and run folder:{}",
         differences.iter().map(|line| format!("\n  {line}")).collect::<String>()
     )]
     RanksDisagree {
         /// Each key that differs, with its values and their ranks.
         differences: Vec<String>,
+    },
+    /// The first checkpoints would fill the disk.
+    #[error(
+        "there is no room for two checkpoints in {}: they need {} more, and {} are free; free some, or choose another [run] folder",
+        folder.display(), Bytes(*needed), Bytes(*available)
+    )]
+    NoRoom {
+        /// Where checkpoints go.
+        folder: PathBuf,
+        /// Bytes that are needed.
+        needed: u64,
+        /// Bytes that are free.
+        available: u64,
     },
     /// A checkpoint is of another kind of run.
     #[error(

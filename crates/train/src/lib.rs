@@ -19,6 +19,7 @@ mod language;
 pub mod metrics;
 mod observer;
 mod optimizer;
+mod preflight;
 mod pretrained;
 mod requests;
 mod resume;
@@ -35,7 +36,6 @@ mod trainer;
 mod validation;
 mod weights;
 
-pub use agreement::agree_on_config;
 pub use choices::StepChoices;
 pub use corpus::{
     CorpusState, RunCorpus, check_corpus_inputs, corpus_folder, current_corpus, ensure_corpus,
@@ -48,6 +48,7 @@ pub use fp8::FP8_NOTICE;
 pub use language::{LanguageTask, Sequences};
 pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
+pub use preflight::preflight;
 pub use pretrained::{
     TOKENIZER_NOTE, chat_template_beside, model_chat_template, model_tokenizer, named_chat_template,
 };

@@ -4,7 +4,7 @@ mod stepping;
 
 use crate::agreement::{Facts, agree};
 use crate::balance::Balance;
-use crate::checkpointing::{TrainingState, untidy_notice, write_checkpoint};
+use crate::checkpointing::{TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, DeviceName, Fp8, Interval, Resume};
@@ -13,6 +13,7 @@ use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
 use crate::observer::{Observer, RunFacts};
+use crate::preflight::check_room;
 use crate::requests::{Requested, Requests, StoppedBy};
 use crate::resume::{resume, tidy_up};
 use crate::run_folder;
@@ -182,6 +183,10 @@ impl<'a> Trainer<'a> {
         let validation =
             validation.map(|samples| Validation::new(samples, training, &executor)).transpose()?;
         notice_compression(&executor, observer)?;
+        if is_root && config.checkpoint().enable {
+            let notice = check_room(config, checkpoint_bytes(&executor))?;
+            notice.iter().for_each(|notice| observer.notice(notice));
+        }
         let prometheus = if is_root { run_folder::listen(config)? } else { None };
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {

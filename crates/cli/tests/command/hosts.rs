@@ -3,6 +3,7 @@
 use crate::common::{Outcome, Running, Scene, kill, tells};
 use rustix::process::{Signal, kill_process};
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Network};
@@ -150,6 +151,31 @@ fn each_names_the_other_when_the_link_between_them_is_cut() {
         assert_loss_of(other, worker.end_after_death());
     }
     assert!(scene.whole_checkpoints("tiny") > 0);
+}
+
+/// As on a cluster where only the home folders are shared, and the run is elsewhere.
+#[test]
+fn a_run_folder_that_hosts_do_not_share_is_told_with_all_else_that_differs() {
+    let Some(hosts) = hosts() else { return };
+    let scenes = [Scene::with_corpus(), Scene::with_corpus()];
+    let worker = |rank: usize| {
+        let train = format!("train tiny.toml --set training.seed={}", 7 + rank);
+        let [first, second] = start(&scenes[rank], &hosts, hosts[0].ipv4().into(), &train);
+        if rank == 0 { first } else { second }
+    };
+    for error in [0, 1].map(worker).map(|worker| worker.end().one_error()) {
+        tells(
+            &error,
+            &[
+                "the ranks disagree about the run",
+                "training.seed: 7 on rank 0, 8 on rank 1",
+                "[run] folder, which all hosts must share: runs/tiny has the file that rank 0 has just written there on rank 0, \
+                 runs/tiny lacks the file that rank 0 has just written there on rank 1",
+            ],
+        );
+    }
+    let is_left = |path: &PathBuf| path.to_string_lossy().contains("preflight");
+    assert!(scenes.iter().all(|scene| !scene.everything().keys().any(is_left)));
 }
 
 /// Pauses of a network, in seconds, which ranks survive.

@@ -32,8 +32,8 @@ use trireme_train::config::{
 };
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, Sequences,
-    StepChoices, StoppedBy, Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder,
-    earlier_run, ensure_corpus, local_threads, model_config,
+    StepChoices, StoppedBy, Task, TrainError, Trainer, TrainerOptions, corpus_folder, earlier_run,
+    ensure_corpus, local_threads, model_config, preflight,
 };
 
 /// How long it may take to list the run's checkpoints after a worker has died.
@@ -350,7 +350,10 @@ fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -
 }
 
 fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Result<()> {
-    agree_on_config(&config, Some(process.features), &group)?;
+    let warnings = preflight(&config, Some(process.features), &group)?;
+    if group.rank() == Rank::ROOT {
+        warnings.iter().for_each(|warning| remark(&format!("warning: {warning}")));
+    }
     let share = HostShare::of_world(&group, process.limit, config.launch().bind)?;
     let process = Process { share: &share, ..process };
     let found = match group.rank() {

@@ -1,0 +1,226 @@
+//! What must hold before the first step, checked before anything is computed: one message names every rank where it does not.
+
+use crate::agreement::{Facts, agree, list};
+use crate::config::Config;
+use crate::error::TrainError;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+use trireme_base::{Bytes, Heartbeat, Rank};
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
+use trireme_comm::{CommError, Group};
+use trireme_tensor::CpuFeatures;
+
+/// How long a file of one host may take to show on another: a network file system may look again after some seconds.
+const VISIBLE_MAX: Duration = Duration::from_secs(5);
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Clocks that are no further apart count as agreeing: what two hosts say about one moment takes a while.
+const CLOCKS_APART_MAX: f64 = 2.0;
+
+/// Checks that all ranks run the same program with the same config, share the run's folder if they are on several hosts, and may write there.
+/// Returns warnings: clocks that disagree. Collective.
+///
+/// Cost: four exchanges of small messages, and on several hosts a small file for each rank, which is removed again.
+///
+/// # Errors
+/// [`TrainError::RanksDisagree`] on all ranks, with everything that differs and the ranks.
+pub fn preflight(
+    config: &Config,
+    features_max: Option<CpuFeatures>,
+    group: &Group,
+) -> Result<Vec<String>, TrainError> {
+    let mut facts = Facts::of_config(config, features_max);
+    let token = match config.checkpoint().enable && group.hosts().num_hosts() > 1 {
+        true => Token::share(&config.run_folder(), group)?,
+        false => None,
+    };
+    if let Some(token) = &token {
+        let folder = config.run_folder().display().to_string();
+        let sees = if token.shows(group.heartbeat()) { "has" } else { "lacks" };
+        facts.insert(
+            "[run] folder, which all hosts must share",
+            format!("{folder} {sees} the file that rank 0 has just written there"),
+        );
+        let writes = token.writes(group.rank()).map_or_else(|error| error.to_string(), |()| "yes".to_owned());
+        facts.insert("[run] folder can be written", writes);
+    }
+    let agreed = agree(&facts, group);
+    drop(token);
+    agreed?;
+    Ok(compare_clocks(group)?)
+}
+
+/// A file of rank 0 by which the others know its folder.
+struct Token {
+    path: PathBuf,
+    /// Folders that were made for it, the innermost first.
+    made: Vec<PathBuf>,
+}
+
+impl Token {
+    /// Rank 0 writes the file, and tells the others its name; none if it cannot, which it finds out again when it begins.
+    fn share(folder: &Path, group: &Group) -> Result<Option<Self>, CommError> {
+        let own = if group.rank() == Rank::ROOT { Token::write(folder).ok() } else { None };
+        let name = own.as_ref().and_then(|token| token.path.file_name()?.to_str()).unwrap_or_default();
+        let names = group.all_gather_bytes(name.as_bytes()).wait()?;
+        let name = String::from_utf8_lossy(&names[0]);
+        let seen = || (!name.is_empty()).then(|| Token { path: folder.join(&*name), made: Vec::new() });
+        Ok(own.or_else(seen))
+    }
+
+    fn write(folder: &Path) -> io::Result<Self> {
+        let missing = folder.ancestors().take_while(|folder| !folder.exists());
+        let made = missing.map(Path::to_owned).collect();
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let name = format!(".preflight-{:x}-{:x}", std::process::id(), now.as_nanos());
+        let token = Token { path: folder.join(name), made };
+        fs::create_dir_all(folder)?;
+        File::create_new(&token.path)?.sync_all()?;
+        Ok(token)
+    }
+
+    /// Whether the file is there, or soon is.
+    fn shows(&self, heartbeat: &Heartbeat) -> bool {
+        let deadline = Instant::now() + VISIBLE_MAX;
+        while !self.path.exists() {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            heartbeat.beat();
+            thread::sleep(LOOK_INTERVAL);
+        }
+        true
+    }
+
+    /// Writes a file beside it, and removes that again.
+    fn writes(&self, rank: Rank) -> io::Result<()> {
+        let mut path = self.path.clone().into_os_string();
+        path.push(format!("-{rank}"));
+        // Where it lacks the folder, that is told already.
+        if self.path.exists() {
+            File::create_new(&path)?;
+            fs::remove_file(&path)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Token {
+    /// Removes on rank 0 what it has made. Best effort: an empty file is left at worst.
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+        self.made.iter().for_each(|folder| drop(fs::remove_dir(folder)));
+    }
+}
+
+/// A line for each host whose clock differs from that of rank 0. Collective.
+fn compare_clocks(group: &Group) -> Result<Vec<String>, CommError> {
+    // All are here at the same moment, but for the time that a message takes.
+    group.barrier().wait()?;
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let all = group.all_gather_bytes(&now.as_secs_f64().to_le_bytes()).wait()?;
+    let times = all.iter().map(|bytes| bytes.as_slice().try_into().map_or(0.0, f64::from_le_bytes));
+    Ok(clock_warnings(&times.collect::<Vec<_>>()))
+}
+
+fn clock_warnings(times: &[f64]) -> Vec<String> {
+    let mut apart: BTreeMap<i64, Vec<Rank>> = BTreeMap::new();
+    for (rank, time) in times.iter().enumerate() {
+        let difference = time - times[0];
+        if difference.abs() > CLOCKS_APART_MAX {
+            apart.entry(difference.round() as i64).or_default().push(Rank(rank));
+        }
+    }
+    let line = |(seconds, ranks): (i64, Vec<Rank>)| {
+        let direction = if seconds > 0 { "ahead of" } else { "behind" };
+        format!(
+            "the clocks of {} are {} s {direction} that of rank 0: times in their logs do not compare; synchronize the hosts' clocks (NTP)",
+            list(&ranks),
+            seconds.abs()
+        )
+    };
+    apart.into_iter().map(line).collect()
+}
+
+/// Refuses a disk without room for two checkpoints of so many bytes: one that is complete, and the next while it is written. Returns a notice if there is
+/// less than the run keeps.
+pub(crate) fn check_room(config: &Config, checkpoint_bytes: u64) -> Result<Option<String>, TrainError> {
+    let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
+    let Some(existing) = folder.ancestors().find(|folder| folder.exists()) else { return Ok(None) };
+    // Some file systems do not tell, or tell of nothing.
+    let Ok(system) = rustix::fs::statvfs(existing) else { return Ok(None) };
+    if system.f_blocks == 0 {
+        return Ok(None);
+    }
+    let available = system.f_bavail.saturating_mul(system.f_frsize);
+    // Those that the run has make room for the next.
+    let num_kept = list_checkpoints(&folder).map_or(0, |kept| kept.len() as u64);
+    room(checkpoint_bytes, num_kept, available, config.checkpoint().keep_latest_k as u64, folder)
+}
+
+fn room(
+    checkpoint_bytes: u64,
+    num_kept: u64,
+    available: u64,
+    keep_latest_k: u64,
+    folder: PathBuf,
+) -> Result<Option<String>, TrainError> {
+    let needed_for = |num: u64| checkpoint_bytes.saturating_mul(num.saturating_sub(num_kept).max(1));
+    if available < needed_for(2) {
+        return Err(TrainError::NoRoom { folder, needed: needed_for(2), available });
+    }
+    let wanted = needed_for(keep_latest_k + 1);
+    let (available, wanted_text) = (Bytes(available), Bytes(wanted));
+    Ok((available.0 < wanted).then(|| {
+        format!(
+            "[checkpoint] keep_latest_k = {keep_latest_k} will need {wanted_text} more in {}, where {available} are free",
+            folder.display()
+        )
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_differs_is_told_with_its_ranks() {
+        assert!(clock_warnings(&[100.0, 101.5, 98.5]).is_empty());
+        let warnings = clock_warnings(&[100.0, 160.2, 160.1, 40.0]);
+        assert_eq!(warnings.len(), 2);
+        assert!(warnings[0].contains("rank 3 are 60 s behind"), "{warnings:?}");
+        assert!(warnings[1].contains("ranks 1 to 2 are 60 s ahead"), "{warnings:?}");
+    }
+
+    #[test]
+    fn there_is_room_for_two_checkpoints_or_the_run_is_refused() {
+        let folder = || PathBuf::from("a");
+        let refused = |num_kept, available| room(100, num_kept, available, 1, folder()).is_err();
+        assert!(refused(0, 199) && !refused(0, 200));
+        assert!(refused(1, 99) && !refused(1, 100));
+        // The oldest makes room only after the next is complete.
+        assert!(refused(5, 99) && !refused(5, 100));
+        assert_eq!(room(100, 0, 200, 1, folder()).unwrap(), None);
+        let notice = room(100, 1, 250, 3, folder()).unwrap().unwrap();
+        assert!(
+            notice.contains("keep_latest_k = 3 will need 300B more in a, where 250B are free"),
+            "{notice}"
+        );
+    }
+
+    #[test]
+    fn the_token_leaves_nothing_behind() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = scratch.path().join("runs/new");
+        let token = Token::write(&folder).unwrap();
+        token.writes(Rank(3)).unwrap();
+        let copy = Token { path: token.path.clone(), made: Vec::new() };
+        assert!(copy.shows(&Heartbeat::new()));
+        drop(token);
+        assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
+    }
+}
