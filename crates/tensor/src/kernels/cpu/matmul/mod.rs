@@ -179,10 +179,11 @@ impl Cpu {
             let group_cols = GROUP_COLS.min(cols - first_col);
             let panels = self.pack_right(micro, (inner, group_cols), right.from(0, first_col), scratch);
             let col_tiles = group_cols.div_ceil(TILE_COLS);
-            self.threads.run(rows.div_ceil(TILE_ROWS) * col_tiles, &|index| {
-                let (row, right_col) = (index / col_tiles * TILE_ROWS, index % col_tiles * TILE_COLS);
+            let tile_rows = tile_rows(rows, micro.rows, col_tiles, self.threads.num_threads());
+            self.threads.run(rows.div_ceil(tile_rows) * col_tiles, &|index| {
+                let (row, right_col) = (index / col_tiles * tile_rows, index % col_tiles * TILE_COLS);
                 let size = Product {
-                    rows: TILE_ROWS.min(rows - row),
+                    rows: tile_rows.min(rows - row),
                     cols: TILE_COLS.min(group_cols - right_col),
                     inner,
                 };
@@ -232,6 +233,22 @@ impl Cpu {
         });
         RightPanels::new(micro, (inner, cols), words)
     }
+}
+
+/// Rows of a tile, such that threads end at about the same time: a few whole panels of a left factor, `TILE_ROWS` at most.
+fn tile_rows(rows: usize, panel_rows: usize, col_tiles: usize, num_threads: usize) -> usize {
+    let (num_panels, most) = (rows.div_ceil(panel_rows), TILE_ROWS / panel_rows);
+    // What the busiest thread computes, in panels, if tasks are taken in turns; the last ones may be smaller.
+    let longest = |tile: usize| {
+        let (num_tasks, rest) = (num_panels.div_ceil(tile) * col_tiles, num_panels % tile);
+        let only_small_ones_last = (1..=col_tiles).contains(&(num_tasks % num_threads)) && rest > 0;
+        let rounds = num_tasks.div_ceil(num_threads);
+        if only_small_ones_last { (rounds - 1) * tile + rest } else { rounds * tile }
+    };
+    // Smaller ones read the right factor more often: those of half the size count as 1/32 slower.
+    let cost = |tile: usize| longest(tile) * (17 * most - tile);
+    let tiles = (most.div_ceil(2)..=most).rev();
+    tiles.min_by_key(|&tile| cost(tile)).expect("a tile has a panel") * panel_rows
 }
 
 /// Packs the panel of a right factor of `inner x cols` that begins at column `col`.

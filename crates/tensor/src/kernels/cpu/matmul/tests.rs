@@ -379,3 +379,14 @@ fn an_element_has_the_same_bits_at_an_edge_and_within() {
         }
     }
 }
+
+#[test]
+fn tiles_are_as_large_as_threads_end_at_about_the_same_time() {
+    let rows = |rows, panel_rows, col_tiles, num_threads| tile_rows(rows, panel_rows, col_tiles, num_threads);
+    // Three tiles on two threads would take as long as four.
+    assert_eq!([rows(256, 12, 1, 1), rows(256, 12, 1, 2)], [96, 72]);
+    assert_eq!([rows(1024, 12, 1, 1), rows(1024, 12, 1, 2)], [96, 84]);
+    // Of many the last one matters little.
+    assert_eq!(rows(4096, 12, 2, 2), 96);
+    assert_eq!([rows(1, 12, 1, 8), rows(0, 32, 1, 8), rows(100, 6, 3, 64)], [96, 96, 48]);
+}
