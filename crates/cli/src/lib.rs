@@ -117,7 +117,7 @@ pub fn run_command() -> ExitCode {
         Command::Config(args) => commands::config::run(&args),
         Command::Plan(args) => commands::plan::run(&args, None, started),
         Command::Report(args) => commands::report::run(&args),
-        Command::Doctor(args) => commands::doctor::run(&args),
+        Command::Doctor(args) => commands::doctor::run(&args, started),
         Command::Bench(args) => commands::bench::run(&args, started),
         Command::FlightRecorder(args) => commands::flight_recorder::run(&args),
         Command::Completions(args) => commands::completions::completions(&args, Arguments::command()),

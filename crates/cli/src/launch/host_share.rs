@@ -183,7 +183,7 @@ fn by_neighbourhood(mut cpus: Vec<usize>, root: &Path) -> Vec<usize> {
 }
 
 /// Numbers as `0-3,8`, in their order.
-fn ranges(cpus: &[usize]) -> String {
+pub(crate) fn ranges(cpus: &[usize]) -> String {
     let runs = cpus.chunk_by(|first, second| first + 1 == *second);
     let texts = runs.map(|run| match run {
         [only] => only.to_string(),

@@ -1,6 +1,6 @@
 //! `trireme doctor`, `trireme bench kernels` and `trireme bench schedule`: what they tell makes sense. How fast anything is, is not tested.
 
-use crate::common::{Outcome, Scene, tells};
+use crate::common::{Outcome, Running, Scene, free_port, tells};
 use serde_json::Value;
 
 const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
@@ -347,4 +347,33 @@ fn layouts_are_predicted_and_measured_by_one_command() {
     let error = scene.run(wrong).refused();
     tells(&error, &["layout 'training.seq_len=0'\n  because: 1 mistake", "expected a whole number"]);
     assert!(!error.contains("the run failed"), "mistakes are found before the first run: {error}");
+}
+
+#[test]
+fn the_doctor_examines_a_cluster() {
+    let scene = Scene::with_corpus();
+    let shown = scene.run("doctor --cluster tiny.toml").succeeded();
+    tells(
+        &shown,
+        &[
+            "2 workers on 1 host over shm",
+            "ranks 0-1",
+            "link 0 - 1",
+            "disk of rank 0",
+            "free in runs/tiny",
+            "passed: ",
+        ],
+    );
+    // Under another launcher, and with workers that were given different runs.
+    std::fs::create_dir(scene.path("other")).unwrap();
+    scene.write("other/tiny.toml", scene.read("tiny.toml").replace("seq_len = 16", "seq_len = 8"));
+    let port = free_port();
+    let workers = ["tiny.toml", "other/tiny.toml"].map(|config| format!("doctor --cluster {config} --json"));
+    let worker = |rank: usize| Running::start(scene.worker(rank, port, &workers[rank]));
+    for outcome in [0, 1].map(worker).map(Running::end) {
+        tells(&outcome.refused(), &["the ranks disagree about the run"]);
+    }
+    let left: Vec<_> =
+        scene.everything().into_keys().filter(|path| path.to_string_lossy().contains(".doctor")).collect();
+    assert!(left.is_empty(), "{left:?}");
 }

@@ -2,12 +2,14 @@
 
 mod advice;
 mod choices;
+mod cluster;
 mod machine;
 mod products;
 mod transports;
 
 use crate::commands::bench::seconds;
 use crate::commands::costs::CostArgs;
+use crate::commands::init::DEFAULT_CONFIG;
 use crate::console::{Measuring, Output};
 use crate::launch::HostShare;
 use crate::simd::{Excluded, Proof, Simd};
@@ -18,8 +20,8 @@ use machine::Machine;
 use products::ProductFigure;
 use serde::Serialize;
 use std::io::Write;
-use std::path::Path;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 use transports::TransportFigure;
 use trireme_base::Bytes;
 use trireme_tensor::probe::{ProductSizes, Unit, why_absent};
@@ -60,10 +62,14 @@ Examples:
       The size that you care about, measured longer.
   trireme doctor --workers 4 --hosts 8 --across-hosts 5:12.5
       The algorithms for 8 hosts with 4 workers each, on a 100 Gbit/s network.
+  srun trireme doctor --cluster books.toml
+      Whether this job can train: what its workers disagree about, how fast links
+      and the shared disk are.
   trireme doctor --json | jq '.warnings'
       Output for scripts.
 
-The exit code is 0 unless something prevents training on this machine.";
+The exit code is 0 unless something prevents training on this machine. With
+--cluster, any problem gives 1.";
 
 /// Show this machine, which of its features Trireme uses, and how fast matrix multiplications are.
 ///
@@ -71,6 +77,14 @@ The exit code is 0 unless something prevents training on this machine.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct DoctorArgs {
+    /// Check what must hold between the workers of a run instead: same program and config, a run folder that all hosts share and may write, clocks
+    /// that agree; and measure links between hosts and the disk. Run it as the job will be run: by srun, mpirun or torchrun. By itself, it starts the
+    /// workers of the config.
+    #[arg(long, conflicts_with_all = ["workers", "hosts", "threads", "sizes", "thorough", "seconds"])]
+    cluster: bool,
+    /// The run's config, for --cluster.
+    #[arg(default_value = DEFAULT_CONFIG, requires = "cluster")]
+    config: PathBuf,
     /// Number of local workers to test transports with.
     #[arg(long, value_name = "W", default_value_t = 2)]
     workers: usize,
@@ -176,7 +190,10 @@ impl UsedKernel {
 }
 
 /// Runs `trireme doctor`.
-pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
+pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
+    if args.cluster {
+        return cluster::run(&args.config, args.json, started);
+    }
     if !(2..=NUM_WORKERS_MAX).contains(&args.workers) {
         bail!("--workers must be from 2 to {NUM_WORKERS_MAX}");
     }

@@ -311,7 +311,7 @@ fn resumable_step(config: &Config) -> Option<u64> {
 }
 
 /// How a worker of a config joins the others.
-pub(super) fn world_options(config: &Config, environment: &WorkerEnvironment) -> Result<JoinOptions> {
+pub(crate) fn world_options(config: &Config, environment: &WorkerEnvironment) -> Result<JoinOptions> {
     let comm = config.comm();
     Ok(JoinOptions {
         transport: match comm.transport {

@@ -1,0 +1,332 @@
+//! `trireme doctor --cluster`: what must hold between the workers of a run, and how fast what they share is.
+
+use crate::commands::check_config_path;
+use crate::commands::train::world_options;
+use crate::console::{Output, host_name};
+use crate::launch::{
+    HostShare, WorkerEnvironment, before_joining, launch_workers, ranges, recorder_folder, work_in_world,
+};
+use crate::memory_limit::MemoryLimit;
+use crate::numbers::counted;
+use crate::statistics::median;
+use anyhow::{Context, Result, bail};
+use rustix::fs::{Advice, fadvise, statvfs};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use trireme_base::{Bytes, Rank};
+use trireme_comm::{Buffer, CommError, Group};
+use trireme_train::config::Config;
+use trireme_train::preflight;
+
+/// Messages there and back by which a latency is found; the quickest counts.
+const NUM_SHORT: usize = 20;
+const SHORT_BYTES: usize = 64;
+/// The same for a bandwidth.
+const NUM_LONG: usize = 3;
+const LONG_BYTES: usize = 16 << 20;
+/// Up to so many hosts each pair of them is measured, of more each host with the next.
+const NUM_HOSTS_ALL_PAIRS: usize = 8;
+/// What a host writes and reads.
+const FILE_BYTES: usize = 64 << 20;
+const BLOCK_BYTES: usize = 1 << 20;
+/// A link or a disk that is slower than the median by more than this holds up all others.
+const SLOWNESS_MAX: f64 = 3.0;
+
+/// What is printed; the fields are keys of `--json`.
+#[derive(Debug, Serialize)]
+struct Report {
+    hosts: Vec<HostFigure>,
+    links: Vec<LinkFigure>,
+    disks: Vec<DiskFigure>,
+    /// Whatever keeps a run from starting or from being fast; none if all is well.
+    problems: Vec<String>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct HostFigure {
+    name: String,
+    ranks: Vec<usize>,
+    /// Of its first rank.
+    threads: usize,
+    cores: Option<String>,
+    memory_bytes: u64,
+}
+
+/// A connection between the first ranks of two hosts, or between two ranks of the only one.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct LinkFigure {
+    ranks: [usize; 2],
+    latency_seconds: f64,
+    bytes_per_second: f64,
+}
+
+/// The file system of the run's folder, as a host sees it while all others use it as well.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct DiskFigure {
+    rank: usize,
+    written_bytes_per_second: f64,
+    read_bytes_per_second: f64,
+    available_bytes: u64,
+}
+
+/// Runs `trireme doctor --cluster` in this process: as a worker, or as what starts the workers of this host.
+pub(super) fn run(path: &Path, json: bool, started: Instant) -> Result<()> {
+    let load = |world_size| -> Result<Config> {
+        check_config_path(path)?;
+        Ok(Config::load(path, &[], world_size)?)
+    };
+    let Some(environment) = WorkerEnvironment::of_this_process()? else {
+        return launch_workers(load(None)?.world_size(), started, None);
+    };
+    let (config, options) = before_joining(Some(&environment), || {
+        let config = load(Some(environment.world_size))?;
+        let options = world_options(&config, &environment)?;
+        Ok((config, options))
+    })?;
+    work_in_world(options, recorder_folder(), |group| {
+        let report = check(&config, &group)?;
+        if group.rank() == Rank::ROOT {
+            if json {
+                writeln!(Output, "{}", serde_json::to_string_pretty(&report)?)?;
+            } else {
+                print(&report, &config.run_folder(), &group)?;
+            }
+        }
+        // All see rank 0's output before a launcher ends them.
+        group.barrier().wait()?;
+        match report.problems.len() {
+            0 => Ok(()),
+            1 => bail!("the cluster has a problem: {}", report.problems[0]),
+            num => bail!("the cluster has {num} problems:\n  {}", report.problems.join("\n  ")),
+        }
+    })
+}
+
+/// Collective; all ranks get the same.
+fn check(config: &Config, group: &Group) -> Result<Report> {
+    let mut problems = preflight(config, None, group)?;
+    let hosts = hosts(config, group)?;
+    let links = links(group)?;
+    let disks = disks(&config.run_folder(), group)?;
+    problems.extend(slow_links(&links));
+    problems.extend(slow_disks(&disks));
+    Ok(Report { hosts, links, disks, problems })
+}
+
+/// What each rank has found, told to all.
+fn tell_all<T: Serialize + for<'a> Deserialize<'a>>(group: &Group, own: &T) -> Result<Vec<T>> {
+    let own = serde_json::to_vec(own)?;
+    let all = group.all_gather_bytes(&own).wait()?;
+    all.iter().map(|said| serde_json::from_slice(said).context("a rank sent something else")).collect()
+}
+
+fn hosts(config: &Config, group: &Group) -> Result<Vec<HostFigure>> {
+    let limit = MemoryLimit::of_this_process();
+    let share = HostShare::of_world(group, &limit, config.launch().bind)?;
+    let ranks = |host| group.hosts().ranks(host).iter().map(|rank| rank.0).collect();
+    let own = HostFigure {
+        name: host_name(),
+        ranks: ranks(group.hosts().host_of(group.rank())),
+        threads: share.num_threads,
+        cores: share.bound_to(),
+        memory_bytes: limit.bytes,
+    };
+    let all = tell_all(group, &own)?;
+    Ok((0..group.hosts().num_hosts()).map(|host| all[group.hosts().ranks(host)[0].0].clone()).collect())
+}
+
+/// Whom to measure, one pair after the other.
+fn pairs(group: &Group) -> Vec<[Rank; 2]> {
+    let num_hosts = group.hosts().num_hosts();
+    let first = |host: usize| group.hosts().ranks(host)[0];
+    match num_hosts {
+        1 if group.world_size() == 1 => Vec::new(),
+        1 => Vec::from([[Rank(0), Rank(1)]]),
+        2..=NUM_HOSTS_ALL_PAIRS => {
+            let of = |host| (host + 1..num_hosts).map(move |other| [first(host), first(other)]);
+            (0..num_hosts).flat_map(of).collect()
+        }
+        _ => (0..num_hosts).map(|host| [first(host), first((host + 1) % num_hosts)]).collect(),
+    }
+}
+
+fn links(group: &Group) -> Result<Vec<LinkFigure>> {
+    let mut own = Vec::new();
+    for pair in pairs(group) {
+        if let Some(place) = pair.iter().position(|&rank| rank == group.rank()) {
+            let figure = link(group, pair, place)?;
+            own.extend((place == 0).then_some(figure));
+        }
+        group.barrier().wait()?;
+    }
+    Ok(tell_all(group, &own)?.into_iter().flatten().collect())
+}
+
+fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkFigure, CommError> {
+    let peer = pair[1 - place];
+    let there_and_back = |num_bytes: usize, num_rounds: usize| -> Result<f64, CommError> {
+        let mut buffer: Buffer<u8> = group.buffer(num_bytes)?;
+        let mut quickest = f64::INFINITY;
+        for _ in 0..num_rounds {
+            let start = Instant::now();
+            if place == 0 {
+                buffer = group.send(buffer, peer).wait()?;
+                buffer = group.receive(buffer, peer).wait()?;
+            } else {
+                buffer = group.receive(buffer, peer).wait()?;
+                buffer = group.send(buffer, peer).wait()?;
+            }
+            quickest = quickest.min(start.elapsed().as_secs_f64());
+        }
+        Ok(quickest / 2.0)
+    };
+    let latency_seconds = there_and_back(SHORT_BYTES, NUM_SHORT)?;
+    let bytes_per_second = LONG_BYTES as f64 / there_and_back(LONG_BYTES, NUM_LONG)?;
+    Ok(LinkFigure { ranks: pair.map(|rank| rank.0), latency_seconds, bytes_per_second })
+}
+
+/// The first rank of each host writes a file and reads it again, all at the same time.
+fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
+    let is_first = group.hosts().local_rank(group.rank()) == 0;
+    group.barrier().wait()?;
+    let own = match is_first {
+        true => Some(
+            disk(folder, group)
+                .map_err(|error| format!("rank {} cannot use {}: {error}", group.rank(), folder.display())),
+        ),
+        false => None,
+    };
+    let all = tell_all(group, &own)?;
+    let figures: Result<Vec<DiskFigure>, String> = all.into_iter().flatten().collect();
+    figures.map_err(anyhow::Error::msg)
+}
+
+fn disk(folder: &Path, group: &Group) -> io::Result<DiskFigure> {
+    fs::create_dir_all(folder)?;
+    let path = folder.join(format!(".doctor-{}-{}", group.rank(), std::process::id()));
+    let figure = measure_file(&path, group);
+    // Best effort: what it could not write may not be there.
+    let _ = fs::remove_file(&path);
+    let (written_bytes_per_second, read_bytes_per_second) = figure?;
+    let system = statvfs(folder)?;
+    let available_bytes = system.f_bavail.saturating_mul(system.f_frsize);
+    Ok(DiskFigure { rank: group.rank().0, written_bytes_per_second, read_bytes_per_second, available_bytes })
+}
+
+fn measure_file(path: &PathBuf, group: &Group) -> io::Result<(f64, f64)> {
+    let mut block: Vec<u8> = (0..BLOCK_BYTES).map(|index| (index * 31 % 251) as u8).collect();
+    let start = Instant::now();
+    let mut file = File::create_new(path)?;
+    for _ in 0..FILE_BYTES / BLOCK_BYTES {
+        file.write_all(&block)?;
+        group.heartbeat().beat();
+    }
+    file.sync_all()?;
+    let written = FILE_BYTES as f64 / start.elapsed().as_secs_f64();
+    // What this host has in memory says nothing of the disk. Not every file system forgets on request.
+    let _ = fadvise(&file, 0, None, Advice::DontNeed);
+    let mut file = File::open(path)?;
+    let start = Instant::now();
+    for _ in 0..FILE_BYTES / BLOCK_BYTES {
+        file.read_exact(&mut block)?;
+        group.heartbeat().beat();
+    }
+    Ok((written, FILE_BYTES as f64 / start.elapsed().as_secs_f64()))
+}
+
+fn slow_links(links: &[LinkFigure]) -> Vec<String> {
+    if links.is_empty() {
+        return Vec::new();
+    }
+    let usual = median(links.iter().map(|link| link.bytes_per_second));
+    let slow = links.iter().filter(|link| link.bytes_per_second * SLOWNESS_MAX < usual);
+    let line = |link: &LinkFigure| {
+        let [first, second] = link.ranks;
+        format!(
+            "the link between rank {first} and rank {second} carries {:.2} GB/s, others {:.2} GB/s",
+            link.bytes_per_second / 1e9,
+            usual / 1e9
+        )
+    };
+    slow.map(line).collect()
+}
+
+fn slow_disks(disks: &[DiskFigure]) -> Vec<String> {
+    let usual = median(disks.iter().map(|disk| disk.written_bytes_per_second));
+    let slow = disks.iter().filter(|disk| disk.written_bytes_per_second * SLOWNESS_MAX < usual);
+    let line = |disk: &DiskFigure| {
+        let (speed, usual) = (disk.written_bytes_per_second / 1e9, usual / 1e9);
+        format!(
+            "the host of rank {} writes {speed:.2} GB/s to the run's folder, others {usual:.2} GB/s",
+            disk.rank
+        )
+    };
+    slow.map(line).collect()
+}
+
+fn print(report: &Report, folder: &Path, group: &Group) -> Result<()> {
+    let (workers, hosts) = (counted(group.world_size(), "worker"), counted(report.hosts.len(), "host"));
+    writeln!(Output, "{workers} on {hosts} over {}", group.transport())?;
+    for host in &report.hosts {
+        let cores = host.cores.as_ref().map_or_else(String::new, |cores| format!(" on {cores}"));
+        writeln!(
+            Output,
+            "  host {:<20} ranks {:<12} {} a worker{cores}, {} of memory",
+            host.name,
+            ranges(&host.ranks),
+            counted(host.threads, "thread"),
+            Bytes(host.memory_bytes)
+        )?;
+    }
+    for LinkFigure { ranks: [first, second], latency_seconds, bytes_per_second } in &report.links {
+        let (latency, bandwidth) = (latency_seconds * 1e6, bytes_per_second / 1e9);
+        writeln!(
+            Output,
+            "  link {:<20} {latency:.1} us, {bandwidth:.2} GB/s",
+            format!("{first} - {second}")
+        )?;
+    }
+    for disk in &report.disks {
+        writeln!(
+            Output,
+            "  disk {:<20} writes {:.2} GB/s, reads {:.2} GB/s, {} free in {}",
+            format!("of rank {}", disk.rank),
+            disk.written_bytes_per_second / 1e9,
+            disk.read_bytes_per_second / 1e9,
+            Bytes(disk.available_bytes),
+            folder.display()
+        )?;
+    }
+    if report.problems.is_empty() {
+        writeln!(Output, "passed: same program and config on all ranks, one run folder, clocks that agree")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_much_slower_than_the_others_is_a_problem() {
+        let link = |second, bytes_per_second| LinkFigure {
+            ranks: [0, second],
+            latency_seconds: 1e-6,
+            bytes_per_second,
+        };
+        assert!(slow_links(&[]).is_empty());
+        assert!(slow_links(&[link(1, 1e9), link(2, 2e9), link(3, 2.5e9)]).is_empty());
+        let problems = slow_links(&[link(1, 0.1e9), link(2, 2e9), link(3, 2.5e9)]);
+        assert_eq!(problems, ["the link between rank 0 and rank 1 carries 0.10 GB/s, others 2.00 GB/s"]);
+        let disk = |rank, written_bytes_per_second| DiskFigure {
+            rank,
+            written_bytes_per_second,
+            read_bytes_per_second: 1e9,
+            available_bytes: 1,
+        };
+        assert_eq!(slow_disks(&[disk(0, 1e9), disk(4, 0.2e9), disk(8, 1e9)]).len(), 1);
+    }
+}
