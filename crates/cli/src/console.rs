@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_comm::CommError;
@@ -59,17 +59,18 @@ pub(crate) fn host_name() -> String {
 }
 
 /// Who tells something on the error output, if that is shared with others.
-static ORIGIN: OnceLock<String> = OnceLock::new();
+static ORIGIN: RwLock<Option<String>> = RwLock::new(None);
 
 /// From now on, what is told on the error output says that it comes from this rank of another launcher's, and from which host.
 pub(crate) fn speak_as(rank: Rank) {
-    // A process is one rank.
-    let _ = ORIGIN.set(format!("rank {rank} on {}: ", host_name()));
+    *ORIGIN.write().unwrap_or_else(PoisonError::into_inner) =
+        Some(format!("rank {rank} on {}: ", host_name()));
 }
 
 /// The text with its origin behind the word that says what it is.
 fn with_origin(text: &str) -> Cow<'_, str> {
-    match (ORIGIN.get(), text.split_once(": ")) {
+    let origin = ORIGIN.read().unwrap_or_else(PoisonError::into_inner);
+    match (&*origin, text.split_once(": ")) {
         (Some(origin), Some((kind, rest))) if ["error", "warning", "note"].contains(&kind) => {
             Cow::Owned(format!("{kind}: {origin}{rest}"))
         }

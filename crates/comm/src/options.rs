@@ -135,8 +135,11 @@ pub struct JoinOptions {
     pub host: Option<String>,
     /// Is told of those who are refused.
     pub on_refusal: Option<OnRefusal>,
-    /// Is told now and then who is waited for.
-    pub on_waiting: Option<LineListener>,
+    /// Whether ranks are numbered again so that those of a host are neighbours, where a launcher has dealt them out to hosts in turns. The
+    /// group's ranks are the new ones; rank 0 stays. Neighbours exchange most.
+    pub orders_by_host: bool,
+    /// Is told lines for the user while the world joins: who is waited for, and that ranks were numbered again.
+    pub on_note: Option<LineListener>,
     /// How long to wait for all workers to come; at most a year.
     pub join_timeout: Duration,
     /// How the group runs its operations.
@@ -164,7 +167,8 @@ impl JoinOptions {
             ports: None,
             host: None,
             on_refusal: None,
-            on_waiting: None,
+            orders_by_host: false,
+            on_note: None,
             join_timeout: Duration::from_secs(60),
             group: GroupOptions::default(),
             flight_recorder: RecorderOptions::default(),

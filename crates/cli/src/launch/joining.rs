@@ -23,7 +23,7 @@ pub(crate) fn join_options(
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
     let on_refusal = OnRefusal::new(|refusal| remark(&format!("warning: refused a connection: {refusal}")));
-    let on_waiting = LineListener::new(|line| remark(&format!("note: {line}")));
+    let on_note = LineListener::new(|line| remark(&format!("note: {line}")));
     Ok(JoinOptions {
         master_addr: match std::env::var_os("SLURM_JOB_ID") {
             Some(_) => node_address(&environment.master_addr),
@@ -32,7 +32,8 @@ pub(crate) fn join_options(
         master_port: environment.master_port,
         secret: secret(text.as_deref(), secret_file)?,
         on_refusal: Some(on_refusal),
-        on_waiting: Some(on_waiting),
+        orders_by_host: true,
+        on_note: Some(on_note),
         ..JoinOptions::new(environment.rank, environment.world_size)
     })
 }
@@ -123,6 +124,8 @@ pub(crate) fn work_in_world(
     let flight_recorder = RecorderOptions { folder: recorder_folder, on_stall: Some(on_stall), gathers };
     let options = JoinOptions { flight_recorder, ..options };
     let group = join(&options).map_err(|failure| NotJoined::of(failure.into(), options))?;
+    // It may be another one than the launcher's.
+    speak_for(group.rank());
     let recorder = group.flight_recorder().clone();
     let result = work(group);
     if gathers { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }

@@ -36,16 +36,28 @@ fn start_several<const N: usize>(
 ) -> [Running; N] {
     let num_local = N / 2;
     std::array::from_fn(|rank| {
-        let mut command = hosts[rank / num_local].command(env!("CARGO_BIN_EXE_trireme"));
-        command.args(arguments.split_whitespace());
-        scene.prepare(&mut command);
-        command.env("RANK", rank.to_string()).env("WORLD_SIZE", N.to_string());
-        command.env("LOCAL_RANK", (rank % num_local).to_string());
-        command.env("LOCAL_WORLD_SIZE", num_local.to_string());
-        command.env("TRIREME_SECRET", "the secret of a test on its own network");
-        command.env("MASTER_ADDR", master_addr.to_string()).env("MASTER_PORT", "29500");
-        Running::start(command)
+        let place = (rank / num_local, rank % num_local);
+        start_at(scene, hosts, (rank, N), (place, num_local), master_addr, arguments)
     })
+}
+
+/// One worker of a world: its rank, the host it is on with its number there, and how many are there.
+fn start_at(
+    scene: &Scene,
+    hosts: &[Host; 2],
+    (rank, world_size): (usize, usize),
+    ((host, local_rank), num_local): ((usize, usize), usize),
+    master_addr: IpAddr,
+    arguments: &str,
+) -> Running {
+    let mut command = hosts[host].command(env!("CARGO_BIN_EXE_trireme"));
+    command.args(arguments.split_whitespace());
+    scene.prepare(&mut command);
+    command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
+    command.env("LOCAL_RANK", local_rank.to_string()).env("LOCAL_WORLD_SIZE", num_local.to_string());
+    command.env("TRIREME_SECRET", "the secret of a test on its own network");
+    command.env("MASTER_ADDR", master_addr.to_string()).env("MASTER_PORT", "29500");
+    Running::start(command)
 }
 
 /// Asserts that the run ended because this rank was lost, and says so.
@@ -151,6 +163,35 @@ fn each_names_the_other_when_the_link_between_them_is_cut() {
         assert_loss_of(other, worker.end_after_death());
     }
     assert!(scene.whole_checkpoints("tiny") > 0);
+}
+
+/// As `srun -m cyclic` places them: neighbouring ranks are on different hosts.
+#[test]
+fn ranks_that_are_dealt_out_in_turns_send_no_more() {
+    let Some(hosts) = hosts() else { return };
+    let scene = Scene::with_corpus();
+    let traffic = |name: &str, host_of: &dyn Fn(usize) -> usize| {
+        let before = hosts[0].link().traffic();
+        let train = format!("train tiny.toml --set launch.bind=none --set run.name={name}");
+        let workers: [Running; 4] = std::array::from_fn(|rank| {
+            let place = (host_of(rank), (0..rank).filter(|&other| host_of(other) == host_of(rank)).count());
+            start_at(&scene, &hosts, (rank, 4), (place, 2), hosts[0].ipv4().into(), &train)
+        });
+        let [first, others @ ..] = workers.map(Running::end);
+        others.into_iter().for_each(|other| drop(other.succeeded()));
+        assert_eq!(first.code, Some(0), "{first:?}");
+        let sent = hosts[0].link().traffic() - before;
+        (sent.sent.payload_bytes(IPV4_TCP_HEADER_BYTES), first.stderr)
+    };
+    let (in_blocks, told) = traffic("blocks", &|rank| rank / 2);
+    assert_eq!(told, "");
+    let (in_turns, told) = traffic("turns", &|rank| rank % 2);
+    tells(
+        &told,
+        &["note: the launcher has spread neighbouring ranks over hosts", "rank 2 is rank 1, 1 is rank 2"],
+    );
+    assert!(in_turns < in_blocks + in_blocks / 20, "{in_turns} and {in_blocks} bytes");
+    assert_eq!(scene.losses("turns"), scene.losses("blocks"));
 }
 
 /// As on a cluster where only the home folders are shared, and the run is elsewhere.

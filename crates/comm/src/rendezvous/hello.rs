@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 
 const WORDS: usize = 4 + NUM_OPTIONS + PLACE_WORDS;
 /// How many options must be the same on all ranks.
-const NUM_OPTIONS: usize = 12;
+const NUM_OPTIONS: usize = 13;
 /// Words of a place on the wire.
 pub(super) const PLACE_WORDS: usize = 6;
 
@@ -144,7 +144,7 @@ impl Hello {
 
 /// The options that must be the same on all ranks, with their names.
 fn shared_options(options: &JoinOptions) -> [(&'static str, String); NUM_OPTIONS] {
-    let JoinOptions { transport, tls, group, .. } = options;
+    let JoinOptions { transport, tls, orders_by_host, group, .. } = options;
     let GroupOptions {
         timeout,
         network_pause,
@@ -160,6 +160,7 @@ fn shared_options(options: &JoinOptions) -> [(&'static str, String); NUM_OPTIONS
     [
         ("transport", transport.to_string()),
         ("tls", tls.is_some().to_string()),
+        ("orders_by_host", orders_by_host.to_string()),
         ("timeout", format!("{timeout:?}")),
         ("network_pause", format!("{network_pause:?}")),
         ("short_bytes_max", short_bytes_max.to_string()),

@@ -6,6 +6,7 @@
 //! 2. When all are there, rank 0 sends everyone the table of places and whether to try shared memory: it does
 //!    if that was asked for, or nothing was and some ranks share a host. From then on messages to and from
 //!    rank 0 carry tags that only who knows the secret can make (`channel`).
+//!    Where ranks of a host are not neighbours, and if that was asked for, all number themselves again by the table.
 //! 3. Shared memory: processes of one host meet at abstract unix sockets and pass each other the descriptors
 //!    of their arenas. If any rank fails, all of them continue with TCP under [`TransportChoice::Auto`], and fail
 //!    otherwise.
@@ -143,7 +144,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         MpiProcess::start(options.rank, options.world_size)?;
     }
     let deadline = Instant::now() + options.join_timeout;
-    let waiting = Waiting::new(options.on_waiting.as_ref(), Instant::now());
+    let waiting = Waiting::new(options.on_note.as_ref(), Instant::now());
     let addresses = resolve(options, deadline, &waiting)?;
     let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::new(options));
     let tls = options.tls.as_ref().map(Tls::read).transpose()?;
@@ -166,8 +167,22 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     };
     let host = this_host(options);
     let place_at = |address| Place { host, meeting, address };
-    let Meeting { mut star, table, listener, own, root } =
+    let Meeting { mut star, mut table, listener, own, root } =
         if options.rank == Rank::ROOT { joining.host(place_at)? } else { joining.visit(place_at)? };
+    let order = if options.orders_by_host { order_by_host(&table.places) } else { Vec::new() };
+    let rank = match order.iter().position(|&came_as| came_as == options.rank.0) {
+        Some(rank) => Rank(rank),
+        None => options.rank,
+    };
+    // From here on, ranks are the new ones.
+    let options = &JoinOptions { rank, ..options.clone() };
+    if !order.is_sorted() {
+        star.reorder(rank, &order);
+        table.places = order.iter().map(|&came_as| table.places[came_as]).collect();
+        if rank == Rank::ROOT {
+            options.on_note.iter().for_each(|listener| listener.tell(&order_note(&order)));
+        }
+    }
     let session = Session::new(&key, &table.session, options.rank, options.world_size, &refusals);
     let listeners = Listeners { tcp: Some(listener), local };
 
@@ -322,6 +337,26 @@ fn hosts_of(places: &[Place]) -> Hosts {
         host => (host, 0),
     });
     Hosts::new(&ids.collect::<Vec<_>>())
+}
+
+/// The ranks in an order in which those of a host are neighbours, hosts by their first ranks.
+fn order_by_host(places: &[Place]) -> Vec<usize> {
+    let hosts = hosts_of(places);
+    let mut order: Vec<usize> = (0..places.len()).collect();
+    order.sort_by_key(|&rank| hosts.host_of(Rank(rank)));
+    order
+}
+
+/// Says how ranks were numbered again.
+fn order_note(order: &[usize]) -> String {
+    let renamed = order.iter().enumerate().filter(|(rank, came_as)| rank != *came_as);
+    let texts: Vec<String> =
+        renamed.clone().take(4).map(|(rank, came_as)| format!("{came_as} is rank {rank}")).collect();
+    let more = if renamed.count() > texts.len() { ", and so on" } else { "" };
+    format!(
+        "the launcher has spread neighbouring ranks over hosts; they are numbered again so that neighbours share a host: the launcher's rank {}{more}",
+        texts.join(", ")
+    )
 }
 
 /// How rank `own` is connected to all ranks: to those of its host by `within`, to others by TCP.

@@ -225,6 +225,18 @@ fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
 }
 
 impl Star {
+    /// Numbers the ranks again: at each place the one that has come as this.
+    pub(super) fn reorder(&mut self, own: Rank, order: &[usize]) {
+        match self {
+            Star::Ray { rank, .. } => *rank = own,
+            Star::Center { channels } => {
+                let mut came: Vec<Option<Channel>> = channels.drain(..).map(Some).collect();
+                let ordered = order.iter().filter(|&&came_as| came_as != 0);
+                channels.extend(ordered.filter_map(|&came_as| came[came_as - 1].take()));
+            }
+        }
+    }
+
     /// Whether some rank is known to have failed in what all are doing.
     pub(super) fn knows_of_failure(&self) -> bool {
         match self {
