@@ -39,7 +39,7 @@ pub(crate) struct Control {
     told_stall: u64,
     /// When this rank last told its peers that it waits.
     told_at: Option<Instant>,
-    /// When bytes last moved in an operation.
+    /// When bytes last moved in an operation, or a peer was heard to have begun one.
     moved: Option<Instant>,
     /// A failure of a peer was seen while this rank was in no operation.
     has_seen_trouble: bool,
@@ -271,8 +271,13 @@ impl Control {
     fn read(&mut self) {
         let world_size = self.peers.len();
         for (rank, peer) in self.peers.iter_mut().enumerate() {
+            let num_begun = peer.num_begun;
             if let Some(ending) = peer.read(Rank(rank), world_size, &self.recorder) {
                 peer.end(ending, &self.epoll);
+            }
+            // Who was missing has come: from now on it is what comes from there that is waited for.
+            if peer.num_begun > num_begun {
+                self.moved = Some(Instant::now());
             }
             if std::mem::take(&mut peer.is_asking) {
                 let milliseconds = self.recorder.recorder().heartbeat().age().as_millis() as u64;
