@@ -7,7 +7,7 @@ use trireme_comm::{
     Source,
 };
 
-const HEADER: [&str; 5] = ["rank", "state", "since", "waits for", "operation"];
+const HEADER: [&str; 6] = ["rank", "host", "state", "since", "waits for", "operation"];
 
 /// The table with all that follows from it, line by line; nothing if nothing is known.
 pub(crate) fn lines(diagnosis: &Diagnosis, fates: &Fates) -> Vec<String> {
@@ -17,9 +17,13 @@ pub(crate) fn lines(diagnosis: &Diagnosis, fates: &Fates) -> Vec<String> {
     let mut rows = vec![HEADER.map(str::to_owned)];
     rows.extend(diagnosis.findings.iter().map(|finding| row(finding, fates.get(&finding.rank))));
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let [rank, state, since, waits, _] = [0, 1, 2, 3, 4].map(width);
-    let shown = |[a, b, c, d, e]: &[String; 5]| {
-        format!("{a:>rank$}  {b:state$}  {c:>since$}  {d:waits$}  {e}").trim_end().to_owned()
+    let [rank, host, state, since, waits, _] = [0, 1, 2, 3, 4, 5].map(width);
+    let first = diagnosis.findings.iter().find_map(|finding| finding.host.as_ref());
+    let is_elsewhere = |finding: &Finding| finding.host.is_some() && finding.host.as_ref() != first;
+    let spans_hosts = diagnosis.findings.iter().any(is_elsewhere);
+    let shown = |[a, b, c, d, e, f]: &[String; 6]| {
+        let b = if spans_hosts { format!("{b:host$}  ") } else { String::new() };
+        format!("{a:>rank$}  {b}{c:state$}  {d:>since$}  {e:waits$}  {f}").trim_end().to_owned()
     };
     let mut lines: Vec<String> = rows.iter().map(shown).collect();
     lines.extend(diagnosis.disagreement.as_ref().map(first_mismatch));
@@ -34,12 +38,20 @@ pub(crate) fn plain(line: &str) -> String {
         .collect()
 }
 
-fn row(finding: &Finding, fate: Option<&Fate>) -> [String; 5] {
+fn row(finding: &Finding, fate: Option<&Fate>) -> [String; 6] {
     let since = match &finding.place {
         Some(place) if place.operation.is_some() => format!("{:.1} s", place.seconds),
         _ => String::new(),
     };
-    [finding.rank.to_string(), state(finding, fate), since, ranks(&finding.waits_for), operation(finding)]
+    let host = finding.host.clone().unwrap_or_default();
+    [
+        finding.rank.to_string(),
+        host,
+        state(finding, fate),
+        since,
+        ranks(&finding.waits_for),
+        operation(finding),
+    ]
 }
 
 fn state(finding: &Finding, fate: Option<&Fate>) -> String {
@@ -114,4 +126,32 @@ fn first_mismatch(disagreement: &Disagreement) -> String {
         _ => "first mismatch",
     };
     format!("{first}: {difference} of {group} {sequence}: {sides}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_have_a_column_where_there_are_several() {
+        let finding = |rank, host: Option<&str>| Finding {
+            rank,
+            source: Source::Nothing,
+            place: None,
+            waits_for: Vec::new(),
+            failure: None,
+            host: host.map(str::to_owned),
+            process_id: None,
+        };
+        let table = |hosts: [Option<&str>; 3]| {
+            let findings = hosts.into_iter().enumerate().map(|(rank, host)| finding(rank, host)).collect();
+            lines(&Diagnosis { findings, disagreement: None }, &Fates::new())
+        };
+        let across = table([Some("node-7"), Some("node-7"), Some("n8")]);
+        assert_eq!(across[0], "rank  host    state   since  waits for  operation");
+        assert_eq!(across[3], "   2  n8      silent                    no report");
+        for within in [[Some("a"), Some("a"), None], [None; 3]] {
+            assert_eq!(table(within)[1], "   0  silent                    no report");
+        }
+    }
 }

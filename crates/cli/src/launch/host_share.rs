@@ -1,5 +1,6 @@
 //! What a worker may take of its host, where several workers, and perhaps several launchers, share it.
 
+use crate::console::host_name;
 use crate::cpu_limit::CpuLimit;
 use crate::memory_limit::MemoryLimit;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -16,6 +17,7 @@ use trireme_train::config::Bind;
 struct Grant {
     /// The running kernel.
     machine: String,
+    host: String,
     /// Processors that it may run on, those that share caches and memory next to each other.
     cpus: Vec<usize>,
     /// The control group that limits its computing, and to how many cores.
@@ -59,9 +61,11 @@ impl HostShare {
         let said = group.all_gather_bytes(&own).wait()?;
         let invalid = |_| CommError::Options { what: "a rank sent something else than its share".to_owned() };
         let grants: Result<Vec<Grant>, _> = said.iter().map(|grant| serde_json::from_slice(grant)).collect();
+        let grants = grants.map_err(invalid)?;
+        group.flight_recorder().name_hosts(grants.iter().map(|grant| grant.host.clone()).collect());
         let hosts = group.hosts();
         let num_workers = hosts.ranks(hosts.host_of(group.rank())).len();
-        Ok(Self::among(&grants.map_err(invalid)?, group.rank().0, num_workers, bind))
+        Ok(Self::among(&grants, group.rank().0, num_workers, bind))
     }
 
     fn among(grants: &[Grant], rank: usize, num_workers: usize, bind: Bind) -> Self {
@@ -148,6 +152,7 @@ impl Grant {
         let group = |file: &Path| fs::metadata(file).map_or(0, |file| file.ino());
         let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         Grant {
+            host: host_name(),
             machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
             cpus: by_neighbourhood(allowed_cpus(), Path::new("/")),
             cpu_group: cpu_limit.map(|limit| (limit.group(), limit.num_cores)),
@@ -199,7 +204,14 @@ mod tests {
 
     fn grant(cpus: impl IntoIterator<Item = usize>) -> Grant {
         let machine = "one".to_owned();
-        Grant { machine, cpus: cpus.into_iter().collect(), cpu_group: None, memory_group: None, load: 0.0 }
+        Grant {
+            machine,
+            host: String::new(),
+            cpus: cpus.into_iter().collect(),
+            cpu_group: None,
+            memory_group: None,
+            load: 0.0,
+        }
     }
 
     fn shares(grants: &[Grant], bind: Bind) -> Vec<HostShare> {

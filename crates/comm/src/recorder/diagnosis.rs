@@ -28,7 +28,7 @@ pub struct Finding {
     pub waits_for: Vec<usize>,
     /// What ended its group, in its own words.
     pub failure: Option<String>,
-    /// Its host, if it has reported.
+    /// Its host, if it has reported or others know it.
     pub host: Option<String>,
     /// Its process there.
     pub process_id: Option<u32>,
@@ -145,7 +145,10 @@ fn find(rank: usize, reports: &[&RankReport], has_failed: bool) -> Finding {
         place,
         waits_for,
         failure,
-        host: own.map(|report| report.host.clone()),
+        host: own.map(|report| report.host.clone()).or_else(|| {
+            let mut named = reports.iter().filter_map(|report| report.hosts.get(rank));
+            named.next().cloned()
+        }),
         process_id: own.map(|report| report.process_id),
     }
 }

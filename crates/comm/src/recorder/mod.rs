@@ -31,7 +31,7 @@ use crate::LineListener;
 use group_log::GroupLog;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 use trireme_base::{Heartbeat, Rank};
 use writer::ReportWriter;
@@ -67,6 +67,8 @@ struct Shared {
     worst: Mutex<Occasion>,
     gathers: bool,
     heartbeat: Heartbeat,
+    /// Names of the hosts of all ranks, once they are known.
+    hosts: OnceLock<Vec<String>>,
     /// Absent if reports go nowhere.
     writer: Option<ReportWriter>,
 }
@@ -86,7 +88,16 @@ impl FlightRecorder {
     fn with(rank: Rank, world_size: usize, gathers: bool, writer: Option<ReportWriter>) -> Self {
         let (groups, worst) = (Mutex::default(), Mutex::new(Occasion::Joined));
         let heartbeat = Heartbeat::new();
-        FlightRecorder(Arc::new(Shared { rank, world_size, groups, worst, gathers, heartbeat, writer }))
+        FlightRecorder(Arc::new(Shared {
+            rank,
+            world_size,
+            groups,
+            worst,
+            gathers,
+            heartbeat,
+            hosts: OnceLock::new(),
+            writer,
+        }))
     }
 
     /// Begins to record a group, in which this rank is `own` and whose `members` have these ranks in the world.
@@ -106,6 +117,11 @@ impl FlightRecorder {
     /// When this rank last made progress. Lines of programs and operations of groups are noted by themselves.
     pub(crate) fn heartbeat(&self) -> &Heartbeat {
         &self.0.heartbeat
+    }
+
+    /// Says the names of the hosts of all ranks, for reports; the first time counts.
+    pub fn name_hosts(&self, names: Vec<String>) {
+        let _ = self.0.hosts.set(names);
     }
 
     /// All that is recorded.
@@ -146,6 +162,7 @@ impl FlightRecorder {
             rank: self.0.rank.0,
             world_size: self.0.world_size,
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            hosts: self.0.hosts.get().cloned().unwrap_or_default(),
             process_id: std::process::id(),
             occasion,
             written: clock.unix_now,

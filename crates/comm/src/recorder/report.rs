@@ -17,6 +17,9 @@ pub struct RankReport {
     pub world_size: usize,
     /// The name of its host.
     pub host: String,
+    /// The names of the hosts of all ranks, if the program has said them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hosts: Vec<String>,
     /// Its process there.
     pub process_id: u32,
     /// What gave rise to the report.
