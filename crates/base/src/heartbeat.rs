@@ -2,8 +2,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// When a rank last made progress: what tells a rank that works from one that hangs. Whatever takes long beats it again and again, at
-/// least every few seconds. Clones are one heartbeat.
+/// When a rank last made progress, by which others tell work from a hang. Long work calls [`beat`](Heartbeat::beat) at least every few
+/// seconds. Clones share one state.
 #[derive(Debug, Clone)]
 pub struct Heartbeat {
     start: Instant,
@@ -25,7 +25,7 @@ impl Heartbeat {
     /// The rank, or one that it waits for, made progress then.
     pub fn beat_at(&self, at: Instant) {
         let milliseconds = at.saturating_duration_since(self.start).as_millis() as u64;
-        // It orders nothing else.
+        // Relaxed: no other memory is published by it.
         self.last.fetch_max(milliseconds, Ordering::Relaxed);
     }
 

@@ -1,6 +1,7 @@
 //! What the control groups of this process set.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 /// A controller, and the files of a group in which it keeps its settings.
@@ -21,6 +22,11 @@ pub(crate) fn settings(root: &Path, controller: &Controller) -> impl Iterator<It
         let text = fs::read_to_string(root.join(file.strip_prefix("/").ok()?)).ok()?;
         Some((file, text))
     })
+}
+
+/// What tells the control group of a file from others of this machine; 0 if that is unknown, so that all such groups count as one.
+pub(crate) fn group_of(file: &Path) -> u64 {
+    fs::metadata(file).map_or(0, |file| file.ino())
 }
 
 /// A tree of control groups that has the controller.

@@ -3,7 +3,6 @@
 use crate::control_groups::{Controller, settings};
 use std::fmt;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 const CPU: Controller =
@@ -30,12 +29,8 @@ impl CpuLimit {
             let num_cores = num_cores(&text).or_else(|| num_cores_of(&text, &period()?))?;
             Some(CpuLimit { num_cores, file })
         });
-        limits.min_by(|a, b| a.num_cores.total_cmp(&b.num_cores))
-    }
-
-    /// What tells its group from others of this machine.
-    pub(crate) fn group(&self) -> u64 {
-        fs::metadata(&self.file).map_or(0, |file| file.ino())
+        // Of equal ones the outermost: more processes share it.
+        limits.collect::<Vec<_>>().into_iter().rev().min_by(|a, b| a.num_cores.total_cmp(&b.num_cores))
     }
 }
 

@@ -42,7 +42,8 @@ impl MemoryLimit {
             // A group without a limit has `max` in its file.
             Some(MemoryLimit { bytes: text.trim().parse().ok()?, file: Some(file) })
         });
-        limits.min_by_key(|limit| limit.bytes)
+        // Of equal ones the outermost: more processes share it.
+        limits.collect::<Vec<_>>().into_iter().rev().min_by_key(|limit| limit.bytes)
     }
 }
 

@@ -28,6 +28,9 @@ const WARN_MAX: Duration = Duration::from_secs(30);
 /// How long to look for the reason of a broken data connection on the control connection beside it.
 const REASON_WAIT: Duration = Duration::from_secs(1);
 
+/// Notices that wait for a peer that reads none.
+const UNSENT_BYTES_MAX: usize = 64 << 10;
+
 /// The control connections of one rank.
 pub(crate) struct Control {
     peers: Vec<Peer>,
@@ -56,6 +59,8 @@ struct Peer {
     waiting: Option<(u64, Operation)>,
     /// It waits to hear of this rank's progress.
     is_asking: bool,
+    /// When it was asked for its progress, if it has not answered.
+    asked: Option<Instant>,
     /// It has told where it is when something went wrong.
     has_told_place: bool,
     /// Where it has told to be blocked.
@@ -83,6 +88,8 @@ enum Ending {
 
 struct Connection {
     socket: OwnedFd,
+    /// What the socket has not taken yet.
+    unsent: Vec<u8>,
     received: [u8; NOTICE_BYTES],
     num_received: usize,
 }
@@ -98,7 +105,12 @@ impl Control {
                 Some(socket) => {
                     let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
                     epoll::add(&epoll, &socket, epoll::EventData::new_u64(rank as u64), flags)?;
-                    Link::Connected(Connection { socket, received: [0; NOTICE_BYTES], num_received: 0 })
+                    Link::Connected(Connection {
+                        socket,
+                        unsent: Vec::new(),
+                        received: [0; NOTICE_BYTES],
+                        num_received: 0,
+                    })
                 }
             };
             peers.push(Peer {
@@ -106,6 +118,7 @@ impl Control {
                 num_begun: 0,
                 waiting: None,
                 is_asking: false,
+                asked: None,
                 has_told_place: false,
                 blocked: None,
             });
@@ -128,6 +141,7 @@ impl Control {
         if self.is_readable(Duration::ZERO).map_err(|source| call.wait_failed(source))? {
             self.read();
         }
+        self.ask(call.sequence);
         let failure = self.peers.iter().enumerate().find_map(|(rank, peer)| match peer.link {
             Link::Ended(ending, _) => self.failure_of(Rank(rank), ending, call),
             Link::Own | Link::Connected(_) => None,
@@ -186,12 +200,16 @@ impl Control {
         if self.told_waiting <= call.sequence {
             self.told_waiting = call.sequence + 1;
             self.told_at = Some(Instant::now());
-            self.tell(notice);
+            self.peers.iter_mut().for_each(|peer| peer.ask(notice));
         } else if self.told_at.is_none_or(|last| last.elapsed() >= stall(call.timeout)) {
             self.told_at = Some(Instant::now());
-            self.missing(call).into_iter().for_each(|rank| self.peers[rank.0].tell(notice));
+            let missing = self.missing(call);
+            for (rank, peer) in self.peers.iter_mut().enumerate() {
+                if peer.asked.is_none() && (missing.is_empty() || missing.contains(&Rank(rank))) {
+                    peer.ask(notice);
+                }
+            }
         }
-        self.ask(call.sequence);
         if elapsed >= stall_warning(call.timeout) && self.told_stall <= call.sequence {
             self.told_stall = call.sequence + 1;
             self.recorder.tell_of_stall(call, &self.missing(call));
@@ -201,25 +219,34 @@ impl Control {
 
     /// Notes that bytes have moved.
     pub(crate) fn has_moved(&mut self) {
-        self.moved = Some(Instant::now());
+        let now = Instant::now();
+        self.moved = Some(now);
+        self.recorder.recorder().heartbeat().beat_at(now);
     }
 
     /// Asks those of whom messages are waited for how they are.
     fn ask(&mut self, sequence: u64) {
         for rank in self.recorder.take_asked() {
-            self.peers[rank.0].tell(Notice { sequence, event: Event::Asking });
+            let peer = &mut self.peers[rank.0];
+            if peer.asked.is_none() {
+                peer.ask(Notice { sequence, event: Event::Asking });
+            }
         }
     }
 
-    /// Who has not come and has made no progress for as long as the call may last, if anybody; nobody if all have come, and no byte has moved
-    /// since.
+    /// Who has not come and has made no progress for as long as the call may last, if anybody; nobody if all have come, and neither bytes move
+    /// here nor anybody makes progress.
     fn silent(&self, call: &Call) -> Option<Vec<Rank>> {
         let mut missing = self.missing(call);
         if missing.is_empty() {
             let since = self.moved.map_or(call.started, |moved| moved.max(call.started));
-            return (since.elapsed() >= call.timeout).then_some(missing);
+            let others = (0..self.peers.len()).map(Rank).filter(|&rank| !self.is_own(rank));
+            let are_silent = others
+                .map(|rank| self.recorder.silence_passing_on(rank, since))
+                .all(|silence| silence >= call.timeout);
+            return (since.elapsed() >= call.timeout && are_silent).then_some(missing);
         }
-        missing.retain(|&rank| self.recorder.silence(rank, call.started) >= call.timeout);
+        missing.retain(|&rank| self.recorder.silence_passing_on(rank, call.started) >= call.timeout);
         (!missing.is_empty()).then_some(missing)
     }
 
@@ -265,7 +292,7 @@ impl Control {
     }
 
     fn tell(&mut self, notice: Notice) {
-        self.peers.iter().for_each(|peer| peer.tell(notice));
+        self.peers.iter_mut().for_each(|peer| peer.tell(notice));
     }
 
     fn read(&mut self) {
@@ -280,7 +307,8 @@ impl Control {
                 self.moved = Some(Instant::now());
             }
             if std::mem::take(&mut peer.is_asking) {
-                let milliseconds = self.recorder.recorder().heartbeat().age().as_millis() as u64;
+                // Rounded up: on its way an age must not get less.
+                let milliseconds = 1 + self.recorder.recorder().heartbeat().age().as_millis() as u64;
                 peer.tell(Notice { sequence: 0, event: Event::Progress { milliseconds } });
             }
         }
@@ -410,8 +438,9 @@ impl Peer {
                 }
                 Ok(Notice { event: Event::Asking, .. }) => self.is_asking = true,
                 Ok(Notice { event: Event::Progress { milliseconds }, .. }) => {
-                    let now = Instant::now();
-                    let at = now.checked_sub(Duration::from_millis(milliseconds));
+                    // From when it was asked, not from when the answer is read: else ranks that wait in a circle would pass on ages that get less.
+                    let asked = self.asked.take();
+                    let at = asked.and_then(|asked| asked.checked_sub(Duration::from_millis(milliseconds)));
                     at.into_iter().for_each(|at| recorder.hear_progress(rank, at));
                 }
                 Ok(Notice { event: Event::Place(place), .. }) => {
@@ -430,10 +459,20 @@ impl Peer {
     }
 
     /// Best effort: a peer that cannot be told has ended, or will find the connection ended.
-    fn tell(&self, notice: Notice) {
-        if let Link::Connected(Connection { socket, .. }) | Link::Ended(_, Some(socket)) = &self.link {
-            let _ = send(socket, &notice.encode(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    fn tell(&mut self, notice: Notice) {
+        match &mut self.link {
+            Link::Own | Link::Ended(_, None) => {}
+            Link::Connected(connection) => connection.send(&notice.encode()),
+            Link::Ended(_, Some(socket)) => {
+                let _ = send(socket, &notice.encode(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            }
         }
+    }
+
+    /// The same with a notice that asks the peer for its progress.
+    fn ask(&mut self, notice: Notice) {
+        self.asked = Some(Instant::now());
+        self.tell(notice);
     }
 
     /// Listens no more; a peer that failed may still be told where this rank is.
@@ -449,6 +488,22 @@ impl Peer {
 }
 
 impl Connection {
+    /// Sends a notice, or as much of it as the socket takes; the rest goes before the next one. Whole notices are left out if the peer has long
+    /// read none.
+    fn send(&mut self, notice: &[u8]) {
+        if self.unsent.len() < UNSENT_BYTES_MAX {
+            self.unsent.extend(notice);
+        }
+        while !self.unsent.is_empty() {
+            match send(&self.socket, &self.unsent, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(num_sent) => drop(self.unsent.drain(..num_sent)),
+                Err(Errno::INTR) => {}
+                // It has ended, or will find the connection ended.
+                Err(_) => return,
+            }
+        }
+    }
+
     /// The next notice, if all of it has come, or the end.
     fn read(&mut self, world_size: usize) -> Option<Result<Notice, Ending>> {
         let rest = &mut self.received[self.num_received..];

@@ -135,10 +135,10 @@ pub struct JoinOptions {
     pub host: Option<String>,
     /// Is told of those who are refused.
     pub on_refusal: Option<OnRefusal>,
-    /// Whether ranks are numbered again so that those of a host are neighbours, where a launcher has dealt them out to hosts in turns. The
-    /// group's ranks are the new ones; rank 0 stays. Neighbours exchange most.
+    /// Whether to renumber ranks so that those of a host are neighbours, which exchange most. Rank 0 stays rank 0; the group uses the new ranks. Must be
+    /// equal on all ranks.
     pub orders_by_host: bool,
-    /// Is told lines for the user while the world joins: who is waited for, and that ranks were numbered again.
+    /// Is told lines for the user while the world joins: who is waited for, and how ranks were renumbered.
     pub on_note: Option<LineListener>,
     /// How long to wait for all workers to come; at most a year.
     pub join_timeout: Duration,

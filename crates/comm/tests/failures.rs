@@ -275,6 +275,27 @@ fn a_vector_that_is_passed_on_comes_at_its_event_and_its_failure_with_the_outcom
     }
 }
 
+/// Both would pass on that the other made progress, if that did not get older.
+#[test]
+fn ranks_that_wait_for_each_other_do_not_keep_each_other_alive() {
+    let options = GroupOptions { timeout: Duration::from_secs(2), ..small_pieces() };
+    thread::scope(|scope| {
+        for transport in TRANSPORTS {
+            let options = &options;
+            scope.spawn(move || {
+                let failures = on_ranks(transport, 2, options, |group| {
+                    let peer = Rank(1 - group.rank().0);
+                    group.receive(zeros::<f32>(&group, 1), peer).wait().map(drop)
+                });
+                assert!(failures.iter().all(Result::is_err), "{transport}");
+                let has_timed_out =
+                    |failure: &Result<(), CommError>| matches!(failure, Err(CommError::TimedOut { .. }));
+                assert!(failures.iter().any(has_timed_out), "{transport}: {failures:?}");
+            });
+        }
+    });
+}
+
 /// Rank 1 waits in an operation for rank 0, which is busy for two timeouts, and rank 2 for a message of rank 1.
 #[test]
 fn who_makes_progress_is_waited_for() {

@@ -122,7 +122,7 @@ fn overhear(options: &JoinOptions) -> Vec<u8> {
     std::thread::scope(|scope| {
         scope.spawn(|| join(&victim).expect_err("nobody who knows the secret answered"));
         let (mut stream, _) = listener.accept().expect("a worker");
-        let mut said = vec![0; 200];
+        let mut said = vec![0; 216];
         stream.read_exact(&mut said).expect("a hello");
         let challenge =
             [b"TRIRMSG2".as_slice(), &5_u64.to_le_bytes(), &32_u64.to_le_bytes(), &[0; 32]].concat();
@@ -160,7 +160,7 @@ fn hostile_clients_change_nothing() {
         assert!(answer(say(&overheard)).contains("does not know the secret"));
         let huge = [b"TRIRMSG2".as_slice(), &2_u64.to_le_bytes(), &u64::MAX.to_le_bytes()].concat();
         assert!(answer(say(&huge)).contains("does not speak"));
-        let endless = [b"TRIRJOI3".as_slice(), &[0xff; 1 << 16]].concat();
+        let endless = [b"TRIRJOI4".as_slice(), &[0xff; 1 << 16]].concat();
         let _endless = say(&endless);
         let other_job = JoinOptions { rank: Rank(1), job: "another".to_owned(), ..good.clone() };
         let other_secret = JoinOptions { rank: Rank(1), secret: secret(), ..good.clone() };

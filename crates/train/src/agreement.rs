@@ -117,15 +117,12 @@ impl Facts {
     }
 }
 
-/// Compares the program, the config and the SIMD level of all ranks; call it before a rank acts on its config. Collective.
+/// Compares facts on all ranks. Collective.
 ///
-/// The level is `features_max`, or the highest of the machine if that is lower or `None`.
-///
-/// Cost: one exchange of four bytes; the facts travel only where they differ.
+/// Cost: one exchange of four bytes; the facts are exchanged only if they differ.
 ///
 /// # Errors
-/// On all ranks alike: each key that differs, with its values and their ranks.
-/// Compares facts on all ranks. Collective.
+/// [`TrainError::RanksDisagree`] on all ranks, with each fact that differs, its values and their ranks.
 pub(crate) fn agree(facts: &Facts, group: &Group) -> Result<(), TrainError> {
     group.set_line(format_args!("comparing the configs of the ranks"));
     let checksums = group.all_gather_bytes(&facts.checksum().to_le_bytes()).wait()?;

@@ -16,18 +16,20 @@ use trireme_tensor::CpuFeatures;
 
 /// How long a file of one host may take to show on another: a network file system may look again after some seconds.
 const VISIBLE_MAX: Duration = Duration::from_secs(5);
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+const VISIBLE_LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Clocks that are no further apart count as agreeing: what two hosts say about one moment takes a while.
 const CLOCKS_APART_MAX: f64 = 2.0;
 
-/// Checks that all ranks run the same program with the same config, share the run's folder if they are on several hosts, and may write there.
-/// Returns warnings: clocks that disagree. Collective.
+/// Checks that all ranks run the same program with the same config and SIMD level (`features_max`, or the machine's if that is lower or
+/// `None`). On several hosts with checkpoints enabled, also checks that they share the run's folder and can write to it. Returns one warning for each
+/// group of ranks whose clocks differ from that of rank 0 by more than 2 s. Collective.
 ///
-/// Cost: four exchanges of small messages, and on several hosts a small file for each rank, which is removed again.
+/// Cost: up to five exchanges of small messages. On several hosts, also a small file for each rank, which is removed, and up to 5 s until that of rank
+/// 0 is visible.
 ///
 /// # Errors
-/// [`TrainError::RanksDisagree`] on all ranks, with everything that differs and the ranks.
+/// [`TrainError::RanksDisagree`] on all ranks, with everything that differs and the ranks; failed communication.
 pub fn preflight(
     config: &Config,
     features_max: Option<CpuFeatures>,
@@ -91,7 +93,7 @@ impl Token {
                 return false;
             }
             heartbeat.beat();
-            thread::sleep(LOOK_INTERVAL);
+            thread::sleep(VISIBLE_LOOK_INTERVAL);
         }
         true
     }
@@ -100,7 +102,7 @@ impl Token {
     fn writes(&self, rank: Rank) -> io::Result<()> {
         let mut path = self.path.clone().into_os_string();
         path.push(format!("-{rank}"));
-        // Where it lacks the folder, that is told already.
+        // A missing folder is already reported.
         if self.path.exists() {
             File::create_new(&path)?;
             fs::remove_file(&path)?;
@@ -110,7 +112,7 @@ impl Token {
 }
 
 impl Drop for Token {
-    /// Removes on rank 0 what it has made. Best effort: an empty file is left at worst.
+    /// Every rank removes the file, and rank 0 also the folders that it made. Best effort: an empty file is left at worst.
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
         self.made.iter().for_each(|folder| drop(fs::remove_dir(folder)));
@@ -119,7 +121,7 @@ impl Drop for Token {
 
 /// A line for each host whose clock differs from that of rank 0. Collective.
 fn compare_clocks(group: &Group) -> Result<Vec<String>, CommError> {
-    // All are here at the same moment, but for the time that a message takes.
+    // After the barrier, all ranks read their clocks within the time of one message.
     group.barrier().wait()?;
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let all = group.all_gather_bytes(&now.as_secs_f64().to_le_bytes()).wait()?;
@@ -150,10 +152,10 @@ fn clock_warnings(times: &[f64]) -> Vec<String> {
 /// less than the run keeps.
 pub(crate) fn check_room(config: &Config, checkpoint_bytes: u64) -> Result<Option<String>, TrainError> {
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
-    let Some(existing) = folder.ancestors().find(|folder| folder.exists()) else { return Ok(None) };
-    // Some file systems do not tell, or tell of nothing.
+    let existing = folder.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("."));
+    // Some file systems do not report their size, or report 0.
     let Ok(system) = rustix::fs::statvfs(existing) else { return Ok(None) };
-    if system.f_blocks == 0 {
+    if system.f_blocks == 0 || system.f_frsize == 0 {
         return Ok(None);
     }
     let available = system.f_bavail.saturating_mul(system.f_frsize);

@@ -109,7 +109,7 @@ fn of_slow_transfers(diagnosis: &Diagnosis) -> Option<String> {
         diagnosis.findings.iter().filter(is_in_operation).map(|finding| finding.rank).collect();
     (!slow.is_empty()).then(|| {
         format!(
-            "look at the logs of {}: no byte has moved between them; if the network pauses for so long, raise [comm] timeout_seconds (bench: --timeout)",
+            "look at the logs of {}: they have exchanged no data for the whole timeout; if such pauses are normal on this network, raise [comm] timeout_seconds (bench: --timeout)",
             ranks(&slow)
         )
     })

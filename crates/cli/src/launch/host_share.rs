@@ -1,13 +1,13 @@
 //! What a worker may take of its host, where several workers, and perhaps several launchers, share it.
 
 use crate::console::host_name;
+use crate::control_groups::group_of;
 use crate::cpu_limit::CpuLimit;
 use crate::memory_limit::MemoryLimit;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use trireme_comm::{CommError, Group};
 use trireme_train::config::Bind;
@@ -31,15 +31,15 @@ struct Grant {
 /// A worker's share of its host.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct HostShare {
-    /// Workers on this host that can share memory.
+    /// Workers that share memory segments of this host.
     pub(crate) num_workers: usize,
-    /// Workers that take from the same limit of memory.
-    pub(crate) num_sharing_memory: usize,
+    /// Workers whose memory counts against the same limit.
+    pub(crate) num_sharing_limit: usize,
     /// Threads that have a processor each.
     pub(crate) num_threads: usize,
-    /// The processors of this worker, if it shall keep to some.
+    /// The CPUs that this worker is bound to, if any.
     binding: Option<Vec<usize>>,
-    /// Why it does not, where it might.
+    /// Why it is not bound, if it might be.
     pub(crate) why_unbound: Option<String>,
 }
 
@@ -48,7 +48,7 @@ impl HostShare {
     pub(crate) fn of_equals(num_workers: usize) -> Self {
         HostShare {
             num_workers,
-            num_sharing_memory: num_workers,
+            num_sharing_limit: num_workers,
             num_threads: trireme_train::share_of_cores(num_workers),
             binding: None,
             why_unbound: None,
@@ -57,7 +57,12 @@ impl HostShare {
 
     /// That of this rank, as all ranks of its world see it together. Collective.
     pub(crate) fn of_world(group: &Group, limit: &MemoryLimit, bind: Bind) -> Result<Self, CommError> {
-        let own = serde_json::to_vec(&Grant::of_this_process(limit)).expect("a grant is JSON");
+        let mut own = Grant::of_this_process(limit);
+        if own.machine.is_empty() {
+            // Unknown: then it counts as alone.
+            own.machine = format!("that of rank {}", group.rank());
+        }
+        let own = serde_json::to_vec(&own).expect("a grant is JSON");
         let said = group.all_gather_bytes(&own).wait()?;
         let invalid = |_| CommError::Options { what: "a rank sent something else than its share".to_owned() };
         let grants: Result<Vec<Grant>, _> = said.iter().map(|grant| serde_json::from_slice(grant)).collect();
@@ -72,39 +77,39 @@ impl HostShare {
         let own = &grants[rank];
         let neighbours: Vec<(usize, &Grant)> =
             grants.iter().enumerate().filter(|(_, grant)| grant.machine == own.machine).collect();
-        let num_sharing_memory =
+        let num_sharing_limit =
             neighbours.iter().filter(|(_, grant)| grant.memory_group == own.memory_group).count();
-        // Of a processor that several may run on each has a part.
+        // A CPU that several workers may use counts in equal parts.
         let users = |cpu| neighbours.iter().filter(|(_, grant)| grant.cpus.contains(&cpu)).count();
         let num_cpus: f64 = own.cpus.iter().map(|&cpu| 1.0 / users(cpu) as f64).sum();
         let quota = own.cpu_group.map_or(f64::INFINITY, |(group, num_cores)| {
             let is_of_it = |grant: &Grant| grant.cpu_group.is_some_and(|(other, _)| other == group);
             num_cores / neighbours.iter().filter(|(_, grant)| is_of_it(grant)).count() as f64
         });
-        // Thirds of a whole add up to a little less.
+        // Rounding: three thirds may sum to just below 1.
         let num_threads = ((num_cpus.min(quota) + 1e-9) as usize).max(1);
         let binding = binding(own, rank, &neighbours, bind);
         let (binding, why_unbound) = match binding {
             Ok(binding) => (binding, None),
             Err(why) => (None, Some(why)),
         };
-        HostShare { num_workers, num_sharing_memory, num_threads, binding, why_unbound }
+        HostShare { num_workers, num_sharing_limit, num_threads, binding, why_unbound }
     }
 
-    /// The processors that so many workers of this host would keep to, for people.
+    /// The CPUs that so many workers of this host would be bound to, for people.
     pub(crate) fn preview(num_workers: usize) -> String {
         let grants = vec![Grant::of_this_process(&MemoryLimit::of_this_process()); num_workers];
         let shares = (0..num_workers).map(|rank| Self::among(&grants, rank, num_workers, Bind::Auto));
         let texts = shares.enumerate().map(|(rank, share)| match (share.bound_to(), share.why_unbound) {
             (Some(cpus), _) => Ok(format!("rank {rank}: {cpus}")),
-            (None, Some(why)) => Err(format!("{num_workers} workers keep to no cores: {why}")),
+            (None, Some(why)) => Err(format!("{num_workers} workers are not bound to cores: {why}")),
             (None, None) => Ok("one worker may use all".to_owned()),
         });
         let texts: Result<Vec<String>, String> = texts.collect();
         texts.map_or_else(|why| why, |texts| texts.join("; "))
     }
 
-    /// Keeps the calling thread, and those that it starts from now on, to the processors of this worker, if it has its own.
+    /// Binds the calling thread, and those that it starts from now on, to the CPUs of this worker, if it has its own.
     pub(crate) fn bind(&self) -> io::Result<()> {
         let Some(cpus) = &self.binding else { return Ok(()) };
         let mut set = CpuSet::new();
@@ -112,13 +117,13 @@ impl HostShare {
         Ok(sched_setaffinity(None, &set)?)
     }
 
-    /// Which processors this worker keeps to, for people.
+    /// Which CPUs this worker is bound to, for people.
     pub(crate) fn bound_to(&self) -> Option<String> {
         Some(format!("CPUs {}", ranges(self.binding.as_ref()?)))
     }
 }
 
-/// The processors that a worker keeps to, if the launcher has not chosen some for it; why not, where it might.
+/// The CPUs to bind a worker to, if the launcher has not chosen some for it; why not, if it might be bound.
 fn binding(
     own: &Grant,
     rank: usize,
@@ -130,6 +135,9 @@ fn binding(
         return Ok(None);
     }
     let num_workers = neighbours.len();
+    if own.cpus.iter().any(|&cpu| cpu >= CpuSet::MAX_CPU) || sched_getaffinity(None).is_err() {
+        return Err("the system has more CPUs than can be chosen from".to_owned());
+    }
     if num_workers > own.cpus.len() {
         return Err(format!("{num_workers} workers share {} CPUs", own.cpus.len()));
     }
@@ -137,7 +145,7 @@ fn binding(
     if bind == Bind::Auto && own.cpu_group.is_some() {
         return Err("a control group limits the time of all together".to_owned());
     }
-    // Two programs that keep to the same processors would each wait for the other.
+    // Two programs that are bound to the same CPUs would each wait for the other.
     if bind == Bind::Auto && load > own.cpus.len() as f64 / 2.0 {
         return Err(format!("other programs use this host (load {load:.1})"));
     }
@@ -149,14 +157,13 @@ fn binding(
 impl Grant {
     fn of_this_process(limit: &MemoryLimit) -> Self {
         let cpu_limit = CpuLimit::of_control_groups(Path::new("/"));
-        let group = |file: &Path| fs::metadata(file).map_or(0, |file| file.ino());
         let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         Grant {
             host: host_name(),
             machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
             cpus: by_neighbourhood(allowed_cpus(), Path::new("/")),
-            cpu_group: cpu_limit.map(|limit| (limit.group(), limit.num_cores)),
-            memory_group: limit.file.as_deref().map(group),
+            cpu_group: cpu_limit.map(|limit| (group_of(&limit.file), limit.num_cores)),
+            memory_group: limit.file.as_deref().map(group_of),
             load: load.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0),
         }
     }
@@ -164,7 +171,10 @@ impl Grant {
 
 /// The processors that this process may run on.
 fn allowed_cpus() -> Vec<usize> {
-    let Ok(allowed) = sched_getaffinity(None) else { return vec![0] };
+    let Ok(allowed) = sched_getaffinity(None) else {
+        // More CPUs than a set has.
+        return (0..trireme_train::share_of_cores(1)).collect();
+    };
     (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect()
 }
 
@@ -245,7 +255,7 @@ mod tests {
     fn two_launchers_on_one_host_share_its_memory() {
         let in_group = |group| Grant { memory_group: group, ..grant(0..4) };
         let sharing = |grants: &[Grant]| -> Vec<usize> {
-            shares(grants, Bind::None).iter().map(|share| share.num_sharing_memory).collect()
+            shares(grants, Bind::None).iter().map(|share| share.num_sharing_limit).collect()
         };
         assert_eq!(sharing(&[in_group(None), in_group(None)]), [2; 2]);
         assert_eq!(sharing(&[in_group(Some(1)), in_group(Some(2)), in_group(Some(1))]), [2, 1, 2]);

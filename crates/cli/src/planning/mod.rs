@@ -172,7 +172,7 @@ impl<'a> Workers<'a> {
             world_size: group.world_size(),
             local_world_size,
             num_threads: local_threads(config, share.num_threads),
-            num_sharing_limit: share.num_sharing_memory,
+            num_sharing_limit: share.num_sharing_limit,
             features,
             shares_memory: group.transport() == TransportKind::Shm,
             num_sharing,

@@ -188,7 +188,10 @@ fn ranks_that_are_dealt_out_in_turns_send_no_more() {
     let (in_turns, told) = traffic("turns", &|rank| rank % 2);
     tells(
         &told,
-        &["note: the launcher has spread neighbouring ranks over hosts", "rank 2 is rank 1, 1 is rank 2"],
+        &[
+            "note: the launcher placed neighbouring ranks on different hosts",
+            "rank 2 is now rank 1, 1 is now rank 2",
+        ],
     );
     assert!(in_turns < in_blocks + in_blocks / 20, "{in_turns} and {in_blocks} bytes");
     assert_eq!(scene.losses("turns"), scene.losses("blocks"));

@@ -34,11 +34,11 @@ fn a_launcher_s_choice_stands() {
     tells(&first, &["2 workers x 1 thread"]);
     assert_eq!(second, "");
     let log = |rank| scene.read(&format!("runs/tiny/logs/rank-{rank}.log"));
-    assert!([0, 1].iter().all(|rank| !log(rank).contains("keeps")));
+    assert!([0, 1].iter().all(|rank| !log(rank).contains("is bound")));
 }
 
 #[test]
-fn workers_keep_to_their_own_cores() {
+fn workers_are_bound_to_their_own_cores() {
     let Some([first, second]) = two_cpus() else { return };
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml --set launch.bind=none --set run.name=free").succeeded();
@@ -47,7 +47,7 @@ fn workers_keep_to_their_own_cores() {
     if available_parallelism().unwrap().get() == 2 {
         for (rank, cpu) in [first, second].into_iter().enumerate() {
             let log = scene.read(&format!("runs/bound/logs/rank-{rank}.log"));
-            tells(&log, &[&format!("this worker keeps to CPUs {cpu}")]);
+            tells(&log, &[&format!("this worker is bound to CPUs {cpu}")]);
         }
     }
 }

@@ -305,7 +305,8 @@ impl Group {
         &self.recorder
     }
 
-    /// What to beat during work that takes long, so that ranks that wait for this one know that it works.
+    /// Beat this during long work, at least every few seconds: ranks that wait for this one give up after [`GroupOptions::timeout`]
+    /// without a beat.
     pub fn heartbeat(&self) -> &Heartbeat {
         self.recorder.heartbeat()
     }

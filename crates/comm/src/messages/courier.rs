@@ -186,6 +186,7 @@ impl Courier {
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
         if has_moved {
             parcel.moved = Some(Instant::now());
+            self.recorder.recorder().heartbeat().beat();
         }
         if outgoing.is_done() {
             self.recorder.end_message(number);
@@ -220,6 +221,7 @@ impl Courier {
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
         if has_moved {
             parcel.moved = Some(Instant::now());
+            self.recorder.recorder().heartbeat().beat();
         }
         if incoming.is_done() {
             self.recorder.end_message(number);
@@ -285,7 +287,7 @@ impl Courier {
                     continue;
                 }
                 let since = parcel.moved.unwrap_or(parcel.issued).max(parcel.issued);
-                if self.recorder.silence(peer, since) >= self.timeout {
+                if self.recorder.silence_passing_on(peer, since) >= self.timeout {
                     self.failed = Some(parcel.number);
                     return Err(call.timed_out(Vec::from([peer])));
                 }

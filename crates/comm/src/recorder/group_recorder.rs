@@ -137,9 +137,9 @@ impl GroupRecorder {
         *known = (*known).max(Some(at));
     }
 
-    /// How long nothing has been heard of progress of a member that is waited for `since` then. If there was some, this rank is no more stuck
-    /// than that member, and tells so those who wait for it.
-    pub(crate) fn silence(&self, member: Rank, since: Instant) -> Duration {
+    /// How long `member` has shown no progress, counted from `since` at the earliest. Its progress counts as this rank's too, so that ranks
+    /// behind this one learn of it.
+    pub(crate) fn silence_passing_on(&self, member: Rank, since: Instant) -> Duration {
         let progress = self.log.lock().progress[member.0];
         if let Some(at) = progress {
             self.recorder.heartbeat().beat_at(at);
@@ -147,7 +147,7 @@ impl GroupRecorder {
         progress.map_or(since, |at| at.max(since)).elapsed()
     }
 
-    /// Members shall be asked for their progress.
+    /// Notes that `member` must be asked for its progress.
     pub(crate) fn ask(&self, member: Rank) {
         self.log.lock().is_asked[member.0] = true;
     }

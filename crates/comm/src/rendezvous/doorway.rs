@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// A connection that has not proved to have the key after this long is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Connections that have not proved to have the key, as long as the process may have so many.
+/// Connections that have not proved to have the key; fewer if the process runs out of descriptors.
 const NUM_VISITORS_MAX: usize = 256;
 /// When there are so many, the oldest makes room for the next, but has had this long.
 const STAY_MIN: Duration = Duration::from_millis(200);
@@ -140,6 +140,7 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                     if self.visitors.len() >= self.num_visitors_max {
                         self.make_room();
                     }
+                    self.num_visitors_max = (self.num_visitors_max + 1).min(NUM_VISITORS_MAX);
                     let examination = Examination::new(self.key.clone(), nonce()?);
                     let (door, received, since) = (Door { socket, address }, Vec::new(), Instant::now());
                     self.visitors.push_back(Visitor { door, examination, received, since });
@@ -158,7 +159,7 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                     | Errno::HOSTUNREACH
                     | Errno::NONET,
                 ) => {}
-                // Visitors have what is missing; without any, waiting gains nothing.
+                // Visitors hold the descriptors or memory that ran out, so one of them makes room. With no visitors, waiting would not help.
                 Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
                     if !self.visitors.is_empty() =>
                 {

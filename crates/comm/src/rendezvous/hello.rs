@@ -61,7 +61,7 @@ impl Place {
 
 impl Introduction for Hello {
     /// This protocol, third version.
-    const MAGIC: [u8; 8] = *b"TRIRJOI3";
+    const MAGIC: [u8; 8] = *b"TRIRJOI4";
     const BYTES: usize = 8 * WORDS;
 
     fn decode(bytes: &[u8]) -> Option<Self> {

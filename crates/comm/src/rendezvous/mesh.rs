@@ -1,12 +1,13 @@
 //! The connections between all pairs of a group's members. Of each pair the higher one connects and introduces itself.
 
+use super::AnotherFailed;
 use super::encryption::encrypt;
 use super::hello::Place;
 use super::key::Key;
 use super::local::{check_user, connect_local, receive_arena, send_arena};
 use super::session::{Gate, Session};
 use super::wait_limit::WaitLimit;
-use super::wire::{has_hung_up, invalid, pauses};
+use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses};
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::net::sockopt::{
@@ -18,9 +19,6 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
-
-/// One attempt to reach another rank by TCP lasts at most this long.
-const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -319,6 +317,10 @@ fn tuned(socket: OwnedFd, purpose: Purpose, network_pause: Duration) -> io::Resu
 }
 
 fn in_context(error: io::Error, doing: String) -> io::Error {
+    // That another rank has failed is no failure of what this one was doing.
+    if error.get_ref().is_some_and(|inner| inner.is::<AnotherFailed>()) {
+        return error;
+    }
     io::Error::new(error.kind(), format!("{doing}: {error}"))
 }
 

@@ -6,7 +6,7 @@
 //! 2. When all are there, rank 0 sends everyone the table of places and whether to try shared memory: it does
 //!    if that was asked for, or nothing was and some ranks share a host. From then on messages to and from
 //!    rank 0 carry tags that only who knows the secret can make (`channel`).
-//!    Where ranks of a host are not neighbours, and if that was asked for, all number themselves again by the table.
+//!    Where ranks of a host are not neighbours, and if that was asked for, all ranks are renumbered by the table.
 //! 3. Shared memory: processes of one host meet at abstract unix sockets and pass each other the descriptors
 //!    of their arenas. If any rank fails, all of them continue with TCP under [`TransportChoice::Auto`], and fail
 //!    otherwise.
@@ -292,12 +292,12 @@ impl Connecting<'_> {
     /// As by TCP, but MPI carries the data.
     fn by_mpi(&mut self, deadline: Instant) -> Result<Parts, CommError> {
         let parts = self.by_tcp(deadline)?;
-        let seats = seating::exchange(&parts.rows, deadline);
+        let failure = || self.star.knows_of_failure().then(|| io::Error::other(AnotherFailed));
+        let seats = seating::exchange(&parts.rows, WaitLimit::unless(deadline, &failure));
         let report = seats.as_ref().map(drop).map_err(ToString::to_string);
         let outcome = self.star.agree("registering with MPI", report, deadline)?;
-        let seats = seats?;
         outcome.map_err(|reason| CommError::MpiUnavailable { reason })?;
-        Ok(Parts { seats: Some(seats), ..parts })
+        Ok(Parts { seats: Some(seats?), ..parts })
     }
 
     fn mesh(&self, routes: &[Route], arena: Option<&Arena>, deadline: Instant) -> io::Result<Mesh> {
@@ -315,19 +315,20 @@ impl Connecting<'_> {
                 _ => self.options.group.sockets_per_peer,
             },
         };
-        let failure = || self.star.knows_of_failure().then(given_up);
+        let failure = || self.star.knows_of_failure().then(|| io::Error::other(AnotherFailed));
         mesh::connect(self.session, &members, self.listeners, WaitLimit::unless(deadline, &failure))
     }
 }
 
-/// Why a rank stops connecting of which another has failed.
-fn given_up() -> io::Error {
-    io::Error::new(io::ErrorKind::ConnectionAborted, "another rank has failed")
-}
+/// A rank stops connecting because another one has failed.
+#[derive(Debug, thiserror::Error)]
+#[error("another rank has failed")]
+struct AnotherFailed;
 
-/// What a rank reports that could not connect; nothing if only another's failure kept it from that.
+/// What a rank that could not connect reports: empty if it stopped only because another failed.
 fn reason_of(error: &io::Error) -> String {
-    if error.kind() == io::ErrorKind::ConnectionAborted { String::new() } else { error.to_string() }
+    let is_followup = error.get_ref().is_some_and(|inner| inner.is::<AnotherFailed>());
+    if is_followup { String::new() } else { error.to_string() }
 }
 
 /// Who shares a host. A rank that does not know its host is alone.
@@ -347,14 +348,14 @@ fn order_by_host(places: &[Place]) -> Vec<usize> {
     order
 }
 
-/// Says how ranks were numbered again.
+/// Says how ranks were renumbered.
 fn order_note(order: &[usize]) -> String {
     let renamed = order.iter().enumerate().filter(|(rank, came_as)| rank != *came_as);
     let texts: Vec<String> =
-        renamed.clone().take(4).map(|(rank, came_as)| format!("{came_as} is rank {rank}")).collect();
+        renamed.clone().take(4).map(|(rank, came_as)| format!("{came_as} is now rank {rank}")).collect();
     let more = if renamed.count() > texts.len() { ", and so on" } else { "" };
     format!(
-        "the launcher has spread neighbouring ranks over hosts; they are numbered again so that neighbours share a host: the launcher's rank {}{more}",
+        "the launcher placed neighbouring ranks on different hosts, so ranks are renumbered by host: rank {}{more}",
         texts.join(", ")
     )
 }

@@ -1,36 +1,43 @@
 //! How the ranks of a group find each other in MPI's world: each tells all others over their control connections.
 
 use super::mesh::Purpose;
+use super::wait_limit::WaitLimit;
 use super::wire::{receive_exact, send_all};
 use crate::transport::link::Connection;
 use crate::transport::mpi::{MpiProcess, Seat, Seats};
 use crate::{CommError, words};
 use std::io;
 use std::sync::Arc;
-use std::time::Instant;
 
 const SEAT_BYTES: usize = 16;
 
 /// Takes a seat for this rank and learns those of the others. `rows` are the group's connections.
-pub(super) fn exchange(rows: &[Vec<Option<Connection>>; 3], deadline: Instant) -> Result<Seats, CommError> {
+pub(super) fn exchange(
+    rows: &[Vec<Option<Connection>>; 3],
+    limit: WaitLimit<'_>,
+) -> Result<Seats, CommError> {
     let process = MpiProcess::of_this_process()?;
     let own = process.take_seat()?;
     let connections = &rows[Purpose::Control as usize];
-    let peers = tell(own, connections, deadline).map_err(|source| CommError::Rendezvous {
+    let peers = tell(own, connections, limit).map_err(|source| CommError::Rendezvous {
         doing: "announcing this rank's place in MPI's world".to_owned(),
         source: Arc::new(source),
     })?;
     process.seats(own, peers)
 }
 
-fn tell(own: Seat, connections: &[Option<Connection>], deadline: Instant) -> io::Result<Vec<Option<Seat>>> {
+fn tell(
+    own: Seat,
+    connections: &[Option<Connection>],
+    limit: WaitLimit<'_>,
+) -> io::Result<Vec<Option<Seat>>> {
     let said: [u8; SEAT_BYTES] = words::to_bytes([u64::from(own.process), u64::from(own.tag)]);
     for connection in connections.iter().flatten() {
-        send_all(connection.socket(), &said, deadline)?;
+        send_all(connection.socket(), &said, limit)?;
     }
     let hear = |connection: &Connection| {
         let mut said = [0; SEAT_BYTES];
-        receive_exact(connection.socket(), &mut said, deadline)?;
+        receive_exact(connection.socket(), &mut said, limit)?;
         let [process, tag] = words::from_bytes(&said).map(u32::try_from);
         match (process, tag) {
             (Ok(process), Ok(tag)) => Ok(Seat { process, tag }),

@@ -246,7 +246,7 @@ impl Preparation {
         });
         let memory = memory.transpose()?;
         let seats = match parent.transport() {
-            TransportKind::Mpi => Some(seating::exchange(&rows, deadline).map_err(io::Error::other)?),
+            TransportKind::Mpi => Some(seating::exchange(&rows, limit).map_err(io::Error::other)?),
             _ => None,
         };
         Ok(Parts { rank: membership.own, hosts: self.hosts, rows, memory, seats, is_inproc })

@@ -9,7 +9,7 @@ use super::message::{Message, Table};
 use super::ports::listen_at;
 use super::refusals::Refusals;
 use super::waiting::Waiting;
-use super::wire::{has_hung_up, invalid, pauses, wait_for_any};
+use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses, wait_for_any};
 use super::{check_secret, look_up};
 use crate::{CommError, JoinOptions, TransportChoice};
 use rustix::event::{PollFd, PollFlags};
@@ -25,8 +25,6 @@ use trireme_base::{Rank, with_sources};
 const RESOLVED_MAX: Duration = Duration::from_secs(5);
 /// An introduction that is not answered within this long is tried again.
 const INTRODUCTION_MAX: Duration = Duration::from_secs(30);
-/// One attempt to reach rank 0 lasts at most this long.
-const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 /// Rank 0 has listened for longer than the others have known it, so it gives up first and can say why.
 const COURTESY: Duration = Duration::from_secs(5);
 
@@ -225,7 +223,7 @@ fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
 }
 
 impl Star {
-    /// Numbers the ranks again: at each place the one that has come as this.
+    /// Renumbers the ranks: `order[new]` is the old rank.
     pub(super) fn reorder(&mut self, own: Rank, order: &[usize]) {
         match self {
             Star::Ray { rank, .. } => *rank = own,
@@ -246,8 +244,8 @@ impl Star {
         }
     }
 
-    /// Each rank says whether it succeeded, or without a reason that another's failure has kept it from that. All learn whether
-    /// everyone did, and as soon as someone did not, why.
+    /// Each rank reports success, a reason, or an empty reason if another's failure stopped it. All learn of the first reason at once,
+    /// without waiting for the rest.
     pub(super) fn agree(
         &mut self,
         doing: &str,
@@ -293,7 +291,11 @@ fn collect(
         if told.is_none()
             && let Some(outcome) = sum_up(&failures, awaited.is_empty())
         {
-            tell_all(channels, &Message::Report(outcome.clone()), deadline)?;
+            let sent = tell_all(channels, &Message::Report(outcome.clone()), deadline);
+            // That a failed rank cannot be told is no more than a part of its failure.
+            if outcome.is_ok() {
+                sent?;
+            }
             told = Some(outcome);
         }
         if let Some(outcome) = told.take_if(|_| awaited.is_empty()) {

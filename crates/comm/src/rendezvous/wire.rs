@@ -9,6 +9,9 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+/// One attempt to reach another rank by TCP lasts at most this long.
+pub(super) const ATTEMPT_MAX: Duration = Duration::from_secs(5);
+
 /// Between two attempts to reach another rank.
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 

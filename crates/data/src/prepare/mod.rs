@@ -333,9 +333,13 @@ fn choose_tokenizer(
             let _done = done;
             Tokenizer::train_bpe(batches.step_by(one_in).flat_map(pieces), vocabulary_size)
         });
-        // Merges are learned after all is read, and take long.
+        let mut last = None;
         while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            advance();
+            let read = num_read.load(Ordering::Relaxed);
+            // A disk that hangs makes no progress. Merges are learned after all is read, and take long.
+            if last.replace(read) != Some(read) || read >= inputs.bytes {
+                advance();
+            }
         }
         advance();
         training.join().unwrap_or_else(|panic| resume_unwind(panic))

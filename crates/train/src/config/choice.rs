@@ -72,13 +72,14 @@ config_choice! {
 }
 
 config_choice! {
-    /// Which processors workers keep to.
+    /// How workers are bound to cores.
     Bind {
-        /// Each to its own cores, if the launcher has not chosen any, workers do not outnumber them, and no other program uses the host.
+        /// Each to its own cores, unless the launcher has chosen cores, workers outnumber CPUs, a control group limits CPU time, or the load average is above
+        /// half the CPUs.
         Auto = "auto",
         /// Each to its own cores, even if other programs use the host.
         Cores = "cores",
-        /// To none: the system chooses.
+        /// Not at all: the system chooses.
         None = "none",
     }
 }

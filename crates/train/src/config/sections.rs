@@ -216,7 +216,8 @@ config_section! {
         /// in an order that `seed` changes, and the host cannot read the device's memory. It has the bits of `cpu`, is slower,
         /// and shows whether a model of your own would run on an accelerator.
         device: DeviceName = DeviceName::Cpu;
-        /// Threads per worker; 0 divides the cores of the host among its workers.
+        /// Threads per worker; 0 uses its share of the cores: all of those that it has to itself, and an equal part of those that several workers
+        /// share, within the CPU quota of its control group.
         threads: usize = 0, within 0..=Device::THREADS_MAX;
         /// `layout` gives the same bits for any number of workers and threads, as long as the local and global batch
         /// sizes stay the same (and workers, and microbatches of each, are powers of two). `run` gives the same bits
@@ -383,8 +384,8 @@ config_section! {
         /// Seconds of silence after which a worker that waits for another one gives up and reports which one. One that makes progress, such as
         /// rank 0 while it tokenizes or a worker that writes to a slow disk, says so and is waited for.
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
-        /// Seconds for which a network between hosts may carry nothing. A host that is silent for longer counts as lost. When the process of a worker
-        /// ends, the others know within a second, whatever this says.
+        /// Seconds for which the network between hosts may stall. A host that is silent for longer counts as lost. The end of a process is noticed
+        /// within a second, whatever this value is.
         network_pause_seconds: f64 = 30.0, within 1.0..=3600.0;
         /// File with the secret that all workers share; only its owner may have access to it. The environment
         /// variable TRIREME_SECRET takes precedence. Workers that this command starts on one host need neither.
@@ -491,8 +492,8 @@ config_section! {
         workers: usize = 0, within 0..=4096;
         /// TCP port where the workers meet; 0 uses a free one.
         master_port: u16 = 0;
-        /// Which cores workers keep to. Neighbouring ranks get neighbouring cores, so that each has the memory next to its own. `trireme doctor` shows
-        /// the cores of each worker.
+        /// How workers are bound to cores. Neighbouring ranks get neighbouring cores, close to their own memory. `trireme doctor --workers N` shows what
+        /// `auto` would do for N workers on this host.
         bind: Bind = Bind::Auto;
     }
 }

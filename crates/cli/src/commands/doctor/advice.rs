@@ -45,7 +45,7 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
     if let (Some(num_cores), Some(file)) = (machine.cpu_limit_cores, machine.cpu_limit_file.clone()) {
         warn(
             format!("all processes together may use only {}", CpuLimit { num_cores, file }),
-            "More threads would take turns, and all of them stand still when the time of a period is used up.",
+            "More threads than that make the kernel pause all of them once the quota of a period is used up.",
         );
     }
     if uses.threads != num_cores_available {

@@ -41,7 +41,7 @@ struct Report {
     hosts: Vec<HostFigure>,
     links: Vec<LinkFigure>,
     disks: Vec<DiskFigure>,
-    /// Whatever keeps a run from starting or from being fast; none if all is well.
+    /// What would slow the run down or make its logs misleading. What keeps a run from starting is the error of the command.
     problems: Vec<String>,
 }
 
@@ -191,6 +191,10 @@ fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkFigure, Comm
 /// The first rank of each host writes a file and reads it again, all at the same time.
 fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
     let is_first = group.hosts().local_rank(group.rank()) == 0;
+    if group.rank() == Rank::ROOT {
+        // A failure shows again below. Other hosts must not look before it is there.
+        let _ = fs::create_dir_all(folder);
+    }
     group.barrier().wait()?;
     let own = match is_first {
         true => Some(
@@ -200,6 +204,10 @@ fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
         false => None,
     };
     let all = tell_all(group, &own)?;
+    if group.rank() == Rank::ROOT {
+        // Unless a run has files there.
+        let _ = fs::remove_dir(folder);
+    }
     let figures: Result<Vec<DiskFigure>, String> = all.into_iter().flatten().collect();
     figures.map_err(anyhow::Error::msg)
 }
@@ -246,7 +254,7 @@ fn slow_links(links: &[LinkFigure]) -> Vec<String> {
     let line = |link: &LinkFigure| {
         let [first, second] = link.ranks;
         format!(
-            "the link between rank {first} and rank {second} carries {:.2} GB/s, others {:.2} GB/s",
+            "the link between rank {first} and rank {second} carries {:.2} GB/s, the median link {:.2} GB/s; check cables, switch ports and [comm] interface",
             link.bytes_per_second / 1e9,
             usual / 1e9
         )
@@ -301,7 +309,7 @@ fn print(report: &Report, folder: &Path, group: &Group) -> Result<()> {
         )?;
     }
     if report.problems.is_empty() {
-        writeln!(Output, "passed: same program and config on all ranks, one run folder, clocks that agree")?;
+        writeln!(Output, "passed: all ranks have the same program and config, and their clocks agree")?;
     }
     Ok(())
 }
@@ -320,7 +328,12 @@ mod tests {
         assert!(slow_links(&[]).is_empty());
         assert!(slow_links(&[link(1, 1e9), link(2, 2e9), link(3, 2.5e9)]).is_empty());
         let problems = slow_links(&[link(1, 0.1e9), link(2, 2e9), link(3, 2.5e9)]);
-        assert_eq!(problems, ["the link between rank 0 and rank 1 carries 0.10 GB/s, others 2.00 GB/s"]);
+        assert_eq!(
+            problems,
+            [
+                "the link between rank 0 and rank 1 carries 0.10 GB/s, the median link 2.00 GB/s; check cables, switch ports and [comm] interface"
+            ]
+        );
         let disk = |rank, written_bytes_per_second| DiskFigure {
             rank,
             written_bytes_per_second,

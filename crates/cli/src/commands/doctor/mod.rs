@@ -73,13 +73,14 @@ The exit code is 0 unless something prevents training on this machine. With
 
 /// Show this machine, which of its features Trireme uses, and how fast matrix multiplications are.
 ///
-/// Warnings at the end describe problems and how to fix them. The command changes and writes nothing.
+/// Warnings at the end describe problems and how to fix them. Without `--cluster`, the command writes nothing. With it, the first worker of each
+/// host writes a file of 64 MiB to the run's folder and removes it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct DoctorArgs {
-    /// Check what must hold between the workers of a run instead: same program and config, a run folder that all hosts share and may write, clocks
-    /// that agree; and measure links between hosts and the disk. Run it as the job will be run: by srun, mpirun or torchrun. By itself, it starts the
-    /// workers of the config.
+    /// Check a job instead of this machine. All workers compare program and config, the run's folder and clocks; then links between hosts and the disk
+    /// are measured. Start it as the job will be started: with srun, mpirun or torchrun. Without a launcher, it starts the config's workers on this
+    /// host.
     #[arg(long, conflicts_with_all = ["workers", "hosts", "threads", "sizes", "thorough", "seconds"])]
     cluster: bool,
     /// The run's config, for --cluster.
@@ -135,7 +136,7 @@ struct Uses {
     features: String,
     features_reason: &'static str,
     threads: usize,
-    /// The processors of each local worker, or why they keep to none.
+    /// The CPUs that each local worker is bound to, or why they are not bound.
     binding: String,
     products: Vec<UsedKernel>,
     /// Kernels that have not proven themselves.

@@ -423,14 +423,14 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         false => None,
     };
     let planned = Some(plan.worker_plan(step_seconds));
-    process.share.bind().context("cannot keep to the cores of this worker; set [launch] bind = \"none\"")?;
+    process.share.bind().context("cannot bind this worker to its cores; set [launch] bind = \"none\"")?;
     if let Some(cpus) = process.share.bound_to() {
-        console.log(&format!("note: this worker keeps to {cpus}"));
+        console.log(&format!("note: this worker is bound to {cpus}"));
     }
     if config.launch().bind == Bind::Cores
         && let Some(why) = &process.share.why_unbound
     {
-        console.notice(&format!("workers keep to no cores: {why}"));
+        console.notice(&format!("workers are not bound to cores: {why}"));
     }
     let num_threads = local_threads(config, process.share.num_threads);
     let given_config = if is_root { Some(source.given(config)?) } else { None };

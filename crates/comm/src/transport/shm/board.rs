@@ -160,6 +160,9 @@ impl Board {
         let since = Instant::now();
         let has_come = patience.look(call.is_awaited, || self.has_come(meeting));
         let result = if has_come { Ok(()) } else { self.sleep(meeting, call, control) };
+        if !has_come && result.is_ok() {
+            control.has_moved();
+        }
         cost.waiting += since.elapsed();
         result
     }
