@@ -3,10 +3,12 @@
 use crate::console::remark;
 use crate::launch::{ignored_signals, signal_name};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::flag::register_conditional_shutdown;
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use trireme_train::Requests;
@@ -46,6 +48,20 @@ pub(crate) fn stopping_notice(signal: i32) -> String {
     )
 }
 
+/// Whether nothing handles the signals of this process yet.
+static UNHANDLED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| Arc::new(AtomicBool::new(true)));
+
+/// Lets signals end this process from its start on if it is the first one of a container: the kernel drops signals that such a process does not handle
+/// (pid_namespaces(7)), so one that waits for other ranks would not end before it is killed.
+pub(crate) fn end_as_first_process() -> io::Result<()> {
+    if std::process::id() != 1 {
+        return Ok(());
+    }
+    stop_signals().into_iter().try_for_each(|signal| {
+        register_conditional_shutdown(signal, 128 + signal, Arc::clone(&UNHANDLED)).map(drop)
+    })
+}
+
 /// Handles the signals of this process.
 #[derive(Debug, Clone)]
 pub(crate) struct Interrupts(Arc<Mutex<Option<Requests>>>);
@@ -55,6 +71,7 @@ impl Interrupts {
     /// the first one is reported.
     pub(crate) fn listen(reports: bool) -> io::Result<Self> {
         let mut signals = Signals::new(stop_signals())?;
+        UNHANDLED.store(false, Ordering::SeqCst);
         let interrupts = Interrupts(Arc::default());
         let Interrupts(run) = interrupts.clone();
         let mut second = SecondSignal::default();
@@ -93,8 +110,11 @@ impl Drop for Guard {
 
 /// Ends this process as the signal does where nobody hears it.
 fn end(signal: i32) {
-    // All of these end a process.
-    let _ = emulate_default_handler(signal);
+    // All of these end a process, except the first one of a container.
+    if std::process::id() != 1 {
+        let _ = emulate_default_handler(signal);
+    }
+    std::process::exit(128 + signal);
 }
 
 #[cfg(test)]

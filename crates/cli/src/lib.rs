@@ -39,6 +39,7 @@ pub use trireme_train as train;
 pub use trireme_train::{Dataset, Sample, Task};
 
 use clap::{CommandFactory, Parser, Subcommand};
+use interrupts::end_as_first_process;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
@@ -153,7 +154,8 @@ fn parse<P: Parser>() -> P {
 fn within_process(run: impl FnOnce(Instant) -> anyhow::Result<()>) -> ExitCode {
     let started = started::command_started();
     open_files::raise_limit();
-    match launch::die_with_parent().map_err(Into::into).and_then(|()| run(started)) {
+    let prepared = launch::die_with_parent().map_err(Into::into).and_then(|()| Ok(end_as_first_process()?));
+    match prepared.and_then(|()| run(started)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => ExitCode::from(console::report_error(&error)),
     }

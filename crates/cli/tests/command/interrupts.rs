@@ -2,7 +2,10 @@
 
 use crate::common::{Running, Scene, free_port, poll, tells};
 use rustix::process::{Pid, Signal, kill_process};
+use std::net::TcpStream;
+use std::process::Command;
 use std::time::{Duration, UNIX_EPOCH};
+use trireme_testkit::or_skip;
 
 const ENDLESS: &str =
     "--set training.steps=1000000000 --set lr_scheduler.decay=constant --set checkpoint.interval=1000000000";
@@ -30,6 +33,33 @@ fn assert_resumes(scene: &Scene, printed: &str, run: &str) {
     let alone = more.replace(&format!("run.name={run}"), &format!("run.name={run}-alone"));
     scene.run(&alone).succeeded();
     assert_eq!(scene.losses(run), scene.losses(&format!("{run}-alone")));
+}
+
+/// As in a container without an init process, where the kernel drops signals that nobody handles.
+#[test]
+fn the_first_process_of_a_container_ends_while_it_waits_for_others() {
+    let scene = Scene::with_corpus();
+    let port = free_port();
+    let inner = scene.worker(0, port, "train tiny.toml");
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork"]).arg(inner.get_program()).args(inner.get_args());
+    scene.prepare(&mut command);
+    command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let can_unshare = Command::new("unshare").args(["--pid", "--fork", "true"]).output();
+    let can_unshare =
+        can_unshare.map_err(|error| error.to_string()).and_then(|output| match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+        });
+    let Some(()) = or_skip("process namespaces", can_unshare) else { return };
+    let running = Running::start(command);
+    // It listens, so it waits.
+    poll(|| TcpStream::connect(("127.0.0.1", port)).ok());
+    let outer = running.process().as_raw_nonzero();
+    let children = std::fs::read_to_string(format!("/proc/{outer}/task/{outer}/children")).unwrap();
+    let first = Pid::from_raw(children.trim().parse().unwrap()).unwrap();
+    send(first, Signal::TERM);
+    assert_eq!(running.end().code, Some(143));
 }
 
 #[test]
