@@ -31,8 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// How often to look for what is waited for.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// As many as take some seconds.
-const STEPS: usize = 6000;
+/// As many as take longer than Slurm needs to make way for another job.
+const STEPS: usize = 20_000;
 
 /// After so many steps a run is disturbed.
 const STEPS_BEFORE: usize = 300;
