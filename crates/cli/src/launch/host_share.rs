@@ -1,15 +1,17 @@
 //! What a worker may take of its host, where several workers, and perhaps several launchers, share it.
 
+use super::telling::tell_all;
 use crate::console::host_name;
 use crate::control_groups::group_of;
 use crate::cpu_limit::CpuLimit;
 use crate::memory_limit::MemoryLimit;
+use anyhow::Result;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
 use std::path::Path;
-use trireme_comm::{CommError, Group};
+use trireme_comm::Group;
 use trireme_train::config::Bind;
 
 /// What this host grants a worker, as the worker sees it.
@@ -56,17 +58,13 @@ impl HostShare {
     }
 
     /// That of this rank, as all ranks of its world see it together. Collective.
-    pub(crate) fn of_world(group: &Group, limit: &MemoryLimit, bind: Bind) -> Result<Self, CommError> {
+    pub(crate) fn of_world(group: &Group, limit: &MemoryLimit, bind: Bind) -> Result<Self> {
         let mut own = Grant::of_this_process(limit);
         if own.machine.is_empty() {
             // Unknown: then it counts as alone.
             own.machine = format!("that of rank {}", group.rank());
         }
-        let own = serde_json::to_vec(&own).expect("a grant is JSON");
-        let said = group.all_gather_bytes(&own).wait()?;
-        let invalid = |_| CommError::Options { what: "a rank sent something else than its share".to_owned() };
-        let grants: Result<Vec<Grant>, _> = said.iter().map(|grant| serde_json::from_slice(grant)).collect();
-        let grants = grants.map_err(invalid)?;
+        let grants = tell_all(group, &own)?;
         group.flight_recorder().name_hosts(grants.iter().map(|grant| grant.host.clone()).collect());
         let hosts = group.hosts();
         let num_workers = hosts.ranks(hosts.host_of(group.rank())).len();

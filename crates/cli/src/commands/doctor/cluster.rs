@@ -4,12 +4,13 @@ use crate::commands::check_config_path;
 use crate::commands::train::world_options;
 use crate::console::{Output, host_name};
 use crate::launch::{
-    HostShare, WorkerEnvironment, before_joining, launch_workers, ranges, recorder_folder, work_in_world,
+    HostShare, WorkerEnvironment, before_joining, launch_workers, ranges, recorder_folder, tell_all,
+    work_in_world,
 };
 use crate::memory_limit::MemoryLimit;
 use crate::numbers::counted;
 use crate::statistics::median;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use rustix::fs::{Advice, fadvise, statvfs};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -114,13 +115,6 @@ fn check(config: &Config, group: &Group) -> Result<Report> {
     problems.extend(slow_links(&links));
     problems.extend(slow_disks(&disks));
     Ok(Report { hosts, links, disks, problems })
-}
-
-/// What each rank has found, told to all.
-fn tell_all<T: Serialize + for<'a> Deserialize<'a>>(group: &Group, own: &T) -> Result<Vec<T>> {
-    let own = serde_json::to_vec(own)?;
-    let all = group.all_gather_bytes(&own).wait()?;
-    all.iter().map(|said| serde_json::from_slice(said).context("a rank sent something else")).collect()
 }
 
 fn hosts(config: &Config, group: &Group) -> Result<Vec<HostFigure>> {

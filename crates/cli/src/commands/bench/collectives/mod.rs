@@ -6,18 +6,21 @@ mod operation;
 
 use crate::commands::costs::CostArgs;
 use crate::console::Output;
-use crate::launch::{WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world};
+use crate::launch::{
+    HostShare, WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world,
+};
+use crate::memory_limit::MemoryLimit;
 use anyhow::{Context, Result, bail};
 use measuring::{Measurement, measure};
 use number::{Dtype, Number};
 use operation::Op;
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::fmt;
 use std::io::Write;
 use std::time::{Duration, Instant};
 use trireme_base::{Bf16, Bytes, F16, Rank};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TransportChoice};
 use trireme_schedule::collective::Algorithm;
+use trireme_train::config::Bind;
 
 const HELP: &str = "\
 How to read it:
@@ -185,7 +188,8 @@ fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
         bail!("send needs two workers; set --workers to 2 or more");
     }
     if !args.unbound {
-        bind(group)?;
+        let share = HostShare::of_world(group, &MemoryLimit::of_this_process(), Bind::Cores)?;
+        share.bind().context("cannot bind to cores; try --unbound")?;
     }
     let is_root = group.rank() == Rank::ROOT;
     if is_root && !args.json {
@@ -218,23 +222,6 @@ fn print_header(args: &CollectivesArgs, group: &Group) -> Result<()> {
         "operation", "size", "median", "bandwidth", "bus"
     )?;
     Ok(())
-}
-
-/// Keeps this process to its rank's share of the processors, where each rank of the host can have one.
-fn bind(group: &Group) -> Result<()> {
-    let hosts = group.hosts();
-    let num_ranks = hosts.ranks(hosts.host_of(group.rank())).len();
-    let allowed = sched_getaffinity(None).context("cannot determine which cores this process may use")?;
-    let processors: Vec<usize> =
-        (0..CpuSet::MAX_CPU).filter(|&processor| allowed.is_set(processor)).collect();
-    if num_ranks > processors.len() {
-        return Ok(());
-    }
-    let border = |rank: usize| rank * processors.len() / num_ranks;
-    let local_rank = hosts.local_rank(group.rank());
-    let mut own = CpuSet::new();
-    processors[border(local_rank)..border(local_rank + 1)].iter().for_each(|&processor| own.set(processor));
-    sched_setaffinity(None, &own).context("cannot bind to cores; try --unbound")
 }
 
 fn print(args: &CollectivesArgs, measurement: &Measurement) -> Result<()> {
