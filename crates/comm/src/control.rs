@@ -3,14 +3,15 @@
 //! A connection that ends without a goodbye is how a rank learns that a peer's process died: the kernel
 //! closes a dead process's sockets at once, and keepalive (see `rendezvous`) ends those of a dead host.
 
-use crate::Operation;
+mod peer;
+
 use crate::engine::Call;
 use crate::error::{CommError, Crossing};
 use crate::notice::{Event, NOTICE_BYTES, Notice};
 use crate::recorder::{GATHER_MAX, GroupRecorder, ToldPlace};
+use peer::{Connection, Ending, Link, Peer};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, recv, send};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -27,9 +28,6 @@ const STALL: Duration = Duration::from_secs(1);
 const WARN_MAX: Duration = Duration::from_secs(30);
 /// How long to look for the reason of a broken data connection on the control connection beside it.
 const REASON_WAIT: Duration = Duration::from_secs(1);
-
-/// Notices that wait for a peer that reads none.
-const UNSENT_BYTES_MAX: usize = 64 << 10;
 
 /// The control connections of one rank.
 pub(crate) struct Control {
@@ -49,49 +47,6 @@ pub(crate) struct Control {
     /// Where this rank last told its peers that it is blocked.
     told_blocked: Option<ToldPlace>,
     recorder: GroupRecorder,
-}
-
-struct Peer {
-    link: Link,
-    /// Operations that the peer is known to have begun.
-    num_begun: u64,
-    /// What it has told to wait in, until that is compared with what this rank does there.
-    waiting: Option<(u64, Operation)>,
-    /// It waits to hear of this rank's progress.
-    is_asking: bool,
-    /// When it was asked for its progress, if it has not answered.
-    asked: Option<Instant>,
-    /// It has told where it is when something went wrong.
-    has_told_place: bool,
-    /// Where it has told to be blocked.
-    blocked: Option<ToldPlace>,
-}
-
-enum Link {
-    /// This rank itself.
-    Own,
-    Connected(Connection),
-    /// With the connection, if the peer may still read from it.
-    Ended(Ending, Option<OwnedFd>),
-}
-
-/// How a peer's part in the group ended.
-#[derive(Clone, Copy)]
-enum Ending {
-    /// It said goodbye, or why it failed. It takes part in the operations before the notice's.
-    Said(Notice),
-    /// The connection ended or broke without a word.
-    Lost,
-    /// It sent what is no notice.
-    Garbage,
-}
-
-struct Connection {
-    socket: OwnedFd,
-    /// What the socket has not taken yet.
-    unsent: Vec<u8>,
-    received: [u8; NOTICE_BYTES],
-    num_received: usize,
 }
 
 impl Control {
@@ -422,101 +377,5 @@ pub(crate) fn stall_warning(timeout: Duration) -> Duration {
 impl AsFd for Control {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
-    }
-}
-
-impl Peer {
-    /// Takes in everything that has come; how the connection has ended, if it just has.
-    fn read(&mut self, rank: Rank, world_size: usize, recorder: &GroupRecorder) -> Option<Ending> {
-        let Link::Connected(connection) = &mut self.link else { return None };
-        loop {
-            match connection.read(world_size)? {
-                Ok(Notice { sequence, event: Event::Waiting { operation } }) => {
-                    self.num_begun = self.num_begun.max(sequence.saturating_add(1));
-                    self.waiting = Some((sequence, operation));
-                    self.is_asking = true;
-                }
-                Ok(Notice { event: Event::Asking, .. }) => self.is_asking = true,
-                Ok(Notice { event: Event::Progress { milliseconds }, .. }) => {
-                    // From when it was asked, not from when the answer is read: else ranks that wait in a circle would pass on ages that get less.
-                    let asked = self.asked.take();
-                    let at = asked.and_then(|asked| asked.checked_sub(Duration::from_millis(milliseconds)));
-                    at.into_iter().for_each(|at| recorder.hear_progress(rank, at));
-                }
-                Ok(Notice { event: Event::Place(place), .. }) => {
-                    self.has_told_place = true;
-                    recorder.hear(rank, place);
-                }
-                Ok(Notice { event: Event::Blocked(place), .. }) => self.blocked = Some(place),
-                Ok(notice) => {
-                    let has_begun = u64::from(notice.event != Event::Goodbye);
-                    self.num_begun = self.num_begun.max(notice.sequence.saturating_add(has_begun));
-                    return Some(Ending::Said(notice));
-                }
-                Err(ending) => return Some(ending),
-            }
-        }
-    }
-
-    /// Best effort: a peer that cannot be told has ended, or will find the connection ended.
-    fn tell(&mut self, notice: Notice) {
-        match &mut self.link {
-            Link::Own | Link::Ended(_, None) => {}
-            Link::Connected(connection) => connection.send(&notice.encode()),
-            Link::Ended(_, Some(socket)) => {
-                let _ = send(socket, &notice.encode(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
-            }
-        }
-    }
-
-    /// The same with a notice that asks the peer for its progress.
-    fn ask(&mut self, notice: Notice) {
-        self.asked = Some(Instant::now());
-        self.tell(notice);
-    }
-
-    /// Listens no more; a peer that failed may still be told where this rank is.
-    fn end(&mut self, ending: Ending, epoll: &OwnedFd) {
-        let Link::Connected(Connection { socket, .. }) = std::mem::replace(&mut self.link, Link::Own) else {
-            unreachable!("only who is connected can end")
-        };
-        // Fails only for what is not in it.
-        let _ = epoll::delete(epoll, &socket);
-        let may_read = matches!(ending, Ending::Said(notice) if notice.event != Event::Goodbye);
-        self.link = Link::Ended(ending, may_read.then_some(socket));
-    }
-}
-
-impl Connection {
-    /// Sends a notice, or as much of it as the socket takes; the rest goes before the next one. Whole notices are left out if the peer has long
-    /// read none.
-    fn send(&mut self, notice: &[u8]) {
-        if self.unsent.len() < UNSENT_BYTES_MAX {
-            self.unsent.extend(notice);
-        }
-        while !self.unsent.is_empty() {
-            match send(&self.socket, &self.unsent, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                Ok(num_sent) => drop(self.unsent.drain(..num_sent)),
-                Err(Errno::INTR) => {}
-                // It has ended, or will find the connection ended.
-                Err(_) => return,
-            }
-        }
-    }
-
-    /// The next notice, if all of it has come, or the end.
-    fn read(&mut self, world_size: usize) -> Option<Result<Notice, Ending>> {
-        let rest = &mut self.received[self.num_received..];
-        match recv(&self.socket, rest, RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => return Some(Err(Ending::Lost)),
-            Ok((_, num_read)) => self.num_received += num_read,
-            Err(Errno::AGAIN | Errno::INTR) => return None,
-            Err(_) => return Some(Err(Ending::Lost)),
-        }
-        if self.num_received < NOTICE_BYTES {
-            return None;
-        }
-        self.num_received = 0;
-        Some(Notice::decode(&self.received, world_size).ok_or(Ending::Garbage))
     }
 }
