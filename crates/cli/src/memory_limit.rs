@@ -2,9 +2,10 @@
 
 use crate::control_groups::{Controller, settings};
 use rustix::system::sysinfo;
-use std::fmt;
 use std::path::{Path, PathBuf};
+use std::{fmt, fs};
 use trireme_base::Bytes;
+use trireme_train::config::HugePages;
 
 /// Above `memory.high` the kernel slows processes down until they hardly run.
 const MEMORY: Controller = Controller {
@@ -13,19 +14,35 @@ const MEMORY: Controller = Controller {
     files_of_version_1: &["memory.limit_in_bytes"],
 };
 
-/// A limit on the memory of all processes in a group, or of the machine.
+/// Limits on pages of 2 MiB from the host's pool; memory in them is in no other limit.
+const HUGE_PAGES: Controller = Controller {
+    name: "hugetlb",
+    files: &["hugetlb.2MB.max"],
+    files_of_version_1: &["hugetlb.2MB.limit_in_bytes"],
+};
+
+/// How many of those pages the host has set aside.
+const POOL: &str = "sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+
+/// Bytes of such a page.
+const HUGE_PAGE: u64 = 2 << 20;
+
+/// A limit on the memory of all processes in a group, of the machine, or of its pool of huge pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MemoryLimit {
     pub(crate) bytes: u64,
-    /// The file of the control group that sets the limit; `None` if it is the machine's memory.
+    /// The file that sets the limit; `None` if it is the machine's memory.
     pub(crate) file: Option<PathBuf>,
 }
 
 impl MemoryLimit {
-    /// The lowest limit that applies to this process.
+    /// The lowest limit that applies to this process: of pages from the host's pool, if its memory consists of them.
     ///
     /// Memory that other programs use at the moment does not lower it: the same run gets the same limit every time.
-    pub(crate) fn of_this_process() -> Self {
+    pub(crate) fn of_this_process(huge_pages: HugePages) -> Self {
+        if huge_pages == HugePages::Reserved {
+            return Self::of_huge_pages(Path::new("/"));
+        }
         let system = sysinfo();
         let machine =
             MemoryLimit { bytes: system.totalram as u64 * u64::from(system.mem_unit.max(1)), file: None };
@@ -35,10 +52,24 @@ impl MemoryLimit {
         }
     }
 
+    /// The host's pool of huge pages, or what control groups allow of it.
+    pub(crate) fn of_huge_pages(root: &Path) -> Self {
+        let num_pages = fs::read_to_string(root.join(POOL)).ok().and_then(|text| text.trim().parse().ok());
+        let pool = MemoryLimit {
+            bytes: num_pages.unwrap_or(0u64).saturating_mul(HUGE_PAGE),
+            file: Some(Path::new("/").join(POOL)),
+        };
+        Self::lowest(root, &HUGE_PAGES).filter(|limit| limit.bytes < pool.bytes).unwrap_or(pool)
+    }
+
     /// The lowest limit of the control groups that this process belongs to, read from the files below `root`, which is `/`
     /// except in tests.
     pub(crate) fn of_control_groups(root: &Path) -> Option<Self> {
-        let limits = settings(root, &MEMORY).filter_map(|(file, text)| {
+        Self::lowest(root, &MEMORY)
+    }
+
+    fn lowest(root: &Path, controller: &Controller) -> Option<Self> {
+        let limits = settings(root, controller).filter_map(|(file, text)| {
             // A group without a limit has `max` in its file.
             Some(MemoryLimit { bytes: text.trim().parse().ok()?, file: Some(file) })
         });
@@ -52,6 +83,9 @@ impl fmt::Display for MemoryLimit {
         let bytes = Bytes(self.bytes);
         match &self.file {
             None => write!(f, "the {bytes} of this machine"),
+            Some(file) if file.ends_with(POOL) => {
+                write!(f, "the {bytes} in huge pages that this host has reserved ({})", file.display())
+            }
             Some(file) => write!(f, "the {bytes} that the control group allows ({})", file.display()),
         }
     }
@@ -130,6 +164,34 @@ mod tests {
     }
 
     #[test]
+    fn the_pool_of_huge_pages_is_a_limit_of_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = folder.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let limit = || MemoryLimit::of_huge_pages(folder.path());
+        assert_eq!(limit().bytes, 0);
+        write(POOL, "8\n");
+        assert_eq!(
+            limit().to_string(),
+            format!("the 16.00MiB in huge pages that this host has reserved (/{POOL})")
+        );
+        write("proc/self/cgroup", "0::/a\n");
+        write("proc/self/mountinfo", MOUNTS);
+        // The memory of other pages has limits of its own.
+        write("sys/fs/cgroup/unified/a/memory.max", "1000\n");
+        write("sys/fs/cgroup/unified/a/hugetlb.2MB.max", "33554432\n");
+        assert_eq!(limit().bytes, 16 << 20);
+        write("sys/fs/cgroup/unified/hugetlb.2MB.max", "4194304\n");
+        assert_eq!(
+            (limit().bytes, limit().file),
+            (4 << 20, Some("/sys/fs/cgroup/unified/hugetlb.2MB.max".into()))
+        );
+    }
+
+    #[test]
     fn what_is_not_told_or_makes_no_sense_limits_nothing() {
         let file = ("memory/memory.limit_in_bytes", "1000");
         assert!(found("4:memory:/\n", MOUNTS, &[file]).is_some());
@@ -154,6 +216,6 @@ mod tests {
         assert_eq!(limit.to_string(), expected);
         let machine = MemoryLimit { file: None, ..limit };
         assert_eq!(machine.to_string(), "the 3.00MiB of this machine");
-        assert!(MemoryLimit::of_this_process().bytes > 0);
+        assert!(MemoryLimit::of_this_process(HugePages::Transparent).bytes > 0);
     }
 }

@@ -7,7 +7,7 @@ use crate::balance::Balance;
 use crate::checkpointing::{TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
-use crate::config::{Config, DeviceName, Fp8, Interval, Resume};
+use crate::config::{self, Config, DeviceName, Fp8, Interval, Resume};
 use crate::dataset::{Dataset, batch_specs};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
@@ -594,5 +594,10 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
             Backend::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
         }
     };
-    DeviceOptions { num_threads, budget, backend, ..DeviceOptions::default() }
+    let huge_pages = match config.memory().huge_pages {
+        config::HugePages::Reserved => trireme_tensor::HugePages::Reserved,
+        // A process that has turned them off is given none.
+        config::HugePages::Transparent | config::HugePages::Never => trireme_tensor::HugePages::Transparent,
+    };
+    DeviceOptions { num_threads, budget, backend, huge_pages, ..DeviceOptions::default() }
 }

@@ -12,7 +12,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use trireme_comm::Group;
-use trireme_train::config::Bind;
+use trireme_train::config::{Bind, HugePages};
 
 /// What this host grants a worker, as the worker sees it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -96,7 +96,8 @@ impl HostShare {
 
     /// The CPUs that so many workers of this host would be bound to, for people.
     pub(crate) fn preview(num_workers: usize) -> String {
-        let grants = vec![Grant::of_this_process(&MemoryLimit::of_this_process()); num_workers];
+        let grants =
+            vec![Grant::of_this_process(&MemoryLimit::of_this_process(HugePages::Transparent)); num_workers];
         let shares = (0..num_workers).map(|rank| Self::among(&grants, rank, num_workers, Bind::Auto));
         let texts = shares.enumerate().map(|(rank, share)| match (share.bound_to(), share.why_unbound) {
             (Some(cpus), _) => Ok(format!("rank {rank}: {cpus}")),

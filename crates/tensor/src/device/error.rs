@@ -88,7 +88,7 @@ pub enum DeviceError {
 impl From<OutOfMemory> for DeviceError {
     fn from(error: OutOfMemory) -> Self {
         match error {
-            OutOfMemory::Machine { .. } | OutOfMemory::Refused { .. } => {
+            OutOfMemory::Machine { .. } | OutOfMemory::Refused { .. } | OutOfMemory::HugePages { .. } => {
                 DeviceError::OutOfMemory(error.to_string())
             }
             OutOfMemory::Budget(error) => DeviceError::OverBudget(error),

@@ -85,6 +85,18 @@ config_choice! {
 }
 
 config_choice! {
+    /// Pages of 2 MiB for memory.
+    HugePages {
+        /// As far as the system has and gives them (`/sys/kernel/mm/transparent_hugepage`).
+        Transparent = "transparent",
+        /// From the pool that the host has set aside (`vm.nr_hugepages`, Kubernetes' `hugepages-2Mi`): then all that is counted on the device must fit it.
+        Reserved = "reserved",
+        /// None, even where the system would give them.
+        Never = "never",
+    }
+}
+
+config_choice! {
     /// The family a model belongs to.
     Architecture {
         /// Learned positions, LayerNorm, GELU.

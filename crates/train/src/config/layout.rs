@@ -1,6 +1,6 @@
 //! Keys of how the work is divided among the workers, and where what it takes lies; see [`sections`](super::sections).
 
-use super::choice::{ActivationCheckpointMode, QuantizedGradients, Tier};
+use super::choice::{ActivationCheckpointMode, HugePages, QuantizedGradients, Tier};
 use super::section::config_section;
 use super::value::{ByteLimit, above_up_to};
 use std::path::PathBuf;
@@ -132,6 +132,8 @@ config_section! {
         /// Maximum host memory for the offloaded state of a worker, including state on its way to a disk (see
         /// `[offload]`), such as "8GiB"; "none" sets only the limit of the host.
         host_budget: ByteLimit = ByteLimit(None);
+        /// Pages of 2 MiB for tensors and for what workers exchange: `transparent`, `reserved` or `never` (docs/memory.md).
+        huge_pages: HugePages = HugePages::Transparent;
     }
 }
 

@@ -1,6 +1,8 @@
 //! Checks of how the training state is sharded, and of what is recomputed.
 
-use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
+use super::choice::{
+    ActivationCheckpointMode, DeviceName, Fp8, HugePages, QuantizedGradients, Tier, TrainingDtype,
+};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::sections::{Experts, Sections};
 use super::validate::{Checks, changed_keys};
@@ -141,6 +143,17 @@ pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &M
     let is_bounded = experts.capacity_factor.is_some();
     let has_budget = memory.device_budget.0.is_some();
     parallelism.expert_parallel_degree > 1 && has_budget && experts.spill && !is_bounded
+}
+
+/// Checks where pages of tensors may come from.
+pub(super) fn check_huge_pages(checks: &mut Checks<'_>) {
+    let Sections { memory, training, .. } = &checks.loose.sections;
+    let is_cpu = training.device == DeviceName::Cpu;
+    checks.require(
+        memory.huge_pages != HugePages::Reserved || is_cpu,
+        &["memory.huge_pages", "training.device"],
+        || "only the CPU's memory can lie in reserved huge pages; use \"transparent\"".to_owned(),
+    );
 }
 
 pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {

@@ -29,9 +29,9 @@ mod value;
 mod tests;
 
 pub use choice::{
-    ActivationCheckpointMode, Architecture, Bind, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8,
-    LogFormat, MuonScale, OptimizerName, Packing, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer,
-    TrainingDtype, Transport,
+    ActivationCheckpointMode, Architecture, Bind, Change, Decay, Determinism, DeviceName, Fp8, HugePages,
+    InvalidUtf8, LogFormat, MuonScale, OptimizerName, Packing, QuantizedGradients, Resume, StateDtype, Tier,
+    Tokenizer, TrainingDtype, Transport,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, Mistake, Place};

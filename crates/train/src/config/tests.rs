@@ -191,6 +191,8 @@ fn refuses_what_contradicts_itself() {
         let found = mistakes(SMALLEST, &[option]).concat();
         assert!(found.contains(part), "{option}: {found}");
     }
+    let detached = mistakes(SMALLEST, &["training.device=detached", "memory.huge_pages=reserved"]).concat();
+    assert!(detached.contains("only the CPU's memory can lie in reserved huge pages"), "{detached}");
     let odd = mistakes(SMALLEST, &["model.architecture=llama", "model.hidden_size=30"]);
     assert!(odd[0].contains("an even head width"), "{odd:?}");
     let no_family = "[model]\nconfig = \"c.json\"\nnum_layers = 3\n[data]\nfolder = \"d\"\n";

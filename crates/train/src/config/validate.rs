@@ -4,7 +4,8 @@ use super::choice::{Architecture, Decay, Determinism, Fp8, OptimizerName, Tokeni
 use super::compression::check_compression;
 use super::costs::check_costs;
 use super::memory::{
-    check_activation_checkpoint, check_offload, check_parallelism, degrees, is_on_disk, may_spill,
+    check_activation_checkpoint, check_huge_pages, check_offload, check_parallelism, degrees, is_on_disk,
+    may_spill,
 };
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
@@ -55,6 +56,7 @@ pub(super) fn validate(
     check_parallelism(&mut checks, data_parallel_degree);
     check_expert_shards(&mut checks, data_parallel_degree);
     check_activation_checkpoint(&mut checks);
+    check_huge_pages(&mut checks);
     check_offload(&mut checks, data_parallel_degree);
     check_loss_scale(&mut checks);
     check_fp8(&mut checks);

@@ -132,6 +132,7 @@ mod tests {
             memory_limit_bytes: None,
             memory_limit_file: None,
             huge_pages: Some("madvise".to_owned()),
+            huge_pages_reserved_bytes: 0,
             dev_shm_bytes: None,
             load: Some(0.1),
         };

@@ -118,7 +118,7 @@ fn check(config: &Config, group: &Group) -> Result<Report> {
 }
 
 fn hosts(config: &Config, group: &Group) -> Result<Vec<HostFigure>> {
-    let limit = MemoryLimit::of_this_process();
+    let limit = MemoryLimit::of_this_process(config.memory().huge_pages);
     let share = HostShare::of_world(group, &limit, config.launch().bind)?;
     let ranks = |host| group.hosts().ranks(host).iter().map(|rank| rank.0).collect();
     let own = HostFigure {

@@ -53,6 +53,8 @@ pub(super) struct Machine {
     pub(super) memory_limit_file: Option<PathBuf>,
     /// When the system gives huge pages: always, madvise or never.
     pub(super) huge_pages: Option<String>,
+    /// Memory that the host has set aside in huge pages of 2 MiB, for `[memory] huge_pages = "reserved"`.
+    pub(super) huge_pages_reserved_bytes: u64,
     /// Size of /dev/shm.
     pub(super) dev_shm_bytes: Option<u64>,
     /// Processes that ran or wanted to, mean over the last minute.
@@ -103,6 +105,7 @@ impl Machine {
             memory_limit_bytes: limit.as_ref().map(|limit| limit.bytes),
             memory_limit_file: limit.and_then(|limit| limit.file),
             huge_pages: chosen(&system.text("sys/kernel/mm/transparent_hugepage/enabled")),
+            huge_pages_reserved_bytes: MemoryLimit::of_huge_pages(root).bytes,
             dev_shm_bytes: rustix::fs::statvfs(root.join("dev/shm"))
                 .ok()
                 .map(|files| files.f_frsize.saturating_mul(files.f_blocks)),
@@ -220,6 +223,7 @@ model name\t: Intel(R) Xeon(R) Platinum 8481C
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
             ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "1000\n"),
             ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
+            ("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "16\n"),
             ("sys/class/dmi/id/sys_vendor", "QEMU\n"),
             ("sys/class/dmi/id/product_name", "Standard PC\n"),
             ("sys/devices/system/cpu/cpu0/cache/index0/level", "1\n"),
@@ -251,6 +255,7 @@ model name\t: Intel(R) Xeon(R) Platinum 8481C
         let file = Path::new("/sys/fs/cgroup/memory/a/memory.limit_in_bytes");
         assert_eq!(machine.memory_limit_file.as_deref(), Some(file));
         assert_eq!(machine.huge_pages.as_deref(), Some("madvise"));
+        assert_eq!(machine.huge_pages_reserved_bytes, 32 << 20);
     }
 
     #[test]

@@ -285,7 +285,8 @@ fn print_machine(machine: &Machine) -> Result<()> {
         "memory",
         format!("{}, {} available", size(machine.memory_bytes), size(machine.memory_available_bytes)),
     )?;
-    line("huge pages", known(machine.huge_pages.clone()))?;
+    let reserved = Bytes(machine.huge_pages_reserved_bytes);
+    line("huge pages", format!("{}, {reserved} reserved", known(machine.huge_pages.clone())))?;
     line(
         "/dev/shm",
         format!("{} (not needed: workers share memory through memfd)", size(machine.dev_shm_bytes)),

@@ -18,6 +18,7 @@ use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Worker
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, anyhow, bail};
 use outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
+use rustix::thread::disable_transparent_huge_pages;
 use signal_hook::consts::SIGUSR1;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -28,7 +29,7 @@ use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice
 use trireme_data::Corpus;
 use trireme_tensor::{CpuFeatures, OverBudget};
 use trireme_train::config::{
-    ActivationCheckpointMode, Bind, Comm, Config, Determinism, Resume, Subject, Transport,
+    ActivationCheckpointMode, Bind, Comm, Config, Determinism, HugePages, Resume, Subject, Transport,
 };
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, Sequences,
@@ -130,7 +131,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     let process = Process {
         source,
         share: &HostShare::of_equals(num_local),
-        limit: &MemoryLimit::of_this_process(),
+        limit: &MemoryLimit::of_this_process(config.memory().huge_pages),
         started,
         features: simd.level,
         own,
@@ -423,6 +424,9 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         false => None,
     };
     let planned = Some(plan.worker_plan(step_seconds));
+    if config.memory().huge_pages == HugePages::Never {
+        disable_transparent_huge_pages(true).context("cannot turn huge pages off for this process")?;
+    }
     process.share.bind().context("cannot bind this worker to its cores; set [launch] bind = \"none\"")?;
     if let Some(cpus) = process.share.bound_to() {
         console.log(&format!("note: this worker is bound to {cpus}"));

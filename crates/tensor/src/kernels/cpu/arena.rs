@@ -4,7 +4,7 @@
 //! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
 //! every request finds its block, and nothing is allocated.
 
-use crate::device::Queue;
+use crate::device::{HugePages, Queue};
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::{Place, PlaceMut};
@@ -53,6 +53,12 @@ pub(crate) enum OutOfMemory {
          `ulimit -d`, `ulimit -v` or the setting vm.overcommit_memory = 2 keeps it back"
     )]
     Refused { requested: Bytes, category: Category, in_use: String, source: std::io::Error },
+    /// The host's pool of huge pages is used up, or the control group may have no more of it.
+    #[error(
+        "out of memory: there are no reserved huge pages for {requested} for {category} ({in_use}): {source}; reserve more of them \
+         (vm.nr_hugepages), or set [memory] huge_pages = \"transparent\""
+    )]
+    HugePages { requested: Bytes, category: Category, in_use: String, source: std::io::Error },
     /// It is more than the budget.
     #[error(transparent)]
     Budget(#[from] OverBudget),
@@ -60,8 +66,8 @@ pub(crate) enum OutOfMemory {
 
 impl Arena {
     /// Hands out as much memory as the machine has, or as many addresses as the process may have; takes none of it.
-    pub(crate) fn reserve(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        Ok(Self::new(Mapping::reserve()?, 0, counter))
+    pub(crate) fn reserve(huge_pages: HugePages, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
+        Ok(Self::new(Mapping::reserve(huge_pages)?, 0, counter))
     }
 
     /// As [`reserve`](Arena::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write. It is handed
@@ -108,6 +114,10 @@ impl Arena {
     pub(crate) fn overflow(&self, len: usize, category: Category) -> Option<Box<dyn LentMemory>> {
         let overflow = self.overflow.get().filter(|_| category == Category::Activations);
         overflow.and_then(|(overflow, _)| overflow.take(len))
+    }
+
+    pub(crate) fn huge_pages(&self) -> HugePages {
+        self.memory.huge_pages()
     }
 
     /// The memory itself.
@@ -163,7 +173,11 @@ impl Arena {
             blocks.free.give(offset, padded);
             self.counter.give(category, padded);
             let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
-            return Err(OutOfMemory::Refused { requested, category, in_use, source: source.into() });
+            let source = source.into();
+            return Err(match self.memory.huge_pages() {
+                HugePages::Transparent => OutOfMemory::Refused { requested, category, in_use, source },
+                HugePages::Reserved => OutOfMemory::HugePages { requested, category, in_use, source },
+            });
         }
         drop(blocks);
         if let Some(queue) = self.queue.get() {
@@ -270,7 +284,7 @@ mod tests {
     #[test]
     fn blocks_are_counted_reused_and_apart() {
         let counter = Arc::new(MemoryCounter::new(None));
-        let arena = Arc::new(Arena::reserve(Arc::clone(&counter)).unwrap());
+        let arena = Arc::new(Arena::reserve(HugePages::Transparent, Arc::clone(&counter)).unwrap());
         let mut first = arena.take(100, Category::Parameters).unwrap();
         let mut second = arena.take(1, Category::Activations).unwrap();
         first.bytes_mut().fill(1);
@@ -286,8 +300,19 @@ mod tests {
     }
 
     #[test]
+    fn a_pool_of_huge_pages_that_is_too_small_is_an_error() {
+        let counter = Arc::new(MemoryCounter::new(None));
+        let arena = Arc::new(Arena::reserve(HugePages::Reserved, Arc::clone(&counter)).unwrap());
+        // No host sets all of its memory aside.
+        let error = arena.take(arena.memory.num_bytes(), Category::Activations).unwrap_err();
+        assert!(error.to_string().contains("there are no reserved huge pages for"), "{error}");
+        assert_eq!(counter.usage(Category::Activations).current, 0);
+    }
+
+    #[test]
     fn trimming_takes_nothing_from_blocks() {
-        let arena = Arc::new(Arena::reserve(Arc::new(MemoryCounter::new(None))).unwrap());
+        let arena =
+            Arc::new(Arena::reserve(HugePages::Transparent, Arc::new(MemoryCounter::new(None))).unwrap());
         let mut blocks: Vec<Block> =
             (0..4).map(|_| arena.take(3 * PAGE + 64, Category::Optimizer).unwrap()).collect();
         blocks.iter_mut().for_each(|block| block.bytes_mut().fill(7));

@@ -1,5 +1,6 @@
 //! Addresses of the process, and the pages behind them.
 
+use crate::device::HugePages;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{
     Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap,
@@ -11,8 +12,8 @@ use std::ptr::NonNull;
 /// The least that the system takes back; a multiple of its pages.
 pub(super) const PAGE: usize = 64 << 10;
 
-/// Memory is made accessible in multiples of this: a huge page, so that none is split where the accessible part ends.
-const STEP: usize = 2 << 20;
+/// Bytes of a huge page. Memory is made accessible in multiples of them, so that none is split where the accessible part ends.
+pub(super) const HUGE_PAGE: usize = 2 << 20;
 
 /// Addresses of an arena that only counts: more than any model needs, and less than a process has.
 const COUNTING_BYTES: usize = 1 << 45;
@@ -33,6 +34,7 @@ pub(crate) struct Mapping {
     num_bytes: usize,
     /// Where kernels find the same memory, if the host can neither read nor write it.
     detached: Option<NonNull<u8>>,
+    huge_pages: HugePages,
 }
 
 // SAFETY: addresses, whose memory is only reached through blocks, which do not overlap; `Place` says why kernels may.
@@ -43,8 +45,13 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Addresses for as much memory as the machine has, or as many as the process may have, none of it
     /// [accessible](Mapping::make_accessible); takes no memory.
-    pub(super) fn reserve() -> std::io::Result<Self> {
-        halving(addresses(machine_bytes()), |num_bytes| map_private(num_bytes, ProtFlags::empty()))
+    pub(super) fn reserve(huge_pages: HugePages) -> std::io::Result<Self> {
+        let mut mapping = halving(addresses(machine_bytes()), |num_bytes| match huge_pages {
+            HugePages::Transparent => map_private(num_bytes, ProtFlags::empty()),
+            HugePages::Reserved => map_huge(num_bytes),
+        })?;
+        mapping.huge_pages = huge_pages;
+        Ok(mapping)
     }
 
     /// As [`reserve`](Mapping::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write.
@@ -56,7 +63,7 @@ impl Mapping {
         }
         let start = map_private(num_bytes, ProtFlags::empty())?;
         // From here on the addresses are given back if the file cannot be mapped.
-        let mut mapping = Mapping { start, num_bytes, detached: None };
+        let mut mapping = Mapping::of(start, num_bytes);
         mapping.detached = Some(map_file(num_bytes)?);
         Ok(mapping)
     }
@@ -73,8 +80,16 @@ impl Mapping {
         })
     }
 
+    fn of(start: NonNull<u8>, num_bytes: usize) -> Self {
+        Mapping { start, num_bytes, detached: None, huge_pages: HugePages::Transparent }
+    }
+
     pub(super) fn num_bytes(&self) -> usize {
         self.num_bytes
+    }
+
+    pub(super) fn huge_pages(&self) -> HugePages {
+        self.huge_pages
     }
 
     /// Whether the host can neither read nor write the memory.
@@ -105,23 +120,29 @@ impl Mapping {
         unsafe { self.detached.unwrap_or(self.start).add(offset) }
     }
 
-    /// Lets the bytes `range` be read and written, and some after them; the end of those.
+    /// Lets the bytes `range` be read and written, and some after them; the end of those. Pages of the host's pool are taken here, for touching one
+    /// that the pool lacks would end the process.
     pub(super) fn make_accessible(&self, range: Range<usize>) -> rustix::io::Result<usize> {
         let address = self.start.addr().get();
-        let end = ((address + range.end).next_multiple_of(STEP) - address).min(self.num_bytes);
+        let end = ((address + range.end).next_multiple_of(HUGE_PAGE) - address).min(self.num_bytes);
         let first = self.address(range.start).as_ptr().cast();
         // SAFETY: within the mapping, whose memory nobody reads or writes before this.
         unsafe { mprotect(first, end - range.start, MprotectFlags::READ | MprotectFlags::WRITE)? };
+        if self.huge_pages == HugePages::Reserved {
+            // SAFETY: as above; it changes no byte.
+            unsafe { madvise(first, end - range.start, Advice::LinuxPopulateWrite)? };
+        }
         Ok(end)
     }
 
-    /// Gives the pages that lie within `range` back to the system, if it takes them: they are zeros then.
+    /// Gives the pages that lie within `range` back to the system, if it takes them: they are zeros then. Those of the host's pool are kept, for
+    /// other processes could take them before they are touched again.
     ///
     /// # Safety
     /// Nobody reads them before writing them anew.
     pub(super) unsafe fn discard(&self, range: Range<usize>) {
         let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
-        if start < end {
+        if start < end && self.huge_pages == HugePages::Transparent {
             let first = self.address(start).as_ptr().cast();
             // SAFETY: within the mapping; nobody reads them by the caller's promise. A system that refuses keeps them.
             let _ = unsafe { madvise(first, end - start, Advice::LinuxDontNeed) };
@@ -145,8 +166,8 @@ fn halving(
 ) -> std::io::Result<Mapping> {
     loop {
         match map(num_bytes) {
-            Ok(start) => return Ok(Mapping { start, num_bytes, detached: None }),
-            Err(_) if num_bytes > ADDRESSES_MIN => num_bytes = num_bytes / 2 / PAGE * PAGE,
+            Ok(start) => return Ok(Mapping::of(start, num_bytes)),
+            Err(_) if num_bytes > ADDRESSES_MIN => num_bytes = num_bytes / 2 / HUGE_PAGE * HUGE_PAGE,
             Err(error) => return Err(error.into()),
         }
     }
@@ -162,7 +183,7 @@ fn machine_bytes() -> usize {
 fn addresses(num_bytes: usize) -> usize {
     let allowed =
         getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / ADDRESSES_SHARE);
-    num_bytes.min(allowed) / PAGE * PAGE
+    num_bytes.min(allowed) / HUGE_PAGE * HUGE_PAGE
 }
 
 fn map_private(num_bytes: usize, access: ProtFlags) -> rustix::io::Result<NonNull<u8>> {
@@ -172,6 +193,14 @@ fn map_private(num_bytes: usize, access: ProtFlags) -> rustix::io::Result<NonNul
     // Fewer TLB misses; a system without huge pages may refuse, at no loss but speed.
     // SAFETY: the range has just been mapped.
     let _ = unsafe { madvise(start, num_bytes, Advice::LinuxHugepage) };
+    Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
+}
+
+/// Maps addresses for pages of the host's pool, of which it takes none, and which nobody may read or write.
+fn map_huge(num_bytes: usize) -> rustix::io::Result<NonNull<u8>> {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
+    // SAFETY: a fresh anonymous mapping at an address of the system's choice.
+    let start = unsafe { mmap_anonymous(std::ptr::null_mut(), num_bytes, ProtFlags::empty(), flags)? };
     Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
 }
 

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use trireme_base::{Bf16, Bytes, F16, Rank};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TransportChoice};
 use trireme_schedule::collective::Algorithm;
-use trireme_train::config::Bind;
+use trireme_train::config::{Bind, HugePages};
 
 const HELP: &str = "\
 How to read it:
@@ -188,7 +188,8 @@ fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
         bail!("send needs two workers; set --workers to 2 or more");
     }
     if !args.unbound {
-        let share = HostShare::of_world(group, &MemoryLimit::of_this_process(), Bind::Cores)?;
+        let share =
+            HostShare::of_world(group, &MemoryLimit::of_this_process(HugePages::Transparent), Bind::Cores)?;
         share.bind().context("cannot bind to cores; try --unbound")?;
     }
     let is_root = group.rank() == Rank::ROOT;
