@@ -12,6 +12,7 @@ mod compression;
 pub mod config;
 mod corpus;
 mod dataset;
+mod device;
 mod error;
 mod evaluation;
 mod fp8;
@@ -42,6 +43,7 @@ pub use corpus::{
     users_of_corpus,
 };
 pub use dataset::{Dataset, Sample};
+pub use device::device_options;
 pub use error::TrainError;
 pub use evaluation::{Evaluation, Evaluator};
 pub use fp8::FP8_NOTICE;
@@ -64,6 +66,6 @@ pub use setup::{
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use task::{Samples, Task, TaskFile};
-pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan, device_options};
+pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan};
 pub use validation::Validated;
 pub use weights::{LoadedModel, forward_executor, load_model};

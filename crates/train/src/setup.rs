@@ -3,13 +3,13 @@
 use crate::agreement::{Facts, agree};
 use crate::choices::StepChoices;
 use crate::config::{self, Config, ModelSource, TrainingDtype};
+use crate::device::device_options;
 use crate::error::TrainError;
 use crate::fp8;
 use crate::observer::Observer;
 use crate::optimizer::optimizer_options;
 use crate::stages;
 use crate::task::Task;
-use crate::trainer::device_options;
 use crate::weights::{checked_weights, read_held};
 use std::fs;
 use std::num::NonZeroUsize;

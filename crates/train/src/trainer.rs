@@ -7,8 +7,9 @@ use crate::balance::Balance;
 use crate::checkpointing::{TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
-use crate::config::{self, Config, DeviceName, Fp8, Interval, Resume};
+use crate::config::{Config, Fp8, Interval, Resume};
 use crate::dataset::{Dataset, batch_specs};
+use crate::device::{device_options, spill};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
@@ -34,7 +35,7 @@ use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch, Model};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, Spill, StepOutcome, StepPlan};
-use trireme_tensor::{Backend, CpuFeatures, DetachedOptions, Device, DeviceOptions, Overflow, Parameters};
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Parameters};
 
 /// Passes over the same text that are nearly as good as new text (Muennighoff et al., "Scaling data-constrained language models", 2023, section 6).
 const PASSES_MAX: f64 = 4.0;
@@ -573,31 +574,4 @@ impl<'a> Trainer<'a> {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
         Ok(self.executor.gather_parameters()?)
     }
-}
-
-/// Lets activations of uneven loads spill, if the config and the device allow it. Activations leave `reserved` bytes of the budget free.
-fn spill(config: &Config, device: &Device, reserved: usize) -> Option<Arc<Spill>> {
-    if !config.may_spill() || !device.reaches_host() {
-        return None;
-    }
-    let spill = Arc::new(Spill::new(config.offload().folder.clone()));
-    device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, reserved);
-    Some(spill)
-}
-
-/// How a worker with so many threads opens its device.
-pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
-    let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
-    let backend = match config.training().device {
-        DeviceName::Cpu => Backend::Cpu,
-        DeviceName::Detached => {
-            Backend::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
-        }
-    };
-    let huge_pages = match config.memory().huge_pages {
-        config::HugePages::Reserved => trireme_tensor::HugePages::Reserved,
-        // A process that has turned them off is given none.
-        config::HugePages::Transparent | config::HugePages::Never => trireme_tensor::HugePages::Transparent,
-    };
-    DeviceOptions { num_threads, budget, backend, huge_pages, ..DeviceOptions::default() }
 }
