@@ -4,6 +4,7 @@ use crate::common::{Outcome, Running, Scene, kill, tells};
 use rustix::process::{Signal, kill_process};
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Network};
@@ -13,17 +14,17 @@ use trireme_testkit::relay::{Conditions, FrameRelay, Loss, Towards};
 const ENDLESS: &str = "--set comm.transport=tcp --set training.steps=1000000000";
 
 /// A network, or the reason why the test does without.
-fn network() -> Option<Network> {
+pub(crate) fn network() -> Option<Network> {
     or_skip("networks of hosts", Network::available()).map(|()| Network::new())
 }
 
 /// Hosts for a world of two.
-fn hosts() -> Option<[Host; 2]> {
+pub(crate) fn hosts() -> Option<[Host; 2]> {
     network().map(|network| [(); 2].map(|()| network.add_host()))
 }
 
 /// `trireme` on each host, as torchrun starts one worker a host. They meet at an address of the first.
-fn start(scene: &Scene, hosts: &[Host; 2], master_addr: IpAddr, arguments: &str) -> [Running; 2] {
+pub(crate) fn start(scene: &Scene, hosts: &[Host; 2], master_addr: IpAddr, arguments: &str) -> [Running; 2] {
     start_several(scene, hosts, master_addr, arguments)
 }
 
@@ -52,12 +53,23 @@ fn start_at(
 ) -> Running {
     let mut command = hosts[host].command(env!("CARGO_BIN_EXE_trireme"));
     command.args(arguments.split_whitespace());
-    scene.prepare(&mut command);
-    command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
+    place(scene, &mut command, (rank, world_size), &master_addr.to_string());
     command.env("LOCAL_RANK", local_rank.to_string()).env("LOCAL_WORLD_SIZE", num_local.to_string());
-    command.env("TRIREME_SECRET", "the secret of a test on its own network");
-    command.env("MASTER_ADDR", master_addr.to_string()).env("MASTER_PORT", "29500");
     Running::start(command)
+}
+
+/// Makes `command` the only worker of its host, of a world that meets at `master_addr`, an address or a name.
+pub(crate) fn place(
+    scene: &Scene,
+    command: &mut Command,
+    (rank, world_size): (usize, usize),
+    master_addr: &str,
+) {
+    scene.prepare(command);
+    command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
+    command.env("LOCAL_RANK", "0").env("LOCAL_WORLD_SIZE", "1");
+    command.env("TRIREME_SECRET", "the secret of a test on its own network");
+    command.env("MASTER_ADDR", master_addr).env("MASTER_PORT", "29500");
 }
 
 /// Asserts that the run ended because this rank was lost, and says so.

@@ -1,5 +1,6 @@
 //! The built command, run as its users run it: in a folder of its own, with real files and processes.
 
+mod addresses;
 mod bad_config;
 mod bad_text;
 mod bad_weights;

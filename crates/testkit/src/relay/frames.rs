@@ -1,9 +1,11 @@
+use super::firewall::Firewall;
 use super::line::Line;
 use super::steering::{Steered, Steering};
 use super::{Conditions, Loss, Towards, tap};
 use rustix::event::{PollFd, PollFlags};
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::ops::RangeInclusive;
 use std::time::Instant;
 
 /// Above a frame of 1500 bytes with its headers.
@@ -20,17 +22,20 @@ pub struct FrameRelay(Steered<State>);
 /// Frames that a relay has dealt with, in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FrameCounts {
-    /// All that came: lost, overflowed, delivered or under way.
+    /// All that came: lost, overflowed, refused, delivered or under way.
     pub num_sent: u64,
     /// What [`Loss`] took.
     pub num_lost: u64,
     /// What came while a mebibyte was under way.
     pub num_overflowed: u64,
+    /// What asked for connections that [are not let through](FrameRelay::let_through).
+    pub num_refused: u64,
 }
 
 #[derive(Debug, Default)]
 struct State {
     is_paused: bool,
+    firewall: Firewall,
     counts: [FrameCounts; 2],
 }
 
@@ -71,6 +76,11 @@ impl FrameRelay {
         self.0.tell(|state| state.is_paused = false);
     }
 
+    /// Drops what asks for TCP connections to other ports than these, in either direction, from the end of this call on.
+    pub fn let_through(&self, ports: &[RangeInclusive<u16>]) {
+        self.0.tell(|state| state.firewall = Firewall::letting_through(ports));
+    }
+
     /// What has come so far from the other end, on its way in this direction.
     pub fn counts(&self, towards: Towards) -> FrameCounts {
         self.0.look(|state| state.counts[towards as usize])
@@ -89,7 +99,7 @@ impl Wire {
                 continue;
             }
             for towards in Towards::BOTH {
-                self.take_in(towards, &mut state.counts[towards as usize]);
+                self.take_in(towards, &state.firewall, &mut state.counts[towards as usize]);
                 self.deliver(towards);
             }
             drop(held);
@@ -100,7 +110,7 @@ impl Wire {
     }
 
     /// Takes what the other end has sent.
-    fn take_in(&mut self, towards: Towards, counts: &mut FrameCounts) {
+    fn take_in(&mut self, towards: Towards, firewall: &Firewall, counts: &mut FrameCounts) {
         let line = &mut self.lines[towards as usize];
         let mut frame = [0; FRAME_BYTES_MAX];
         for _ in 0..NUM_FRAMES_AT_ONCE {
@@ -111,6 +121,8 @@ impl Wire {
                 counts.num_lost += 1;
             } else if line.num_bytes() + num_bytes > QUEUE_BYTES_MAX {
                 counts.num_overflowed += 1;
+            } else if firewall.refuses(&frame[..num_bytes]) {
+                counts.num_refused += 1;
             } else {
                 line.send(Instant::now(), num_bytes, frame[..num_bytes].to_vec());
             }

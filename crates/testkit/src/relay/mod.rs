@@ -3,6 +3,7 @@
 //! [`FrameRelay`] passes on Ethernet frames between two devices, late or not at all, so that TCP itself deals with it;
 //! it takes root. [`TcpRelay`] passes on the bytes of TCP connections, and takes nothing.
 
+mod firewall;
 mod flow;
 mod frames;
 mod line;
