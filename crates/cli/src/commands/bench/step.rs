@@ -1,7 +1,10 @@
 //! `trireme bench step`.
 
 use crate::console::Output;
-use crate::launch::{WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world};
+use crate::launch::{
+    HostShare, WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world,
+};
+use crate::memory_limit::MemoryLimit;
 use crate::simd::{Proof, Simd};
 use crate::statistics::median;
 use anyhow::{Context, Result, bail};
@@ -22,6 +25,7 @@ use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier, single as single_stage};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_train::FP8_NOTICE;
+use trireme_train::config::{Bind, HugePages};
 
 /// Time training steps of a model with random weights.
 ///
@@ -334,7 +338,10 @@ fn state_layout(args: &StepArgs) -> StateLayout {
 fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeatures) -> Result<()> {
     let (rank, world_size) = (world.rank(), world.world_size());
     let num_threads = match args.threads {
-        0 => trireme_train::share_of_cores(world_size),
+        0 => {
+            let limit = MemoryLimit::of_this_process(HugePages::Transparent);
+            HostShare::of_world(&world, &limit, Bind::None)?.num_threads
+        }
         threads => threads,
     };
     let features_max = Some(features);
