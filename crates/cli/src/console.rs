@@ -1,30 +1,24 @@
 //! What a person sees of a run, and how commands end.
 
 use crate::bounded::within;
-use crate::clock;
 use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
 use crate::log_line::LogLine;
 use crate::numbers::{counted, duration};
+use crate::remarks::{LOG_MAX, formatted, log_to, object, remark, stamped};
 use console::Term;
 use indicatif::{ProgressBar, ProgressStyle};
-use serde::Serialize;
-use serde_json::json;
 use signal_hook::consts::SIGINT;
-use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_comm::CommError;
 use trireme_train::config::{LogFormat, Metrics};
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts, TrainError};
-
-/// How long the last words of a worker may take to be written to its log.
-const LOG_MAX: Duration = Duration::from_secs(1);
 
 /// Standard output, for what a command was asked to print. A reader that has seen enough, such as `head`, is
 /// no error.
@@ -53,40 +47,6 @@ pub(crate) fn columns() -> usize {
     columns.filter(|columns| (20..=1000).contains(columns)).unwrap_or(120)
 }
 
-/// The name of this host, or nothing if it has none.
-pub(crate) fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
-}
-
-/// Who tells something on the error output, if that is shared with others.
-static ORIGIN: RwLock<Option<String>> = RwLock::new(None);
-
-/// From now on, what is told on the error output says that it comes from this rank of another launcher's, and from which host.
-pub(crate) fn speak_as(rank: Rank) {
-    *ORIGIN.write().unwrap_or_else(PoisonError::into_inner) =
-        Some(format!("rank {rank} on {}: ", host_name()));
-}
-
-/// The text with its origin behind the word that says what it is.
-fn with_origin(text: &str) -> Cow<'_, str> {
-    let origin = ORIGIN.read().unwrap_or_else(PoisonError::into_inner);
-    match (&*origin, text.split_once(": ")) {
-        (Some(origin), Some((kind, rest))) if ["error", "warning", "note"].contains(&kind) => {
-            Cow::Owned(format!("{kind}: {origin}{rest}"))
-        }
-        _ => Cow::Borrowed(text),
-    }
-}
-
-/// Tells something that is no result, on the error output.
-pub(crate) fn remark(text: &str) {
-    let text = with_origin(text);
-    // What stands on the line is a progress bar, which is drawn again.
-    let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
-    // Nobody listening is no reason to stop. In one piece, so that lines of several ranks do not mix.
-    let _ = io::stderr().write_all(format!("{clear}{text}\n").as_bytes());
-}
-
 /// Tells of an error with all its causes; returns the exit code.
 pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     if let Some(not_joined) = error.downcast_ref::<NotJoined>() {
@@ -102,7 +62,7 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
         error.downcast_ref(),
         Some(LaunchError::Interrupted { signal: SIGINT } | LaunchError::Stopped { .. })
     );
-    let is_logged = || launch::error_log().is_some_and(|log| is_logged(log, text.clone()));
+    let is_logged = || launch::error_log().is_some_and(|log| is_logged(log, formatted(&text).into_owned()));
     if !is_known && !is_logged() {
         remark(&text);
     }
@@ -157,7 +117,7 @@ pub(crate) struct Console {
     log_interval: u64,
     bar: Option<ProgressBar>,
     /// Where the lines go as well, or alone.
-    log: Option<File>,
+    log: Option<Arc<File>>,
     first_step_shown: bool,
     steps: u64,
     pace: Pace,
@@ -211,8 +171,9 @@ impl Console {
                 remark(&format!("warning: there is no log in {}: {error}", log_folder.display()));
                 None
             }
-            Ok(log) => log,
+            Ok(log) => log.map(Arc::new),
         };
+        log_to(rank, log.clone());
         Ok(Console {
             rank,
             prints: rank == Rank::ROOT || is_output_log,
@@ -232,32 +193,18 @@ impl Console {
 
     /// Prints a line, above the bar if there is one.
     pub(crate) fn line(&mut self, text: &str) {
-        let text = self.formatted(text);
+        let text = formatted(text);
         self.print(&text);
         self.log_line(&text);
     }
 
     /// Writes a line to this rank's log alone.
     pub(crate) fn log(&mut self, text: &str) {
-        let text = self.formatted(text);
+        let text = formatted(text);
         if !self.is_root() {
             self.print(&text);
         }
         self.log_line(&text);
-    }
-
-    fn formatted<'a>(&self, text: &'a str) -> Cow<'a, str> {
-        match self.format {
-            LogFormat::Json => self.object("message", text.trim()).into(),
-            LogFormat::Text => text.into(),
-        }
-    }
-
-    /// A line of JSON that says when and where something is.
-    fn object(&self, name: &str, value: impl Serialize) -> String {
-        let mut object = json!({ "time": clock::now(), "rank": self.rank.0, "host": host_name() });
-        object[name] = json!(value);
-        object.to_string()
     }
 
     fn print(&mut self, text: &str) {
@@ -265,7 +212,7 @@ impl Console {
             return;
         }
         // The output of the other ranks is a log.
-        let stamped = (!self.is_root()).then(|| self.stamped(text));
+        let stamped = (!self.is_root()).then(|| stamped(self.format, text));
         let text = stamped.as_deref().unwrap_or(text);
         // A run goes on when nobody looks any more: the line is in the log as well.
         let print = || drop(writeln!(Output, "{text}"));
@@ -278,7 +225,7 @@ impl Console {
     /// Prints the line of a step, as wide as the terminal, if there is one; the log has all of it.
     fn record(&mut self, line: LogLine<'_>) {
         if self.format == LogFormat::Json {
-            let object = self.object("record", line.record);
+            let object = object(Some(self.rank), "record", line.record);
             self.print(&object);
             return self.log_line(&object);
         }
@@ -289,22 +236,10 @@ impl Console {
         self.log_line(&line.plain());
     }
 
-    /// Each line with the time, unless they are JSON, which has it.
-    fn stamped(&self, text: &str) -> String {
-        match self.format {
-            LogFormat::Text => {
-                let now = clock::now();
-                let lines = text.lines().filter(|line| !line.is_empty()).map(|line| format!("{now} {line}"));
-                lines.collect::<Vec<_>>().join("\n")
-            }
-            LogFormat::Json => text.to_owned(),
-        }
-    }
-
     fn log_line(&mut self, text: &str) {
-        let text = self.stamped(text);
+        let text = stamped(self.format, text);
         // A log that cannot be written is no reason to stop: the run's record is metrics.jsonl, and that is checked.
-        if let Some(log) = &mut self.log {
+        if let Some(mut log) = self.log.as_deref() {
             let _ = log.write_all(format!("{text}\n").as_bytes());
         }
     }

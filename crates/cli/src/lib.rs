@@ -25,6 +25,7 @@ mod memory_limit;
 mod numbers;
 mod open_files;
 mod planning;
+mod remarks;
 mod simd;
 mod started;
 mod statistics;

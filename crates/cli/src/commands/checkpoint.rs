@@ -1,6 +1,7 @@
 //! `trireme checkpoint`: look into checkpoints and model directories, and export models.
 
-use crate::console::{Output, remark};
+use crate::console::Output;
+use crate::remarks::remark;
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use serde::Serialize;

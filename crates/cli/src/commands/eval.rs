@@ -1,8 +1,9 @@
 //! `trireme eval`: how good a model is.
 
 use super::prepare::Display;
-use crate::console::{Output, remark};
+use crate::console::Output;
 use crate::numbers::counted;
+use crate::remarks::remark;
 use crate::simd::{Proof, Simd};
 use anyhow::{Result, anyhow, bail};
 use indicatif::{ProgressBar, ProgressStyle};

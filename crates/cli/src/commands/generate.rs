@@ -1,6 +1,7 @@
 //! `trireme generate`.
 
-use crate::console::{Output, remark};
+use crate::console::Output;
+use crate::remarks::remark;
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};

@@ -1,6 +1,7 @@
 //! `trireme prepare`: text to token files.
 
-use crate::console::{Output, remark};
+use crate::console::Output;
+use crate::remarks::remark;
 use anyhow::{anyhow, bail};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};

@@ -1,10 +1,10 @@
 //! What a worker may take of its host, where several workers, and perhaps several launchers, share it.
 
 use super::telling::tell_all;
-use crate::console::host_name;
 use crate::control_groups::group_of;
 use crate::cpu_limit::CpuLimit;
 use crate::memory_limit::MemoryLimit;
+use crate::remarks::host_name;
 use anyhow::Result;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};

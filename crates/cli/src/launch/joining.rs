@@ -3,8 +3,8 @@
 use super::WorkerEnvironment;
 use super::slurm::node_address;
 use super::worker_processes::is_under_launcher;
-use crate::console::{remark, speak_as};
 use crate::hang;
+use crate::remarks::{remark, speak_as};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 use trireme_base::Rank;

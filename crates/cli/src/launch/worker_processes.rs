@@ -2,7 +2,9 @@ use super::LaunchError;
 use super::error::{Death, stopped_by};
 use crate::bounded::within;
 use crate::hang::{Fate, Fates};
+use crate::remarks::message;
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
+use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::process::{ExitStatusExt, parent_id};
@@ -248,7 +250,10 @@ fn last_lines(path: &Path, start: u64) -> io::Result<Vec<String>> {
     file.take(BYTES_MAX).read_to_end(&mut bytes)?;
     let text = String::from_utf8_lossy(&bytes);
     let printable = |line: &str| line.chars().filter(|c| !c.is_control()).collect::<String>();
-    let lines: Vec<String> = text.lines().map(printable).filter(|line| !line.trim().is_empty()).collect();
+    let text: Vec<Cow<'_, str>> =
+        text.lines().map(|line| message(line).map_or(line.into(), Cow::Owned)).collect();
+    let lines = text.iter().flat_map(|text| text.lines());
+    let lines: Vec<String> = lines.map(printable).filter(|line| !line.trim().is_empty()).collect();
     let error = lines.iter().rposition(|line| line.starts_with("error: "));
     Ok(lines[error.unwrap_or(lines.len().saturating_sub(LINES_MAX))..].to_vec())
 }
@@ -324,6 +329,9 @@ mod tests {
         assert_eq!(last_lines(&path, 16).unwrap(), ["4", "5", "6"]);
         let error = ["error: all of", "  1", "  2", "  3", "  4", "  5", "  6"];
         std::fs::write(&path, format!("old\n1\n2\n{}\n", error.join("\n"))).unwrap();
+        assert_eq!(last_lines(&path, 4).unwrap(), error);
+        let object = serde_json::json!({ "rank": 1, "message": error.join("\n") });
+        std::fs::write(&path, format!("old\n{{\"message\":\"1\"}}\n{object}\n")).unwrap();
         assert_eq!(last_lines(&path, 4).unwrap(), error);
         std::fs::write(&path, "x".repeat(1 << 20)).unwrap();
         assert_eq!(last_lines(&path, 0).unwrap(), ["x".repeat(4096)]);

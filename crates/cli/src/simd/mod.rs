@@ -10,8 +10,8 @@ mod trial;
 
 pub(crate) use trial::{Trial, try_kernels};
 
-use crate::console::remark;
 use crate::launch::LaunchError;
+use crate::remarks::remark;
 use anyhow::Result;
 use cache::Cache;
 use std::process::Command;

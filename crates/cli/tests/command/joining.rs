@@ -58,14 +58,51 @@ fn rank_0_alone_is_on_the_console_and_all_have_logs_with_times() {
     }
 }
 
+fn objects(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}"))).collect()
+}
+
+#[test]
+fn errors_of_all_ranks_are_on_the_error_output_and_in_their_logs() {
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml --set checkpoint.resume=runs/nowhere";
+    // Rank 0 has the console.
+    let ranks =
+        [("error: ", "runs/nowhere does not exist"), ("error: rank 1 on ", "could not choose a checkpoint")];
+    for (run, format) in [("text", ""), ("objects", "--set metrics.log_format=json")] {
+        let command = &format!("{train} --set run.name={run} {format}");
+        for (rank, outcome) in world(&scene, [command, command], None).into_iter().enumerate() {
+            let (start, reason) = ranks[rank];
+            let log = scene.read(&format!("runs/{run}/logs/rank-{rank}.log"));
+            if format.is_empty() {
+                tells(&outcome.stderr, &[start, reason]);
+                tells(&log, &["Z error: ", reason]);
+                continue;
+            }
+            for text in [outcome.stderr, log] {
+                let lines = objects(&text);
+                assert!(lines.iter().all(|line| line["rank"] == rank && line["host"].is_string()), "{text}");
+                assert!(
+                    lines.iter().any(|line| line["message"].as_str().unwrap().contains(reason)),
+                    "{text}"
+                );
+            }
+        }
+    }
+    // A launcher of ours shows what a log says in an object of its own.
+    let shown = scene.run(&format!("{train} --workers 2 --set metrics.log_format=json")).stderr;
+    let [shown] = &objects(&shown)[..] else { panic!("{shown}") };
+    tells(
+        shown["message"].as_str().unwrap(),
+        &["error: rank ", "Its log is", "\n    error: runs/nowhere does not exist"],
+    );
+}
+
 #[test]
 fn lines_may_be_objects() {
     let scene = Scene::with_corpus();
     let printed = scene.run("train tiny.toml --workers 2 --set metrics.log_format=json").succeeded();
-    let read = |text: &str| -> Vec<Value> {
-        text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}"))).collect()
-    };
-    let lines = read(&printed);
+    let lines = objects(&printed);
     assert!(
         lines.iter().all(|line| line["time"].is_string() && line["host"].is_string() && line["rank"] == 0)
     );
@@ -76,6 +113,6 @@ fn lines_may_be_objects() {
             .iter()
             .any(|line| line["message"].as_str().is_some_and(|text| text.starts_with("run folder: ")))
     );
-    assert_eq!(read(&scene.read("runs/tiny/logs/rank-0.log")), lines);
-    assert!(read(&scene.read("runs/tiny/logs/rank-1.log")).iter().any(|line| line["record"]["step"] == 4));
+    assert_eq!(objects(&scene.read("runs/tiny/logs/rank-0.log")), lines);
+    assert!(objects(&scene.read("runs/tiny/logs/rank-1.log")).iter().any(|line| line["record"]["step"] == 4));
 }

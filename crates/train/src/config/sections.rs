@@ -463,7 +463,7 @@ config_section! {
     Metrics {
         /// Steps between log lines.
         log_interval: u64 = 10, within 1..;
-        /// Format of log lines, on the console and in the logs: `text`, or `json` with one object a line, which has `time`, `rank`, `host`, and a
+        /// Format of lines, on the console, on the error output and in the logs: `text`, or `json` with one object a line, which has `time`, `rank`, `host`, and a
         /// `message` or the `record` of a step.
         log_format: LogFormat = LogFormat::Text;
         /// Whether to write `metrics.jsonl`, with one JSON object per step.

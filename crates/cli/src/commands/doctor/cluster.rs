@@ -2,13 +2,14 @@
 
 use crate::commands::check_config_path;
 use crate::commands::train::world_options;
-use crate::console::{Output, host_name};
+use crate::console::Output;
 use crate::launch::{
     HostShare, WorkerEnvironment, before_joining, launch_workers, ranges, recorder_folder, tell_all,
     work_in_world,
 };
 use crate::memory_limit::MemoryLimit;
 use crate::numbers::counted;
+use crate::remarks::host_name;
 use crate::statistics::median;
 use anyhow::{Result, bail};
 use rustix::fs::{Advice, fadvise, statvfs};

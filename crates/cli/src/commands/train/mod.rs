@@ -7,7 +7,7 @@ use super::check_config_path;
 use super::init::DEFAULT_CONFIG;
 use super::prepare::Display;
 use crate::bounded::within;
-use crate::console::{Console, remark};
+use crate::console::Console;
 use crate::interrupts::Interrupts;
 use crate::launch::{
     Death, HostShare, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log,
@@ -15,6 +15,7 @@ use crate::launch::{
 };
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
+use crate::remarks::{remark, speak_in};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, anyhow, bail};
 use outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
@@ -124,7 +125,9 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
     let (config, simd) = before_joining(environment.as_ref(), || {
         check_config_path(&args.config)?;
-        Ok((source.load(&[])?, Simd::choose(Proof::Cached)?))
+        let config = source.load(&[])?;
+        speak_in(config.metrics().log_format);
+        Ok((config, Simd::choose(Proof::Cached)?))
     })?;
     let num_local =
         environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);

@@ -10,7 +10,8 @@ mod memory;
 mod page;
 mod thinning;
 
-use crate::console::{Output, remark};
+use crate::console::Output;
+use crate::remarks::remark;
 use anyhow::{Context, Result, bail};
 use hues::NUM_HUES;
 use loaded_run::{LoadedRun, load};
