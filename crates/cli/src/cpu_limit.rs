@@ -18,9 +18,9 @@ pub(crate) struct CpuLimit {
 }
 
 impl CpuLimit {
-    /// The lowest limit of the control groups that this process belongs to, read from the files below `root`, which is `/`
+    /// The limits of the control groups that this process belongs to, from the innermost on. They are read from the files below `root`, which is `/`
     /// except in tests.
-    pub(crate) fn of_control_groups(root: &Path) -> Option<Self> {
+    pub(crate) fn all(root: &Path) -> Vec<Self> {
         let limits = settings(root, &CPU).filter_map(|(file, text)| {
             let period = || {
                 let path = root.join(file.strip_prefix("/").ok()?).with_file_name("cpu.cfs_period_us");
@@ -29,8 +29,12 @@ impl CpuLimit {
             let num_cores = num_cores(&text).or_else(|| num_cores_of(&text, &period()?))?;
             Some(CpuLimit { num_cores, file })
         });
-        // Of equal ones the outermost: more processes share it.
-        limits.collect::<Vec<_>>().into_iter().rev().min_by(|a, b| a.num_cores.total_cmp(&b.num_cores))
+        limits.collect()
+    }
+
+    /// The lowest of them; of equal ones the outermost.
+    pub(crate) fn lowest(root: &Path) -> Option<Self> {
+        Self::all(root).into_iter().rev().min_by(|a, b| a.num_cores.total_cmp(&b.num_cores))
     }
 }
 
@@ -71,7 +75,7 @@ mod tests {
         };
         write("proc/self/cgroup", "3:cpu,cpuacct:/a\n0::/c/d\n");
         write("proc/self/mountinfo", mounts);
-        let found = || CpuLimit::of_control_groups(folder.path());
+        let found = || CpuLimit::lowest(folder.path());
         assert_eq!(found(), None);
         write("sys/fs/cgroup/unified/c/d/cpu.max", "max 100000\n");
         write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n");

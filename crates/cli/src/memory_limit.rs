@@ -2,6 +2,7 @@
 
 use crate::control_groups::{Controller, settings};
 use rustix::system::sysinfo;
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::{fmt, fs};
 use trireme_base::Bytes;
@@ -28,7 +29,7 @@ const POOL: &str = "sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 const HUGE_PAGE: u64 = 2 << 20;
 
 /// A limit on the memory of all processes in a group, of the machine, or of its pool of huge pages.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MemoryLimit {
     pub(crate) bytes: u64,
     /// The file that sets the limit; `None` if it is the machine's memory.
@@ -39,42 +40,48 @@ impl MemoryLimit {
     /// The lowest limit that applies to this process: of pages from the host's pool, if its memory consists of them.
     ///
     /// Memory that other programs use at the moment does not lower it: the same run gets the same limit every time.
-    pub(crate) fn of_this_process(huge_pages: HugePages) -> Self {
-        if huge_pages == HugePages::Reserved {
-            return Self::of_huge_pages(Path::new("/"));
-        }
-        let system = sysinfo();
-        let machine =
-            MemoryLimit { bytes: system.totalram as u64 * u64::from(system.mem_unit.max(1)), file: None };
-        match Self::of_control_groups(Path::new("/")) {
-            Some(limit) if limit.bytes < machine.bytes => limit,
-            _ => machine,
-        }
+    pub(crate) fn lowest(huge_pages: HugePages) -> Self {
+        let limits = Self::all(Path::new("/"), huge_pages).into_iter();
+        limits.rev().min_by_key(|limit| limit.bytes).expect("the machine's, or the pool's, is one of them")
     }
 
-    /// The host's pool of huge pages, or what control groups allow of it.
-    pub(crate) fn of_huge_pages(root: &Path) -> Self {
-        let num_pages = fs::read_to_string(root.join(POOL)).ok().and_then(|text| text.trim().parse().ok());
-        let pool = MemoryLimit {
-            bytes: num_pages.unwrap_or(0u64).saturating_mul(HUGE_PAGE),
-            file: Some(Path::new("/").join(POOL)),
+    /// All limits that apply to this process, the outermost last: that of the machine or its pool. Control groups are read from the files below
+    /// `root`, which is `/` except in tests.
+    pub(crate) fn all(root: &Path, huge_pages: HugePages) -> Vec<Self> {
+        let (controller, outermost) = match huge_pages {
+            HugePages::Reserved => (&HUGE_PAGES, Self::of_pool(root)),
+            HugePages::Transparent | HugePages::Never => (&MEMORY, Self::of_machine()),
         };
-        Self::lowest(root, &HUGE_PAGES).filter(|limit| limit.bytes < pool.bytes).unwrap_or(pool)
+        let mut limits = Self::of_control_groups(root, controller);
+        limits.push(outermost);
+        limits
     }
 
-    /// The lowest limit of the control groups that this process belongs to, read from the files below `root`, which is `/`
-    /// except in tests.
-    pub(crate) fn of_control_groups(root: &Path) -> Option<Self> {
-        Self::lowest(root, &MEMORY)
+    /// The lowest limit that a control group sets on memory outside of the pool.
+    pub(crate) fn of_control_group(root: &Path) -> Option<Self> {
+        Self::of_control_groups(root, &MEMORY).into_iter().rev().min_by_key(|limit| limit.bytes)
     }
 
-    fn lowest(root: &Path, controller: &Controller) -> Option<Self> {
+    fn of_control_groups(root: &Path, controller: &Controller) -> Vec<Self> {
         let limits = settings(root, controller).filter_map(|(file, text)| {
             // A group without a limit has `max` in its file.
             Some(MemoryLimit { bytes: text.trim().parse().ok()?, file: Some(file) })
         });
-        // Of equal ones the outermost: more processes share it.
-        limits.collect::<Vec<_>>().into_iter().rev().min_by_key(|limit| limit.bytes)
+        limits.collect()
+    }
+
+    fn of_machine() -> Self {
+        let system = sysinfo();
+        MemoryLimit { bytes: system.totalram as u64 * u64::from(system.mem_unit.max(1)), file: None }
+    }
+
+    /// The host's pool of huge pages.
+    pub(crate) fn of_pool(root: &Path) -> Self {
+        let num_pages = fs::read_to_string(root.join(POOL)).ok().and_then(|text| text.trim().parse().ok());
+        MemoryLimit {
+            bytes: num_pages.unwrap_or(0u64).saturating_mul(HUGE_PAGE),
+            file: Some(Path::new("/").join(POOL)),
+        }
     }
 }
 
@@ -115,7 +122,7 @@ mod tests {
         write("proc/self/cgroup", groups);
         write("proc/self/mountinfo", mounts);
         files.iter().for_each(|(file, text)| write(&format!("sys/fs/cgroup/{file}"), text));
-        let limit = MemoryLimit::of_control_groups(folder.path())?;
+        let limit = MemoryLimit::of_control_group(folder.path())?;
         let file = limit.file.unwrap();
         Some((limit.bytes, file.strip_prefix("/sys/fs/cgroup").unwrap().to_str().unwrap().to_owned()))
     }
@@ -171,24 +178,19 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         };
-        let limit = || MemoryLimit::of_huge_pages(folder.path());
-        assert_eq!(limit().bytes, 0);
+        let limits = || MemoryLimit::all(folder.path(), HugePages::Reserved);
+        assert_eq!(limits()[0].bytes, 0);
         write(POOL, "8\n");
-        assert_eq!(
-            limit().to_string(),
-            format!("the 16.00MiB in huge pages that this host has reserved (/{POOL})")
-        );
+        let expected = format!("the 16.00MiB in huge pages that this host has reserved (/{POOL})");
+        assert_eq!(limits()[0].to_string(), expected);
         write("proc/self/cgroup", "0::/a\n");
         write("proc/self/mountinfo", MOUNTS);
         // The memory of other pages has limits of its own.
         write("sys/fs/cgroup/unified/a/memory.max", "1000\n");
         write("sys/fs/cgroup/unified/a/hugetlb.2MB.max", "33554432\n");
-        assert_eq!(limit().bytes, 16 << 20);
         write("sys/fs/cgroup/unified/hugetlb.2MB.max", "4194304\n");
-        assert_eq!(
-            (limit().bytes, limit().file),
-            (4 << 20, Some("/sys/fs/cgroup/unified/hugetlb.2MB.max".into()))
-        );
+        let bytes: Vec<u64> = limits().iter().map(|limit| limit.bytes).collect();
+        assert_eq!(bytes, [32 << 20, 4 << 20, 16 << 20]);
     }
 
     #[test]
@@ -216,6 +218,6 @@ mod tests {
         assert_eq!(limit.to_string(), expected);
         let machine = MemoryLimit { file: None, ..limit };
         assert_eq!(machine.to_string(), "the 3.00MiB of this machine");
-        assert!(MemoryLimit::of_this_process(HugePages::Transparent).bytes > 0);
+        assert!(MemoryLimit::lowest(HugePages::Transparent).bytes > 0);
     }
 }

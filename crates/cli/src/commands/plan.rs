@@ -91,7 +91,7 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
     let world_size = environment.as_ref().map(|environment| environment.world_size);
     let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
     let config = source.load(&[])?;
-    let limit = MemoryLimit::of_this_process(config.memory().huge_pages);
+    let limit = MemoryLimit::lowest(config.memory().huge_pages);
     let simd = Simd::choose(Proof::Cached)?;
     if environment.is_none() {
         simd.warn();

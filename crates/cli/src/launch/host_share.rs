@@ -22,10 +22,10 @@ struct Grant {
     host: String,
     /// Processors that it may run on, those that share caches and memory next to each other.
     cpus: Vec<usize>,
-    /// The control group that limits its computing, and to how many cores.
-    cpu_group: Option<(u64, f64)>,
-    /// The control group that limits its memory; none if it has the machine's.
-    memory_group: Option<u64>,
+    /// The control groups that limit its computing, and to how many cores.
+    cpu_groups: Vec<(u64, f64)>,
+    /// What limits its memory, and the control group that does; none if that is the machine.
+    memory_groups: Vec<(Option<u64>, MemoryLimit)>,
     /// Processes that ran or wanted to run in the last minute.
     load: f64,
 }
@@ -35,7 +35,9 @@ struct Grant {
 pub(crate) struct HostShare {
     /// Workers that share memory segments of this host.
     pub(crate) num_workers: usize,
-    /// Workers whose memory counts against the same limit.
+    /// The limit on its memory that leaves it the least.
+    pub(crate) limit: MemoryLimit,
+    /// Workers whose memory counts against that limit.
     pub(crate) num_sharing_limit: usize,
     /// Threads that have a processor each.
     pub(crate) num_threads: usize,
@@ -47,9 +49,10 @@ pub(crate) struct HostShare {
 
 impl HostShare {
     /// That of one of so many workers that do not know each other yet.
-    pub(crate) fn of_equals(num_workers: usize) -> Self {
+    pub(crate) fn of_equals(num_workers: usize, huge_pages: HugePages) -> Self {
         HostShare {
             num_workers,
+            limit: MemoryLimit::lowest(huge_pages),
             num_sharing_limit: num_workers,
             num_threads: trireme_train::share_of_cores(num_workers),
             binding: None,
@@ -58,8 +61,8 @@ impl HostShare {
     }
 
     /// That of this rank, as all ranks of its world see it together. Collective.
-    pub(crate) fn of_world(group: &Group, limit: &MemoryLimit, bind: Bind) -> Result<Self> {
-        let mut own = Grant::of_this_process(limit);
+    pub(crate) fn of_world(group: &Group, huge_pages: HugePages, bind: Bind) -> Result<Self> {
+        let mut own = Grant::of_this_process(huge_pages);
         if own.machine.is_empty() {
             // Unknown: then it counts as alone.
             own.machine = format!("that of rank {}", group.rank());
@@ -75,29 +78,35 @@ impl HostShare {
         let own = &grants[rank];
         let neighbours: Vec<(usize, &Grant)> =
             grants.iter().enumerate().filter(|(_, grant)| grant.machine == own.machine).collect();
-        let num_sharing_limit =
-            neighbours.iter().filter(|(_, grant)| grant.memory_group == own.memory_group).count();
+        let num_sharing = |group: &Option<u64>| {
+            let is_in_it = |grant: &Grant| grant.memory_groups.iter().any(|(other, _)| other == group);
+            neighbours.iter().filter(|(_, grant)| is_in_it(grant)).count()
+        };
+        let limits = own.memory_groups.iter().map(|(group, limit)| (num_sharing(group), limit));
+        let (num_sharing_limit, limit) = limits
+            .min_by_key(|(num_sharing, limit)| limit.bytes / *num_sharing as u64)
+            .expect("a machine has so much memory");
         // A CPU that several workers may use counts in equal parts.
         let users = |cpu| neighbours.iter().filter(|(_, grant)| grant.cpus.contains(&cpu)).count();
         let num_cpus: f64 = own.cpus.iter().map(|&cpu| 1.0 / users(cpu) as f64).sum();
-        let quota = own.cpu_group.map_or(f64::INFINITY, |(group, num_cores)| {
-            let is_of_it = |grant: &Grant| grant.cpu_group.is_some_and(|(other, _)| other == group);
-            num_cores / neighbours.iter().filter(|(_, grant)| is_of_it(grant)).count() as f64
+        let quotas = own.cpu_groups.iter().map(|&(group, num_cores)| {
+            let is_in_it = |grant: &Grant| grant.cpu_groups.iter().any(|&(other, _)| other == group);
+            num_cores / neighbours.iter().filter(|(_, grant)| is_in_it(grant)).count() as f64
         });
         // Rounding: three thirds may sum to just below 1.
-        let num_threads = ((num_cpus.min(quota) + 1e-9) as usize).max(1);
+        let num_threads = ((quotas.fold(num_cpus, f64::min) + 1e-9) as usize).max(1);
         let binding = binding(own, rank, &neighbours, bind);
         let (binding, why_unbound) = match binding {
             Ok(binding) => (binding, None),
             Err(why) => (None, Some(why)),
         };
-        HostShare { num_workers, num_sharing_limit, num_threads, binding, why_unbound }
+        let limit = limit.clone();
+        HostShare { num_workers, limit, num_sharing_limit, num_threads, binding, why_unbound }
     }
 
     /// The CPUs that so many workers of this host would be bound to, for people.
     pub(crate) fn preview(num_workers: usize) -> String {
-        let grants =
-            vec![Grant::of_this_process(&MemoryLimit::of_this_process(HugePages::Transparent)); num_workers];
+        let grants = vec![Grant::of_this_process(HugePages::Transparent); num_workers];
         let shares = (0..num_workers).map(|rank| Self::among(&grants, rank, num_workers, Bind::Auto));
         let texts = shares.enumerate().map(|(rank, share)| match (share.bound_to(), share.why_unbound) {
             (Some(cpus), _) => Ok(format!("rank {rank}: {cpus}")),
@@ -141,7 +150,7 @@ fn binding(
         return Err(format!("{num_workers} workers share {} CPUs", own.cpus.len()));
     }
     let load = neighbours.iter().map(|(_, grant)| grant.load).fold(0.0, f64::max);
-    if bind == Bind::Auto && own.cpu_group.is_some() {
+    if bind == Bind::Auto && !own.cpu_groups.is_empty() {
         return Err("a control group limits the time of all together".to_owned());
     }
     // Two programs that are bound to the same CPUs would each wait for the other.
@@ -154,15 +163,16 @@ fn binding(
 }
 
 impl Grant {
-    fn of_this_process(limit: &MemoryLimit) -> Self {
-        let cpu_limit = CpuLimit::of_control_groups(Path::new("/"));
+    fn of_this_process(huge_pages: HugePages) -> Self {
+        let cpu_limits = CpuLimit::all(Path::new("/")).into_iter();
+        let memory_limits = MemoryLimit::all(Path::new("/"), huge_pages).into_iter();
         let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         Grant {
             host: host_name(),
             machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
             cpus: by_neighbourhood(allowed_cpus(), Path::new("/")),
-            cpu_group: cpu_limit.map(|limit| (group_of(&limit.file), limit.num_cores)),
-            memory_group: limit.file.as_deref().map(group_of),
+            cpu_groups: cpu_limits.map(|limit| (group_of(&limit.file), limit.num_cores)).collect(),
+            memory_groups: memory_limits.map(|limit| (limit.file.as_deref().map(group_of), limit)).collect(),
             load: load.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0),
         }
     }
@@ -217,8 +227,8 @@ mod tests {
             machine,
             host: String::new(),
             cpus: cpus.into_iter().collect(),
-            cpu_group: None,
-            memory_group: None,
+            cpu_groups: Vec::new(),
+            memory_groups: vec![(None, MemoryLimit { bytes: 100, file: None })],
             load: 0.0,
         }
     }
@@ -245,19 +255,32 @@ mod tests {
 
     #[test]
     fn the_time_that_a_control_group_allows_is_shared_by_its_workers() {
-        let limited = |group, num_cores| Grant { cpu_group: Some((group, num_cores)), ..grant(0..16) };
-        assert_eq!(threads(&[limited(1, 4.0), limited(1, 4.0)]), [2; 2]);
-        assert_eq!(threads(&[limited(1, 4.0), limited(2, 0.5)]), [4, 1]);
+        let limited = |groups: &[(u64, f64)]| Grant { cpu_groups: groups.to_vec(), ..grant(0..16) };
+        assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(1, 4.0)])]), [2; 2]);
+        assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(2, 0.5)])]), [4, 1]);
+        // Siblings with limits of their own, in a group that has less than they have together.
+        assert_eq!(threads(&[limited(&[(1, 4.0), (9, 6.0)]), limited(&[(2, 2.0), (9, 6.0)])]), [3, 2]);
     }
 
     #[test]
     fn two_launchers_on_one_host_share_its_memory() {
-        let in_group = |group| Grant { memory_group: group, ..grant(0..4) };
-        let sharing = |grants: &[Grant]| -> Vec<usize> {
-            shares(grants, Bind::None).iter().map(|share| share.num_sharing_limit).collect()
+        let in_groups = |groups: &[(u64, u64)]| {
+            let mut grant = grant(0..4);
+            let limits =
+                groups.iter().map(|&(group, bytes)| (Some(group), MemoryLimit { bytes, file: None }));
+            grant.memory_groups.extend(limits);
+            grant
         };
-        assert_eq!(sharing(&[in_group(None), in_group(None)]), [2; 2]);
-        assert_eq!(sharing(&[in_group(Some(1)), in_group(Some(2)), in_group(Some(1))]), [2, 1, 2]);
+        let sharing = |grants: &[Grant]| -> Vec<(usize, u64)> {
+            let shares = shares(grants, Bind::None);
+            shares.iter().map(|share| (share.num_sharing_limit, share.limit.bytes)).collect()
+        };
+        assert_eq!(sharing(&[in_groups(&[]), in_groups(&[])]), [(2, 100); 2]);
+        let (first, second) = (in_groups(&[(1, 30)]), in_groups(&[(2, 20)]));
+        assert_eq!(sharing(&[first.clone(), second, first]), [(2, 30), (1, 20), (2, 30)]);
+        // Siblings with limits of their own, in a group that has less than they have together.
+        let siblings = [in_groups(&[(1, 40), (9, 60)]), in_groups(&[(2, 20), (9, 60)])];
+        assert_eq!(sharing(&siblings), [(2, 60), (1, 20)]);
     }
 
     #[test]

@@ -155,13 +155,7 @@ impl<'a> Workers<'a> {
     }
 
     /// Those of a group.
-    pub(crate) fn of(
-        config: &Config,
-        group: &Group,
-        share: &HostShare,
-        limit: &'a MemoryLimit,
-        features: CpuFeatures,
-    ) -> Self {
+    pub(crate) fn of(config: &Config, group: &Group, share: &'a HostShare, features: CpuFeatures) -> Self {
         let local_world_size = share.num_workers;
         let num_sharing = match group.transport() {
             TransportKind::Shm | TransportKind::ShmAndTcp => local_world_size,
@@ -176,7 +170,7 @@ impl<'a> Workers<'a> {
             features,
             shares_memory: group.transport() == TransportKind::Shm,
             num_sharing,
-            limit,
+            limit: &share.limit,
         }
     }
 

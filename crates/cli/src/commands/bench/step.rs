@@ -4,7 +4,6 @@ use crate::console::Output;
 use crate::launch::{
     HostShare, WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world,
 };
-use crate::memory_limit::MemoryLimit;
 use crate::simd::{Proof, Simd};
 use crate::statistics::median;
 use anyhow::{Context, Result, bail};
@@ -338,10 +337,7 @@ fn state_layout(args: &StepArgs) -> StateLayout {
 fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeatures) -> Result<()> {
     let (rank, world_size) = (world.rank(), world.world_size());
     let num_threads = match args.threads {
-        0 => {
-            let limit = MemoryLimit::of_this_process(HugePages::Transparent);
-            HostShare::of_world(&world, &limit, Bind::None)?.num_threads
-        }
+        0 => HostShare::of_world(&world, HugePages::Transparent, Bind::None)?.num_threads,
         threads => threads,
     };
     let features_max = Some(features);

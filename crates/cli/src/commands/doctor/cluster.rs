@@ -7,7 +7,6 @@ use crate::launch::{
     HostShare, WorkerEnvironment, before_joining, launch_workers, ranges, recorder_folder, tell_all,
     work_in_world,
 };
-use crate::memory_limit::MemoryLimit;
 use crate::numbers::counted;
 use crate::remarks::host_name;
 use crate::statistics::median;
@@ -119,15 +118,14 @@ fn check(config: &Config, group: &Group) -> Result<Report> {
 }
 
 fn hosts(config: &Config, group: &Group) -> Result<Vec<HostFigure>> {
-    let limit = MemoryLimit::of_this_process(config.memory().huge_pages);
-    let share = HostShare::of_world(group, &limit, config.launch().bind)?;
+    let share = HostShare::of_world(group, config.memory().huge_pages, config.launch().bind)?;
     let ranks = |host| group.hosts().ranks(host).iter().map(|rank| rank.0).collect();
     let own = HostFigure {
         name: host_name(),
         ranks: ranks(group.hosts().host_of(group.rank())),
         threads: share.num_threads,
         cores: share.bound_to(),
-        memory_bytes: limit.bytes,
+        memory_bytes: share.limit.bytes,
     };
     let all = tell_all(group, &own)?;
     Ok((0..group.hosts().num_hosts()).map(|host| all[group.hosts().ranks(host)[0].0].clone()).collect())

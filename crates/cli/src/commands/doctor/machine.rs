@@ -86,9 +86,9 @@ impl Machine {
             _ => 1,
         };
         let memory_bytes = bytes("MemTotal");
-        let limit = MemoryLimit::of_control_groups(root)
+        let limit = MemoryLimit::of_control_group(root)
             .filter(|limit| memory_bytes.is_none_or(|all| limit.bytes < all));
-        let cpu_limit = CpuLimit::of_control_groups(root);
+        let cpu_limit = CpuLimit::lowest(root);
         Machine {
             processor: field(&processor, "model name").map(str::to_owned),
             architecture: std::env::consts::ARCH,
@@ -105,7 +105,7 @@ impl Machine {
             memory_limit_bytes: limit.as_ref().map(|limit| limit.bytes),
             memory_limit_file: limit.and_then(|limit| limit.file),
             huge_pages: chosen(&system.text("sys/kernel/mm/transparent_hugepage/enabled")),
-            huge_pages_reserved_bytes: MemoryLimit::of_huge_pages(root).bytes,
+            huge_pages_reserved_bytes: MemoryLimit::of_pool(root).bytes,
             dev_shm_bytes: rustix::fs::statvfs(root.join("dev/shm"))
                 .ok()
                 .map(|files| files.f_frsize.saturating_mul(files.f_blocks)),

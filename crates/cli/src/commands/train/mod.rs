@@ -13,7 +13,6 @@ use crate::launch::{
     Death, HostShare, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log,
     interface, is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
 };
-use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
 use crate::remarks::{remark, speak_in};
 use crate::simd::{Proof, Simd};
@@ -88,8 +87,6 @@ struct Process<'a> {
     source: Source<'a>,
     /// What this worker may take of its host.
     share: &'a HostShare,
-    /// The memory that they may take together.
-    limit: &'a MemoryLimit,
     /// When the command started.
     started: Instant,
     /// The SIMD level of its kernels.
@@ -100,7 +97,7 @@ struct Process<'a> {
 
 impl<'a> Process<'a> {
     fn workers(&self, config: &Config, group: &Group) -> Workers<'a> {
-        Workers::of(config, group, self.share, self.limit, self.features)
+        Workers::of(config, group, self.share, self.features)
     }
 }
 
@@ -133,8 +130,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
         environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);
     let process = Process {
         source,
-        share: &HostShare::of_equals(num_local),
-        limit: &MemoryLimit::of_this_process(config.memory().huge_pages),
+        share: &HostShare::of_equals(num_local, config.memory().huge_pages),
         started,
         features: simd.level,
         own,
@@ -150,7 +146,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
         }
         None => {
             simd.warn();
-            let workers = Workers::local(&config, process.limit, process.features);
+            let workers = Workers::local(&config, &process.share.limit, process.features);
             let version = prepare_run(&config, process, workers, Heartbeat::new())?;
             let config = with_length(config, version, process)?;
             match config.world_size() {
@@ -358,7 +354,7 @@ fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Resu
     if group.rank() == Rank::ROOT {
         warnings.iter().for_each(|warning| remark(&format!("warning: {warning}")));
     }
-    let share = HostShare::of_world(&group, process.limit, config.launch().bind)?;
+    let share = HostShare::of_world(&group, config.memory().huge_pages, config.launch().bind)?;
     let process = Process { share: &share, ..process };
     let found = match group.rank() {
         Rank::ROOT => {

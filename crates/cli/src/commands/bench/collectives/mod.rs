@@ -9,7 +9,6 @@ use crate::console::Output;
 use crate::launch::{
     HostShare, WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world,
 };
-use crate::memory_limit::MemoryLimit;
 use anyhow::{Context, Result, bail};
 use measuring::{Measurement, measure};
 use number::{Dtype, Number};
@@ -188,8 +187,7 @@ fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
         bail!("send needs two workers; set --workers to 2 or more");
     }
     if !args.unbound {
-        let share =
-            HostShare::of_world(group, &MemoryLimit::of_this_process(HugePages::Transparent), Bind::Cores)?;
+        let share = HostShare::of_world(group, HugePages::Transparent, Bind::Cores)?;
         share.bind().context("cannot bind to cores; try --unbound")?;
     }
     let is_root = group.rank() == Rank::ROOT;
