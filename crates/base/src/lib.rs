@@ -36,6 +36,6 @@ pub use journal::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
 pub use passes::UnitPasses;
 pub use positions::{ContextPlace, Positions};
 pub use random::{Random, RandomKey};
-pub use rank::{Rank, ReduceOp};
+pub use rank::{Rank, ReduceOp, ranges, ranks};
 pub use svg::{Anchor, Svg, escape_markup};
 pub use ticks::Ticks;

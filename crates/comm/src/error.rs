@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use trireme_base::Rank;
+use trireme_base::{Rank, ranges};
 
 /// Why communication failed. Cheap to clone: the failure of one operation is also that of all after it.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -399,22 +399,7 @@ impl CommError {
 }
 
 pub(crate) fn list(ranks: &[Rank]) -> String {
-    if ranks.is_empty() {
-        return "none".to_owned();
-    }
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for rank in ranks {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == rank.0 => *last = rank.0,
-            _ => runs.push((rank.0, rank.0)),
-        }
-    }
-    let run = |&(first, last): &(usize, usize)| match last - first {
-        0 => first.to_string(),
-        1 => format!("{first}, {last}"),
-        _ => format!("{first}-{last}"),
-    };
-    runs.iter().map(run).collect::<Vec<_>>().join(", ")
+    ranges(ranks.iter().map(|rank| rank.0))
 }
 
 fn refusals(refused: &[String]) -> String {

@@ -9,7 +9,7 @@ use crate::dataset::Dataset;
 use crate::error::TrainError;
 use crate::task::Task;
 use std::collections::{BTreeMap, BTreeSet};
-use trireme_base::Rank;
+use trireme_base::{Rank, ranks};
 use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
 use trireme_tensor::CpuFeatures;
@@ -158,18 +158,12 @@ fn difference(name: &str, all: &[Facts]) -> Option<String> {
         format!("{} on {}", value.map_or("not set", |value| value), list(ranks))
     };
     let texts: Vec<String> = values.iter().map(text).collect();
-    (texts.len() > 1).then(|| format!("{name}: {}", texts.join(", ")))
+    (texts.len() > 1).then(|| format!("{name}: {}", texts.join("; ")))
 }
 
-/// Such as "rank 3" or "ranks 0 and 2 to 5".
-pub(crate) fn list(ranks: &[Rank]) -> String {
-    let runs = ranks.chunk_by(|a, b| a.0 + 1 == b.0).map(|run| match run {
-        [only] => only.to_string(),
-        [first, .., last] => format!("{first} to {last}"),
-        [] => unreachable!("a run has a rank"),
-    });
-    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-    format!("{noun} {}", runs.collect::<Vec<_>>().join(" and "))
+/// Such as "rank 3" or "ranks 0, 2-5".
+pub(crate) fn list(list: &[Rank]) -> String {
+    ranks(list.iter().map(|rank| rank.0))
 }
 
 #[cfg(test)]
@@ -193,8 +187,8 @@ mod tests {
         });
         assert!(found.iter().all(|text| *text == found[0]));
         for line in [
-            "\n  data.field: not set on ranks 0 to 1 and 3 to 4, body on rank 2",
-            "\n  optimizer.lr: 3e-4 on ranks 0 and 2 to 3, 1e-3 on ranks 1 and 4",
+            "\n  data.field: not set on ranks 0, 1, 3, 4; body on rank 2",
+            "\n  optimizer.lr: 3e-4 on ranks 0, 2, 3; 1e-3 on ranks 1, 4",
         ] {
             assert!(found[0].contains(line), "{}", found[0]);
         }

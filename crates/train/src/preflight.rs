@@ -195,7 +195,7 @@ mod tests {
         let warnings = clock_warnings(&[100.0, 160.2, 160.1, 40.0]);
         assert_eq!(warnings.len(), 2);
         assert!(warnings[0].contains("rank 3 are 60 s behind"), "{warnings:?}");
-        assert!(warnings[1].contains("ranks 1 to 2 are 60 s ahead"), "{warnings:?}");
+        assert!(warnings[1].contains("ranks 1, 2 are 60 s ahead"), "{warnings:?}");
     }
 
     #[test]

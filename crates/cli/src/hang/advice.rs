@@ -1,6 +1,6 @@
-use super::table::ranks;
 use super::{Fate, Fates};
 use crate::launch::Death;
+use trireme_base::ranks;
 use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
 
 /// What to try, by the first cause that is seen.
@@ -110,7 +110,7 @@ fn of_slow_transfers(diagnosis: &Diagnosis) -> Option<String> {
     (!slow.is_empty()).then(|| {
         format!(
             "look at the logs of {}: they have exchanged no data for the whole timeout; if such pauses are normal on this network, raise [comm] timeout_seconds (bench: --timeout)",
-            ranks(&slow)
+            ranks(slow)
         )
     })
 }

@@ -1,7 +1,7 @@
 use super::advice::advice;
 use super::{Fate, Fates};
 use crate::launch::Death;
-use trireme_base::Bytes;
+use trireme_base::{Bytes, ranks};
 use trireme_comm::{
     Diagnosis, Difference, Direction, Disagreement, Finding, OperationReport, OperationState, Place, Side,
     Source,
@@ -49,7 +49,7 @@ fn row(finding: &Finding, fate: Option<&Fate>) -> [String; 6] {
         host,
         state(finding, fate),
         since,
-        ranks(&finding.waits_for),
+        if finding.waits_for.is_empty() { String::new() } else { ranks(finding.waits_for.iter().copied()) },
         operation(finding),
     ]
 }
@@ -106,20 +106,11 @@ fn in_line(line: &str) -> String {
     if line.is_empty() { String::new() } else { format!(", {line}") }
 }
 
-/// Ranks as a text; empty for none.
-pub(crate) fn ranks(ranks: &[usize]) -> String {
-    let list = || ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-    match ranks {
-        [] => String::new(),
-        [one] => format!("rank {one}"),
-        _ => format!("ranks {}", list()),
-    }
-}
-
 fn first_mismatch(disagreement: &Disagreement) -> String {
     let Disagreement { group, sequence, difference, sides } = disagreement;
-    let side =
-        |side: &Side| format!("{} issued {}{}", ranks(&side.ranks), side.operation, in_line(&side.line));
+    let side = |side: &Side| {
+        format!("{} issued {}{}", ranks(side.ranks.iter().copied()), side.operation, in_line(&side.line))
+    };
     let sides = sides.iter().map(side).collect::<Vec<_>>().join("; ");
     let first = match difference {
         Difference::Line => "first difference",

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
 use std::path::Path;
+use trireme_base::ranges;
 use trireme_comm::Group;
 use trireme_train::config::{Bind, HugePages};
 
@@ -127,7 +128,7 @@ impl HostShare {
 
     /// Which CPUs this worker is bound to, for people.
     pub(crate) fn bound_to(&self) -> Option<String> {
-        Some(format!("CPUs {}", ranges(self.binding.as_ref()?)))
+        Some(format!("CPUs {}", ranges(self.binding.clone()?)))
     }
 }
 
@@ -206,17 +207,6 @@ fn by_neighbourhood(mut cpus: Vec<usize>, root: &Path) -> Vec<usize> {
     cpus
 }
 
-/// Numbers as `0-3,8`, in their order.
-pub(crate) fn ranges(cpus: &[usize]) -> String {
-    let runs = cpus.chunk_by(|first, second| first + 1 == *second);
-    let texts = runs.map(|run| match run {
-        [only] => only.to_string(),
-        [first, .., last] => format!("{first}-{last}"),
-        [] => unreachable!("runs are not empty"),
-    });
-    texts.collect::<Vec<_>>().join(",")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -290,12 +280,12 @@ mod tests {
         };
         let texts = |texts: [&str; 2]| texts.map(|text| Some(text.to_owned())).to_vec();
         let all = vec![grant([0, 2, 4, 1, 3, 5]); 2];
-        assert_eq!(bound(&all, Bind::Auto), texts(["CPUs 0,2,4", "CPUs 1,3,5"]));
+        assert_eq!(bound(&all, Bind::Auto), texts(["CPUs 0, 2, 4", "CPUs 1, 3, 5"]));
         assert_eq!(bound(&all, Bind::None), [None, None]);
         let busy: Vec<Grant> = all.iter().map(|grant| Grant { load: 3.5, ..grant.clone() }).collect();
         assert_eq!(bound(&busy, Bind::Auto), [None, None]);
         assert!(shares(&busy, Bind::Auto)[0].why_unbound.as_ref().unwrap().contains("load 3.5"));
-        assert_eq!(bound(&busy, Bind::Cores), texts(["CPUs 0,2,4", "CPUs 1,3,5"]));
+        assert_eq!(bound(&busy, Bind::Cores), texts(["CPUs 0, 2, 4", "CPUs 1, 3, 5"]));
         assert_eq!(bound(&vec![grant(0..2); 3], Bind::Cores), vec![None; 3]);
         assert_eq!(bound(&[grant(0..4)], Bind::Cores), [None]);
     }
@@ -312,6 +302,5 @@ mod tests {
         }
         assert_eq!(by_neighbourhood(vec![0, 1, 2, 3, 4], folder.path()), [0, 2, 4, 1, 3]);
         assert_eq!(by_neighbourhood(vec![7, 5], Path::new("/nowhere")), [5, 7]);
-        assert_eq!(ranges(&[0, 1, 2, 8, 4, 5]), "0-2,8,4-5");
     }
 }

@@ -39,7 +39,7 @@ fn a_key_that_differs_is_named_with_its_values_and_ranks() {
     ] {
         let error =
             refused_by_both(&scene, "train tiny.toml", &format!("train tiny.toml --set {key}={other}"));
-        let line = format!("{key}: {own} on rank 0, {other} on rank 1");
+        let line = format!("{key}: {own} on rank 0; {other} on rank 1");
         tells(&error, &["the ranks disagree about the run", &line]);
     }
     assert!(!scene.path("runs/tiny/metrics.jsonl").exists(), "no rank has begun");
@@ -128,7 +128,7 @@ fn ranks_whose_kernels_differ_are_refused_and_told_what_to_set() {
     });
     let [first, second] = ranks.map(|rank| rank.end().refused());
     assert_same(&first, &second);
-    let differs = format!("{highest} on rank 0, portable on rank 1");
+    let differs = format!("{highest} on rank 0; portable on rank 1");
     tells(&first, &["the ranks disagree about the run", "SIMD level", "TRIREME_SIMD", &differs]);
     assert!(!scene.path("runs/tiny/metrics.jsonl").exists(), "no rank has begun");
 }

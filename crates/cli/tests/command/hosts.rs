@@ -224,8 +224,8 @@ fn a_run_folder_that_hosts_do_not_share_is_told_with_all_else_that_differs() {
             &error,
             &[
                 "the ranks disagree about the run",
-                "training.seed: 7 on rank 0, 8 on rank 1",
-                "[run] folder, which all hosts must share: runs/tiny has the file that rank 0 has just written there on rank 0, \
+                "training.seed: 7 on rank 0; 8 on rank 1",
+                "[run] folder, which all hosts must share: runs/tiny has the file that rank 0 has just written there on rank 0; \
                  runs/tiny lacks the file that rank 0 has just written there on rank 1",
             ],
         );

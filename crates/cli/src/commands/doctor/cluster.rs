@@ -4,8 +4,7 @@ use crate::commands::check_config_path;
 use crate::commands::train::world_options;
 use crate::console::Output;
 use crate::launch::{
-    HostShare, WorkerEnvironment, before_joining, launch_workers, ranges, recorder_folder, tell_all,
-    work_in_world,
+    HostShare, WorkerEnvironment, before_joining, launch_workers, recorder_folder, tell_all, work_in_world,
 };
 use crate::numbers::counted;
 use crate::remarks::host_name;
@@ -17,7 +16,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use trireme_base::{Bytes, Rank};
+use trireme_base::{Bytes, Rank, ranges};
 use trireme_comm::{Buffer, CommError, Group};
 use trireme_train::config::Config;
 use trireme_train::preflight;
@@ -277,7 +276,7 @@ fn print(report: &Report, folder: &Path, group: &Group) -> Result<()> {
             Output,
             "  host {:<20} ranks {:<12} {} a worker{cores}, {} of memory",
             host.name,
-            ranges(&host.ranks),
+            ranges(host.ranks.iter().copied()),
             counted(host.threads, "thread"),
             Bytes(host.memory_bytes)
         )?;
