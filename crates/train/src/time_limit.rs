@@ -17,10 +17,11 @@ pub(crate) struct TimeLimit {
     end: Instant,
     /// From the first step to the end.
     whole: Duration,
-    /// When the step program last began, and how long checkpoints have taken since.
+    /// When the step program last began, and how long checkpoints and validations have taken since.
     began: Option<Instant>,
-    saved_for: Duration,
+    apart: Duration,
     longest_step: Duration,
+    longest_validation: Duration,
     longest_save: Option<Duration>,
 }
 
@@ -31,33 +32,40 @@ impl TimeLimit {
             end,
             whole: end.saturating_duration_since(now),
             began: None,
-            saved_for: Duration::ZERO,
+            apart: Duration::ZERO,
             longest_step: Duration::ZERO,
+            longest_validation: Duration::ZERO,
             longest_save: (!saves).then_some(Duration::ZERO),
         }
     }
 
     /// Takes note of a checkpoint.
     pub(crate) fn add_save(&mut self, took: Duration) {
-        self.saved_for += took;
+        self.apart += took;
         self.longest_save = Some(self.longest_save.map_or(took, |longest| longest.max(took)));
+    }
+
+    /// Takes note of a validation, which may be one before the first step.
+    pub(crate) fn add_validation(&mut self, took: Duration) {
+        self.apart += took;
+        self.longest_validation = self.longest_validation.max(took);
     }
 
     /// Takes note of a run of the step program that begins `now`. Returns whether it must be the last: another after it, with the validation
     /// that may follow, might not leave the time for a checkpoint.
     pub(crate) fn begin_step(&mut self, now: Instant) -> bool {
         if let Some(began) = self.began.replace(now) {
-            let took = now.saturating_duration_since(began).saturating_sub(self.saved_for);
+            let took = now.saturating_duration_since(began).saturating_sub(self.apart);
             self.longest_step = self.longest_step.max(took);
         }
-        self.saved_for = Duration::ZERO;
+        self.apart = Duration::ZERO;
         let part = |(part, most): (u32, Duration)| (self.whole / part).min(most);
         let saving = match self.longest_save {
             Some(longest) => longest * SAVING.0 / SAVING.1,
             None => part(FIRST_CHECKPOINT),
         };
         // Either step may validate.
-        now + 2 * self.longest_step + saving + part(ENDING) >= self.end
+        now + 2 * (self.longest_step + self.longest_validation) + saving + part(ENDING) >= self.end
     }
 }
 
@@ -91,6 +99,10 @@ mod tests {
         assert!(!limit.begin_step(start - seconds(100)));
         limit.add_save(seconds(40));
         assert_eq!(last_from(limit), Some(790));
+        // A validation before the first step: those that follow take as long, and no step does.
+        let mut limit = new();
+        limit.add_validation(seconds(30));
+        assert_eq!(last_from(limit), Some(800));
     }
 
     #[test]

@@ -507,7 +507,12 @@ impl<'a> Trainer<'a> {
     /// Mean loss and metrics on the samples to validate on, if there are any. Collective.
     pub fn validate(&mut self) -> Result<Option<Validated>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
-        self.validation.as_mut().map(|validation| validation.run(&mut self.executor)).transpose()
+        let began = Instant::now();
+        let validated = self.validation.as_mut().map(|validation| validation.run(&mut self.executor));
+        if let Some(limit) = &mut self.time_limit {
+            limit.add_validation(began.elapsed());
+        }
+        validated.transpose()
     }
 
     /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.

@@ -23,6 +23,8 @@ pub(crate) fn join_options(
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
     let on_refusal = OnRefusal::new(|refusal| remark(&format!("warning: refused a connection: {refusal}")));
+    // Workers of a host wait for the same.
+    let tells = environment.local_rank == 0;
     let on_note = LineListener::new(|line| remark(&format!("note: {line}")));
     Ok(JoinOptions {
         master_addr: match std::env::var_os("SLURM_JOB_ID") {
@@ -33,7 +35,7 @@ pub(crate) fn join_options(
         secret: secret(text.as_deref(), secret_file)?,
         on_refusal: Some(on_refusal),
         orders_by_host: true,
-        on_note: Some(on_note),
+        on_note: tells.then_some(on_note),
         ..JoinOptions::new(environment.rank, environment.world_size)
     })
 }
