@@ -45,6 +45,12 @@ metrics = { log_interval = 1000, tensorboard = false }
 generate = { num_tokens = 0 }
 "#;
 
+/// Whose first block of `sh` is a job.
+const PAGE: &str = "docs/launchers/slurm.md";
+
+/// What the job trains.
+const COMMAND: &str = "trireme train books.toml";
+
 /// Something that must hold.
 type Check = fn(&Cluster) -> Result<()>;
 
@@ -64,7 +70,7 @@ pub(crate) fn run(args: &SlurmArgs, root: &Path) -> Result<bool> {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder));
     let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
     succeed(Command::new(cargo).args(["build", "--release", "--bin", "trireme"]).current_dir(root))?;
-    let cluster = Cluster::start(target.join("release/trireme"))?;
+    let cluster = Cluster::start(target.join("release/trireme"), script_of(&root.join(PAGE))?)?;
     let mut all_pass = true;
     for (name, check) in CHECKS {
         if args.filter.as_ref().is_some_and(|filter| !name.contains(filter.as_str())) {
@@ -87,13 +93,15 @@ pub(crate) fn run(args: &SlurmArgs, root: &Path) -> Result<bool> {
 struct Cluster {
     folder: tempfile::TempDir,
     trireme: PathBuf,
+    /// The job of the documentation.
+    script: String,
     daemons: Vec<Child>,
 }
 
 impl Cluster {
-    fn start(trireme: PathBuf) -> Result<Self> {
+    fn start(trireme: PathBuf, script: String) -> Result<Self> {
         let folder = tempfile::tempdir()?;
-        let mut cluster = Cluster { folder, trireme, daemons: Vec::new() };
+        let mut cluster = Cluster { folder, trireme, script, daemons: Vec::new() };
         let host = output(&mut Command::new("hostname"))?;
         for name in ["state", "spool-n1", "spool-n2"] {
             fs::create_dir(cluster.path(name))?;
@@ -228,17 +236,15 @@ impl Cluster {
         Ok(())
     }
 
-    /// Queues a job that trains on a task of each node; its number.
+    /// Queues the job of the documentation, with a run of ours on a task of each node; its number.
     fn submit(&self, run: &str, steps: usize, options: &[&str]) -> Result<String> {
-        // As docs/launchers/slurm.md has it: a job that ends within its grace is not queued again by Slurm.
-        let script = format!(
-            "#!/bin/bash\nsrun {}\ncode=$?\ncase $code in 138|140|143) scontrol requeue \"$SLURM_JOB_ID\" ;; esac\nexit $code\n",
-            self.train(run, steps)
-        );
+        ensure!(self.script.contains(COMMAND), "{PAGE} has no `{COMMAND}`");
         let path = self.path(&format!("{run}.sh"));
-        fs::write(&path, script)?;
+        fs::write(&path, self.script.replace(COMMAND, &self.train(run, steps)))?;
         let mut sbatch = self.slurm("sbatch");
-        sbatch.args(["--parsable", "--nodes=2", "--ntasks=2", "--requeue", "--open-mode=append"]);
+        // The script leaves its secret in the home folder.
+        sbatch.env("HOME", self.folder.path());
+        sbatch.args(["--parsable", "--ntasks-per-node=1", "--cpus-per-task=1"]);
         sbatch.arg(format!("--output={run}.out")).args(options).arg(&path);
         Ok(output(&mut sbatch)?.trim().to_owned())
     }
@@ -276,6 +282,9 @@ impl Cluster {
         wait_for(&format!("the end of {run}"), PATIENCE, is_over)?;
         let resumed = format!("resuming after step {step} of ");
         ensure!(self.printed(run).contains(&resumed), "{run} did not resume after step {step}");
+        self.wait_for_empty_queue()?;
+        let secret = self.path(&format!(".trireme-{job}"));
+        ensure!(!secret.exists(), "{run} has left {}", secret.display());
         self.ensure_undisturbed(run, STEPS)
     }
 
@@ -310,6 +319,13 @@ impl Drop for Cluster {
             let _ = daemon.wait();
         }
     }
+}
+
+/// The first block of `sh` in a page.
+fn script_of(page: &Path) -> Result<String> {
+    let text = fs::read_to_string(page).with_context(|| page.display().to_string())?;
+    let block = text.split_once("```sh\n").and_then(|(_, rest)| rest.split_once("```\n"));
+    Ok(block.with_context(|| format!("{} has no script", page.display()))?.0.to_owned())
 }
 
 fn two_tasks(cluster: &Cluster) -> Result<()> {

@@ -1,6 +1,9 @@
 use std::fmt;
 use std::str::FromStr;
 
+/// The bytes of a huge page of most machines, which one entry of a page table maps.
+pub const HUGE_PAGE_BYTES: usize = 2 << 20;
+
 /// A number of bytes, printed and parsed with binary units: `512MiB`, `1.5GiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Bytes(pub u64);

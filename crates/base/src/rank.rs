@@ -9,27 +9,16 @@ impl Rank {
     pub const ROOT: Rank = Rank(0);
 }
 
+impl From<Rank> for usize {
+    fn from(rank: Rank) -> usize {
+        rank.0
+    }
+}
+
 impl fmt::Display for Rank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0)
     }
-}
-
-/// Numbers in ascending order as a text, such as "0-3, 8, 9"; "none" without any.
-pub fn ranges(numbers: impl IntoIterator<Item = usize>) -> String {
-    let numbers: Vec<usize> = numbers.into_iter().collect();
-    let runs = numbers.chunk_by(|first, second| first + 1 == *second).map(|run| match run {
-        [first, _, .., last] if run.len() > 2 => format!("{first}-{last}"),
-        _ => run.iter().map(usize::to_string).collect::<Vec<_>>().join(", "),
-    });
-    if numbers.is_empty() { "none".to_owned() } else { runs.collect::<Vec<_>>().join(", ") }
-}
-
-/// Ranks in ascending order as a text, such as "rank 3" or "ranks 0-3, 8".
-pub fn ranks(numbers: impl IntoIterator<Item = usize>) -> String {
-    let numbers: Vec<usize> = numbers.into_iter().collect();
-    let noun = if numbers.len() == 1 { "rank" } else { "ranks" };
-    format!("{noun} {}", ranges(numbers))
 }
 
 /// How a reduction combines two elements.
@@ -56,18 +45,5 @@ impl fmt::Display for ReduceOp {
             ReduceOp::Max => "max",
             ReduceOp::Min => "min",
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn many_ranks_are_a_short_text() {
-        assert_eq!(ranges([]), "none");
-        assert_eq!(ranges([0, 1, 2, 8, 4, 5]), "0-2, 8, 4, 5");
-        assert_eq!(ranks([7]), "rank 7");
-        assert_eq!(ranks((0..64).chain([66])), "ranks 0-63, 66");
     }
 }

@@ -288,7 +288,10 @@ pub enum CheckpointError {
         is_out_of_space: bool,
     },
     /// The ranks could not tell each other how a save went.
-    #[error("the checkpoint of step {step} was not saved: the ranks could not exchange their results")]
+    /// It is complete, and found when the run resumes, or it is not there.
+    #[error(
+        "whether the checkpoint of step {step} was saved is not known: the ranks could not exchange their results"
+    )]
     Exchange {
         /// The step.
         step: u64,

@@ -5,14 +5,13 @@ use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
 use crate::log_line::LogLine;
 use crate::numbers::{counted, duration};
-use crate::remarks::{LOG_MAX, formatted, log_to, object, remark, stamped};
+use crate::remarks::{LOG_MAX, format, formatted, log, object, remark, set_log, stamped};
 use console::Term;
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::consts::SIGINT;
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_comm::CommError;
@@ -113,11 +112,8 @@ pub(crate) struct Console {
     rank: Rank,
     /// Whether lines go to the standard output. That of other ranks than 0 is their log, if this program has started them, and else is left to rank 0.
     prints: bool,
-    format: LogFormat,
     log_interval: u64,
     bar: Option<ProgressBar>,
-    /// Where the lines go as well, or alone.
-    log: Option<Arc<File>>,
     first_step_shown: bool,
     steps: u64,
     pace: Pace,
@@ -171,16 +167,14 @@ impl Console {
                 remark(&format!("warning: there is no log in {}: {error}", log_folder.display()));
                 None
             }
-            Ok(log) => log.map(Arc::new),
+            Ok(log) => log,
         };
-        log_to(rank, log.clone());
+        set_log(rank, log);
         Ok(Console {
             rank,
             prints: rank == Rank::ROOT || is_output_log,
-            format: config.log_format,
             log_interval: config.log_interval,
             bar: None,
-            log,
             first_step_shown: false,
             steps: 0,
             pace: Pace::default(),
@@ -195,7 +189,7 @@ impl Console {
     pub(crate) fn line(&mut self, text: &str) {
         let text = formatted(text);
         self.print(&text);
-        self.log_line(&text);
+        log(&text);
     }
 
     /// Writes a line to this rank's log alone.
@@ -204,7 +198,7 @@ impl Console {
         if !self.is_root() {
             self.print(&text);
         }
-        self.log_line(&text);
+        log(&text);
     }
 
     fn print(&mut self, text: &str) {
@@ -212,7 +206,7 @@ impl Console {
             return;
         }
         // The output of the other ranks is a log.
-        let stamped = (!self.is_root()).then(|| stamped(self.format, text));
+        let stamped = (!self.is_root()).then(|| stamped(text));
         let text = stamped.as_deref().unwrap_or(text);
         // A run goes on when nobody looks any more: the line is in the log as well.
         let print = || drop(writeln!(Output, "{text}"));
@@ -224,24 +218,16 @@ impl Console {
 
     /// Prints the line of a step, as wide as the terminal, if there is one; the log has all of it.
     fn record(&mut self, line: LogLine<'_>) {
-        if self.format == LogFormat::Json {
-            let object = object(Some(self.rank), "record", line.record);
+        if format() == LogFormat::Json {
+            let object = object("record", line.record);
             self.print(&object);
-            return self.log_line(&object);
+            return log(&object);
         }
         match std::io::stdout().is_terminal() {
             true => self.print(&line.fitted(usize::from(Term::stdout().size().1))),
             false => self.print(&line.plain()),
         }
-        self.log_line(&line.plain());
-    }
-
-    fn log_line(&mut self, text: &str) {
-        let text = stamped(self.format, text);
-        // A log that cannot be written is no reason to stop: the run's record is metrics.jsonl, and that is checked.
-        if let Some(mut log) = self.log.as_deref() {
-            let _ = log.write_all(format!("{text}\n").as_bytes());
-        }
+        log(&line.plain());
     }
 
     /// Takes the bar away.
@@ -309,7 +295,7 @@ impl Observer for Console {
             )),
             step => self.line(&format!("resuming after step {step} of {}", facts.steps)),
         }
-        let has_bar = self.is_root() && self.format == LogFormat::Text && std::io::stderr().is_terminal();
+        let has_bar = self.is_root() && format() == LogFormat::Text && std::io::stderr().is_terminal();
         if has_bar && facts.resumed_step < facts.steps {
             let template = "{wide_bar} {pos}/{len}  {msg}";
             let style = ProgressStyle::with_template(template).expect("the template is well formed");

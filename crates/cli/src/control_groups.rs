@@ -24,9 +24,10 @@ pub(crate) fn settings(root: &Path, controller: &Controller) -> impl Iterator<It
     })
 }
 
-/// What tells the control group of a file from others of this machine; 0 if that is unknown, so that all such groups count as one.
-pub(crate) fn group_of(file: &Path) -> u64 {
-    fs::metadata(file).map_or(0, |file| file.ino())
+/// What tells a file that sets a limit from others of this machine: its file system, and its number there. 0 if that is unknown, so that all such
+/// files count as one.
+pub(crate) fn identity(file: &Path) -> (u64, u64) {
+    fs::metadata(file).map_or((0, 0), |file| (file.dev(), file.ino()))
 }
 
 /// A tree of control groups that has the controller.

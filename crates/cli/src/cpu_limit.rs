@@ -32,8 +32,8 @@ impl CpuLimit {
         limits.collect()
     }
 
-    /// The lowest of them; of equal ones the outermost.
-    pub(crate) fn lowest(root: &Path) -> Option<Self> {
+    /// The lowest of them; of equal ones the outermost, which more processes share.
+    pub(crate) fn lowest_of_groups(root: &Path) -> Option<Self> {
         Self::all(root).into_iter().rev().min_by(|a, b| a.num_cores.total_cmp(&b.num_cores))
     }
 }
@@ -75,7 +75,7 @@ mod tests {
         };
         write("proc/self/cgroup", "3:cpu,cpuacct:/a\n0::/c/d\n");
         write("proc/self/mountinfo", mounts);
-        let found = || CpuLimit::lowest(folder.path());
+        let found = || CpuLimit::lowest_of_groups(folder.path());
         assert_eq!(found(), None);
         write("sys/fs/cgroup/unified/c/d/cpu.max", "max 100000\n");
         write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n");

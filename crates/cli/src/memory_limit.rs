@@ -5,7 +5,7 @@ use rustix::system::sysinfo;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::{fmt, fs};
-use trireme_base::Bytes;
+use trireme_base::{Bytes, HUGE_PAGE_BYTES};
 use trireme_train::config::HugePages;
 
 /// Above `memory.high` the kernel slows processes down until they hardly run.
@@ -15,7 +15,7 @@ const MEMORY: Controller = Controller {
     files_of_version_1: &["memory.limit_in_bytes"],
 };
 
-/// Limits on pages of 2 MiB from the host's pool; memory in them is in no other limit.
+/// Limits on pages of 2 MiB from the host's pool. Such memory counts against no other limit.
 const HUGE_PAGES: Controller = Controller {
     name: "hugetlb",
     files: &["hugetlb.2MB.max"],
@@ -25,8 +25,14 @@ const HUGE_PAGES: Controller = Controller {
 /// How many of those pages the host has set aside.
 const POOL: &str = "sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
-/// Bytes of such a page.
-const HUGE_PAGE: u64 = 2 << 20;
+/// What counts against a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Pages {
+    /// All memory but that in the host's pool of huge pages.
+    Ordinary,
+    /// Memory in the pool.
+    Reserved,
+}
 
 /// A limit on the memory of all processes in a group, of the machine, or of its pool of huge pages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,53 +40,72 @@ pub(crate) struct MemoryLimit {
     pub(crate) bytes: u64,
     /// The file that sets the limit; `None` if it is the machine's memory.
     pub(crate) file: Option<PathBuf>,
+    pub(crate) pages: Pages,
+}
+
+/// A limit, and how many workers take from it together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SharedLimit {
+    pub(crate) limit: MemoryLimit,
+    /// All workers of this host where it is not known which of them do.
+    pub(crate) num_sharing: Option<usize>,
+}
+
+impl SharedLimit {
+    /// The limits of this process, as those of all workers that it starts.
+    pub(crate) fn all(huge_pages: HugePages) -> Vec<Self> {
+        let limits = MemoryLimit::all(Path::new("/"), huge_pages).into_iter();
+        limits.map(|limit| SharedLimit { limit, num_sharing: None }).collect()
+    }
 }
 
 impl MemoryLimit {
-    /// The lowest limit that applies to this process: of pages from the host's pool, if its memory consists of them.
+    /// All limits that apply to this process, outer ones after inner ones. Control groups are read from the files below `root`, which is `/` except in
+    /// tests.
     ///
-    /// Memory that other programs use at the moment does not lower it: the same run gets the same limit every time.
-    pub(crate) fn lowest(huge_pages: HugePages) -> Self {
-        let limits = Self::all(Path::new("/"), huge_pages).into_iter();
-        limits.rev().min_by_key(|limit| limit.bytes).expect("the machine's, or the pool's, is one of them")
-    }
-
-    /// All limits that apply to this process, the outermost last: that of the machine or its pool. Control groups are read from the files below
-    /// `root`, which is `/` except in tests.
+    /// Memory that other programs use at the moment does not lower them: the same run gets the same limits every time.
     pub(crate) fn all(root: &Path, huge_pages: HugePages) -> Vec<Self> {
-        let (controller, outermost) = match huge_pages {
-            HugePages::Reserved => (&HUGE_PAGES, Self::of_pool(root)),
-            HugePages::Transparent | HugePages::Never => (&MEMORY, Self::of_machine()),
-        };
-        let mut limits = Self::of_control_groups(root, controller);
-        limits.push(outermost);
+        let mut limits = Self::of_groups(root, &MEMORY, Pages::Ordinary);
+        limits.push(Self::of_machine(root));
+        if huge_pages == HugePages::Reserved {
+            limits.extend(Self::of_groups(root, &HUGE_PAGES, Pages::Reserved));
+            limits.push(Self::of_pool(root));
+        }
         limits
     }
 
-    /// The lowest limit that a control group sets on memory outside of the pool.
-    pub(crate) fn of_control_group(root: &Path) -> Option<Self> {
-        Self::of_control_groups(root, &MEMORY).into_iter().rev().min_by_key(|limit| limit.bytes)
+    /// The lowest limit that a control group sets on memory outside of the pool; of equal ones the outermost, which more processes share.
+    pub(crate) fn lowest_of_groups(root: &Path) -> Option<Self> {
+        Self::of_groups(root, &MEMORY, Pages::Ordinary).into_iter().rev().min_by_key(|limit| limit.bytes)
     }
 
-    fn of_control_groups(root: &Path, controller: &Controller) -> Vec<Self> {
+    fn of_groups(root: &Path, controller: &Controller, pages: Pages) -> Vec<Self> {
         let limits = settings(root, controller).filter_map(|(file, text)| {
             // A group without a limit has `max` in its file.
-            Some(MemoryLimit { bytes: text.trim().parse().ok()?, file: Some(file) })
+            Some(MemoryLimit { bytes: text.trim().parse().ok()?, file: Some(file), pages })
         });
         limits.collect()
     }
 
-    fn of_machine() -> Self {
+    /// The machine's memory without what is set aside in huge pages of any size.
+    fn of_machine(root: &Path) -> Self {
         let system = sysinfo();
-        MemoryLimit { bytes: system.totalram as u64 * u64::from(system.mem_unit.max(1)), file: None }
+        let bytes = system.totalram as u64 * u64::from(system.mem_unit.max(1));
+        let text = fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
+        let set_aside =
+            text.lines().find_map(|line| line.strip_prefix("Hugetlb:")?.trim().strip_suffix(" kB"));
+        let set_aside = set_aside.and_then(|number| number.parse::<u64>().ok()).unwrap_or(0);
+        let bytes = bytes.saturating_sub(set_aside.saturating_mul(1024));
+        MemoryLimit { bytes, file: None, pages: Pages::Ordinary }
     }
 
     /// The host's pool of huge pages.
     pub(crate) fn of_pool(root: &Path) -> Self {
         let num_pages = fs::read_to_string(root.join(POOL)).ok().and_then(|text| text.trim().parse().ok());
         MemoryLimit {
-            bytes: num_pages.unwrap_or(0u64).saturating_mul(HUGE_PAGE),
+            bytes: num_pages.unwrap_or(0u64).saturating_mul(HUGE_PAGE_BYTES as u64),
             file: Some(Path::new("/").join(POOL)),
+            pages: Pages::Reserved,
         }
     }
 }
@@ -122,7 +147,7 @@ mod tests {
         write("proc/self/cgroup", groups);
         write("proc/self/mountinfo", mounts);
         files.iter().for_each(|(file, text)| write(&format!("sys/fs/cgroup/{file}"), text));
-        let limit = MemoryLimit::of_control_group(folder.path())?;
+        let limit = MemoryLimit::lowest_of_groups(folder.path())?;
         let file = limit.file.unwrap();
         Some((limit.bytes, file.strip_prefix("/sys/fs/cgroup").unwrap().to_str().unwrap().to_owned()))
     }
@@ -178,7 +203,10 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         };
-        let limits = || MemoryLimit::all(folder.path(), HugePages::Reserved);
+        let limits = || -> Vec<MemoryLimit> {
+            let all = MemoryLimit::all(folder.path(), HugePages::Reserved).into_iter();
+            all.filter(|limit| limit.pages == Pages::Reserved).collect()
+        };
         assert_eq!(limits()[0].bytes, 0);
         write(POOL, "8\n");
         let expected = format!("the 16.00MiB in huge pages that this host has reserved (/{POOL})");
@@ -191,6 +219,12 @@ mod tests {
         write("sys/fs/cgroup/unified/hugetlb.2MB.max", "4194304\n");
         let bytes: Vec<u64> = limits().iter().map(|limit| limit.bytes).collect();
         assert_eq!(bytes, [32 << 20, 4 << 20, 16 << 20]);
+        let ordinary = || MemoryLimit::all(folder.path(), HugePages::Transparent);
+        let [group, machine] = &ordinary()[..] else { panic!("{:?}", ordinary()) };
+        assert_eq!(group.bytes, 1000);
+        // The pool is memory that others cannot have.
+        write("proc/meminfo", "MemTotal: 9 kB\nHugetlb:        16384 kB\n");
+        assert_eq!(machine.bytes - ordinary()[1].bytes, 16 << 20);
     }
 
     #[test]
@@ -213,11 +247,12 @@ mod tests {
 
     #[test]
     fn a_limit_says_what_sets_it() {
-        let limit = MemoryLimit { bytes: 3 << 20, file: Some("/sys/fs/cgroup/a/memory.max".into()) };
+        let file = Some("/sys/fs/cgroup/a/memory.max".into());
+        let limit = MemoryLimit { bytes: 3 << 20, file, pages: Pages::Ordinary };
         let expected = "the 3.00MiB that the control group allows (/sys/fs/cgroup/a/memory.max)";
         assert_eq!(limit.to_string(), expected);
         let machine = MemoryLimit { file: None, ..limit };
         assert_eq!(machine.to_string(), "the 3.00MiB of this machine");
-        assert!(MemoryLimit::lowest(HugePages::Transparent).bytes > 0);
+        assert!(MemoryLimit::of_machine(Path::new("/")).bytes > 0);
     }
 }

@@ -1,4 +1,4 @@
-//! What a process tells besides its results: on the error output, and in the log of its rank.
+//! Errors, warnings and notes, which go to standard error and to the rank's log.
 
 use crate::bounded::within;
 use crate::clock;
@@ -10,116 +10,160 @@ use std::io::{self, IsTerminal, Write};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 use trireme_base::Rank;
+use trireme_comm::host_name;
 use trireme_train::config::LogFormat;
 
-/// How long a line may take to be written to a log, whose file system may hang.
+/// How long the last words of a worker may take to be written to its log, whose file system may hang.
 pub(crate) const LOG_MAX: Duration = Duration::from_secs(1);
 
-/// How this process tells.
-static TELLER: RwLock<Teller> =
-    RwLock::new(Teller { rank: None, is_shared: false, format: LogFormat::Text, log: None });
+/// Remarks that are kept until there is a log.
+const EARLY_MAX: usize = 100;
 
+static OUTPUT: RwLock<Output> = RwLock::new(Output {
+    rank: None,
+    is_shared: false,
+    format: LogFormat::Text,
+    log: None,
+    early: Vec::new(),
+});
+
+/// Where remarks and the lines of a log go, and how.
 #[derive(Clone)]
-struct Teller {
+struct Output {
     rank: Option<Rank>,
-    /// Whether the error output is that of several ranks.
+    /// Whether several ranks share standard error.
     is_shared: bool,
     format: LogFormat,
     log: Option<Arc<File>>,
+    /// Lines from before there was a log.
+    early: Vec<String>,
 }
 
-impl Teller {
+impl Output {
     fn current() -> Self {
-        TELLER.read().unwrap_or_else(PoisonError::into_inner).clone()
+        OUTPUT.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn change(change: impl FnOnce(&mut Self)) {
-        change(&mut TELLER.write().unwrap_or_else(PoisonError::into_inner));
+        change(&mut OUTPUT.write().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Formats a text; objects have the time.
+    fn formatted<'a>(&self, text: &'a str) -> Cow<'a, str> {
+        match self.format {
+            LogFormat::Json => self.object("message", text.trim()).into(),
+            LogFormat::Text => text.into(),
+        }
+    }
+
+    fn object(&self, name: &str, value: impl Serialize) -> String {
+        let mut object = json!({ "time": clock::now(), "host": host_name() });
+        if let Some(rank) = self.rank {
+            object["rank"] = json!(rank.0);
+        }
+        object[name] = json!(value);
+        object.to_string()
+    }
+
+    /// Adds the time to each line of a text that has been formatted.
+    fn stamped(&self, formatted: &str) -> String {
+        match self.format {
+            LogFormat::Text => {
+                let now = clock::now();
+                let lines = formatted.lines().filter(|line| !line.is_empty());
+                lines.map(|line| format!("{now} {line}")).collect::<Vec<_>>().join("\n")
+            }
+            LogFormat::Json => formatted.to_owned(),
+        }
+    }
+
+    /// Inserts rank and host after `error:`, `warning:` or `note:` if ranks share standard error.
+    fn with_origin<'a>(&self, text: &'a str) -> Cow<'a, str> {
+        match (self.rank.filter(|_| self.is_shared), text.split_once(": ")) {
+            (Some(rank), Some((kind, rest))) if ["error", "warning", "note"].contains(&kind) => {
+                Cow::Owned(format!("{kind}: rank {rank} on {}: {rest}", host_name()))
+            }
+            _ => Cow::Borrowed(text),
+        }
     }
 }
 
-/// The name of this host, or nothing if it has none.
-pub(crate) fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
+/// Attributes later remarks to `rank`. Where ranks share standard error, they begin with it and its host.
+pub(crate) fn set_rank(rank: Rank, is_shared: bool) {
+    Output::change(|output| (output.rank, output.is_shared) = (Some(rank), is_shared));
 }
 
-/// From now on, remarks say that they come from this rank of another launcher's, and from which host.
-pub(crate) fn speak_as(rank: Rank) {
-    Teller::change(|teller| (teller.rank, teller.is_shared) = (Some(rank), true));
+/// Sets the format of later remarks and lines.
+pub(crate) fn set_format(format: LogFormat) {
+    Output::change(|output| output.format = format);
 }
 
-/// From now on, remarks have this format.
-pub(crate) fn speak_in(format: LogFormat) {
-    Teller::change(|teller| teller.format = format);
+/// Attributes later remarks and lines to `rank`, and writes them to `log`, unless an output of the process is the log.
+pub(crate) fn set_log(rank: Rank, log: Option<File>) {
+    let log = log.map(Arc::new);
+    Output::change(|output| {
+        (output.rank, output.log) = (Some(rank), log);
+        output.early.drain(..).for_each(|line| write(output.log.as_deref(), &line));
+    });
 }
 
-/// From now on, remarks are those of this rank, and in its log as well, if that is not the error output.
-pub(crate) fn log_to(rank: Rank, log: Option<Arc<File>>) {
-    Teller::change(|teller| (teller.rank, teller.log) = (Some(rank), log));
+/// The format of remarks and lines.
+pub(crate) fn format() -> LogFormat {
+    Output::current().format
 }
 
-/// Tells something that is no result.
+/// Writes an error, a warning or a note.
 pub(crate) fn remark(text: &str) {
-    let teller = Teller::current();
-    let line = match teller.format {
-        LogFormat::Json => object(teller.rank, "message", text).into(),
-        LogFormat::Text => with_origin(&teller, text),
+    let output = Output::current();
+    let formatted = output.formatted(text);
+    let shown = match output.format {
+        LogFormat::Json => Cow::Borrowed(&*formatted),
+        LogFormat::Text => output.with_origin(text),
     };
     // What stands on the line is a progress bar, which is drawn again.
     let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
     // Nobody listening is no reason to stop. In one piece, so that lines of several ranks do not mix.
-    let _ = io::stderr().write_all(format!("{clear}{line}\n").as_bytes());
-    if let Some(log) = teller.log {
-        let line = format!("{}\n", stamped(teller.format, &formatted(text)));
-        let _ = within(LOG_MAX, move || (&*log).write_all(line.as_bytes()));
+    let _ = io::stderr().write_all(format!("{clear}{shown}\n").as_bytes());
+    let line = output.stamped(&formatted);
+    match output.log {
+        Some(log) => drop(within(LOG_MAX, move || write(Some(&log), &line))),
+        None if output.early.len() < EARLY_MAX => Output::change(|output| output.early.push(line)),
+        None => {}
     }
 }
 
-/// The text with its origin behind the word that says what it is, if the error output has several.
-fn with_origin<'a>(teller: &Teller, text: &'a str) -> Cow<'a, str> {
-    match (teller.rank.filter(|_| teller.is_shared), text.split_once(": ")) {
-        (Some(rank), Some((kind, rest))) if ["error", "warning", "note"].contains(&kind) => {
-            Cow::Owned(format!("{kind}: rank {rank} on {}: {rest}", host_name()))
-        }
-        _ => Cow::Borrowed(text),
-    }
-}
-
-/// The text as a log has it, but for the time.
+/// Formats a text: as it is, or as a JSON object.
 pub(crate) fn formatted(text: &str) -> Cow<'_, str> {
-    let teller = Teller::current();
-    match teller.format {
-        LogFormat::Json => object(teller.rank, "message", text.trim()).into(),
-        LogFormat::Text => text.into(),
+    Output::current().formatted(text)
+}
+
+/// A JSON object with one member besides time, host and rank.
+pub(crate) fn object(name: &str, value: impl Serialize) -> String {
+    Output::current().object(name, value)
+}
+
+/// Adds the time to each line of a formatted text; objects have it.
+pub(crate) fn stamped(formatted: &str) -> String {
+    Output::current().stamped(formatted)
+}
+
+/// Writes a formatted text to this rank's log, with times.
+pub(crate) fn log(formatted: &str) {
+    let output = Output::current();
+    write(output.log.as_deref(), &output.stamped(formatted));
+}
+
+fn write(log: Option<&File>, line: &str) {
+    // A log that cannot be written is no reason to stop: the run's record is metrics.jsonl, and that is checked.
+    if let Some(mut log) = log {
+        let _ = log.write_all(format!("{line}\n").as_bytes());
     }
 }
 
-/// A line of JSON that says when and where something is.
-pub(crate) fn object(rank: Option<Rank>, name: &str, value: impl Serialize) -> String {
-    let mut object = json!({ "time": clock::now(), "host": host_name() });
-    if let Some(rank) = rank {
-        object["rank"] = json!(rank.0);
-    }
-    object[name] = json!(value);
-    object.to_string()
-}
-
-/// The text of a line of a log, if the line is JSON that has one.
+/// The `message` of a JSON line of a log.
 pub(crate) fn message(line: &str) -> Option<String> {
     match serde_json::from_str::<Value>(line).ok()?.get_mut("message")?.take() {
         Value::String(text) => Some(text),
         _ => None,
-    }
-}
-
-/// Each line with the time, unless they are JSON, which has it.
-pub(crate) fn stamped(format: LogFormat, text: &str) -> String {
-    match format {
-        LogFormat::Text => {
-            let now = clock::now();
-            let lines = text.lines().filter(|line| !line.is_empty()).map(|line| format!("{now} {line}"));
-            lines.collect::<Vec<_>>().join("\n")
-        }
-        LogFormat::Json => text.to_owned(),
     }
 }

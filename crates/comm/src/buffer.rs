@@ -4,7 +4,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_base::{Event, HostMemory, Pending};
+use trireme_base::{Event, HUGE_PAGE_BYTES, HostMemory, Pending};
 
 /// The size of the pages in which memory lies that ranks share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum PageSize {
 
 impl PageSize {
     /// Bytes of a huge page.
-    pub const HUGE_BYTES: usize = 2 << 20;
+    pub const HUGE_BYTES: usize = HUGE_PAGE_BYTES;
 }
 
 /// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its

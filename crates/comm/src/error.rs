@@ -147,7 +147,7 @@ pub enum CommError {
     /// Not all ranks came to the rendezvous.
     #[error(
         "after {waited:?}, these ranks have not joined at {address}: {}{}",
-        list(missing),
+        ranges(missing.iter().copied()),
         refusals(refused)
     )]
     RanksMissing {
@@ -308,7 +308,7 @@ pub enum CommError {
     /// Nothing has happened in an operation for too long.
     #[error(
         "operation {sequence}, {operation}, made no progress for {timeout:?}; ranks that have not reached it: {}",
-        list(missing)
+        ranges(missing.iter().copied())
     )]
     TimedOut {
         /// The operation.
@@ -396,10 +396,6 @@ impl CommError {
             _ => Vec::new(),
         }
     }
-}
-
-pub(crate) fn list(ranks: &[Rank]) -> String {
-    ranges(ranks.iter().map(|rank| rank.0))
 }
 
 fn refusals(refused: &[String]) -> String {

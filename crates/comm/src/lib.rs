@@ -74,4 +74,4 @@ pub use secret::Secret;
 pub use selection::Choice;
 pub use statistics::CommStatistics;
 pub use work::{Outcome, Work};
-pub use world::{inproc_world, inproc_world_on, inproc_world_with, join, report_failure, single};
+pub use world::{host_name, inproc_world, inproc_world_on, inproc_world_with, join, report_failure, single};

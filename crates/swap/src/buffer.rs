@@ -1,9 +1,10 @@
-use crate::raw::{HUGE_PAGE, LentMemory, Memory};
+use crate::raw::{LentMemory, Memory};
 use crate::{ALIGNMENT, SwapError};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard};
 use trireme_base::Bytes;
+use trireme_base::HUGE_PAGE_BYTES;
 
 /// Memory that a transfer can take: it begins at a multiple of [`ALIGNMENT`].
 ///
@@ -18,7 +19,7 @@ pub struct AlignedBuffer {
 impl AlignedBuffer {
     /// The capacity of a buffer for `len` bytes. A length that cannot be rounded up is more memory than any system gives.
     pub fn capacity_for(len: usize) -> usize {
-        let unit = if len < HUGE_PAGE / 2 { ALIGNMENT } else { HUGE_PAGE };
+        let unit = if len < HUGE_PAGE_BYTES / 2 { ALIGNMENT } else { HUGE_PAGE_BYTES };
         len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX)
     }
 

@@ -45,13 +45,13 @@ pub struct DeviceOptions {
     pub budget: Option<usize>,
     /// Which hardware.
     pub backend: Backend,
-    /// Which huge pages the memory lies in. A detached device has none.
-    pub huge_pages: HugePages,
+    /// Where its pages come from. A detached device ignores it.
+    pub page_source: PageSource,
 }
 
-/// Where pages of 2 MiB come from, of which the processor finds the addresses faster than of small ones.
+/// Where pages of 2 MiB come from. The processor translates their addresses faster than those of small pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum HugePages {
+pub enum PageSource {
     /// From the system's free memory, as far as it has and gives them; the rest lies in small pages.
     #[default]
     Transparent,
@@ -106,7 +106,7 @@ impl Device {
         let counter = Arc::new(MemoryCounter::new(options.budget));
         let Backend::Detached(detached) = options.backend else {
             let arena =
-                Arena::reserve(options.huge_pages, Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+                Arena::reserve(options.page_source, Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
             return Ok(Self::new(threads, options, arena, counter));
         };
         let arena = Arena::detached(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
@@ -241,10 +241,10 @@ impl Device {
     pub fn host(&self) -> Result<Device, DeviceError> {
         let counter = Arc::new(MemoryCounter::new(None));
         let arena = match self.is_counting() {
-            true => Arena::counting(Arc::clone(&counter)),
-            false => Arena::reserve(self.arena.huge_pages(), Arc::clone(&counter)),
+            true => Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?,
+            false => reserve(self.arena.page_source(), &counter)?,
         };
-        let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena.map_err(DeviceError::Reserve)?));
+        let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena));
         let (staging, journal) = (Arc::clone(&counter), Arc::clone(&self.journal));
         let (detached, cost) = (None, Arc::default());
         Ok(Device { cpu, detached, arena, counter, staging, cost, journal, reaches_host: true })
@@ -345,6 +345,13 @@ fn written(cost: Cost, out: &ViewMut<'_>, accumulate: bool) -> Cost {
 fn features(options: DeviceOptions) -> CpuFeatures {
     let detected = CpuFeatures::detect();
     options.features_max.map_or(detected, |most| most.min(detected))
+}
+
+fn reserve(page_source: PageSource, counter: &Arc<MemoryCounter>) -> Result<Arena, DeviceError> {
+    Arena::reserve(page_source, Arc::clone(counter)).map_err(|error| match page_source {
+        PageSource::Transparent => DeviceError::Reserve(error),
+        PageSource::Reserved => DeviceError::ReserveHuge(error),
+    })
 }
 
 fn num_threads(options: DeviceOptions) -> Result<usize, DeviceError> {

@@ -23,8 +23,8 @@ mod values;
 
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
-    Backend, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments, HugePages, MatmulEpilogue,
-    PinnedMemory, Transpose, UpdatePass, WaitSite,
+    Backend, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments, MatmulEpilogue,
+    PageSource, PinnedMemory, Transpose, UpdatePass, WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{

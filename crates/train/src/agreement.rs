@@ -147,23 +147,18 @@ fn differences(all: &[Facts]) -> Vec<String> {
 }
 
 fn difference(name: &str, all: &[Facts]) -> Option<String> {
-    let mut ranks: BTreeMap<Option<&String>, Vec<Rank>> = BTreeMap::new();
+    let mut by_value: BTreeMap<Option<&String>, Vec<Rank>> = BTreeMap::new();
     for (rank, facts) in all.iter().enumerate() {
-        ranks.entry(facts.0.get(name)).or_default().push(Rank(rank));
+        by_value.entry(facts.0.get(name)).or_default().push(Rank(rank));
     }
-    let mut values: Vec<_> = ranks.into_iter().collect();
+    let mut values: Vec<_> = by_value.into_iter().collect();
     // That of rank 0 comes first.
     values.sort_by_key(|(_, ranks)| ranks[0]);
-    let text = |(value, ranks): &(Option<&String>, Vec<Rank>)| {
-        format!("{} on {}", value.map_or("not set", |value| value), list(ranks))
+    let text = |(value, of): &(Option<&String>, Vec<Rank>)| {
+        format!("{} on {}", value.map_or("not set", |value| value), ranks(of.iter().copied()))
     };
     let texts: Vec<String> = values.iter().map(text).collect();
     (texts.len() > 1).then(|| format!("{name}: {}", texts.join("; ")))
-}
-
-/// Such as "rank 3" or "ranks 0, 2-5".
-pub(crate) fn list(list: &[Rank]) -> String {
-    ranks(list.iter().map(|rank| rank.0))
 }
 
 #[cfg(test)]

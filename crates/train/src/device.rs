@@ -1,9 +1,11 @@
 //! The device that a worker computes on.
 
-use crate::config::{self, Config, DeviceName};
+use crate::config::{Config, DeviceName, HugePages};
+use crate::error::TrainError;
+use rustix::thread::disable_transparent_huge_pages;
 use std::sync::Arc;
 use trireme_parallel::Spill;
-use trireme_tensor::{Backend, DetachedOptions, Device, DeviceOptions, HugePages, Overflow};
+use trireme_tensor::{Backend, CpuFeatures, DetachedOptions, Device, DeviceOptions, Overflow, PageSource};
 
 /// How a worker with so many threads opens its device.
 pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
@@ -14,12 +16,23 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
             Backend::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
         }
     };
-    let huge_pages = match config.memory().huge_pages {
-        config::HugePages::Reserved => HugePages::Reserved,
-        // A process that has turned them off is given none.
-        config::HugePages::Transparent | config::HugePages::Never => HugePages::Transparent,
+    let page_source = match config.memory().huge_pages {
+        HugePages::Reserved => PageSource::Reserved,
+        HugePages::Transparent | HugePages::Never => PageSource::Transparent,
     };
-    DeviceOptions { num_threads, budget, backend, huge_pages, ..DeviceOptions::default() }
+    DeviceOptions { num_threads, budget, backend, page_source, ..DeviceOptions::default() }
+}
+
+/// Opens it. With `huge_pages = "never"`, the whole process has none from now on.
+pub(crate) fn open_device(
+    config: &Config,
+    num_threads: usize,
+    features_max: Option<CpuFeatures>,
+) -> Result<Device, TrainError> {
+    if config.memory().huge_pages == HugePages::Never {
+        disable_transparent_huge_pages(true).map_err(|error| TrainError::HugePages(error.into()))?;
+    }
+    Ok(Device::open(DeviceOptions { features_max, ..device_options(config, num_threads) })?)
 }
 
 /// Lets activations of uneven loads spill, if the config and the device allow it. Activations leave `reserved` bytes of the budget free.

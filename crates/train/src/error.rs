@@ -18,6 +18,9 @@ pub enum TrainError {
     /// The config does not fit the model.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// The system keeps huge pages on for this process.
+    #[error("cannot turn huge pages off for this process; set [memory] huge_pages = \"transparent\"")]
+    HugePages(#[source] io::Error),
     /// The model's description cannot be read.
     #[error("cannot read the model config {}", path.display())]
     ReadModelConfig {

@@ -1,6 +1,6 @@
 //! What must hold before the first step, checked before anything is computed: one message names every rank where it does not.
 
-use crate::agreement::{Facts, agree, list};
+use crate::agreement::{Facts, agree};
 use crate::config::Config;
 use crate::error::TrainError;
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
-use trireme_base::{Bytes, Heartbeat, Rank};
+use trireme_base::{Bytes, Heartbeat, Rank, ranks};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_comm::{CommError, Group};
 use trireme_tensor::CpuFeatures;
@@ -137,11 +137,11 @@ fn clock_warnings(times: &[f64]) -> Vec<String> {
             apart.entry(difference.round() as i64).or_default().push(Rank(rank));
         }
     }
-    let line = |(seconds, ranks): (i64, Vec<Rank>)| {
+    let line = |(seconds, of): (i64, Vec<Rank>)| {
         let direction = if seconds > 0 { "ahead of" } else { "behind" };
         format!(
             "the clocks of {} are {} s {direction} that of rank 0: times in their logs do not compare; synchronize the hosts' clocks (NTP)",
-            list(&ranks),
+            ranks(of),
             seconds.abs()
         )
     };

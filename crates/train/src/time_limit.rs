@@ -17,9 +17,10 @@ pub(crate) struct TimeLimit {
     end: Instant,
     /// From the first step to the end.
     whole: Duration,
-    /// When the step program last began, and how long checkpoints and validations have taken since.
+    /// When the step program last began.
     began: Option<Instant>,
-    apart: Duration,
+    /// Time of checkpoints and validations since then.
+    between_steps: Duration,
     longest_step: Duration,
     longest_validation: Duration,
     longest_save: Option<Duration>,
@@ -32,7 +33,7 @@ impl TimeLimit {
             end,
             whole: end.saturating_duration_since(now),
             began: None,
-            apart: Duration::ZERO,
+            between_steps: Duration::ZERO,
             longest_step: Duration::ZERO,
             longest_validation: Duration::ZERO,
             longest_save: (!saves).then_some(Duration::ZERO),
@@ -41,13 +42,13 @@ impl TimeLimit {
 
     /// Takes note of a checkpoint.
     pub(crate) fn add_save(&mut self, took: Duration) {
-        self.apart += took;
+        self.between_steps += took;
         self.longest_save = Some(self.longest_save.map_or(took, |longest| longest.max(took)));
     }
 
     /// Takes note of a validation, which may be one before the first step.
     pub(crate) fn add_validation(&mut self, took: Duration) {
-        self.apart += took;
+        self.between_steps += took;
         self.longest_validation = self.longest_validation.max(took);
     }
 
@@ -55,10 +56,10 @@ impl TimeLimit {
     /// that may follow, might not leave the time for a checkpoint.
     pub(crate) fn begin_step(&mut self, now: Instant) -> bool {
         if let Some(began) = self.began.replace(now) {
-            let took = now.saturating_duration_since(began).saturating_sub(self.apart);
+            let took = now.saturating_duration_since(began).saturating_sub(self.between_steps);
             self.longest_step = self.longest_step.max(took);
         }
-        self.apart = Duration::ZERO;
+        self.between_steps = Duration::ZERO;
         let part = |(part, most): (u32, Duration)| (self.whole / part).min(most);
         let saving = match self.longest_save {
             Some(longest) => longest * SAVING.0 / SAVING.1,

@@ -9,7 +9,7 @@ use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Interval, Resume};
 use crate::dataset::{Dataset, batch_specs};
-use crate::device::{device_options, spill};
+use crate::device::{open_device, spill};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
@@ -35,7 +35,7 @@ use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch, Model};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, Spill, StepOutcome, StepPlan};
-use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Parameters};
+use trireme_tensor::{CpuFeatures, Device, Parameters};
 
 /// Passes over the same text that are nearly as good as new text (Muennighoff et al., "Scaling data-constrained language models", 2023, section 6).
 const PASSES_MAX: f64 = 4.0;
@@ -161,10 +161,7 @@ impl<'a> Trainer<'a> {
             observer.notice(FP8_NOTICE);
         }
 
-        let device = Device::open(DeviceOptions {
-            features_max: options.features_max,
-            ..device_options(config, options.num_threads)
-        })?;
+        let device = open_device(config, options.num_threads, options.features_max)?;
         let batch_specs = batch_specs(&*train, training.local_batch_size);
         let rehearsal = rehearse(config, &*task, (group.rank(), options.num_threads), &batch_specs)?;
         let build = |device: &Device, table| task.build(device, table);
@@ -507,12 +504,13 @@ impl<'a> Trainer<'a> {
     /// Mean loss and metrics on the samples to validate on, if there are any. Collective.
     pub fn validate(&mut self) -> Result<Option<Validated>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
+        let Some(validation) = &mut self.validation else { return Ok(None) };
         let began = Instant::now();
-        let validated = self.validation.as_mut().map(|validation| validation.run(&mut self.executor));
+        let validated = validation.run(&mut self.executor)?;
         if let Some(limit) = &mut self.time_limit {
             limit.add_validation(began.elapsed());
         }
-        validated.transpose()
+        Ok(Some(validated))
     }
 
     /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.

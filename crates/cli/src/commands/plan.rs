@@ -5,7 +5,7 @@ use super::init::DEFAULT_CONFIG;
 use super::train::world_options;
 use crate::console::{Output, columns, parameters};
 use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
-use crate::memory_limit::MemoryLimit;
+use crate::memory_limit::SharedLimit;
 use crate::planning::{
     Blueprint, Drawing, Job, Plan, PredictedTime, Source, Workers, language_model, sequences_of,
 };
@@ -91,12 +91,12 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
     let world_size = environment.as_ref().map(|environment| environment.world_size);
     let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
     let config = source.load(&[])?;
-    let limit = MemoryLimit::lowest(config.memory().huge_pages);
+    let limits = SharedLimit::all(config.memory().huge_pages);
     let simd = Simd::choose(Proof::Cached)?;
     if environment.is_none() {
         simd.warn();
     }
-    let workers = Workers::local(&config, &limit, simd.level);
+    let workers = Workers::local(&config, &limits, simd.level);
     match own {
         Some(task) => {
             let sample = Samples::open(task, &config)?.train.sample();

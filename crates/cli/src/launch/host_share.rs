@@ -1,10 +1,9 @@
 //! What a worker may take of its host, where several workers, and perhaps several launchers, share it.
 
 use super::telling::tell_all;
-use crate::control_groups::group_of;
+use crate::control_groups::identity;
 use crate::cpu_limit::CpuLimit;
-use crate::memory_limit::MemoryLimit;
-use crate::remarks::host_name;
+use crate::memory_limit::{MemoryLimit, SharedLimit};
 use anyhow::Result;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
@@ -12,7 +11,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use trireme_base::ranges;
-use trireme_comm::Group;
+use trireme_comm::{Group, host_name};
 use trireme_train::config::{Bind, HugePages};
 
 /// What this host grants a worker, as the worker sees it.
@@ -23,12 +22,32 @@ struct Grant {
     host: String,
     /// Processors that it may run on, those that share caches and memory next to each other.
     cpus: Vec<usize>,
-    /// The control groups that limit its computing, and to how many cores.
-    cpu_groups: Vec<(u64, f64)>,
-    /// What limits its memory, and the control group that does; none if that is the machine.
-    memory_groups: Vec<(Option<u64>, MemoryLimit)>,
+    /// To how many cores control groups limit its computing.
+    cpu_limits: Vec<Bound<f64>>,
+    /// What limits its memory, outer limits after inner ones.
+    memory_limits: Vec<Bound<MemoryLimit>>,
     /// Processes that ran or wanted to run in the last minute.
     load: f64,
+}
+
+/// A limit on what all processes of a control group, or of the machine, take together.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Bound<T> {
+    /// The file that sets it; none if the machine does.
+    setter: Option<(u64, u64)>,
+    limit: T,
+}
+
+impl<T> Bound<T> {
+    fn new(file: Option<&Path>, limit: T) -> Self {
+        Bound { setter: file.map(identity), limit }
+    }
+
+    /// How many of these workers it bounds, one of them its own.
+    fn num_bound(&self, workers: &[(usize, &Grant)], limits: impl Fn(&Grant) -> &[Bound<T>]) -> usize {
+        let is_bound = |grant: &Grant| limits(grant).iter().any(|other| other.setter == self.setter);
+        workers.iter().filter(|(_, grant)| is_bound(grant)).count()
+    }
 }
 
 /// A worker's share of its host.
@@ -36,10 +55,8 @@ struct Grant {
 pub(crate) struct HostShare {
     /// Workers that share memory segments of this host.
     pub(crate) num_workers: usize,
-    /// The limit on its memory that leaves it the least.
-    pub(crate) limit: MemoryLimit,
-    /// Workers whose memory counts against that limit.
-    pub(crate) num_sharing_limit: usize,
+    /// All limits on its memory.
+    pub(crate) limits: Vec<SharedLimit>,
     /// Threads that have a processor each.
     pub(crate) num_threads: usize,
     /// The CPUs that this worker is bound to, if any.
@@ -53,8 +70,7 @@ impl HostShare {
     pub(crate) fn of_equals(num_workers: usize, huge_pages: HugePages) -> Self {
         HostShare {
             num_workers,
-            limit: MemoryLimit::lowest(huge_pages),
-            num_sharing_limit: num_workers,
+            limits: SharedLimit::all(huge_pages),
             num_threads: trireme_train::share_of_cores(num_workers),
             binding: None,
             why_unbound: None,
@@ -79,21 +95,17 @@ impl HostShare {
         let own = &grants[rank];
         let neighbours: Vec<(usize, &Grant)> =
             grants.iter().enumerate().filter(|(_, grant)| grant.machine == own.machine).collect();
-        let num_sharing = |group: &Option<u64>| {
-            let is_in_it = |grant: &Grant| grant.memory_groups.iter().any(|(other, _)| other == group);
-            neighbours.iter().filter(|(_, grant)| is_in_it(grant)).count()
-        };
-        let limits = own.memory_groups.iter().map(|(group, limit)| (num_sharing(group), limit));
-        let (num_sharing_limit, limit) = limits
-            .min_by_key(|(num_sharing, limit)| limit.bytes / *num_sharing as u64)
-            .expect("a machine has so much memory");
+        let limits = own.memory_limits.iter().map(|bound| SharedLimit {
+            limit: bound.limit.clone(),
+            num_sharing: Some(bound.num_bound(&neighbours, |grant| &grant.memory_limits)),
+        });
         // A CPU that several workers may use counts in equal parts.
         let users = |cpu| neighbours.iter().filter(|(_, grant)| grant.cpus.contains(&cpu)).count();
         let num_cpus: f64 = own.cpus.iter().map(|&cpu| 1.0 / users(cpu) as f64).sum();
-        let quotas = own.cpu_groups.iter().map(|&(group, num_cores)| {
-            let is_in_it = |grant: &Grant| grant.cpu_groups.iter().any(|&(other, _)| other == group);
-            num_cores / neighbours.iter().filter(|(_, grant)| is_in_it(grant)).count() as f64
-        });
+        let quotas = own
+            .cpu_limits
+            .iter()
+            .map(|bound| bound.limit / bound.num_bound(&neighbours, |grant| &grant.cpu_limits) as f64);
         // Rounding: three thirds may sum to just below 1.
         let num_threads = ((quotas.fold(num_cpus, f64::min) + 1e-9) as usize).max(1);
         let binding = binding(own, rank, &neighbours, bind);
@@ -101,8 +113,8 @@ impl HostShare {
             Ok(binding) => (binding, None),
             Err(why) => (None, Some(why)),
         };
-        let limit = limit.clone();
-        HostShare { num_workers, limit, num_sharing_limit, num_threads, binding, why_unbound }
+        let limits = limits.collect();
+        HostShare { num_workers, limits, num_threads, binding, why_unbound }
     }
 
     /// The CPUs that so many workers of this host would be bound to, for people.
@@ -151,7 +163,7 @@ fn binding(
         return Err(format!("{num_workers} workers share {} CPUs", own.cpus.len()));
     }
     let load = neighbours.iter().map(|(_, grant)| grant.load).fold(0.0, f64::max);
-    if bind == Bind::Auto && !own.cpu_groups.is_empty() {
+    if bind == Bind::Auto && !own.cpu_limits.is_empty() {
         return Err("a control group limits the time of all together".to_owned());
     }
     // Two programs that are bound to the same CPUs would each wait for the other.
@@ -172,8 +184,10 @@ impl Grant {
             host: host_name(),
             machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
             cpus: by_neighbourhood(allowed_cpus(), Path::new("/")),
-            cpu_groups: cpu_limits.map(|limit| (group_of(&limit.file), limit.num_cores)).collect(),
-            memory_groups: memory_limits.map(|limit| (limit.file.as_deref().map(group_of), limit)).collect(),
+            cpu_limits: cpu_limits.map(|limit| Bound::new(Some(&limit.file), limit.num_cores)).collect(),
+            memory_limits: memory_limits
+                .map(|limit| Bound::new(limit.file.clone().as_deref(), limit))
+                .collect(),
             load: load.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0),
         }
     }
@@ -210,6 +224,11 @@ fn by_neighbourhood(mut cpus: Vec<usize>, root: &Path) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory_limit::Pages;
+
+    fn limit(bytes: u64) -> MemoryLimit {
+        MemoryLimit { bytes, file: None, pages: Pages::Ordinary }
+    }
 
     fn grant(cpus: impl IntoIterator<Item = usize>) -> Grant {
         let machine = "one".to_owned();
@@ -217,8 +236,8 @@ mod tests {
             machine,
             host: String::new(),
             cpus: cpus.into_iter().collect(),
-            cpu_groups: Vec::new(),
-            memory_groups: vec![(None, MemoryLimit { bytes: 100, file: None })],
+            cpu_limits: Vec::new(),
+            memory_limits: vec![Bound { setter: None, limit: limit(100) }],
             load: 0.0,
         }
     }
@@ -245,7 +264,10 @@ mod tests {
 
     #[test]
     fn the_time_that_a_control_group_allows_is_shared_by_its_workers() {
-        let limited = |groups: &[(u64, f64)]| Grant { cpu_groups: groups.to_vec(), ..grant(0..16) };
+        let limited = |limits: &[(u64, f64)]| {
+            let limits = limits.iter().map(|&(group, limit)| Bound { setter: Some((0, group)), limit });
+            Grant { cpu_limits: limits.collect(), ..grant(0..16) }
+        };
         assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(1, 4.0)])]), [2; 2]);
         assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(2, 0.5)])]), [4, 1]);
         // Siblings with limits of their own, in a group that has less than they have together.
@@ -254,23 +276,23 @@ mod tests {
 
     #[test]
     fn two_launchers_on_one_host_share_its_memory() {
-        let in_groups = |groups: &[(u64, u64)]| {
+        let in_groups = |groups: &[u64]| {
             let mut grant = grant(0..4);
             let limits =
-                groups.iter().map(|&(group, bytes)| (Some(group), MemoryLimit { bytes, file: None }));
-            grant.memory_groups.extend(limits);
+                groups.iter().map(|&group| Bound { setter: Some((0, group)), limit: limit(10 * group) });
+            grant.memory_limits.splice(0..0, limits);
             grant
         };
-        let sharing = |grants: &[Grant]| -> Vec<(usize, u64)> {
-            let shares = shares(grants, Bind::None);
-            shares.iter().map(|share| (share.num_sharing_limit, share.limit.bytes)).collect()
+        let sharing = |grants: &[Grant]| -> Vec<Vec<(u64, usize)>> {
+            let shares = shares(grants, Bind::None).into_iter();
+            let told = |shared: &SharedLimit| (shared.limit.bytes, shared.num_sharing.unwrap());
+            shares.map(|share| share.limits.iter().map(told).collect()).collect()
         };
-        assert_eq!(sharing(&[in_groups(&[]), in_groups(&[])]), [(2, 100); 2]);
-        let (first, second) = (in_groups(&[(1, 30)]), in_groups(&[(2, 20)]));
-        assert_eq!(sharing(&[first.clone(), second, first]), [(2, 30), (1, 20), (2, 30)]);
+        assert_eq!(sharing(&[in_groups(&[]), in_groups(&[])]), [[(100, 2)], [(100, 2)]]);
         // Siblings with limits of their own, in a group that has less than they have together.
-        let siblings = [in_groups(&[(1, 40), (9, 60)]), in_groups(&[(2, 20), (9, 60)])];
-        assert_eq!(sharing(&siblings), [(2, 60), (1, 20)]);
+        let siblings = [in_groups(&[4, 6]), in_groups(&[2, 6]), in_groups(&[4, 6])];
+        let first = vec![(40, 2), (60, 3), (100, 3)];
+        assert_eq!(sharing(&siblings), [first.clone(), vec![(20, 1), (60, 3), (100, 3)], first]);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::WorkerEnvironment;
 use super::slurm::node_address;
 use super::worker_processes::is_under_launcher;
 use crate::hang;
-use crate::remarks::{remark, speak_as};
+use crate::remarks::{remark, set_rank};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 use trireme_base::Rank;
@@ -23,8 +23,8 @@ pub(crate) fn join_options(
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
     let on_refusal = OnRefusal::new(|refusal| remark(&format!("warning: refused a connection: {refusal}")));
-    // Workers of a host wait for the same.
-    let tells = environment.local_rank == 0;
+    // All workers of a host wait for the same ranks, so one of them says so.
+    let tells = environment.local_rank == 0 || environment.rank == Rank::ROOT;
     let on_note = LineListener::new(|line| remark(&format!("note: {line}")));
     Ok(JoinOptions {
         master_addr: match std::env::var_os("SLURM_JOB_ID") {
@@ -135,9 +135,7 @@ pub(crate) fn work_in_world(
 
 /// The error output of other ranks than 0 is shared, unless this program has started them.
 fn speak_for(rank: Rank) {
-    if rank != Rank::ROOT && !is_under_launcher() {
-        speak_as(rank);
-    }
+    set_rank(rank, rank != Rank::ROOT && !is_under_launcher());
 }
 
 /// The secret that is `text`, if that is set, else that of a file, if there is one.

@@ -242,18 +242,24 @@ pub(super) fn is_follower(death: Death) -> bool {
 /// characters.
 fn last_lines(path: &Path, start: u64) -> io::Result<Vec<String>> {
     const LINES_MAX: usize = 5;
-    const BYTES_MAX: u64 = 4096;
+    /// What is shown of the end.
+    const BYTES_MAX: usize = 4096;
+    /// What is read: an error that is an object is one line.
+    const BYTES_READ: u64 = 1 << 16;
     let mut file = File::open(path)?;
-    let start = start.max(file.metadata()?.len().saturating_sub(BYTES_MAX));
-    file.seek(SeekFrom::Start(start))?;
+    let len = file.metadata()?.len();
+    let cut = len.saturating_sub(BYTES_READ);
+    file.seek(SeekFrom::Start(start.max(cut)))?;
     let mut bytes = Vec::new();
-    file.take(BYTES_MAX).read_to_end(&mut bytes)?;
+    file.take(BYTES_READ).read_to_end(&mut bytes)?;
     let text = String::from_utf8_lossy(&bytes);
-    let printable = |line: &str| line.chars().filter(|c| !c.is_control()).collect::<String>();
-    let text: Vec<Cow<'_, str>> =
+    let messages: Vec<Cow<'_, str>> =
         text.lines().map(|line| message(line).map_or(line.into(), Cow::Owned)).collect();
-    let lines = text.iter().flat_map(|text| text.lines());
-    let lines: Vec<String> = lines.map(printable).filter(|line| !line.trim().is_empty()).collect();
+    let mut text = messages.join("\n");
+    let first = (text.len().saturating_sub(BYTES_MAX)..).find(|&index| text.is_char_boundary(index));
+    text.drain(..first.expect("a text ends at the end of a character"));
+    let printable = |line: &str| line.chars().filter(|c| !c.is_control()).collect::<String>();
+    let lines: Vec<String> = text.lines().map(printable).filter(|line| !line.trim().is_empty()).collect();
     let error = lines.iter().rposition(|line| line.starts_with("error: "));
     Ok(lines[error.unwrap_or(lines.len().saturating_sub(LINES_MAX))..].to_vec())
 }

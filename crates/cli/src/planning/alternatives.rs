@@ -38,7 +38,7 @@ pub(crate) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
         Limit::Host => format!(
             "the workers of this host are predicted to take {taken_bytes} in total, {excess} more than {}; worker {} \
              takes the most, {}: at its peak, {moment}, the memory holds {shares}",
-            plan.limit,
+            plan.on_host.nearest().1,
             plan.rank,
             Bytes(plan.prediction.on_machine() as u64)
         ),
@@ -94,7 +94,7 @@ fn planned(job: Job<'_>, change: &Change) -> Option<Plan> {
     let Job { source, workers, .. } = job;
     let config = source.load(change).ok()?;
     let is_same = config.world_size() == workers.world_size;
-    let workers = if is_same { workers } else { Workers::local(&config, workers.limit, workers.features) };
+    let workers = if is_same { workers } else { Workers::local(&config, workers.limits, workers.features) };
     Plan::largest(Job { config: &config, workers, ..job }).ok()
 }
 

@@ -14,10 +14,11 @@ mod tests;
 pub(crate) use alternatives::changes;
 pub(crate) use choices::open_classes;
 pub(crate) use drawing::Drawing;
+use limits::HostBytes;
 pub(crate) use limits::Limit;
 
 use crate::launch::HostShare;
-use crate::memory_limit::MemoryLimit;
+use crate::memory_limit::SharedLimit;
 use alternatives::advice;
 use anyhow::Result;
 use choices::Planning;
@@ -130,15 +131,13 @@ pub(crate) struct Workers<'a> {
     shares_memory: bool,
     /// Whose memory the group of this one takes a part of.
     num_sharing: usize,
-    /// How many take from the limit.
-    num_sharing_limit: usize,
-    /// What they may take together.
-    limit: &'a MemoryLimit,
+    /// What workers may take together.
+    limits: &'a [SharedLimit],
 }
 
 impl<'a> Workers<'a> {
     /// Those that the command starts on this host, seen by the first.
-    pub(crate) fn local(config: &Config, limit: &'a MemoryLimit, features: CpuFeatures) -> Self {
+    pub(crate) fn local(config: &Config, limits: &'a [SharedLimit], features: CpuFeatures) -> Self {
         let world_size = config.world_size();
         let shares_memory = matches!(config.comm().transport, Transport::Auto | Transport::Shm);
         Workers {
@@ -149,8 +148,7 @@ impl<'a> Workers<'a> {
             features,
             shares_memory,
             num_sharing: if shares_memory { world_size } else { 1 },
-            num_sharing_limit: world_size,
-            limit,
+            limits,
         }
     }
 
@@ -166,11 +164,10 @@ impl<'a> Workers<'a> {
             world_size: group.world_size(),
             local_world_size,
             num_threads: local_threads(config, share.num_threads),
-            num_sharing_limit: share.num_sharing_limit,
             features,
             shares_memory: group.transport() == TransportKind::Shm,
             num_sharing,
-            limit: &share.limit,
+            limits: &share.limits,
         }
     }
 
@@ -226,9 +223,8 @@ pub(crate) struct Plan {
     pub(crate) prediction: Prediction,
     /// What the config bounds of it, and the worker's share of the host's limit.
     bounds: MemoryBounds,
-    /// What all workers of this host are predicted to take together, and the limit on that.
-    on_host: usize,
-    limit: MemoryLimit,
+    /// What all workers of this host are predicted to take together.
+    on_host: HostBytes,
     /// What was chosen and why, where something was to be chosen.
     pub(crate) reasons: Vec<String>,
 }
@@ -239,16 +235,16 @@ impl Plan {
         let Job { config, workers, .. } = job;
         let mut plan = Plan::of_worker(job, chosen)?;
         let place = |workers: Workers<'_>| workers.rank / config.workers_per_place();
-        let mut on_host = limits::launcher_bytes(workers);
+        let mut on_host = HostBytes::of_launcher(workers);
         for (worker, num_workers) in
             workers.by_place(config).into_iter().filter(|(_, num_workers)| *num_workers > 0)
         {
-            on_host += if place(worker) == place(workers) {
-                plan.host_bytes(config, num_workers)
+            if place(worker) == place(workers) {
+                on_host.add(&plan, config, num_workers);
             } else {
                 let chosen = Some(plan.choices.clone());
-                Plan::of_worker(Job { workers: worker, ..job }, chosen)?.host_bytes(config, num_workers)
-            };
+                on_host.add(&Plan::of_worker(Job { workers: worker, ..job }, chosen)?, config, num_workers);
+            }
         }
         plan.on_host = on_host;
         Ok(plan)
@@ -261,10 +257,11 @@ impl Plan {
         let mut places = workers.by_place(config).into_iter();
         let (worker, num_workers) = places.next().expect("a pipeline has a place");
         let mut largest = Plan::of_worker(Job { workers: worker, ..job }, None)?;
-        let mut on_host = limits::launcher_bytes(workers) + largest.host_bytes(config, num_workers);
+        let mut on_host = HostBytes::of_launcher(workers);
+        on_host.add(&largest, config, num_workers);
         for (worker, num_workers) in places {
             let plan = Plan::of_worker(Job { workers: worker, ..job }, Some(largest.choices.clone()))?;
-            on_host += plan.host_bytes(config, num_workers);
+            on_host.add(&plan, config, num_workers);
             if need(&plan) > need(&largest) {
                 largest = Plan { reasons: largest.reasons, ..plan };
             }
@@ -321,8 +318,8 @@ impl Plan {
         reasons.extend(limits::budget_notice(config, workers, bounds));
         let place = workers.rank / config.workers_per_place();
         let DryRun { program, prediction, .. } = dry_run(job, &rehearsal, program(place, &choices))?;
-        let (rank, limit) = (workers.rank, workers.limit.clone());
-        Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })
+        let (rank, on_host) = (workers.rank, HostBytes::of_launcher(workers));
+        Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host, reasons })
     }
 
     /// How long a step takes on this machine, whose kernels and links the workers of the job measure for some seconds; `world` is

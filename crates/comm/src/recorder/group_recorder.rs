@@ -4,14 +4,13 @@ use super::report::{Direction, Occasion, OperationState, Place, RankReport, Told
 use super::ring::{Issued, Record};
 use super::text::{GroupName, Line};
 use crate::engine::Call;
-use crate::error::list;
 use crate::selection::Selection;
 use crate::{CommError, Operation};
 use std::fmt;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Rank, ranks};
 
 /// A thread waits for an operation as long as this lives.
 pub(crate) struct Wait<'a> {
@@ -298,8 +297,7 @@ impl GroupRecorder {
             [] => "for the end of an operation that all ranks have begun,".to_owned(),
             [one] => format!("for rank {}", self.in_world(*one)),
             several => {
-                let ranks: Vec<Rank> = several.iter().map(|rank| self.in_world(*rank)).collect();
-                format!("for ranks {}", list(&ranks))
+                format!("for {}", ranks(several.iter().map(|rank| self.in_world(*rank))))
             }
         };
         let line = self.log.lock().operations.find(call.sequence).map(|record| record.issued.line);

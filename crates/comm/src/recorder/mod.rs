@@ -26,8 +26,7 @@ pub use report::{
 pub(crate) use ring::Issued;
 pub(crate) use text::{GroupName, Line};
 
-use crate::CommError;
-use crate::LineListener;
+use crate::{CommError, LineListener, host_name};
 use group_log::GroupLog;
 use std::fmt;
 use std::path::PathBuf;
@@ -161,7 +160,7 @@ impl FlightRecorder {
             format: RankReport::FORMAT,
             rank: self.0.rank.0,
             world_size: self.0.world_size,
-            host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            host: host_name(),
             hosts: self.0.hosts.get().cloned().unwrap_or_default(),
             process_id: std::process::id(),
             occasion,

@@ -6,14 +6,13 @@ use super::hello::{Hello, Place};
 use super::message::Message;
 use super::refusals::Refusals;
 use super::star::Joining;
-use crate::error::list;
 use crate::{CommError, JoinOptions};
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Rank, ranges};
 
 /// How often rank 0 looks whether somebody has gone, or whether all know of a failure.
 const LOOK: Duration = Duration::from_millis(200);
@@ -71,7 +70,7 @@ pub(super) fn gather(joining: &Joining<'_>, listener: &TcpListener) -> Result<Ve
             waiting.tell(Instant::now(), || {
                 let missing = missing(&guests);
                 let (count, all) = (missing.len(), options.world_size);
-                format!("waiting for {count} of {all} ranks to join: {}", list(&missing))
+                format!("waiting for {count} of {all} ranks to join: {}", ranges(missing))
             });
             continue;
         };

@@ -3,9 +3,7 @@ use std::io;
 use std::ops::{Deref, DerefMut, Range};
 use std::slice;
 use std::sync::Arc;
-
-/// The bytes of a huge page of most machines.
-pub(crate) const HUGE_PAGE: usize = 2 << 20;
+use trireme_base::HUGE_PAGE_BYTES;
 
 /// Memory that begins at a page, zero at first, and that nobody else sees.
 #[derive(Debug)]
@@ -16,18 +14,18 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Takes `bytes`; pages come when they are touched, huge ones if `bytes` is a multiple of [`HUGE_PAGE`].
+    /// Takes `bytes`; pages come when they are touched, huge ones if `bytes` is a multiple of [`HUGE_PAGE_BYTES`].
     ///
     /// For a transfer the kernel pins every page and tells the device where each is: with huge ones disks reach
     /// two to three times the bandwidth.
     pub(crate) fn new(bytes: usize) -> io::Result<Self> {
-        if !bytes.is_multiple_of(HUGE_PAGE) {
+        if !bytes.is_multiple_of(HUGE_PAGE_BYTES) {
             let mapping = MmapMut::map_anon(bytes)?;
             return Ok(Memory { mapping: Arc::new(MmapRaw::from(mapping)), range: 0..bytes });
         }
         // Addresses enough to begin at a huge page; those before and after are never touched.
-        let mapping = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE))?;
-        let begin = mapping.as_ptr().align_offset(HUGE_PAGE);
+        let mapping = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE_BYTES))?;
+        let begin = mapping.as_ptr().align_offset(HUGE_PAGE_BYTES);
         // Only advice: a kernel without huge pages takes small ones.
         let _ = mapping.advise(memmap2::Advice::HugePage);
         Ok(Memory { mapping: Arc::new(MmapRaw::from(mapping)), range: begin..begin + bytes })
@@ -143,14 +141,14 @@ mod tests {
 
     #[test]
     fn huge_pages_begin_where_they_must() {
-        let mut memory = Memory::new(2 * HUGE_PAGE).expect("memory");
-        assert_eq!((memory.len(), memory.as_ptr().align_offset(HUGE_PAGE)), (2 * HUGE_PAGE, 0));
+        let mut memory = Memory::new(2 * HUGE_PAGE_BYTES).expect("memory");
+        assert_eq!((memory.len(), memory.as_ptr().align_offset(HUGE_PAGE_BYTES)), (2 * HUGE_PAGE_BYTES, 0));
         memory.fill(1);
-        let mut lent = memory.lend(HUGE_PAGE);
-        lent.cut(HUGE_PAGE).expect("a part").fill(2);
+        let mut lent = memory.lend(HUGE_PAGE_BYTES);
+        lent.cut(HUGE_PAGE_BYTES).expect("a part").fill(2);
         let memory = lent.reclaim().expect("no part is left");
-        assert!(memory[..HUGE_PAGE].iter().all(|byte| *byte == 2));
-        assert!(memory[HUGE_PAGE..].iter().all(|byte| *byte == 1));
+        assert!(memory[..HUGE_PAGE_BYTES].iter().all(|byte| *byte == 2));
+        assert!(memory[HUGE_PAGE_BYTES..].iter().all(|byte| *byte == 1));
     }
 
     #[test]

@@ -13,6 +13,11 @@ pub enum DeviceError {
          vm.overcommit_memory = 2 keeps them back"
     )]
     Reserve(#[source] std::io::Error),
+    /// The system has no huge pages of 2 MiB.
+    #[error(
+        "cannot reserve addresses for huge pages of 2 MiB: {0}; set [memory] huge_pages = \"transparent\""
+    )]
+    ReserveHuge(#[source] std::io::Error),
     /// More threads than a device may have.
     #[error("{num_threads} threads exceed the maximum of {} for a device", Device::THREADS_MAX)]
     TooManyThreads {

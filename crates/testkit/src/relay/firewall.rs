@@ -12,7 +12,7 @@ const TCP: u8 = 6;
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
-/// Which TCP connections may be opened through a relay: those to some ports, in either direction. Others get no answer, as from most network policies.
+/// Drops requests to open TCP connections to other ports than some, in either direction. Like most network policies, it sends no answer.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Firewall(Option<Vec<RangeInclusive<u16>>>);
 

@@ -117,12 +117,12 @@ impl Wire {
             let Ok(num_bytes) = self.ends[towards.source()].read(&mut frame) else { return };
             let index = counts.num_sent;
             counts.num_sent += 1;
-            if self.loss.takes(towards, index) {
+            if firewall.refuses(&frame[..num_bytes]) {
+                counts.num_refused += 1;
+            } else if self.loss.takes(towards, index) {
                 counts.num_lost += 1;
             } else if line.num_bytes() + num_bytes > QUEUE_BYTES_MAX {
                 counts.num_overflowed += 1;
-            } else if firewall.refuses(&frame[..num_bytes]) {
-                counts.num_refused += 1;
             } else {
                 line.send(Instant::now(), num_bytes, frame[..num_bytes].to_vec());
             }

@@ -89,7 +89,7 @@ config_choice! {
     HugePages {
         /// As far as the system has and gives them (`/sys/kernel/mm/transparent_hugepage`).
         Transparent = "transparent",
-        /// From the pool that the host has set aside (`vm.nr_hugepages`, Kubernetes' `hugepages-2Mi`): then all that is counted on the device must fit it.
+        /// From the pool that the host has set aside (`vm.nr_hugepages`, Kubernetes' `hugepages-2Mi`): the pool must hold all memory of the device.
         Reserved = "reserved",
         /// None, even where the system would give them.
         Never = "never",

@@ -132,7 +132,7 @@ config_section! {
         /// Maximum host memory for the offloaded state of a worker, including state on its way to a disk (see
         /// `[offload]`), such as "8GiB"; "none" sets only the limit of the host.
         host_budget: ByteLimit = ByteLimit(None);
-        /// Pages of 2 MiB for tensors and for what workers exchange: `transparent`, `reserved` or `never` (docs/memory.md).
+        /// Which pages of 2 MiB hold tensors: `transparent`, `reserved` or `never` (docs/memory.md).
         huge_pages: HugePages = HugePages::Transparent;
     }
 }

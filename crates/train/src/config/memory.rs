@@ -1,4 +1,4 @@
-//! Checks of how the training state is sharded, and of what is recomputed.
+//! Checks of how the training state is sharded, of what is recomputed, and of the pages that it lies in.
 
 use super::choice::{
     ActivationCheckpointMode, DeviceName, Fp8, HugePages, QuantizedGradients, Tier, TrainingDtype,

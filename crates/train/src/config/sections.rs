@@ -224,13 +224,13 @@ config_section! {
         /// for this layout only, and is a little faster.
         determinism: Determinism = Determinism::Layout;
         /// Maximum global norm of the gradients; larger gradients are scaled down to it. 0 disables clipping, which
-        /// one_bit_adam and zero_one_adam require. In a pipeline that does not drain between steps, each worker uses
-        /// the norm of its own units.
+        /// one_bit_adam and zero_one_adam require. A pipeline that does not drain between steps clips by the norm of
+        /// an earlier step (docs/pipeline.md).
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps between validations, the first before step 1; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
-        /// Time from the start of the command in which the run saves a checkpoint and ends, by what its steps and checkpoints have taken so
-        /// far. The exit code is then 138, and the same command resumes. Without it, the end of a Slurm job counts (SLURM_JOB_END_TIME).
+        /// Time from the start of the command in which the run saves a checkpoint and ends, by what its steps, validations and
+        /// checkpoints have taken so far. The exit code is then 138, and the same command resumes. Without it, the end of a Slurm job counts (SLURM_JOB_END_TIME).
         time_limit: Option<Duration> = None;
         /// Stops the run after this many validations in a row without a new lowest loss; 0 disables it.
         early_stopping_patience: u64 = 0, within 0..;
@@ -463,8 +463,8 @@ config_section! {
     Metrics {
         /// Steps between log lines.
         log_interval: u64 = 10, within 1..;
-        /// Format of lines, on the console, on the error output and in the logs: `text`, or `json` with one object a line, which has `time`, `rank`, `host`, and a
-        /// `message` or the `record` of a step.
+        /// Format of lines on the console, on standard error and in logs: `text`, or `json`, one object a line. An object has `time`, `host`, `rank` once
+        /// it is known, and `message` or a step's `record`.
         log_format: LogFormat = LogFormat::Text;
         /// Whether to write `metrics.jsonl`, with one JSON object per step.
         jsonl: bool = true;

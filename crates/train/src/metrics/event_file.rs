@@ -9,6 +9,7 @@ use super::{MetricsError, RECORD_BYTES, StepRecord};
 use std::fs::OpenOptions;
 use std::path::Path;
 use std::time::Duration;
+use trireme_comm::host_name;
 
 // The key of a field is its number in the message, then its wire type in the lowest three bits.
 const VARINT: u8 = 0;
@@ -48,7 +49,7 @@ impl EventFile {
         wall_time: Duration,
         resumed_step: u64,
     ) -> Result<Self, MetricsError> {
-        let host = rustix::system::uname().nodename().to_string_lossy().replace('/', "-");
+        let host = host_name().replace('/', "-");
         let name = format!("events.out.tfevents.{}.{host}.{}", wall_time.as_secs(), std::process::id());
         let mut number = 0;
         let (path, file) = loop {

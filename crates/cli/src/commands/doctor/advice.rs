@@ -3,7 +3,7 @@
 use super::machine::Machine;
 use super::{ExcludedKernel, Uses};
 use crate::cpu_limit::CpuLimit;
-use crate::memory_limit::MemoryLimit;
+use crate::memory_limit::{MemoryLimit, Pages};
 use serde::Serialize;
 use trireme_base::Bytes;
 use trireme_tensor::CpuFeatures;
@@ -61,7 +61,8 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
         );
     }
     if let Some(bytes) = machine.memory_limit_bytes {
-        let limit = MemoryLimit { bytes, file: machine.memory_limit_file.clone() };
+        let file = machine.memory_limit_file.clone();
+        let limit = MemoryLimit { bytes, file, pages: Pages::Ordinary };
         warn(
             format!("this process may use only {limit}"),
             "Training refuses to start if it is predicted to exceed this limit, because the system would kill it.",

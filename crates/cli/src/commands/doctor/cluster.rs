@@ -7,7 +7,6 @@ use crate::launch::{
     HostShare, WorkerEnvironment, before_joining, launch_workers, recorder_folder, tell_all, work_in_world,
 };
 use crate::numbers::counted;
-use crate::remarks::host_name;
 use crate::statistics::median;
 use anyhow::{Result, bail};
 use rustix::fs::{Advice, fadvise, statvfs};
@@ -17,7 +16,7 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use trireme_base::{Bytes, Rank, ranges};
-use trireme_comm::{Buffer, CommError, Group};
+use trireme_comm::{Buffer, CommError, Group, host_name};
 use trireme_train::config::Config;
 use trireme_train::preflight;
 
@@ -124,7 +123,7 @@ fn hosts(config: &Config, group: &Group) -> Result<Vec<HostFigure>> {
         ranks: ranks(group.hosts().host_of(group.rank())),
         threads: share.num_threads,
         cores: share.bound_to(),
-        memory_bytes: share.limit.bytes,
+        memory_bytes: share.limits.iter().map(|shared| shared.limit.bytes).min().unwrap_or(0),
     };
     let all = tell_all(group, &own)?;
     Ok((0..group.hosts().num_hosts()).map(|host| all[group.hosts().ranks(host)[0].0].clone()).collect())

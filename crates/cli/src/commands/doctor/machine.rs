@@ -86,9 +86,9 @@ impl Machine {
             _ => 1,
         };
         let memory_bytes = bytes("MemTotal");
-        let limit = MemoryLimit::of_control_group(root)
+        let limit = MemoryLimit::lowest_of_groups(root)
             .filter(|limit| memory_bytes.is_none_or(|all| limit.bytes < all));
-        let cpu_limit = CpuLimit::lowest(root);
+        let cpu_limit = CpuLimit::lowest_of_groups(root);
         Machine {
             processor: field(&processor, "model name").map(str::to_owned),
             architecture: std::env::consts::ARCH,

@@ -19,7 +19,7 @@ pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
     if let Some(earlier) = earlier_run(config)? {
         return Err(earlier.into());
     }
-    let workers = Workers::local(config, &process.share.limit, process.features);
+    let workers = Workers::local(config, &process.share.limits, process.features);
     let source = process.source;
     let mut text = String::new();
     let (config, plan) = match process.own {

@@ -14,11 +14,10 @@ use crate::launch::{
     interface, is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
 };
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
-use crate::remarks::{remark, speak_in};
+use crate::remarks::{remark, set_format};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, anyhow, bail};
 use outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
-use rustix::thread::disable_transparent_huge_pages;
 use signal_hook::consts::SIGUSR1;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,7 +28,7 @@ use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice
 use trireme_data::Corpus;
 use trireme_tensor::{CpuFeatures, OverBudget};
 use trireme_train::config::{
-    ActivationCheckpointMode, Bind, Comm, Config, Determinism, HugePages, Resume, Subject, Transport,
+    ActivationCheckpointMode, Bind, Comm, Config, Determinism, Resume, Subject, Transport,
 };
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, Sequences,
@@ -123,7 +122,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     let (config, simd) = before_joining(environment.as_ref(), || {
         check_config_path(&args.config)?;
         let config = source.load(&[])?;
-        speak_in(config.metrics().log_format);
+        set_format(config.metrics().log_format);
         Ok((config, Simd::choose(Proof::Cached)?))
     })?;
     let num_local =
@@ -146,7 +145,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
         }
         None => {
             simd.warn();
-            let workers = Workers::local(&config, &process.share.limit, process.features);
+            let workers = Workers::local(&config, &process.share.limits, process.features);
             let version = prepare_run(&config, process, workers, Heartbeat::new())?;
             let config = with_length(config, version, process)?;
             match config.world_size() {
@@ -423,9 +422,6 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         false => None,
     };
     let planned = Some(plan.worker_plan(step_seconds));
-    if config.memory().huge_pages == HugePages::Never {
-        disable_transparent_huge_pages(true).context("cannot turn huge pages off for this process")?;
-    }
     process.share.bind().context("cannot bind this worker to its cores; set [launch] bind = \"none\"")?;
     if let Some(cpus) = process.share.bound_to() {
         console.log(&format!("note: this worker is bound to {cpus}"));

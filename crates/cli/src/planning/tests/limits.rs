@@ -1,6 +1,6 @@
 //! What workers of one host may take together, and what is done about it.
 
-use crate::memory_limit::MemoryLimit;
+use crate::memory_limit::{MemoryLimit, Pages, SharedLimit};
 use crate::planning::{Blueprint, Job, Limit, Plan, Source, Workers, advice};
 use tempfile::TempDir;
 use trireme_train::config::Subject;
@@ -24,6 +24,10 @@ const VOCABULARY_SIZE: usize = 257;
 /// What a process takes beside what is predicted.
 const RESERVE: u64 = 16 << 20;
 
+fn limit(file: &str, pages: Pages, bytes: u64, num_sharing: Option<usize>) -> SharedLimit {
+    SharedLimit { limit: MemoryLimit { bytes, file: Some(file.into()), pages }, num_sharing }
+}
+
 struct Scene {
     folder: TempDir,
     overrides: Vec<String>,
@@ -38,7 +42,10 @@ impl Scene {
 
     /// The plan within a limit, and why it is refused.
     fn plan(&self, bytes: u64) -> (Plan, Option<String>) {
-        let limit = MemoryLimit { bytes, file: Some("/sys/fs/cgroup/memory.max".into()) };
+        self.plan_within(&[limit("/sys/fs/cgroup/memory.max", Pages::Ordinary, bytes, None)])
+    }
+
+    fn plan_within(&self, limits: &[SharedLimit]) -> (Plan, Option<String>) {
         let path = self.folder.path().join("test.toml");
         let source = Source {
             path: &path,
@@ -47,7 +54,7 @@ impl Scene {
             subject: Subject::LanguageModel,
         };
         let config = source.load(&[]).unwrap();
-        let workers = Workers::local(&config, &limit, trireme_tensor::CpuFeatures::detect());
+        let workers = Workers::local(&config, limits, trireme_tensor::CpuFeatures::detect());
         let (model, _) = trireme_train::model_config(&config, VOCABULARY_SIZE).unwrap();
         let blueprint =
             Blueprint::Language { model: &model, sequences: crate::planning::sequences_of(&config) };
@@ -106,6 +113,41 @@ fn workers_share_the_limit_and_what_one_maps_of_another_counts_once() {
         2 * process(&two) + RESERVE,
         "and the launcher is a process, too"
     );
+}
+
+#[test]
+fn every_limit_counts_for_those_who_share_it() {
+    let scene = Scene::new(&[]);
+    let need = scene.need();
+    let refusal = |own: u64, node: u64| {
+        let limits = [
+            limit("own", Pages::Ordinary, own, Some(1)),
+            // Another world's host on the same machine, such as a pod.
+            limit("node", Pages::Ordinary, node, Some(2)),
+        ];
+        scene.plan_within(&limits).1
+    };
+    assert_eq!(refusal(need, 2 * need), None);
+    assert!(refusal(need - 1, 10 * need).unwrap().contains("(own)"));
+    assert!(refusal(need, 2 * need - 1).unwrap().contains("(node)"));
+}
+
+#[test]
+fn tensors_in_reserved_pages_and_the_rest_have_limits_of_their_own() {
+    let scene = Scene::new(&["memory.huge_pages=reserved", "launch.workers=2"]);
+    let refusal = |pool: u64, memory: u64| {
+        let limits =
+            [limit("memory.max", Pages::Ordinary, memory, None), limit("pool", Pages::Reserved, pool, None)];
+        scene.plan_within(&limits).1
+    };
+    let plan = scene.plan_within(&[limit("pool", Pages::Reserved, u64::MAX, None)]).0;
+    let pool = plan.taken(Limit::Host).0 as u64;
+    let exchanged = plan.prediction.at_peak.get(trireme_base::Category::Communication) as u64;
+    assert!(exchanged > 0);
+    let memory = 2 * (exchanged + RESERVE) + RESERVE;
+    assert_eq!(refusal(pool, memory), None);
+    assert!(refusal(pool - 1, memory).unwrap().contains("(pool)"));
+    assert!(refusal(pool, memory - 1).unwrap().contains("(memory.max)"));
 }
 
 #[test]

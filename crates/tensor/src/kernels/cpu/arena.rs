@@ -4,7 +4,7 @@
 //! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
 //! every request finds its block, and nothing is allocated.
 
-use crate::device::{HugePages, Queue};
+use crate::device::{PageSource, Queue};
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::{Place, PlaceMut};
@@ -53,10 +53,10 @@ pub(crate) enum OutOfMemory {
          `ulimit -d`, `ulimit -v` or the setting vm.overcommit_memory = 2 keeps it back"
     )]
     Refused { requested: Bytes, category: Category, in_use: String, source: std::io::Error },
-    /// The host's pool of huge pages is used up, or the control group may have no more of it.
+    /// The host's pool of huge pages is used up, the control group may have no more of it, or the system is too old to say so.
     #[error(
-        "out of memory: there are no reserved huge pages for {requested} for {category} ({in_use}): {source}; reserve more of them \
-         (vm.nr_hugepages), or set [memory] huge_pages = \"transparent\""
+        "out of memory: the pool of huge pages has too few left for {requested} of {category} ({in_use}): {source}; reserve more of them \
+         (vm.nr_hugepages), or set [memory] huge_pages = \"transparent\", as on Linux before 5.14"
     )]
     HugePages { requested: Bytes, category: Category, in_use: String, source: std::io::Error },
     /// It is more than the budget.
@@ -66,8 +66,8 @@ pub(crate) enum OutOfMemory {
 
 impl Arena {
     /// Hands out as much memory as the machine has, or as many addresses as the process may have; takes none of it.
-    pub(crate) fn reserve(huge_pages: HugePages, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        Ok(Self::new(Mapping::reserve(huge_pages)?, 0, counter))
+    pub(crate) fn reserve(page_source: PageSource, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
+        Ok(Self::new(Mapping::reserve(page_source)?, 0, counter))
     }
 
     /// As [`reserve`](Arena::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write. It is handed
@@ -116,8 +116,8 @@ impl Arena {
         overflow.and_then(|(overflow, _)| overflow.take(len))
     }
 
-    pub(crate) fn huge_pages(&self) -> HugePages {
-        self.memory.huge_pages()
+    pub(crate) fn page_source(&self) -> PageSource {
+        self.memory.page_source()
     }
 
     /// The memory itself.
@@ -174,9 +174,9 @@ impl Arena {
             self.counter.give(category, padded);
             let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
             let source = source.into();
-            return Err(match self.memory.huge_pages() {
-                HugePages::Transparent => OutOfMemory::Refused { requested, category, in_use, source },
-                HugePages::Reserved => OutOfMemory::HugePages { requested, category, in_use, source },
+            return Err(match self.memory.page_source() {
+                PageSource::Transparent => OutOfMemory::Refused { requested, category, in_use, source },
+                PageSource::Reserved => OutOfMemory::HugePages { requested, category, in_use, source },
             });
         }
         drop(blocks);
@@ -284,7 +284,7 @@ mod tests {
     #[test]
     fn blocks_are_counted_reused_and_apart() {
         let counter = Arc::new(MemoryCounter::new(None));
-        let arena = Arc::new(Arena::reserve(HugePages::Transparent, Arc::clone(&counter)).unwrap());
+        let arena = Arc::new(Arena::reserve(PageSource::Transparent, Arc::clone(&counter)).unwrap());
         let mut first = arena.take(100, Category::Parameters).unwrap();
         let mut second = arena.take(1, Category::Activations).unwrap();
         first.bytes_mut().fill(1);
@@ -300,19 +300,36 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_of_huge_pages_that_is_too_small_is_an_error() {
+    fn reserved_pages_are_there_or_refused() {
+        let pool = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+        let number = |name: &str| {
+            let text = std::fs::read_to_string(format!("{pool}/{name}")).unwrap_or_default();
+            text.trim().parse::<usize>().unwrap_or(0)
+        };
         let counter = Arc::new(MemoryCounter::new(None));
-        let arena = Arc::new(Arena::reserve(HugePages::Reserved, Arc::clone(&counter)).unwrap());
-        // No host sets all of its memory aside.
-        let error = arena.take(arena.memory.num_bytes(), Category::Activations).unwrap_err();
-        assert!(error.to_string().contains("there are no reserved huge pages for"), "{error}");
-        assert_eq!(counter.usage(Category::Activations).current, 0);
+        let Ok(arena) = Arena::reserve(PageSource::Reserved, Arc::clone(&counter)) else {
+            return assert!(!std::path::Path::new(pool).exists(), "the system has such pages");
+        };
+        let arena = Arc::new(arena);
+        // One page, not the whole pool, which may have other users.
+        let mut block = match arena.take(PAGE, Category::Activations) {
+            Err(error) if number("free_hugepages") + number("nr_overcommit_hugepages") == 0 => {
+                assert!(error.to_string().contains("the pool of huge pages has too few left for"), "{error}");
+                return assert_eq!(counter.usage(Category::Activations).current, 0);
+            }
+            block => block.unwrap(),
+        };
+        block.bytes_mut().fill(7);
+        drop(block);
+        // Other programs could take what is given back.
+        arena.trim();
+        assert!(arena.take(PAGE, Category::Activations).unwrap().bytes().iter().all(|&byte| byte == 7));
     }
 
     #[test]
     fn trimming_takes_nothing_from_blocks() {
         let arena =
-            Arc::new(Arena::reserve(HugePages::Transparent, Arc::new(MemoryCounter::new(None))).unwrap());
+            Arc::new(Arena::reserve(PageSource::Transparent, Arc::new(MemoryCounter::new(None))).unwrap());
         let mut blocks: Vec<Block> =
             (0..4).map(|_| arena.take(3 * PAGE + 64, Category::Optimizer).unwrap()).collect();
         blocks.iter_mut().for_each(|block| block.bytes_mut().fill(7));

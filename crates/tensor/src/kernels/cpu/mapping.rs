@@ -1,6 +1,6 @@
 //! Addresses of the process, and the pages behind them.
 
-use crate::device::HugePages;
+use crate::device::PageSource;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{
     Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap,
@@ -8,12 +8,10 @@ use rustix::mm::{
 use rustix::process::{Resource, getrlimit};
 use std::ops::Range;
 use std::ptr::NonNull;
+use trireme_base::HUGE_PAGE_BYTES;
 
 /// The least that the system takes back; a multiple of its pages.
 pub(super) const PAGE: usize = 64 << 10;
-
-/// Bytes of a huge page. Memory is made accessible in multiples of them, so that none is split where the accessible part ends.
-pub(super) const HUGE_PAGE: usize = 2 << 20;
 
 /// Addresses of an arena that only counts: more than any model needs, and less than a process has.
 const COUNTING_BYTES: usize = 1 << 45;
@@ -34,7 +32,7 @@ pub(crate) struct Mapping {
     num_bytes: usize,
     /// Where kernels find the same memory, if the host can neither read nor write it.
     detached: Option<NonNull<u8>>,
-    huge_pages: HugePages,
+    page_source: PageSource,
 }
 
 // SAFETY: addresses, whose memory is only reached through blocks, which do not overlap; `Place` says why kernels may.
@@ -45,12 +43,14 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Addresses for as much memory as the machine has, or as many as the process may have, none of it
     /// [accessible](Mapping::make_accessible); takes no memory.
-    pub(super) fn reserve(huge_pages: HugePages) -> std::io::Result<Self> {
-        let mut mapping = halving(addresses(machine_bytes()), |num_bytes| match huge_pages {
-            HugePages::Transparent => map_private(num_bytes, ProtFlags::empty()),
-            HugePages::Reserved => map_huge(num_bytes),
+    pub(super) fn reserve(page_source: PageSource) -> std::io::Result<Self> {
+        let mut mapping = halving(addresses(machine_bytes()), |num_bytes| match page_source {
+            PageSource::Transparent => map_private(num_bytes, ProtFlags::empty()),
+            PageSource::Reserved => {
+                map_anonymous(num_bytes, ProtFlags::empty(), MapFlags::HUGETLB | MapFlags::HUGE_2MB)
+            }
         })?;
-        mapping.huge_pages = huge_pages;
+        mapping.page_source = page_source;
         Ok(mapping)
     }
 
@@ -81,15 +81,15 @@ impl Mapping {
     }
 
     fn of(start: NonNull<u8>, num_bytes: usize) -> Self {
-        Mapping { start, num_bytes, detached: None, huge_pages: HugePages::Transparent }
+        Mapping { start, num_bytes, detached: None, page_source: PageSource::Transparent }
     }
 
     pub(super) fn num_bytes(&self) -> usize {
         self.num_bytes
     }
 
-    pub(super) fn huge_pages(&self) -> HugePages {
-        self.huge_pages
+    pub(super) fn page_source(&self) -> PageSource {
+        self.page_source
     }
 
     /// Whether the host can neither read nor write the memory.
@@ -120,15 +120,15 @@ impl Mapping {
         unsafe { self.detached.unwrap_or(self.start).add(offset) }
     }
 
-    /// Lets the bytes `range` be read and written, and some after them; the end of those. Pages of the host's pool are taken here, for touching one
-    /// that the pool lacks would end the process.
+    /// Lets the bytes `range` be read and written, and some after them; the end of those. Whole huge pages, so that none is split where the accessible
+    /// part ends. Pages of the host's pool are taken now: if the pool is empty when a page is first touched, SIGBUS ends the process.
     pub(super) fn make_accessible(&self, range: Range<usize>) -> rustix::io::Result<usize> {
         let address = self.start.addr().get();
-        let end = ((address + range.end).next_multiple_of(HUGE_PAGE) - address).min(self.num_bytes);
+        let end = ((address + range.end).next_multiple_of(HUGE_PAGE_BYTES) - address).min(self.num_bytes);
         let first = self.address(range.start).as_ptr().cast();
         // SAFETY: within the mapping, whose memory nobody reads or writes before this.
         unsafe { mprotect(first, end - range.start, MprotectFlags::READ | MprotectFlags::WRITE)? };
-        if self.huge_pages == HugePages::Reserved {
+        if self.page_source == PageSource::Reserved {
             // SAFETY: as above; it changes no byte.
             unsafe { madvise(first, end - range.start, Advice::LinuxPopulateWrite)? };
         }
@@ -142,7 +142,7 @@ impl Mapping {
     /// Nobody reads them before writing them anew.
     pub(super) unsafe fn discard(&self, range: Range<usize>) {
         let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
-        if start < end && self.huge_pages == HugePages::Transparent {
+        if start < end && self.page_source == PageSource::Transparent {
             let first = self.address(start).as_ptr().cast();
             // SAFETY: within the mapping; nobody reads them by the caller's promise. A system that refuses keeps them.
             let _ = unsafe { madvise(first, end - start, Advice::LinuxDontNeed) };
@@ -167,7 +167,9 @@ fn halving(
     loop {
         match map(num_bytes) {
             Ok(start) => return Ok(Mapping::of(start, num_bytes)),
-            Err(_) if num_bytes > ADDRESSES_MIN => num_bytes = num_bytes / 2 / HUGE_PAGE * HUGE_PAGE,
+            Err(_) if num_bytes > ADDRESSES_MIN => {
+                num_bytes = num_bytes / 2 / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            }
             Err(error) => return Err(error.into()),
         }
     }
@@ -183,24 +185,22 @@ fn machine_bytes() -> usize {
 fn addresses(num_bytes: usize) -> usize {
     let allowed =
         getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / ADDRESSES_SHARE);
-    num_bytes.min(allowed) / HUGE_PAGE * HUGE_PAGE
+    num_bytes.min(allowed) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 }
 
 fn map_private(num_bytes: usize, access: ProtFlags) -> rustix::io::Result<NonNull<u8>> {
-    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: a fresh anonymous mapping at an address of the system's choice.
-    let start = unsafe { mmap_anonymous(std::ptr::null_mut(), num_bytes, access, flags)? };
+    let start = map_anonymous(num_bytes, access, MapFlags::empty())?;
     // Fewer TLB misses; a system without huge pages may refuse, at no loss but speed.
     // SAFETY: the range has just been mapped.
-    let _ = unsafe { madvise(start, num_bytes, Advice::LinuxHugepage) };
-    Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
+    let _ = unsafe { madvise(start.as_ptr().cast(), num_bytes, Advice::LinuxHugepage) };
+    Ok(start)
 }
 
-/// Maps addresses for pages of the host's pool, of which it takes none, and which nobody may read or write.
-fn map_huge(num_bytes: usize) -> rustix::io::Result<NonNull<u8>> {
-    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
+/// Maps addresses, for which the system sets no memory aside.
+fn map_anonymous(num_bytes: usize, access: ProtFlags, more: MapFlags) -> rustix::io::Result<NonNull<u8>> {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | more;
     // SAFETY: a fresh anonymous mapping at an address of the system's choice.
-    let start = unsafe { mmap_anonymous(std::ptr::null_mut(), num_bytes, ProtFlags::empty(), flags)? };
+    let start = unsafe { mmap_anonymous(std::ptr::null_mut(), num_bytes, access, flags)? };
     Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
 }
 
