@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 const HELP: &str = "\
 Starts munged, slurmctld and two slurmd on this machine, runs small jobs, and ends the daemons
-again. Needs root, and the packages munge and slurm-wlm (Debian). Takes about two minutes: Slurm's
+again. Needs root, openssl, and the packages munge and slurm-wlm (Debian). Takes about two minutes: Slurm's
 shortest time limit is one.";
 
 /// Check how runs behave under Slurm: requeues, preemption, time limits, killed tasks.
@@ -45,7 +45,7 @@ metrics = { log_interval = 1000, tensorboard = false }
 generate = { num_tokens = 0 }
 "#;
 
-/// Whose first block of `sh` is a job.
+/// The page whose first `sh` block is the job script.
 const PAGE: &str = "docs/launchers/slurm.md";
 
 /// What the job trains.

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// The bytes of a huge page of most machines, which one entry of a page table maps.
+/// Size of a huge page on most machines, which one page-table entry maps.
 pub const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// A number of bytes, printed and parsed with binary units: `512MiB`, `1.5GiB`.

@@ -99,6 +99,11 @@ impl MemoryLimit {
         MemoryLimit { bytes, file: None, pages: Pages::Ordinary }
     }
 
+    /// Whether it is that of the pool.
+    pub(crate) fn is_pool(&self) -> bool {
+        self.file.as_ref().is_some_and(|file| file.ends_with(POOL))
+    }
+
     /// The host's pool of huge pages.
     pub(crate) fn of_pool(root: &Path) -> Self {
         let num_pages = fs::read_to_string(root.join(POOL)).ok().and_then(|text| text.trim().parse().ok());
@@ -115,7 +120,7 @@ impl fmt::Display for MemoryLimit {
         let bytes = Bytes(self.bytes);
         match &self.file {
             None => write!(f, "the {bytes} of this machine"),
-            Some(file) if file.ends_with(POOL) => {
+            Some(file) if self.is_pool() => {
                 write!(f, "the {bytes} in huge pages that this host has reserved ({})", file.display())
             }
             Some(file) => write!(f, "the {bytes} that the control group allows ({})", file.display()),

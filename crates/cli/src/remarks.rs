@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 use trireme_base::Rank;
 use trireme_comm::host_name;
@@ -16,36 +16,32 @@ use trireme_train::config::LogFormat;
 /// How long the last words of a worker may take to be written to its log, whose file system may hang.
 pub(crate) const LOG_MAX: Duration = Duration::from_secs(1);
 
-/// Remarks that are kept until there is a log.
+/// Remarks that are kept until it is known whether there is a log.
 const EARLY_MAX: usize = 100;
 
-static OUTPUT: RwLock<Output> = RwLock::new(Output {
-    rank: None,
-    is_shared: false,
-    format: LogFormat::Text,
-    log: None,
-    early: Vec::new(),
-});
+static CHANNEL: RwLock<Channel> =
+    RwLock::new(Channel { rank: None, is_shared: false, format: LogFormat::Text, log: None });
+
+/// Lines from before it was known whether there is a log; `None` from then on.
+static EARLY: Mutex<Option<Vec<String>>> = Mutex::new(Some(Vec::new()));
 
 /// Where remarks and the lines of a log go, and how.
 #[derive(Clone)]
-struct Output {
+struct Channel {
     rank: Option<Rank>,
     /// Whether several ranks share standard error.
     is_shared: bool,
     format: LogFormat,
     log: Option<Arc<File>>,
-    /// Lines from before there was a log.
-    early: Vec<String>,
 }
 
-impl Output {
+impl Channel {
     fn current() -> Self {
-        OUTPUT.read().unwrap_or_else(PoisonError::into_inner).clone()
+        CHANNEL.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn change(change: impl FnOnce(&mut Self)) {
-        change(&mut OUTPUT.write().unwrap_or_else(PoisonError::into_inner));
+        change(&mut CHANNEL.write().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Formats a text; objects have the time.
@@ -90,67 +86,73 @@ impl Output {
 
 /// Attributes later remarks to `rank`. Where ranks share standard error, they begin with it and its host.
 pub(crate) fn set_rank(rank: Rank, is_shared: bool) {
-    Output::change(|output| (output.rank, output.is_shared) = (Some(rank), is_shared));
+    Channel::change(|channel| (channel.rank, channel.is_shared) = (Some(rank), is_shared));
 }
 
 /// Sets the format of later remarks and lines.
 pub(crate) fn set_format(format: LogFormat) {
-    Output::change(|output| output.format = format);
+    Channel::change(|channel| channel.format = format);
 }
 
-/// Attributes later remarks and lines to `rank`, and writes them to `log`, unless an output of the process is the log.
+/// Attributes later remarks and lines to `rank`, and writes all remarks to `log`, unless an output of the process is the log.
 pub(crate) fn set_log(rank: Rank, log: Option<File>) {
     let log = log.map(Arc::new);
-    Output::change(|output| {
-        (output.rank, output.log) = (Some(rank), log);
-        output.early.drain(..).for_each(|line| write(output.log.as_deref(), &line));
-    });
+    Channel::change(|channel| (channel.rank, channel.log) = (Some(rank), log.clone()));
+    let early = EARLY.lock().unwrap_or_else(PoisonError::into_inner).take();
+    early.into_iter().flatten().for_each(|line| write(log.as_deref(), &line));
 }
 
 /// The format of remarks and lines.
 pub(crate) fn format() -> LogFormat {
-    Output::current().format
+    Channel::current().format
 }
 
 /// Writes an error, a warning or a note.
 pub(crate) fn remark(text: &str) {
-    let output = Output::current();
-    let formatted = output.formatted(text);
-    let shown = match output.format {
+    let channel = Channel::current();
+    let formatted = channel.formatted(text);
+    let shown = match channel.format {
         LogFormat::Json => Cow::Borrowed(&*formatted),
-        LogFormat::Text => output.with_origin(text),
+        LogFormat::Text => channel.with_origin(text),
     };
     // What stands on the line is a progress bar, which is drawn again.
     let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
     // Nobody listening is no reason to stop. In one piece, so that lines of several ranks do not mix.
     let _ = io::stderr().write_all(format!("{clear}{shown}\n").as_bytes());
-    let line = output.stamped(&formatted);
-    match output.log {
-        Some(log) => drop(within(LOG_MAX, move || write(Some(&log), &line))),
-        None if output.early.len() < EARLY_MAX => Output::change(|output| output.early.push(line)),
-        None => {}
+    let line = channel.stamped(&formatted);
+    let mut early = EARLY.lock().unwrap_or_else(PoisonError::into_inner);
+    match &mut *early {
+        Some(lines) if lines.len() < EARLY_MAX => lines.push(line),
+        Some(_) => {}
+        None => {
+            drop(early);
+            // Not that of before: it may have been set since.
+            if let Some(log) = Channel::current().log {
+                let _ = within(LOG_MAX, move || write(Some(&log), &line));
+            }
+        }
     }
 }
 
 /// Formats a text: as it is, or as a JSON object.
 pub(crate) fn formatted(text: &str) -> Cow<'_, str> {
-    Output::current().formatted(text)
+    Channel::current().formatted(text)
 }
 
 /// A JSON object with one member besides time, host and rank.
 pub(crate) fn object(name: &str, value: impl Serialize) -> String {
-    Output::current().object(name, value)
+    Channel::current().object(name, value)
 }
 
 /// Adds the time to each line of a formatted text; objects have it.
 pub(crate) fn stamped(formatted: &str) -> String {
-    Output::current().stamped(formatted)
+    Channel::current().stamped(formatted)
 }
 
 /// Writes a formatted text to this rank's log, with times.
 pub(crate) fn log(formatted: &str) {
-    let output = Output::current();
-    write(output.log.as_deref(), &output.stamped(formatted));
+    let channel = Channel::current();
+    write(channel.log.as_deref(), &channel.stamped(formatted));
 }
 
 fn write(log: Option<&File>, line: &str) {

@@ -60,7 +60,7 @@ impl Compressed {
         let (bucket, world_size) = (bucket(table, unit)?, group.world_size());
         let Some(sizes) = compression.sizes(&bucket, world_size) else { return Ok(None) };
         let num_bytes = sizes.state_bytes + sizes.scratch_bytes;
-        device.staging().take(Category::Communication, num_bytes)?;
+        device.staging().take_outside(Category::Communication, num_bytes)?;
         let key = RandomKey::new(*seed, &format!("compression of {}", table.units()[unit].name));
         let compressor = || Compressor::new(compression, &bucket, group.rank(), world_size, key);
         let compressor = (!group.is_dry()).then(compressor).transpose()?;
@@ -106,7 +106,7 @@ impl Compressed {
 
     /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
     pub(crate) fn remember(&mut self) -> Result<(), ParallelError> {
-        self.device.staging().take(Category::Communication, self.state_bytes)?;
+        self.device.staging().take_outside(Category::Communication, self.state_bytes)?;
         let states = self.compressor.iter().flat_map(|compressor| compressor.state());
         self.before = Some(states.map(|(name, values)| (name, values.into())).collect());
         Ok(())

@@ -24,7 +24,7 @@ impl Counted {
 
     /// Counts memory that is about to be taken.
     pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<(), ParallelError> {
-        self.device.staging().take(category, num_bytes)?;
+        self.device.staging().take_outside(category, num_bytes)?;
         self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -45,14 +45,14 @@ impl Counted {
     /// Counts memory that was given back.
     pub(crate) fn give(&self, category: Category, num_bytes: usize) {
         self.bytes[category as usize].fetch_sub(num_bytes, Ordering::Relaxed);
-        self.device.staging().give(category, num_bytes);
+        self.device.staging().give_outside(category, num_bytes);
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
         for (category, bytes) in Category::ALL.into_iter().zip(&mut self.bytes) {
-            self.device.staging().give(category, *bytes.get_mut());
+            self.device.staging().give_outside(category, *bytes.get_mut());
         }
         self.device.staging().give_mapped(Category::Communication, *self.mapped.get_mut());
     }

@@ -47,6 +47,8 @@ pub struct Prediction {
     pub own: usize,
     /// What the rank holds between steps, counted as `own`.
     pub own_between_steps: usize,
+    /// What of `own` and `host` is not in the memory of a device: shared with other ranks, or on its way to a disk.
+    pub outside: usize,
 }
 
 impl Prediction {

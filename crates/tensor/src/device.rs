@@ -105,8 +105,7 @@ impl Device {
         let threads = ThreadPool::new(num_threads).map_err(refused)?;
         let counter = Arc::new(MemoryCounter::new(options.budget));
         let Backend::Detached(detached) = options.backend else {
-            let arena =
-                Arena::reserve(options.page_source, Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+            let arena = reserve(options.page_source, &counter)?;
             return Ok(Self::new(threads, options, arena, counter));
         };
         let arena = Arena::detached(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;

@@ -17,6 +17,9 @@ pub struct MemoryCounter {
     /// The part of the total that is memory of others, which count it as well.
     mapped: AtomicUsize,
     peak_own: AtomicUsize,
+    /// The part of the total that is memory of this process outside of the device's arena.
+    outside: AtomicUsize,
+    peak_outside: AtomicUsize,
     budget: Option<usize>,
 }
 
@@ -74,6 +77,8 @@ impl MemoryCounter {
             at_peak: zeros(),
             mapped: AtomicUsize::new(0),
             peak_own: AtomicUsize::new(0),
+            outside: AtomicUsize::new(0),
+            peak_outside: AtomicUsize::new(0),
             budget,
         }
     }
@@ -129,6 +134,23 @@ impl MemoryCounter {
         self.mapped.fetch_sub(bytes, Ordering::Relaxed);
     }
 
+    /// As [`take`](MemoryCounter::take), for memory that is not the device's own: of a group, or of the process.
+    ///
+    /// # Errors
+    /// As [`take`](MemoryCounter::take).
+    pub fn take_outside(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
+        self.take(category, bytes)?;
+        let outside = self.outside.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak_outside.fetch_max(outside, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Counts such memory that was given back.
+    pub fn give_outside(&self, category: Category, bytes: usize) {
+        self.outside.fetch_sub(bytes, Ordering::Relaxed);
+        self.give(category, bytes);
+    }
+
     /// Counts `bytes` given back by `category`.
     pub fn give(&self, category: Category, bytes: usize) {
         self.current[category as usize].fetch_sub(bytes, Ordering::Relaxed);
@@ -161,6 +183,14 @@ impl MemoryCounter {
         }
     }
 
+    /// The part of [`own`](MemoryCounter::own) that is not the device's own memory.
+    pub fn outside(&self) -> MemoryUsage {
+        MemoryUsage {
+            current: self.outside.load(Ordering::Relaxed),
+            peak: self.peak_outside.load(Ordering::Relaxed),
+        }
+    }
+
     /// What each category held when the total was at its peak, in the order of [`Category::ALL`].
     pub fn at_peak(&self) -> [usize; NUM_CATEGORIES] {
         std::array::from_fn(|slot| self.at_peak[slot].load(Ordering::Relaxed))
@@ -173,6 +203,7 @@ impl MemoryCounter {
         }
         self.peak_total.store(self.total.load(Ordering::Relaxed), Ordering::Relaxed);
         self.peak_own.store(self.own().current, Ordering::Relaxed);
+        self.peak_outside.store(self.outside().current, Ordering::Relaxed);
         self.keep_as_peak();
     }
 
@@ -198,6 +229,10 @@ mod tests {
         assert_eq!(counter.at_peak()[Category::Activations as usize], 15);
         counter.take_mapped(Category::Communication, 20).unwrap();
         assert_eq!((counter.total().peak, counter.own()), (24, MemoryUsage { current: 4, peak: 15 }));
+        counter.take_outside(Category::Gradients, 2).unwrap();
+        counter.give_outside(Category::Gradients, 2);
+        assert_eq!(counter.outside(), MemoryUsage { current: 0, peak: 2 });
+        assert_eq!(counter.usage(Category::Gradients).peak, 3);
         assert_eq!(counter.at_peak()[Category::Activations as usize], 3);
         counter.give_mapped(Category::Communication, 20);
         counter.restart_peaks();

@@ -33,16 +33,31 @@ struct Grant {
 /// A limit on what all processes of a control group, or of the machine, take together.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Bound<T> {
-    /// The file that sets it; none if the machine does.
-    setter: Option<(u64, u64)>,
+    setter: Setter,
     limit: T,
 }
 
-impl<T> Bound<T> {
-    fn new(file: Option<&Path>, limit: T) -> Self {
-        Bound { setter: file.map(identity), limit }
-    }
+/// What sets a limit.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+enum Setter {
+    Machine,
+    /// The machine's pool of huge pages. Its file looks different in each network namespace.
+    Pool,
+    /// A control group, by the identity of the file.
+    Group((u64, u64)),
+}
 
+impl Setter {
+    fn of(limit: &MemoryLimit) -> Self {
+        match &limit.file {
+            None => Setter::Machine,
+            Some(_) if limit.is_pool() => Setter::Pool,
+            Some(file) => Setter::Group(identity(file)),
+        }
+    }
+}
+
+impl<T> Bound<T> {
     /// How many of these workers it bounds, one of them its own.
     fn num_bound(&self, workers: &[(usize, &Grant)], limits: impl Fn(&Grant) -> &[Bound<T>]) -> usize {
         let is_bound = |grant: &Grant| limits(grant).iter().any(|other| other.setter == self.setter);
@@ -184,10 +199,10 @@ impl Grant {
             host: host_name(),
             machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
             cpus: by_neighbourhood(allowed_cpus(), Path::new("/")),
-            cpu_limits: cpu_limits.map(|limit| Bound::new(Some(&limit.file), limit.num_cores)).collect(),
-            memory_limits: memory_limits
-                .map(|limit| Bound::new(limit.file.clone().as_deref(), limit))
+            cpu_limits: cpu_limits
+                .map(|limit| Bound { setter: Setter::Group(identity(&limit.file)), limit: limit.num_cores })
                 .collect(),
+            memory_limits: memory_limits.map(|limit| Bound { setter: Setter::of(&limit), limit }).collect(),
             load: load.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0),
         }
     }
@@ -237,7 +252,7 @@ mod tests {
             host: String::new(),
             cpus: cpus.into_iter().collect(),
             cpu_limits: Vec::new(),
-            memory_limits: vec![Bound { setter: None, limit: limit(100) }],
+            memory_limits: vec![Bound { setter: Setter::Machine, limit: limit(100) }],
             load: 0.0,
         }
     }
@@ -265,7 +280,8 @@ mod tests {
     #[test]
     fn the_time_that_a_control_group_allows_is_shared_by_its_workers() {
         let limited = |limits: &[(u64, f64)]| {
-            let limits = limits.iter().map(|&(group, limit)| Bound { setter: Some((0, group)), limit });
+            let limits =
+                limits.iter().map(|&(group, limit)| Bound { setter: Setter::Group((0, group)), limit });
             Grant { cpu_limits: limits.collect(), ..grant(0..16) }
         };
         assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(1, 4.0)])]), [2; 2]);
@@ -278,8 +294,9 @@ mod tests {
     fn two_launchers_on_one_host_share_its_memory() {
         let in_groups = |groups: &[u64]| {
             let mut grant = grant(0..4);
-            let limits =
-                groups.iter().map(|&group| Bound { setter: Some((0, group)), limit: limit(10 * group) });
+            let limits = groups
+                .iter()
+                .map(|&group| Bound { setter: Setter::Group((0, group)), limit: limit(10 * group) });
             grant.memory_limits.splice(0..0, limits);
             grant
         };

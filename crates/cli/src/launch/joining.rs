@@ -23,7 +23,7 @@ pub(crate) fn join_options(
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
     let on_refusal = OnRefusal::new(|refusal| remark(&format!("warning: refused a connection: {refusal}")));
-    // All workers of a host wait for the same ranks, so one of them says so.
+    // One worker of a host reports whom it waits for, and rank 0 always.
     let tells = environment.local_rank == 0 || environment.rank == Rank::ROOT;
     let on_note = LineListener::new(|line| remark(&format!("note: {line}")));
     Ok(JoinOptions {

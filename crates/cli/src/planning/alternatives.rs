@@ -35,10 +35,14 @@ pub(crate) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
              use more workers on more hosts, or raise [memory] host_budget",
             plan.rank
         ),
-        Limit::Host => format!(
-            "the workers of this host are predicted to take {taken_bytes} in total, {excess} more than {}; worker {} \
-             takes the most, {}: at its peak, {moment}, the memory holds {shares}",
-            plan.on_host.nearest().1,
+        Limit::Host(index) => format!(
+            "{} predicted to take {taken_bytes} in total, {excess} more than {}; worker {} takes the most, {}: at its \
+             peak, {moment}, the memory holds {shares}",
+            match plan.on_host.num_sharing(index) {
+                1 => "a worker is".to_owned(),
+                number => format!("the {number} workers that share the limit are"),
+            },
+            plan.on_host.limit(index),
             plan.rank,
             Bytes(plan.prediction.on_machine() as u64)
         ),

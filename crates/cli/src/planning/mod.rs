@@ -4,6 +4,7 @@ mod alternatives;
 mod choices;
 mod drawing;
 mod exerciser;
+mod host_bytes;
 mod limits;
 mod probe;
 mod sizes;
@@ -14,7 +15,7 @@ mod tests;
 pub(crate) use alternatives::changes;
 pub(crate) use choices::open_classes;
 pub(crate) use drawing::Drawing;
-use limits::HostBytes;
+use host_bytes::HostBytes;
 pub(crate) use limits::Limit;
 
 use crate::launch::HostShare;
@@ -413,6 +414,7 @@ fn dry_run(job: Job<'_>, rehearsal: &Rehearsal, program: Program) -> Result<DryR
         host: found.host,
         own: found.own,
         own_between_steps: found.own_between_steps,
+        outside: found.outside,
     };
     Ok(DryRun { program, prediction, lines })
 }

@@ -40,9 +40,12 @@ fn a_name_that_is_known_late_is_waited_for() {
     assert!(!workers[0].has_ended() && !workers[1].has_ended());
     // The file is written in place, for a new one would not be the one that is mounted.
     scene.write("hosts", format!("{known}{} {NAME}\n", hosts[0].ipv4()));
-    for outcome in workers.map(Running::end) {
+    let note = &*format!("waiting for the name of rank 0's host, {NAME}");
+    for (rank, outcome) in workers.map(Running::end).into_iter().enumerate() {
         assert_eq!(outcome.code, Some(0), "{outcome:?}");
-        tells(&outcome.stderr, &[&format!("waiting for the name of rank 0's host, {NAME}")]);
+        tells(&outcome.stderr, &[note]);
+        // It was told before there was a log.
+        tells(&scene.read(&format!("runs/tiny/logs/rank-{rank}.log")), &["Z note: ", note]);
     }
     assert_eq!(scene.records("tiny").len(), 4);
 }
@@ -60,14 +63,10 @@ fn a_worker_at_the_wrong_port_keeps_nobody_from_the_right_one() {
         Running::start(command)
     };
     // Ranks connect before anybody listens, and are refused.
-    let connecting = |port: &str, settings: &str| {
-        let before = hosts[1].link().traffic().received.num_packets;
-        let rank = worker(1, 1, port, settings);
-        poll(|| (hosts[1].link().traffic().received.num_packets > before + 4).then_some(()));
-        rank
-    };
-    let stray = connecting("29499", "--set comm.join_timeout_seconds=5");
-    let late = connecting("29500", "");
+    let late = worker(1, 1, "29500", "");
+    let refusals = || hosts[1].link().traffic().received.num_packets;
+    poll(|| (refusals() > 4).then_some(()));
+    let stray = worker(1, 1, "29499", "--set comm.join_timeout_seconds=5");
     let first = worker(0, 0, "29500", "");
     tells(&first.end().succeeded(), &["step: 4 "]);
     let late = late.end();

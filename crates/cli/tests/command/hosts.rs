@@ -11,6 +11,11 @@ use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTE
 use trireme_testkit::or_skip;
 use trireme_testkit::relay::{Conditions, FrameRelay, Loss, Towards};
 
+/// Costs of links that are not measured, so that no bytes are but those of the run.
+const GIVEN_COSTS: &str = "--set comm.within_hosts_latency_microseconds=30 --set comm.within_hosts_gigabytes_per_second=2 \
+     --set comm.across_hosts_latency_microseconds=50 --set comm.across_hosts_gigabytes_per_second=1 \
+     --set comm.shared_memory_latency_microseconds=5 --set comm.shared_memory_gigabytes_per_second=5";
+
 const ENDLESS: &str = "--set comm.transport=tcp --set training.steps=1000000000";
 
 /// A network, or the reason why the test does without.
@@ -184,8 +189,7 @@ fn ranks_that_are_dealt_out_in_turns_send_no_more() {
     let scene = Scene::with_corpus();
     let traffic = |name: &str, host_of: &dyn Fn(usize) -> usize| {
         let before = hosts[0].link().traffic();
-        // Nothing is measured, so that no bytes are but those of the run.
-        let train = format!("train tiny.toml --set training.determinism=run --set run.name={name}");
+        let train = format!("train tiny.toml {GIVEN_COSTS} --set run.name={name}");
         let workers: [Running; 4] = std::array::from_fn(|rank| {
             let place = (host_of(rank), (0..rank).filter(|&other| host_of(other) == host_of(rank)).count());
             start_at(&scene, &hosts, (rank, 4), (place, 2), hosts[0].ipv4().into(), &train)

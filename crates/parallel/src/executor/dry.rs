@@ -37,6 +37,8 @@ pub struct MemoryUse {
     pub own: usize,
     /// The same between steps.
     pub own_between_steps: usize,
+    /// What of `own` and `host` is not in the memory of a device: shared with other ranks, or on its way to a disk.
+    pub outside: usize,
 }
 
 impl Executor {
@@ -107,6 +109,9 @@ impl Executor {
         }
         found.host = self.host_bytes_peak();
         found.own_between_steps = memory.own().current;
+        if !self.host().is_same(&device) {
+            found.outside += self.host().memory().outside().peak;
+        }
         Ok((found, entries))
     }
 }
@@ -130,6 +135,7 @@ impl MemoryUse {
             host: 0,
             own: 0,
             own_between_steps: 0,
+            outside: 0,
         }
     }
 
@@ -145,6 +151,7 @@ impl MemoryUse {
             (self.at_peak, self.line) = (memory.at_peak(), action.map_or(1, |action| action + 2));
         }
         self.own = self.own.max(memory.own().peak);
+        self.outside = self.outside.max(memory.outside().peak);
         memory.restart_peaks();
     }
 }

@@ -160,7 +160,7 @@ impl Executor {
         let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
-        device.staging().take(Category::Communication, ranks.fixed_bytes())?;
+        device.staging().take_outside(Category::Communication, ranks.fixed_bytes())?;
         let mut gradients = Gradients::new(table, outline, &ranks, devices, messages.pool(), &options)?;
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;

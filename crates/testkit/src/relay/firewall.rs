@@ -12,7 +12,7 @@ const TCP: u8 = 6;
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
-/// Drops requests to open TCP connections to other ports than some, in either direction. Like most network policies, it sends no answer.
+/// Drops TCP connection requests, in either direction, to ports outside the given ranges. Like most network policies, it does not reply.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Firewall(Option<Vec<RangeInclusive<u16>>>);
 

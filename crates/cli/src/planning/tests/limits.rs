@@ -61,7 +61,7 @@ impl Scene {
         let job = Job { config: &config, source, blueprint, workers };
         let plan = Plan::largest(job).unwrap();
         let refusal = plan.passed().map(|limit| {
-            assert_eq!(limit, Limit::Host);
+            assert!(matches!(limit, Limit::Host(_)));
             advice(job, &plan, limit)
         });
         (plan, refusal)
@@ -69,7 +69,7 @@ impl Scene {
 
     /// The least limit that the plan fits.
     fn need(&self) -> u64 {
-        self.plan(u64::MAX).0.taken(Limit::Host).0 as u64
+        self.plan(u64::MAX).0.taken(Limit::Host(0)).0 as u64
     }
 }
 
@@ -107,9 +107,9 @@ fn workers_share_the_limit_and_what_one_maps_of_another_counts_once() {
     assert_eq!(mapped(&one), 0);
     assert!(mapped(&two) > 0, "each reduces a part of the other's gradients in place");
     let process = |plan: &Plan| (plan.prediction.own + plan.prediction.own / 32) as u64 + RESERVE;
-    assert_eq!(one.taken(Limit::Host).0 as u64, process(&one));
+    assert_eq!(one.taken(Limit::Host(0)).0 as u64, process(&one));
     assert_eq!(
-        two.taken(Limit::Host).0 as u64,
+        two.taken(Limit::Host(0)).0 as u64,
         2 * process(&two) + RESERVE,
         "and the launcher is a process, too"
     );
@@ -141,10 +141,12 @@ fn tensors_in_reserved_pages_and_the_rest_have_limits_of_their_own() {
         scene.plan_within(&limits).1
     };
     let plan = scene.plan_within(&[limit("pool", Pages::Reserved, u64::MAX, None)]).0;
-    let pool = plan.taken(Limit::Host).0 as u64;
-    let exchanged = plan.prediction.at_peak.get(trireme_base::Category::Communication) as u64;
-    assert!(exchanged > 0);
-    let memory = 2 * (exchanged + RESERVE) + RESERVE;
+    let pool = plan.taken(Limit::Host(0)).0 as u64;
+    // Gradients that workers share lie outside of the device's memory.
+    let [gradients, outside] =
+        [plan.prediction.peaks.get(trireme_base::Category::Gradients), plan.prediction.outside];
+    assert!(gradients > 0 && outside >= gradients, "{outside} bytes, {gradients} of them gradients");
+    let memory = 2 * (outside as u64 + RESERVE) + RESERVE;
     assert_eq!(refusal(pool, memory), None);
     assert!(refusal(pool - 1, memory).unwrap().contains("(pool)"));
     assert!(refusal(pool, memory - 1).unwrap().contains("(memory.max)"));

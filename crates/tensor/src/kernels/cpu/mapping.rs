@@ -120,8 +120,8 @@ impl Mapping {
         unsafe { self.detached.unwrap_or(self.start).add(offset) }
     }
 
-    /// Lets the bytes `range` be read and written, and some after them; the end of those. Whole huge pages, so that none is split where the accessible
-    /// part ends. Pages of the host's pool are taken now: if the pool is empty when a page is first touched, SIGBUS ends the process.
+    /// Lets the bytes `range` be read and written, and some after them; the end of those. The end is rounded up to a huge page, so that none is split
+    /// there. Pages of the host's pool are taken now: if the pool is empty when a page is first touched, SIGBUS ends the process.
     pub(super) fn make_accessible(&self, range: Range<usize>) -> rustix::io::Result<usize> {
         let address = self.start.addr().get();
         let end = ((address + range.end).next_multiple_of(HUGE_PAGE_BYTES) - address).min(self.num_bytes);

@@ -1,0 +1,144 @@
+//! What the workers of a host take together, against the limits that they share.
+
+use super::limits::{PROCESS_BYTES, launcher_bytes};
+use super::{Plan, Workers};
+use crate::memory_limit::{MemoryLimit, Pages, SharedLimit};
+use trireme_tensor::ParameterTable;
+use trireme_train::config::{Config, HugePages};
+
+/// The part of what is counted that gaps between blocks and page tables take beside it.
+pub(super) const GAPS: usize = 32;
+
+/// What a process takes of memory outside of the host's pool of huge pages, and inside.
+#[derive(Debug, Clone, Copy, Default)]
+struct ProcessBytes {
+    ordinary: usize,
+    reserved: usize,
+}
+
+impl ProcessBytes {
+    fn of(self, pages: Pages) -> usize {
+        match pages {
+            Pages::Ordinary => self.ordinary,
+            Pages::Reserved => self.reserved,
+        }
+    }
+
+    fn map(self, other: Self, combine: impl Fn(usize, usize) -> usize) -> Self {
+        ProcessBytes {
+            ordinary: combine(self.ordinary, other.ordinary),
+            reserved: combine(self.reserved, other.reserved),
+        }
+    }
+
+    fn plus(self, other: Self) -> Self {
+        // Sizes that no machine has are still compared with its limit.
+        self.map(other, usize::saturating_add)
+    }
+
+    fn times(self, number: usize) -> Self {
+        self.map(self, |bytes, _| bytes.saturating_mul(number))
+    }
+}
+
+/// What the workers of a host take, and the limits on it.
+#[derive(Debug)]
+pub(super) struct HostBytes {
+    /// All of this host, and the process that starts them.
+    sum: ProcessBytes,
+    /// The largest of them.
+    largest: ProcessBytes,
+    /// What the first worker takes beyond that for the sample.
+    sampling: ProcessBytes,
+    num_workers: usize,
+    limits: Vec<SharedLimit>,
+}
+
+impl HostBytes {
+    /// Of the process that starts the workers.
+    pub(super) fn of_launcher(workers: Workers<'_>) -> Self {
+        HostBytes {
+            sum: ProcessBytes { ordinary: launcher_bytes(workers), reserved: 0 },
+            largest: ProcessBytes::default(),
+            sampling: ProcessBytes::default(),
+            num_workers: workers.local_world_size,
+            limits: workers.limits.to_vec(),
+        }
+    }
+
+    /// Adds `num_workers` of a plan.
+    pub(super) fn add(&mut self, plan: &Plan, config: &Config, num_workers: usize) {
+        if num_workers > 0 {
+            let process = process_bytes(plan, config);
+            self.sum = self.sum.plus(process.times(num_workers));
+            self.largest = self.largest.map(process, usize::max);
+            self.sampling = self.sampling.plus(sampling_bytes(plan, config));
+        }
+    }
+
+    /// The limit of this index.
+    pub(super) fn limit(&self, index: usize) -> &MemoryLimit {
+        &self.limits[index].limit
+    }
+
+    /// The workers that share the limit of this index.
+    pub(super) fn num_sharing(&self, index: usize) -> usize {
+        self.limits[index].num_sharing.unwrap_or(self.num_workers)
+    }
+
+    /// What they take. Of other workers than those of this host, each counts as much as the largest of it.
+    pub(super) fn taken(&self, index: usize) -> usize {
+        let number = self.num_sharing(index);
+        let processes = if number == self.num_workers { self.sum } else { self.largest.times(number) };
+        processes.plus(self.sampling).of(self.limit(index).pages)
+    }
+
+    /// The index of the limit that is nearest to being passed, or is passed the most.
+    pub(super) fn nearest(&self) -> usize {
+        let part = |index: &usize| self.taken(*index) as f64 / self.limit(*index).bytes.max(1) as f64;
+        let all = 0..self.limits.len();
+        all.max_by(|a, b| part(a).total_cmp(&part(b))).expect("the machine is always a limit")
+    }
+}
+
+/// What a process takes of its host, uncounted memory included.
+fn process_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
+    let own = plan.prediction.on_machine();
+    let counted = own.saturating_add(own / GAPS);
+    match config.memory().huge_pages {
+        HugePages::Transparent | HugePages::Never => {
+            ProcessBytes { ordinary: counted.saturating_add(PROCESS_BYTES), reserved: 0 }
+        }
+        // What is outside counts in the pool as well, because its part of the peak is not known.
+        HugePages::Reserved => ProcessBytes {
+            ordinary: plan.prediction.outside.saturating_add(PROCESS_BYTES),
+            reserved: counted,
+        },
+    }
+}
+
+/// What the first worker takes beyond that while it writes a sample after the last step: with its state it holds all parameters, and the unit
+/// that is being gathered, from all ranks of the tensor axis.
+fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
+    if config.generate().num_tokens == 0 || plan.rank != 0 {
+        return ProcessBytes::default();
+    }
+    let (part, whole) = (plan.model.table(), plan.model.table().whole());
+    let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
+    let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));
+    if part.place().degree > 1 {
+        // Its parts one after the other, and joined.
+        let largest = largest(&whole).unwrap_or(0).saturating_mul(2);
+        num_elements = num_elements.saturating_add(largest);
+    }
+    let gathered = num_elements.saturating_mul(size_of::<f32>());
+    match config.memory().huge_pages {
+        // A device gives nothing back to the pool.
+        HugePages::Reserved => ProcessBytes { ordinary: 0, reserved: gathered },
+        HugePages::Transparent | HugePages::Never => {
+            let state = plan.prediction.own_between_steps.saturating_add(plan.prediction.host);
+            let more = state.saturating_add(gathered).saturating_sub(plan.prediction.on_machine());
+            ProcessBytes { ordinary: more, reserved: 0 }
+        }
+    }
+}
