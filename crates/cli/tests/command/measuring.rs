@@ -357,7 +357,7 @@ fn the_doctor_examines_a_cluster() {
         &shown,
         &[
             "2 workers on 1 host over shm",
-            "ranks 0-1",
+            "ranks 0, 1",
             "link 0 - 1",
             "disk of rank 0",
             "free in runs/tiny",
