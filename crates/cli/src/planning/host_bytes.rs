@@ -24,20 +24,20 @@ impl ProcessBytes {
         }
     }
 
-    fn map(self, other: Self, combine: impl Fn(usize, usize) -> usize) -> Self {
+    fn combine(self, other: Self, with: impl Fn(usize, usize) -> usize) -> Self {
         ProcessBytes {
-            ordinary: combine(self.ordinary, other.ordinary),
-            reserved: combine(self.reserved, other.reserved),
+            ordinary: with(self.ordinary, other.ordinary),
+            reserved: with(self.reserved, other.reserved),
         }
     }
 
+    // Sizes that no machine has are still compared with its limit, so sums and products saturate.
     fn plus(self, other: Self) -> Self {
-        // Sizes that no machine has are still compared with its limit.
-        self.map(other, usize::saturating_add)
+        self.combine(other, usize::saturating_add)
     }
 
     fn times(self, number: usize) -> Self {
-        self.map(self, |bytes, _| bytes.saturating_mul(number))
+        self.combine(ProcessBytes { ordinary: number, reserved: number }, usize::saturating_mul)
     }
 }
 
@@ -71,7 +71,7 @@ impl HostBytes {
         if num_workers > 0 {
             let process = process_bytes(plan, config);
             self.sum = self.sum.plus(process.times(num_workers));
-            self.largest = self.largest.map(process, usize::max);
+            self.largest = self.largest.combine(process, usize::max);
             self.sampling = self.sampling.plus(sampling_bytes(plan, config));
         }
     }
