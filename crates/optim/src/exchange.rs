@@ -31,12 +31,19 @@ impl Optimizer {
         matches!(self.options.kind, OptimizerKind::CompressedAdam(..))
     }
 
-    /// What ranks sum in update `step`, counted from 1.
-    pub fn exchange(&self, step: u64) -> Exchange {
-        match self.options.kind {
-            OptimizerKind::CompressedAdam(_, schedule) if !schedule.at(step).0 => Exchange::Momentum,
-            _ => Exchange::Gradients,
-        }
+    /// Returns what ranks sum of a unit in update `step` of the run, counted from 1: momentum, unless a parameter of the unit updates its second
+    /// moment. It is the same on all ranks, whatever part of the unit they hold.
+    pub fn exchange(&self, unit: usize, step: u64) -> Exchange {
+        let OptimizerKind::CompressedAdam(_, schedule) = self.options.kind else {
+            return Exchange::Gradients;
+        };
+        let updates_second = |share: &UnitShare| match share {
+            UnitShare::Elements(Share { rule: Rule::CompressedAdam(..), members, .. }) => {
+                members.list.iter().any(|member| schedule.at(step - self.starts[member.parameter]).0)
+            }
+            _ => false,
+        };
+        if self.units[unit].iter().any(updates_second) { Exchange::Gradients } else { Exchange::Momentum }
     }
 
     /// Turns this rank's gradient of a unit's part into the momentum it leads to; the optimizer stays as it is.
@@ -90,8 +97,9 @@ impl Optimizer {
         settings: StepSettings,
         update: impl Fn(Rule, &Member, &UnitStep<'_>) -> Option<Update>,
     ) {
-        assert_eq!(self.exchange(settings.step), Exchange::Momentum, "step {}", settings.step);
-        let step = UnitStep { device, table: &self.table, settings, noise: noise(unit, settings.step) };
+        assert_eq!(self.exchange(unit, settings.step), Exchange::Momentum, "step {}", settings.step);
+        let noise = noise(unit, settings.step);
+        let step = UnitStep { device, table: &self.table, settings, starts: &self.starts, noise };
         for share in &mut self.units[unit] {
             let UnitShare::Elements(Share { rule, members, states, .. }) = share else {
                 unreachable!("an optimizer that exchanges momentum has rules for elements")

@@ -141,8 +141,7 @@ impl Factored {
 
     /// Moves the moments by the sums that are `known` of all rows and columns.
     fn change_moments(&mut self, step: &UnitStep<'_>, known: View<'_>) {
-        let (device, RmsStep { mixing, .. }) =
-            (step.device, rms(self.settings, self.member().settings, step));
+        let (device, RmsStep { mixing, .. }) = (step.device, rms(self.settings, self.member(), step));
         let [rows, cols] = [self.whole.rows(), self.whole.cols()];
         let sums = [known.part(1, [rows].into()), known.part(1 + rows, [cols].into())];
         for ((moments, sums), num_terms) in self.moments.iter_mut().zip(sums).zip([cols, rows]) {
@@ -170,7 +169,7 @@ impl Factored {
         let sums = [first.part(0, [1].into()), second];
         let settings = self.settings;
         let lr = self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
-        let factored = (self.step(step, rms(settings, self.member().settings, step).keep), lr.view());
+        let factored = (self.step(step, rms(settings, self.member(), step).keep), lr.view());
         step.device.factored_update(&self.members.pieces, factored, self.moments_here(), parameters, grads);
         Ok(())
     }

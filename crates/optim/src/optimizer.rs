@@ -18,7 +18,8 @@ use trireme_tensor::{
 /// What changes from step to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepSettings {
-    /// Number of the update, from 1: skipped steps do not count, for they leave the moments as they are.
+    /// Number of the update in the run, from 1. Skipped steps do not count, because they leave the moments as they are. A rule uses
+    /// the number of updates since the state of its parameter began ([`Optimizer::set_state_start`]).
     pub step: u64,
     /// Learning rate.
     pub lr: f64,
@@ -31,6 +32,8 @@ pub(crate) struct UnitStep<'a> {
     pub(crate) device: &'a Device,
     pub(crate) table: &'a ParameterTable,
     pub(crate) settings: StepSettings,
+    /// By parameter, [`Optimizer::state_start`].
+    pub(crate) starts: &'a [u64],
     /// Decides how narrow states are rounded.
     pub(crate) noise: u32,
 }
@@ -42,6 +45,11 @@ impl UnitStep<'_> {
 
     pub(crate) fn grad_scale(&self) -> f32 {
         self.settings.grad_scale as f32
+    }
+
+    /// Number of this update since the member's state began, from 1.
+    pub(crate) fn number(&self, member: &Member) -> u64 {
+        self.settings.step - self.starts[member.parameter]
     }
 
     /// Of a whole parameter.
@@ -137,6 +145,8 @@ pub struct Optimizer {
     pub(crate) table: Arc<ParameterTable>,
     parts: Vec<Range<usize>>,
     pub(crate) units: Vec<Vec<UnitShare>>,
+    /// By parameter, the number of updates of the run before its state began.
+    pub(crate) starts: Vec<u64>,
 }
 
 impl Optimizer {
@@ -180,6 +190,7 @@ impl Optimizer {
             table: Arc::clone(table),
             parts: parts.to_vec(),
             units: Vec::new(),
+            starts: vec![0; table.parameters().len()],
         };
         for index in 0..parts.len() {
             let unit = optimizer.shares(index, device)?;
@@ -205,6 +216,24 @@ impl Optimizer {
     fn shares(&self, unit: usize, device: &Device) -> Result<Vec<UnitShare>, DeviceError> {
         let (options, table, part) = (&self.options, &self.table, &self.parts[unit]);
         UnitBuilder { options, table, unit: &table.units()[unit], part, device }.shares()
+    }
+
+    /// Number of updates of the run that came before the state of a parameter began, as zeros. It is 0 unless
+    /// [`Optimizer::set_state_start`] has changed it.
+    ///
+    /// # Panics
+    /// If the model has no parameter with this index.
+    pub fn state_start(&self, parameter: usize) -> u64 {
+        self.starts[parameter]
+    }
+
+    /// Declares that the state of a parameter began after `start` updates of the run. Bias correction and schedules that belong to the state
+    /// (such as the warm-up of 1-bit Adam) count from there.
+    ///
+    /// # Panics
+    /// If the model has no parameter with this index. A later update panics if its number is not above `start`.
+    pub fn set_state_start(&mut self, parameter: usize, start: u64) {
+        self.starts[parameter] = start;
     }
 
     /// Units of the model.
@@ -233,7 +262,8 @@ impl Optimizer {
         shards: &mut S,
     ) -> Result<(), S::Error> {
         self.check_lengths(unit, parameters.shape().num_elements(), grads.shape().num_elements());
-        let step = UnitStep { device, table: &self.table, settings, noise: noise(unit, settings.step) };
+        let noise = noise(unit, settings.step);
+        let step = UnitStep { device, table: &self.table, settings, starts: &self.starts, noise };
         let shares = &mut self.units[unit];
         let num_sums = [0, 1].map(|phase| shares.iter().map(|share| share.num_sums(phase)).sum::<usize>());
         if num_sums == [0, 0] {

@@ -1,6 +1,5 @@
 //! The rules that go over elements: all but those that look at whole matrices.
 
-use crate::groups::ParameterSettings;
 use crate::kind::{
     AdafactorSettings, AdamWSettings, LarsSettings, LionSettings, SgdSettings, VarianceSchedule,
 };
@@ -62,8 +61,8 @@ impl Rule {
     /// Adam's numbers for a member, if momentum may be exchanged instead of gradients.
     pub(crate) fn adam_step(self, member: &Member, step: &UnitStep<'_>) -> Option<AdamStep> {
         let Rule::CompressedAdam(settings, schedule) = self else { return None };
-        let num_second = schedule.at(step.settings.step).1;
-        Some(AdamStep { adamw: adamw(settings, member.settings, step, 1.0), num_second })
+        let num_second = schedule.at(step.number(member)).1;
+        Some(AdamStep { adamw: adamw(settings, member, step, 1.0), num_second })
     }
 
     /// Whether states change before the exchange `phase`.
@@ -74,8 +73,8 @@ impl Rule {
     /// What goes over a member before the exchange `phase`.
     fn before(self, phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
         match (self, phase) {
-            (Rule::Lamb(settings), _) => Update::LambMoments(adamw(settings, member.settings, step, 1.0)),
-            (Rule::Rms(settings), 1) => Update::RmsMoment(rms(settings, member.settings, step)),
+            (Rule::Lamb(settings), _) => Update::LambMoments(adamw(settings, member, step, 1.0)),
+            (Rule::Rms(settings), 1) => Update::RmsMoment(rms(settings, member, step)),
             _ => Update::Norms { grad_scale: step.grad_scale() },
         }
     }
@@ -95,33 +94,34 @@ impl Rule {
         let own = member.settings;
         let (lr, grad_scale, weight_decay) = (step.lr(own), step.grad_scale(), own.weight_decay);
         match self {
-            Rule::AdamW(settings, lr_scale) => Update::AdamW(adamw(settings, own, step, lr_scale)),
-            Rule::Adam(settings) => Update::Adam(adamw(settings, own, step, 1.0)),
+            Rule::AdamW(settings, lr_scale) => Update::AdamW(adamw(settings, member, step, lr_scale)),
+            Rule::Adam(settings) => Update::Adam(adamw(settings, member, step, 1.0)),
             Rule::CompressedAdam(settings, schedule) => {
-                let (is_update, num_second) = schedule.at(step.settings.step);
-                let step = AdamStep { adamw: adamw(settings, own, step, 1.0), num_second };
+                let (is_update, num_second) = schedule.at(step.number(member));
+                let step = AdamStep { adamw: adamw(settings, member, step, 1.0), num_second };
                 if is_update { Update::CountedAdam(step) } else { Update::FrozenAdam(step) }
             }
             Rule::Sgd(SgdSettings { momentum, nesterov }) => {
-                let (step, momentum) = (step.settings.step, own.beta1.unwrap_or(momentum));
+                let (step, momentum) = (step.number(member), own.beta1.unwrap_or(momentum));
                 Update::Momentum(MomentumStep { lr, momentum, nesterov, weight_decay, grad_scale, step })
             }
             Rule::Lion(LionSettings { beta1, beta2 }) => {
                 let (beta1, beta2) = (own.beta1.unwrap_or(beta1), own.beta2.unwrap_or(beta2));
                 Update::Lion(LionStep { lr, beta1, beta2, weight_decay, grad_scale })
             }
-            Rule::Lamb(settings) => Update::Lamb(adamw(settings, own, step, 1.0)),
+            Rule::Lamb(settings) => Update::Lamb(adamw(settings, member, step, 1.0)),
             Rule::Lars(LarsSettings { momentum, trust_coefficient }) => {
                 let (lr, momentum) = (lr * trust_coefficient, own.beta1.unwrap_or(momentum));
                 Update::Lars(LarsStep { lr, momentum, weight_decay, grad_scale })
             }
-            Rule::Rms(settings) => Update::Rms(rms(settings, own, step)),
+            Rule::Rms(settings) => Update::Rms(rms(settings, member, step)),
             Rule::Sign(rate) => Update::Sign { rate },
         }
     }
 }
 
-fn adamw(settings: AdamWSettings, own: ParameterSettings, step: &UnitStep<'_>, lr_scale: f32) -> AdamWStep {
+fn adamw(settings: AdamWSettings, member: &Member, step: &UnitStep<'_>, lr_scale: f32) -> AdamWStep {
+    let own = member.settings;
     AdamWStep {
         lr: step.lr(own) * lr_scale,
         beta1: own.beta1.unwrap_or(settings.beta1),
@@ -130,7 +130,7 @@ fn adamw(settings: AdamWSettings, own: ParameterSettings, step: &UnitStep<'_>, l
         epsilon: settings.epsilon,
         weight_decay: own.weight_decay,
         grad_scale: step.grad_scale(),
-        step: step.settings.step,
+        step: step.number(member),
     }
 }
 
@@ -142,16 +142,17 @@ pub(crate) fn adafactor_scale(
 ) -> StepScale {
     let AdafactorSettings { clip_threshold, relative_step: is_relative, .. } = settings;
     let lr = step.settings.lr * f64::from(member.settings.lr_scale);
-    let lr = if is_relative { lr.min(1.0 / (step.settings.step as f64).sqrt()) } else { lr };
+    let lr = if is_relative { lr.min(1.0 / (step.number(member) as f64).sqrt()) } else { lr };
     StepScale::Adafactor { lr, is_relative, clip_threshold, num_elements: step.num_elements(member) }
 }
 
 /// Adafactor's other numbers.
-pub(crate) fn rms(settings: AdafactorSettings, own: ParameterSettings, step: &UnitStep<'_>) -> RmsStep {
+pub(crate) fn rms(settings: AdafactorSettings, member: &Member, step: &UnitStep<'_>) -> RmsStep {
+    let own = member.settings;
     let lr = step.settings.lr * f64::from(own.lr_scale);
     RmsStep {
         lr: 1.0,
-        mixing: (step.settings.step as f64).powf(f64::from(settings.beta2_decay)) as f32,
+        mixing: (step.number(member) as f64).powf(f64::from(settings.beta2_decay)) as f32,
         keep: (1.0 - lr * f64::from(own.weight_decay)) as f32,
         grad_scale: step.grad_scale(),
     }

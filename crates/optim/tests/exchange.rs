@@ -31,8 +31,8 @@ fn momentum_may_be_summed_instead_of_gradients() {
             let (parameters, grads) =
                 (ViewMut::from_f32s(&mut expected, shape), View::from_f32s(&sum, shape));
             oracle.step_unit(&device, unit, parameters, grads, settings, &mut WholeUnits).unwrap();
-            exchanges.push(oracle.exchange(number));
-            let momentum = match oracle.exchange(number) {
+            exchanges.push(oracle.exchange(unit, number));
+            let momentum = match oracle.exchange(unit, number) {
                 Exchange::Gradients => sum,
                 Exchange::Momentum => {
                     let mut momenta = own;
@@ -50,7 +50,7 @@ fn momentum_may_be_summed_instead_of_gradients() {
             };
             for (rank, found) in ranks.iter_mut().zip(&mut found) {
                 let (parameters, sum) = (ViewMut::from_f32s(found, shape), View::from_f32s(&momentum, shape));
-                match rank.exchange(number) {
+                match rank.exchange(unit, number) {
                     Exchange::Gradients => {
                         rank.step_unit(&device, unit, parameters, sum, settings, &mut WholeUnits).unwrap();
                     }

@@ -244,3 +244,64 @@ fn matrices_decay_and_vectors_only_if_asked() {
     };
     assert_eq!(decayed(false, vec![none]), ["in.weight", "out.weight"]);
 }
+
+/// An update by a state that began late equals the update of a run that begins there.
+#[test]
+fn a_state_that_begins_late_counts_its_own_updates() {
+    const START: u64 = 1000;
+    let (table, device) = (table(100), device(1));
+    let parts = table.shards(0, 1);
+    for kind in KINDS {
+        let train = |start: u64| {
+            let options = options(kind, StateDType::F32);
+            let mut optimizer = Optimizer::new(&options, &table, &parts, &device).unwrap();
+            (0..table.parameters().len()).for_each(|parameter| optimizer.set_state_start(parameter, start));
+            let mut weights = weights(&table);
+            for number in 1..=4 {
+                let settings = StepSettings { step: start + number, lr: 0.01, grad_scale: 1.0 };
+                let grads = grads(&table, number, 1.0);
+                step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut WholeUnits);
+            }
+            (weights, optimizer.exchange(1, start + 4))
+        };
+        assert!(train(START) == train(0), "{kind:?}");
+    }
+}
+
+/// Part of a unit that is trained from the middle of a run on does not change the updates of the rest.
+#[test]
+fn parameters_of_a_unit_may_begin_at_different_times() {
+    const LATE: u64 = 5;
+    let (table, device) = (table(100), device(1));
+    let parts = table.shards(0, 1);
+    let is_late = |name: &str| name.starts_with("in.");
+    for kind in KINDS {
+        let train = |late_start: Option<u64>| {
+            let options = options(kind, StateDType::F32);
+            let mut optimizer = Optimizer::new(&options, &table, &parts, &device).unwrap();
+            for (index, info) in table.parameters().iter().enumerate() {
+                optimizer.set_state_start(index, late_start.filter(|_| is_late(&info.name)).unwrap_or(0));
+            }
+            let mut weights = weights(&table);
+            run(&mut optimizer, &device, &table, &mut weights, LATE + 1..=LATE + 3);
+            weights
+        };
+        let (late, early) = (train(Some(LATE)), train(None));
+        let fresh = {
+            let options = options(kind, StateDType::F32);
+            let mut optimizer = Optimizer::new(&options, &table, &parts, &device).unwrap();
+            let mut weights = weights(&table);
+            for number in 1..=3 {
+                let settings = StepSettings { step: number, lr: 0.01, grad_scale: 1.0 };
+                let grads = grads(&table, LATE + number, 1.0);
+                step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut WholeUnits);
+            }
+            weights
+        };
+        for info in table.parameters() {
+            let values = |weights: &Weights| bits(&weights[info.unit][info.range()]);
+            let expected = if is_late(&info.name) { &fresh } else { &early };
+            assert!(values(&late) == values(expected), "{kind:?}: {}", info.name);
+        }
+    }
+}

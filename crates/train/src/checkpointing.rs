@@ -51,6 +51,10 @@ pub(crate) struct TrainingState {
     /// The norms that the next steps clip by, as the bits of f64, in pipelines that do not drain.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) earlier_norms: Vec<u64>,
+    /// By parameter name, the number of updates before the parameter's optimizer state began; absent for states that began with
+    /// the run.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) optimizer_starts: BTreeMap<String, u64>,
 }
 
 /// What the validations of a run have found.
@@ -77,6 +81,11 @@ impl Validations {
 }
 
 impl TrainingState {
+    /// Returns the number of updates in the steps that are done.
+    pub(crate) fn num_updates(&self) -> u64 {
+        self.step - self.loss_scaler.skipped_steps
+    }
+
     /// Reads the state of a checkpoint of `step`.
     pub(crate) fn read(state: &serde_json::Value, step: u64) -> Result<Self, serde_json::Error> {
         let mut state = state.clone();
@@ -98,6 +107,13 @@ impl TrainingState {
         }
         if state.loss_scaler.skipped_steps > state.step {
             return Err(serde_json::Error::custom("more steps were skipped than trained"));
+        }
+        if let Some((name, start)) =
+            state.optimizer_starts.iter().find(|(_, start)| **start > state.num_updates())
+        {
+            let text =
+                format!("the optimizer state of {name} began after {start} updates, but there were fewer");
+            return Err(serde_json::Error::custom(text));
         }
         let is_norm = |bits: &u64| (0.0..f64::INFINITY).contains(&f64::from_bits(*bits));
         if !state.earlier_norms.iter().all(is_norm) {
@@ -176,6 +192,7 @@ pub(crate) fn write_checkpoint(
     let state = &TrainingState {
         compression: CompressionState::of(executor, &compressors),
         earlier_norms,
+        optimizer_starts: optimizer_starts(executor),
         ..state.clone()
     };
     let state_json = serde_json::to_value(state).expect("a state has only texts and numbers");
@@ -188,6 +205,13 @@ pub(crate) fn write_checkpoint(
     // Also after a failure, which need not end the run.
     source.send_back()?;
     Ok(saved?)
+}
+
+/// Returns the starts of optimizer states that did not begin with the run, by parameter name.
+fn optimizer_starts(executor: &Executor) -> BTreeMap<String, u64> {
+    let parameters = executor.model().table().parameters().iter().enumerate();
+    let starts = parameters.map(|(index, info)| (info.name.clone(), executor.optimizer().state_start(index)));
+    starts.filter(|(_, start)| *start > 0).collect()
 }
 
 /// Bytes of the weights and the optimizer's state in a checkpoint.

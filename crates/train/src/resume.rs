@@ -11,6 +11,7 @@ use crate::observer::Observer;
 use crate::task::Task;
 use crate::weights::{checked_weights, part, read_boxes, read_held};
 use serde::de::Error as _;
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::path::Path;
 use trireme_base::{Rank, with_sources};
@@ -19,6 +20,7 @@ use trireme_checkpoint::{
     list_checkpoints, mark_best, open_newest, set_aside, tidy,
 };
 use trireme_comm::Group;
+use trireme_optim::StateInfo;
 use trireme_parallel::Executor;
 use trireme_plan::Part;
 
@@ -43,6 +45,7 @@ pub(crate) fn resume(
         compression: None,
         validations: Validations::default(),
         earlier_norms: Vec::new(),
+        optimizer_starts: BTreeMap::new(),
     };
     let checkpoint = find_resume(config, executor.group(), observer)?;
     let state = match &checkpoint {
@@ -268,24 +271,42 @@ fn restore(
     }
     let weights = checked_weights(&checkpoint.weights(), &model)?;
     executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
+    let stateless = parameters_without_state(executor, checkpoint, reads_optimizer);
+    if reads_optimizer && let Some(example) = stateless.first() {
+        observer.notice(&format!(
+            "the optimizer state of {} parameters, such as {example}, starts from zero: they were frozen until now",
+            stateless.len()
+        ));
+    }
+    for (index, info) in model.table().parameters().iter().enumerate() {
+        let start = match stateless.contains(&info.name) {
+            true => state.num_updates(),
+            false => state.optimizer_starts.get(&info.name).copied().unwrap_or(0),
+        };
+        executor.optimizer_mut().set_state_start(index, start);
+    }
     executor.load_optimizer(|info, values| {
-        if !reads_optimizer {
+        if stateless.contains(&info.parameter.name) {
             return Ok(());
         }
         let part = match info.is_like_parameter {
             true => part(info.parameter),
             false => Part::whole(info.shape.dims()),
         };
-        let name = state_name(info);
-        // What was frozen has no state: it starts from zero.
-        if checkpoint.tensors().get(&name).is_none() {
-            return Ok(());
-        }
-        read_boxes(checkpoint.tensors(), &name, &part, info.held.clone(), values)
+        read_boxes(checkpoint.tensors(), &state_name(info), &part, info.held.clone(), values)
     })?;
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }
     read_compressors(checkpoint, state.compression.as_ref(), executor, observer)?;
     Ok(state)
+}
+
+/// Returns the names of the parameters that the optimizer updates and whose state starts from zero: all, unless the checkpoint's optimizer `is_same`, else
+/// those of which the checkpoint lacks a state because they were frozen.
+fn parameters_without_state(executor: &Executor, checkpoint: &Checkpoint, is_same: bool) -> BTreeSet<String> {
+    let units = 0..executor.model().num_units();
+    let states = units.flat_map(|unit| executor.optimizer().states(unit));
+    let is_missing = |info: &StateInfo<'_>| !is_same || checkpoint.tensors().get(&state_name(info)).is_none();
+    states.filter(|state| is_missing(&state.info)).map(|state| state.info.parameter.name.clone()).collect()
 }

@@ -479,3 +479,42 @@ fn a_fork_within_one_folder_is_refused() {
     let branch = train(&job(folder.path(), "branch", 1, 10, &[&resume]));
     assert_eq!(branch.0[0].step, 6);
 }
+
+/// States that begin after ten steps: of another optimizer, or of parameters that were frozen until then.
+#[test]
+fn optimizer_state_that_begins_in_the_middle_of_a_run_counts_its_own_updates() {
+    let frozen = "optimizer.groups=[{match = \"*mlp*\", frozen = true}]";
+    for (first, second) in [
+        ("optimizer.name=adamw", &["optimizer.name=zero_one_adam", "optimizer.var_update_scaler=4"][..]),
+        ("optimizer.name=adamw", &["optimizer.name=one_bit_adam", "optimizer.freeze_step=6"]),
+        ("optimizer.name=sgd", &["optimizer.name=adam", "optimizer.weight_decay=0"]),
+        (frozen, &[]),
+    ] {
+        let shared = [
+            "training.max_norm=0",
+            "training.determinism=run",
+            "checkpoint.allow_changed=[\"optimizer\"]",
+            "optimizer.beta2=0.999",
+            "optimizer.lr=1e-3",
+        ];
+        let folder = tempfile::tempdir().unwrap();
+        let run = |name: &str, stops: &[u64]| {
+            let first = train(&job(folder.path(), name, 2, 10, &[&shared[..], &[first]].concat()));
+            let keys = [&shared[..], second].concat();
+            let parts = stops.iter().map(|&stop| train(&job(folder.path(), name, 2, stop, &keys)));
+            let parts: Vec<Found> = parts.collect();
+            let steps: Vec<StepBits> = parts.iter().flat_map(|part| part.0.clone()).collect();
+            (first.1, steps, parts.last().unwrap().1.clone())
+        };
+        let (before, whole, after) = run("whole", &[20]);
+        let (_, cut, cut_after) = run("cut", &[15, 20]);
+        assert!(whole == cut && after == cut_after, "{second:?}: a second resume changes bits");
+        let loss = |step: usize| f64::from_bits(whole[step].loss);
+        assert!(loss(9) < loss(0) + 0.02, "{second:?}: {} to {}", loss(0), loss(9));
+        let distances = before.iter().zip(&after);
+        let distances = distances.map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
+        let largest = distances.fold(0.0, f32::max);
+        // Ten updates of at most the learning rate, and some more for gradients that grow.
+        assert!((5e-3..2e-2).contains(&largest), "{second:?}: a weight moves by {largest}");
+    }
+}

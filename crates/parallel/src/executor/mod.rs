@@ -312,6 +312,11 @@ impl Executor {
         &self.optimizer
     }
 
+    /// The optimizer, to declare when its state began; alike on all ranks.
+    pub fn optimizer_mut(&mut self) -> &mut Optimizer {
+        &mut self.optimizer
+    }
+
     /// The scale of the loss.
     pub fn loss_scaler(&self) -> &LossScaler {
         &self.loss_scaler

@@ -27,7 +27,8 @@ impl Executor {
 
     /// Whether a unit exchanges momentum in the step of this number.
     fn is_momentum(&self, unit: usize, update_number: u64) -> bool {
-        self.optimizer.exchange(update_number) == Exchange::Momentum && self.gradients.is_compressed(unit)
+        self.optimizer.exchange(unit, update_number) == Exchange::Momentum
+            && self.gradients.is_compressed(unit)
     }
 
     /// Starts the reduction of a unit's gradient, or of the momentum that it leads to.
