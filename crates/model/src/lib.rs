@@ -28,5 +28,7 @@ pub use model::Model;
 pub use past::Past;
 pub use rehearsal::{BatchTensor, KeptBytes, PassOptions, Rehearsal, Report, UnitRehearsal};
 pub use sampling::Sampling;
-pub use tokens::{DOCUMENT_STARTS, LOGITS, LOSS_WEIGHTS, TARGETS, TOKENS, set_window, token_specs};
+pub use tokens::{
+    DOCUMENT_STARTS, LOGITS, LOSS_WEIGHTS, TARGETS, TOKEN_WEIGHTS, TOKENS, set_window, token_specs,
+};
 pub use unit::{Unit, UnitContext, UnitPass};

@@ -13,6 +13,10 @@ pub const TARGETS: &str = "targets";
 /// weighted losses over all positions.
 pub const LOSS_WEIGHTS: &str = "loss_weights";
 
+/// Name of the weights of tokens in statistics of routers: `[batch, seq_len]`, f32. Optional: without them all weigh 1. Padding weighs 0, and is given to no expert;
+/// the other weights are equal and make a mean over all positions of a step one over its tokens.
+pub const TOKEN_WEIGHTS: &str = "token_weights";
+
 /// Name of what the last unit of a language model passes on of a batch without targets: `[batch, seq_len, vocabulary]`, f32.
 pub const LOGITS: &str = "logits";
 

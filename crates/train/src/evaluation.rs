@@ -6,7 +6,9 @@ use crate::weights::{ModelWeights, evaluating_executor};
 use std::path::Path;
 use trireme_base::DType;
 use trireme_data::{MaskedTokens, Packing, Sampler, TokenFile, Window};
-use trireme_model::{DOCUMENT_STARTS, HostBatch, LOSS_WEIGHTS, ModelConfig, TARGETS, TOKENS, TensorSpec};
+use trireme_model::{
+    DOCUMENT_STARTS, HostBatch, LOSS_WEIGHTS, ModelConfig, TARGETS, TOKEN_WEIGHTS, TOKENS, TensorSpec,
+};
 use trireme_parallel::Executor;
 use trireme_tensor::Device;
 
@@ -176,6 +178,10 @@ impl Evaluator {
             weights.fill(0.0);
             let counted = weights.iter_mut().zip(&counted[1..]);
             counted.for_each(|(weight, &counted)| *weight = counted as f32);
+            let of_tokens: &mut [f32] =
+                bytemuck::cast_slice_mut(batch.sample_mut(TOKEN_WEIGHTS, row, DType::F32));
+            of_tokens[..len].fill(1.0);
+            of_tokens[len..].fill(0.0);
         }
         let batch = batch.upload(&self.device)?;
         Ok(self.executor.evaluate_sequences(batch)?[self.report].sum)

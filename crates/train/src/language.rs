@@ -21,7 +21,7 @@ use trireme_data::{
     TokenFile, Tokenizer, Window,
 };
 use trireme_model::{
-    DOCUMENT_STARTS, LOSS_WEIGHTS, Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec,
+    DOCUMENT_STARTS, LOSS_WEIGHTS, Model, ModelConfig, ModelError, TARGETS, TOKEN_WEIGHTS, TOKENS, TensorSpec,
 };
 use trireme_tensor::{Device, ParameterTable};
 
@@ -87,9 +87,15 @@ impl Sequences {
     pub fn sample(&self) -> Vec<TensorSpec> {
         let starts = self.masks_documents.then_some((DOCUMENT_STARTS, DType::U32));
         let weights = self.weighs_losses.then_some((LOSS_WEIGHTS, DType::F32));
+        let of_tokens = self.has_padding().then_some((TOKEN_WEIGHTS, DType::F32));
         let tokens = [(TOKENS, DType::U32), (TARGETS, DType::U32)].into_iter();
-        let all = tokens.chain(starts).chain(weights);
+        let all = tokens.chain(starts).chain(weights).chain(of_tokens);
         all.map(|(name, dtype)| TensorSpec::new(name, &[self.seq_len], dtype)).collect()
+    }
+
+    /// Returns whether sequences may end with padding.
+    fn has_padding(&self) -> bool {
+        self.packing == Packing::Documents
     }
 
     /// The samples of a corpus to train on, in the order of a seed.
@@ -190,6 +196,7 @@ impl LanguageTask {
             counted: vec![1; window_len],
             starts: vec![0; window_len],
             loss_weight: 1.0,
+            token_weight: 1.0,
         }))
     }
 
@@ -298,6 +305,8 @@ struct TokenWindows {
     starts: Vec<u32>,
     /// Of each token that counts: what makes the mean over all tokens one over those.
     loss_weight: f32,
+    /// The weight of each token that is no padding: it makes the mean over all positions of the step one over those.
+    token_weight: f32,
 }
 
 impl TokenWindows {
@@ -354,14 +363,16 @@ impl Dataset for TokenWindows {
         if !self.sequences.weighs_losses {
             return Ok(());
         }
-        let mut num_counted = 0;
+        let (mut num_counted, mut num_unpadded) = (0, 0);
         for index in first..first + num_samples {
             self.read_window(index, false)?;
+            num_unpadded += self.sampler.window(index).len.min(self.sequences.seq_len) as u64;
             num_counted += self.counted[1..].iter().map(|&counted| u64::from(counted)).sum::<u64>();
         }
         let num_tokens = num_samples * self.sequences.seq_len as u64;
         self.loss_weight =
             if num_counted == 0 { 0.0 } else { (num_tokens as f64 / num_counted as f64) as f32 };
+        self.token_weight = (num_tokens as f64 / num_unpadded as f64) as f32;
         Ok(())
     }
 
@@ -376,6 +387,12 @@ impl Dataset for TokenWindows {
         if self.sequences.weighs_losses {
             let weights = sample.f32s(LOSS_WEIGHTS).iter_mut().zip(&self.counted[1..]);
             weights.for_each(|(weight, &counted)| *weight = counted as f32 * self.loss_weight);
+        }
+        if self.sequences.has_padding() {
+            let num_unpadded = self.sampler.window(index).len.min(seq_len);
+            let (tokens, padding) = sample.f32s(TOKEN_WEIGHTS).split_at_mut(num_unpadded);
+            tokens.fill(self.token_weight);
+            padding.fill(0.0);
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use super::{Projection, Sublayer};
 use crate::rehearsal::EXPERT_DROPS;
+use crate::tokens::TOKEN_WEIGHTS;
 use crate::unit::UnitContext;
 use std::sync::Arc;
 use trireme_tensor::tape::{
@@ -67,20 +68,27 @@ pub(crate) struct RouterLosses {
 }
 
 impl MixtureOfExperts {
-    /// The weights and the experts of each token.
-    fn route(&self, cx: &mut UnitContext<'_>, normed: &Var) -> Result<[Var; 2], DeviceError> {
+    /// Returns the weights and the experts of each token, of whose rows `token_weights` are the weights in means. Padding weighs nothing, and has no expert.
+    fn route(
+        &self,
+        cx: &mut UnitContext<'_>,
+        normed: &Var,
+        token_weights: Option<&Var>,
+    ) -> Result<[Var; 2], DeviceError> {
+        let by_tokens = || token_weights.map(Argument::from);
         let logits = cx.apply(&self.router, [normed])?;
         let logits = cx.all_rows(logits)?;
         if self.losses.z > 0.0 {
-            cx.apply_auxiliary_loss("router_z_loss", &RouterZLoss, [&logits], self.losses.z)?;
+            cx.apply_auxiliary_loss("router_z_loss", &RouterZLoss, (&logits, by_tokens()), self.losses.z)?;
         }
         let scores = cx.apply(self.scores.clone(), [logits])?;
-        let [weights, experts] = outputs(cx.apply_many(&self.top_k, [&scores])?);
+        let [weights, experts] = outputs(cx.apply_many(&self.top_k, (&scores, by_tokens()))?);
         cx.apply_metric("expert_load_max", &self.peak, [&experts])?;
-        cx.apply_metric("router_entropy", &RouterEntropy, [&scores])?;
+        cx.apply_metric("router_entropy", &RouterEntropy, (&scores, by_tokens()))?;
+        let loads = (scores, &experts, by_tokens());
         match self.losses.balance {
-            0.0 => cx.apply_metric("balance_loss", &BalanceLoss, (scores, &experts))?,
-            weight => cx.apply_auxiliary_loss("balance_loss", &BalanceLoss, (scores, &experts), weight)?,
+            0.0 => cx.apply_metric("balance_loss", &BalanceLoss, loads)?,
+            weight => cx.apply_auxiliary_loss("balance_loss", &BalanceLoss, loads, weight)?,
         }
         Ok([weights, experts])
     }
@@ -135,10 +143,12 @@ impl MixtureOfExperts {
 impl Sublayer for MixtureOfExperts {
     fn apply(&self, cx: &mut UnitContext<'_>, x: Var) -> Result<Var, DeviceError> {
         let normed = cx.apply(&self.norm, [&x])?;
-        let [mut weights, experts] = self.route(cx, &normed)?;
+        let token_weights = cx.optional_batch(TOKEN_WEIGHTS);
+        let [mut weights, experts] = self.route(cx, &normed, token_weights.as_ref())?;
         let [starts, order, places] = outputs(cx.apply_many(&self.groups, [experts])?);
         if self.groups.capacity.is_some() {
-            cx.apply_metric(EXPERT_DROPS, &DroppedChoices, [&starts, &order])?;
+            let by_tokens = token_weights.as_ref().map(Argument::from);
+            cx.apply_metric(EXPERT_DROPS, &DroppedChoices, (&starts, &places, by_tokens))?;
         }
         let (mut tokens, for_shared) = match self.shared {
             Some(_) => (Argument::from(&normed), Some(normed)),

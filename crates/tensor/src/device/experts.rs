@@ -9,14 +9,15 @@ use crate::tensor::{View, ViewMut};
 impl Device {
     /// For each row of `x` (`[rows, cols]`, f32) the experts that are chosen for it: their scores as `values` (`[rows, num_choices]`, f32), as the
     /// rule says, and which they are as `ids` (u32). `bias` (`[cols]`, f32) is added to scores where they are compared. The largest comes
-    /// first, and of equal ones the first.
+    /// first, and of equal ones the first. A row whose weight in `row_weights` (`[rows]`, f32) is 0 is given to no expert: its values are 0, and its ids
+    /// are `cols`.
     ///
     /// # Panics
     /// If rows have fewer elements, or if groups are unequal, too many, or too few to have so many experts.
     pub(crate) fn top_k(
         &self,
         x: View<'_>,
-        (rule, bias): (RoutingRule, Option<View<'_>>),
+        (rule, bias, row_weights): (RoutingRule, Option<View<'_>>, Option<View<'_>>),
         [values, ids]: [ViewMut<'_>; 2],
     ) {
         let (cols, k) = (x.shape().cols(), rule.num_choices);
@@ -28,14 +29,19 @@ impl Device {
         }
         assert!(k <= num_left, "the {k} largest of {num_left}");
         assert_eq!((values.shape().cols(), ids.shape()), (k, values.shape()));
-        let read = x.num_bytes() + bias.map_or(0, |bias| bias.num_bytes());
+        let has_row = |weights: View<'_>| weights.shape().num_elements() == x.shape().rows();
+        assert!(row_weights.is_none_or(has_row), "{row_weights:?} of {:?}", x.shape());
+        let num_bytes = |view: Option<View<'_>>| view.map_or(0, |view| view.num_bytes());
+        let read = x.num_bytes() + num_bytes(bias) + num_bytes(row_weights);
         let of_groups = rule.groups.map_or(0, |groups| 2 + groups.num_chosen.div_ceil(2));
         let cost = each(x.shape(), k * k.div_ceil(2) + of_groups).reads(read).writes(2 * values.num_bytes());
-        let (x, bias) = (x.place(), bias.map(|bias| bias.place()));
+        let x = x.place();
+        let [bias, row_weights] = [bias, row_weights].map(|view| view.map(|view| view.place()));
         let (mut values, mut ids) = (values.into_place(), ids.into_place());
         self.issue("top_k", cost, move |cpu| {
-            let bias = bias.as_ref().map(|bias| bias.f32s(cpu));
-            cpu.top_k((x.f32s(cpu), cols), (rule, bias), (values.f32s(cpu), ids.words(cpu)));
+            let [bias, row_weights] =
+                [&bias, &row_weights].map(|place| place.as_ref().map(|place| place.f32s(cpu)));
+            cpu.top_k((x.f32s(cpu), cols), (rule, bias, row_weights), (values.f32s(cpu), ids.words(cpu)));
         });
     }
 
@@ -57,11 +63,22 @@ impl Device {
         });
     }
 
-    /// How often each expert occurs in `ids` (u32), less what it would be if all occurred equally often, as `out` (`[num_experts]`, f32), or
-    /// added to it.
+    /// Counts how often each expert occurs in `ids` (u32), as `out` (`[num_experts]`, f32), exactly up to 2^24. The id `num_experts` is that of no
+    /// expert.
     ///
     /// # Panics
-    /// If there is no such expert.
+    /// If an id is larger.
+    pub(crate) fn expert_loads(&self, ids: View<'_>, out: ViewMut<'_>) {
+        let cost = each(ids.shape(), 1).reads(ids.num_bytes()).writes(out.num_bytes());
+        let (ids, mut out) = (ids.place(), out.into_place());
+        self.issue("expert_loads", cost, move |cpu| cpu.expert_loads(ids.u32s(cpu), out.f32s(cpu)));
+    }
+
+    /// Computes how often each expert occurs in `ids` (u32), less its part if all occurred equally often, as `out` (`[num_experts]`, f32), or adds it to
+    /// that. The id `num_experts` is that of no expert.
+    ///
+    /// # Panics
+    /// If an id is larger.
     pub(crate) fn excess_loads(&self, ids: View<'_>, out: ViewMut<'_>, accumulate: bool) {
         let cost = each(ids.shape(), 1).reads(ids.num_bytes()).updates(out.num_bytes());
         let (ids, mut out) = (ids.place(), out.into_place());

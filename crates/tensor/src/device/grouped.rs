@@ -1,6 +1,6 @@
 //! Products of groups of rows on a device.
 
-use super::{Device, DeviceError, Transpose};
+use super::{Device, DeviceError, Transpose, each};
 use crate::kernels::cpu::matmul::{GroupLimit, Matrix, Product};
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
@@ -107,10 +107,10 @@ impl Device {
 
     /// Orders rows by group, and those of a group as they were: `groups` (`[rows]`, u32) is that of each row, `starts` (`[num_groups + 1]`)
     /// becomes where the rows of each group begin, `order` (`[rows]`) the row at each place, and `places` (`[rows]`) the place of each row. Rows
-    /// beyond the limit are of no group, and come last.
+    /// beyond the limit, and rows of the group `num_groups`, are of no group, and come last.
     ///
     /// # Panics
-    /// If the shapes do not fit, or a row is of no group.
+    /// If the shapes do not fit, or a row is of a later group.
     pub fn group_rows(
         &self,
         (groups, limit): (View<'_>, GroupLimit),
@@ -132,12 +132,28 @@ impl Device {
         });
     }
 
-    /// How many of `num_rows` rows are of no group, as `out` (`[1]`, f32).
-    pub fn rows_of_no_group(&self, starts: View<'_>, num_rows: usize, out: ViewMut<'_>) {
-        let cost = Cost::ZERO.reads(starts.num_bytes()).writes(out.num_bytes());
-        let (starts, mut out) = (starts.place(), out.into_place());
+    /// Counts the choices that are of no group by their `places` (`[.., k]`, u32), as `out` (`[1]`, f64): each by the weight of its token in `weights` (`[..]`,
+    /// f32), or as 1 without weights.
+    ///
+    /// # Panics
+    /// If there is not one weight for each token.
+    pub fn rows_of_no_group(
+        &self,
+        starts: View<'_>,
+        places: View<'_>,
+        weights: Option<View<'_>>,
+        out: ViewMut<'_>,
+    ) {
+        let has_token = |weights: View<'_>| weights.shape().num_elements() == places.shape().rows();
+        assert!(weights.is_none_or(has_token), "{weights:?} for {:?}", places.shape());
+        let read = starts.num_bytes() + places.num_bytes() + weights.map_or(0, |weights| weights.num_bytes());
+        let cost = each(places.shape(), 1).reads(read).writes(out.num_bytes());
+        let num_choices = places.shape().cols();
+        let (starts, places, mut out) = (starts.place(), places.place(), out.into_place());
+        let weights = weights.map(|weights| weights.place());
         self.issue("rows_of_no_group", cost, move |cpu| {
-            cpu.rows_of_no_group(starts.u32s(cpu), num_rows, out.f32s(cpu));
+            let weights = weights.as_ref().map(|weights| weights.f32s(cpu));
+            cpu.rows_of_no_group(starts.u32s(cpu), (places.u32s(cpu), num_choices), weights, out.f64s(cpu));
         });
     }
 }

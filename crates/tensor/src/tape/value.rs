@@ -72,6 +72,22 @@ impl<A: Into<Argument>, B: Into<Argument>, C: Into<Argument>> Arguments for (A, 
     }
 }
 
+/// Inputs of which the last one is optional.
+impl<A: Into<Argument>> Arguments for (A, Option<Argument>) {
+    fn append_to(self, arguments: &mut Vec<Argument>) {
+        arguments.push(self.0.into());
+        arguments.extend(self.1);
+    }
+}
+
+/// Inputs of which the last one is optional.
+impl<A: Into<Argument>, B: Into<Argument>> Arguments for (A, B, Option<Argument>) {
+    fn append_to(self, arguments: &mut Vec<Argument>) {
+        arguments.extend([self.0.into(), self.1.into()]);
+        arguments.extend(self.2);
+    }
+}
+
 /// What a tape holds of a value.
 #[derive(Debug)]
 pub(super) struct Value {

@@ -31,25 +31,36 @@ fn rows_are_ordered_by_group_and_as_they_were() {
     }
 }
 
-/// Of each few neighbours a group takes the first ones; the others come last, as they were.
+/// Of each few neighbours a group takes the first ones; the others come last, as they were. Rows of the group after the last one take no room.
 #[test]
 fn rows_beyond_a_limit_are_of_no_group() {
-    let groups = [2_u32, 2, 0, 2, 1, 1, 1, 1, 2, 0, 0];
-    for (num_together, capacity) in [(4, 1), (4, 2), (11, 3), (3, 3), (5, 2)] {
+    const WEIGHTS: [f32; 6] = [1.5, 0.0, 0.25, 2.0, 1.0, 4.0];
+    let groups = [2_u32, 2, 0, 2, 1, 3, 1, 1, 1, 2, 0, 3];
+    let groups_len = groups.len();
+    for (num_together, factor) in [(4, 0.5), (4, 1.25), (12, 0.75), (3, 3.0), (5, 1.0), (12, f64::INFINITY)] {
         let ([starts, order, places], dropped) = on_all(|device| {
             let [mut starts, mut order, mut places] =
                 [4, groups.len(), groups.len()].map(|len| empty(device, [len], DType::U32));
-            let (groups, limit) = (ids(device, &groups), GroupLimit { num_together, capacity });
+            let (groups, limit) = (ids(device, &groups), GroupLimit { num_together, factor });
             let rows = [order.view_mut(), places.view_mut()];
             device.group_rows((groups.view(), limit), starts.view_mut(), rows);
-            let mut dropped = empty(device, [1], DType::F32);
-            device.rows_of_no_group(starts.view(), places.shape().num_elements(), dropped.view_mut());
+            let mut dropped = [empty(device, [1], DType::F64), empty(device, [1], DType::F64)];
+            let places_of_tokens = places.view().part(0, [groups_len / 2, 2].into());
+            device.rows_of_no_group(starts.view(), places_of_tokens, None, dropped[0].view_mut());
+            let mut weights = empty(device, [groups_len / 2], DType::F32);
+            device.upload(&WEIGHTS, weights.view_mut());
+            let by = Some(weights.view());
+            device.rows_of_no_group(starts.view(), places_of_tokens, by, dropped[1].view_mut());
             let read = [starts, order, places].map(|ids| device.read::<u32>(ids.view()));
-            (read, device.read::<f32>(dropped.view()))
+            (read, dropped.map(|dropped| device.read::<f64>(dropped.view())[0]))
         });
         let is_kept = |row: usize| {
             let first = row / num_together * num_together;
-            groups[first..row].iter().filter(|&&group| group == groups[row]).count() < capacity
+            let together = &groups[first..(first + num_together).min(groups_len)];
+            let num_rows = together.iter().filter(|&&group| group < 3).count();
+            let capacity = (factor * num_rows as f64 / 3.0).ceil().max(1.0);
+            let num_before = groups[first..row].iter().filter(|&&group| group == groups[row]).count();
+            groups[row] < 3 && (num_before as f64) < capacity
         };
         let group = |row: usize| if is_kept(row) { groups[row] } else { 3 };
         let mut expected: Vec<usize> = (0..groups.len()).collect();
@@ -57,8 +68,11 @@ fn rows_beyond_a_limit_are_of_no_group() {
         assert_eq!(order, expected.iter().map(|&row| row as u32).collect::<Vec<_>>());
         assert!((0..groups.len()).all(|row| order[places[row] as usize] == row as u32));
         let before = |end| (0..groups.len()).filter(|&row| group(row) < end).count() as u32;
-        assert_eq!(dropped, [(0..groups.len()).filter(|&row| !is_kept(row)).count() as f32]);
-        assert_eq!(starts, (0..4).map(before).collect::<Vec<_>>(), "{num_together}, {capacity}");
+        let weighted = |weight: fn(usize) -> f64| -> f64 {
+            (0..groups_len).filter(|&row| !is_kept(row)).map(weight).sum()
+        };
+        assert_eq!(dropped, [weighted(|_| 1.0), weighted(|row| f64::from(WEIGHTS[row / 2]))]);
+        assert_eq!(starts, (0..4).map(before).collect::<Vec<_>>(), "{num_together}, {factor}");
     }
 }
 

@@ -4,7 +4,7 @@ use crate::{PRECISIONS, check, no_parameters, op, product};
 use std::sync::Arc;
 use trireme_base::{Category, DType};
 use trireme_tensor::tape::{
-    BalanceLoss, Capacity, CombineRows, DroppedChoices, GroupRows, LatentHeads, PeakLoad, Recorder,
+    Argument, BalanceLoss, Capacity, CombineRows, DroppedChoices, GroupRows, LatentHeads, PeakLoad, Recorder,
     Recording, RotaryTable, Router, RouterEntropy, RouterZLoss, Sigmoid, Softmax, SpreadRows, TopK,
 };
 use trireme_tensor::{
@@ -288,7 +288,7 @@ fn losses_that_balance_experts() {
         recorder.apply_metric("peak", op(PeakLoad { num_experts }), [&ids]).unwrap();
         let groups = GroupRows { num_groups: num_experts, capacity: Some(Capacity { factor: 0.5 }) };
         let groups: Vec<Var> = recorder.apply_many(op(groups), [&ids]).unwrap().collect();
-        recorder.apply_metric("drops", &DroppedChoices, [&groups[0], &groups[1]]).unwrap();
+        recorder.apply_metric("drops", &DroppedChoices, [&groups[0], &groups[2]]).unwrap();
         recorder.apply_auxiliary_loss("balance", &BalanceLoss, (scores, ids), weight).unwrap();
         assert!(tape.loss().is_none());
         let means: Vec<f64> = tape
@@ -371,4 +371,66 @@ fn heads_of_latent_attention() {
             .check();
         }
     }
+}
+
+/// Statistics of a router over some tokens and padding are those of the tokens alone, and padding has neither expert nor gradient.
+#[test]
+fn padding_does_not_count_in_statistics_of_routers() {
+    let (num_experts, num_tokens, num_padded) = (3, 4, 6);
+    let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
+    let biases = {
+        let mut table = ParameterTable::default();
+        table.begin_unit("router");
+        let bias = table.add(Parameter::balance("bias", num_experts));
+        (bias, Arc::new(table))
+    };
+    let parameters = Parameters::zeros(&biases.1, &device, Category::Parameters).unwrap();
+    let logits: Vec<f32> = (0..num_padded * num_experts).map(|place| (place * 7 % 5) as f32 * 0.3).collect();
+    let run = |rows: usize, weights: Option<&[f32]>| {
+        let mut tape = Tape::new(&device, Recording::On, Precision::F32);
+        let mut x = device.zeros([rows, num_experts].into(), DType::F32, Category::Activations).unwrap();
+        device.upload(&logits[..rows * num_experts], x.view_mut());
+        let x = tape.input(x);
+        let place = x.id();
+        let weights = weights.map(|weights| {
+            let mut tensor = device.zeros([rows].into(), DType::F32, Category::Activations).unwrap();
+            device.upload(weights, tensor.view_mut());
+            tape.constant(tensor)
+        });
+        let weights = || weights.as_ref().map(Argument::from);
+        let mut recorder = tape.recorder(&parameters);
+        recorder.apply_auxiliary_loss("z", &RouterZLoss, (&x, weights()), 0.5).unwrap();
+        let scores = recorder.apply(&Softmax, [x]).unwrap();
+        let top_k = TopK { rule: RoutingRule::largest(2), bias: Some(biases.0.clone()) };
+        let chosen: Vec<Var> = recorder.apply_many(op(top_k), (&scores, weights())).unwrap().collect();
+        let [values, ids] = chosen.try_into().unwrap();
+        recorder.apply_metric("peak", op(PeakLoad { num_experts }), [&ids]).unwrap();
+        recorder.apply_metric("entropy", &RouterEntropy, (&scores, weights())).unwrap();
+        recorder.apply_auxiliary_loss("balance", &BalanceLoss, (scores, &ids, weights()), 0.5).unwrap();
+        let groups = GroupRows { num_groups: num_experts, capacity: Some(Capacity { factor: 0.5 }) };
+        let groups: Vec<Var> = recorder.apply_many(op(groups), [ids]).unwrap().collect();
+        let [starts, _, places] = groups.try_into().unwrap();
+        recorder.apply_metric("drops", &DroppedChoices, (&starts, &places, weights())).unwrap();
+        let means = tape.metrics().iter().map(|metric| metric.mean.read(&device));
+        let means: Vec<f64> = means.map(|mean| mean.sum / mean.num_rows as f64).collect();
+        let mut sink = Loads { device: device.clone(), loads: Vec::new(), target: None };
+        let mut dy = device.zeros([rows, 2].into(), DType::F32, Category::Activations).unwrap();
+        device.upload(&vec![1.0_f32; rows * 2], dy.view_mut());
+        tape.backward(&parameters, Some((values.id(), dy)), &mut sink).unwrap();
+        let grad: Vec<f32> = device.read(tape.take_grad(place).unwrap().view());
+        (means, grad, sink.loads)
+    };
+    let (means, grad, loads) = run(num_tokens, None);
+    let weight = num_padded as f32 / num_tokens as f32;
+    let weights: Vec<f32> = (0..num_padded).map(|row| if row < num_tokens { weight } else { 0.0 }).collect();
+    let (padded_means, padded_grad, padded_loads) = run(num_padded, Some(&weights));
+    let is_near = |a: f64, b: f64| (a - b).abs() < 1e-6;
+    assert!(means.len() == 5 && means[4] > 0.0, "{means:?}");
+    assert!(means.iter().zip(&padded_means).all(|(a, b)| is_near(*a, *b)), "{means:?} {padded_means:?}");
+    let (tokens, padding) = padded_grad.split_at(num_tokens * num_experts);
+    assert!(grad.iter().zip(tokens).all(|(a, b)| is_near((*a).into(), (*b).into())), "{grad:?} {tokens:?}");
+    assert!(padding.iter().all(|grad| *grad == 0.0), "{padding:?}");
+    assert_eq!(padded_loads, loads);
+    let (unweighted, _, _) = run(num_padded, None);
+    assert!(means.iter().zip(&unweighted).all(|(a, b)| !is_near(*a, *b)), "{means:?} {unweighted:?}");
 }

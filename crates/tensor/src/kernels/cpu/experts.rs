@@ -106,6 +106,15 @@ impl RoutingRule {
     }
 }
 
+/// Returns the ids of experts, without those of no expert.
+fn chosen(ids: &[u32], num_experts: usize) -> impl Iterator<Item = usize> {
+    let check = move |&id: &u32| {
+        assert!(id as usize <= num_experts, "expert {id} of {num_experts}");
+        id as usize
+    };
+    ids.iter().map(check).filter(move |&id| id < num_experts)
+}
+
 /// The one of the largest score; of equal ones the first.
 fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32) -> Option<usize> {
     ids.reduce(|best, id| if score(id) > score(best) { id } else { best })
@@ -113,14 +122,15 @@ fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32)
 
 impl Cpu {
     /// For each row of `cols` scores `x` the experts of [`RoutingRule::num_choices`] largest ones, with `bias` added for the comparison; from the
-    /// largest on, of equal ones the first. `values` become their scores, as the rule says, and `ids` tell which they are.
+    /// largest on, of equal ones the first. `values` become their scores, as the rule says, and `ids` tell which they are. A row whose weight
+    /// is 0 is given to no expert: its values are 0, and its ids are `cols`.
     ///
     /// # Panics
     /// If rows have fewer elements.
     pub(crate) fn top_k(
         &self,
         (x, cols): (&[f32], usize),
-        (rule, bias): (RoutingRule, Option<&[f32]>),
+        (rule, bias, row_weights): (RoutingRule, Option<&[f32]>, Option<&[f32]>),
         (values, ids): (&mut [f32], &mut [u32]),
     ) {
         let k = rule.num_choices;
@@ -129,6 +139,11 @@ impl Cpu {
             for row in first..first + num {
                 // SAFETY: rows do not overlap.
                 let (values, ids) = unsafe { (values.range(row * k, k), ids.range(row * k, k)) };
+                if row_weights.is_some_and(|weights| weights[row] == 0.0) {
+                    values.fill(0.0);
+                    ids.fill(cols as u32);
+                    continue;
+                }
                 let row = &x[row * cols..(row + 1) * cols];
                 let score = |id: usize| row[id] + bias.map_or(0.0, |bias| bias[id]);
                 let (groups, len) = rule.chosen_groups(cols, &score);
@@ -160,32 +175,48 @@ impl Cpu {
                 let dx = unsafe { dx.range(row * cols, cols) };
                 let (x, ids, dy) =
                     (&x[row * cols..], &ids[row * k..(row + 1) * k], &dy[row * k..(row + 1) * k]);
+                dx.fill(0.0);
+                if ids[0] as usize == cols {
+                    continue;
+                }
                 let value = |id: u32| x[id as usize];
                 let (factor, sum) = rule.factor(ids.iter().map(|&id| value(id)));
                 let mean = match rule.normalizes {
                     true => ids.iter().zip(dy).map(|(&id, dy)| dy * value(id)).sum::<f32>() / sum,
                     false => 0.0,
                 };
-                dx.fill(0.0);
                 ids.iter().zip(dy).for_each(|(&id, dy)| dx[id as usize] = (dy - mean) * factor);
             }
         });
     }
 
-    /// How often each expert occurs in `ids`, less what it would be if all occurred equally often; written or added.
+    /// Counts how often each expert occurs in `ids`, exactly up to 2^24. The id `out.len()` is that of no expert.
     ///
     /// # Panics
-    /// If there is no such expert.
+    /// If an id is larger.
+    pub(crate) fn expert_loads(&self, ids: &[u32], out: &mut [f32]) {
+        if self.threads.is_idle() {
+            return;
+        }
+        out.fill(0.0);
+        chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
+    }
+
+    /// Computes how often each expert occurs in `ids`, less its part if all occurred equally often; written or added. The id `out.len()`
+    /// is that of no expert.
+    ///
+    /// # Panics
+    /// If an id is larger.
     pub(crate) fn excess_loads(&self, ids: &[u32], out: &mut [f32], accumulate: bool) {
         if self.threads.is_idle() {
             return;
         }
-        let even = ids.len() as f32 / out.len() as f32;
+        let even = chosen(ids, out.len()).count() as f32 / out.len() as f32;
         if !accumulate {
             out.fill(0.0);
         }
         out.iter_mut().for_each(|load| *load -= even);
-        ids.iter().for_each(|&id| out[id as usize] += 1.0);
+        chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
 
     /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`, of rows of `cols` elements: those of tokens, for each of their choices.

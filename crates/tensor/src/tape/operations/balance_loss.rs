@@ -1,5 +1,5 @@
+use super::router_z_loss::{row_weights, weight_of};
 use crate::device::DeviceError;
-use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy, has_no_gradient};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
@@ -7,8 +7,8 @@ use trireme_base::{DType, ExchangeKind};
 
 /// How unevenly tokens go to experts: `num_experts * sum over e of f_e P_e`, where `f_e` is the part of all choices that expert `e` has, and `P_e` the mean of its part of
 /// the scores of a token (Fedus et al., "Switch transformers", 2021, section 2.2, for more than one choice); 1 if all have as many. Of scores (`[..,
-/// num_experts]`, f32, not negative) and the experts that were chosen (`[.., num_choices]`, u32), over all tokens of a microbatch. It is for
-/// [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss): it has no output.
+/// num_experts]`, f32, not negative) and the experts that were chosen (`[.., num_choices]`, u32; `num_experts` stands for none), over all tokens of a microbatch. A third
+/// input weighs the rows of the mean (`[..]`, f32). It is for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss): it has no output.
 ///
 /// Ranks of the context axis add up their loads: `4 num_experts` bytes each, forward.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub struct BalanceLoss;
 /// Added to sums of scores, which may all be 0.
 const NO_SCORE: f32 = 1e-20;
 
-/// The largest part of the choices that an expert has, relative to an even one: of the experts that were chosen (u32). It has no gradient: it is for
+/// The largest part of the choices that an expert has, relative to an even one: of the experts that were chosen (u32; `num_experts` stands for none). It has no gradient: it is for
 /// [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]
 pub struct PeakLoad {
@@ -25,66 +25,78 @@ pub struct PeakLoad {
     pub num_experts: usize,
 }
 
-/// How often each expert was chosen, less the even part, on all ranks of the context axis.
-fn excess_loads(cx: &OperationContext<'_>, ids: View<'_>, num_experts: usize) -> Result<Tensor, DeviceError> {
+/// Computes by how much each expert was chosen more often than with even loads, as a part of an even load (`[num_experts]`, f32), on all ranks of the context
+/// axis; 0 for all if nothing was chosen.
+fn relative_excess(
+    cx: &OperationContext<'_>,
+    ids: View<'_>,
+    num_experts: usize,
+) -> Result<Tensor, DeviceError> {
     let mut loads = cx.empty([num_experts], DType::F32)?;
-    cx.device().excess_loads(ids, loads.view_mut(), false);
-    let Some(axis) = cx.context() else { return Ok(loads) };
-    for ops in [&axis.ring, &axis.heads].into_iter().flatten() {
-        let mut sum = cx.empty([num_experts], DType::F32)?;
-        ops.exchange(cx.device(), ExchangeKind::AllReduce, loads.view(), sum.view_mut())?;
-        loads = sum;
+    cx.device().expert_loads(ids, loads.view_mut());
+    if let Some(axis) = cx.context() {
+        for ops in [&axis.ring, &axis.heads].into_iter().flatten() {
+            let mut sum = cx.empty([num_experts], DType::F32)?;
+            ops.exchange(cx.device(), ExchangeKind::AllReduce, loads.view(), sum.view_mut())?;
+            loads = sum;
+        }
     }
-    Ok(loads)
-}
-
-/// The choices of all ranks of the context axis.
-fn num_choices(cx: &OperationContext<'_>, ids: Shape) -> usize {
-    ids.num_elements() * cx.context_place().degree()
+    let mut excess = cx.empty([num_experts], DType::F32)?;
+    cx.device().for_each_row([loads.view()], excess.view_mut(), 3, |[loads], _, excess| {
+        let even = loads.iter().sum::<f32>() / loads.len() as f32;
+        let of = |load: &f32| if even > 0.0 { load / even - 1.0 } else { 0.0 };
+        excess.iter_mut().zip(loads).for_each(|(excess, load)| *excess = of(load));
+    });
+    Ok(excess)
 }
 
 impl Operation for BalanceLoss {
     fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
+        2..=3
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let (shape, num_choices) = (cx.input(0).shape(), num_choices(cx, cx.input(1).shape()));
-        let loads = excess_loads(cx, cx.input(1), shape.cols())?;
-        let factor = shape.cols() as f32 / num_choices as f32;
+        let shape = cx.input(0).shape();
+        let excess = relative_excess(cx, cx.input(1), shape.cols())?;
         let mut values = cx.empty([shape.rows(), 1], DType::F32)?;
-        let inputs = [cx.input(0), loads.view()];
+        let inputs = [cx.input(0), excess.view(), row_weights(cx.num_inputs(), |index| cx.input(index), 2)];
         let cols = shape.cols();
-        cx.device().for_each_row(inputs, values.view_mut(), 3 * cols, move |[scores, loads], row, value| {
+        let value = move |[scores, excess, weights]: [&[f32]; 3], row: usize, value: &mut [f32]| {
             let scores = &scores[row * cols..(row + 1) * cols];
             let sum = scores.iter().sum::<f32>() + NO_SCORE;
-            let product: f32 = scores.iter().zip(loads).map(|(score, load)| score * load).sum();
-            value[0] = 1.0 + factor * product / sum;
-        });
+            let product: f32 = scores.iter().zip(excess).map(|(score, excess)| score * excess).sum();
+            value[0] = weight_of(weights, row) * (1.0 + product / sum);
+        };
+        cx.device().for_each_row(inputs, values.view_mut(), 3 * cols, value);
         let mut sum = cx.empty([1], DType::F64)?;
         cx.device().sum_elements(values.view(), 1.0, sum.view_mut());
-        cx.save(loads);
+        cx.save(excess);
         cx.add_loss(sum, shape.rows())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let (shape, num_choices) = (cx.input_shape(0), num_choices(cx, cx.input_shape(1)));
-        let scale = cx.loss_scale() * shape.cols() as f32 / num_choices as f32 / shape.rows() as f32;
+        let shape = cx.input_shape(0);
+        let scale = cx.loss_scale() / shape.rows() as f32;
         let mut grad = cx.empty(shape, DType::F32)?;
-        let inputs = [cx.input(0), cx.saved(0).expect("forward has saved the loads")];
+        let inputs = [
+            cx.input(0),
+            cx.saved(0).expect("forward has saved the loads"),
+            row_weights(cx.num_inputs(), |index| cx.input(index), 2),
+        ];
         let cols = shape.cols();
-        cx.device().for_each_row(inputs, grad.view_mut(), 6, move |[scores, loads], row, grad| {
+        let gradient = move |[scores, excess, weights]: [&[f32]; 3], row: usize, grad: &mut [f32]| {
             let scores = &scores[row * cols..(row + 1) * cols];
             let sum = scores.iter().sum::<f32>() + NO_SCORE;
-            let product: f32 = scores.iter().zip(loads).map(|(score, load)| score * load).sum();
-            let mean = product / sum;
-            grad.iter_mut().zip(loads).for_each(|(grad, load)| *grad = scale * (load - mean) / sum);
-        });
+            let product: f32 = scores.iter().zip(excess).map(|(score, excess)| score * excess).sum();
+            let (mean, scale) = (product / sum, scale * weight_of(weights, row) / sum);
+            grad.iter_mut().zip(excess).for_each(|(grad, excess)| *grad = scale * (excess - mean));
+        };
+        cx.device().for_each_row(inputs, grad.view_mut(), 6, gradient);
         cx.add_grad(0, grad)
     }
 
     fn reads_input(&self, input: usize) -> ReadBy {
-        if input == 0 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+        if input == 1 { ReadBy::NEITHER } else { ReadBy::INPUT_HALF }
     }
 
     fn takes_positions(&self) -> bool {
@@ -94,11 +106,10 @@ impl Operation for BalanceLoss {
 
 impl Operation for PeakLoad {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let even = num_choices(cx, cx.input(0).shape()) as f32 / self.num_experts as f32;
-        let loads = excess_loads(cx, cx.input(0), self.num_experts)?;
+        let excess = relative_excess(cx, cx.input(0), self.num_experts)?;
         let mut peak = cx.empty([1, 1], DType::F32)?;
-        cx.device().for_each_row([loads.view()], peak.view_mut(), 1, move |[loads], _, peak| {
-            peak[0] = 1.0 + loads.iter().copied().fold(0.0, f32::max) / even;
+        cx.device().for_each_row([excess.view()], peak.view_mut(), 1, move |[excess], _, peak| {
+            peak[0] = 1.0 + excess.iter().copied().fold(0.0, f32::max);
         });
         let mut sum = cx.empty([1], DType::F64)?;
         cx.device().sum_elements(peak.view(), 1.0, sum.view_mut());

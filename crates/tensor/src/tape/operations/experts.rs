@@ -12,7 +12,7 @@ use trireme_base::DType;
 /// The order in which the choices of tokens are by expert, and for each expert as they were. Of ids (`[.., k]`, u32) it makes
 /// where the choices of each expert begin and the last ones end (`[num_groups + 1]`), the choice at each place (`[num_choices]`), and the
 /// place of each choice (the shape of the ids), all u32. A choice is numbered as an element of the ids. Choices beyond an expert's [`Capacity`] are dropped: they come
-/// last, after where the last expert's end.
+/// last, after where the last expert's end, as do choices of no expert (the id `num_groups`).
 ///
 /// Cost: a counting sort of the ids.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,7 +24,8 @@ pub struct GroupRows {
 }
 
 /// How many choices an expert takes of each sample: a multiple of an even load, rounded up, the first ones in the order of positions. (Lepikhin et al., "GShard", 2020,
-/// section 2.2, where a group of tokens with a capacity of its own is a sample here.) What is dropped so depends neither on other samples nor on later positions.
+/// section 2.2, where a group of tokens with a capacity of its own is a sample here.) Only choices of an expert count in the load: padding has none. Dropped choices so
+/// depend on no other sample.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Capacity {
     /// The multiple.
@@ -32,23 +33,22 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// Of ids of such a shape (`[samples, positions, k]`, or `[positions, k]` of one sample) the choices of a sample, and how many of them an expert takes.
-    pub fn limit(self, ids: Shape, num_experts: usize) -> GroupLimit {
+    /// Returns the limit for the choices of each sample, of ids of such a shape: `[samples, positions, k]`, or `[positions, k]` of one sample.
+    pub fn limit(self, ids: Shape) -> GroupLimit {
         let num_samples = if ids.dims().len() > 2 { ids.dims()[0] } else { 1 };
-        let num_together = ids.num_elements() / num_samples.max(1);
-        let capacity = (self.factor * num_together as f64 / num_experts as f64).ceil();
-        GroupLimit { num_together, capacity: (capacity as usize).max(1) }
+        GroupLimit { num_together: ids.num_elements() / num_samples.max(1), factor: self.factor }
     }
 
     /// The most rows of one expert among all samples.
     pub(super) fn num_rows(self, ids: Shape, num_experts: usize) -> usize {
-        let limit = self.limit(ids, num_experts);
-        ids.num_elements() / limit.num_together.max(1) * limit.capacity.min(limit.num_together)
+        let limit = self.limit(ids);
+        let capacity = limit.capacity(limit.num_together, num_experts);
+        ids.num_elements() / limit.num_together.max(1) * capacity.min(limit.num_together)
     }
 }
 
-/// How many choices are dropped: of where those of each expert begin, and of the choice at each place, which [`GroupRows`] makes. The mean over all choices is their
-/// part. It has no gradient: it is for [metrics](crate::tape::Recorder::apply_metric).
+/// The part of all choices that no expert takes: of where those of each expert begin, and of the place of each choice (`[.., k]`), which [`GroupRows`] makes. A third
+/// input weighs the tokens of the mean (`[..]`, f32). It has no gradient: it is for [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]
 pub struct DroppedChoices;
 
@@ -70,8 +70,7 @@ pub struct CombineRows {
 impl Operation for GroupRows {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let ids = cx.input(0);
-        let limit =
-            self.capacity.map_or(GroupLimit::NONE, |capacity| capacity.limit(ids.shape(), self.num_groups));
+        let limit = self.capacity.map_or(GroupLimit::NONE, |capacity| capacity.limit(ids.shape()));
         let mut starts = cx.empty([self.num_groups + 1], DType::U32)?;
         let mut order = cx.empty([ids.shape().num_elements()], DType::U32)?;
         let mut places = cx.empty(ids.shape(), DType::U32)?;
@@ -85,15 +84,14 @@ impl Operation for GroupRows {
 
 impl Operation for DroppedChoices {
     fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
+        2..=3
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let num_choices = cx.input(1).shape().num_elements();
-        let mut dropped = cx.empty([1], DType::F32)?;
-        cx.device().rows_of_no_group(cx.input(0), num_choices, dropped.view_mut());
+        let weights = (cx.num_inputs() > 2).then(|| cx.input(2));
         let mut sum = cx.empty([1], DType::F64)?;
-        cx.device().sum_elements(dropped.view(), 1.0, sum.view_mut());
+        cx.device().rows_of_no_group(cx.input(0), cx.input(1), weights, sum.view_mut());
+        let num_choices = cx.input(1).shape().num_elements();
         cx.add_loss(sum, num_choices)
     }
 

@@ -1,13 +1,16 @@
 use crate::device::DeviceError;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, has_no_gradient};
+use crate::tensor::View;
+use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// The mean square of the logarithm of the sum of exponentials of a router's logits (`[.., num_experts]`, f32): it keeps them small (Zoph et al., "ST-MoE", 2022, section
-/// 3.3). It is for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss): it has no output.
+/// 3.3). A second input weighs the rows (`[..]`, f32); padding weighs nothing. It is for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss): it has no output.
 #[derive(Debug)]
 pub struct RouterZLoss;
 
-/// The mean entropy, in nats, of scores (`[.., num_experts]`, f32, not negative) as parts of their sum. It has no gradient: it is for
+/// The mean entropy, in nats, of scores (`[.., num_experts]`, f32, not negative) as parts of their sum. A second input weighs the rows (`[..]`, f32). It has no
+/// gradient: it is for
 /// [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]
 pub struct RouterEntropy;
@@ -17,7 +20,21 @@ fn log_sum(logits: &[f32]) -> f32 {
     max + logits.iter().map(|logit| (logit - max).exp()).sum::<f32>().ln()
 }
 
-/// Adds the mean over rows of what `value` makes of the elements of each.
+/// Returns the weights of rows that an operation has as the input `index`, or an empty view, for which [`weight_of`] is 1.
+pub(super) fn row_weights<'a>(
+    num_inputs: usize,
+    input: impl Fn(usize) -> View<'a>,
+    index: usize,
+) -> View<'a> {
+    if num_inputs > index { input(index) } else { View::from_f32s(&[], [0].into()) }
+}
+
+/// Returns the weight of a row.
+pub(super) fn weight_of(weights: &[f32], row: usize) -> f32 {
+    weights.get(row).copied().unwrap_or(1.0)
+}
+
+/// Adds the mean over rows of what `value` makes of the elements of each, weighted if there is a second input.
 fn add_mean(
     cx: &mut ForwardContext<'_>,
     operations: usize,
@@ -26,8 +43,9 @@ fn add_mean(
     let shape = cx.input(0).shape();
     let (rows, cols) = (shape.rows(), shape.cols());
     let mut values = cx.empty([rows, 1], DType::F32)?;
-    cx.device().for_each_row([cx.input(0)], values.view_mut(), operations * cols, move |[x], row, out| {
-        out[0] = value(&x[row * cols..(row + 1) * cols]);
+    let inputs = [cx.input(0), row_weights(cx.num_inputs(), |index| cx.input(index), 1)];
+    cx.device().for_each_row(inputs, values.view_mut(), operations * cols, move |[x, weights], row, out| {
+        out[0] = weight_of(weights, row) * value(&x[row * cols..(row + 1) * cols]);
     });
     let mut sum = cx.empty([1], DType::F64)?;
     cx.device().sum_elements(values.view(), 1.0, sum.view_mut());
@@ -35,6 +53,10 @@ fn add_mean(
 }
 
 impl Operation for RouterZLoss {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        1..=2
+    }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         add_mean(cx, trireme_base::Cost::EXP + 3, |logits| log_sum(logits).powi(2))
     }
@@ -44,10 +66,12 @@ impl Operation for RouterZLoss {
         let (scale, cols) = (2.0 * cx.loss_scale() / shape.rows() as f32, shape.cols());
         let mut grad = cx.empty(shape, DType::F32)?;
         let operations = 2 * trireme_base::Cost::EXP + 5;
-        cx.device().for_each_row([cx.input(0)], grad.view_mut(), operations, move |[logits], row, grad| {
+        let inputs = [cx.input(0), row_weights(cx.num_inputs(), |index| cx.input(index), 1)];
+        cx.device().for_each_row(inputs, grad.view_mut(), operations, move |[logits, weights], row, grad| {
             let logits = &logits[row * cols..(row + 1) * cols];
             let log_sum = log_sum(logits);
-            let of = |logit: &f32| scale * log_sum * (logit - log_sum).exp();
+            let scale = scale * weight_of(weights, row) * log_sum;
+            let of = |logit: &f32| scale * (logit - log_sum).exp();
             grad.iter_mut().zip(logits).for_each(|(grad, logit)| *grad = of(logit));
         });
         cx.add_grad(0, grad)
@@ -63,6 +87,10 @@ impl Operation for RouterZLoss {
 }
 
 impl Operation for RouterEntropy {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        1..=2
+    }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         add_mean(cx, trireme_base::Cost::EXP + 4, |scores| {
             let sum: f32 = scores.iter().sum();

@@ -2,11 +2,13 @@ use crate::device::DeviceError;
 use crate::kernels::RoutingRule;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// The experts that are chosen for each token by their scores (`[.., num_experts]`, f32): their weights (f32), and which they are (u32), two
 /// outputs of `[.., num_choices]`, from the largest on. Of equal scores the first comes first; NaN counts as no larger than any number. Weights that are divided by their
-/// sum are 0 if all are.
+/// sum are 0 if all are. A second input weighs the rows (`[..]`, f32): a row of weight 0, such as padding, is given to no expert. Its weights are 0, and its ids are
+/// `num_experts`.
 ///
 /// Cost: `num_choices` searches of each row, which pass over what was found before.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,11 +29,16 @@ impl TopK {
 }
 
 impl Operation for TopK {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        1..=2
+    }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let shape = cx.input(0).shape().with_cols(self.rule.num_choices);
         let (mut values, mut ids) = (cx.empty(shape, DType::F32)?, cx.empty(shape, DType::U32)?);
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
-        let by = (self.rule, bias.as_ref().map(|bias| bias.view()));
+        let row_weights = (cx.num_inputs() > 1).then(|| cx.input(1));
+        let by = (self.rule, bias.as_ref().map(|bias| bias.view()), row_weights);
         cx.device().top_k(cx.input(0), by, [values.view_mut(), ids.view_mut()]);
         drop(bias);
         cx.output(values);
@@ -62,8 +69,8 @@ impl Operation for TopK {
         self.bias.is_some()
     }
 
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::INPUT_HALF
+    fn reads_input(&self, input: usize) -> ReadBy {
+        if input == 0 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
     }
 
     fn reads_output(&self, output: usize) -> ReadBy {

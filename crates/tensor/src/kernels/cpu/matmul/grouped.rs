@@ -12,17 +12,22 @@ use crate::precision::Precision;
 use std::ops::Range;
 
 /// How many rows a group takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupLimit {
-    /// Rows that share a capacity: so many neighbours.
+    /// Number of neighbouring rows that share a capacity.
     pub num_together: usize,
-    /// The rows of a group among them that it takes.
-    pub capacity: usize,
+    /// The capacity of a group, as a multiple of its even part of the rows that share it.
+    pub factor: f64,
 }
 
 impl GroupLimit {
     /// Groups take all rows.
-    pub const NONE: GroupLimit = GroupLimit { num_together: usize::MAX, capacity: usize::MAX };
+    pub const NONE: GroupLimit = GroupLimit { num_together: usize::MAX, factor: f64::INFINITY };
+
+    /// Returns how many of `num_rows` rows that share a capacity one of `num_groups` groups takes: at least one.
+    pub fn capacity(self, num_rows: usize, num_groups: usize) -> usize {
+        ((self.factor * num_rows as f64 / num_groups as f64).ceil() as usize).max(1)
+    }
 }
 
 /// The rows of each group: `starts` holds where groups begin, and where the last one ends. Only their differences matter: the first group begins at the first row. Rows
@@ -150,11 +155,11 @@ impl Cpu {
     }
 
     /// Orders rows by their group, and those of a group as they were (a counting sort): `starts[g]` is where the rows of group `g`
-    /// begin, `order[i]` the row at place `i`, and `places[row]` its place. Of each `limit.num_together` rows, a group has the first
-    /// `limit.capacity`; the others are of no group, and come last.
+    /// begin, `order[i]` the row at place `i`, and `places[row]` its place. Of each `limit.num_together` rows, a group has the first ones, up to its
+    /// [capacity](GroupLimit::capacity); the others are of no group, and come last, as do rows of the group `num_groups`, which no capacity counts.
     ///
     /// # Panics
-    /// If a row is of no group.
+    /// If a row is of a later group.
     pub(crate) fn group_rows(
         &self,
         (groups, limit): (&[u32], GroupLimit),
@@ -164,28 +169,30 @@ impl Cpu {
             return;
         }
         let num_groups = starts.len() - 1;
-        // How many of its group come before each row, of those together.
+        // First the group that takes each row, as its place.
         let together =
             groups.chunks(limit.num_together.max(1)).zip(places.chunks_mut(limit.num_together.max(1)));
-        for (groups, before) in together {
+        for (groups, taken_by) in together {
+            let num_rows = groups.iter().filter(|group| (**group as usize) < num_groups).count();
+            let capacity = limit.capacity(num_rows, num_groups);
             starts.fill(0);
-            for (&group, before) in groups.iter().zip(before) {
-                assert!((group as usize) < num_groups, "group {group} of {num_groups}");
-                *before = starts[group as usize];
-                starts[group as usize] += 1;
+            for (&group, taken_by) in groups.iter().zip(taken_by) {
+                let num_before = &mut starts[group as usize];
+                let is_taken = (*num_before as usize) < capacity;
+                *taken_by = if is_taken { group } else { num_groups as u32 };
+                *num_before += 1;
             }
         }
-        let is_kept = |before: u32| (before as usize) < limit.capacity;
         starts.fill(0);
-        for (&group, _) in groups.iter().zip(&*places).filter(|(_, before)| is_kept(**before)) {
+        for &group in places.iter().filter(|group| (**group as usize) < num_groups) {
             starts[group as usize + 1] += 1;
         }
         for group in 1..starts.len() {
             starts[group] += starts[group - 1];
         }
         // The last start is where rows of no group begin.
-        for (row, (&group, place)) in groups.iter().zip(places).enumerate() {
-            let next = &mut starts[if is_kept(*place) { group as usize } else { num_groups }];
+        for (row, place) in places.iter_mut().enumerate() {
+            let next = &mut starts[*place as usize];
             *place = *next;
             *next += 1;
             order[*place as usize] = row as u32;
@@ -195,10 +202,22 @@ impl Cpu {
         starts[0] = 0;
     }
 
-    /// How many of `num_rows` rows are of no group, as the one element of `out`.
-    pub(crate) fn rows_of_no_group(&self, starts: &[u32], num_rows: usize, out: &mut [f32]) {
-        if !self.threads.is_idle() {
-            out.fill((num_rows - end_of(starts)) as f32);
+    /// Counts the rows of no group by their `places`, as the one element of `out`: each by the weight of its `num_choices` neighbours in `weights`,
+    /// or as 1 without weights.
+    pub(crate) fn rows_of_no_group(
+        &self,
+        starts: &[u32],
+        (places, num_choices): (&[u32], usize),
+        weights: Option<&[f32]>,
+        out: &mut [f64],
+    ) {
+        if self.threads.is_idle() {
+            return;
         }
+        let end = end_of(starts) as u32;
+        let dropped = places.iter().enumerate().filter(|(_, place)| **place >= end);
+        out[0] = dropped
+            .map(|(row, _)| weights.map_or(1.0, |weights| f64::from(weights[row / num_choices])))
+            .sum();
     }
 }
