@@ -401,7 +401,7 @@ fn padding_does_not_count_in_statistics_of_routers() {
         let mut recorder = tape.recorder(&parameters);
         recorder.apply_auxiliary_loss("z", &RouterZLoss, (&x, weights()), 0.5).unwrap();
         let scores = recorder.apply(&Softmax, [x]).unwrap();
-        let top_k = TopK { rule: RoutingRule::largest(2), bias: Some(biases.0.clone()) };
+        let top_k = TopK { rule: RoutingRule::largest(2), bias: Some(biases.0) };
         let chosen: Vec<Var> = recorder.apply_many(op(top_k), (&scores, weights())).unwrap().collect();
         let [values, ids] = chosen.try_into().unwrap();
         recorder.apply_metric("peak", op(PeakLoad { num_experts }), [&ids]).unwrap();
