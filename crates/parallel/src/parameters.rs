@@ -29,7 +29,7 @@ pub(crate) struct RankParameters {
     shards: Option<Parameters>,
     /// What operations read, unless that is what is stepped.
     wholes: Option<Box<dyn Wholes>>,
-    /// A unit of another rank of the pipeline that a unit here reads, in f32.
+    /// A unit of another rank of the pipeline that a unit here reads, in the type in which operations read units here.
     copy: Option<(usize, Tensor)>,
     device: Device,
 }
@@ -73,7 +73,8 @@ impl RankParameters {
         let mut copy = None;
         if let Some(&(_, unit)) = outline.chain.ties.iter().find(is_copied) {
             let shape = [table.units()[unit].num_elements].into();
-            copy = Some((unit, device.empty(shape, DType::F32, Category::Parameters)?));
+            let dtype = if is_whole { DType::F32 } else { precision.dtype() };
+            copy = Some((unit, device.empty(shape, dtype, Category::Parameters)?));
         }
         let (table, device) = (Arc::clone(table), device.clone());
         Ok(RankParameters { table, parts, shards, wholes, copy, device })

@@ -7,7 +7,7 @@ use std::time::Instant;
 use trireme_model::ModelConfig;
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::pipeline::Kind;
-use trireme_schedule::{Keep, StateLayout};
+use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::Precision;
 use trireme_testkit::{random_batch, run_ranks};
 
@@ -120,13 +120,14 @@ fn a_tied_head_may_send_once_a_step() {
 
 #[test]
 fn recomputation_and_shared_out_states_keep_the_bits() {
-    for is_tied in [false, true] {
-        shared_out(&model(is_tied), is_tied);
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    for (options, is_tied) in [(OPTIONS, false), (OPTIONS, true), (bf16, true)] {
+        shared_out(&model(is_tied), options);
     }
 }
 
-fn shared_out(model: &ModelConfig, is_tied: bool) {
-    let oracle = run(model, &Layout::default(), 1, 8);
+fn shared_out(model: &ModelConfig, options: ExecutorOptions) {
+    let oracle = run(model, &Layout { options, ..Layout::default() }, 1, 8);
     let segments = [
         Keep::All,
         Keep::Input,
@@ -137,11 +138,15 @@ fn shared_out(model: &ModelConfig, is_tied: bool) {
         Keep::Nothing,
         Keep::All,
     ];
-    for (zero_stage, num_shards) in [(0, 1), (1, 2), (2, 2), (3, 2)] {
-        // The head would read shards of another rank.
-        if is_tied && zero_stage == 3 {
-            continue;
-        }
+    let disk = tempfile::tempdir().unwrap();
+    let parameters_on_disk = StateLayout::zero(3).with_tier(StateClass::Parameters, Tier::Disk);
+    for (state, num_shards) in [
+        (StateLayout::zero(0), 1),
+        (StateLayout::zero(1), 2),
+        (StateLayout::zero(2), 2),
+        (StateLayout::zero(3), 2),
+        (parameters_on_disk, 2),
+    ] {
         for (kind, keeps) in [
             (Kind::OneFOneB, &[][..]),
             (Kind::OneFOneB, &segments),
@@ -149,9 +154,9 @@ fn shared_out(model: &ModelConfig, is_tied: bool) {
             (Kind::ZeroBubbleH1, &segments),
         ] {
             let pipeline = Some(Pipeline { kind, num_ranks: 2, stages_per_rank: 1 });
-            let state = StateLayout::zero(zero_stage);
-            let layout = Layout { state, pipeline, num_shards, keeps, ..Layout::default() };
-            assert!(run(model, &layout, 4, 8) == oracle, "{kind} stage {zero_stage} {keeps:?}");
+            let folder = disk.path();
+            let layout = Layout { options, state, pipeline, num_shards, keeps, folder, ..Layout::default() };
+            assert!(run(model, &layout, 4, 8) == oracle, "{kind} {state:?} {keeps:?}");
         }
     }
 }

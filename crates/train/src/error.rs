@@ -504,12 +504,6 @@ pub enum TrainError {
          share the weight ([model] tie_word_embeddings = false)"
     )]
     TiedVersions,
-    /// A pipeline whose parameters are sharded, and two units that share a weight.
-    #[error(
-        "two units share a weight (of a language model, the embedding and the head), but each worker of the pipeline shards only its own units; \
-         set [parallelism] zero_stage = 2, or do not share the weight ([model] tie_word_embeddings = false)"
-    )]
-    TiedShards,
     /// The pipeline's schedule.
     #[error(transparent)]
     Pipeline(#[from] GenerateError),

@@ -327,13 +327,7 @@ pub fn base_programs(
     if config.is_asynchronous() && !chain.ties.is_empty() {
         return Err(TrainError::TiedVersions);
     }
-    let programs = stages::base_programs(config, chain, choices)?;
-    let outline = &programs[0].outline;
-    let is_across = |&(reader, owner): &(usize, usize)| outline.rank_of(reader) != outline.rank_of(owner);
-    if choices.state.is_sharded(StateClass::Parameters) && chain.ties.iter().any(is_across) {
-        return Err(TrainError::TiedShards);
-    }
-    Ok(programs)
+    stages::base_programs(config, chain, choices)
 }
 
 /// A [base program](base_programs) with what is recomputed, sharded and moved.

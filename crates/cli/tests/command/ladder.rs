@@ -53,7 +53,7 @@ const WITH_EXPERTS: [&str; 3] = ["mixtral", "qwen3_moe", "deepseek_v3"];
 const EXAMPLE: &str = "residual_network";
 
 /// Workers, and the keys of a layout; those of `[parallelism]` without the section.
-const LAYOUTS: [(usize, &str); 57] = [
+const LAYOUTS: [(usize, &str); 58] = [
     (2, ""),
     (4, ""),
     (8, ""),
@@ -80,6 +80,7 @@ const LAYOUTS: [(usize, &str); 57] = [
     (2, "pipeline_parallel_degree=2 pipeline_parallel_schedule=interleaved-1f1b"),
     (4, "pipeline_parallel_degree=4"),
     (4, "pipeline_parallel_degree=2 zero_stage=2"),
+    (4, "pipeline_parallel_degree=2 zero_stage=3"),
     (8, "pipeline_parallel_degree=2"),
     (2, "tensor_parallel_degree=2"),
     (2, "tensor_parallel_degree=2 sequence_parallel=false"),

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use trireme_base::{Pending, Rank};
 use trireme_comm::{Buffer, Work};
 use trireme_model::{Bundle, TensorSpec};
-use trireme_schedule::{Action, Message, MessageKind};
+use trireme_schedule::{Action, Message, MessageKind, StateClass};
 use trireme_tensor::{Category, Device, ParameterSource, Tensor};
 
 /// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
@@ -170,10 +170,10 @@ impl Executor {
     /// Receives the parameters of which this rank has a copy.
     fn receive_copy(&mut self, from: usize) -> Result<(), ParallelError> {
         let Executor { messages, parameters, device, waiting, .. } = self;
-        let incoming = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
-        let buffer = waiting.wait(incoming.work)?;
-        device.upload(&buffer, parameters.copy_mut());
-        messages.pool.give_buffer(buffer.len(), Pending::new(buffer));
+        let Incoming { work, len } = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
+        let vector = messages.pool.adopt(waiting.wait_on_device(work, len, device)?, len)?;
+        device.convert(vector.view(), parameters.copy_mut());
+        messages.pool.give(vector);
         Ok(())
     }
 
@@ -181,6 +181,14 @@ impl Executor {
     pub(super) fn exchange_copies(&mut self) -> Result<(), ParallelError> {
         let is_exchange = |action: &Action| matches!(action, Action::Send(message) | Action::Receive(message) if message.kind == MessageKind::Parameters);
         match self.program.actions.iter().copied().find(is_exchange) {
+            Some(Action::Send(message)) if self.program.outline.state.is_sharded(StateClass::Parameters) => {
+                let (class, unit) = (self.class_of_weights(), message.unit);
+                self.bring_state(class, unit)?;
+                self.parameters.unshard(unit)?;
+                self.send_message(message)?;
+                self.parameters.reshard(unit);
+                self.send_state(class, unit, false)
+            }
             Some(Action::Send(message)) => self.send_message(message),
             Some(Action::Receive(message)) => self.receive_message(message),
             _ => Ok(()),

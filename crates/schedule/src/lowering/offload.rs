@@ -22,7 +22,7 @@ pub(super) fn offload(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action
 }
 
 /// Fetches before each use, as early as the use `prefetch` places before it but after the last use of the same state, and
-/// evicts after it. What is fetched for the first uses of updates goes along with the end of the passes.
+/// evicts after it. State stays from one use to the next if they follow each other. What is fetched for the first uses of updates goes along with the end of the passes.
 fn swap_around(
     actions: &[Action],
     class: StateClass,
@@ -32,6 +32,8 @@ fn swap_around(
     let uses = places(actions, is_use);
     let last_pass = actions.iter().rposition(|action| action.is_pass()).unwrap_or(0);
     let mut beside = nothing_beside(actions);
+    let stays =
+        |first: usize, second: usize| first + 1 == second && actions[first].unit() == actions[second].unit();
     for (index, &place) in uses.iter().enumerate() {
         let unit = actions[place].unit();
         let state = StateOf { class, unit, microbatch: 0 };
@@ -47,7 +49,12 @@ fn swap_around(
             .then(|| actions.iter().position(|action| *action == Action::Evict(state)))
             .flatten();
         let earliest = previous.copied().max(reduced).map_or(0, |place| place + 1);
-        beside[ahead.max(earliest).min(place)][0].push(Action::Fetch(state));
+        if index == 0 || !stays(uses[index - 1], place) {
+            beside[ahead.max(earliest).min(place)][0].push(Action::Fetch(state));
+        }
+        if uses.get(index + 1).is_some_and(|&next| stays(place, next)) {
+            continue;
+        }
         // What the update has made may be gathered at once.
         let is_gathered = is_step && actions.get(place + 1) == Some(&Action::Unshard { unit });
         beside[place + usize::from(is_gathered)][1].push(Action::Evict(state));

@@ -2,13 +2,14 @@
 //! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
 use super::{nothing_beside, places, put_beside};
-use crate::action::{Action, StateClass};
+use crate::action::{Action, Message, MessageKind, StateClass};
 use crate::program::Outline;
 
 /// - Sharded gradients are reduced after each backward pass of their unit, so that no rank keeps a whole one, and gathered for
 ///   the updates if ranks update all parameters.
 /// - If ranks update shards of whole parameters, these are gathered after each `STEP`.
-/// - Sharded parameters are gathered before they are read, and given back after.
+/// - Sharded parameters are gathered before they are read, and given back after. Those that a tied unit on another rank reads are gathered after their
+///   `STEP` as well, and sent.
 pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
     let is_sharded = |class| outline.state.is_sharded(class);
     if is_sharded(StateClass::Gradients) {
@@ -21,7 +22,7 @@ pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> 
         }
     }
     match (is_sharded(StateClass::Parameters), is_sharded(StateClass::Optimizer)) {
-        (true, _) => gather_around_use(outline, &actions),
+        (true, _) => gather_to_send(&gather_around_use(outline, &actions)),
         (false, true) => followed(&actions, |action| match action {
             Action::Step { unit } => Some(Action::Unshard { unit }),
             _ => None,
@@ -67,13 +68,23 @@ fn gather_around_use(outline: &Outline, actions: &[Action]) -> Vec<Action> {
     put_beside(actions, beside)
 }
 
+/// Gathers the parameters that are sent after their update, and frees them when they are sent.
+fn gather_to_send(actions: &[Action]) -> Vec<Action> {
+    let send = |unit| Action::Send(Message::parameters(unit));
+    followed(actions, |action| match action {
+        Action::Step { unit } if actions.contains(&send(unit)) => Some(Action::Unshard { unit }),
+        Action::Send(Message { kind: MessageKind::Parameters, unit, .. }) => Some(Action::Reshard { unit }),
+        _ => None,
+    })
+}
+
 /// In order of their first passes. A unit stays from one pass to the next one that reads it if they are neighbours, from its
 /// recomputation to its backward pass, and if that is asked for from forward to backward.
 fn stays(outline: &Outline, passes: &[Action]) -> Vec<Stay> {
     let mut stays: Vec<Stay> = Vec::new();
     let mut latest: Vec<Option<usize>> = vec![None; outline.chain.num_units];
     for (pass, &action) in passes.iter().enumerate() {
-        for unit in outline.reads(action) {
+        for unit in outline.reads(action).filter(|&unit| outline.holds(unit)) {
             let previous = latest[unit].map(|stay| stays[stay].last);
             let is_kept = previous.is_some_and(|last| {
                 let is_same_microbatch = passes[last].microbatch() == action.microbatch();

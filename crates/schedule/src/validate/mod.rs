@@ -5,7 +5,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use crate::action::{Action, Keep, StateClass, Stream};
+use crate::action::{Action, Keep, Stream};
 use crate::program::Program;
 use state::State;
 
@@ -23,18 +23,6 @@ pub enum ProgramError {
         action: Action,
         /// Why.
         fault: ActionFault,
-    },
-    /// A unit reads sharded parameters that lie on another rank of the pipeline.
-    #[error(
-        "unit {reader} reads the parameters of unit {owner}, which are sharded on another pipeline rank ({rank})"
-    )]
-    TieAcrossRanks {
-        /// The unit that reads.
-        reader: usize,
-        /// The unit whose parameters they are.
-        owner: usize,
-        /// Where that one lies.
-        rank: usize,
     },
     /// A unit reads parameters of another one, and both read versions of their own.
     #[error("unit {reader} reads the parameters of unit {owner}, but may need a different version of them")]
@@ -139,11 +127,6 @@ pub enum ActionFault {
 /// Cost: linear in the actions; each `STEP` looks at all units.
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
     let outline = &program.outline;
-    let is_across = |(reader, owner): &&(usize, usize)| outline.rank_of(*reader) != outline.rank_of(*owner);
-    let has_copies = !outline.state.is_sharded(StateClass::Parameters);
-    if let Some(&(reader, owner)) = outline.chain.ties.iter().find(is_across).filter(|_| !has_copies) {
-        return Err(ProgramError::TieAcrossRanks { reader, owner, rank: outline.rank_of(owner) });
-    }
     let is_versioned = |action: &Action| matches!(action, Action::Stash { .. } | Action::Unstash { .. });
     if let Some(index) =
         program.actions.iter().position(is_versioned).filter(|_| outline.asynchronous.is_none())

@@ -127,7 +127,8 @@ impl<'a> State<'a> {
         };
         let unit = |unit| Unit {
             activations: vec![Activations::Absent; outline.num_microbatches],
-            parameters: at_rest,
+            // A tied unit reads a copy of the parameters of another rank.
+            parameters: if outline.holds(unit) { at_rest } else { Parameters::Whole },
             is_held: outline.holds(unit),
             in_flight: 0,
             num_added: 0,
@@ -356,7 +357,7 @@ impl<'a> State<'a> {
         if let Some(unit) = self.units.iter().position(|unit| !unit.stashed.is_empty()) {
             return Some(Action::Unstash { unit });
         }
-        let unit = self.units.iter().position(|unit| unit.parameters != self.at_rest)?;
+        let unit = self.held().find(|&unit| self.units[unit].parameters != self.at_rest)?;
         Some(match self.at_rest {
             Parameters::Sharded => Action::Reshard { unit },
             _ => Action::Unshard { unit },

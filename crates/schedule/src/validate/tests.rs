@@ -1,5 +1,6 @@
 use super::*;
 use crate::action::Keep;
+use crate::action::StateClass;
 use crate::layout::{ClassLayout, Share, StateLayout, Tier};
 use crate::lowering::{lay_out, recompute};
 use crate::program::Chain;
