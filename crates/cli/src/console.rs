@@ -317,7 +317,11 @@ impl Observer for Console {
         if let Some(bar) = &self.bar {
             bar.set_position(record.step);
             let left = left.map(|left| format!("  {} left", duration(left))).unwrap_or_default();
-            bar.set_message(format!("loss {:.4}  {speed:.0} {unit}{left}", record.loss));
+            let loss = match record.loss.is_nan() {
+                true => "no loss".to_owned(),
+                false => format!("loss {:.4}", record.loss),
+            };
+            bar.set_message(format!("{loss}  {speed:.0} {unit}{left}"));
         }
         if is_due || record.seconds_to_first_step.is_some() {
             self.record(LogLine { record, speed, left });

@@ -65,7 +65,9 @@ impl LogLine<'_> {
             fields.push(Field { name: name.to_owned(), value, rank });
         };
         push(0, "step", record.step.to_string());
-        push(0, "loss", format!("{:.4}", record.loss));
+        if !record.loss.is_nan() {
+            push(0, "loss", format!("{:.4}", record.loss));
+        }
         for (name, value) in record.metrics.iter() {
             push(7, name, format!("{value:.4}"));
         }

@@ -109,6 +109,11 @@ impl LossScaler {
         Some(self.scale)
     }
 
+    /// Counts a step that is skipped for another reason than an overflow. The scale stays as it is.
+    pub fn skip(&mut self) {
+        self.skipped_steps += 1;
+    }
+
     /// What to keep.
     pub fn state(&self) -> LossScalerState {
         let scale = self.is_dynamic().then_some(self.scale);

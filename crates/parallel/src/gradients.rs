@@ -206,13 +206,8 @@ impl Gradients {
         while self.is_rounded && self.units[unit].shard.is_some() && self.is_full(self.units[unit].len) {
             self.finish_first()?;
         }
-        self.written[self.table.units()[unit].parameters.clone()].fill(false);
+        let vector = self.take_sum(unit);
         let (device, state) = (&self.device, &mut self.units[unit]);
-        let sum = state.sum.finish(|left, right| add(device, state.num_elements, left, right));
-        let sum = sum.or(state.open.take()).expect("a gradient is reduced after backward");
-        let Gradient::Reducible(vector) = sum else {
-            unreachable!("the first gradient is what ranks reduce, and sums grow to the left")
-        };
         if let Some(compressed) = state.reduction.compressed_mut().filter(|_| is_whole) {
             compressed.start_whole(vector);
         } else if let Some(whole) = state.reduction.start(vector, device)? {
@@ -224,6 +219,27 @@ impl Gradients {
             self.units.iter().for_each(|state| state.reduction.flush());
         }
         Ok(())
+    }
+
+    /// Discards what was added to `unit`'s gradient since the last reduction.
+    pub(crate) fn discard(&mut self, unit: usize) {
+        let vector = self.take_sum(unit);
+        match self.keeps_whole {
+            true => self.units[unit].reducible = Some(vector),
+            false => self.pool.give(vector),
+        }
+    }
+
+    /// Takes this rank's sum of `unit`'s gradient since the last reduction.
+    fn take_sum(&mut self, unit: usize) -> Exchanged<f32> {
+        self.written[self.table.units()[unit].parameters.clone()].fill(false);
+        let (device, state) = (&self.device, &mut self.units[unit]);
+        let sum = state.sum.finish(|left, right| add(device, state.num_elements, left, right));
+        let sum = sum.or(state.open.take()).expect("a gradient is reduced after backward");
+        let Gradient::Reducible(vector) = sum else {
+            unreachable!("the first gradient is what ranks reduce, and sums grow to the left")
+        };
+        vector
     }
 
     /// Waits for the message under way of the reduction that was started first.

@@ -41,5 +41,5 @@ pub use gradients::Determinism;
 pub use offload::{OffloadOptions, Spill};
 pub use placement::Placements;
 pub use ranks::{Degrees, RankGrid};
-pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan, ZeroPlusPlus};
+pub use step::{ExecutorOptions, GradNorm, NonFinite, Skipped, StepOutcome, StepPlan, ZeroPlusPlus};
 pub use trireme_swap::SwapOptions;

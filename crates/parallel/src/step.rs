@@ -109,25 +109,36 @@ pub struct StepPlan {
     pub lr: f64,
     /// What is done with the gradients' norm.
     pub grad_norm: GradNorm,
+    /// Whether anything in the step's batch counts in the loss; the same on all ranks. If nothing does, the step is skipped.
+    pub has_loss: bool,
 }
 
 /// What a step found; the same on all ranks but for times and compression.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOutcome {
-    /// Mean loss over the global batch before the update; of a language model in nats a token.
+    /// Mean loss over the global batch before the update; of a language model in nats a token. NaN if nothing in the batch counts in it.
     pub loss: f64,
     /// Global norm of the mean gradient before clipping, without the loss scale, if it was computed and gradients were
     /// exchanged, not momentum.
     pub grad_norm: Option<f64>,
     /// The scale of the loss in this step's backward.
     pub loss_scale: u32,
-    /// Why the step was skipped, if it was: parameters and optimizer are as before, and the loss scale has fallen.
-    pub skipped: Option<NonFinite>,
+    /// Why the step was skipped, if it was: parameters and optimizer are as before.
+    pub skipped: Option<Skipped>,
     /// Time in which this rank waited for communication with nothing else to do.
     pub comm_exposed: Duration,
     /// What compression did on this rank to all units, if there is any. The norm of the error is that of what this rank's
     /// mean gradient lacks in its messages, without the loss scale and before clipping, like `grad_norm`.
     pub compression: Option<CompressionStatistics>,
+}
+
+/// Why a step was skipped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Skipped {
+    /// The loss or the gradients overflowed, and the loss scale has fallen.
+    Overflow(NonFinite),
+    /// Nothing in the batch counts in the loss. The loss scale is as before.
+    NoLoss,
 }
 
 /// What was infinite or NaN.

@@ -7,7 +7,7 @@ use std::ops::Range;
 use trireme_comm::Group;
 use trireme_model::{Batch, ModelConfig};
 use trireme_optim::{OptimizerKind, SgdSettings};
-use trireme_parallel::{Executor, GradNorm, StepOutcome, StepPlan};
+use trireme_parallel::{Executor, GradNorm, Skipped, StepOutcome, StepPlan};
 use trireme_schedule::pipeline::{Costs, Kind, PassKind, Schedule, Sizes, StageCosts, generate};
 use trireme_schedule::{Keep, StateLayout};
 use trireme_testkit::{random_batch, run_ranks};
@@ -28,7 +28,7 @@ fn layout(pipeline: Option<Pipeline>) -> Layout<'static> {
 }
 
 fn plan(step: usize, grad_norm: GradNorm) -> StepPlan {
-    StepPlan { step: step as u64, lr: LR, grad_norm }
+    StepPlan { step: step as u64, lr: LR, grad_norm, has_loss: true }
 }
 
 /// All steps of a program, twice over if it is to be run again.
@@ -174,16 +174,19 @@ fn a_double_buffer_has_the_same_bits_on_any_number_of_ranks() {
 
 /// Steps with a learning rate each.
 fn run_at(executor: &mut Executor, first: usize, rates: &[f64], grad_norm: GradNorm) -> Vec<StepOutcome> {
+    let plan = |(index, &lr): (usize, &f64)| StepPlan { lr, ..plan(first + index, grad_norm) };
+    run_plans(executor, &rates.iter().enumerate().map(plan).collect::<Vec<_>>())
+}
+
+fn run_plans(executor: &mut Executor, plans: &[StepPlan]) -> Vec<StepOutcome> {
     let num_microbatches = executor.program().outline.microbatches_per_step();
     let batch = |index: usize| -> Batch {
-        let step = (first + index / num_microbatches) as u64;
+        let step = plans[index / num_microbatches].step;
         random_batch(executor.device(), SHAPE, 61, step, index % num_microbatches)
     };
     let batches: Vec<Batch> = (0..executor.program().outline.num_microbatches).map(batch).collect();
-    let plan = |(index, &lr): (usize, &f64)| StepPlan { step: (first + index) as u64, lr, grad_norm };
-    let plans: Vec<StepPlan> = rates.iter().enumerate().map(plan).collect();
     let mut outcomes = Vec::new();
-    executor.run_steps(&plans, &mut batches.into_iter(), &mut outcomes).unwrap();
+    executor.run_steps(plans, &mut batches.into_iter(), &mut outcomes).unwrap();
     outcomes
 }
 
@@ -236,4 +239,46 @@ fn a_norm_above_all_others_clips_nothing() {
     let run = |grad_norm| found(&layout(pipeline), 2, 2, grad_norm);
     let (unclipped, clipped) = (run(GradNorm::Clip(1e9)), run(GradNorm::Clip(0.1)));
     assert!(run(GradNorm::Measure) == unclipped && unclipped != clipped);
+}
+
+#[test]
+fn a_step_without_loss_changes_no_weight() {
+    for (kind, num_microbatches, grad_norm) in [
+        (Kind::PipeDream, 1, GradNorm::Measure),
+        (Kind::PipeDream2Bw, 2, GradNorm::Measure),
+        (Kind::PipeDream2Bw, 2, GradNorm::Clip(1e9)),
+    ] {
+        let layout = layout(Some(Pipeline { kind, num_ranks: 2, stages_per_rank: 1 }));
+        let run = |change: &(dyn Fn(&mut StepPlan) + Sync)| {
+            run_ranks(2, |group| {
+                let mut executor = laid_out(&model(), group, 1, num_microbatches, &layout);
+                let mut outcomes = Vec::new();
+                for first in [1, 1 + ASYNCHRONOUS_STEPS] {
+                    let mut plans: Vec<StepPlan> =
+                        (first..first + ASYNCHRONOUS_STEPS).map(|step| plan(step, grad_norm)).collect();
+                    change(&mut plans[1]);
+                    outcomes.extend(run_plans(&mut executor, &plans));
+                }
+                (outcomes, parameters(&mut executor), executor.loss_scaler().skipped_steps())
+            })
+        };
+        let skipped = run(&|plan| plan.has_loss = false);
+        // Without momentum, a rate of zero changes nothing either.
+        let still = run(&|plan| plan.lr = 0.0);
+        for ((outcomes, parameters, num_skipped), (expected, expected_parameters, _)) in
+            skipped.iter().zip(&still)
+        {
+            assert!(parameters == expected_parameters, "{kind}");
+            assert_eq!(*num_skipped, 2);
+            for (index, (outcome, expected)) in outcomes.iter().zip(expected).enumerate() {
+                match index % ASYNCHRONOUS_STEPS {
+                    1 => {
+                        assert_eq!((outcome.skipped, outcome.grad_norm), (Some(Skipped::NoLoss), None));
+                        assert!(outcome.loss.is_nan());
+                    }
+                    _ => assert_eq!((outcome.loss, outcome.grad_norm), (expected.loss, expected.grad_norm)),
+                }
+            }
+        }
+    }
 }

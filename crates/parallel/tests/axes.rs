@@ -88,7 +88,7 @@ fn train_on(hosts: &[usize], config: &ModelConfig, num_steps: u64, layout: &Layo
         let mut executor = executor(config, group, hosts.len(), layout);
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
         for step in 1..=num_steps {
-            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
+            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure, has_loss: true };
             let outcome = executor.run(plan, &mut batches(&executor, config, step).into_iter()).unwrap();
             losses.push(outcome.loss);
             norms.extend(outcome.grad_norm);
@@ -434,7 +434,7 @@ fn messages_are_those_of_the_papers() {
                     executor.rehearsal().units.iter().map(|unit| unit.exchanges.clone()).collect();
                 let tensor = Arc::clone(executor.ranks().tensor());
                 let before = tensor.statistics().payload_bytes;
-                let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off };
+                let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off, has_loss: true };
                 executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();
                 let table = executor.model().table();
                 let terms = executor.rehearsal().units.iter().flat_map(|unit| &unit.grad_terms);
@@ -502,7 +502,7 @@ fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
                 let of_groups = || groups.each_ref().map(|group| group.statistics());
                 let sent = || of_groups().map(|of_group| of_group.message_bytes + of_group.payload_bytes);
                 let before = sent();
-                let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off };
+                let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off, has_loss: true };
                 // With one kind of group the ring, or those that exchange heads, are the data-parallel ranks, too.
                 let is_both = ring > 1 && heads > 1;
                 executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();

@@ -141,7 +141,7 @@ fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u
     let mut found = Vec::new();
     for step in 1..=STEPS {
         let batches = batches(executor, model, case.num_microbatches, step);
-        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
         let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         found.extend([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
     }
@@ -238,7 +238,7 @@ fn a_peer_that_leaves_is_an_error_of_the_step() {
                 };
                 let step = |executor: &mut Executor, step| {
                     let batches = batches(executor, &model, case.num_microbatches, step);
-                    let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+                    let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
                     executor.run(plan, &mut batches.into_iter())
                 };
                 step(executor, 1).unwrap();

@@ -62,7 +62,10 @@ fn first_failure(swap: SwapOptions) -> String {
         let mut executor = laid_out(config, group, 1, 1, &layout);
         let mut run = |step| {
             let batches = batches(&executor, 1, step);
-            executor.run(StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Measure }, &mut batches.into_iter())
+            executor.run(
+                StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Measure, has_loss: true },
+                &mut batches.into_iter(),
+            )
         };
         let error: ParallelError =
             (1..100).find_map(|step| run(step).err()).expect("the disk fails some time");

@@ -47,7 +47,7 @@ fn train(config: &ModelConfig, group: Group, accumulation: usize, layout: &Layou
     let mut steps = Vec::new();
     for step in 1..=3 {
         let batches = batches(&executor, MICROBATCHES, step);
-        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Measure };
+        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Measure, has_loss: true };
         let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         steps.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap_or_default().to_bits()]);
     }
@@ -150,7 +150,7 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
                 };
                 let before = sent(&executor);
                 let batches = batches(&executor, degree, 1);
-                let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
+                let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0), has_loss: true };
                 executor.run(plan, &mut batches.into_iter()).unwrap();
                 // To experts elsewhere and back from those here, forward and backward.
                 let is_here = |expert: &usize| owner(*expert) == rank;
@@ -195,7 +195,7 @@ fn the_highest_loads_do_not_travel() {
         let sent = (1..=3).map(|step| {
             let batches = batches(&executor, 2, 1);
             // Without updates, the same tokens choose the same experts in each step.
-            let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Off };
+            let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Off, has_loss: true };
             executor.run(plan, &mut batches.into_iter()).unwrap();
             let sent = executor.ranks().experts().unwrap().statistics().message_bytes;
             sent - std::mem::replace(&mut before, sent)
@@ -215,7 +215,7 @@ fn biases_after_a_step(config: &ModelConfig, options: ExecutorOptions) -> Vec<Ve
     let found = run_ranks(2, |group| {
         let mut executor = laid_out(config, group, 1, 1, &layout);
         let batches = batches(&executor, 2, 1);
-        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off };
+        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off, has_loss: true };
         executor.run(plan, &mut batches.into_iter()).unwrap();
         let all = executor.gather_parameters().unwrap()?;
         let biases = all.table().parameters().iter().filter(|info| info.class == ParameterClass::Balance);

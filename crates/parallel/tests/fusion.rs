@@ -21,7 +21,7 @@ fn gradients_have_the_same_bits_in_fewer_messages() {
                 let memory = executor.device().memory().usage(Category::Communication).current;
                 let batches = batches(&executor, 2, 1);
                 let before = executor.group().statistics();
-                let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off };
+                let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off, has_loss: true };
                 executor.run(plan, &mut batches.into_iter()).unwrap();
                 let after = executor.group().statistics();
                 let payload_bytes = after.payload_bytes - before.payload_bytes;

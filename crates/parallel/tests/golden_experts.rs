@@ -87,7 +87,7 @@ impl Golden {
         let mut samples = HostBatch::new(&token_specs(1, len - 1));
         set_window(&mut samples, 0, window);
         let batch = samples.upload(executor.device()).unwrap();
-        let plan = StepPlan { step, lr, grad_norm: GradNorm::Measure };
+        let plan = StepPlan { step, lr, grad_norm: GradNorm::Measure, has_loss: true };
         executor.run(plan, &mut std::iter::once(batch)).unwrap().loss
     }
 }

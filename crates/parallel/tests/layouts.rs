@@ -84,7 +84,7 @@ fn a_loss_that_is_not_finite_stops_before_the_update() {
         }
         let before = shard_values(&executor, 2);
         let batch = random_batch(&executor.device().clone(), SHAPE, config.vocab_size, 1, rank);
-        let plan = StepPlan { step: 7, lr: 1e-2, grad_norm: GradNorm::Off };
+        let plan = StepPlan { step: 7, lr: 1e-2, grad_norm: GradNorm::Off, has_loss: true };
         let error = executor.run(plan, &mut vec![batch].into_iter()).unwrap_err().to_string();
         assert!(error.contains("step 7: the loss is NaN"), "{error}");
         assert_eq!(shard_values(&executor, 2), before, "parameters stay");

@@ -6,7 +6,7 @@ use common::{OPTIONS, SHAPE, batches, change_shard, dynamic, executor, parameter
 use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch, ModelConfig, set_window, token_specs};
 use trireme_optim::LossScaling;
-use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
@@ -46,7 +46,7 @@ fn uniform_batch(executor: &Executor, token: u32) -> Batch {
 }
 
 fn step(executor: &mut Executor, step: u64, grad_norm: GradNorm, batch: Batch) -> StepOutcome {
-    let plan = StepPlan { step, lr: 1e-2, grad_norm };
+    let plan = StepPlan { step, lr: 1e-2, grad_norm, has_loss: true };
     executor.run(plan, &mut std::iter::once(batch)).unwrap()
 }
 
@@ -92,7 +92,11 @@ fn check_skipped(
             let before = all_bits(&executor);
             let batch = if odd == Some(rank) { other(&executor) } else { common_batch(&executor, 1) };
             let outcome = step(&mut executor, 1, grad_norm, batch);
-            assert_eq!(outcome.skipped, odd.map(|_| cause), "{options:?}, {grad_norm:?}, {odd:?}");
+            assert_eq!(
+                outcome.skipped,
+                odd.map(|_| Skipped::Overflow(cause)),
+                "{options:?}, {grad_norm:?}, {odd:?}"
+            );
             assert_eq!(outcome.loss_scale, initial);
             let (scaler, after) = (executor.loss_scaler(), all_bits(&executor));
             let expected = if odd.is_some() { (initial / 2, 1) } else { (initial, 0) };
@@ -150,6 +154,38 @@ fn updates_count_and_skipped_steps_do_not() {
 }
 
 #[test]
+fn a_step_without_loss_is_no_update_and_leaves_the_scale() {
+    for loss_scaling in [LossScaling::Off, dynamic(256)] {
+        let run = |num_skipped: u64| {
+            run_ranks(2, |group| {
+                let mut executor =
+                    executor(&untied(), group, 1, 1, ExecutorOptions { loss_scaling, ..OPTIONS });
+                let scale = executor.loss_scaler().scale();
+                let before = all_bits(&executor);
+                for step in 1..=num_skipped {
+                    let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Measure, has_loss: false };
+                    let batch = common_batch(&executor, step);
+                    let outcome = executor.run(plan, &mut std::iter::once(batch)).unwrap();
+                    assert_eq!((outcome.skipped, outcome.grad_norm), (Some(Skipped::NoLoss), None));
+                    assert!(outcome.loss.is_nan());
+                }
+                assert!(all_bits(&executor) == before);
+                assert_eq!(
+                    (executor.loss_scaler().scale(), executor.loss_scaler().skipped_steps()),
+                    (scale, num_skipped)
+                );
+                for number in 1..=2 {
+                    let batch = common_batch(&executor, number);
+                    step(&mut executor, num_skipped + number, GradNorm::Measure, batch);
+                }
+                all_bits(&executor)
+            })
+        };
+        assert!(run(3) == run(0), "the bias corrections are those of the second update");
+    }
+}
+
+#[test]
 fn the_scale_grows_with_good_steps() {
     run_ranks(2, |group| {
         let loss_scaling = LossScaling::Dynamic { initial: 8, growth_interval: 2 };
@@ -178,7 +214,8 @@ fn a_scale_that_cannot_fall_ends_in_an_error_on_all_ranks() {
                 let batch = batch(&executor);
                 step(&mut executor, number, GradNorm::Measure, batch);
             }
-            let plan = StepPlan { step: num_skipped + 1, lr: 1e-2, grad_norm: GradNorm::Measure };
+            let plan =
+                StepPlan { step: num_skipped + 1, lr: 1e-2, grad_norm: GradNorm::Measure, has_loss: true };
             let batch = batch(&executor);
             let error = executor.run(plan, &mut std::iter::once(batch)).unwrap_err().to_string();
             let expected = format!(

@@ -11,7 +11,9 @@ use trireme_comm::{
 };
 use trireme_model::{ModelConfig, TOKENS};
 use trireme_optim::{LossScaling, OptimizerKind, VarianceSchedule};
-use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
+use trireme_parallel::{
+    Determinism, Executor, ExecutorOptions, GradNorm, NonFinite, Skipped, StepOutcome, StepPlan,
+};
 use trireme_schedule::collective::FlatAlgorithm;
 use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
@@ -48,7 +50,7 @@ fn executor(
 fn step(executor: &mut Executor, number: u64) -> StepOutcome {
     let world_size = executor.group().world_size();
     let batches = batches(executor, 2 * world_size, number);
-    let plan = StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure };
+    let plan = StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure, has_loss: true };
     executor.run(plan, &mut batches.into_iter()).unwrap()
 }
 
@@ -108,7 +110,8 @@ fn replicas_stay_equal_and_the_loss_falls() {
                 let run = |number| {
                     // Always the same data, of each rank its own.
                     let batches = batches(&executor, 2 * world_size, 0);
-                    let plan = StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure };
+                    let plan =
+                        StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure, has_loss: true };
                     executor.run(plan, &mut batches.into_iter()).unwrap().loss
                 };
                 let losses: Vec<f64> = (1..=60).map(run).collect();
@@ -180,8 +183,12 @@ fn a_step_that_overflows_leaves_all_as_it_was() {
                     let skipped = u64::from(overflows);
                     for number in before_overflow + 1..=before_overflow + 3 {
                         let place = batches(&executor, 4, number);
-                        let plan =
-                            StepPlan { step: number + skipped, lr: 3e-3, grad_norm: GradNorm::Measure };
+                        let plan = StepPlan {
+                            step: number + skipped,
+                            lr: 3e-3,
+                            grad_norm: GradNorm::Measure,
+                            has_loss: true,
+                        };
                         let outcome = executor.run(plan, &mut place.into_iter()).unwrap();
                         assert_eq!(outcome.skipped, None);
                     }
@@ -225,7 +232,10 @@ fn gradients_that_overflow_in_f16_are_found_in_the_sums() {
     assert_eq!(skipped[0], skipped[1], "ranks agree");
     let late = skipped[0].iter().filter(|(number, _)| *number > 10);
     assert!(late.clone().count() > 2 && late.count() < 20, "{skipped:?}");
-    assert!(skipped[0].iter().all(|(_, what)| *what == Some(NonFinite::GradNorm)), "{skipped:?}");
+    assert!(
+        skipped[0].iter().all(|(_, what)| *what == Some(Skipped::Overflow(NonFinite::GradNorm))),
+        "{skipped:?}"
+    );
 }
 
 /// A step in which the second rank's activations are NaN, and with them its gradients.
@@ -239,9 +249,9 @@ fn overflow(executor: &mut Executor, number: u64) {
     }
     let mut batches = batches(executor, 4, number);
     executor.device().zero(batches[0].get_mut(TOKENS).unwrap().view_mut());
-    let plan = StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure };
+    let plan = StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure, has_loss: true };
     let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
-    assert_eq!(outcome.skipped, Some(NonFinite::Loss), "all ranks see it");
+    assert_eq!(outcome.skipped, Some(Skipped::Overflow(NonFinite::Loss)), "all ranks see it");
     if is_spoilt {
         change_shard(executor, 0, |values| values[0] = first);
     }

@@ -26,7 +26,7 @@ fn train(mut executor: Executor, num_microbatches: usize) -> Found {
     let mut found = Vec::new();
     for step in 1..=STEPS {
         let batches = batches(&executor, num_microbatches, step);
-        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
         let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         found.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
     }
@@ -95,7 +95,7 @@ fn a_tied_head_may_send_once_a_step() {
                 let mut executor = laid_out(&model, group, 1, num_microbatches, &layout);
                 let before = executor.ranks().payload_bytes();
                 let batches = batches(&executor, num_microbatches, 1);
-                let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+                let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
                 executor.run(plan, &mut batches.into_iter()).unwrap();
                 executor.ranks().payload_bytes() - before
             });
@@ -170,7 +170,7 @@ fn each_action_of_a_step_has_its_time() {
         for step in 1..=2 {
             let before = Instant::now();
             let batches = batches(&executor, 4, step);
-            let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+            let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
             executor.run(plan, &mut batches.into_iter()).unwrap();
             let times = executor.timeline();
             assert_eq!(times.len(), executor.program().actions.len());

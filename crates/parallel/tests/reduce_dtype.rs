@@ -47,7 +47,7 @@ fn sixteen_bits_halve_the_bytes_of_messages_and_of_gradients() {
             let alone = ExecutorOptions { fusion_bytes: 0, ..options(reduce_dtype) };
             let mut executor = executor(config, group, 1, 1, alone);
             let batches = batches(&executor, 2, 1);
-            let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off };
+            let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off, has_loss: true };
             executor.run(plan, &mut batches.into_iter()).unwrap();
             let memory = executor.device().memory().usage(Category::Gradients).current;
             let num_elements = executor.model().table().num_elements();

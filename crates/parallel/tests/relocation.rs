@@ -50,7 +50,7 @@ fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Foun
         }
         for step in part * STEPS + 1..=(part + 1) * STEPS {
             let batches = batches(&executor, NUM_MICROBATCHES, step);
-            let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+            let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
             let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
             steps.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
         }

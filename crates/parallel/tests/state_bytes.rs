@@ -25,7 +25,7 @@ fn state_bytes(
         let mut executor =
             laid_out(&config(), group, 1, 1, &Layout { options, num_shards, state, ..Layout::default() });
         let batches = batches(&executor, world_size, 1);
-        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
+        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0), has_loss: true };
         executor.run(plan, &mut batches.into_iter()).unwrap();
         let num_elements = executor.model().table().num_elements() as f64;
         [Category::Parameters, Category::Gradients, Category::Optimizer]
@@ -78,7 +78,7 @@ fn stages_send_the_bytes_of_the_paper() {
                 laid_out(&config(), group, 1, 1, &Layout { options, num_shards, state, ..Layout::default() });
             let before = executor.ranks().payload_bytes();
             let batches = batches(&executor, num_ranks, 1);
-            let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
+            let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0), has_loss: true };
             executor.run(plan, &mut batches.into_iter()).unwrap();
             if !state.is_sharded(StateClass::Parameters) {
                 // Waits for what the end of the step has begun to gather.

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Layout, OPTIONS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
-use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, StepPlan, ZeroPlusPlus};
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, Skipped, StepPlan, ZeroPlusPlus};
 use trireme_schedule::{Action, StateLayout};
 use trireme_tensor::{Category, IntegerFormat, Precision};
 use trireme_testkit::{run_ranks_on, small_models};
@@ -29,7 +29,7 @@ fn train(executor: &mut Executor, num_microbatches: usize, num_steps: u64, repea
     let mut found = Vec::new();
     for step in 1..=num_steps {
         let batches = batches(executor, num_microbatches, if repeats { 1 } else { step });
-        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
         let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         assert_eq!(outcome.skipped, None, "step {step}");
         found.extend([outcome.loss, outcome.grad_norm.unwrap()]);
@@ -161,11 +161,11 @@ fn what_overflows_is_found_in_integers_too() {
         let layout = Layout { options, num_shards: 4, state, ..Layout::default() };
         let skipped = run_ranks_on(&[0, 0, 1, 1], |group| {
             let mut executor = laid_out(&small_models()[0], group, 1, 1, &layout);
-            let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+            let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
             let batches = batches(&executor, 4, 1);
             executor.run(plan, &mut batches.into_iter()).unwrap().skipped
         });
-        assert_eq!(skipped, [Some(NonFinite::GradNorm); 4], "{format:?}");
+        assert_eq!(skipped, [Some(Skipped::Overflow(NonFinite::GradNorm)); 4], "{format:?}");
     }
 }
 
@@ -178,7 +178,7 @@ fn across((state, options): (StateLayout, ExecutorOptions)) -> (f64, f64, f64, f
     let ranks = run_ranks_on(&[0, 0, 1, 1], |group| {
         let mut executor = laid_out(&config, group, 1, 1, &layout);
         let before = executor.ranks().payload_bytes_across().unwrap();
-        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
         let batches = batches(&executor, 4, 1);
         executor.run(plan, &mut batches.into_iter()).unwrap();
         executor.group().barrier().wait().unwrap();

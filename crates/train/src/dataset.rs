@@ -28,13 +28,14 @@ pub trait Dataset: Send {
         BTreeMap::from([("num_samples".to_owned(), self.num_samples().to_string())])
     }
 
-    /// Tells that the samples read next are those of one mean, `num_samples` from index `first` on: of a step, of all ranks, or of a validation. A
-    /// dataset that weighs parts of samples can divide by what all of them weigh.
+    /// Announces that the samples read next are those of one mean, `num_samples` from index `first` on: of a step, of all ranks, or of a validation.
+    /// A dataset that weighs parts of samples can divide by what all of them weigh. Returns whether anything in them counts in the loss. If
+    /// nothing does, a step is skipped, and a validation has no result.
     ///
     /// # Errors
     /// As [`read`](Dataset::read).
-    fn begin(&mut self, _first: u64, _num_samples: u64) -> Result<(), TrainError> {
-        Ok(())
+    fn begin(&mut self, _first: u64, _num_samples: u64) -> Result<bool, TrainError> {
+        Ok(true)
     }
 
     /// Writes the sample of this index of the run. Without an order of its own, a dataset reads `index % num_samples()`;

@@ -359,9 +359,9 @@ impl Dataset for TokenWindows {
     }
 
     /// Cost: where only some tokens count in the loss, reads the mask of all the samples.
-    fn begin(&mut self, first: u64, num_samples: u64) -> Result<(), TrainError> {
+    fn begin(&mut self, first: u64, num_samples: u64) -> Result<bool, TrainError> {
         if !self.sequences.weighs_losses {
-            return Ok(());
+            return Ok(true);
         }
         let (mut num_counted, mut num_unpadded) = (0, 0);
         for index in first..first + num_samples {
@@ -370,10 +370,9 @@ impl Dataset for TokenWindows {
             num_counted += self.counted[1..].iter().map(|&counted| u64::from(counted)).sum::<u64>();
         }
         let num_tokens = num_samples * self.sequences.seq_len as u64;
-        self.loss_weight =
-            if num_counted == 0 { 0.0 } else { (num_tokens as f64 / num_counted as f64) as f32 };
+        self.loss_weight = (num_tokens as f64 / num_counted.max(1) as f64) as f32;
         self.token_weight = (num_tokens as f64 / num_unpadded as f64) as f32;
-        Ok(())
+        Ok(num_counted > 0)
     }
 
     fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError> {

@@ -78,7 +78,7 @@ pub struct WorkerPlan {
 pub struct RunSummary {
     /// Steps done, those of earlier runs included.
     pub step: u64,
-    /// Loss of the last step of this run, if it made any.
+    /// Loss of the last step of this run that had one, if any did.
     pub loss: Option<f64>,
     /// Last validation loss.
     pub validation_loss: Option<f64>,
@@ -335,7 +335,8 @@ impl<'a> Trainer<'a> {
         }
         self.write_metrics(record)?;
         self.observer.step(record);
-        (summary.step, summary.loss) = (step, Some(record.loss));
+        summary.step = step;
+        summary.loss = Some(record.loss).filter(|loss| !loss.is_nan()).or(summary.loss);
         let keeps_best = is_best && self.config.keeps_best() && step == self.state.step;
         let is_due = match self.config.checkpoint().interval {
             _ if is_last || keeps_best => true,
@@ -477,7 +478,7 @@ impl<'a> Trainer<'a> {
     /// Writes down when the ranks did what in the last step, if its turn has come. Collective.
     fn trace(&mut self) -> Result<(), TrainError> {
         let (step, interval) = (self.state.step, self.config.metrics().trace_interval);
-        if interval > 0 && step.is_multiple_of(interval) {
+        if interval > 0 && step.is_multiple_of(interval) && !self.executor.timeline().is_empty() {
             self.executor.group().set_line(format_args!("step {step}: trace"));
             self.tracer.write(step, &self.executor)?;
         }
@@ -501,16 +502,23 @@ impl<'a> Trainer<'a> {
         Ok(self.records.last().expect("a program has steps"))
     }
 
-    /// Mean loss and metrics on the samples to validate on, if there are any. Collective.
+    /// Mean loss and metrics on the samples to validate on; `None` if there are none, or nothing in them counts in the loss. Collective.
     pub fn validate(&mut self) -> Result<Option<Validated>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
         let Some(validation) = &mut self.validation else { return Ok(None) };
         let began = Instant::now();
+        let num_samples = validation.num_samples();
         let validated = validation.run(&mut self.executor)?;
+        if validated.is_none() {
+            self.report_once(format!(
+                "nothing in the {num_samples} validation samples counts in the loss, so there is no validation loss; raise \
+                 [training] validation_samples or [data] validation_fraction, or hold out samples with answers"
+            ));
+        }
         if let Some(limit) = &mut self.time_limit {
             limit.add_validation(began.elapsed());
         }
-        Ok(Some(validated))
+        Ok(validated)
     }
 
     /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.

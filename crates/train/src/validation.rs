@@ -46,13 +46,16 @@ impl Validation {
         Ok(Validation { samples, num_samples, batch_size, reports })
     }
 
-    /// The loss and the metrics; the same bits for any number of ranks, unless ranks have parts of the positions. Collective.
-    pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Validated, TrainError> {
+    /// The loss and the metrics; the same bits for any number of ranks, unless ranks have parts of the positions. `None` if nothing in the
+    /// samples counts in the loss. Collective.
+    pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Option<Validated>, TrainError> {
+        if !self.samples.begin(0, self.num_samples as u64)? {
+            return Ok(None);
+        }
         let AxisPlace { rank, degree } = executor.ranks().sample_place();
         let mut reports = self.reports.take().expect("validations follow each other");
         reports.fill(0.0);
         let num_batches = self.num_samples.div_ceil(self.batch_size);
-        self.samples.begin(0, self.num_samples as u64)?;
         // A sum and a number of rows for each report.
         let batch_len = reports.len() / num_batches;
         for first in (0..num_batches).step_by(degree) {
@@ -69,7 +72,12 @@ impl Validation {
         let reports = executor.group().all_reduce(reports, ReduceOp::Sum).wait()?;
         let validated = means(executor.rehearsal(), &reports, batch_len);
         self.reports = Some(reports);
-        Ok(validated)
+        Ok(Some(validated))
+    }
+
+    /// How many samples it has.
+    pub(crate) fn num_samples(&self) -> usize {
+        self.num_samples
     }
 
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {

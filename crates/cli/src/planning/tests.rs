@@ -249,7 +249,7 @@ impl Case {
             let batch = |index| subject.batch(device, self.shape, (step, index), context);
             let Outline { num_microbatches, .. } = executor.program().outline;
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
-            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
+            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure, has_loss: true };
             let plans = vec![plan; executor.program().outline.num_steps()];
             executor.run_steps(&plans, &mut batches.into_iter(), &mut Vec::new())?;
         }

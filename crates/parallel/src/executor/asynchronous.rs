@@ -8,7 +8,7 @@ use super::earlier_norms::EarlierNorms;
 use crate::error::ParallelError;
 use crate::parameters::RankParameters;
 use crate::ranks::RankGrid;
-use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
+use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use std::collections::VecDeque;
 use trireme_base::{DType, ReduceOp};
 use trireme_comm::{Buffer, CompressionStatistics};
@@ -19,8 +19,8 @@ use trireme_tensor::{Category, Device, ParameterSource, Tensor, View};
 /// Versions of a rank's parameters, and updates under way.
 pub(super) struct Updates {
     units: Vec<UnitVersions>,
-    /// The step whose gradients were reduced last, and how to update by them.
-    settings: Option<(usize, StepSettings)>,
+    /// The step whose gradients were reduced last, and how to update by them, unless the step is skipped.
+    settings: Option<(usize, Option<StepSettings>)>,
     /// By step, squares of the norms of this rank's gradients. Present while they are not being summed.
     squares: Option<Buffer<f64>>,
     /// What to clip by.
@@ -146,15 +146,25 @@ impl Executor {
             Some((of, settings)) if of == step => settings,
             _ => self.settings_of(step, plans[step])?,
         };
-        self.update(unit, settings)?;
+        match settings {
+            Some(settings) => self.update(unit, settings)?,
+            None => self.gradients.free_gathered(unit),
+        }
         let updates = self.updates.as_mut().expect("it was there");
         updates.settings = Some((step, settings));
         updates.units[unit].newest += 1;
         Ok(())
     }
 
-    /// Waits for the reductions of this rank, and judges what they have come to: how to update by them.
-    fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<StepSettings, ParallelError> {
+    /// Waits for the reductions of this rank, and judges what they have come to: how to update by them, unless the step is skipped.
+    fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<Option<StepSettings>, ParallelError> {
+        if !plan.has_loss {
+            self.loss_scaler.skip();
+            let updates = self.updates.as_mut().expect("the program does not drain");
+            updates.squares.as_mut().expect("they are summed at the end")[step] = 0.0;
+            (updates.has_norms[step], updates.compression[step]) = (false, None);
+            return Ok(None);
+        }
         self.collect_waiting();
         let waited = self.waiting.total();
         self.gradients.wait()?;
@@ -184,7 +194,7 @@ impl Executor {
         self.updates.as_mut().expect("the program does not drain").compression[step] = compression;
         self.timeline.has_waited(waiting.total() - waited);
         self.waiting = waiting;
-        Ok(self.settings_by(plan, self.grad_scale(), found))
+        Ok(Some(self.settings_by(plan, self.grad_scale(), found)))
     }
 
     /// The end of a program: adds what its steps have come to.
@@ -207,15 +217,15 @@ impl Executor {
         let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
         let comm_exposed = waiting.total() / plans.len() as u32;
         for (step, ((&loss, plan), square)) in losses.iter().zip(plans).zip(&squares[..]).enumerate() {
-            if !loss.is_finite() {
+            if plan.has_loss && !loss.is_finite() {
                 return Err(not_finite(plan.step, NonFinite::Loss, loss));
             }
             outcomes.push(StepOutcome {
-                loss,
+                loss: if plan.has_loss { loss } else { f64::NAN },
                 grad_norm: (plan.grad_norm != GradNorm::Off && updates.has_norms[step])
                     .then_some(square.sqrt()),
                 loss_scale: loss_scaler.scale(),
-                skipped: None,
+                skipped: (!plan.has_loss).then_some(Skipped::NoLoss),
                 comm_exposed,
                 compression: updates.compression[step],
             });

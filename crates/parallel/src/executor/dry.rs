@@ -91,7 +91,7 @@ impl Executor {
             };
             let batches = (0..num_microbatches).map(|_| specs.iter().map(zeros).collect());
             let batches: Vec<Batch> = batches.collect::<Result<_, ParallelError>>()?;
-            let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure };
+            let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure, has_loss: true };
             let plans = vec![plan; self.program.outline.num_steps()];
             let mut noted = vec![Vec::new(); num_actions + 1];
             drop(take());

@@ -2,7 +2,7 @@
 
 use super::Executor;
 use crate::error::ParallelError;
-use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
+use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use crate::waiting::Waiting;
 use trireme_comm::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
@@ -33,7 +33,7 @@ impl Executor {
             Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),
             _ => None,
         };
-        let skipped = overflow.map(|(what, _)| what);
+        let skipped = overflow.map(|(what, _)| Skipped::Overflow(what));
         // Of momentum the norm only tells whether it is finite.
         let step = self.update_number(plan);
         let has_momentum = self.has_momentum(step);
@@ -53,6 +53,30 @@ impl Executor {
             return Ok((outcome, None));
         }
         Ok((outcome, Some(self.settings_by(plan, grad_scale, grad_norm))))
+    }
+
+    /// Skips all steps of a program, in none of which anything counts in the loss: neither passes nor reductions run, so parameters,
+    /// optimizer and compressors stay as they are. Ranks exchange their [requests](Executor::requests) all the same.
+    pub(super) fn skip_steps(
+        &mut self,
+        plans: &[StepPlan],
+        outcomes: &mut Vec<StepOutcome>,
+    ) -> Result<(), ParallelError> {
+        self.timeline.begin();
+        let mut waiting = Waiting::default();
+        self.means.wait(&mut waiting)?;
+        for _ in plans {
+            self.loss_scaler.skip();
+            outcomes.push(StepOutcome {
+                loss: f64::NAN,
+                grad_norm: None,
+                loss_scale: self.loss_scaler.scale(),
+                skipped: Some(Skipped::NoLoss),
+                comm_exposed: waiting.total() / plans.len() as u32,
+                compression: None,
+            });
+        }
+        Ok(())
     }
 
     /// From a sum of gradients over all microbatches of all ranks to their mean.

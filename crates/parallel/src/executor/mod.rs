@@ -256,7 +256,8 @@ impl Executor {
         &self.program
     }
 
-    /// When the actions of the last step ran, in the program's order; of a step that failed, those that ended.
+    /// When the actions of the last step ran, in the program's order; of a step that failed, those that ended. Empty if all steps of the
+    /// program were skipped because nothing counted in their loss.
     pub fn timeline(&self) -> &[ActionTime] {
         self.timeline.actions()
     }
@@ -376,7 +377,7 @@ impl Executor {
     /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order.
     ///
     /// With a dynamic loss scale, a step that overflows is skipped on all ranks: it leaves parameters and optimizer as
-    /// they are, and halves the scale.
+    /// they are, and halves the scale. A step whose plan says that nothing counts in its loss is skipped with any scale.
     ///
     /// # Errors
     /// [`ParallelError::NotFinite`] and [`ParallelError::LossScaleExhausted`] before anything is updated; and what device,
@@ -426,11 +427,15 @@ impl Executor {
         if batches.len() < expected {
             return Err(ParallelError::TooFewMicrobatches { expected, found: batches.len() });
         }
+        self.first_step = plans[0].step;
+        if plans.iter().all(|plan| !plan.has_loss) {
+            batches.take(expected).for_each(drop);
+            return self.skip_steps(plans, outcomes);
+        }
         for microbatch in 0..expected {
             let batch = batches.next().expect("they were counted");
             self.begin_microbatch(microbatch, batch)?;
         }
-        self.first_step = plans[0].step;
         self.axes.choose_shadowed();
         self.timeline.begin();
         let mut finished = None;

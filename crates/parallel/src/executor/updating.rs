@@ -31,8 +31,13 @@ impl Executor {
             && self.gradients.is_compressed(unit)
     }
 
-    /// Starts the reduction of a unit's gradient, or of the momentum that it leads to.
+    /// Starts the reduction of a unit's gradient, or of the momentum that it leads to. Discards the gradient of a step in which nothing counts
+    /// in the loss.
     pub(super) fn reduce(&mut self, unit: usize, plan: StepPlan) -> Result<(), ParallelError> {
+        if !plan.has_loss {
+            self.gradients.discard(unit);
+            return Ok(());
+        }
         let step = self.update_number(plan);
         let is_momentum = self.is_momentum(unit, step);
         if self.grad_terms.has(unit) {

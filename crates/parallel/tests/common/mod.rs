@@ -219,7 +219,7 @@ pub fn train_on(
     let mut found = Vec::new();
     for step in 1..=STEPS {
         let batches = batches(&executor, step);
-        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
         let outcome: StepOutcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         assert_eq!(outcome.skipped, None, "step {step}");
         found.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);

@@ -37,13 +37,13 @@ impl Serialize for MetricValues {
     }
 }
 
-/// What is recorded of one step. Numbers that are not finite are written as `null` in JSON: of a skipped step, the norm of the
+/// The record of one step. Numbers that are not finite are written as `null` in JSON: of a skipped step, the norm of the
 /// gradients or the loss.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct StepRecord {
     /// The step, counted from 1.
     pub step: u64,
-    /// Mean loss of the step: of a language model the cross-entropy over its tokens, in nats.
+    /// Mean loss of the step: of a language model the cross-entropy over its tokens, in nats. NaN if nothing in the step counts in it.
     pub loss: f64,
     /// What units report beside the loss.
     #[serde(skip_serializing_if = "MetricValues::is_empty")]
@@ -94,7 +94,8 @@ pub struct StepRecord {
     /// Factor of the loss in this step's backward, in runs with `dtype = "f16"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<u32>,
-    /// Steps skipped since the beginning of the run because gradients overflowed, in runs with `dtype = "f16"`.
+    /// Steps skipped since the beginning of the run, because gradients overflowed or nothing counted in the loss, in runs with
+    /// `dtype = "f16"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
     /// Model FLOP/s as a part of the hardware's peak, where the peak is known.

@@ -7,7 +7,7 @@ use crate::metrics::{MemoryPeakBytes, StepRecord};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 use trireme_base::Bytes;
 use trireme_optim::LossScaling;
-use trireme_parallel::{GradNorm, NonFinite, StepOutcome, StepPlan};
+use trireme_parallel::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use trireme_tensor::{Category, Device};
 
 /// Steps of a run after which predicted and measured times are compared, of which the first ones do not count.
@@ -20,7 +20,6 @@ impl Trainer<'_> {
         let began = Instant::now();
         let bytes_before = self.executor.ranks().payload_bytes();
         let training = self.config.training();
-        self.load_batches()?;
         let last_step = self.records.iter().map(|record| record.step_seconds).sum();
         self.request_checkpoint(Duration::from_secs_f64(last_step));
         self.request_end();
@@ -30,10 +29,18 @@ impl Trainer<'_> {
         let schedule = &self.schedule;
         let steps = self.state.step + 1..=self.state.step + num_steps as u64;
         self.plans.clear();
-        self.plans.extend(steps.map(|step| StepPlan { step, lr: schedule.lr(step), grad_norm }));
+        self.plans.extend(steps.map(|step| StepPlan {
+            step,
+            lr: schedule.lr(step),
+            grad_norm,
+            has_loss: true,
+        }));
+        self.load_batches()?;
         self.outcomes.clear();
         self.executor.run_steps(&self.plans, &mut self.batches.drain(..), &mut self.outcomes)?;
-        if let Some(balance) = &mut self.balance {
+        if let Some(balance) = &mut self.balance
+            && !self.executor.timeline().is_empty()
+        {
             balance.observe(&self.executor);
         }
         let step_seconds = began.elapsed().as_secs_f64() / num_steps as f64;
@@ -128,21 +135,25 @@ impl Trainer<'_> {
         }
     }
 
-    /// Tells of a step that was skipped; such a step is done as far as data and schedule go.
+    /// Reports a step that was skipped; such a step is done as far as data and schedule go.
     fn notice_skipped(&mut self, outcome: &StepOutcome) {
-        let what = match outcome.skipped {
-            None => return,
-            Some(NonFinite::Loss) => "the loss",
-            Some(NonFinite::GradNorm) => "gradients",
-        };
-        let (from, to) = (outcome.loss_scale, self.executor.loss_scaler().scale());
         let step = self.state.step;
-        self.observer.notice(&format!(
-            "step {step}: {what} overflowed in f16; step skipped, loss scale {from} → {to}"
-        ));
+        let Some(skipped) = outcome.skipped else { return };
+        let (from, to) = (outcome.loss_scale, self.executor.loss_scaler().scale());
+        let overflowed =
+            |what| format!("step {step}: {what} overflowed in f16; step skipped, loss scale {from} → {to}");
+        let text = match skipped {
+            Skipped::Overflow(NonFinite::Loss) => overflowed("the loss"),
+            Skipped::Overflow(NonFinite::GradNorm) => overflowed("gradients"),
+            Skipped::NoLoss => format!(
+                "step {step}: nothing in its {} samples counts in the loss; step skipped",
+                self.config.training().global_batch_size
+            ),
+        };
+        self.observer.notice(&text);
     }
 
-    /// This rank's microbatches of the next program.
+    /// Reads this rank's microbatches of the next program, and notes in the plans which of its steps have a loss.
     fn load_batches(&mut self) -> Result<(), TrainError> {
         let local_batch_size = self.config.training().local_batch_size;
         let context = self.executor.ranks().context_place();
@@ -152,9 +163,10 @@ impl Trainer<'_> {
             let microbatch = self.executor.global_microbatch(index);
             let offset = (microbatch * local_batch_size) as u64;
             let first = self.state.next_sample + offset;
-            let step_first = self.state.next_sample + offset / samples_per_step * samples_per_step;
-            if begun.replace(step_first) != Some(step_first) {
-                self.train.begin(step_first, samples_per_step)?;
+            let step = offset / samples_per_step;
+            if begun.replace(step) != Some(step) {
+                let step_first = self.state.next_sample + step * samples_per_step;
+                self.plans[step as usize].has_loss = self.train.begin(step_first, samples_per_step)?;
             }
             self.batches.push(read_batch(
                 &mut *self.train,

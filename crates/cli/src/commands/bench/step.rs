@@ -361,7 +361,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
         }
         let batch = samples.upload_positions(&device, context)?;
         let disk_before = executor.disk_bytes();
-        let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off };
+        let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off, has_loss: true };
         let outcome = executor.run(plan, &mut std::iter::once(batch))?;
         if step >= args.warmup {
             seconds.push(began.elapsed().as_secs_f64());

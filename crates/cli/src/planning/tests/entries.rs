@@ -40,7 +40,7 @@ fn check(case: &Case, world_size: usize) {
                 .map(|index| subject.batch(&device, case.shape, (step, index), context))
                 .collect();
             journal.take();
-            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
+            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure, has_loss: true };
             executor.run(plan, &mut batches.into_iter()).unwrap();
         }
         let found: Vec<JournalEntry> = journal.take().into_iter().map(|(entry, _)| entry).collect();
