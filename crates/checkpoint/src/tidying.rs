@@ -1,26 +1,24 @@
 //! Cleanup after a save: removes old checkpoints and what crashes have left, and names the latest checkpoint. A failure here is
 //! reported, and does not fail the save.
 
-use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::files::{FileStep, parent_of};
+use crate::files::FileStep;
 use crate::folder::{BEST_FILE, FolderNames, best_step, steps_to_prune};
 use crate::publication::{leftover_steps, mark, tidying_steps};
 use std::fs;
 use std::path::Path;
 
-/// Does what a crash or a failure after the last save has left undone in the folder of `newest`, its newest checkpoint:
-/// removes unfinished folders and all but the newest `keep_latest_k` checkpoints (0: none), and names the latest one. For one
-/// process, while no other saves there.
+/// Does what a crash or a failure after the last save has left undone in `folder`, whose newest checkpoint is that of step `newest`:
+/// removes unfinished folders and all but the newest `keep_latest_k` checkpoints (0: none), and names the latest one. To be called as well
+/// when another checkpoint was named the [best](mark_best), because the one before may then go. For one process, while no other saves there.
 ///
 /// Returns what failed. The checkpoints are complete all the same.
-pub fn tidy(newest: &Checkpoint, keep_latest_k: usize) -> Vec<CheckpointError> {
-    let folder = parent_of(newest.path());
+pub fn tidy(folder: &Path, newest: u64, keep_latest_k: usize) -> Vec<CheckpointError> {
     let mut untidy = Vec::new();
     match FolderNames::read(folder) {
         Ok(names) => {
             remove_leftovers(folder, &names, &mut untidy);
-            tidy_after(folder, newest.step(), &names, keep_latest_k, &mut untidy);
+            tidy_after(folder, newest, &names, keep_latest_k, &mut untidy);
         }
         Err(error) => untidy.push(error),
     }

@@ -13,7 +13,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 use trireme_base::{DType, with_sources};
 use trireme_checkpoint::{
@@ -58,8 +57,11 @@ pub(crate) struct TrainingState {
 }
 
 /// What the validations of a run have found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Validations {
+    /// Identifies the samples that were validated; earlier versions did not state it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) samples: Option<BTreeMap<String, String>>,
     /// The step with the lowest loss, if there was a validation.
     pub(crate) best_step: Option<u64>,
     /// The bits of that loss.
@@ -72,12 +74,47 @@ impl Validations {
     /// Takes in the loss after a step. Whether it is the lowest so far.
     pub(crate) fn add(&mut self, step: u64, loss: f64) -> bool {
         let is_best = loss.is_finite() && (self.best_step.is_none() || loss < f64::from_bits(self.best_loss));
-        *self = match is_best {
-            true => Validations { best_step: Some(step), best_loss: loss.to_bits(), num_since: 0 },
-            false => Validations { num_since: self.num_since + 1, ..*self },
-        };
+        match is_best {
+            true => {
+                (self.best_step, self.best_loss, self.num_since) = (Some(step), loss.to_bits(), 0);
+            }
+            false => self.num_since += 1,
+        }
         is_best
     }
+
+    /// Prepares for validations of the samples that `samples` identifies. Losses of other samples cannot be compared with theirs, so
+    /// results that belong to others are reset; returns how these differ.
+    pub(crate) fn begin(&mut self, samples: BTreeMap<String, String>) -> Option<Difference> {
+        let difference = self.samples.as_ref().and_then(|found| difference(found, &samples));
+        let has_results = self.best_step.is_some() || self.num_since > 0;
+        if difference.is_some() {
+            *self = Validations::default();
+        }
+        self.samples = Some(samples);
+        difference.filter(|_| has_results)
+    }
+}
+
+/// A fact about samples that is not the same in a checkpoint and in the run that resumes from it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Difference {
+    /// The name of the fact.
+    pub(crate) what: String,
+    /// The value in the checkpoint.
+    pub(crate) found: String,
+    /// The value in this run.
+    pub(crate) expected: String,
+}
+
+/// The first difference between two identities of samples.
+fn difference(found: &BTreeMap<String, String>, expected: &BTreeMap<String, String>) -> Option<Difference> {
+    let names: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();
+    let name = names.into_iter().find(|&name| found.get(name) != expected.get(name))?;
+    let value = |identity: &BTreeMap<String, String>| {
+        identity.get(name).map_or_else(|| "(not stated)".to_owned(), String::clone)
+    };
+    Some(Difference { what: name.clone(), found: value(found), expected: value(expected) })
 }
 
 impl TrainingState {
@@ -125,23 +162,18 @@ impl TrainingState {
         Ok(state)
     }
 
-    /// Refuses a state whose samples come in another order than this run's.
-    pub(crate) fn check_order(&self, expected: &TrainingState, path: &Path) -> Result<(), TrainError> {
-        let mut names: BTreeSet<&String> = self.samples.keys().chain(expected.samples.keys()).collect();
-        // Earlier versions did not state it, and the tokens tell it as well.
-        names.retain(|name| *name != TOKENIZER || self.samples.contains_key(TOKENIZER));
-        let value = |state: &TrainingState, name: &String| {
-            state.samples.get(name).map_or_else(|| "(not stated)".to_owned(), String::clone)
-        };
-        let seeds = ("seed".to_owned(), self.seed.to_string(), expected.seed.to_string());
-        let samples = names.into_iter().map(|name| (name.clone(), value(self, name), value(expected, name)));
-        let mut all = std::iter::once(seeds).chain(samples);
-        match all.find(|(_, found, expected)| found != expected) {
-            None => Ok(()),
-            Some((what, found, expected)) => {
-                Err(TrainError::ResumeDiffers { path: path.to_owned(), what, found, expected })
-            }
+    /// The first fact by which this state's samples are others than those of `expected`, or come in another order.
+    pub(crate) fn order_difference(&self, expected: &TrainingState) -> Option<Difference> {
+        if self.seed != expected.seed {
+            let (found, expected) = (self.seed.to_string(), expected.seed.to_string());
+            return Some(Difference { what: "seed".to_owned(), found, expected });
         }
+        let mut samples = expected.samples.clone();
+        // Earlier versions did not state it, and the tokens tell it as well.
+        if !self.samples.contains_key(TOKENIZER) {
+            samples.remove(TOKENIZER);
+        }
+        difference(&self.samples, &samples)
     }
 }
 
@@ -374,13 +406,36 @@ mod tests {
             TrainingState::read(&state, 5).unwrap()
         };
         let (known, more) = (json!({ "number": "8" }), json!({ "number": "8", "crop": "4" }));
-        let check = |found: &Value, expected: &Value| {
-            state(found.clone()).check_order(&state(expected.clone()), Path::new("step-5"))
+        let differing = |found: &Value, expected: &Value| {
+            let difference = state(found.clone()).order_difference(&state(expected.clone()));
+            difference.map(|difference| difference.what)
         };
-        assert!(check(&known, &known).is_ok() && check(&more, &more).is_ok());
+        assert_eq!((differing(&known, &known), differing(&more, &more)), (None, None));
         for (found, expected) in [(&known, &more), (&more, &known)] {
-            assert!(check(found, expected).unwrap_err().to_string().contains("crop"));
+            assert_eq!(differing(found, expected).as_deref(), Some("crop"));
         }
+    }
+
+    #[test]
+    fn losses_of_other_validation_samples_are_not_compared() {
+        let of = |value: &str| BTreeMap::from([("validation_samples".to_owned(), value.to_owned())]);
+        let mut validations = Validations::default();
+        assert_eq!(validations.begin(of("8")), None);
+        assert!(validations.add(5, 2.0) && !validations.add(10, 2.5));
+        let before = validations.clone();
+        assert_eq!(validations.begin(of("8")), None);
+        assert_eq!(validations, before);
+        let difference = validations.begin(of("16")).unwrap();
+        assert_eq!((&*difference.found, &*difference.expected), ("8", "16"));
+        assert_eq!(validations, Validations { samples: Some(of("16")), ..Validations::default() });
+        assert!(validations.add(15, 3.0), "a higher loss of other samples is their lowest");
+        // There is nothing to reset, so nothing to report.
+        validations = Validations { samples: Some(of("8")), ..Validations::default() };
+        assert_eq!(validations.begin(of("16")), None);
+        // Earlier versions did not state the samples.
+        validations = Validations { samples: None, ..before.clone() };
+        assert_eq!(validations.begin(of("8")), None);
+        assert_eq!(validations, before);
     }
 
     #[test]

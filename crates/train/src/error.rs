@@ -295,6 +295,15 @@ pub enum TrainError {
     /// Rank 0 failed to find the checkpoint to resume from, and tells why itself.
     #[error("rank 0 could not choose a checkpoint to resume from; see its own error")]
     NoCheckpointChosen,
+    /// No parameter is left to train.
+    #[error(
+        "[[optimizer.groups]] freeze all {num_parameters} parameters, so training would change nothing; remove `frozen = true` from a group, \
+         or narrow its patterns"
+    )]
+    AllFrozen {
+        /// Parameters of the model.
+        num_parameters: usize,
+    },
     /// Too little text was held out.
     #[error(
         "only {num_tokens} tokens are held out for validation, fewer than one sequence of seq_len {seq_len} needs; \

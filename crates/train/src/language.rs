@@ -83,6 +83,14 @@ impl Sequences {
         Sequences { seq_len, packing: Packing::Documents, masks_documents: true, weighs_losses: true }
     }
 
+    /// The fewest tokens that a sequence can be made of: windows of whole documents are padded.
+    pub fn num_tokens_min(&self) -> u64 {
+        match self.packing {
+            Packing::Stream => self.seq_len as u64 + 1,
+            Packing::Documents => 2,
+        }
+    }
+
     /// The tensors of a sample.
     pub fn sample(&self) -> Vec<TensorSpec> {
         let starts = self.masks_documents.then_some((DOCUMENT_STARTS, DType::U32));

@@ -12,11 +12,11 @@ use trireme_tensor::{ParameterTable, Precision};
 /// The optimizer that the config describes, for a model with these parameters.
 ///
 /// # Errors
-/// Groups without a parameter.
+/// Groups without a parameter, and groups that freeze all parameters.
 pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<OptimizerOptions, TrainError> {
     let optimizer = config.optimizer();
     let names: Vec<&str> = table.parameters().iter().map(|info| info.name.as_str()).collect();
-    Ok(OptimizerOptions {
+    let options = OptimizerOptions {
         kind: kind(optimizer, precision(config.training().dtype)),
         weight_decay: optimizer.weight_decay as f32,
         decay_norms_and_biases: optimizer.decay_norms_and_biases,
@@ -27,7 +27,11 @@ pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<Opti
             config::StateDtype::Int8 => StateDType::Int8,
         },
         balance_rate: config.experts().bias_update_rate as f32,
-    })
+    };
+    match names.iter().all(|name| options.is_frozen(name)) {
+        true => Err(TrainError::AllFrozen { num_parameters: names.len() }),
+        false => Ok(options),
+    }
 }
 
 fn kind(optimizer: &config::Optimizer, precision: Precision) -> OptimizerKind {

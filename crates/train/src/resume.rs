@@ -1,7 +1,7 @@
 //! Which checkpoint a run resumes from, and what it takes from it.
 
 use crate::changes::check_changes;
-use crate::checkpointing::{TrainingState, Validations, state_name, untidy_notice};
+use crate::checkpointing::{Difference, TrainingState, Validations, state_name, untidy_notice};
 use crate::compression::read_compressors;
 use crate::config::{Change, Config, Resume};
 use crate::dataset::Dataset;
@@ -63,7 +63,7 @@ pub(crate) fn resume(
 /// refuse the run any more: checkpoints that are removed here cannot be resumed from.
 pub(crate) fn tidy_up(
     config: &Config,
-    (resumed, validations): (&Checkpoint, Validations),
+    (resumed, validations): (&Checkpoint, &Validations),
     observer: &mut dyn Observer,
 ) {
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
@@ -76,7 +76,7 @@ pub(crate) fn tidy_up(
         {
             observer.notice(&untidy_notice(&error));
         }
-        for error in tidy(resumed, config.checkpoint().keep_latest_k) {
+        for error in tidy(&folder, resumed.step(), config.checkpoint().keep_latest_k) {
             observer.notice(&untidy_notice(&error));
         }
     }
@@ -257,10 +257,18 @@ fn restore(
     let state = TrainingState::read(checkpoint.state(), checkpoint.step()).map_err(unreadable)?;
     let allowed = &config.checkpoint().allow_changed;
     let reads_optimizer = check_changes(config, checkpoint, observer)?;
-    if !allowed.contains(&Change::Data) {
-        state.check_order(expected, path)?;
+    let mut next_sample = state.next_sample;
+    if let Some(Difference { what, found, expected }) = state.order_difference(expected) {
+        if !allowed.contains(&Change::Data) {
+            return Err(TrainError::ResumeDiffers { path: path.to_owned(), what, found, expected });
+        }
+        observer.notice(&format!(
+            "the samples differ from those of the checkpoint ({what}: {found} -> {expected}), so the run reads them from the first one"
+        ));
+        next_sample = 0;
     }
-    let state = TrainingState { seed: expected.seed, samples: expected.samples.clone(), ..state };
+    let state =
+        TrainingState { seed: expected.seed, samples: expected.samples.clone(), next_sample, ..state };
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let norms: Vec<f64> = state.earlier_norms.iter().map(|&bits| f64::from_bits(bits)).collect();

@@ -4,7 +4,7 @@ mod stepping;
 
 use crate::agreement::{Facts, agree};
 use crate::balance::Balance;
-use crate::checkpointing::{TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
+use crate::checkpointing::{Difference, TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Interval, Resume};
@@ -30,7 +30,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, with_sources};
-use trireme_checkpoint::{CHECKPOINTS_FOLDER, mark_best};
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, mark_best, tidy};
 use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch, Model};
 use trireme_optim::LrSchedule;
@@ -190,7 +190,15 @@ impl<'a> Trainer<'a> {
         if is_root && config.checkpoint().resume == Resume::Never {
             run_folder::set_aside(&run_folder, observer)?;
         }
-        let (state, resumed) = resume(config, &*task, &mut executor, &*train, observer)?;
+        let (mut state, resumed) = resume(config, &*task, &mut executor, &*train, observer)?;
+        if let Some(validation) = &validation
+            && let Some(Difference { what, found, expected }) = state.validations.begin(validation.identity())
+        {
+            observer.notice(&format!(
+                "the validation samples differ from those of the checkpoint ({what}: {found} -> {expected}), so the lowest validation loss and \
+                 the count of early stopping start again"
+            ));
+        }
         let num_steps = config.steps_per_program() as u64;
         if !state.step.is_multiple_of(num_steps) {
             return Err(TrainError::ResumedWithinProgram { step: state.step, num_steps });
@@ -213,7 +221,7 @@ impl<'a> Trainer<'a> {
             None
         };
         if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
-            tidy_up(config, (resumed, state.validations), observer);
+            tidy_up(config, (resumed, &state.validations), observer);
         }
         let is_new = resumed.is_none();
         let requests = Requests::new(executor.requests());
@@ -271,6 +279,13 @@ impl<'a> Trainer<'a> {
             stopped_by: None,
             seconds_to_first_step: None,
         };
+        if self.state.step < training.steps && self.is_patience_over() {
+            self.observer.notice(&format!(
+                "early stopping ended this run after step {}: no lower loss in {} validations; to train further, raise [training] \
+                 early_stopping_patience, or set it to 0",
+                self.state.step, self.state.validations.num_since
+            ));
+        }
         let mut initial = self.validate_at_start()?;
         if training.steps == 0 && self.is_new {
             summary.validation_loss = initial.take().map(|validated| validated.loss);
@@ -305,7 +320,7 @@ impl<'a> Trainer<'a> {
         if let Some(metrics) = &mut self.metrics {
             metrics.finish()?;
         }
-        let validations = self.state.validations;
+        let validations = &self.state.validations;
         summary.best_validation =
             validations.best_step.map(|step| (step, f64::from_bits(validations.best_loss)));
         Ok(summary)
@@ -350,8 +365,16 @@ impl<'a> Trainer<'a> {
         let is_saved = summary.checkpoint.as_ref().is_some_and(|(saved, _)| *saved == step);
         if keeps_best && is_saved && self.metrics.is_some() {
             let folder = self.config.run_folder().join(CHECKPOINTS_FOLDER);
-            if let Err(error) = mark_best(&folder, step) {
-                self.report_once(format!("cannot name the best checkpoint: {}", with_sources(&error)));
+            match mark_best(&folder, step) {
+                // The save before has kept the last best one.
+                Ok(()) => {
+                    for error in tidy(&folder, step, self.config.checkpoint().keep_latest_k) {
+                        self.report_once(untidy_notice(&error));
+                    }
+                }
+                Err(error) => {
+                    self.report_once(format!("cannot name the best checkpoint: {}", with_sources(&error)));
+                }
             }
         }
         Ok(())

@@ -4,6 +4,7 @@ use crate::config::Training;
 use crate::dataset::{Dataset, batch_specs, read_batch};
 use crate::error::TrainError;
 use crate::metrics::MetricValues;
+use std::collections::BTreeMap;
 use trireme_base::{AxisPlace, ReduceOp};
 use trireme_comm::Buffer;
 use trireme_model::{Batch, HostBatch, Rehearsal};
@@ -78,6 +79,17 @@ impl Validation {
     /// How many samples it has.
     pub(crate) fn num_samples(&self) -> usize {
         self.num_samples
+    }
+
+    /// Identifies the samples and what is read of them: losses of validations with the same identity are comparable.
+    pub(crate) fn identity(&self) -> BTreeMap<String, String> {
+        let mut identity = self.samples.identity();
+        let tensors: Vec<&str> = self.samples.sample().iter().map(|spec| spec.name).collect();
+        identity.extend([
+            ("tensors".to_owned(), tensors.join(" ")),
+            ("validation_samples".to_owned(), self.num_samples.to_string()),
+        ]);
+        identity
     }
 
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {

@@ -226,9 +226,9 @@ fn what_a_failure_after_the_last_save_left_is_tidied_up() {
         let name = |path: &PathBuf| path.file_name().unwrap().to_owned();
         files_of(folder.path()).iter().map(name).collect()
     };
-    assert!(tidy(&newest, 0).is_empty());
+    assert!(tidy(folder.path(), 3, 0).is_empty());
     assert_eq!(names(), ["latest", "step-1", "step-2", "step-3"]);
-    assert!(tidy(&newest, 1).is_empty());
+    assert!(tidy(folder.path(), 3, 1).is_empty());
     assert_eq!(names(), ["latest", "step-3"]);
     assert!(newest.verify().is_empty());
 }

@@ -5,7 +5,7 @@ use crate::console::Output;
 use crate::numbers::counted;
 use crate::remarks::remark;
 use crate::simd::{Proof, Simd};
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use std::io::Write;
@@ -146,7 +146,13 @@ fn evaluate(evaluator: &mut Evaluator, corpus: &Corpus, tokenizer: &Tokenizer) -
     let found =
         evaluator.evaluate_corpus(corpus.held_out(), corpus.report.has_loss_mask, num_bytes, progress);
     bar.finish_and_clear();
-    Ok(found?)
+    let found = found?;
+    ensure!(
+        found.num_tokens > 0,
+        "nothing to evaluate: no token counts in the loss; the text needs two tokens, or answers that fit into sequences of {}",
+        evaluator.seq_len()
+    );
+    Ok(found)
 }
 
 fn show(args: &EvalArgs, found: &Evaluation, seq_len: usize) -> Result<()> {

@@ -52,9 +52,9 @@ pub struct StepRecord {
     pub grad_norm: f64,
     /// Learning rate of the step.
     pub lr: f64,
-    /// Samples trained on since the beginning of the run.
+    /// Samples trained on since the beginning of the run, or since it resumed with other samples.
     pub samples: u64,
-    /// Passes over the samples since the beginning of the run.
+    /// Passes over these samples.
     pub epoch: f64,
     /// When the step ended, in seconds since 1970.
     pub unix_seconds: f64,

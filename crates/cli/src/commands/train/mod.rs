@@ -245,7 +245,7 @@ fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers)
         ));
     }
     if let Some(num_tokens) = corpus.validation.as_ref().map(|validation| validation.tokens.num_tokens())
-        && num_tokens <= training.seq_len as u64
+        && num_tokens < sequences.num_tokens_min()
     {
         return Err(TrainError::ValidationTooShort { num_tokens, seq_len: training.seq_len }.into());
     }
