@@ -1,5 +1,6 @@
 use crate::error::ParallelError;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use trireme_comm::Group;
 use trireme_tensor::{Category, Device};
 
 /// Memory that a group has given, counted as [pinned](Device::pinned) memory of a device as long as this is there.
@@ -15,6 +16,14 @@ impl Counted {
     pub(crate) fn new(device: &Device) -> Self {
         let bytes = std::array::from_fn(|_| AtomicUsize::new(0));
         Counted { device: device.clone(), bytes, mapped: AtomicUsize::new(0) }
+    }
+
+    /// Counts a buffer of `group`, and what this rank maps of its peers' ones.
+    pub(crate) fn of_buffer(device: &Device, group: &Group, num_bytes: usize) -> Result<Self, ParallelError> {
+        let counted = Counted::new(device);
+        counted.take(Category::Communication, num_bytes)?;
+        counted.map(group.peer_bytes_mapped(num_bytes))?;
+        Ok(counted)
     }
 
     /// The device.

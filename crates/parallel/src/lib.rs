@@ -31,6 +31,7 @@ mod step;
 mod stored;
 mod tied;
 mod tree;
+mod validation;
 mod vector;
 mod waiting;
 
@@ -43,3 +44,4 @@ pub use placement::Placements;
 pub use ranks::{Degrees, RankGrid};
 pub use step::{ExecutorOptions, GradNorm, NonFinite, Skipped, StepOutcome, StepPlan, ZeroPlusPlus};
 pub use trireme_swap::SwapOptions;
+pub use validation::{ValidationBatches, ValidationRound};

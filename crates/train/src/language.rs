@@ -83,6 +83,14 @@ impl Sequences {
         Sequences { seq_len, packing: Packing::Documents, masks_documents: true, weighs_losses: true }
     }
 
+    /// How many samples held-out tokens are.
+    ///
+    /// # Errors
+    /// If there are too few tokens.
+    pub fn num_validation_samples(&self, tokens: &TokenFile) -> Result<u64, TrainError> {
+        Ok(Sampler::new(tokens, &[], (self.seq_len, self.packing), None)?.num_windows())
+    }
+
     /// The fewest tokens that a sequence can be made of: windows of whole documents are padded.
     pub fn num_tokens_min(&self) -> u64 {
         match self.packing {

@@ -67,5 +67,5 @@ pub use setup::{
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use task::{Samples, Task, TaskFile};
 pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan};
-pub use validation::Validated;
+pub use validation::{Validated, validation_batches};
 pub use weights::{LoadedModel, forward_executor, load_model};

@@ -1,6 +1,7 @@
 //! The loop of a run on one rank.
 
 mod stepping;
+mod validating;
 
 use crate::agreement::{Facts, agree};
 use crate::balance::Balance;
@@ -30,7 +31,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, with_sources};
-use trireme_checkpoint::{CHECKPOINTS_FOLDER, mark_best, tidy};
 use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch, Model};
 use trireme_optim::LrSchedule;
@@ -179,7 +179,7 @@ impl<'a> Trainer<'a> {
         let reserved = options.plan.as_ref().map_or(0, |plan| plan.besides_activations);
         let spill = spill(config, &device, reserved);
         let validation =
-            validation.map(|samples| Validation::new(samples, training, &executor)).transpose()?;
+            validation.map(|samples| Validation::new(samples, training, &mut executor)).transpose()?;
         notice_compression(&executor, observer)?;
         if is_root && config.checkpoint().enable {
             let notice = check_room(config, checkpoint_bytes(&executor))?;
@@ -279,13 +279,7 @@ impl<'a> Trainer<'a> {
             stopped_by: None,
             seconds_to_first_step: None,
         };
-        if self.state.step < training.steps && self.is_patience_over() {
-            self.observer.notice(&format!(
-                "early stopping ended this run after step {}: no lower loss in {} validations; to train further, raise [training] \
-                 early_stopping_patience, or set it to 0",
-                self.state.step, self.state.validations.num_since
-            ));
-        }
+        self.notice_ended();
         let mut initial = self.validate_at_start()?;
         if training.steps == 0 && self.is_new {
             summary.validation_loss = initial.take().map(|validated| validated.loss);
@@ -364,39 +358,9 @@ impl<'a> Trainer<'a> {
         }
         let is_saved = summary.checkpoint.as_ref().is_some_and(|(saved, _)| *saved == step);
         if keeps_best && is_saved && self.metrics.is_some() {
-            let folder = self.config.run_folder().join(CHECKPOINTS_FOLDER);
-            match mark_best(&folder, step) {
-                // The save before has kept the last best one.
-                Ok(()) => {
-                    for error in tidy(&folder, step, self.config.checkpoint().keep_latest_k) {
-                        self.report_once(untidy_notice(&error));
-                    }
-                }
-                Err(error) => {
-                    self.report_once(format!("cannot name the best checkpoint: {}", with_sources(&error)));
-                }
-            }
+            self.keep_best(step);
         }
         Ok(())
-    }
-
-    /// Whether so many validations have found no lower loss that the run ends.
-    fn is_patience_over(&self) -> bool {
-        let patience = self.config.training().early_stopping_patience;
-        patience > 0 && self.state.validations.num_since >= patience
-    }
-
-    /// The loss before the first step, where others follow, or there is none. Collective.
-    fn validate_at_start(&mut self) -> Result<Option<Validated>, TrainError> {
-        let training = self.config.training();
-        if !self.is_new || training.validation_interval == 0 && training.steps > 0 {
-            return Ok(None);
-        }
-        let validated = self.validate()?;
-        if let Some(Validated { loss, .. }) = &validated {
-            self.observer.initial_validation(*loss);
-        }
-        Ok(validated)
     }
 
     /// Rank 0 asks for the end of the run when its time might not suffice for another step after the one that begins.
@@ -523,25 +487,6 @@ impl<'a> Trainer<'a> {
     pub fn step(&mut self) -> Result<&StepRecord, TrainError> {
         self.advance()?;
         Ok(self.records.last().expect("a program has steps"))
-    }
-
-    /// Mean loss and metrics on the samples to validate on; `None` if there are none, or nothing in them counts in the loss. Collective.
-    pub fn validate(&mut self) -> Result<Option<Validated>, TrainError> {
-        self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
-        let Some(validation) = &mut self.validation else { return Ok(None) };
-        let began = Instant::now();
-        let num_samples = validation.num_samples();
-        let validated = validation.run(&mut self.executor)?;
-        if validated.is_none() {
-            self.report_once(format!(
-                "nothing in the {num_samples} validation samples counts in the loss, so there is no validation loss; raise \
-                 [training] validation_samples or [data] validation_fraction, or hold out samples with answers"
-            ));
-        }
-        if let Some(limit) = &mut self.time_limit {
-            limit.add_validation(began.elapsed());
-        }
-        Ok(validated)
     }
 
     /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.

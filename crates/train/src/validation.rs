@@ -5,16 +5,15 @@ use crate::dataset::{Dataset, batch_specs, read_batch};
 use crate::error::TrainError;
 use crate::metrics::MetricValues;
 use std::collections::BTreeMap;
-use trireme_base::{AxisPlace, ReduceOp};
+use trireme_base::ReduceOp;
 use trireme_comm::Buffer;
 use trireme_model::{Batch, HostBatch, Rehearsal};
-use trireme_parallel::Executor;
+use trireme_parallel::{Executor, ValidationBatches, ValidationRound};
 
 /// The samples of a validation, divided among the ranks.
 pub(crate) struct Validation {
     samples: Box<dyn Dataset>,
-    num_samples: usize,
-    batch_size: usize,
+    batches: ValidationBatches,
     /// For each batch, sum and rows of each report. A rank with the unit fills in its own, and the sum over ranks is exact, for
     /// the others add zeros; unless ranks have parts of the positions, whose sums are added up.
     reports: Option<Buffer<f64>>,
@@ -29,43 +28,42 @@ pub struct Validated {
     pub metrics: MetricValues,
 }
 
+/// The batches of a validation of the first samples of `available`, as many as the config says (0: all).
+pub fn validation_batches(available: u64, training: &Training) -> ValidationBatches {
+    let available = usize::try_from(available).unwrap_or(usize::MAX);
+    let num_samples = match training.validation_samples {
+        0 => available,
+        asked => available.min(asked),
+    };
+    ValidationBatches::new(num_samples, training.local_batch_size)
+}
+
 impl Validation {
     /// The first samples, as many as the config says (0: all). Collective.
     pub(crate) fn new(
         samples: Box<dyn Dataset>,
         training: &Training,
-        executor: &Executor,
+        executor: &mut Executor,
     ) -> Result<Self, TrainError> {
-        let batch_size = training.local_batch_size;
-        let available = usize::try_from(samples.num_samples()).unwrap_or(usize::MAX);
-        let num_samples = match training.validation_samples {
-            0 => available,
-            asked => available.min(asked),
-        };
-        let num_reports = executor.rehearsal().reports().count();
-        let reports = Some(executor.group().buffer(num_samples.div_ceil(batch_size) * 2 * num_reports)?);
-        Ok(Validation { samples, num_samples, batch_size, reports })
+        let batches = validation_batches(samples.num_samples(), training);
+        let reports = Some(executor.validation_reports(&batches)?);
+        Ok(Validation { samples, batches, reports })
     }
 
     /// The loss and the metrics; the same bits for any number of ranks, unless ranks have parts of the positions. `None` if nothing in the
     /// samples counts in the loss. Collective.
     pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Option<Validated>, TrainError> {
-        if !self.samples.begin(0, self.num_samples as u64)? {
+        if !self.samples.begin(0, self.batches.num_samples() as u64)? {
             return Ok(None);
         }
-        let AxisPlace { rank, degree } = executor.ranks().sample_place();
         let mut reports = self.reports.take().expect("validations follow each other");
         reports.fill(0.0);
-        let num_batches = self.num_samples.div_ceil(self.batch_size);
         // A sum and a number of rows for each report.
-        let batch_len = reports.len() / num_batches;
-        for first in (0..num_batches).step_by(degree) {
-            // Ranks that have no batch any more still help to gather sharded parameters, and run their experts: they read the last one, for nothing.
-            let index = Some(first + rank).filter(|&index| index < num_batches);
-            let read = index.or(executor.ranks().experts().map(|_| num_batches - 1));
+        let batch_len = reports.len() / self.batches.num_batches();
+        for ValidationRound { read, counts } in self.batches.rounds(executor.ranks()) {
             let batch = read.map(|index| self.batch(index, executor)).transpose()?;
             let found = executor.evaluate(batch)?;
-            if let Some(index) = index {
+            if let Some(index) = read.filter(|_| counts) {
                 let own = reports[index * batch_len..].chunks_exact_mut(2).zip(found);
                 own.for_each(|(own, mean)| own.copy_from_slice(&[mean.sum, mean.num_rows as f64]));
             }
@@ -78,7 +76,7 @@ impl Validation {
 
     /// How many samples it has.
     pub(crate) fn num_samples(&self) -> usize {
-        self.num_samples
+        self.batches.num_samples()
     }
 
     /// Identifies the samples and what is read of them: losses of validations with the same identity are comparable.
@@ -87,14 +85,14 @@ impl Validation {
         let tensors: Vec<&str> = self.samples.sample().iter().map(|spec| spec.name).collect();
         identity.extend([
             ("tensors".to_owned(), tensors.join(" ")),
-            ("validation_samples".to_owned(), self.num_samples.to_string()),
+            ("validation_samples".to_owned(), self.num_samples().to_string()),
         ]);
         identity
     }
 
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
-        let first = index * self.batch_size;
-        let specs = batch_specs(&*self.samples, self.batch_size.min(self.num_samples - first));
+        let (first, num_samples) = self.batches.batch(index);
+        let specs = batch_specs(&*self.samples, num_samples);
         let context = executor.ranks().context_place();
         read_batch(&mut *self.samples, executor.device(), &mut HostBatch::new(&specs), first as u64, context)
     }

@@ -31,7 +31,7 @@ use trireme_base::{Bytes, Category, ContextPlace, Rank, StepEntries, UnitPasses}
 use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, PrepareReport, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec};
-use trireme_parallel::{Executor, Placements, chain};
+use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
 use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
 use trireme_schedule::Program;
 use trireme_schedule::collective::Hosts;
@@ -41,7 +41,7 @@ use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     Sequences, StepChoices, Task, TrainError, WorkerPlan, base_programs, device_options, executor_options,
     local_threads, lowered, model_config, new_executor, optimizer_options, positions_of_batch,
-    proven_programs, share_of_cores, step_programs,
+    proven_programs, share_of_cores, step_programs, validation_batches,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -116,6 +116,24 @@ impl Blueprint<'_> {
             Blueprint::Task { task, .. } => task.has_positions(),
         };
         positions_of_batch(&whole, context, has_positions)
+    }
+
+    /// The batches of a validation, if the run has any. For text that is not there yet, as many samples as the config asks for are assumed.
+    fn validation(&self, config: &Config) -> Result<Option<ValidationBatches>, TrainError> {
+        let (data, training) = (config.data(), config.training());
+        let num_samples = match self {
+            Blueprint::Task { task, .. } => task.validation_data()?.map(|samples| samples.num_samples()),
+            Blueprint::Language { sequences, .. } => match Corpus::open(&data.folder) {
+                // Too few tokens are refused elsewhere.
+                Ok(corpus) => corpus
+                    .validation
+                    .and_then(|validation| sequences.num_validation_samples(&validation.tokens).ok()),
+                Err(_) => (data.validation_fraction > 0.0 || !data.validation_inputs.is_empty())
+                    .then_some(training.validation_samples.max(1) as u64),
+            },
+        };
+        let num_samples = num_samples.filter(|&num_samples| num_samples > 0);
+        Ok(num_samples.map(|num_samples| validation_batches(num_samples, training)))
     }
 }
 
@@ -301,8 +319,10 @@ impl Plan {
             )
         };
         let bounds = limits::bounds(config, workers);
+        let validation = job.blueprint.validation(config)?;
         let run = |place: usize, choices: &StepChoices| {
-            dry_run(Job { workers: places[place].0, ..job }, &rehearsal, program(place, choices))
+            let job = Job { workers: places[place].0, ..job };
+            dry_run(job, &rehearsal, program(place, choices), validation)
         };
         let planning = Planning {
             config,
@@ -318,7 +338,8 @@ impl Plan {
             if is_open { planning.choose(given.clone())? } else { (given.clone(), Vec::new()) };
         reasons.extend(limits::budget_notice(config, workers, bounds));
         let place = workers.rank / config.workers_per_place();
-        let DryRun { program, prediction, .. } = dry_run(job, &rehearsal, program(place, &choices))?;
+        let DryRun { program, prediction, .. } =
+            dry_run(job, &rehearsal, program(place, &choices), validation)?;
         let (rank, on_host) = (workers.rank, HostBytes::of_launcher(workers));
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host, reasons })
     }
@@ -395,10 +416,15 @@ fn dry_executor(job: Job<'_>, rehearsal: &Rehearsal, program: Program) -> Result
     Ok(new_executor(config, of_model, program, workers.dry_group()?, &device)?)
 }
 
-/// Lets the worker of a job go through its program without computing.
-fn dry_run(job: Job<'_>, rehearsal: &Rehearsal, program: Program) -> Result<DryRun> {
+/// Lets the worker of a job go through its program, and a validation, without computing.
+fn dry_run(
+    job: Job<'_>,
+    rehearsal: &Rehearsal,
+    program: Program,
+    validation: Option<ValidationBatches>,
+) -> Result<DryRun> {
     let executor = dry_executor(job, rehearsal, program.clone())?;
-    let found = executor.dry_run().map_err(TrainError::from)?;
+    let found = executor.dry_run(validation).map_err(TrainError::from)?;
     let lines: Vec<CategoryBytes> = found.lines.into_iter().map(CategoryBytes::new).collect();
     let at_peak = CategoryBytes::new(found.at_peak);
     let prediction = Prediction {

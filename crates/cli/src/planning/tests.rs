@@ -4,6 +4,7 @@ mod communication;
 mod entries;
 mod experts;
 mod limits;
+mod validation;
 
 use trireme_base::{Category, ContextPlace, Rank};
 use trireme_comm::{Compression, Group, TransportKind};
@@ -13,7 +14,7 @@ use trireme_optim::{
 };
 use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
-    ParallelError, RankGrid, StepPlan, ZeroPlusPlus, chain,
+    ParallelError, RankGrid, StepPlan, ValidationBatches, ZeroPlusPlus, chain,
 };
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{lay_out, recompute};
@@ -146,6 +147,8 @@ struct Case {
     pipeline: Option<(Kind, usize, usize)>,
     /// Sequences of a microbatch, and tokens of each.
     shape: (usize, usize),
+    /// Samples of a validation before the first step.
+    num_validated: Option<usize>,
 }
 
 impl Default for Case {
@@ -163,6 +166,7 @@ impl Default for Case {
             state: StateLayout::WHOLE,
             pipeline: None,
             shape: (2, 17),
+            num_validated: None,
         }
     }
 }
@@ -244,6 +248,17 @@ impl Case {
     ) -> Result<(), ParallelError> {
         let mut executor = self.executor(subject, group, device, host)?;
         executor.initialize(1)?;
+        if let Some(batches) = self.validation() {
+            executor.validation_reports(&batches)?;
+            let context = executor.ranks().context_place();
+            for round in batches.rounds(executor.ranks()) {
+                let batch = round.read.map(|index| {
+                    let shape = (batches.batch(index).1, self.shape.1);
+                    subject.batch(device, shape, (0, index), context)
+                });
+                executor.evaluate(batch)?;
+            }
+        }
         for step in 1..=4 {
             let context = executor.ranks().context_place();
             let batch = |index| subject.batch(device, self.shape, (step, index), context);
@@ -256,13 +271,17 @@ impl Case {
         Ok(())
     }
 
+    fn validation(&self) -> Option<ValidationBatches> {
+        self.num_validated.map(|num_samples| ValidationBatches::new(num_samples, self.shape.0))
+    }
+
     /// What a rank takes on a backend, found without computing.
     fn dry_run(&self, subject: &dyn Subject, backend: Backend, hosts: &[usize], rank: usize) -> MemoryUse {
         let options = DeviceOptions { backend, ..self.device_options(None) };
         let device = Device::counting(options).unwrap();
         let host = device.host().unwrap();
         let group = Group::dry(Rank(rank), Hosts::new(hosts), TransportKind::Inproc).unwrap();
-        self.executor(subject, group, &device, &host).unwrap().dry_run().unwrap()
+        self.executor(subject, group, &device, &host).unwrap().dry_run(self.validation()).unwrap()
     }
 
     /// Holds what a few steps take against what was predicted: to the byte.

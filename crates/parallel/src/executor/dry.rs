@@ -3,6 +3,9 @@
 use super::Executor;
 use crate::error::ParallelError;
 use crate::step::{GradNorm, StepPlan};
+use crate::validation::ValidationBatches;
+use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Category, Journal, JournalEntry, StepEntries};
 use trireme_model::{Batch, TensorSpec};
@@ -42,8 +45,8 @@ pub struct MemoryUse {
 }
 
 impl Executor {
-    /// Goes through some steps to find what they take. The executor is one of a [dry](trireme_comm::Group::dry) world, on devices that
-    /// only count.
+    /// Goes through some steps, and a validation if there are batches for one, to find what they take. The executor is one of a
+    /// [dry](trireme_comm::Group::dry) world, on devices that only count.
     ///
     /// Cost: some microseconds for each operation of each microbatch.
     ///
@@ -52,8 +55,8 @@ impl Executor {
     ///
     /// # Panics
     /// If a device computes.
-    pub fn dry_run(self) -> Result<MemoryUse, ParallelError> {
-        Ok(self.go_dry(None)?.0)
+    pub fn dry_run(self, validation: Option<ValidationBatches>) -> Result<MemoryUse, ParallelError> {
+        Ok(self.go_dry(validation, None)?.0)
     }
 
     /// As [`dry_run`](Executor::dry_run), to find what happens in a step.
@@ -67,10 +70,14 @@ impl Executor {
         let journal = Journal::default();
         self.device.keep_journal(&journal);
         self.ranks.world().keep_journal(&journal);
-        Ok(self.go_dry(Some(&journal))?.1)
+        Ok(self.go_dry(None, Some(&journal))?.1)
     }
 
-    fn go_dry(mut self, journal: Option<&Journal>) -> Result<(MemoryUse, StepEntries), ParallelError> {
+    fn go_dry(
+        mut self,
+        validation: Option<ValidationBatches>,
+        journal: Option<&Journal>,
+    ) -> Result<(MemoryUse, StepEntries), ParallelError> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
         let device = self.device.clone();
         let memory = device.memory();
@@ -81,15 +88,17 @@ impl Executor {
         let num_microbatches = self.program.outline.num_microbatches;
         // Units change to another kind of step one after the other: a step more finds all of them alike.
         let num_steps = (self.gradients.num_kinds() + 1).max(NUM_STEPS_MIN) as u64;
+        // A run validates before its first step, or later, when no less memory is in use.
+        if let Some(batches) = validation {
+            self.validate_dry(batches)?;
+            found.take_in(memory, None);
+        }
         let take = || journal.map(Journal::take).unwrap_or_default();
         let mut entries = StepEntries { actions: Vec::new(), num_issued: 0 };
         let late = (LATE..LATE + LATE_STEPS_MAX).filter(|&step| self.has_momentum(step));
         let late: Vec<u64> = late.take(num_steps as usize).collect();
         for step in (1..=num_steps).chain(late) {
-            let zeros = |spec: &TensorSpec| {
-                Ok((spec.name, self.device.zeros(spec.shape, spec.dtype, Category::Activations)?))
-            };
-            let batches = (0..num_microbatches).map(|_| specs.iter().map(zeros).collect());
+            let batches = (0..num_microbatches).map(|_| self.zeros(&specs));
             let batches: Vec<Batch> = batches.collect::<Result<_, ParallelError>>()?;
             let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure, has_loss: true };
             let plans = vec![plan; self.program.outline.num_steps()];
@@ -113,6 +122,33 @@ impl Executor {
             found.outside += self.host().memory().outside().peak;
         }
         Ok((found, entries))
+    }
+}
+
+impl Executor {
+    /// A batch of zeros.
+    fn zeros(&self, specs: &[TensorSpec]) -> Result<Batch, ParallelError> {
+        let zeros = |spec: &TensorSpec| {
+            Ok((spec.name, self.device.zeros(spec.shape, spec.dtype, Category::Activations)?))
+        };
+        specs.iter().map(zeros).collect()
+    }
+
+    /// Evaluates a batch of each size that this rank reads in a validation.
+    fn validate_dry(&mut self, batches: ValidationBatches) -> Result<(), ParallelError> {
+        self.validation_reports(&batches)?;
+        let ranks = Arc::clone(&self.ranks);
+        let sizes = batches.rounds(&ranks).map(|round| round.read.map(|index| batches.batch(index).1));
+        for num_samples in sizes.collect::<BTreeSet<_>>() {
+            let before = self.rehearsal.num_samples();
+            let specs = self.rehearsal.batch.iter();
+            let batch = num_samples.map(|num_samples| {
+                let specs = specs.map(|tensor| tensor.spec.with_samples(num_samples, before));
+                self.zeros(&specs.collect::<Vec<_>>())
+            });
+            self.evaluate(batch.transpose()?)?;
+        }
+        Ok(())
     }
 }
 

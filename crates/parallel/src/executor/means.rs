@@ -1,5 +1,6 @@
 //! What units report of a step's microbatches, and its means: the loss and metrics. What ranks ask for travels along.
 
+use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::exchanged::{Exchanged, Exchanging};
 use crate::ranks::RankGrid;
@@ -47,6 +48,7 @@ pub(super) struct Means {
     /// then term, then microbatch; then what the rank asks for.
     reports: Option<Exchanged<f64>>,
     under_way: Option<Exchanging<f64>>,
+    _counted: Counted,
     device: Device,
     tree: TreeSum<f64>,
     /// Mean losses by step.
@@ -103,7 +105,9 @@ impl Means {
         let terms: Vec<Term> = rehearsal.reports().enumerate().map(term).collect();
         let is_loss = |term: &&Term| term.report.metric.is_none() && outline.holds(term.unit);
         let num_losses = terms.iter().filter(is_loss).count();
-        let reports = Some(Exchanged::new_for_host(&world, device, world.world_size() * len)?);
+        let len = world.world_size() * len;
+        let counted = Counted::of_buffer(device, &world, len * size_of::<f64>())?;
+        let reports = Some(Exchanged::new_for_host(&world, device, len)?);
         let (num_steps, metric_names) = (outline.num_steps(), rehearsal.metric_names());
         Ok(Means {
             world,
@@ -114,6 +118,7 @@ impl Means {
             num_taken: 0,
             reports,
             under_way: None,
+            _counted: counted,
             device: device.clone(),
             tree: TreeSum::new(),
             losses: vec![0.0; num_steps],

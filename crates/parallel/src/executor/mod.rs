@@ -15,6 +15,7 @@ mod timeline;
 mod updating;
 
 use crate::axis::UnitAxes;
+use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
 use crate::fp8::AgreedScales;
@@ -79,6 +80,8 @@ pub struct Executor {
     loss_scaler: LossScaler,
     fp8: Option<AgreedScales>,
     means: Means,
+    /// Counts what the executor has given to others.
+    counted: Vec<Counted>,
     squares: Squares,
     /// Of a program that does not drain between updates.
     updates: Option<Updates>,
@@ -200,6 +203,7 @@ impl Executor {
             loss_scaler: LossScaler::new(options.loss_scaling),
             fp8,
             means,
+            counted: Vec::new(),
             squares,
             updates,
             first_step: 0,

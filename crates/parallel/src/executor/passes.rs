@@ -2,9 +2,12 @@
 
 use super::Executor;
 use super::asynchronous::PassParameters;
+use crate::counted::Counted;
 use crate::error::ParallelError;
+use crate::validation::ValidationBatches;
 use std::sync::Arc;
 use trireme_base::DType;
+use trireme_comm::Buffer;
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Keep, Message, MessageKind, Outline};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
@@ -322,6 +325,18 @@ impl Executor {
         self.in_flight.spare_tapes.push(pass.into_tape());
         self.in_flight.end(unit, microbatch, &self.rehearsal);
         self.gradients.close(unit);
+    }
+
+    /// A buffer of all ranks for the reports of a validation: for each batch, sum and rows of each [report](Rehearsal::reports). It is
+    /// counted as communication until the executor ends.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>, ParallelError> {
+        let len = batches.num_batches() * 2 * self.rehearsal.reports().count();
+        let group = self.ranks.world();
+        self.counted.push(Counted::of_buffer(&self.device, group, len * size_of::<f64>())?);
+        Ok(group.buffer(len)?)
     }
 
     /// What units [report](Rehearsal::reports) of a batch without training, in order; zeros for those that lie elsewhere. The batch

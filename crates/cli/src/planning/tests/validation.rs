@@ -1,0 +1,27 @@
+//! Memory of validations whose last batch is short.
+
+use super::*;
+
+#[test]
+fn a_short_batch_takes_memory_of_its_own() {
+    let [_, llama] = small_models();
+    let alone = Case { shape: (2, 16), num_microbatches: 2, num_validated: Some(5), ..Case::default() };
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    let unsharded = ExecutorOptions { shards_rows: false, ..OPTIONS };
+    for (case, world_size) in [
+        (alone.clone(), 1),
+        (alone.clone(), 2),
+        (Case { num_shards: 2, state: StateLayout::zero(3), options: bf16, ..alone.clone() }, 2),
+        (Case { tensor_degree: 2, ..alone.clone() }, 2),
+        (Case { tensor_degree: 2, options: unsharded, keep: Keep::Input, ..alone.clone() }, 4),
+        (Case { context: (2, 1), ..alone.clone() }, 2),
+        (Case { context: (2, 2), options: bf16, ..alone.clone() }, 4),
+        (Case { pipeline: Some((Kind::OneFOneB, 2, 1)), ..alone.clone() }, 2),
+        (Case { pipeline: Some((Kind::PipeDream2Bw, 2, 1)), ..alone.clone() }, 4),
+        (Case { pipeline: Some((Kind::ZeroBubbleH1, 2, 1)), tensor_degree: 2, ..alone.clone() }, 4),
+        // One batch alone, which is short.
+        (Case { tensor_degree: 2, num_validated: Some(1), ..alone.clone() }, 2),
+    ] {
+        case.check(&llama, world_size);
+    }
+}

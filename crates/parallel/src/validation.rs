@@ -1,0 +1,58 @@
+//! The batches of a validation, and which rank reads which.
+
+use crate::ranks::RankGrid;
+use trireme_base::AxisPlace;
+
+/// The batches of a validation: as many samples each as a microbatch has, but for the last one, which may have fewer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ValidationBatches {
+    num_samples: usize,
+    batch_size: usize,
+}
+
+/// What a rank does while each rank evaluates one batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ValidationRound {
+    /// The index of the batch that the rank reads, if it reads one.
+    pub read: Option<usize>,
+    /// Whether what it finds counts. If not, the rank reads a batch only because others need its experts.
+    pub counts: bool,
+}
+
+impl ValidationBatches {
+    /// The batches of `num_samples` samples.
+    ///
+    /// # Panics
+    /// If there are no samples, or none in a batch.
+    pub fn new(num_samples: usize, batch_size: usize) -> Self {
+        assert!(num_samples > 0 && batch_size > 0, "{num_samples} samples in batches of {batch_size}");
+        ValidationBatches { num_samples, batch_size }
+    }
+
+    /// How many batches there are.
+    pub fn num_batches(&self) -> usize {
+        self.num_samples.div_ceil(self.batch_size)
+    }
+
+    /// How many samples there are.
+    pub fn num_samples(&self) -> usize {
+        self.num_samples
+    }
+
+    /// The first sample of a batch, and how many it has.
+    pub fn batch(&self, index: usize) -> (usize, usize) {
+        let first = index * self.batch_size;
+        (first, self.batch_size.min(self.num_samples - first))
+    }
+
+    /// What this rank does, round by round; all ranks have as many rounds. A rank for which no batch is left still helps to gather sharded
+    /// parameters and, where ranks have different experts, reads the last one.
+    pub fn rounds(self, ranks: &RankGrid) -> impl Iterator<Item = ValidationRound> + use<> {
+        let AxisPlace { rank, degree } = ranks.sample_place();
+        let (num_batches, has_experts) = (self.num_batches(), ranks.experts().is_some());
+        (0..num_batches).step_by(degree).map(move |first| {
+            let own = Some(first + rank).filter(|&index| index < num_batches);
+            ValidationRound { read: own.or(has_experts.then_some(num_batches - 1)), counts: own.is_some() }
+        })
+    }
+}

@@ -1,0 +1,76 @@
+//! Validations between steps, the checkpoint that they keep, and early stopping.
+
+use super::Trainer;
+use crate::checkpointing::untidy_notice;
+use crate::error::TrainError;
+use crate::validation::Validated;
+use std::time::Instant;
+use trireme_base::with_sources;
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, mark_best, tidy};
+
+impl Trainer<'_> {
+    /// Whether so many validations have found no lower loss that the run ends.
+    pub(super) fn is_patience_over(&self) -> bool {
+        let patience = self.config.training().early_stopping_patience;
+        patience > 0 && self.state.validations.num_since >= patience
+    }
+
+    /// The loss before the first step, where others follow, or there is none. Collective.
+    pub(super) fn validate_at_start(&mut self) -> Result<Option<Validated>, TrainError> {
+        let training = self.config.training();
+        if !self.is_new || training.validation_interval == 0 && training.steps > 0 {
+            return Ok(None);
+        }
+        let validated = self.validate()?;
+        if let Some(Validated { loss, .. }) = &validated {
+            self.observer.initial_validation(*loss);
+        }
+        Ok(validated)
+    }
+
+    /// Mean loss and metrics on the samples to validate on; `None` if there are none, or nothing in them counts in the loss. Collective.
+    pub fn validate(&mut self) -> Result<Option<Validated>, TrainError> {
+        self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
+        let Some(validation) = &mut self.validation else { return Ok(None) };
+        let began = Instant::now();
+        let num_samples = validation.num_samples();
+        let validated = validation.run(&mut self.executor)?;
+        if validated.is_none() {
+            self.report_once(format!(
+                "nothing in the {num_samples} validation samples counts in the loss, so there is no validation loss; raise \
+                 [training] validation_samples or [data] validation_fraction, or hold out samples with answers"
+            ));
+        }
+        if let Some(limit) = &mut self.time_limit {
+            limit.add_validation(began.elapsed());
+        }
+        Ok(validated)
+    }
+
+    /// Reports that early stopping has ended an earlier run, which this one resumes for no further step.
+    pub(super) fn notice_ended(&mut self) {
+        if self.state.step < self.config.training().steps && self.is_patience_over() {
+            self.observer.notice(&format!(
+                "early stopping ended this run after step {}: no lower loss in {} validations; to train further, raise [training] \
+                 early_stopping_patience, or set it to 0",
+                self.state.step, self.state.validations.num_since
+            ));
+        }
+    }
+
+    /// Names the checkpoint of `step` the best, and removes the one before it, unless it is among those to keep.
+    pub(super) fn keep_best(&mut self, step: u64) {
+        let folder = self.config.run_folder().join(CHECKPOINTS_FOLDER);
+        match mark_best(&folder, step) {
+            // The save before has kept the last best one.
+            Ok(()) => {
+                for error in tidy(&folder, step, self.config.checkpoint().keep_latest_k) {
+                    self.report_once(untidy_notice(&error));
+                }
+            }
+            Err(error) => {
+                self.report_once(format!("cannot name the best checkpoint: {}", with_sources(&error)));
+            }
+        }
+    }
+}
