@@ -105,6 +105,21 @@ fn conversations_need_a_template() {
 }
 
 #[test]
+fn few_answers_are_enough_to_validate() {
+    let scene = Scene::new();
+    let record = "{\"prompt\": \"one \", \"completion\": \"two\"}\n";
+    scene.write("a.jsonl", record.repeat(200));
+    scene.write("held-out.jsonl", record);
+    scene
+        .run(
+            "train tiny.toml --set data.inputs=[\"a.jsonl\"] --set data.validation_inputs=[\"held-out.jsonl\"] \
+             --set data.folder=few",
+        )
+        .succeeded();
+    assert!(scene.records("tiny").last().unwrap()["validation_loss"].is_number());
+}
+
+#[test]
 fn sources_are_mixed_by_their_weights() {
     let scene = with_chat();
     let printed =
