@@ -10,12 +10,12 @@ pub struct ValidationBatches {
     batch_size: usize,
 }
 
-/// What a rank does while each rank evaluates one batch.
+/// A rank's part in a round, in which each rank evaluates one batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ValidationRound {
     /// The index of the batch that the rank reads, if it reads one.
     pub read: Option<usize>,
-    /// Whether what it finds counts. If not, the rank reads a batch only because others need its experts.
+    /// Whether the results count. If not, the rank reads a batch only because others need its experts.
     pub counts: bool,
 }
 
@@ -29,23 +29,23 @@ impl ValidationBatches {
         ValidationBatches { num_samples, batch_size }
     }
 
-    /// How many batches there are.
+    /// Number of batches.
     pub fn num_batches(&self) -> usize {
         self.num_samples.div_ceil(self.batch_size)
     }
 
-    /// How many samples there are.
+    /// Number of samples.
     pub fn num_samples(&self) -> usize {
         self.num_samples
     }
 
-    /// The first sample of a batch, and how many it has.
+    /// The first sample of a batch, and the number of its samples.
     pub fn batch(&self, index: usize) -> (usize, usize) {
         let first = index * self.batch_size;
         (first, self.batch_size.min(self.num_samples - first))
     }
 
-    /// What this rank does, round by round; all ranks have as many rounds. A rank for which no batch is left still helps to gather sharded
+    /// Returns this rank's part in each round; all ranks have the same number of rounds. A rank for which no batch is left still helps to gather sharded
     /// parameters and, where ranks have different experts, reads the last one.
     pub fn rounds(self, ranks: &RankGrid) -> impl Iterator<Item = ValidationRound> + use<> {
         let AxisPlace { rank, degree } = ranks.sample_place();

@@ -83,7 +83,7 @@ impl Sequences {
         Sequences { seq_len, packing: Packing::Documents, masks_documents: true, weighs_losses: true }
     }
 
-    /// How many samples held-out tokens are.
+    /// Returns the number of samples in held-out tokens.
     ///
     /// # Errors
     /// If there are too few tokens.

@@ -74,7 +74,7 @@ impl Validation {
         Ok(Some(validated))
     }
 
-    /// How many samples it has.
+    /// Number of samples.
     pub(crate) fn num_samples(&self) -> usize {
         self.batches.num_samples()
     }

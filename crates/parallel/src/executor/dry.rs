@@ -5,7 +5,6 @@ use crate::error::ParallelError;
 use crate::step::{GradNorm, StepPlan};
 use crate::validation::ValidationBatches;
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Category, Journal, JournalEntry, StepEntries};
 use trireme_model::{Batch, TensorSpec};
@@ -137,9 +136,12 @@ impl Executor {
     /// Evaluates a batch of each size that this rank reads in a validation.
     fn validate_dry(&mut self, batches: ValidationBatches) -> Result<(), ParallelError> {
         self.validation_reports(&batches)?;
-        let ranks = Arc::clone(&self.ranks);
-        let sizes = batches.rounds(&ranks).map(|round| round.read.map(|index| batches.batch(index).1));
-        for num_samples in sizes.collect::<BTreeSet<_>>() {
+        let sizes = batches.rounds(&self.ranks).map(|round| round.read.map(|index| batches.batch(index).1));
+        // Ranks with different experts take memory for what the one with the longest batch sends.
+        let of_others = self.ranks.experts().map(|_| Some(batches.batch(0).1));
+        // As in a validation, the longest comes first.
+        let sizes: BTreeSet<_> = sizes.chain(of_others).collect();
+        for num_samples in sizes.into_iter().rev() {
             let before = self.rehearsal.num_samples();
             let specs = self.rehearsal.batch.iter();
             let batch = num_samples.map(|num_samples| {

@@ -7,7 +7,7 @@ use trireme_parallel::Spill;
 use trireme_planner::CategoryBytes;
 use trireme_tensor::Overflow;
 
-fn model(capacity_factor: Option<f64>, num_shadowed: usize) -> ModelConfig {
+pub(super) fn model(capacity_factor: Option<f64>, num_shadowed: usize) -> ModelConfig {
     let text = r#"{"model_type": "deepseek_v3", "vocab_size": 350, "hidden_size": 36, "intermediate_size": 60,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
         "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,

@@ -1,5 +1,6 @@
 //! Memory of validations whose last batch is short.
 
+use super::experts::model;
 use super::*;
 
 #[test]
@@ -23,5 +24,16 @@ fn a_short_batch_takes_memory_of_its_own() {
         (Case { tensor_degree: 2, num_validated: Some(1), ..alone.clone() }, 2),
     ] {
         case.check(&llama, world_size);
+    }
+}
+
+#[test]
+fn ranks_with_different_experts_read_the_short_batch() {
+    let config = model(Some(1.25), 1);
+    // Batches of 3 and 1, and of 3, 3 and 1.
+    for num_validated in [4, 7] {
+        let num_validated = Some(num_validated);
+        let case = Case { experts: 2, shape: (3, 5), num_validated, num_microbatches: 2, ..Case::default() };
+        case.check(&config, 2);
     }
 }
