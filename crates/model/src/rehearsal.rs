@@ -5,6 +5,7 @@ use crate::error::ModelError;
 use crate::model::Model;
 use crate::unit::UnitPass;
 use std::cell::Cell;
+use std::ops::Add;
 use std::sync::Arc;
 use trireme_base::{
     AxisExchange, AxisPlace, ContextPlace, Cost, DType, JournalEntry, PassExchanges, RandomKey, UnitAxis,
@@ -128,6 +129,13 @@ impl Rehearsal {
     /// What passes of the units take.
     pub fn passes(&self) -> Vec<UnitPasses> {
         self.units.iter().map(|unit| unit.passes).collect()
+    }
+
+    /// Operations of the matrix products that forward and backward of a microbatch need on this rank, each once: without recomputation, and
+    /// without what backward of an operation computes again by itself.
+    pub fn model_operations(&self) -> u64 {
+        let costs = self.units.iter().map(|unit| unit.passes.forward_cost + unit.passes.backward_cost);
+        costs.fold(Cost::ZERO, Cost::add).model_operations()
     }
 
     /// Samples of a microbatch.

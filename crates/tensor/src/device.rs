@@ -188,6 +188,12 @@ impl Device {
         self.journal.get()
     }
 
+    /// Counts as many operations of the products issued last as [repeated](Cost::repeated_operations) as the product of `factors`.
+    pub(crate) fn count_repeated(&self, factors: &[usize]) {
+        let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
+        *cost = cost.repeats(factors);
+    }
+
     /// Adds the cost of a kernel that begins, and notes it in the journal.
     fn count(&self, kernel: &'static str, cost: Cost) {
         if let Some(journal) = self.journal.get() {

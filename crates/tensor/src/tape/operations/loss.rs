@@ -320,7 +320,11 @@ impl LossHead {
         let (device, precision) = (cx.device(), cx.precision());
         let logits = match logits {
             Some(logits) => logits,
-            None => self.chunk_logits((device, precision), cx.parameters(), x, chunk)?,
+            None => {
+                // The statistics were made of the same logits.
+                device.count_repeated(&[2, x.shape().num_elements(), chunk.len]);
+                self.chunk_logits((device, precision), cx.parameters(), x, chunk)?
+            }
         };
         let scale = cx.loss_scale() / x.shape().rows() as f32;
         let mut gradient = cx.empty(logits.shape(), precision.dtype())?;
