@@ -79,6 +79,7 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
             features_max: None,
             started: Instant::now(),
             plan: None,
+            peak_flops: None,
             ends_at: None,
             given_config: None,
         };

@@ -87,7 +87,7 @@ impl LogLine<'_> {
             push(7, "skipped", skipped.to_string());
         }
         if let Some(mfu) = record.mfu {
-            push(6, "mfu", format!("{:.1}%", 100.0 * mfu));
+            push(3, "mfu", format!("{:.1}%", 100.0 * mfu));
         }
         push(3, "epoch", format!("{:.2}", record.epoch));
         push(3, "memory", Bytes(record.memory_peak_bytes.total).to_string());

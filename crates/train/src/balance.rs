@@ -311,7 +311,12 @@ mod tests {
         let step = |nanos: u64| -> Vec<ActionTime> {
             let time = |index: usize| {
                 let start = now + Duration::from_micros(1000 * index as u64 + 500);
-                ActionTime { issued: now, start, end: start + Duration::from_nanos(nanos) }
+                ActionTime {
+                    issued: now,
+                    start,
+                    end: start + Duration::from_nanos(nanos),
+                    product_operations: 0,
+                }
             };
             (0..program.actions.len()).map(time).collect()
         };

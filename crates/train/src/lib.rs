@@ -34,6 +34,7 @@ mod task;
 mod time_limit;
 pub mod trace;
 mod trainer;
+mod utilization;
 mod validation;
 mod weights;
 

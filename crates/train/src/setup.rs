@@ -28,7 +28,7 @@ use trireme_parallel::{
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::{Chain, Program, StateClass, StateLayout, validate_pipeline};
-use trireme_tensor::{Activation, Device, IntegerFormat, Precision};
+use trireme_tensor::{Activation, Device, IntegerFormat, ModelPlace, Precision};
 
 /// An equal share of this host's cores for each of `local_world_size` workers, at least one.
 pub fn share_of_cores(local_world_size: usize) -> usize {
@@ -391,9 +391,19 @@ pub(crate) fn rehearse(
     (rank, num_threads): (Rank, usize),
     batch: &[TensorSpec],
 ) -> Result<Rehearsal, TrainError> {
+    let places = (config.model_place(rank), config.context_place(rank));
+    rehearse_at(config, task, (places, num_threads), batch)
+}
+
+/// As [`rehearse`], of a worker with this part of the model and of the positions.
+pub(crate) fn rehearse_at(
+    config: &Config,
+    task: &dyn Task,
+    ((place, context), num_threads): ((ModelPlace, ContextPlace), usize),
+    batch: &[TensorSpec],
+) -> Result<Rehearsal, TrainError> {
     let build = |device: &Device, table| task.build(device, table);
-    let build_part = |device: &Device| Model::build_at(config.model_place(rank), device, build);
-    let context = config.context_place(rank);
+    let build_part = |device: &Device| Model::build_at(place, device, build);
     let passes = executor_options(config).passes(context);
     let batch = positions_of_batch(batch, context, task.has_positions())?;
     Ok(Rehearsal::of(build_part, device_options(config, num_threads), passes, &batch)?)

@@ -26,6 +26,7 @@ use crate::setup::{
 use crate::task::{Samples, Task};
 use crate::time_limit::TimeLimit;
 use crate::trace::Tracer;
+use crate::utilization::Utilization;
 use crate::validation::{Validated, Validation};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -49,6 +50,8 @@ pub struct TrainerOptions {
     pub features_max: Option<CpuFeatures>,
     /// When the command started, for `seconds_to_first_step`.
     pub started: Instant,
+    /// Peak FLOP/s of this worker in the training dtype, for MFU, if it is known. `[metrics] peak_flops` takes precedence.
+    pub peak_flops: Option<f64>,
     /// What was planned for this worker; alike on all workers but for the predictions. What the config leaves to a
     /// plan is kept, on the device, without it.
     pub plan: Option<WorkerPlan>,
@@ -113,6 +116,9 @@ pub struct Trainer<'a> {
     state: TrainingState,
     metrics: Option<MetricsWriter>,
     tracer: Tracer,
+    utilization: Utilization,
+    /// How long the last run of the program took, with what is around it.
+    program_time: Duration,
     /// Algorithms that the run's folder tells of.
     num_choices: usize,
     batches: Vec<Batch>,
@@ -164,6 +170,9 @@ impl<'a> Trainer<'a> {
         let device = open_device(config, options.num_threads, options.features_max)?;
         let batch_specs = batch_specs(&*train, training.local_batch_size);
         let rehearsal = rehearse(config, &*task, (group.rank(), options.num_threads), &batch_specs)?;
+        let threads = (&group, options.num_threads);
+        let utilization =
+            Utilization::new(config, &*task, (&rehearsal, &batch_specs), threads, options.peak_flops)?;
         let build = |device: &Device, table| task.build(device, table);
         let model = Model::build_at(config.model_place(group.rank()), &device, build)?;
         let choices = match &options.plan {
@@ -250,6 +259,8 @@ impl<'a> Trainer<'a> {
             state,
             metrics,
             tracer: Tracer::new(&run_folder),
+            utilization,
+            program_time: Duration::ZERO,
             num_choices: 0,
             batches: Vec::new(),
             plans: Vec::new(),
@@ -467,7 +478,7 @@ impl<'a> Trainer<'a> {
         let (step, interval) = (self.state.step, self.config.metrics().trace_interval);
         if interval > 0 && step.is_multiple_of(interval) && !self.executor.timeline().is_empty() {
             self.executor.group().set_line(format_args!("step {step}: trace"));
-            self.tracer.write(step, &self.executor)?;
+            self.tracer.write(step, &self.executor, &self.utilization, self.program_time)?;
         }
         Ok(())
     }

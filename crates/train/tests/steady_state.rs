@@ -162,6 +162,7 @@ fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
             num_threads: config.training().threads,
             started: Instant::now(),
             plan: None,
+            peak_flops: None,
             features_max: None,
             ends_at: None,
             given_config: None,

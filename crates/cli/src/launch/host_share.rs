@@ -72,6 +72,8 @@ pub(crate) struct HostShare {
     pub(crate) num_workers: usize,
     /// All limits on its memory.
     pub(crate) limits: Vec<SharedLimit>,
+    /// Processors that it may use, where those that several workers may use count in equal parts.
+    pub(crate) num_cpus: f64,
     /// Threads that have a processor each.
     pub(crate) num_threads: usize,
     /// The CPUs that this worker is bound to, if any.
@@ -86,6 +88,7 @@ impl HostShare {
         HostShare {
             num_workers,
             limits: SharedLimit::all(huge_pages),
+            num_cpus: trireme_train::share_of_cores(1) as f64 / num_workers as f64,
             num_threads: trireme_train::share_of_cores(num_workers),
             binding: None,
             why_unbound: None,
@@ -122,14 +125,15 @@ impl HostShare {
             .iter()
             .map(|bound| bound.limit / bound.num_bound(&neighbours, |grant| &grant.cpu_limits) as f64);
         // Rounding: three thirds may sum to just below 1.
-        let num_threads = ((quotas.fold(num_cpus, f64::min) + 1e-9) as usize).max(1);
+        let num_cpus = quotas.fold(num_cpus, f64::min);
+        let num_threads = ((num_cpus + 1e-9) as usize).max(1);
         let binding = binding(own, rank, &neighbours, bind);
         let (binding, why_unbound) = match binding {
             Ok(binding) => (binding, None),
             Err(why) => (None, Some(why)),
         };
         let limits = limits.collect();
-        HostShare { num_workers, limits, num_threads, binding, why_unbound }
+        HostShare { num_workers, limits, num_cpus, num_threads, binding, why_unbound }
     }
 
     /// The CPUs that so many workers of this host would be bound to, for people.
@@ -194,7 +198,6 @@ impl Grant {
     fn of_this_process(huge_pages: HugePages) -> Self {
         let cpu_limits = CpuLimit::all(Path::new("/")).into_iter();
         let memory_limits = MemoryLimit::all(Path::new("/"), huge_pages).into_iter();
-        let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         Grant {
             host: host_name(),
             machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
@@ -203,9 +206,15 @@ impl Grant {
                 .map(|limit| Bound { setter: Setter::Group(identity(&limit.file)), limit: limit.num_cores })
                 .collect(),
             memory_limits: memory_limits.map(|limit| Bound { setter: Setter::of(&limit), limit }).collect(),
-            load: load.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0),
+            load: load_average(),
         }
     }
+}
+
+/// Processes that ran or wanted to run in the last minute.
+pub(crate) fn load_average() -> f64 {
+    let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0)
 }
 
 /// The processors that this process may run on.
@@ -273,6 +282,8 @@ mod tests {
         assert_eq!(threads(&vec![grant(0..32); 4]), [8; 4]);
         assert_eq!(threads(&[grant(0..2), grant(0..2), grant(2..8)]), [1, 1, 6]);
         assert_eq!(threads(&vec![grant(0..2); 3]), [1; 3]);
+        let cpus: f64 = shares(&vec![grant(0..2); 3], Bind::None).iter().map(|share| share.num_cpus).sum();
+        assert!((cpus - 2.0).abs() < 1e-9, "{cpus} CPUs of 2");
         let elsewhere = Grant { machine: "another".to_owned(), ..grant(0..8) };
         assert_eq!(threads(&[grant(0..8), elsewhere]), [8; 2]);
     }

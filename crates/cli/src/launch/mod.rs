@@ -16,7 +16,7 @@ mod worker_processes;
 pub(crate) use command_workers::{launch_workers, recorder_folder};
 pub(crate) use environment::WorkerEnvironment;
 pub(crate) use error::{Death, LaunchError};
-pub(crate) use host_share::HostShare;
+pub(crate) use host_share::{HostShare, load_average};
 pub(crate) use joining::{NotJoined, before_joining, interface, join_options, work_in_world};
 pub(crate) use supervisor::{
     INVOKED_AS_VARIABLE, LocalWorld, OnSignal, ignored_signals, run_local_workers, worker_command,

@@ -1,21 +1,20 @@
 //! Which SIMD level kernels use: the highest one whose kernels for products prove themselves on this machine.
 //!
 //! Before a command computes, each kernel is compared with the portable one, in a child process, because the system may kill
-//! whoever runs it (`trial`). The results are kept for this processor and this program (`cache`). A kernel that could not be
+//! whoever runs it (`trial`). The results are kept for this processor and this program (`MachineCache`). A kernel that could not be
 //! tried is not used, and the next command tries again. `TRIREME_SIMD` chooses a
 //! lower level. A launcher chooses for its workers.
 
-mod cache;
 mod trial;
 
 pub(crate) use trial::{Trial, try_kernels};
 
 use crate::launch::LaunchError;
+use crate::machine_cache::MachineCache;
 use crate::remarks::remark;
 use anyhow::Result;
-use cache::Cache;
 use std::process::Command;
-use trial::{Verdict, Verdicts};
+use trial::{REASON_CHARS_MAX, Verdict, Verdicts};
 use trireme_tensor::probe::{Unit, why_absent};
 use trireme_tensor::proof::ProductKernel;
 use trireme_tensor::{CpuFeatures, Precision};
@@ -70,8 +69,9 @@ impl Simd {
             return Ok(Simd { level: most, most, excluded: Vec::new() });
         }
         let names: Vec<String> = kernels().iter().map(ProductKernel::to_string).collect();
-        let cache = Cache::of_this_machine();
-        let cached = cache.as_ref().filter(|_| proof == Proof::Cached).and_then(|cache| cache.read(&names));
+        let cache = MachineCache::of_this_machine("kernels");
+        let cached = cache.as_ref().filter(|_| proof == Proof::Cached).and_then(MachineCache::read);
+        let cached = cached.filter(|verdicts| are_of_kernels(verdicts, &names));
         let verdicts = cached.unwrap_or_else(|| {
             let verdicts = prove(&names);
             let is_certain = !verdicts.values().any(|verdict| matches!(verdict, Verdict::Untried(_)));
@@ -144,6 +144,19 @@ impl Simd {
     }
 }
 
+/// Whether verdicts, which come from a file, are of these kernels and fit to be shown.
+fn are_of_kernels(verdicts: &Verdicts, names: &[String]) -> bool {
+    let is_plain = |verdict: &Verdict| match verdict {
+        Verdict::Proven => true,
+        Verdict::Wrong(reason) | Verdict::Untried(reason) => {
+            reason.chars().count() <= REASON_CHARS_MAX && !reason.chars().any(char::is_control)
+        }
+    };
+    verdicts.len() == names.len()
+        && names.iter().all(|name| verdicts.contains_key(name))
+        && verdicts.values().all(is_plain)
+}
+
 /// The kernels of this machine that have something to prove.
 fn kernels() -> Vec<ProductKernel> {
     let all = ProductKernel::up_to(CpuFeatures::detect()).into_iter();
@@ -200,6 +213,27 @@ mod tests {
         let mut verdicts: Verdicts = all.map(|kernel| (kernel.to_string(), Verdict::Proven)).collect();
         verdicts.extend(excluded.iter().map(name));
         Simd::from_verdicts(most, verdicts)
+    }
+
+    #[test]
+    fn verdicts_of_a_file_are_of_these_kernels_or_not_believed() {
+        let names = ["good", "bad"].map(str::to_owned);
+        let read = |text: &str| serde_json::from_str::<Verdicts>(text).ok();
+        let is_believed = |text: &str| read(text).is_some_and(|verdicts| are_of_kernels(&verdicts, &names));
+        let whole = r#"{"good": "proven", "bad": {"wrong": "1 is 2"}}"#;
+        assert!(is_believed(whole));
+        for forged in [
+            whole.replace("1 is 2", "\\u001b[31m"),
+            whole.replace("1 is 2", &"x".repeat(REASON_CHARS_MAX + 1)),
+            whole.replace("\"proven\"", "null"),
+            whole.replace("\"wrong\"", "\"untried\""),
+            whole.replace("good", "third"),
+            r#"{"good": "proven"}"#.to_owned(),
+        ] {
+            assert!(forged != whole && !is_believed(&forged), "{forged}");
+        }
+        // One more than was asked for.
+        assert!(!are_of_kernels(&read(whole).unwrap(), &names[..1]));
     }
 
     #[test]

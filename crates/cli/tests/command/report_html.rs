@@ -2,8 +2,8 @@
 
 use crate::common::{Scene, tells};
 
-const CHARTS: [&str; 6] =
-    ["Loss", "Learning rate", "Gradient norm", "Speed", "Exposed communication", "Memory"];
+const CHARTS: [&str; 7] =
+    ["Loss", "Learning rate", "Gradient norm", "Speed", "MFU", "Exposed communication", "Memory"];
 
 /// Writes the folder of a run with so many records of made-up numbers.
 fn write_records(scene: &Scene, folder: &str, num_steps: usize) {
@@ -79,6 +79,8 @@ fn a_page_compares_two_runs() {
             "fast: parameters, predicted ",
             "The last traced step",
             "runs/fast: step 4",
+            "<th>time of step 4, all workers; MFU ",
+            "<th>median MFU</th>",
         ],
     );
     // Above the fold is where the runs differ, and below it what they share.

@@ -1,6 +1,7 @@
 //! Timelines of runs, and what is told of them.
 
 use crate::common::{Outcome, Running, Scene, tells};
+use serde_json::Value;
 
 const PIPELINE: &str = "--set model.architecture=llama --set model.tie_word_embeddings=false --set model.num_layers=4 \
                         --set parallelism.pipeline_parallel_degree=2";
@@ -60,6 +61,99 @@ fn traces_of_other_layouts_and_without_any() {
     tells(&scene.run("report trace runs/sharded").succeeded(), &["the first of 2", "\nrank 0 |F"]);
     scene.run(&format!("train tiny.toml --workers 1 {trace} --set run.name=one")).succeeded();
     tells(&scene.run("report trace runs/one").succeeded(), &["runs/one: step 4\n", "\nrank 0 |F"]);
+}
+
+/// Figures of the last step in `trace.json`.
+struct WholeStep {
+    /// Operations that the model needs.
+    model: f64,
+    /// Operations of products that were executed.
+    hardware: f64,
+    /// Of all workers.
+    peak: f64,
+    /// Of the first worker.
+    seconds: f64,
+}
+
+fn whole_step(scene: &Scene, run: &str) -> WholeStep {
+    let trace: Value = serde_json::from_str(&scene.read(&format!("runs/{run}/trace.json"))).unwrap();
+    let array = |value: &Value| value.as_array().unwrap().clone();
+    let peaks = array(&trace["otherData"]["ranks"]);
+    let step = array(&trace["otherData"]["steps"]).pop().unwrap();
+    let events = array(&trace["traceEvents"]);
+    let executed = events.iter().filter(|event| event["args"]["step"] == step["step"]);
+    WholeStep {
+        model: step["model_flops"].as_f64().unwrap(),
+        hardware: executed.filter_map(|event| event["args"]["product_flops"].as_f64()).sum(),
+        peak: peaks.iter().map(|rank| rank["peak_flops"].as_f64().unwrap()).sum(),
+        seconds: step["durations"][0].as_f64().unwrap() / 1e9,
+    }
+}
+
+/// The percentages of a list of parts.
+fn parts(text: &str) -> Vec<f64> {
+    let (_, list) = text.split_once("time of step 4, all workers; MFU ").unwrap();
+    let lines = list.lines().skip(1).map_while(|line| line.split_once(" %  "));
+    lines.map(|(part, _)| part.trim().parse().unwrap()).collect()
+}
+
+#[test]
+fn the_parts_of_a_step_add_up_and_layouts_count_the_model_once() {
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml --set model.num_layers=2 --set metrics.trace_interval=4";
+    let mut model = None;
+    for (name, settings) in [
+        ("one", "--workers 1"),
+        ("recomputed", "--workers 1 --set activation_checkpoint.mode=block"),
+        ("sharded", "--set parallelism.zero_stage=3"),
+        ("deep", "--set parallelism.pipeline_parallel_degree=2"),
+        ("wide", "--set parallelism.tensor_parallel_degree=2"),
+        ("long", "--set parallelism.context_parallel_degree=2"),
+    ] {
+        scene.run(&format!("{train} {settings} --set run.name={name}")).succeeded();
+        let found = whole_step(&scene, name);
+        assert_eq!(*model.get_or_insert(found.model), found.model, "{name}");
+        assert!(found.hardware > found.model, "{name}: {} of {}", found.hardware, found.model);
+        let mfu = scene.records(name).pop().unwrap()["mfu"].as_f64().unwrap();
+        let expected = found.model / (found.peak * found.seconds);
+        assert!((mfu / expected - 1.0).abs() < 1e-6, "{name}: {mfu} is not {expected}");
+        for command in ["run", "trace"] {
+            let text = scene.run(&format!("report {command} runs/{name}")).succeeded();
+            let parts = parts(&text);
+            let sum: f64 = parts.iter().sum();
+            assert!(parts.len() == 5 && (sum - 100.0).abs() < 2.0, "{name}: {text}");
+        }
+    }
+    assert!(whole_step(&scene, "recomputed").hardware > 1.2 * whole_step(&scene, "one").hardware);
+}
+
+#[test]
+fn a_peak_of_the_config_is_that_of_each_worker() {
+    let scene = Scene::with_corpus();
+    let text =
+        scene.run("train tiny.toml --set metrics.trace_interval=4 --set metrics.peak_flops=4e9").succeeded();
+    tells(&text, &["  mfu: "]);
+    assert_eq!(whole_step(&scene, "tiny").peak, 8e9);
+    tells(&scene.run("report run runs/tiny").succeeded(), &["median MFU: "]);
+    assert!(!scene.read("runs/tiny/logs/rank-0.log").contains("the peak of this worker"));
+}
+
+#[test]
+fn a_peak_is_measured_once_for_as_many_threads() {
+    let scene = Scene::with_corpus();
+    let line = |run: &str| {
+        scene.run(&format!("train tiny.toml --workers 1 --set run.name={run}")).succeeded();
+        let log = scene.read(&format!("runs/{run}/logs/rank-0.log"));
+        let line = log.lines().find_map(|line| line.split_once("the peak of this worker, for MFU, is "));
+        line.unwrap_or_else(|| panic!("{log}")).1.to_owned()
+    };
+    let (first, second) = (line("first"), line("second"));
+    let is_kept = first.contains("measured now");
+    assert!(is_kept || first.contains("measured while other programs may have computed"), "{first}");
+    assert_eq!(second.contains("measured by an earlier command"), is_kept, "{first}; {second}");
+    if is_kept {
+        assert_eq!(first.split_once(':').unwrap().0, second.split_once(':').unwrap().0);
+    }
 }
 
 #[test]

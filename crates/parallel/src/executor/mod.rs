@@ -441,6 +441,7 @@ impl Executor {
             self.begin_microbatch(microbatch, batch)?;
         }
         self.axes.choose_shadowed();
+        self.device.restart_cost();
         self.timeline.begin();
         let mut finished = None;
         for index in 0..self.program.actions.len() {
@@ -450,7 +451,8 @@ impl Executor {
             self.ranks.set_line(format_args!("step {step}, line {line}: {action}"));
             self.act(action, plans, &mut finished)
                 .map_err(|error| error.at(format_args!("step {step}, line {line} ({})", action.words())))?;
-            self.timeline.end();
+            self.note_waits(action);
+            self.timeline.end(self.device.cost().product_operations);
             see(index);
         }
         self.ranks.set_line(format_args!(""));
@@ -459,6 +461,15 @@ impl Executor {
             None => self.finish_steps(plans, outcomes)?,
         }
         Ok(())
+    }
+
+    /// Counts what a pass has waited for within its work, such as exchanges with ranks of the tensor axis, as waiting.
+    fn note_waits(&mut self, action: Action) {
+        let waited = self.waiting.total();
+        self.collect_waiting();
+        if action.is_pass() {
+            self.timeline.has_waited(self.waiting.total() - waited);
+        }
     }
 
     /// Does one thing of a step. What its end has come to is `finished` from the first update on.

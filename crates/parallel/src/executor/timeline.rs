@@ -12,6 +12,8 @@ pub struct ActionTime {
     pub start: Instant,
     /// The rank went on. What the action has started may overlap with the next ones.
     pub end: Instant,
+    /// Operations of the matrix products that it issued.
+    pub product_operations: u64,
 }
 
 /// The actions of the step under way, or of the last one, in the program's order. A step takes two readings of the clock an action,
@@ -19,18 +21,21 @@ pub struct ActionTime {
 pub(super) struct Timeline {
     now: Instant,
     start: Instant,
+    /// Operations of matrix products since the step began.
+    product_operations: u64,
     actions: Vec<ActionTime>,
 }
 
 impl Timeline {
     pub(super) fn new(num_actions: usize) -> Self {
         let now = Instant::now();
-        Timeline { now, start: now, actions: Vec::with_capacity(num_actions) }
+        Timeline { now, start: now, product_operations: 0, actions: Vec::with_capacity(num_actions) }
     }
 
     /// A step begins, and with it its first action.
     pub(super) fn begin(&mut self) {
         self.actions.clear();
+        self.product_operations = 0;
         self.now = Instant::now();
     }
 
@@ -44,10 +49,12 @@ impl Timeline {
         self.start += waited;
     }
 
-    /// The action ends, and the next one begins.
-    pub(super) fn end(&mut self) {
+    /// The action ends, and the next one begins. The step has issued so many operations of matrix products.
+    pub(super) fn end(&mut self, product_operations: u64) {
         let issued = std::mem::replace(&mut self.now, Instant::now());
-        self.actions.push(ActionTime { issued, start: self.start, end: self.now });
+        let before = std::mem::replace(&mut self.product_operations, product_operations);
+        let product_operations = product_operations - before;
+        self.actions.push(ActionTime { issued, start: self.start, end: self.now, product_operations });
     }
 
     pub(super) fn actions(&self) -> &[ActionTime] {
@@ -65,14 +72,15 @@ mod tests {
         for _ in 0..2 {
             timeline.begin();
             timeline.start();
-            timeline.end();
+            timeline.end(6);
             timeline.start();
             let started = timeline.start;
             timeline.has_waited(Duration::from_nanos(5));
-            timeline.end();
+            timeline.end(10);
             let [first, second] = timeline.actions() else { panic!("a step has two actions") };
             assert!(first.issued <= first.start && first.start <= first.end);
             assert_eq!(second.issued, first.end);
+            assert_eq!([first, second].map(|action| action.product_operations), [6, 4]);
             assert_eq!(second.start, started + Duration::from_nanos(5));
             assert_eq!(timeline.actions.capacity(), 2);
         }

@@ -251,9 +251,12 @@ fn forward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
 
 /// Five products: the scores once more, and the gradients of weights, values, queries and keys; without what is read and written.
 fn backward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
-    Cost::products(&[2, shape.batch, 3 * shape.query_cols() + 2 * shape.output_cols(), num_pairs])
-        .repeats(&[2, shape.batch, shape.query_cols(), num_pairs])
-        + Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs])
+    Cost::products(&[2, shape.batch, 3 * shape.query_cols() + 2 * shape.output_cols(), num_pairs]).repeats(&[
+        2,
+        shape.batch,
+        shape.query_cols(),
+        num_pairs,
+    ]) + Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs])
 }
 
 /// What forward has made, and its gradient.

@@ -474,6 +474,9 @@ config_section! {
         /// what, for `trireme report trace`, chrome://tracing and Perfetto. The file contains the last few traced
         /// steps. 0 writes none.
         trace_interval: u64 = 0, within 0..;
+        /// Peak of each worker's device in floating-point operations a second, in `[training] dtype`, such as 312e12: MFU is relative to it. 0 takes
+        /// that of the device: on a CPU it is measured once, and multiplied by the worker's share of the cores.
+        peak_flops: f64 = 0.0, within 0.0..;
         /// TCP port on which rank 0 serves the last record at `/metrics`, in the Prometheus text format; 0 disables it.
         prometheus_port: u16 = 0;
         /// Address to listen on. The default is reachable only from this machine.

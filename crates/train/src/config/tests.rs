@@ -297,6 +297,16 @@ fn overrides_take_toml_and_bare_strings_and_the_last_one_wins() {
 }
 
 #[test]
+fn a_peak_is_in_operations_a_second() {
+    for unfit in ["312", "-1.0", "inf"] {
+        let mistake = mistake_of(&format!("metrics.peak_flops={unfit}"));
+        assert!(mistake.contains("peak_flops"), "{mistake}");
+    }
+    assert!(mistake_of("metrics.peak_flops=312").contains("such as 312e12 for 312 TFLOP/s"));
+    assert_eq!(good(SMALLEST, &["metrics.peak_flops=312e12"]).metrics().peak_flops, 312e12);
+}
+
+#[test]
 fn resolves_what_stands_for_other_keys() {
     let config = good(SMALLEST, &["launch.workers=2", "lr_scheduler.warmup_steps=100"]);
     assert_eq!(config.run_folder(), Path::new("runs/try"));

@@ -22,6 +22,9 @@ use trireme_schedule::collective::{Algorithm, Collective, Hosts, fits, is_canoni
 /// into memory.
 const NUM_MICROBATCHES_MAX: usize = 1 << 16;
 
+/// Slower devices are not used for training: a smaller number is one of another unit.
+const PEAK_FLOPS_MIN: f64 = 1e8;
+
 /// Keys of `[model]` that count only with `architecture`: those listed after it.
 pub(super) fn model_shape_keys(model: &Model) -> impl Iterator<Item = &'static str> {
     model.keys().into_iter().map(|key| key.name).skip_while(|name| *name != "architecture").skip(1)
@@ -61,6 +64,7 @@ pub(super) fn validate(
     check_loss_scale(&mut checks);
     check_fp8(&mut checks);
     check_tls(&mut checks);
+    check_peak(&mut checks);
     check_algorithm(&mut checks);
     check_costs(&mut checks);
     check_optimizer(&mut checks);
@@ -134,6 +138,13 @@ fn check_tls(checks: &mut Checks<'_>) {
         &["comm.tls_certificate", "comm.tls_key", "comm.tls_ca"],
         || "TLS needs all of `tls_certificate`, `tls_key` and `tls_ca`".to_owned(),
     );
+}
+
+fn check_peak(checks: &mut Checks<'_>) {
+    let peak = checks.loose.sections.metrics.peak_flops;
+    checks.require(peak == 0.0 || peak >= PEAK_FLOPS_MIN, &["metrics.peak_flops"], || {
+        "expected floating-point operations a second, such as 312e12 for 312 TFLOP/s, or 0".to_owned()
+    });
 }
 
 /// Flat algorithms keep the order of sums or do not, whatever the world; of hierarchical ones the hosts decide.

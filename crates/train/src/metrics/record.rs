@@ -98,7 +98,7 @@ pub struct StepRecord {
     /// `dtype = "f16"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
-    /// Model FLOP/s as a part of the hardware's peak, where the peak is known.
+    /// Model FLOPs utilization: the operations that the model needs for the step, relative to the peak of all workers, where that is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
     /// Mean loss of the validation samples, where this step measured it.

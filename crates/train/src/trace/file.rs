@@ -12,7 +12,7 @@ use std::path::Path;
 use trireme_schedule::{Action, Outline, Stream};
 
 /// What this version writes and reads.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 /// A file that is longer is not read.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 /// More than any run writes.
@@ -40,6 +40,15 @@ struct Document<'a> {
 struct Header {
     format: u32,
     ranks: Vec<HeaderRank>,
+    steps: Vec<HeaderStep>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct HeaderStep {
+    step: u64,
+    model_flops: f64,
+    /// Nanoseconds that it took each rank.
+    durations: Vec<u64>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -47,6 +56,7 @@ struct HeaderRank {
     #[serde(flatten)]
     place: RankPlace,
     outline: String,
+    peak_flops: Option<f64>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -80,6 +90,9 @@ struct Arguments<'a> {
     /// When the rank came to the action.
     #[serde(skip_serializing_if = "Option::is_none")]
     issued: Option<f64>,
+    /// Floating-point operations of its matrix products.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    product_flops: Option<u64>,
 }
 
 const STREAMS: [(Stream, &str); 4] = [
@@ -103,7 +116,16 @@ pub(super) fn write(path: &Path, steps: &[TracedStep]) -> io::Result<()> {
 
 fn document(steps: &[TracedStep]) -> Document<'static> {
     let ranks = steps.last().map_or(&[][..], |step| &step.ranks);
-    let header = |rank: &RankTimeline| HeaderRank { place: rank.place, outline: rank.outline.to_string() };
+    let header = |rank: &RankTimeline| HeaderRank {
+        place: rank.place,
+        outline: rank.outline.to_string(),
+        peak_flops: rank.peak_flops,
+    };
+    let header_step = |step: &TracedStep| HeaderStep {
+        step: step.step,
+        model_flops: step.model_flops,
+        durations: step.ranks.iter().map(|rank| rank.duration).collect(),
+    };
     let origin = steps.first().map_or(0, |step| step.began);
     let mut events = Vec::new();
     for RankTimeline { place, .. } in ranks {
@@ -125,7 +147,11 @@ fn document(steps: &[TracedStep]) -> Document<'static> {
     }
     Document {
         display_time_unit: "ms".into(),
-        other_data: Header { format: FORMAT, ranks: ranks.iter().map(header).collect() },
+        other_data: Header {
+            format: FORMAT,
+            ranks: ranks.iter().map(header).collect(),
+            steps: steps.iter().map(header_step).collect(),
+        },
         trace_events: events,
     }
 }
@@ -137,7 +163,7 @@ fn named(what: &'static str, pid: usize, tid: usize, name: String) -> Event<'sta
 }
 
 fn push_action(events: &mut Vec<Event<'static>>, step: u64, began: u64, pid: usize, traced: &TracedAction) {
-    let &TracedAction { action, issued, start, end } = traced;
+    let &TracedAction { action, issued, start, end, product_flops } = traced;
     let microseconds = |time: u64| (began + time) as f64 / 1e3;
     let name = action.to_string();
     let mut push = |name: String, cat: &'static str, from: u64, to: u64| {
@@ -146,6 +172,7 @@ fn push_action(events: &mut Vec<Event<'static>>, step: u64, began: u64, pid: usi
             unit: Some(action.unit()),
             microbatch: action.microbatch(),
             issued: Some(microseconds(issued)),
+            product_flops: Some(product_flops).filter(|flops| *flops > 0 && cat != WAITING),
             name: None,
         };
         let (ts, dur) = (microseconds(from), (to - from) as f64 / 1e3);
@@ -183,9 +210,12 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
         return Err(format!("it is longer than {FILE_BYTES_MAX} bytes"));
     }
     let document: Document<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-    let Header { format, ranks } = document.other_data;
+    let Header { format, ranks, steps: headers } = document.other_data;
     if format != FORMAT {
         return Err(format!("its format is {format}, but this program reads {FORMAT}"));
+    }
+    if headers.len() > STEPS_MAX {
+        return Err(format!("it has more than {STEPS_MAX} steps"));
     }
     // Each has an event with its name.
     if !(1..=RANKS_MAX.min(document.trace_events.len())).contains(&ranks.len()) {
@@ -211,21 +241,33 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
             return Err(format!("it has more than {STEPS_MAX} steps"));
         }
     }
-    steps.into_iter().map(|(step, actions)| assemble(step, actions, &ranks)).collect()
+    let assembled = steps.into_iter().map(|(step, actions)| {
+        let header = headers.iter().find(|header| header.step == step);
+        let header = header.ok_or_else(|| format!("it does not tell how long step {step} took"))?;
+        assemble(header, actions, &ranks)
+    });
+    assembled.collect()
+}
+
+/// A rank as the header describes it.
+struct KnownRank {
+    place: RankPlace,
+    outline: Outline,
+    peak_flops: Option<f64>,
 }
 
 /// Ranks that make up pipelines beside each other, all with one outline.
-fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<(RankPlace, Outline)>, String> {
+fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<KnownRank>, String> {
     let of_first = |rank: &&HeaderRank| rank.place.pipeline_rank == 0;
     let data_degree = ranks.iter().filter(of_first).count();
-    let mut checked: Vec<(RankPlace, Outline)> = Vec::with_capacity(ranks.len());
-    for (index, HeaderRank { place, outline }) in ranks.into_iter().enumerate() {
+    let mut checked: Vec<KnownRank> = Vec::with_capacity(ranks.len());
+    for (index, HeaderRank { place, outline, peak_flops }) in ranks.into_iter().enumerate() {
         let outline: Outline =
             outline.parse().map_err(|_| format!("rank {index} has an invalid outline {outline:?}"))?;
         let sizes = outline.chain.num_units.checked_mul(outline.num_microbatches);
         let has_sizes = sizes.is_some_and(|sizes| (1..=PASSES_MAX).contains(&sizes));
         let is_chain = outline.chain.is_consistent();
-        let first = checked.first().map_or(&outline, |(_, first)| first);
+        let first = checked.first().map_or(&outline, |first| &first.outline);
         let is_alike = Outline { rank: first.rank, ..outline.clone() } == *first;
         let is_there = data_degree > 0
             && (place.rank, place.pipeline_rank, place.data_rank)
@@ -237,7 +279,10 @@ fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<(RankPlace, Outline)>, Stri
                 "rank {index}, with the outline \"{outline}\", does not match the other ranks"
             ));
         }
-        checked.push((place, outline));
+        if peak_flops.is_some_and(|peak| !(peak.is_finite() && peak > 0.0)) {
+            return Err(format!("rank {index} has an invalid peak"));
+        }
+        checked.push(KnownRank { place, outline, peak_flops });
     }
     Ok(checked)
 }
@@ -248,20 +293,25 @@ fn traced(event: &Event<'_>) -> Option<TracedAction> {
     let action: Action = event.name.parse().ok()?;
     let (issued, start) = (nanoseconds(event.args.issued?)?, nanoseconds(event.ts)?);
     let end = start + nanoseconds(event.dur)?;
-    (issued <= start).then_some(TracedAction { action, issued, start, end })
+    let product_flops = event.args.product_flops.unwrap_or_default();
+    (issued <= start).then_some(TracedAction { action, issued, start, end, product_flops })
 }
 
 fn assemble(
-    step: u64,
+    header: &HeaderStep,
     actions: Vec<Vec<TracedAction>>,
-    ranks: &[(RankPlace, Outline)],
+    ranks: &[KnownRank],
 ) -> Result<TracedStep, String> {
+    let &HeaderStep { step, model_flops, ref durations } = header;
     let firsts = actions.iter().map(|actions| actions.first().map(|first| first.issued));
     let began = firsts.collect::<Option<Vec<u64>>>().and_then(|firsts| firsts.into_iter().min());
     let began = began.ok_or_else(|| format!("a rank has no actions in step {step}"))?;
     let ended = actions.iter().flatten().map(|traced| traced.end).max().unwrap_or(began);
-    if ended - began > STEP_NANOSECONDS_MAX {
+    if (ended - began).max(durations.iter().copied().max().unwrap_or(0)) > STEP_NANOSECONDS_MAX {
         return Err(format!("step {step} takes longer than a day"));
+    }
+    if durations.len() != ranks.len() || !(model_flops.is_finite() && model_flops >= 0.0) {
+        return Err(format!("what it tells of step {step} as a whole does not fit its ranks"));
     }
     let from_beginning = |traced: TracedAction| TracedAction {
         issued: traced.issued - began,
@@ -269,10 +319,16 @@ fn assemble(
         end: traced.end - began,
         ..traced
     };
-    let rank = |((place, outline), actions): (&(RankPlace, Outline), Vec<TracedAction>)| RankTimeline {
-        place: *place,
-        outline: outline.clone(),
+    let rank = |((rank, &duration), actions): ((&KnownRank, &u64), Vec<TracedAction>)| RankTimeline {
+        place: rank.place,
+        outline: rank.outline.clone(),
+        peak_flops: rank.peak_flops,
+        duration,
         actions: actions.into_iter().map(from_beginning).collect(),
     };
-    Ok(TracedStep { step, began, ranks: ranks.iter().zip(actions).map(rank).collect() })
+    let ranks: Vec<RankTimeline> = ranks.iter().zip(durations).zip(actions).map(rank).collect();
+    match ranks.iter().find(|rank| rank.duration < rank.program_time()) {
+        Some(rank) => Err(format!("step {step} ends before the actions of rank {}", rank.place.rank)),
+        None => Ok(TracedStep { step, began, model_flops, ranks }),
+    }
 }

@@ -1,5 +1,6 @@
 use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep, file};
 use crate::error::TrainError;
+use crate::utilization::Utilization;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -32,10 +33,19 @@ impl Tracer {
         self.steps.clear();
     }
 
-    /// Gathers the timeline of the last step from all ranks and writes it, with those before it that are kept. Collective.
-    pub(crate) fn write(&mut self, step: u64, executor: &Executor) -> Result<(), TrainError> {
-        let Some(ranks) = gather(executor)? else { return Ok(()) };
-        self.steps.push_back(align(step, ranks));
+    /// Gathers the timeline of the last step, which took this rank so long, from all ranks and writes it, with those before it that are kept.
+    /// Collective.
+    pub(crate) fn write(
+        &mut self,
+        step: u64,
+        executor: &Executor,
+        utilization: &Utilization,
+        duration: Duration,
+    ) -> Result<(), TrainError> {
+        let Some(mut ranks) = gather(executor, duration)? else { return Ok(()) };
+        ranks.iter_mut().zip(&utilization.peaks).for_each(|(rank, peak)| rank.peak_flops = *peak);
+        let model_flops = utilization.model_flops * executor.program().outline.num_steps() as f64;
+        self.steps.push_back(align(step, model_flops, ranks));
         let is_too_much = |steps: &VecDeque<TracedStep>| {
             let num_actions: usize = steps.iter().map(TracedStep::num_actions).sum();
             steps.len() > STEPS_MAX || (steps.len() > 1 && num_actions > ACTIONS_MAX)
@@ -53,34 +63,41 @@ impl Tracer {
 struct Told {
     place: RankPlace,
     outline: String,
-    /// Each action with when it was issued, began and ended.
-    actions: Vec<(String, [u64; 3])>,
+    /// Nanoseconds that the whole step took.
+    duration: u64,
+    /// Each action with when it was issued, began and ended, and the operations of its products.
+    actions: Vec<(String, [u64; 4])>,
 }
 
 impl Told {
-    fn of(executor: &Executor) -> Told {
+    fn of(executor: &Executor, duration: Duration) -> Told {
         let ranks = executor.ranks();
-        let rank = ranks.world().rank();
+        let (world, rank) = (ranks.world(), ranks.world().rank());
+        let num_of_place = world.world_size() / ranks.pipeline().world_size();
         let place = RankPlace {
             rank: rank.0,
             pipeline_rank: ranks.pipeline().rank().0,
-            data_rank: ranks.data().rank().0,
-            host: ranks.world().hosts().host_of(rank),
+            data_rank: rank.0 % num_of_place,
+            host: world.hosts().host_of(rank),
         };
         let (now, since_boot) = (Instant::now(), monotonic());
         let on_clock = |at: Instant| (since_boot - now.duration_since(at)).as_nanos() as u64;
         let program = executor.program();
-        let times = executor.timeline().iter().map(|time| [time.issued, time.start, time.end].map(on_clock));
+        let times = executor.timeline().iter().map(|time| {
+            let [issued, start, end] = [time.issued, time.start, time.end].map(on_clock);
+            [issued, start, end, time.product_operations]
+        });
         let actions = program.actions.iter().map(Action::to_string).zip(times).collect();
-        Told { place, outline: program.outline.to_string(), actions }
+        Told { place, outline: program.outline.to_string(), duration: duration.as_nanos() as u64, actions }
     }
 
     fn understood(self) -> Option<RankTimeline> {
-        let action = |(name, [issued, start, end]): (String, [u64; 3])| {
-            Some(TracedAction { action: name.parse().ok()?, issued, start, end })
+        let action = |(name, [issued, start, end, product_flops]): (String, [u64; 4])| {
+            Some(TracedAction { action: name.parse().ok()?, issued, start, end, product_flops })
         };
         let actions = self.actions.into_iter().map(action).collect::<Option<_>>()?;
-        Some(RankTimeline { place: self.place, outline: self.outline.parse().ok()?, actions })
+        let outline = self.outline.parse().ok()?;
+        Some(RankTimeline { place: self.place, outline, peak_flops: None, duration: self.duration, actions })
     }
 }
 
@@ -91,9 +108,9 @@ fn monotonic() -> Duration {
 }
 
 /// The timelines of all ranks on their hosts' clocks, at rank 0.
-fn gather(executor: &Executor) -> Result<Option<Vec<RankTimeline>>, TrainError> {
+fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTimeline>>, TrainError> {
     let world = executor.group();
-    let told = serde_json::to_vec(&Told::of(executor)).expect("numbers and texts are JSON");
+    let told = serde_json::to_vec(&Told::of(executor, duration)).expect("numbers and texts are JSON");
     let lengths = world.all_gather_bytes(&(told.len() as u64).to_le_bytes()).wait()?;
     if world.rank() != Rank::ROOT {
         let mut message = world.buffer::<u8>(told.len())?;
@@ -118,7 +135,7 @@ fn gather(executor: &Executor) -> Result<Option<Vec<RankTimeline>>, TrainError> 
 }
 
 /// Puts all times on one clock, from the beginning of the step.
-fn align(step: u64, mut ranks: Vec<RankTimeline>) -> TracedStep {
+fn align(step: u64, model_flops: f64, mut ranks: Vec<RankTimeline>) -> TracedStep {
     let reduced = |rank: &RankTimeline| {
         let is_step = |traced: &&TracedAction| matches!(traced.action, Action::Step { .. });
         rank.actions.iter().find(is_step).map_or(0, |traced| traced.start)
@@ -141,7 +158,7 @@ fn align(step: u64, mut ranks: Vec<RankTimeline>) -> TracedStep {
     for rank in &mut ranks {
         rank.actions.iter_mut().for_each(|traced| each_time(traced, |time| *time -= began));
     }
-    TracedStep { step, began, ranks }
+    TracedStep { step, began, model_flops, ranks }
 }
 
 fn each_time(traced: &mut TracedAction, change: impl Fn(&mut u64)) {
@@ -164,7 +181,7 @@ mod tests {
         // The second began later, and the third has another clock.
         set(&mut ranks[1], 0, 1_000_007);
         set(&mut ranks[2], 1, 50);
-        let step = align(3, ranks);
+        let step = align(3, 1e9, ranks);
         assert_eq!((step.step, step.began), (3, 1_000_000));
         let begins: Vec<u64> = step.ranks.iter().map(|rank| rank.actions[0].issued).collect();
         assert_eq!(begins, [0, 7, 0]);

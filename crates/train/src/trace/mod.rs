@@ -41,20 +41,32 @@ pub struct TracedAction {
     pub start: u64,
     /// The rank went on.
     pub end: u64,
+    /// Floating-point operations of the matrix products that it issued.
+    pub product_flops: u64,
 }
 
 /// What a rank did in a step.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct RankTimeline {
     /// Which rank.
     pub place: RankPlace,
     /// What its program is for.
     pub outline: Outline,
+    /// Peak FLOP/s of the rank's device, where it is known.
+    pub peak_flops: Option<f64>,
+    /// Nanoseconds that the step took the rank, with reading its samples.
+    pub duration: u64,
     /// In the program's order.
     pub actions: Vec<TracedAction>,
 }
 
 impl RankTimeline {
+    /// Nanoseconds from its first action to the end of its last one.
+    pub fn program_time(&self) -> u64 {
+        let ends = self.actions.first().zip(self.actions.last());
+        ends.map_or(0, |(first, last)| last.end - first.issued)
+    }
+
     /// The program that the rank ran.
     pub fn program(&self) -> Program {
         let actions = self.actions.iter().map(|traced| traced.action).collect();
@@ -64,12 +76,14 @@ impl RankTimeline {
 
 /// What all ranks did in a step. Times of ranks on one host are of one clock. Hosts are aligned by the sum of the gradients'
 /// squares in the step, which ends on all ranks at about the same time: to within a message and a sum.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct TracedStep {
     /// Its number, from 1.
     pub step: u64,
     /// When it began, in nanoseconds on the clock of rank 0, or after the first step of its file.
     pub began: u64,
+    /// Floating-point operations that the model needs for the step, on all ranks together.
+    pub model_flops: f64,
     /// By rank.
     pub ranks: Vec<RankTimeline>,
 }

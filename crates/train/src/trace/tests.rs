@@ -11,10 +11,13 @@ pub(super) fn rank(rank: usize, num_ranks: usize) -> RankTimeline {
         issued: 1000 * index,
         start: 1000 * index + 400,
         end: 1000 * index + 1000,
+        product_flops: 7 * index,
     };
     RankTimeline {
         place: RankPlace { rank, pipeline_rank: rank, data_rank: 0, host: 0 },
         outline: outline.parse().unwrap(),
+        peak_flops: (rank > 0).then_some(2e9),
+        duration: 6500,
         actions: (0..).zip(&texts).map(action).collect(),
     }
 }
@@ -29,7 +32,7 @@ fn steps() -> Vec<TracedStep> {
             traced.issued += 3000;
             traced.start += 3000;
         });
-        TracedStep { step, began: 10_000 * step, ranks }
+        TracedStep { step, began: 10_000 * step, model_flops: 20.5, ranks }
     };
     vec![step(10), step(20)]
 }
@@ -90,7 +93,7 @@ fn other_files_are_refused() {
     file::write(&folder.path().join(TRACE_FILE), &steps()).unwrap();
     let text = std::fs::read_to_string(folder.path().join(TRACE_FILE)).unwrap();
     for (from, to, why) in [
-        ("\"format\":2", "\"format\":3", "its format is 3"),
+        ("\"format\":3", "\"format\":4", "its format is 4"),
         (
             "compute\",\"ph\":\"X\",\"pid\":1",
             "compute\",\"ph\":\"X\",\"pid\":7",
@@ -102,7 +105,13 @@ fn other_files_are_refused() {
         ("\"dur\":0.6", "\"dur\":60.0", "begins before the previous one has ended"),
         ("\"ts\":105.4,\"dur\":0.6", "\"ts\":105.4,\"dur\":1e11", "step 20 takes longer than a day"),
         ("\"issued\":1.0", "\"issued\":9.0", "is not an action with valid times"),
-        ("\"step\":20", "\"stop\":20", "has no step"),
+        ("\"step\":20,\"unit\"", "\"stop\":20,\"unit\"", "has no step"),
+        ("\"step\":20,\"model", "\"step\":30,\"model", "does not tell how long step 20 took"),
+        ("[6500,6500]", "[6500]", "does not fit its ranks"),
+        ("[6500,6500]", "[6500,5999]", "step 10 ends before the actions of rank 1"),
+        ("[6500,6500]", "[6500,86400000000001]", "step 10 takes longer than a day"),
+        ("20.5", "-20.5", "does not fit its ranks"),
+        ("2000000000.0", "0.0", "rank 1 has an invalid peak"),
         ("units 2", "units 99999999999999999999", "has an invalid outline"),
         ("units 2", "units 4000000000 microbatches 2 rank", "has an invalid outline"),
         ("units 2", "units 4000000000", "does not match the other ranks"),

@@ -43,7 +43,8 @@ impl Trainer<'_> {
         {
             balance.observe(&self.executor);
         }
-        let step_seconds = began.elapsed().as_secs_f64() / num_steps as f64;
+        self.program_time = began.elapsed();
+        let step_seconds = self.program_time.as_secs_f64() / num_steps as f64;
         let comm_bytes = (self.executor.ranks().payload_bytes() - bytes_before) / num_steps as u64;
         self.records.resize_with(num_steps, StepRecord::default);
         for index in 0..num_steps {
@@ -109,6 +110,7 @@ impl Trainer<'_> {
                 .map(|found| found.bytes_uncompressed.saturating_sub(found.bytes_sent)),
             compression_error_norm: compression.map(|found| f64::from(found.error_norm)),
             loss_scale: is_scaled.then_some(outcome.loss_scale),
+            mfu: self.utilization.mfu(step_seconds),
             skipped_steps: is_scaled.then_some(self.state.loss_scaler.skipped_steps),
             ..StepRecord::default()
         }

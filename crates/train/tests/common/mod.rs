@@ -68,6 +68,7 @@ pub(crate) fn open<'a>(
         num_threads: config.training().threads,
         started: Instant::now(),
         plan: None,
+        peak_flops: None,
         features_max: None,
         ends_at: None,
         given_config: None,

@@ -1,5 +1,6 @@
 //! A step as it was measured, and as its programs would run if nothing but their passes took time.
 
+use super::breakdown::Breakdown;
 use super::picture::StepPicture;
 use anyhow::{Context, Result};
 use std::collections::HashMap;
@@ -21,6 +22,8 @@ pub(super) struct Comparison {
     pub(super) simulated: StepPicture,
     /// Of the ranks that are drawn.
     pub(super) shares: Vec<Shares>,
+    /// Of all ranks.
+    pub(super) breakdown: Breakdown,
 }
 
 impl Comparison {
@@ -45,6 +48,7 @@ impl Comparison {
             measured: StepPicture::new(&programs, &measured),
             simulated: StepPicture::new(&programs, &simulated),
             shares: drawn.iter().map(|rank| Shares::of(rank, measured_time)).collect(),
+            breakdown: Breakdown::of(step),
         })
     }
 
@@ -142,11 +146,11 @@ mod tests {
         let mut act = |(&action, &(waited, worked)): (&Action, &(u64, u64))| {
             let issued = now;
             now += waited + worked;
-            TracedAction { action, issued, start: issued + waited, end: now }
+            TracedAction { action, issued, start: issued + waited, end: now, product_flops: 0 }
         };
         let actions = program.actions.iter().zip(times).map(&mut act).collect();
         let place = RankPlace { rank: pipeline_rank, pipeline_rank, data_rank: 0, host: 0 };
-        RankTimeline { place, outline: program.outline, actions }
+        RankTimeline { place, outline: program.outline, peak_flops: None, duration: now, actions }
     }
 
     #[test]
@@ -165,7 +169,7 @@ mod tests {
                 &[(0, 0), (20, 10), (0, 0), (0, 20), (0, 5), (0, 10), (0, 20), (0, 0), (0, 5), (30, 10)],
             ),
         ];
-        let comparison = Comparison::new(&TracedStep { step: 7, began: 0, ranks }).unwrap();
+        let comparison = Comparison::new(&TracedStep { step: 7, began: 0, model_flops: 0.0, ranks }).unwrap();
         // F 10, F 10, B 20, F 10, B 20, B 20, and updates.
         assert_eq!((comparison.measured_time, comparison.simulated_time), (130, 100));
         assert_eq!(comparison.ratio(), 1.3);

@@ -1,6 +1,7 @@
 //! `trireme report`.
 
 mod baseline;
+mod breakdown;
 mod comparison;
 mod curves;
 mod html;

@@ -25,6 +25,7 @@ pub(super) struct Record {
     tokens_per_second: Option<f64>,
     pub(super) step_seconds: Option<f64>,
     pub(super) comm_seconds_exposed: Option<f64>,
+    pub(super) mfu: Option<f64>,
     /// None where the step did not measure it, and `Some(None)` where it was not finite.
     #[serde(default, deserialize_with = "measured")]
     pub(super) validation_loss: Option<Option<f64>>,
@@ -132,6 +133,12 @@ impl Records {
     /// The lowest validation loss, with its step.
     pub(super) fn best_validation(&self) -> Option<(u64, f64)> {
         self.validations().min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// The median of the model FLOPs utilization, where the devices' peaks were known.
+    pub(super) fn median_mfu(&self) -> Option<f64> {
+        let values: Vec<f64> = self.iter().filter_map(|record| record.mfu).collect();
+        (!values.is_empty()).then(|| median(values))
     }
 
     /// In units a second.

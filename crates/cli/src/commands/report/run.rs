@@ -1,18 +1,22 @@
 //! `trireme report run`.
 
 use super::baseline::baseline;
+use super::breakdown::Breakdown;
 use super::curves::{Curves, Point};
 use super::records::Records;
 use crate::console::Output;
+use crate::remarks::remark;
 use anyhow::{Context, Result};
 use std::io::Write;
 use std::path::PathBuf;
-use trireme_base::Bytes;
+use trireme_base::{Bytes, with_sources};
+use trireme_train::trace::{TRACE_FILE, read};
 
 const EXAMPLES: &str = "\
 Examples:
   trireme report run runs/quickstart
-      Steps, losses, speed and memory of a run, finished or still training.
+      Steps, losses, speed, MFU and memory of a run, finished or still training, and where the
+      time of its last traced step went, if it was trained with `[metrics] trace_interval`.
   trireme report run runs/quickstart --svg loss.svg
       The loss curves as a picture.";
 
@@ -54,7 +58,19 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
     if let Some(speed) = records.median_speed() {
         writeln!(out, "median speed: {speed:.0} {}/s", unit.plural())?;
     }
+    if let Some(mfu) = records.median_mfu() {
+        writeln!(out, "median MFU: {:.1} %", 100.0 * mfu)?;
+    }
     writeln!(out, "peak memory of rank 0: {}", Bytes(last.memory_peak_bytes.total))?;
+    if args.run_folder.join(TRACE_FILE).exists() {
+        match read(&args.run_folder) {
+            Ok(steps) => {
+                let last = steps.last().map(|step| Breakdown::of(step).to_text());
+                write!(out, "{}", last.unwrap_or_default())?;
+            }
+            Err(error) => remark(&format!("warning: {}", with_sources(&error))),
+        }
+    }
     if let Some(path) = &args.svg {
         let training =
             records.iter().filter_map(|record| Some(Point { step: record.step, loss: record.loss? }));

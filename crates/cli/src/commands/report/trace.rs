@@ -25,6 +25,14 @@ How to read it:
     updates   the optimizer
     other     gathering, moving state, and overhead between actions
 
+  The list below says where the time of all workers went, and adds up to 100 %.
+  MFU and HFU count the operations of matrix products that the model needs, and
+  those that were executed, with recomputation, relative to the peak of all devices:
+    kernels below the peak   products run below the peak, other kernels, updates
+    exposed communication    waiting for messages that were on their way, sending
+    pipeline bubble          waiting for workers that still compute
+    outside of the step      reading samples, and what surrounds the program
+
 Examples:
   trireme train my.toml --set metrics.trace_interval=10
       Writes runs/my/trace.json, which traces every tenth step and keeps the last eight.
@@ -69,9 +77,10 @@ pub(super) fn run(args: &TraceArgs) -> Result<()> {
     let mut text = format!("{}\n", headline(&args.run_folder, drawn));
     text += draw_text_together(&pictures(drawn, &titles), columns).trim_end();
     text += &format!(
-        "; 1 column: {}\n\n{}\n{}",
+        "; 1 column: {}\n\n{}\n{}\n{}",
         time(per_column),
         ranks_table(&drawn.shares),
+        drawn.breakdown.to_text(),
         steps_table(&comparisons)
     );
     if let Some(path) = &args.svg {

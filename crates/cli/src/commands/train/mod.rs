@@ -13,6 +13,7 @@ use crate::launch::{
     Death, HostShare, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log,
     interface, is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
 };
+use crate::peak::worker_peak;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
 use crate::remarks::{remark, set_format};
 use crate::simd::{Proof, Simd};
@@ -422,6 +423,9 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         false => None,
     };
     let planned = Some(plan.worker_plan(step_seconds));
+    // Before this process is bound to some of the host's cores.
+    let peak = worker_peak(config, process.share, features, &group)?;
+    peak.iter().for_each(|peak| console.log(&peak.note));
     process.share.bind().context("cannot bind this worker to its cores; set [launch] bind = \"none\"")?;
     if let Some(cpus) = process.share.bound_to() {
         console.log(&format!("note: this worker is bound to {cpus}"));
@@ -436,6 +440,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let options = TrainerOptions {
         num_threads,
         features_max: Some(features),
+        peak_flops: peak.map(|peak| peak.flops),
         started,
         plan: planned,
         ends_at: if is_root { run_end(config, started, &|name| std::env::var(name).ok())? } else { None },

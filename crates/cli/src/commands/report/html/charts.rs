@@ -16,6 +16,9 @@ pub(super) fn charts(runs: &[LoadedRun]) -> String {
     push(one_curve_a_run(runs, "Gradient norm", "global norm before clipping", &|record| record.grad_norm));
     let speed = format!("{} a second, all workers", unit.plural());
     push(one_curve_a_run(runs, "Speed", &speed, &|record| record.per_second(unit)));
+    push(one_curve_a_run(runs, "MFU", "% of the peak of all workers", &|record| {
+        record.mfu.map(|mfu| 100.0 * mfu)
+    }));
     push(one_curve_a_run(runs, "Exposed communication", "% of the step in which rank 0 waits", &|record| {
         let part = record.comm_seconds_exposed? / record.step_seconds?;
         // A step that took no time cannot be divided.

@@ -10,7 +10,7 @@ use trireme_base::{Bytes, escape_markup};
 
 type Fact = (&'static str, fn(&LoadedRun) -> Option<String>);
 
-const FACTS: [Fact; 15] = [
+const FACTS: [Fact; 16] = [
     ("folder", |run| Some(run.folder.display().to_string())),
     ("model", model),
     ("parameters", |run| run.num_parameters.map(|number| grouped(number.round() as u64))),
@@ -28,6 +28,7 @@ const FACTS: [Fact; 15] = [
         let unit = run.records.unit().plural();
         Some(format!("{} {unit} a second", grouped(run.records.median_speed()?.round() as u64)))
     }),
+    ("median MFU", |run| run.records.median_mfu().map(|mfu| format!("{:.1} %", 100.0 * mfu))),
     ("peak memory of rank 0", |run| {
         let total = run.records.last().memory_peak_bytes.total;
         (total > 0).then(|| Bytes(total).to_string())

@@ -1,4 +1,5 @@
 use super::super::baseline::baseline;
+use super::super::breakdown::Breakdown;
 use super::super::comparison::Comparison;
 use super::super::records::{Records, records_file};
 use super::super::trace::to_svg;
@@ -32,6 +33,8 @@ pub(super) struct LoadedRun {
     pub(super) ended: Option<u64>,
     /// The last traced step, if any was traced.
     pub(super) drawing: Option<Drawing>,
+    /// The parts of that step's time.
+    pub(super) breakdown: Option<Breakdown>,
 }
 
 impl LoadedRun {
@@ -62,7 +65,7 @@ pub(super) fn load(folders: &[PathBuf]) -> Result<Vec<LoadedRun>> {
 fn load_run(folder: &Path, name: String) -> Result<LoadedRun> {
     let records = Records::read(folder)?;
     let keys = Config::file_values(&folder.join(CONFIG_TOML)).unwrap_or_default();
-    let drawing = folder.join(TRACE_FILE).exists().then(|| drawing(folder));
+    let (drawing, breakdown) = folder.join(TRACE_FILE).exists().then(|| traced(folder)).unzip();
     Ok(LoadedRun {
         name,
         folder: folder.to_owned(),
@@ -73,6 +76,7 @@ fn load_run(folder: &Path, name: String) -> Result<LoadedRun> {
         began: began(folder),
         ended: ended(folder),
         drawing,
+        breakdown: breakdown.flatten(),
     })
 }
 
@@ -107,19 +111,24 @@ fn ended(folder: &Path) -> Option<u64> {
     Some(modified.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
-fn drawing(folder: &Path) -> Drawing {
-    let drawn = || -> Result<Option<String>> {
+/// The drawing of the last traced step, and the parts of its time.
+fn traced(folder: &Path) -> (Drawing, Option<Breakdown>) {
+    let drawn = || -> Result<Option<(String, Breakdown)>> {
         let steps = read(folder)?;
-        Ok(steps.last().map(Comparison::new).transpose()?.map(|last| to_svg(folder, &last)))
+        let last = steps.last().map(Comparison::new).transpose()?;
+        Ok(last.map(|last| (to_svg(folder, &last), last.breakdown)))
     };
     match drawn() {
-        Ok(Some(svg)) if svg.len() <= DRAWING_BYTES_MAX => Drawing::Svg(svg),
-        Ok(Some(_)) => Drawing::Missing(format!(
-            "the last traced step has too many passes for a page; `trireme report trace {} --svg FILE` draws it",
-            folder.display()
-        )),
-        Ok(None) => Drawing::Missing(format!("{TRACE_FILE} contains no step yet")),
-        Err(error) => Drawing::Missing(format!("{error:#}")),
+        Ok(Some((svg, breakdown))) if svg.len() <= DRAWING_BYTES_MAX => (Drawing::Svg(svg), Some(breakdown)),
+        Ok(Some((_, breakdown))) => {
+            let why = format!(
+                "the last traced step has too many passes for a page; `trireme report trace {} --svg FILE` draws it",
+                folder.display()
+            );
+            (Drawing::Missing(why), Some(breakdown))
+        }
+        Ok(None) => (Drawing::Missing(format!("{TRACE_FILE} contains no step yet")), None),
+        Err(error) => (Drawing::Missing(format!("{error:#}")), None),
     }
 }
 

@@ -21,9 +21,9 @@ use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 The page shows what the runs were and where their configs differ. Its charts show losses, learning
-rate, norms of gradients, speed, time spent waiting for other workers, and memory. Runs that were
-trained with `[metrics] trace_interval` also have the drawing of their last traced step. The page is
-one file that loads nothing else, so it can be read offline and sent to others.
+rate, norms of gradients, speed, MFU, time spent waiting for other workers, and memory. Runs that
+were trained with `[metrics] trace_interval` also have the drawing of their last traced step, and
+where its time went. The page is one file that loads nothing else, so it can be read offline and sent to others.
 
 Examples:
   trireme report html runs/quickstart

@@ -1,5 +1,6 @@
 //! The page as a whole.
 
+use super::super::breakdown::Breakdown;
 use super::charts::charts;
 use super::configs::configs;
 use super::facts::facts_table;
@@ -34,6 +35,16 @@ pub(super) fn page(runs: &[LoadedRun]) -> String {
     html + &format!("<script>\n{SCRIPT}</script>\n</body>\n</html>\n")
 }
 
+/// The parts of a traced step's time, as a table.
+fn times_table(breakdown: &Breakdown) -> String {
+    let row = |(name, part): (&str, f64)| format!("<tr><th>{name}</th><td>{:.1} %</td></tr>\n", 100.0 * part);
+    let rows: String = breakdown.parts().into_iter().map(row).collect();
+    let title = format!("time of step {}, all workers{}", breakdown.step, breakdown.mfu());
+    format!(
+        "<div class=\"wide\"><table>\n<thead><tr><th>{title}</th><th></th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
+    )
+}
+
 /// The last traced step of each run that has traced some.
 fn drawings(runs: &[LoadedRun]) -> String {
     let mut html = String::new();
@@ -44,7 +55,8 @@ fn drawings(runs: &[LoadedRun]) -> String {
             Some(Drawing::Missing(why)) => format!("<p class=\"note\">{}</p>", escape_markup(why)),
         };
         let (colour, name) = (run_colour(index), escape_markup(&run.name));
-        html += &format!("<h3 {colour}><span class=\"swatch\"></span>{name}</h3>\n{content}\n");
+        let times = run.breakdown.as_ref().map_or_else(String::new, times_table);
+        html += &format!("<h3 {colour}><span class=\"swatch\"></span>{name}</h3>\n{content}\n{times}");
     }
     if html.is_empty() { html } else { format!("<h2>The last traced step</h2>\n{html}") }
 }

@@ -1,6 +1,6 @@
-//! Results of proofs, kept in the user's cache for one processor, system and program.
+//! Results of trials and measurements, kept in the user's cache for one processor, system and program.
 
-use super::trial::{REASON_CHARS_MAX, Verdict, Verdicts};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -44,52 +44,49 @@ struct Identity {
 /// The file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Document {
+struct Document<T> {
     identity: Identity,
-    kernels: Verdicts,
+    results: T,
 }
 
-/// Where results for this machine and program are.
+/// A file with results for this machine and program.
 #[derive(Debug)]
-pub(super) struct Cache {
+pub(crate) struct MachineCache {
     path: PathBuf,
     identity: Identity,
 }
 
-impl Cache {
-    /// None where the system does not tell what belongs to it.
-    pub(super) fn of_this_machine() -> Option<Self> {
+impl MachineCache {
+    /// The cache of results of this kind, which is the beginning of the file's name; `None` if the system does not identify the machine.
+    pub(crate) fn of_this_machine(kind: &str) -> Option<Self> {
         let identity = Identity::of_this_process()?;
         // One file for each kind of processor: hosts may share the folder.
         let mut hasher = DefaultHasher::new();
         identity.processor.hash(&mut hasher);
-        let path = folder()?.join("trireme").join(format!("kernels-{:016x}.json", hasher.finish()));
-        Some(Cache { path, identity })
+        let path = folder()?.join("trireme").join(format!("{kind}-{:016x}.json", hasher.finish()));
+        Some(MachineCache { path, identity })
     }
 
-    /// The results for these kernels, if they are there. A file that holds anything else is taken for none.
-    pub(super) fn read(&self, kernels: &[String]) -> Option<Verdicts> {
+    /// A file of this machine's results at a path.
+    #[cfg(test)]
+    pub(crate) fn at(path: &Path) -> Self {
+        let identity = Identity::of_this_process().expect("the system identifies the machine");
+        MachineCache { path: path.to_owned(), identity }
+    }
+
+    /// The results, if the file has such of this machine and program. The caller checks their values: other programs can write the file.
+    pub(crate) fn read<T: DeserializeOwned>(&self) -> Option<T> {
         let text = read_up_to(&self.path, FILE_BYTES_MAX + 1)?;
         if text.len() as u64 > FILE_BYTES_MAX {
             return None;
         }
-        let Document { identity, kernels: verdicts } = serde_json::from_str(&text).ok()?;
-        let is_plain = |verdict: &Verdict| match verdict {
-            Verdict::Proven => true,
-            Verdict::Wrong(reason) | Verdict::Untried(reason) => {
-                reason.chars().count() <= REASON_CHARS_MAX && !reason.chars().any(char::is_control)
-            }
-        };
-        let is_whole = identity == self.identity
-            && verdicts.len() == kernels.len()
-            && kernels.iter().all(|kernel| verdicts.contains_key(kernel))
-            && verdicts.values().all(is_plain);
-        is_whole.then_some(verdicts)
+        let Document { identity, results } = serde_json::from_str(&text).ok()?;
+        (identity == self.identity).then_some(results)
     }
 
     /// Keeps results. A reader finds the old file or the new one, never a part.
-    pub(super) fn write(&self, verdicts: &Verdicts) -> io::Result<()> {
-        let document = Document { identity: self.identity.clone(), kernels: verdicts.clone() };
+    pub(crate) fn write(&self, results: &impl Serialize) -> io::Result<()> {
+        let document = Document { identity: self.identity.clone(), results };
         fs::create_dir_all(self.path.parent().unwrap_or(Path::new(".")))?;
         let aside = self.path.with_extension(format!("{}.partial", std::process::id()));
         let written = fs::write(&aside, serde_json::to_vec_pretty(&document)?);
@@ -145,29 +142,28 @@ fn folder() -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeMap;
     use tempfile::TempDir;
 
-    fn cache(folder: &TempDir) -> Cache {
+    type Results = BTreeMap<String, u32>;
+
+    fn cache(folder: &TempDir) -> MachineCache {
         let text = |text: &str| text.to_owned();
         let identity = Identity { processor: text("one"), system: text("one"), program: text("one") };
-        Cache { path: folder.path().join("trireme/kernels.json"), identity }
+        MachineCache { path: folder.path().join("trireme/kernels.json"), identity }
     }
 
-    fn results() -> (Vec<String>, Verdicts) {
-        let names = ["good", "bad"].map(str::to_owned);
-        let verdicts =
-            names.clone().into_iter().zip([Verdict::Proven, Verdict::Wrong("1 is 2".to_owned())]).collect();
-        (names.into(), verdicts)
+    fn results() -> Results {
+        [("good".to_owned(), 1), ("bad".to_owned(), 2)].into()
     }
 
     #[test]
     fn results_are_kept_for_the_same_machine_and_program_only() {
         let folder = tempfile::tempdir().unwrap();
-        let (names, verdicts) = results();
         let own = cache(&folder);
-        assert_eq!(own.read(&names), None);
-        own.write(&verdicts).unwrap();
-        assert_eq!(own.read(&names), Some(verdicts));
+        assert_eq!(own.read::<Results>(), None);
+        own.write(&results()).unwrap();
+        assert_eq!(own.read(), Some(results()));
         assert_eq!(fs::read_dir(folder.path().join("trireme")).unwrap().count(), 1, "nothing else is left");
         let changes: [fn(&mut Identity); 3] = [
             |identity| identity.processor = "other".to_owned(),
@@ -177,46 +173,39 @@ mod tests {
         for change in changes {
             let mut other = cache(&folder);
             change(&mut other.identity);
-            assert_eq!(other.read(&names), None);
+            assert_eq!(other.read::<Results>(), None);
         }
-        // Kernels that were not tried, and fewer.
-        assert_eq!(own.read(&[names.clone(), vec!["third".to_owned()]].concat()), None);
-        assert_eq!(own.read(&names[..1]), None);
     }
 
     #[test]
     fn files_that_are_broken_or_forged_are_not_believed() {
         let folder = tempfile::tempdir().unwrap();
-        let (names, verdicts) = results();
         let own = cache(&folder);
-        own.write(&verdicts).unwrap();
+        own.write(&results()).unwrap();
         let whole = fs::read_to_string(&own.path).unwrap();
         for end in 0..whole.len() {
             fs::write(&own.path, &whole[..end]).unwrap();
-            assert_eq!(own.read(&names), None, "the first {end} bytes");
+            assert_eq!(own.read::<Results>(), None, "the first {end} bytes");
         }
         for forged in [
-            whole.replace("1 is 2", "\\u001b[31m"),
-            whole.replace("1 is 2", &"x".repeat(REASON_CHARS_MAX + 1)),
-            whole.replace("1 is 2", &"x".repeat(FILE_BYTES_MAX as usize)),
-            whole.replace("\"proven\"", "null"),
-            whole.replace("\"wrong\":", "\"untried\":"),
+            whole.replace("good", &"x".repeat(FILE_BYTES_MAX as usize)),
+            whole.replace("\"good\": 1", "\"good\": null"),
             whole.replacen('{', "{\"other\": 1,", 1),
             format!("{whole} {{}}"),
             "[".repeat(10_000),
         ] {
             assert_ne!(forged, whole);
             fs::write(&own.path, forged).unwrap();
-            assert_eq!(own.read(&names), None);
+            assert_eq!(own.read::<Results>(), None);
         }
         fs::write(&own.path, [0xff; 100]).unwrap();
-        assert_eq!(own.read(&names), None);
+        assert_eq!(own.read::<Results>(), None);
         fs::write(&own.path, &whole).unwrap();
-        assert_eq!(own.read(&names), Some(verdicts.clone()));
+        assert_eq!(own.read(), Some(results()));
         fs::remove_file(&own.path).unwrap();
         fs::create_dir(&own.path).unwrap();
-        assert_eq!(own.read(&names), None);
-        assert!(own.write(&verdicts).is_err());
+        assert_eq!(own.read::<Results>(), None);
+        assert!(own.write(&results()).is_err());
         assert_eq!(fs::read_dir(folder.path().join("trireme")).unwrap().count(), 1, "nothing else is left");
     }
 

@@ -1,0 +1,133 @@
+//! The peak speed of a worker's device, which MFU is relative to.
+
+use crate::launch::{HostShare, load_average, tell_all};
+use crate::machine_cache::MachineCache;
+use anyhow::Result;
+use std::collections::BTreeMap;
+use std::time::Duration;
+use trireme_comm::Group;
+use trireme_tensor::probe::{Probe, Unit};
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
+use trireme_train::config::{Config, DeviceName};
+use trireme_train::{executor_options, local_threads, share_of_cores};
+
+/// Long enough for several milliseconds without a disturbance, and short enough to delay no first step.
+const MEASURING_DURATION: Duration = Duration::from_millis(30);
+
+/// No thread of a CPU is as fast: a cached value above it was not measured.
+const THREAD_PEAK_MAX: f64 = 1e15;
+
+/// FLOP/s of one thread, by the unit that multiplies and the number of threads that were busy at a time.
+type ThreadPeaks = BTreeMap<String, f64>;
+
+/// The peak of a worker, and how it was found.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct WorkerPeak {
+    /// In the training dtype.
+    pub(crate) flops: f64,
+    /// A line for the log.
+    pub(crate) note: String,
+}
+
+/// The peak of this worker; `None` if the config has one. On a CPU it is that of a thread, while as many threads are busy as the
+/// workers of the host have together, times the worker's threads, but no more than the CPUs that are its share. So the peaks of
+/// workers that share cores add up to that of the cores. Unless it is cached, the first worker of each host measures it while the
+/// others wait. Collective.
+pub(crate) fn worker_peak(
+    config: &Config,
+    share: &HostShare,
+    features: CpuFeatures,
+    group: &Group,
+) -> Result<Option<WorkerPeak>> {
+    // A device with a known peak has an arm of its own here.
+    match config.training().device {
+        DeviceName::Cpu | DeviceName::Detached => {}
+    }
+    let unit = Unit::of(features, executor_options(config).precision);
+    let num_threads = local_threads(config, share.num_threads);
+    let own = share.num_cpus.min(num_threads as f64);
+    // From this exchange to the next one, no other worker of the host computes.
+    let shares = tell_all(group, &own)?;
+    let ranks = group.hosts().ranks(group.hosts().host_of(group.rank()));
+    let num_busy = ranks.iter().map(|rank| shares[rank.0]).sum::<f64>().round() as usize;
+    let num_busy = num_busy.clamp(1, share_of_cores(1));
+    let is_configured = config.metrics().peak_flops > 0.0;
+    let measured = match ranks.first() == Some(&group.rank()) && !is_configured {
+        true => Some(thread_peak(unit, num_busy, MachineCache::of_this_machine("peaks"))?),
+        false => None,
+    };
+    let found = tell_all(group, &measured)?;
+    let Some((thread_peak, how)) = ranks.first().and_then(|first| found[first.0].clone()) else {
+        return Ok(None);
+    };
+    let flops = own * thread_peak;
+    let shared = if own < num_threads as f64 { format!(" on {own:.2} CPUs") } else { String::new() };
+    let note = format!(
+        "note: the peak of this worker, for MFU, is {:.1} GFLOP/s: {unit}, {num_threads} threads{shared}, {how}",
+        flops / 1e9
+    );
+    Ok((!is_configured).then_some(WorkerPeak { flops, note }))
+}
+
+/// FLOP/s of one of so many busy threads, and how they are known. A measurement while other programs compute is not kept.
+fn thread_peak(unit: Unit, num_busy: usize, cache: Option<MachineCache>) -> Result<(f64, String)> {
+    let key = format!("{unit}, {num_busy} threads");
+    let mut peaks: ThreadPeaks = cache.as_ref().and_then(MachineCache::read).unwrap_or_default();
+    if let Some(&peak) = peaks.get(&key).filter(|peak| (1.0..THREAD_PEAK_MAX).contains(*peak)) {
+        return Ok((peak, "measured by an earlier command".to_owned()));
+    }
+    let (features_max, load) = (Some(unit.features()), load_average());
+    let device =
+        Device::cpu(DeviceOptions { num_threads: num_busy, features_max, ..DeviceOptions::default() })?;
+    let peak = Probe::new(&device, MEASURING_DURATION).peak(unit) / num_busy as f64;
+    if load > share_of_cores(1) as f64 / 2.0 {
+        return Ok((peak, format!("measured while other programs may have computed (load {load:.1})")));
+    }
+    peaks.insert(key, peak);
+    if let Some(cache) = cache {
+        // A cache that cannot be written costs the next command the time of the measurement.
+        let _ = cache.write(&peaks);
+    }
+    Ok((peak, "measured now".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_comm::single;
+    use trireme_train::config::HugePages;
+
+    fn config(keys: &[&str]) -> Config {
+        let text =
+            "[model]\narchitecture = \"gpt2\"\n[data]\ninputs = [\"text.txt\"]\n[training]\nthreads = 2\n";
+        let overrides: Vec<String> = keys.iter().map(|key| (*key).to_owned()).collect();
+        Config::parse(text, std::path::Path::new("try.toml"), &overrides, None).unwrap()
+    }
+
+    fn peak(keys: &[&str], num_cpus: f64) -> Option<WorkerPeak> {
+        let mut share = HostShare::of_equals(1, HugePages::Transparent);
+        share.num_cpus = num_cpus;
+        worker_peak(&config(keys), &share, CpuFeatures::Portable, &single()).unwrap()
+    }
+
+    #[test]
+    fn a_worker_has_the_peak_of_its_threads_and_no_more_cpus_than_its_share() {
+        let of_share = peak(&[], 0.25).unwrap();
+        assert!(of_share.flops > 1e6 && of_share.note.contains("2 threads on 0.25 CPUs"), "{of_share:?}");
+        assert!(!peak(&[], 8.0).unwrap().note.contains("CPUs"));
+        assert_eq!(peak(&["metrics.peak_flops=1e12"], 2.0), None);
+    }
+
+    #[test]
+    fn impossible_peaks_of_a_file_are_not_believed() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = || Some(MachineCache::at(&folder.path().join("peaks.json")));
+        let unit = Unit::MulAdd128;
+        for (kept, is_believed) in [(7e9, true), (0.0, false), (-1.0, false), (1e300, false)] {
+            let peaks: ThreadPeaks = [(format!("{unit}, 1 threads"), kept)].into();
+            cache().unwrap().write(&peaks).unwrap();
+            let (peak, how) = thread_peak(unit, 1, cache()).unwrap();
+            assert_eq!((peak == kept, how.contains("earlier")), (is_believed, is_believed), "{kept}");
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! Model FLOPs utilization (MFU): the floating-point operations that the model needs for a step, relative to what the
+//! workers' devices could do in its time (Chowdhery et al., "PaLM", 2022, appendix B). docs/performance.md has the conventions.
+
+use crate::config::Config;
+use crate::error::TrainError;
+use crate::setup::rehearse_at;
+use crate::task::Task;
+use trireme_base::ContextPlace;
+use trireme_comm::Group;
+use trireme_model::{Rehearsal, TensorSpec};
+use trireme_tensor::ModelPlace;
+
+/// The work of a step and the peaks of the workers that share it; the same on all ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Utilization {
+    /// Floating-point operations that the model needs for a step, over the samples of all workers: those of matrix products in
+    /// forward and backward, without recomputation.
+    pub(crate) model_flops: f64,
+    /// Peak FLOP/s of each worker, by rank; `None` where it is unknown.
+    pub(crate) peaks: Vec<Option<f64>>,
+}
+
+impl Utilization {
+    /// Counts the work of the model as one worker would do it alone, so that it does not depend on the layout, and gathers the peaks.
+    /// `rehearsal` is this worker's, `batch` has all positions, and `measured_peak` counts unless the config has a peak. Collective.
+    pub(crate) fn new(
+        config: &Config,
+        task: &dyn Task,
+        (rehearsal, batch): (&Rehearsal, &[TensorSpec]),
+        (group, num_threads): (&Group, usize),
+        measured_peak: Option<f64>,
+    ) -> Result<Self, TrainError> {
+        let places = (config.model_place(group.rank()), config.context_place(group.rank()));
+        let alone = (ModelPlace::WHOLE, ContextPlace::ALONE);
+        let of_microbatch = match places == alone {
+            true => rehearsal.model_operations(),
+            false => rehearse_at(config, task, (alone, num_threads), batch)?.model_operations(),
+        };
+        let training = config.training();
+        let num_microbatches = training.global_batch_size / training.local_batch_size;
+        let configured = config.metrics().peak_flops;
+        let own = if configured > 0.0 { Some(configured) } else { measured_peak };
+        let gathered = group.all_gather_bytes(&own.unwrap_or_default().to_le_bytes()).wait()?;
+        let peak = |bytes: &Vec<u8>| bytes.as_slice().try_into().ok().map(f64::from_le_bytes);
+        Ok(Utilization {
+            model_flops: of_microbatch as f64 * num_microbatches as f64,
+            peaks: gathered.iter().map(|bytes| peak(bytes).filter(|peak| *peak > 0.0)).collect(),
+        })
+    }
+
+    /// The MFU of a step that took so long; `None` if the peak of any worker is unknown.
+    pub(crate) fn mfu(&self, step_seconds: f64) -> Option<f64> {
+        let peak: f64 = self.peaks.iter().copied().sum::<Option<f64>>()?;
+        Some(self.model_flops / (peak * step_seconds))
+    }
+}
