@@ -31,13 +31,14 @@ pub(crate) struct WorkerPeak {
 
 /// The peak of this worker; `None` if the config has one. On a CPU it is that of a thread, while as many threads are busy as the
 /// workers of the host have together, times the worker's threads, but no more than the CPUs that are its share. So the peaks of
-/// workers that share cores add up to that of the cores. Unless it is cached, the first worker of each host measures it while the
+/// workers that share cores add up to that of the cores. Unless `cache` has it, the first worker of each host measures it while the
 /// others wait. Collective.
 pub(crate) fn worker_peak(
     config: &Config,
     share: &HostShare,
     features: CpuFeatures,
     group: &Group,
+    cache: Option<MachineCache>,
 ) -> Result<Option<WorkerPeak>> {
     // A device with a known peak has an arm of its own here.
     match config.training().device {
@@ -53,7 +54,7 @@ pub(crate) fn worker_peak(
     let num_busy = num_busy.clamp(1, share_of_cores(1));
     let is_configured = config.metrics().peak_flops > 0.0;
     let measured = match ranks.first() == Some(&group.rank()) && !is_configured {
-        true => Some(thread_peak(unit, num_busy, MachineCache::of_this_machine("peaks"))?),
+        true => Some(thread_peak(unit, num_busy, cache)?),
         false => None,
     };
     let found = tell_all(group, &measured)?;
@@ -107,7 +108,7 @@ mod tests {
     fn peak(keys: &[&str], num_cpus: f64) -> Option<WorkerPeak> {
         let mut share = HostShare::of_equals(1, HugePages::Transparent);
         share.num_cpus = num_cpus;
-        worker_peak(&config(keys), &share, CpuFeatures::Portable, &single()).unwrap()
+        worker_peak(&config(keys), &share, CpuFeatures::Portable, &single(), None).unwrap()
     }
 
     #[test]

@@ -13,6 +13,7 @@ use crate::launch::{
     Death, HostShare, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log,
     interface, is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
 };
+use crate::machine_cache::MachineCache;
 use crate::peak::worker_peak;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
 use crate::remarks::{remark, set_format};
@@ -424,7 +425,8 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     };
     let planned = Some(plan.worker_plan(step_seconds));
     // Before this process is bound to some of the host's cores.
-    let peak = worker_peak(config, process.share, features, &group)?;
+    let cache = MachineCache::of_this_machine("peaks");
+    let peak = worker_peak(config, process.share, features, &group, cache)?;
     peak.iter().for_each(|peak| console.log(&peak.note));
     process.share.bind().context("cannot bind this worker to its cores; set [launch] bind = \"none\"")?;
     if let Some(cpus) = process.share.bound_to() {
