@@ -55,6 +55,12 @@ pub enum DataError {
         /// How many were skipped and why, in words.
         skipped: String,
     },
+    /// A tokenizer that has no token for any of the text.
+    #[error(
+        "the tokenizer has no token for any of the text: it belongs to another kind of text, or is damaged; use another one, or train one on the \
+         text ([data] train_bpe, --train-bpe)"
+    )]
+    NoTokens,
     /// Bytes that are no UTF-8, where they are to be refused.
     #[error(
         "{path} is not valid UTF-8 at byte {offset}; convert it, or replace invalid sequences with U+FFFD (invalid \

@@ -363,6 +363,17 @@ pub enum TrainError {
         /// From the model.
         max_position_embeddings: usize,
     },
+    /// A prompt of which nothing reaches the model.
+    #[error(
+        "the tokenizer has no token for any character of the prompt {prompt:?}; use the tokenizer that the model was trained with (--tokenizer)"
+    )]
+    PromptWithoutTokens {
+        /// The prompt.
+        prompt: String,
+    },
+    /// A corpus in which no token is predicted.
+    #[error("the text has no token that counts and follows another one, so there is no loss; give a longer text")]
+    NothingToEvaluate,
     /// An id that the model does not know.
     #[error(
         "the tokenizer produced token {token}, but the model's vocab_size is {vocab_size}; the tokenizer belongs to \

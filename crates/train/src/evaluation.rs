@@ -48,9 +48,10 @@ impl Evaluation {
         self.loss().exp()
     }
 
-    /// Bits that the model needs for a byte of the text: a measure that does not depend on the tokenizer.
-    pub fn bits_per_byte(&self) -> f64 {
-        self.nats / std::f64::consts::LN_2 / self.num_bytes as f64
+    /// Bits that the model needs for a byte of the text: a measure that does not depend on the tokenizer. `None` if the tokens that count
+    /// have no text, as the end of a document has none.
+    pub fn bits_per_byte(&self) -> Option<f64> {
+        (self.num_bytes > 0).then(|| self.nats / std::f64::consts::LN_2 / self.num_bytes as f64)
     }
 }
 
@@ -103,7 +104,7 @@ impl Evaluator {
     /// `whole_documents` are packed. `progress` hears of how many sequences some are done.
     ///
     /// # Errors
-    /// If tokens cannot be read, or the model does not know one.
+    /// If tokens cannot be read, the model does not know one, or none counts.
     pub fn evaluate_corpus(
         &mut self,
         tokens: &MaskedTokens,
@@ -128,7 +129,10 @@ impl Evaluator {
             done += windows.len() as u64;
             progress(done, num_windows);
         }
-        Ok(found)
+        match found.num_tokens {
+            0 => Err(TrainError::NothingToEvaluate),
+            _ => Ok(found),
+        }
     }
 
     /// The log-likelihood of what follows the first `num_given` tokens, in nats. Of too many tokens the first are left out.

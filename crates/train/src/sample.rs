@@ -68,7 +68,8 @@ impl Stops<'_> {
 /// Generates text and hands it out piece by piece; returns why it ends.
 ///
 /// # Errors
-/// A prompt that is longer than the model supports, or has tokens that it does not know; and what the device refuses.
+/// A prompt that is longer than the model supports, has tokens that the model does not know, or has text but no tokens; and what the device
+/// refuses.
 pub fn sample(
     executor: &mut Executor,
     config: &ModelConfig,
@@ -79,6 +80,9 @@ pub fn sample(
     let mut tokens = Vec::new();
     tokenizer.encode(&settings.prompt, &mut tokens)?;
     if tokens.is_empty() {
+        if !settings.prompt.trim().is_empty() {
+            return Err(TrainError::PromptWithoutTokens { prompt: settings.prompt.clone() });
+        }
         // A document begins where another has ended.
         tokens.push(tokenizer.end_of_document().unwrap_or(0));
     }

@@ -170,7 +170,8 @@ fn show(args: &EvalArgs, found: &Evaluation, seq_len: usize) -> Result<()> {
     }
     writeln!(Output, "loss: {loss:.4} nats per token ({} tokens, sequences of {seq_len})", found.num_tokens)?;
     writeln!(Output, "perplexity: {perplexity:.3}")?;
-    Ok(writeln!(Output, "bits per byte: {bits:.4} ({} bytes)", found.num_bytes)?)
+    let bits = bits.map_or_else(|| "unknown".to_owned(), |bits| format!("{bits:.4}"));
+    Ok(writeln!(Output, "bits per byte: {bits} ({} bytes)", found.num_bytes)?)
 }
 
 /// How many questions were answered, and how sure that number is.

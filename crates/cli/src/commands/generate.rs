@@ -5,6 +5,7 @@ use crate::remarks::remark;
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
@@ -112,7 +113,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if args.chat && !args.ignore_end {
         stop.extend(template.and_then(|template| template.end_of_answer()));
     }
-    let end_tokens = end_tokens(&source)?;
+    let (end_tokens, warnings) = end_tokens(&source, config.vocab_size)?;
+    warnings.iter().for_each(|warning| remark(&format!("warning: {warning}")));
     for (index, prompt) in prompts.iter().enumerate() {
         let settings = SampleSettings {
             prompt: prompt.clone(),
@@ -171,19 +173,37 @@ fn generate(
     Ok(ended)
 }
 
-/// The tokens that end a text by the files of the model.
-fn end_tokens(source: &ModelSource) -> Result<Vec<u32>> {
-    let mut found = Vec::new();
+/// The tokens that end a text by the files of the model, and a warning for each entry that is no token of the model.
+fn end_tokens(source: &ModelSource, vocab_size: usize) -> Result<(Vec<u32>, Vec<String>)> {
+    let (mut found, mut warnings) = (BTreeSet::new(), Vec::new());
     for name in ["generation_config.json", "config.json"] {
-        let text = source.read_file(name)?.unwrap_or_default();
-        // What is no JSON says nothing.
-        let config: Value = serde_json::from_slice(&text).unwrap_or_default();
-        let ids = &config["eos_token_id"];
-        let one = ids.as_u64().into_iter();
-        let several = ids.as_array().into_iter().flatten().filter_map(Value::as_u64);
-        found.extend(one.chain(several).filter_map(|id| u32::try_from(id).ok()));
+        let path = source.path().join(name);
+        let Some(text) = source.read_file(name)? else { continue };
+        let mut config: Value = match serde_json::from_slice(&text) {
+            Ok(config) => config,
+            Err(error) => {
+                warnings.push(format!("{} is not read: {error}; its eos_token_id is missing", path.display()));
+                continue;
+            }
+        };
+        let ids = match config.get_mut("eos_token_id").map(Value::take) {
+            None | Some(Value::Null) => continue,
+            Some(Value::Array(ids)) => ids,
+            Some(id) => vec![id],
+        };
+        let is_token = |id: &u64| *id < vocab_size as u64;
+        let (known, unknown): (Vec<_>, Vec<_>) =
+            ids.iter().partition(|id| id.as_u64().as_ref().is_some_and(is_token));
+        found.extend(known.into_iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()));
+        if let Some(first) = unknown.first() {
+            let shown: String = first.to_string().chars().take(40).collect();
+            warnings.push(format!(
+                "{}: eos_token_id has {shown}, which is not one of the {vocab_size} tokens of the model and is ignored",
+                path.display()
+            ));
+        }
     }
-    Ok(found)
+    Ok((found.into_iter().collect(), warnings))
 }
 
 /// The texts to continue.

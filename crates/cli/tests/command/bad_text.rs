@@ -115,6 +115,43 @@ fn a_tokenizer_that_the_library_cannot_take() {
 }
 
 #[test]
+fn a_tokenizer_without_a_token_for_the_text() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    let tokenizer = |vocabulary: &str| {
+        format!(r#"{{"added_tokens": [{{"id": 1, "content": "</s>", "special": true, "normalized": false, "single_word": false,
+            "lstrip": false, "rstrip": false}}], "model": {{"type": "BPE", "vocab": {vocabulary}, "merges": []}}}}"#)
+    };
+    scene.write("empty.json", tokenizer("{}"));
+    scene.write("x.json", tokenizer(r#"{"x": 0}"#));
+    scene.write("y.txt", "yy yy\n");
+    let prepare = "prepare y.txt --out y --tokenizer";
+    tells(&scene.refused_without_trace(&format!("{prepare} empty.json")), &["model.vocab is empty"]);
+    tells(&scene.refused_without_trace(&format!("{prepare} x.json")), &["has no token for any of the text"]);
+    let error = scene.run("generate runs/tiny --tokenizer x.json --prompt yy").refused();
+    tells(&error, &["no token for any character of the prompt \"yy\""]);
+}
+
+#[test]
+fn ends_of_texts_that_are_no_tokens_are_named() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    scene.run("checkpoint export runs/tiny model").succeeded();
+    let mut warned = |config: &str| {
+        scene.write("model/generation_config.json", config);
+        let outcome = scene.run("generate model --num-tokens 1");
+        assert_eq!(outcome.code, Some(0), "{outcome:?}");
+        outcome.stderr
+    };
+    assert_eq!(warned(r#"{"eos_token_id": [256, 10]}"#), "");
+    tells(&warned("{\"eos"), &["warning: model/generation_config.json is not read: ", "its eos_token_id is missing"]);
+    for (ids, shown) in [("[256, -1, 4000000000]", "-1"), ("257", "257"), ("\"</s>\"", "\"</s>\""), ("[[1]]", "[1]")] {
+        let fact = format!("warning: model/generation_config.json: eos_token_id has {shown}, which is not one of the 257 tokens");
+        tells(&warned(&format!("{{\"eos_token_id\": {ids}}}")), &[&fact]);
+    }
+}
+
+#[test]
 fn a_text_shorter_than_one_sequence() {
     let scene = Scene::with_corpus();
     let error = scene.refused_without_trace("train tiny.toml --set training.seq_len=100000");

@@ -129,3 +129,14 @@ fn a_model_is_evaluated_on_texts_and_corpora() {
     tells(&scene.run("eval model other").refused(), &["other does not have the tokenizer"]);
     tells(&scene.run("eval model nowhere.txt").refused(), &["nowhere.txt does not exist"]);
 }
+
+#[test]
+fn a_text_of_one_byte_has_a_loss_and_no_bits_per_byte() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    scene.write("one.txt", "a");
+    let printed = scene.run("eval runs/tiny one.txt").succeeded();
+    tells(&printed, &["(1 tokens, ", "bits per byte: unknown (0 bytes)"]);
+    let found: Value = serde_json::from_str(&scene.run("eval runs/tiny one.txt --json").succeeded()).unwrap();
+    assert!(found["loss"].is_number() && found["bits_per_byte"].is_null(), "{found}");
+}

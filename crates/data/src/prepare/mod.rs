@@ -370,6 +370,11 @@ fn tokenize(
     if writers.tokens.num_documents() == 0 {
         return Err(DataError::EmptyCorpus { skipped: skipped(inputs, &counts).to_string() });
     }
+    // A document without tokens of its own has at most its end.
+    let num_ends = tokenizer.end_of_document().map_or(0, |_| writers.tokens.num_documents());
+    if writers.tokens.num_tokens() <= num_ends {
+        return Err(DataError::NoTokens);
+    }
     let documents_at = std::mem::take(&mut writers.documents_at);
     writers.finish()?;
     Ok((counts, documents_at))

@@ -1,37 +1,107 @@
 //! Refuses what the tokenizer library would panic over, or do without bound.
 
 use base64::decode;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tokenizers::{NormalizedString, Normalizer};
 
 /// A normalizer or decoder may make a text so many times longer. In known tokenizers it is a few dozen times.
 const GROWTH_MAX: usize = 1 << 14;
 
-/// The parts of a `tokenizer.json` that work on text; the vocabulary is skipped.
+/// The largest number of tokens or merges that a model may have: twice that of the largest in use.
+const ENTRIES_MAX: usize = 1 << 20;
+/// The largest number of added tokens: ten times that of the tokenizers in use. Every text is searched for them.
+const ADDED_TOKENS_MAX: usize = 1 << 16;
+
+/// The parts of a `tokenizer.json` that are checked. Entries of the vocabulary are counted and not stored.
 #[derive(Deserialize)]
 #[serde(default)]
-struct TextParts {
+struct Parts {
     normalizer: Value,
     pre_tokenizer: Value,
     decoder: Value,
+    added_tokens: NumEntries,
+    model: ModelEntries,
 }
 
-impl Default for TextParts {
+impl Default for Parts {
     fn default() -> Self {
-        TextParts { normalizer: Value::Null, pre_tokenizer: Value::Null, decoder: Value::Null }
+        let (normalizer, pre_tokenizer, decoder) = (Value::Null, Value::Null, Value::Null);
+        let (added_tokens, model) = (NumEntries(0), ModelEntries::default());
+        Parts { normalizer, pre_tokenizer, decoder, added_tokens, model }
+    }
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct ModelEntries {
+    vocab: NumEntries,
+    merges: NumEntries,
+}
+
+/// The length of a list or an object.
+#[derive(Default)]
+struct NumEntries(usize);
+
+impl<'de> Deserialize<'de> for NumEntries {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(EntryCounter)
+    }
+}
+
+struct EntryCounter;
+
+impl<'de> Visitor<'de> for EntryCounter {
+    type Value = NumEntries;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list or an object")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<NumEntries, A::Error> {
+        let mut count = 0;
+        while entries.next_element::<IgnoredAny>()?.is_some() {
+            count += 1;
+        }
+        Ok(NumEntries(count))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<NumEntries, A::Error> {
+        let mut count = 0;
+        while entries.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
+            count += 1;
+        }
+        Ok(NumEntries(count))
+    }
+
+    fn visit_unit<E>(self) -> Result<NumEntries, E> {
+        Ok(NumEntries(0))
     }
 }
 
 /// Checks a `tokenizer.json` before the library sees it.
 pub(super) fn check(json: &[u8]) -> Result<(), tokenizers::Error> {
-    let TextParts { normalizer, pre_tokenizer, decoder } = serde_json::from_slice(json)?;
+    let Parts { normalizer, pre_tokenizer, decoder, added_tokens, model } = serde_json::from_slice(json)?;
     for (key, part) in [("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer), ("decoder", decoder)] {
         let growth = growth(&part).map_err(|reason| format!("its {key} {reason}"))?;
         if growth > GROWTH_MAX {
             return Err(format!("its {key} can expand text by more than a factor of {GROWTH_MAX}").into());
         }
+    }
+    for (key, NumEntries(count), count_max) in [
+        ("model.vocab", &model.vocab, ENTRIES_MAX),
+        ("model.merges", &model.merges, ENTRIES_MAX),
+        ("added_tokens", &added_tokens, ADDED_TOKENS_MAX),
+    ] {
+        if *count > count_max {
+            return Err(format!("its {key} has {count} entries, more than {count_max}").into());
+        }
+    }
+    if model.vocab.0 == 0 {
+        return Err("its model.vocab is empty or missing, so it has no token for any text".into());
     }
     Ok(())
 }

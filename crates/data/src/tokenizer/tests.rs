@@ -230,6 +230,25 @@ fn added_tokens_of_nothing_are_refused() {
 }
 
 #[test]
+fn vocabularies_are_neither_empty_nor_without_bound() {
+    let refused = |key: &str, value: Value| {
+        let mut json = sentence_piece();
+        *json.pointer_mut(key).unwrap() = value;
+        Tokenizer::from_json(json.to_string().into_bytes()).unwrap_err().to_string()
+    };
+    for empty in [json!({}), json!([]), Value::Null] {
+        let error = refused("/model/vocab", empty);
+        assert!(error.contains("model.vocab is empty"), "{error}");
+    }
+    let error = refused("/model/merges", vec![0; (1 << 20) + 1].into());
+    assert_eq!(error, "its model.merges has 1048577 entries, more than 1048576");
+    let error = refused("/model/vocab", vec![0; (1 << 20) + 1].into());
+    assert!(error.starts_with("its model.vocab has 1048577 entries"), "{error}");
+    let error = refused("/added_tokens", vec![0; (1 << 16) + 1].into());
+    assert!(error.starts_with("its added_tokens has 65537 entries"), "{error}");
+}
+
+#[test]
 fn what_follows_the_tokens_of_a_text_is_left_out() {
     let mut json = sentence_piece();
     // The library panics over a second text where there is one.
