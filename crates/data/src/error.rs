@@ -39,6 +39,12 @@ pub enum DataError {
         /// The input as it was given.
         path: PathBuf,
     },
+    /// An input that is the output folder, too.
+    #[error("input {path} is also the output folder, which is never read; choose another output folder")]
+    InputIsOutput {
+        /// The input as it was given.
+        path: PathBuf,
+    },
     /// A named input that holds NUL bytes.
     #[error(
         "input {path} is binary (NUL byte at offset {offset}); provide UTF-8 text: convert UTF-16, and unpack archives"
@@ -73,7 +79,9 @@ pub enum DataError {
         offset: u64,
     },
     /// A line of a JSON-lines file that is no JSON object.
-    #[error("{path}, line {line}, column {column}: {reason}; a JSON Lines file has one JSON object per line")]
+    #[error(
+        "{path}, line {line}, column {column}: {reason}; records are JSON objects, one per line or in one array"
+    )]
     JsonLine {
         /// The file.
         path: PathBuf,
@@ -84,10 +92,23 @@ pub enum DataError {
         /// What is wrong there.
         reason: String,
     },
+    /// A file that begins as a JSON array and is none.
+    #[error(
+        "{path}, line {line}: {reason}; the file begins with `[`, so it is read as one JSON array of records"
+    )]
+    JsonArray {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// What is wrong there.
+        reason: &'static str,
+    },
     /// A JSON object without the text field.
     #[error(
-        "{path}, line {line}: field '{field}' {found}; a line has a text, in a field that [data] field or --field names, or `messages` with \
-         `role` and `content`, or `prompt` and `completion`"
+        "{path}, line {line}: field '{field}' {found}; a record has a text, in a field that [data] field or --field names, or `messages` with \
+         `role` and `content`, or `prompt` and `completion`, or ShareGPT's `conversations` with `from` and `value`, or Alpaca's `instruction` \
+         and `output`"
     )]
     JsonField {
         /// The file.
@@ -120,6 +141,17 @@ pub enum DataError {
         /// The line, from 1.
         line: u64,
     },
+    /// A question with choices where texts are read.
+    #[error(
+        "{path}, line {line} is a question with `choices`; `trireme eval` reads questions from a JSON Lines file that begins with one, given alone: put \
+         them in a separate file"
+    )]
+    QuestionAmongTexts {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+    },
     /// A line that is no question with choices.
     #[error(
         "{path}, line {line}: {reason}; expected an object with `context` or `messages`, `choices` (two or more) and `answer` (from 0)"
@@ -132,9 +164,9 @@ pub enum DataError {
         /// What is wrong.
         reason: String,
     },
-    /// A line too long to be held in memory.
+    /// A record too long to be held in memory.
     #[error(
-        "{path}, line {line} is longer than {bytes_max} bytes; split the document, or check that the file is JSON \
+        "{path}, line {line}: the record is longer than {bytes_max} bytes; split the document, or check that the file is JSON \
          Lines"
     )]
     JsonLineLength {
@@ -170,14 +202,10 @@ pub enum DataError {
     #[error("texts to validate on cannot come from the standard input; name files or folders")]
     StdinValidation,
     /// Weights that do not belong to the inputs.
-    #[error(
-        "{num_weights} weights for {num_inputs} inputs; expected one number from 1e-6 to 1e6 for each of at most 1024 inputs, or none"
-    )]
+    #[error("{mistake}")]
     Weights {
-        /// The weights.
-        num_weights: usize,
-        /// The inputs.
-        num_inputs: usize,
+        /// What is wrong, in words.
+        mistake: String,
     },
     /// A choice without tokens.
     #[error("a question has neither a context nor a choice with tokens; its choice is {choice:?}")]
@@ -227,6 +255,12 @@ pub enum DataError {
         "{path} exists, but was not created by `trireme prepare`; move it away, or choose another folder"
     )]
     Occupied {
+        /// The file.
+        path: PathBuf,
+    },
+    /// An output folder that is a file.
+    #[error("the output {path} is a file; name a folder, which need not exist")]
+    OutputIsFile {
         /// The file.
         path: PathBuf,
     },

@@ -14,6 +14,7 @@ mod corpus;
 mod error;
 mod files;
 mod masked_tokens;
+mod messages;
 mod multiple_choice;
 mod prepare;
 mod sampler;
@@ -25,10 +26,11 @@ pub use chat::{Answered, CHAT_TEMPLATE_FILE, ChatTemplate};
 pub use corpus::Corpus;
 pub use error::DataError;
 pub use masked_tokens::MaskedTokens;
+pub use messages::with_text_contents;
 pub use multiple_choice::{ChoiceTokens, Question};
 pub use prepare::{
-    Existing, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent,
-    Skipped, Source, StagedCorpus, TRAIN_FILE, TRAIN_MASK_FILE, TokenizerChoice, VALIDATION_FILE,
+    Existing, ForeignForms, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE,
+    Silent, Skipped, Source, StagedCorpus, TRAIN_FILE, TRAIN_MASK_FILE, TokenizerChoice, VALIDATION_FILE,
     VALIDATION_MASK_FILE, check_inputs, is_current, is_free, prepare, stage,
 };
 pub use sampler::{Packing, Sampler, Shuffle, Window};

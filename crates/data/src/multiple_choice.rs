@@ -1,6 +1,6 @@
 //! Questions with several answers, of which a model should find the right one likeliest.
 
-use crate::{ChatTemplate, DataError, Tokenizer};
+use crate::{ChatTemplate, DataError, Tokenizer, with_text_contents};
 use serde::Deserialize;
 use serde_json::Value;
 use std::fs::File;
@@ -40,7 +40,13 @@ impl QuestionLine {
     /// The question, or why the line is none.
     fn into_question(self, template: Option<&ChatTemplate>) -> Result<Question, String> {
         let QuestionLine { choices, answer, .. } = self;
-        if choices.len() < 2 || answer >= choices.len() {
+        if choices.len() < 2 {
+            return Err(format!(
+                "it has {} of the two choices that a question needs at least",
+                choices.len()
+            ));
+        }
+        if answer >= choices.len() {
             return Err(format!("the answer is choice {answer}, and there are {}", choices.len()));
         }
         let (context, usual) = match (self.context, self.messages) {
@@ -49,13 +55,23 @@ impl QuestionLine {
                 let template = template
                     .ok_or("it has messages, but there is no chat template; name one with --chat-template")?;
                 // The answer of a conversation follows without a space, as in the harness with --apply_chat_template.
-                (template.prompt(&messages)?, "")
+                (template.prompt(&with_text_contents(&messages)?)?, "")
             }
             _ => return Err("it needs either `context` or `messages`".to_owned()),
         };
         let delimiter = self.delimiter.unwrap_or_else(|| usual.to_owned());
         Ok(Question { context, delimiter, choices, answer })
     }
+}
+
+/// A line without the byte order mark that it may begin with.
+fn without_mark(line: &[u8]) -> &[u8] {
+    line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(line)
+}
+
+/// Whether a record is a question, well formed or not.
+fn has_choices(record: &Value) -> bool {
+    record.get("choices").is_some()
 }
 
 /// The tokens of a question with one of its choices.
@@ -77,7 +93,7 @@ impl Question {
         let mut line = Vec::new();
         let file = BufReader::new(File::open(path).map_err(read)?);
         file.take(LINE_BYTES_MAX).read_until(b'\n', &mut line).map_err(read)?;
-        Ok(serde_json::from_slice::<Value>(&line).is_ok_and(|line| line.get("choices").is_some()))
+        Ok(serde_json::from_slice(without_mark(&line)).is_ok_and(|line| has_choices(&line)))
     }
 
     /// Reads a JSON Lines file: in each line an object with `context` or `messages`, `choices`, `answer`, and if another one than usual is
@@ -99,8 +115,18 @@ impl Question {
                 continue;
             }
             let refuse = |reason: String| DataError::Question { path: path.to_owned(), line, reason };
-            let question: QuestionLine =
-                serde_json::from_slice(&text).map_err(|error| refuse(error.to_string()))?;
+            let words = |error: serde_json::Error| {
+                // The library counts from the start of the one line that it sees.
+                let words = error.to_string();
+                refuse(words.split(" at line ").next().unwrap_or(&words).to_owned())
+            };
+            let record: Value = serde_json::from_slice(without_mark(&text)).map_err(words)?;
+            if !has_choices(&record) {
+                let reason =
+                    "it has no `choices`, but the file begins with a question; put texts in a separate file";
+                return Err(refuse(reason.to_owned()));
+            }
+            let question: QuestionLine = serde_json::from_value(record).map_err(words)?;
             questions.push(question.into_question(template).map_err(refuse)?);
         }
         Ok(questions)
@@ -187,6 +213,19 @@ mod tests {
         std::fs::write(&path, format!("{good}\n{}\n", good.replace("1,", "2,"))).unwrap();
         let error = Question::read_all(&path, None).unwrap_err().to_string();
         assert!(error.contains("line 2: the answer is choice 2, and there are 2"), "{error}");
+        for (wrong, fact) in [
+            (good.replace(", \"c\"", "").replace("1,", "0,"), "line 2: it has 1 of the two choices"),
+            (
+                r#"{"text": "a"}"#.to_owned(),
+                "line 2: it has no `choices`, but the file begins with a question",
+            ),
+            (good.replace("1,", "true,"), "line 2: invalid type: boolean `true`, expected usize; "),
+        ] {
+            std::fs::write(&path, format!("\u{feff}{good}\n{wrong}\n")).unwrap();
+            assert!(Question::is_first_of(&path).unwrap());
+            let error = Question::read_all(&path, None).unwrap_err().to_string();
+            assert!(error.contains(fact), "{error}");
+        }
         std::fs::write(&path, "{\"text\": \"a\"}\n").unwrap();
         assert!(!Question::is_first_of(&path).unwrap() && Question::read_all(&path, None).is_err());
         std::fs::write(&path, good.replace("1,", "\"c\",")).unwrap();

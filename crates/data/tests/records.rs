@@ -6,8 +6,8 @@ use common::{Room, decoded};
 use std::fs;
 use std::path::Path;
 use trireme_data::{
-    ChatTemplate, Corpus, DataError, MaskedTokens, PrepareOptions, Silent, TokenFile, Tokenizer, is_current,
-    prepare,
+    ChatTemplate, Corpus, DataError, InvalidUtf8, MaskedTokens, PrepareOptions, Silent, TokenFile, Tokenizer,
+    is_current, prepare,
 };
 
 /// For each document of the training file, the text of what counts in the loss.
@@ -135,6 +135,102 @@ fn compressed_files_are_read_as_what_they_hold() {
     assert_eq!(room.documents(), ["one two", "three", "one two", "skipped"]);
     let damaged = Room::new(&[("a.gz", &gzip(&"text".repeat(999))[..30])]);
     assert!(matches!(prepare(&damaged.options(&["a.gz"]), &Silent), Err(DataError::Read { .. })));
+}
+
+#[test]
+fn data_of_other_programs_is_read_and_named() {
+    let share_gpt = r#"{"id": "1", "conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}"#;
+    let alpaca = r#"{"instruction": "Add.", "input": "1 and 2", "output": "3"}"#;
+    let array = format!("\u{feff} [{share_gpt},\n  {alpaca}\n, {share_gpt}]\n");
+    let lines = format!("{alpaca}\n\u{feff}{share_gpt}\n");
+    let room = Room::new(&[
+        ("a.json", array.as_bytes()),
+        ("b.jsonl", lines.as_bytes()),
+        ("c.json", b"[ {\"text\": \"all [\\\"] of it\"} ]"),
+        ("none.json", b"[]"),
+    ]);
+    let options = PrepareOptions {
+        chat_template: Some(ChatTemplate::chatml()),
+        ..room.options(&["a.json", "b.jsonl", "c.json", "none.json"])
+    };
+    let report = prepare(&options, &Silent).unwrap();
+    let expected =
+        "read 3 ShareGPT conversations, 2 Alpaca records, 3 files as JSON arrays of records".to_owned();
+    assert_eq!(report.foreign_forms.to_string(), expected);
+    assert_eq!(
+        counted(&room),
+        ["2<|im_end|>", "3<|im_end|>", "2<|im_end|>", "3<|im_end|>", "2<|im_end|>", "all [\"] of it#"]
+    );
+    assert!(room.documents()[1].starts_with("<|im_start|>user\nAdd.\n\n1 and 2<|im_end|>"));
+    for (text, fact) in [
+        ("[\n {\"text\": \"a\"},\n\n {\"text\":\n 3}]", "a.json, record 2, line 4: field 'text' is a number"),
+        ("[\n {\"text\": \"a\"},\n {\"text\":\n x}]", "a.json, record 2, line 4, column 2: expected value"),
+        (
+            "[{\"text\": \"a\"}\n",
+            "record 1, line 2: the array is not closed by `]`; the file begins with `[`",
+        ),
+        (
+            "[1]",
+            "record 1, line 1, column 1: invalid type: integer `1`, expected a JSON object; records are JSON objects, one per line",
+        ),
+        ("[]", "no text"),
+    ] {
+        let room = Room::new(&[("a.json", text.as_bytes())]);
+        let error = prepare(&room.options(&["a.json"]), &Silent).unwrap_err().to_string();
+        assert!(error.contains(fact), "{error}");
+    }
+}
+
+#[test]
+fn lone_surrogates_are_replaced_and_counted_or_refused() {
+    let line = r#"{"text": "a\ud83d", "id": "\ude00"}"#;
+    let pair = r#"{"text": "\ud83d\ude00"}"#;
+    let room =
+        Room::new(&[("a.jsonl", format!("{line}\n{pair}\n").as_bytes()), ("b.jsonl", line.as_bytes())]);
+    let options =
+        PrepareOptions { validation_inputs: vec![room.path("in/b.jsonl")], ..room.options(&["a.jsonl"]) };
+    assert_eq!(prepare(&options, &Silent).unwrap().num_invalid_utf8_replaced, 4);
+    assert_eq!(room.documents(), ["a\u{fffd}", "😀"]);
+    let options = PrepareOptions { invalid_utf8: InvalidUtf8::Refuse, ..options };
+    let error = prepare(&options, &Silent).unwrap_err().to_string();
+    assert!(error.contains("a.jsonl, line 1, column ") && error.contains("hex escape"), "{error}");
+}
+
+#[test]
+fn padded_gzip_is_read_and_what_cannot_be_is_named_with_a_command_that_can() {
+    let member = |text: &str| {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        std::io::Write::write_all(&mut encoder, text.as_bytes()).unwrap();
+        encoder.finish().unwrap()
+    };
+    let (one, two, zeros) = (member("one "), member("two"), [0; 20_000]);
+    let appended = [&one[..], b"junk"].concat();
+    // A frame whose header asks for a window of 2 GiB, with an empty last block.
+    let large_window = [0x28, 0xb5, 0x2f, 0xfd, 0, 21 << 3, 1, 0, 0];
+    let room = Room::new(&[
+        ("padded.txt.gz", &[&one[..], &zeros, &two, &zeros].concat()),
+        ("appended.txt.gz", &appended),
+        ("window.txt.zst", &large_window),
+    ]);
+    prepare(&room.options(&["padded.txt.gz"]), &Silent).unwrap();
+    assert_eq!(room.documents(), ["one two"]);
+    let position = format!("the bytes from {} on are not gzip", one.len());
+    for (name, facts) in [
+        ("appended.txt.gz", [&position[..], "gzip -dc ", "| trireme prepare -"]),
+        ("window.txt.zst", ["a window of 2.00GiB", "zstd -dc --long=31 ", "| trireme prepare -"]),
+    ] {
+        let error = prepare(&room.options(&[name]), &Silent).unwrap_err();
+        let source = std::error::Error::source(&error).unwrap().to_string();
+        assert!(facts.iter().all(|fact| source.contains(fact)), "{error}: {source}");
+    }
+}
+
+#[test]
+fn a_wrong_weight_is_named() {
+    let room = Room::new(&[("a.txt", b"a"), ("b.txt", b"b")]);
+    let options = PrepareOptions { weights: vec![1.0, -3.0], ..room.options(&["a.txt", "b.txt"]) };
+    let error = prepare(&options, &Silent).unwrap_err().to_string();
+    assert!(error.contains("b.txt is -3; expected a number from 1e-6"), "{error}");
 }
 
 #[test]

@@ -116,13 +116,15 @@ pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> 
     Ok(Some(found))
 }
 
-/// Reads the first `bytes_max` bytes of the inputs from which [`ensure_corpus`] would prepare the corpus.
+/// Reads the first `bytes_max` bytes of the inputs from which [`ensure_corpus`] would prepare the corpus. Returns the size that the vocabulary has at
+/// least: a tokenizer that is trained on the inputs may have more tokens.
 ///
 /// # Errors
 /// What cannot be read or understood.
-pub fn check_corpus_inputs(config: &Config, bytes_max: u64) -> Result<(), TrainError> {
+pub fn check_corpus_inputs(config: &Config, bytes_max: u64) -> Result<usize, TrainError> {
     let parts = text_parts(config)?;
-    Ok(check_inputs(&prepare_options(config, &parts, 1), bytes_max)?)
+    check_inputs(&prepare_options(config, &parts, 1), bytes_max)?;
+    Ok(parts.tokenizer.vocabulary_size_min()?)
 }
 
 fn text_parts(config: &Config) -> Result<TextParts, TrainError> {

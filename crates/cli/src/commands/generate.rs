@@ -10,7 +10,7 @@ use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
 use trireme_checkpoint::ModelSource;
-use trireme_data::{ChatTemplate, Tokenizer};
+use trireme_data::{ChatTemplate, Tokenizer, with_text_contents};
 use trireme_model::{ModelConfig, Sampling};
 use trireme_parallel::Executor;
 use trireme_tensor::{Device, DeviceOptions};
@@ -182,7 +182,8 @@ fn end_tokens(source: &ModelSource, vocab_size: usize) -> Result<(Vec<u32>, Vec<
         let mut config: Value = match serde_json::from_slice(&text) {
             Ok(config) => config,
             Err(error) => {
-                warnings.push(format!("{} is not read: {error}; its eos_token_id is missing", path.display()));
+                warnings
+                    .push(format!("{} is not read: {error}; its eos_token_id is missing", path.display()));
                 continue;
             }
         };
@@ -216,7 +217,8 @@ fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<S
             )
         };
         let template = template.ok_or_else(missing)?;
-        template.prompt(messages).map_err(|reason| anyhow!("{reason}"))
+        let messages = with_text_contents(messages).map_err(|reason| anyhow!("{reason}"))?;
+        template.prompt(&messages).map_err(|reason| anyhow!("{reason}"))
     };
     let prompt = |text: &str| match args.chat {
         true => {
@@ -229,6 +231,7 @@ fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<S
     let mut prompts = args.prompt.iter().map(|text| prompt(text)).collect::<Result<Vec<_>>>()?;
     if let Some(path) = &args.prompt_file {
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         if path.extension().is_some_and(|extension| extension == "jsonl") {
             let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
             for (index, line) in lines {
@@ -241,7 +244,7 @@ fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<S
                 });
             }
         } else {
-            prompts.push(prompt(&text)?);
+            prompts.push(prompt(text)?);
         }
     }
     if prompts.is_empty() && args.chat {

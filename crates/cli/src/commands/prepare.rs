@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Heartbeat};
 use trireme_checkpoint::ModelSource;
 use trireme_data::{
-    ChatTemplate, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, Source, TOKENIZER_FILE,
-    TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
+    ChatTemplate, ForeignForms, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, Source,
+    TOKENIZER_FILE, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
 };
 use trireme_train::{
     chat_template_beside, model_chat_template, model_tokenizer, named_chat_template, users_of_corpus,
@@ -41,7 +41,7 @@ If no input and no option has changed since the last run, the command does nothi
 ///
 /// Writes train.tokens, validation.tokens, the tokenizer and a report, prepare.json, into one folder. Uses all cores,
 /// and little memory regardless of the input size. A text file is one document; so is each line of a .jsonl, .ndjson
-/// or .json file. Folders are searched recursively. Hidden entries, folders named target, symbolic links and binary
+/// or .json file, or each element if the file is one JSON array. Folders are searched recursively. Hidden entries, folders named target, symbolic links and binary
 /// files in them are skipped and counted.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -70,8 +70,8 @@ pub(crate) struct PrepareArgs {
     /// Train a byte-level BPE tokenizer with at most N tokens on the input, such as 8192.
     #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
     train_bpe: Option<usize>,
-    /// Field of each JSON object that contains the text. Objects without it may have `messages` (with `role` and `content`), or a `prompt` and its
-    /// `completion`; then only the answers contribute to the loss.
+    /// Field of each JSON object that contains the text. Objects without it may have `messages` (with `role` and `content`), a `prompt` and its
+    /// `completion`, or the fields of ShareGPT (`conversations`) or Alpaca (`instruction`, `output`); then only the answers contribute to the loss.
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
     /// Read only files with these extensions from folders. By default, all text files.
@@ -269,6 +269,9 @@ impl fmt::Display for Summary<'_> {
             Bytes(report.input_bytes),
             report.skipped
         )?;
+        if report.foreign_forms != ForeignForms::default() {
+            writeln!(f, "  {}", report.foreign_forms)?;
+        }
         if report.num_invalid_utf8_replaced > 0 {
             writeln!(
                 f,

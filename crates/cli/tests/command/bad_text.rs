@@ -119,8 +119,10 @@ fn a_tokenizer_without_a_token_for_the_text() {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml").succeeded();
     let tokenizer = |vocabulary: &str| {
-        format!(r#"{{"added_tokens": [{{"id": 1, "content": "</s>", "special": true, "normalized": false, "single_word": false,
-            "lstrip": false, "rstrip": false}}], "model": {{"type": "BPE", "vocab": {vocabulary}, "merges": []}}}}"#)
+        format!(
+            r#"{{"added_tokens": [{{"id": 1, "content": "</s>", "special": true, "normalized": false, "single_word": false,
+            "lstrip": false, "rstrip": false}}], "model": {{"type": "BPE", "vocab": {vocabulary}, "merges": []}}}}"#
+        )
     };
     scene.write("empty.json", tokenizer("{}"));
     scene.write("x.json", tokenizer(r#"{"x": 0}"#));
@@ -137,16 +139,23 @@ fn ends_of_texts_that_are_no_tokens_are_named() {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml").succeeded();
     scene.run("checkpoint export runs/tiny model").succeeded();
-    let mut warned = |config: &str| {
+    let warned = |config: &str| {
         scene.write("model/generation_config.json", config);
         let outcome = scene.run("generate model --num-tokens 1");
         assert_eq!(outcome.code, Some(0), "{outcome:?}");
         outcome.stderr
     };
     assert_eq!(warned(r#"{"eos_token_id": [256, 10]}"#), "");
-    tells(&warned("{\"eos"), &["warning: model/generation_config.json is not read: ", "its eos_token_id is missing"]);
-    for (ids, shown) in [("[256, -1, 4000000000]", "-1"), ("257", "257"), ("\"</s>\"", "\"</s>\""), ("[[1]]", "[1]")] {
-        let fact = format!("warning: model/generation_config.json: eos_token_id has {shown}, which is not one of the 257 tokens");
+    tells(
+        &warned("{\"eos"),
+        &["warning: model/generation_config.json is not read: ", "its eos_token_id is missing"],
+    );
+    for (ids, shown) in
+        [("[256, -1, 4000000000]", "-1"), ("257", "257"), ("\"</s>\"", "\"</s>\""), ("[[1]]", "[1]")]
+    {
+        let fact = format!(
+            "warning: model/generation_config.json: eos_token_id has {shown}, which is not one of the 257 tokens"
+        );
         tells(&warned(&format!("{{\"eos_token_id\": {ids}}}")), &[&fact]);
     }
 }

@@ -17,6 +17,7 @@ mod full_disk;
 mod golden;
 mod hangs;
 mod hosts;
+mod inputs;
 mod interrupts;
 mod joining;
 mod journey;

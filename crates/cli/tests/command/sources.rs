@@ -128,7 +128,7 @@ fn sources_are_mixed_by_their_weights() {
         &printed,
         &["loss on answers only", "weight 1 for ", "tokens of text.txt", "weight 3 for ", "of chat.jsonl"],
     );
-    let train = "train chat.toml --set data.inputs=[] --set data.folder=mixed --set data.chat_template=";
+    let train = "train chat.toml --set data.inputs=[] --set data.folder=mixed --set data.chat_template= --set data.validation_fraction=0.05";
     scene.run(&format!("{train} --set run.name=prepared")).succeeded();
     let here = "train chat.toml --set data.inputs=[\"text.txt\",\"chat.jsonl\"] --set data.weights=[1,3] --set data.validation_fraction=0.05";
     scene.run(&format!("{here} --set run.name=here")).succeeded();

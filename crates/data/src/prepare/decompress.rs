@@ -1,10 +1,12 @@
 //! Inputs that are compressed, as the bytes that they hold.
 
-use flate2::read::MultiGzDecoder;
-use ruzstd::decoding::StreamingDecoder;
+use flate2::bufread::GzDecoder;
+use ruzstd::decoding::errors::FrameDecoderError;
+use ruzstd::decoding::{DEFAULT_MAX_WINDOW_SIZE, StreamingDecoder};
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
-use std::path::Path;
+use std::io::{self, BufRead, BufReader, Chain, Cursor, Read, Seek};
+use std::path::{Path, PathBuf};
+use trireme_base::Bytes;
 
 /// How a file is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,8 +38,14 @@ impl Compression {
         let file = File::open(path)?;
         Ok(match self {
             Compression::None => Box::new(file),
-            Compression::Gzip => Box::new(MultiGzDecoder::new(file)),
-            Compression::Zstandard => Box::new(Frames { input: Some(BufReader::new(file)), frame: None }),
+            Compression::Gzip => {
+                let member = Some(GzDecoder::new(BufReader::new(file)));
+                Box::new(Members { path: path.to_owned(), member })
+            }
+            Compression::Zstandard => {
+                let input = Some(BufReader::new(file));
+                Box::new(Frames { path: path.to_owned(), input, frame: None })
+            }
             Compression::Parquet => open_parquet(file)?,
         })
     }
@@ -54,6 +62,53 @@ fn open_parquet(_: File) -> io::Result<Box<dyn Read + Send>> {
     Err(io::Error::new(io::ErrorKind::Unsupported, missing))
 }
 
+/// Members of gzip, one after another. Zeros after a member, with which copies to tapes and block devices are padded, are skipped.
+struct Members {
+    path: PathBuf,
+    member: Option<GzDecoder<BufReader<File>>>,
+}
+
+impl Members {
+    /// The member that begins after the last one, if there is one.
+    fn next(&self, mut input: BufReader<File>) -> io::Result<Option<GzDecoder<BufReader<File>>>> {
+        loop {
+            let bytes = input.fill_buf()?;
+            let num_zeros = bytes.iter().take_while(|&&byte| byte == 0).count();
+            let next = bytes.get(num_zeros).copied();
+            input.consume(num_zeros);
+            match next {
+                Some(0x1f) => return Ok(Some(GzDecoder::new(input))),
+                Some(_) => return Err(self.trailing_bytes(input.stream_position()?)),
+                None if num_zeros == 0 => return Ok(None),
+                None => {}
+            }
+        }
+    }
+
+    /// The error of bytes after the last member.
+    fn trailing_bytes(&self, position: u64) -> io::Error {
+        let path = self.path.display();
+        io::Error::other(format!(
+            "the bytes from {position} on are not gzip; the file is damaged, or something was appended to it: to read what comes before them, use \
+             `gzip -dc {path} | trireme prepare - …`"
+        ))
+    }
+}
+
+impl Read for Members {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        while let Some(member) = &mut self.member {
+            let read = member.read(out)?;
+            if read > 0 || out.is_empty() {
+                return Ok(read);
+            }
+            let rest = self.member.take().map(GzDecoder::into_inner);
+            self.member = rest.map_or(Ok(None), |input| self.next(input))?;
+        }
+        Ok(0)
+    }
+}
+
 type Frame = StreamingDecoder<Chain<Cursor<[u8; 4]>, BufReader<File>>, ruzstd::decoding::FrameDecoder>;
 
 /// Magic numbers of frames without content (RFC 8878, section 3.1.2).
@@ -61,6 +116,7 @@ const SKIPPABLE: std::ops::RangeInclusive<u32> = 0x184d_2a50..=0x184d_2a5f;
 
 /// Frames of Zstandard, one after another.
 struct Frames {
+    path: PathBuf,
     /// What follows the frame that was read last.
     input: Option<BufReader<File>>,
     frame: Option<Frame>,
@@ -92,8 +148,18 @@ impl Read for Frames {
                 self.input = Some(input);
                 continue;
             }
-            let frame = StreamingDecoder::new(Cursor::new(magic).chain(input)).map_err(io::Error::other)?;
-            self.frame = Some(frame);
+            let frame = StreamingDecoder::new(Cursor::new(magic).chain(input));
+            self.frame = Some(frame.map_err(|error| frame_error(error, &self.path))?);
         }
     }
+}
+
+/// The error of a frame that cannot be read.
+fn frame_error(error: FrameDecoderError, path: &Path) -> io::Error {
+    let FrameDecoderError::WindowSizeTooBig { requested, .. } = error else { return io::Error::other(error) };
+    let (window, window_max, path) = (Bytes(requested), Bytes(DEFAULT_MAX_WINDOW_SIZE), path.display());
+    io::Error::other(format!(
+        "it was compressed with a window of {window}, and at most {window_max} are kept in memory; decompress it with `zstd -dc --long=31 {path} | \
+         trireme prepare - …`, or into a file"
+    ))
 }

@@ -68,6 +68,8 @@ pub(super) enum Format {
 #[derive(Debug)]
 pub(super) struct InputFile {
     pub(super) path: PathBuf,
+    /// The name in messages.
+    pub(super) shown: PathBuf,
     pub(super) format: Format,
     pub(super) bytes: u64,
     /// Whether the user named this very file, and so wants it read or refused.
@@ -111,6 +113,9 @@ impl Inputs {
                 Err(source) => return Err(DataError::Read { path: path.clone(), source }),
             };
             if metadata.is_dir() {
+                if out.is_some() && fs::canonicalize(path).ok() == out {
+                    return Err(DataError::InputIsOutput { path: path.clone() });
+                }
                 inputs.add_folder(path, &options.extensions, out.as_deref())?;
             } else if metadata.is_file() {
                 inputs.add_file(path.clone(), &metadata, true);
@@ -165,6 +170,7 @@ impl Inputs {
             format: if is_json_lines { Format::JsonLines } else { Format::Text },
             source: self.source,
             compression,
+            shown: path.clone(),
             path,
             bytes: metadata.len(),
             named,

@@ -3,6 +3,7 @@
 mod batch;
 mod decompress;
 mod inputs;
+mod json_array;
 mod json_lines;
 mod options;
 #[cfg(feature = "parquet")]
@@ -13,11 +14,12 @@ mod records;
 mod report;
 mod split;
 mod staging;
+mod surrogates;
 mod utf8;
 
 pub use inputs::Skipped;
 pub use options::{PrepareOptions, TokenizerChoice};
-pub use report::{Part, PrepareReport, Source};
+pub use report::{ForeignForms, Part, PrepareReport, Source};
 pub use utf8::InvalidUtf8;
 
 use crate::chat::CHAT_TEMPLATE_FILE;
@@ -30,7 +32,7 @@ use pipeline::Writers;
 use reader::{CorpusReader, ReadCounts};
 use staging::{Staging, is_interrupted};
 use std::fs::{self, File};
-use std::io::{self, BufReader, Read};
+use std::io::{self, BufReader};
 use std::iter;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
@@ -100,7 +102,7 @@ impl Progress for Silent {
 /// Tokenizes the inputs and writes [`TRAIN_FILE`], [`VALIDATION_FILE`] (unless nothing is held out), the
 /// tokenizer and [`REPORT_FILE`] into the output folder.
 ///
-/// A text file is one document, and so is the text of each JSON object; each is followed by the tokenizer's
+/// A text file is one document, and so is the text of each JSON object, a line of a file or an element of its one array; each is followed by the tokenizer's
 /// token for the end of a document, if it has one. Whole documents are held out, drawn from the whole corpus;
 /// where they are too few or too large for that, the tail of the corpus is. The output's bits depend on the
 /// inputs and the options, not on the number of threads. A long text is tokenized in pieces of at most
@@ -167,12 +169,15 @@ pub fn stage(
     // Before the folder is made, where that is possible.
     let inputs = if options.reads_stdin() { None } else { Some(Inputs::collect(options)?) };
     let staging = Staging::new(&options.out, &OUTPUT_FILES, REPORT_FILE, existing)?;
-    let spooled;
-    let (options, inputs) = match inputs {
-        Some(inputs) => (options, inputs),
+    let inputs = match inputs {
+        Some(inputs) => inputs,
         None => {
-            spooled = PrepareOptions { inputs: spool_stdin(&options.inputs, &staging)?, ..options.clone() };
-            (&spooled, Inputs::collect(&spooled)?)
+            let spooled = spool_stdin(&staging)?;
+            let path = |input: &PathBuf| if input.as_os_str() == STDIN { &spooled } else { input }.clone();
+            let mut inputs = Inputs::of(&options.inputs.iter().map(path).collect::<Vec<_>>(), options)?;
+            let own = inputs.files.iter_mut().filter(|file| file.path == spooled);
+            own.for_each(|file| file.shown = "standard input".into());
+            inputs
         }
     };
     let validation_inputs = Inputs::of(&options.validation_inputs, options)?;
@@ -182,14 +187,16 @@ pub fn stage(
     let tokenizer = choose_tokenizer(options, &inputs, progress)?;
 
     let files = (ALL_FILE, has_loss_mask.then_some(ALL_MASK_FILE));
-    let (counts, mut ends) = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
+    let (mut counts, mut ends) = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
     // The last inputs may have no documents.
     ends.resize(options.inputs.len(), ends.last().copied().unwrap_or(0));
     let Parts { train, mut validation, tokens_at } =
         split(options, &staging, (has_loss_mask, &ends), progress)?;
     if !options.validation_inputs.is_empty() {
         let files = (VALIDATION_FILE, has_loss_mask.then_some(VALIDATION_MASK_FILE));
-        tokenize(options, &validation_inputs, &tokenizer, (&staging, files), progress)?;
+        let (own, _) = tokenize(options, &validation_inputs, &tokenizer, (&staging, files), progress)?;
+        counts.num_replaced += own.num_replaced;
+        counts.foreign_forms.add(own.foreign_forms);
         let written = TokenFile::open_unverified(&staging.path(VALIDATION_FILE))?;
         validation = Some(Part { num_tokens: written.num_tokens(), num_documents: written.num_documents() });
     }
@@ -218,6 +225,7 @@ pub fn stage(
         input_bytes: inputs.bytes,
         skipped: skipped(&inputs, &counts),
         num_invalid_utf8_replaced: counts.num_replaced,
+        foreign_forms: counts.foreign_forms,
         fingerprint,
     };
     if let Some(source) = report.sources.iter().find(|source| source.num_tokens == 0) {
@@ -227,22 +235,20 @@ pub fn stage(
     Ok(StagedCorpus { staging, report })
 }
 
-/// Copies the standard input into a file, so that it can be read more than once; the inputs with that in its place.
-fn spool_stdin(inputs: &[PathBuf], staging: &Staging) -> Result<Vec<PathBuf>, DataError> {
+/// Copies the standard input into a file, so that it can be read more than once.
+fn spool_stdin(staging: &Staging) -> Result<PathBuf, DataError> {
     let aside = staging.path(STDIN_FILE);
     let write = |source| DataError::Write { path: aside.clone(), source };
     let mut file = File::create(&aside).map_err(write)?;
     io::copy(&mut io::stdin().lock(), &mut file).map_err(write)?;
-    let mut first = [0];
     let read = |source| DataError::Read { path: aside.clone(), source };
     let mut start = BufReader::new(File::open(&aside).map_err(read)?);
-    while start.read(&mut first).map_err(read)? > 0 && first[0].is_ascii_whitespace() {}
     // Nothing else says what it is.
-    let name = if first[0] == b'{' { "stdin.jsonl" } else { "stdin.txt" };
+    let name =
+        if reader::begins_with_record(&mut start).map_err(read)? { "stdin.jsonl" } else { "stdin.txt" };
     let spooled = staging.path(name);
     fs::rename(&aside, &spooled).map_err(write)?;
-    let path = |input: &PathBuf| if input.as_os_str() == STDIN { spooled.clone() } else { input.clone() };
-    Ok(inputs.iter().map(path).collect())
+    Ok(spooled)
 }
 
 /// Whether an output folder holds no corpus, whole or damaged. What an interrupted preparation has left is none.

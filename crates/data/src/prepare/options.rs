@@ -41,6 +41,21 @@ pub enum TokenizerChoice {
     },
 }
 
+impl TokenizerChoice {
+    /// The size that the vocabulary has at least. It is exact unless the tokenizer is trained on the corpus.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::from_file`].
+    pub fn vocabulary_size_min(&self) -> Result<usize, DataError> {
+        Ok(match self {
+            TokenizerChoice::Bytes => Tokenizer::bytes().vocabulary_size(),
+            TokenizerChoice::File(path) => Tokenizer::from_file(path)?.vocabulary_size(),
+            TokenizerChoice::OfModel { tokenizer, .. } => tokenizer.vocabulary_size(),
+            TokenizerChoice::TrainBpe { .. } => BPE_VOCABULARY_SIZE_MIN,
+        })
+    }
+}
+
 impl fmt::Display for TokenizerChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -105,12 +120,26 @@ impl PrepareOptions {
         }
     }
 
-    /// Whether inputs may have these weights: none, or one within [`WEIGHT_BOUNDS`](Self::WEIGHT_BOUNDS) for each of at most
+    /// Checks that inputs may have these weights: none, or one within [`WEIGHT_BOUNDS`](Self::WEIGHT_BOUNDS) for each of at most
     /// [`WEIGHTS_MAX`](Self::WEIGHTS_MAX) inputs.
-    pub fn are_weights(weights: &[f64], num_inputs: usize) -> bool {
-        let are_bounded = weights.iter().all(|weight| Self::WEIGHT_BOUNDS.contains(weight));
-        let is_one_each = weights.len() == num_inputs && num_inputs <= Self::WEIGHTS_MAX;
-        weights.is_empty() || (is_one_each && are_bounded)
+    ///
+    /// # Errors
+    /// The mistake, in words.
+    pub fn check_weights(weights: &[f64], inputs: &[PathBuf]) -> Result<(), String> {
+        let (num_inputs, max) = (inputs.len(), Self::WEIGHTS_MAX);
+        if !weights.is_empty() && (weights.len() != num_inputs || num_inputs > max) {
+            return Err(format!(
+                "{} weights for {num_inputs} inputs; expected a number from 1e-6 to 1e6 for each of at most {max} inputs, or none",
+                weights.len()
+            ));
+        }
+        match weights.iter().zip(inputs).find(|(weight, _)| !Self::WEIGHT_BOUNDS.contains(*weight)) {
+            Some((weight, input)) => Err(format!(
+                "the weight of {} is {weight}; expected a number from 1e-6 to 1e6",
+                input.display()
+            )),
+            None => Ok(()),
+        }
     }
 
     /// What a weight may be.
@@ -134,12 +163,7 @@ impl PrepareOptions {
         if self.validation_inputs.iter().any(|input| input.as_os_str() == STDIN) {
             return Err(DataError::StdinValidation);
         }
-        if !Self::are_weights(&self.weights, self.inputs.len()) {
-            return Err(DataError::Weights {
-                num_weights: self.weights.len(),
-                num_inputs: self.inputs.len(),
-            });
-        }
+        Self::check_weights(&self.weights, &self.inputs).map_err(|mistake| DataError::Weights { mistake })?;
         if self.num_threads > THREADS_MAX {
             return Err(DataError::TooManyThreads {
                 num_threads: self.num_threads.get(),

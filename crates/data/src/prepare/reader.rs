@@ -2,18 +2,22 @@ use super::PrepareOptions;
 use super::batch::{Batch, DocumentText};
 use super::decompress::Compression;
 use super::inputs::{Format, InputFile, Inputs};
+use super::json_array::{ArrayError, JsonArray};
 use super::records::{Record, RecordError, Records};
-use super::utf8::{InvalidAt, Utf8Decoder};
+use super::report::ForeignForms;
+use super::surrogates::replace_lone_surrogates;
+use super::utf8::{InvalidAt, InvalidUtf8, Utf8Decoder};
 use crate::DataError;
 use crate::chat::Answered;
 use crate::tokenizer::SpaceAtCut;
 use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
+use std::path::PathBuf;
 
 const READ_BYTES: usize = 64 << 10;
 /// A file with a NUL byte among its first bytes, so many of them, is binary.
 const HEAD_BYTES: usize = 64 << 10;
 /// A JSON document has to be in memory as a whole.
-const LINE_BYTES_MAX: usize = 64 << 20;
+const RECORD_BYTES_MAX: usize = 64 << 20;
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// What was read and what was not.
@@ -23,6 +27,7 @@ pub(super) struct ReadCounts {
     pub(super) num_replaced: u64,
     pub(super) num_binary: u64,
     pub(super) num_empty: u64,
+    pub(super) foreign_forms: ForeignForms,
 }
 
 /// Reads the inputs front to back, in batches whose bounds depend on the inputs alone.
@@ -47,8 +52,14 @@ struct OpenFile<'a> {
     document: DocumentText,
     /// A document that is not cut, if one was read.
     answered: Option<Answered>,
-    /// Lines read so far of JSON-lines.
+    /// What tells the records apart of a file that is one JSON array.
+    array: Option<JsonArray>,
+    /// Lines of JSON read so far.
     num_lines: u64,
+    /// The line of the record that was read last, from 1.
+    record_line: u64,
+    /// Records of the array read so far, with the one that was read last.
+    num_records: u64,
     at_end: bool,
 }
 
@@ -77,7 +88,7 @@ impl<'a> CorpusReader<'a> {
 
     /// Whether the first record of any file has answers.
     pub(super) fn begins_with_answers(options: &PrepareOptions, inputs: &Inputs) -> Result<bool, DataError> {
-        let records = Records { field: &options.field, template: options.chat_template.as_ref() };
+        let records = Records::new(options);
         let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep, true);
         for file in inputs.files.iter().filter(|file| file.format == Format::JsonLines) {
             let Some(mut open) = reader.open_file(file)? else { continue };
@@ -98,16 +109,14 @@ impl<'a> CorpusReader<'a> {
                 self.open = self.open_file(file)?;
                 continue;
             };
-            let records =
-                Records { field: &self.options.field, template: self.options.chat_template.as_ref() };
-            let bytes_read = open.read_more(records, &mut self.counts)?;
+            let bytes_read = open.read_more(Records::new(self.options), &mut self.counts)?;
             // Progress is counted in bytes of files.
             let is_plain = open.file.compression == Compression::None;
             self.bytes_read += if is_plain { bytes_read } else { 0 };
             let source = open.file.source;
             if let Some(answered) = open.answered.take() {
                 if !self.takes_answers {
-                    let (path, line) = (open.file.path.clone(), open.num_lines);
+                    let (path, line) = (open.place(), open.record_line);
                     return Err(DataError::MixedRecords { path, line });
                 }
                 batch.push_answered(answered, source);
@@ -118,6 +127,7 @@ impl<'a> CorpusReader<'a> {
                 self.counts.num_files += 1;
                 self.bytes_read += if is_plain { 0 } else { open.file.bytes };
                 self.counts.num_replaced += open.decoder.num_replaced();
+                self.counts.foreign_forms.num_arrays += u64::from(open.array.is_some());
             } else {
                 self.open = Some(open);
             }
@@ -128,13 +138,13 @@ impl<'a> CorpusReader<'a> {
 
     /// `None` for a file in a folder that turns out to hold no text.
     fn open_file(&mut self, file: &'a InputFile) -> Result<Option<OpenFile<'a>>, DataError> {
-        let read = |source| DataError::Read { path: file.path.clone(), source };
+        let read = |source| DataError::Read { path: file.shown.clone(), source };
         let mut rest = file.compression.open(&file.path).map_err(read)?;
         let mut head = Vec::new();
         rest.by_ref().take(HEAD_BYTES as u64).read_to_end(&mut head).map_err(read)?;
         if let Some(offset) = head.iter().position(|&byte| byte == 0) {
             if file.named {
-                return Err(DataError::BinaryInput { path: file.path.clone(), offset: offset as u64 });
+                return Err(DataError::BinaryInput { path: file.shown.clone(), offset: offset as u64 });
             }
             self.counts.num_binary += 1;
             self.bytes_read += file.bytes;
@@ -145,6 +155,8 @@ impl<'a> CorpusReader<'a> {
             return Ok(None);
         }
         let mark_bytes = if head.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 };
+        let is_array =
+            file.format == Format::JsonLines && head[mark_bytes..].trim_ascii_start().starts_with(b"[");
         let mut head = Cursor::new(head);
         head.set_position(mark_bytes as u64);
         self.bytes_read += mark_bytes as u64;
@@ -154,10 +166,22 @@ impl<'a> CorpusReader<'a> {
             decoder: Utf8Decoder::new(self.options.invalid_utf8, mark_bytes as u64),
             document: DocumentText::default(),
             answered: None,
+            array: is_array.then(JsonArray::default),
             num_lines: 0,
+            record_line: 1,
+            num_records: 0,
             at_end: false,
         }))
     }
+}
+
+/// Whether a text begins with a JSON object, or with an array of objects.
+pub(super) fn begins_with_record(text: &mut impl Read) -> io::Result<bool> {
+    let mut head = Vec::new();
+    text.take(HEAD_BYTES as u64).read_to_end(&mut head)?;
+    let head = head.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&head).trim_ascii_start();
+    let first = head.strip_prefix(b"[").map_or(head, <[u8]>::trim_ascii_start);
+    Ok(first.starts_with(b"{"))
 }
 
 impl OpenFile<'_> {
@@ -173,7 +197,7 @@ impl OpenFile<'_> {
         while !self.at_end && !self.has_piece() {
             bytes_read += match self.file.format {
                 Format::Text => self.read_text()?,
-                Format::JsonLines => self.read_line(records, counts)?,
+                Format::JsonLines => self.read_record(records, counts)?,
             };
         }
         Ok(bytes_read)
@@ -189,58 +213,103 @@ impl OpenFile<'_> {
         Ok(length as u64)
     }
 
-    fn read_line(&mut self, records: Records<'_>, counts: &mut ReadCounts) -> Result<u64, DataError> {
-        let mut line = Vec::new();
-        let mut bounded = self.input.by_ref().take(LINE_BYTES_MAX as u64 + 1);
-        let length = bounded.read_until(b'\n', &mut line).map_err(|source| read_error(self.file, source))?;
-        self.num_lines += 1;
-        self.at_end = length == 0;
-        if length > LINE_BYTES_MAX {
-            return Err(DataError::JsonLineLength {
-                path: self.file.path.clone(),
-                line: self.num_lines,
-                bytes_max: LINE_BYTES_MAX,
-            });
-        }
-        let mut text = String::with_capacity(length);
-        self.decoder.push(&line, true, &mut text).map_err(|at| invalid_utf8(self.file, &at))?;
-        let object = text.trim_ascii_end();
+    fn read_record(&mut self, records: Records<'_>, counts: &mut ReadCounts) -> Result<u64, DataError> {
+        let mut raw = Vec::new();
+        let start =
+            if self.array.is_some() { self.read_element(&mut raw)? } else { self.read_line(&mut raw)? };
+        let mut text = String::with_capacity(raw.len());
+        self.decoder.push(&raw, true, &mut text).map_err(|at| invalid_utf8(self.file, &at))?;
+        // Files that were joined have one at the beginning of a line.
+        let object = text[start..].trim_ascii_end().trim_start_matches('\u{feff}');
         if object.is_empty() {
-            return Ok(length as u64);
+            return Ok(raw.len() as u64);
         }
-        match records.read(object).map_err(|error| self.record_error(error, records.field))? {
+        let object = match records.invalid_utf8 {
+            InvalidUtf8::Replace => replace_lone_surrogates(object, &mut counts.num_replaced),
+            InvalidUtf8::Refuse => object.into(),
+        };
+        let record = records.read(&object, &mut counts.foreign_forms);
+        match record.map_err(|error| self.record_error(error, records.field))? {
             Record::Text(text) | Record::Answered(Answered { text, .. }) if text.is_empty() => {
                 counts.num_empty += 1;
             }
             Record::Text(text) => *self.document.buffer() = text,
             Record::Answered(answered) => self.answered = Some(answered),
         }
-        Ok(length as u64)
+        Ok(raw.len() as u64)
+    }
+
+    /// Reads a line; its record begins with it.
+    fn read_line(&mut self, raw: &mut Vec<u8>) -> Result<usize, DataError> {
+        let mut bounded = self.input.by_ref().take(RECORD_BYTES_MAX as u64 + 1);
+        let length = bounded.read_until(b'\n', raw).map_err(|source| read_error(self.file, source))?;
+        self.num_lines += 1;
+        self.record_line = self.num_lines;
+        self.at_end = length == 0;
+        if length > RECORD_BYTES_MAX { Err(self.too_long()) } else { Ok(0) }
+    }
+
+    /// Reads an element of the array, with the separators before it; where it begins.
+    fn read_element(&mut self, raw: &mut Vec<u8>) -> Result<usize, DataError> {
+        let array = self.array.as_mut().expect("the file is an array");
+        let read = array.read_element(&mut self.input, raw, RECORD_BYTES_MAX);
+        let read = read.map_err(|source| read_error(self.file, source))?;
+        let num_lines = |bytes: &[u8]| bytes.iter().filter(|&&byte| byte == b'\n').count() as u64;
+        let start = *read.as_ref().ok().and_then(Option::as_ref).unwrap_or(&raw.len());
+        self.record_line = self.num_lines + num_lines(&raw[..start]) + 1;
+        self.num_records += 1;
+        self.num_lines += num_lines(raw);
+        match read {
+            Ok(Some(start)) => Ok(start),
+            Ok(None) => {
+                self.at_end = true;
+                Ok(raw.len())
+            }
+            Err(ArrayError::TooLong) => Err(self.too_long()),
+            Err(ArrayError::Malformed(reason)) => {
+                Err(DataError::JsonArray { path: self.place(), line: self.record_line, reason })
+            }
+        }
+    }
+
+    /// The file, and of an array the record: all of them may be in one line.
+    fn place(&self) -> PathBuf {
+        match &self.array {
+            Some(_) => format!("{}, record {}", self.file.shown.display(), self.num_records).into(),
+            None => self.file.shown.clone(),
+        }
+    }
+
+    fn too_long(&self) -> DataError {
+        let (path, line) = (self.place(), self.record_line);
+        DataError::JsonLineLength { path, line, bytes_max: RECORD_BYTES_MAX }
     }
 
     fn record_error(&self, error: RecordError, field: &str) -> DataError {
-        let (path, line) = (self.file.path.clone(), self.num_lines);
+        let (path, line) = (self.place(), self.record_line);
         match error {
             RecordError::Json(error) => self.json_error(&error),
             RecordError::Field(found) => DataError::JsonField { path, line, field: field.to_owned(), found },
             RecordError::Conversation(reason) => DataError::Conversation { path, line, reason },
             RecordError::NoTemplate => DataError::NoChatTemplate { path, line },
+            RecordError::Question => DataError::QuestionAmongTexts { path, line },
         }
     }
 
     fn json_error(&self, error: &serde_json::Error) -> DataError {
         let words = error.to_string();
-        // The library counts from the start of the one line that it sees.
         let reason = words.split(" at line ").next().unwrap_or(&words).to_owned();
-        let (path, line, column) = (self.file.path.clone(), self.num_lines, error.column().max(1));
+        // The library counts from the start of the one record that it sees.
+        let line = self.record_line + (error.line() as u64).saturating_sub(1);
+        let (path, column) = (self.place(), error.column().max(1));
         DataError::JsonLine { path, line, column, reason }
     }
 }
 
 fn read_error(file: &InputFile, source: io::Error) -> DataError {
-    DataError::Read { path: file.path.clone(), source }
+    DataError::Read { path: file.shown.clone(), source }
 }
 
 fn invalid_utf8(file: &InputFile, at: &InvalidAt) -> DataError {
-    DataError::InvalidUtf8 { path: file.path.clone(), offset: at.0 }
+    DataError::InvalidUtf8 { path: file.shown.clone(), offset: at.0 }
 }

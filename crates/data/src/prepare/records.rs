@@ -1,7 +1,10 @@
 //! What a line of a JSON Lines file holds.
 
 use super::json_lines::{Field, text_field};
+use super::report::ForeignForms;
+use super::{InvalidUtf8, PrepareOptions};
 use crate::chat::{Answered, ChatTemplate};
+use crate::messages::{of_alpaca, of_share_gpt, with_text_contents};
 use serde_json::Value;
 
 /// A document.
@@ -24,6 +27,8 @@ pub(super) enum RecordError {
     Conversation(String),
     /// It is a conversation, and nothing says how that becomes a text.
     NoTemplate,
+    /// It is a question with choices.
+    Question,
 }
 
 /// Reads lines.
@@ -32,12 +37,19 @@ pub(super) struct Records<'a> {
     /// The field with the text.
     pub(super) field: &'a str,
     pub(super) template: Option<&'a ChatTemplate>,
+    /// How lone surrogates are read, which are no text.
+    pub(super) invalid_utf8: InvalidUtf8,
 }
 
-impl Records<'_> {
-    /// The document of a line: the text of the field; `messages` with roles and contents; or a `prompt` and its `completion`, both texts or both
-    /// messages.
-    pub(super) fn read(self, line: &str) -> Result<Record, RecordError> {
+impl<'a> Records<'a> {
+    pub(super) fn new(options: &'a PrepareOptions) -> Self {
+        let PrepareOptions { field, chat_template, invalid_utf8, .. } = options;
+        Records { field, template: chat_template.as_ref(), invalid_utf8: *invalid_utf8 }
+    }
+
+    /// The document of a line: the text of the field; `messages` with roles and contents; a `prompt` and its `completion`, both texts or both
+    /// messages; or, which is counted in `forms`, a record of ShareGPT or Alpaca.
+    pub(super) fn read(self, line: &str, forms: &mut ForeignForms) -> Result<Record, RecordError> {
         let missing = match text_field(line, self.field).map_err(RecordError::Json)? {
             Field::Text(text) => return Ok(Record::Text(text)),
             Field::Unusable(found) => found,
@@ -45,6 +57,13 @@ impl Records<'_> {
         let object: Value = serde_json::from_str(line).map_err(RecordError::Json)?;
         if let Some(messages) = object["messages"].as_array() {
             return self.conversation(messages, 0);
+        }
+        if let Some(turns) = object["conversations"].as_array() {
+            if turns.first().is_some_and(|turn| turn["from"].is_null() && turn["role"].is_string()) {
+                return self.conversation(turns, 0);
+            }
+            forms.num_share_gpt += 1;
+            return self.conversation(&of_share_gpt(turns).map_err(RecordError::Conversation)?, 0);
         }
         match (&object["prompt"], &object["completion"]) {
             (Value::String(prompt), Value::String(completion)) => {
@@ -55,7 +74,15 @@ impl Records<'_> {
             (Value::Array(prompt), Value::Array(completion)) => {
                 self.conversation(&[&prompt[..], completion].concat(), prompt.len())
             }
-            _ => Err(RecordError::Field(missing)),
+            _ => match (&object["instruction"], &object["output"]) {
+                (Value::String(instruction), Value::String(output)) => {
+                    forms.num_alpaca += 1;
+                    let messages = of_alpaca(&object, instruction, output);
+                    self.conversation(&messages.map_err(RecordError::Conversation)?, 0)
+                }
+                _ if !object["choices"].is_null() => Err(RecordError::Question),
+                _ => Err(RecordError::Field(missing)),
+            },
         }
     }
 
@@ -72,7 +99,8 @@ impl Records<'_> {
                 return refuse("`content`");
             }
         }
-        let answered = template.answered(messages, first).map_err(RecordError::Conversation)?;
+        let messages = with_text_contents(messages).map_err(RecordError::Conversation)?;
+        let answered = template.answered(&messages, first).map_err(RecordError::Conversation)?;
         match answered.answers.is_empty() {
             true => Err(RecordError::Conversation(
                 "it has no message with the role `assistant` to learn".to_owned(),
@@ -86,9 +114,13 @@ impl Records<'_> {
 mod tests {
     use super::*;
 
+    fn with_template(template: &ChatTemplate) -> Records<'_> {
+        Records { field: "text", template: Some(template), invalid_utf8: InvalidUtf8::Replace }
+    }
+
     fn read(line: &str) -> Result<Record, RecordError> {
         let template = ChatTemplate::chatml();
-        Records { field: "text", template: Some(&template) }.read(line)
+        with_template(&template).read(line, &mut ForeignForms::default())
     }
 
     #[test]
@@ -112,17 +144,42 @@ mod tests {
     }
 
     #[test]
+    fn records_of_share_gpt_and_alpaca_are_conversations() {
+        let forms = &mut ForeignForms::default();
+        let template = ChatTemplate::chatml();
+        let mut read = |line: &str| with_template(&template).read(line, forms).unwrap();
+        let messages = r#"[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]"#;
+        let plain = read(&format!(r#"{{"messages": {messages}}}"#));
+        let turns = r#"[{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]"#;
+        assert_eq!(read(&format!(r#"{{"id": "a", "conversations": {turns}}}"#)), plain);
+        assert_eq!(read(r#"{"instruction": "1+1?", "input": "", "output": "2"}"#), plain);
+        assert_eq!(read(&format!(r#"{{"conversations": {messages}}}"#)), plain);
+        let parts = messages
+            .replace("\"1+1?\"", r#"[{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]"#);
+        assert_eq!(read(&format!(r#"{{"messages": {parts}}}"#)), plain);
+        assert_eq!(*forms, ForeignForms { num_share_gpt: 1, num_alpaca: 1, num_arrays: 0 });
+    }
+
+    #[test]
     fn others_are_refused() {
         assert!(matches!(read("[]"), Err(RecordError::Json(_))));
         assert!(
             matches!(read(r#"{"prompt": "a"}"#), Err(RecordError::Field(found)) if found.contains("prompt"))
         );
-        let bare = Records { field: "text", template: None };
-        assert!(matches!(bare.read(r#"{"messages": []}"#), Err(RecordError::NoTemplate)));
+        assert!(matches!(read(r#"{"context": "a", "choices": []}"#), Err(RecordError::Question)));
+        let bare = Records { field: "text", template: None, invalid_utf8: InvalidUtf8::Replace };
+        let forms = &mut ForeignForms::default();
+        assert!(matches!(bare.read(r#"{"messages": []}"#, forms), Err(RecordError::NoTemplate)));
         for (line, reason) in [
             (r#"{"messages": [{"content": "a"}]}"#, "message 1 has no `role`"),
             (r#"{"messages": [{"role": "user", "text": "a"}]}"#, "message 1 has no `content`"),
             (r#"{"messages": [{"role": "user", "content": "a"}]}"#, "no message with the role `assistant`"),
+            (
+                r#"{"messages": [{"role": "user", "content": [{"type": "image"}]}]}"#,
+                "message 1 has a part of type \"image\"",
+            ),
+            (r#"{"conversations": [{"from": "tool", "value": "a"}]}"#, "message 1 is from \"tool\""),
+            (r#"{"conversations": []}"#, "no message with the role `assistant`"),
         ] {
             assert!(matches!(read(line), Err(RecordError::Conversation(found)) if found.contains(reason)));
         }

@@ -1,6 +1,7 @@
 use super::{REPORT_FILE, Skipped};
 use crate::{DataError, TokenFileWriter, files};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -32,6 +33,43 @@ pub struct Source {
     pub weight: f64,
     /// Its tokens to train on.
     pub num_tokens: u64,
+}
+
+/// Numbers of records and files in forms that other programs use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ForeignForms {
+    /// Records of ShareGPT: `conversations` of turns with `from` and `value`.
+    pub num_share_gpt: u64,
+    /// Records of Alpaca: an `instruction`, an optional `input`, and an `output`.
+    pub num_alpaca: u64,
+    /// Files that are one JSON array of records.
+    pub num_arrays: u64,
+}
+
+impl ForeignForms {
+    /// Adds the numbers of `other`.
+    pub(super) fn add(&mut self, other: Self) {
+        self.num_share_gpt += other.num_share_gpt;
+        self.num_alpaca += other.num_alpaca;
+        self.num_arrays += other.num_arrays;
+    }
+}
+
+impl fmt::Display for ForeignForms {
+    /// `read 3 ShareGPT conversations, 1 file as a JSON array of records`; empty if there are none.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts = [
+            (self.num_share_gpt, "ShareGPT conversation", "ShareGPT conversations"),
+            (self.num_alpaca, "Alpaca record", "Alpaca records"),
+            (self.num_arrays, "file as a JSON array of records", "files as JSON arrays of records"),
+        ];
+        let mut separator = "read ";
+        for (count, one, several) in parts.into_iter().filter(|(count, ..)| *count > 0) {
+            write!(f, "{separator}{count} {}", if count == 1 { one } else { several })?;
+            separator = ", ";
+        }
+        Ok(())
+    }
 }
 
 /// What [`prepare`](crate::prepare) did; stored beside the token files.
@@ -67,8 +105,11 @@ pub struct PrepareReport {
     pub input_bytes: u64,
     /// What was passed over.
     pub skipped: Skipped,
-    /// Invalid UTF-8 sequences that became U+FFFD.
+    /// Invalid UTF-8 sequences and lone surrogates in JSON that became U+FFFD.
     pub num_invalid_utf8_replaced: u64,
+    /// What was read in the forms of other programs; absent in reports of earlier versions.
+    #[serde(default)]
+    pub foreign_forms: ForeignForms,
     /// Names the inputs and options; see [`is_current`](crate::is_current).
     pub fingerprint: String,
 }

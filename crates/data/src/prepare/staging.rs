@@ -38,6 +38,9 @@ impl Staging {
         mark: &str,
         existing: Existing,
     ) -> Result<Self, DataError> {
+        if folder.is_file() {
+            return Err(DataError::OutputIsFile { path: folder.to_owned() });
+        }
         let write = |source| DataError::Write { path: folder.to_owned(), source };
         let folders_made =
             folder.ancestors().take_while(|folder| !folder.exists()).map(PathBuf::from).collect();

@@ -1,8 +1,8 @@
 //! Refuses what the tokenizer library would panic over, or do without bound.
 
 use base64::decode;
-use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -84,6 +84,9 @@ impl<'de> Visitor<'de> for EntryCounter {
 
 /// Checks a `tokenizer.json` before the library sees it.
 pub(super) fn check(json: &[u8]) -> Result<(), tokenizers::Error> {
+    if json.starts_with("\u{feff}".as_bytes()) {
+        return Err("it begins with a byte order mark, which JSON must not have; save it without one".into());
+    }
     let Parts { normalizer, pre_tokenizer, decoder, added_tokens, model } = serde_json::from_slice(json)?;
     for (key, part) in [("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer), ("decoder", decoder)] {
         let growth = growth(&part).map_err(|reason| format!("its {key} {reason}"))?;

@@ -236,6 +236,8 @@ fn vocabularies_are_neither_empty_nor_without_bound() {
         *json.pointer_mut(key).unwrap() = value;
         Tokenizer::from_json(json.to_string().into_bytes()).unwrap_err().to_string()
     };
+    let marked = format!("\u{feff}{}", sentence_piece()).into_bytes();
+    assert!(Tokenizer::from_json(marked).unwrap_err().to_string().contains("begins with a byte order mark"));
     for empty in [json!({}), json!([]), Value::Null] {
         let error = refused("/model/vocab", empty);
         assert!(error.contains("model.vocab is empty"), "{error}");

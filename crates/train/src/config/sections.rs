@@ -135,9 +135,9 @@ config_section! {
 config_section! {
     /// The text, and how it becomes tokens.
     Data {
-        /// Text files, folders of text, and JSON Lines files, also compressed (`.gz`, `.zst`). They are prepared into `folder` on first use. A line of
-        /// JSON Lines has a text in `field`, or `messages`, or a `prompt` and its `completion`. For conversations and completions, only the
-        /// answers contribute to the loss.
+        /// Text files, folders of text, and JSON Lines files or JSON arrays, also compressed (`.gz`, `.zst`). They are prepared into `folder` on first use.
+        /// A record has a text in `field`, or `messages`, or a `prompt` and its `completion`, or the fields of ShareGPT or Alpaca. For conversations and
+        /// completions, only the answers contribute to the loss.
         inputs: Vec<PathBuf> = Vec::new();
         /// Sampling weight of each input, such as [3, 1]. When empty, inputs are sampled in proportion to their tokens.
         weights: Vec<f64> = Vec::new();

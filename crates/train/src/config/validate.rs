@@ -282,16 +282,9 @@ fn check_data(checks: &mut Checks<'_>) {
         &["data.train_bpe", "data.tokenizer"],
         || "`tokenizer` already names one; remove one of the two keys".to_owned(),
     );
-    checks.require(
-        PrepareOptions::are_weights(&data.weights, data.inputs.len()),
-        &["data.weights", "data.inputs"],
-        || {
-            let (weights_max, num_inputs) = (PrepareOptions::WEIGHTS_MAX, data.inputs.len());
-            format!(
-                "expected a number from 1e-6 to 1e6 for each of {num_inputs} inputs, at most {weights_max}"
-            )
-        },
-    );
+    if let Err(mistake) = PrepareOptions::check_weights(&data.weights, &data.inputs) {
+        checks.require(false, &["data.weights", "data.inputs"], || mistake);
+    }
     for (key, inputs) in [("data.inputs", &data.inputs), ("data.validation_inputs", &data.validation_inputs)]
     {
         checks.require(!inputs.iter().any(|input| input.as_os_str() == "-"), &[key], || {
@@ -307,9 +300,7 @@ fn check_data(checks: &mut Checks<'_>) {
     );
     // A folder that was prepared has a tokenizer of its own.
     let is_prepared = data.inputs.is_empty() && !data.folder.as_os_str().is_empty();
-    for key in changed_keys(data).filter(|key| {
-        matches!(*key, "tokenizer" | "train_bpe" | "validation_inputs" | "chat_template" | "weights")
-    }) {
+    for key in changed_keys(data).filter(|key| !matches!(*key, "folder" | "packing" | "mask_documents")) {
         let name = format!("data.{key}");
         checks.require(!is_prepared, &[&name, "data.inputs"], || {
             "only applies to `inputs`; set those, or remove this key (the tokens in `folder` are used as they are)"

@@ -8,7 +8,7 @@ use std::io::Write;
 use trireme_data::Corpus;
 use trireme_planner::table;
 use trireme_train::config::Config;
-use trireme_train::{Samples, check_corpus_inputs, current_corpus, earlier_run, resume_point};
+use trireme_train::{Samples, check_corpus_inputs, current_corpus, earlier_run, model_config, resume_point};
 
 /// How much of inputs that are not prepared is read.
 const CHECKED_BYTES_MAX: u64 = 64 << 20;
@@ -44,7 +44,7 @@ pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
                 let inputs = config.data().inputs.iter().map(|path| path.display().to_string());
                 let inputs = inputs.collect::<Vec<_>>().join(", ");
                 let folder = config.data().folder.display();
-                check_corpus_inputs(config, CHECKED_BYTES_MAX)?;
+                model_config(config, check_corpus_inputs(config, CHECKED_BYTES_MAX)?)?;
                 text += &format!("data: would be prepared from {inputs} into {folder}\n");
                 check_weights(config)?;
                 let model = language_model(config)?;

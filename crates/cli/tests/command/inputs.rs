@@ -1,0 +1,116 @@
+//! Data as people have them.
+
+use crate::common::{Running, Scene, tells};
+use serde_json::Value;
+use std::fs::File;
+use std::process::Stdio;
+
+const SHARE_GPT: &str =
+    r#"{"conversations": [{"from": "human", "value": "after one"}, {"from": "gpt", "value": "two"}]}"#;
+const ALPACA: &str = r#"{"instruction": "Add.", "input": "1 and 2", "output": "3"}"#;
+
+#[test]
+fn records_of_other_programs_are_trained_on_and_named() {
+    let scene = Scene::new();
+    scene.write("chat.jsonl", format!("{SHARE_GPT}\n").repeat(40));
+    scene.write("alpaca.json", format!("[{}]", vec![ALPACA; 40].join(", ")));
+    let template = "--chat-template chatml";
+    let printed = scene.run(&format!("prepare alpaca.json {template} --out alpaca")).succeeded();
+    tells(&printed, &["read 40 Alpaca records, 1 file as a JSON array of records", "loss on answers only"]);
+    let error = scene.refused_without_trace("prepare alpaca.json --out c");
+    tells(&error, &["alpaca.json, record 1, line 1 is a conversation, but there is no chat template"]);
+    let train = "train tiny.toml --set data.chat_template=chatml --set training.seq_len=64 --set data.inputs=[\"chat.jsonl\"]";
+    let outcome = scene.run(train);
+    assert_eq!(outcome.code, Some(0), "{outcome:?}");
+    tells(&outcome.stderr, &["note: read 40 ShareGPT conversations"]);
+}
+
+#[test]
+fn a_dry_run_refuses_a_vocabulary_before_the_text_is_prepared() {
+    let scene = Scene::new();
+    let dry = "train tiny.toml --dry-run --set model.vocab_size=";
+    let facts = ["has 257 tokens, but the model's vocab_size is 100"];
+    tells(&scene.refused_without_trace(&format!("{dry}100")), &facts);
+    tells(&scene.refused_without_trace(&format!("{dry}100 --set data.train_bpe=300")), &facts);
+    scene.run(&format!("{dry}257")).succeeded();
+}
+
+#[test]
+fn mistakes_of_prepare_are_named() {
+    let scene = Scene::with_corpus();
+    std::fs::create_dir(scene.path("texts")).unwrap();
+    scene.write("texts/a.txt", "a text");
+    scene.write("b.txt", "another text");
+    for (arguments, fact) in [
+        ("prepare texts --out texts", "input texts is also the output folder"),
+        ("prepare b.txt --out b.txt", "the output b.txt is a file"),
+        ("prepare text.txt --out b.txt", "the output b.txt is a file"),
+        ("prepare text.txt b.txt --weights 1,0 --out c", "the weight of b.txt is 0; expected a number"),
+        ("prepare text.txt b.txt --weights 1,-1 --out c", "the weight of b.txt is -1; expected a number"),
+        ("train tiny.toml --set data.field=body", "only applies to `inputs`"),
+        ("train tiny.toml --set data.extensions=[\"md\"]", "only applies to `inputs`"),
+        ("train tiny.toml --set data.invalid_utf8=refuse", "only applies to `inputs`"),
+        ("train tiny.toml --set data.validation_fraction=0.2", "only applies to `inputs`"),
+    ] {
+        tells(&scene.refused_without_trace(arguments), &[fact]);
+    }
+}
+
+#[test]
+fn the_standard_input_has_no_path() {
+    let scene = Scene::new();
+    let prepare = |text: &str| {
+        scene.write("piped", text);
+        let mut command = scene.command("prepare - --out out");
+        command.stdin(Stdio::from(File::open(scene.path("piped")).unwrap()));
+        Running::start(command).end()
+    };
+    prepare("\u{feff}[\n{\"text\": \"one two three four five six seven eight nine\"}, {\"text\": \"two\"}]")
+        .succeeded();
+    let report: Value = serde_json::from_str(&scene.read("out/prepare.json")).unwrap();
+    assert_eq!((&report["inputs"][0], &report["foreign_forms"]["num_arrays"]), (&"-".into(), &1.into()));
+    let error = prepare("{\"text\": 3}").refused();
+    assert!(error.starts_with("error: standard input, line 1: field 'text' is a number"), "{error}");
+    assert!(!error.contains(".trireme-prepare"), "{error}");
+}
+
+#[test]
+fn questions_and_texts_in_one_file_are_told_apart() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    let (question, text) =
+        (r#"{"context": "a", "choices": ["b", "c"], "answer": 0}"#, r#"{"text": "one two"}"#);
+    let refused = |lines: &[&str]| {
+        scene.write("mixed.jsonl", lines.join("\n"));
+        scene.run("eval runs/tiny mixed.jsonl").refused()
+    };
+    tells(
+        &refused(&[question, text]),
+        &["mixed.jsonl, line 2: it has no `choices`, but the file begins with a question"],
+    );
+    tells(
+        &refused(&[text, question]),
+        &["mixed.jsonl, line 2 is a question with `choices`", "separate file"],
+    );
+    tells(&refused(&[&question.replace(", \"c\"", "")]), &["line 1: it has 1 of the two choices"]);
+}
+
+#[test]
+fn contents_in_parts_are_prompts() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    scene.write("plain.jinja", "{% for message in messages %}{{ message.content }}{% endfor %}");
+    let prompt = |content: &str| {
+        scene.write(
+            "p.jsonl",
+            format!("\u{feff}{{\"messages\": [{{\"role\": \"user\", \"content\": {content}}}]}}\n"),
+        );
+        scene.run(
+            "generate runs/tiny --chat-template chatml --prompt-file p.jsonl --json --num-tokens 1 --seed 3",
+        )
+    };
+    let parts = r#"[{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]"#;
+    assert_eq!(prompt(parts).succeeded(), prompt("\"a b\"").succeeded());
+    let error = prompt(r#"[{"type": "image_url", "image_url": {"url": "x"}}]"#).refused();
+    tells(&error, &["line 1 of p.jsonl", "message 1 has a part of type \"image_url\""]);
+}
