@@ -15,7 +15,7 @@ const COMMANDS: [(&str, &str); 7] = [
 ];
 
 /// Commands that read a config.
-const WITH_CONFIG: [&str; 3] = ["config", "plan", "train"];
+const WITH_CONFIG: [&str; 4] = ["config", "data", "plan", "train"];
 
 /// What to try in place of an argument that is not known, of a command.
 pub(crate) fn hint(error: &Error, command: Option<&str>) -> Option<String> {

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-/// Messages whose contents are texts. A content that is a list of parts, such as `[{"type": "text", "text": "…"}]`, becomes the text of its
+/// Returns the messages with texts as contents. A content that is a list of parts, such as `[{"type": "text", "text": "…"}]`, becomes the text of its
 /// parts.
 ///
 /// # Errors
@@ -23,7 +23,7 @@ pub fn with_text_contents(messages: &[Value]) -> Result<Vec<Value>, String> {
     messages.iter().enumerate().map(with_text).collect()
 }
 
-/// The text of a part of a content, or what the part is instead.
+/// Returns the text of a part of a content, or describes another part.
 fn part_text(part: &Value) -> Result<&str, String> {
     match (part["type"].as_str(), part["text"].as_str()) {
         (Some("text"), Some(text)) => Ok(text),
@@ -33,7 +33,7 @@ fn part_text(part: &Value) -> Result<&str, String> {
     }
 }
 
-/// The messages of a ShareGPT record, with the roles that chat templates know.
+/// Converts a ShareGPT record to messages with the roles that chat templates know.
 ///
 /// # Errors
 /// If a message has no `value`, or is from another speaker than a human, a model or the system.
@@ -58,7 +58,7 @@ pub(crate) fn of_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String
     conversations.iter().enumerate().map(message).collect()
 }
 
-/// The messages of an Alpaca record: the instruction with its input, and the output as the answer.
+/// Converts an Alpaca record to messages: the instruction with its input, and the output as the answer.
 ///
 /// # Errors
 /// If it has a `history`, or an `input` or `system` that is not a text.

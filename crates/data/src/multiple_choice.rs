@@ -64,12 +64,12 @@ impl QuestionLine {
     }
 }
 
-/// A line without the byte order mark that it may begin with.
+/// Strips the byte order mark that a line may begin with.
 fn without_mark(line: &[u8]) -> &[u8] {
     line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(line)
 }
 
-/// Whether a record is a question, well formed or not.
+/// Returns whether a record is a question, well formed or not.
 fn has_choices(record: &Value) -> bool {
     record.get("choices").is_some()
 }

@@ -53,7 +53,12 @@ pub struct Sample<'a> {
     row: usize,
 }
 
-impl Sample<'_> {
+impl<'a> Sample<'a> {
+    /// Returns the sample in this row of a batch.
+    pub(crate) fn of(batch: &'a mut HostBatch, row: usize) -> Self {
+        Sample { batch, row }
+    }
+
     /// The sample's elements of the f32 tensor of this name.
     ///
     /// # Panics
@@ -88,7 +93,7 @@ pub(crate) fn read_batch(
     context: ContextPlace,
 ) -> Result<Batch, TrainError> {
     for row in 0..batch.num_samples() {
-        dataset.read(first + row as u64, &mut Sample { batch, row })?;
+        dataset.read(first + row as u64, &mut Sample::of(batch, row))?;
     }
     Ok(batch.upload_positions(device, context)?)
 }

@@ -371,8 +371,19 @@ pub enum TrainError {
         /// The prompt.
         prompt: String,
     },
+    /// A corpus without validation tokens.
+    #[error(
+        "{} holds out nothing for validation; prepare it with a validation fraction or with texts to validate on",
+        folder.display()
+    )]
+    NoValidation {
+        /// The corpus.
+        folder: PathBuf,
+    },
     /// A corpus in which no token is predicted.
-    #[error("the text has no token that counts and follows another one, so there is no loss; give a longer text")]
+    #[error(
+        "the text has no token that counts and follows another one, so there is no loss; give a longer text"
+    )]
     NothingToEvaluate,
     /// An id that the model does not know.
     #[error(

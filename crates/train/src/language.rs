@@ -142,6 +142,13 @@ impl LanguageTask {
         {
             notices.push(format!("cannot tell whether the model has the tokenizer of {}", folder.display()));
         }
+        let unused = config.data_keys_without_effect();
+        if !unused.is_empty() {
+            let (keys, folder) = (unused.join(", "), folder.display());
+            notices.push(format!(
+                "without effect in [data]: {keys}; the tokens in {folder} are used as they were prepared"
+            ));
+        }
         let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
         let own = own.transpose()?.flatten();
         let tokenizer = match own {
@@ -200,20 +207,8 @@ impl LanguageTask {
         sources: &[Source],
         seed: Option<u64>,
     ) -> Result<Box<dyn Dataset>, TrainError> {
-        let sequences = self.sequences;
-        let window_len = sequences.seq_len + 1;
-        Ok(Box::new(TokenWindows {
-            sampler: Sampler::new(&tokens.tokens, sources, (sequences.seq_len, sequences.packing), seed)?,
-            tokens: tokens.clone(),
-            tokenizer_sha256: Arc::clone(&self.tokenizer_sha256),
-            sources: sources.to_vec(),
-            sequences,
-            window: vec![0; window_len],
-            counted: vec![1; window_len],
-            starts: vec![0; window_len],
-            loss_weight: 1.0,
-            token_weight: 1.0,
-        }))
+        let tokenizer_sha256 = Arc::clone(&self.tokenizer_sha256);
+        Ok(Box::new(TokenWindows::new(tokens, tokenizer_sha256, sources, self.sequences, seed)?))
     }
 
     /// The tokens to train on, and those held out.
@@ -308,7 +303,7 @@ fn chat_template_of(folder: &Path) -> Result<Option<Vec<u8>>, DataError> {
 
 /// Windows of a token file, for models that predict the next token.
 #[derive(Debug)]
-struct TokenWindows {
+pub(crate) struct TokenWindows {
     tokens: MaskedTokens,
     tokenizer_sha256: Arc<str>,
     sources: Vec<Source>,
@@ -326,6 +321,47 @@ struct TokenWindows {
 }
 
 impl TokenWindows {
+    /// Cuts tokens into windows, which are shuffled with a seed and mixed from sources.
+    pub(crate) fn new(
+        tokens: &MaskedTokens,
+        tokenizer_sha256: Arc<str>,
+        sources: &[Source],
+        sequences: Sequences,
+        seed: Option<u64>,
+    ) -> Result<Self, TrainError> {
+        let window_len = sequences.seq_len + 1;
+        Ok(TokenWindows {
+            sampler: Sampler::new(&tokens.tokens, sources, (sequences.seq_len, sequences.packing), seed)?,
+            tokens: tokens.clone(),
+            tokenizer_sha256,
+            sources: sources.to_vec(),
+            sequences,
+            window: vec![0; window_len],
+            counted: vec![1; window_len],
+            starts: vec![0; window_len],
+            loss_weight: 1.0,
+            token_weight: 1.0,
+        })
+    }
+
+    /// Returns the place in the token file of the sample of this index.
+    pub(crate) fn window(&self, index: u64) -> Window {
+        self.sampler.window(index)
+    }
+
+    /// Returns, for each token of a window, where its document begins, also if attention crosses the borders of documents.
+    pub(crate) fn document_starts(&self, window: Window) -> Result<Vec<u32>, TrainError> {
+        let mut starts = vec![0; window.len];
+        self.tokens.tokens.document_starts(window.start, &mut starts)?;
+        Ok(starts)
+    }
+
+    /// Counts the tokens of the sample of this index that contribute to the loss.
+    pub(crate) fn num_counted(&mut self, index: u64) -> Result<u64, TrainError> {
+        self.read_window(index, false)?;
+        Ok(self.counted[1..].iter().map(|&counted| u64::from(counted)).sum())
+    }
+
     /// Reads a window: its tokens if `reads_tokens`, padded with a document of its own, and which of them count in the loss.
     fn read_window(&mut self, index: u64, reads_tokens: bool) -> Result<(), TrainError> {
         let Window { start, len, .. } = self.sampler.window(index);
@@ -381,9 +417,8 @@ impl Dataset for TokenWindows {
         }
         let (mut num_counted, mut num_unpadded) = (0, 0);
         for index in first..first + num_samples {
-            self.read_window(index, false)?;
+            num_counted += self.num_counted(index)?;
             num_unpadded += self.sampler.window(index).len.min(self.sequences.seq_len) as u64;
-            num_counted += self.counted[1..].iter().map(|&counted| u64::from(counted)).sum::<u64>();
         }
         let num_tokens = num_samples * self.sequences.seq_len as u64;
         self.loss_weight = (num_tokens as f64 / num_counted.max(1) as f64) as f32;

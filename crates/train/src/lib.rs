@@ -11,6 +11,7 @@ mod choices;
 mod compression;
 pub mod config;
 mod corpus;
+mod corpus_samples;
 mod dataset;
 mod device;
 mod error;
@@ -43,6 +44,7 @@ pub use corpus::{
     CorpusState, RunCorpus, check_corpus_inputs, corpus_folder, current_corpus, ensure_corpus,
     users_of_corpus,
 };
+pub use corpus_samples::{CorpusSamples, SampleView};
 pub use dataset::{Dataset, Sample};
 pub use device::device_options;
 pub use error::TrainError;

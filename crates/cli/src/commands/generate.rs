@@ -173,7 +173,7 @@ fn generate(
     Ok(ended)
 }
 
-/// The tokens that end a text by the files of the model, and a warning for each entry that is no token of the model.
+/// Returns the tokens that end a text by the files of the model, and a warning for each entry that is no token of the model.
 fn end_tokens(source: &ModelSource, vocab_size: usize) -> Result<(Vec<u32>, Vec<String>)> {
     let (mut found, mut warnings) = (BTreeSet::new(), Vec::new());
     for name in ["generation_config.json", "config.json"] {

@@ -5,6 +5,7 @@ pub(crate) mod checkpoint;
 pub(crate) mod completions;
 pub(crate) mod config;
 pub(crate) mod costs;
+pub(crate) mod data;
 pub(crate) mod doctor;
 pub(crate) mod eval;
 pub(crate) mod flight_recorder;

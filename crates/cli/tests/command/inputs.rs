@@ -1,4 +1,4 @@
-//! Data as people have them.
+//! Data as people have them, and what is shown of the samples that are made of them.
 
 use crate::common::{Running, Scene, tells};
 use serde_json::Value;
@@ -47,10 +47,6 @@ fn mistakes_of_prepare_are_named() {
         ("prepare text.txt --out b.txt", "the output b.txt is a file"),
         ("prepare text.txt b.txt --weights 1,0 --out c", "the weight of b.txt is 0; expected a number"),
         ("prepare text.txt b.txt --weights 1,-1 --out c", "the weight of b.txt is -1; expected a number"),
-        ("train tiny.toml --set data.field=body", "only applies to `inputs`"),
-        ("train tiny.toml --set data.extensions=[\"md\"]", "only applies to `inputs`"),
-        ("train tiny.toml --set data.invalid_utf8=refuse", "only applies to `inputs`"),
-        ("train tiny.toml --set data.validation_fraction=0.2", "only applies to `inputs`"),
     ] {
         tells(&scene.refused_without_trace(arguments), &[fact]);
     }
@@ -106,11 +102,55 @@ fn contents_in_parts_are_prompts() {
             format!("\u{feff}{{\"messages\": [{{\"role\": \"user\", \"content\": {content}}}]}}\n"),
         );
         scene.run(
-            "generate runs/tiny --chat-template chatml --prompt-file p.jsonl --json --num-tokens 1 --seed 3",
+            "generate runs/tiny --chat-template plain.jinja --prompt-file p.jsonl --json --num-tokens 1 --seed 3",
         )
     };
     let parts = r#"[{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]"#;
     assert_eq!(prompt(parts).succeeded(), prompt("\"a b\"").succeeded());
     let error = prompt(r#"[{"type": "image_url", "image_url": {"url": "x"}}]"#).refused();
     tells(&error, &["line 1 of p.jsonl", "message 1 has a part of type \"image_url\""]);
+}
+
+#[test]
+fn samples_are_shown_as_they_are_trained_on() {
+    let scene = Scene::new();
+    scene.write("chat.jsonl", format!("{SHARE_GPT}\n").repeat(200));
+    let config = scene
+        .read("tiny.toml")
+        .replace("inputs = [\"text.txt\"]", "inputs = [\"chat.jsonl\"]\nchat_template = \"chatml\"");
+    scene.write("chat.toml", config);
+    let show = "data show chat.toml --set training.seq_len=200 --num-samples 1";
+    let shown = scene.run(&format!("{show} --sample 2")).succeeded();
+    tells(
+        &shown,
+        &[
+            "runs/chat/data, train: 95 samples of 200 tokens, loss on answers, attention within documents",
+            "sample 2: tokens ",
+            ", in 2 documents; 26 learned, ",
+            "<|im_start|>assistant\u{21b5}\n\u{27e6}two<|im_end|>\u{27e7}\u{21b5}\n",
+            "\n--- next document ---\n<|im_start|>user\u{21b5}\nafter one",
+            " of padding ---\n",
+            "learned tokens per sample: least 26, mean 26.0, most 26",
+            "every sample has something to learn",
+        ],
+    );
+    // It is the corpus that the run trains on, and a folder of its own.
+    scene.run("train chat.toml --set training.seq_len=200").succeeded();
+    let (_, of_config) = shown.split_once('\n').unwrap();
+    let of_folder = scene.run("data show runs/chat/data --sample 2 --set training.seq_len=200").succeeded();
+    assert_eq!(of_folder.split_once('\n').unwrap().1, of_config);
+    // Sequences that are shorter than a question have nothing to learn.
+    let short = "data show runs/chat/data --set training.seq_len=16 --tokens";
+    let shown = scene.run(short).succeeded();
+    tells(&shown, &["nothing to learn in ", "position       id  learned  token\n       0 "]);
+    let held_out = scene.run("data show runs/chat/data --validation --set training.seq_len=16").succeeded();
+    tells(&held_out, &["runs/chat/data, validation: "]);
+    tells(
+        &scene.run("data show runs").refused(),
+        &["runs contains no prepared corpus; give the folder of one"],
+    );
+    scene.run("prepare text.txt --out text").succeeded();
+    tells(&scene.run("data show text").succeeded(), &["loss on all tokens, attention across documents"]);
+    let long = scene.run("data show text --set training.seq_len=100000").refused();
+    tells(&long, &["too few for one sequence of 100000", "seq_len"]);
 }

@@ -128,13 +128,13 @@ fn sources_are_mixed_by_their_weights() {
         &printed,
         &["loss on answers only", "weight 1 for ", "tokens of text.txt", "weight 3 for ", "of chat.jsonl"],
     );
-    let train = "train chat.toml --set data.inputs=[] --set data.folder=mixed --set data.chat_template= --set data.validation_fraction=0.05";
+    let train = "train chat.toml --set data.inputs=[] --set data.folder=mixed --set data.chat_template=";
     scene.run(&format!("{train} --set run.name=prepared")).succeeded();
     let here = "train chat.toml --set data.inputs=[\"text.txt\",\"chat.jsonl\"] --set data.weights=[1,3] --set data.validation_fraction=0.05";
     scene.run(&format!("{here} --set run.name=here")).succeeded();
     assert_eq!(scene.losses("here"), scene.losses("prepared"));
     let refused = scene.refused_without_trace("train chat.toml --set data.weights=[1,3]");
-    tells(&refused, &["expected a number from 1e-6 to 1e6 for each of 1 inputs"]);
+    tells(&refused, &["2 weights for 1 inputs; expected a number from 1e-6 to 1e6 for each"]);
     tells(
         &scene.refused_without_trace("prepare text.txt --weights 1,2 --out c"),
         &["2 weights for 1 inputs"],

@@ -69,7 +69,7 @@ struct Members {
 }
 
 impl Members {
-    /// The member that begins after the last one, if there is one.
+    /// Returns the member that begins after the last one, if there is one.
     fn next(&self, mut input: BufReader<File>) -> io::Result<Option<GzDecoder<BufReader<File>>>> {
         loop {
             let bytes = input.fill_buf()?;
@@ -85,7 +85,7 @@ impl Members {
         }
     }
 
-    /// The error of bytes after the last member.
+    /// Describes bytes after the last member.
     fn trailing_bytes(&self, position: u64) -> io::Error {
         let path = self.path.display();
         io::Error::other(format!(
@@ -154,7 +154,7 @@ impl Read for Frames {
     }
 }
 
-/// The error of a frame that cannot be read.
+/// Describes why a frame cannot be read.
 fn frame_error(error: FrameDecoderError, path: &Path) -> io::Error {
     let FrameDecoderError::WindowSizeTooBig { requested, .. } = error else { return io::Error::other(error) };
     let (window, window_max, path) = (Bytes(requested), Bytes(DEFAULT_MAX_WINDOW_SIZE), path.display());

@@ -13,7 +13,7 @@ pub(super) struct JsonArray {
     has_element: bool,
 }
 
-/// Why the elements of an array cannot be told apart.
+/// A reason why the elements of an array cannot be told apart.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ArrayError {
     /// The array is not well formed, in words.
@@ -68,7 +68,7 @@ impl JsonArray {
         }
     }
 
-    /// Whether a byte between two elements separates them; else an element begins with it.
+    /// Returns whether a byte between two elements separates them; otherwise an element begins with it.
     fn separate(&mut self, byte: u8) -> Result<bool, &'static str> {
         match byte {
             byte if byte.is_ascii_whitespace() => {}
@@ -99,7 +99,7 @@ impl ElementScan {
         scan
     }
 
-    /// Whether the element ends before `byte`; else takes the byte as a part of it.
+    /// Returns whether the element ends before `byte`; otherwise the byte is a part of it.
     fn ends_before(&mut self, byte: u8) -> bool {
         if self.is_in_string {
             self.is_in_string = self.is_escaped || byte != b'"';

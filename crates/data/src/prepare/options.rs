@@ -42,7 +42,7 @@ pub enum TokenizerChoice {
 }
 
 impl TokenizerChoice {
-    /// The size that the vocabulary has at least. It is exact unless the tokenizer is trained on the corpus.
+    /// Returns the size that the vocabulary has at least. It is exact unless the tokenizer is trained on the corpus.
     ///
     /// # Errors
     /// As [`Tokenizer::from_file`].

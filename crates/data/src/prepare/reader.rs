@@ -52,7 +52,7 @@ struct OpenFile<'a> {
     document: DocumentText,
     /// A document that is not cut, if one was read.
     answered: Option<Answered>,
-    /// What tells the records apart of a file that is one JSON array.
+    /// The state of a file that is one JSON array.
     array: Option<JsonArray>,
     /// Lines of JSON read so far.
     num_lines: u64,
@@ -175,7 +175,7 @@ impl<'a> CorpusReader<'a> {
     }
 }
 
-/// Whether a text begins with a JSON object, or with an array of objects.
+/// Returns whether a text begins with a JSON object, or with an array of objects.
 pub(super) fn begins_with_record(text: &mut impl Read) -> io::Result<bool> {
     let mut head = Vec::new();
     text.take(HEAD_BYTES as u64).read_to_end(&mut head)?;
@@ -239,7 +239,7 @@ impl OpenFile<'_> {
         Ok(raw.len() as u64)
     }
 
-    /// Reads a line; its record begins with it.
+    /// Reads a line, and returns where its record begins.
     fn read_line(&mut self, raw: &mut Vec<u8>) -> Result<usize, DataError> {
         let mut bounded = self.input.by_ref().take(RECORD_BYTES_MAX as u64 + 1);
         let length = bounded.read_until(b'\n', raw).map_err(|source| read_error(self.file, source))?;
@@ -249,7 +249,7 @@ impl OpenFile<'_> {
         if length > RECORD_BYTES_MAX { Err(self.too_long()) } else { Ok(0) }
     }
 
-    /// Reads an element of the array, with the separators before it; where it begins.
+    /// Reads an element of the array with the separators before it, and returns where it begins.
     fn read_element(&mut self, raw: &mut Vec<u8>) -> Result<usize, DataError> {
         let array = self.array.as_mut().expect("the file is an array");
         let read = array.read_element(&mut self.input, raw, RECORD_BYTES_MAX);
@@ -272,7 +272,7 @@ impl OpenFile<'_> {
         }
     }
 
-    /// The file, and of an array the record: all of them may be in one line.
+    /// Names the file, and of an array the record as well: all records may be in one line.
     fn place(&self) -> PathBuf {
         match &self.array {
             Some(_) => format!("{}, record {}", self.file.shown.display(), self.num_records).into(),

@@ -107,7 +107,7 @@ pub struct PrepareReport {
     pub skipped: Skipped,
     /// Invalid UTF-8 sequences and lone surrogates in JSON that became U+FFFD.
     pub num_invalid_utf8_replaced: u64,
-    /// What was read in the forms of other programs; absent in reports of earlier versions.
+    /// Records and files in forms of other programs; absent in reports of earlier versions.
     #[serde(default)]
     pub foreign_forms: ForeignForms,
     /// Names the inputs and options; see [`is_current`](crate::is_current).

@@ -38,7 +38,7 @@ enum Half {
     Trailing,
 }
 
-/// The surrogate whose escape is at this place, if there is one.
+/// Returns the surrogate whose escape is at this place, if there is one.
 fn surrogate(json: &str, at: usize) -> Option<Half> {
     let digits = json.get(at..at + REPLACEMENT.len())?.strip_prefix("\\u")?;
     match u16::from_str_radix(digits, 16).ok()? {

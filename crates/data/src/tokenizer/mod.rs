@@ -253,6 +253,17 @@ impl Tokenizer {
         }
     }
 
+    /// Returns the name of a special token, which [`decode`](Self::decode) leaves out; `None` for the id of a text.
+    pub fn special_token(&self, id: u32) -> Option<&str> {
+        match &self.kind {
+            Kind::Bytes => (id == BYTES_END_OF_DOCUMENT).then_some(END_OF_DOCUMENT_NAMES[0]),
+            Kind::HuggingFace(inner) => {
+                let token = inner.tokenizer.get_added_vocabulary().get_added_tokens_decoder().get(&id)?;
+                token.special.then_some(&token.content)
+            }
+        }
+    }
+
     /// Bytes of the text of `ids`, also where it begins or ends within a character.
     ///
     /// # Errors

@@ -308,6 +308,17 @@ impl Config {
         (training.epochs > 0.0).then(|| (samples / training.global_batch_size as f64).ceil() as u64)
     }
 
+    /// Returns the keys of `[data]` that are set and have no effect, since the tokens in `folder` were prepared earlier. They are no mistake: a
+    /// config may serve before and after its text is prepared.
+    pub(crate) fn data_keys_without_effect(&self) -> Vec<&'static str> {
+        let data = self.data();
+        let is_used = |key: &&str| matches!(*key, "folder" | "packing" | "mask_documents");
+        match data.inputs.is_empty() {
+            true => validate::changed_keys(data).filter(|key| !is_used(key)).collect(),
+            false => Vec::new(),
+        }
+    }
+
     /// The run's folder.
     pub fn run_folder(&self) -> PathBuf {
         self.run().folder.join(&self.run().name)

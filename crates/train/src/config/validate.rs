@@ -300,7 +300,9 @@ fn check_data(checks: &mut Checks<'_>) {
     );
     // A folder that was prepared has a tokenizer of its own.
     let is_prepared = data.inputs.is_empty() && !data.folder.as_os_str().is_empty();
-    for key in changed_keys(data).filter(|key| !matches!(*key, "folder" | "packing" | "mask_documents")) {
+    for key in changed_keys(data).filter(|key| {
+        matches!(*key, "tokenizer" | "train_bpe" | "validation_inputs" | "chat_template" | "weights")
+    }) {
         let name = format!("data.{key}");
         checks.require(!is_prepared, &[&name, "data.inputs"], || {
             "only applies to `inputs`; set those, or remove this key (the tokens in `folder` are used as they are)"

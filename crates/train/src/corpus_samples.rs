@@ -1,0 +1,100 @@
+//! Samples of a corpus as a model trains on them, for people to read.
+
+use crate::config::Config;
+use crate::dataset::{Dataset, Sample, batch_specs};
+use crate::error::TrainError;
+use crate::language::{Sequences, TokenWindows};
+use trireme_data::Corpus;
+use trireme_model::{DOCUMENT_STARTS, HostBatch, LOSS_WEIGHTS, TARGETS, TOKENS};
+
+/// The samples of a prepared corpus, in the order of a run.
+#[derive(Debug)]
+pub struct CorpusSamples {
+    windows: TokenWindows,
+    batch: HostBatch,
+}
+
+/// A sample as a model trains on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SampleView {
+    /// The index of the first token in its file.
+    pub start: u64,
+    /// The inputs of the model, and the last target. Padding is left out.
+    pub tokens: Vec<u32>,
+    /// Of each token, whether its prediction counts in the loss. The first token is not predicted.
+    pub is_learned: Vec<bool>,
+    /// Of each token, the index of the first token of its document in the sample.
+    pub document_starts: Vec<u32>,
+    /// Number of positions after the tokens that are filled up.
+    pub num_padding: usize,
+}
+
+impl SampleView {
+    /// Returns whether this token is the first one of a document, or of what the sample has of one.
+    pub fn begins_document(&self, token: usize) -> bool {
+        self.document_starts[token] as usize == token
+    }
+}
+
+impl CorpusSamples {
+    /// Opens the samples that a config makes of the tokens of a corpus to train on, or of those held out.
+    ///
+    /// # Errors
+    /// If there are too few tokens for one sample, or none are held out.
+    pub fn open(config: &Config, corpus: &Corpus, is_validation: bool) -> Result<Self, TrainError> {
+        let sequences = Sequences::new(config, corpus.report.has_loss_mask);
+        let tokenizer = corpus.tokenizer_sha256()?.into();
+        let windows = if is_validation {
+            let no_validation = || TrainError::NoValidation { folder: corpus.folder.clone() };
+            let tokens = corpus.validation.as_ref().ok_or_else(no_validation)?;
+            TokenWindows::new(tokens, tokenizer, &[], sequences, None)?
+        } else {
+            let seed = Some(config.training().seed);
+            TokenWindows::new(&corpus.train, tokenizer, &corpus.report.sources, sequences, seed)?
+        };
+        let batch = HostBatch::new(&batch_specs(&windows, 1));
+        Ok(CorpusSamples { windows, batch })
+    }
+
+    /// Returns the number of samples of one pass over the data.
+    pub fn num_samples(&self) -> u64 {
+        self.windows.num_samples()
+    }
+
+    /// Returns whether tokens attend only to those of their own document.
+    pub fn masks_documents(&self) -> bool {
+        self.windows.sample().iter().any(|spec| spec.name == DOCUMENT_STARTS)
+    }
+
+    /// Reads the sample of this index of the run.
+    ///
+    /// # Errors
+    /// If the files of the corpus cannot be read.
+    pub fn read(&mut self, index: u64) -> Result<SampleView, TrainError> {
+        let window = self.windows.window(index);
+        self.windows.begin(index, 1)?;
+        let weighs_losses = self.windows.sample().iter().any(|spec| spec.name == LOSS_WEIGHTS);
+        let mut sample = Sample::of(&mut self.batch, 0);
+        self.windows.read(index, &mut sample)?;
+        let mut tokens = sample.u32s(TOKENS).to_vec();
+        tokens.extend(sample.u32s(TARGETS).last());
+        let mut is_learned = vec![false];
+        match weighs_losses {
+            true => is_learned.extend(sample.f32s(LOSS_WEIGHTS).iter().map(|&weight| weight > 0.0)),
+            false => is_learned.resize(tokens.len(), true),
+        }
+        let num_padding = tokens.len() - window.len;
+        tokens.truncate(window.len);
+        is_learned.truncate(window.len);
+        let document_starts = self.windows.document_starts(window)?;
+        Ok(SampleView { start: window.start, tokens, is_learned, document_starts, num_padding })
+    }
+
+    /// Counts the tokens of the sample of this index that contribute to the loss.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn num_learned(&mut self, index: u64) -> Result<u64, TrainError> {
+        self.windows.num_counted(index)
+    }
+}
