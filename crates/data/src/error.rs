@@ -101,7 +101,7 @@ pub enum DataError {
         path: PathBuf,
         /// The line, from 1.
         line: u64,
-        /// What is wrong there.
+        /// The mistake, in words.
         reason: &'static str,
     },
     /// A JSON object without the text field.
@@ -204,7 +204,7 @@ pub enum DataError {
     /// Weights that do not belong to the inputs.
     #[error("{mistake}")]
     Weights {
-        /// What is wrong, in words.
+        /// The mistake, in words.
         mistake: String,
     },
     /// A choice without tokens.
