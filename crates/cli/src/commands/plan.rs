@@ -7,10 +7,11 @@ use crate::console::{Output, columns, parameters};
 use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
 use crate::memory_limit::SharedLimit;
 use crate::planning::{
-    Blueprint, Drawing, Job, Plan, PredictedTime, Source, Workers, language_model, sequences_of,
+    Blueprint, Drawing, Job, Plan, PlanReport, PredictedTime, Source, Workers, language_model, sequences_of,
 };
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
+use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -26,6 +27,8 @@ Examples:
       The peak memory of the config's workers.
   trireme plan my.toml --workers 4 --set parallelism.zero_stage=3
       The same for four workers that shard all training state.
+  trireme plan my.toml --workers 64 --workers-per-host 8 --json
+      The same for 64 workers on eight hosts, as JSON: memory, floating-point operations and exchanges.
   trireme plan my.toml --time
       How long a step takes on this machine, too.
   trireme plan my.toml --set memory.device_budget=512MiB --set activation_checkpoint.mode=auto
@@ -62,9 +65,13 @@ pub(crate) struct PlanArgs {
     /// isolation for a few seconds.
     #[arg(long)]
     time: bool,
-    /// Print only the predicted time, as one line of JSON: `step_seconds`, `samples_per_second`, and as `unmeasured` the
-    /// kernels and operations that the prediction lacks.
-    #[arg(long, requires = "time", conflicts_with_all = ["program", "draw", "svg", "save_schedule"])]
+    /// Plan for several hosts with N workers each. By default, all workers are on one host.
+    #[arg(long, value_name = "N", conflicts_with = "time", value_parser = clap::value_parser!(u16).range(1..))]
+    workers_per_host: Option<u16>,
+    /// Print one line of JSON instead: memory, operations and exchanges of the worker that needs the most memory, and `fits`,
+    /// which is false where the plan would fail (docs/memory.md). With --time, also `step_seconds`, `samples_per_second`, and as
+    /// `unmeasured` the kernels and operations that the prediction lacks.
+    #[arg(long, conflicts_with_all = ["program", "draw", "svg", "save_schedule"])]
     json: bool,
     /// Also print the step program.
     #[arg(long)]
@@ -78,6 +85,16 @@ pub(crate) struct PlanArgs {
     /// Write the order of passes to a file that `[parallelism] pipeline_parallel_schedule_file` can read.
     #[arg(long, value_name = "FILE")]
     save_schedule: Option<PathBuf>,
+}
+
+/// The object that `--json` prints with `--time`.
+#[derive(Debug, Serialize)]
+struct TimedReport {
+    #[serde(flatten)]
+    plan: PlanReport,
+    step_seconds: f64,
+    samples_per_second: f64,
+    unmeasured: Vec<&'static str>,
 }
 
 /// Runs `trireme plan`.
@@ -96,7 +113,16 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
     if environment.is_none() {
         simd.warn();
     }
-    let workers = Workers::local(&config, &limits, simd.level);
+    let mut workers = Workers::local(&config, &limits, simd.level);
+    if let Some(per_host) = args.workers_per_host.map(usize::from) {
+        if !config.world_size().is_multiple_of(per_host) {
+            bail!(
+                "--workers-per-host {per_host} does not divide the {} workers; choose a divisor",
+                config.world_size()
+            );
+        }
+        workers = workers.on_hosts(&config, per_host);
+    }
     match own {
         Some(task) => {
             let sample = Samples::open(task, &config)?.train.sample();
@@ -123,8 +149,12 @@ fn show_all(
         let options = world_options(config, &environment)?;
         return work_in_world(options, recorder_folder(), |world| show_time(args, job, &plan, world));
     }
-    if !args.json {
-        show(args, job, &plan)?;
+    match (args.json, args.time) {
+        (true, false) => {
+            return Ok(writeln!(Output, "{}", serde_json::to_string(&plan.report(job)?)?)?);
+        }
+        (true, true) => (),
+        (false, _) => show(args, job, &plan)?,
     }
     plan.check(job)?;
     match config.world_size() {
@@ -142,12 +172,9 @@ fn show_time(args: &PlanArgs, job: Job<'_>, plan: &Plan, world: Group) -> Result
     let StepTime { seconds, computing } = time;
     let samples_per_second = job.config.training().global_batch_size as f64 / seconds;
     if args.json {
-        let found = serde_json::json!({
-            "step_seconds": seconds,
-            "samples_per_second": samples_per_second,
-            "unmeasured": unmeasured,
-        });
-        return Ok(writeln!(Output, "{found}")?);
+        let timed =
+            TimedReport { plan: plan.report(job)?, step_seconds: seconds, samples_per_second, unmeasured };
+        return Ok(writeln!(Output, "{}", serde_json::to_string(&timed)?)?);
     }
     let busiest = computing.iter().copied().fold(0.0, f64::max);
     writeln!(

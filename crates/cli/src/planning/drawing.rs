@@ -26,6 +26,11 @@ impl Drawing {
         Ok(Drawing { schedule, timeline, shares: stages.into_iter().map(share).collect() })
     }
 
+    /// The idle share of all ranks' time.
+    pub(crate) fn bubble(&self) -> f64 {
+        self.timeline.bubble()
+    }
+
     /// What the stages are and how much time is lost, in a line for each rank and one for all; and whether that stays.
     pub(crate) fn summary(&self, config: &Config) -> String {
         let mut text = String::new();
@@ -37,7 +42,7 @@ impl Drawing {
             let stages: Vec<String> = self.schedule.stages_of(rank).map(stage).collect();
             text += &format!("pipeline rank {rank}: {}\n", stages.join(", "));
         }
-        let bubble = 100.0 * self.timeline.bubble();
+        let bubble = 100.0 * self.bubble();
         text += &format!(
             "bubble: {bubble:.1} % of all ranks' time is idle, with floating-point operations as time\n"
         );

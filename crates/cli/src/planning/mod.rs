@@ -7,6 +7,7 @@ mod exerciser;
 mod host_bytes;
 mod limits;
 mod probe;
+mod report;
 mod sizes;
 
 #[cfg(test)]
@@ -17,6 +18,7 @@ pub(crate) use choices::open_classes;
 pub(crate) use drawing::Drawing;
 use host_bytes::HostBytes;
 pub(crate) use limits::Limit;
+pub(crate) use report::PlanReport;
 
 use crate::launch::HostShare;
 use crate::memory_limit::SharedLimit;
@@ -169,6 +171,14 @@ impl<'a> Workers<'a> {
             num_sharing: if shares_memory { world_size } else { 1 },
             limits,
         }
+    }
+
+    /// The same workers on several hosts with `local_world_size` of them each, seen by the first.
+    pub(crate) fn on_hosts(self, config: &Config, local_world_size: usize) -> Self {
+        let shares_memory = self.shares_memory && local_world_size == self.world_size;
+        let num_sharing = self.num_sharing.min(local_world_size);
+        let num_threads = local_threads(config, share_of_cores(local_world_size));
+        Workers { local_world_size, num_threads, shares_memory, num_sharing, ..self }
     }
 
     /// Those of a group.
@@ -371,24 +381,28 @@ impl Plan {
         Ok(Some(PredictedTime { time, unmeasured: rates.unmeasured(&stages) }))
     }
 
+    /// The predicted peak of each category of the device's memory, and of their sum.
+    fn memory_peak_bytes(&self) -> MemoryPeakBytes {
+        let peak = |category| self.prediction.peaks.get(category) as u64;
+        MemoryPeakBytes {
+            parameters: peak(Category::Parameters),
+            gradients: peak(Category::Gradients),
+            optimizer: peak(Category::Optimizer),
+            activations: peak(Category::Activations),
+            communication: peak(Category::Communication),
+            total: self.prediction.total() as u64,
+        }
+    }
+
     /// What the trainer is told of it.
     pub(crate) fn worker_plan(&self, step_seconds: Option<f64>) -> WorkerPlan {
-        let Prediction { peaks, .. } = self.prediction;
-        let peak = |category| peaks.get(category) as u64;
         let total = self.prediction.total();
         let moment = self.prediction.moment(&self.program);
         let predicted = format!("predicted peak: {} at {moment}", Bytes(total as u64));
         WorkerPlan {
             step_seconds,
             choices: self.choices.clone(),
-            predicted: MemoryPeakBytes {
-                parameters: peak(Category::Parameters),
-                gradients: peak(Category::Gradients),
-                optimizer: peak(Category::Optimizer),
-                activations: peak(Category::Activations),
-                communication: peak(Category::Communication),
-                total: total as u64,
-            },
+            predicted: self.memory_peak_bytes(),
             besides_activations: self.prediction.besides_activations,
             comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }

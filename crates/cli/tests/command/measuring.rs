@@ -306,6 +306,7 @@ fn a_plan_tells_the_time_of_a_step() {
         let found = parse(&scene.run(&format!("plan tiny.toml --time --json {layout}")).succeeded());
         positive(&found["step_seconds"]);
         positive(&found["samples_per_second"]);
+        positive(&found["memory_peak_bytes"]["total"]);
     }
     let shown = scene.run("plan tiny.toml --time --workers 2").succeeded();
     assert!(shown.contains("peak total: ") && shown.contains("\npredicted step time: "), "{shown}");

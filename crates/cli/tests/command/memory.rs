@@ -2,6 +2,7 @@
 
 use crate::common::{Scene, tells};
 use serde_json::Value;
+use trireme_base::Bytes;
 
 const CATEGORIES: [&str; 5] = ["parameters", "gradients", "optimizer", "activations", "communication"];
 
@@ -191,6 +192,48 @@ fn auto_moves_as_little_as_fits() {
     // What the budget asks for is among the changes that are told.
     let error = scene.run(&format!("plan tiny.toml {}", budget(total * 15 / 16))).refused();
     tells(&error, &["what would fit:", "offload.activations=auto"]);
+}
+
+#[test]
+fn a_plan_as_json_has_memory_operations_and_exchanges() {
+    let scene = Scene::with_corpus();
+    let plan = |arguments: &str| -> Value {
+        let text = scene.run(&format!("plan tiny.toml --json {arguments}")).succeeded();
+        serde_json::from_str(&text).unwrap()
+    };
+    let plain = plan("--workers 1");
+    let text = scene.run("plan tiny.toml --workers 1").succeeded();
+    let total = plain["memory_peak_bytes"]["total"].as_u64().unwrap();
+    assert_eq!(row(&text, "total")[0], Bytes(total).to_string());
+    assert_eq!(
+        (&plain["fits"], &plain["exchanges"], &plain["pipeline_bubble"]),
+        (&true.into(), &Value::Array(Vec::new()), &Value::Null)
+    );
+    let recomputed = plan("--workers 1 --set activation_checkpoint.mode=block");
+    let [plain_operations, operations] = [&plain, &recomputed].map(|plan| &plan["product_operations"]);
+    assert_eq!(plain_operations["recomputation"], 0);
+    let number = |value: &Value| value.as_f64().unwrap();
+    assert!((1.0..=number(&operations["forward"])).contains(&number(&operations["recomputation"])));
+    assert!(["forward", "backward"].iter().all(|pass| operations[pass] == plain_operations[pass]));
+    // A run that does not fit is described all the same.
+    assert_eq!(plan("--workers 1 --set memory.device_budget=64KiB")["fits"], false);
+    let pipeline =
+        plan("--workers 2 --set parallelism.pipeline_parallel_degree=2 --set training.global_batch_size=4");
+    assert!((0.01..1.0).contains(&number(&pipeline["pipeline_bubble"])));
+    let hosts = "--workers 4 --set parallelism.zero_stage=3 --set training.global_batch_size=8";
+    let gathers = |arguments: &str| -> Vec<(u64, u64)> {
+        let plan = plan(&format!("{hosts} {arguments}"));
+        let exchanges = plan["exchanges"].as_array().unwrap().iter();
+        let gathers = exchanges.filter(|exchange| exchange["operation"] == "all_gather");
+        let number = |exchange: &Value, key: &str| exchange[key].as_u64().unwrap();
+        gathers.map(|exchange| (number(exchange, "num_ranks"), number(exchange, "num_hosts"))).collect()
+    };
+    assert!(gathers("").iter().all(|gather| *gather == (4, 1)));
+    assert!(gathers("--workers-per-host 2").contains(&(4, 2)));
+    tells(
+        &scene.refused_without_trace(&format!("plan tiny.toml {hosts} --workers-per-host 3")),
+        &["--workers-per-host 3 does not divide the 4 workers; choose a divisor"],
+    );
 }
 
 #[test]
