@@ -1,4 +1,4 @@
-//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask ladder`, `cargo xtask compare`, `cargo xtask faults`, `cargo xtask foreign` and `cargo xtask slurm`.
+//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask ladder`, `cargo xtask compare`, `cargo xtask faults`, `cargo xtask foreign`, `cargo xtask slurm` and `cargo xtask surveys`.
 
 mod commands;
 mod compare;
@@ -6,6 +6,7 @@ mod faults;
 mod foreign;
 mod kernels;
 mod slurm;
+mod surveys;
 mod tidy;
 
 use anyhow::{Context, Result};
@@ -31,6 +32,7 @@ enum Chore {
     Faults(faults::FaultsArgs),
     Foreign(foreign::ForeignArgs),
     Slurm(slurm::SlurmArgs),
+    Surveys(surveys::SurveysArgs),
 }
 
 fn main() -> ExitCode {
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
         Chore::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
         Chore::Foreign(args) => foreign::run(&args, workspace_root()),
         Chore::Slurm(args) => slurm::run(&args, workspace_root()),
+        Chore::Surveys(args) => surveys::run(&args, workspace_root()).map(|()| true),
     };
     match succeeded {
         Ok(true) => ExitCode::SUCCESS,

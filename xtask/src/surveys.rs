@@ -1,0 +1,42 @@
+//! `cargo xtask surveys`: the claims of surveys, computed by Trireme, as docs/surveys.md.
+
+use crate::commands::succeed;
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const HELP: &str = "\
+Builds Trireme, goes through large models in dry runs, and trains small ones on
+two cores, for about ten minutes. Run nothing else on the machine meanwhile. The
+dry part is a test: cargo test -p trireme --test surveys.";
+
+/// Compute the claims of surveys on distributed training, and write docs/surveys.md.
+#[derive(Debug, clap::Args)]
+#[command(after_help = HELP)]
+pub(crate) struct SurveysArgs {
+    /// Program that trains, instead of a release build made for it.
+    #[arg(long, value_name = "PATH")]
+    binary: Option<PathBuf>,
+}
+
+/// Runs `cargo xtask surveys`.
+pub(crate) fn run(args: &SurveysArgs, root: &Path) -> Result<()> {
+    let cargo = || {
+        let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+        command.current_dir(root);
+        command
+    };
+    let binary = match &args.binary {
+        Some(binary) => {
+            std::path::absolute(binary).with_context(|| format!("cannot find {}", binary.display()))?
+        }
+        None => {
+            succeed(cargo().args(["build", "--release", "--bin", "trireme"]))?;
+            let target =
+                std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder));
+            target.join("release/trireme")
+        }
+    };
+    let test = ["test", "--package", "trireme", "--test", "surveys", "--", "--ignored", "--exact"];
+    succeed(cargo().args(test).arg("the_document_is_written").env("TRIREME_SURVEYS_BINARY", binary))
+}
