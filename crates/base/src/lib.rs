@@ -1,5 +1,5 @@
 //! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, which positions ranks have, whether they make progress, what they exchange
-//! within units, what passes take, what ranks do, random numbers, enums with names, the texts of errors, and SVG documents.
+//! within units, what passes take, what ranks do, random numbers, enums with names, the texts of errors, JSON as Python writes it, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
@@ -14,6 +14,7 @@ mod event;
 mod half;
 mod heartbeat;
 mod journal;
+mod json;
 mod named;
 mod passes;
 mod positions;
@@ -34,6 +35,7 @@ pub use event::{Event, HostMemory, Latch, Pending};
 pub use half::{Bf16, F16};
 pub use heartbeat::Heartbeat;
 pub use journal::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
+pub use json::{json_text, parse_json};
 pub use passes::UnitPasses;
 pub use positions::{ContextPlace, Positions};
 pub use random::{Random, RandomKey};

@@ -1,4 +1,5 @@
 use crate::StoredDType;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
 use std::io;
@@ -190,8 +191,37 @@ pub enum CheckpointError {
         /// Its dtype in the file.
         dtype: StoredDType,
     },
+    /// A value that the dtype of an export cannot represent.
+    #[error(
+        "tensor '{name}' has the value {value}, which {dtype} cannot represent; export it in another dtype, such as bf16 or f32"
+    )]
+    Unrepresentable {
+        /// The tensor.
+        name: String,
+        /// The value.
+        value: f64,
+        /// The dtype to write.
+        dtype: DType,
+    },
+    /// Quantized weights.
+    #[error(
+        "the weights in {} are quantized (quantization_config with quant_method {method}; '{name}' is stored as {dtype}), which is not \
+         supported; dequantize them first (in Python: AutoModelForCausalLM.from_pretrained(folder), dequantize(), \
+         save_pretrained(another_folder))",
+        path.display()
+    )]
+    Quantized {
+        /// The checkpoint or model directory.
+        path: PathBuf,
+        /// `quant_method` of the model's config.
+        method: String,
+        /// The first tensor that is not stored as floating-point numbers of 16 bits or more.
+        name: String,
+        /// Its dtype in the file.
+        dtype: StoredDType,
+    },
     /// Stored tensors that are not those expected; every difference is listed.
-    #[error("{} does not contain the expected tensors:{}", path.display(), list(mismatches))]
+    #[error("{} does not contain the expected tensors{}:{}", path.display(), prefix_hint(mismatches), list(mismatches))]
     Mismatches {
         /// The checkpoint or model directory.
         path: PathBuf,
@@ -423,6 +453,28 @@ fn list(mismatches: &[Mismatch]) -> String {
         text += &format!("\n  and {} more", mismatches.len() - LISTED_MAX);
     }
     text
+}
+
+/// Says which prefix the stored names have, if one of them is a missing name with a prefix.
+fn prefix_hint(mismatches: &[Mismatch]) -> String {
+    let missing: BTreeSet<&str> = mismatches
+        .iter()
+        .filter_map(|mismatch| match mismatch {
+            Mismatch::Missing { name, .. } => Some(&name[..]),
+            _ => None,
+        })
+        .collect();
+    let prefix = |name: &str| {
+        let ends = name.match_indices('.').map(|(index, _)| index + 1);
+        ends.into_iter().find(|&end| missing.contains(&name[end..])).map(|end| name[..end].to_owned())
+    };
+    let found = mismatches.iter().find_map(|mismatch| match mismatch {
+        Mismatch::Extra { name, .. } => prefix(name),
+        _ => None,
+    });
+    found.map_or_else(String::new, |prefix| {
+        format!("; the names stored begin with '{prefix}', so store the tensors without that prefix")
+    })
 }
 
 /// The first few folders that are where the missing one was looked for.

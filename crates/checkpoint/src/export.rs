@@ -1,6 +1,5 @@
 //! Writing a Hugging Face model directory.
 
-use crate::CONFIG_FILE;
 use crate::error::CheckpointError;
 use crate::extent::split;
 use crate::files::{ExtraFile, FileStep, damaged, is_plain_name, parent_of, partial_suffix, reading};
@@ -10,12 +9,14 @@ use crate::manifest::MANIFEST_FILE;
 use crate::model_source::CHECKPOINTS_FOLDER;
 use crate::safetensors_file::SafetensorsWriter;
 use crate::save_plan::PART_BYTES_MAX;
-use crate::stored::{StoredTensor, StoredTensors};
+use crate::stored::{QUANTIZATION_KEY, StoredTensor, StoredTensors};
+use crate::{CONFIG_FILE, StoredDType};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use trireme_base::DType;
+use trireme_base::{Bf16, DType, F16, json_text, parse_json};
 use trireme_plan::Extent;
 
 /// Bytes of a model file unless said otherwise.
@@ -30,6 +31,8 @@ pub struct ModelExport<'a> {
     pub notes: &'a [(&'a str, &'a str)],
     /// `config.json` and whatever else describes the model or its tokenizer.
     pub files: &'a [ExtraFile<'a>],
+    /// The dtype that floating-point tensors are written in: one that files may have. `None` for the dtype that each is stored in.
+    pub dtype: Option<DType>,
     /// A model of more bytes is written in several files with an index; no file exceeds this unless a
     /// single tensor does.
     pub shard_bytes_max: u64,
@@ -39,13 +42,13 @@ pub struct ModelExport<'a> {
 
 /// Writes a model directory to `out`, aside first, then renamed: it appears complete or not at all.
 ///
-/// Tensors are written in the dtype they are read in (f32 for F16 and BF16); a `config.json` that states
-/// another one is corrected. Memory: at most 64 MiB of a tensor at a time.
+/// A `config.json` that states another dtype than that of most elements is corrected, and its `quantization_config` is left out.
+/// Memory: at most 64 MiB of a tensor at a time, and as much for its conversion.
 ///
 /// # Errors
-/// `out` lies in a run or a checkpoint; it is not empty and not to be replaced, or to be replaced but holds what no export
-/// writes; tensors of a dtype
-/// that cannot be read; reading and writing.
+/// `out` is in a run or a checkpoint; it is not empty and not to be replaced, or to be replaced but contains a file that no export
+/// writes; quantized weights, or tensors of a dtype that cannot be read; values that the dtype to write cannot represent; reading and
+/// writing.
 pub fn export(model: &ModelExport<'_>, out: &Path) -> Result<(), CheckpointError> {
     check_target(out, model.force)?;
     let out = &without_trailing_separator(out);
@@ -128,15 +131,22 @@ fn with_partial_suffix(path: &Path) -> PathBuf {
 }
 
 fn write_aside(model: &ModelExport<'_>, aside: &Path) -> Result<(), CheckpointError> {
-    let shards = shards(model.tensors, model.shard_bytes_max)?;
+    let config = model.files.iter().find(|file| file.name == CONFIG_FILE);
+    let config = config.map(|file| read_config(file.contents, &aside.join(CONFIG_FILE))).transpose()?;
+    if let Some(config) = &config {
+        model.tensors.check_quantization(config)?;
+    }
+    let shards = shards(model)?;
     FileStep::CreateFolder(aside.to_owned()).execute()?;
     for file in model.files {
         if !is_plain_name(file.name) {
             return Err(CheckpointError::FileName { name: file.name.to_owned() });
         }
         let path = aside.join(file.name);
-        let contents =
-            if file.name == CONFIG_FILE { with_dtype(file.contents, &path)? } else { file.contents.to_vec() };
+        let contents = match &config {
+            Some(config) if file.name == CONFIG_FILE => config_of(file.contents, config, &shards),
+            _ => file.contents.to_vec(),
+        };
         FileStep::WriteFile { path, contents }.execute()?;
     }
     for (number, shard) in shards.iter().enumerate() {
@@ -172,30 +182,41 @@ fn publish(aside: &Path, out: &Path, force: bool) -> Result<(), CheckpointError>
     FileStep::Remove(replaced).execute()
 }
 
-/// A tensor to write, in the dtype it is read in.
+/// A tensor to write.
 struct Exported<'a> {
     name: &'a str,
     tensor: &'a StoredTensor,
+    /// The dtype that it is read in.
+    read_dtype: DType,
+    /// The dtype that it is written in.
     dtype: DType,
     bytes: u64,
 }
 
 /// Fills files with tensors in the order of their names. A model without tensors is one empty file.
-fn shards(tensors: &StoredTensors, shard_bytes_max: u64) -> Result<Vec<Vec<Exported<'_>>>, CheckpointError> {
+fn shards<'a>(model: &ModelExport<'a>) -> Result<Vec<Vec<Exported<'a>>>, CheckpointError> {
+    model.tensors.check_index()?;
     let mut shards = vec![Vec::new()];
     let mut shard_bytes = 0;
-    for (name, tensor) in tensors.iter() {
-        let Some(dtype) = tensor.dtype() else {
+    for (name, tensor) in model.tensors.iter() {
+        let Some(read_dtype) = tensor.dtype() else {
             let (name, dtype) = (name.to_owned(), tensor.stored_dtype());
             return Err(CheckpointError::UnreadableDType { name, dtype });
         };
+        let stored_dtype = match tensor.stored_dtype() {
+            StoredDType::F16 => DType::F16,
+            StoredDType::BF16 => DType::Bf16,
+            _ => read_dtype,
+        };
+        let dtype = model.dtype.filter(|_| read_dtype.is_float()).unwrap_or(stored_dtype);
         let bytes = (Extent::whole(tensor.shape()).num_elements() * dtype.size()) as u64;
-        if shard_bytes > 0 && shard_bytes + bytes > shard_bytes_max {
+        if shard_bytes > 0 && shard_bytes + bytes > model.shard_bytes_max {
             shards.push(Vec::new());
             shard_bytes = 0;
         }
         shard_bytes += bytes;
-        shards.last_mut().expect("there is a first shard").push(Exported { name, tensor, dtype, bytes });
+        let exported = Exported { name, tensor, read_dtype, dtype, bytes };
+        shards.last_mut().expect("there is a first shard").push(exported);
     }
     Ok(shards)
 }
@@ -211,16 +232,49 @@ fn write_shard(model: &ModelExport<'_>, shard: &[Exported<'_>], path: &Path) -> 
     let described =
         shard.iter().map(|exported| (exported.name.to_owned(), exported.dtype, exported.tensor.shape()));
     let mut writer = SafetensorsWriter::create(path, described, model.notes)?;
-    let mut buffer = Vec::new();
-    for Exported { name, tensor, dtype, .. } in shard {
-        let elements_max = PART_BYTES_MAX as usize / dtype.size();
+    let (mut read, mut converted) = (Vec::new(), Vec::new());
+    for &Exported { name, tensor, read_dtype, dtype, .. } in shard {
+        let elements_max = PART_BYTES_MAX as usize / read_dtype.size();
         for piece in split(&Extent::whole(tensor.shape()), elements_max) {
-            buffer.resize(piece.num_elements() * dtype.size(), 0);
-            model.tensors.read_into(name, &piece, &mut buffer)?;
-            writer.write(&buffer)?;
+            read.resize(piece.num_elements() * read_dtype.size(), 0);
+            model.tensors.read_into(name, &piece, &mut read)?;
+            if dtype == read_dtype {
+                writer.write(&read)?;
+                continue;
+            }
+            converted.clear();
+            convert(&read, (read_dtype, dtype), &mut converted)
+                .map_err(|value| CheckpointError::Unrepresentable { name: name.to_owned(), value, dtype })?;
+            writer.write(&converted)?;
         }
     }
     writer.finish().map(|_| ())
+}
+
+/// Appends elements to `out`, from one floating-point dtype (f32 or f64) to another. The error is a finite element that becomes infinite.
+fn convert(elements: &[u8], (from, to): (DType, DType), out: &mut Vec<u8>) -> Result<(), f64> {
+    for element in elements.chunks_exact(from.size()) {
+        let value = match *element {
+            [a, b, c, d] => f64::from(f32::from_le_bytes([a, b, c, d])),
+            _ => f64::from_le_bytes(element.try_into().expect("elements are f32 or f64")),
+        };
+        let narrow = value as f32;
+        let rounded = match to {
+            DType::F16 => F16::from_f32(narrow).to_f32(),
+            DType::Bf16 => Bf16::from_f32(narrow).to_f32(),
+            _ => narrow,
+        };
+        if value.is_finite() && !rounded.is_finite() {
+            return Err(value);
+        }
+        match to {
+            DType::F16 => out.extend(F16::from_f32(narrow).to_bits().to_le_bytes()),
+            DType::Bf16 => out.extend(Bf16::from_f32(narrow).to_bits().to_le_bytes()),
+            DType::F64 => out.extend(value.to_le_bytes()),
+            _ => out.extend(narrow.to_le_bytes()),
+        }
+    }
+    Ok(())
 }
 
 fn index(shards: &[Vec<Exported<'_>>]) -> ShardIndex {
@@ -233,21 +287,33 @@ fn index(shards: &[Vec<Exported<'_>>]) -> ShardIndex {
     ShardIndex { metadata: serde_json::json!({ "total_size": total_size }), weight_map }
 }
 
-/// The model's config, stating float32 where it states any dtype.
-fn with_dtype(config_json: &[u8], path: &Path) -> Result<Vec<u8>, CheckpointError> {
-    let mut config: serde_json::Value = serde_json::from_slice(config_json)
-        .map_err(|error| damaged(path, format!("the model's config is invalid: {error}")))?;
-    let mut corrected = false;
+fn read_config(config_json: &[u8], path: &Path) -> Result<Value, CheckpointError> {
+    parse_json(config_json).map_err(|error| damaged(path, format!("the model's config is invalid: {error}")))
+}
+
+/// The model's config for the tensors that are written: with their dtype where it states any, and without a quantization.
+fn config_of(config_json: &[u8], config: &Value, shards: &[Vec<Exported<'_>>]) -> Vec<u8> {
+    let mut config = config.clone();
+    let mut is_corrected = config.as_object_mut().is_some_and(|map| map.remove(QUANTIZATION_KEY).is_some());
+    let elements_of = |dtype: DType| {
+        let written = shards.iter().flatten().filter(|exported| exported.dtype == dtype);
+        written.map(|exported| exported.bytes / dtype.size() as u64).sum::<u64>()
+    };
+    let names = [
+        (DType::F32, "float32"),
+        (DType::Bf16, "bfloat16"),
+        (DType::F16, "float16"),
+        (DType::F64, "float64"),
+    ];
+    // The first one of several with equally many elements.
+    let (_, name) =
+        names.into_iter().rev().max_by_key(|(dtype, _)| elements_of(*dtype)).expect("there are names");
     for key in ["torch_dtype", "dtype"] {
-        if let Some(dtype) = config.get_mut(key).filter(|dtype| **dtype != "float32") {
-            *dtype = "float32".into();
-            corrected = true;
+        if let Some(dtype) = config.get_mut(key).filter(|dtype| **dtype != name) {
+            *dtype = name.into();
+            is_corrected = true;
         }
     }
     // Unless something must change, the file stays as it is to the byte.
-    Ok(if corrected {
-        serde_json::to_vec_pretty(&config).expect("a config is JSON")
-    } else {
-        config_json.to_vec()
-    })
+    if is_corrected { json_text(&config).into_bytes() } else { config_json.to_vec() }
 }

@@ -12,6 +12,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use trireme_base::parse_json;
 use trireme_plan::Extent;
 
 /// The file of a model that fits one.
@@ -61,13 +62,16 @@ impl HuggingFaceDirectory {
     /// Opens the model in `folder`. Where both a single file and an index are there, the single file
     /// counts, as in transformers.
     ///
+    /// A tensor that the index places in a shard without it is an error where it is needed:
+    /// [`StoredTensors::check_against`].
+    ///
     /// # Errors
-    /// No safetensors files, damaged ones, shards that do not hold what the index says.
+    /// No safetensors files, or damaged ones.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let (tensors, notes) = if folder.join(MODEL_FILE).is_file() {
             let mut tensors = BTreeMap::new();
             let notes = add_file(&folder.join(MODEL_FILE), &mut tensors)?;
-            (tensors, notes)
+            (StoredTensors::new(folder, tensors), notes)
         } else if folder.join(INDEX_FILE).is_file() {
             read_shards(folder)?
         } else {
@@ -82,11 +86,7 @@ impl HuggingFaceDirectory {
                 Err(error) => reading(folder)(error),
             });
         };
-        Ok(HuggingFaceDirectory {
-            path: folder.to_owned(),
-            tensors: StoredTensors::new(folder, tensors),
-            notes,
-        })
+        Ok(HuggingFaceDirectory { path: folder.to_owned(), tensors, notes })
     }
 
     /// Its folder.
@@ -142,9 +142,10 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
 }
 
 /// All tensors of the shards, and their notes.
-fn read_shards(folder: &Path) -> Result<(Tensors, HashMap<String, String>), CheckpointError> {
+fn read_shards(folder: &Path) -> Result<(StoredTensors, HashMap<String, String>), CheckpointError> {
     let path = folder.join(INDEX_FILE);
-    let index: ShardIndex = serde_json::from_slice(&read_bounded(&path, JSON_BYTES_MAX)?)
+    let index: ShardIndex = parse_json(&read_bounded(&path, JSON_BYTES_MAX)?)
+        .and_then(serde_json::from_value)
         .map_err(|error| damaged(&path, format!("it is invalid: {error}")))?;
     let files: BTreeSet<&String> = index.weight_map.values().collect();
     let (mut tensors, mut notes) = (BTreeMap::new(), HashMap::new());
@@ -154,15 +155,10 @@ fn read_shards(folder: &Path) -> Result<(Tensors, HashMap<String, String>), Chec
         }
         notes.extend(add_file(&folder.join(file), &mut tensors)?);
     }
-    for (name, file) in &index.weight_map {
-        if !tensors.get(name).is_some_and(|tensor| tensor.lies_in(&folder.join(file))) {
-            return Err(damaged(
-                &folder.join(file),
-                format!("it lacks '{name}', which the index says it contains"),
-            ));
-        }
-    }
-    Ok((tensors, notes))
+    let absent = index.weight_map.into_iter().map(|(name, file)| (name, folder.join(file)));
+    let absent =
+        absent.filter(|(name, file)| !tensors.get(name).is_some_and(|tensor| tensor.lies_in(file))).collect();
+    Ok((StoredTensors::new(folder, tensors).with_absent(absent), notes))
 }
 
 /// Adds the tensors of one file; its notes.

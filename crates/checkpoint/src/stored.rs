@@ -2,7 +2,7 @@
 
 use crate::StoredDType;
 use crate::error::{CheckpointError, Mismatch};
-use crate::extent::{checked_num_elements, intersection, lies_within};
+use crate::extent::{checked_num_elements, intersection, lies_within, split};
 use crate::files::{damaged, open_file, reading};
 use crate::safetensors_file::read_as;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,8 +16,14 @@ use trireme_plan::{Extent, TensorPlacement, runs};
 
 const READ_BUFFER_BYTES: usize = 256 << 10;
 
+/// The key of a `config.json` that says how weights are quantized.
+pub(crate) const QUANTIZATION_KEY: &str = "quantization_config";
+
 /// What a fingerprint reads at each end of a part.
 const SAMPLE_BYTES: usize = 4096;
+
+/// Elements of two tensors that are compared at a time.
+const COMPARED_ELEMENTS: usize = 64 << 10;
 
 /// A tensor as it lies in files.
 #[derive(Debug, Clone)]
@@ -112,11 +118,18 @@ impl StoredTensor {
 pub struct StoredTensors {
     path: PathBuf,
     tensors: BTreeMap<String, StoredTensor>,
+    /// Tensors that an index names, with the file that should contain them and does not.
+    absent: BTreeMap<String, PathBuf>,
 }
 
 impl StoredTensors {
     pub(crate) fn new(path: &Path, tensors: BTreeMap<String, StoredTensor>) -> Self {
-        StoredTensors { path: path.to_owned(), tensors }
+        StoredTensors { path: path.to_owned(), tensors, absent: BTreeMap::new() }
+    }
+
+    /// The same tensors, and the names of those that an index places in a file that does not contain them.
+    pub(crate) fn with_absent(self, absent: BTreeMap<String, PathBuf>) -> Self {
+        StoredTensors { absent, ..self }
     }
 
     /// The checkpoint or model directory.
@@ -127,6 +140,28 @@ impl StoredTensors {
     /// Each tensor with its name, in the order of the names.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &StoredTensor)> {
         self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))
+    }
+
+    /// Refuses quantized weights: tensors that are not floating-point numbers of 16 bits or more, of a model whose config has a
+    /// `quantization_config`. Returns whether the config has one.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Quantized`].
+    pub fn check_quantization(&self, config: &serde_json::Value) -> Result<bool, CheckpointError> {
+        let quantization = &config[QUANTIZATION_KEY];
+        if quantization.is_null() {
+            return Ok(false);
+        }
+        let is_quantized = |tensor: &StoredTensor| !tensor.dtype().is_some_and(DType::is_float);
+        match self.iter().find(|(_, tensor)| is_quantized(tensor)) {
+            None => Ok(true),
+            Some((name, tensor)) => Err(CheckpointError::Quantized {
+                path: self.path.clone(),
+                method: quantization["quant_method"].to_string(),
+                name: name.to_owned(),
+                dtype: tensor.dtype,
+            }),
+        }
     }
 
     /// The tensor called `name`.
@@ -175,15 +210,58 @@ impl StoredTensors {
             }
         }
         let tensors = originals.into_iter().map(|(name, original)| (name, self.tensors[original].clone()));
-        Ok(StoredTensors { path: self.path.clone(), tensors: tensors.collect() })
+        let absent = self.absent.iter().filter_map(|(name, file)| Some((rename(name)?, file.clone())));
+        Ok(StoredTensors::new(&self.path, tensors.collect()).with_absent(absent.collect()))
+    }
+
+    /// Checks that every tensor that an index names is in the file where the index places it.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Damaged`] with the first tensor that is missing and its file.
+    pub(crate) fn check_index(&self) -> Result<(), CheckpointError> {
+        match self.absent.first_key_value() {
+            None => Ok(()),
+            Some((name, file)) => {
+                Err(damaged(file, format!("it lacks '{name}', which the index says it contains")))
+            }
+        }
+    }
+
+    /// Whether two tensors have the same shape and the same elements, compared in the dtypes that they are read in.
+    ///
+    /// Cost: reads both tensors up to the first difference.
+    ///
+    /// # Errors
+    /// As [`read_into`](StoredTensors::read_into).
+    pub fn are_equal(&self, first: &str, second: &str) -> Result<bool, CheckpointError> {
+        let unknown =
+            |name: &str| CheckpointError::NoSuchTensor { name: name.into(), path: self.path.clone() };
+        let [a, b] = [first, second].map(|name| self.get(name).ok_or_else(|| unknown(name)));
+        let (a, b) = (a?, b?);
+        if a.shape != b.shape || a.dtype() != b.dtype() {
+            return Ok(false);
+        }
+        let size = a.dtype().map_or(0, DType::size);
+        let (mut of_first, mut of_second) = (Vec::new(), Vec::new());
+        for piece in split(&Extent::whole(&a.shape), COMPARED_ELEMENTS) {
+            for (name, elements) in [(first, &mut of_first), (second, &mut of_second)] {
+                elements.resize(piece.num_elements() * size, 0);
+                self.read_into(name, &piece, elements)?;
+            }
+            if of_first != of_second {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Checks that exactly the tensors `expected` are stored, in the same shapes and in dtypes that read as
     /// the ones expected. The placements do not matter: any layout reads what any layout wrote.
     ///
     /// # Errors
-    /// All differences at once.
+    /// All differences at once; before that, a file without a tensor that an index says it contains.
     pub fn check_against(&self, expected: &[TensorPlacement]) -> Result<(), CheckpointError> {
+        self.check_index()?;
         let mut mismatches = Vec::new();
         for TensorPlacement { name, shape, dtype, .. } in expected {
             let name = name.clone();

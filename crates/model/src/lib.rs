@@ -23,7 +23,7 @@ pub use config::{
 };
 pub use error::ModelError;
 pub use exercise::Exercise;
-pub use families::{Family, canonical_names};
+pub use families::{Family, canonical_names, tied_names};
 pub use model::Model;
 pub use past::Past;
 pub use rehearsal::{BatchTensor, KeptBytes, PassOptions, Rehearsal, Report, UnitRehearsal};

@@ -14,7 +14,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use trireme_base::DType;
+use trireme_base::{DType, json_text, parse_json};
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{
     CHAT_TEMPLATE_FILE, Corpus, DataError, MaskedTokens, Packing, Sampler, Source, TOKENIZER_CONFIG_FILE,
@@ -282,13 +282,13 @@ impl Task for LanguageTask {
 
 /// A `config.json` in which the tokenizer decides what ends a document, unless the model says so.
 fn with_end(model_json: &str, end: Option<u32>) -> String {
-    let mut json: Value = serde_json::from_str(model_json).expect("it describes a model");
+    let mut json = parse_json(model_json.as_bytes()).expect("it describes a model");
     for key in ["bos_token_id", "eos_token_id"] {
         if json[key].is_null() {
             json[key] = end.into();
         }
     }
-    format!("{json:#}\n")
+    json_text(&json) + "\n"
 }
 
 /// The chat template in a corpus' folder, if there is one.

@@ -10,7 +10,7 @@ use crate::observer::Observer;
 use crate::optimizer::optimizer_options;
 use crate::stages;
 use crate::task::Task;
-use crate::weights::{checked_weights, read_held};
+use crate::weights::{adapt_to_weights, checked_weights, read_held};
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -48,19 +48,21 @@ pub fn model_config(
     config: &Config,
     vocabulary_size: usize,
 ) -> Result<(ModelConfig, Vec<String>), TrainError> {
-    let (mut model, notices) = match config.model_source() {
+    let (mut model, text) = match config.model_source() {
         ModelSource::Inline(architecture) => {
-            (inline_model(config, architecture, vocabulary_size), Vec::new())
+            (inline_model(config, architecture, vocabulary_size), String::new())
         }
         ModelSource::File(path) | ModelSource::InitFrom(path) => {
             let (path, text) = description(config, path)?;
             let refused = |source| TrainError::ModelConfig { path, source };
-            (
-                ModelConfig::from_json(&text).map_err(refused)?,
-                dropout_notice(config, &text).into_iter().collect(),
-            )
+            (ModelConfig::from_json(&text).map_err(refused)?, text)
         }
     };
+    let mut notices: Vec<String> = dropout_notice(config, &text).into_iter().collect();
+    // A plan needs no weights; where they are needed, the error is reported.
+    if let Some(Ok(source)) = config.model().init_from.as_ref().map(|path| WeightsSource::open(path)) {
+        notices.extend(adapt_to_weights(&mut model, &text, &source.weights())?);
+    }
     if vocabulary_size > model.vocab_size {
         let folder = config.data().folder.clone();
         return Err(TrainError::VocabularyTooSmall {

@@ -3,8 +3,9 @@
 use crate::error::TrainError;
 use std::ops::Range;
 use std::path::Path;
+use trireme_base::parse_json;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
-use trireme_model::{Model, ModelConfig, Rehearsal, TensorSpec, canonical_names, token_specs};
+use trireme_model::{Model, ModelConfig, Rehearsal, TensorSpec, canonical_names, tied_names, token_specs};
 use trireme_parallel::{Executor, Placements};
 use trireme_plan::{Mesh, Part};
 use trireme_schedule::Outline;
@@ -37,15 +38,17 @@ impl ModelWeights {
         let text = source.read_file(CONFIG_FILE)?.ok_or_else(missing)?;
         let text = String::from_utf8_lossy(&text);
         let file = source.path().join(CONFIG_FILE);
-        let config = ModelConfig::from_json(&text)
+        let mut config = ModelConfig::from_json(&text)
             .map_err(|error| TrainError::ModelConfig { path: file, source: error })?;
-        let notices = match &source {
+        let adapted = adapt_to_weights(&mut config, &text, &source.weights())?;
+        let skipped = match &source {
             ModelSource::Checkpoint { skipped, .. } => skipped
                 .iter()
                 .map(|skipped| format!("skipped {}: {}", skipped.path.display(), skipped.reason))
                 .collect(),
             ModelSource::HuggingFace(_) => Vec::new(),
         };
+        let notices = [skipped, adapted].concat();
         Ok(ModelWeights { source, config, notices })
     }
 
@@ -103,6 +106,42 @@ pub(crate) fn evaluating_executor(
     let build = |device: &Device| config.build(seq_len, device);
     let rehearsal = Rehearsal::of(build, rehearsed, Precision::F32, batch)?;
     Ok(Executor::forward_only(model, rehearsal, parameters, device)?)
+}
+
+/// Adapts the config of a model, read from the `config.json` `text`, to the weights that are stored with it: weights that contain an output
+/// layer which differs from the embedding are not tied, as in transformers. Returns notices for the user.
+///
+/// Cost: where the config ties an output layer that is stored, reads both tensors up to their first difference.
+///
+/// # Errors
+/// Quantized weights; files that cannot be read.
+pub(crate) fn adapt_to_weights(
+    config: &mut ModelConfig,
+    text: &str,
+    stored: &StoredTensors,
+) -> Result<Vec<String>, TrainError> {
+    let mut notices = Vec::new();
+    let file = stored.path().join(CONFIG_FILE);
+    if stored.check_quantization(&parse_json(text.as_bytes()).unwrap_or_default())? {
+        notices.push(format!(
+            "{} has a quantization_config, but the weights are not quantized; checkpoints and exports leave it out",
+            file.display()
+        ));
+    }
+    if config.tie_word_embeddings {
+        let counting = Device::counting(DeviceOptions::default())?;
+        let model = config.build(0, &counting)?;
+        if let Some([embedding, output]) = tied_names(model.table(), stored.iter().map(|(name, _)| name))
+            && !stored.are_equal(embedding, output)?
+        {
+            config.tie_word_embeddings = false;
+            notices.push(format!(
+                "'{output}' differs from '{embedding}', so the output layer is not tied to the embedding, although {} ties them",
+                file.display()
+            ));
+        }
+    }
+    Ok(notices)
 }
 
 /// The weights under the names of `model`; missing, extra and mis-shaped tensors are errors, all named at once.

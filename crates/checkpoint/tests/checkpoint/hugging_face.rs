@@ -112,9 +112,15 @@ fn shards_are_found_by_their_index_and_bad_ones_refused() {
         ("[".repeat(1000), "invalid"),
     ] {
         write_sharded(folder.path(), &index);
-        let refused = HuggingFaceDirectory::open(folder.path()).unwrap_err().to_string();
+        let checked = |directory: HuggingFaceDirectory| directory.tensors().check_against(&[]);
+        let refused = HuggingFaceDirectory::open(folder.path()).and_then(checked).unwrap_err().to_string();
         assert!(refused.contains(word), "{refused}");
     }
+    // A tensor that nothing needs may be absent.
+    write_sharded(folder.path(), &index(first, first));
+    let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
+    let needed = directory.tensors().renamed(|name| (name == "a").then(|| name.to_owned())).unwrap();
+    needed.check_against(&[tensor("a", &[1], DType::U8, Placement::Replicate)]).unwrap();
     write_sharded(folder.path(), &index(first, second));
     write_file(&folder.path().join(second), &[("a", Dtype::U8, &[1], &[1]), ("b", Dtype::U8, &[1], &[2])]);
     assert!(HuggingFaceDirectory::open(folder.path()).unwrap_err().to_string().contains("also contains"));
@@ -171,7 +177,14 @@ fn export_run(run: &Path, out: &Path, shard_bytes_max: u64, force: bool) -> Resu
     let files = source.model_files()?;
     let files: Vec<_> = files.iter().map(|(name, contents)| ExtraFile { name, contents }).collect();
     export(
-        &ModelExport { tensors: &source.weights(), files: &files, notes: &[], shard_bytes_max, force },
+        &ModelExport {
+            tensors: &source.weights(),
+            files: &files,
+            dtype: None,
+            notes: &[],
+            shard_bytes_max,
+            force,
+        },
         out,
     )
 }
@@ -292,6 +305,7 @@ fn a_failed_export_leaves_nothing() {
     let model = ModelExport {
         tensors: &source.weights(),
         files: &[],
+        dtype: None,
         notes: &[],
         shard_bytes_max: 100,
         force: false,
@@ -314,6 +328,7 @@ fn a_config_that_states_another_dtype_is_corrected() {
             &ModelExport {
                 tensors,
                 files: &files,
+                dtype: None,
                 notes: &[],
                 shard_bytes_max: SHARD_BYTES_MAX,
                 force: false,
@@ -328,4 +343,106 @@ fn a_config_that_states_another_dtype_is_corrected() {
     let kept = r#"{ "dtype":"float32" }"#;
     assert_eq!(export_with(kept, "b").unwrap(), kept);
     assert!(matches!(export_with("{", "c"), Err(CheckpointError::Damaged { .. })));
+}
+
+/// Exports a model directory with these tensors and this `config.json`.
+fn export_again(
+    folder: &Path,
+    tensors: &[(&str, Dtype, &[usize], &[u8])],
+    config: &str,
+    dtype: Option<DType>,
+) -> Result<HuggingFaceDirectory, CheckpointError> {
+    let (stored, out) = (folder.join("stored"), folder.join("out"));
+    fs::create_dir_all(&stored).unwrap();
+    write_file(&stored.join("model.safetensors"), tensors);
+    let source = HuggingFaceDirectory::open(&stored).unwrap();
+    let files = [ExtraFile { name: "config.json", contents: config.as_bytes() }];
+    let shard_bytes_max = SHARD_BYTES_MAX;
+    let (tensors, force) = (source.tensors(), true);
+    export(&ModelExport { tensors, files: &files, dtype, notes: &[], shard_bytes_max, force }, &out)?;
+    HuggingFaceDirectory::open(&out)
+}
+
+#[test]
+fn an_export_has_the_stored_dtypes_or_the_one_that_is_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let (bf16, f32) = ([0x80, 0x3f, 0x20, 0xc0], floats(&[1.5, 1e5]));
+    let tensors: [(&str, Dtype, &[usize], &[u8]); 3] = [
+        ("bias", Dtype::F32, &[2], &f32),
+        ("ids", Dtype::I64, &[1], &[7; 8]),
+        ("w", Dtype::BF16, &[2], &bf16),
+    ];
+    let dtypes = |directory: &HuggingFaceDirectory| {
+        let dtype = |name| directory.tensors().get(name).unwrap().stored_dtype();
+        ["bias", "ids", "w"].map(dtype)
+    };
+    let config = |directory: &HuggingFaceDirectory| {
+        String::from_utf8(directory.read_file("config.json").unwrap().unwrap()).unwrap()
+    };
+    let stored = export_again(folder.path(), &tensors, "{}", None).unwrap();
+    assert_eq!(dtypes(&stored), [Dtype::F32, Dtype::I64, Dtype::BF16]);
+    let export =
+        |dtype| export_again(folder.path(), &tensors[1..], "{\"dtype\":\"float16\",\"x\":NaN}", dtype);
+    let exported = export(None).unwrap();
+    assert_eq!(config(&exported), "{\n  \"dtype\": \"bfloat16\",\n  \"x\": NaN\n}");
+    let contents = fs::read(folder.path().join("out/model.safetensors")).unwrap();
+    assert!(contents.ends_with(&bf16));
+    for (dtype, stored, name) in [
+        (DType::F32, Dtype::F32, "float32"),
+        (DType::F16, Dtype::F16, "float16"),
+        (DType::Bf16, Dtype::BF16, "bfloat16"),
+    ] {
+        let exported = export(Some(dtype)).unwrap();
+        assert_eq!(exported.tensors().get("w").unwrap().stored_dtype(), stored);
+        assert_eq!(exported.tensors().get("ids").unwrap().stored_dtype(), Dtype::I64);
+        assert_eq!(read(exported.tensors(), "w", &Extent::whole(&[2])), floats(&[1.0, -2.5]));
+        assert!(config(&exported).contains(name));
+    }
+    let refused = export_again(folder.path(), &tensors, "{}", Some(DType::F16)).unwrap_err().to_string();
+    assert!(refused.contains("'bias' has the value 100000, which f16 cannot represent"), "{refused}");
+}
+
+#[test]
+fn a_quantization_is_not_exported_and_quantized_weights_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = r#"{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}"#;
+    let float = export_again(folder.path(), &[("w", Dtype::BF16, &[1], &[0; 2])], config, None).unwrap();
+    let written = float.read_file("config.json").unwrap().unwrap();
+    assert_eq!(String::from_utf8(written).unwrap(), "{\n  \"model_type\": \"llama\"\n}");
+    for (dtype, bytes) in [(Dtype::I32, &[0; 4][..]), (Dtype::F8_E4M3, &[0])] {
+        let refused = export_again(folder.path(), &[("w", dtype, &[1], bytes)], config, None).unwrap_err();
+        let refused = refused.to_string();
+        assert!(refused.contains("quantized") && refused.contains("\"fp8\"; 'w' is stored as"), "{refused}");
+    }
+}
+
+#[test]
+fn tensors_are_compared_in_the_dtype_that_they_are_read_in() {
+    let folder = tempfile::tempdir().unwrap();
+    let long = vec![0; 300_000];
+    let other = [&long[1..], &[1]].concat();
+    let tensors: [(&str, Dtype, &[usize], &[u8]); 6] = [
+        ("a", Dtype::F32, &[2], &floats(&[1.0, -2.5])),
+        ("b", Dtype::BF16, &[2], &[0x80, 0x3f, 0x20, 0xc0]),
+        ("c", Dtype::F32, &[1, 2], &floats(&[1.0, -2.5])),
+        ("d", Dtype::F32, &[2], &floats(&[1.0, -2.0])),
+        ("e", Dtype::F32, &[75_000], &long),
+        ("f", Dtype::F32, &[75_000], &other),
+    ];
+    write_file(&folder.path().join("model.safetensors"), &tensors);
+    let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
+    let are_equal = |a, b| directory.tensors().are_equal(a, b).unwrap();
+    assert!(are_equal("a", "b") && are_equal("e", "e"));
+    assert!(!are_equal("a", "c") && !are_equal("a", "d") && !are_equal("e", "f"));
+    assert!(matches!(directory.tensors().are_equal("a", "z"), Err(CheckpointError::NoSuchTensor { .. })));
+}
+
+#[test]
+fn a_prefix_of_all_names_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    write_file(&folder.path().join("model.safetensors"), &[("net.model.w", Dtype::F32, &[1], &[0; 4])]);
+    let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
+    let expected = [tensor("model.w", &[1], DType::F32, Placement::Replicate)];
+    let refused = directory.tensors().check_against(&expected).unwrap_err().to_string();
+    assert!(refused.contains("begin with 'net.'"), "{refused}");
 }

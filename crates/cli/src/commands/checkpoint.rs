@@ -8,7 +8,7 @@ use serde::Serialize;
 use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use trireme_base::{Bytes, with_sources};
+use trireme_base::{Bytes, DType, with_sources};
 use trireme_checkpoint::{
     Checkpoint, ExtraFile, ModelExport, ModelSource, OPTIMIZER_PREFIX, StoredTensors, best_step,
     checkpoints_folder, export, list_checkpoints,
@@ -45,6 +45,9 @@ enum CheckpointCommand {
         /// Split the weights into several files of at most this size, such as 5GiB.
         #[arg(long, value_name = "SIZE", default_value = "5GiB")]
         max_shard_size: Bytes,
+        /// Write the weights in this dtype (f32, bf16 or f16) instead of the one that they are stored in.
+        #[arg(long, value_parser = float_dtype)]
+        dtype: Option<DType>,
         /// Replace an earlier export. Nothing else is ever replaced.
         #[arg(long)]
         force: bool,
@@ -61,11 +64,17 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
     let mut out = Output;
     match &args.command {
         CheckpointCommand::Inspect { path, json, verify } => inspect(path, *json, *verify, &mut out),
-        CheckpointCommand::Export { path, out: target, max_shard_size, force } => {
-            write_model(path, target, *max_shard_size, *force, &mut out)
+        CheckpointCommand::Export { path, out: target, max_shard_size, dtype, force } => {
+            write_model(path, target, (*max_shard_size, *dtype, *force), &mut out)
         }
         CheckpointCommand::List { run_folder } => list(run_folder, &mut out),
     }
+}
+
+/// A dtype that `--dtype` takes.
+fn float_dtype(text: &str) -> Result<DType, &'static str> {
+    let known = [DType::F32, DType::Bf16, DType::F16];
+    known.into_iter().find(|dtype| dtype.to_string() == text).ok_or("expected f32, bf16 or f16")
 }
 
 fn inspect(path: &Path, json: bool, verify: bool, out: &mut impl Write) -> anyhow::Result<()> {
@@ -116,8 +125,7 @@ fn verify_source(source: &ModelSource) -> anyhow::Result<()> {
 fn write_model(
     path: &Path,
     target: &Path,
-    max_shard_size: Bytes,
-    force: bool,
+    (max_shard_size, dtype, force): (Bytes, Option<DType>, bool),
     out: &mut impl Write,
 ) -> anyhow::Result<()> {
     let source = open(path)?;
@@ -140,12 +148,14 @@ fn write_model(
     let model = ModelExport {
         tensors: &tensors,
         files: &files,
+        dtype,
         notes: &notes,
         shard_bytes_max: max_shard_size.0,
         force,
     };
     export(&model, target).with_context(|| format!("exporting {}", source.path().display()))?;
-    let totals = Totals::new(&tensors, |_| true);
+    let written = open(target)?;
+    let totals = Totals::new(&written.weights(), |_| true);
     writeln!(out, "{} -> {}: {totals}", source.path().display(), target.display())?;
     Ok(())
 }
@@ -280,7 +290,6 @@ impl fmt::Display for Report {
 mod tests {
     use super::*;
     use clap::Parser;
-    use trireme_base::DType;
     use trireme_checkpoint::{InMemory, Snapshot, save};
     use trireme_plan::{Mesh, TensorPlacement};
 
@@ -343,11 +352,11 @@ mod tests {
     fn an_export_is_a_model_directory() {
         let (run, other) = (run_folder(), tempfile::tempdir().unwrap());
         let target = other.path().join("model");
-        write_model(run.path(), &target, Bytes(5 << 30), false, &mut Vec::new()).unwrap();
+        write_model(run.path(), &target, (Bytes(5 << 30), None, false), &mut Vec::new()).unwrap();
         let text = inspected(&target, false, false).unwrap();
         assert!(text.contains("hugging_face") && text.contains("weights: 1 tensors"), "{text}");
         assert!(inspected(&target, false, true).is_err(), "there are no checksums to verify");
-        assert!(write_model(run.path(), &target, Bytes(1), false, &mut Vec::new()).is_err());
+        assert!(write_model(run.path(), &target, (Bytes(1), None, false), &mut Vec::new()).is_err());
     }
 
     #[test]

@@ -108,3 +108,99 @@ fn a_checkpoint_with_weights_that_are_not_finite() {
     tells(&scene.run(&format!("{train}=2")).refused(), &["are not finite", "allow_non_finite"]);
     scene.run(&format!("{train}=2 --set model.allow_non_finite=true")).succeeded();
 }
+
+#[test]
+fn an_output_layer_that_differs_from_the_embedding_is_kept() {
+    let scene = scene_with_model();
+    let file = scene.path("model/model.safetensors");
+    let (embedding, output) = ("transformer.wte.weight", "lm_head.weight");
+    let tied = scene.run("generate model --num-tokens 4 --temperature 0").succeeded();
+    Weights::read(&file).with_copy(embedding, output).write(&file);
+    assert_eq!(scene.run("generate model --num-tokens 4 --temperature 0").succeeded(), tied);
+    Weights::read(&file).with_value(output, 40, 1.0).write(&file);
+    let facts = ["'lm_head.weight' differs from 'transformer.wte.weight'", "model/config.json ties them"];
+    for command in ["generate model --num-tokens 1", "train from_model.toml --set training.steps=0"] {
+        let outcome = scene.run(command);
+        assert_eq!(outcome.code, Some(0), "{outcome:?}");
+        tells(&(outcome.stdout + &outcome.stderr), &facts);
+    }
+    scene.run("checkpoint export runs/from_model again").succeeded();
+    let exported = Weights::read(&scene.path("again/model.safetensors"));
+    assert!(exported.bytes(output) == Weights::read(&file).bytes(output));
+    let config: serde_json::Value = serde_json::from_str(&scene.read("again/config.json")).unwrap();
+    assert_eq!(config["tie_word_embeddings"], false);
+}
+
+#[test]
+fn an_index_may_name_an_output_layer_that_is_tied() {
+    let scene = scene_with_model();
+    let weights = Weights::read(&scene.path("model/model.safetensors"));
+    let names = weights.names().into_iter().chain(["lm_head.weight".to_owned()]);
+    let map: serde_json::Map<_, _> =
+        names.map(|name| (name, "model-00001-of-00001.safetensors".into())).collect();
+    std::fs::rename(
+        scene.path("model/model.safetensors"),
+        scene.path("model/model-00001-of-00001.safetensors"),
+    )
+    .unwrap();
+    let index = serde_json::json!({ "metadata": {}, "weight_map": map });
+    scene.write("model/model.safetensors.index.json", format!("\u{feff}{index}"));
+    scene.run("generate model --num-tokens 1").succeeded();
+    scene.run("train from_model.toml --set training.steps=1").succeeded();
+    let index = index.to_string().replace("lm_head.weight", "transformer.h.1.extra");
+    scene.write("model/model.safetensors.index.json", index);
+    tells(&scene.run("generate model").refused(), &["lacks 'transformer.h.1.extra', which the index says"]);
+}
+
+#[test]
+fn quantized_weights_are_refused_and_the_key_is_not_passed_on() {
+    let scene = scene_with_model();
+    let mut config: serde_json::Value = serde_json::from_str(&scene.read("model/config.json")).unwrap();
+    config["quantization_config"] = serde_json::json!({ "quant_method": "gptq", "bits": 4 });
+    scene.write("model/config.json", config.to_string());
+    let outcome = scene.run("train from_model.toml --set training.steps=0");
+    assert_eq!(outcome.code, Some(0), "{outcome:?}");
+    tells(
+        &(outcome.stdout + &outcome.stderr),
+        &["model/config.json has a quantization_config", "leave it out"],
+    );
+    for path in ["runs/from_model", "model"] {
+        scene.run(&format!("checkpoint export {path} again --force")).succeeded();
+        let config: serde_json::Value = serde_json::from_str(&scene.read("again/config.json")).unwrap();
+        assert_eq!(config.get("quantization_config"), None, "{path}");
+    }
+    std::fs::remove_dir_all(scene.path("runs")).unwrap();
+    let file = scene.path("model/model.safetensors");
+    Weights::read(&file).with_dtype("transformer.h.0.mlp.c_fc.weight", "I32").write(&file);
+    let facts = ["quantized", "quant_method \"gptq\"; 'transformer.h.0.mlp.c_fc.weight' is stored as I32"];
+    assert_refused(&scene, &facts);
+    tells(&scene.run("checkpoint export model quantized").refused(), &facts);
+}
+
+#[test]
+fn names_that_wrappers_of_pytorch_have_changed_are_read() {
+    let scene = scene_with_model();
+    let file = scene.path("model/model.safetensors");
+    let plain = scene.run("generate model --num-tokens 4 --temperature 0").succeeded();
+    Weights::read(&file).renamed(|name| format!("module._orig_mod.{name}")).write(&file);
+    assert_eq!(scene.run("generate model --num-tokens 4 --temperature 0").succeeded(), plain);
+    scene.run("train from_model.toml --set training.steps=1").succeeded();
+    Weights::read(&file).renamed(|name| format!("net.{name}")).write(&file);
+    tells(&scene.run("generate model").refused(), &["begin with 'net.module._orig_mod.'"]);
+}
+
+#[test]
+fn a_config_as_python_writes_it() {
+    let scene = scene_with_model();
+    let config = scene.read("model/config.json");
+    let config =
+        config.trim_end().strip_suffix('}').unwrap().to_owned() + ", \"time_step_limit\": [0.0, Infinity]}";
+    scene.write("model/config.json", format!("\u{feff}{config}"));
+    scene.run("train from_model.toml --set training.steps=1").succeeded();
+    scene.run("checkpoint export runs/from_model again --dtype bf16").succeeded();
+    let written = scene.read("again/config.json");
+    assert!(written.contains("Infinity") && written.contains("\"dtype\": \"bfloat16\""), "{written}");
+    scene.run("generate again --num-tokens 1").succeeded();
+    let export = scene.run("checkpoint export again third --dtype int8");
+    tells(&export.stderr, &["expected f32, bf16 or f16"]);
+}

@@ -12,8 +12,9 @@ pub use rope::{Llama3Scaling, Rope, RopeScaling, YarnScaling};
 use crate::error::ModelError;
 use crate::families::{self, FAMILIES, Family};
 use crate::model::Model;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::sync::Arc;
+use trireme_base::{json_text, parse_json};
 use trireme_tensor::tape::RotaryTable;
 use trireme_tensor::{Activation, AttentionRule, Device, ParameterTable};
 
@@ -167,7 +168,7 @@ const LAYERS_MAX: usize = 4096;
 impl ModelConfig {
     /// Reads the text of a `config.json` whose `model_type` is a [family](Family) of Trireme's.
     pub fn from_json(text: &str) -> Result<Self, ModelError> {
-        let value: Value = serde_json::from_str(text).map_err(ModelError::NotJson)?;
+        let value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
         let Value::Object(map) = &value else { return Err(wrong("config.json", &value, "an object")) };
         let found = map.get("model_type").unwrap_or(&Value::Null);
         let known = FAMILIES.iter().find(|family| found.as_str() == Some(family.name()));
@@ -183,11 +184,11 @@ impl ModelConfig {
     /// The keys by which a `config.json` asks for dropout, with their rates, such as `resid_pdrop = 0.1`. Training leaves it out unless
     /// the user asks for dropout as well.
     pub fn dropout_keys(text: &str) -> Vec<String> {
-        let map: Map<String, Value> = serde_json::from_str(text).unwrap_or_default();
+        let value = parse_json(text.as_bytes()).unwrap_or_default();
         ["resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"]
             .into_iter()
-            .filter(|key| map.get(*key).and_then(Value::as_f64).is_some_and(|rate| rate > 0.0))
-            .map(|key| format!("{key} = {}", map[key]))
+            .filter(|key| value[key].as_f64().is_some_and(|rate| rate > 0.0))
+            .map(|key| format!("{key} = {}", value[key]))
             .collect()
     }
 
@@ -271,7 +272,7 @@ impl ModelConfig {
     }
 
     /// The `config.json` that reads back as this model, where `text` is the one that it was read from before some of it was changed: what
-    /// has not changed, and what is not used here, stays as it is.
+    /// has not changed, and what is not used here, stays as it is. A `quantization_config` does not stay: weights are floating-point numbers.
     ///
     /// # Errors
     /// If `text` describes no model.
@@ -281,12 +282,14 @@ impl ModelConfig {
             unreachable!("a model is written as an object");
         };
         let changed: Vec<_> = own.into_iter().filter(|(key, value)| before.get(key) != Some(value)).collect();
-        if changed.is_empty() {
-            return Ok(text.to_owned());
+        let mut value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
+        let map = value.as_object_mut().expect("a model is read from an object");
+        if map.remove("quantization_config").is_none() && changed.is_empty() {
+            // Other programs refuse a byte order mark.
+            return Ok(text.trim_start_matches('\u{feff}').to_owned());
         }
-        let mut map: Map<String, Value> = serde_json::from_str(text).map_err(ModelError::NotJson)?;
         map.extend(changed);
-        Ok(format!("{:#}\n", Value::Object(map)))
+        Ok(json_text(&value) + "\n")
     }
 
     /// The `config.json` that reads back as this model.
@@ -328,6 +331,28 @@ mod tests {
         let written: Value = serde_json::from_str(&changed.to_json_within(GPT2).unwrap()).unwrap();
         assert_eq!((&written["vocab_size"], &written["resid_pdrop"]), (&97.into(), &0.1.into()));
         assert!(changed.to_json_within("{}").is_err());
+    }
+
+    #[test]
+    fn a_config_of_python_is_read_and_kept() {
+        let text = GPT2.replace("null", "null,\"time_step_limit\":[0.0,Infinity]");
+        let config = ModelConfig::from_json(&format!("\u{feff}{text}")).unwrap();
+        assert_eq!(config, ModelConfig::from_json(GPT2).unwrap());
+        assert_eq!(config.to_json_within(&format!("\u{feff}{text}")).unwrap(), text);
+        let changed = ModelConfig { vocab_size: 97, ..config };
+        let written = changed.to_json_within(&text).unwrap();
+        assert!(written.contains("Infinity\n"), "{written}");
+        assert_eq!(ModelConfig::from_json(&written).unwrap(), changed);
+        let refused = ModelConfig::from_json(&text.replace("1e-05", "Infinity")).unwrap_err().to_string();
+        assert!(refused.contains("'layer_norm_epsilon' is Infinity; expected"), "{refused}");
+    }
+
+    #[test]
+    fn a_quantization_does_not_stay() {
+        let text = GPT2.replace("null", "null,\"quantization_config\":{\"quant_method\":\"gptq\"}");
+        let config = ModelConfig::from_json(&text).unwrap();
+        let written: Value = serde_json::from_str(&config.to_json_within(&text).unwrap()).unwrap();
+        assert_eq!((written.get("quantization_config"), &written["resid_pdrop"]), (None, &0.1.into()));
     }
 
     #[test]

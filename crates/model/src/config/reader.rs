@@ -3,6 +3,7 @@
 use crate::error::ModelError;
 use crate::families::Family;
 use serde_json::{Map, Value};
+use trireme_base::json_text;
 
 /// Sizes beyond which a config is taken for damaged rather than large.
 const SIZE_MAX: u64 = 1 << 24;
@@ -107,8 +108,13 @@ impl Reader<'_> {
     }
 }
 
+/// The text of a value in a message.
+fn found(value: &Value) -> String {
+    if value.is_string() { json_text(value) } else { value.to_string() }
+}
+
 pub(crate) fn wrong(key: &str, value: &Value, expected: &str) -> ModelError {
-    ModelError::WrongValue { key: key.to_owned(), found: value.to_string(), expected: expected.to_owned() }
+    ModelError::WrongValue { key: key.to_owned(), found: found(value), expected: expected.to_owned() }
 }
 
 /// The f64 whose shortest text is that of `x`: 1e-5 instead of 9.99999974e-6.

@@ -15,7 +15,7 @@ mod qwen2;
 mod qwen3;
 mod qwen3_moe;
 
-pub use names::canonical_names;
+pub use names::{canonical_names, tied_names};
 
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
@@ -119,6 +119,6 @@ fn output_weight(config: &ModelConfig, table: &mut ParameterTable, tokens: Param
     if config.tie_word_embeddings {
         table.add_tie(tokens)
     } else {
-        table.add(token_table("lm_head.weight", config))
+        table.add(token_table(names::OUTPUT_WEIGHT, config))
     }
 }

@@ -37,9 +37,42 @@ impl Weights {
         self
     }
 
+    /// The same weights under other names.
+    pub(crate) fn renamed(mut self, rename: impl Fn(&str) -> String) -> Self {
+        let is_tensor = |name: &str| name != "__metadata__";
+        let renamed =
+            |(name, entry): (String, Value)| (if is_tensor(&name) { rename(&name) } else { name }, entry);
+        self.header = self.header.into_iter().map(renamed).collect();
+        self
+    }
+
+    /// The same weights, and a copy of one of them under another name.
+    pub(crate) fn with_copy(mut self, name: &str, copy: &str) -> Self {
+        let (shape, bytes) = (self.header[name]["shape"].clone(), self.bytes(name).to_vec());
+        self.add(copy, shape, &bytes);
+        self
+    }
+
+    /// The bytes of one of the tensors.
+    pub(crate) fn bytes(&self, name: &str) -> &[u8] {
+        let offset = |index: usize| self.header[name]["data_offsets"][index].as_u64().unwrap() as usize;
+        &self.data[offset(0)..offset(1)]
+    }
+
     /// The same weights, one of them with the shape of its transpose.
     pub(crate) fn transposed(mut self, name: &str) -> Self {
         self.header[name]["shape"].as_array_mut().unwrap().reverse();
+        self
+    }
+
+    /// The names of the tensors.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.header.keys().filter(|name| *name != "__metadata__").cloned().collect()
+    }
+
+    /// The same weights, the bytes of one of them as elements of another dtype.
+    pub(crate) fn with_dtype(mut self, name: &str, dtype: &str) -> Self {
+        self.header[name]["dtype"] = dtype.into();
         self
     }
 

@@ -1,0 +1,76 @@
+use serde_json::Value;
+
+/// Marks a string that stands for a number that JSON does not have. It is a noncharacter of Unicode, which no text contains.
+const MARK: char = '\u{fdd0}';
+
+/// Numbers that Python's `json` module writes although JSON does not have them.
+const NON_FINITE: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
+
+/// Reads JSON as Python programs write it: a byte order mark at the beginning is skipped, and `Infinity`, `-Infinity` and `NaN` are values,
+/// which [`json_text`] writes back.
+///
+/// # Errors
+/// If the text is not JSON otherwise.
+pub fn parse_json(text: &[u8]) -> Result<Value, serde_json::Error> {
+    let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
+    serde_json::from_slice(text).or_else(|error| match mark_non_finite(text) {
+        Some(marked) => serde_json::from_slice(&marked),
+        None => Err(error),
+    })
+}
+
+/// The indented text of a value that [`parse_json`] has read.
+pub fn json_text(value: &Value) -> String {
+    NON_FINITE
+        .iter()
+        .fold(format!("{value:#}"), |text, number| text.replace(&format!("\"{MARK}{number}\""), number))
+}
+
+/// The text with marked strings in place of numbers that JSON does not have; `None` if there are no such numbers.
+fn mark_non_finite(text: &[u8]) -> Option<Vec<u8>> {
+    let mut marked = Vec::with_capacity(text.len());
+    let (mut rest, mut is_in_string, mut has_any) = (text, false, false);
+    while let Some(&byte) = rest.first() {
+        let number = NON_FINITE.iter().find(|number| !is_in_string && rest.starts_with(number.as_bytes()));
+        if let Some(number) = number {
+            marked.extend(format!("\"{MARK}{number}\"").bytes());
+            rest = &rest[number.len()..];
+            has_any = true;
+            continue;
+        }
+        let len = if is_in_string && byte == b'\\' { rest.len().min(2) } else { 1 };
+        is_in_string ^= byte == b'"';
+        marked.extend(&rest[..len]);
+        rest = &rest[len..];
+    }
+    has_any.then_some(marked)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_json_does_not_have_are_kept() {
+        let text = "{\n  \"limits\": [\n    0.0,\n    Infinity,\n    -Infinity\n  ],\n  \"mean\": NaN,\n  \
+                    \"note\": \"to Infinity, \\\"NaN\\\" \\\\\"\n}";
+        let value = parse_json(text.as_bytes()).unwrap();
+        assert_eq!(value["note"], "to Infinity, \"NaN\" \\");
+        assert_eq!(json_text(&value), text);
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_skipped() {
+        assert_eq!(parse_json("\u{feff}{\"a\": 1}".as_bytes()).unwrap()["a"], 1);
+    }
+
+    #[test]
+    fn other_texts_are_refused_with_the_place() {
+        for (text, place) in
+            [("{\"a\": Infinit}", "column 7"), ("{\"a\": +Infinity}", "line 1"), ("\"\\", "line 1")]
+        {
+            let error = parse_json(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(place), "{text}: {error}");
+        }
+    }
+}
