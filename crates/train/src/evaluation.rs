@@ -68,8 +68,8 @@ impl Evaluator {
         device: &Device,
     ) -> Result<Self, TrainError> {
         let weights = ModelWeights::open(path)?;
-        let max_position_embeddings = weights.config.max_position_embeddings;
-        let seq_len = seq_len.unwrap_or(max_position_embeddings.min(1024));
+        let max_position_embeddings = weights.config.max_positions();
+        let seq_len = seq_len.unwrap_or(weights.config.max_position_embeddings.min(1024));
         if seq_len > max_position_embeddings {
             return Err(TrainError::SequenceTooLong { seq_len, max_position_embeddings });
         }

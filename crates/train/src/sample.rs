@@ -89,7 +89,7 @@ pub fn sample(
     if let Some(&token) = tokens.iter().find(|&&token| token as usize >= config.vocab_size) {
         return Err(TrainError::ForeignToken { token, vocab_size: config.vocab_size });
     }
-    let (num_prompt, max_position_embeddings) = (tokens.len(), config.max_position_embeddings);
+    let (num_prompt, max_position_embeddings) = (tokens.len(), config.max_positions());
     if num_prompt > max_position_embeddings {
         return Err(TrainError::PromptTooLong { num_tokens: num_prompt, max_position_embeddings });
     }

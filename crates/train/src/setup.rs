@@ -93,8 +93,8 @@ pub fn model_config(
         None => {}
     }
     let seq_len = config.training().seq_len;
-    if seq_len > model.max_position_embeddings {
-        let max_position_embeddings = model.max_position_embeddings;
+    let max_position_embeddings = model.max_positions();
+    if seq_len > max_position_embeddings {
         return Err(TrainError::SequenceTooLong { seq_len, max_position_embeddings });
     }
     Ok((model, notices))

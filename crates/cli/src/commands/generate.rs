@@ -130,7 +130,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         }
         let ended = generate(args, &settings, (&mut executor, &config, &tokenizer))?;
         if ended == Ended::AtModelLength && !args.json {
-            let positions = config.max_position_embeddings;
+            let positions = config.max_positions();
             remark(&format!("note: the text ends because the model has {positions} positions"));
         }
     }

@@ -15,7 +15,7 @@ use crate::model::Model;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use trireme_base::{json_text, parse_json};
-use trireme_tensor::tape::RotaryTable;
+use trireme_tensor::tape::{DynamicScaling, RotaryTable};
 use trireme_tensor::{Activation, AttentionRule, Device, ParameterTable};
 
 /// Everything that determines a model's parameters and arithmetic.
@@ -109,8 +109,10 @@ impl ModelConfig {
                 }
                 _ => "none".to_owned(),
             };
-            // Rotary positions have no parameters.
-            let positions = config.rope.is_none().then_some(config.max_position_embeddings);
+            // Rotary positions have no parameters, and depend on their number only where it scales them.
+            let is_dynamic = |rope: Rope| matches!(rope.scaling, Some(RopeScaling::Dynamic { .. }));
+            let depends = config.rope.is_none_or(is_dynamic);
+            let positions = depends.then_some(config.max_position_embeddings);
             // How experts are trained is no part of what a model computes.
             let training_left_out = |experts: &ExpertsConfig| ExpertsConfig {
                 balance_loss: 0.0,
@@ -165,6 +167,9 @@ impl ModelConfig {
 /// Blocks beyond which a config is taken for damaged rather than large: each has names and descriptions of its own.
 const LAYERS_MAX: usize = 4096;
 
+/// Positions that scaling may reach: the largest `max_position_embeddings` that is read.
+const POSITIONS_MAX: usize = 1 << 24;
+
 impl ModelConfig {
     /// Reads the text of a `config.json` whose `model_type` is a [family](Family) of Trireme's.
     pub fn from_json(text: &str) -> Result<Self, ModelError> {
@@ -176,7 +181,9 @@ impl ModelConfig {
             let names: Vec<String> = FAMILIES.iter().map(|family| format!("\"{}\"", family.name())).collect();
             wrong("model_type", found, &names.join(" or "))
         })?;
-        let config = (family.read)(&Reader { map, family })?;
+        let reader = Reader { map, family };
+        family.fixed.iter().try_for_each(|(key, accepted)| reader.require(key, accepted))?;
+        let config = (family.read)(&reader)?;
         config.check()?;
         Ok(config)
     }
@@ -213,11 +220,23 @@ impl ModelConfig {
         if self.rope.is_some() {
             let (key, dim) = self.rotary_dim();
             fits(key, dim, dim.is_multiple_of(2), "an even number, for rotary pairs".into())?;
+            let is_dynamic = self.max_positions() > self.max_position_embeddings;
+            fits(key, dim, dim > 2 || !is_dynamic, "more than 2 with rope_type \"dynamic\"".into())?;
         } else {
             let hidden = self.hidden_size;
             fits("n_head", heads, hidden.is_multiple_of(heads), format!("a divisor of n_embd {hidden}"))?;
         }
         Ok(())
+    }
+
+    /// Tokens of the longest sequence: `max_position_embeddings`, times the factor of `rope_type` `dynamic`, which is for longer sequences.
+    pub fn max_positions(&self) -> usize {
+        match self.rope.and_then(|rope| rope.scaling) {
+            Some(RopeScaling::Dynamic { factor }) if factor > 1.0 => {
+                (self.max_position_embeddings as f64 * factor).min(POSITIONS_MAX as f64) as usize
+            }
+            _ => self.max_position_embeddings,
+        }
     }
 
     /// Elements of what is rotated of a head, with the key that says so.
@@ -266,7 +285,14 @@ impl ModelConfig {
         self.check()?;
         let angles = |rope: &Rope| {
             let frequencies = rope.frequencies(self.rotary_dim().1);
-            RotaryTable::new(device, seq_len_max, &frequencies, rope.amplitude()).map(Arc::new)
+            let table = match rope.scaling {
+                Some(RopeScaling::Dynamic { factor }) => {
+                    let scaling = DynamicScaling { factor, original_positions: self.max_position_embeddings };
+                    RotaryTable::dynamic(device, seq_len_max, &frequencies, scaling)
+                }
+                _ => RotaryTable::new(device, seq_len_max, &frequencies, rope.amplitude()),
+            };
+            table.map(Arc::new)
         };
         Ok(families::build(self, self.rope.as_ref().map(angles).transpose()?.as_ref(), table))
     }
@@ -348,6 +374,64 @@ mod tests {
     }
 
     #[test]
+    fn rotary_parameters_nested_by_layer_type_are_read_where_they_agree() {
+        let flat = r#"{"rope_theta":5000.0,"rope_type":"default"}"#;
+        let other = flat.replace("5000", "6000");
+        let nested = |full: &str, sliding: &str| {
+            format!(r#"{{"full_attention":{full},"sliding_attention":{sliding}}}"#)
+        };
+        let read = |parameters: &str| ModelConfig::from_json(&LLAMA.replace(flat, parameters));
+        assert_eq!(read(&nested(flat, flat)).unwrap(), ModelConfig::from_json(LLAMA).unwrap());
+        assert_eq!(read(&nested(&other, "null")).unwrap().rope.unwrap().theta, 6000.0);
+        for (parameters, expected) in [
+            (nested(flat, &other), "the same parameters for all types of layers"),
+            (format!(r#"{{"local":{flat}}}"#), "those of full_attention and sliding_attention"),
+            (
+                flat.replace("}", r#","partial_rotary_factor":0.5}"#),
+                "'partial_rotary_factor' is 0.5; expected 1",
+            ),
+        ] {
+            let refused = read(&parameters).unwrap_err().to_string();
+            assert!(refused.contains(expected), "{refused}");
+        }
+    }
+
+    #[test]
+    fn keys_that_are_not_implemented_are_refused_by_name() {
+        for family in FAMILIES {
+            for (key, accepted) in family.fixed {
+                let config = |value: &str| format!(r#"{{"model_type":"{}","{key}":{value}}}"#, family.name());
+                let refusal = |value: &str| ModelConfig::from_json(&config(value)).unwrap_err().to_string();
+                let refused = refusal("\"other\"");
+                assert!(
+                    refused.contains(&format!("'{key}' is \"other\"; expected {}", accepted[0])),
+                    "{refused}"
+                );
+                for value in *accepted {
+                    assert!(refusal(value).contains("lacks"), "{}", config(value));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_transformers_reads_first_counts() {
+        let flat = r#""rope_parameters":{"rope_theta":5000.0,"rope_type":"default"}"#;
+        let both = LLAMA.replace(
+            flat,
+            &format!(r#"{flat},"rope_scaling":{{"type":"linear","factor":2.0}},"rope_theta":7.0"#),
+        );
+        let rope = ModelConfig::from_json(&both).unwrap().rope.unwrap();
+        assert_eq!(rope, Rope { theta: 7.0, scaling: Some(RopeScaling::Linear { factor: 2.0 }) });
+        let yarn = r#""rope_scaling":{"type":"yarn","factor":2.0,"original_max_position_embeddings":16}"#;
+        let outside = LLAMA.replace(flat, &format!(r#"{yarn},"original_max_position_embeddings":32"#));
+        match ModelConfig::from_json(&outside).unwrap().rope.unwrap().scaling {
+            Some(RopeScaling::Yarn(scaling)) => assert_eq!(scaling.original_positions, 32),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
     fn a_quantization_does_not_stay() {
         let text = GPT2.replace("null", "null,\"quantization_config\":{\"quant_method\":\"gptq\"}");
         let config = ModelConfig::from_json(&text).unwrap();
@@ -365,7 +449,11 @@ mod tests {
             (&GPT2.replace("48", "-1"), "whole number"),
             (&GPT2.replace("48", "99999999999"), "16777216"),
             (&GPT2.replace(r#""n_layer":2"#, r#""n_layer":5000"#), "at most 4096 layers"),
-            (&LLAMA.replace("default", "linear"), "\"default\", \"llama3\" or \"yarn\""),
+            (
+                &LLAMA.replace("default", "longrope"),
+                "\"default\", \"linear\", \"dynamic\", \"llama3\" or \"yarn\"",
+            ),
+            (&LLAMA.replace("default", "linear"), "lacks 'factor'"),
             (&LLAMA.replace("default", "llama3"), "lacks 'factor'"),
             (&LLAMA.replace("5000.0", "0.5"), "a number from 1"),
             (&GPT2.replace("1e-05", "1e-50"), "within the range of f32"),

@@ -97,14 +97,14 @@ impl Reader<'_> {
         indices.ok_or_else(|| wrong(key, value, &format!("a list of numbers below {len}")))
     }
 
-    /// Refuses a key whose value asks for arithmetic that is not built here.
-    pub(crate) fn require(&self, key: &'static str, accepted: &[Value]) -> Result<(), ModelError> {
+    /// Refuses a key whose value asks for arithmetic that is not implemented: all but the `accepted` ones, which are JSON.
+    pub(crate) fn require(&self, key: &str, accepted: &[&str]) -> Result<(), ModelError> {
         let Some(value) = self.get(key) else { return Ok(()) };
-        if accepted.contains(value) {
-            return Ok(());
-        }
-        let names: Vec<String> = accepted.iter().map(Value::to_string).collect();
-        Err(wrong(key, value, &names.join(" or ")))
+        let is_same = |text: &&str| match (value.as_f64(), text.parse::<f64>()) {
+            (Some(found), Ok(accepted)) => found == accepted,
+            _ => value.to_string() == **text,
+        };
+        if accepted.iter().any(is_same) { Ok(()) } else { Err(wrong(key, value, &accepted.join(" or "))) }
     }
 }
 

@@ -17,6 +17,17 @@ pub struct Rope {
 /// How frequencies are stretched.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
+    /// All frequencies are divided (Chen et al., "Extending context window of large language models via position interpolation", 2023).
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Frequencies fall with the length of sequences that are longer than `max_position_embeddings`
+    /// ([`DynamicScaling`](trireme_tensor::tape::DynamicScaling)).
+    Dynamic {
+        /// How much longer sequences become.
+        factor: f64,
+    },
     /// As for llama 3.
     Llama3(Llama3Scaling),
     /// By YaRN.
@@ -64,7 +75,8 @@ impl Rope {
     pub(crate) fn frequencies(&self, head_dim: usize) -> Vec<f64> {
         let frequency = |pair: usize| self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
         let scaled = |pair: usize| match self.scaling {
-            None => frequency(pair),
+            None | Some(RopeScaling::Dynamic { .. }) => frequency(pair),
+            Some(RopeScaling::Linear { factor }) => frequency(pair) / factor,
             Some(RopeScaling::Llama3(scaling)) => scaling.apply(frequency(pair)),
             Some(RopeScaling::Yarn(scaling)) => {
                 scaling.apply(frequency(pair), scaling.kept(pair, head_dim, self.theta))
@@ -133,27 +145,67 @@ impl YarnScaling {
 
 /// transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling.
 pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope, ModelError> {
-    let empty = Map::new();
-    let parameters = reader.get("rope_parameters").or_else(|| reader.get("rope_scaling"));
-    let map = match parameters {
-        None => &empty,
-        Some(Value::Object(map)) => map,
-        Some(other) => return Err(wrong("rope_parameters", other, "an object")),
+    // As in transformers, rope_scaling counts where both are given.
+    let is_given = |key: &&str| reader.get(key).is_some_and(|value| *value != json!({}));
+    let Some(key) = ["rope_scaling", "rope_parameters"].into_iter().find(is_given) else {
+        return read_parameters(reader, &Map::new(), default_theta);
     };
+    let Some(Value::Object(map)) = reader.get(key) else {
+        return Err(wrong(key, &reader.map[key], "an object"));
+    };
+    // Some programs nest them by the type of a layer's attention.
+    let nested: Vec<_> = map.iter().filter(|(_, value)| value.is_object()).collect();
+    let Some(((name, first), others)) = nested.split_first() else {
+        return read_parameters(reader, map, default_theta);
+    };
+    let known = ["full_attention", "sliding_attention"];
+    if !known.contains(&name.as_str()) || others.iter().any(|(name, _)| !known.contains(&name.as_str())) {
+        return Err(wrong(
+            key,
+            &reader.map[key],
+            &format!("parameters, or those of {}", known.join(" and ")),
+        ));
+    }
+    let read = |value: &Value| {
+        read_parameters(reader, value.as_object().expect("nested values are objects"), default_theta)
+    };
+    let rope = read(first)?;
+    for (_, other) in others {
+        if read(other)? != rope {
+            return Err(wrong(key, &reader.map[key], "the same parameters for all types of layers"));
+        }
+    }
+    Ok(rope)
+}
+
+/// Reads the parameters that `map` has; what it lacks may be next to it.
+fn read_parameters(
+    reader: &Reader<'_>,
+    map: &Map<String, Value>,
+    default_theta: f64,
+) -> Result<Rope, ModelError> {
     let rope = Reader { map, family: reader.family };
+    rope.require("partial_rotary_factor", &["1"])?;
     let theta = match rope.get("rope_theta") {
         Some(_) => rope.number("rope_theta", 1.0)?,
         None => reader.number("rope_theta", default_theta)?,
     };
     let kind = rope.get("rope_type").or_else(|| rope.get("type"));
+    // As in transformers, one next to the parameters comes first.
+    let original_positions = || match reader.optional_size("original_max_position_embeddings")? {
+        Some(positions) => Ok(positions),
+        None => rope.size("original_max_position_embeddings"),
+    };
     let needed = |key: &'static str| rope.optional_number(key)?.ok_or_else(|| rope.missing(key));
     let scaling = match kind.map_or(Some("default"), Value::as_str) {
         Some("default") => None,
+        Some("linear") => Some(RopeScaling::Linear { factor: needed("factor")? }),
+        Some("dynamic") => Some(RopeScaling::Dynamic { factor: needed("factor")? }),
         Some("llama3") => Some(RopeScaling::Llama3(Llama3Scaling {
             factor: needed("factor")?,
             low_frequency_factor: needed("low_freq_factor")?,
             high_frequency_factor: needed("high_freq_factor")?,
-            original_positions: rope.size("original_max_position_embeddings")?,
+            original_positions: original_positions()?,
         })),
         Some("yarn") => Some(RopeScaling::Yarn(YarnScaling {
             factor: needed("factor")?,
@@ -163,11 +215,12 @@ pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope,
             mscale_all_dim: rope.optional_number("mscale_all_dim")?,
             attention_factor: rope.optional_number("attention_factor")?,
             truncates: rope.flag("truncate", true)?,
-            original_positions: rope.size("original_max_position_embeddings")?,
+            original_positions: original_positions()?,
         })),
         _ => {
             let found = kind.unwrap_or(&Value::Null);
-            return Err(wrong("rope_type", found, "\"default\", \"llama3\" or \"yarn\""));
+            let known = "\"default\", \"linear\", \"dynamic\", \"llama3\" or \"yarn\"";
+            return Err(wrong("rope_type", found, known));
         }
     };
     match scaling {
@@ -195,6 +248,7 @@ impl RopeScaling {
     /// What low frequencies are divided by.
     fn factor(self) -> f64 {
         match self {
+            RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => factor,
             RopeScaling::Llama3(scaling) => scaling.factor,
             RopeScaling::Yarn(scaling) => scaling.factor,
         }
@@ -203,7 +257,7 @@ impl RopeScaling {
     /// Whether what follows from it is within the range of f32.
     fn is_representable(self) -> bool {
         let lengths = match self {
-            RopeScaling::Llama3(_) => [1.0; 2],
+            RopeScaling::Linear { .. } | RopeScaling::Dynamic { .. } | RopeScaling::Llama3(_) => [1.0; 2],
             RopeScaling::Yarn(scaling) => [scaling.amplitude(), scaling.latent_score_factor()],
         };
         let is_normal = |number: f64| (number as f32).is_normal();
@@ -213,6 +267,8 @@ impl RopeScaling {
     /// What `config.json` calls rope_scaling.
     pub(crate) fn to_json(self) -> Value {
         match self {
+            RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
+            RopeScaling::Dynamic { factor } => json!({ "rope_type": "dynamic", "factor": factor }),
             RopeScaling::Llama3(scaling) => json!({
                 "rope_type": "llama3",
                 "factor": scaling.factor,

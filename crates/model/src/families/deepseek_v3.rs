@@ -1,8 +1,8 @@
 //! deepseek_v3 (DeepSeek-AI, "DeepSeek-V3 technical report", 2024): latent attention, and experts of which some serve all tokens, chosen by
 //! sigmoids, from a few groups, with a bias that balances them.
 
-use super::Family;
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
+use super::{Family, Fixed};
 use crate::config::{
     AttentionConfig, ExchangeConfig, ExpertsConfig, LatentConfig, ModelConfig, Reader, RopeScaling,
     RouterScores, shortest, wrong,
@@ -13,16 +13,22 @@ use trireme_tensor::ChosenGroups;
 
 pub(super) const FAMILY: Family = Family {
     name: "deepseek_v3",
+    fixed: FIXED,
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),
 };
 
+/// Keys that change what a model computes, with the values that are implemented.
+const FIXED: Fixed = &[
+    ("hidden_act", &[r#""silu""#]),
+    ("partial_rotary_factor", &["1"]),
+    ("scoring_func", &[r#""sigmoid""#]),
+    ("topk_method", &[r#""noaux_tc""#]),
+    ("moe_layer_freq", &["1"]),
+];
+
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    reader.require("hidden_act", &[json!("silu")])?;
-    reader.require("scoring_func", &[json!("sigmoid")])?;
-    reader.require("topk_method", &[json!("noaux_tc")])?;
-    reader.require("moe_layer_freq", &[json!(1)])?;
     let bias = reader.flag("attention_bias", false)?;
     let config = read_decoder(reader, FAMILY, Defaults::default())?;
     if config.num_kv_heads != config.num_heads {

@@ -1,11 +1,11 @@
 //! gemma2 (Gemma team, "Gemma 2: improving open language models at a practical size", 2024): norms before and after attention and
 //! feed-forward, whose weights are offsets from 1; scaled embeddings; soft caps; attention that slides in every other layer.
 
-use super::Family;
 use super::decoder::{
     Defaults, Style, build, layer_types, read_decoder, read_layer_types, read_window, window_size,
     write_decoder,
 };
+use super::{Family, Fixed};
 use crate::config::{AttentionConfig, ModelConfig, Reader, SlidingWindow};
 use crate::error::ModelError;
 use serde_json::{Value, json};
@@ -13,6 +13,7 @@ use trireme_tensor::Activation;
 
 pub(super) const FAMILY: Family = Family {
     name: "gemma2",
+    fixed: FIXED,
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, STYLE),
@@ -21,9 +22,15 @@ pub(super) const FAMILY: Family = Family {
 const STYLE: Style =
     Style { has_output_norms: true, norm_weight_offset: 1.0, scales_embedding: true, ..Style::LLAMA };
 
+/// Keys that change what a model computes, with the values that are implemented.
+const FIXED: Fixed = &[
+    ("hidden_activation", &[r#""gelu_pytorch_tanh""#]),
+    ("attention_bias", &["false"]),
+    ("use_bidirectional_attention", &["false"]),
+    ("partial_rotary_factor", &["1"]),
+];
+
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    reader.require("hidden_activation", &[json!("gelu_pytorch_tanh")])?;
-    reader.require("attention_bias", &[json!(false)])?;
     let defaults = Defaults {
         head_dim: Some(256),
         num_kv_heads: Some(4),

@@ -3,7 +3,7 @@
 use super::{attention, dropout, normal, output_weight, token_table};
 use crate::config::{AttentionConfig, ModelConfig, Reader, shortest};
 use crate::error::ModelError;
-use crate::families::Family;
+use crate::families::{Family, Fixed};
 use crate::model::Model;
 use crate::transformer::{Block, Head, Mlp, Projection, SelfAttention, TokenEmbedding};
 use crate::unit::Unit;
@@ -12,14 +12,18 @@ use std::sync::Arc;
 use trireme_tensor::tape::{Embedding, InputActivation, Linear, LossHead, Norm, RotaryTable, WeightLayout};
 use trireme_tensor::{Activation, Cut, Initial, Parameter, ParameterTable};
 
-pub(super) const FAMILY: Family = Family { name: "gpt2", read, write, build };
+pub(super) const FAMILY: Family = Family { name: "gpt2", fixed: FIXED, read, write, build };
+
+/// Keys that change what a model computes, with the values that are implemented.
+const FIXED: Fixed = &[
+    ("activation_function", &[r#""gelu_new""#, r#""gelu_pytorch_tanh""#, r#""gelu""#]),
+    ("reorder_and_upcast_attn", &["false"]),
+    ("add_cross_attention", &["false"]),
+    ("pruned_heads", &["{}"]),
+];
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    let functions = [json!("gelu_new"), json!("gelu_pytorch_tanh"), json!("gelu")];
-    reader.require("activation_function", &functions)?;
-    let is_exact = reader.get("activation_function") == Some(&functions[2]);
-    reader.require("reorder_and_upcast_attn", &[json!(false)])?;
-    reader.require("add_cross_attention", &[json!(false)])?;
+    let is_exact = reader.get("activation_function") == Some(&json!("gelu"));
     let (hidden_size, num_heads) = (reader.size("n_embd")?, reader.size("n_head")?);
     Ok(ModelConfig {
         family: Family::GPT2,

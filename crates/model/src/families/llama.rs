@@ -1,20 +1,23 @@
 //! llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023), with the scaled rotary positions of llama 3.
 
-use super::Family;
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
+use super::{Family, Fixed};
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "llama",
+    fixed: FIXED,
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),
 };
 
+/// Keys that change what a model computes, with the values that are implemented.
+const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])];
+
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    reader.require("hidden_act", &[json!("silu")])?;
     let bias = reader.flag("attention_bias", false)?;
     Ok(ModelConfig {
         qkv_bias: bias,

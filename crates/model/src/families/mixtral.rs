@@ -1,7 +1,7 @@
 //! mixtral (Jiang et al., "Mixtral of experts", 2024): mistral, in which each token goes through a few of a layer's feed-forward layers.
 
-use super::Family;
 use super::decoder::{Defaults, ExpertNames, Style, build, read_decoder, window_size, write_decoder};
+use super::{Family, Fixed};
 use crate::config::{
     AttentionConfig, ExchangeConfig, ExpertsConfig, ModelConfig, Reader, RouterScores, SlidingWindow,
     shortest,
@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "mixtral",
+    fixed: FIXED,
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, STYLE),
@@ -21,9 +22,11 @@ const STYLE: Style = Style {
     ..Style::LLAMA
 };
 
+/// Keys that change what a model computes, with the values that are implemented.
+const FIXED: Fixed =
+    &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"]), ("router_jitter_noise", &["0"])];
+
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    reader.require("hidden_act", &[json!("silu")])?;
-    reader.require("router_jitter_noise", &[json!(0.0), json!(0)])?;
     let defaults =
         Defaults { num_kv_heads: Some(8), theta: Some(1e6), norm_epsilon: Some(1e-5), ..Defaults::default() };
     let config = read_decoder(reader, FAMILY, defaults)?;

@@ -39,11 +39,16 @@ pub(crate) const FAMILIES: &[Family] = &[
     deepseek_v3::FAMILY,
 ];
 
+/// Keys of a `config.json` that change what a model of a family computes, each with the values, as JSON, that are implemented. Null counts as
+/// the first one.
+pub(crate) type Fixed = &'static [(&'static str, &'static [&'static str])];
+
 /// A family of models.
 #[derive(Clone, Copy)]
 pub struct Family {
     /// `model_type` in `config.json`.
     name: &'static str,
+    pub(crate) fixed: Fixed,
     pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig, ModelError>,
     pub(crate) write: fn(&ModelConfig) -> Value,
     build: fn(&ModelConfig, Option<&Arc<RotaryTable>>, ParameterTable) -> Model,

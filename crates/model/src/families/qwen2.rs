@@ -1,22 +1,26 @@
 //! qwen2 (Qwen team, "Qwen2 technical report", 2024): llama with biases of queries, keys and values.
 
-use super::Family;
 use super::decoder::{
     Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
+use super::{Family, Fixed};
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen2",
+    fixed: FIXED,
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),
 };
 
+/// Keys that change what a model computes, with the values that are implemented.
+const FIXED: Fixed =
+    &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"]), ("use_mrope", &["false"])];
+
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    reader.require("hidden_act", &[json!("silu")])?;
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(32), ..Defaults::default() })?;
     let attention = read_qwen_attention(reader, config.num_layers)?;
     Ok(ModelConfig { qkv_bias: true, attention, ..config })

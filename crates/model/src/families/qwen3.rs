@@ -1,20 +1,27 @@
 //! qwen3 (Qwen team, "Qwen3 technical report", 2025): qwen2 without biases, with normalised heads of queries and keys.
 
-use super::Family;
 use super::decoder::{
     Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
+use super::{Family, Fixed};
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
-pub(super) const FAMILY: Family =
-    Family { name: "qwen3", read, write, build: |config, rotary, table| build(config, rotary, table, STYLE) };
+pub(super) const FAMILY: Family = Family {
+    name: "qwen3",
+    fixed: FIXED,
+    read,
+    write,
+    build: |config, rotary, table| build(config, rotary, table, STYLE),
+};
 
 pub(super) const STYLE: Style = Style { has_qk_norms: true, ..Style::LLAMA };
 
+/// Keys that change what a model computes, with the values that are implemented.
+const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])];
+
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    reader.require("hidden_act", &[json!("silu")])?;
     let bias = reader.flag("attention_bias", false)?;
     let config = read_decoder(
         reader,

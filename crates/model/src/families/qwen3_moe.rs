@@ -1,27 +1,35 @@
 //! qwen3_moe (Qwen team, "Qwen3 technical report", 2025): qwen3, in which each token goes through a few of the feed-forward layers of most
 //! layers.
 
-use super::Family;
-use super::decoder::{
-    Defaults, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
-};
+use super::decoder::{Defaults, build, read_decoder, read_window, window_size, write_decoder};
 use super::qwen3::STYLE;
-use crate::config::{ExchangeConfig, ExpertsConfig, ModelConfig, Reader, RouterScores, shortest};
+use super::{Family, Fixed};
+use crate::config::{
+    AttentionConfig, ExchangeConfig, ExpertsConfig, ModelConfig, Reader, RouterScores, SlidingWindow,
+    shortest,
+};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen3_moe",
+    fixed: FIXED,
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, STYLE),
 };
 
+/// Keys that change what a model computes, with the values that are implemented.
+const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])];
+
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    reader.require("hidden_act", &[json!("silu")])?;
     let bias = reader.flag("attention_bias", false)?;
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(4), ..Defaults::default() })?;
-    let attention = read_qwen_attention(reader, config.num_layers)?;
+    // Unlike those of qwen3, all layers have the window.
+    let window = if reader.flag("use_sliding_window", false)? { read_window(reader)? } else { None };
+    let layers = (0..config.num_layers).collect();
+    let sliding = window.map(|size| SlidingWindow { size, layers });
+    let attention = AttentionConfig { sliding, ..AttentionConfig::default() };
     let step = reader.size_or("decoder_sparse_step", 1)?;
     let dense = reader.indices("mlp_only_layers", config.num_layers)?;
     let has_experts = |layer: &usize| !dense.contains(layer) && (layer + 1).is_multiple_of(step);
@@ -62,6 +70,8 @@ fn write(config: &ModelConfig) -> Value {
         "mlp_only_layers": dense,
         "router_aux_loss_coef": shortest(experts.balance_loss),
         "router_z_loss_coef": shortest(experts.z_loss),
+        "use_sliding_window": window_size(config).is_some(),
+        "sliding_window": window_size(config),
     });
-    write_decoder(config, "Qwen3MoeForCausalLM", write_qwen_attention(config, own))
+    write_decoder(config, "Qwen3MoeForCausalLM", own)
 }

@@ -244,8 +244,8 @@ pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
 
 fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let config = read_model(&args.model)?;
-    if args.seq > config.max_position_embeddings {
-        bail!("--seq {} exceeds the model's {} positions", args.seq, config.max_position_embeddings);
+    if args.seq > config.max_positions() {
+        bail!("--seq {} exceeds the model's {} positions", args.seq, config.max_positions());
     }
     let state = state_layout(args);
     let num_workers = group.world_size();

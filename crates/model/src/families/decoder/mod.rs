@@ -120,8 +120,18 @@ pub(super) fn read_qwen_attention(
     num_layers: usize,
 ) -> Result<AttentionConfig, ModelError> {
     let window = if reader.flag("use_sliding_window", false)? { read_window(reader)? } else { None };
-    let Some(size) = window else { return Ok(AttentionConfig::default()) };
-    let layers = match read_layer_types(reader, num_layers)? {
+    let types = read_layer_types(reader, num_layers)?;
+    let Some(size) = window else {
+        return match types {
+            Some(layers) if !layers.is_empty() => {
+                let expected =
+                    "\"full_attention\" for all layers without use_sliding_window and sliding_window";
+                Err(wrong("layer_types", &reader.map["layer_types"], expected))
+            }
+            _ => Ok(AttentionConfig::default()),
+        };
+    };
+    let layers = match types {
         Some(layers) => layers,
         None => (reader.whole("max_window_layers", 28)?..num_layers).collect(),
     };

@@ -19,6 +19,29 @@ pub struct RotaryTable {
     /// Angle per position of each pair.
     frequencies: Vec<f64>,
     amplitude: f32,
+    scaling: Option<DynamicScaling>,
+}
+
+/// Frequencies that fall with the number of positions of a table, so that sequences may be longer than those of pretraining ("dynamic NTK":
+/// Peng et al., "YaRN", 2023, section 3.3).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DynamicScaling {
+    /// How fast frequencies fall with the number of positions.
+    pub factor: f64,
+    /// Positions up to which frequencies stay.
+    pub original_positions: usize,
+}
+
+impl DynamicScaling {
+    /// The frequencies in a table of so many positions. The base of the frequencies grows; the first one stays, and the last one is divided
+    /// by the growth.
+    fn apply(&self, frequencies: &[f64], positions: usize) -> Vec<f64> {
+        let longer = (positions as f64 / self.original_positions as f64).max(1.0);
+        let growth = self.factor * longer - (self.factor - 1.0);
+        let last = frequencies.len().saturating_sub(1).max(1) as f64;
+        let scaled = |(pair, frequency): (usize, &f64)| frequency * growth.powf(-(pair as f64) / last);
+        frequencies.iter().enumerate().map(scaled).collect()
+    }
 }
 
 impl RotaryTable {
@@ -33,31 +56,54 @@ impl RotaryTable {
         frequencies: &[f64],
         amplitude: f32,
     ) -> Result<Self, DeviceError> {
+        RotaryTable::with_scaling(device, positions, frequencies.to_vec(), (amplitude, None))
+    }
+
+    /// The same, where `frequencies` are those of short tables, and depend on the number of positions.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn dynamic(
+        device: &Device,
+        positions: usize,
+        frequencies: &[f64],
+        scaling: DynamicScaling,
+    ) -> Result<Self, DeviceError> {
+        RotaryTable::with_scaling(device, positions, frequencies.to_vec(), (1.0, Some(scaling)))
+    }
+
+    fn with_scaling(
+        device: &Device,
+        positions: usize,
+        frequencies: Vec<f64>,
+        (amplitude, scaling): (f32, Option<DynamicScaling>),
+    ) -> Result<Self, DeviceError> {
         let shape = [positions, frequencies.len()].into();
         let mut cos = device.empty(shape, DType::F32, Category::Parameters)?;
         let mut sin = device.empty(shape, DType::F32, Category::Parameters)?;
-        let frequencies = frequencies.to_vec();
         if device.is_counting() {
-            return Ok(RotaryTable { cos, sin, frequencies, amplitude });
+            return Ok(RotaryTable { cos, sin, frequencies, amplitude, scaling });
         }
+        let scaled = scaling.map(|scaling| scaling.apply(&frequencies, positions));
+        let angles = scaled.as_ref().unwrap_or(&frequencies);
         for (table, function) in [(&mut cos, f64::cos as fn(f64) -> f64), (&mut sin, f64::sin)] {
             device.fill(table.view_mut(), |values: &mut [f32]| {
                 for (index, value) in values.iter_mut().enumerate() {
-                    let (position, pair) = (index / frequencies.len(), index % frequencies.len());
-                    *value = function(position as f64 * frequencies[pair]) as f32 * amplitude;
+                    let (position, pair) = (index / angles.len(), index % angles.len());
+                    *value = function(position as f64 * angles[pair]) as f32 * amplitude;
                 }
                 Ok::<_, DeviceError>(())
             })?;
         }
-        Ok(RotaryTable { cos, sin, frequencies, amplitude })
+        Ok(RotaryTable { cos, sin, frequencies, amplitude, scaling })
     }
 
-    /// The same angles for another number of positions.
+    /// The table for another number of positions.
     ///
     /// # Errors
     /// If there is no memory for them.
     pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self, DeviceError> {
-        RotaryTable::new(device, positions, &self.frequencies, self.amplitude)
+        RotaryTable::with_scaling(device, positions, self.frequencies.clone(), (self.amplitude, self.scaling))
     }
 
     pub(crate) fn at(&self, positions: Positions) -> RotaryViews<'_> {

@@ -47,7 +47,7 @@ mod transpose;
 
 pub use accuracy::Accuracy;
 pub use add::Add;
-pub use attention::{Attention, KeyValueCache, RotaryTable};
+pub use attention::{Attention, DynamicScaling, KeyValueCache, RotaryTable};
 pub use balance_loss::{BalanceLoss, PeakLoad};
 pub use binary_cross_entropy::BinaryCrossEntropyWithLogits;
 pub use concat::Concat;
