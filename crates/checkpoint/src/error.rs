@@ -63,6 +63,20 @@ pub enum CheckpointError {
         /// Where models are kept.
         cache: PathBuf,
     },
+    /// A model of the Hugging Face cache whose download was interrupted.
+    #[error(
+        "the model {name} is incomplete in the Hugging Face cache: {} lacks {missing}, so its download was interrupted. Finish it in Python with \
+         huggingface_hub.snapshot_download(\"{name}\"), or name the model {name} in a build with `--features hub`",
+        path.display()
+    )]
+    Incomplete {
+        /// Its name.
+        name: String,
+        /// Its folder.
+        path: PathBuf,
+        /// The first file of weights that is missing.
+        missing: String,
+    },
     /// A model cannot be fetched from the hub.
     #[error(
         "cannot fetch the model {}: {reason}; set HF_TOKEN if it is private, HF_ENDPOINT to use a mirror, or HF_HUB_OFFLINE=1 to fetch nothing",

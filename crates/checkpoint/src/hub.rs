@@ -113,7 +113,13 @@ mod tests {
         names.sort();
         assert_eq!(names, ["config.json", "model.safetensors"]);
         assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), "weights");
-        assert_eq!(crate::hub_cache::snapshot_in(cache.path(), "org/tiny"), Some(folder));
+        assert_eq!(crate::hub_cache::snapshot_in(cache.path(), "org/tiny"), Some(folder.clone()));
+        // A download that was interrupted is completed.
+        std::fs::remove_file(folder.join("model.safetensors")).unwrap();
+        let again = |name: &str| Some(fetch(name, cache.path(), Some(&endpoint)));
+        let completed = crate::hub_cache::resolve_in(cache.path(), "org/tiny", again).unwrap();
+        assert_eq!(completed, Some(folder.clone()));
+        assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), "weights");
         let error = fetch("org/none", cache.path(), Some(&endpoint)).unwrap_err().to_string();
         assert!(error.contains("cannot fetch the model org/none") && error.contains("404"), "{error}");
     }

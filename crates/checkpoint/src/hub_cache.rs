@@ -1,6 +1,7 @@
 //! Models that other programs have fetched from the Hugging Face hub, in its cache on this machine.
 
 use crate::error::CheckpointError;
+use crate::hugging_face::missing_weights;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,8 +12,9 @@ const REVISION_BYTES_MAX: u64 = 256;
 /// Names of the organisations of models that are called without one.
 const WELL_KNOWN: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
 
-/// `path`, or the snapshot in the Hugging Face cache of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`), if there is no such path. What the
-/// cache does not have is fetched from the hub by builds with the feature `hub`, unless `HF_HUB_OFFLINE` is 1.
+/// `path`, or the snapshot in the Hugging Face cache of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`), if there is no such path. Files that
+/// the cache does not have, also after an interrupted download, are fetched from the hub by builds with the feature `hub`, unless
+/// `HF_HUB_OFFLINE` is 1.
 ///
 /// The cache is where its own library looks for it: `HF_HUB_CACHE`, `HF_HOME/hub`, or `~/.cache/huggingface/hub`.
 ///
@@ -21,14 +23,41 @@ const WELL_KNOWN: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"
 pub fn resolve_model(path: &Path) -> Result<PathBuf, CheckpointError> {
     let Some(cache) = cache_folder().filter(|_| !path.exists()) else { return Ok(path.to_owned()) };
     let Some(name) = path.to_str().filter(|_| is_model_name(path)) else { return Ok(path.to_owned()) };
-    if let Some(snapshot) = snapshot_in(&cache, name) {
-        return Ok(snapshot);
-    }
-    #[cfg(feature = "hub")]
-    if !crate::hub::is_offline() {
-        return crate::hub::fetch(name, &cache, None);
-    }
-    Ok(path.to_owned())
+    Ok(resolve_in(&cache, name, |name| fetch(name, &cache))?.unwrap_or_else(|| path.to_owned()))
+}
+
+/// The snapshot of a model in a cache, if there is one. A model that is not there, or not all of it, is fetched, if `fetch` can do it.
+pub(crate) fn resolve_in(
+    cache: &Path,
+    name: &str,
+    fetch: impl FnOnce(&str) -> Option<Result<PathBuf, CheckpointError>>,
+) -> Result<Option<PathBuf>, CheckpointError> {
+    let snapshot = snapshot_in(cache, name);
+    let name = match &snapshot {
+        Some(snapshot) if missing_weights(snapshot).is_ok_and(|missing| missing.is_none()) => {
+            return Ok(Some(snapshot.clone()));
+        }
+        Some(snapshot) => cached_name(snapshot).unwrap_or_else(|| name.to_owned()),
+        None => name.to_owned(),
+    };
+    fetch(&name).transpose().map(|fetched| fetched.or(snapshot))
+}
+
+#[cfg(feature = "hub")]
+fn fetch(name: &str, cache: &Path) -> Option<Result<PathBuf, CheckpointError>> {
+    (!crate::hub::is_offline()).then(|| crate::hub::fetch(name, cache, None))
+}
+
+#[cfg(not(feature = "hub"))]
+fn fetch(_: &str, _: &Path) -> Option<Result<PathBuf, CheckpointError>> {
+    None
+}
+
+/// The name of the model whose snapshot in a Hugging Face cache `folder` is.
+pub(crate) fn cached_name(folder: &Path) -> Option<String> {
+    let snapshots = folder.parent().filter(|parent| parent.ends_with("snapshots"))?;
+    let name = snapshots.parent()?.file_name()?.to_str()?.strip_prefix("models--")?;
+    Some(name.replacen("--", "/", 1))
 }
 
 /// Whether `path` looks like a model's name.
@@ -79,6 +108,42 @@ fn snapshot(model: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::HuggingFaceDirectory;
+
+    #[test]
+    fn an_interrupted_download_is_named_and_completed() {
+        let cache = tempfile::tempdir().unwrap();
+        let snapshot = cache.path().join("models--openai-community--gpt2/snapshots/0aa");
+        fs::create_dir_all(&snapshot).unwrap();
+        fs::write(snapshot.join("config.json"), "{}").unwrap();
+        type Fetch<'a> = &'a dyn Fn(&str) -> Option<Result<PathBuf, CheckpointError>>;
+        let resolve = |fetch: Fetch<'_>| resolve_in(cache.path(), "gpt2", fetch).unwrap();
+        let refused = || HuggingFaceDirectory::open(&snapshot).unwrap_err().to_string();
+        for file in ["model.safetensors", "b.safetensors"] {
+            let message = refused();
+            let expected = format!(
+                "openai-community/gpt2 is incomplete in the Hugging Face cache: {}",
+                snapshot.display()
+            );
+            assert!(message.contains(&expected) && message.contains(&format!("lacks {file}")), "{message}");
+            assert_eq!(resolve(&|_| None), Some(snapshot.clone()));
+            let other = PathBuf::from("other");
+            let fetched = resolve(&|name| {
+                assert_eq!(name, "openai-community/gpt2");
+                Some(Ok(PathBuf::from("other")))
+            });
+            assert_eq!(fetched, Some(other));
+            let index = r#"{"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}"#;
+            fs::write(snapshot.join("model.safetensors.index.json"), index).unwrap();
+            fs::write(snapshot.join("a.safetensors"), "").unwrap();
+        }
+        fs::write(snapshot.join("b.safetensors"), "").unwrap();
+        assert_eq!(resolve(&|_| panic!("all is there")), Some(snapshot.clone()));
+        fs::remove_file(snapshot.join("model.safetensors.index.json")).unwrap();
+        fs::write(snapshot.join("pytorch_model.bin"), "").unwrap();
+        assert_eq!(resolve(&|_| panic!("nothing to fetch")), Some(snapshot.clone()));
+        assert!(refused().contains("PyTorch pickle files"));
+    }
 
     #[test]
     fn a_name_is_found_among_snapshots() {

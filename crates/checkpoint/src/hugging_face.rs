@@ -3,7 +3,7 @@
 use crate::CONFIG_FILE;
 use crate::error::CheckpointError;
 use crate::files::{JSON_BYTES_MAX, damaged, is_plain_name, read_bounded, reading};
-use crate::hub_cache::{cache_folder, is_model_name};
+use crate::hub_cache::{cache_folder, cached_name, is_model_name};
 use crate::safetensors_file::read_header;
 use crate::stored::{StoredPart, StoredTensor, StoredTensors};
 use serde::{Deserialize, Serialize};
@@ -68,6 +68,11 @@ impl HuggingFaceDirectory {
     /// # Errors
     /// No safetensors files, or damaged ones.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        if let (Some(name), true) = (cached_name(folder), folder.is_dir())
+            && let Some(missing) = missing_weights(folder)?
+        {
+            return Err(CheckpointError::Incomplete { name, path: folder.to_owned(), missing });
+        }
         let (tensors, notes) = if folder.join(MODEL_FILE).is_file() {
             let mut tensors = BTreeMap::new();
             let notes = add_file(&folder.join(MODEL_FILE), &mut tensors)?;
@@ -124,8 +129,7 @@ fn is_in_folder(path: &Path) -> bool {
 }
 
 fn nothing_to_open(folder: &Path) -> CheckpointError {
-    let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
-    let (found, expected) = if pickled.iter().any(|name| folder.join(name).exists()) {
+    let (found, expected) = if has_pickles(folder) {
         (
             "PyTorch pickle files",
             "safetensors files (in Python: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another_folder), and the same with \
@@ -141,12 +145,35 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
     CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected }
 }
 
+/// Whether a folder has PyTorch pickle files.
+fn has_pickles(folder: &Path) -> bool {
+    ["pytorch_model.bin", "pytorch_model.bin.index.json"].iter().any(|name| folder.join(name).exists())
+}
+
+/// The first file that the weights of a model directory lack: one that the index lists, or the only one. `None` if all are there, or if the
+/// weights are PyTorch pickle files.
+pub(crate) fn missing_weights(folder: &Path) -> Result<Option<String>, CheckpointError> {
+    if folder.join(MODEL_FILE).is_file() {
+        return Ok(None);
+    }
+    if folder.join(INDEX_FILE).is_file() {
+        let files = read_index(folder)?.weight_map.into_values();
+        return Ok(files.filter(|file| !folder.join(file).is_file()).min());
+    }
+    Ok((!has_pickles(folder)).then(|| MODEL_FILE.to_owned()))
+}
+
+/// The index of a model in several files.
+fn read_index(folder: &Path) -> Result<ShardIndex, CheckpointError> {
+    let path = folder.join(INDEX_FILE);
+    parse_json(&read_bounded(&path, JSON_BYTES_MAX)?)
+        .and_then(serde_json::from_value)
+        .map_err(|error| damaged(&path, format!("it is invalid: {error}")))
+}
+
 /// All tensors of the shards, and their notes.
 fn read_shards(folder: &Path) -> Result<(StoredTensors, HashMap<String, String>), CheckpointError> {
-    let path = folder.join(INDEX_FILE);
-    let index: ShardIndex = parse_json(&read_bounded(&path, JSON_BYTES_MAX)?)
-        .and_then(serde_json::from_value)
-        .map_err(|error| damaged(&path, format!("it is invalid: {error}")))?;
+    let (path, index) = (folder.join(INDEX_FILE), read_index(folder)?);
     let files: BTreeSet<&String> = index.weight_map.values().collect();
     let (mut tensors, mut notes) = (BTreeMap::new(), HashMap::new());
     for file in files {
