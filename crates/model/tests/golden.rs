@@ -213,6 +213,24 @@ fn configs_read_back_as_written() {
 }
 
 #[test]
+fn dynamic_scaling_begins_where_the_positions_of_pretraining_end() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/llama-dynamic");
+    let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+    let dynamic = ModelConfig::from_json(&text).unwrap();
+    let plain = ModelConfig::from_json(&text.replace("\"dynamic\"", "\"default\"")).unwrap();
+    assert_eq!((plain.max_positions(), dynamic.max_positions()), (24, 96));
+    assert!(!dynamic.differences(&plain).is_empty());
+    let mut golden = Golden::open(&folder, 1, 0);
+    let (ids, _) = golden.ids("input_ids");
+    let mut logits = |config: &ModelConfig, len: usize| {
+        golden.model = config.build(len, &golden.device).unwrap();
+        golden.logits(&ids[..len], (1, len))
+    };
+    assert_eq!(logits(&dynamic, 24), logits(&plain, 24));
+    assert_ne!(logits(&dynamic, 25), logits(&plain, 25));
+}
+
+#[test]
 fn logits_loss_and_every_gradient() {
     for folder in folders() {
         let golden = Golden::open(&folder, 2, 0);
