@@ -145,7 +145,7 @@ impl YarnScaling {
 
 /// transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling.
 pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope, ModelError> {
-    // As in transformers, rope_scaling counts where both are given.
+    // Where both keys are given, rope_scaling takes precedence, as in transformers.
     let is_given = |key: &&str| reader.get(key).is_some_and(|value| *value != json!({}));
     let Some(key) = ["rope_scaling", "rope_parameters"].into_iter().find(is_given) else {
         return read_parameters(reader, &Map::new(), default_theta);
@@ -178,7 +178,7 @@ pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope,
     Ok(rope)
 }
 
-/// Reads the parameters that `map` has; what it lacks may be next to it.
+/// Reads the parameters in `map`; theta and the positions of pretraining may be next to it.
 fn read_parameters(
     reader: &Reader<'_>,
     map: &Map<String, Value>,
@@ -191,7 +191,7 @@ fn read_parameters(
         None => reader.number("rope_theta", default_theta)?,
     };
     let kind = rope.get("rope_type").or_else(|| rope.get("type"));
-    // As in transformers, one next to the parameters comes first.
+    // A number next to the parameters takes precedence, as in transformers.
     let original_positions = || match reader.optional_size("original_max_position_embeddings")? {
         Some(positions) => Ok(positions),
         None => rope.size("original_max_position_embeddings"),
