@@ -102,7 +102,7 @@ impl Reader<'_> {
         let Some(value) = self.get(key) else { return Ok(()) };
         let is_same = |text: &&str| match (value.as_f64(), text.parse::<f64>()) {
             (Some(found), Ok(accepted)) => found == accepted,
-            _ => value.to_string() == **text,
+            _ => serde_json::from_str::<Value>(text).is_ok_and(|accepted| accepted == *value),
         };
         if accepted.iter().any(is_same) { Ok(()) } else { Err(wrong(key, value, &accepted.join(" or "))) }
     }
