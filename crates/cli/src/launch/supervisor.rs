@@ -182,12 +182,15 @@ impl Watch<'_> {
 
     /// Waits for workers that save what they have, and ends them if one of them fails or a second signal comes. `asked` is the first signal that
     /// came to this process, if one did.
+    ///
+    /// A worker that is killed meanwhile is an error, unless the checkpoint is complete: then it is a warning.
     fn end_after_stop(mut self, asked: Option<i32>) -> Result<(), LaunchError> {
         let mut second = SecondSignal::default();
         if asked.is_some_and(is_urgent) {
             second.note(Instant::now());
         }
-        self.workers.kill_stopped();
+        // A worker that is suspended takes part in the checkpoint again.
+        self.workers.send(Signal::CONT);
         loop {
             self.reap()?;
             match (self.workers.stopped_by(), self.workers.dead()) {
@@ -197,9 +200,19 @@ impl Watch<'_> {
                 (Some(_), _) | (None, None) if self.workers.are_running() => {}
                 // It had reached its last step.
                 (None, None) => return Ok(()),
-                // Those that have not begun to train are killed by the signal.
-                (_, Some((_, Death::Signal(_)))) => {
+                // The request itself kills a worker that has not begun to train.
+                (_, Some((_, Death::Signal(signal)))) if stop_signals().contains(&signal) => {
                     return self.end_after_signal(asked.unwrap_or(SIGINT));
+                }
+                (_, Some((rank, death @ Death::Signal(_)))) => {
+                    // The others exit: because they have lost a peer, or because the checkpoint is complete on all ranks.
+                    self.wait_for_all(CAUSE_GRACE)?;
+                    let Some(signal) = self.workers.first_stopped_by() else {
+                        return self.end_after_death(rank, death);
+                    };
+                    (self.tell)(&format!("warning: rank {rank} {death} after the checkpoint was complete"));
+                    self.end_workers()?;
+                    return Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) });
                 }
                 (_, Some((rank, death))) => return self.end_after_death(rank, death),
                 (Some(_), None) => unreachable!("who has stopped has not exited with 0"),

@@ -163,6 +163,50 @@ fn signals_end_the_workers_and_give_the_exit_code_of_shells() {
     }
 }
 
+/// Runs two workers until both are ready, and acts as if SIGTERM had reached this process. `on_request` is what each does when the request arrives.
+fn asked_to_save(scene: &Scene, on_request: [&str; 2]) -> LaunchError {
+    let (sender, signals) = channel();
+    let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
+    let workers = start_workers(scene.world(2), |rank| {
+        let on_request = on_request[rank.0];
+        scene.shell(&format!("trap '{on_request}' USR1; touch ready-$RANK; while :; do sleep 0.01; done"))
+    });
+    let workers = workers.unwrap();
+    while !(0..2).all(|rank| scene.path(&format!("ready-{rank}")).exists()) {
+        thread::yield_now();
+    }
+    sender.send(SIGTERM).unwrap();
+    let watch = Watch {
+        workers,
+        signals: &signals,
+        recorder_folder: scene.folder.path(),
+        on_signal: OnSignal::Save,
+        tell: &|_| {},
+    };
+    let error = watch.until_all_have_ended().unwrap_err();
+    scene.assert_all_gone();
+    error
+}
+
+#[test]
+fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_complete() {
+    let scene = Scene::new();
+    let error = asked_to_save(&scene, ["exit 74", "kill -KILL $$"]);
+    let text = error.to_string();
+    assert_eq!(error.exit_code(), 1, "{text}");
+    assert!(text.starts_with("rank 1 was killed by SIGKILL"), "{text}");
+    // Exits with 143 only when all ranks have agreed that the checkpoint is complete.
+    let scene = Scene::new();
+    let after_0 = "while kill -0 $(cat pid-0) 2>&-; do sleep 0.01; done; kill -KILL $$";
+    assert_eq!(asked_to_save(&scene, ["exit 143", after_0]).exit_code(), 143);
+    // Killed by the request itself, or by another signal that asks for the end: it had not begun to train.
+    for on_request in ["trap - USR1; kill -USR1 $$", "kill -TERM $$"] {
+        let scene = Scene::new();
+        let error = asked_to_save(&scene, ["exit 74", on_request]);
+        assert!(matches!(error, LaunchError::Interrupted { signal: SIGTERM }), "{error:?}");
+    }
+}
+
 #[test]
 fn a_worker_ended_by_ctrl_c_is_no_death_to_report() {
     let scene = Scene::new();

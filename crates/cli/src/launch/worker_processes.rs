@@ -135,9 +135,13 @@ impl WorkerProcesses {
 
     /// The signal for which a worker has ended in good order, if all that have ended have done so.
     pub(super) fn stopped_by(&self) -> Option<i32> {
-        let ended = || self.workers.iter().filter_map(|worker| worker.status);
-        let signal = |status: ExitStatus| status.code().and_then(stopped_by);
-        ended().all(|status| signal(status).is_some()).then(|| ended().find_map(signal)).flatten()
+        let mut ended = self.workers.iter().filter_map(|worker| worker.status);
+        ended.all(|status| stop_signal(status).is_some()).then(|| self.first_stopped_by()).flatten()
+    }
+
+    /// The signal for which the first worker, by rank, has ended in good order, if one has.
+    pub(super) fn first_stopped_by(&self) -> Option<i32> {
+        self.workers.iter().filter_map(|worker| worker.status).find_map(stop_signal)
     }
 
     /// Workers that can still do something.
@@ -223,11 +227,16 @@ fn is_stopped(child: &Child) -> bool {
     matches!(state, Some('T' | 't'))
 }
 
+/// The signal for which a process has ended in good order, if it has.
+fn stop_signal(status: ExitStatus) -> Option<i32> {
+    status.code().and_then(stopped_by)
+}
+
 /// How a process ended, if neither by itself nor because it was asked to.
 fn death(status: ExitStatus) -> Option<Death> {
     match (status.code(), status.signal()) {
         (Some(0), _) => None,
-        (Some(code), _) if stopped_by(code).is_some() => None,
+        (Some(_), _) if stop_signal(status).is_some() => None,
         (Some(code), _) => Some(Death::Exit(code)),
         (None, signal) => Some(Death::Signal(signal.expect("a process exits or is killed by a signal"))),
     }

@@ -1,7 +1,7 @@
 //! A signal saves what a run has done, whoever it is sent to.
 
 use crate::common::{Running, Scene, free_port, poll, tells};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 use std::net::TcpStream;
 use std::process::Command;
 use std::time::{Duration, UNIX_EPOCH};
@@ -142,6 +142,36 @@ fn a_second_signal_ends_at_once_and_one_before_the_first_step_does() {
         assert_eq!(outcome.code, if workers == 1 { None } else { Some(130) }, "{outcome:?}");
         assert_eq!(scene.names(&format!("runs/slow-{workers}/checkpoints")), [""; 0]);
     }
+}
+
+/// A batch system takes 143 for a saved run, and would start this one again for ever.
+#[test]
+fn a_worker_that_is_killed_while_the_run_saves_after_a_signal_is_reported() {
+    let scene = Scene::with_corpus();
+    let mut run = Running::start(scene.command(&format!("train tiny.toml {ENDLESS}")));
+    run.until("step: 2 ");
+    run.worker(0);
+    // Enough for a few lines of its log, but not for its part of a checkpoint: SIGXFSZ kills it there.
+    let limit = Rlimit { current: Some(1 << 15), maximum: Some(1 << 15) };
+    prlimit(Some(run.worker(1)), Resource::Fsize, limit).unwrap();
+    send(run.process(), Signal::TERM);
+    let outcome = run.end();
+    assert_eq!(outcome.code, Some(1), "{outcome:?}");
+    tells(&outcome.stderr, &["rank 1 was killed by SIGXFSZ", "checkpoint"]);
+    assert_eq!(scene.names("runs/tiny/checkpoints"), [""; 0]);
+}
+
+#[test]
+fn a_stopped_worker_is_continued_to_save_after_a_signal() {
+    let scene = Scene::with_corpus();
+    let mut run = Running::start(scene.command(&format!("train tiny.toml {ENDLESS}")));
+    run.until("step: 2 ");
+    run.worker(0);
+    send(run.worker(1), Signal::STOP);
+    send(run.process(), Signal::TERM);
+    let outcome = run.end();
+    assert_eq!(outcome.code, Some(143), "{outcome:?}");
+    assert_resumes(&scene, &outcome.stdout, "tiny");
 }
 
 #[test]
