@@ -3,7 +3,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
 use crate::extent::intersection;
-use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix};
+use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix, remove};
 use crate::folder::{FolderNames, step_name};
 use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PartEntry, TensorEntry};
 use crate::publication::{Publication, begin_steps};
@@ -13,7 +13,6 @@ use crate::tidying::{remove_leftovers, tidy_after};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
@@ -100,7 +99,7 @@ pub fn save(
     if result.is_err() {
         // Best effort: the error to report is the first one, and the next save tries again.
         if let Some(name) = partial_name {
-            let _ = fs::remove_dir_all(folder.join(name));
+            let _ = remove(&folder.join(name), &|| group.heartbeat().beat());
         }
         // A rank that ends may end the others: none does before rank 0 has cleaned up.
         let _ = group.barrier().wait();
@@ -240,8 +239,8 @@ impl Saving<'_> {
                 Err(_) => {}
             }
         }
-        remove_leftovers(self.folder, &names, untidy);
-        begin_steps(self.folder, partial_name).iter().try_for_each(FileStep::execute)
+        remove_leftovers(self.folder, &names, untidy, &|| self.beat());
+        self.execute(&begin_steps(self.folder, partial_name))
     }
 
     /// Writes and syncs this rank's file, unless it has nothing to write.
@@ -273,7 +272,7 @@ impl Saving<'_> {
                     return Err(CheckpointError::WrongLength { name, expected, found });
                 }
                 for part in parts {
-                    self.group.heartbeat().beat();
+                    self.beat();
                     let first = position_in_any(&held, &part.extent) * dtype.size();
                     let len = part.extent.num_elements() * dtype.size();
                     part_crc32s.push(writer.write(&bytes[first..first + len])?);
@@ -281,7 +280,17 @@ impl Saving<'_> {
                 Ok(())
             })?;
         }
+        self.beat();
         Ok(Some(Shard { file: writer.finish()?, part_crc32s }))
+    }
+
+    fn execute(&self, steps: &[FileStep]) -> Result<(), CheckpointError> {
+        steps.iter().try_for_each(|step| step.execute_with_progress(&|| self.beat()))
+    }
+
+    /// Tells the ranks that wait for this one that it works.
+    fn beat(&self) {
+        self.group.heartbeat().beat();
     }
 
     /// Rank 0: completes the folder and gives it its name, then removes what is too old.
@@ -310,8 +319,8 @@ impl Saving<'_> {
             manifest,
             damaged_exists: names.steps.contains(&step),
         };
-        publication.steps().iter().try_for_each(FileStep::execute)?;
-        tidy_after(self.folder, step, &names, keep_latest_k, untidy);
+        self.execute(&publication.steps())?;
+        tidy_after(self.folder, step, &names, keep_latest_k, untidy, &|| self.beat());
         Ok(())
     }
 

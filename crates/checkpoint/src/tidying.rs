@@ -11,14 +11,20 @@ use std::path::Path;
 /// Does what a crash or a failure after the last save has left undone in `folder`, whose newest checkpoint is that of step `newest`:
 /// removes unfinished folders and all but the newest `keep_latest_k` checkpoints (0: none), and names the latest one. To be called as well
 /// when another checkpoint was named the [best](mark_best), because the one before may then go. For one process, while no other saves there.
+/// Calls `on_progress` before each change and each file that is removed.
 ///
 /// Returns what failed. The checkpoints are complete all the same.
-pub fn tidy(folder: &Path, newest: u64, keep_latest_k: usize) -> Vec<CheckpointError> {
+pub fn tidy(
+    folder: &Path,
+    newest: u64,
+    keep_latest_k: usize,
+    on_progress: &dyn Fn(),
+) -> Vec<CheckpointError> {
     let mut untidy = Vec::new();
     match FolderNames::read(folder) {
         Ok(names) => {
-            remove_leftovers(folder, &names, &mut untidy);
-            tidy_after(folder, newest, &names, keep_latest_k, &mut untidy);
+            remove_leftovers(folder, &names, &mut untidy, on_progress);
+            tidy_after(folder, newest, &names, keep_latest_k, &mut untidy, on_progress);
         }
         Err(error) => untidy.push(error),
     }
@@ -35,8 +41,13 @@ pub fn mark_best(folder: &Path, step: u64) -> Result<(), CheckpointError> {
 }
 
 /// Removes what crashes have left unfinished.
-pub(crate) fn remove_leftovers(folder: &Path, names: &FolderNames, untidy: &mut Vec<CheckpointError>) {
-    try_all(&leftover_steps(folder, &names.leftovers), untidy);
+pub(crate) fn remove_leftovers(
+    folder: &Path,
+    names: &FolderNames,
+    untidy: &mut Vec<CheckpointError>,
+    on_progress: &dyn Fn(),
+) {
+    try_all(&leftover_steps(folder, &names.leftovers), untidy, on_progress);
 }
 
 /// Names the checkpoint of `step` as the latest, and removes those that are too old beside it.
@@ -46,16 +57,17 @@ pub(crate) fn tidy_after(
     names: &FolderNames,
     keep_latest_k: usize,
     untidy: &mut Vec<CheckpointError>,
+    on_progress: &dyn Fn(),
 ) {
     let pruned = steps_to_prune(&names.steps, step, best_step(folder), keep_latest_k);
-    try_all(&tidying_steps(folder, step, &pruned), untidy);
+    try_all(&tidying_steps(folder, step, &pruned), untidy, on_progress);
 }
 
 /// Makes changes that need not succeed; adds the failures to `untidy`. A list that fails leaves none of the files that it
 /// wrote under a name of their own.
-fn try_all(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>) {
+fn try_all(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>, on_progress: &dyn Fn()) {
     for steps in lists {
-        if let Err(error) = steps.iter().try_for_each(FileStep::execute) {
+        if let Err(error) = steps.iter().try_for_each(|step| step.execute_with_progress(on_progress)) {
             untidy.push(error);
             for step in steps {
                 if let FileStep::WriteFile { path, .. } = step {

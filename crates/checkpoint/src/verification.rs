@@ -34,22 +34,28 @@ struct Span<'a> {
 impl Checkpoint {
     /// Reads every byte and compares the checksums; returns the first error of each file that fails.
     pub fn verify(&self) -> Vec<CheckpointError> {
-        self.verify_share(0, 1)
+        self.verify_share(0, 1, &|| {})
     }
 
     /// The share of `rank` among `num_ranks` that [`verify`](Self::verify) the checkpoint together. They read every byte
-    /// once, and the numbers of bytes they read differ by at most the largest part or what a file holds beside its parts.
+    /// once, and the numbers of bytes they read differ by at most the largest part or what a file holds beside its parts. Calls `on_progress` for each
+    /// part and each buffer that is read.
     ///
     /// # Panics
     /// If `rank` is not among `num_ranks`.
-    pub fn verify_share(&self, rank: usize, num_ranks: usize) -> Vec<CheckpointError> {
+    pub fn verify_share(
+        &self,
+        rank: usize,
+        num_ranks: usize,
+        on_progress: &dyn Fn(),
+    ) -> Vec<CheckpointError> {
         assert!(rank < num_ranks, "rank {rank} is one of {num_ranks}");
         let pieces = self.pieces();
         let ranks = share(pieces.iter().map(Piece::num_bytes), num_ranks);
         let mut failures = BTreeMap::new();
         for (piece, _) in pieces.iter().zip(ranks).filter(|(_, owner)| *owner == rank) {
             if let Entry::Vacant(vacant) = failures.entry(piece.path())
-                && let Err(failure) = piece.verify()
+                && let Err(failure) = piece.verify(on_progress)
             {
                 vacant.insert(failure);
             }
@@ -95,23 +101,30 @@ impl Piece<'_> {
         }
     }
 
-    fn verify(&self) -> Result<(), CheckpointError> {
+    fn verify(&self, on_progress: &dyn Fn()) -> Result<(), CheckpointError> {
+        on_progress();
         match self {
             Piece::Part(Span { part, bytes }) => part.verify((bytes.end - bytes.start) as usize),
-            Piece::Rest { path, entry, parts } => verify_rest(path, entry, parts),
+            Piece::Rest { path, entry, parts } => verify_rest(path, entry, parts, on_progress),
         }
     }
 }
 
 /// Compares the checksum of a file, taking the recorded ones of its parts for their bytes: whoever verifies a part reads
 /// those.
-fn verify_rest(path: &Path, entry: &FileEntry, parts: &[Span<'_>]) -> Result<(), CheckpointError> {
+fn verify_rest(
+    path: &Path,
+    entry: &FileEntry,
+    parts: &[Span<'_>],
+    on_progress: &dyn Fn(),
+) -> Result<(), CheckpointError> {
     let (file, size) = open_file(path)?;
     let mut buffer = vec![0; BUFFER_BYTES.min(size) as usize];
     let mut checksum = crc32fast::Hasher::new();
     let mut position = 0;
     let mut read_up_to = |end: u64, position: &mut u64, checksum: &mut crc32fast::Hasher| {
         while *position < end {
+            on_progress();
             let chunk = &mut buffer[..BUFFER_BYTES.min(end - *position) as usize];
             file.read_exact_at(chunk, *position).map_err(reading(path))?;
             checksum.update(chunk);

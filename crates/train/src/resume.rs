@@ -14,7 +14,7 @@ use serde::de::Error as _;
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::path::Path;
-use trireme_base::{Rank, with_sources};
+use trireme_base::{Heartbeat, Rank, with_sources};
 use trireme_checkpoint::{
     CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, SkippedCheckpoint, best_step, find_latest,
     list_checkpoints, mark_best, open_newest, set_aside, tidy,
@@ -64,6 +64,7 @@ pub(crate) fn resume(
 pub(crate) fn tidy_up(
     config: &Config,
     (resumed, validations): (&Checkpoint, &Validations),
+    heartbeat: &Heartbeat,
     observer: &mut dyn Observer,
 ) {
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
@@ -76,7 +77,7 @@ pub(crate) fn tidy_up(
         {
             observer.notice(&untidy_notice(&error));
         }
-        for error in tidy(&folder, resumed.step(), config.checkpoint().keep_latest_k) {
+        for error in tidy(&folder, resumed.step(), config.checkpoint().keep_latest_k, &|| heartbeat.beat()) {
             observer.notice(&untidy_notice(&error));
         }
     }
@@ -214,7 +215,8 @@ pub(crate) fn choose_checkpoint(
 /// Reads the whole checkpoint, each rank a share of it; the damage, if any rank has found some. Collective.
 fn verify_together(checkpoint: &Checkpoint, group: &Group) -> Result<Option<CheckpointError>, TrainError> {
     group.set_line(format_args!("reading {}", checkpoint.path().display()));
-    let own = checkpoint.verify_share(group.rank().0, group.world_size()).into_iter().next();
+    let beat = || group.heartbeat().beat();
+    let own = checkpoint.verify_share(group.rank().0, group.world_size(), &beat).into_iter().next();
     let damage = match own.or_else(|| state_damage(checkpoint)) {
         Some(error) if !error.is_damage() => Err(error.into()),
         damage => Ok(damage),

@@ -230,7 +230,7 @@ impl<'a> Trainer<'a> {
             None
         };
         if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
-            tidy_up(config, (resumed, &state.validations), observer);
+            tidy_up(config, (resumed, &state.validations), executor.group().heartbeat(), observer);
         }
         let is_new = resumed.is_none();
         let requests = Requests::new(executor.requests());

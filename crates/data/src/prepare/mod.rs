@@ -432,7 +432,9 @@ fn split(
         let all = TokenFile::open_unverified(&staging.path(ALL_MASK_FILE))?;
         let mut train = create(TRAIN_MASK_FILE, MASK_VOCABULARY_SIZE)?;
         let mut validation = create(VALIDATION_MASK_FILE, MASK_VOCABULARY_SIZE)?;
-        split::split(&all, fraction, &mut train, &mut validation, |_, _, _| ())?;
+        split::split(&all, fraction, &mut train, &mut validation, |_, num_tokens, _| {
+            progress.advance(Phase::Split, num_tokens, all.num_tokens());
+        })?;
         train.finish()?;
         validation.finish()?;
     }

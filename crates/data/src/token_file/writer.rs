@@ -5,6 +5,9 @@ use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use trireme_base::DType;
 
+/// How many bytes are written before the disk is waited for. After gigabytes, a slow disk would make no visible progress for minutes.
+const SYNC_BYTES: u64 = 64 << 20;
+
 /// Writes a token file front to back, in memory that does not grow with the number of tokens; the checksum
 /// table takes 4 bytes for every 64 KiB of them.
 ///
@@ -15,6 +18,8 @@ pub struct TokenFileWriter {
     path: PathBuf,
     file: File,
     finished: bool,
+    /// Bytes since the disk was last waited for.
+    unsynced: u64,
     header: Header,
     /// Tokens of the current block, as they will be stored.
     block: Vec<u8>,
@@ -40,6 +45,7 @@ impl TokenFileWriter {
             path: path.to_owned(),
             file,
             finished: false,
+            unsynced: 0,
             header: Header {
                 dtype: dtype_for(vocabulary_size),
                 vocabulary_size,
@@ -128,6 +134,11 @@ impl TokenFileWriter {
     fn write_block(&mut self) -> Result<(), DataError> {
         self.checksums.push(crc32fast::hash(&self.block));
         self.file.write_all(&self.block).map_err(|source| write_error(&self.path, source))?;
+        self.unsynced += self.block.len() as u64;
+        if self.unsynced >= SYNC_BYTES {
+            self.unsynced = 0;
+            self.file.sync_data().map_err(|source| write_error(&self.path, source))?;
+        }
         self.block.clear();
         Ok(())
     }
@@ -198,4 +209,20 @@ fn unnamed_file_beside(path: &Path) -> io::Result<File> {
 
 fn write_error(path: &Path, source: io::Error) -> DataError {
     DataError::Write { path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_disk_is_waited_for_long_before_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writer = TokenFileWriter::create(&folder.path().join("tokens"), 2).unwrap();
+        let block = vec![1; BLOCK_BYTES / 2];
+        for num_blocks in 1..=SYNC_BYTES / BLOCK_BYTES as u64 + 1 {
+            writer.push(&block).unwrap();
+            assert_eq!(writer.unsynced, num_blocks * BLOCK_BYTES as u64 % SYNC_BYTES);
+        }
+    }
 }

@@ -61,10 +61,12 @@ impl Trainer<'_> {
     /// Names the checkpoint of `step` the best, and removes the one before it, unless it is among those to keep.
     pub(super) fn keep_best(&mut self, step: u64) {
         let folder = self.config.run_folder().join(CHECKPOINTS_FOLDER);
+        let heartbeat = self.executor.group().heartbeat().clone();
         match mark_best(&folder, step) {
             // The save before has kept the last best one.
             Ok(()) => {
-                for error in tidy(&folder, step, self.config.checkpoint().keep_latest_k) {
+                for error in tidy(&folder, step, self.config.checkpoint().keep_latest_k, &|| heartbeat.beat())
+                {
                     self.report_once(untidy_notice(&error));
                 }
             }
