@@ -67,7 +67,7 @@ pub use options::{
 };
 pub use recorder::{
     Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,
-    IssuedOperation, MessagePeer, Occasion, OperationReport, OperationState, Place, RankReport,
+    IssuedOperation, MessagePeer, Occasion, OperationReport, OperationState, Place, ProgramLine, RankReport,
     ReadReportsError, RecorderOptions, Side, Source, read_reports, remove_reports, report_path,
 };
 pub use secret::Secret;

@@ -10,8 +10,8 @@ use support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::{
     Choice, CommError, Crossing, Diagnosis, Difference, Direction, Disagreement, Element, Group,
-    GroupOptions, JoinOptions, LineListener, MessagePeer, Occasion, Operation, OperationState, RankReport,
-    RecorderOptions, Source, TransportChoice, TransportKind, join, read_reports, report_path,
+    GroupOptions, JoinOptions, LineListener, MessagePeer, Occasion, Operation, OperationState, ProgramLine,
+    RankReport, RecorderOptions, Source, TransportChoice, TransportKind, join, read_reports, report_path,
 };
 use trireme_schedule::collective::{Algorithm, Collective, FlatAlgorithm};
 
@@ -281,6 +281,36 @@ fn equal_operations_of_different_lines_are_told() {
     let found = Diagnosis::of(&reports).disagreement.expect("other lines");
     assert_eq!((found.difference, found.sequence), (Difference::Line, 0));
     assert_eq!([&*found.sides[0].line, &*found.sides[1].line], ["line 3", "line 4"]);
+}
+
+/// The first two ranks of four run one program of a pipeline, the others another one.
+#[test]
+fn programs_of_a_pipeline_differ_by_design() {
+    let found = |steps: [u64; 4], lines: [usize; 4]| {
+        let reports = on_ranks(TransportKind::Inproc, 4, &small_pieces(), |group| {
+            let rank = group.rank().0;
+            group.set_line(format_args!(
+                "{}",
+                ProgramLine {
+                    step: steps[rank],
+                    pipeline_rank: Some(rank / 2),
+                    line: lines[rank],
+                    action: format_args!("STEP {}", rank / 2)
+                }
+            ));
+            sum::<f32>(&group, 100).expect("the group sees no difference");
+            group.flight_recorder().report()
+        });
+        let found = Diagnosis::of(&reports).disagreement?;
+        assert_eq!((found.difference, found.sequence), (Difference::Line, 0));
+        Some(found.sides.into_iter().map(|side| (side.line, side.ranks)).collect::<Vec<_>>())
+    };
+    assert_eq!(found([5; 4], [14, 14, 9, 9]), None);
+    let line = |line| format!("step 5, pipeline rank 1, line {line}: STEP 1");
+    assert_eq!(found([5; 4], [14, 14, 9, 10]), Some(vec![(line(9), vec![2]), (line(10), vec![3])]));
+    let first = "step 5, pipeline rank 0, line 14: STEP 0".to_owned();
+    let late = "step 4, pipeline rank 1, line 9: STEP 1".to_owned();
+    assert_eq!(found([5, 5, 4, 4], [14, 14, 9, 9]), Some(vec![(first, vec![0, 1]), (late, vec![2, 3])]));
 }
 
 #[test]

@@ -1,10 +1,9 @@
 //! The ranks of a world, as a grid of stages, replicas and shards.
 
 use crate::error::ParallelError;
-use std::fmt;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, Rank};
-use trireme_comm::Group;
+use trireme_comm::{Group, ProgramLine};
 use trireme_plan::{Axis, Mesh};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Outline, StateClass};
@@ -446,8 +445,13 @@ impl RankGrid {
     }
 
     /// Says which line of a program issues what the groups are given from now on.
-    pub(crate) fn set_line(&self, line: fmt::Arguments<'_>) {
-        self.groups.iter().for_each(|group| group.set_line(line));
+    pub(crate) fn set_line(&self, line: ProgramLine<'_>) {
+        self.groups.iter().for_each(|group| group.set_line(format_args!("{line}")));
+    }
+
+    /// Says that no line of a program issues what the groups are given from now on.
+    pub(crate) fn forget_line(&self) {
+        self.groups.iter().for_each(|group| group.set_line(format_args!("")));
     }
 
     /// Bytes of vectors that this rank has sent, by all groups, messages among them.

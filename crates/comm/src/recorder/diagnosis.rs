@@ -1,3 +1,4 @@
+use super::program_line::{differ, step_and_pipeline_rank};
 use super::report::{
     GroupReport, IssuedOperation, Occasion, OperationReport, OperationState, Place, RankReport,
 };
@@ -73,7 +74,8 @@ pub enum Difference {
     Dtype,
     /// The number of elements.
     Size,
-    /// The line of the program; the operations are the same.
+    /// The line of the program; the operations are the same. Ranks at different places of a pipeline have different programs: of these, the steps
+    /// are compared.
     Line,
 }
 
@@ -104,7 +106,10 @@ impl fmt::Display for Difference {
 type GroupKey<'a> = (&'a str, &'a [usize]);
 
 /// What ranks issued in one group, by sequence and rank. The line is empty where it is not known.
-type Sequences<'a> = BTreeMap<u64, BTreeMap<usize, (Operation, &'a str)>>;
+type Sequences<'a> = BTreeMap<u64, BTreeMap<usize, IssuedAt<'a>>>;
+
+/// An operation and the line of the program that issued it.
+type IssuedAt<'a> = (Operation, &'a str);
 
 impl Diagnosis {
     /// Puts reports together, of one rank or several of the same world. One rank's report also holds what the others
@@ -221,21 +226,43 @@ fn first_disagreement(
     of_operations: bool,
 ) -> Option<Disagreement> {
     groups.iter().find_map(|((name, _), sequences)| {
-        let (sequence, ranks) = sequences.iter().find(|(_, ranks)| {
-            let differ = |one: &(Operation, &str), other: &(Operation, &str)| match of_operations {
-                true => one.0 != other.0,
-                false => one.1 != other.1 && !one.1.is_empty() && !other.1.is_empty(),
-            };
-            let first = ranks.values().next();
-            ranks.values().any(|issued| first.is_some_and(|first| differ(first, issued)))
+        let (sequence, ranks) = sequences.iter().find_map(|(sequence, ranks)| {
+            let ranks = if of_operations { of_unlike_operations(ranks) } else { of_unlike_lines(ranks) };
+            Some((sequence, ranks?))
         })?;
-        let sides = sides(ranks, of_operations);
+        let sides = sides(&ranks, of_operations);
         let difference = difference(&sides, *sequence, sequences);
         Some(Disagreement { group: (*name).to_owned(), sequence: *sequence, difference, sides })
     })
 }
 
-fn sides(ranks: &BTreeMap<usize, (Operation, &str)>, of_operations: bool) -> Vec<Side> {
+/// All ranks, if they issued different operations.
+fn of_unlike_operations<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
+    let (first, _) = ranks.values().next()?;
+    ranks.values().any(|(operation, _)| operation != first).then(|| ranks.clone())
+}
+
+/// The ranks to compare, if lines differ that should be the same: all, or those that run the program within which lines differ.
+fn of_unlike_lines<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
+    // One line of each program.
+    let mut lines: Vec<&str> = Vec::new();
+    let pipeline_rank = |line| step_and_pipeline_rank(line).map(|(_, rank)| rank);
+    for (_, line) in ranks.values().filter(|(_, line)| !line.is_empty()) {
+        let program = pipeline_rank(line);
+        if let Some(other) = lines.iter().find(|other| differ(line, other)) {
+            let is_of_one = program == pipeline_rank(other);
+            let mut compared = ranks.clone();
+            compared.retain(|_, (_, line)| !is_of_one || pipeline_rank(line) == program);
+            return Some(compared);
+        }
+        if !lines.iter().any(|other| pipeline_rank(other) == program) {
+            lines.push(line);
+        }
+    }
+    None
+}
+
+fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, of_operations: bool) -> Vec<Side> {
     let mut sides: Vec<Side> = Vec::new();
     for (rank, (operation, line)) in ranks {
         let same = |side: &&mut Side| match of_operations {
@@ -273,7 +300,7 @@ fn difference(sides: &[Side], sequence: u64, sequences: &Sequences<'_>) -> Diffe
     if first == second {
         return Difference::Line;
     }
-    let of_other_lines = one.line != other.line && !one.line.is_empty() && !other.line.is_empty();
+    let of_other_lines = differ(&one.line, &other.line);
     if comes_later(one, second) && comes_later(other, first) {
         return Difference::Order;
     }

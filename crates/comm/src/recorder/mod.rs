@@ -9,6 +9,7 @@ mod file;
 mod group_log;
 mod group_recorder;
 mod operation_fields;
+mod program_line;
 mod report;
 mod ring;
 mod text;
@@ -18,6 +19,7 @@ pub use diagnosis::{Diagnosis, Difference, Disagreement, Finding, Side, Source};
 pub use file::{ReadReportsError, read_reports, remove_reports, report_path};
 pub(crate) use group_recorder::GroupRecorder;
 pub(crate) use operation_fields::OperationFields;
+pub use program_line::ProgramLine;
 pub(crate) use report::ToldPlace;
 pub use report::{
     Direction, FailureReport, GroupReport, IssuedOperation, MessagePeer, Occasion, OperationReport,

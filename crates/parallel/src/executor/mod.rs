@@ -38,7 +38,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use timeline::Timeline;
-use trireme_comm::{CommError, Compression, Compressor, Group};
+use trireme_comm::{CommError, Compression, Compressor, Group, ProgramLine};
 use trireme_model::{Batch, Model, Rehearsal};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions, StepSettings};
 use trireme_schedule::lowering::lay_out;
@@ -443,19 +443,21 @@ impl Executor {
         self.axes.choose_shadowed();
         self.device.restart_cost();
         self.timeline.begin();
+        let pipeline = self.ranks.pipeline();
+        let pipeline_rank = (pipeline.world_size() > 1).then(|| pipeline.rank().0);
         let mut finished = None;
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
             let (step, line) = (plans[0].step, index + 2);
-            self.ranks.set_line(format_args!("step {step}, line {line}: {action}"));
+            self.ranks.set_line(ProgramLine { step, pipeline_rank, line, action: format_args!("{action}") });
             self.act(action, plans, &mut finished)
                 .map_err(|error| error.at(format_args!("step {step}, line {line} ({})", action.words())))?;
             self.note_waits(action);
             self.timeline.end(self.device.cost().product_operations);
             see(index);
         }
-        self.ranks.set_line(format_args!(""));
+        self.ranks.forget_line();
         match finished {
             Some((outcome, _)) => outcomes.push(outcome),
             None => self.finish_steps(plans, outcomes)?,
