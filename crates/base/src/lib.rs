@@ -1,7 +1,8 @@
 //! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, which positions ranks have, whether they make progress, what they exchange
-//! within units, what passes take, what ranks do, random numbers, enums with names, the texts of errors, JSON as Python writes it, and SVG documents.
+//! within units, what passes take, what ranks do, random numbers, enums with names, the texts of errors, JSON as Python writes it, SVG documents, and how files are opened and
+//! threads are started.
 //!
-//! Nothing here does IO, and nothing here depends on another crate of the workspace.
+//! Nothing here reads or writes files of users, and nothing here depends on another crate of the workspace.
 
 mod axis_exchange;
 mod bytes;
@@ -18,10 +19,13 @@ mod json;
 mod named;
 mod passes;
 mod positions;
+mod printed;
 mod random;
 mod ranges;
 mod rank;
+mod regular_file;
 mod svg;
+mod threads;
 mod ticks;
 
 pub use axis_exchange::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
@@ -38,8 +42,11 @@ pub use journal::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
 pub use json::{json_text, parse_json};
 pub use passes::UnitPasses;
 pub use positions::{ContextPlace, Positions};
+pub use printed::{printable, quoted};
 pub use random::{Random, RandomKey};
 pub use ranges::{ranges, ranks};
 pub use rank::{Rank, ReduceOp};
+pub use regular_file::{create_regular, open_regular, open_regular_with};
 pub use svg::{Anchor, Svg, escape_markup};
+pub use threads::{name_limits, spawn_scoped_thread, spawn_thread};
 pub use ticks::Ticks;

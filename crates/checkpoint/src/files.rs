@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::hash::{BuildHasher, Hasher};
 use std::io::{self, Read, Write};
 use std::path::{Component, Path, PathBuf};
+use trireme_base::{create_regular, open_regular};
 
 /// A small file to store beside the tensors, such as the model's `config.json`.
 #[derive(Debug, Clone, Copy)]
@@ -87,7 +88,7 @@ pub(crate) fn remove(path: &Path, on_progress: &dyn Fn()) -> io::Result<()> {
 }
 
 fn write_synced(path: &Path, contents: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
+    let mut file = create_regular(path)?;
     file.write_all(contents)?;
     file.sync_all()
 }
@@ -109,11 +110,12 @@ pub(crate) fn damaged(path: &Path, reason: impl ToString) -> CheckpointError {
 
 /// Opens a regular file (not a pipe, which would block) and gives its size.
 pub(crate) fn open_file(path: &Path) -> Result<(File, u64), CheckpointError> {
-    let metadata = fs::metadata(path).map_err(reading(path))?;
-    if !metadata.is_file() {
-        return Err(damaged(path, "it is not a regular file"));
-    }
-    Ok((File::open(path).map_err(reading(path))?, metadata.len()))
+    let file = open_regular(path).map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidInput => damaged(path, error),
+        _ => reading(path)(error),
+    })?;
+    let size = file.metadata().map_err(reading(path))?.len();
+    Ok((file, size))
 }
 
 /// Reads a whole file of at most `bytes_max` bytes.

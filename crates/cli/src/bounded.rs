@@ -2,8 +2,8 @@
 
 use std::io;
 use std::sync::mpsc::channel;
-use std::thread;
 use std::time::Duration;
+use trireme_base::spawn_thread;
 
 /// Returns what `work` returns. If that takes longer than `limit`, the thread that does it is abandoned.
 ///
@@ -15,7 +15,22 @@ pub(crate) fn within<T: Send + 'static>(
 ) -> io::Result<T> {
     let (sender, receiver) = channel();
     let send = move || drop(sender.send(work()));
-    thread::Builder::new().name("bounded".to_owned()).spawn(send)?;
+    spawn_thread("bounded", send)?;
     let unfinished = |_| io::Error::new(io::ErrorKind::TimedOut, "the file system does not respond");
     receiver.recv_timeout(limit).map_err(unfinished)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_that_does_not_end_is_abandoned() {
+        assert_eq!(within(Duration::from_secs(60), || 7).unwrap(), 7);
+        let (release, blocked) = channel::<()>();
+        let error = within(Duration::from_millis(1), move || blocked.recv()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(error.to_string().contains("does not respond"));
+        drop(release);
+    }
 }

@@ -13,7 +13,7 @@ use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Rank, open_regular_with, printable};
 use trireme_comm::CommError;
 use trireme_train::config::{LogFormat, Metrics};
 use trireme_train::metrics::StepRecord;
@@ -80,13 +80,12 @@ fn describe(error: &anyhow::Error) -> String {
         }
         last = cause;
     }
-    let is_plain = |c: char| c == '\n' || !c.is_control();
-    text.chars().map(|c| if is_plain(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
+    printable(&text).into_owned()
 }
 
 /// Whether the line could be added to a log, whose file system may hang.
 fn is_logged(log: PathBuf, line: String) -> bool {
-    let append = move || writeln!(OpenOptions::new().append(true).open(log)?, "{line}");
+    let append = move || writeln!(open_regular_with(&log, OpenOptions::new().append(true))?, "{line}");
     matches!(within(LOG_MAX, append), Ok(Ok(())))
 }
 
@@ -156,7 +155,8 @@ impl Console {
         let is_output_log = rank != Rank::ROOT && launch::is_under_launcher();
         let open = || {
             std::fs::create_dir_all(log_folder)?;
-            OpenOptions::new().create(true).append(true).open(log_folder.join(format!("rank-{rank}.log")))
+            let log = log_folder.join(format!("rank-{rank}.log"));
+            open_regular_with(&log, OpenOptions::new().create(true).append(true))
         };
         let log = match (!is_output_log).then(open).transpose() {
             Err(source) if rank == Rank::ROOT => {
@@ -359,15 +359,6 @@ impl Drop for Measuring {
     }
 }
 
-/// A word as a shell reads it.
-pub(crate) fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    match word.chars().all(is_plain) && !word.is_empty() {
-        true => word.to_owned(),
-        false => format!("'{}'", word.replace('\'', r"'\''")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -381,7 +372,7 @@ mod tests {
         std::fs::write(&log, "").unwrap();
         assert!(is_logged(log.clone(), "error: second".to_owned()));
         assert_eq!(std::fs::read_to_string(&log).unwrap(), "error: second\n");
-        // Opening a pipe that nobody reads never returns.
+        // Opening a pipe that no process reads would wait.
         let pipe = folder.path().join("pipe");
         mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         assert!(!is_logged(pipe, "error: third".to_owned()));

@@ -9,8 +9,8 @@ use signal_hook::low_level::emulate_default_handler;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
+use trireme_base::spawn_thread;
 use trireme_train::Requests;
 
 /// A launcher hands on what a terminal has sent to all processes: signals of so short a time are one.
@@ -89,7 +89,7 @@ impl Interrupts {
         };
         // It ends with the process: without it, signals would be lost.
         let listen = move || signals.forever().for_each(&mut handle);
-        thread::Builder::new().name("signals".to_owned()).spawn(listen)?;
+        spawn_thread("signals", listen)?;
         Ok(interrupts)
     }
 

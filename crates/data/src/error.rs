@@ -1,6 +1,7 @@
 use std::error::Error;
 use std::io;
 use std::path::PathBuf;
+use trireme_base::quoted;
 
 /// What can go wrong between a text on disk and a batch of tokens.
 #[derive(Debug, thiserror::Error)]
@@ -231,6 +232,13 @@ pub enum DataError {
         /// The most there may be.
         num_threads_max: usize,
     },
+    /// A thread that tokenizes or reads cannot be started.
+    #[error("cannot tokenize")]
+    Spawn {
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
     /// A vocabulary for training a BPE tokenizer that is too small or too large.
     #[error(
         "a BPE vocabulary of {vocabulary_size} is not in {smallest}..={largest}: the 256 bytes and <|endoftext|> \
@@ -266,7 +274,8 @@ pub enum DataError {
     },
     /// A folder without a complete prepared corpus.
     #[error(
-        "{folder} contains no prepared corpus (no prepare.json); run `trireme prepare INPUT… --out {folder}`"
+        "{folder} contains no prepared corpus (no prepare.json); run `trireme prepare INPUT… --out {}`",
+        quoted(&folder.to_string_lossy())
     )]
     NotPrepared {
         /// The folder.

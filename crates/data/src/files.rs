@@ -2,9 +2,10 @@
 
 use crate::DataError;
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use trireme_base::create_regular;
 
 /// Writes `content` beside `path`, waits until it is on the disk, and renames it to `path`.
 pub(crate) fn replace(path: &Path, content: &[u8]) -> Result<(), DataError> {
@@ -20,7 +21,7 @@ pub(crate) fn replace(path: &Path, content: &[u8]) -> Result<(), DataError> {
 }
 
 fn write_synced(path: &Path, content: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
+    let mut file = create_regular(path)?;
     file.write_all(content)?;
     file.sync_all()
 }

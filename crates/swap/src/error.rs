@@ -87,7 +87,7 @@ pub enum SwapError {
         source: Arc<io::Error>,
     },
     /// A thread could not be started.
-    #[error("cannot start a thread for the swap file; check the limit on threads (ulimit -u)")]
+    #[error("cannot start a thread for the swap file")]
     Start {
         /// Why not.
         #[source]

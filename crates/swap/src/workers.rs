@@ -8,6 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use trireme_base::spawn_thread;
 
 /// Starts the thread of `ring`, or without one `num_threads` that make calls on `file`; they end when the queue does.
 pub(crate) fn start(
@@ -36,7 +37,7 @@ fn spawn(
 ) -> io::Result<JoinHandle<()>> {
     queue.enter();
     let worker = Worker { queue: Arc::clone(queue), folder: folder.to_owned() };
-    thread::Builder::new().name("swap".to_owned()).spawn(move || {
+    spawn_thread("swap", move || {
         if let Err(source) = serve(&worker.queue) {
             let folder = worker.folder.clone();
             worker.queue.abort(SwapError::Ring { folder, source: Arc::new(source) });

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
+use trireme_base::{open_regular, open_regular_with};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
     ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, MaskedTokens, PrepareOptions, PrepareReport,
@@ -158,7 +159,8 @@ pub(crate) fn note_use(config: &Config) {
     let is_noted = users_of_corpus(folder).is_ok_and(|users| users.contains(&run_folder));
     if !is_noted {
         // A corpus that cannot be written is not replaced, either.
-        let file = fs::OpenOptions::new().create(true).append(true).open(folder.join(USERS_FILE));
+        let mut options = fs::OpenOptions::new();
+        let file = open_regular_with(&folder.join(USERS_FILE), options.create(true).append(true));
         let _ = file.and_then(|mut file| writeln!(file, "{}", run_folder.display()));
     }
 }
@@ -169,7 +171,7 @@ pub(crate) fn note_use(config: &Config) {
 /// If the folder cannot be read.
 pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
     let path = folder.join(USERS_FILE);
-    let text = match fs::read_to_string(&path) {
+    let text = match open_regular(&path).and_then(io::read_to_string) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(Vec::new());
         }

@@ -10,11 +10,10 @@ use crate::task::{Task, TaskFile};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::Path;
 use std::sync::Arc;
-use trireme_base::{DType, json_text, parse_json};
+use trireme_base::{DType, json_text, open_regular, parse_json};
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{
     CHAT_TEMPLATE_FILE, Corpus, DataError, MaskedTokens, Packing, Sampler, Source, TOKENIZER_CONFIG_FILE,
@@ -294,8 +293,9 @@ fn with_end(model_json: &str, end: Option<u32>) -> String {
 /// The chat template in a corpus' folder, if there is one.
 fn chat_template_of(folder: &Path) -> Result<Option<Vec<u8>>, DataError> {
     let path = folder.join(CHAT_TEMPLATE_FILE);
-    match fs::read(&path) {
-        Ok(template) => Ok(Some(template)),
+    let mut template = Vec::new();
+    match open_regular(&path).and_then(|mut file| file.read_to_end(&mut template)) {
+        Ok(_) => Ok(Some(template)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(source) => Err(DataError::Read { path, source }),
     }

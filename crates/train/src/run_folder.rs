@@ -8,9 +8,10 @@ use crate::observer::Observer;
 use crate::resume::resume_point;
 use crate::trace::TRACE_FILE;
 use std::fs;
+use std::io::Write;
 use std::net::SocketAddr;
-use std::path::Path;
-use trireme_base::Bytes;
+use std::path::{Path, PathBuf};
+use trireme_base::{Bytes, create_regular};
 use trireme_comm::{Choice, Group};
 use trireme_parallel::Executor;
 use trireme_schedule::Program;
@@ -33,10 +34,7 @@ pub(crate) fn open(
     resumed_step: u64,
 ) -> Result<MetricsWriter, TrainError> {
     let folder = config.run_folder();
-    let write = |name: &str, contents: &str| {
-        let path = folder.join(name);
-        fs::write(&path, contents).map_err(|source| TrainError::RunFolder { path, source })
-    };
+    let write = |name: &str, contents: &str| write_file(folder.join(name), contents);
     if config.subject() == Subject::LanguageModel {
         note_use(config);
     }
@@ -64,13 +62,17 @@ pub(crate) fn write_program(config: &Config, program: &Program, comment: &str) -
     let path = config.run_folder().join("program.txt");
     // Behind the program, so that its lines are those that errors name.
     let comment: String = comment.lines().map(|line| format!("# {line}\n")).collect();
-    fs::write(&path, format!("{program}{comment}")).map_err(|source| TrainError::RunFolder { path, source })
+    write_file(path, &format!("{program}{comment}"))
+}
+
+fn write_file(path: PathBuf, contents: &str) -> Result<(), TrainError> {
+    let written = create_regular(&path).and_then(|mut file| file.write_all(contents.as_bytes()));
+    written.map_err(|source| TrainError::RunFolder { path, source })
 }
 
 /// Writes down which algorithms the group has chosen so far, and by which costs.
 pub(crate) fn write_choices(config: &Config, group: &Group) -> Result<(), TrainError> {
-    let path = config.run_folder().join("collectives.txt");
-    fs::write(&path, choices(group)).map_err(|source| TrainError::RunFolder { path, source })
+    write_file(config.run_folder().join("collectives.txt"), &choices(group))
 }
 
 fn choices(group: &Group) -> String {

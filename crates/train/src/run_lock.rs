@@ -8,6 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
+use trireme_base::create_regular;
 
 /// How long a lock that another process holds is waited for.
 const LOCK_PATIENCE: Duration = Duration::from_secs(2);
@@ -49,7 +50,7 @@ impl RunLock {
             folder.ancestors().take_while(|folder| !folder.exists()).map(PathBuf::from).collect();
         loop {
             fs::create_dir_all(folder).map_err(failed)?;
-            let file = match File::create(&path) {
+            let file = match create_regular(&path) {
                 // Whoever held the lock may have removed the folder as well.
                 Err(error) if error.kind() == io::ErrorKind::NotFound && waits() => continue,
                 file => file.map_err(failed)?,

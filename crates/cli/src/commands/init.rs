@@ -1,10 +1,11 @@
 //! `trireme init`: a first config and text.
 
-use crate::console::{Output, quoted};
+use crate::console::Output;
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use trireme_base::quoted;
 
 /// The config that `trireme train` reads if none is named.
 pub(crate) const DEFAULT_CONFIG: &str = "train.toml";

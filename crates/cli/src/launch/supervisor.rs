@@ -18,9 +18,9 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Rank, spawn_thread};
 use trireme_comm::{Diagnosis, Occasion, RankReport, Secret, remove_reports};
 
 /// Tells workers how the user has called this program.
@@ -338,7 +338,7 @@ impl SignalForwarder {
         let handle = signals.handle();
         let forward =
             move || signals.forever().take_while(|signal| sender.send(*signal).is_ok()).for_each(drop);
-        let thread = thread::Builder::new().name("signals".to_owned()).spawn(forward)?;
+        let thread = spawn_thread("signals", forward)?;
         Ok(SignalForwarder { handle, thread: Some(thread) })
     }
 }

@@ -5,14 +5,14 @@ use crate::hang::{Fate, Fates};
 use crate::remarks::message;
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use std::borrow::Cow;
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::process::{ExitStatusExt, parent_id};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Rank, name_limits, open_regular, open_regular_with};
 
 /// The exit code of a worker that ends because another one is gone: a follower, not the cause.
 pub(crate) const LOST_PEER_EXIT_CODE: u8 = 74;
@@ -95,7 +95,8 @@ impl WorkerProcesses {
         log: PathBuf,
     ) -> Result<(), LaunchError> {
         let refuse_log = |source| LaunchError::Log { rank, path: log.clone(), source };
-        let log_file = OpenOptions::new().create(true).append(true).open(&log).map_err(refuse_log)?;
+        let log_file =
+            open_regular_with(&log, OpenOptions::new().create(true).append(true)).map_err(refuse_log)?;
         let log_start = log_file.metadata().map_err(refuse_log)?.len();
         if rank == Rank::ROOT {
             command.env(ERROR_LOG_VARIABLE, &log);
@@ -108,7 +109,7 @@ impl WorkerProcesses {
             .spawn()
             .map_err(|source| {
                 let program = command.get_program().to_string_lossy().into_owned();
-                LaunchError::Start { rank, program, source }
+                LaunchError::Start { rank, program, source: name_limits(source) }
             })?;
         self.workers.push(Worker { rank, child, status: None, log, log_start });
         Ok(())
@@ -255,7 +256,7 @@ fn last_lines(path: &Path, start: u64) -> io::Result<Vec<String>> {
     const BYTES_MAX: usize = 4096;
     /// What is read: an error that is an object is one line.
     const BYTES_READ: u64 = 1 << 16;
-    let mut file = File::open(path)?;
+    let mut file = open_regular(path)?;
     let len = file.metadata()?.len();
     let cut = len.saturating_sub(BYTES_READ);
     file.seek(SeekFrom::Start(start.max(cut)))?;

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
+use trireme_base::name_limits;
 
 /// Verdicts on kernels, by their names.
 pub(super) type Verdicts = BTreeMap<String, Verdict>;
@@ -87,7 +88,7 @@ fn in_child(
     command: &dyn Fn(&[String]) -> io::Result<Command>,
     verdicts: &mut Verdicts,
 ) -> io::Result<()> {
-    let child = command(names)?.stdin(Stdio::null()).stderr(Stdio::null()).output()?;
+    let child = command(names)?.stdin(Stdio::null()).stderr(Stdio::null()).output().map_err(name_limits)?;
     match read(&child.stdout, names, verdicts) {
         Some(kernel) => drop(verdicts.insert(kernel, verdict_of_death(child.status))),
         None if names.iter().all(|name| verdicts.contains_key(name)) => {}

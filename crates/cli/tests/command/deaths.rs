@@ -2,7 +2,6 @@
 
 use crate::common::{Outcome, Running, Scene, free_port, kill, poll, tells};
 use rustix::process::{Signal, kill_process};
-use std::fs::File;
 use std::process::Command;
 
 const ENDLESS: &str = "--set training.steps=1000000000";
@@ -24,16 +23,14 @@ fn assert_death_of(rank: usize, scene: &Scene, outcome: Outcome) {
 #[test]
 fn before_the_workers_have_met() {
     let scene = Scene::with_corpus();
-    std::fs::create_dir_all(scene.path("runs/tiny/logs")).unwrap();
-    // Opening a pipe waits for its other end: the launcher has started rank 0, and gets no further.
-    let pipe = scene.path("runs/tiny/logs/rank-1.log");
+    // Opening a pipe waits for its other end: the launcher is given the config, and the workers are not.
+    let pipe = scene.path("pipe.toml");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    let mut run = Running::start(scene.command("train tiny.toml"));
+    let mut run = Running::start(scene.command("train pipe.toml --set run.name=tiny"));
+    std::fs::write(&pipe, scene.read("tiny.toml")).unwrap();
     kill(run.worker(0));
-    let _other_end = File::open(&pipe).unwrap();
     assert_death_of(0, &scene, run.end_after_death());
     assert!(!scene.path("runs/tiny/checkpoints").exists());
-    std::fs::remove_file(&pipe).unwrap();
     scene.run("train tiny.toml").succeeded();
 }
 

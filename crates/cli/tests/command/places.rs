@@ -2,6 +2,7 @@
 
 use crate::common::{Running, Scene, tells};
 use std::net::TcpListener;
+use std::process::Command;
 
 #[test]
 fn folders_that_cannot_be_written() {
@@ -40,6 +41,45 @@ fn a_file_where_checkpoints_belong() {
     scene.write("runs/tiny/checkpoints", "mine");
     tells(&scene.run("train tiny.toml").refused(), &["runs/tiny/checkpoints", "Not a directory"]);
     assert_eq!(scene.read("runs/tiny/checkpoints"), "mine");
+}
+
+/// Opening a pipe would wait for its other end.
+#[test]
+fn pipes_where_files_of_a_run_belong() {
+    let scene = Scene::with_corpus();
+    let mkfifo = |name: &str| {
+        let made = Command::new("mkfifo").arg(scene.path(name)).status().unwrap();
+        assert!(made.success());
+    };
+    for name in ["metrics.jsonl", "config.toml", "program.txt", ".lock", "logs/rank-0.log", "logs/rank-1.log"]
+    {
+        std::fs::create_dir_all(scene.path("runs/tiny/logs")).unwrap();
+        mkfifo(&format!("runs/tiny/{name}"));
+        let error = scene.run("train tiny.toml").refused();
+        tells(&error, &[&format!("runs/tiny/{name}"), "it is not a regular file"]);
+        std::fs::remove_dir_all(scene.path("runs")).unwrap();
+    }
+    scene.run("train tiny.toml --set metrics.trace_interval=1").succeeded();
+    for name in ["trace.json", "config.toml", "metrics.jsonl", "checkpoints/latest", "checkpoints/best"] {
+        let path = scene.path(&format!("runs/tiny/{name}"));
+        let _ = std::fs::remove_file(&path);
+        mkfifo(&format!("runs/tiny/{name}"));
+        for (command, reads) in [
+            ("report trace runs/tiny", name == "trace.json"),
+            ("report run runs/tiny", name == "metrics.jsonl"),
+            ("report html runs/tiny", name == "metrics.jsonl"),
+        ] {
+            let outcome = scene.run(command);
+            if reads {
+                tells(&outcome.refused(), &[&format!("runs/tiny/{name}"), "it is not a regular file"]);
+            } else {
+                assert_ne!(outcome.code, None, "{outcome:?}");
+            }
+        }
+        if name.starts_with("checkpoints") {
+            scene.run("checkpoint list runs/tiny").succeeded();
+        }
+    }
 }
 
 #[test]

@@ -25,6 +25,26 @@ fn a_run_that_does_not_fit_is_refused_in_words() {
     tells(&error, &["out of memory: the system refuses", "ulimit -d", "vm.overcommit_memory"]);
 }
 
+#[test]
+fn threads_that_cannot_be_started_are_an_error_that_names_the_limits() {
+    let scene = Scene::new();
+    // The stacks of so many threads take half a gigabyte of addresses.
+    for more in ["", " --train-bpe 300"] {
+        let prepare = format!("prepare text.txt --out corpus --threads 256{more}");
+        let error = Running::start(scene.command_after("ulimit -v 400000", &prepare)).end().refused();
+        tells(
+            &error,
+            &[
+                "cannot start the thread 'tokenizer-",
+                "ulimit -u is ",
+                "pids.max",
+                "ulimit -v is 409600000 bytes",
+            ],
+        );
+        assert!(!scene.path("corpus").exists());
+    }
+}
+
 /// Fewer open files than four workers need, whatever they inherit, and enough to start a program.
 const FEW_FILES: usize = 16;
 

@@ -43,6 +43,26 @@ fn loads_nothing(page: &str) {
 }
 
 #[test]
+fn bad_lines_of_the_metrics_are_skipped_with_a_warning() {
+    let scene = Scene::new();
+    write_records(&scene, "runs/a", 20);
+    scene.write(
+        "runs/a/metrics.jsonl",
+        scene.read("runs/a/metrics.jsonl").replacen("\"step\":7,", "\"step\":\0", 1),
+    );
+    for (command, printed) in
+        [("report run runs/a", "steps: 20"), ("report html runs/a", "written: report.html")]
+    {
+        let outcome = scene.run(command);
+        assert_eq!(outcome.code, Some(0), "{outcome:?}");
+        tells(&outcome.stdout, &[printed]);
+        let warning =
+            "warning: skipped 1 lines of runs/a/metrics.jsonl that are not step records, first line 7";
+        tells(&outcome.stderr, &[warning]);
+    }
+}
+
+#[test]
 fn a_page_compares_two_runs() {
     let scene = Scene::with_corpus();
     let train = "train tiny.toml --set training.validation_interval=2 --set metrics.trace_interval=2";

@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use trireme_base::{Heartbeat, Journal, Rank};
+use trireme_base::{Heartbeat, Journal, Rank, spawn_thread};
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
 /// Bytes a rank may give to [`Group::all_gather_bytes`].
@@ -95,9 +95,7 @@ impl Group {
         let messenger = Messenger::start(rank, fabric.message_links, options, recorder.clone())?;
         let queue = Arc::new(Queue::new(engine, Arc::clone(messenger.office()), recorder.clone()));
         let served = Arc::clone(&queue);
-        let thread = std::thread::Builder::new()
-            .name(format!("comm-{rank}"))
-            .spawn(move || served.serve())
+        let thread = spawn_thread(&format!("comm-{rank}"), move || served.serve())
             .map_err(|source| CommError::Spawn { source: Arc::new(source) })?;
         Ok(Group {
             rank,

@@ -19,7 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use trireme_base::Rank;
+use trireme_base::{Rank, spawn_thread};
 
 /// Messages for which there is room from the beginning. How many wait at a time depends on when the peers come, so that a place that
 /// grows with them would grow in some later step.
@@ -111,7 +111,7 @@ impl Messenger {
         });
         let served = Arc::clone(&office);
         let name = format!("messages-{own}");
-        let thread = std::thread::Builder::new().name(name).spawn(move || served.serve()).map_err(failed)?;
+        let thread = spawn_thread(&name, move || served.serve()).map_err(failed)?;
         Ok(Messenger { office, thread: Some(thread) })
     }
 

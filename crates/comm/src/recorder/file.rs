@@ -1,7 +1,8 @@
 use super::report::RankReport;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use trireme_base::{create_regular, open_regular};
 
 /// No report comes near this length.
 const FILE_BYTES_MAX: u64 = 64 << 20;
@@ -42,7 +43,7 @@ pub(super) fn write_report(folder: &Path, report: &RankReport) -> io::Result<()>
     let aside = folder.join(format!(".rank-{}.json.partial", report.rank));
     let mut text = serde_json::to_vec(report)?;
     text.push(b'\n');
-    let written = File::create(&aside).and_then(|mut file| file.write_all(&text));
+    let written = create_regular(&aside).and_then(|mut file| file.write_all(&text));
     written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
 }
 
@@ -91,7 +92,7 @@ fn read_report(path: &Path, rank: usize) -> Result<RankReport, ReadReportsError>
     let unreadable = |source| ReadReportsError::Read { path: path.to_owned(), source };
     let refuse = |what: String| ReadReportsError::NoReport { path: path.to_owned(), what };
     let mut text = Vec::new();
-    File::open(path)
+    open_regular(path)
         .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text))
         .map_err(unreadable)?;
     if text.len() as u64 > FILE_BYTES_MAX {

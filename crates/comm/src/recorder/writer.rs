@@ -5,7 +5,7 @@ use super::{RankReport, RecorderOptions};
 use crate::CommError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Rank, spawn_thread};
 
 /// How long a rank waits for its report to be written before it carries on without.
 const WRITE_MAX: Duration = Duration::from_secs(1);
@@ -38,9 +38,7 @@ impl ReportWriter {
         }
         let mailbox = Arc::new(Mailbox { state: Mutex::default(), changed: Condvar::new() });
         let (served, options) = (Arc::clone(&mailbox), options.clone());
-        std::thread::Builder::new()
-            .name(format!("reports-{rank}"))
-            .spawn(move || served.serve(&options))
+        spawn_thread(&format!("reports-{rank}"), move || served.serve(&options))
             .map_err(|source| CommError::Spawn { source: Arc::new(source) })?;
         Ok(Some(ReportWriter(mailbox)))
     }

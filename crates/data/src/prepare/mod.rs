@@ -40,6 +40,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
+use trireme_base::spawn_scoped_thread;
 
 /// The tokens to train on, in the folder of a prepared corpus.
 pub const TRAIN_FILE: &str = "train.tokens";
@@ -335,10 +336,12 @@ fn choose_tokenizer(
     let (done, is_done) = mpsc::channel::<()>();
     let advance = || progress.advance(Phase::TrainTokenizer, num_read.load(Ordering::Relaxed), inputs.bytes);
     let tokenizer = thread::scope(|scope| {
-        let training = scope.spawn(move || {
+        let train = move || {
             let _done = done;
             Tokenizer::train_bpe(batches.step_by(one_in).flat_map(pieces), vocabulary_size)
-        });
+        };
+        let training = spawn_scoped_thread(scope, "tokenizer-training", train)
+            .map_err(|source| DataError::Spawn { source })?;
         let mut last = None;
         while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let read = num_read.load(Ordering::Relaxed);

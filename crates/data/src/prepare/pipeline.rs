@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 use std::panic::resume_unwind;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
+use trireme_base::spawn_scoped_thread;
 
 /// Batches that may wait before and behind each tokenizing thread.
 const WAITING_BATCHES_MAX: usize = 2;
@@ -64,17 +65,20 @@ pub(super) fn tokenize(
     writers: &mut Writers,
     mut on_progress: impl FnMut(u64),
 ) -> Result<ReadCounts, DataError> {
+    let failed = |source| DataError::Spawn { source };
     thread::scope(|scope| {
         let mut batches = Vec::new();
         let mut results = Vec::new();
-        for _ in 0..num_threads.get() {
+        for index in 0..num_threads.get() {
             let (batch_sender, batch_receiver) = sync_channel(WAITING_BATCHES_MAX);
             let (result_sender, result_receiver) = sync_channel(WAITING_BATCHES_MAX);
             batches.push(batch_sender);
             results.push(result_receiver);
-            scope.spawn(move || tokenize_batches(tokenizer, &batch_receiver, &result_sender));
+            let work = move || tokenize_batches(tokenizer, &batch_receiver, &result_sender);
+            spawn_scoped_thread(scope, &format!("tokenizer-{index}"), work).map_err(failed)?;
         }
-        let reading = scope.spawn(move || deal(&mut reader, &batches).map(|()| reader.into_counts()));
+        let read = move || deal(&mut reader, &batches).map(|()| reader.into_counts());
+        let reading = spawn_scoped_thread(scope, "reader", read).map_err(failed)?;
         let written = write_in_order(&results, writers, &mut on_progress);
         // Stops the other threads where writing failed: they find nobody to take their results.
         drop(results);

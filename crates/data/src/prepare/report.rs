@@ -2,9 +2,9 @@ use super::{REPORT_FILE, Skipped};
 use crate::{DataError, TokenFileWriter, files};
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use trireme_base::open_regular;
 
 /// Far above what a report needs.
 const REPORT_BYTES_MAX: u64 = 16 << 20;
@@ -121,7 +121,7 @@ impl PrepareReport {
     /// If there is none, or it cannot be read or understood.
     pub fn read(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join(REPORT_FILE);
-        let file = match File::open(&path) {
+        let file = match open_regular(&path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 return Err(DataError::NotPrepared { folder: folder.to_owned() });
             }

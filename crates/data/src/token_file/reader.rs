@@ -4,12 +4,12 @@ use super::format::{
 };
 use crate::DataError;
 use std::fs::{File, Metadata};
-use std::io;
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use trireme_base::DType;
+use trireme_base::{DType, open_regular};
 
 /// Files up to this size are verified in full when they are opened.
 const VERIFY_AT_OPEN_BYTES_MAX: u64 = 1 << 30;
@@ -376,11 +376,10 @@ const DOCUMENTS_OUT_OF_ORDER: &str = "its documents are out of order";
 
 fn open_file(path: &Path) -> Result<(File, Metadata), DataError> {
     let read = |source| DataError::Read { path: path.to_owned(), source };
-    // Opening a pipe would wait for its writer.
-    if !std::fs::metadata(path).map_err(read)?.is_file() {
-        return Err(DataError::NotATokenFile { path: path.to_owned() });
-    }
-    let file = File::open(path).map_err(read)?;
+    let file = open_regular(path).map_err(|error| match error.kind() {
+        ErrorKind::InvalidInput => DataError::NotATokenFile { path: path.to_owned() },
+        _ => read(error),
+    })?;
     let metadata = file.metadata().map_err(read)?;
     Ok((file, metadata))
 }

@@ -13,10 +13,11 @@ use crate::{DataError, PrepareReport, VOCABULARY_SIZE_MAX};
 use checks::guarded;
 use sha2::{Digest, Sha256};
 use std::fmt::Write;
-use std::fs;
+use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tokenizers::{DecoderWrapper, ModelWrapper, PostProcessorWrapper};
+use trireme_base::open_regular;
 
 /// A Hugging Face tokenizer, in the folder of a prepared corpus or of a model.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -348,12 +349,15 @@ fn the_only_file<E: From<DataError>>(
 /// Reads a tokenizer's file, unless it is too large to be one.
 fn read(path: &Path) -> Result<Vec<u8>, DataError> {
     let read = |source| DataError::Read { path: path.to_owned(), source };
-    let bytes = fs::metadata(path).map_err(read)?.len();
+    let file = open_regular(path).map_err(read)?;
+    let bytes = file.metadata().map_err(read)?.len();
     if bytes > TOKENIZER_BYTES_MAX {
         let source = format!("it has {bytes} bytes, more than {TOKENIZER_BYTES_MAX}").into();
         return Err(DataError::LoadTokenizer { path: path.to_owned(), source });
     }
-    fs::read(path).map_err(read)
+    let mut contents = Vec::with_capacity(bytes as usize);
+    file.take(TOKENIZER_BYTES_MAX).read_to_end(&mut contents).map_err(read)?;
+    Ok(contents)
 }
 
 #[cfg(test)]

@@ -1,8 +1,11 @@
 use super::{END_OF_DOCUMENT_NAMES, Tokenizer};
 use crate::{DataError, VOCABULARY_SIZE_MAX};
+use std::error::Error;
+use std::io;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, models::TrainerWrapper};
+use trireme_base::name_limits;
 
 /// The 256 bytes and the end of a document.
 pub(crate) const BPE_VOCABULARY_SIZE_MIN: usize = 257;
@@ -27,9 +30,20 @@ impl Tokenizer {
         if !(smallest..=largest).contains(&vocabulary_size) {
             return Err(DataError::BpeVocabulary { vocabulary_size, smallest, largest });
         }
+        start_threads().map_err(|source| DataError::Spawn { source })?;
         train(texts, vocabulary_size)
             .and_then(Tokenizer::from_json)
             .map_err(|source| DataError::TrainTokenizer { source })
+    }
+}
+
+/// Starts the threads that training uses. The tokenizer library would panic where the system refuses them.
+fn start_threads() -> io::Result<()> {
+    // An error without a source means that they run already.
+    let Err(error) = rayon::ThreadPoolBuilder::new().build_global() else { return Ok(()) };
+    match error.source().and_then(|source| source.downcast_ref::<io::Error>()) {
+        Some(source) => Err(name_limits(io::Error::new(source.kind(), error.to_string()))),
+        None => Ok(()),
     }
 }
 

@@ -12,7 +12,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
-use trireme_base::{Event, Latch, Random, RandomKey};
+use trireme_base::{Event, Latch, Random, RandomKey, spawn_thread};
 
 /// What runs in order; streams run in any order that events allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -117,8 +117,7 @@ impl Detached {
             own: Weak::clone(own),
         });
         let served = Arc::clone(&queue);
-        let thread = std::thread::Builder::new().name("device".to_owned());
-        let thread = thread.spawn(move || served.serve(&cpu))?;
+        let thread = spawn_thread("device", move || served.serve(&cpu))?;
         Ok(Detached { queue, thread: Some(thread) })
     }
 

@@ -4,6 +4,7 @@ use serde::Deserialize;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::PathBuf;
+use trireme_base::open_regular_with;
 
 /// No record comes near this length; a longer line is something else.
 const LINE_BYTES_MAX: u64 = 1 << 16;
@@ -20,13 +21,9 @@ impl JsonLines {
     /// crash may have left.
     pub(super) fn open(path: PathBuf, resumed_step: u64) -> Result<Self, MetricsError> {
         let refuse = |source| MetricsError::Open { path: path.clone(), source };
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(refuse)?;
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        let file = open_regular_with(&path, &mut options).map_err(refuse)?;
         let kept_bytes = match kept_bytes(&file, resumed_step).map_err(refuse)? {
             Scan::Records { kept_bytes } => kept_bytes,
             Scan::Damaged { line } => return Err(MetricsError::Damaged { path, line }),

@@ -6,9 +6,10 @@ use crate::error::TrainError;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::path::Path;
+use trireme_base::{create_regular, open_regular};
 use trireme_schedule::{Action, Outline, Stream};
 
 /// What this version writes and reads.
@@ -105,7 +106,7 @@ const STREAMS: [(Stream, &str); 4] = [
 /// Writes steps in the place of an earlier file, which stays whole until then.
 pub(super) fn write(path: &Path, steps: &[TracedStep]) -> io::Result<()> {
     let aside = path.with_file_name(format!(".{TRACE_FILE}.partial"));
-    let written = File::create(&aside).and_then(|file| {
+    let written = create_regular(&aside).and_then(|file| {
         let mut file = BufWriter::new(file);
         serde_json::to_writer(&mut file, &document(steps))?;
         file.write_all(b"\n")?;
@@ -198,7 +199,7 @@ pub fn read(folder: &Path) -> Result<Vec<TracedStep>, TrainError> {
         _ => TrainError::ReadTrace { path: path.clone(), source },
     };
     let mut text = Vec::new();
-    File::open(&path)
+    open_regular(&path)
         .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text))
         .map_err(unreadable)?;
     steps(&text).map_err(|what| TrainError::DamagedTrace { path, what })

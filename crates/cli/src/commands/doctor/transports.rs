@@ -4,9 +4,10 @@ use super::choices::{Choice, choices};
 use anyhow::Context;
 use serde::Serialize;
 use std::fmt;
+use std::io;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
-use trireme_base::{Bytes, Rank, ReduceOp};
+use trireme_base::{Bytes, Rank, ReduceOp, spawn_scoped_thread};
 use trireme_comm::{CommError, GivenCosts, GroupOptions, JoinOptions, TransportChoice, join};
 use trireme_schedule::collective::CostModel;
 
@@ -104,12 +105,13 @@ fn find_out(transport: TransportChoice, workers: usize, costs: GivenCosts) -> an
     let found = std::thread::scope(|scope| {
         let start = |rank| {
             let options = options(rank);
-            scope.spawn(move || work(&options))
+            spawn_scoped_thread(scope, &format!("worker-{rank}"), move || work(&options))
         };
-        let threads: Vec<_> = (0..workers).map(start).collect();
+        let threads = (0..workers).map(start).collect::<io::Result<Vec<_>>>()?;
         let ended = threads.into_iter().map(|thread| thread.join());
-        ended.map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect::<Vec<_>>()
-    });
+        let found = ended.map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        Ok::<_, io::Error>(found.collect::<Vec<_>>())
+    })?;
     let slower = |one: Findings, other: Findings| Findings {
         all_reduce_seconds: one.all_reduce_seconds.max(other.all_reduce_seconds),
         ..one

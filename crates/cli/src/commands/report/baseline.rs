@@ -5,7 +5,8 @@ use trireme_train::config::Config;
 
 /// What counting pairs of tokens achieves on the run's text, if that can be found from here.
 pub(super) fn baseline(run_folder: &Path) -> Option<f64> {
-    let config = Config::load(&run_folder.join(CONFIG_TOML), &[], None).ok()?;
+    let path = Some(run_folder.join(CONFIG_TOML)).filter(|path| path.is_file())?;
+    let config = Config::load(&path, &[], None).ok()?;
     let corpus = Corpus::open(&config.data().folder).ok()?;
     bigram_baseline(&corpus.train.tokens, &corpus.validation?.tokens).ok()
 }

@@ -1,11 +1,12 @@
 //! The records of a run, as reports read them.
 
+use crate::remarks::remark;
 use crate::statistics::median;
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Deserializer};
-use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
+use trireme_base::open_regular;
 use trireme_train::metrics::{METRICS_FILE, MemoryPeakBytes};
 
 /// No record comes near this length.
@@ -78,33 +79,24 @@ impl Record {
 pub(super) struct Records(Vec<Record>);
 
 impl Records {
-    /// Reads the records in a run's folder. The last line may be one that is being written.
+    /// Reads the records in a run's folder. Lines that are not step records are skipped with a warning. The last line may be one that is being
+    /// written.
     pub(super) fn read(run_folder: &Path) -> Result<Self> {
         let path = records_file(run_folder);
-        let file = match File::open(&path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => bail!(
-                "{} has no metrics.jsonl; expected the folder of a run, such as runs/NAME, with [metrics] jsonl = true",
-                run_folder.display()
-            ),
-            file => file.with_context(|| format!("cannot read {}", path.display()))?,
-        };
-        let mut reader = BufReader::new(file);
-        let (mut records, mut line) = (Vec::new(), Vec::new());
-        for number in 1.. {
-            line.clear();
-            let read = (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line);
-            read.with_context(|| format!("cannot read {}", path.display()))?;
-            if !line.ends_with(b"\n") && (line.len() as u64) < LINE_BYTES_MAX {
-                break;
+        let (records, skipped) = read_records(&path, run_folder)?;
+        let skipped = skipped.map(|Skipped { num_lines, first }| {
+            format!(
+                "skipped {num_lines} lines of {} that are not step records, first line {first}",
+                path.display()
+            )
+        });
+        match skipped {
+            Some(skipped) if records.is_empty() => {
+                bail!("{} has no step record: {skipped}", run_folder.display())
             }
-            let record = serde_json::from_slice(&line);
-            records.push(
-                record
-                    .with_context(|| format!("line {number} of {} is not a step record", path.display()))?,
-            );
-        }
-        if records.is_empty() {
-            bail!("{} has no recorded steps yet", run_folder.display());
+            None if records.is_empty() => bail!("{} has no recorded steps yet", run_folder.display()),
+            Some(skipped) => remark(&format!("warning: {skipped}")),
+            None => {}
         }
         Ok(Records(records))
     }
@@ -148,6 +140,47 @@ impl Records {
     }
 }
 
+/// Lines that are not step records.
+#[derive(Debug, PartialEq, Eq)]
+struct Skipped {
+    num_lines: usize,
+    /// The number of the first one, from 1.
+    first: usize,
+}
+
+/// Reads the records of the file at `path` in a run's folder, and counts the lines that are none.
+fn read_records(path: &Path, run_folder: &Path) -> Result<(Vec<Record>, Option<Skipped>)> {
+    let unreadable = || format!("cannot read {}", path.display());
+    let file = match open_regular(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => bail!(
+            "{} has no metrics.jsonl; expected the folder of a run, such as runs/NAME, with [metrics] jsonl = true",
+            run_folder.display()
+        ),
+        file => file.with_context(unreadable)?,
+    };
+    let mut reader = BufReader::new(file);
+    let (mut records, mut skipped) = (Vec::new(), None);
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).with_context(unreadable)?;
+        let is_whole = line.ends_with(b"\n");
+        if !is_whole && (line.len() as u64) < LINE_BYTES_MAX {
+            break;
+        }
+        match serde_json::from_slice(&line) {
+            Ok(record) if is_whole => records.push(record),
+            _ => skipped.get_or_insert(Skipped { num_lines: 0, first: number }).num_lines += 1,
+        }
+        // The rest of a line that is longer than any record.
+        while !line.is_empty() && !line.ends_with(b"\n") {
+            line.clear();
+            (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).with_context(unreadable)?;
+        }
+    }
+    Ok((records, skipped))
+}
+
 /// The file in a run's folder that holds its records.
 pub(super) fn records_file(run_folder: &Path) -> PathBuf {
     run_folder.join(METRICS_FILE)
@@ -168,13 +201,20 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_an_end_is_read_no_further_than_a_record_can_be() {
+    fn lines_that_are_no_records_are_skipped_and_counted() {
         let folder = tempfile::tempdir().unwrap();
-        let spaces = " ".repeat(2 * LINE_BYTES_MAX as usize);
-        std::fs::write(records_file(folder.path()), spaces).unwrap();
+        let path = records_file(folder.path());
+        let record = |step: u64| format!("{{\"step\":{step},\"memory_peak_bytes\":{{}}}}\n");
+        let long = " ".repeat(3 * LINE_BYTES_MAX as usize);
+        let text = [&record(1)[..], "\0\0{\n", "\n", &long, "\n", &record(5), "{\"step\":6"].concat();
+        std::fs::write(&path, text).unwrap();
+        let (records, skipped) = read_records(&path, folder.path()).unwrap();
+        let steps: Vec<u64> = records.iter().map(|record| record.step).collect();
+        assert_eq!((steps, skipped), (vec![1, 5], Some(Skipped { num_lines: 3, first: 2 })));
+        std::fs::write(&path, long).unwrap();
         let error = format!("{:#}", Records::read(folder.path()).unwrap_err());
-        assert!(error.contains("line 1 of") && error.contains("not a step record"), "{error}");
-        std::fs::write(records_file(folder.path()), "{\"step\":1").unwrap();
+        assert!(error.contains("no step record: skipped 1 lines of"), "{error}");
+        std::fs::write(&path, "{\"step\":1").unwrap();
         let error = Records::read(folder.path()).unwrap_err().to_string();
         assert!(error.contains("no recorded steps yet"), "{error}");
     }

@@ -1,10 +1,9 @@
 //! What a run shows when it has ended.
 
-use crate::console::quoted;
 use crate::launch::INVOKED_AS_VARIABLE;
 use crate::planning::{Plan, measured};
 use anyhow::Result;
-use trireme_base::{Bytes, Category};
+use trireme_base::{Bytes, Category, quoted};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, best_step};
 use trireme_data::bigram_baseline;
 use trireme_model::Sampling;
@@ -85,8 +84,9 @@ pub(super) fn stopped(config: &Config, summary: &RunSummary) -> Vec<String> {
     match &summary.checkpoint {
         Some((saved, path)) if *saved == step => {
             // Workers are started by a path that nobody has typed.
-            let program = std::env::var(INVOKED_AS_VARIABLE).ok().or_else(|| std::env::args().next());
-            let words = program.into_iter().chain(std::env::args().skip(1)).map(|word| quoted(&word));
+            let program = std::env::var_os(INVOKED_AS_VARIABLE).or_else(|| std::env::args_os().next());
+            let words = program.into_iter().chain(std::env::args_os().skip(1));
+            let words = words.map(|word| quoted(&word.to_string_lossy()));
             let command = words.collect::<Vec<_>>().join(" ");
             // Else the same command would begin again.
             let resume = if config.checkpoint().resume == Resume::Auto { "" } else { " --resume auto" };
@@ -114,20 +114,21 @@ pub(super) fn whereabouts(config: &Config, summary: &RunSummary, learns_answers:
     }
     lines.push("next steps:".to_owned());
     if config.subject() == Subject::LanguageModel {
+        let run = quoted(&folder.to_string());
         let prompt = match config.generate().prompt.as_str() {
             blank if blank.trim().is_empty() && learns_answers => {
                 " --prompt \"…\"   # with --chat after conversations".to_owned()
             }
             blank if blank.trim().is_empty() => String::new(),
-            prompt => format!(" --prompt {prompt:?}"),
+            prompt => format!(" --prompt {}", quoted(prompt)),
         };
         lines.extend([
-            format!("  trireme generate {folder}{prompt}"),
-            format!("  trireme eval {folder} DATA"),
-            format!("  trireme checkpoint export {folder} exported   # a Hugging Face model directory"),
+            format!("  trireme generate {run}{prompt}"),
+            format!("  trireme eval {run} DATA"),
+            format!("  trireme checkpoint export {run} exported   # a Hugging Face model directory"),
         ]);
     }
-    lines.push(format!("  tensorboard --logdir {}", config.run().folder.display()));
+    lines.push(format!("  tensorboard --logdir {}", quoted(&config.run().folder.to_string_lossy())));
     lines
 }
 

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::thread::JoinHandle;
+use trireme_base::spawn_thread;
 
 /// How often an idle thread looks for work before it sleeps: some tens of microseconds, which
 /// bridges the gap between two kernels but not a wait for another rank.
@@ -68,8 +69,7 @@ impl ThreadPool {
         pool.is_idle = false;
         for index in 1..num_threads {
             let shared = Arc::clone(&pool.shared);
-            let worker = std::thread::Builder::new().name(format!("kernel-{index}"));
-            pool.workers.push(worker.spawn(move || shared.work(index))?);
+            pool.workers.push(spawn_thread(&format!("kernel-{index}"), move || shared.work(index))?);
         }
         Ok(pool)
     }

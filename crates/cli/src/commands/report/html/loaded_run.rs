@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
+use trireme_base::quoted;
 use trireme_checkpoint::ModelSource;
 use trireme_train::CONFIG_TOML;
 use trireme_train::config::Config;
@@ -64,7 +65,8 @@ pub(super) fn load(folders: &[PathBuf]) -> Result<Vec<LoadedRun>> {
 
 fn load_run(folder: &Path, name: String) -> Result<LoadedRun> {
     let records = Records::read(folder)?;
-    let keys = Config::file_values(&folder.join(CONFIG_TOML)).unwrap_or_default();
+    let config = Some(folder.join(CONFIG_TOML)).filter(|path| path.is_file());
+    let keys = config.and_then(|path| Config::file_values(&path).ok()).unwrap_or_default();
     let (drawing, breakdown) = folder.join(TRACE_FILE).exists().then(|| traced(folder)).unzip();
     Ok(LoadedRun {
         name,
@@ -123,7 +125,7 @@ fn traced(folder: &Path) -> (Drawing, Option<Breakdown>) {
         Ok(Some((_, breakdown))) => {
             let why = format!(
                 "the last traced step has too many passes for a page; `trireme report trace {} --svg FILE` draws it",
-                folder.display()
+                quoted(&folder.to_string_lossy())
             );
             (Drawing::Missing(why), Some(breakdown))
         }

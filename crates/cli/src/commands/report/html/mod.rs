@@ -15,9 +15,10 @@ use crate::remarks::remark;
 use anyhow::{Context, Result, bail};
 use hues::NUM_HUES;
 use loaded_run::{LoadedRun, load};
-use std::fs::{self, File};
+use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
+use trireme_base::open_regular;
 
 const EXAMPLES: &str = "\
 The page shows what the runs were and where their configs differ. Its charts show losses, learning
@@ -62,13 +63,13 @@ pub(super) fn run(args: &HtmlArgs) -> Result<()> {
 
 /// Refuses to replace anything but an earlier page, unless that is forced.
 fn check_target(path: &Path, force: bool) -> Result<()> {
-    let file = match File::open(path) {
+    let file = match open_regular(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::InvalidInput => {
+            bail!("{} is not a file; choose another name with --out", path.display());
+        }
         file => file.with_context(|| format!("cannot read {}, which exists", path.display()))?,
     };
-    if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-        bail!("{} is not a file; choose another name with --out", path.display());
-    }
     let mut beginning = Vec::new();
     file.take(page::BEGINNING.len() as u64)
         .read_to_end(&mut beginning)

@@ -1,0 +1,66 @@
+//! Opening files that may be something else, such as a pipe.
+
+use rustix::fs::OFlags;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// Opens a regular file for reading, and never waits for a writer, as opening a pipe would.
+///
+/// # Errors
+/// As [`File::open`], and `InvalidInput` for a pipe, a device, a socket or a folder.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    open_regular_with(path, OpenOptions::new().read(true))
+}
+
+/// Opens, or creates, a regular file with these options, and never waits for another process, as opening a pipe would.
+///
+/// # Errors
+/// As [`OpenOptions::open`], and `InvalidInput` for a pipe, a device, a socket or a folder.
+pub fn open_regular_with(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    let refusal = || io::Error::new(ErrorKind::InvalidInput, "it is not a regular file");
+    if fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+        return Err(refusal());
+    }
+    // Another process may replace the file after the check.
+    let file = options.custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(refusal()) }
+}
+
+/// Creates a regular file, or empties the one that is there, and never waits for a reader, as opening a pipe would.
+///
+/// # Errors
+/// As [`File::create`], and `InvalidInput` for a pipe, a device, a socket or a folder.
+pub fn create_regular(path: &Path) -> io::Result<File> {
+    open_regular_with(path, OpenOptions::new().write(true).create(true).truncate(true))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    #[test]
+    fn only_regular_files_are_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        let append = || OpenOptions::new().create(true).append(true).clone();
+        io::Write::write_all(&mut open_regular_with(&file, &mut append()).unwrap(), b"text").unwrap();
+        let mut text = String::new();
+        open_regular(&file).unwrap().read_to_string(&mut text).unwrap();
+        assert_eq!(text, "text");
+        assert_eq!(create_regular(&file).unwrap().metadata().unwrap().len(), 0);
+        let pipe = folder.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+        assert!(made.success());
+        for path in [&*pipe, folder.path(), Path::new("/dev/zero")] {
+            assert_eq!(open_regular(path).unwrap_err().kind(), ErrorKind::InvalidInput);
+            let error = open_regular_with(path, &mut append()).unwrap_err();
+            assert_eq!(error.to_string(), "it is not a regular file");
+            assert_eq!(create_regular(path).unwrap_err().kind(), ErrorKind::InvalidInput);
+        }
+        let missing = open_regular(&folder.path().join("missing")).unwrap_err();
+        assert_eq!(missing.kind(), ErrorKind::NotFound);
+    }
+}

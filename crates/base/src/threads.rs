@@ -1,0 +1,92 @@
+//! Starting threads, with errors that name the limits of the system.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+
+/// Starts a thread of this name.
+///
+/// # Errors
+/// If the system refuses the thread. The error names the [limits](name_limits) that bound the number of threads.
+pub fn spawn_thread<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    refused(name, Builder::new().name(name.to_owned()).spawn(work))
+}
+
+/// Starts a thread of this name that ends within a scope.
+///
+/// # Errors
+/// As [`spawn_thread`].
+pub fn spawn_scoped_thread<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> io::Result<ScopedJoinHandle<'scope, T>> {
+    refused(name, Builder::new().name(name.to_owned()).spawn_scoped(scope, work))
+}
+
+fn refused<T>(name: &str, started: io::Result<T>) -> io::Result<T> {
+    started.map_err(|error| {
+        let error = name_limits(error);
+        io::Error::new(error.kind(), format!("cannot start the thread '{name}': {error}"))
+    })
+}
+
+/// Adds the limits that bound processes and threads to the error of starting one, if the error is that a limit is reached. Returns any other
+/// error as it is.
+pub fn name_limits(error: io::Error) -> io::Error {
+    if !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory) {
+        return error;
+    }
+    let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let limit = |name: &str| soft_limit(&limits, name).unwrap_or("unknown");
+    let text = format!(
+        "{error}; a limit is reached: of processes and threads (ulimit -u is {}, and pids.max of the control group) or of memory (ulimit -v is {} \
+         bytes); raise it, or use fewer threads or workers",
+        limit("Max processes"),
+        limit("Max address space"),
+    );
+    io::Error::new(error.kind(), text)
+}
+
+/// The soft limit of this name in the text of `/proc/self/limits`.
+fn soft_limit<'a>(limits: &'a str, name: &str) -> Option<&'a str> {
+    limits.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_the_system_refuses_is_an_error_that_names_the_limits() {
+        // More than there are addresses for a process.
+        let started = Builder::new().stack_size(1 << 47).spawn(|| ());
+        let error = refused("kernel-3", started).unwrap_err().to_string();
+        for fact in ["cannot start the thread 'kernel-3'", "ulimit -u is ", "pids.max", "ulimit -v is "] {
+            assert!(error.contains(fact), "{error}");
+        }
+        let other = name_limits(io::Error::new(ErrorKind::NotFound, "no such program"));
+        assert_eq!(other.to_string(), "no such program");
+    }
+
+    #[test]
+    fn soft_limits_are_read() {
+        let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
+                      Max processes             100                  63432                processes \n\
+                      Max address space         unlimited            unlimited            bytes     \n";
+        let read = ["Max processes", "Max address space", "Max other"].map(|name| soft_limit(limits, name));
+        assert_eq!(read, [Some("100"), Some("unlimited"), None]);
+    }
+
+    #[test]
+    fn threads_run_and_have_their_name() {
+        let name = || std::thread::current().name().map(str::to_owned);
+        let own = spawn_thread("own", name).unwrap().join().unwrap();
+        let scoped =
+            std::thread::scope(|scope| spawn_scoped_thread(scope, "scoped", name).unwrap().join().unwrap());
+        assert_eq!([own, scoped], [Some("own".to_owned()), Some("scoped".to_owned())]);
+    }
+}
