@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
-use trireme_base::Rank;
+use trireme_base::{Rank, printable};
 use trireme_comm::host_name;
 use trireme_train::config::LogFormat;
 
@@ -48,7 +48,7 @@ impl Channel {
     fn formatted<'a>(&self, text: &'a str) -> Cow<'a, str> {
         match self.format {
             LogFormat::Json => self.object("message", text.trim()).into(),
-            LogFormat::Text => text.into(),
+            LogFormat::Text => printable(text),
         }
     }
 

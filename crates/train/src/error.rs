@@ -3,7 +3,7 @@ use crate::metrics::MetricsError;
 use crate::schedule_file::ScheduleFileError;
 use std::io;
 use std::path::PathBuf;
-use trireme_base::Bytes;
+use trireme_base::{Bytes, quoted};
 use trireme_checkpoint::CheckpointError;
 use trireme_comm::{CommError, CompressionError};
 use trireme_data::DataError;
@@ -87,7 +87,7 @@ pub enum TrainError {
          learn other tokens, set [model] allow_other_tokenizer = true",
         corpus.display(),
         model.display(),
-        model.display()
+        quoted(&model.to_string_lossy())
     )]
     OtherTokenizer {
         /// The corpus, or the tokenizer for it.

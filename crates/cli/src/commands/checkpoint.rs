@@ -8,7 +8,7 @@ use serde::Serialize;
 use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use trireme_base::{Bytes, DType, with_sources};
+use trireme_base::{Bytes, DType, printable, with_sources};
 use trireme_checkpoint::{
     Checkpoint, ExtraFile, ModelExport, ModelSource, OPTIMIZER_PREFIX, StoredTensors, best_step,
     checkpoints_folder, export, list_checkpoints,
@@ -84,7 +84,7 @@ fn inspect(path: &Path, json: bool, verify: bool, out: &mut impl Write) -> anyho
         serde_json::to_writer_pretty(&mut *out, &report)?;
         writeln!(out)?;
     } else {
-        write!(out, "{report}")?;
+        write!(out, "{}", printable(&report.to_string()))?;
     }
     if verify {
         verify_source(&source)?;
@@ -156,7 +156,8 @@ fn write_model(
     export(&model, target).with_context(|| format!("exporting {}", source.path().display()))?;
     let written = open(target)?;
     let totals = Totals::new(&written.weights(), |_| true);
-    writeln!(out, "{} -> {}: {totals}", source.path().display(), target.display())?;
+    let line = format!("{} -> {}: {totals}", source.path().display(), target.display());
+    writeln!(out, "{}", printable(&line))?;
     Ok(())
 }
 
@@ -168,14 +169,15 @@ fn list(run_folder: &Path, out: &mut impl Write) -> anyhow::Result<()> {
     }
     let best = best_step(&folder);
     for (step, path) in checkpoints {
-        match Checkpoint::open(&path) {
+        let line = match Checkpoint::open(&path) {
             Ok(checkpoint) => {
                 let totals = Totals::new(checkpoint.tensors(), |_| true);
                 let note = if best == Some(step) { " (lowest validation loss)" } else { "" };
-                writeln!(out, "{}: {totals}{note}", path.display())?;
+                format!("{}: {totals}{note}", path.display())
             }
-            Err(reason) => writeln!(out, "{}: unusable: {}", path.display(), with_sources(&reason))?,
-        }
+            Err(reason) => format!("{}: unusable: {}", path.display(), with_sources(&reason)),
+        };
+        writeln!(out, "{}", printable(&line))?;
     }
     Ok(())
 }
@@ -334,6 +336,21 @@ mod tests {
         assert_eq!((&json["kind"], &json["step"]), (&"checkpoint".into(), &5.into()));
         assert_eq!(json["optimizer"]["bytes"], 24);
         assert_eq!(json["tensors"][1]["shape"], serde_json::json!([3, 2]));
+    }
+
+    #[test]
+    fn names_from_outside_cannot_steer_the_terminal() {
+        let run = run_folder();
+        let hostile = run.path().join("\u{1b}[2J");
+        std::fs::create_dir(&hostile).unwrap();
+        std::fs::rename(run.path().join("checkpoints"), hostile.join("checkpoints")).unwrap();
+        std::fs::create_dir(hostile.join("checkpoints/step-6")).unwrap();
+        let mut out = Vec::new();
+        list(&hostile, &mut out).unwrap();
+        let listed = String::from_utf8(out).unwrap();
+        for text in [listed, inspected(&hostile.join("checkpoints/step-5"), false, false).unwrap()] {
+            assert!(text.contains(r"/\u{1b}[2J/checkpoints/step-5") && !text.contains('\u{1b}'), "{text}");
+        }
     }
 
     #[test]

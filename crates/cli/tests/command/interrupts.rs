@@ -144,6 +144,20 @@ fn a_second_signal_ends_at_once_and_one_before_the_first_step_does() {
     }
 }
 
+/// The command that resumes is one that a shell reads as it was.
+#[test]
+fn the_command_to_resume_is_quoted_for_the_shell() {
+    let scene = Scene::with_corpus();
+    std::fs::rename(scene.path("tiny.toml"), scene.path("my $HOME's.toml")).unwrap();
+    let mut command = scene.command("train");
+    command.arg("my $HOME's.toml").args(ENDLESS.split_whitespace());
+    let mut run = Running::start(command);
+    run.until("step: 2 ");
+    run.interrupt();
+    let printed = run.end().stdout;
+    tells(&printed, &[r"train 'my $HOME'\''s.toml' --set training.steps=1000000000"]);
+}
+
 /// A batch system takes 143 for a saved run, and would start this one again for ever.
 #[test]
 fn a_worker_that_is_killed_while_the_run_saves_after_a_signal_is_reported() {

@@ -1,18 +1,26 @@
 //! The last record of a run over HTTP, as Prometheus reads it.
 //!
-//! One connection is served at a time, for at most [`CONNECTION_MAX`]: whatever a client does, it can delay others, but not the run.
+//! One thread serves up to [`CONNECTIONS_MAX`] connections at a time, each for at most [`CONNECTION_MAX`]. A further client takes the place of the
+//! oldest connection, so clients that connect and say nothing do not keep others out.
 
 use super::{MetricsError, StepRecord};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use std::collections::VecDeque;
 use std::fmt::{self, Write as _};
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use trireme_base::spawn_thread;
 
 /// Prometheus' text format (<https://prometheus.io/docs/instrumenting/exposition_formats>).
 const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Connections that are served at a time.
+const CONNECTIONS_MAX: usize = 16;
 
 /// How long a connection may last.
 const CONNECTION_MAX: Duration = Duration::from_secs(2);
@@ -59,16 +67,8 @@ impl PrometheusEndpoint {
         let address = listener.local_addr().map_err(refuse)?;
         let shared = Arc::<Shared>::default();
         let of_thread = Arc::clone(&shared);
-        let serve = move || {
-            for stream in listener.incoming() {
-                if of_thread.is_over.load(Ordering::Relaxed) {
-                    break;
-                }
-                // A client that fails asks again.
-                let _ = stream.and_then(|stream| serve(stream, &of_thread));
-            }
-        };
-        let thread = thread::Builder::new().name("prometheus".to_owned()).spawn(serve).map_err(refuse)?;
+        listener.set_nonblocking(true).map_err(refuse)?;
+        let thread = spawn_thread("prometheus", move || serve(&listener, &of_thread)).map_err(refuse)?;
         Ok(PrometheusEndpoint { address, shared, thread: Some(thread) })
     }
 
@@ -98,34 +98,101 @@ impl Drop for PrometheusEndpoint {
     }
 }
 
-/// Reads one request and answers it.
-fn serve(mut stream: TcpStream, shared: &Shared) -> io::Result<()> {
-    let deadline = Instant::now() + CONNECTION_MAX;
-    let mut request = Vec::new();
-    let mut chunk = [0; 1024];
-    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() || request.len() > REQUEST_BYTES_MAX {
-            return Ok(());
+/// Serves connections until the endpoint is dropped, or the system refuses to wait for them.
+fn serve(listener: &TcpListener, shared: &Shared) {
+    let mut connections: VecDeque<Connection> = VecDeque::new();
+    while wait(listener, &connections).is_ok() && !shared.is_over.load(Ordering::Relaxed) {
+        let now = Instant::now();
+        connections.retain_mut(|connection| {
+            connection.deadline > now && connection.advance(shared).unwrap_or(false)
+        });
+        // A client that fails asks again.
+        while let Ok((stream, _)) = listener.accept() {
+            if connections.len() == CONNECTIONS_MAX {
+                connections.pop_front();
+            }
+            connections.extend(Connection::new(stream, now + CONNECTION_MAX));
         }
-        stream.set_read_timeout(Some(left))?;
-        let length = stream.read(&mut chunk)?;
-        if length == 0 {
-            return Ok(());
-        }
-        request.extend_from_slice(&chunk[..length]);
     }
-    let (status, body) = match request.starts_with(b"GET /metrics ") {
-        true => ("200 OK", shared.text().clone()),
-        false => ("404 Not Found", "see /metrics\n".to_owned()),
+}
+
+/// Waits until a client connects, or a connection is ready or over.
+fn wait(listener: &TcpListener, connections: &VecDeque<Connection>) -> io::Result<()> {
+    let mut ready = vec![PollFd::new(listener, PollFlags::IN)];
+    ready.extend(connections.iter().map(|Connection { stream, answer, .. }| {
+        PollFd::new(stream, if answer.is_empty() { PollFlags::IN } else { PollFlags::OUT })
+    }));
+    // The oldest connection ends first.
+    let left = connections.front().map(|oldest| oldest.deadline.saturating_duration_since(Instant::now()));
+    let left =
+        left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+    match poll(&mut ready, left.as_ref()) {
+        Err(Errno::INTR) => Ok(()),
+        waited => Ok(waited.map(drop)?),
+    }
+}
+
+/// A client that has connected.
+struct Connection {
+    /// Does not block.
+    stream: TcpStream,
+    /// When it ends at the latest.
+    deadline: Instant,
+    request: Vec<u8>,
+    /// The rest of the answer, once the request is complete.
+    answer: Vec<u8>,
+}
+
+impl Connection {
+    fn new(stream: TcpStream, deadline: Instant) -> Option<Self> {
+        stream.set_nonblocking(true).ok()?;
+        Some(Connection { stream, deadline, request: Vec::new(), answer: Vec::new() })
+    }
+
+    /// Reads and writes as much as is possible now. Returns whether the connection goes on.
+    fn advance(&mut self, shared: &Shared) -> io::Result<bool> {
+        match self.read_and_write(shared) {
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(true),
+            ended => ended.map(|()| false),
+        }
+    }
+
+    /// Returns when the answer is written or the client sends no more.
+    fn read_and_write(&mut self, shared: &Shared) -> io::Result<()> {
+        let mut chunk = [0; 1024];
+        while self.answer.is_empty() {
+            let length = self.stream.read(&mut chunk)?;
+            self.request.extend_from_slice(&chunk[..length]);
+            if self.request.windows(4).any(|end| end == b"\r\n\r\n") {
+                self.answer = answer(&self.request, &shared.text());
+            } else if length == 0 || self.request.len() > REQUEST_BYTES_MAX {
+                return Ok(());
+            }
+        }
+        while !self.answer.is_empty() {
+            let length = self.stream.write(&self.answer)?;
+            self.answer.drain(..length);
+        }
+        Ok(())
+    }
+}
+
+/// The answer to a request whose head is complete.
+fn answer(request: &[u8], text: &str) -> Vec<u8> {
+    let mut words = request.split(|byte| byte.is_ascii_whitespace());
+    let (method, target) = (words.next(), words.next().unwrap_or_default());
+    let is_head = method == Some(b"HEAD");
+    let path = target.split(|&byte| byte == b'?').next();
+    let (status, body) = match path == Some(b"/metrics") && (is_head || method == Some(b"GET")) {
+        true => ("200 OK", text),
+        false => ("404 Not Found", "see /metrics\n"),
     };
     let length = body.len();
+    let body = if is_head { "" } else { body };
     let answer = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
     );
-    // More fits the socket's buffer, so one write is enough of a bound.
-    stream.set_write_timeout(Some(CONNECTION_MAX))?;
-    stream.write_all(answer.as_bytes())
+    answer.into_bytes()
 }
 
 fn write_record(text: &mut String, record: &StepRecord) -> fmt::Result {
@@ -178,13 +245,15 @@ mod tests {
     fn the_last_record_is_shown() {
         let endpoint = PrometheusEndpoint::open(([127, 0, 0, 1], 0).into()).unwrap();
         let address = endpoint.address;
-        let get = |path: &str| {
+        let ask = |method: &str, path: &str| {
             let mut stream = TcpStream::connect(address).unwrap();
-            write!(stream, "GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            write!(stream, "{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").unwrap();
             let mut answer = String::new();
             stream.read_to_string(&mut answer).unwrap();
             answer
         };
+        let get = |path: &str| ask("GET", path);
         assert!(get("/metrics").starts_with("HTTP/1.1 200"));
         let mut record = StepRecord { step: 3, loss: 2.5, grad_norm: f64::NAN, ..StepRecord::default() };
         record.lr = f64::INFINITY;
@@ -207,8 +276,20 @@ mod tests {
         for name in ["memory_peak_bytes", "metric"] {
             assert_eq!(shown.matches(&format!("# TYPE trireme_{name} ")).count(), 1);
         }
-        assert!(get("/").starts_with("HTTP/1.1 404"));
+        assert_eq!(get("/metrics?target=a"), shown);
+        assert!(get("/").starts_with("HTTP/1.1 404") && get("/metricsx").starts_with("HTTP/1.1 404"));
+        let head = ask("HEAD", "/metrics");
+        assert!(head.starts_with("HTTP/1.1 200") && head.ends_with("\r\n\r\n"), "{head}");
+        let length = shown.split_once("\r\n\r\n").unwrap().1.len();
+        assert!(head.contains(&format!("\r\nContent-Length: {length}\r\n")), "{head}");
         assert!(PrometheusEndpoint::open(address).is_err(), "the port is in use");
+        // Clients that say nothing, or only half, keep no other out: one after the other, they would last for longer than the others wait.
+        let idle: Vec<TcpStream> =
+            (0..4 * CONNECTIONS_MAX).map(|_| TcpStream::connect(address).unwrap()).collect();
+        let mut half = TcpStream::connect(address).unwrap();
+        write!(half, "GET /met").unwrap();
+        assert_eq!(get("/metrics"), shown);
+        drop((idle, half));
         // A client that announces more than it sends holds nobody up.
         let mut slow = TcpStream::connect(address).unwrap();
         write!(slow, "POST /metrics HTTP/1.1\r\nContent-Length: 100000\r\n\r\nabc").unwrap();
