@@ -31,6 +31,7 @@ mod remarks;
 mod simd;
 mod started;
 mod statistics;
+mod temporary;
 
 pub use trireme_base as base;
 pub use trireme_checkpoint as checkpoint;

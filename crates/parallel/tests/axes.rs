@@ -541,11 +541,12 @@ fn degrees_that_do_not_divide_are_refused_with_those_that_do() {
     assert_eq!(
         refused(&models()[0], 3),
         "3 ranks cannot cut dim 1 of 'transformer.h.0.attn.c_attn.weight' into equal parts: it has 4 pieces of 8 elements that \
-         stay together in each of 3 groups; the nearest degrees that divide the model are 2 and 4"
+         stay together in each of 3 groups; nearest possible degree: 2 or 4"
     );
     let llama = refused(&models()[1], 8);
     assert!(
-        llama.contains("'model.layers.0.self_attn.q_proj.weight'") && llama.ends_with("model are 4"),
+        llama.contains("'model.layers.0.self_attn.q_proj.weight'")
+            && llama.ends_with("; nearest possible degree: 4"),
         "{llama}"
     );
 }

@@ -5,6 +5,7 @@ use crate::console::Output;
 use crate::numbers::counted;
 use crate::remarks::remark;
 use crate::simd::{Proof, Simd};
+use crate::temporary::temporary_folder;
 use anyhow::{Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
@@ -110,7 +111,7 @@ fn corpus(
         }
         return Ok((corpus, None));
     }
-    let scratch = tempfile::Builder::new().prefix("trireme-eval-").tempdir()?;
+    let scratch = temporary_folder("trireme-eval-")?;
     let options = PrepareOptions {
         tokenizer: TokenizerChoice::OfModel { model: args.model.clone(), tokenizer: Arc::clone(tokenizer) },
         chat_template,

@@ -96,6 +96,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if !(args.top_p > 0.0 && args.top_p <= 1.0) {
         bail!("--top-p is {}; it must be above 0 and at most 1", args.top_p);
     }
+    if args.stop.iter().any(String::is_empty) {
+        bail!("--stop is empty, so no text could be generated before it; give a text, or leave it out");
+    }
     let simd = Simd::choose(Proof::Cached)?;
     simd.warn();
     let (num_threads, features_max) = (args.threads, Some(simd.level));

@@ -3,7 +3,8 @@
 use super::LaunchError;
 use super::supervisor::{LocalWorld, OnSignal, run_local_workers, worker_command};
 use crate::simd::Simd;
-use anyhow::{Context, Result};
+use crate::temporary::temporary_folder;
+use anyhow::Result;
 use std::path::PathBuf;
 use std::time::Instant;
 use trireme_train::FLIGHT_RECORDER_FOLDER;
@@ -14,14 +15,12 @@ const RECORDER_VARIABLE: &str = "TRIREME_FLIGHT_RECORDER";
 /// Starts this command again for each worker, and waits until all have exited. If one dies, its log and the flight
 /// recorders' reports stay in a folder like that of a run. `simd` is what the workers' kernels use, if they have any.
 pub(crate) fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> Result<()> {
-    let folder = std::env::temp_dir().join(format!("trireme-workers-{}", std::process::id()));
-    std::fs::create_dir_all(&folder)
-        .with_context(|| format!("cannot create the folder {}", folder.display()))?;
-    let recorder_folder = folder.join(FLIGHT_RECORDER_FOLDER);
+    let folder = temporary_folder("trireme-workers-")?;
+    let recorder_folder = folder.path().join(FLIGHT_RECORDER_FOLDER);
     let world = LocalWorld {
         num_workers,
         master_port: 0,
-        log_folder: &folder,
+        log_folder: folder.path(),
         recorder_folder: &recorder_folder,
         on_signal: OnSignal::End,
     };
@@ -32,9 +31,8 @@ pub(crate) fn launch_workers(num_workers: usize, started: Instant, simd: Option<
         worker
     });
     // Of a worker's death the error names the log; else nobody will look for it.
-    if !matches!(ended, Err(LaunchError::WorkerDied { .. })) {
-        // What cannot be removed from the temporary folder is the system's to remove.
-        let _ = std::fs::remove_dir_all(&folder);
+    if matches!(ended, Err(LaunchError::WorkerDied { .. })) {
+        let _kept = folder.keep();
     }
     Ok(ended?)
 }

@@ -124,6 +124,9 @@ fn texts_end_as_asked_and_come_from_several_prompts() {
     let stopped: Value = serde_json::from_str(&Running::start(command).end().succeeded()).unwrap();
     let end = text.find(stop).unwrap();
     assert_eq!((&stopped["ended"], stopped["text"].as_str().unwrap()), (&"stop".into(), &text[..end]));
+    let mut command = scene.command("generate runs/tiny --prompt o --stop");
+    command.arg("");
+    tells(&Running::start(command).end().refused(), &["--stop is empty"]);
     // The model has 16 positions.
     let long = scene.run("generate runs/tiny --prompt o --num-tokens 99 --ignore-end");
     assert_eq!(long.code, Some(0));

@@ -3,6 +3,7 @@
 use crate::common::{Running, Scene, free_port, kill, tells};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 /// Steps without end, and without checkpoints, which no line of the program makes.
@@ -85,9 +86,14 @@ fn a_bench_whose_worker_is_lost_or_stopped_ends_with_the_table() {
         let mut run = Running::start(bench);
         run.until("3 workers over shm");
         kill_process(run.worker(1), signal).unwrap();
+        let process_id = run.process();
         let error = run.end().stderr;
         tells(&error, &[cause, "try: "]);
         tells(&row(&error, 1), &[state]);
+        // Another user can neither guess its name nor put anything into it.
+        let kept = scene.names("").into_iter().find(|name| name.starts_with("trireme-workers-")).unwrap();
+        assert_ne!(kept, format!("trireme-workers-{}", process_id.as_raw_nonzero()));
+        assert_eq!(scene.path(&kept).metadata().unwrap().permissions().mode() & 0o777, 0o700);
         for survivor in [0, 2] {
             tells(&row(&error, survivor), &["failed", "rank 1", ", world ", "bench all_reduce of 64.00KiB"]);
         }

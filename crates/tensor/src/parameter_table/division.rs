@@ -51,7 +51,7 @@ pub enum ExpertsError {
     },
     /// They do not divide.
     #[error(
-        "{degree} ranks cannot have equally many of the {num_experts} experts of '{unit}'; the nearest degrees that divide them are {}",
+        "{degree} ranks cannot have equally many of the {num_experts} experts of '{unit}'; nearest possible degree: {}",
         join(.nearest)
     )]
     Indivisible {
@@ -70,7 +70,7 @@ pub enum ExpertsError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{degree} ranks cannot cut dim {dim} of '{name}' into equal parts: it has {num_granules} pieces of {granule} elements that stay together{}; \
-     the nearest degrees that divide the model are {}",
+     nearest possible degree: {}",
     groups(*.num_groups), join(.nearest)
 )]
 pub struct UncuttableError {
@@ -95,7 +95,7 @@ fn groups(num_groups: usize) -> String {
 }
 
 fn join(degrees: &[usize]) -> String {
-    degrees.iter().map(usize::to_string).collect::<Vec<_>>().join(" and ")
+    degrees.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ")
 }
 
 impl ParameterTable {
@@ -250,7 +250,8 @@ mod tests {
         assert_eq!(table([2; 4]).check_expert_degree(4), Ok(()));
         assert_eq!(table([2, 5, 2, 5]).check_expert_degree(2), Ok(()), "the ranks' experts are alike");
         assert!(refusal([2, 2, 2, 5], 2).contains("its experts have different shapes"));
-        assert!(refusal([2; 4], 3).contains("the nearest degrees that divide them are 2 and 4"));
+        assert!(refusal([2; 4], 3).ends_with("; nearest possible degree: 2 or 4"));
+        assert!(refusal([2; 4], 8).ends_with("; nearest possible degree: 4"));
         let none = ParameterTable::default().check_expert_degree(2).unwrap_err().to_string();
         assert!(none.contains("the model has no experts"));
     }

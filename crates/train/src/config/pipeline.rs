@@ -92,8 +92,8 @@ fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
         let nearest = below.into_iter().chain((degree + 1..=num_data).find(divides));
         let nearest: Vec<String> = nearest.map(|degree| degree.to_string()).collect();
         format!(
-            "{degree} does not divide the {num_data} workers that see different samples or positions; the nearest degrees that do are {}",
-            nearest.join(" and ")
+            "{degree} does not divide the {num_data} workers that see different samples or positions; nearest possible degree: {}",
+            nearest.join(" or ")
         )
     });
     checks.require(

@@ -2,11 +2,13 @@
 
 use crate::console::{Measuring, Output};
 use crate::statistics::median;
+use crate::temporary::temporary_folder;
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use trireme_base::name_limits;
 use trireme_train::config::Config;
 use trireme_train::metrics::METRICS_FILE;
 
@@ -82,16 +84,6 @@ pub(super) struct LayoutsArgs {
     json: bool,
 }
 
-/// A folder for runs, removed at the end.
-struct Temporary(PathBuf);
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        // What cannot be removed from the temporary folder is the system's to remove.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 /// A layout, and medians in seconds.
 #[derive(Debug, Serialize)]
 struct Compared<'a> {
@@ -115,18 +107,19 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
         [] => LAYOUTS.to_vec(),
         own => own.iter().map(String::as_str).collect(),
     };
-    let folder = Temporary(std::env::temp_dir().join(format!("trireme-layouts-{}", std::process::id())));
+    let folder = temporary_folder("trireme-layouts-")?;
+    let runs = &folder.path().join("runs");
     let measuring = Measuring::new();
     // All before the first runs: a mistake in the last one must not cost the time of the others.
     for layout in &layouts {
-        Config::load(&args.config, &overrides(args, layout, &folder), None)
+        Config::load(&args.config, &overrides(args, layout, runs), None)
             .with_context(|| format!("layout '{layout}'"))?;
     }
     let mut found: Vec<[Vec<f64>; 2]> = vec![Default::default(); layouts.len()];
     for round in 1..=args.rounds {
         for (layout, found) in layouts.iter().zip(&mut found) {
             measuring.tell(&format!("{layout} (round {round} of {})", args.rounds));
-            let times = train(args, layout, &folder)?;
+            let times = train(args, layout, runs)?;
             found.iter_mut().zip(times).for_each(|(found, time)| found.push(time));
         }
     }
@@ -153,7 +146,7 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
 }
 
 /// What a layout changes in the config, with what all runs have in common.
-fn overrides(args: &LayoutsArgs, layout: &str, Temporary(runs): &Temporary) -> Vec<String> {
+fn overrides(args: &LayoutsArgs, layout: &str, runs: &Path) -> Vec<String> {
     let common = [
         format!("run.folder={}", runs.display()),
         "run.name=run".to_owned(),
@@ -169,19 +162,19 @@ fn overrides(args: &LayoutsArgs, layout: &str, Temporary(runs): &Temporary) -> V
 }
 
 /// Trains a layout for some steps: the predicted and the measured seconds of a step.
-fn train(args: &LayoutsArgs, layout: &str, folder: &Temporary) -> Result<[f64; 2]> {
+fn train(args: &LayoutsArgs, layout: &str, runs: &Path) -> Result<[f64; 2]> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let mut command = Command::new(program);
     command.arg("train").arg(&args.config);
-    for change in overrides(args, layout, folder) {
+    for change in overrides(args, layout, runs) {
         command.args(["--set", &change]);
     }
-    let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
+    let output =
+        command.output().map_err(name_limits).with_context(|| format!("cannot start {command:?}"))?;
     if !output.status.success() {
         let error = String::from_utf8_lossy(&output.stderr);
         bail!("{layout}: the run failed: {}", error.trim_end().trim_start_matches("error: "));
     }
-    let runs = &folder.0;
     let times = read_times(&runs.join("run").join(METRICS_FILE)).with_context(|| layout.to_owned())?;
     std::fs::remove_dir_all(runs).with_context(|| format!("cannot remove {}", runs.display()))?;
     Ok(times)
