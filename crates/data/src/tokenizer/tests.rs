@@ -1,6 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use std::fs;
 
 const TEXT: &str = "The quick brown fox jumps over the lazy dog. Größe, naïve café: 100 €! 𝄞\n";
 
