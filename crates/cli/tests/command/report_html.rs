@@ -57,7 +57,7 @@ fn bad_lines_of_the_metrics_are_skipped_with_a_warning() {
         assert_eq!(outcome.code, Some(0), "{outcome:?}");
         tells(&outcome.stdout, &[printed]);
         let warning =
-            "warning: skipped 1 lines of runs/a/metrics.jsonl that are not step records, first line 7";
+            "warning: skipped 1 line of runs/a/metrics.jsonl without a step record; the first is line 7";
         tells(&outcome.stderr, &[warning]);
     }
 }
@@ -187,7 +187,7 @@ fn what_is_no_run_is_refused() {
     let many = "report html ".to_owned() + &"runs/a ".repeat(11);
     tells(&scene.refused_without_trace(&many), &["11 runs are given", "at most 10"]);
     scene.write("runs/a/metrics.jsonl", "no record\n");
-    tells(&scene.refused_without_trace("report html runs/a"), &["line 1 of runs/a/metrics.jsonl"]);
+    tells(&scene.refused_without_trace("report html runs/a"), &["skipped 1 line of runs/a/metrics.jsonl"]);
     let help = scene.run("report html --help").succeeded();
     assert!(help.lines().all(|line| line.chars().count() <= 100), "{help}");
     tells(&help, &["Examples:", "trireme report html runs/quickstart"]);

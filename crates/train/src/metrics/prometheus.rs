@@ -149,7 +149,7 @@ impl Connection {
         Some(Connection { stream, deadline, request: Vec::new(), answer: Vec::new() })
     }
 
-    /// Reads and writes as much as is possible now. Returns whether the connection goes on.
+    /// Reads and writes as much as is possible now. Returns whether the connection continues.
     fn advance(&mut self, shared: &Shared) -> io::Result<bool> {
         match self.read_and_write(shared) {
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(true),

@@ -1,5 +1,6 @@
 //! The records of a run, as reports read them.
 
+use crate::numbers::counted;
 use crate::remarks::remark;
 use crate::statistics::median;
 use anyhow::{Context, Result, bail};
@@ -85,10 +86,8 @@ impl Records {
         let path = records_file(run_folder);
         let (records, skipped) = read_records(&path, run_folder)?;
         let skipped = skipped.map(|Skipped { num_lines, first }| {
-            format!(
-                "skipped {num_lines} lines of {} that are not step records, first line {first}",
-                path.display()
-            )
+            let lines = counted(num_lines, "line");
+            format!("skipped {lines} of {} without a step record; the first is line {first}", path.display())
         });
         match skipped {
             Some(skipped) if records.is_empty() => {
@@ -213,7 +212,7 @@ mod tests {
         assert_eq!((steps, skipped), (vec![1, 5], Some(Skipped { num_lines: 3, first: 2 })));
         std::fs::write(&path, long).unwrap();
         let error = format!("{:#}", Records::read(folder.path()).unwrap_err());
-        assert!(error.contains("no step record: skipped 1 lines of"), "{error}");
+        assert!(error.contains("no step record: skipped 1 line of"), "{error}");
         std::fs::write(&path, "{\"step\":1").unwrap();
         let error = Records::read(folder.path()).unwrap_err().to_string();
         assert!(error.contains("no recorded steps yet"), "{error}");
