@@ -59,6 +59,9 @@ There, to train on a text of your own:
     trireme eval runs/book other.txt
 "#;
 
+/// The command by which this program runs a chat template in a child process.
+const RENDER_CHAT_TEMPLATE: &str = "render-chat-template";
+
 /// Distributed deep-learning training: one binary, one config file.
 #[derive(Debug, Parser)]
 #[command(version, after_help = EXAMPLES)]
@@ -86,6 +89,9 @@ enum Command {
     Man(commands::completions::ManArgs),
     #[command(hide = true)]
     ProveKernels(commands::prove_kernels::ProveKernelsArgs),
+    /// Run the chat template of the process that started this one.
+    #[command(hide = true, name = RENDER_CHAT_TEMPLATE)]
+    RenderChatTemplate,
 }
 
 /// The commands of a program with a task of its own.
@@ -113,6 +119,7 @@ enum TaskCommand {
 
 /// Runs the `trireme` command with the arguments of this process.
 pub fn run_command() -> ExitCode {
+    trireme_data::isolate_chat_templates(&[RENDER_CHAT_TEMPLATE]);
     within_process(|started| match parse::<Arguments>().command {
         Command::Init(args) => commands::init::run(&args),
         Command::Train(args) => commands::train::run(&args, started, None),
@@ -130,6 +137,7 @@ pub fn run_command() -> ExitCode {
         Command::Completions(args) => commands::completions::completions(&args, Arguments::command()),
         Command::Man(args) => commands::completions::man(&args, Arguments::command()),
         Command::ProveKernels(args) => commands::prove_kernels::run(&args),
+        Command::RenderChatTemplate => Ok(trireme_data::serve_chat_template()?),
     })
 }
 

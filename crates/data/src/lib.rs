@@ -22,7 +22,10 @@ mod token_file;
 mod tokenizer;
 
 pub use baseline::bigram_baseline;
-pub use chat::{Answered, CHAT_TEMPLATE_FILE, ChatTemplate};
+pub use chat::{
+    Answered, CHAT_TEMPLATE_BYTES_MAX, CHAT_TEMPLATE_FILE, ChatTemplate, isolate_chat_templates,
+    serve_chat_template,
+};
 pub use corpus::Corpus;
 pub use error::DataError;
 pub use masked_tokens::MaskedTokens;

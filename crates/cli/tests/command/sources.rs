@@ -102,6 +102,9 @@ fn conversations_need_a_template() {
     scene.write("strict.jinja", "{{ raise_exception('only one turn') }}");
     let refused = scene.refused_without_trace("prepare chat.jsonl --chat-template strict.jinja --out c");
     tells(&refused, &["chat.jsonl, line 1", "only one turn"]);
+    scene.write("deep.jinja", format!("{{{{ {}1 }}}}", "-".repeat(900_000)));
+    let refused = scene.refused_without_trace("prepare chat.jsonl --chat-template deep.jinja --out c");
+    tells(&refused, &["the chat template of deep.jinja", "nest too deeply"]);
 }
 
 #[test]

@@ -1,30 +1,30 @@
 //! Conversations as text, by the chat template of a model.
 
+mod interpreter;
+mod marks;
+mod process;
+mod python_json;
+
+pub use process::{isolate_chat_templates, serve_chat_template};
+
 use crate::DataError;
-use minijinja::value::{Kwargs, Value as TemplateValue};
-use minijinja::{Environment, Error, ErrorKind, State, context};
-use serde::Serialize;
+use interpreter::{Interpreter, Output, Program, Task};
+use marks::has_mark;
+use process::Process;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use serde_json::ser::Formatter;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::io::{self, Write};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::UNIX_EPOCH;
 
 /// A chat template beside a tokenizer, as transformers writes it.
 pub const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 
-/// Steps of a template's interpreter: some thousand times as many as known ones take for a long conversation.
-const FUEL: u64 = 50_000_000;
-
-/// The longest text of a conversation: some times as long as a line of a file may be.
-const TEXT_BYTES_MAX: usize = 256 << 20;
-
-const TEMPLATE: &str = "chat_template";
-
-/// Stand around what the model is to learn, in text that a template has made; of the private use area, and removed again.
-const ANSWER_BEGINS: char = '\u{10fff0}';
-const ANSWER_ENDS: char = '\u{10fff1}';
+/// Maximum length of a template's source. The longest published ones have a few dozen KiB.
+pub const CHAT_TEMPLATE_BYTES_MAX: usize = 1 << 20;
 
 /// Turns begin and end with tokens of their own (OpenAI's ChatML).
 const CHATML: &str = "\
@@ -43,14 +43,34 @@ const CHATML: &str = "\
 /// The names of special tokens that templates use, in `tokenizer_config.json`.
 const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
 
-/// What makes text of a conversation: a Jinja template, as transformers' `apply_chat_template` reads it.
+/// A Jinja template that formats a conversation as text, as transformers' `apply_chat_template` does.
+///
+/// A template from a file is a program that others wrote. It runs in a child process with limits on its memory, stack and
+/// processor time if the program has called [`isolate_chat_templates`].
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
-    /// As it was given.
     source: String,
+    /// The file, or the folder of the model.
+    path: PathBuf,
     special_tokens: BTreeMap<String, String>,
-    marks_answers: bool,
+    /// Shared by clones.
+    runner: Arc<Mutex<Runner>>,
+}
+
+/// Where a template runs.
+#[derive(Debug)]
+enum Runner {
+    Here(Interpreter),
+    Child(Process),
+}
+
+impl Runner {
+    fn start(program: &Program<'_>, is_trusted: bool) -> Result<Self, String> {
+        match is_trusted || !process::is_available() {
+            true => Interpreter::new(program).map(Runner::Here),
+            false => Process::start(program).map(Runner::Child),
+        }
+    }
 }
 
 impl PartialEq for ChatTemplate {
@@ -60,7 +80,7 @@ impl PartialEq for ChatTemplate {
 }
 
 /// A document, and which parts of it a model is to learn.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answered {
     /// The document.
     pub text: String,
@@ -72,35 +92,40 @@ impl ChatTemplate {
     /// A template with the special tokens that it may use.
     ///
     /// # Errors
-    /// If it is no valid template; `path` is where it comes from.
+    /// If it is not a valid template, is too long, or exceeds a limit; `path` is where it comes from.
     pub fn new(
         source: &str,
         special_tokens: BTreeMap<String, String>,
         path: &Path,
     ) -> Result<Self, DataError> {
-        let marks_answers = has_tag(source, "generation");
-        let mut environment = Environment::new();
-        // As transformers has it.
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_keep_trailing_newline(false);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_function("mark_answer", mark_answer);
-        environment.add_filter("tojson", to_json);
-        environment
-            .add_template_owned(TEMPLATE, with_calls(source))
-            .map_err(|source| DataError::ChatTemplate { path: path.to_owned(), source: source.into() })?;
-        Ok(ChatTemplate { environment, source: source.to_owned(), special_tokens, marks_answers })
+        Self::start(source, special_tokens, path, false)
+    }
+
+    fn start(
+        source: &str,
+        special_tokens: BTreeMap<String, String>,
+        path: &Path,
+        is_trusted: bool,
+    ) -> Result<Self, DataError> {
+        let refuse =
+            |reason: String| DataError::ChatTemplate { path: path.to_owned(), source: reason.into() };
+        if source.len() > CHAT_TEMPLATE_BYTES_MAX {
+            let bytes = source.len();
+            return Err(refuse(format!("it has {bytes} bytes, more than {CHAT_TEMPLATE_BYTES_MAX}")));
+        }
+        let runner = Runner::start(&program(source, &special_tokens), is_trusted).map_err(refuse)?;
+        Ok(ChatTemplate {
+            source: source.to_owned(),
+            path: path.to_owned(),
+            special_tokens,
+            runner: Arc::new(Mutex::new(runner)),
+        })
     }
 
     /// A template that suits models which have not learned one yet.
     pub fn chatml() -> Self {
         let path = Path::new("chatml");
-        ChatTemplate::new(CHATML, BTreeMap::new(), path).expect("it is a valid template")
+        Self::start(CHATML, BTreeMap::new(), path, true).expect("it is a valid template")
     }
 
     /// That of a model, if it has one, in files that `read` gives by name: [`CHAT_TEMPLATE_FILE`], or within `tokenizer_config.json`.
@@ -141,20 +166,17 @@ impl ChatTemplate {
     /// Text that a model continues with its answer.
     ///
     /// # Errors
-    /// What the template says of messages that do not suit it.
+    /// What the template says of messages that do not suit it; and if it exceeds a limit.
     pub fn prompt(&self, messages: &[Value]) -> Result<String, String> {
-        let rendered = self.render(messages, true)?;
-        Ok(rendered.chars().filter(|c| ![ANSWER_BEGINS, ANSWER_ENDS].contains(c)).collect())
+        self.text(messages, true)
     }
 
     /// What ends an answer, without white space around it; `None` if nothing does.
     pub fn end_of_answer(&self) -> Option<String> {
         const ANSWER: &str = "answer";
         let message = |role: &str, content: &str| serde_json::json!({ "role": role, "content": content });
-        let rendered =
-            self.render(&[message("user", "question"), message("assistant", ANSWER)], false).ok()?;
+        let rendered = self.text(&[message("user", "question"), message("assistant", ANSWER)], false).ok()?;
         let (_, end) = rendered.rsplit_once(ANSWER)?;
-        let end: String = end.chars().filter(|c| ![ANSWER_BEGINS, ANSWER_ENDS].contains(c)).collect();
         Some(end.trim().to_owned()).filter(|end| !end.is_empty())
     }
 
@@ -162,74 +184,41 @@ impl ChatTemplate {
     /// what they are (`{% generation %}`), that counts; else what they add to the text of the messages before.
     ///
     /// # Errors
-    /// What the template says of messages that do not suit it; and if a message changes the text of those before, so that its own part is
-    /// not known.
+    /// What the template says of messages that do not suit it; if a message changes the text of those before, so that its own part is
+    /// not known; and if the template exceeds a limit.
     pub fn answered(&self, messages: &[Value], first: usize) -> Result<Answered, String> {
-        let rendered = self.render(messages, false)?;
-        if self.marks_answers {
-            let mut found = take_marks(&rendered);
-            if first > 0 {
-                let num_before = take_marks(&self.render(&messages[..first], false)?).answers.len();
-                found.answers.drain(..num_before.min(found.answers.len()));
-            }
-            return Ok(found);
-        }
-        let mut answers = Vec::new();
-        for index in (first..messages.len()).filter(|&index| messages[index]["role"] == "assistant") {
-            let before = self.render(&messages[..index], true)?;
-            let with = self.render(&messages[..=index], false)?;
-            if !(with.starts_with(&before) && rendered.starts_with(&with)) {
-                return Err(format!(
-                    "the chat template changes earlier text when message {} is added, so the answer cannot be told from it; mark answers in the \
-                     template with {{% generation %}} and {{% endgeneration %}}",
-                    index + 1
-                ));
-            }
-            answers.push(before.len()..with.len());
-        }
-        Ok(Answered { text: rendered, answers })
+        self.run(messages, Output::Samples { first })
     }
 
-    fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String, String> {
+    fn text(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String, String> {
+        Ok(self.run(messages, Output::Text { add_generation_prompt })?.text)
+    }
+
+    fn run(&self, messages: &[Value], output: Output) -> Result<Answered, String> {
         if messages.iter().any(has_mark) {
             return Err("a message contains U+10FFF0 or U+10FFF1, which mark answers here".to_owned());
         }
-        let template = self.environment.get_template(TEMPLATE).expect("it was added");
-        let special_tokens = TemplateValue::from_serialize(&self.special_tokens);
-        let context = context! { messages, add_generation_prompt, ..special_tokens };
-        let mut rendered = Bounded(Vec::new());
-        template.render_captured_to(context, &mut rendered).map_err(|error| {
-            // What raise_exception was given is the detail.
-            error.detail().map_or_else(|| error.to_string(), str::to_owned)
-        })?;
-        Ok(String::from_utf8_lossy(&rendered.0).into_owned())
-    }
-}
-
-/// Text that a template writes, up to [`TEXT_BYTES_MAX`].
-struct Bounded(Vec<u8>);
-
-impl Write for Bounded {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > TEXT_BYTES_MAX {
-            return Err(io::Error::other(format!("the text exceeds {TEXT_BYTES_MAX} bytes")));
+        let task = Task { messages: Cow::Borrowed(messages), output };
+        let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
+        let process = match &mut *runner {
+            Runner::Here(interpreter) => return interpreter.run(&task),
+            Runner::Child(process) => process,
+        };
+        let of_template = |reason| format!("the chat template of {}: {reason}", self.path.display());
+        if !process.is_running() {
+            *process = Process::start(&program(&self.source, &self.special_tokens)).map_err(of_template)?;
         }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        // The process still runs if the template itself refused the messages.
+        process.run(&task).map_err(|reason| if process.is_running() { reason } else { of_template(reason) })
     }
 }
 
-/// Whether a text within a value could be taken for the marks of answers.
-fn has_mark(value: &Value) -> bool {
-    match value {
-        Value::String(text) => text.contains([ANSWER_BEGINS, ANSWER_ENDS]),
-        Value::Array(values) => values.iter().any(has_mark),
-        Value::Object(members) => members.values().any(has_mark),
-        _ => false,
+fn program<'a>(source: &'a str, special_tokens: &'a BTreeMap<String, String>) -> Program<'a> {
+    let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
+    Program {
+        source: Cow::Borrowed(source),
+        special_tokens: Cow::Borrowed(special_tokens),
+        now: now.try_into().unwrap_or(0),
     }
 }
 
@@ -241,86 +230,6 @@ fn template_in(config: &Value) -> Option<String> {
         default.or(all.first())?["template"].as_str()
     };
     config.as_str().or_else(named).map(str::to_owned)
-}
-
-/// Stands for `{% generation %}`, which the template language does not have.
-fn mark_answer(state: &State<'_, '_>, arguments: Kwargs) -> Result<String, Error> {
-    let caller: TemplateValue = arguments.get("caller")?;
-    let answer = caller.call(state, &[])?;
-    Ok(format!("{ANSWER_BEGINS}{answer}{ANSWER_ENDS}"))
-}
-
-/// Each tag of the source: where it begins, what is between its delimiters, and where it ends.
-fn tags(source: &str) -> impl Iterator<Item = (usize, &str, usize)> {
-    let mut rest = 0;
-    std::iter::from_fn(move || {
-        let start = rest + source[rest..].find("{%")?;
-        let end = start + source[start..].find("%}")? + 2;
-        rest = end;
-        Some((start, &source[start + 2..end - 2], end))
-    })
-}
-
-/// The name of a tag, without the signs that trim white space around it.
-fn tag_name(inner: &str) -> &str {
-    inner.trim_matches(|c| c == '-' || c == '+').trim()
-}
-
-fn has_tag(source: &str, name: &str) -> bool {
-    tags(source).any(|(_, inner, _)| tag_name(inner) == name)
-}
-
-/// The source with calls in place of tags that the template language does not have.
-fn with_calls(source: &str) -> String {
-    let (mut text, mut rest) = (String::with_capacity(source.len()), 0);
-    for (start, inner, end) in tags(source) {
-        let call = match tag_name(inner) {
-            "generation" => "call mark_answer()",
-            "endgeneration" => "endcall",
-            _ => continue,
-        };
-        text += &source[rest..start];
-        text += &format!("{{%{}%}}", inner.replace(tag_name(inner), &format!(" {call} ")));
-        rest = end;
-    }
-    text + &source[rest..]
-}
-
-fn take_marks(rendered: &str) -> Answered {
-    let (mut text, mut answers, mut start) = (String::with_capacity(rendered.len()), Vec::new(), None);
-    for c in rendered.chars() {
-        match c {
-            ANSWER_BEGINS => start = Some(text.len()),
-            ANSWER_ENDS => answers.extend(start.take().map(|start| start..text.len())),
-            c => text.push(c),
-        }
-    }
-    Answered { text, answers }
-}
-
-/// JSON as Python writes it: with spaces after commas and colons, and nothing escaped for HTML.
-fn to_json(value: TemplateValue) -> Result<String, Error> {
-    let mut json = Vec::new();
-    let mut serializer = serde_json::Serializer::with_formatter(&mut json, PythonFormatter);
-    let failed = |error: serde_json::Error| Error::new(ErrorKind::InvalidOperation, error.to_string());
-    value.serialize(&mut serializer).map_err(failed)?;
-    Ok(String::from_utf8_lossy(&json).into_owned())
-}
-
-struct PythonFormatter;
-
-impl Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 #[cfg(test)]
@@ -392,6 +301,28 @@ mod tests {
         let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(endless, BTreeMap::new(), Path::new("a")).unwrap();
         assert!(template.prompt(&messages()).is_err());
+    }
+
+    #[test]
+    fn functions_and_variables_are_those_of_transformers() {
+        let rendered = |source: &str| {
+            let template = ChatTemplate::new(source, BTreeMap::new(), Path::new("a")).unwrap();
+            template.prompt(&[json!({"a": [], "role": "user", "é": [1, {}]})]).unwrap()
+        };
+        // Printed by jinja2 with transformers' tojson.
+        assert_eq!(
+            rendered("{{ messages | tojson(indent=4) }}"),
+            "[\n    {\n        \"a\": [],\n        \"role\": \"user\",\n        \"é\": [\n            1,\n            {}\n        ]\n    }\n]"
+        );
+        assert_eq!(
+            rendered("{{ messages | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}"),
+            r#"[{"a":[],"role":"user","\u00e9":[1,{}]}]"#
+        );
+        assert_eq!(rendered("{{ tools is none and documents is none and tools is defined }}"), "True");
+        assert!(rendered("{{ strftime_now('%Y-%m-%d') }}").starts_with("20"));
+        let refused = "{{ strftime_now('%!') }}";
+        let template = ChatTemplate::new(refused, BTreeMap::new(), Path::new("a")).unwrap();
+        assert_eq!(template.prompt(&[]).unwrap_err(), "\"%!\" is not a format of strftime");
     }
 
     #[test]

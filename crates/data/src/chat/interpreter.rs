@@ -1,0 +1,206 @@
+//! Runs a chat template on messages, in this process.
+
+use super::Answered;
+use super::marks::{ANSWER_BEGINS, ANSWER_ENDS, take_marks};
+use super::python_json::to_json;
+use chrono::DateTime;
+use minijinja::value::{Kwargs, Value as TemplateValue};
+use minijinja::{Environment, Error, ErrorKind, State, context};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::{self, Write};
+
+/// Steps of the interpreter per rendered text. Published templates take some thousandth of it for a long conversation.
+const FUEL: u64 = 50_000_000;
+
+/// Maximum length of a rendered text: a few times the length of a line of an input file.
+const TEXT_BYTES_MAX: usize = 256 << 20;
+
+const TEMPLATE: &str = "chat_template";
+
+/// A chat template and the values that it may read in addition to messages.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Program<'a> {
+    pub(super) source: Cow<'a, str>,
+    pub(super) special_tokens: Cow<'a, BTreeMap<String, String>>,
+    /// The time that `strftime_now` formats, in seconds after 1970 began.
+    pub(super) now: i64,
+}
+
+/// Messages and what to render of them.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Task<'a> {
+    pub(super) messages: Cow<'a, [Value]>,
+    pub(super) output: Output,
+}
+
+/// The texts that a [`Task`] asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Output {
+    /// The conversation as one text.
+    Text { add_generation_prompt: bool },
+    /// The samples from which a model learns the answers in the messages from `first` on.
+    Samples { first: usize },
+}
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub(super) struct Interpreter {
+    environment: Environment<'static>,
+    special_tokens: BTreeMap<String, String>,
+    marks_answers: bool,
+}
+
+impl Interpreter {
+    /// Compiles a template.
+    ///
+    /// # Errors
+    /// If it is not valid.
+    pub(super) fn new(program: &Program<'_>) -> Result<Self, String> {
+        let mut environment = Environment::new();
+        // As transformers has it.
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_keep_trailing_newline(false);
+        environment.set_fuel(Some(FUEL));
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        let now = DateTime::from_timestamp(program.now, 0).unwrap_or_default();
+        environment.add_function("strftime_now", move |format: &str| -> Result<String, Error> {
+            let mut text = String::new();
+            let refuse = |_| {
+                Error::new(ErrorKind::InvalidOperation, format!("{format:?} is not a format of strftime"))
+            };
+            write!(text, "{}", now.format(format)).map_err(refuse)?;
+            Ok(text)
+        });
+        environment.add_function("mark_answer", mark_answer);
+        environment.add_filter("tojson", to_json);
+        environment
+            .add_template_owned(TEMPLATE, with_calls(&program.source))
+            .map_err(|error| error.to_string())?;
+        Ok(Interpreter {
+            environment,
+            special_tokens: program.special_tokens.clone().into_owned(),
+            marks_answers: has_tag(&program.source, "generation"),
+        })
+    }
+
+    /// Renders the texts that a task asks for.
+    ///
+    /// # Errors
+    /// Why the template refuses the messages, and why the answers cannot be located in the text.
+    pub(super) fn run(&self, task: &Task<'_>) -> Result<Answered, String> {
+        let messages = &task.messages[..];
+        match task.output {
+            Output::Text { add_generation_prompt } => self.render(messages, add_generation_prompt),
+            Output::Samples { first } => self.samples(messages, first),
+        }
+    }
+
+    fn samples(&self, messages: &[Value], first: usize) -> Result<Answered, String> {
+        let mut all = self.render(messages, false)?;
+        if self.marks_answers {
+            if first > 0 {
+                let num_before = self.render(&messages[..first], false)?.answers.len();
+                all.answers.drain(..num_before.min(all.answers.len()));
+            }
+            return Ok(all);
+        }
+        all.answers.clear();
+        for index in (first..messages.len()).filter(|&index| messages[index]["role"] == "assistant") {
+            let before = self.render(&messages[..index], true)?;
+            let with = self.render(&messages[..=index], false)?;
+            if !(with.text.starts_with(&before.text) && all.text.starts_with(&with.text)) {
+                return Err(format!(
+                    "the chat template changes earlier text when message {} is added, so the answer cannot be told from it; mark answers in the \
+                     template with {{% generation %}} and {{% endgeneration %}}",
+                    index + 1
+                ));
+            }
+            all.answers.push(before.text.len()..with.text.len());
+        }
+        Ok(all)
+    }
+
+    /// Renders messages; the answers are those that the template marks.
+    fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<Answered, String> {
+        let template = self.environment.get_template(TEMPLATE).expect("it was added");
+        let special_tokens = TemplateValue::from_serialize(&self.special_tokens);
+        // transformers passes the optional arguments as none.
+        let none = TemplateValue::from(());
+        let context =
+            context! { messages, add_generation_prompt, tools => none, documents => none, ..special_tokens };
+        let mut rendered = Bounded(Vec::new());
+        template.render_captured_to(context, &mut rendered).map_err(|error| {
+            // What raise_exception was given is the detail.
+            error.detail().map_or_else(|| error.to_string(), str::to_owned)
+        })?;
+        Ok(take_marks(&String::from_utf8_lossy(&rendered.0)))
+    }
+}
+
+/// Text that a template writes, up to [`TEXT_BYTES_MAX`].
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > TEXT_BYTES_MAX {
+            return Err(io::Error::other(format!("the text exceeds {TEXT_BYTES_MAX} bytes")));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Stands for `{% generation %}`, which the template language does not have.
+fn mark_answer(state: &State<'_, '_>, arguments: Kwargs) -> Result<String, Error> {
+    let caller: TemplateValue = arguments.get("caller")?;
+    let answer = caller.call(state, &[])?;
+    Ok(format!("{ANSWER_BEGINS}{answer}{ANSWER_ENDS}"))
+}
+
+fn has_tag(source: &str, name: &str) -> bool {
+    tags(source).any(|(_, inner, _)| tag_name(inner) == name)
+}
+
+/// Each tag of the source: where it begins, what is between its delimiters, and where it ends.
+fn tags(source: &str) -> impl Iterator<Item = (usize, &str, usize)> {
+    let mut rest = 0;
+    std::iter::from_fn(move || {
+        let start = rest + source[rest..].find("{%")?;
+        let end = start + source[start..].find("%}")? + 2;
+        rest = end;
+        Some((start, &source[start + 2..end - 2], end))
+    })
+}
+
+/// The name of a tag, without the signs that trim white space around it.
+fn tag_name(inner: &str) -> &str {
+    inner.trim_matches(|c| c == '-' || c == '+').trim()
+}
+
+/// The source with calls in place of tags that the template language does not have.
+fn with_calls(source: &str) -> String {
+    let (mut text, mut rest) = (String::with_capacity(source.len()), 0);
+    for (start, inner, end) in tags(source) {
+        let call = match tag_name(inner) {
+            "generation" => "call mark_answer()",
+            "endgeneration" => "endcall",
+            _ => continue,
+        };
+        text += &source[rest..start];
+        text += &format!("{{%{}%}}", inner.replace(tag_name(inner), &format!(" {call} ")));
+        rest = end;
+    }
+    text + &source[rest..]
+}

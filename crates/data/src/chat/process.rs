@@ -1,0 +1,200 @@
+//! Runs chat templates in a child process with limits on its memory, stack and processor time.
+//!
+//! A template is a program that others have written, and the interpreter's own limits count its steps, not what a step
+//! costs: thirty steps can double a text thirty times. Only the system can bound that, per process.
+
+use super::Answered;
+use super::interpreter::{Interpreter, Program, Task};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::panic::resume_unwind;
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::thread;
+use trireme_base::Bytes;
+
+/// Limit on the address space of the child process. A conversation has at most 64 MiB, and a text 256 MiB.
+const MEMORY_BYTES_MAX: u64 = 1 << 30;
+/// Limit on the processor time of one conversation, in seconds. Published templates take less than a millisecond.
+const PROCESSOR_SECONDS_MAX: u64 = 3;
+/// Stack of the thread that runs a template: enough for any template that a person wrote.
+const STACK_BYTES: usize = 16 << 20;
+/// Maximum length of a message between the processes.
+const MESSAGE_BYTES_MAX: u64 = 1 << 30;
+/// How much of the last words of a child process is read.
+const LAST_WORDS_BYTES_MAX: u64 = 4096;
+
+/// The arguments with which this program calls [`serve_chat_template`].
+static ARGUMENTS: OnceLock<&'static [&'static str]> = OnceLock::new();
+
+/// Lets templates from files run in child processes from now on: this program, started again with `arguments`, must call
+/// [`serve_chat_template`] and exit. The first call in a process counts.
+///
+/// In a program that does not call this, templates run in its own process, with a limit on their steps and their output
+/// only; such a program should load templates that its author has read.
+pub fn isolate_chat_templates(arguments: &'static [&'static str]) {
+    let _ = ARGUMENTS.set(arguments);
+}
+
+/// Whether [`isolate_chat_templates`] was called.
+pub(super) fn is_available() -> bool {
+    ARGUMENTS.get().is_some()
+}
+
+/// A child process that runs one template.
+#[derive(Debug)]
+pub(super) struct Process {
+    child: Child,
+    socket: UnixStream,
+}
+
+impl Process {
+    /// Starts the process, in which the template is compiled.
+    ///
+    /// # Errors
+    /// If the template is not valid or exceeds a limit, or the process cannot be started.
+    pub(super) fn start(program: &Program<'_>) -> Result<Self, String> {
+        let failed = |error: io::Error| format!("cannot start a process to run it: {error}");
+        let (socket, of_child) = UnixStream::pair().map_err(failed)?;
+        let child = Command::new("/proc/self/exe")
+            .args(ARGUMENTS.get().copied().unwrap_or_default())
+            .env_clear()
+            .current_dir("/")
+            // Ctrl-C is for this process, which ends the other one.
+            .process_group(0)
+            .stdin(OwnedFd::from(of_child))
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(failed)?;
+        let mut process = Process { child, socket };
+        process.exchange::<()>(program)?;
+        Ok(process)
+    }
+
+    /// Renders the texts that a task asks for.
+    ///
+    /// # Errors
+    /// As [`Interpreter::run`], and if the template exceeds a limit; the process has ended then.
+    pub(super) fn run(&mut self, task: &Task<'_>) -> Result<Answered, String> {
+        self.exchange(task)
+    }
+
+    /// Whether the process waits for tasks.
+    pub(super) fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    fn exchange<T: DeserializeOwned>(&mut self, request: &impl Serialize) -> Result<T, String> {
+        let answer = send(&mut self.socket, request).and_then(|()| receive(&mut self.socket));
+        match answer {
+            Ok(Some(answer)) => answer,
+            Ok(None) | Err(_) => Err(self.reason_of_death()),
+        }
+    }
+
+    /// Waits for the process, which has closed its end, and describes why it ended.
+    fn reason_of_death(&mut self) -> String {
+        let mut last_words = Vec::new();
+        if let Some(stderr) = self.child.stderr.take() {
+            // No words are as good as words that cannot be read.
+            let _ = stderr.take(LAST_WORDS_BYTES_MAX).read_to_end(&mut last_words);
+        }
+        let last_words = String::from_utf8_lossy(&last_words);
+        let status = match self.child.wait() {
+            Ok(status) => status,
+            Err(error) => return format!("the process that runs it was lost: {error}"),
+        };
+        let is_signal = |signal: rustix::process::Signal| status.signal() == Some(signal.as_raw());
+        if is_signal(rustix::process::Signal::XCPU) {
+            format!("it takes more than {PROCESSOR_SECONDS_MAX} s of processor time")
+        } else if last_words.contains("overflowed its stack") {
+            format!("its expressions or calls nest too deeply for a stack of {}", Bytes(STACK_BYTES as u64))
+        } else if last_words.contains("memory allocation") || last_words.contains("capacity overflow") {
+            format!("it takes more than {} of memory", Bytes(MEMORY_BYTES_MAX))
+        } else {
+            format!("the process that runs it has ended ({status}): {}", last_words.trim())
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It has ended already where that fails.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs the template of the process that started this one, until that closes the connection on the standard input. Limits
+/// this process: it can do nothing else afterwards.
+///
+/// # Errors
+/// If the standard input is not the socket of [`isolate_chat_templates`], or a limit cannot be set.
+pub fn serve_chat_template() -> io::Result<()> {
+    limit(Resource::As, MEMORY_BYTES_MAX)?;
+    limit(Resource::Core, 0)?;
+    limit(Resource::Fsize, 0)?;
+    let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let serving = thread::Builder::new().stack_size(STACK_BYTES).spawn(move || serve(socket))?;
+    serving.join().unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+fn serve(mut socket: UnixStream) -> io::Result<()> {
+    let Some(program) = receive::<Program<'_>>(&mut socket)? else { return Ok(()) };
+    limit_processor_time()?;
+    let interpreter = match Interpreter::new(&program) {
+        Ok(interpreter) => interpreter,
+        Err(reason) => return send(&mut socket, &Err::<(), _>(reason)),
+    };
+    send(&mut socket, &Ok::<_, String>(()))?;
+    while let Some(task) = receive::<Task<'_>>(&mut socket)? {
+        limit_processor_time()?;
+        send(&mut socket, &interpreter.run(&task))?;
+    }
+    Ok(())
+}
+
+/// Lowers a limit of this process. One that is lower already stays.
+fn limit(resource: Resource, value: u64) -> io::Result<()> {
+    let Rlimit { current, maximum } = getrlimit(resource);
+    let lower = |limit: Option<u64>| Some(limit.map_or(value, |limit| limit.min(value)));
+    Ok(setrlimit(resource, Rlimit { current: lower(current), maximum: lower(maximum) })?)
+}
+
+/// Allows [`PROCESSOR_SECONDS_MAX`] more than this process has used.
+fn limit_processor_time() -> io::Result<()> {
+    let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs();
+    let seconds = used + PROCESSOR_SECONDS_MAX;
+    let maximum = getrlimit(Resource::Cpu).maximum;
+    let current = Some(maximum.map_or(seconds, |maximum| maximum.min(seconds)));
+    Ok(setrlimit(Resource::Cpu, Rlimit { current, maximum })?)
+}
+
+fn send(socket: &mut UnixStream, message: &impl Serialize) -> io::Result<()> {
+    let bytes = serde_json::to_vec(message)?;
+    socket.write_all(&(bytes.len() as u64).to_le_bytes())?;
+    socket.write_all(&bytes)
+}
+
+/// The next message; `None` if the other process has closed the connection.
+fn receive<T: DeserializeOwned>(socket: &mut UnixStream) -> io::Result<Option<T>> {
+    let mut length = [0; 8];
+    match socket.read_exact(&mut length) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        read => read?,
+    }
+    let length = u64::from_le_bytes(length);
+    if length > MESSAGE_BYTES_MAX {
+        return Err(io::Error::other(format!("a message of {length} bytes, more than {MESSAGE_BYTES_MAX}")));
+    }
+    let mut bytes = Vec::new();
+    socket.take(length).read_to_end(&mut bytes)?;
+    Ok(Some(serde_json::from_slice(&bytes)?))
+}
