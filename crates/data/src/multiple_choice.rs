@@ -1,6 +1,6 @@
 //! Questions with several answers, of which a model should find the right one likeliest.
 
-use crate::{ChatTemplate, DataError, Tokenizer, with_text_contents};
+use crate::{ChatTemplate, DataError, Prompt, Tokenizer, with_text_contents};
 use serde::Deserialize;
 use serde_json::Value;
 use std::fs::File;
@@ -17,7 +17,7 @@ const DELIMITER: &str = " ";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
     /// What comes before each choice.
-    pub context: String,
+    pub context: Prompt,
     /// What stands between the context and each choice.
     pub delimiter: String,
     /// What may follow.
@@ -50,7 +50,7 @@ impl QuestionLine {
             return Err(format!("the answer is choice {answer}, and there are {}", choices.len()));
         }
         let (context, usual) = match (self.context, self.messages) {
-            (Some(context), None) => (context, DELIMITER),
+            (Some(context), None) => (context.into(), DELIMITER),
             (None, Some(messages)) => {
                 let template = template
                     .ok_or("it has messages, but there is no chat template; name one with --chat-template")?;
@@ -133,19 +133,20 @@ impl Question {
     }
 
     /// The tokens of each choice after the context, as lm-evaluation-harness makes them: those of both together, from as many on as the
-    /// context alone has; spaces at its end belong to the choice. Without a context, or if both together are one token, the end of a document
-    /// comes before.
+    /// context alone has; spaces at its end belong to the choice. The tokenizer's special tokens begin a context that is not a conversation. Without a
+    /// token before the choice, the end of a document comes before.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
     pub fn tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<ChoiceTokens>, DataError> {
         let encode = |text: &str| {
             let mut tokens = Vec::new();
-            tokenizer.encode(text, &mut tokens).map(|()| tokens)
+            let prompt = Prompt { text: text.to_owned(), ..self.context.clone() };
+            tokenizer.encode_prompt(&prompt, &mut tokens).map(|()| tokens)
         };
         let delimiter = &self.delimiter;
-        let context = self.context.trim_end();
-        let spaces = &self.context[context.len()..];
+        let context = self.context.text.trim_end();
+        let spaces = &self.context.text[context.len()..];
         let choice = |choice: &String| {
             let mut tokens = encode(&format!("{context}{spaces}{delimiter}{choice}"))?;
             let mut num_given = encode(context)?.len();
@@ -170,7 +171,7 @@ mod tests {
     #[test]
     fn choices_follow_their_context() {
         let question = |context: &str| Question {
-            context: context.to_owned(),
+            context: context.to_owned().into(),
             delimiter: DELIMITER.to_owned(),
             choices: vec!["b".to_owned(), "cd".to_owned()],
             answer: 0,
@@ -185,7 +186,7 @@ mod tests {
     #[test]
     fn a_choice_without_tokens_of_its_own_follows_the_end_of_a_document() {
         let question = |context: &str, choice: &str| Question {
-            context: context.to_owned(),
+            context: context.to_owned().into(),
             delimiter: DELIMITER.to_owned(),
             choices: vec![choice.to_owned(), "b".to_owned()],
             answer: 0,
@@ -240,7 +241,7 @@ mod tests {
         std::fs::write(&path, format!(r#"{{"messages": {messages}, "choices": ["2", "3"], "answer": 0}}"#))
             .unwrap();
         let questions = Question::read_all(&path, Some(&ChatTemplate::chatml())).unwrap();
-        assert!(questions[0].context.ends_with("assistant\n"), "{questions:?}");
+        assert!(questions[0].context.text.ends_with("assistant\n"), "{questions:?}");
         assert_eq!(questions[0].delimiter, "");
         let error = Question::read_all(&path, None).unwrap_err().to_string();
         assert!(error.contains("no chat template"), "{error}");

@@ -97,7 +97,7 @@ fn processor_time_is_limited_and_the_next_conversation_is_rendered() {
     slow[0]["content"] = "compare".into();
     let error = template.prompt(&slow).unwrap_err();
     assert_eq!(error, "the chat template of some/model: it takes more than 3 s of processor time");
-    assert_eq!(template.prompt(&messages()).unwrap(), "2");
+    assert_eq!(template.prompt(&messages()).unwrap().text, "2");
 }
 
 #[test]

@@ -148,6 +148,9 @@ impl LanguageTask {
                 "without effect in [data]: {keys}; the tokens in {folder} are used as they were prepared"
             ));
         }
+        if report.end_of_document.is_none() {
+            notices.push(NO_END.to_owned());
+        }
         let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
         let own = own.transpose()?.flatten();
         let tokenizer = match own {
@@ -167,7 +170,7 @@ impl LanguageTask {
         }
         let mut model_json = model_config_json(config, &model)?;
         if own.is_none() {
-            model_json = with_end(&model_json, tokenizer.end_of_document());
+            model_json = with_ends(&model_json, &tokenizer);
         }
         Ok(LanguageTask {
             model_json,
@@ -279,12 +282,18 @@ impl Task for LanguageTask {
     }
 }
 
-/// A `config.json` in which the tokenizer decides what ends a document, unless the model says so.
-fn with_end(model_json: &str, end: Option<u32>) -> String {
+/// Warns of a tokenizer without a token that ends a document.
+pub const NO_END: &str = "the tokenizer has no token that ends a document, so the model cannot learn where to stop; \
+    name one as eos_token in tokenizer_config.json";
+
+/// A `config.json` in which the tokenizer decides what begins and ends a document, unless the model says so.
+fn with_ends(model_json: &str, tokenizer: &Tokenizer) -> String {
     let mut json = parse_json(model_json.as_bytes()).expect("it describes a model");
-    for key in ["bos_token_id", "eos_token_id"] {
+    let end = tokenizer.end_of_document();
+    let beginning = tokenizer.beginning().first().copied().or(end);
+    for (key, token) in [("bos_token_id", beginning), ("eos_token_id", end)] {
         if json[key].is_null() {
-            json[key] = end.into();
+            json[key] = token.into();
         }
     }
     json_text(&json) + "\n"

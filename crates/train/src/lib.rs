@@ -50,12 +50,12 @@ pub use device::device_options;
 pub use error::TrainError;
 pub use evaluation::{Evaluation, Evaluator};
 pub use fp8::FP8_NOTICE;
-pub use language::{LanguageTask, Sequences};
+pub use language::{LanguageTask, NO_END, Sequences};
 pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
 pub use preflight::preflight;
 pub use pretrained::{
-    TOKENIZER_NOTE, chat_template_beside, model_chat_template, model_tokenizer, named_chat_template,
+    TOKENIZER_NOTE, chat_template_alone, chat_template_beside, chat_template_for, model_tokenizer,
 };
 pub use requests::{Requests, StoppedBy};
 pub use resume::resume_point;

@@ -5,13 +5,13 @@ use crate::config::{self, Config};
 use crate::error::TrainError;
 use crate::language::TOKENIZER;
 use crate::resume::resume_point;
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource};
 use trireme_data::{
-    BYTES_TOKENIZER_FILE, ChatTemplate, Corpus, DataError, TOKENIZER_FILE, Tokenizer, TokenizerChoice,
+    BYTES_TOKENIZER_FILE, ChatTemplate, Corpus, DataError, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer,
+    TokenizerChoice,
 };
 
 /// The name under which exports note the [`Tokenizer::sha256`] of their tokenizer.
@@ -137,38 +137,63 @@ pub(crate) fn tokenizer_choice(
 }
 
 /// The chat template of a model, if it has one.
-///
-/// # Errors
-/// If it cannot be read, or is none.
-pub fn model_chat_template(source: &ModelSource) -> Result<Option<ChatTemplate>, TrainError> {
+fn model_chat_template(source: &ModelSource) -> Result<Option<ChatTemplate>, TrainError> {
     ChatTemplate::of_files(source.path(), |name| Ok(source.read_file(name)?))
 }
 
-/// The chat template of this name: `chatml`, or a file.
+/// The chat template of a model, or the one with this name if there is a name: `chatml`, or a file. A file gets the model's special
+/// tokens.
 ///
 /// # Errors
 /// If it cannot be read, or is none.
-pub fn named_chat_template(name: &Path) -> Result<ChatTemplate, TrainError> {
+pub fn chat_template_for(
+    name: Option<&Path>,
+    source: &ModelSource,
+) -> Result<Option<ChatTemplate>, TrainError> {
+    match name {
+        Some(name) => named_chat_template(name, |file| Ok(source.read_file(file)?)).map(Some),
+        None => model_chat_template(source),
+    }
+}
+
+/// The chat template next to a `tokenizer.json`, or the one with this name if there is a name: `chatml`, or a file. A file gets the
+/// tokenizer's special tokens.
+///
+/// # Errors
+/// If it cannot be read, or is none.
+pub fn chat_template_beside(
+    name: Option<&Path>,
+    tokenizer: &Path,
+) -> Result<Option<ChatTemplate>, TrainError> {
+    let folder = tokenizer.parent().unwrap_or(Path::new(""));
+    let read = |name: &str| -> Result<Option<Vec<u8>>, TrainError> {
+        let path = folder.join(name);
+        let read = |source| DataError::Read { path: path.clone(), source };
+        if path.is_file() { Ok(Some(fs::read(&path).map_err(read)?)) } else { Ok(None) }
+    };
+    match name {
+        Some(name) => named_chat_template(name, read).map(Some),
+        None => ChatTemplate::of_files(folder, read),
+    }
+}
+
+/// The chat template with this name, `chatml` or a file, for a tokenizer without files of its own.
+///
+/// # Errors
+/// If it cannot be read, or is none.
+pub fn chat_template_alone(name: Option<&Path>) -> Result<Option<ChatTemplate>, TrainError> {
+    name.map(|name| named_chat_template(name, |_| Ok(None))).transpose()
+}
+
+/// The chat template with this name. A file gets the special tokens of a tokenizer, whose files `read` returns by name.
+fn named_chat_template(
+    name: &Path,
+    read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, TrainError>,
+) -> Result<ChatTemplate, TrainError> {
     if name.as_os_str() == "chatml" {
         return Ok(ChatTemplate::chatml());
     }
-    let read = |source| DataError::Read { path: name.to_owned(), source };
-    let text = fs::read_to_string(name).map_err(read)?;
-    Ok(ChatTemplate::new(&text, BTreeMap::new(), name)?)
-}
-
-/// The chat template beside a `tokenizer.json`, if there is one.
-///
-/// # Errors
-/// If it cannot be read, or is none.
-pub fn chat_template_beside(tokenizer: &Path) -> Result<Option<ChatTemplate>, TrainError> {
-    let folder = tokenizer.parent().unwrap_or(Path::new(""));
-    let read = |name: &str| {
-        let path = folder.join(name);
-        let read = |source| DataError::Read { path: path.clone(), source };
-        if path.is_file() { fs::read(&path).map(Some).map_err(read) } else { Ok(None) }
-    };
-    Ok(ChatTemplate::of_files(folder, read)?)
+    Ok(ChatTemplate::from_file(name, &read(TOKENIZER_CONFIG_FILE)?.unwrap_or_default())?)
 }
 
 /// The chat template for the inputs of a config, if there is one.
@@ -177,10 +202,11 @@ pub(crate) fn chat_template(
     model: Option<&Pretrained>,
 ) -> Result<Option<ChatTemplate>, TrainError> {
     let data = config.data();
-    match (&data.chat_template, &data.tokenizer) {
-        (Some(name), _) => named_chat_template(name).map(Some),
-        (None, config::Tokenizer::File(path)) => chat_template_beside(path),
-        (None, _) => model.map_or(Ok(None), |model| model_chat_template(&model.source)),
+    let name = data.chat_template.as_deref();
+    match (&data.tokenizer, model) {
+        (config::Tokenizer::File(path), _) => chat_template_beside(name, path),
+        (_, Some(model)) => chat_template_for(name, &model.source),
+        (_, None) => chat_template_alone(name),
     }
 }
 

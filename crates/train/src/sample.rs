@@ -2,7 +2,7 @@
 
 use crate::error::TrainError;
 use trireme_base::{Random, RandomKey};
-use trireme_data::Tokenizer;
+use trireme_data::{Prompt, Tokenizer};
 use trireme_model::{ModelConfig, Sampling};
 use trireme_parallel::{Executor, Generation};
 
@@ -10,7 +10,7 @@ use trireme_parallel::{Executor, Generation};
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleSettings {
     /// Text to continue.
-    pub prompt: String,
+    pub prompt: Prompt,
     /// Tokens to add at most.
     pub num_tokens: usize,
     /// How each is chosen.
@@ -21,6 +21,8 @@ pub struct SampleSettings {
     pub stop_at_end: bool,
     /// Other tokens that end the text as the end of a document does.
     pub end_tokens: Vec<u32>,
+    /// Tokens that end the text as one of the texts in `stop` does.
+    pub stop_tokens: Vec<u32>,
     /// Texts before the first of which the text ends.
     pub stop: Vec<String>,
 }
@@ -78,11 +80,11 @@ pub fn sample(
     mut text: impl FnMut(&str),
 ) -> Result<Ended, TrainError> {
     let mut tokens = Vec::new();
-    tokenizer.encode(&settings.prompt, &mut tokens)?;
+    tokenizer.encode_prompt(&settings.prompt, &mut tokens)?;
+    if tokens == tokenizer.beginning() && !settings.prompt.text.trim().is_empty() {
+        return Err(TrainError::PromptWithoutTokens { prompt: settings.prompt.text.clone() });
+    }
     if tokens.is_empty() {
-        if !settings.prompt.trim().is_empty() {
-            return Err(TrainError::PromptWithoutTokens { prompt: settings.prompt.clone() });
-        }
         // A document begins where another has ended.
         tokens.push(tokenizer.end_of_document().unwrap_or(0));
     }
@@ -105,13 +107,14 @@ pub fn sample(
         let known = tokenizer.vocabulary_size().min(logits.len());
         let token = settings.sampling.choose(&logits[..known], &mut random);
         let is_end = tokenizer.end_of_document() == Some(token) || settings.end_tokens.contains(&token);
-        if settings.stop_at_end && is_end {
+        let is_stop = settings.stop_tokens.contains(&token);
+        if is_stop || (settings.stop_at_end && is_end) {
             let (rest, is_stopped) = stops.push(&decoder.finish()?);
             text(&rest);
             if !is_stopped {
                 text(&stops.held);
             }
-            return Ok(Ended::AtEnd);
+            return Ok(if is_stop { Ended::AtStop } else { Ended::AtEnd });
         }
         let (piece, is_stopped) = stops.push(&decoder.push(token)?);
         text(&piece);

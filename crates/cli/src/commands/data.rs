@@ -169,7 +169,7 @@ fn pieces(view: &SampleView, tokenizer: &Tokenizer) -> Result<Vec<Piece>> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut decoder = tokenizer.stream_decoder();
     for (index, &token) in view.tokens.iter().enumerate() {
-        let special = tokenizer.special_token(token);
+        let special = tokenizer.special_token_name(token);
         if special.is_some() || view.begins_document(index) {
             let rest = std::mem::replace(&mut decoder, tokenizer.stream_decoder()).finish()?;
             pieces.last_mut().into_iter().for_each(|last| last.text.push_str(&rest));

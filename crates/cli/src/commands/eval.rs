@@ -19,7 +19,7 @@ use trireme_data::{
     ChatTemplate, Corpus, PrepareOptions, Question, REPORT_FILE, Tokenizer, TokenizerChoice, prepare,
 };
 use trireme_tensor::{Device, DeviceOptions};
-use trireme_train::{Evaluation, Evaluator, model_chat_template, model_tokenizer, named_chat_template};
+use trireme_train::{Evaluation, Evaluator, chat_template_for, model_tokenizer};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -73,8 +73,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let source = ModelSource::open(&args.model)?;
     let tokenizer = model_tokenizer(&source)?;
     let tokenizer = Arc::new(tokenizer.ok_or_else(|| anyhow!("{} has no tokenizer", args.model.display()))?);
-    let template = args.chat_template.as_deref().map(named_chat_template).transpose()?;
-    let template = template.map_or_else(|| model_chat_template(&source), |template| Ok(Some(template)))?;
+    let template = chat_template_for(args.chat_template.as_deref(), &source)?;
     let mut evaluator = Evaluator::load(&args.model, args.allow_non_finite, args.seq_len, &device)?;
     evaluator.notices().iter().for_each(|notice| remark(&format!("note: {notice}")));
     for file in args.data.iter().filter(|path| path.is_file()) {

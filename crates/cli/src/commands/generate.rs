@@ -10,13 +10,12 @@ use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
 use trireme_checkpoint::ModelSource;
-use trireme_data::{ChatTemplate, Tokenizer, with_text_contents};
+use trireme_data::{ChatTemplate, Prompt, Tokenizer, with_text_contents};
 use trireme_model::{ModelConfig, Sampling};
 use trireme_parallel::Executor;
 use trireme_tensor::{Device, DeviceOptions};
 use trireme_train::{
-    Ended, LoadedModel, SampleSettings, load_model, model_chat_template, model_tokenizer,
-    named_chat_template, sample,
+    Ended, LoadedModel, SampleSettings, chat_template_for, load_model, model_tokenizer, sample,
 };
 
 const EXAMPLES: &str = "\
@@ -52,7 +51,7 @@ pub(crate) struct GenerateArgs {
     /// Jinja template that formats messages as text: a file, or `chatml`. Defaults to the model's own.
     #[arg(long, value_name = "TEMPLATE")]
     chat_template: Option<PathBuf>,
-    /// Stop before this text. \n and \t are escapes. Can be given several times.
+    /// Stop before this text, or at the special token with this name. \n and \t are escapes. Can be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     /// Print one JSON object for each prompt, with the reason why its text ends.
@@ -108,15 +107,18 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let source = ModelSource::open(&args.path)?;
     let tokenizer = tokenizer(args, &source)?;
-    let template = args.chat_template.as_deref().map(named_chat_template).transpose()?;
-    let template = template.map_or_else(|| model_chat_template(&source), |template| Ok(Some(template)))?;
+    let template = chat_template_for(args.chat_template.as_deref(), &source)?;
     let prompts = prompts(args, template.as_ref())?;
     let mut stop: Vec<String> =
         args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect();
-    if args.chat && !args.ignore_end {
-        stop.extend(template.and_then(|template| template.end_of_answer()));
+    // Text that is generated has no special tokens.
+    let stop_tokens: Vec<u32> = stop.iter().filter_map(|stop| tokenizer.special_token_id(stop.trim())).collect();
+    let (mut end_tokens, warnings) = end_tokens(&source, config.vocab_size)?;
+    let end_of_answer = template.as_ref().filter(|_| args.chat).and_then(ChatTemplate::end_of_answer);
+    if let Some(end) = end_of_answer.filter(|_| !args.ignore_end) {
+        end_tokens.extend(tokenizer.special_tokens_in(end));
+        stop.push(end.to_owned());
     }
-    let (end_tokens, warnings) = end_tokens(&source, config.vocab_size)?;
     warnings.iter().for_each(|warning| remark(&format!("warning: {warning}")));
     for (index, prompt) in prompts.iter().enumerate() {
         let settings = SampleSettings {
@@ -127,6 +129,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             stop_at_end: !args.ignore_end,
             stop: stop.clone(),
             end_tokens: end_tokens.clone(),
+            stop_tokens: stop_tokens.clone(),
         };
         if prompts.len() > 1 && !args.json {
             writeln!(Output, "--- {} of {} ---", index + 1, prompts.len())?;
@@ -158,7 +161,7 @@ fn generate(
     // A conversation is known to who has asked.
     let repeats_prompt = !(args.chat || args.json);
     if repeats_prompt {
-        show(&settings.prompt);
+        show(&settings.prompt.text);
     }
     let ended = sample(executor, config, tokenizer, settings, &mut show)?;
     if args.json {
@@ -168,7 +171,8 @@ fn generate(
             Ended::AtStop => "stop",
             Ended::AtModelLength => "model_length",
         };
-        written = writeln!(Output, "{}", json!({ "prompt": settings.prompt, "text": all, "ended": ended }));
+        written =
+            writeln!(Output, "{}", json!({ "prompt": settings.prompt.text, "text": all, "ended": ended }));
     } else {
         show("\n");
     }
@@ -211,7 +215,7 @@ fn end_tokens(source: &ModelSource, vocab_size: usize) -> Result<(Vec<u32>, Vec<
 }
 
 /// The texts to continue.
-fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<String>> {
+fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<Prompt>> {
     let rendered = |messages: &[Value]| {
         let missing = || {
             let path = args.path.display();
@@ -229,7 +233,7 @@ fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<S
             let system = args.system.as_ref().map(|system| message("system", system));
             rendered(&system.into_iter().chain([message("user", text)]).collect::<Vec<_>>())
         }
-        false => Ok(text.to_owned()),
+        false => Ok(text.to_owned().into()),
     };
     let mut prompts = args.prompt.iter().map(|text| prompt(text)).collect::<Result<Vec<_>>>()?;
     if let Some(path) = &args.prompt_file {

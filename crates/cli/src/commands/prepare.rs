@@ -18,7 +18,7 @@ use trireme_data::{
     TOKENIZER_FILE, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
 };
 use trireme_train::{
-    chat_template_beside, model_chat_template, model_tokenizer, named_chat_template, users_of_corpus,
+    NO_END, chat_template_alone, chat_template_beside, chat_template_for, model_tokenizer, users_of_corpus,
 };
 
 const EXAMPLES: &str = "\
@@ -125,18 +125,20 @@ pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
 fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
     let defaults = PrepareOptions::new(args.inputs.clone(), args.out.clone());
     let extensions = args.extensions.iter().map(|extension| extension.trim_start_matches('.').to_owned());
-    let (tokenizer, template) = match args.train_bpe {
-        Some(vocabulary_size) => (TokenizerChoice::TrainBpe { vocabulary_size }, None),
-        None => tokenizer(&args.tokenizer)?,
+    let template = args.chat_template.as_deref();
+    let (tokenizer, chat_template) = match args.train_bpe {
+        Some(vocabulary_size) => {
+            (TokenizerChoice::TrainBpe { vocabulary_size }, chat_template_alone(template)?)
+        }
+        None => tokenizer(&args.tokenizer, template)?,
     };
-    let named = args.chat_template.as_deref().map(named_chat_template).transpose()?;
     let validation_fraction = match args.validation.is_empty() {
         true => args.validation_fraction.unwrap_or(defaults.validation_fraction),
         false => 0.0,
     };
     Ok(PrepareOptions {
         tokenizer,
-        chat_template: named.or(template),
+        chat_template,
         weights: args.weights.clone(),
         validation_inputs: args.validation.clone(),
         field: args.field.clone(),
@@ -151,18 +153,23 @@ fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
     })
 }
 
-/// The tokenizer of this name, and the chat template that belongs to it, if there is one.
-fn tokenizer(name: &Path) -> anyhow::Result<(TokenizerChoice, Option<ChatTemplate>)> {
+/// The tokenizer with this name, and the chat template that is named or belongs to it, if there is one.
+fn tokenizer(
+    name: &Path,
+    template: Option<&Path>,
+) -> anyhow::Result<(TokenizerChoice, Option<ChatTemplate>)> {
     if name == Path::new("bytes") {
-        return Ok((TokenizerChoice::Bytes, None));
+        return Ok((TokenizerChoice::Bytes, chat_template_alone(template)?));
     }
     if name.is_file() {
-        return Ok((TokenizerChoice::File(name.to_owned()), chat_template_beside(name)?));
+        return Ok((TokenizerChoice::File(name.to_owned()), chat_template_beside(template, name)?));
     }
     let source = match ModelSource::open(name) {
         Ok(source) => source,
         // A folder may have a tokenizer and no weights.
-        Err(_) if name.join(TOKENIZER_FILE).is_file() => return tokenizer(&name.join(TOKENIZER_FILE)),
+        Err(_) if name.join(TOKENIZER_FILE).is_file() => {
+            return tokenizer(&name.join(TOKENIZER_FILE), template);
+        }
         Err(_) if !name.exists() => bail!(
             "the tokenizer {} does not exist; give `bytes`, a tokenizer.json, or the folder of a model or run",
             name.display()
@@ -172,7 +179,7 @@ fn tokenizer(name: &Path) -> anyhow::Result<(TokenizerChoice, Option<ChatTemplat
     let missing = || anyhow!("{} has no tokenizer", name.display());
     let tokenizer = Arc::new(model_tokenizer(&source)?.ok_or_else(missing)?);
     let choice = TokenizerChoice::OfModel { model: name.to_owned(), tokenizer };
-    Ok((choice, model_chat_template(&source)?))
+    Ok((choice, chat_template_for(template, &source)?))
 }
 
 /// How often a line tells the progress where there is no terminal.
@@ -280,6 +287,9 @@ impl fmt::Display for Summary<'_> {
             )?;
         }
         writeln!(f, "  tokenizer {}, vocabulary {}", report.tokenizer, report.vocabulary_size)?;
+        if report.end_of_document.is_none() {
+            writeln!(f, "  {NO_END}")?;
+        }
         if report.has_loss_mask {
             writeln!(f, "  loss on answers only")?;
         }

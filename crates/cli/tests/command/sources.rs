@@ -123,6 +123,27 @@ fn few_answers_are_enough_to_validate() {
 }
 
 #[test]
+fn a_special_token_ends_an_answer_and_is_a_stop() {
+    let scene = with_chat();
+    let answer = "{\"messages\": [{\"role\": \"user\", \"content\": \"one\"}, {\"role\": \"assistant\", \"content\": \"two\"}]}\n";
+    scene.write("chat.jsonl", answer.repeat(60));
+    // Without the file that would name the token as the end of a document.
+    scene.write("tokenizer.json", include_bytes!("../../../data/tests/tokenizers/qwen2/tokenizer.json"));
+    let config = scene.read("chat.toml").replace("[data]\n", "[data]\ntokenizer = \"tokenizer.json\"\n");
+    scene.write("chat.toml", config);
+    scene.run("train chat.toml --workers 1 --set training.steps=60 --set optimizer.lr=0.03").succeeded();
+    let ask = "generate runs/chat --chat --prompt one --temperature 0 --num-tokens 20 --json";
+    let found = |arguments: &str| -> serde_json::Value {
+        serde_json::from_str(&scene.run(&format!("{ask} {arguments}")).succeeded()).unwrap()
+    };
+    let ended = found("");
+    assert_eq!((&ended["text"], &ended["ended"]), (&"two".into(), &"end".into()));
+    let stopped = found("--ignore-end --stop <|im_end|>");
+    assert_eq!((&stopped["text"], &stopped["ended"]), (&"two".into(), &"stop".into()));
+    assert_eq!(found("--ignore-end")["ended"], "num_tokens");
+}
+
+#[test]
 fn sources_are_mixed_by_their_weights() {
     let scene = with_chat();
     let printed =

@@ -28,5 +28,5 @@ pub(super) fn take_marks(rendered: &str) -> Answered {
             c => text.push(c),
         }
     }
-    Answered { text, answers }
+    Answered { text, answers, adds_beginning: false, adds_end: false }
 }

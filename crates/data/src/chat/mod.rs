@@ -8,6 +8,7 @@ mod python_json;
 pub use process::{isolate_chat_templates, serve_chat_template};
 
 use crate::DataError;
+use crate::tokenizer::named_token;
 use interpreter::{Interpreter, Output, Program, Task};
 use marks::has_mark;
 use process::Process;
@@ -15,9 +16,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::UNIX_EPOCH;
 
 /// A chat template beside a tokenizer, as transformers writes it.
@@ -55,6 +58,8 @@ pub struct ChatTemplate {
     special_tokens: BTreeMap<String, String>,
     /// Shared by clones.
     runner: Arc<Mutex<Runner>>,
+    /// What ends an answer, once it was looked for.
+    end_of_answer: OnceLock<Option<String>>,
 }
 
 /// Where a template runs.
@@ -86,6 +91,25 @@ pub struct Answered {
     pub text: String,
     /// In bytes, in order.
     pub answers: Vec<Range<usize>>,
+    /// Whether the tokenizer's special tokens begin it, because the text has none of its own.
+    pub adds_beginning: bool,
+    /// Whether the tokenizer's special tokens end it, because the text has none of its own.
+    pub adds_end: bool,
+}
+
+/// Text for a model to continue.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prompt {
+    /// The text.
+    pub text: String,
+    /// Whether the tokenizer's special tokens begin it. A chat template writes its own.
+    pub adds_beginning: bool,
+}
+
+impl From<String> for Prompt {
+    fn from(text: String) -> Self {
+        Prompt { text, adds_beginning: true }
+    }
 }
 
 impl ChatTemplate {
@@ -119,6 +143,7 @@ impl ChatTemplate {
             path: path.to_owned(),
             special_tokens,
             runner: Arc::new(Mutex::new(runner)),
+            end_of_answer: OnceLock::new(),
         })
     }
 
@@ -141,13 +166,20 @@ impl ChatTemplate {
         let config: Value = serde_json::from_slice(&config).unwrap_or_default();
         let of_file = read(CHAT_TEMPLATE_FILE)?.map(|text| String::from_utf8_lossy(&text).into_owned());
         let Some(source) = of_file.or_else(|| template_in(&config["chat_template"])) else { return Ok(None) };
-        let token = |name: &str| {
-            let token = &config[name];
-            let text = token.as_str().or_else(|| token["content"].as_str())?;
-            Some((name.to_owned(), text.to_owned()))
-        };
-        let special_tokens = SPECIAL_TOKENS.into_iter().filter_map(token).collect();
-        Ok(Some(ChatTemplate::new(&source, special_tokens, folder)?))
+        Ok(Some(ChatTemplate::new(&source, special_tokens_in(&config), folder)?))
+    }
+
+    /// A template in a file, with the special tokens that the `tokenizer_config.json` of a tokenizer names.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or the template is not valid.
+    pub fn from_file(path: &Path, tokenizer_config: &[u8]) -> Result<Self, DataError> {
+        let read = |source| DataError::Read { path: path.to_owned(), source };
+        let mut source = String::new();
+        let file = File::open(path).map_err(read)?;
+        file.take(CHAT_TEMPLATE_BYTES_MAX as u64 + 1).read_to_string(&mut source).map_err(read)?;
+        let config: Value = serde_json::from_slice(tokenizer_config).unwrap_or_default();
+        ChatTemplate::new(&source, special_tokens_in(&config), path)
     }
 
     /// The template as it was given.
@@ -167,12 +199,16 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// What the template says of messages that do not suit it; and if it exceeds a limit.
-    pub fn prompt(&self, messages: &[Value]) -> Result<String, String> {
-        self.text(messages, true)
+    pub fn prompt(&self, messages: &[Value]) -> Result<Prompt, String> {
+        Ok(Prompt { text: self.text(messages, true)?, adds_beginning: false })
     }
 
     /// What ends an answer, without white space around it; `None` if nothing does.
-    pub fn end_of_answer(&self) -> Option<String> {
+    pub fn end_of_answer(&self) -> Option<&str> {
+        self.end_of_answer.get_or_init(|| self.find_end_of_answer()).as_deref()
+    }
+
+    fn find_end_of_answer(&self) -> Option<String> {
         const ANSWER: &str = "answer";
         let message = |role: &str, content: &str| serde_json::json!({ "role": role, "content": content });
         let rendered = self.text(&[message("user", "question"), message("assistant", ANSWER)], false).ok()?;
@@ -187,7 +223,8 @@ impl ChatTemplate {
     /// What the template says of messages that do not suit it; if a message changes the text of those before, so that its own part is
     /// not known; and if the template exceeds a limit.
     pub fn answered(&self, messages: &[Value], first: usize) -> Result<Answered, String> {
-        self.run(messages, Output::Samples { first })
+        let answered = self.run(messages, Output::Samples { first })?;
+        Ok(Answered { adds_end: self.end_of_answer().is_none(), ..answered })
     }
 
     fn text(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String, String> {
@@ -220,6 +257,12 @@ fn program<'a>(source: &'a str, special_tokens: &'a BTreeMap<String, String>) ->
         special_tokens: Cow::Borrowed(special_tokens),
         now: now.try_into().unwrap_or(0),
     }
+}
+
+/// The special tokens that a `tokenizer_config.json` names.
+fn special_tokens_in(config: &Value) -> BTreeMap<String, String> {
+    let token = |name: &str| Some((name.to_owned(), named_token(config, name)?.to_owned()));
+    SPECIAL_TOKENS.into_iter().filter_map(token).collect()
 }
 
 fn template_in(config: &Value) -> Option<String> {
@@ -262,8 +305,10 @@ mod tests {
         );
         assert_eq!(parts(&answered), ["2<|im_end|>", "4<|im_end|>"]);
         assert_eq!(parts(&chatml.answered(&messages(), 2).unwrap()), ["4<|im_end|>"]);
-        assert_eq!(chatml.end_of_answer(), Some("<|im_end|>".to_owned()));
-        assert!(chatml.prompt(&messages()[..1]).unwrap().ends_with("<|im_end|>\n<|im_start|>assistant\n"));
+        assert_eq!(chatml.end_of_answer(), Some("<|im_end|>"));
+        assert!(
+            chatml.prompt(&messages()[..1]).unwrap().text.ends_with("<|im_end|>\n<|im_start|>assistant\n")
+        );
     }
 
     #[test]
@@ -307,7 +352,7 @@ mod tests {
     fn functions_and_variables_are_those_of_transformers() {
         let rendered = |source: &str| {
             let template = ChatTemplate::new(source, BTreeMap::new(), Path::new("a")).unwrap();
-            template.prompt(&[json!({"a": [], "role": "user", "é": [1, {}]})]).unwrap()
+            template.prompt(&[json!({"a": [], "role": "user", "é": [1, {}]})]).unwrap().text
         };
         // Printed by jinja2 with transformers' tojson.
         assert_eq!(
@@ -351,10 +396,10 @@ mod tests {
             }
         };
         let template = |with_file| ChatTemplate::of_files(Path::new("a"), read(with_file)).unwrap().unwrap();
-        assert_eq!(template(true).prompt(&messages()).unwrap(), "file");
+        assert_eq!(template(true).prompt(&messages()).unwrap().text, "file");
         let short = [json!({"role": "user", "content": "<a> & é"})];
         assert_eq!(
-            template(false).prompt(&short).unwrap(),
+            template(false).prompt(&short).unwrap().text,
             r#"</s>[{"content": "<a> & é", "role": "user"}]"#
         );
         let none = ChatTemplate::of_files(Path::new("a"), |_| Ok::<_, DataError>(None)).unwrap();

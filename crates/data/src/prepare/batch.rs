@@ -28,6 +28,10 @@ struct Piece {
     source: usize,
     /// What counts in the loss, in bytes of the piece; all of it without.
     answers: Option<Vec<Range<usize>>>,
+    /// Whether the tokenizer's special tokens go before it.
+    adds_beginning: bool,
+    /// Whether the tokenizer's special tokens go after it.
+    adds_end: bool,
 }
 
 /// A text that is tokenized on its own.
@@ -40,6 +44,10 @@ pub(super) struct PieceText<'a> {
     pub(super) source: usize,
     /// What counts in the loss, in bytes; all of it without.
     pub(super) answers: Option<&'a [Range<usize>]>,
+    /// Whether the tokenizer's special tokens go before it.
+    pub(super) adds_beginning: bool,
+    /// Whether the tokenizer's special tokens go after it.
+    pub(super) adds_end: bool,
 }
 
 impl Batch {
@@ -57,8 +65,9 @@ impl Batch {
         self.pieces.iter().map(move |piece| {
             let text = &self.text[start..piece.end];
             start = piece.end;
-            let Piece { ends_document, source, .. } = *piece;
-            PieceText { text, ends_document, source, answers: piece.answers.as_deref() }
+            let Piece { ends_document, source, adds_beginning, adds_end, .. } = *piece;
+            let answers = piece.answers.as_deref();
+            PieceText { text, ends_document, source, answers, adds_beginning, adds_end }
         })
     }
 
@@ -70,12 +79,21 @@ impl Batch {
             ends_document: true,
             source,
             answers: Some(document.answers),
+            adds_beginning: document.adds_beginning,
+            adds_end: document.adds_end,
         });
     }
 
-    fn push(&mut self, text: &str, ends_document: bool, source: usize) {
+    fn push(&mut self, text: &str, begins_document: bool, ends_document: bool, source: usize) {
         self.text.push_str(text);
-        self.pieces.push(Piece { end: self.text.len(), ends_document, source, answers: None });
+        self.pieces.push(Piece {
+            end: self.text.len(),
+            ends_document,
+            source,
+            answers: None,
+            adds_beginning: begins_document,
+            adds_end: ends_document,
+        });
     }
 }
 
@@ -85,6 +103,8 @@ pub(super) struct DocumentText {
     text: String,
     /// The bytes before this are in a batch already.
     start: usize,
+    /// Whether a piece of the document was moved into a batch already.
+    is_begun: bool,
 }
 
 impl DocumentText {
@@ -106,13 +126,15 @@ impl DocumentText {
     /// Moves the next piece into `batch`: all that is left, which ends the document, or a part of it.
     pub(super) fn move_piece(&mut self, batch: &mut Batch, source: usize, space_at_cut: SpaceAtCut) {
         let rest = &self.text[self.start..];
-        if rest.len() <= PIECE_BYTES_MAX {
-            batch.push(rest, true, source);
+        let begins = !self.is_begun;
+        self.is_begun = rest.len() > PIECE_BYTES_MAX;
+        if !self.is_begun {
+            batch.push(rest, begins, true, source);
             self.start = self.text.len();
             return;
         }
         let (end, next) = cut(rest, PIECE_BYTES_MAX, space_at_cut);
-        batch.push(&rest[..end], false, source);
+        batch.push(&rest[..end], begins, false, source);
         self.start += next;
     }
 }
@@ -164,16 +186,17 @@ mod tests {
         let mut document = DocumentText::default();
         document.buffer().push_str(&text);
         let mut joined = String::new();
-        let mut num_ends = 0;
+        let (mut num_beginnings, mut num_ends) = (0, 0);
         while !document.is_empty() {
             let mut batch = Batch::default();
             document.move_piece(&mut batch, 0, SpaceAtCut::Keep);
             for piece in batch.pieces() {
                 assert!(piece.text.len() <= PIECE_BYTES_MAX);
                 joined.push_str(piece.text);
-                num_ends += usize::from(piece.ends_document);
+                num_beginnings += usize::from(piece.adds_beginning);
+                num_ends += usize::from(piece.ends_document && piece.adds_end);
             }
         }
-        assert_eq!((joined, num_ends), (text, 1));
+        assert_eq!((joined, num_beginnings, num_ends), (text, 1, 1));
     }
 }

@@ -1,6 +1,6 @@
 use super::inputs::Inputs;
 use super::utf8::InvalidUtf8;
-use crate::tokenizer::BPE_VOCABULARY_SIZE_MIN;
+use crate::tokenizer::{BPE_VOCABULARY_SIZE_MIN, end_named_beside};
 use crate::{ChatTemplate, DataError, Tokenizer, VOCABULARY_SIZE_MAX};
 use std::fmt;
 use std::fs;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread;
 
 /// Changes whenever the same inputs and options give other files than before.
-const OUTPUT_VERSION: u32 = 1;
+const OUTPUT_VERSION: u32 = 2;
 
 /// Stands for the standard input.
 pub(super) const STDIN: &str = "-";
@@ -186,7 +186,10 @@ impl PrepareOptions {
         let mut hasher = crc32fast::Hasher::new();
         let tokenizer = match &self.tokenizer {
             // Wherever the model is.
-            TokenizerChoice::OfModel { tokenizer, .. } => format!("OfModel({})", tokenizer.sha256()?),
+            TokenizerChoice::OfModel { tokenizer, .. } => {
+                let around = (tokenizer.beginning(), tokenizer.ending());
+                format!("OfModel({}, {around:?})", tokenizer.sha256()?)
+            }
             choice => format!("{choice:?}"),
         };
         let settings = (
@@ -201,6 +204,7 @@ impl PrepareOptions {
         if let TokenizerChoice::File(path) = &self.tokenizer {
             let read = |source| DataError::Read { path: path.clone(), source };
             hasher.update(&fs::read(path).map_err(read)?);
+            hasher.update(end_named_beside(path)?.unwrap_or_default().as_bytes());
         }
         // Without these, fingerprints are those of earlier versions.
         if let Some(template) = &self.chat_template {

@@ -112,8 +112,13 @@ fn tokenize_batches(
 
 fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, DataError> {
     let mut found = TokenBatch { input_bytes_read: batch.input_bytes_read, ..TokenBatch::default() };
+    let ending = tokenizer.ending();
     for piece in batch.pieces() {
         let start = found.tokens.len();
+        if piece.adds_beginning {
+            found.tokens.extend_from_slice(tokenizer.beginning());
+            found.loss_mask.resize(found.tokens.len(), u32::from(piece.answers.is_none()));
+        }
         let is_end_counted = match piece.answers {
             None => {
                 tokenizer.encode(piece.text, &mut found.tokens)?;
@@ -122,12 +127,11 @@ fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, Da
             Some(_) => push_answered(tokenizer, piece, &mut found)?,
         };
         found.loss_mask.resize(found.tokens.len(), 1);
-        let end = tokenizer.end_of_document().filter(|_| piece.ends_document);
-        // An end that a template has written is one.
-        let is_ended = piece.answers.is_some() && found.tokens[start..].last().copied() == end;
-        if let Some(end) = end.filter(|_| !is_ended) {
-            found.tokens.push(end);
-            found.loss_mask.push(u32::from(is_end_counted));
+        // The record may have written the end itself.
+        let is_ended = piece.answers.is_some() && found.tokens[start..].ends_with(&ending);
+        if piece.adds_end && !is_ended {
+            found.tokens.extend_from_slice(&ending);
+            found.loss_mask.resize(found.tokens.len(), u32::from(is_end_counted));
         }
         if piece.ends_document {
             found.document_ends.push((found.tokens.len(), piece.source));

@@ -69,7 +69,12 @@ impl<'a> Records<'a> {
             (Value::String(prompt), Value::String(completion)) => {
                 let text = format!("{prompt}{completion}");
                 let answer = prompt.len()..text.len();
-                Ok(Record::Answered(Answered { text, answers: vec![answer] }))
+                Ok(Record::Answered(Answered {
+                    text,
+                    answers: vec![answer],
+                    adds_beginning: true,
+                    adds_end: true,
+                }))
             }
             (Value::Array(prompt), Value::Array(completion)) => {
                 self.conversation(&[&prompt[..], completion].concat(), prompt.len())
@@ -127,7 +132,7 @@ mod tests {
     fn records_are_texts_conversations_or_completions() {
         assert_eq!(read(r#"{"text": "a", "messages": 1}"#).unwrap(), Record::Text("a".to_owned()));
         let answers = |line: &str| match read(line).unwrap() {
-            Record::Answered(Answered { text, answers }) => {
+            Record::Answered(Answered { text, answers, .. }) => {
                 answers.iter().map(|range| text[range.clone()].to_owned()).collect::<Vec<_>>()
             }
             other => panic!("{other:?}"),

@@ -14,17 +14,19 @@ pub const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 
 impl Tokenizer {
     /// A [`TOKENIZER_CONFIG_FILE`] for a model that was trained on documents with this tokenizer: transformers' `AutoTokenizer` reads it
-    /// with the [`TOKENIZER_FILE`]. The token that ends a document also begins a text.
+    /// with the [`TOKENIZER_FILE`]. The token that ends a document also begins a text if the post-processor names no other one.
     pub fn config_json(&self, max_tokens: usize) -> String {
-        let end = match &self.kind {
+        let name = |id| match &self.kind {
             Kind::Bytes => Some(END_OF_DOCUMENT_NAMES[0].to_owned()),
-            Kind::HuggingFace(inner) => inner.end_of_document.and_then(|id| inner.tokenizer.id_to_token(id)),
+            Kind::HuggingFace(inner) => inner.tokenizer.id_to_token(id),
         };
+        let end = self.end_of_document().and_then(name);
+        let beginning = self.beginning().first().copied().and_then(name);
         let config = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_tokens,
             "clean_up_tokenization_spaces": false,
-            "bos_token": end,
+            "bos_token": beginning.as_ref().or(end.as_ref()),
             "eos_token": end,
         });
         format!("{config:#}\n")

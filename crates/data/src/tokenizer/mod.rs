@@ -2,14 +2,16 @@
 
 mod checks;
 mod export;
+mod special;
 mod stream;
 mod train;
 
 pub use export::TOKENIZER_CONFIG_FILE;
+pub(crate) use special::named_token;
 pub use stream::StreamDecoder;
 pub(crate) use train::BPE_VOCABULARY_SIZE_MIN;
 
-use crate::{DataError, PrepareReport, VOCABULARY_SIZE_MAX};
+use crate::{DataError, PrepareReport, Prompt, VOCABULARY_SIZE_MAX};
 use checks::guarded;
 use sha2::{Digest, Sha256};
 use std::fmt::Write;
@@ -29,14 +31,16 @@ const BYTES_TOKENIZER: &str =
 const BYTES_END_OF_DOCUMENT: u32 = 256;
 /// Several times the largest in use.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
-/// The names under which known tokenizers have the token between two documents; the first present counts.
+/// The names under which known tokenizers have the token between two documents. The first present counts if no
+/// [`TOKENIZER_CONFIG_FILE`] names another one.
 const END_OF_DOCUMENT_NAMES: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"];
 
 /// Turns text into token ids and back.
 ///
-/// Encoding is a pure function of the text: padding, truncation, dropout and the post-processor that a
-/// `tokenizer.json` may ask for are left out, so no token is added around a text. The name of a special token that occurs in the text
-/// becomes that token, as in the Hugging Face library.
+/// Encoding is a pure function of the text: padding, truncation and dropout that a `tokenizer.json` may ask for are left out, and
+/// [`encode`](Self::encode) adds no token. The tokens that the post-processor puts before a text are
+/// [`beginning`](Self::beginning). The name of a special token that occurs in the text becomes that token, as in the Hugging Face
+/// library.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     kind: Kind,
@@ -54,12 +58,16 @@ struct HuggingFace {
     /// The file as it was read, so that saving changes nothing in it.
     json: Vec<u8>,
     vocabulary_size: usize,
+    /// Special tokens that the post-processor puts before a text.
+    beginning: Vec<u32>,
+    /// Special tokens that the post-processor puts after a text.
+    ending: Vec<u32>,
     end_of_document: Option<u32>,
 }
 
 impl PartialEq for Tokenizer {
     fn eq(&self, other: &Self) -> bool {
-        self.file() == other.file()
+        (self.file(), self.end_of_document()) == (other.file(), other.end_of_document())
     }
 }
 
@@ -82,13 +90,14 @@ impl Tokenizer {
         Tokenizer { kind: Kind::Bytes }
     }
 
-    /// Reads a Hugging Face `tokenizer.json`.
+    /// Reads a Hugging Face `tokenizer.json`, and which token ends a document from the [`TOKENIZER_CONFIG_FILE`] next to it.
     ///
     /// # Errors
     /// If the file cannot be read, is larger than 256 MiB, or is no tokenizer.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
-        Self::from_json(read(path)?)
-            .map_err(|source| DataError::LoadTokenizer { path: path.to_owned(), source })
+        let tokenizer = Self::from_json(read(path)?)
+            .map_err(|source| DataError::LoadTokenizer { path: path.to_owned(), source })?;
+        Ok(tokenizer.with_config(&config_in(path.parent().unwrap_or(Path::new("")))?))
     }
 
     /// Loads the tokenizer of a prepared corpus or a model: [`TOKENIZER_FILE`] or [`BYTES_TOKENIZER_FILE`].
@@ -98,7 +107,12 @@ impl Tokenizer {
     /// prepared with.
     pub fn load(folder: &Path) -> Result<Self, DataError> {
         let (name, content) = Self::stored_file(folder)?;
-        Self::from_stored(folder, name, content)
+        let mut tokenizer = Self::from_stored(folder, name, content)?.with_config(&config_in(folder)?);
+        // A corpus has no other file that says it.
+        if let Ok(report) = PrepareReport::read(folder) {
+            tokenizer.set_end_of_document(report.end_of_document);
+        }
+        Ok(tokenizer)
     }
 
     /// Name and content of the tokenizer's file in the folder of a corpus or a model; that of a corpus is compared
@@ -125,8 +139,20 @@ impl Tokenizer {
         folder: &Path,
         read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, E>,
     ) -> Result<Self, E> {
-        let (name, content) = the_only_file(folder, read)?;
-        Ok(Self::from_stored(folder, name, content)?)
+        let (name, content) = the_only_file(folder, &read)?;
+        let config = read(TOKENIZER_CONFIG_FILE)?.unwrap_or_default();
+        Ok(Self::from_stored(folder, name, content)?.with_config(&config))
+    }
+
+    /// Appends the tokens of a prompt to `out`, with the special tokens that begin it.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_prompt(&self, prompt: &Prompt, out: &mut Vec<u32>) -> Result<(), DataError> {
+        if prompt.adds_beginning {
+            out.extend_from_slice(self.beginning());
+        }
+        self.encode(&prompt.text, out)
     }
 
     fn from_stored(folder: &Path, name: &str, content: Vec<u8>) -> Result<Self, DataError> {
@@ -255,7 +281,7 @@ impl Tokenizer {
     }
 
     /// Returns the name of a special token, which [`decode`](Self::decode) leaves out; `None` for the id of a text.
-    pub fn special_token(&self, id: u32) -> Option<&str> {
+    pub fn special_token_name(&self, id: u32) -> Option<&str> {
         match &self.kind {
             Kind::Bytes => (id == BYTES_END_OF_DOCUMENT).then_some(END_OF_DOCUMENT_NAMES[0]),
             Kind::HuggingFace(inner) => {
@@ -313,7 +339,6 @@ impl Tokenizer {
             Ok(tokenizer)
         })?;
         tokenizer.with_truncation(None)?.with_padding(None);
-        tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         if let ModelWrapper::BPE(model) = tokenizer.get_model()
             && model.dropout.is_some()
         {
@@ -326,10 +351,24 @@ impl Tokenizer {
         if vocabulary_size > VOCABULARY_SIZE_MAX {
             return Err(format!("its largest id is {largest}, above {}", VOCABULARY_SIZE_MAX - 1).into());
         }
+        let (beginning, ending) = guarded(|| special::around_text(&tokenizer, vocabulary_size))?;
+        tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         let end_of_document = END_OF_DOCUMENT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name));
-        let inner = HuggingFace { tokenizer, json, vocabulary_size, end_of_document };
+        let inner = HuggingFace { tokenizer, json, vocabulary_size, beginning, ending, end_of_document };
         Ok(Tokenizer { kind: Kind::HuggingFace(Box::new(inner)) })
     }
+}
+
+/// The name of the token that ends a document by the [`TOKENIZER_CONFIG_FILE`] next to a tokenizer's file.
+pub(crate) fn end_named_beside(tokenizer: &Path) -> Result<Option<String>, DataError> {
+    let config = config_in(tokenizer.parent().unwrap_or(Path::new("")))?;
+    Ok(special::end_in(&config))
+}
+
+/// The [`TOKENIZER_CONFIG_FILE`] in a folder; empty if there is none.
+fn config_in(folder: &Path) -> Result<Vec<u8>, DataError> {
+    let path = folder.join(TOKENIZER_CONFIG_FILE);
+    if path.is_file() { read(&path) } else { Ok(Vec::new()) }
 }
 
 /// Name and content of the one file of a tokenizer in `folder`.

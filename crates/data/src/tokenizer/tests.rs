@@ -252,15 +252,6 @@ fn vocabularies_are_neither_empty_nor_without_bound() {
 }
 
 #[test]
-fn what_follows_the_tokens_of_a_text_is_left_out() {
-    let mut json = sentence_piece();
-    // The library panics over a second text where there is one.
-    json["post_processor"] = json!({"type": "TemplateProcessing", "pair": [], "special_tokens": {},
-                                    "single": [{"Sequence": {"id": "B", "type_id": 0}}]});
-    assert_eq!(encode(&from_value(&json), "two"), encode(&from_value(&sentence_piece()), "two"));
-}
-
-#[test]
 fn nothing_decodes_to_nothing() {
     let mut json = sentence_piece();
     json["decoder"] = json!({"type": "BPEDecoder", "suffix": "</w>"});
@@ -402,4 +393,30 @@ fn bytes_are_those_of_the_text() {
         let parts: u64 = tokens.iter().map(|&token| tokenizer.num_bytes(&[token]).unwrap()).sum();
         assert!(parts == text.len() as u64 || text == "a bc");
     }
+}
+
+#[test]
+fn post_processors_add_few_known_tokens_around_the_text() {
+    let with = |single: Value, id: u32| {
+        let mut json = sentence_piece();
+        json["post_processor"] = json!({
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [],
+            "special_tokens": {"</s>": {"id": "</s>", "ids": [id], "tokens": ["</s>"]}},
+        });
+        Tokenizer::from_json(json.to_string().into_bytes()).map_err(|error| error.to_string())
+    };
+    let special = json!({"SpecialToken": {"id": "</s>", "type_id": 0}});
+    let text = json!({"Sequence": {"id": "A", "type_id": 0}});
+    let tokenizer = with(json!([special, text, special]), 256).unwrap();
+    assert_eq!((tokenizer.beginning(), tokenizer.ending()), (&[256][..], vec![256]));
+    assert_eq!(encode(&tokenizer, "one"), encode(&from_value(&sentence_piece()), "one"));
+    let many = with(Value::Array(vec![special.clone(); 17]), 256).unwrap_err();
+    assert!(many.contains("adds 17 tokens, more than 16"), "{many}");
+    assert!(with(json!([special, text]), 999).unwrap_err().contains("adds the token 999"));
+    assert!(with(json!([text, text]), 256).unwrap_err().contains("repeats or removes the text"));
+    // The library panics over a second text where there is one.
+    assert!(with(json!([{"Sequence": {"id": "B", "type_id": 0}}]), 256).is_err());
+    assert!(with(json!([special]), 256).unwrap_err().contains("repeats or removes the text"));
 }

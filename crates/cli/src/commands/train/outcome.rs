@@ -141,7 +141,7 @@ pub(super) fn sample_text(
 ) -> Result<String> {
     let generate = config.generate();
     let settings = SampleSettings {
-        prompt: generate.prompt.clone(),
+        prompt: generate.prompt.clone().into(),
         num_tokens: generate.num_tokens,
         sampling: Sampling {
             temperature: generate.temperature as f32,
@@ -151,9 +151,10 @@ pub(super) fn sample_text(
         seed: generate.seed,
         stop_at_end: false,
         end_tokens: Vec::new(),
+        stop_tokens: Vec::new(),
         stop: Vec::new(),
     };
-    let mut text = settings.prompt.clone();
+    let mut text = settings.prompt.text.clone();
     let take = |piece: &str| text.push_str(piece);
     // Beside the training state, which is still there.
     let host = trainer.executor().device().host()?;

@@ -1,0 +1,110 @@
+//! Special tokens: those around a text, and those that a text names.
+
+use super::{Kind, Tokenizer};
+use serde_json::Value;
+use tokenizers::{Encoding, PostProcessor, Token};
+
+/// Maximum number of tokens that a post-processor may add to a text. Known ones add one or two.
+const TOKENS_AROUND_MAX: usize = 16;
+
+/// The special tokens that the post-processor of a tokenizer puts before and after a text.
+///
+/// # Errors
+/// If it adds too many or unknown tokens, or does not keep the text as it is.
+pub(super) fn around_text(
+    tokenizer: &tokenizers::Tokenizer,
+    vocabulary_size: usize,
+) -> Result<(Vec<u32>, Vec<u32>), tokenizers::Error> {
+    let Some(processor) = tokenizer.get_post_processor() else { return Ok((Vec::new(), Vec::new())) };
+    let num_added = processor.added_tokens(false);
+    if num_added > TOKENS_AROUND_MAX {
+        return Err(
+            format!("its post_processor adds {num_added} tokens, more than {TOKENS_AROUND_MAX}").into()
+        );
+    }
+    let text = Encoding::from_tokens(vec![Token::new(0, "a".to_owned(), (0, 1))], 0);
+    let processed = processor.process(text, None, true)?;
+    let (ids, is_special) = (processed.get_ids(), processed.get_special_tokens_mask());
+    let is_text = |&index: &usize| is_special[index] == 0;
+    let [place] = (0..ids.len()).filter(is_text).collect::<Vec<_>>()[..] else {
+        return Err("its post_processor repeats or removes the text".into());
+    };
+    let (before, after) = (ids[..place].to_vec(), ids[place + 1..].to_vec());
+    match before.iter().chain(&after).find(|&&id| id as usize >= vocabulary_size) {
+        Some(id) => Err(format!("its post_processor adds the token {id}, which it does not have").into()),
+        None => Ok((before, after)),
+    }
+}
+
+/// The text of a special token such as `eos_token` in a `tokenizer_config.json`.
+pub(crate) fn named_token<'a>(config: &'a Value, name: &str) -> Option<&'a str> {
+    let token = &config[name];
+    token.as_str().or_else(|| token["content"].as_str())
+}
+
+/// The name of the token that ends a document by a `tokenizer_config.json`.
+pub(super) fn end_in(config: &[u8]) -> Option<String> {
+    // A file that is not JSON names none.
+    let config: Value = serde_json::from_slice(config).unwrap_or_default();
+    named_token(&config, "eos_token").map(str::to_owned)
+}
+
+impl Tokenizer {
+    /// The special tokens that begin a text, as the post-processor says; often none, or one.
+    pub fn beginning(&self) -> &[u32] {
+        match &self.kind {
+            Kind::Bytes => &[],
+            Kind::HuggingFace(inner) => &inner.beginning,
+        }
+    }
+
+    /// The tokens that [`prepare`](crate::prepare) puts after a document: those of the post-processor, and
+    /// [`end_of_document`](Self::end_of_document) unless it is the last of them.
+    pub(crate) fn ending(&self) -> Vec<u32> {
+        let after: &[u32] = match &self.kind {
+            Kind::Bytes => &[],
+            Kind::HuggingFace(inner) => &inner.ending,
+        };
+        let end = self.end_of_document().filter(|end| after.last() != Some(end));
+        after.iter().copied().chain(end).collect()
+    }
+
+    /// The ids of the special tokens whose names occur in a text.
+    pub fn special_tokens_in(&self, text: &str) -> Vec<u32> {
+        let Kind::HuggingFace(inner) = &self.kind else { return Vec::new() };
+        let added = inner.tokenizer.get_added_tokens_decoder();
+        let named = added
+            .iter()
+            .filter(|(_, token)| token.special && !token.content.is_empty() && text.contains(&token.content));
+        let mut ids: Vec<u32> = named.map(|(&id, _)| id).collect();
+        ids.sort_unstable();
+        ids
+    }
+
+    /// Returns the id of the special token with this name.
+    pub fn special_token_id(&self, name: &str) -> Option<u32> {
+        let Kind::HuggingFace(inner) = &self.kind else { return None };
+        let id = inner.tokenizer.token_to_id(name)?;
+        let added = inner.tokenizer.get_added_tokens_decoder();
+        added.get(&id).is_some_and(|token| token.special).then_some(id)
+    }
+
+    /// Replaces the token that ends a document. Ignores a token that there is not.
+    pub(super) fn set_end_of_document(&mut self, end: Option<u32>) {
+        if let Kind::HuggingFace(inner) = &mut self.kind
+            && end.is_none_or(|end| (end as usize) < inner.vocabulary_size)
+        {
+            inner.end_of_document = end;
+        }
+    }
+
+    /// Takes the token that ends a document from a `tokenizer_config.json`, if that names one.
+    pub(super) fn with_config(mut self, config: &[u8]) -> Self {
+        if let Kind::HuggingFace(inner) = &self.kind
+            && let Some(end) = end_in(config).and_then(|end| inner.tokenizer.token_to_id(&end))
+        {
+            self.set_end_of_document(Some(end));
+        }
+        self
+    }
+}
