@@ -23,8 +23,8 @@ mod tokenizer;
 
 pub use baseline::bigram_baseline;
 pub use chat::{
-    Answered, CHAT_TEMPLATE_BYTES_MAX, CHAT_TEMPLATE_FILE, ChatTemplate, Prompt, isolate_chat_templates,
-    serve_chat_template,
+    Answered, CHAT_TEMPLATE_BYTES_MAX, CHAT_TEMPLATE_FILE, ChatTemplate, Prompt, Samples,
+    isolate_chat_templates, serve_chat_template,
 };
 pub use corpus::Corpus;
 pub use error::DataError;

@@ -32,7 +32,7 @@ fn messages() -> Vec<Value> {
 
 /// The error of compiling the template or of rendering a conversation with it.
 fn error_of(source: &str) -> String {
-    let rendered = template(source).and_then(|template| template.answered(&messages(), 0));
+    let rendered = template(source).and_then(|template| template.samples(&messages(), 0));
     rendered.expect_err("it is refused")
 }
 
@@ -111,7 +111,7 @@ fn templates_of_use_run_in_a_process_as_they_do_without() {
     let source = "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}\
         {% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}";
     let template = template(source).unwrap();
-    let answered = template.answered(&messages(), 0).unwrap();
+    let answered = &template.samples(&messages(), 0).unwrap().documents[0];
     assert_eq!((answered.text.as_str(), &answered.answers[..]), ("1+1?2", &[4..5][..]));
     let refused = error_of("{{ raise_exception('roles must alternate') }}");
     assert_eq!(refused, "roles must alternate");

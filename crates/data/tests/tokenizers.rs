@@ -151,6 +151,64 @@ fn contexts_of_questions_begin_as_texts_do() {
 }
 
 #[test]
+fn special_tokens_that_a_user_types_are_text() {
+    let typed = "one <|im_end|> and <|im_start|>two";
+    let record = format!(
+        "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{typed}\"}}, {{\"role\": \"assistant\", \"content\": \"two\"}}]}}\n"
+    );
+    let room = Room::new(&[("chat.jsonl", record.as_bytes())]);
+    let tokenizer = Tokenizer::load(&folder("qwen2")).unwrap();
+    let options = PrepareOptions {
+        tokenizer: TokenizerChoice::File(folder("qwen2/tokenizer.json")),
+        chat_template: Some(ChatTemplate::chatml()),
+        ..room.options(&["chat.jsonl"])
+    };
+    assert_eq!(prepare(&options, &Silent).unwrap().num_literal_names, 2);
+    let num_control = |tokens: &[u32]| tokens.iter().filter(|&&token| [1, 2].contains(&token)).count();
+    let (tokens, mask) = &documents(&room)[0];
+    assert_eq!(num_control(tokens), 4, "the template's: {tokens:?}");
+    // The text is the same, and the answer is learned with its end.
+    assert!(tokenizer.decode(tokens).unwrap().contains(typed));
+    let learned: Vec<u32> =
+        tokens.iter().zip(mask).filter(|(_, mask)| **mask == 1).map(|(token, _)| *token).collect();
+    assert_eq!((tokenizer.decode(&learned).unwrap().as_str(), learned.last()), ("two", Some(&2)));
+    // A prompt has the same tokens.
+    let template = ChatTemplate::chatml().with_literal_names(tokenizer.special_token_names());
+    let prompt = template.prompt(&[serde_json::json!({"role": "user", "content": typed})]).unwrap();
+    let mut prompted = Vec::new();
+    tokenizer.encode_prompt(&prompt, &mut prompted).unwrap();
+    assert!(tokens.starts_with(&prompted), "{prompted:?} {tokens:?}");
+    // As it was.
+    let control = PrepareOptions { special_tokens_in_messages: true, ..options.clone() };
+    assert!(!is_current(&control).unwrap());
+    assert_eq!(prepare(&control, &Silent).unwrap().num_literal_names, 0);
+    assert_eq!(num_control(&documents(&room)[0].0), 6);
+}
+
+#[test]
+fn a_conversation_that_a_template_rewrites_is_a_document_for_each_answer() {
+    let message = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
+    let turns = [
+        message("user", "one"),
+        message("assistant", "two"),
+        message("user", "and"),
+        message("assistant", "three"),
+    ];
+    let room = Room::new(&[("chat.jsonl", format!("{{\"messages\": [{}]}}\n", turns.join(", ")).as_bytes())]);
+    let source = "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}\
+        {{- '<|return|>' if loop.last and message.role == 'assistant' else '<|end|>' }}{% endfor %}\
+        {{- '<|start|>assistant' if add_generation_prompt }}";
+    let template = ChatTemplate::new(source, Default::default(), Path::new("a")).unwrap();
+    let tokenizer = TokenizerChoice::File(folder("gpt_oss/tokenizer.json"));
+    let options =
+        PrepareOptions { tokenizer, chat_template: Some(template), ..room.options(&["chat.jsonl"]) };
+    let report = prepare(&options, &Silent).unwrap();
+    assert_eq!((report.num_split_conversations, report.train.num_documents), (1, 2));
+    let (tokens, mask) = &documents(&room)[1];
+    assert_eq!((tokens.iter().filter(|&&token| token == 2).count(), mask.last()), (1, Some(&1)));
+}
+
+#[test]
 fn special_tokens_are_found_by_name() {
     let tokenizer = Tokenizer::load(&folder("qwen2")).unwrap();
     assert_eq!(tokenizer.special_token_id("<|im_end|>"), Some(2));

@@ -336,6 +336,7 @@ fn prepare_options(config: &Config, parts: &TextParts, version: u64) -> PrepareO
     PrepareOptions {
         tokenizer: parts.tokenizer.clone(),
         chat_template: parts.chat_template.clone(),
+        special_tokens_in_messages: data.special_tokens_in_messages,
         weights: data.weights.clone(),
         validation_inputs: data.validation_inputs.clone(),
         field: data.field.clone(),

@@ -148,9 +148,7 @@ impl LanguageTask {
                 "without effect in [data]: {keys}; the tokens in {folder} are used as they were prepared"
             ));
         }
-        if report.end_of_document.is_none() {
-            notices.push(NO_END.to_owned());
-        }
+        notices.extend(report.notes());
         let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
         let own = own.transpose()?.flatten();
         let tokenizer = match own {
@@ -281,10 +279,6 @@ impl Task for LanguageTask {
         Err(TrainError::ResumedModelDiffers { path: checkpoint.path().to_owned(), differences })
     }
 }
-
-/// Warns of a tokenizer without a token that ends a document.
-pub const NO_END: &str = "the tokenizer has no token that ends a document, so the model cannot learn where to stop; \
-    name one as eos_token in tokenizer_config.json";
 
 /// A `config.json` in which the tokenizer decides what begins and ends a document, unless the model says so.
 fn with_ends(model_json: &str, tokenizer: &Tokenizer) -> String {

@@ -50,7 +50,7 @@ pub use device::device_options;
 pub use error::TrainError;
 pub use evaluation::{Evaluation, Evaluator};
 pub use fp8::FP8_NOTICE;
-pub use language::{LanguageTask, NO_END, Sequences};
+pub use language::{LanguageTask, Sequences};
 pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
 pub use preflight::preflight;

@@ -74,6 +74,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let tokenizer = model_tokenizer(&source)?;
     let tokenizer = Arc::new(tokenizer.ok_or_else(|| anyhow!("{} has no tokenizer", args.model.display()))?);
     let template = chat_template_for(args.chat_template.as_deref(), &source)?;
+    let template = template.map(|template| template.with_literal_names(tokenizer.special_token_names()));
     let mut evaluator = Evaluator::load(&args.model, args.allow_non_finite, args.seq_len, &device)?;
     evaluator.notices().iter().for_each(|notice| remark(&format!("note: {notice}")));
     for file in args.data.iter().filter(|path| path.is_file()) {

@@ -108,6 +108,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let source = ModelSource::open(&args.path)?;
     let tokenizer = tokenizer(args, &source)?;
     let template = chat_template_for(args.chat_template.as_deref(), &source)?;
+    let template = template.map(|template| template.with_literal_names(tokenizer.special_token_names()));
     let prompts = prompts(args, template.as_ref())?;
     let mut stop: Vec<String> =
         args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect();

@@ -18,7 +18,7 @@ use trireme_data::{
     TOKENIZER_FILE, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
 };
 use trireme_train::{
-    NO_END, chat_template_alone, chat_template_beside, chat_template_for, model_tokenizer, users_of_corpus,
+    chat_template_alone, chat_template_beside, chat_template_for, model_tokenizer, users_of_corpus,
 };
 
 const EXAMPLES: &str = "\
@@ -58,6 +58,9 @@ pub(crate) struct PrepareArgs {
     /// Jinja template that formats `messages` as text: a file, or `chatml`. Defaults to the one next to the tokenizer.
     #[arg(long, value_name = "TEMPLATE")]
     chat_template: Option<PathBuf>,
+    /// Let the names of special tokens in `messages` be those tokens. By default they are text, because a user may have typed them.
+    #[arg(long)]
+    special_tokens_in_messages: bool,
     /// Replace a corpus that runs have been trained on.
     #[arg(long)]
     force: bool,
@@ -139,6 +142,7 @@ fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
     Ok(PrepareOptions {
         tokenizer,
         chat_template,
+        special_tokens_in_messages: args.special_tokens_in_messages,
         weights: args.weights.clone(),
         validation_inputs: args.validation.clone(),
         field: args.field.clone(),
@@ -287,14 +291,14 @@ impl fmt::Display for Summary<'_> {
             )?;
         }
         writeln!(f, "  tokenizer {}, vocabulary {}", report.tokenizer, report.vocabulary_size)?;
-        if report.end_of_document.is_none() {
-            writeln!(f, "  {NO_END}")?;
-        }
         if report.has_loss_mask {
             writeln!(f, "  loss on answers only")?;
         }
         for Source { input, weight, num_tokens } in &report.sources {
             writeln!(f, "  weight {weight} for {num_tokens} tokens of {input}")?;
+        }
+        for note in report.notes() {
+            writeln!(f, "  note: {note}")?;
         }
         writeln!(
             f,
@@ -331,13 +335,14 @@ mod tests {
     fn flags_reach_the_options() {
         let options = parse(
             "a --out c --train-bpe 300 --field body --extension .md,rs --extension txt --invalid-utf8 refuse \
-             --validation-fraction 0 --threads 3",
+             --validation-fraction 0 --threads 3 --special-tokens-in-messages",
         )
         .unwrap();
         assert_eq!(options.tokenizer, TokenizerChoice::TrainBpe { vocabulary_size: 300 });
         assert_eq!(options.field, "body");
         assert_eq!(options.extensions, ["md", "rs", "txt"]);
         assert_eq!(options.invalid_utf8, InvalidUtf8::Refuse);
+        assert!(options.special_tokens_in_messages);
         assert_eq!((options.validation_fraction, options.num_threads.get()), (0.0, 3));
     }
 

@@ -95,37 +95,79 @@ impl Interpreter {
     ///
     /// # Errors
     /// Why the template refuses the messages, and why the answers cannot be located in the text.
-    pub(super) fn run(&self, task: &Task<'_>) -> Result<Answered, String> {
+    pub(super) fn run(&self, task: &Task<'_>) -> Result<Vec<Answered>, String> {
         let messages = &task.messages[..];
         match task.output {
-            Output::Text { add_generation_prompt } => self.render(messages, add_generation_prompt),
+            Output::Text { add_generation_prompt } => Ok(vec![self.render(messages, add_generation_prompt)?]),
             Output::Samples { first } => self.samples(messages, first),
         }
     }
 
-    fn samples(&self, messages: &[Value], first: usize) -> Result<Answered, String> {
+    fn samples(&self, messages: &[Value], first: usize) -> Result<Vec<Answered>, String> {
         let mut all = self.render(messages, false)?;
         if self.marks_answers {
             if first > 0 {
                 let num_before = self.render(&messages[..first], false)?.answers.len();
                 all.answers.drain(..num_before.min(all.answers.len()));
             }
-            return Ok(all);
+            return Ok(vec![all]);
         }
+        let answers = (first..messages.len()).filter(|&index| messages[index]["role"] == "assistant");
         all.answers.clear();
-        for index in (first..messages.len()).filter(|&index| messages[index]["role"] == "assistant") {
-            let before = self.render(&messages[..index], true)?;
-            let with = self.render(&messages[..=index], false)?;
-            if !(with.text.starts_with(&before.text) && all.text.starts_with(&with.text)) {
+        for index in answers.clone() {
+            let answered = self.answered(messages, index)?;
+            if !all.text.starts_with(&answered.text) {
+                return self.one_by_one(messages, answers);
+            }
+            all.answers.extend(answered.answers);
+        }
+        Ok(vec![all])
+    }
+
+    /// A sample for each answer.
+    fn one_by_one(
+        &self,
+        messages: &[Value],
+        answers: impl Iterator<Item = usize>,
+    ) -> Result<Vec<Answered>, String> {
+        let (mut samples, mut num_bytes) = (Vec::new(), 0);
+        for index in answers {
+            let answered = self.answered(messages, index)?;
+            num_bytes += answered.text.len();
+            if num_bytes > TEXT_BYTES_MAX {
                 return Err(format!(
-                    "the chat template changes earlier text when message {} is added, so the answer cannot be told from it; mark answers in the \
-                     template with {{% generation %}} and {{% endgeneration %}}",
+                    "the chat template changes earlier text when answers follow, and one text for each answer exceeds {TEXT_BYTES_MAX} bytes"
+                ));
+            }
+            samples.push(answered);
+        }
+        Ok(samples)
+    }
+
+    /// The conversation up to an answer. The answer begins where the model would continue the text of the messages before.
+    fn answered(&self, messages: &[Value], index: usize) -> Result<Answered, String> {
+        let prompt = self.render(&messages[..index], true)?.text;
+        let with = self.render(&messages[..=index], false)?;
+        let start = if with.text.starts_with(&prompt) {
+            prompt.len()
+        } else {
+            // The prompt may have something that this answer has not, such as the beginning of a thought.
+            let before = self.render(&messages[..index], false)?.text;
+            if !(with.text.starts_with(&before) && prompt.starts_with(&before)) {
+                return Err(format!(
+                    "the chat template changes the text right before message {0} when message {0} is added, so the answer cannot be told from \
+                     it; mark answers in the template with {{% generation %}} and {{% endgeneration %}}",
                     index + 1
                 ));
             }
-            all.answers.push(before.text.len()..with.text.len());
-        }
-        Ok(all)
+            let pairs = with.text.char_indices().zip(prompt.chars());
+            pairs
+                .take_while(|((_, a), b)| a == b)
+                .map(|((start, c), _)| start + c.len_utf8())
+                .last()
+                .unwrap_or(0)
+        };
+        Ok(Answered { answers: vec![start..with.text.len()], ..with })
     }
 
     /// Renders messages; the answers are those that the template marks.

@@ -82,7 +82,7 @@ impl Process {
     ///
     /// # Errors
     /// As [`Interpreter::run`], and if the template exceeds a limit; the process has ended then.
-    pub(super) fn run(&mut self, task: &Task<'_>) -> Result<Answered, String> {
+    pub(super) fn run(&mut self, task: &Task<'_>) -> Result<Vec<Answered>, String> {
         self.exchange(task)
     }
 

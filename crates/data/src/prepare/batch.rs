@@ -28,6 +28,8 @@ struct Piece {
     source: usize,
     /// What counts in the loss, in bytes of the piece; all of it without.
     answers: Option<Vec<Range<usize>>>,
+    /// As [`Answered::literal`].
+    literal: Vec<usize>,
     /// Whether the tokenizer's special tokens go before it.
     adds_beginning: bool,
     /// Whether the tokenizer's special tokens go after it.
@@ -44,6 +46,8 @@ pub(super) struct PieceText<'a> {
     pub(super) source: usize,
     /// What counts in the loss, in bytes; all of it without.
     pub(super) answers: Option<&'a [Range<usize>]>,
+    /// As [`Answered::literal`].
+    pub(super) literal: &'a [usize],
     /// Whether the tokenizer's special tokens go before it.
     pub(super) adds_beginning: bool,
     /// Whether the tokenizer's special tokens go after it.
@@ -66,8 +70,8 @@ impl Batch {
             let text = &self.text[start..piece.end];
             start = piece.end;
             let Piece { ends_document, source, adds_beginning, adds_end, .. } = *piece;
-            let answers = piece.answers.as_deref();
-            PieceText { text, ends_document, source, answers, adds_beginning, adds_end }
+            let (answers, literal) = (piece.answers.as_deref(), &piece.literal[..]);
+            PieceText { text, ends_document, source, answers, literal, adds_beginning, adds_end }
         })
     }
 
@@ -79,6 +83,7 @@ impl Batch {
             ends_document: true,
             source,
             answers: Some(document.answers),
+            literal: document.literal,
             adds_beginning: document.adds_beginning,
             adds_end: document.adds_end,
         });
@@ -91,6 +96,7 @@ impl Batch {
             ends_document,
             source,
             answers: None,
+            literal: Vec::new(),
             adds_beginning: begins_document,
             adds_end: ends_document,
         });

@@ -186,6 +186,7 @@ pub fn stage(
     let has_loss_mask = CorpusReader::begins_with_answers(options, &inputs)?
         || CorpusReader::begins_with_answers(options, &validation_inputs)?;
     let tokenizer = choose_tokenizer(options, &inputs, progress)?;
+    let options = &with_literal_names(options, &tokenizer);
 
     let files = (ALL_FILE, has_loss_mask.then_some(ALL_MASK_FILE));
     let (mut counts, mut ends) = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
@@ -227,6 +228,8 @@ pub fn stage(
         skipped: skipped(&inputs, &counts),
         num_invalid_utf8_replaced: counts.num_replaced,
         foreign_forms: counts.foreign_forms,
+        num_literal_names: counts.num_literal_names,
+        num_split_conversations: counts.num_split_conversations,
         fingerprint,
     };
     if let Some(source) = report.sources.iter().find(|source| source.num_tokens == 0) {
@@ -234,6 +237,18 @@ pub fn stage(
     }
     report.write(&staging.path(REPORT_FILE))?;
     Ok(StagedCorpus { staging, report })
+}
+
+/// The options with a chat template for which the names of the tokenizer's special tokens are text in messages, unless they should be those
+/// tokens.
+fn with_literal_names(options: &PrepareOptions, tokenizer: &Tokenizer) -> PrepareOptions {
+    let mut options = options.clone();
+    if !options.special_tokens_in_messages {
+        let template = options.chat_template.take();
+        options.chat_template =
+            template.map(|template| template.with_literal_names(tokenizer.special_token_names()));
+    }
+    options
 }
 
 /// Copies the standard input into a file, so that it can be read more than once.

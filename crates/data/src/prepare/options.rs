@@ -86,6 +86,8 @@ pub struct PrepareOptions {
     pub field: String,
     /// What makes a text of a conversation.
     pub chat_template: Option<ChatTemplate>,
+    /// Whether the names of special tokens in messages become those tokens. Otherwise they are text, as a user typed them.
+    pub special_tokens_in_messages: bool,
     /// How often samples of each input come, relative to those of the others; empty for as often as they have tokens.
     pub weights: Vec<f64>,
     /// What to validate on, as [`inputs`](Self::inputs), in place of a fraction of those.
@@ -110,6 +112,7 @@ impl PrepareOptions {
             tokenizer: TokenizerChoice::Bytes,
             field: "text".to_owned(),
             chat_template: None,
+            special_tokens_in_messages: false,
             weights: Vec::new(),
             validation_inputs: Vec::new(),
             extensions: Vec::new(),
@@ -209,6 +212,9 @@ impl PrepareOptions {
         // Without these, fingerprints are those of earlier versions.
         if let Some(template) = &self.chat_template {
             template.hash_into(&mut hasher);
+            if self.special_tokens_in_messages {
+                hasher.update(b"special_tokens_in_messages");
+            }
         }
         if !self.weights.is_empty() {
             hasher.update(format!("{:?}", self.weights).as_bytes());

@@ -148,7 +148,7 @@ fn push_answered(
 ) -> Result<bool, DataError> {
     let answers = piece.answers.unwrap_or_default();
     let mut places = Vec::new();
-    tokenizer.encode_with_places(piece.text, &mut found.tokens, &mut places)?;
+    tokenizer.encode_with_literal(piece.text, piece.literal, &mut found.tokens, &mut places)?;
     let mut next = 0;
     for place in places {
         while answers.get(next).is_some_and(|answer| answer.end <= place.start) {

@@ -8,7 +8,7 @@ use super::report::ForeignForms;
 use super::surrogates::replace_lone_surrogates;
 use super::utf8::{InvalidAt, InvalidUtf8, Utf8Decoder};
 use crate::DataError;
-use crate::chat::Answered;
+use crate::chat::{Answered, Samples};
 use crate::tokenizer::SpaceAtCut;
 use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
 use std::path::PathBuf;
@@ -28,6 +28,10 @@ pub(super) struct ReadCounts {
     pub(super) num_binary: u64,
     pub(super) num_empty: u64,
     pub(super) foreign_forms: ForeignForms,
+    /// Names of special tokens in messages that stay text.
+    pub(super) num_literal_names: u64,
+    /// Conversations with a document for each answer.
+    pub(super) num_split_conversations: u64,
 }
 
 /// Reads the inputs front to back, in batches whose bounds depend on the inputs alone.
@@ -50,8 +54,8 @@ struct OpenFile<'a> {
     input: Input,
     decoder: Utf8Decoder,
     document: DocumentText,
-    /// A document that is not cut, if one was read.
-    answered: Option<Answered>,
+    /// The documents of a record that are not cut, if one was read.
+    answered: Vec<Answered>,
     /// The state of a file that is one JSON array.
     array: Option<JsonArray>,
     /// Lines of JSON read so far.
@@ -93,7 +97,7 @@ impl<'a> CorpusReader<'a> {
         for file in inputs.files.iter().filter(|file| file.format == Format::JsonLines) {
             let Some(mut open) = reader.open_file(file)? else { continue };
             open.read_more(records, &mut ReadCounts::default())?;
-            if open.answered.is_some() {
+            if !open.answered.is_empty() {
                 return Ok(true);
             }
         }
@@ -114,12 +118,14 @@ impl<'a> CorpusReader<'a> {
             let is_plain = open.file.compression == Compression::None;
             self.bytes_read += if is_plain { bytes_read } else { 0 };
             let source = open.file.source;
-            if let Some(answered) = open.answered.take() {
+            if !open.answered.is_empty() {
                 if !self.takes_answers {
                     let (path, line) = (open.place(), open.record_line);
                     return Err(DataError::MixedRecords { path, line });
                 }
-                batch.push_answered(answered, source);
+                for answered in open.answered.drain(..) {
+                    batch.push_answered(answered, source);
+                }
             } else if open.has_piece() {
                 open.document.move_piece(&mut batch, source, self.space_at_cut);
             }
@@ -165,7 +171,7 @@ impl<'a> CorpusReader<'a> {
             input: BufReader::with_capacity(READ_BYTES, head.chain(rest)),
             decoder: Utf8Decoder::new(self.options.invalid_utf8, mark_bytes as u64),
             document: DocumentText::default(),
-            answered: None,
+            answered: Vec::new(),
             array: is_array.then(JsonArray::default),
             num_lines: 0,
             record_line: 1,
@@ -188,7 +194,7 @@ impl OpenFile<'_> {
     /// Whether the document is complete, or long enough to cut a piece off it.
     fn has_piece(&self) -> bool {
         let complete = self.at_end || self.file.format == Format::JsonLines;
-        self.answered.is_some() || self.document.exceeds_piece() || (complete && !self.document.is_empty())
+        !self.answered.is_empty() || self.document.exceeds_piece() || (complete && !self.document.is_empty())
     }
 
     /// Reads on, unless a piece is there already; returns the bytes of input taken.
@@ -230,11 +236,18 @@ impl OpenFile<'_> {
         };
         let record = records.read(&object, &mut counts.foreign_forms);
         match record.map_err(|error| self.record_error(error, records.field))? {
-            Record::Text(text) | Record::Answered(Answered { text, .. }) if text.is_empty() => {
+            Record::Text(text) if text.is_empty() => counts.num_empty += 1,
+            Record::Answered(Samples { documents, .. })
+                if documents.iter().all(|document| document.text.is_empty()) =>
+            {
                 counts.num_empty += 1;
             }
             Record::Text(text) => *self.document.buffer() = text,
-            Record::Answered(answered) => self.answered = Some(answered),
+            Record::Answered(Samples { documents, num_names }) => {
+                counts.num_literal_names += num_names;
+                counts.num_split_conversations += u64::from(documents.len() > 1);
+                self.answered = documents;
+            }
         }
         Ok(raw.len() as u64)
     }

@@ -3,7 +3,7 @@
 use super::json_lines::{Field, text_field};
 use super::report::ForeignForms;
 use super::{InvalidUtf8, PrepareOptions};
-use crate::chat::{Answered, ChatTemplate};
+use crate::chat::{Answered, ChatTemplate, Samples};
 use crate::messages::{of_alpaca, of_share_gpt, with_text_contents};
 use serde_json::Value;
 
@@ -13,7 +13,7 @@ pub(super) enum Record {
     /// All of it is to be learned.
     Text(String),
     /// Only its answers are.
-    Answered(Answered),
+    Answered(Samples),
 }
 
 /// Why a line holds no document.
@@ -69,12 +69,14 @@ impl<'a> Records<'a> {
             (Value::String(prompt), Value::String(completion)) => {
                 let text = format!("{prompt}{completion}");
                 let answer = prompt.len()..text.len();
-                Ok(Record::Answered(Answered {
+                let document = Answered {
                     text,
                     answers: vec![answer],
+                    literal: Vec::new(),
                     adds_beginning: true,
                     adds_end: true,
-                }))
+                };
+                Ok(Record::Answered(Samples { documents: vec![document], num_names: 0 }))
             }
             (Value::Array(prompt), Value::Array(completion)) => {
                 self.conversation(&[&prompt[..], completion].concat(), prompt.len())
@@ -105,12 +107,12 @@ impl<'a> Records<'a> {
             }
         }
         let messages = with_text_contents(messages).map_err(RecordError::Conversation)?;
-        let answered = template.answered(&messages, first).map_err(RecordError::Conversation)?;
-        match answered.answers.is_empty() {
+        let samples = template.samples(&messages, first).map_err(RecordError::Conversation)?;
+        match samples.documents.iter().all(|document| document.answers.is_empty()) {
             true => Err(RecordError::Conversation(
                 "it has no message with the role `assistant` to learn".to_owned(),
             )),
-            false => Ok(Record::Answered(answered)),
+            false => Ok(Record::Answered(samples)),
         }
     }
 }
@@ -132,7 +134,8 @@ mod tests {
     fn records_are_texts_conversations_or_completions() {
         assert_eq!(read(r#"{"text": "a", "messages": 1}"#).unwrap(), Record::Text("a".to_owned()));
         let answers = |line: &str| match read(line).unwrap() {
-            Record::Answered(Answered { text, answers, .. }) => {
+            Record::Answered(Samples { documents, .. }) => {
+                let Answered { text, answers, .. } = &documents[0];
                 answers.iter().map(|range| text[range.clone()].to_owned()).collect::<Vec<_>>()
             }
             other => panic!("{other:?}"),

@@ -110,6 +110,13 @@ pub struct PrepareReport {
     /// Records and files in forms of other programs; absent in reports of earlier versions.
     #[serde(default)]
     pub foreign_forms: ForeignForms,
+    /// Names of special tokens in messages that stayed text.
+    #[serde(default)]
+    pub num_literal_names: u64,
+    /// Conversations that became a document for each answer, because the chat template shows earlier messages differently once others
+    /// follow.
+    #[serde(default)]
+    pub num_split_conversations: u64,
     /// Names the inputs and options; see [`is_current`](crate::is_current).
     pub fingerprint: String,
 }
@@ -132,6 +139,32 @@ impl PrepareReport {
             .read_to_end(&mut json)
             .map_err(|source| DataError::Read { path: path.clone(), source })?;
         serde_json::from_slice(&json).map_err(|source| DataError::Report { path, source })
+    }
+
+    /// Sentences about the tokens that a user may not expect.
+    pub fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        if self.end_of_document.is_none() {
+            notes.push(
+                "the tokenizer has no token that ends a document, so a model cannot learn where to stop; name one as eos_token in \
+                 tokenizer_config.json"
+                    .to_owned(),
+            );
+        }
+        if self.num_split_conversations > 0 {
+            notes.push(format!(
+                "{} of the conversations became one document for each answer, because the chat template shows earlier messages differently \
+                 once others follow",
+                self.num_split_conversations
+            ));
+        }
+        if self.num_literal_names > 0 {
+            notes.push(format!(
+                "{} names of special tokens in messages stayed text ([data] special_tokens_in_messages, --special-tokens-in-messages)",
+                self.num_literal_names
+            ));
+        }
+        notes
     }
 
     pub(super) fn write(&self, path: &Path) -> Result<(), DataError> {

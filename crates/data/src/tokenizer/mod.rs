@@ -18,6 +18,7 @@ use std::fmt::Write;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use tokenizers::{DecoderWrapper, ModelWrapper, PostProcessorWrapper};
 use trireme_base::open_regular;
 
@@ -63,6 +64,8 @@ struct HuggingFace {
     /// Special tokens that the post-processor puts after a text.
     ending: Vec<u32>,
     end_of_document: Option<u32>,
+    /// The tokenizer for which names of special tokens are text, once it was needed.
+    literal: OnceLock<Box<tokenizers::Tokenizer>>,
 }
 
 impl PartialEq for Tokenizer {
@@ -152,7 +155,7 @@ impl Tokenizer {
         if prompt.adds_beginning {
             out.extend_from_slice(self.beginning());
         }
-        self.encode(&prompt.text, out)
+        self.encode_with_literal(&prompt.text, &prompt.literal, out, &mut Vec::new())
     }
 
     fn from_stored(folder: &Path, name: &str, content: Vec<u8>) -> Result<Self, DataError> {
@@ -354,7 +357,15 @@ impl Tokenizer {
         let (beginning, ending) = guarded(|| special::around_text(&tokenizer, vocabulary_size))?;
         tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         let end_of_document = END_OF_DOCUMENT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name));
-        let inner = HuggingFace { tokenizer, json, vocabulary_size, beginning, ending, end_of_document };
+        let inner = HuggingFace {
+            tokenizer,
+            json,
+            vocabulary_size,
+            beginning,
+            ending,
+            end_of_document,
+            literal: OnceLock::new(),
+        };
         Ok(Tokenizer { kind: Kind::HuggingFace(Box::new(inner)) })
     }
 }

@@ -1,7 +1,10 @@
 //! Special tokens: those around a text, and those that a text names.
 
-use super::{Kind, Tokenizer};
+use super::checks::guarded;
+use super::{HuggingFace, Kind, Tokenizer};
+use crate::DataError;
 use serde_json::Value;
+use std::ops::Range;
 use tokenizers::{Encoding, PostProcessor, Token};
 
 /// Maximum number of tokens that a post-processor may add to a text. Known ones add one or two.
@@ -49,6 +52,17 @@ pub(super) fn end_in(config: &[u8]) -> Option<String> {
     named_token(&config, "eos_token").map(str::to_owned)
 }
 
+impl HuggingFace {
+    /// The tokenizer for which names of special tokens are text.
+    fn literal(&self) -> &tokenizers::Tokenizer {
+        self.literal.get_or_init(|| {
+            let mut tokenizer = self.tokenizer.clone();
+            tokenizer.set_encode_special_tokens(true);
+            Box::new(tokenizer)
+        })
+    }
+}
+
 impl Tokenizer {
     /// The special tokens that begin a text, as the post-processor says; often none, or one.
     pub fn beginning(&self) -> &[u32] {
@@ -67,6 +81,64 @@ impl Tokenizer {
         };
         let end = self.end_of_document().filter(|end| after.last() != Some(end));
         after.iter().copied().chain(end).collect()
+    }
+
+    /// The names of all special tokens.
+    pub fn special_token_names(&self) -> Vec<String> {
+        let Kind::HuggingFace(inner) = &self.kind else { return Vec::new() };
+        let added = inner.tokenizer.get_added_tokens_decoder();
+        let special = added.values().filter(|token| token.special && !token.content.is_empty());
+        special.map(|token| token.content.clone()).collect()
+    }
+
+    /// As [`encode_with_places`](Self::encode_with_places), but a special token that contains one of the `literal` positions after its
+    /// first byte becomes ordinary tokens, together with the text around it up to the next special tokens.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub(crate) fn encode_with_literal(
+        &self,
+        text: &str,
+        literal: &[usize],
+        out: &mut Vec<u32>,
+        places: &mut Vec<Range<usize>>,
+    ) -> Result<(), DataError> {
+        let inner = match &self.kind {
+            Kind::HuggingFace(inner) if !literal.is_empty() => inner,
+            _ => return self.encode_with_places(text, out, places),
+        };
+        let (mut ids, mut spans) = (Vec::new(), Vec::new());
+        self.encode_with_places(text, &mut ids, &mut spans)?;
+        let added = inner.tokenizer.get_added_tokens_decoder();
+        let is_special = |token: usize| added.get(&ids[token]).is_some_and(|token| token.special);
+        let is_literal = |token: usize| {
+            let first_after = literal.partition_point(|&position| position <= spans[token].start);
+            literal.get(first_after).is_some_and(|&position| position <= spans[token].end)
+        };
+        let mut start = 0;
+        while start < ids.len() {
+            if is_special(start) && !is_literal(start) {
+                out.push(ids[start]);
+                places.push(spans[start].clone());
+                start += 1;
+                continue;
+            }
+            let end = (start..ids.len()).find(|&token| is_special(token) && !is_literal(token));
+            let stretch = start..end.unwrap_or(ids.len());
+            if stretch.clone().any(is_special) {
+                let from = start.checked_sub(1).map_or(0, |before| spans[before].end);
+                let to = end.map_or(text.len(), |end| spans[end].start);
+                let encoding = guarded(|| inner.literal().encode(&text[from..to], false))
+                    .map_err(|source| DataError::Encode { text_bytes: to - from, source })?;
+                out.extend_from_slice(encoding.get_ids());
+                places.extend(encoding.get_offsets().iter().map(|&(start, end)| from + start..from + end));
+            } else {
+                out.extend_from_slice(&ids[stretch.clone()]);
+                places.extend_from_slice(&spans[stretch.clone()]);
+            }
+            start = stretch.end;
+        }
+        Ok(())
     }
 
     /// The ids of the special tokens whose names occur in a text.

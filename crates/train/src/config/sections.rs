@@ -157,6 +157,8 @@ config_section! {
         /// Jinja template that formats `messages` as text: a file, or `chatml`. Defaults to the template of the model in `init_from`, or the one next
         /// to the `tokenizer` file.
         chat_template: Option<PathBuf> = None;
+        /// Whether the names of special tokens in `messages` become those tokens. Otherwise they are text, because a user may have typed them.
+        special_tokens_in_messages: bool = false;
         /// What to do with bytes that are not valid UTF-8: `replace` them, or `refuse` the file.
         invalid_utf8: InvalidUtf8 = InvalidUtf8::Replace;
         /// How documents become sequences. `stream` cuts them wherever a sequence ends. `documents` packs whole documents, each attending only to

@@ -301,7 +301,15 @@ fn check_data(checks: &mut Checks<'_>) {
     // A folder that was prepared has a tokenizer of its own.
     let is_prepared = data.inputs.is_empty() && !data.folder.as_os_str().is_empty();
     for key in changed_keys(data).filter(|key| {
-        matches!(*key, "tokenizer" | "train_bpe" | "validation_inputs" | "chat_template" | "weights")
+        matches!(
+            *key,
+            "tokenizer"
+                | "train_bpe"
+                | "validation_inputs"
+                | "chat_template"
+                | "special_tokens_in_messages"
+                | "weights"
+        )
     }) {
         let name = format!("data.{key}");
         checks.require(!is_prepared, &[&name, "data.inputs"], || {
