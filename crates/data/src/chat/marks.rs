@@ -1,6 +1,7 @@
 //! Marks in text that a template renders, in characters of the private use area. They are removed again.
 
 use super::Answered;
+use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 
 /// Precedes text that the model should learn.
@@ -22,39 +23,70 @@ pub(super) fn has_mark(value: &Value) -> bool {
     }
 }
 
-/// Marks the names of special tokens in the strings of a value as text, and returns how many there were. A beginning of a name at the
-/// end of a string is marked as well: the template may continue it.
-pub(super) fn mark_literal(value: &mut Value, names: &[String]) -> u64 {
-    match value {
-        Value::String(text) => {
-            let (marked, num_names) = mark_names(text, names);
-            *text = marked;
-            num_names
-        }
-        Value::Array(values) => values.iter_mut().map(|value| mark_literal(value, names)).sum(),
-        Value::Object(members) => members.values_mut().map(|value| mark_literal(value, names)).sum(),
-        _ => 0,
+/// Maximum length of a name in bytes, and maximum number of names. Longer and further names are left out; only a tokenizer that is made
+/// for it has any.
+const NAME_BYTES_MAX: usize = 128;
+const NAMES_MAX: usize = 1 << 14;
+
+/// Names of special tokens that are text where messages contain them.
+#[derive(Debug, Clone)]
+pub(super) struct LiteralNames {
+    sorted: Vec<String>,
+    matcher: AhoCorasick,
+}
+
+impl PartialEq for LiteralNames {
+    fn eq(&self, other: &Self) -> bool {
+        self.sorted == other.sorted
     }
 }
 
-fn mark_names(text: &str, names: &[String]) -> (String, u64) {
-    let mut firsts: Vec<char> = names.iter().filter_map(|name| name.chars().next()).collect();
-    firsts.sort_unstable();
-    firsts.dedup();
-    let (mut marked, mut num_names) = (String::with_capacity(text.len()), 0);
-    for (start, c) in text.char_indices() {
-        marked.push(c);
-        if !firsts.contains(&c) {
-            continue;
-        }
-        let rest = &text[start..];
-        let is_named = names.iter().any(|name| rest.starts_with(name.as_str()));
-        if is_named || names.iter().any(|name| name.starts_with(rest)) {
-            marked.push(LITERAL);
-            num_names += u64::from(is_named);
+impl LiteralNames {
+    pub(super) fn new(mut names: Vec<String>) -> Self {
+        names.retain(|name| (1..=NAME_BYTES_MAX).contains(&name.len()));
+        names.sort_unstable();
+        names.dedup();
+        names.truncate(NAMES_MAX);
+        let matcher = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(&names);
+        LiteralNames { sorted: names, matcher: matcher.expect("the names are few and short") }
+    }
+
+    /// Marks the names in the strings of a value, and returns how many there were. The beginning of a name at the end of a string is
+    /// marked as well, because the template may complete it.
+    pub(super) fn mark(&self, value: &mut Value) -> u64 {
+        match value {
+            Value::String(text) => {
+                let (marked, num_names) = self.marked(text);
+                *text = marked;
+                num_names
+            }
+            Value::Array(values) => values.iter_mut().map(|value| self.mark(value)).sum(),
+            Value::Object(members) => members.values_mut().map(|value| self.mark(value)).sum(),
+            _ => 0,
         }
     }
-    (marked, num_names)
+
+    fn marked(&self, text: &str) -> (String, u64) {
+        let mut starts: Vec<usize> = self.matcher.find_iter(text).map(|name| name.start()).collect();
+        let num_names = starts.len() as u64;
+        let is_beginning = |rest: &str| {
+            let first = self.sorted.partition_point(|name| name.as_str() < rest);
+            self.sorted.get(first).is_some_and(|name| name.starts_with(rest))
+        };
+        let last = (text.len().saturating_sub(NAME_BYTES_MAX)..text.len())
+            .filter(|&start| text.is_char_boundary(start));
+        starts.extend(last.filter(|&start| is_beginning(&text[start..])));
+        starts.sort_unstable();
+        starts.dedup();
+        let (mut marked, mut rest) = (String::with_capacity(text.len()), 0);
+        for start in starts {
+            let after = start + text[start..].chars().next().map_or(0, char::len_utf8);
+            marked.push_str(&text[rest..after]);
+            marked.push(LITERAL);
+            rest = after;
+        }
+        (marked + &text[rest..], num_names)
+    }
 }
 
 /// Removes the marks from a rendered text, and returns where they were.

@@ -10,7 +10,7 @@ pub use process::{isolate_chat_templates, serve_chat_template};
 use crate::DataError;
 use crate::tokenizer::named_token;
 use interpreter::{Interpreter, Output, Program, Task};
-use marks::{has_mark, mark_literal};
+use marks::{LiteralNames, has_mark};
 use process::Process;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -57,7 +57,7 @@ pub struct ChatTemplate {
     path: PathBuf,
     special_tokens: BTreeMap<String, String>,
     /// Names that stay text in messages.
-    literal_names: Arc<[String]>,
+    literal_names: Option<Arc<LiteralNames>>,
     /// Shared by clones.
     runner: Arc<Mutex<Runner>>,
     /// What ends an answer, once it was looked for.
@@ -83,7 +83,7 @@ impl Runner {
 impl PartialEq for ChatTemplate {
     fn eq(&self, other: &Self) -> bool {
         let parts = |template: &Self| {
-            (template.source.clone(), template.special_tokens.clone(), Arc::clone(&template.literal_names))
+            (template.source.clone(), template.special_tokens.clone(), template.literal_names.clone())
         };
         parts(self) == parts(other)
     }
@@ -161,7 +161,7 @@ impl ChatTemplate {
             source: source.to_owned(),
             path: path.to_owned(),
             special_tokens,
-            literal_names: Arc::default(),
+            literal_names: None,
             runner: Arc::new(Mutex::new(runner)),
             end_of_answer: OnceLock::new(),
         })
@@ -204,7 +204,7 @@ impl ChatTemplate {
 
     /// Lets these names of special tokens be text where they occur in messages.
     pub fn with_literal_names(self, names: Vec<String>) -> Self {
-        ChatTemplate { literal_names: names.into(), ..self }
+        ChatTemplate { literal_names: Some(Arc::new(LiteralNames::new(names))), ..self }
     }
 
     /// The template as it was given.
@@ -269,9 +269,8 @@ impl ChatTemplate {
         }
         let mut messages = Cow::Borrowed(messages);
         let mut num_names = 0;
-        if !self.literal_names.is_empty() {
-            num_names =
-                messages.to_mut().iter_mut().map(|message| mark_literal(message, &self.literal_names)).sum();
+        if let Some(names) = &self.literal_names {
+            num_names = messages.to_mut().iter_mut().map(|message| names.mark(message)).sum();
         }
         Ok((self.render(&Task { messages, output })?, num_names))
     }
