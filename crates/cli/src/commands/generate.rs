@@ -113,7 +113,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let mut stop: Vec<String> =
         args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect();
     // Text that is generated has no special tokens.
-    let stop_tokens: Vec<u32> = stop.iter().filter_map(|stop| tokenizer.special_token_id(stop.trim())).collect();
+    let stop_tokens: Vec<u32> =
+        stop.iter().filter_map(|stop| tokenizer.special_token_id(stop.trim())).collect();
     let (mut end_tokens, warnings) = end_tokens(&source, config.vocab_size)?;
     let end_of_answer = template.as_ref().filter(|_| args.chat).and_then(ChatTemplate::end_of_answer);
     if let Some(end) = end_of_answer.filter(|_| !args.ignore_end) {
