@@ -6,13 +6,18 @@ const MARK: char = '\u{fdd0}';
 /// Numbers that Python's `json` module writes although JSON does not have them.
 const NON_FINITE: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
 
+/// Strips the byte order mark that a text may begin with.
+pub fn without_byte_order_mark(text: &[u8]) -> &[u8] {
+    text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text)
+}
+
 /// Reads JSON as Python programs write it: a byte order mark at the beginning is skipped, and `Infinity`, `-Infinity` and `NaN` are values,
 /// which [`json_text`] writes back.
 ///
 /// # Errors
 /// If the text is not JSON otherwise.
 pub fn parse_json(text: &[u8]) -> Result<Value, serde_json::Error> {
-    let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
+    let text = without_byte_order_mark(text);
     serde_json::from_slice(text).or_else(|error| match mark_non_finite(text) {
         Some(marked) => serde_json::from_slice(&marked),
         None => Err(error),

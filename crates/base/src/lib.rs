@@ -2,7 +2,7 @@
 //! within units, what passes take, what ranks do, random numbers, enums with names, the texts of errors, JSON as Python writes it, SVG documents, and how files are opened and
 //! threads are started.
 //!
-//! Nothing here reads or writes files of users, and nothing here depends on another crate of the workspace.
+//! Apart from opening files and starting threads, nothing here does IO, and nothing here depends on another crate of the workspace.
 
 mod axis_exchange;
 mod bytes;
@@ -39,7 +39,7 @@ pub use event::{Event, HostMemory, Latch, Pending};
 pub use half::{Bf16, F16};
 pub use heartbeat::Heartbeat;
 pub use journal::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
-pub use json::{json_text, parse_json};
+pub use json::{json_text, parse_json, without_byte_order_mark};
 pub use passes::UnitPasses;
 pub use positions::{ContextPlace, Positions};
 pub use printed::{printable, quoted};

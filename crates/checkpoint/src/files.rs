@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn removing_a_folder_tells_of_each_file() {
+    fn removing_a_folder_reports_progress_for_each_file() {
         let folder = tempfile::tempdir().unwrap();
         let checkpoint = folder.path().join("step-1");
         fs::create_dir_all(checkpoint.join("inner")).unwrap();

@@ -288,7 +288,7 @@ impl Saving<'_> {
         steps.iter().try_for_each(|step| step.execute_with_progress(&|| self.beat()))
     }
 
-    /// Tells the ranks that wait for this one that it works.
+    /// Reports progress to the ranks that wait for this one.
     fn beat(&self) {
         self.group.heartbeat().beat();
     }

@@ -113,7 +113,7 @@ pub(crate) fn remark(text: &str) {
     let formatted = channel.formatted(text);
     let shown = match channel.format {
         LogFormat::Json => Cow::Borrowed(&*formatted),
-        LogFormat::Text => channel.with_origin(text),
+        LogFormat::Text => channel.with_origin(&formatted),
     };
     // What stands on the line is a progress bar, which is drawn again.
     let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };

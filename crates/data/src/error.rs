@@ -79,7 +79,7 @@ pub enum DataError {
         /// Where the first invalid sequence starts, in bytes from the start of the file.
         offset: u64,
     },
-    /// A line of a JSON-lines file that is no JSON object.
+    /// A record that is not a JSON object.
     #[error(
         "{path}, line {line}, column {column}: {reason}; records are JSON objects, one per line or in one array"
     )]
@@ -93,7 +93,7 @@ pub enum DataError {
         /// What is wrong there.
         reason: String,
     },
-    /// A file that begins as a JSON array and is none.
+    /// A file that begins as a JSON array and does not go on as one.
     #[error(
         "{path}, line {line}: {reason}; the file begins with `[`, so it is read as one JSON array of records"
     )]
@@ -168,7 +168,7 @@ pub enum DataError {
     /// A record too long to be held in memory.
     #[error(
         "{path}, line {line}: the record is longer than {bytes_max} bytes; split the document, or check that the file is JSON \
-         Lines"
+         Lines or one JSON array of records"
     )]
     JsonLineLength {
         /// The file.
@@ -316,7 +316,17 @@ pub enum DataError {
         /// What was found instead.
         found: &'static str,
     },
-    /// A chat template that is none.
+    /// A `tokenizer_config.json` that is not JSON.
+    #[error(
+        "{path} is not valid JSON; download it again, or remove it to use the tokenizer without its settings"
+    )]
+    TokenizerConfig {
+        /// The file.
+        path: PathBuf,
+        /// The mistake.
+        source: serde_json::Error,
+    },
+    /// A chat template that is not valid.
     #[error("the chat template of {path} is not valid")]
     ChatTemplate {
         /// The file, or the folder of the model.

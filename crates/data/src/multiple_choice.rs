@@ -1,11 +1,13 @@
 //! Questions with several answers, of which a model should find the right one likeliest.
 
+use crate::prepare::json_lines::reason;
 use crate::{ChatTemplate, DataError, Prompt, Tokenizer, with_text_contents};
 use serde::Deserialize;
 use serde_json::Value;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
+use trireme_base::without_byte_order_mark;
 
 /// The longest line that is read.
 const LINE_BYTES_MAX: u64 = 1 << 20;
@@ -64,11 +66,6 @@ impl QuestionLine {
     }
 }
 
-/// Strips the byte order mark that a line may begin with.
-fn without_mark(line: &[u8]) -> &[u8] {
-    line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(line)
-}
-
 /// Returns whether a record is a question, well formed or not.
 fn has_choices(record: &Value) -> bool {
     record.get("choices").is_some()
@@ -93,7 +90,7 @@ impl Question {
         let mut line = Vec::new();
         let file = BufReader::new(File::open(path).map_err(read)?);
         file.take(LINE_BYTES_MAX).read_until(b'\n', &mut line).map_err(read)?;
-        Ok(serde_json::from_slice(without_mark(&line)).is_ok_and(|line| has_choices(&line)))
+        Ok(serde_json::from_slice(without_byte_order_mark(&line)).is_ok_and(|line| has_choices(&line)))
     }
 
     /// Reads a JSON Lines file: in each line an object with `context` or `messages`, `choices`, `answer`, and if another one than usual is
@@ -115,12 +112,8 @@ impl Question {
                 continue;
             }
             let refuse = |reason: String| DataError::Question { path: path.to_owned(), line, reason };
-            let words = |error: serde_json::Error| {
-                // The library counts from the start of the one line that it sees.
-                let words = error.to_string();
-                refuse(words.split(" at line ").next().unwrap_or(&words).to_owned())
-            };
-            let record: Value = serde_json::from_slice(without_mark(&text)).map_err(words)?;
+            let words = |error: serde_json::Error| refuse(reason(&error));
+            let record: Value = serde_json::from_slice(without_byte_order_mark(&text)).map_err(words)?;
             if !has_choices(&record) {
                 let reason =
                     "it has no `choices`, but the file begins with a question; put texts in a separate file";

@@ -173,7 +173,7 @@ fn special_tokens_that_a_user_types_are_text() {
         tokens.iter().zip(mask).filter(|(_, mask)| **mask == 1).map(|(token, _)| *token).collect();
     assert_eq!((tokenizer.decode(&learned).unwrap().as_str(), learned.last()), ("two", Some(&2)));
     // A prompt has the same tokens.
-    let template = ChatTemplate::chatml().with_literal_names(tokenizer.special_token_names());
+    let template = ChatTemplate::chatml().with_special_tokens_as_text(&tokenizer);
     let prompt = template.prompt(&[serde_json::json!({"role": "user", "content": typed})]).unwrap();
     let mut prompted = Vec::new();
     tokenizer.encode_prompt(&prompt, &mut prompted).unwrap();

@@ -32,22 +32,25 @@ impl Optimizer {
     }
 
     /// Returns what ranks sum of a unit in update `step` of the run, counted from 1: momentum, unless a parameter of the unit updates its second
-    /// moment. It is the same on all ranks, whatever part of the unit they hold.
+    /// moment, or none has a momentum because all are frozen. It is the same on all ranks, whatever part of the unit they hold.
     pub fn exchange(&self, unit: usize, step: u64) -> Exchange {
         let OptimizerKind::CompressedAdam(_, schedule) = self.options.kind else {
             return Exchange::Gradients;
         };
-        let updates_second = |share: &UnitShare| match share {
-            UnitShare::Elements(Share { rule: Rule::CompressedAdam(..), members, .. }) => {
-                members.list.iter().any(|member| schedule.at(step - self.starts[member.parameter]).0)
-            }
-            _ => false,
-        };
-        if self.units[unit].iter().any(updates_second) { Exchange::Gradients } else { Exchange::Momentum }
+        let members = self.units[unit].iter().filter_map(|share| match share {
+            UnitShare::Elements(Share { rule: Rule::CompressedAdam(..), members, .. }) => Some(&members.list),
+            _ => None,
+        });
+        let mut members = members.flatten().peekable();
+        let updates_second = |member: &Member| schedule.at(step - self.starts[member.parameter]).0;
+        match members.peek().is_none() || members.any(updates_second) {
+            true => Exchange::Gradients,
+            false => Exchange::Momentum,
+        }
     }
 
-    /// Turns this rank's gradient of a unit's part into the momentum it leads to; the optimizer stays as it is.
-    /// `settings.grad_scale` is that of this rank's gradient alone.
+    /// Turns this rank's gradient of a unit's part into the momentum it leads to; the optimizer stays as it is. Frozen parameters have
+    /// neither: their elements become 0. `settings.grad_scale` is that of this rank's gradient alone.
     ///
     /// # Panics
     /// If the step exchanges gradients, or lengths differ.
@@ -55,11 +58,20 @@ impl Optimizer {
         &mut self,
         device: &Device,
         unit: usize,
-        grads: ViewMut<'_>,
+        mut grads: ViewMut<'_>,
         settings: StepSettings,
     ) {
         let len = grads.shape().num_elements();
         self.check_lengths(unit, len, len);
+        let part = &self.parts[unit];
+        for info in &self.table.parameters()[self.table.units()[unit].parameters.clone()] {
+            if self.options.is_frozen(&info.name)
+                && let Some(held) = info.held(part)
+            {
+                let start = info.offset + held.start - part.start;
+                device.zero(grads.reborrow().into_part(start, [held.len()].into()));
+            }
+        }
         let none = View::from_f32s(&[], [0].into());
         let to_momentum = |rule: Rule, member: &Member, step: &UnitStep<'_>| {
             rule.adam_step(member, step).map(|step| Update::ToMomentum(step.adamw))

@@ -143,7 +143,7 @@ impl SumPlaces {
 pub struct Optimizer {
     pub(crate) options: OptimizerOptions,
     pub(crate) table: Arc<ParameterTable>,
-    parts: Vec<Range<usize>>,
+    pub(crate) parts: Vec<Range<usize>>,
     pub(crate) units: Vec<Vec<UnitShare>>,
     /// By parameter, the number of updates of the run before its state began.
     pub(crate) starts: Vec<u64>,

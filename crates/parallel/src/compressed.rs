@@ -112,8 +112,11 @@ impl Compressed {
         Ok(())
     }
 
-    /// Takes back the last step, which must have been compressed: the compressor is as it was before.
+    /// Takes back the last step: the compressor is as it was before. It had no part in a step that summed the gradient as it is.
     pub(crate) fn take_back(&mut self) -> Result<(), ParallelError> {
+        if !self.is_in_messages {
+            return Ok(());
+        }
         let before = self.before.as_ref().expect("what may be taken back is remembered");
         let before: Vec<_> = before.iter().map(|(name, kept)| (*name, kept.values())).collect();
         let compressor = self.compressor.as_mut().expect("no step of a dry group is taken back");

@@ -12,6 +12,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{DType, with_sources};
@@ -107,6 +108,13 @@ pub(crate) struct Difference {
     pub(crate) expected: String,
 }
 
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Difference { what, found, expected } = self;
+        write!(f, "{what}: {found} -> {expected}")
+    }
+}
+
 /// The first difference between two identities of samples.
 fn difference(found: &BTreeMap<String, String>, expected: &BTreeMap<String, String>) -> Option<Difference> {
     let names: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();
@@ -162,7 +170,7 @@ impl TrainingState {
         Ok(state)
     }
 
-    /// The first fact by which this state's samples are others than those of `expected`, or come in another order.
+    /// Returns the first fact in which this state's samples, or their order, differ from those of `expected`.
     pub(crate) fn order_difference(&self, expected: &TrainingState) -> Option<Difference> {
         if self.seed != expected.seed {
             let (found, expected) = (self.seed.to_string(), expected.seed.to_string());

@@ -382,9 +382,12 @@ pub enum TrainError {
     },
     /// A corpus in which no token is predicted.
     #[error(
-        "the text has no token that counts and follows another one, so there is no loss; give a longer text"
+        "no token counts in the loss; the text needs two tokens, or answers that fit into sequences of {seq_len}"
     )]
-    NothingToEvaluate,
+    NothingToEvaluate {
+        /// Tokens of the longest sequence.
+        seq_len: usize,
+    },
     /// An id that the model does not know.
     #[error(
         "the tokenizer produced token {token}, but the model's vocab_size is {vocab_size}; the tokenizer belongs to \

@@ -130,7 +130,7 @@ impl Evaluator {
             progress(done, num_windows);
         }
         match found.num_tokens {
-            0 => Err(TrainError::NothingToEvaluate),
+            0 => Err(TrainError::NothingToEvaluate { seq_len: self.seq_len }),
             _ => Ok(found),
         }
     }

@@ -55,7 +55,7 @@ pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
 pub use preflight::preflight;
 pub use pretrained::{
-    TOKENIZER_NOTE, chat_template_alone, chat_template_beside, chat_template_for, model_tokenizer,
+    TOKENIZER_NOTE, chat_template_alone, chat_template_for, chat_template_next_to, model_tokenizer,
 };
 pub use requests::{Requests, StoppedBy};
 pub use resume::resume_point;

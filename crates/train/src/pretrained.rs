@@ -5,9 +5,10 @@ use crate::config::{self, Config};
 use crate::error::TrainError;
 use crate::language::TOKENIZER;
 use crate::resume::resume_point;
-use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use trireme_base::open_regular;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource};
 use trireme_data::{
     BYTES_TOKENIZER_FILE, ChatTemplate, Corpus, DataError, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer,
@@ -136,64 +137,67 @@ pub(crate) fn tokenizer_choice(
     }
 }
 
-/// The chat template of a model, if it has one.
-fn model_chat_template(source: &ModelSource) -> Result<Option<ChatTemplate>, TrainError> {
-    ChatTemplate::of_files(source.path(), |name| Ok(source.read_file(name)?))
+/// Maximum length that is read of a chat template or of a tokenizer's settings.
+const TOKENIZER_SETTINGS_BYTES_MAX: u64 = 16 << 20;
+
+/// Returns the chat template with this name (`chatml`, or a file), or without a name the one among the files of a tokenizer, which `read` returns by
+/// name. A file gets the special tokens of the tokenizer.
+fn chosen_chat_template(
+    name: Option<&Path>,
+    folder: &Path,
+    read: impl Fn(&str) -> Result<Option<Vec<u8>>, TrainError>,
+) -> Result<Option<ChatTemplate>, TrainError> {
+    match name {
+        None => ChatTemplate::of_files(folder, read),
+        Some(name) if name.as_os_str() == "chatml" => Ok(Some(ChatTemplate::chatml())),
+        Some(name) => {
+            let config = read(TOKENIZER_CONFIG_FILE)?.unwrap_or_default();
+            Ok(Some(ChatTemplate::from_file(name, &config)?))
+        }
+    }
 }
 
-/// The chat template of a model, or the one with this name if there is a name: `chatml`, or a file. A file gets the model's special
+/// Returns the chat template of a model, or the one with this name if there is a name: `chatml`, or a file, which gets the model's special
 /// tokens.
 ///
 /// # Errors
-/// If it cannot be read, or is none.
+/// If it cannot be read, or is not valid.
 pub fn chat_template_for(
     name: Option<&Path>,
     source: &ModelSource,
 ) -> Result<Option<ChatTemplate>, TrainError> {
-    match name {
-        Some(name) => named_chat_template(name, |file| Ok(source.read_file(file)?)).map(Some),
-        None => model_chat_template(source),
-    }
+    chosen_chat_template(name, source.path(), |file| Ok(source.read_file(file)?))
 }
 
-/// The chat template next to a `tokenizer.json`, or the one with this name if there is a name: `chatml`, or a file. A file gets the
+/// Returns the chat template next to a `tokenizer.json`, or the one with this name if there is a name: `chatml`, or a file, which gets the
 /// tokenizer's special tokens.
 ///
 /// # Errors
-/// If it cannot be read, or is none.
-pub fn chat_template_beside(
+/// If it cannot be read, or is not valid.
+pub fn chat_template_next_to(
     name: Option<&Path>,
     tokenizer: &Path,
 ) -> Result<Option<ChatTemplate>, TrainError> {
     let folder = tokenizer.parent().unwrap_or(Path::new(""));
-    let read = |name: &str| -> Result<Option<Vec<u8>>, TrainError> {
+    chosen_chat_template(name, folder, |name| {
         let path = folder.join(name);
         let read = |source| DataError::Read { path: path.clone(), source };
-        if path.is_file() { Ok(Some(fs::read(&path).map_err(read)?)) } else { Ok(None) }
-    };
-    match name {
-        Some(name) => named_chat_template(name, read).map(Some),
-        None => ChatTemplate::of_files(folder, read),
-    }
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let mut text = Vec::new();
+        let file = open_regular(&path).map_err(read)?;
+        file.take(TOKENIZER_SETTINGS_BYTES_MAX).read_to_end(&mut text).map_err(read)?;
+        Ok(Some(text))
+    })
 }
 
-/// The chat template with this name, `chatml` or a file, for a tokenizer without files of its own.
+/// Returns the chat template with this name, `chatml` or a file, for a tokenizer without files of its own.
 ///
 /// # Errors
-/// If it cannot be read, or is none.
+/// If it cannot be read, or is not valid.
 pub fn chat_template_alone(name: Option<&Path>) -> Result<Option<ChatTemplate>, TrainError> {
-    name.map(|name| named_chat_template(name, |_| Ok(None))).transpose()
-}
-
-/// The chat template with this name. A file gets the special tokens of a tokenizer, whose files `read` returns by name.
-fn named_chat_template(
-    name: &Path,
-    read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, TrainError>,
-) -> Result<ChatTemplate, TrainError> {
-    if name.as_os_str() == "chatml" {
-        return Ok(ChatTemplate::chatml());
-    }
-    Ok(ChatTemplate::from_file(name, &read(TOKENIZER_CONFIG_FILE)?.unwrap_or_default())?)
+    chosen_chat_template(name, Path::new(""), |_| Ok(None))
 }
 
 /// The chat template for the inputs of a config, if there is one.
@@ -204,7 +208,7 @@ pub(crate) fn chat_template(
     let data = config.data();
     let name = data.chat_template.as_deref();
     match (&data.tokenizer, model) {
-        (config::Tokenizer::File(path), _) => chat_template_beside(name, path),
+        (config::Tokenizer::File(path), _) => chat_template_next_to(name, path),
         (_, Some(model)) => chat_template_for(name, &model.source),
         (_, None) => chat_template_alone(name),
     }

@@ -260,12 +260,13 @@ fn restore(
     let allowed = &config.checkpoint().allow_changed;
     let reads_optimizer = check_changes(config, checkpoint, observer)?;
     let mut next_sample = state.next_sample;
-    if let Some(Difference { what, found, expected }) = state.order_difference(expected) {
+    if let Some(difference) = state.order_difference(expected) {
         if !allowed.contains(&Change::Data) {
+            let Difference { what, found, expected } = difference;
             return Err(TrainError::ResumeDiffers { path: path.to_owned(), what, found, expected });
         }
         observer.notice(&format!(
-            "the samples differ from those of the checkpoint ({what}: {found} -> {expected}), so the run reads them from the first one"
+            "the samples differ from those of the checkpoint ({difference}), so the run reads them from the first one"
         ));
         next_sample = 0;
     }
@@ -284,7 +285,7 @@ fn restore(
     let stateless = parameters_without_state(executor, checkpoint, reads_optimizer);
     if reads_optimizer && let Some(example) = stateless.first() {
         observer.notice(&format!(
-            "the optimizer state of {} parameters, such as {example}, starts from zero: they were frozen until now",
+            "the optimizer state of {} parameters, such as {example}, starts from zero: the checkpoint has none, as for parameters that were frozen until now",
             stateless.len()
         ));
     }
@@ -308,7 +309,10 @@ fn restore(
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }
-    read_compressors(checkpoint, state.compression.as_ref(), executor, observer)?;
+    // Momentum that was not sent belongs to the moments.
+    if reads_optimizer || !executor.optimizer().exchanges_momentum() {
+        read_compressors(checkpoint, state.compression.as_ref(), executor, observer)?;
+    }
     Ok(state)
 }
 

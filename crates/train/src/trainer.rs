@@ -5,7 +5,7 @@ mod validating;
 
 use crate::agreement::{Facts, agree};
 use crate::balance::Balance;
-use crate::checkpointing::{Difference, TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
+use crate::checkpointing::{TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Interval, Resume};
@@ -117,7 +117,7 @@ pub struct Trainer<'a> {
     metrics: Option<MetricsWriter>,
     tracer: Tracer,
     utilization: Utilization,
-    /// How long the last run of the program took, with what is around it.
+    /// Duration of the last run of the program, including the reading of its batches.
     program_time: Duration,
     /// Algorithms that the run's folder tells of.
     num_choices: usize,
@@ -201,10 +201,10 @@ impl<'a> Trainer<'a> {
         }
         let (mut state, resumed) = resume(config, &*task, &mut executor, &*train, observer)?;
         if let Some(validation) = &validation
-            && let Some(Difference { what, found, expected }) = state.validations.begin(validation.identity())
+            && let Some(difference) = state.validations.begin(validation.identity())
         {
             observer.notice(&format!(
-                "the validation samples differ from those of the checkpoint ({what}: {found} -> {expected}), so the lowest validation loss and \
+                "the validation samples differ from those of the checkpoint ({difference}), so the lowest validation loss and \
                  the count of early stopping start again"
             ));
         }

@@ -11,7 +11,7 @@ use std::env;
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use trireme_base::Heartbeat;
+use trireme_base::{Heartbeat, printable};
 use trireme_data::{Corpus, REPORT_FILE, Tokenizer};
 use trireme_train::config::Config;
 use trireme_train::{
@@ -95,7 +95,7 @@ fn show(args: &ShowArgs) -> Result<()> {
     writeln!(
         Output,
         "{}, {file}: {} of {} tokens, loss on {what}, attention {attention} documents\n",
-        corpus.folder.display(),
+        printable(&corpus.folder.display().to_string()),
         counted(num_samples as usize, "sample"),
         config.training().seq_len
     )?;
@@ -147,7 +147,7 @@ fn heading(index: u64, view: &SampleView) -> String {
     let num_documents = (0..view.tokens.len()).filter(|&token| view.begins_document(token)).count();
     let padding = match view.num_padding {
         0 => String::new(),
-        padding => format!(", {padding} of padding"),
+        padding => format!(", {padding} tokens of padding"),
     };
     format!(
         "sample {index}: tokens {} to {end} of the file, in {}; {num_learned} learned, {} only read{padding}",
@@ -160,7 +160,7 @@ fn heading(index: u64, view: &SampleView) -> String {
 /// A token as it is shown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Piece {
-    /// Its text, or the name of a special token. Characters that consist of several tokens are of the last one.
+    /// Its text, or the name of a special token. A character that consists of several tokens belongs to the last of them.
     text: String,
     is_special: bool,
 }
@@ -171,31 +171,33 @@ fn pieces(view: &SampleView, tokenizer: &Tokenizer) -> Result<Vec<Piece>> {
     for (index, &token) in view.tokens.iter().enumerate() {
         let special = tokenizer.special_token_name(token);
         if special.is_some() || view.begins_document(index) {
-            let rest = std::mem::replace(&mut decoder, tokenizer.stream_decoder()).finish()?;
-            pieces.last_mut().into_iter().for_each(|last| last.text.push_str(&rest));
+            append(&mut pieces, &std::mem::replace(&mut decoder, tokenizer.stream_decoder()).finish()?);
         }
         pieces.push(match special {
             Some(name) => Piece { text: name.to_owned(), is_special: true },
             None => Piece { text: decoder.push(token)?, is_special: false },
         });
     }
-    let rest = decoder.finish()?;
-    pieces.last_mut().into_iter().for_each(|last| last.text.push_str(&rest));
+    append(&mut pieces, &decoder.finish()?);
     Ok(pieces)
 }
 
-/// Replaces characters that control a terminal: ends of lines are marked, others are escaped.
-fn printable(text: &str) -> String {
-    let mut shown = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '\n' => shown.push_str("\u{21b5}\n"),
-            '\t' => shown.push(c),
-            c if c.is_control() => shown.extend(c.escape_default()),
-            c => shown.push(c),
-        }
+/// Appends the rest of a decoder to the text of the last token.
+fn append(pieces: &mut [Piece], rest: &str) {
+    if let Some(last) = pieces.last_mut() {
+        last.text.push_str(rest);
     }
-    shown
+}
+
+/// The line between two documents of a sample.
+const NEXT_DOCUMENT: &str = "--- next document ---\n";
+
+/// Returns the line that stands for the padding of a sample; empty without padding.
+fn padding_line(view: &SampleView) -> String {
+    match view.num_padding {
+        0 => String::new(),
+        padding => format!("--- {padding} tokens of padding ---\n"),
+    }
 }
 
 /// The marks of learned tokens.
@@ -226,9 +228,9 @@ impl Marks {
             if index > 0 && view.begins_document(index) {
                 close(&mut text, &mut is_open);
                 end_line(&mut text);
-                text.push_str("--- next document ---\n");
+                text.push_str(NEXT_DOCUMENT);
             }
-            let shown = printable(&piece.text);
+            let shown = printable(&piece.text).replace('\n', "\u{21b5}\n");
             match self {
                 Marks::Brackets => {
                     if is_learned && !std::mem::replace(&mut is_open, true) {
@@ -252,9 +254,7 @@ impl Marks {
         }
         close(&mut text, &mut is_open);
         end_line(&mut text);
-        if view.num_padding > 0 {
-            writeln!(text, "--- {} of padding ---", view.num_padding).expect("a string takes everything");
-        }
+        text.push_str(&padding_line(view));
         text
     }
 }
@@ -271,18 +271,16 @@ fn table(view: &SampleView, pieces: &[Piece]) -> String {
     let rows = view.tokens.iter().zip(&view.is_learned).zip(pieces).enumerate();
     for (position, ((id, &is_learned), piece)) in rows {
         if position > 0 && view.begins_document(position) {
-            text.push_str("--- next document ---\n");
+            text.push_str(NEXT_DOCUMENT);
         }
         let learned = if is_learned { "learned" } else { "" };
         let shown = match piece.is_special {
-            true => printable(&piece.text),
+            true => printable(&piece.text).into_owned(),
             false => format!("{:?}", piece.text),
         };
         writeln!(text, "{position:>8} {id:>8}  {learned:<7}  {shown}").expect("a string takes everything");
     }
-    if view.num_padding > 0 {
-        writeln!(text, "--- {} of padding ---", view.num_padding).expect("a string takes everything");
-    }
+    text.push_str(&padding_line(view));
     text
 }
 

@@ -6,7 +6,7 @@ use crate::numbers::counted;
 use crate::remarks::remark;
 use crate::simd::{Proof, Simd};
 use crate::temporary::temporary_folder;
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Result, anyhow, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use std::io::Write;
@@ -74,7 +74,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let tokenizer = model_tokenizer(&source)?;
     let tokenizer = Arc::new(tokenizer.ok_or_else(|| anyhow!("{} has no tokenizer", args.model.display()))?);
     let template = chat_template_for(args.chat_template.as_deref(), &source)?;
-    let template = template.map(|template| template.with_literal_names(tokenizer.special_token_names()));
+    let template = template.map(|template| template.with_special_tokens_as_text(&tokenizer));
     let mut evaluator = Evaluator::load(&args.model, args.allow_non_finite, args.seq_len, &device)?;
     evaluator.notices().iter().for_each(|notice| remark(&format!("note: {notice}")));
     for file in args.data.iter().filter(|path| path.is_file()) {
@@ -147,13 +147,7 @@ fn evaluate(evaluator: &mut Evaluator, corpus: &Corpus, tokenizer: &Tokenizer) -
     let found =
         evaluator.evaluate_corpus(corpus.held_out(), corpus.report.has_loss_mask, num_bytes, progress);
     bar.finish_and_clear();
-    let found = found?;
-    ensure!(
-        found.num_tokens > 0,
-        "nothing to evaluate: no token counts in the loss; the text needs two tokens, or answers that fit into sequences of {}",
-        evaluator.seq_len()
-    );
-    Ok(found)
+    Ok(found?)
 }
 
 fn show(args: &EvalArgs, found: &Evaluation, seq_len: usize) -> Result<()> {

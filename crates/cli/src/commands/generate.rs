@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
+use trireme_base::parse_json;
 use trireme_checkpoint::ModelSource;
 use trireme_data::{ChatTemplate, Prompt, Tokenizer, with_text_contents};
 use trireme_model::{ModelConfig, Sampling};
@@ -108,11 +109,11 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let source = ModelSource::open(&args.path)?;
     let tokenizer = tokenizer(args, &source)?;
     let template = chat_template_for(args.chat_template.as_deref(), &source)?;
-    let template = template.map(|template| template.with_literal_names(tokenizer.special_token_names()));
+    let template = template.map(|template| template.with_special_tokens_as_text(&tokenizer));
     let prompts = prompts(args, template.as_ref())?;
     let mut stop: Vec<String> =
         args.stop.iter().map(|stop| stop.replace("\\n", "\n").replace("\\t", "\t")).collect();
-    // Text that is generated has no special tokens.
+    // Decoded text leaves special tokens out, so a stop text cannot match one.
     let stop_tokens: Vec<u32> =
         stop.iter().filter_map(|stop| tokenizer.special_token_id(stop.trim())).collect();
     let (mut end_tokens, warnings) = end_tokens(&source, config.vocab_size)?;
@@ -188,7 +189,7 @@ fn end_tokens(source: &ModelSource, vocab_size: usize) -> Result<(Vec<u32>, Vec<
     for name in ["generation_config.json", "config.json"] {
         let path = source.path().join(name);
         let Some(text) = source.read_file(name)? else { continue };
-        let mut config: Value = match serde_json::from_slice(&text) {
+        let mut config = match parse_json(&text) {
             Ok(config) => config,
             Err(error) => {
                 warnings

@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Heartbeat};
-use trireme_checkpoint::ModelSource;
+use trireme_checkpoint::{CheckpointError, ModelSource};
 use trireme_data::{
-    ChatTemplate, ForeignForms, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, Source,
-    TOKENIZER_FILE, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
+    ChatTemplate, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, Source, TOKENIZER_FILE,
+    TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
 };
 use trireme_train::{
-    chat_template_alone, chat_template_beside, chat_template_for, model_tokenizer, users_of_corpus,
+    chat_template_alone, chat_template_for, chat_template_next_to, model_tokenizer, users_of_corpus,
 };
 
 const EXAMPLES: &str = "\
@@ -166,7 +166,7 @@ fn tokenizer(
         return Ok((TokenizerChoice::Bytes, chat_template_alone(template)?));
     }
     if name.is_file() {
-        return Ok((TokenizerChoice::File(name.to_owned()), chat_template_beside(template, name)?));
+        return Ok((TokenizerChoice::File(name.to_owned()), chat_template_next_to(template, name)?));
     }
     let source = match ModelSource::open(name) {
         Ok(source) => source,
@@ -174,6 +174,7 @@ fn tokenizer(
         Err(_) if name.join(TOKENIZER_FILE).is_file() => {
             return tokenizer(&name.join(TOKENIZER_FILE), template);
         }
+        Err(error @ CheckpointError::Incomplete { .. }) => return Err(error.into()),
         Err(_) if !name.exists() => bail!(
             "the tokenizer {} does not exist; give `bytes`, a tokenizer.json, or the folder of a model or run",
             name.display()
@@ -280,9 +281,6 @@ impl fmt::Display for Summary<'_> {
             Bytes(report.input_bytes),
             report.skipped
         )?;
-        if report.foreign_forms != ForeignForms::default() {
-            writeln!(f, "  {}", report.foreign_forms)?;
-        }
         if report.num_invalid_utf8_replaced > 0 {
             writeln!(
                 f,

@@ -17,7 +17,7 @@ use table::Section;
 
 const DOCUMENT: &str = "docs/surveys.md";
 
-/// How much is computed.
+/// The amount of computation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Effort {
     /// Some seconds of dry runs.

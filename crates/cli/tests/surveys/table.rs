@@ -10,7 +10,7 @@ pub(crate) struct Row {
     pub(crate) source: &'static str,
     /// The computed figures in words.
     pub(crate) here: String,
-    /// How the figures are computed, and why they differ from the claim if they do.
+    /// The method of computation, and the reason for a difference from the claim.
     pub(crate) why: String,
 }
 

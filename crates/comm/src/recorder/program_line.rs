@@ -9,7 +9,7 @@ pub struct ProgramLine<'a> {
     pub pipeline_rank: Option<usize>,
     /// The number of the line in the program's text, from 1.
     pub line: usize,
-    /// What the line does.
+    /// The action of the line.
     pub action: fmt::Arguments<'a>,
 }
 

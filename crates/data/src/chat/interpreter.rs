@@ -180,7 +180,10 @@ impl Interpreter {
             context! { messages, add_generation_prompt, tools => none, documents => none, ..special_tokens };
         let mut rendered = Bounded(Vec::new());
         template.render_captured_to(context, &mut rendered).map_err(|error| {
-            // What raise_exception was given is the detail.
+            if error.kind() == ErrorKind::OutOfFuel {
+                return format!("the chat template takes more than {FUEL} steps");
+            }
+            // The detail is the text given to raise_exception.
             error.detail().map_or_else(|| error.to_string(), str::to_owned)
         })?;
         Ok(take_marks(&String::from_utf8_lossy(&rendered.0)))
@@ -193,7 +196,9 @@ struct Bounded(Vec<u8>);
 impl Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.0.len() + bytes.len() > TEXT_BYTES_MAX {
-            return Err(io::Error::other(format!("the text exceeds {TEXT_BYTES_MAX} bytes")));
+            return Err(io::Error::other(format!(
+                "the chat template writes more than {TEXT_BYTES_MAX} bytes"
+            )));
         }
         self.0.extend_from_slice(bytes);
         Ok(bytes.len())

@@ -13,20 +13,21 @@ pub(super) const ANSWER_ENDS: char = '\u{10fff1}';
 /// is not the token.
 const LITERAL: char = '\u{10fff2}';
 
+/// All marks.
+pub(super) const MARKS: [char; 3] = [ANSWER_BEGINS, ANSWER_ENDS, LITERAL];
+
 /// Whether a string within a value contains a character that serves as a mark.
 pub(super) fn has_mark(value: &Value) -> bool {
     match value {
-        Value::String(text) => text.contains([ANSWER_BEGINS, ANSWER_ENDS, LITERAL]),
+        Value::String(text) => text.contains(MARKS),
         Value::Array(values) => values.iter().any(has_mark),
-        Value::Object(members) => members.values().any(has_mark),
+        Value::Object(members) => members.iter().any(|(key, value)| key.contains(MARKS) || has_mark(value)),
         _ => false,
     }
 }
 
-/// Maximum length of a name in bytes, and maximum number of names. Longer and further names are left out; only a tokenizer that is made
-/// for it has any.
+/// Maximum length of a name in bytes. Longer names are left out; only a tokenizer that is made for it has any.
 const NAME_BYTES_MAX: usize = 128;
-const NAMES_MAX: usize = 1 << 14;
 
 /// Names of special tokens that are text where messages contain them.
 #[derive(Debug, Clone)]
@@ -46,14 +47,30 @@ impl LiteralNames {
         names.retain(|name| (1..=NAME_BYTES_MAX).contains(&name.len()));
         names.sort_unstable();
         names.dedup();
-        names.truncate(NAMES_MAX);
         let matcher = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(&names);
         LiteralNames { sorted: names, matcher: matcher.expect("the names are few and short") }
     }
 
+    /// Marks the names in a message, and returns how many there were. The role stays as it is, because templates compare it.
+    pub(super) fn mark_message(&self, message: &mut Value) -> u64 {
+        let Value::Object(fields) = message else { return self.mark(message) };
+        fields.iter_mut().filter(|(name, _)| *name != "role").map(|(_, value)| self.mark(value)).sum()
+    }
+
+    /// Whether a key within a value contains a name. Keys cannot be marked, because templates look them up.
+    pub(super) fn is_in_key(&self, value: &Value) -> bool {
+        match value {
+            Value::Array(values) => values.iter().any(|value| self.is_in_key(value)),
+            Value::Object(members) => {
+                members.iter().any(|(key, value)| self.matcher.is_match(key) || self.is_in_key(value))
+            }
+            _ => false,
+        }
+    }
+
     /// Marks the names in the strings of a value, and returns how many there were. The beginning of a name at the end of a string is
     /// marked as well, because the template may complete it.
-    pub(super) fn mark(&self, value: &mut Value) -> u64 {
+    fn mark(&self, value: &mut Value) -> u64 {
         match value {
             Value::String(text) => {
                 let (marked, num_names) = self.marked(text);

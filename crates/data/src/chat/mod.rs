@@ -7,8 +7,8 @@ mod python_json;
 
 pub use process::{isolate_chat_templates, serve_chat_template};
 
-use crate::DataError;
 use crate::tokenizer::named_token;
+use crate::{DataError, TOKENIZER_CONFIG_FILE, Tokenizer};
 use interpreter::{Interpreter, Output, Program, Task};
 use marks::{LiteralNames, has_mark};
 use process::Process;
@@ -22,8 +22,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::UNIX_EPOCH;
+use trireme_base::parse_json;
 
-/// A chat template beside a tokenizer, as transformers writes it.
+/// A chat template next to a tokenizer, as transformers writes it.
 pub const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 
 /// Maximum length of a template's source. The longest published ones have a few dozen KiB.
@@ -60,11 +61,11 @@ pub struct ChatTemplate {
     literal_names: Option<Arc<LiteralNames>>,
     /// Shared by clones.
     runner: Arc<Mutex<Runner>>,
-    /// What ends an answer, once it was looked for.
-    end_of_answer: OnceLock<Option<String>>,
+    /// The end of an answer, once computed; an error if the template does not render the messages that would show it.
+    end_of_answer: OnceLock<Result<Option<String>, ()>>,
 }
 
-/// Where a template runs.
+/// The place where a template runs.
 #[derive(Debug)]
 enum Runner {
     Here(Interpreter),
@@ -96,7 +97,8 @@ pub struct Answered {
     pub text: String,
     /// In bytes, in order.
     pub answers: Vec<Range<usize>>,
-    /// Positions in bytes, in order. A special token that contains one after its first byte is text in a message, and not that token.
+    /// Byte positions, in order. A special token whose text contains one of them after its first byte was typed in a message, so it is encoded
+    /// as text.
     pub literal: Vec<usize>,
     /// Whether the tokenizer's special tokens begin it, because the text has none of its own.
     pub adds_beginning: bool,
@@ -104,13 +106,13 @@ pub struct Answered {
     pub adds_end: bool,
 }
 
-/// What a model learns from a conversation.
+/// The documents that a model learns from a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Samples {
     /// The conversation as one document; or, if the template shows earlier messages differently once others follow, one document for each
     /// answer, with the messages before it as the template shows them then.
     pub documents: Vec<Answered>,
-    /// How many names of special tokens were found in messages.
+    /// Number of names of special tokens in the messages.
     pub num_names: u64,
 }
 
@@ -173,17 +175,21 @@ impl ChatTemplate {
         Self::start(CHATML, BTreeMap::new(), path, true).expect("it is a valid template")
     }
 
-    /// That of a model, if it has one, in files that `read` gives by name: [`CHAT_TEMPLATE_FILE`], or within `tokenizer_config.json`.
+    /// Returns the template of a model, if it has one, from files that `read` returns by name: [`CHAT_TEMPLATE_FILE`], or within `tokenizer_config.json`.
     ///
     /// # Errors
-    /// If `read` fails, or the template is not valid.
+    /// If `read` fails, `tokenizer_config.json` is not JSON, or the template is not valid.
     pub fn of_files<E: From<DataError>>(
         folder: &Path,
         read: impl Fn(&str) -> Result<Option<Vec<u8>>, E>,
     ) -> Result<Option<Self>, E> {
-        let config = read(crate::TOKENIZER_CONFIG_FILE)?.unwrap_or_default();
-        // What is no JSON has no template.
-        let config: Value = serde_json::from_slice(&config).unwrap_or_default();
+        let config = match read(TOKENIZER_CONFIG_FILE)? {
+            Some(text) => parse_json(&text).map_err(|source| DataError::TokenizerConfig {
+                path: folder.join(TOKENIZER_CONFIG_FILE),
+                source,
+            })?,
+            None => Value::Null,
+        };
         let of_file = read(CHAT_TEMPLATE_FILE)?.map(|text| String::from_utf8_lossy(&text).into_owned());
         let Some(source) = of_file.or_else(|| template_in(&config["chat_template"])) else { return Ok(None) };
         Ok(Some(ChatTemplate::new(&source, special_tokens_in(&config), folder)?))
@@ -198,12 +204,17 @@ impl ChatTemplate {
         let mut source = String::new();
         let file = File::open(path).map_err(read)?;
         file.take(CHAT_TEMPLATE_BYTES_MAX as u64 + 1).read_to_string(&mut source).map_err(read)?;
-        let config: Value = serde_json::from_slice(tokenizer_config).unwrap_or_default();
+        let config = parse_json(tokenizer_config).unwrap_or_default();
         ChatTemplate::new(&source, special_tokens_in(&config), path)
     }
 
-    /// Lets these names of special tokens be text where they occur in messages.
-    pub fn with_literal_names(self, names: Vec<String>) -> Self {
+    /// Makes the names of a tokenizer's special tokens text where they occur in messages.
+    pub fn with_special_tokens_as_text(self, tokenizer: &Tokenizer) -> Self {
+        self.with_literal_names(tokenizer.special_token_names())
+    }
+
+    /// Makes these names of special tokens text where they occur in messages.
+    fn with_literal_names(self, names: Vec<String>) -> Self {
         ChatTemplate { literal_names: Some(Arc::new(LiteralNames::new(names))), ..self }
     }
 
@@ -220,38 +231,45 @@ impl ChatTemplate {
         }
     }
 
-    /// Text that a model continues with its answer.
+    /// Returns the text that a model continues with its answer.
     ///
     /// # Errors
-    /// What the template says of messages that do not suit it; and if it exceeds a limit.
+    /// If the template refuses the messages or exceeds a limit.
     pub fn prompt(&self, messages: &[Value]) -> Result<Prompt, String> {
         let Answered { text, literal, .. } = self.text(messages, true)?;
         Ok(Prompt { text, literal, adds_beginning: false })
     }
 
-    /// What ends an answer, without white space around it; `None` if nothing does.
+    /// Returns the text that ends an answer, without white space around it; `None` if there is none.
     pub fn end_of_answer(&self) -> Option<&str> {
-        self.end_of_answer.get_or_init(|| self.find_end_of_answer()).as_deref()
+        self.found_end().as_ref().ok()?.as_deref()
     }
 
-    fn find_end_of_answer(&self) -> Option<String> {
+    fn found_end(&self) -> &Result<Option<String>, ()> {
+        self.end_of_answer.get_or_init(|| self.find_end_of_answer())
+    }
+
+    fn find_end_of_answer(&self) -> Result<Option<String>, ()> {
         const ANSWER: &str = "answer";
         let message = |role: &str, content: &str| serde_json::json!({ "role": role, "content": content });
-        let rendered = self.text(&[message("user", "question"), message("assistant", ANSWER)], false).ok()?;
-        let (_, end) = rendered.text.rsplit_once(ANSWER)?;
-        Some(end.trim().to_owned()).filter(|end| !end.is_empty())
+        let turns = [message("user", "question"), message("assistant", ANSWER)];
+        let with_system = [&[message("system", "instruction")][..], &turns].concat();
+        // Some templates require a system message.
+        let rendered = self.text(&turns, false).or_else(|_| self.text(&with_system, false)).map_err(drop)?;
+        let (_, end) = rendered.text.rsplit_once(ANSWER).ok_or(())?;
+        Ok(Some(end.trim().to_owned()).filter(|end| !end.is_empty()))
     }
 
     /// The documents from which a model learns the messages of the role `assistant`, from the message `first` on. Where the template says
     /// what they are (`{% generation %}`), that counts; else what they add to the text of the messages before.
     ///
     /// # Errors
-    /// What the template says of messages that do not suit it; if a message changes the text right before it, so that its own part is
+    /// If the template refuses the messages; if a message changes the text right before it, so that its own part is
     /// not known; and if the template exceeds a limit.
     pub fn samples(&self, messages: &[Value], first: usize) -> Result<Samples, String> {
         let (mut documents, num_names) = self.run(messages, Output::Samples { first })?;
         for document in &mut documents {
-            document.adds_end = self.end_of_answer().is_none();
+            document.adds_end = *self.found_end() == Ok(None);
         }
         Ok(Samples { documents, num_names })
     }
@@ -270,7 +288,10 @@ impl ChatTemplate {
         let mut messages = Cow::Borrowed(messages);
         let mut num_names = 0;
         if let Some(names) = &self.literal_names {
-            num_names = messages.to_mut().iter_mut().map(|message| names.mark(message)).sum();
+            if messages.iter().any(|message| names.is_in_key(message)) {
+                return Err("a key within a message contains the name of a special token".to_owned());
+            }
+            num_names = messages.to_mut().iter_mut().map(|message| names.mark_message(message)).sum();
         }
         Ok((self.render(&Task { messages, output })?, num_names))
     }
@@ -495,7 +516,7 @@ mod tests {
             move |name: &str| -> Result<Option<Vec<u8>>, DataError> {
                 Ok(match name {
                     CHAT_TEMPLATE_FILE if with_file => Some(b"file".to_vec()),
-                    crate::TOKENIZER_CONFIG_FILE => Some(config.clone().into_bytes()),
+                    TOKENIZER_CONFIG_FILE => Some(config.clone().into_bytes()),
                     _ => None,
                 })
             }
@@ -509,5 +530,17 @@ mod tests {
         );
         let none = ChatTemplate::of_files(Path::new("a"), |_| Ok::<_, DataError>(None)).unwrap();
         assert!(none.is_none());
+        // As editors of other systems save it, and cut off.
+        let of = |config: &'static [u8]| {
+            let read = move |name: &str| {
+                Ok::<_, DataError>((name == TOKENIZER_CONFIG_FILE).then(|| config.to_vec()))
+            };
+            ChatTemplate::of_files(Path::new("a"), read)
+        };
+        let marked =
+            of(b"\xef\xbb\xbf{\"chat_template\": \"marked\", \"model_max_length\": Infinity}").unwrap();
+        assert_eq!(marked.unwrap().prompt(&messages()).unwrap().text, "marked");
+        let error = of(b"{\"chat_template\": \"cut").unwrap_err().to_string();
+        assert!(error.starts_with("a/tokenizer_config.json is not valid JSON"), "{error}");
     }
 }

@@ -10,6 +10,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -17,7 +18,7 @@ use std::panic::resume_unwind;
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::thread;
-use trireme_base::Bytes;
+use trireme_base::{Bytes, name_limits};
 
 /// Limit on the address space of the child process. A conversation has at most 64 MiB, and a text 256 MiB.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
@@ -27,7 +28,7 @@ const PROCESSOR_SECONDS_MAX: u64 = 3;
 const STACK_BYTES: usize = 16 << 20;
 /// Maximum length of a message between the processes.
 const MESSAGE_BYTES_MAX: u64 = 1 << 30;
-/// How much of the last words of a child process is read.
+/// Maximum number of bytes read from a child's standard error.
 const LAST_WORDS_BYTES_MAX: u64 = 4096;
 
 /// The arguments with which this program calls [`serve_chat_template`].
@@ -72,7 +73,7 @@ impl Process {
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(failed)?;
+            .map_err(|error| failed(name_limits(error)))?;
         let mut process = Process { child, socket };
         process.exchange::<()>(program)?;
         Ok(process)
@@ -101,6 +102,8 @@ impl Process {
 
     /// Waits for the process, which has closed its end, and describes why it ended.
     fn reason_of_death(&mut self) -> String {
+        // A process that still waits for a task ends now.
+        let _ = self.socket.shutdown(Shutdown::Both);
         let mut last_words = Vec::new();
         if let Some(stderr) = self.child.stderr.take() {
             // No words are as good as words that cannot be read.
@@ -157,6 +160,8 @@ fn serve(mut socket: UnixStream) -> io::Result<()> {
     while let Some(task) = receive::<Task<'_>>(&mut socket)? {
         limit_processor_time()?;
         send(&mut socket, &interpreter.run(&task))?;
+        // The next task is read within a limit of its own.
+        limit_processor_time()?;
     }
     Ok(())
 }
@@ -170,7 +175,8 @@ fn limit(resource: Resource, value: u64) -> io::Result<()> {
 
 /// Allows [`PROCESSOR_SECONDS_MAX`] more than this process has used.
 fn limit_processor_time() -> io::Result<()> {
-    let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs();
+    // Rounded up: no conversation has less than its limit.
+    let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + 1;
     let seconds = used + PROCESSOR_SECONDS_MAX;
     let maximum = getrlimit(Resource::Cpu).maximum;
     let current = Some(maximum.map_or(seconds, |maximum| maximum.min(seconds)));

@@ -6,7 +6,7 @@ use ruzstd::decoding::{DEFAULT_MAX_WINDOW_SIZE, StreamingDecoder};
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Chain, Cursor, Read, Seek};
 use std::path::{Path, PathBuf};
-use trireme_base::Bytes;
+use trireme_base::{Bytes, quoted};
 
 /// How a file is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl Members {
 
     /// Describes bytes after the last member.
     fn trailing_bytes(&self, position: u64) -> io::Error {
-        let path = self.path.display();
+        let path = quoted(&self.path.to_string_lossy());
         io::Error::other(format!(
             "the bytes from {position} on are not gzip; the file is damaged, or something was appended to it: to read what comes before them, use \
              `gzip -dc {path} | trireme prepare - …`"
@@ -157,7 +157,8 @@ impl Read for Frames {
 /// Describes why a frame cannot be read.
 fn frame_error(error: FrameDecoderError, path: &Path) -> io::Error {
     let FrameDecoderError::WindowSizeTooBig { requested, .. } = error else { return io::Error::other(error) };
-    let (window, window_max, path) = (Bytes(requested), Bytes(DEFAULT_MAX_WINDOW_SIZE), path.display());
+    let (window, window_max) = (Bytes(requested), Bytes(DEFAULT_MAX_WINDOW_SIZE));
+    let path = quoted(&path.to_string_lossy());
     io::Error::other(format!(
         "it was compressed with a window of {window}, and at most {window_max} are kept in memory; decompress it with `zstd -dc --long=31 {path} | \
          trireme prepare - …`, or into a file"

@@ -14,6 +14,12 @@ pub(super) enum Field {
     Unusable(String),
 }
 
+/// Returns the message of a JSON error without its place, which counts from the start of the record.
+pub(crate) fn reason(error: &serde_json::Error) -> String {
+    let words = error.to_string();
+    words.split(" at line ").next().unwrap_or(&words).to_owned()
+}
+
 /// Takes one text field out of a JSON object and skips the others without storing them.
 pub(super) fn text_field(line: &str, field: &str) -> Result<Field, serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_str(line);

@@ -4,7 +4,7 @@ mod batch;
 mod decompress;
 mod inputs;
 mod json_array;
-mod json_lines;
+pub(crate) mod json_lines;
 mod options;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
@@ -197,8 +197,7 @@ pub fn stage(
     if !options.validation_inputs.is_empty() {
         let files = (VALIDATION_FILE, has_loss_mask.then_some(VALIDATION_MASK_FILE));
         let (own, _) = tokenize(options, &validation_inputs, &tokenizer, (&staging, files), progress)?;
-        counts.num_replaced += own.num_replaced;
-        counts.foreign_forms.add(own.foreign_forms);
+        counts.add_contents(&own);
         let written = TokenFile::open_unverified(&staging.path(VALIDATION_FILE))?;
         validation = Some(Part { num_tokens: written.num_tokens(), num_documents: written.num_documents() });
     }
@@ -245,8 +244,7 @@ fn with_literal_names(options: &PrepareOptions, tokenizer: &Tokenizer) -> Prepar
     let mut options = options.clone();
     if !options.special_tokens_in_messages {
         let template = options.chat_template.take();
-        options.chat_template =
-            template.map(|template| template.with_literal_names(tokenizer.special_token_names()));
+        options.chat_template = template.map(|template| template.with_special_tokens_as_text(tokenizer));
     }
     options
 }

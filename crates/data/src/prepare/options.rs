@@ -130,15 +130,16 @@ impl PrepareOptions {
     /// The mistake, in words.
     pub fn check_weights(weights: &[f64], inputs: &[PathBuf]) -> Result<(), String> {
         let (num_inputs, max) = (inputs.len(), Self::WEIGHTS_MAX);
+        let (least, most) = (Self::WEIGHT_BOUNDS.start(), Self::WEIGHT_BOUNDS.end());
         if !weights.is_empty() && (weights.len() != num_inputs || num_inputs > max) {
             return Err(format!(
-                "{} weights for {num_inputs} inputs; expected a number from 1e-6 to 1e6 for each of at most {max} inputs, or none",
+                "{} weights for {num_inputs} inputs; expected a number from {least:e} to {most:e} for each of at most {max} inputs, or none",
                 weights.len()
             ));
         }
         match weights.iter().zip(inputs).find(|(weight, _)| !Self::WEIGHT_BOUNDS.contains(*weight)) {
             Some((weight, input)) => Err(format!(
-                "the weight of {} is {weight}; expected a number from 1e-6 to 1e6",
+                "the weight of {} is {weight}; expected a number from {least:e} to {most:e}",
                 input.display()
             )),
             None => Ok(()),

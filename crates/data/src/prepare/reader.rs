@@ -3,6 +3,7 @@ use super::batch::{Batch, DocumentText};
 use super::decompress::Compression;
 use super::inputs::{Format, InputFile, Inputs};
 use super::json_array::{ArrayError, JsonArray};
+use super::json_lines::reason;
 use super::records::{Record, RecordError, Records};
 use super::report::ForeignForms;
 use super::surrogates::replace_lone_surrogates;
@@ -32,6 +33,16 @@ pub(super) struct ReadCounts {
     pub(super) num_literal_names: u64,
     /// Conversations with a document for each answer.
     pub(super) num_split_conversations: u64,
+}
+
+impl ReadCounts {
+    /// Adds the counts of the contents of other inputs. Their files are counted apart.
+    pub(super) fn add_contents(&mut self, other: &ReadCounts) {
+        self.num_replaced += other.num_replaced;
+        self.foreign_forms.add(other.foreign_forms);
+        self.num_literal_names += other.num_literal_names;
+        self.num_split_conversations += other.num_split_conversations;
+    }
 }
 
 /// Reads the inputs front to back, in batches whose bounds depend on the inputs alone.
@@ -310,12 +321,10 @@ impl OpenFile<'_> {
     }
 
     fn json_error(&self, error: &serde_json::Error) -> DataError {
-        let words = error.to_string();
-        let reason = words.split(" at line ").next().unwrap_or(&words).to_owned();
         // The library counts from the start of the one record that it sees.
         let line = self.record_line + (error.line() as u64).saturating_sub(1);
         let (path, column) = (self.place(), error.column().max(1));
-        DataError::JsonLine { path, line, column, reason }
+        DataError::JsonLine { path, line, column, reason: reason(error) }
     }
 }
 

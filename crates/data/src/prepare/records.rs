@@ -1,11 +1,11 @@
-//! What a line of a JSON Lines file holds.
+//! The contents of a record: a line of a JSON Lines file, or an element of a JSON array.
 
 use super::json_lines::{Field, text_field};
 use super::report::ForeignForms;
 use super::{InvalidUtf8, PrepareOptions};
 use crate::chat::{Answered, ChatTemplate, Samples};
 use crate::messages::{of_alpaca, of_share_gpt, with_text_contents};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A document.
 #[derive(Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub(super) struct Records<'a> {
     /// The field with the text.
     pub(super) field: &'a str,
     pub(super) template: Option<&'a ChatTemplate>,
-    /// How lone surrogates are read, which are no text.
+    /// Whether lone surrogates are replaced or refused.
     pub(super) invalid_utf8: InvalidUtf8,
 }
 
@@ -63,7 +63,13 @@ impl<'a> Records<'a> {
                 return self.conversation(turns, 0);
             }
             forms.num_share_gpt += 1;
-            return self.conversation(&of_share_gpt(turns).map_err(RecordError::Conversation)?, 0);
+            let mut messages = of_share_gpt(turns).map_err(RecordError::Conversation)?;
+            match &object["system"] {
+                Value::Null => {}
+                Value::String(system) if system.is_empty() => {}
+                system => messages.insert(0, json!({ "role": "system", "content": system })),
+            }
+            return self.conversation(&messages, 0);
         }
         match (&object["prompt"], &object["completion"]) {
             (Value::String(prompt), Value::String(completion)) => {

@@ -144,6 +144,9 @@ impl PrepareReport {
     /// Sentences about the tokens that a user may not expect.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
+        if self.foreign_forms != ForeignForms::default() {
+            notes.push(self.foreign_forms.to_string());
+        }
         if self.end_of_document.is_none() {
             notes.push(
                 "the tokenizer has no token that ends a document, so a model cannot learn where to stop; name one as eos_token in \
@@ -160,8 +163,12 @@ impl PrepareReport {
         }
         if self.num_literal_names > 0 {
             notes.push(format!(
-                "{} names of special tokens in messages stayed text ([data] special_tokens_in_messages, --special-tokens-in-messages)",
-                self.num_literal_names
+                "{} of special tokens in messages stayed text ([data] special_tokens_in_messages, --special-tokens-in-messages)",
+                if self.num_literal_names == 1 {
+                    "1 name".to_owned()
+                } else {
+                    format!("{} names", self.num_literal_names)
+                }
             ));
         }
         notes

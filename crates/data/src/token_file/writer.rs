@@ -5,7 +5,7 @@ use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use trireme_base::DType;
 
-/// How many bytes are written before the disk is waited for. After gigabytes, a slow disk would make no visible progress for minutes.
+/// Number of bytes between two syncs. A single sync after gigabytes would show no progress for minutes.
 const SYNC_BYTES: u64 = 64 << 20;
 
 /// Writes a token file front to back, in memory that does not grow with the number of tokens; the checksum

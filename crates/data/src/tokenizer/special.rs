@@ -48,7 +48,7 @@ pub(crate) fn named_token<'a>(config: &'a Value, name: &str) -> Option<&'a str> 
 /// The name of the token that ends a document by a `tokenizer_config.json`.
 pub(super) fn end_in(config: &[u8]) -> Option<String> {
     // A file that is not JSON names none.
-    let config: Value = serde_json::from_slice(config).unwrap_or_default();
+    let config = trireme_base::parse_json(config).unwrap_or_default();
     named_token(&config, "eos_token").map(str::to_owned)
 }
 
@@ -83,12 +83,21 @@ impl Tokenizer {
         after.iter().copied().chain(end).collect()
     }
 
-    /// The names of all special tokens.
-    pub fn special_token_names(&self) -> Vec<String> {
-        let Kind::HuggingFace(inner) = &self.kind else { return Vec::new() };
-        let added = inner.tokenizer.get_added_tokens_decoder();
-        let special = added.values().filter(|token| token.special && !token.content.is_empty());
-        special.map(|token| token.content.clone()).collect()
+    /// The special tokens with their names. A name is not empty.
+    fn special_tokens(&self) -> impl Iterator<Item = (u32, &str)> {
+        let inner = match &self.kind {
+            Kind::Bytes => None,
+            Kind::HuggingFace(inner) => Some(inner),
+        };
+        let added = inner.map(|inner| inner.tokenizer.get_added_vocabulary().get_added_tokens_decoder());
+        let special =
+            added.into_iter().flatten().filter(|(_, token)| token.special && !token.content.is_empty());
+        special.map(|(&id, token)| (id, &*token.content))
+    }
+
+    /// Returns the names of all special tokens.
+    pub(crate) fn special_token_names(&self) -> Vec<String> {
+        self.special_tokens().map(|(_, name)| name.to_owned()).collect()
     }
 
     /// As [`encode_with_places`](Self::encode_with_places), but a special token that contains one of the `literal` positions after its
@@ -109,8 +118,7 @@ impl Tokenizer {
         };
         let (mut ids, mut spans) = (Vec::new(), Vec::new());
         self.encode_with_places(text, &mut ids, &mut spans)?;
-        let added = inner.tokenizer.get_added_tokens_decoder();
-        let is_special = |token: usize| added.get(&ids[token]).is_some_and(|token| token.special);
+        let is_special = |token: usize| self.special_token_name(ids[token]).is_some();
         let is_literal = |token: usize| {
             let first_after = literal.partition_point(|&position| position <= spans[token].start);
             literal.get(first_after).is_some_and(|&position| position <= spans[token].end)
@@ -141,24 +149,17 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The ids of the special tokens whose names occur in a text.
+    /// Returns the ids of the special tokens whose names occur in a text, in ascending order.
     pub fn special_tokens_in(&self, text: &str) -> Vec<u32> {
-        let Kind::HuggingFace(inner) = &self.kind else { return Vec::new() };
-        let added = inner.tokenizer.get_added_tokens_decoder();
-        let named = added
-            .iter()
-            .filter(|(_, token)| token.special && !token.content.is_empty() && text.contains(&token.content));
-        let mut ids: Vec<u32> = named.map(|(&id, _)| id).collect();
+        let named = self.special_tokens().filter(|(_, name)| text.contains(name));
+        let mut ids: Vec<u32> = named.map(|(id, _)| id).collect();
         ids.sort_unstable();
         ids
     }
 
     /// Returns the id of the special token with this name.
     pub fn special_token_id(&self, name: &str) -> Option<u32> {
-        let Kind::HuggingFace(inner) = &self.kind else { return None };
-        let id = inner.tokenizer.token_to_id(name)?;
-        let added = inner.tokenizer.get_added_tokens_decoder();
-        added.get(&id).is_some_and(|token| token.special).then_some(id)
+        self.special_tokens().find(|(_, other)| *other == name).map(|(id, _)| id)
     }
 
     /// Replaces the token that ends a document. Ignores a token that there is not.

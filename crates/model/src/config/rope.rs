@@ -25,7 +25,7 @@ pub enum RopeScaling {
     /// Frequencies fall with the length of sequences that are longer than `max_position_embeddings`
     /// ([`DynamicScaling`](trireme_tensor::tape::DynamicScaling)).
     Dynamic {
-        /// How much longer sequences become.
+        /// Ratio of the longest sequence to `max_position_embeddings`.
         factor: f64,
     },
     /// As for llama 3.

@@ -25,7 +25,7 @@ const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor",
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     let bias = reader.flag("attention_bias", false)?;
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(4), ..Defaults::default() })?;
-    // Unlike those of qwen3, all layers have the window.
+    // As in transformers, the window applies to all layers; qwen3 has it in the last layers only.
     let window = if reader.flag("use_sliding_window", false)? { read_window(reader)? } else { None };
     let layers = (0..config.num_layers).collect();
     let sliding = window.map(|size| SlidingWindow { size, layers });

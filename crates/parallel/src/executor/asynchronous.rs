@@ -176,7 +176,7 @@ impl Executor {
             if !norm.is_finite() {
                 return Err(not_finite(plan.step, NonFinite::GradNorm, norm));
             }
-            let has_momentum = self.has_momentum(self.update_number(plan));
+            let has_momentum = self.may_have_momentum(self.update_number(plan));
             let updates = self.updates.as_mut().expect("the program does not drain");
             updates.has_norms[step] = !has_momentum;
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;

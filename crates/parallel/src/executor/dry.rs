@@ -122,9 +122,7 @@ impl Executor {
         }
         Ok((found, entries))
     }
-}
 
-impl Executor {
     /// A batch of zeros.
     fn zeros(&self, specs: &[TensorSpec]) -> Result<Batch, ParallelError> {
         let zeros = |spec: &TensorSpec| {
@@ -133,14 +131,14 @@ impl Executor {
         specs.iter().map(zeros).collect()
     }
 
-    /// Evaluates a batch of each size that this rank reads in a validation.
+    /// Evaluates a batch of each size that any rank reads in a validation: one worker is planned for all at its place of the pipeline.
     fn validate_dry(&mut self, batches: ValidationBatches) -> Result<(), ParallelError> {
         self.validation_reports(&batches)?;
-        let sizes = batches.rounds(&self.ranks).map(|round| round.read.map(|index| batches.batch(index).1));
-        // Ranks with different experts take memory for what the one with the longest batch sends.
-        let of_others = self.ranks.experts().map(|_| Some(batches.batch(0).1));
+        let sizes = (0..batches.num_batches()).map(|index| Some(batches.batch(index).1));
+        // A rank for which no batch is left takes part without one.
+        let own = batches.rounds(&self.ranks).map(|round| round.read.map(|index| batches.batch(index).1));
         // As in a validation, the longest comes first.
-        let sizes: BTreeSet<_> = sizes.chain(of_others).collect();
+        let sizes: BTreeSet<_> = sizes.chain(own).collect();
         for num_samples in sizes.into_iter().rev() {
             let before = self.rehearsal.num_samples();
             let specs = self.rehearsal.batch.iter();

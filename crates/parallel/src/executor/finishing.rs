@@ -37,7 +37,7 @@ impl Executor {
         // Of momentum the norm only tells whether it is finite.
         let step = self.update_number(plan);
         let has_momentum = self.has_momentum(step);
-        let grad_norm = norm.filter(|_| !has_momentum);
+        let grad_norm = norm.filter(|_| !self.may_have_momentum(step));
         let compression = self.compression_statistics();
         let comm_exposed = waiting.total();
         let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
@@ -63,6 +63,8 @@ impl Executor {
         outcomes: &mut Vec<StepOutcome>,
     ) -> Result<(), ParallelError> {
         self.timeline.begin();
+        // What follows belongs to no line of a program, nor to what came before the step.
+        self.ranks.forget_line();
         let mut waiting = Waiting::default();
         self.means.wait(&mut waiting)?;
         for _ in plans {

@@ -80,7 +80,7 @@ pub struct Executor {
     loss_scaler: LossScaler,
     fp8: Option<AgreedScales>,
     means: Means,
-    /// Counts what the executor has given to others.
+    /// Accounts for buffers that the executor has handed to its callers, until it ends.
     counted: Vec<Counted>,
     squares: Squares,
     /// Of a program that does not drain between updates.

@@ -10,6 +10,7 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::space::{bring, change_on};
 use crate::step::StepPlan;
+use trireme_comm::CodecName;
 use trireme_optim::{Exchange, StepSettings};
 use trireme_tensor::{Category, Values};
 
@@ -23,6 +24,15 @@ impl Executor {
     /// Whether any unit exchanges momentum in the step of this number.
     pub(super) fn has_momentum(&self, update_number: u64) -> bool {
         self.program.outline.held().any(|unit| self.is_momentum(unit, update_number))
+    }
+
+    /// Whether any unit of the model may exchange momentum in the step of this number, also one of another rank of the pipeline: then no rank
+    /// reports the norm of gradients.
+    pub(super) fn may_have_momentum(&self, update_number: u64) -> bool {
+        let mut units = 0..self.model.num_units();
+        self.options.compression.codec() != CodecName::None
+            && self.ranks.data().world_size() > 1
+            && units.any(|unit| self.optimizer.exchange(unit, update_number) == Exchange::Momentum)
     }
 
     /// Whether a unit exchanges momentum in the step of this number.

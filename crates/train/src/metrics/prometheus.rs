@@ -12,7 +12,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use trireme_base::spawn_thread;
 
@@ -27,6 +27,9 @@ const CONNECTION_MAX: Duration = Duration::from_secs(2);
 
 /// Bytes of a request that are read at most.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
+
+/// Time after which connections are accepted again when the system has refused one.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// Numbers that only grow; their names end as Prometheus has it.
 const COUNTERS: [&str; 4] = ["steps", "samples", "tokens", "skipped_steps"];
@@ -107,11 +110,22 @@ fn serve(listener: &TcpListener, shared: &Shared) {
             connection.deadline > now && connection.advance(shared).unwrap_or(false)
         });
         // A client that fails asks again.
-        while let Ok((stream, _)) = listener.accept() {
-            if connections.len() == CONNECTIONS_MAX {
-                connections.pop_front();
+        loop {
+            match listener.accept() {
+                Ok((stream, _)) => {
+                    if connections.len() == CONNECTIONS_MAX {
+                        connections.pop_front();
+                    }
+                    connections.extend(Connection::new(stream, now + CONNECTION_MAX));
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // Such as too many open files: the client waits, and this thread does not spin meanwhile.
+                Err(_) => {
+                    thread::sleep(ACCEPT_RETRY);
+                    break;
+                }
             }
-            connections.extend(Connection::new(stream, now + CONNECTION_MAX));
         }
     }
 }

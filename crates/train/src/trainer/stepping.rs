@@ -110,7 +110,8 @@ impl Trainer<'_> {
                 .map(|found| found.bytes_uncompressed.saturating_sub(found.bytes_sent)),
             compression_error_norm: compression.map(|found| f64::from(found.error_norm)),
             loss_scale: is_scaled.then_some(outcome.loss_scale),
-            mfu: self.utilization.mfu(step_seconds),
+            // A program whose steps are all skipped runs no pass.
+            mfu: self.utilization.mfu(step_seconds).filter(|_| !self.executor.timeline().is_empty()),
             skipped_steps: is_scaled.then_some(self.state.loss_scaler.skipped_steps),
             ..StepRecord::default()
         }

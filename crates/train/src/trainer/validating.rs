@@ -63,7 +63,7 @@ impl Trainer<'_> {
         let folder = self.config.run_folder().join(CHECKPOINTS_FOLDER);
         let heartbeat = self.executor.group().heartbeat().clone();
         match mark_best(&folder, step) {
-            // The save before has kept the last best one.
+            // The save that came before kept the previous best checkpoint.
             Ok(()) => {
                 for error in tidy(&folder, step, self.config.checkpoint().keep_latest_k, &|| heartbeat.beat())
                 {

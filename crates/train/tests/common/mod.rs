@@ -12,7 +12,7 @@ use trireme_train::{
 /// The config of a job of `steps` steps over eight microbatches each; `more` is added to its keys.
 ///
 /// The corpus is made on first use.
-#[allow(dead_code)]
+#[allow(dead_code, reason = "each test binary uses some of it")]
 pub(crate) fn job(folder: &Path, run: &str, world_size: usize, steps: u64, more: &[&str]) -> Config {
     let model =
         r#"architecture = "llama", hidden_size = 32, num_layers = 2, num_heads = 4, num_kv_heads = 2"#;

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use trireme_base::{Heartbeat, Rank};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, ModelSource, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
-use trireme_data::{Corpus, ForeignForms, PrepareReport};
+use trireme_data::Corpus;
 use trireme_tensor::{CpuFeatures, OverBudget};
 use trireme_train::config::{
     ActivationCheckpointMode, Bind, Comm, Config, Determinism, Resume, Subject, Transport,
@@ -192,10 +192,6 @@ fn prepare_run(
             ),
             CorpusState::Made => {
                 let folder = corpus_folder(&config.data().folder, version);
-                let forms = PrepareReport::read(&folder)?.foreign_forms;
-                if forms != ForeignForms::default() {
-                    remark(&format!("note: {forms}"));
-                }
                 if version > 1 {
                     remark(&format!(
                         "note: the corpus is in {}, next to the one that an earlier run used",

@@ -26,7 +26,7 @@ pub struct RotaryTable {
 /// Peng et al., "YaRN", 2023, section 3.3).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicScaling {
-    /// How fast frequencies fall with the number of positions.
+    /// Growth of the base of the frequencies with the length.
     pub factor: f64,
     /// Positions up to which frequencies stay.
     pub original_positions: usize,

@@ -59,7 +59,7 @@ impl Operation for BalanceLoss {
         let shape = cx.input(0).shape();
         let excess = relative_excess(cx, cx.input(1), shape.cols())?;
         let mut values = cx.empty([shape.rows(), 1], DType::F32)?;
-        let inputs = [cx.input(0), excess.view(), row_weights(cx.num_inputs(), |index| cx.input(index), 2)];
+        let inputs = [cx.input(0), excess.view(), row_weights((cx.num_inputs() > 2).then(|| cx.input(2)))];
         let cols = shape.cols();
         let value = move |[scores, excess, weights]: [&[f32]; 3], row: usize, value: &mut [f32]| {
             let scores = &scores[row * cols..(row + 1) * cols];
@@ -81,7 +81,7 @@ impl Operation for BalanceLoss {
         let inputs = [
             cx.input(0),
             cx.saved(0).expect("forward has saved the loads"),
-            row_weights(cx.num_inputs(), |index| cx.input(index), 2),
+            row_weights((cx.num_inputs() > 2).then(|| cx.input(2))),
         ];
         let cols = shape.cols();
         let gradient = move |[scores, excess, weights]: [&[f32]; 3], row: usize, grad: &mut [f32]| {

@@ -20,13 +20,9 @@ fn log_sum(logits: &[f32]) -> f32 {
     max + logits.iter().map(|logit| (logit - max).exp()).sum::<f32>().ln()
 }
 
-/// Returns the weights of rows that an operation has as the input `index`, or an empty view, for which [`weight_of`] is 1.
-pub(super) fn row_weights<'a>(
-    num_inputs: usize,
-    input: impl Fn(usize) -> View<'a>,
-    index: usize,
-) -> View<'a> {
-    if num_inputs > index { input(index) } else { View::from_f32s(&[], [0].into()) }
+/// Returns the weights of rows, or an empty view without an input for them, for which [`weight_of`] is 1.
+pub(super) fn row_weights(input: Option<View<'_>>) -> View<'_> {
+    input.unwrap_or_else(|| View::from_f32s(&[], [0].into()))
 }
 
 /// Returns the weight of a row.
@@ -43,7 +39,7 @@ fn add_mean(
     let shape = cx.input(0).shape();
     let (rows, cols) = (shape.rows(), shape.cols());
     let mut values = cx.empty([rows, 1], DType::F32)?;
-    let inputs = [cx.input(0), row_weights(cx.num_inputs(), |index| cx.input(index), 1)];
+    let inputs = [cx.input(0), row_weights((cx.num_inputs() > 1).then(|| cx.input(1)))];
     cx.device().for_each_row(inputs, values.view_mut(), operations * cols, move |[x, weights], row, out| {
         out[0] = weight_of(weights, row) * value(&x[row * cols..(row + 1) * cols]);
     });
@@ -66,7 +62,7 @@ impl Operation for RouterZLoss {
         let (scale, cols) = (2.0 * cx.loss_scale() / shape.rows() as f32, shape.cols());
         let mut grad = cx.empty(shape, DType::F32)?;
         let operations = 2 * trireme_base::Cost::EXP + 5;
-        let inputs = [cx.input(0), row_weights(cx.num_inputs(), |index| cx.input(index), 1)];
+        let inputs = [cx.input(0), row_weights((cx.num_inputs() > 1).then(|| cx.input(1)))];
         cx.device().for_each_row(inputs, grad.view_mut(), operations, move |[logits, weights], row, grad| {
             let logits = &logits[row * cols..(row + 1) * cols];
             let log_sum = log_sum(logits);
