@@ -349,6 +349,26 @@ impl TensorPlacement {
         Ok((part, held))
     }
 
+    /// Whether no rank before `rank` holds the elements that it [holds](TensorPlacement::held): a sum over all ranks counts them here.
+    ///
+    /// # Panics
+    /// If `rank` is outside of the mesh.
+    pub fn is_first_holder(&self, mesh: &Mesh, rank: Rank) -> bool {
+        let positions = mesh.coordinates(rank);
+        self.placements.iter().zip(mesh.axes()).zip(positions).all(|((placement, &(_, degree)), position)| {
+            let num_alike = match placement {
+                Placement::Replicate => degree,
+                Placement::Shard { .. } | Placement::Single { .. } => 1,
+                Placement::Cut(cut) => {
+                    self.shape.get(cut.dim).and_then(|&len| cut.num_holders(len, degree)).unwrap_or(1)
+                }
+                Placement::OneOf { num, .. } => return position < *num,
+                Placement::Ragged { bounds } => degree / bounds.len().saturating_sub(1).max(1),
+            };
+            position.is_multiple_of(num_alike.max(1))
+        })
+    }
+
     fn no_such_dim(&self, dim: usize) -> PlacementError {
         let (name, shape) = (self.name.clone(), self.shape.clone());
         PlacementError::NoSuchDim { name, shape, dim }

@@ -147,7 +147,7 @@ impl Executor {
             _ => self.settings_of(step, plans[step])?,
         };
         match settings {
-            Some(settings) => self.update(unit, settings)?,
+            Some(settings) => self.update(unit, plans[step].step, settings)?,
             None => self.gradients.free_gathered(unit),
         }
         let updates = self.updates.as_mut().expect("it was there");

@@ -5,6 +5,7 @@ mod dry;
 mod earlier_norms;
 mod finishing;
 mod generation;
+mod hashing;
 mod loading;
 mod means;
 mod messages;
@@ -20,6 +21,7 @@ use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
 use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
+use crate::hashes::HashRecorder;
 use crate::holders::Holders;
 use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::RankParameters;
@@ -92,6 +94,7 @@ pub struct Executor {
     /// The first failure of an operation that kernels waited for; everything later fails with it.
     failure: Option<CommError>,
     timeline: Timeline,
+    hashes: HashRecorder,
     /// Memory of the outcome of a single step.
     outcomes: Vec<StepOutcome>,
 }
@@ -209,6 +212,7 @@ impl Executor {
             first_step: 0,
             waiting: Waiting::default(),
             failure: None,
+            hashes: HashRecorder::default(),
             outcomes: Vec::with_capacity(1),
         };
         executor.expect_moves();
@@ -521,7 +525,7 @@ impl Executor {
                     None => *finished.insert(self.finish_gradients(plans[0])?),
                 };
                 match update {
-                    Some(settings) => self.update(unit, settings),
+                    Some(settings) => self.update(unit, plans[0].step, settings),
                     None => {
                         self.gradients.free_gathered(unit);
                         Ok(())

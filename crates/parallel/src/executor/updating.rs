@@ -8,6 +8,7 @@
 
 use super::Executor;
 use crate::error::ParallelError;
+use crate::hashes::add_unit;
 use crate::space::{bring, change_on};
 use crate::step::StepPlan;
 use trireme_comm::CodecName;
@@ -67,8 +68,13 @@ impl Executor {
         self.gradients.reduce(unit, is_whole)
     }
 
-    /// Updates a unit's parameters by the sum of what was reduced.
-    pub(super) fn update(&mut self, unit: usize, settings: StepSettings) -> Result<(), ParallelError> {
+    /// Updates a unit's parameters by the sum of what was reduced. `step` is the number in the schedule, which counts skipped steps.
+    pub(super) fn update(
+        &mut self,
+        unit: usize,
+        step: u64,
+        settings: StepSettings,
+    ) -> Result<(), ParallelError> {
         self.await_outcomes()?;
         let is_momentum = self.is_momentum(unit, settings.step);
         let has_experts = self.model.table().units()[unit].num_experts > 0;
@@ -80,6 +86,13 @@ impl Executor {
         let category = Category::Communication;
         let sum = bring(gradients.for_update(unit), gradients.update_device(unit), device, category)?;
         let sum = Values::in_f32(device, sum.view(), category)?;
+        let table = self.model.table();
+        let place = (&**table, &self.placements, ranks.world().rank());
+        let mut hashes = self.hashes.of_step(step, table.parameters().len());
+        if let Some(hashes) = &mut hashes {
+            let values = (sum.view(), &parameters.parts()[unit]);
+            add_unit(&mut hashes.gradients, unit, place, values, device);
+        }
         let from = parameters.shard_device().clone();
         change_on(parameters.shard_mut(unit), &from, device, category, |shard| {
             if is_momentum {
@@ -91,6 +104,10 @@ impl Executor {
             optimizer.step_unit(device, unit, shard, sum.view(), settings, exchange)
         })?;
         drop(sum);
+        if let Some(hashes) = hashes {
+            let values = (parameters.shard(unit), &parameters.parts()[unit]);
+            add_unit(&mut hashes.parameters, unit, place, values, &from);
+        }
         self.gradients.free_gathered(unit);
         self.changed[unit] = true;
         Ok(())
