@@ -1,6 +1,7 @@
 //! What a person sees of a run, and how commands end.
 
 use crate::bounded::within;
+use crate::commands::report::RunsDiffer;
 use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
 use crate::log_line::LogLine;
@@ -60,7 +61,7 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     let is_known = matches!(
         error.downcast_ref(),
         Some(LaunchError::Interrupted { signal: SIGINT } | LaunchError::Stopped { .. })
-    );
+    ) || error.is::<RunsDiffer>();
     let is_logged = || launch::error_log().is_some_and(|log| is_logged(log, formatted(&text).into_owned()));
     if !is_known && !is_logged() {
         remark(&text);

@@ -504,6 +504,36 @@ mod tests {
     }
 
     #[test]
+    fn first_holders_have_each_element_once() {
+        use Placement::{Cut as CutAlong, OneOf, Ragged, Replicate, Shard, Single};
+        let mesh = Mesh::new(&[(Axis::DATA_REPLICATE, 2), (Axis::DATA_SHARD, 4), (Axis::TENSOR, 4)]).unwrap();
+        let shared = CutAlong(Cut::along(0).with_granule(6).shared());
+        let padded = CutAlong(Cut::along(0).padded());
+        for placements in [
+            [Replicate, Replicate, Replicate],
+            [Single { rank: 1 }, Shard { dim: 0 }, Replicate],
+            [OneOf { rank: 1, num: 2 }, OneOf { rank: 1, num: 2 }, Shard { dim: 0 }],
+            [Replicate, Ragged { bounds: vec![0, 5, 12] }, Replicate],
+            [Replicate, Ragged { bounds: vec![0, 2, 2, 5, 6] }, shared],
+            [OneOf { rank: 0, num: 1 }, Replicate, padded],
+        ] {
+            let tensor = TensorPlacement {
+                name: "w".into(),
+                shape: vec![12],
+                dtype: DType::F32,
+                placements: placements.to_vec(),
+            };
+            let mut counts = [0; 12];
+            for rank in (0..mesh.num_ranks()).map(Rank).filter(|&rank| tensor.is_first_holder(&mesh, rank)) {
+                for Extent { start, shape } in tensor.extents(&mesh, rank).unwrap() {
+                    counts[start[0]..start[0] + shape[0]].iter_mut().for_each(|count| *count += 1);
+                }
+            }
+            assert_eq!(counts, [1; 12], "{:?}", tensor.placements);
+        }
+    }
+
+    #[test]
     fn parts_of_groups_lie_beside_each_other_in_memory() {
         let mesh = Mesh::new(&[(Axis::DATA_SHARD, 2), (Axis::TENSOR, 2)]).unwrap();
         let tensor = TensorPlacement {

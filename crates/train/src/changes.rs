@@ -45,9 +45,10 @@ pub(crate) fn check_changes(
         let path = checkpoint.path().to_owned();
         return Err(TrainError::ResumedOptimizerDiffers { path, found, expected });
     }
-    let changes = changes(&before, &now);
+    let changes = training_changes(&before, &now);
     if !changes.is_empty() {
-        observer.notice(&format!("the config has changed since the checkpoint:{}", changes.concat()));
+        let changes: String = changes.iter().map(|change| format!("\n  {change}")).collect();
+        observer.notice(&format!("the config has changed since the checkpoint:{changes}"));
     }
     if !is_same {
         observer.notice("the optimizer state starts from zero");
@@ -55,8 +56,8 @@ pub(crate) fn check_changes(
     Ok(is_same)
 }
 
-/// A line for each key that affects training and has another value.
-fn changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
+/// Returns a line for each key that affects training and has another value. Configs are as [`Config::file_values`] reads them.
+pub fn training_changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
     let defaults = Config::defaults();
     let affects_training = |name: &&String| {
         let section = name.split_once('.').map_or("", |(section, _)| section);
@@ -69,6 +70,6 @@ fn changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) ->
     let names: BTreeSet<&String> = before.keys().chain(now.keys()).filter(affects_training).collect();
     let differing = names.into_iter().map(|name| (name, value(before, name), value(now, name)));
     (differing.filter(|(_, old, new)| old != new))
-        .map(|(name, old, new)| format!("\n  {name}: {old} -> {new}"))
+        .map(|(name, old, new)| format!("{name}: {old} -> {new}"))
         .collect()
 }

@@ -39,6 +39,7 @@ mod utilization;
 mod validation;
 mod weights;
 
+pub use changes::training_changes;
 pub use choices::StepChoices;
 pub use corpus::{
     CorpusState, RunCorpus, check_corpus_inputs, corpus_folder, current_corpus, ensure_corpus,

@@ -3,7 +3,9 @@
 use crate::config::{Config, Resume, Subject};
 use crate::corpus::note_use;
 use crate::error::TrainError;
-use crate::metrics::{METRICS_FILE, MetricsFiles, MetricsWriter, PrometheusEndpoint};
+use crate::metrics::{
+    HASHES_FILE, HashWriter, METRICS_FILE, MetricsFiles, MetricsWriter, PrometheusEndpoint,
+};
 use crate::observer::Observer;
 use crate::resume::resume_point;
 use crate::trace::TRACE_FILE;
@@ -47,6 +49,16 @@ pub(crate) fn open(
     let metrics = config.metrics();
     let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };
     Ok(MetricsWriter::open(&folder, which, resumed_step)?)
+}
+
+/// Opens the run's file of hashes, if the config wants them. Hashes of an earlier part of the run are cut after `resumed_step` in any case.
+pub(crate) fn open_hashes(config: &Config, resumed_step: u64) -> Result<Option<HashWriter>, TrainError> {
+    let (folder, is_wanted) = (config.run_folder(), config.metrics().hash_interval > 0);
+    if !is_wanted && !folder.join(HASHES_FILE).exists() {
+        return Ok(None);
+    }
+    let hashes = HashWriter::open(&folder, resumed_step)?;
+    Ok(is_wanted.then_some(hashes))
 }
 
 /// Begins to show metrics to Prometheus, if the config wants that. Nothing is written.
@@ -128,7 +140,7 @@ pub(crate) fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<()
     for entry in fs::read_dir(folder).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         let text = name.to_string_lossy();
-        let is_of_run = ["checkpoints", METRICS_FILE, TRACE_FILE].contains(&&*text);
+        let is_of_run = ["checkpoints", METRICS_FILE, HASHES_FILE, TRACE_FILE].contains(&&*text);
         if is_of_run || text.starts_with("events.out.tfevents.") {
             names.push(name);
         }

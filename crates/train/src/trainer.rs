@@ -1,5 +1,6 @@
 //! The loop of a run on one rank.
 
+mod hashing;
 mod stepping;
 mod validating;
 
@@ -13,7 +14,7 @@ use crate::dataset::{Dataset, batch_specs};
 use crate::device::{open_device, spill};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
-use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
+use crate::metrics::{HashWriter, MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
 use crate::observer::{Observer, RunFacts};
 use crate::preflight::check_room;
 use crate::requests::{Requested, Requests, StoppedBy};
@@ -115,6 +116,8 @@ pub struct Trainer<'a> {
     schedule: LrSchedule,
     state: TrainingState,
     metrics: Option<MetricsWriter>,
+    /// On rank 0, if the run records hashes.
+    hashes: Option<HashWriter>,
     tracer: Tracer,
     utilization: Utilization,
     /// Duration of the last run of the program, including the reading of its batches.
@@ -232,9 +235,10 @@ impl<'a> Trainer<'a> {
         if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
             tidy_up(config, (resumed, &state.validations), executor.group().heartbeat(), observer);
         }
+        let hashes = if is_root { run_folder::open_hashes(config, state.step)? } else { None };
         let is_new = resumed.is_none();
         let requests = Requests::new(executor.requests());
-        Ok(Trainer {
+        let mut trainer = Trainer {
             config,
             observer,
             is_new,
@@ -258,6 +262,7 @@ impl<'a> Trainer<'a> {
             schedule: lr_schedule(config),
             state,
             metrics,
+            hashes,
             tracer: Tracer::new(&run_folder),
             utilization,
             program_time: Duration::ZERO,
@@ -269,7 +274,9 @@ impl<'a> Trainer<'a> {
             first_seconds: Vec::with_capacity(stepping::NUM_COMPARED),
             reported: Vec::new(),
             _lock: lock,
-        })
+        };
+        trainer.begin_hashes()?;
+        Ok(trainer)
     }
 
     /// Trains to the last step. Collective.
@@ -324,6 +331,9 @@ impl<'a> Trainer<'a> {
         }
         if let Some(metrics) = &mut self.metrics {
             metrics.finish()?;
+        }
+        if let Some(hashes) = &mut self.hashes {
+            hashes.finish()?;
         }
         let validations = &self.state.validations;
         summary.best_validation =
@@ -420,7 +430,14 @@ impl<'a> Trainer<'a> {
     /// Writes the record of a step; says so when a full disk keeps it waiting, and when it waits no more.
     fn write_metrics(&mut self, record: &StepRecord) -> Result<(), TrainError> {
         let Some(metrics) = &mut self.metrics else { return Ok(()) };
-        match metrics.write(record)? {
+        let written = metrics.write(record)?;
+        self.report_written(written, record.step);
+        Ok(())
+    }
+
+    /// Reports that records wait for a full disk, and when they wait no more.
+    fn report_written(&mut self, written: Written, step: u64) {
+        match written {
             Written::Now => {}
             Written::Later(errors) => {
                 for error in &errors {
@@ -431,10 +448,9 @@ impl<'a> Trainer<'a> {
                 }
             }
             Written::WithThoseThatWaited => {
-                self.observer.notice(&format!("metrics are complete again since step {}", record.step));
+                self.observer.notice(&format!("metrics are complete again since step {step}"));
             }
         }
-        Ok(())
     }
 
     /// Tells the user what does not end the run, unless that was said before.

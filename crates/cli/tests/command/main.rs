@@ -28,6 +28,7 @@ mod pipeline;
 mod places;
 mod process_limits;
 mod processors;
+mod report_diff;
 mod report_html;
 mod resuming;
 mod simd;

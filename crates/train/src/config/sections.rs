@@ -476,6 +476,10 @@ config_section! {
         /// what, for `trireme report trace`, chrome://tracing and Perfetto. The file contains the last few traced
         /// steps. 0 writes none.
         trace_interval: u64 = 0, within 0..;
+        /// Steps between steps whose results are hashed to `hashes.jsonl`: the loss, and each parameter with its reduced gradient, bit by bit.
+        /// `trireme report diff` finds by them where two runs part. Hashes do not depend on the layout. Hashing takes about as
+        /// long as reading gradients and parameters with one thread. 0 hashes none, and changes nothing else.
+        hash_interval: u64 = 0, within 0..;
         /// Peak of each worker's device in floating-point operations a second, in `[training] dtype`, such as 312e12: MFU is relative to it. 0 takes
         /// that of the device: on a CPU it is measured once, and multiplied by the worker's share of the cores.
         peak_flops: f64 = 0.0, within 0.0..;

@@ -1,43 +1,49 @@
 use super::record_file::{RecordFile, Unwritten};
-use super::{MetricsError, RECORD_BYTES, StepRecord};
-use serde::Deserialize;
+use super::{MetricsError, RECORD_BYTES};
+use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::PathBuf;
 use trireme_base::open_regular_with;
 
-/// No record comes near this length; a longer line is something else.
-const LINE_BYTES_MAX: u64 = 1 << 16;
-
-/// `metrics.jsonl`: a JSON object a step, each step once, in order.
+/// A file of records: a JSON object a line, in the order of their steps.
 #[derive(Debug)]
 pub(super) struct JsonLines {
     pub(super) file: RecordFile,
     line: Vec<u8>,
+    line_bytes_max: usize,
 }
 
 impl JsonLines {
     /// Opens or creates the file, and cuts off the records after `resumed_step`, with the torn line that a
-    /// crash may have left.
-    pub(super) fn open(path: PathBuf, resumed_step: u64) -> Result<Self, MetricsError> {
+    /// crash may have left. A line of more than `line_bytes_max` bytes is no record.
+    pub(super) fn open(
+        path: PathBuf,
+        resumed_step: u64,
+        line_bytes_max: usize,
+    ) -> Result<Self, MetricsError> {
         let refuse = |source| MetricsError::Open { path: path.clone(), source };
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false);
         let file = open_regular_with(&path, &mut options).map_err(refuse)?;
-        let kept_bytes = match kept_bytes(&file, resumed_step).map_err(refuse)? {
+        let kept_bytes = match kept_bytes(&file, resumed_step, line_bytes_max as u64).map_err(refuse)? {
             Scan::Records { kept_bytes } => kept_bytes,
             Scan::Damaged { line } => return Err(MetricsError::Damaged { path, line }),
         };
         file.set_len(kept_bytes).map_err(refuse)?;
         let file = RecordFile::new(path, file, kept_bytes, RECORD_BYTES);
-        Ok(JsonLines { file, line: Vec::with_capacity(RECORD_BYTES) })
+        Ok(JsonLines { file, line: Vec::with_capacity(RECORD_BYTES), line_bytes_max })
     }
 
     /// Appends one line.
-    pub(super) fn write(&mut self, record: &StepRecord) -> Result<(), Unwritten> {
+    pub(super) fn write(&mut self, record: &impl Serialize) -> Result<(), Unwritten> {
         self.line.clear();
-        serde_json::to_writer(&mut self.line, record).expect("a record of numbers is JSON");
+        serde_json::to_writer(&mut self.line, record).expect("a record of numbers and names is JSON");
         self.line.push(b'\n');
+        if self.line.len() > self.line_bytes_max {
+            let (path, found, most) = (self.file.path.clone(), self.line.len(), self.line_bytes_max);
+            return Err(Unwritten::Refused(MetricsError::TooLong { path, found, most }));
+        }
         self.file.append(&self.line)
     }
 }
@@ -48,7 +54,7 @@ enum Scan {
 }
 
 /// Length of the records up to `resumed_step`.
-fn kept_bytes(file: &File, resumed_step: u64) -> io::Result<Scan> {
+fn kept_bytes(file: &File, resumed_step: u64, line_bytes_max: u64) -> io::Result<Scan> {
     #[derive(Deserialize)]
     struct Step {
         step: u64,
@@ -59,8 +65,8 @@ fn kept_bytes(file: &File, resumed_step: u64) -> io::Result<Scan> {
     let mut text = Vec::new();
     for line in 1.. {
         text.clear();
-        let length = (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut text)?;
-        if !text.ends_with(b"\n") && (length as u64) < LINE_BYTES_MAX {
+        let length = (&mut reader).take(line_bytes_max).read_until(b'\n', &mut text)?;
+        if !text.ends_with(b"\n") && (length as u64) < line_bytes_max {
             break;
         }
         match serde_json::from_slice::<Step>(&text) {
@@ -75,7 +81,7 @@ fn kept_bytes(file: &File, resumed_step: u64) -> io::Result<Scan> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::MemoryPeakBytes;
+    use crate::metrics::{LINE_BYTES_MAX, MemoryPeakBytes, StepRecord};
     use serde_json::Value;
     use std::path::Path;
 
@@ -84,7 +90,7 @@ mod tests {
     }
 
     fn write(path: &Path, resumed_step: u64, steps: impl IntoIterator<Item = u64>) {
-        let mut lines = JsonLines::open(path.to_owned(), resumed_step).unwrap();
+        let mut lines = JsonLines::open(path.to_owned(), resumed_step, LINE_BYTES_MAX).unwrap();
         steps.into_iter().for_each(|step| lines.write(&record(step)).unwrap());
     }
 
@@ -99,7 +105,7 @@ mod tests {
     fn a_record_has_the_documented_keys_and_exact_numbers() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut lines = JsonLines::open(path.clone(), 0).unwrap();
+        let mut lines = JsonLines::open(path.clone(), 0, LINE_BYTES_MAX).unwrap();
         let loss = f64::from(2.610_2_f32);
         let memory_peak_bytes = MemoryPeakBytes { parameters: 7, ..Default::default() };
         lines.write(&StepRecord { loss, grad_norm: f64::NAN, memory_peak_bytes, ..record(1) }).unwrap();
@@ -169,10 +175,10 @@ mod tests {
         let path = folder.path().join("metrics.jsonl");
         write(&path, 0, 1..=2);
         let records = std::fs::read_to_string(&path).unwrap();
-        for other in ["no json\n".to_owned(), "{}\n".to_owned(), "x".repeat(LINE_BYTES_MAX as usize + 9)] {
+        for other in ["no json\n".to_owned(), "{}\n".to_owned(), "x".repeat(LINE_BYTES_MAX + 9)] {
             let text = format!("{records}{other}{records}");
             std::fs::write(&path, &text).unwrap();
-            let error = JsonLines::open(path.clone(), 2).unwrap_err();
+            let error = JsonLines::open(path.clone(), 2, LINE_BYTES_MAX).unwrap_err();
             assert!(matches!(error, MetricsError::Damaged { line: 3, .. }), "{error}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
         }

@@ -4,11 +4,14 @@
 //! Writing a record to its files allocates nothing on the heap and costs one system call a file.
 
 mod event_file;
+mod hashes;
 mod json_lines;
 mod prometheus;
 mod record;
 mod record_file;
 
+pub(crate) use hashes::HashWriter;
+pub use hashes::{Bits, HASH_LINE_BYTES_MAX, HASHES_FILE, HashRecord, TensorBits, UnitBits};
 pub(crate) use prometheus::PrometheusEndpoint;
 pub use record::{MemoryPeakBytes, MetricValues, StepRecord};
 
@@ -71,6 +74,19 @@ pub enum MetricsError {
         #[source]
         source: io::Error,
     },
+    /// A record is longer than readers expect.
+    #[error(
+        "a record for {} would have {found} bytes, but at most {most} are read; set [metrics] hash_interval = 0, as the model has too many tensors",
+        path.display()
+    )]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// Bytes of the record.
+        found: usize,
+        /// Bytes of a record at most.
+        most: usize,
+    },
     /// Records of an earlier run cannot be read.
     #[error("line {line} of {} is not a step record; move the file away to continue without it", path.display())]
     Damaged {
@@ -86,6 +102,9 @@ pub const METRICS_FILE: &str = "metrics.jsonl";
 
 /// Bytes of the buffers in which records are put together: more than the longest record, so that none grows.
 const RECORD_BYTES: usize = 16 << 10;
+
+/// Bytes of a line of `metrics.jsonl` at most. No record comes near this length; a longer line is something else.
+pub const LINE_BYTES_MAX: usize = 1 << 16;
 
 /// A run has at most this many metrics of units, so that a record fits its buffer.
 const METRICS_MAX: usize = 64;
@@ -146,8 +165,8 @@ impl MetricsWriter {
     /// write again. Event files of TensorBoard cannot be cut, as a reader may hold them open: a new one
     /// starts, which tells the reader to forget the steps after `resumed_step`.
     pub fn open(folder: &Path, files: MetricsFiles, resumed_step: u64) -> Result<Self, MetricsError> {
-        let json_lines =
-            files.jsonl.then(|| JsonLines::open(folder.join(METRICS_FILE), resumed_step)).transpose()?;
+        let open = || JsonLines::open(folder.join(METRICS_FILE), resumed_step, LINE_BYTES_MAX);
+        let json_lines = files.jsonl.then(open).transpose()?;
         let event_file =
             files.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
         Ok(MetricsWriter { json_lines, event_file, prometheus: None, is_waiting: false })

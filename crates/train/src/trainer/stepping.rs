@@ -54,7 +54,7 @@ impl Trainer<'_> {
             let record = self.record(self.plans[index], self.outcomes[index], (step_seconds, comm_bytes));
             self.records[index] = StepRecord { metrics, ..record };
         }
-        Ok(())
+        self.finish_hashes()
     }
 
     /// Notes what a step has come to, whose share of its program's time and bytes this is.

@@ -4,13 +4,16 @@ mod baseline;
 mod breakdown;
 mod comparison;
 mod curves;
+mod diff;
 mod html;
 mod picture;
+mod record_lines;
 mod records;
 mod run;
 mod trace;
 
 use anyhow::Result;
+pub(crate) use diff::RunsDiffer;
 
 /// Show the results of a run.
 #[derive(Debug, clap::Args)]
@@ -23,6 +26,7 @@ pub(crate) struct ReportArgs {
 enum ReportCommand {
     Run(run::RunArgs),
     Html(html::HtmlArgs),
+    Diff(diff::DiffArgs),
     Trace(trace::TraceArgs),
 }
 
@@ -31,6 +35,7 @@ pub(crate) fn run(args: &ReportArgs) -> Result<()> {
     match &args.command {
         ReportCommand::Run(args) => run::run(args),
         ReportCommand::Html(args) => html::run(args),
+        ReportCommand::Diff(args) => diff::run(args),
         ReportCommand::Trace(args) => trace::run(args),
     }
 }

@@ -1,0 +1,104 @@
+//! The first step, unit and tensor at which two runs part.
+
+use crate::common::{Outcome, Scene, tells};
+
+const TRAIN: &str = "train tiny.toml --set metrics.hash_interval=1";
+
+/// The report of a command that has found a difference.
+fn differing(outcome: Outcome) -> String {
+    assert!(outcome.code == Some(1) && outcome.stderr.is_empty(), "{outcome:?}");
+    outcome.stdout
+}
+
+#[test]
+fn runs_of_different_layouts_have_equal_bits_and_layers_cut_by_workers_do_not() {
+    let scene = Scene::with_corpus();
+    scene.run(&format!("{TRAIN} --workers 1 --set run.name=one")).succeeded();
+    for (name, settings) in [
+        ("two", "--workers 2"),
+        ("zero", "--workers 2 --set parallelism.zero_stage=3"),
+        ("stages", "--workers 2 --set parallelism.pipeline_parallel_degree=2"),
+    ] {
+        scene.run(&format!("{TRAIN} {settings} --set run.name={name}")).succeeded();
+        let report = scene.run(&format!("report diff runs/one runs/{name}")).succeeded();
+        tells(
+            &report,
+            &[
+                "configs differ in what affects training:\n  parallelism.",
+                "equal: 5 records in common, of steps 0 to 4\nno difference",
+            ],
+        );
+    }
+    scene.run(&format!("{TRAIN} --set parallelism.tensor_parallel_degree=2 --set run.name=cut")).succeeded();
+    let report = differing(scene.run("report diff runs/one runs/cut"));
+    tells(
+        &report,
+        &[
+            "parallelism.tensor_parallel_degree: 1 -> 2",
+            "equal: the records of step 0\nfirst difference: step 1, in the ",
+        ],
+    );
+}
+
+#[test]
+fn a_resume_with_another_learning_rate_and_another_seed_are_located() {
+    let scene = Scene::with_corpus();
+    let whole = format!("{TRAIN} --set run.name=whole");
+    scene.run(&whole).succeeded();
+    let branch = format!("{TRAIN} --resume runs/whole/checkpoints/step-2");
+    scene.run(&format!("{branch} --set run.name=branch --workers 1")).succeeded();
+    let report = scene.run("report diff runs/whole runs/branch").succeeded();
+    tells(&report, &["equal: 3 records in common, of steps 2 to 4\nno difference"]);
+    // Steps that a resume repeats replace their records.
+    std::fs::remove_dir_all(scene.path("runs/whole/checkpoints/step-4")).unwrap();
+    tells(&scene.run(&whole).succeeded(), &["resuming after step 2"]);
+    assert_eq!(scene.read("runs/whole/hashes.jsonl").lines().count(), 6, "steps 0 to 4, and the resume");
+    let report = scene.run("report diff runs/whole runs/branch").succeeded();
+    tells(&report, &["equal: 3 records in common, of steps 2 to 4\nno difference"]);
+    scene.run(&format!("{branch} --set run.name=other --set optimizer.lr=0.0004")).succeeded();
+    let report = differing(scene.run("report diff runs/whole runs/other"));
+    tells(
+        &report,
+        &[
+            "optimizer.lr: 0.0003 -> 0.0004\n",
+            "first difference: step 3, after the update, in the parameter ",
+        ],
+    );
+    tells(
+        &report,
+        &["so the update differs: learning rate", "0 of 16 gradients and 16 of 16 parameters differ"],
+    );
+    scene.run(&format!("{TRAIN} --set run.name=seed --set training.seed=7")).succeeded();
+    let report = differing(scene.run("report diff runs/whole runs/seed"));
+    tells(
+        &report,
+        &[
+            "training.seed: 0 -> 7\n",
+            "first difference: before the first step, in the parameter ",
+            "begin with different values",
+        ],
+    );
+}
+
+#[test]
+fn runs_without_hashes_and_damaged_ones_are_refused() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --set run.name=none").succeeded();
+    scene.run(&format!("{TRAIN} --set run.name=some")).succeeded();
+    assert!(
+        !scene.names("runs/none").contains(&"hashes.jsonl".to_owned()),
+        "nothing is hashed unless asked for"
+    );
+    let refused = scene.refused_without_trace("report diff runs/some runs/none");
+    tells(&refused, &["runs/none has no hashes.jsonl", "[metrics] hash_interval = 1"]);
+    scene.write("runs/none/hashes.jsonl", "");
+    let refused = scene.refused_without_trace("report diff runs/some runs/none");
+    tells(&refused, &["runs/none has no recorded hashes yet"]);
+    let hashes = scene.read("runs/some/hashes.jsonl");
+    scene.write("runs/none/hashes.jsonl", format!("{hashes}{hashes}"));
+    let refused = scene.run("report diff runs/none runs/none").refused();
+    tells(&refused, &["line 6 of runs/none/hashes.jsonl has an earlier step than the line above it"]);
+    scene.write("runs/none/hashes.jsonl", hashes.replacen("\"parameter\":\"", "\"parameter\":\"x", 1));
+    let refused = scene.run("report diff runs/some runs/none").refused();
+    tells(&refused, &["line 1 of runs/none/hashes.jsonl is not a record of hashes", "16 hexadecimal digits"]);
+}

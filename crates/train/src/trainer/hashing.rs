@@ -1,0 +1,45 @@
+//! Hashes of what steps compute, for `trireme report diff`.
+
+use super::Trainer;
+use crate::error::TrainError;
+use crate::metrics::HashRecord;
+use std::sync::Arc;
+
+impl Trainer<'_> {
+    /// Lets steps be hashed as the config says, and records the parameters that the run begins or resumes with. Collective.
+    pub(super) fn begin_hashes(&mut self) -> Result<(), TrainError> {
+        let interval = self.config.metrics().hash_interval;
+        if interval == 0 {
+            return Ok(());
+        }
+        self.executor.record_hashes(interval);
+        let parameters = self.executor.hash_parameters()?;
+        let record = HashRecord::of_start(self.state.step, &parameters, self.executor.model().table());
+        self.write_hashes(&record)
+    }
+
+    /// Records the hashes of the program's steps that are due. Collective.
+    pub(super) fn finish_hashes(&mut self) -> Result<(), TrainError> {
+        let interval = self.config.metrics().hash_interval;
+        if interval == 0 {
+            return Ok(());
+        }
+        let found = self.executor.take_hashes()?;
+        let table = Arc::clone(self.executor.model().table());
+        for index in 0..self.plans.len() {
+            let (step, loss) = (self.plans[index].step, self.outcomes[index].loss);
+            if step.is_multiple_of(interval) {
+                let hashes = found.iter().find(|hashes| hashes.step == step);
+                self.write_hashes(&HashRecord::of_step(step, loss, hashes, &table))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_hashes(&mut self, record: &HashRecord) -> Result<(), TrainError> {
+        let Some(hashes) = &mut self.hashes else { return Ok(()) };
+        let written = hashes.write(record)?;
+        self.report_written(written, record.step);
+        Ok(())
+    }
+}
