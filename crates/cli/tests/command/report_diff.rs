@@ -81,6 +81,26 @@ fn a_resume_with_another_learning_rate_and_another_seed_are_located() {
 }
 
 #[test]
+fn one_changed_bit_of_the_first_weights_is_located() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --set run.name=base").succeeded();
+    for name in ["plain", "changed"] {
+        scene.run(&format!("checkpoint export runs/base {name}")).succeeded();
+    }
+    scene.flip_bit("changed/model.safetensors");
+    let config = scene.read("tiny.toml");
+    let (_, rest) = config.split_once("[data]").unwrap();
+    scene.write("tiny.toml", format!("[data]{rest}"));
+    for (name, settings) in [("plain", "--workers 1"), ("changed", "--set parallelism.zero_stage=3")] {
+        let settings = format!("--set model.init_from={name} --set run.name={name} {settings}");
+        scene.run(&format!("{TRAIN} {settings}")).succeeded();
+    }
+    let report = differing(scene.run("report diff runs/plain runs/changed"));
+    let first = "first difference: before the first step, in the parameter transformer.h.0.";
+    tells(&report, &[first, " of unit transformer.h.0\n", "  1 of 16 parameters differ in this record\n"]);
+}
+
+#[test]
 fn runs_without_hashes_and_damaged_ones_are_refused() {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml --set run.name=none").succeeded();
