@@ -2,6 +2,7 @@
 
 use crate::launch::{HostShare, load_average, tell_all};
 use crate::machine_cache::MachineCache;
+use crate::numbers::counted;
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -64,8 +65,9 @@ pub(crate) fn worker_peak(
     let flops = own * thread_peak;
     let shared = if own < num_threads as f64 { format!(" on {own:.2} CPUs") } else { String::new() };
     let note = format!(
-        "note: the peak of this worker, for MFU, is {:.1} GFLOP/s: {unit}, {num_threads} threads{shared}, {how}",
-        flops / 1e9
+        "note: the peak of this worker, for MFU, is {:.1} GFLOP/s: {unit}, {}{shared}, {how}",
+        flops / 1e9,
+        counted(num_threads, "thread")
     );
     Ok((!is_configured).then_some(WorkerPeak { flops, note }))
 }

