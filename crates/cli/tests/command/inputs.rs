@@ -22,7 +22,7 @@ fn records_of_other_programs_are_trained_on_and_named() {
     let train = "train tiny.toml --set data.chat_template=chatml --set training.seq_len=64 --set data.inputs=[\"chat.jsonl\"]";
     let outcome = scene.run(train);
     assert_eq!(outcome.code, Some(0), "{outcome:?}");
-    tells(&outcome.stderr, &["note: read 40 ShareGPT conversations"]);
+    tells(&outcome.stdout, &["read 40 ShareGPT conversations"]);
 }
 
 #[test]

@@ -8,10 +8,11 @@ use trireme_tensor::tape::{
     Recording, RotaryTable, Router, RouterEntropy, RouterZLoss, Sigmoid, Softmax, SpreadRows, TopK,
 };
 use trireme_tensor::{
-    ChosenGroups, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, LatentHeadShape,
-    Parameter, ParameterSpan, ParameterTable, Parameters, Precision, RoutingRule, Tape, Tensor, Var,
+    Backend, ChosenGroups, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
+    Initial, LatentHeadShape, Parameter, ParameterSpan, ParameterTable, Parameters, Precision, RoutingRule,
+    Tape, Tensor, Var,
 };
-use trireme_testkit::{GradientCheck, Input, Reference};
+use trireme_testkit::{GradientCheck, Input, Reference, TracedDevice};
 
 #[test]
 fn routers() {
@@ -376,18 +377,24 @@ fn heads_of_latent_attention() {
 /// Statistics of a router over some tokens and padding are those of the tokens alone, and padding has neither expert nor gradient.
 #[test]
 fn padding_does_not_count_in_statistics_of_routers() {
+    for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
+        let options = DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() };
+        padding_does_not_count(&TracedDevice::open(options).unwrap());
+    }
+}
+
+fn padding_does_not_count(device: &Device) {
     let (num_experts, num_tokens, num_padded) = (3, 4, 6);
-    let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
     let biases = {
         let mut table = ParameterTable::default();
         table.begin_unit("router");
         let bias = table.add(Parameter::balance("bias", num_experts));
         (bias, Arc::new(table))
     };
-    let parameters = Parameters::zeros(&biases.1, &device, Category::Parameters).unwrap();
+    let parameters = Parameters::zeros(&biases.1, device, Category::Parameters).unwrap();
     let logits: Vec<f32> = (0..num_padded * num_experts).map(|place| (place * 7 % 5) as f32 * 0.3).collect();
     let run = |rows: usize, weights: Option<&[f32]>| {
-        let mut tape = Tape::new(&device, Recording::On, Precision::F32);
+        let mut tape = Tape::new(device, Recording::On, Precision::F32);
         let mut x = device.zeros([rows, num_experts].into(), DType::F32, Category::Activations).unwrap();
         device.upload(&logits[..rows * num_experts], x.view_mut());
         let x = tape.input(x);
@@ -411,7 +418,7 @@ fn padding_does_not_count_in_statistics_of_routers() {
         let groups: Vec<Var> = recorder.apply_many(op(groups), [ids]).unwrap().collect();
         let [starts, _, places] = groups.try_into().unwrap();
         recorder.apply_metric("drops", &DroppedChoices, (&starts, &places, weights())).unwrap();
-        let means = tape.metrics().iter().map(|metric| metric.mean.read(&device));
+        let means = tape.metrics().iter().map(|metric| metric.mean.read(device));
         let means: Vec<f64> = means.map(|mean| mean.sum / mean.num_rows as f64).collect();
         let mut sink = Loads { device: device.clone(), loads: Vec::new(), target: None };
         let mut dy = device.zeros([rows, 2].into(), DType::F32, Category::Activations).unwrap();
