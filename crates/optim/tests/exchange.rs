@@ -4,7 +4,8 @@ mod common;
 
 use common::{ADAMW, device, random, table, weights};
 use trireme_optim::{
-    Exchange, Optimizer, OptimizerKind, OptimizerOptions, StepSettings, VarianceSchedule, WholeUnits,
+    Exchange, Optimizer, OptimizerKind, OptimizerOptions, ParameterGroup, StepSettings, VarianceSchedule,
+    WholeUnits,
 };
 use trireme_tensor::{View, ViewMut};
 
@@ -63,5 +64,40 @@ fn momentum_may_be_summed_instead_of_gradients() {
             }
         }
         assert!(exchanges.contains(&Exchange::Momentum) && exchanges[0] == Exchange::Gradients);
+    }
+}
+
+/// A parameter that stays as it is has no momentum, and nothing of its gradient may stay behind where momentum is compressed.
+#[test]
+fn frozen_parameters_have_no_part_in_the_exchange_of_momentum() {
+    let (table, device) = (table(5), device(1));
+    let parts = table.shards(0, 1);
+    let kind = OptimizerKind::CompressedAdam(ADAMW, VarianceSchedule::Warmup { num_steps: 1 });
+    let frozen = |pattern: &str| {
+        let group = ParameterGroup {
+            pattern: pattern.to_owned(),
+            frozen: true,
+            lr_scale: 1.0,
+            weight_decay: None,
+            beta1: None,
+            beta2: None,
+        };
+        let options = OptimizerOptions { groups: vec![group], ..OptimizerOptions::new(kind) };
+        Optimizer::new(&options, &table, &parts, &device).unwrap()
+    };
+    let all = frozen("wte.*");
+    assert_eq!(
+        [0, 1, 2].map(|unit| all.exchange(unit, 3)),
+        [Exchange::Gradients, Exchange::Momentum, Exchange::Momentum]
+    );
+    let mut part = frozen("in.*");
+    let unit = 1;
+    let mut grads = random(table.units()[unit].num_elements, "grads", 1.0);
+    let shape = [grads.len()].into();
+    let settings = StepSettings { step: 3, lr: 0.01, grad_scale: 1.0 };
+    part.gradient_to_momentum(&device, unit, ViewMut::from_f32s(&mut grads, shape), settings);
+    for info in table.parameters().iter().filter(|info| info.unit == unit) {
+        let is_zero = grads[info.range()].iter().all(|value| *value == 0.0);
+        assert_eq!(is_zero, info.name.starts_with("in."), "{}", info.name);
     }
 }

@@ -1,11 +1,13 @@
 //! Predictions against what real steps take.
 
+mod case;
 mod communication;
 mod entries;
 mod experts;
 mod limits;
 mod validation;
 
+use case::Case;
 use trireme_base::{Category, ContextPlace, Rank};
 use trireme_comm::{Compression, Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
@@ -127,193 +129,6 @@ impl Subject for Classifier {
         _: ContextPlace,
     ) -> Batch {
         classifier_batch(device, num_samples, step, index)
-    }
-}
-
-#[derive(Debug, Clone)]
-struct Case {
-    options: ExecutorOptions,
-    optimizer: OptimizerOptions,
-    num_microbatches: usize,
-    num_shards: usize,
-    tensor_degree: usize,
-    /// The degree of the context axis, and how many of its ranks exchange heads.
-    context: (usize, usize),
-    /// Ranks with different experts.
-    experts: usize,
-    keep: Keep,
-    state: StateLayout,
-    /// The schedule of a pipeline, its ranks, and stages of each.
-    pipeline: Option<(Kind, usize, usize)>,
-    /// Sequences of a microbatch, and tokens of each.
-    shape: (usize, usize),
-    /// Samples of a validation before the first step.
-    num_validated: Option<usize>,
-}
-
-impl Default for Case {
-    fn default() -> Self {
-        let (options, optimizer) = (OPTIONS, adamw());
-        Case {
-            options,
-            optimizer,
-            num_microbatches: 1,
-            num_shards: 1,
-            tensor_degree: 1,
-            context: (1, 1),
-            experts: 1,
-            keep: Keep::All,
-            state: StateLayout::WHOLE,
-            pipeline: None,
-            shape: (2, 17),
-            num_validated: None,
-        }
-    }
-}
-
-impl Case {
-    /// What a rank of the pipeline does.
-    fn program(&self, chain: &Chain, rank: usize) -> Program {
-        let num_units = chain.num_units;
-        let keep = |unit: usize| match self.keep {
-            _ if !chain.keeps(unit) => Keep::All,
-            Keep::Nothing if unit == 0 || unit % 2 == 1 => Keep::Input,
-            keep => keep,
-        };
-        let keeps: Vec<Keep> = (0..num_units).map(keep).collect();
-        let program = match self.pipeline {
-            None => single::program(chain, self.num_microbatches),
-            Some((kind, num_ranks, stages_per_rank)) => {
-                let num_stages = num_ranks * stages_per_rank;
-                let num_microbatches = self.num_microbatches;
-                let num_steps = if kind.is_synchronous() { 1 } else { 3 };
-                let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
-                let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
-                let schedule = generate(kind, sizes, &costs, None).unwrap();
-                let units = cut(&vec![1; num_units], num_stages);
-                programs(&schedule, &costs, &units, chain).swap_remove(rank)
-            }
-        };
-        lay_out(recompute(program, &keeps), self.state)
-    }
-
-    fn build(&self, model: &dyn Subject, device: &Device, place: ModelPlace) -> Result<Model, ModelError> {
-        Model::build_at(place, device, |device, table| model.build(self.shape, device, table))
-    }
-
-    fn rehearsal(&self, model: &dyn Subject, place: ModelPlace, context: ContextPlace) -> Rehearsal {
-        let build = |device: &Device| self.build(model, device, place);
-        let specs = model.specs(self.shape).into_iter().map(|spec| spec.of_positions(context));
-        let (specs, passes) = (specs.collect::<Vec<_>>(), self.options.passes(context));
-        Rehearsal::of(build, self.device_options(None), passes, &specs).unwrap()
-    }
-
-    fn pipeline_degree(&self) -> usize {
-        self.pipeline.map_or(1, |(_, num_ranks, _)| num_ranks)
-    }
-
-    fn device_options(&self, budget: Option<usize>) -> DeviceOptions {
-        DeviceOptions { num_threads: NUM_THREADS, budget, ..DeviceOptions::default() }
-    }
-
-    /// What runs the program of a rank.
-    fn executor(
-        &self,
-        subject: &dyn Subject,
-        group: Group,
-        device: &Device,
-        host: &Device,
-    ) -> Result<Executor, ParallelError> {
-        let (pipeline, shards, tensor) = (self.pipeline_degree(), self.num_shards, self.tensor_degree);
-        let ((context, heads), experts) = (self.context, self.experts);
-        let degrees = Degrees { pipeline, shards, context, heads, tensor, experts };
-        let ranks = RankGrid::new(group, degrees)?;
-        let model = self.build(subject, device, ranks.model_place())?;
-        let rehearsal = self.rehearsal(subject, ranks.model_place(), ranks.context_place());
-        let program = self
-            .program(&chain(model.table(), &rehearsal, self.options.determinism), ranks.pipeline().rank().0);
-        let folder = std::env::temp_dir();
-        let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };
-        let (optimizer, options, offload) = (&self.optimizer, self.options, &offload);
-        Executor::new(ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload })
-    }
-
-    /// Takes a few steps on a device.
-    fn run(
-        &self,
-        subject: &dyn Subject,
-        group: Group,
-        device: &Device,
-        host: &Device,
-    ) -> Result<(), ParallelError> {
-        let mut executor = self.executor(subject, group, device, host)?;
-        executor.initialize(1)?;
-        if let Some(batches) = self.validation() {
-            executor.validation_reports(&batches)?;
-            let context = executor.ranks().context_place();
-            for round in batches.rounds(executor.ranks()) {
-                let batch = round.read.map(|index| {
-                    let shape = (batches.batch(index).1, self.shape.1);
-                    subject.batch(device, shape, (0, index), context)
-                });
-                executor.evaluate(batch)?;
-            }
-        }
-        for step in 1..=4 {
-            let context = executor.ranks().context_place();
-            let batch = |index| subject.batch(device, self.shape, (step, index), context);
-            let Outline { num_microbatches, .. } = executor.program().outline;
-            let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
-            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure, has_loss: true };
-            let plans = vec![plan; executor.program().outline.num_steps()];
-            executor.run_steps(&plans, &mut batches.into_iter(), &mut Vec::new())?;
-        }
-        Ok(())
-    }
-
-    fn validation(&self) -> Option<ValidationBatches> {
-        self.num_validated.map(|num_samples| ValidationBatches::new(num_samples, self.shape.0))
-    }
-
-    /// What a rank takes on a backend, found without computing.
-    fn dry_run(&self, subject: &dyn Subject, backend: Backend, hosts: &[usize], rank: usize) -> MemoryUse {
-        let options = DeviceOptions { backend, ..self.device_options(None) };
-        let device = Device::counting(options).unwrap();
-        let host = device.host().unwrap();
-        let group = Group::dry(Rank(rank), Hosts::new(hosts), TransportKind::Inproc).unwrap();
-        self.executor(subject, group, &device, &host).unwrap().dry_run(self.validation()).unwrap()
-    }
-
-    /// Holds what a few steps take against what was predicted: to the byte.
-    fn check(&self, model: &dyn Subject, world_size: usize) {
-        self.check_on(model, &vec![0; world_size]);
-    }
-
-    /// As [`check`](Case::check), with a rank on each of these hosts.
-    fn check_on(&self, model: &dyn Subject, hosts: &[usize]) {
-        self.check_backend(model, Backend::Cpu, hosts);
-        // What more ranks exchange, they exchange alike.
-        if hosts.len() <= 2 {
-            self.check_backend(model, Backend::Detached(DetachedOptions::default()), hosts);
-        }
-    }
-
-    fn check_backend(&self, model: &dyn Subject, backend: Backend, hosts: &[usize]) {
-        run_ranks_on(hosts, |group| {
-            let rank = group.rank().0;
-            let device = Device::open(DeviceOptions { backend, ..self.device_options(None) }).unwrap();
-            let host = device.host().unwrap();
-            self.run(model, group, &device, &host).unwrap();
-            let dry = self.dry_run(model, backend, hosts, rank);
-            let found = Category::ALL.map(|category| device.memory().usage(category).peak);
-            assert_eq!(dry.peaks, found, "rank {rank} of {self:?} on {backend:?}");
-            let memory = device.memory();
-            let pinned = if device.reaches_host() { 0 } else { device.staging().total().peak };
-            let on_host = host.memory().total().peak + pinned;
-            let measured = [memory.total().peak, memory.own().peak, on_host];
-            let dry = [dry.at_peak.iter().sum::<usize>(), dry.own, dry.host];
-            assert_eq!(dry, measured, "rank {rank} of {self:?} on {backend:?}");
-        });
     }
 }
 

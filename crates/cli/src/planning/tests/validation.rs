@@ -20,6 +20,8 @@ fn a_short_batch_takes_memory_of_its_own() {
         (Case { pipeline: Some((Kind::OneFOneB, 2, 1)), ..alone.clone() }, 2),
         (Case { pipeline: Some((Kind::PipeDream2Bw, 2, 1)), ..alone.clone() }, 4),
         (Case { pipeline: Some((Kind::ZeroBubbleH1, 2, 1)), tensor_degree: 2, ..alone.clone() }, 4),
+        // The short batch is that of the second of two sample ranks, and one worker is planned for all.
+        (Case { tensor_degree: 2, num_validated: Some(7), ..alone.clone() }, 4),
         // One batch alone, which is short.
         (Case { tensor_degree: 2, num_validated: Some(1), ..alone.clone() }, 2),
     ] {
@@ -36,4 +38,12 @@ fn ranks_with_different_experts_read_the_short_batch() {
         let case = Case { experts: 2, shape: (3, 5), num_validated, num_microbatches: 2, ..Case::default() };
         case.check(&config, 2);
     }
+}
+
+#[test]
+fn the_first_worker_is_planned_for_the_batches_of_all() {
+    let [_, llama] = small_models();
+    let case = Case { tensor_degree: 2, shape: (2, 16), num_validated: Some(7), ..Case::default() };
+    let peaks = [0, 2].map(|rank| case.dry_run(&llama, Backend::Cpu, &[0; 4], rank).peaks);
+    assert_eq!(peaks[0], peaks[1]);
 }
