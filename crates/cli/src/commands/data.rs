@@ -5,7 +5,7 @@ use super::init::DEFAULT_CONFIG;
 use super::prepare::Display;
 use crate::console::Output;
 use crate::numbers::counted;
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use clap::{Args, Subcommand};
 use std::env;
 use std::fmt::Write as _;
@@ -100,7 +100,13 @@ fn show(args: &ShowArgs) -> Result<()> {
         config.training().seq_len
     )?;
     let marks = Marks::for_output();
-    for index in args.sample..args.sample.saturating_add(args.num_samples) {
+    let mut shown = args.sample..args.sample.saturating_add(args.num_samples);
+    if args.validation {
+        // Training reads its samples again and again, a validation once.
+        ensure!(args.sample < num_samples, "there are {num_samples} samples, numbered from 0");
+        shown.end = shown.end.min(num_samples);
+    }
+    for index in shown {
         let view = samples.read(index)?;
         let pieces = pieces(&view, &tokenizer)?;
         let text = match args.tokens {

@@ -195,3 +195,11 @@ fn damaged_traces_are_refused_in_words() {
         tells(&report().refused(), &[why]);
     }
 }
+
+#[test]
+fn a_peak_that_is_too_low_gives_no_utilization() {
+    let scene = Scene::with_corpus();
+    let printed = scene.run("train tiny.toml --set metrics.peak_flops=1e6").succeeded();
+    tells(&printed, &["faster than the measured peak", "peak_flops"]);
+    assert!(scene.records("tiny").iter().all(|record| record["mfu"].is_null()));
+}

@@ -110,11 +110,22 @@ impl Trainer<'_> {
                 .map(|found| found.bytes_uncompressed.saturating_sub(found.bytes_sent)),
             compression_error_norm: compression.map(|found| f64::from(found.error_norm)),
             loss_scale: is_scaled.then_some(outcome.loss_scale),
-            // A program whose steps are all skipped runs no pass.
-            mfu: self.utilization.mfu(step_seconds).filter(|_| !self.executor.timeline().is_empty()),
+            mfu: self.mfu(step_seconds),
             skipped_steps: is_scaled.then_some(self.state.loss_scaler.skipped_steps),
             ..StepRecord::default()
         }
+    }
+
+    /// Returns the model FLOPs utilization of a step; `None` without a known peak, and for a program whose steps were all skipped, which runs no pass.
+    fn mfu(&mut self, step_seconds: f64) -> Option<f64> {
+        const LOW_PEAK: &str = "steps are faster than the measured peak of the devices, which other programs have slowed down, so MFU is left out; \
+                                start again on a quiet machine, or set [metrics] peak_flops";
+        let mfu = self.utilization.mfu(step_seconds).filter(|_| !self.executor.timeline().is_empty())?;
+        if mfu > 1.0 {
+            self.report_once(LOW_PEAK.to_owned());
+            return None;
+        }
+        Some(mfu)
     }
 
     /// Tells after some steps how far the prediction of their time was off.
