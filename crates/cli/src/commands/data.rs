@@ -336,21 +336,21 @@ mod tests {
         let pieces = pieces(&view, &Tokenizer::bytes()).unwrap();
         assert_eq!(
             Marks::Brackets.text(&view, &pieces),
-            "a\u{21b5}\n\u{27e6}b<|endoftext|>\u{27e7}\n--- next document ---\nc\u{27e6}é\u{27e7}\\u{1b}\n--- 9 of padding ---\n"
+            "a\u{21b5}\n\u{27e6}b<|endoftext|>\u{27e7}\n--- next document ---\nc\u{27e6}é\u{27e7}\\u{1b}\n--- 9 tokens of padding ---\n"
         );
         let colored = Marks::Colors.text(&view, &pieces);
         assert!(colored.contains("\x1b[32mb\x1b[0m\x1b[1;92m<|endoftext|>\x1b[0m\n--- next"), "{colored:?}");
         assert_eq!(colored.matches('\x1b').count(), 2 * view.tokens.len());
         assert_eq!(
             heading(3, &view),
-            "sample 3: tokens 7 to 15 of the file, in 2 documents; 4 learned, 4 only read, 9 of padding"
+            "sample 3: tokens 7 to 15 of the file, in 2 documents; 4 learned, 4 only read, 9 tokens of padding"
         );
         let table = table(&view, &pieces);
         assert!(
             table.contains("       3      256  learned  <|endoftext|>\n--- next document ---\n"),
             "{table}"
         );
-        assert!(table.contains("       7       27           \"\\u{1b}\"\n--- 9 of padding ---\n"), "{table}");
+        assert!(table.contains("       7       27           \"\\u{1b}\"\n--- 9 tokens of padding ---\n"), "{table}");
     }
 
     #[test]
