@@ -350,7 +350,10 @@ mod tests {
             table.contains("       3      256  learned  <|endoftext|>\n--- next document ---\n"),
             "{table}"
         );
-        assert!(table.contains("       7       27           \"\\u{1b}\"\n--- 9 tokens of padding ---\n"), "{table}");
+        assert!(
+            table.contains("       7       27           \"\\u{1b}\"\n--- 9 tokens of padding ---\n"),
+            "{table}"
+        );
     }
 
     #[test]
