@@ -118,8 +118,8 @@ impl Trainer<'_> {
 
     /// Returns the model FLOPs utilization of a step; `None` without a known peak, and for a program whose steps were all skipped, which runs no pass.
     fn mfu(&mut self, step_seconds: f64) -> Option<f64> {
-        const LOW_PEAK: &str = "steps are faster than the measured peak of the devices, which other programs have slowed down, so MFU is left out; \
-                                start again on a quiet machine, or set [metrics] peak_flops";
+        const LOW_PEAK: &str = "steps are faster than the peak that is known of the devices, so MFU is left out: it was measured while other programs \
+                                computed, or [metrics] peak_flops is too small";
         let mfu = self.utilization.mfu(step_seconds).filter(|_| !self.executor.timeline().is_empty())?;
         if mfu > 1.0 {
             self.report_once(LOW_PEAK.to_owned());
