@@ -167,7 +167,8 @@ impl Interpreter {
                 .last()
                 .unwrap_or(0)
         };
-        Ok(Answered { answers: vec![start..with.text.len()], ..with })
+        let answer = start..with.text.len();
+        Ok(Answered { answers: vec![answer], ..with })
     }
 
     /// Renders messages; the answers are those that the template marks.

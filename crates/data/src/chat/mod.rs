@@ -68,14 +68,14 @@ pub struct ChatTemplate {
 /// The place where a template runs.
 #[derive(Debug)]
 enum Runner {
-    Here(Interpreter),
+    Here(Box<Interpreter>),
     Child(Process),
 }
 
 impl Runner {
     fn start(program: &Program<'_>, is_trusted: bool) -> Result<Self, String> {
         match is_trusted || !process::is_available() {
-            true => Interpreter::new(program).map(Runner::Here),
+            true => Interpreter::new(program).map(Box::new).map(Runner::Here),
             false => Process::start(program).map(Runner::Child),
         }
     }
