@@ -42,7 +42,7 @@ pub struct ModelExport<'a> {
 
 /// Writes a model directory to `out`, aside first, then renamed: it appears complete or not at all.
 ///
-/// A `config.json` that states another dtype than that of most elements is corrected, and its `quantization_config` is left out.
+/// The `dtype` in `config.json` becomes the dtype of most elements, and `quantization_config` is left out.
 /// Memory: at most 64 MiB of a tensor at a time, and as much for its conversion.
 ///
 /// # Errors

@@ -8,9 +8,9 @@ use crate::publication::{leftover_steps, mark, tidying_steps};
 use std::fs;
 use std::path::Path;
 
-/// Does what a crash or a failure after the last save has left undone in `folder`, whose newest checkpoint is that of step `newest`:
-/// removes unfinished folders and all but the newest `keep_latest_k` checkpoints (0: none), and names the latest one. To be called as well
-/// when another checkpoint was named the [best](mark_best), because the one before may then go. For one process, while no other saves there.
+/// Cleans up `folder`, whose newest checkpoint has the step `newest`, after a crash or a failure of an earlier cleanup: removes unfinished folders
+/// and all but the newest `keep_latest_k` checkpoints (0 removes none), and names the latest one. Callers also use it after another checkpoint
+/// became the [best](mark_best), because the previous best may then be removed. Only one process may call it, while no other saves in the folder.
 /// Calls `on_progress` before each change and each file that is removed.
 ///
 /// Returns what failed. The checkpoints are complete all the same.

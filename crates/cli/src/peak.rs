@@ -30,10 +30,10 @@ pub(crate) struct WorkerPeak {
     pub(crate) note: String,
 }
 
-/// The peak of this worker; `None` if the config has one. On a CPU it is that of a thread, while as many threads are busy as the
-/// workers of the host have together, times the worker's threads, but no more than the CPUs that are its share. So the peaks of
-/// workers that share cores add up to that of the cores. Unless `cache` has it, the first worker of each host measures it while the
-/// others wait. Collective.
+/// Returns the peak speed of this worker; `None` if the config sets a peak. On a CPU it is the peak of one thread, measured with as many
+/// busy threads as the workers of the host have together, times the worker's threads or its share of the CPUs, whichever is smaller. So the
+/// peaks of workers that share cores add up to the peak of these cores. Unless `cache` has the figure, the first worker of each host
+/// measures it while the others wait. Collective.
 pub(crate) fn worker_peak(
     config: &Config,
     share: &HostShare,

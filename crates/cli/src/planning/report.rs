@@ -23,7 +23,7 @@ pub(crate) struct PlanReport {
     /// Whether all workers stay within the config's budgets and the limits of this machine.
     fits: bool,
     product_operations: ProductOperations,
-    /// Exchanges with other workers and disks, summed over those of the same kind.
+    /// Exchanges with other workers and disks; exchanges of the same kind are summed.
     exchanges: Vec<Exchange>,
     /// Idle share of the time of all ranks of a pipeline, with floating-point operations as time.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -79,7 +79,7 @@ impl Plan {
 
 fn product_operations(program: &Program, entries: &StepEntries) -> ProductOperations {
     let mut found = ProductOperations::default();
-    // The entries after the last action are those of the step's end.
+    // The entries after the last action belong to the end of the step.
     for (action, entries) in program.actions.iter().zip(&entries.actions) {
         let pass = match action {
             Action::Forward { .. } => &mut found.forward,

@@ -44,7 +44,7 @@ impl Default for Case {
 }
 
 impl Case {
-    /// What a rank of the pipeline does.
+    /// Returns the program of a rank of the pipeline.
     pub(super) fn program(&self, chain: &Chain, rank: usize) -> Program {
         let num_units = chain.num_units;
         let keep = |unit: usize| match self.keep {
@@ -98,7 +98,7 @@ impl Case {
         DeviceOptions { num_threads: NUM_THREADS, budget, ..DeviceOptions::default() }
     }
 
-    /// What runs the program of a rank.
+    /// Creates the executor of a rank.
     pub(super) fn executor(
         &self,
         subject: &dyn Subject,
@@ -172,7 +172,7 @@ impl Case {
         self.executor(subject, group, &device, &host).unwrap()
     }
 
-    /// What a rank takes on a backend, found without computing.
+    /// Returns the memory that a rank is predicted to use on a backend, without computing.
     pub(super) fn dry_run(
         &self,
         subject: &dyn Subject,
@@ -192,7 +192,7 @@ impl Case {
         })
     }
 
-    /// Holds what a few steps take against what was predicted: to the byte.
+    /// Compares the memory of a few steps with the prediction, to the byte.
     pub(super) fn check(&self, model: &dyn Subject, world_size: usize) {
         self.check_on(model, &vec![0; world_size]);
     }
