@@ -1,7 +1,7 @@
 """Writes small tokenizers in the form of six families, and the ids that transformers gives with them, for
 crates/data/tests/tokenizers.rs.
 
-    pip install transformers==5.24.0 tokenizers==0.23.3 jinja2
+    pip install transformers==5.23.0 tokenizers==0.23.3 jinja2
     python peers/tokenizer_reference.py crates/data/tests/tokenizers
 
 Each tokenizer is trained on a few words. Only the parts that decide about special tokens follow the published files: the

@@ -163,8 +163,9 @@ fn header<'a>(
     let notes = std::iter::once(&("format", "pt")).chain(notes);
     let notes = notes.map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
     let metadata = Metadata::new(Some(notes), infos).expect("tensors that follow each other are valid");
-    // By way of a value, whose members have an order.
-    let value = serde_json::to_value(&metadata).expect("a header is JSON");
+    // By way of a value, whose members can be sorted.
+    let mut value = serde_json::to_value(&metadata).expect("a header is JSON");
+    value.sort_all_objects();
     let mut json = serde_json::to_vec(&value).expect("a header is JSON");
     // The data begins at a multiple of eight bytes.
     json.resize(json.len().next_multiple_of(LENGTH_BYTES as usize), b' ');

@@ -116,5 +116,5 @@ fn templates_of_use_run_in_a_process_as_they_do_without() {
     assert_eq!((answered.text.as_str(), answered.answers.clone()), ("1+1?2", vec![answer]));
     let refused = error_of("{{ raise_exception('roles must alternate') }}");
     assert_eq!(refused, "roles must alternate");
-    assert!(error_of("{% if %}").contains("is not valid"));
+    assert!(error_of("{% if %}").starts_with("the chat template of some/model: syntax error"));
 }

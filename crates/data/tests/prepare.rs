@@ -106,7 +106,7 @@ fn json_mistakes_are_named_with_their_line() {
     let cases: [(&[u8], &str); 5] = [
         (b"{\"text\": \"a\"}\n{\"text\": \"b\"\n", "a.jsonl, line 2, column 12"),
         (b"{\n  \"text\": \"a\"\n}\n", "line 1, column 1"),
-        (b"\n\n[1, 2]\n", "line 3, column 1: invalid type"),
+        (b"\n\n[1, 2]\n", "line 3, column 2: invalid type"),
         (
             b"{\"text\": \"a\"}\n{\"body\": \"b\"}\n",
             "line 2: field 'text' is missing; the object has the fields body",

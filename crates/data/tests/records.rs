@@ -171,8 +171,10 @@ fn data_of_other_programs_is_read_and_named() {
         ),
         (
             "[1]",
-            "record 1, line 1, column 1: invalid type: integer `1`, expected a JSON object; records are JSON objects, one per line",
+            "record 1, line 1, column 2: invalid type: integer `1`, expected a JSON object; records are JSON objects, one per line",
         ),
+        ("[{\"text\": \"a\"},\n {\"text\": x}]", "record 2, line 2, column 11: expected value"),
+        ("[{\"text\": \"a\"}, {\"text\": x}]", "record 2, line 1, column 26: expected value"),
         ("[]", "no text"),
     ] {
         let room = Room::new(&[("a.json", text.as_bytes())]);

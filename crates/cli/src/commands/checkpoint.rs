@@ -14,6 +14,8 @@ use trireme_checkpoint::{
     checkpoints_folder, export, list_checkpoints,
 };
 use trireme_data::BYTES_TOKENIZER_FILE;
+use trireme_model::{ModelConfig, canonical_names};
+use trireme_tensor::{Device, DeviceOptions};
 use trireme_train::{TOKENIZER_NOTE, model_tokenizer};
 
 /// Inspect checkpoints, and export models from them.
@@ -143,7 +145,7 @@ fn write_model(
     let sha256 = tokenizer.map(|tokenizer| tokenizer.sha256()).transpose()?;
     let files: Vec<ExtraFile<'_>> =
         files.iter().map(|(name, contents)| ExtraFile { name, contents }).collect();
-    let tensors = source.weights();
+    let tensors = exported_weights(&source, &files)?;
     let notes: Vec<_> = sha256.iter().map(|sha256| (TOKENIZER_NOTE, &sha256[..])).collect();
     let model = ModelExport {
         tensors: &tensors,
@@ -159,6 +161,18 @@ fn write_model(
     let line = format!("{} -> {}: {totals}", source.path().display(), target.display());
     writeln!(out, "{}", printable(&line))?;
     Ok(())
+}
+
+/// The weights, without those that an index names, no file has and no model needs, such as a tied output layer.
+fn exported_weights(source: &ModelSource, files: &[ExtraFile<'_>]) -> anyhow::Result<StoredTensors> {
+    let weights = source.weights();
+    let config = files.iter().find(|file| file.name == trireme_checkpoint::CONFIG_FILE);
+    let config = config.and_then(|file| std::str::from_utf8(file.contents).ok());
+    // Models that cannot be trained here can be exported.
+    let Some(Ok(config)) = config.map(ModelConfig::from_json) else { return Ok(weights) };
+    let canonical = canonical_names(config.build(0, &Device::counting(DeviceOptions::default())?)?.table());
+    let is_kept = |name: &str| weights.get(name).is_some() || canonical(name).is_some();
+    Ok(weights.renamed(|name| is_kept(name).then(|| name.to_owned()))?)
 }
 
 fn list(run_folder: &Path, out: &mut impl Write) -> anyhow::Result<()> {

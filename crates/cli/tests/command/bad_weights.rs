@@ -147,9 +147,13 @@ fn an_index_may_name_an_output_layer_that_is_tied() {
     scene.write("model/model.safetensors.index.json", format!("\u{feff}{index}"));
     scene.run("generate model --num-tokens 1").succeeded();
     scene.run("train from_model.toml --set training.steps=1").succeeded();
+    scene.run("checkpoint export model again").succeeded();
+    assert_eq!(Weights::read(&scene.path("again/model.safetensors")).names(), weights.names());
     let index = index.to_string().replace("lm_head.weight", "transformer.h.1.extra");
     scene.write("model/model.safetensors.index.json", index);
-    tells(&scene.run("generate model").refused(), &["lacks 'transformer.h.1.extra', which the index says"]);
+    for command in ["generate model", "checkpoint export model another"] {
+        tells(&scene.run(command).refused(), &["lacks 'transformer.h.1.extra', which the index says"]);
+    }
 }
 
 #[test]

@@ -117,6 +117,19 @@ fn an_export_after_no_step_is_what_was_imported() {
 }
 
 #[test]
+fn a_model_whose_template_is_not_valid_works_without_conversations() {
+    let scene = with_model();
+    scene.write("model/chat_template.jinja", "{% if %}");
+    scene.run("generate model --num-tokens 1").succeeded();
+    scene.run("eval model text.txt").succeeded();
+    scene.run("train more.toml --set training.steps=1").succeeded();
+    tells(
+        &scene.run("generate model --chat --prompt a").refused(),
+        &["the chat template of model: syntax error"],
+    );
+}
+
+#[test]
 fn a_model_of_bytes_is_exported_with_a_tokenizer_that_others_read() {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml").succeeded();

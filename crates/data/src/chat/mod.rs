@@ -59,8 +59,8 @@ pub struct ChatTemplate {
     special_tokens: BTreeMap<String, String>,
     /// Names that stay text in messages.
     literal_names: Option<Arc<LiteralNames>>,
-    /// Shared by clones.
-    runner: Arc<Mutex<Runner>>,
+    /// Started when the template is first used. Shared by clones.
+    runner: Arc<Mutex<Option<Runner>>>,
     /// The end of an answer, once computed; an error if the template does not render the messages that would show it.
     end_of_answer: OnceLock<Result<Option<String>, ()>>,
 }
@@ -73,10 +73,21 @@ enum Runner {
 }
 
 impl Runner {
-    fn start(program: &Program<'_>, is_trusted: bool) -> Result<Self, String> {
-        match is_trusted || !process::is_available() {
-            true => Interpreter::new(program).map(Box::new).map(Runner::Here),
-            false => Process::start(program).map(Runner::Child),
+    fn start(program: &Program<'_>) -> Result<Self, String> {
+        match process::is_available() {
+            true => Process::start(program).map(Runner::Child),
+            false => Self::here(program),
+        }
+    }
+
+    fn here(program: &Program<'_>) -> Result<Self, String> {
+        Interpreter::new(program).map(Box::new).map(Runner::Here)
+    }
+
+    fn is_running(&mut self) -> bool {
+        match self {
+            Runner::Here(_) => true,
+            Runner::Child(process) => process.is_running(),
         }
     }
 }
@@ -134,51 +145,42 @@ impl From<String> for Prompt {
 }
 
 impl ChatTemplate {
-    /// A template with the special tokens that it may use.
+    /// A template with the special tokens that it may use; `path` is where it comes from. It is compiled when it is first used, so that a
+    /// model whose template is not valid can be used without it.
     ///
     /// # Errors
-    /// If it is not a valid template, is too long, or exceeds a limit; `path` is where it comes from.
+    /// If it is too long.
     pub fn new(
         source: &str,
         special_tokens: BTreeMap<String, String>,
         path: &Path,
     ) -> Result<Self, DataError> {
-        Self::start(source, special_tokens, path, false)
-    }
-
-    fn start(
-        source: &str,
-        special_tokens: BTreeMap<String, String>,
-        path: &Path,
-        is_trusted: bool,
-    ) -> Result<Self, DataError> {
-        let refuse =
-            |reason: String| DataError::ChatTemplate { path: path.to_owned(), source: reason.into() };
         if source.len() > CHAT_TEMPLATE_BYTES_MAX {
             let bytes = source.len();
-            return Err(refuse(format!("it has {bytes} bytes, more than {CHAT_TEMPLATE_BYTES_MAX}")));
+            let reason = format!("it has {bytes} bytes, more than {CHAT_TEMPLATE_BYTES_MAX}");
+            return Err(DataError::ChatTemplate { path: path.to_owned(), source: reason.into() });
         }
-        let runner = Runner::start(&program(source, &special_tokens), is_trusted).map_err(refuse)?;
         Ok(ChatTemplate {
             source: source.to_owned(),
             path: path.to_owned(),
             special_tokens,
             literal_names: None,
-            runner: Arc::new(Mutex::new(runner)),
+            runner: Arc::new(Mutex::new(None)),
             end_of_answer: OnceLock::new(),
         })
     }
 
     /// A template that suits models which have not learned one yet.
     pub fn chatml() -> Self {
-        let path = Path::new("chatml");
-        Self::start(CHATML, BTreeMap::new(), path, true).expect("it is a valid template")
+        let template = Self::new(CHATML, BTreeMap::new(), Path::new("chatml")).expect("it is short");
+        let runner = Runner::here(&template.program()).expect("it is a valid template");
+        ChatTemplate { runner: Arc::new(Mutex::new(Some(runner))), ..template }
     }
 
     /// Returns the template of a model, if it has one, from files that `read` returns by name: [`CHAT_TEMPLATE_FILE`], or within `tokenizer_config.json`.
     ///
     /// # Errors
-    /// If `read` fails, `tokenizer_config.json` is not JSON, or the template is not valid.
+    /// If `read` fails, `tokenizer_config.json` is not JSON, or the template is too long.
     pub fn of_files<E: From<DataError>>(
         folder: &Path,
         read: impl Fn(&str) -> Result<Option<Vec<u8>>, E>,
@@ -198,14 +200,18 @@ impl ChatTemplate {
     /// A template in a file, with the special tokens that the `tokenizer_config.json` of a tokenizer names.
     ///
     /// # Errors
-    /// If the file cannot be read, or the template is not valid.
+    /// If the file cannot be read, or the template is not valid, is too long, or exceeds a limit.
     pub fn from_file(path: &Path, tokenizer_config: &[u8]) -> Result<Self, DataError> {
         let read = |source| DataError::Read { path: path.to_owned(), source };
         let mut source = String::new();
         let file = File::open(path).map_err(read)?;
         file.take(CHAT_TEMPLATE_BYTES_MAX as u64 + 1).read_to_string(&mut source).map_err(read)?;
         let config = parse_json(tokenizer_config).unwrap_or_default();
-        ChatTemplate::new(&source, special_tokens_in(&config), path)
+        let template = ChatTemplate::new(&source, special_tokens_in(&config), path)?;
+        let refuse =
+            |reason: String| DataError::ChatTemplate { path: path.to_owned(), source: reason.into() };
+        let runner = Runner::start(&template.program()).map_err(refuse)?;
+        Ok(ChatTemplate { runner: Arc::new(Mutex::new(Some(runner))), ..template })
     }
 
     /// Makes the names of a tokenizer's special tokens text where they occur in messages.
@@ -300,25 +306,29 @@ impl ChatTemplate {
 
     fn render(&self, task: &Task<'_>) -> Result<Vec<Answered>, String> {
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
-        let process = match &mut *runner {
-            Runner::Here(interpreter) => return interpreter.run(task),
-            Runner::Child(process) => process,
-        };
         let of_template = |reason| format!("the chat template of {}: {reason}", self.path.display());
-        if !process.is_running() {
-            *process = Process::start(&program(&self.source, &self.special_tokens)).map_err(of_template)?;
+        // A process that has ended takes no other task.
+        let _ = runner.take_if(|runner| !runner.is_running());
+        if runner.is_none() {
+            *runner = Some(Runner::start(&self.program()).map_err(of_template)?);
         }
-        // The process still runs if the template itself refused the messages.
-        process.run(task).map_err(|reason| if process.is_running() { reason } else { of_template(reason) })
+        match runner.as_mut().expect("it was started") {
+            Runner::Here(interpreter) => interpreter.run(task),
+            // The process still runs if the template itself refused the messages.
+            Runner::Child(process) => process.run(task).map_err(|reason| match process.is_running() {
+                true => reason,
+                false => of_template(reason),
+            }),
+        }
     }
-}
 
-fn program<'a>(source: &'a str, special_tokens: &'a BTreeMap<String, String>) -> Program<'a> {
-    let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
-    Program {
-        source: Cow::Borrowed(source),
-        special_tokens: Cow::Borrowed(special_tokens),
-        now: now.try_into().unwrap_or(0),
+    fn program(&self) -> Program<'_> {
+        let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
+        Program {
+            source: Cow::Borrowed(&self.source),
+            special_tokens: Cow::Borrowed(&self.special_tokens),
+            now: now.try_into().unwrap_or(0),
+        }
     }
 }
 
@@ -458,6 +468,11 @@ mod tests {
         assert!(marked[0].starts_with("<|im_end|>b") && marked[1].starts_with("<s>c"), "{marked:?}");
         assert!(marked[2].starts_with("<|im_<|im_end|>") && marked.len() == 3, "{marked:?}");
         assert_eq!(chatml.prompt(&forged[..1]).unwrap().literal.len(), 3);
+        // Marks are no part of the text that JSON escapes.
+        let json = template("{{ messages[0].content | tojson(ensure_ascii=true) }}");
+        let prompt =
+            json.with_literal_names(vec!["<s>".into()]).prompt(&[json!({"content": "<s>é"})]).unwrap();
+        assert_eq!((prompt.text.as_str(), prompt.literal), ("\"<s>\\u00e9\"", vec![2]));
     }
 
     #[test]
@@ -469,8 +484,9 @@ mod tests {
         let loud = loud + &"a".repeat(9999) + "' }}{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(&loud, BTreeMap::new(), Path::new("a")).unwrap();
         assert!(template.prompt(&messages()).is_err());
-        let broken = ChatTemplate::new("{% if %}", BTreeMap::new(), Path::new("here")).unwrap_err();
-        assert!(broken.to_string().contains("here"), "{broken}");
+        let broken = ChatTemplate::new("{% if %}", BTreeMap::new(), Path::new("here")).unwrap();
+        let error = broken.prompt(&messages()).unwrap_err();
+        assert!(error.starts_with("the chat template of here: syntax error"), "{error}");
         let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(endless, BTreeMap::new(), Path::new("a")).unwrap();
         assert!(template.prompt(&messages()).is_err());
@@ -480,12 +496,12 @@ mod tests {
     fn functions_and_variables_are_those_of_transformers() {
         let rendered = |source: &str| {
             let template = ChatTemplate::new(source, BTreeMap::new(), Path::new("a")).unwrap();
-            template.prompt(&[json!({"a": [], "role": "user", "é": [1, {}]})]).unwrap().text
+            template.prompt(&[json!({"role": "user", "a": [], "é": [1, {}]})]).unwrap().text
         };
         // Printed by jinja2 with transformers' tojson.
         assert_eq!(
             rendered("{{ messages | tojson(indent=4) }}"),
-            "[\n    {\n        \"a\": [],\n        \"role\": \"user\",\n        \"é\": [\n            1,\n            {}\n        ]\n    }\n]"
+            "[\n    {\n        \"role\": \"user\",\n        \"a\": [],\n        \"é\": [\n            1,\n            {}\n        ]\n    }\n]"
         );
         assert_eq!(
             rendered("{{ messages | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}"),
@@ -528,7 +544,7 @@ mod tests {
         let short = [json!({"role": "user", "content": "<a> & é"})];
         assert_eq!(
             template(false).prompt(&short).unwrap().text,
-            r#"</s>[{"content": "<a> & é", "role": "user"}]"#
+            r#"</s>[{"role": "user", "content": "<a> & é"}]"#
         );
         let none = ChatTemplate::of_files(Path::new("a"), |_| Ok::<_, DataError>(None)).unwrap();
         assert!(none.is_none());

@@ -1,5 +1,6 @@
 //! The filter `tojson` as transformers defines it: the output of Python's `json.dumps` without escapes for HTML.
 
+use super::marks::MARKS;
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Error, ErrorKind};
 use serde::Serialize;
@@ -110,9 +111,11 @@ impl Formatter for PythonFormatter {
             return writer.write_all(text.as_bytes());
         }
         for c in text.chars() {
-            match c.is_ascii() {
-                true => writer.write_all(&[c as u8])?,
-                false => {
+            match c {
+                c if c.is_ascii() => writer.write_all(&[c as u8])?,
+                // Not a part of the text.
+                mark if MARKS.contains(&mark) => write!(writer, "{mark}")?,
+                _ => {
                     for unit in c.encode_utf16(&mut [0; 2]) {
                         write!(writer, "\\u{unit:04x}")?;
                     }

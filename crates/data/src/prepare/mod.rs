@@ -220,6 +220,7 @@ pub fn stage(
         sources: sources.collect(),
         vocabulary_size: tokenizer.vocabulary_size(),
         end_of_document: tokenizer.end_of_document(),
+        unknown_end_of_document: tokenizer.unknown_end().map(str::to_owned),
         train,
         validation,
         num_files: counts.num_files,

@@ -71,8 +71,12 @@ struct OpenFile<'a> {
     array: Option<JsonArray>,
     /// Lines of JSON read so far.
     num_lines: u64,
+    /// Bytes read of the line after them.
+    num_line_bytes: usize,
     /// The line of the record that was read last, from 1.
     record_line: u64,
+    /// Bytes before that record in its line.
+    record_column: usize,
     /// Records of the array read so far, with the one that was read last.
     num_records: u64,
     at_end: bool,
@@ -185,7 +189,9 @@ impl<'a> CorpusReader<'a> {
             answered: Vec::new(),
             array: is_array.then(JsonArray::default),
             num_lines: 0,
+            num_line_bytes: 0,
             record_line: 1,
+            record_column: 0,
             num_records: 0,
             at_end: false,
         }))
@@ -278,11 +284,12 @@ impl OpenFile<'_> {
         let array = self.array.as_mut().expect("the file is an array");
         let read = array.read_element(&mut self.input, raw, RECORD_BYTES_MAX);
         let read = read.map_err(|source| read_error(self.file, source))?;
-        let num_lines = |bytes: &[u8]| bytes.iter().filter(|&&byte| byte == b'\n').count() as u64;
         let start = *read.as_ref().ok().and_then(Option::as_ref).unwrap_or(&raw.len());
-        self.record_line = self.num_lines + num_lines(&raw[..start]) + 1;
+        self.count_lines(&raw[..start]);
+        self.record_line = self.num_lines + 1;
+        self.record_column = self.num_line_bytes;
         self.num_records += 1;
-        self.num_lines += num_lines(raw);
+        self.count_lines(&raw[start..]);
         match read {
             Ok(Some(start)) => Ok(start),
             Ok(None) => {
@@ -294,6 +301,14 @@ impl OpenFile<'_> {
                 Err(DataError::JsonArray { path: self.place(), line: self.record_line, reason })
             }
         }
+    }
+
+    fn count_lines(&mut self, bytes: &[u8]) {
+        self.num_lines += bytes.iter().filter(|&&byte| byte == b'\n').count() as u64;
+        self.num_line_bytes = match bytes.iter().rposition(|&byte| byte == b'\n') {
+            Some(last) => bytes.len() - last - 1,
+            None => self.num_line_bytes + bytes.len(),
+        };
     }
 
     /// Names the file, and of an array the record as well: all records may be in one line.
@@ -322,8 +337,10 @@ impl OpenFile<'_> {
 
     fn json_error(&self, error: &serde_json::Error) -> DataError {
         // The library counts from the start of the one record that it sees.
-        let line = self.record_line + (error.line() as u64).saturating_sub(1);
-        let (path, column) = (self.place(), error.column().max(1));
+        let lines_before = (error.line() as u64).saturating_sub(1);
+        let line = self.record_line + lines_before;
+        let columns_before = if lines_before == 0 { self.record_column } else { 0 };
+        let (path, column) = (self.place(), columns_before + error.column().max(1));
         DataError::JsonLine { path, line, column, reason: reason(error) }
     }
 }

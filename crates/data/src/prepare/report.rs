@@ -95,6 +95,9 @@ pub struct PrepareReport {
     pub vocabulary_size: usize,
     /// The token after each document, if the tokenizer has one.
     pub end_of_document: Option<u32>,
+    /// The `eos_token` of the tokenizer's `tokenizer_config.json`, if the tokenizer does not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unknown_end_of_document: Option<String>,
     /// What there is to train on.
     pub train: Part,
     /// What was held out.
@@ -147,7 +150,15 @@ impl PrepareReport {
         if self.foreign_forms != ForeignForms::default() {
             notes.push(self.foreign_forms.to_string());
         }
-        if self.end_of_document.is_none() {
+        if let Some(name) = &self.unknown_end_of_document {
+            let instead = match self.end_of_document {
+                Some(id) => format!("token {id} ends documents instead"),
+                None => "nothing ends documents, so a model cannot learn where to stop".to_owned(),
+            };
+            notes.push(format!(
+                "tokenizer_config.json has {name:?} as its eos_token, which the tokenizer does not have; {instead}"
+            ));
+        } else if self.end_of_document.is_none() {
             notes.push(
                 "the tokenizer has no token that ends a document, so a model cannot learn where to stop; name one as eos_token in \
                  tokenizer_config.json"

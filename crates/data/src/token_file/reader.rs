@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use trireme_base::{DType, open_regular};
 
-/// Files up to this size are verified in full when they are opened.
-const VERIFY_AT_OPEN_BYTES_MAX: u64 = 1 << 30;
+/// Token files up to this size are verified in full when they are opened, without a sign of progress in between.
+const VERIFY_AT_OPEN_BYTES_MAX: u64 = 256 << 20;
 /// Tokens are read in parts of this size, through the stack.
 const PART_BYTES: usize = 16 << 10;
 
@@ -49,7 +49,7 @@ struct Tables {
 impl TokenFile {
     /// Opens a token file written by [`TokenFileWriter`](super::TokenFileWriter).
     ///
-    /// Costs one pass over the two tables and, for files up to 1 GiB, over the tokens; the blocks of a larger
+    /// Costs one pass over the two tables and, for files up to 256 MiB, over the tokens; the blocks of a larger
     /// file are verified when they are first read.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl TokenFile {
     /// Opens a flat file: nothing but u16 little-endian ids, without header, documents or checksums.
     ///
     /// # Errors
-    /// If the file cannot be read, is empty, has an odd number of bytes, or (found at once up to 1 GiB, else
+    /// If the file cannot be read, is empty, has an odd number of bytes, or (found at once up to 256 MiB, else
     /// when first read) holds an id that is not below `vocabulary_size`.
     pub fn open_flat_u16(path: &Path, vocabulary_size: usize) -> Result<Self, DataError> {
         if !(1..=VOCABULARY_SIZE_MAX).contains(&vocabulary_size) {

@@ -64,8 +64,10 @@ struct HuggingFace {
     /// Special tokens that the post-processor puts after a text.
     ending: Vec<u32>,
     end_of_document: Option<u32>,
-    /// The tokenizer for which names of special tokens are text, once it was needed.
-    literal: OnceLock<Box<tokenizers::Tokenizer>>,
+    /// The name of the token that is to end a document, if there is no token of that name.
+    unknown_end: Option<String>,
+    /// The tokenizers for which names of special tokens are text, once they were needed: of the beginning of a text, and of a later part.
+    literal: [OnceLock<Box<tokenizers::Tokenizer>>; 2],
 }
 
 impl PartialEq for Tokenizer {
@@ -364,7 +366,8 @@ impl Tokenizer {
             beginning,
             ending,
             end_of_document,
-            literal: OnceLock::new(),
+            unknown_end: None,
+            literal: Default::default(),
         };
         Ok(Tokenizer { kind: Kind::HuggingFace(Box::new(inner)) })
     }

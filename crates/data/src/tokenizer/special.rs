@@ -5,7 +5,8 @@ use super::{HuggingFace, Kind, Tokenizer};
 use crate::DataError;
 use serde_json::Value;
 use std::ops::Range;
-use tokenizers::{Encoding, PostProcessor, Token};
+use tokenizers::pre_tokenizers::metaspace::PrependScheme;
+use tokenizers::{Encoding, PostProcessor, PreTokenizerWrapper, Token};
 
 /// Maximum number of tokens that a post-processor may add to a text. Known ones add one or two.
 const TOKENS_AROUND_MAX: usize = 16;
@@ -53,13 +54,30 @@ pub(super) fn end_in(config: &[u8]) -> Option<String> {
 }
 
 impl HuggingFace {
-    /// The tokenizer for which names of special tokens are text.
-    fn literal(&self) -> &tokenizers::Tokenizer {
-        self.literal.get_or_init(|| {
+    /// The tokenizer for which names of special tokens are text: of a whole text or its beginning, or of a later part of one.
+    fn literal(&self, is_beginning: bool) -> &tokenizers::Tokenizer {
+        let [of_beginning, of_later_part] = &self.literal;
+        let tokenizer = if is_beginning { of_beginning } else { of_later_part };
+        tokenizer.get_or_init(|| {
             let mut tokenizer = self.tokenizer.clone();
             tokenizer.set_encode_special_tokens(true);
+            if !is_beginning && let Some(mut pre_tokenizer) = tokenizer.get_pre_tokenizer().cloned() {
+                omit_first_space(&mut pre_tokenizer);
+                tokenizer.with_pre_tokenizer(Some(pre_tokenizer));
+            }
             Box::new(tokenizer)
         })
+    }
+}
+
+/// Omits the space that is put before the first word of a text, and of that only.
+fn omit_first_space(pre_tokenizer: &mut PreTokenizerWrapper) {
+    match pre_tokenizer {
+        PreTokenizerWrapper::Metaspace(metaspace) if metaspace.prepend_scheme == PrependScheme::First => {
+            metaspace.prepend_scheme = PrependScheme::Never;
+        }
+        PreTokenizerWrapper::Sequence(steps) => steps.as_mut().iter_mut().for_each(omit_first_space),
+        _ => {}
     }
 }
 
@@ -136,7 +154,7 @@ impl Tokenizer {
             if stretch.clone().any(is_special) {
                 let from = start.checked_sub(1).map_or(0, |before| spans[before].end);
                 let to = end.map_or(text.len(), |end| spans[end].start);
-                let encoding = guarded(|| inner.literal().encode(&text[from..to], false))
+                let encoding = guarded(|| inner.literal(from == 0).encode(&text[from..to], false))
                     .map_err(|source| DataError::Encode { text_bytes: to - from, source })?;
                 out.extend_from_slice(encoding.get_ids());
                 places.extend(encoding.get_offsets().iter().map(|&(start, end)| from + start..from + end));
@@ -173,11 +191,22 @@ impl Tokenizer {
 
     /// Takes the token that ends a document from a `tokenizer_config.json`, if that names one.
     pub(super) fn with_config(mut self, config: &[u8]) -> Self {
-        if let Kind::HuggingFace(inner) = &self.kind
-            && let Some(end) = end_in(config).and_then(|end| inner.tokenizer.token_to_id(&end))
+        if let Kind::HuggingFace(inner) = &mut self.kind
+            && let Some(name) = end_in(config)
         {
-            self.set_end_of_document(Some(end));
+            match inner.tokenizer.token_to_id(&name) {
+                Some(end) => self.set_end_of_document(Some(end)),
+                None => inner.unknown_end = Some(name),
+            }
         }
         self
+    }
+
+    /// The `eos_token` of the `tokenizer_config.json`, if the tokenizer does not have it.
+    pub(crate) fn unknown_end(&self) -> Option<&str> {
+        match &self.kind {
+            Kind::Bytes => None,
+            Kind::HuggingFace(inner) => inner.unknown_end.as_deref(),
+        }
     }
 }

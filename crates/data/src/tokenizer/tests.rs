@@ -420,3 +420,38 @@ fn post_processors_add_few_known_tokens_around_the_text() {
     assert!(with(json!([{"Sequence": {"id": "B", "type_id": 0}}]), 256).is_err());
     assert!(with(json!([special]), 256).unwrap_err().contains("repeats or removes the text"));
 }
+
+#[test]
+fn a_name_that_stays_text_adds_no_space_within_a_text() {
+    let mut json = sentence_piece();
+    json["normalizer"] = Value::Null;
+    let metaspace =
+        json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": true});
+    for pre_tokenizer in [metaspace.clone(), json!({"type": "Sequence", "pretokenizers": [metaspace]})] {
+        json["pre_tokenizer"] = pre_tokenizer;
+        let tokenizer = from_value(&json);
+        let literal = |text: &str, position: usize| {
+            let (mut ids, mut places) = (Vec::new(), Vec::new());
+            tokenizer.encode_with_literal(text, &[position], &mut ids, &mut places).unwrap();
+            let places: Vec<_> = places.into_iter().map(|place| text[place].to_owned()).collect();
+            (ids, places)
+        };
+        let name = encode(&Tokenizer::bytes(), "</s>");
+        let [o, n, e, one] = [258, 259, 260, 265];
+        // The first name is the token.
+        let (ids, places) = literal("</s>one</s>", 8);
+        assert_eq!(ids, [&[256, o, n, e][..], &name].concat());
+        assert_eq!(places, ["</s>", "o", "n", "e", "<", "/", "s", ">"]);
+        assert_eq!(literal("one</s>", 4).0, [&[one][..], &name].concat());
+    }
+}
+
+#[test]
+fn an_end_that_the_tokenizer_lacks_is_noted() {
+    let tokenizer = from_value(&sentence_piece());
+    let config =
+        |end: &str| tokenizer.clone().with_config(json!({ "eos_token": end }).to_string().as_bytes());
+    let unknown = config("<|none|>");
+    assert_eq!((unknown.unknown_end(), unknown.end_of_document()), (Some("<|none|>"), Some(256)));
+    assert_eq!(config("</s>").unknown_end(), None);
+}

@@ -310,7 +310,7 @@ impl ModelConfig {
         let changed: Vec<_> = own.into_iter().filter(|(key, value)| before.get(key) != Some(value)).collect();
         let mut value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
         let map = value.as_object_mut().expect("a model is read from an object");
-        if map.remove("quantization_config").is_none() && changed.is_empty() {
+        if map.shift_remove("quantization_config").is_none() && changed.is_empty() {
             // Other programs refuse a byte order mark.
             return Ok(text.trim_start_matches('\u{feff}').to_owned());
         }

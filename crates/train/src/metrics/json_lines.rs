@@ -125,7 +125,7 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         let records: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         let keys: Vec<&str> = records[0].as_object().unwrap().keys().map(String::as_str).collect();
-        let mut expected = [
+        let expected = [
             "step",
             "loss",
             "grad_norm",
@@ -139,7 +139,6 @@ mod tests {
             "comm_bytes",
             "memory_peak_bytes",
         ];
-        expected.sort_unstable();
         assert_eq!(keys, expected);
         assert_eq!(records[0]["loss"].as_f64().map(|loss| loss as f32), Some(2.610_2));
         assert_eq!(records[0]["grad_norm"], Value::Null);
