@@ -14,6 +14,12 @@ const LIST: &str = "docs/kernels.md";
 /// Methods that issue kernels.
 const DEVICE: &str = "crates/tensor/src/device";
 
+/// The names of calls.
+const CALLS: &str = "crates/tensor/src/kernels/call";
+
+/// The CPU, as the backend that runs them.
+const RUN: &str = "crates/tensor/src/kernels/cpu/run";
+
 /// The suites that a backend must pass, of `crates/tensor/tests`.
 const SUITES: [&str; 2] = ["conformance", "operations"];
 
@@ -63,11 +69,16 @@ impl Kernel {
 
 /// All kernels, by name.
 fn kernels(root: &Path) -> Result<Vec<Kernel>> {
-    let mut kernels = Vec::new();
-    for path in iter::once(root.join(format!("{DEVICE}.rs"))).chain(files(&root.join(DEVICE))?) {
-        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        kernels.extend(methods(&text));
-    }
+    let read =
+        |path: &Path| fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()));
+    let read_folder = |folder: &str| {
+        files(&root.join(folder))?.iter().map(|path| read(path)).collect::<Result<Vec<String>>>()
+    };
+    let names: Calls = read_folder(CALLS)?.iter().flat_map(|text| names(text)).collect();
+    let arms: Calls = read_folder(RUN)?.iter().flat_map(|text| arms(text)).collect();
+    let device = iter::once(read(&root.join(format!("{DEVICE}.rs"))));
+    let device = device.chain(read_folder(DEVICE)?.into_iter().map(Ok)).collect::<Result<Vec<String>>>()?;
+    let mut kernels: Vec<Kernel> = device.iter().flat_map(|text| methods(text, &names, &arms)).collect();
     // What has several methods counts as the first of them.
     kernels.sort_by(|left: &Kernel, right| left.name.cmp(&right.name));
     kernels.dedup_by(|later, earlier| later.name == earlier.name);
@@ -142,16 +153,62 @@ fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
     Ok(page)
 }
 
-/// The methods in a text that issue or count a kernel under a name.
-fn methods(text: &str) -> Vec<Kernel> {
+/// What is known of calls, by paths such as `BlockCall::Permute`.
+type Calls = BTreeMap<String, String>;
+
+/// The paths and names of the calls of an area: lines such as `"permute" => Permute {` after `BlockCall {`.
+fn names(text: &str) -> Vec<(String, String)> {
+    let (mut area, mut found) = ("", Vec::new());
+    for line in text.lines().map(str::trim) {
+        if let Some(name) = line.strip_suffix("Call {").filter(|name| !name.contains(' ')) {
+            area = name;
+        }
+        if let Some((name, call)) = line.strip_prefix('"').and_then(|rest| rest.split_once("\" => ")) {
+            let call = call.split_once(' ').map_or(call, |(call, _)| call);
+            found.push((format!("{area}Call::{call}"), name.to_owned()));
+        }
+    }
+    found
+}
+
+/// The paths of calls, and how each is run: the text up to the next one.
+fn arms(text: &str) -> Vec<(String, String)> {
+    let starts = text.match_indices("Call::").map(|(at, _)| {
+        at - text[..at].chars().rev().take_while(|c| c.is_alphanumeric()).map(char::len_utf8).sum::<usize>()
+    });
+    let starts: Vec<usize> = starts.collect();
+    let ends = starts.iter().skip(1).copied().chain([text.len()]);
+    starts
+        .iter()
+        .zip(ends)
+        .filter_map(|(&start, end)| Some((path(&text[start..])?, text[start..end].to_owned())))
+        .collect()
+}
+
+/// The path with which a text begins.
+fn path(text: &str) -> Option<String> {
+    let (area, rest) = text.split_once("::")?;
+    let len = rest.find(|c: char| !c.is_alphanumeric()).unwrap_or(rest.len());
+    Some(format!("{area}::{}", &rest[..len]))
+}
+
+/// The methods in a text that issue a kernel, or count one under a name.
+fn methods(text: &str, names: &Calls, arms: &Calls) -> Vec<Kernel> {
     let (mut found, mut docs, mut method) = (Vec::new(), Vec::new(), None::<(String, String)>);
     for line in text.lines() {
         let trimmed = line.trim_start();
         if let Some((what, body)) = &mut method {
             body.push_str(trimmed);
             if line == "    }" {
-                let name = kernel_name(body).filter(|name| !MEASURES.contains(&name.as_str()));
-                found.extend(name.map(|name| Kernel { name, what: what.clone(), elements: elements(body) }));
+                let issued = body.split_once("self.issue(").and_then(|(_, call)| path(call));
+                let call = issued.and_then(|path| Some((names.get(&path)?.clone(), &arms[&path][..])));
+                let kernel = call.or_else(|| Some((kernel_name(body)?, &body[..])));
+                let kernel = kernel.filter(|(name, _)| !MEASURES.contains(&name.as_str()));
+                found.extend(kernel.map(|(name, run)| Kernel {
+                    name,
+                    what: what.clone(),
+                    elements: elements(run),
+                }));
                 method = None;
             }
         } else if let Some(doc) = trimmed.strip_prefix("///") {
@@ -180,24 +237,25 @@ fn unlinked(text: &str) -> String {
     plain.replace("[`", "`").replace("`]", "`")
 }
 
-/// The name under which a body issues its kernel.
+/// The name under which a body issues a function or counts a copy.
 fn kernel_name(body: &str) -> Option<String> {
-    let after = ["self.issue(\"", "self.count(\""].iter().find_map(|call| Some(body.split_once(call)?.1))?;
+    let calls = ["self.issue_function(\"", "self.count(\""];
+    let after = calls.iter().find_map(|call| Some(body.split_once(call)?.1))?;
     Some(after.split_once('"')?.0.to_owned())
 }
 
-/// The types of elements that a body asks places for.
-fn elements(body: &str) -> Vec<&'static str> {
+/// The types of elements that a kernel asks its operands for.
+fn elements(run: &str) -> Vec<&'static str> {
     // Scratch memory holds no elements of tensors.
-    let body = ["scratch.", "words."].iter().fold(body.to_owned(), |body, name| body.replace(name, "_"));
-    let has = |parts: &[&str]| parts.iter().any(|part| body.contains(part));
+    let run = ["scratch.", "words."].iter().fold(run.to_owned(), |run, name| run.replace(name, "_"));
+    let has = |parts: &[&str]| parts.iter().any(|part| run.contains(part));
     let kinds = [
-        ("f32", has(&[".f32s(cpu)", "with_element!", ".floats(cpu)"])),
-        ("bf16", has(&["with_element!", ".floats(cpu)"])),
-        ("f16", has(&["with_element!", ".floats(cpu)"])),
-        ("f64", has(&[".f64s(cpu)"])),
-        ("u32", has(&[".u32s(cpu)", "bags.elements(cpu)"])),
-        ("any", has(&["with_word!", ".bytes(cpu)", "Pod"])),
+        ("f32", has(&[".f32s(", "optional_f32s(", "with_element!", ".floats("])),
+        ("bf16", has(&["with_element!", ".floats("])),
+        ("f16", has(&["with_element!", ".floats("])),
+        ("f64", has(&[".f64s("])),
+        ("u32", has(&[".u32s("])),
+        ("any", has(&["with_word!", ".bytes(", "Pod"])),
     ];
     kinds.into_iter().filter(|(_, is_used)| *is_used).map(|(name, _)| name).collect()
 }
@@ -243,8 +301,11 @@ mod tests {
     #[test]
     fn a_method_is_found_with_its_first_paragraph() {
         let text = "impl Device {\n    /// `y = x`, of [`Pieces`](crate::Pieces) at a [cost](Device::cost) of\n    /// one type.\n    ///\n    /// # Panics\n    /// If.\n    \
-                    pub fn copy(&self) {\n        self.issue(\"copy\", cost, move |cpu| {\n            y.f32s(cpu);\n        });\n    }\n}\n";
-        let [kernel] = &methods(text)[..] else { panic!("one method issues a kernel") };
+                    pub fn copy(&self) {\n        self.issue(SomeCall::Copy {\n            y });\n    }\n}\n";
+        let names = names("    SomeCall {\n        \"copy\" => Copy { y: OperandMut }\n    }\n");
+        let arms = arms("SomeCall::Other { z } => z.u32s(self),\nSomeCall::Copy { y } => y.f32s(self),\n");
+        let (names, arms) = (names.into_iter().collect(), arms.into_iter().collect());
+        let [kernel] = &methods(text, &names, &arms)[..] else { panic!("one method issues a kernel") };
         assert_eq!(kernel.name, "copy");
         assert_eq!(
             (&*kernel.what, &kernel.elements[..]),

@@ -18,6 +18,11 @@ impl Event {
         self.0.as_ref().is_none_or(|latch| latch.lock().outcome.is_some())
     }
 
+    /// Whether both are clones of one event.
+    pub fn is_same(&self, other: &Event) -> bool {
+        self.0.as_ref().map(Arc::as_ptr) == other.0.as_ref().map(Arc::as_ptr)
+    }
+
     /// Why it will never be done, if something that was issued before it has failed.
     pub fn failure(&self) -> Option<String> {
         self.0.as_ref().and_then(|latch| latch.lock().outcome.clone()?.err())

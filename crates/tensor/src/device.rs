@@ -14,22 +14,22 @@ mod quantized;
 mod sums;
 mod transfer;
 
-pub(crate) use attention::{AttentionViews, CacheViews, OutputViews, RotaryViews};
+pub(crate) use attention::CacheViews;
 pub(crate) use detached::Queue;
 pub use detached::{DetachedOptions, WaitSite};
 pub use error::DeviceError;
-pub(crate) use layers::BagViews;
 pub use matmul::{MatmulEpilogue, Transpose};
 pub use optimizer::{FactoredMoments, UpdatePass};
 pub use transfer::PinnedMemory;
 
+use crate::kernels::call::{Call, Function, FunctionCall};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::threads::ThreadPool;
-use crate::kernels::{CpuFeatures, Unit};
+use crate::kernels::{CpuFeatures, Operand, OperandMut, Unit};
 use crate::memory::MemoryCounter;
 use crate::shape::Shape;
-use crate::tensor::{Overflow, Tensor, ViewMut};
+use crate::tensor::{Overflow, Tensor, View, ViewMut};
 use detached::{Detached, Stream};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
@@ -127,7 +127,7 @@ impl Device {
     }
 
     /// A device that counts what [`Device::open`] with these options would take and compute, and does neither: its memory is
-    /// never touched, and its kernels check their arguments and end. What runs on it tells its own size.
+    /// never touched, and its kernels do not run. What runs on it tells its own size.
     pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
         let threads = ThreadPool::idle(num_threads(options)?);
         let counter = Arc::new(MemoryCounter::new(options.budget));
@@ -202,12 +202,41 @@ impl Device {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += cost;
     }
 
-    /// Counts a kernel, and runs it. On a device that only counts, tasks of threads do not run; what else `run` does must be cheap.
-    fn issue(&self, kernel: &'static str, cost: Cost, run: impl FnOnce(&Cpu) + Send + 'static) {
-        self.count(kernel, cost);
+    /// Counts a kernel, and runs it unless the device only counts.
+    fn issue(&self, call: impl Into<Call>) {
+        let call = call.into();
+        self.count(call.name(), call.cost());
+        if self.is_counting() {
+            return;
+        }
         match &self.detached {
-            None => run(&self.cpu),
-            Some(detached) => detached.queue().run(Stream::Compute, run),
+            None => self.cpu.run(call),
+            Some(detached) => detached.queue().run(call),
+        }
+    }
+
+    /// Issues a function of this program as a kernel. Where kernels run at once, it is called without a value that would have to be
+    /// allocated.
+    fn issue_function<const N: usize>(
+        &self,
+        name: &'static str,
+        cost: Cost,
+        inputs: [View<'_>; N],
+        output: ViewMut<'_>,
+        function: impl FnOnce(&Cpu, [Operand; N], OperandMut) + Send + 'static,
+    ) {
+        self.count(name, cost);
+        let (inputs, output) = (inputs.map(|input| input.operand()), output.into_operand());
+        match &self.detached {
+            _ if self.is_counting() => (),
+            None => function(&self.cpu, inputs, output),
+            Some(detached) => {
+                let function: Function = Box::new(move |cpu, inputs, output| {
+                    function(cpu, inputs.try_into().expect("as many as were given"), output);
+                });
+                let inputs = inputs.to_vec();
+                detached.queue().run(FunctionCall { name, cost, inputs, output, function }.into());
+            }
         }
     }
 
@@ -331,19 +360,10 @@ impl Device {
 
     /// Goes through memory and computes next to nothing.
     pub(crate) fn stream(&self, traffic: Traffic, memory: ViewMut<'_>) {
-        let mut memory = memory.into_place();
-        self.issue("stream", Cost::ZERO, move |cpu| cpu.stream(traffic, memory.u32s(cpu)));
+        self.issue_function("stream", Cost::ZERO, [], memory, move |cpu, [], mut memory| {
+            cpu.stream(traffic, memory.u32s(cpu));
+        });
     }
-}
-
-/// The cost of so many operations for each element.
-fn each(shape: Shape, num_operations: usize) -> Cost {
-    Cost::others(&[num_operations, shape.num_elements()])
-}
-
-/// The same, and `out` written or added to.
-fn written(cost: Cost, out: &ViewMut<'_>, accumulate: bool) -> Cost {
-    if accumulate { cost.updates(out.num_bytes()) } else { cost.writes(out.num_bytes()) }
 }
 
 /// The SIMD level of these options on this machine.

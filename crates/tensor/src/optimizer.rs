@@ -2,7 +2,7 @@
 
 use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::Cpu;
-use crate::kernels::{FactoredPart, Pieces, PlaceMut, SharedSlice, StateDType, StateRef, StateSlice};
+use crate::kernels::{FactoredPart, OperandMut, Pieces, SharedSlice, StateDType, StateRef, StateSlice};
 use crate::parameter_table::{ParameterInfo, UnitInfo};
 use crate::tensor::Tensor;
 use std::ops::Range;
@@ -40,11 +40,6 @@ impl OptimizerState {
             values: device.zeros(shape, values_dtype, Category::Optimizer)?,
             steps: device.zeros([num_blocks].into(), DType::F32, Category::Optimizer)?,
         })
-    }
-
-    /// What its elements are kept in.
-    pub(crate) fn dtype(&self) -> StateDType {
-        self.dtype
     }
 
     /// Bytes of memory.
@@ -107,23 +102,24 @@ impl OptimizerState {
         }
     }
 
-    /// Where it lies, for kernels.
-    pub(crate) fn places(&mut self) -> StatePlaces {
+    /// Its arrays, for kernels.
+    pub(crate) fn operands(&mut self) -> StateOperands {
         let OptimizerState { dtype, is_square, values, steps } = self;
-        let (values, steps) = (values.view_mut().into_place(), steps.view_mut().into_place());
-        StatePlaces { dtype: *dtype, is_square: *is_square, values, steps }
+        let (values, steps) = (values.view_mut().into_operand(), steps.view_mut().into_operand());
+        StateOperands { dtype: *dtype, is_square: *is_square, values, steps }
     }
 }
 
-/// Where a state lies.
-pub(crate) struct StatePlaces {
-    dtype: StateDType,
+/// The arrays of a state.
+#[derive(Debug)]
+pub(crate) struct StateOperands {
+    pub(crate) dtype: StateDType,
     is_square: bool,
-    values: PlaceMut,
-    steps: PlaceMut,
+    pub(crate) values: OperandMut,
+    pub(crate) steps: OperandMut,
 }
 
-impl StatePlaces {
+impl StateOperands {
     /// The state, for tasks to divide.
     pub(crate) fn slice<'c>(&'c mut self, cpu: &'c Cpu) -> StateSlice<'c> {
         match self.dtype {

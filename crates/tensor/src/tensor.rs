@@ -1,6 +1,6 @@
 use crate::device::DeviceError;
 use crate::kernels::cpu::arena::{Arena, Block, OutOfMemory};
-use crate::kernels::{Place, PlaceMut};
+use crate::kernels::{Operand, OperandMut};
 use crate::shape::Shape;
 use std::any::Any;
 use std::fmt;
@@ -169,11 +169,12 @@ impl Tensor {
     /// # Panics
     /// If its memory was given back.
     pub fn view(&self) -> View<'_> {
-        let place = match &self.memory {
-            Memory::Block(block) => block.place(self.dtype),
-            Memory::Lent(memory) => Place::of_host(memory.bytes(), self.dtype),
+        let of = (self.shape, self.dtype);
+        let operand = match &self.memory {
+            Memory::Block(block) => block.operand(of),
+            Memory::Lent(memory) => Operand::of_host(memory.bytes(), of),
         };
-        View { place, shape: self.shape, lifetime: PhantomData }
+        View { operand, lifetime: PhantomData }
     }
 
     /// As [`view`](Tensor::view), to write.
@@ -181,11 +182,12 @@ impl Tensor {
     /// # Panics
     /// If its memory was given back.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        let place = match &mut self.memory {
-            Memory::Block(block) => PlaceMut::new(block.place(self.dtype)),
-            Memory::Lent(memory) => PlaceMut::of_host(memory.bytes_mut(), self.dtype),
+        let of = (self.shape, self.dtype);
+        let operand = match &mut self.memory {
+            Memory::Block(block) => OperandMut::new(block.operand(of)),
+            Memory::Lent(memory) => OperandMut::of_host(memory.bytes_mut(), of),
         };
-        ViewMut { place, shape: self.shape, lifetime: PhantomData }
+        ViewMut { operand, lifetime: PhantomData }
     }
 }
 
@@ -196,28 +198,26 @@ impl Tensor {
 /// # use trireme_tensor::View;
 /// fn address(view: View<'_>) {
 ///     // Nobody else learns where the elements are.
-///     view.place();
+///     view.operand();
 /// }
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    place: Place,
-    shape: Shape,
+    operand: Operand,
     lifetime: PhantomData<&'a [u8]>,
 }
 
 /// As [`View`], to write.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
-    place: PlaceMut,
-    shape: Shape,
+    operand: OperandMut,
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
 impl<'a> View<'a> {
     /// Number of bytes.
     pub fn num_bytes(&self) -> usize {
-        self.place.num_bytes()
+        self.operand.num_bytes()
     }
 
     /// Host memory as an f32 array. Only devices that [reach the host's memory](crate::Device::reaches_host) work with it.
@@ -234,28 +234,28 @@ impl<'a> View<'a> {
     /// If the length is not the shape's.
     pub fn from_bytes(bytes: &'a [u8], dtype: DType, shape: Shape) -> Self {
         assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
-        View { place: Place::of_host(bytes, dtype), shape, lifetime: PhantomData }
+        View { operand: Operand::of_host(bytes, (shape, dtype)), lifetime: PhantomData }
     }
 
     /// Sizes of the dims.
     pub fn shape(&self) -> Shape {
-        self.shape
+        self.operand.shape()
     }
 
     /// Element type.
     pub fn dtype(&self) -> DType {
-        self.place.dtype()
+        self.operand.dtype()
     }
 
     /// What a kernel reads.
-    pub(crate) fn place(&self) -> Place {
-        self.place
+    pub(crate) fn operand(&self) -> Operand {
+        self.operand
     }
 
     /// The same memory as an array of bytes.
     pub fn as_bytes(&self) -> View<'a> {
         let num_bytes = self.num_bytes();
-        View { place: self.place.part(0..num_bytes, DType::U8), shape: [num_bytes].into(), ..*self }
+        self.bytes(0..num_bytes, ([num_bytes].into(), DType::U8))
     }
 
     /// Rows `first..first + num_rows` of a matrix.
@@ -263,7 +263,7 @@ impl<'a> View<'a> {
     /// # Panics
     /// If the matrix has fewer rows.
     pub fn rows(&self, first: usize, num_rows: usize) -> View<'a> {
-        let cols = self.shape.cols();
+        let cols = self.shape().cols();
         self.part(first * cols, [num_rows, cols].into())
     }
 
@@ -272,15 +272,18 @@ impl<'a> View<'a> {
     /// # Panics
     /// If they lie outside.
     pub fn part(&self, offset: usize, shape: Shape) -> View<'a> {
-        let place = self.place.part(part_bytes(self.dtype(), offset, shape), self.dtype());
-        View { place, shape, ..*self }
+        self.bytes(part_bytes(self.dtype(), offset, shape), (shape, self.dtype()))
+    }
+
+    fn bytes(&self, range: Range<usize>, of: (Shape, DType)) -> View<'a> {
+        View { operand: self.operand.part(range, of), lifetime: PhantomData }
     }
 }
 
 impl<'a> ViewMut<'a> {
     /// Number of bytes.
     pub fn num_bytes(&self) -> usize {
-        self.place.num_bytes()
+        self.operand.num_bytes()
     }
 
     /// As [`View::from_f32s`].
@@ -297,39 +300,39 @@ impl<'a> ViewMut<'a> {
     /// If the length is not the shape's.
     pub fn from_bytes(bytes: &'a mut [u8], dtype: DType, shape: Shape) -> Self {
         assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
-        ViewMut { place: PlaceMut::of_host(bytes, dtype), shape, lifetime: PhantomData }
+        ViewMut { operand: OperandMut::of_host(bytes, (shape, dtype)), lifetime: PhantomData }
     }
 
     /// Sizes of the dims.
     pub fn shape(&self) -> Shape {
-        self.shape
+        self.operand.shape()
     }
 
     /// Element type.
     pub fn dtype(&self) -> DType {
-        self.place.dtype()
+        self.operand.dtype()
     }
 
     /// What a kernel writes.
-    pub(crate) fn into_place(self) -> PlaceMut {
-        self.place
+    pub(crate) fn into_operand(self) -> OperandMut {
+        self.operand
     }
 
     /// The same memory as an array of bytes.
     pub fn into_bytes(self) -> ViewMut<'a> {
         let num_bytes = self.num_bytes();
-        let place = self.place.into_part(0..num_bytes, DType::U8);
-        ViewMut { place, shape: [num_bytes].into(), lifetime: PhantomData }
+        let operand = self.operand.into_part(0..num_bytes, ([num_bytes].into(), DType::U8));
+        ViewMut { operand, lifetime: PhantomData }
     }
 
     /// The same array, to read.
     pub fn as_view(&self) -> View<'_> {
-        View { place: self.place.as_place(), shape: self.shape, lifetime: PhantomData }
+        View { operand: self.operand.as_operand(), lifetime: PhantomData }
     }
 
     /// The same array for a shorter time.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
-        ViewMut { place: self.place.reborrow(), shape: self.shape, lifetime: PhantomData }
+        ViewMut { operand: self.operand.reborrow(), lifetime: PhantomData }
     }
 
     /// Rows `first..first + num_rows` of a matrix.
@@ -345,7 +348,7 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// As [`rows`](ViewMut::rows).
     pub fn into_rows(self, first: usize, num_rows: usize) -> ViewMut<'a> {
-        let cols = self.shape.cols();
+        let cols = self.shape().cols();
         self.into_part(first * cols, [num_rows, cols].into())
     }
 
@@ -355,8 +358,8 @@ impl<'a> ViewMut<'a> {
     /// If they lie outside.
     pub fn into_part(self, offset: usize, shape: Shape) -> ViewMut<'a> {
         let dtype = self.dtype();
-        let place = self.place.into_part(part_bytes(dtype, offset, shape), dtype);
-        ViewMut { place, shape, lifetime: PhantomData }
+        let operand = self.operand.into_part(part_bytes(dtype, offset, shape), (shape, dtype));
+        ViewMut { operand, lifetime: PhantomData }
     }
 }
 

@@ -4,8 +4,9 @@
 //! It tests that boundary. What reads memory of the device without a transfer traps; what takes for granted that a kernel has
 //! run, or that a copy has ended, finds other bits for some seed of the order. New memory holds NaN.
 
+use crate::kernels::call::{Call, OperandRef, Operands};
 use crate::kernels::cpu::Cpu;
-use crate::kernels::{Place, PlaceMut};
+use crate::kernels::{Operand, OperandMut};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
@@ -49,10 +50,11 @@ impl fmt::Debug for WaitSite {
     }
 }
 
-type Kernel = Box<dyn FnOnce(&Cpu) + Send>;
+type Copy = Box<dyn FnOnce(&Cpu) + Send>;
 
 enum Job {
-    Run(Kernel),
+    Run(Box<Call>),
+    Copy(Copy),
     Wait(Event),
     Complete(Arc<Latch>),
 }
@@ -72,10 +74,27 @@ pub(crate) struct Queue {
     own: Weak<Queue>,
 }
 
+/// For each stream a number of jobs.
+type Clock = [u64; NUM_STREAMS];
+
+/// A copy that may still run.
+struct Copying {
+    stream: Stream,
+    /// Its place among the jobs of its stream, from 1.
+    position: u64,
+    operand: Operand,
+    until: Event,
+}
+
 struct State {
     streams: [VecDeque<Job>; NUM_STREAMS],
-    /// Memory that copies work with, until their events.
-    copies: Vec<(Place, Event)>,
+    copies: Vec<Copying>,
+    /// For each stream, the jobs that have run before those that are issued to it from now on: its own, and those that it waits for.
+    clocks: [Clock; NUM_STREAMS],
+    /// The clocks at the events of this device that are not done.
+    events: Vec<(Event, Clock)>,
+    /// The jobs of each stream that have run.
+    num_run: Clock,
     /// Jobs that may run although nobody waits.
     allowance: usize,
     /// Somebody waits: all runs that may.
@@ -101,6 +120,9 @@ impl Detached {
         let state = State {
             streams: Default::default(),
             copies: Vec::new(),
+            clocks: Default::default(),
+            events: Vec::new(),
+            num_run: Clock::default(),
             allowance: 0,
             is_demanded: false,
             is_closed: false,
@@ -136,9 +158,44 @@ impl Drop for Detached {
 }
 
 impl Queue {
-    /// Issues a kernel or a copy.
-    pub(crate) fn run(&self, stream: Stream, kernel: impl FnOnce(&Cpu) + Send + 'static) {
-        self.push(stream, Job::Run(Box::new(kernel)));
+    /// Issues a kernel.
+    ///
+    /// # Panics
+    /// If a copy that the kernel's stream has not waited for may change what the kernel reads, or read what it changes.
+    pub(crate) fn run(&self, mut call: Call) {
+        self.check_races(&mut call);
+        self.push(Stream::Compute, Job::Run(Box::new(call)));
+    }
+
+    fn check_races(&self, call: &mut Call) {
+        // A test that leaves a wait out looks at what becomes of the bits.
+        if self.options.ignored_wait.is_some() {
+            return;
+        }
+        let (state, name) = (self.lock(), call.name());
+        call.for_each_operand(&mut |operand| {
+            let (operand, is_written) = match operand {
+                OperandRef::Read(operand) => (*operand, false),
+                OperandRef::Write(operand) => (operand.as_operand(), true),
+            };
+            let races = |copy: &Copying| {
+                let stream = copy.stream as usize;
+                let is_before = state.clocks[Stream::Compute as usize][stream] >= copy.position;
+                let conflicts = is_written || copy.stream == Stream::FromHost;
+                let has_run = state.num_run[stream] >= copy.position;
+                conflicts && !is_before && !has_run && copy.operand.overlaps(&operand)
+            };
+            assert!(
+                !state.copies.iter().any(races),
+                "the kernel {name} does not wait for a copy of its memory"
+            );
+        });
+    }
+
+    /// Issues a copy, and returns its place among the jobs of its stream.
+    pub(crate) fn copy(&self, stream: Stream, copy: impl FnOnce(&Cpu) + Send + 'static) -> u64 {
+        self.push(stream, Job::Copy(Box::new(copy)));
+        self.lock().clocks[stream as usize][stream as usize]
     }
 
     /// An event that is done when all that was issued to a stream so far has run.
@@ -155,6 +212,11 @@ impl Queue {
         });
         let event = latch.event();
         self.push(stream, Job::Complete(latch));
+        let mut state = self.lock();
+        let clock = state.clocks[stream as usize];
+        state.events.retain(|(event, _)| !event.is_done());
+        state.events.push((event.clone(), clock));
+        drop(state);
         event
     }
 
@@ -166,6 +228,7 @@ impl Queue {
         if !state.sites.contains(&site) {
             state.sites.push(site);
         }
+        state.await_event(stream, event);
         drop(state);
         // A failure is passed on in its turn.
         let has_succeeded = event.is_done() && event.failure().is_none();
@@ -188,23 +251,23 @@ impl Queue {
         self.lock().sites.clone()
     }
 
-    /// A copy works with this memory until the event is done.
-    pub(crate) fn keep_until(&self, place: Place, until: &Event) {
+    /// The copy at `position` of a stream works with this memory until the event is done.
+    pub(crate) fn keep_until(&self, (stream, position): (Stream, u64), operand: Operand, until: &Event) {
         let mut state = self.lock();
-        state.copies.retain(|(_, event)| !event.is_done());
-        state.copies.push((place, until.clone()));
+        state.copies.retain(|copy| !copy.until.is_done());
+        state.copies.push(Copying { stream, position, operand, until: until.clone() });
     }
 
     /// Orders memory that kernels get from now on after copies that still work with it, and fills it with NaN.
-    pub(crate) fn reuse(&self, mut memory: PlaceMut) {
-        let place = memory.as_place();
+    pub(crate) fn reuse(&self, mut memory: OperandMut) {
+        let operand = memory.as_operand();
         let copies: Vec<Event> = {
             let state = self.lock();
-            let copies = state.copies.iter().filter(|(other, _)| other.overlaps(&place));
-            copies.map(|(_, event)| event.clone()).collect()
+            let copies = state.copies.iter().filter(|copy| copy.operand.overlaps(&operand));
+            copies.map(|copy| copy.until.clone()).collect()
         };
         copies.iter().for_each(|event| self.wait(Stream::Compute, event));
-        self.run(Stream::Compute, move |cpu| memory.bytes(cpu).fill(u8::MAX));
+        self.copy(Stream::Compute, move |cpu| memory.bytes(cpu).fill(u8::MAX));
     }
 
     fn push(&self, stream: Stream, job: Job) {
@@ -216,6 +279,7 @@ impl Queue {
             return;
         }
         state.streams[stream as usize].push_back(job);
+        state.clocks[stream as usize][stream as usize] += 1;
         if state.random.below(8) < u64::from(state.eagerness) {
             state.allowance += 1;
         }
@@ -229,29 +293,31 @@ impl Queue {
 
     /// Runs jobs until the device is closed and no more can run.
     fn serve(&self, cpu: &Cpu) {
-        while let Some(job) = self.next() {
-            match job {
-                Job::Run(kernel) => {
-                    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| kernel(cpu))) {
-                        self.fail(message(&*panic));
-                    }
-                }
+        while let Some((stream, job)) = self.next() {
+            let run: Copy = match job {
+                Job::Run(call) => Box::new(move |cpu| cpu.run(*call)),
+                Job::Copy(copy) => copy,
                 Job::Wait(event) => {
                     if let Some(cause) = event.failure() {
                         self.fail(cause);
                     }
+                    Box::new(|_| ())
                 }
-                Job::Complete(latch) => latch.complete(Ok(())),
+                Job::Complete(latch) => Box::new(move |_| latch.complete(Ok(()))),
+            };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(cpu))) {
+                self.fail(message(&*panic));
             }
+            self.lock().num_run[stream] += 1;
         }
         self.fail("the device was closed".to_owned());
     }
 
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<(usize, Job)> {
         let (mut state, mut has_demanded) = (self.lock(), false);
         loop {
             if let Some(stream) = state.choose() {
-                return state.streams[stream].pop_front();
+                return state.streams[stream].pop_front().map(|job| (stream, job));
             }
             let is_empty = state.streams.iter().all(VecDeque::is_empty);
             if is_empty {
@@ -293,9 +359,19 @@ impl Job {
 }
 
 impl State {
+    /// What is issued to a stream from now on runs after an event, and so after all that the event is after. An event of another device or of a
+    /// group of ranks may be after anything that was issued here.
+    fn await_event(&mut self, stream: Stream, event: &Event) {
+        let of_event = self.events.iter().find(|(known, _)| known.is_same(event));
+        let of_event = of_event
+            .map_or_else(|| std::array::from_fn(|stream| self.clocks[stream][stream]), |(_, clock)| *clock);
+        let own = &mut self.clocks[stream as usize];
+        own.iter_mut().zip(of_event).for_each(|(own, of_event)| *own = (*own).max(of_event));
+    }
+
     fn is_ready(&self, stream: usize) -> bool {
         match self.streams[stream].front() {
-            Some(Job::Run(_) | Job::Complete(_)) => true,
+            Some(Job::Run(_) | Job::Copy(_) | Job::Complete(_)) => true,
             Some(Job::Wait(event)) => event.is_done(),
             None => false,
         }

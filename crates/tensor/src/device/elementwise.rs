@@ -1,21 +1,17 @@
 //! Functions of single elements on a device.
 
-use super::{Device, each};
+use super::Device;
 use crate::kernels::Activation;
+use crate::kernels::call::{ElementwiseCall, each};
 use crate::kernels::cpu::dropout::WordRows;
 use crate::kernels::cpu::element::with_element;
 use crate::tensor::{View, ViewMut};
-use trireme_base::{Cost, RandomKey};
+use trireme_base::RandomKey;
 
 impl Device {
     /// Sets all elements to 0.
     pub fn zero(&self, x: ViewMut<'_>) {
-        let mut x = x.into_place();
-        self.issue("zero", Cost::ZERO.writes(x.num_bytes()), move |cpu| {
-            if !cpu.threads.is_idle() {
-                x.bytes(cpu).fill(0);
-            }
-        });
+        self.issue(ElementwiseCall::Zero { x: x.into_operand() });
     }
 
     /// `y = x`, elementwise, from any of f32, bf16 and f16 to any, rounded to nearest even.
@@ -24,12 +20,7 @@ impl Device {
     /// If the shapes differ.
     pub fn convert(&self, x: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.shape(), y.shape());
-        let (x, mut y) = (x.place(), y.into_place());
-        self.issue("convert", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()), move |cpu| {
-            with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
-                cpu.convert::<X, Y>(x.elements(cpu), y.elements(cpu));
-            }));
-        });
+        self.issue(ElementwiseCall::Convert { x: x.operand(), y: y.into_operand() });
     }
 
     /// `y = x`, element by element, of one type.
@@ -41,58 +32,30 @@ impl Device {
         if x.dtype().size() < 8 && x.dtype().is_float() {
             return self.convert(x, y);
         }
-        let (x, mut y) = (x.place(), y.into_place());
-        self.issue("copy", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()), move |cpu| {
-            if !cpu.threads.is_idle() {
-                y.bytes(cpu).copy_from_slice(x.bytes(cpu));
-            }
-        });
+        self.issue(ElementwiseCall::Copy { x: x.operand(), y: y.into_operand() });
     }
 
     /// `y = activation(x)`, element by element.
     pub(crate) fn activate(&self, activation: Activation, x: View<'_>, y: ViewMut<'_>) {
-        let cost = each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes());
-        let (x, mut y) = (x.place(), y.into_place());
-        self.issue("activate", cost, move |cpu| {
-            with_element!(x.dtype() => |T| cpu.activate::<T>(activation, x.elements(cpu), y.elements(cpu)));
-        });
+        self.issue(ElementwiseCall::Activate { x: x.operand(), y: y.into_operand(), activation });
     }
 
     /// In place: `x` becomes `activation(x)`, and `dy` the gradient of `x`.
     pub(crate) fn activate_backward(&self, activation: Activation, x: ViewMut<'_>, dy: ViewMut<'_>) {
-        let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        let cost = each(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes());
-        let (mut x, mut dy) = (x.into_place(), dy.into_place());
-        self.issue("activate_backward", cost, move |cpu| {
-            with_element!(x.dtype() => |T| {
-                cpu.activate_backward::<T>(activation, x.elements(cpu), dy.elements(cpu));
-            });
-        });
+        let (x, dy) = (x.into_operand(), dy.into_operand());
+        self.issue(ElementwiseCall::ActivateBackward { x, dy, activation });
     }
 
     /// `y = activation(gate) * up`, of `[rows, cols]`, for rows `gate | up` of `[rows, 2 cols]`.
     pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, y: ViewMut<'_>) {
-        let cols = y.shape().cols();
-        let cost = each(y.shape(), activation.num_operations() + 1).reads(gate_up.num_bytes());
-        let (gate_up, mut y) = (gate_up.place(), y.into_place());
-        self.issue("gate", cost.writes(y.num_bytes()), move |cpu| {
-            with_element!(y.dtype() => |T| {
-                cpu.gate::<T>(activation, gate_up.elements(cpu), y.elements(cpu), cols);
-            });
-        });
+        let (gate_up, y) = (gate_up.operand(), y.into_operand());
+        self.issue(ElementwiseCall::Gate { gate_up, y, activation });
     }
 
     /// In place: `gate_up` becomes its gradient, and `dy` the output.
     pub(crate) fn gate_backward(&self, activation: Activation, gate_up: ViewMut<'_>, dy: ViewMut<'_>) {
-        let cols = dy.shape().cols();
-        let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        let cost = each(dy.shape(), num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes());
-        let (mut gate_up, mut dy) = (gate_up.into_place(), dy.into_place());
-        self.issue("gate_backward", cost, move |cpu| {
-            with_element!(dy.dtype() => |T| {
-                cpu.gate_backward::<T>(activation, gate_up.elements(cpu), dy.elements(cpu), cols);
-            });
-        });
+        let (gate_up, dy) = (gate_up.into_operand(), dy.into_operand());
+        self.issue(ElementwiseCall::GateBackward { gate_up, dy, activation });
     }
 
     /// `y = function(x)`, element by element: computed in f32, and rounded to the type of both. `operations` are those of
@@ -109,19 +72,14 @@ impl Device {
     ) {
         assert_eq!(x.shape(), y.shape());
         let cost = each(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes());
-        let (x, mut y) = (x.place(), y.into_place());
-        self.issue("map", cost, move |cpu| {
+        self.issue_function("map", cost, [x], y, move |cpu, [x], mut y| {
             with_element!(x.dtype() => |T| cpu.map::<T>(x.elements(cpu), y.elements(cpu), function));
         });
     }
 
     /// Sets each element of `x` to 0 where its word of the stream lies below `rate` of its range, else divides it by `1 - rate`.
     pub(crate) fn dropout(&self, x: ViewMut<'_>, key: RandomKey, words: WordRows, rate: f32) {
-        let cost = each(x.shape(), 1).updates(x.num_bytes());
-        let mut x = x.into_place();
-        self.issue("dropout", cost, move |cpu| {
-            with_element!(x.dtype() => |T| cpu.dropout::<T>(x.elements(cpu), key, words, rate));
-        });
+        self.issue(ElementwiseCall::Dropout { x: x.into_operand(), key, words, rate });
     }
 
     /// `y = function(left, right)`, as [`map`](Device::map).
@@ -138,8 +96,7 @@ impl Device {
         assert!(left.shape() == y.shape() && right.shape() == y.shape());
         let read_bytes = left.num_bytes() + right.num_bytes();
         let cost = each(left.shape(), operations).reads(read_bytes).writes(y.num_bytes());
-        let (left, right, mut y) = (left.place(), right.place(), y.into_place());
-        self.issue("zip", cost, move |cpu| {
+        self.issue_function("zip", cost, [left, right], y, move |cpu, [left, right], mut y| {
             with_element!(y.dtype() => |T| {
                 cpu.zip::<T>((left.elements(cpu), right.elements(cpu)), y.elements(cpu), function);
             });
@@ -154,8 +111,7 @@ impl Device {
         function: impl Fn(f32) -> f32 + Send + Sync + 'static,
     ) {
         let cost = each(y.shape(), operations).updates(y.num_bytes());
-        let mut y = y.into_place();
-        self.issue("map_in_place", cost, move |cpu| {
+        self.issue_function("map_in_place", cost, [], y, move |cpu, [], mut y| {
             with_element!(y.dtype() => |T| cpu.map_in_place::<T>(y.elements(cpu), function));
         });
     }
@@ -173,8 +129,7 @@ impl Device {
     ) {
         assert_eq!(x.shape(), y.shape());
         let cost = each(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes());
-        let (mut y, x) = (y.into_place(), x.place());
-        self.issue("zip_in_place", cost, move |cpu| {
+        self.issue_function("zip_in_place", cost, [x], y, move |cpu, [x], mut y| {
             with_element!(y.dtype() => |T| with_element!(x.dtype() => |U| {
                 cpu.zip_in_place::<T, U>(y.elements(cpu), x.elements(cpu), function);
             }));
@@ -195,10 +150,8 @@ impl Device {
     ) {
         let read_bytes = inputs.iter().map(View::num_bytes).sum();
         let cost = each(out.shape(), operations).reads(read_bytes).writes(out.num_bytes());
-        let cols = out.shape().cols();
-        let (inputs, mut out) = (inputs.map(|input| input.place()), out.into_place());
-        self.issue("for_each_row", cost, move |cpu| {
-            let inputs = inputs.map(|input| input.f32s(cpu));
+        self.issue_function("for_each_row", cost, inputs, out, move |cpu, inputs, mut out| {
+            let (inputs, cols) = (inputs.map(|input| input.f32s(cpu)), out.shape().cols());
             cpu.for_each_row(out.f32s(cpu), cols, |row, out| compute(inputs, row, out));
         });
     }
@@ -208,13 +161,7 @@ impl Device {
     /// # Panics
     /// If the lengths or the types differ.
     pub fn add_assign(&self, out: ViewMut<'_>, term: View<'_>) {
-        let cost = each(term.shape(), 1).reads(term.num_bytes()).updates(out.num_bytes());
-        let (mut out, term) = (out.into_place(), term.place());
-        self.issue("add_assign", cost, move |cpu| {
-            with_element!(term.dtype() => |T| {
-                cpu.zip_in_place::<T, T>(out.elements(cpu), term.elements(cpu), |out, term| out + term);
-            });
-        });
+        self.issue(ElementwiseCall::AddAssign { out: out.into_operand(), term: term.operand() });
     }
 
     /// `y = x + bias + residual`, of rows as long as `bias`; `bias` and `residual` are f32.
@@ -229,19 +176,8 @@ impl Device {
         y: ViewMut<'_>,
     ) {
         assert!(x.shape() == y.shape() && residual.is_none_or(|residual| residual.shape() == y.shape()));
-        let num_terms = usize::from(bias.is_some()) + usize::from(residual.is_some());
-        let read_bytes = x.num_bytes() + residual.map_or(0, |residual| residual.num_bytes());
-        let cost = each(x.shape(), num_terms).reads(read_bytes).writes(y.num_bytes());
-        let (cols, bias, residual) =
-            (x.shape().cols(), bias.map(|bias| bias.place()), residual.map(|residual| residual.place()));
-        let (x, mut y) = (x.place(), y.into_place());
-        self.issue("add_bias", cost, move |cpu| {
-            let (bias, residual) =
-                (bias.map(|bias| bias.f32s(cpu)), residual.map(|residual| residual.f32s(cpu)));
-            with_element!(x.dtype() => |T| with_element!(y.dtype() => |U| {
-                cpu.add_bias::<T, U>(x.elements(cpu), bias, residual, (y.elements(cpu), cols));
-            }));
-        });
+        let [bias, residual] = [bias, residual].map(|view| view.map(|view| view.operand()));
+        self.issue(ElementwiseCall::AddBias { x: x.operand(), bias, residual, y: y.into_operand() });
     }
 
     /// `sums[row] = sum of function(left, right)` over the elements of each row; `sums` is f32.
@@ -258,16 +194,18 @@ impl Device {
         assert_eq!(left.shape(), right.shape());
         let read_bytes = left.num_bytes() + right.num_bytes();
         let cost = each(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes());
-        let cols = left.shape().cols();
-        let (left, right, mut sums) = (left.place(), right.place(), sums.into_place());
-        self.issue("zip_sum_rows", cost, move |cpu| {
-            with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
-                let operands = (left.elements(cpu), right.elements(cpu));
-                cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(cpu), function);
-            }));
-        });
+        self.issue_function(
+            "zip_sum_rows",
+            cost,
+            [left, right],
+            sums,
+            move |cpu, [left, right], mut sums| {
+                let cols = left.shape().cols();
+                with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
+                    let operands = (left.elements(cpu), right.elements(cpu));
+                    cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(cpu), function);
+                }));
+            },
+        );
     }
 }
-
-/// Of an activation's derivative beside the activation, and of the products with it.
-const DERIVATIVE_OPERATIONS: usize = 8;

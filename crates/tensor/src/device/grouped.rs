@@ -1,10 +1,12 @@
 //! Products of groups of rows on a device.
 
-use super::{Device, DeviceError, Transpose, each};
-use crate::kernels::cpu::matmul::{GroupLimit, Matrix, Product};
+use super::{Device, DeviceError, Transpose};
+use crate::kernels::GroupLimit;
+use crate::kernels::call::GroupedCall;
+use crate::kernels::cpu::matmul::Product;
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
-use trireme_base::{Cost, DType};
+use trireme_base::DType;
 
 impl Device {
     /// For each group its rows of `left` (`[rows, inner]`), times its block of `right`, as `out` (`[rows, cols]`); factors are rounded to
@@ -36,18 +38,17 @@ impl Device {
         assert_eq!([block, right.shape().cols()], expected, "a block of {:?}", right.shape());
         assert_eq!(out.shape().rows(), rows, "{:?}", out.shape());
         let size = Product { rows, cols, inner };
-        let cost = Cost::products(&[2, rows, cols, inner]);
-        let cost = cost.reads(left.num_bytes() + right.num_bytes()).writes(out.num_bytes());
         let mut scratch = self.product_scratch(precision, size, &(left, Transpose::No))?;
-        let (starts, left, right) = (starts.place(), left.place(), right.place());
-        let (mut out, mut scratch) = (out.into_place(), scratch.view_mut().into_place());
-        self.issue("grouped_matmul", cost, move |cpu| {
-            let left = Matrix::row_major(left.floats(cpu), inner, false);
-            let row_len = if is_transposed { inner } else { cols };
-            let right = Matrix::row_major(right.floats(cpu), row_len, is_transposed);
-            let factors = (left, right, inner * cols);
-            let out = out.floats(cpu);
-            cpu.grouped_matmul((precision, size), starts.u32s(cpu), factors, out, scratch.u32s(cpu));
+        let [starts, left, right] = [starts, left, right].map(|view| view.operand());
+        let (out, scratch) = (out.into_operand(), scratch.view_mut().into_operand());
+        self.issue(GroupedCall::GroupedMatmul {
+            starts,
+            left,
+            right,
+            out,
+            scratch,
+            precision,
+            is_transposed,
         });
         Ok(())
     }
@@ -79,9 +80,6 @@ impl Device {
         assert!(num_parts.is_multiple_of(num_groups), "{num_parts} parts of {num_groups} groups");
         let num_parts = num_parts / num_groups;
         let size = Product { rows, cols, inner };
-        let cost = Cost::products(&[2, rows, cols, inner]).reads(left.num_bytes() + right.num_bytes());
-        let num_bytes = out.num_bytes();
-        let cost = if accumulate { cost.updates(num_bytes) } else { cost.writes(num_bytes) };
         // Whether a factor of one column is packed depends on whether it has an odd number of rows.
         let shorter = Product { inner: inner.saturating_sub(1), ..size };
         let factor = (left, Transpose::Yes);
@@ -89,18 +87,17 @@ impl Device {
         let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;
         // Blocks of parts that wait for their neighbours.
         let num_sums = if num_parts == 1 { 0 } else { num_parts.ilog2() as usize + 1 };
-        let added = 2 * (num_parts - 1) * num_groups * rows * cols;
-        let cost = cost.updates(added * size_of::<f32>());
         let mut sums = self.activation([num_sums * rows * cols])?;
-        let (starts, left, right) = (starts.place(), left.place(), right.place());
-        let (mut out, mut scratch) = (out.into_place(), scratch.view_mut().into_place());
-        let mut sums = sums.view_mut().into_place();
-        self.issue("grouped_transposed_matmul", cost, move |cpu| {
-            let left = Matrix::row_major(left.floats(cpu), rows, true);
-            let right = Matrix::row_major(right.floats(cpu), cols, false);
-            let (out, scratch) = ((out.f32s(cpu), accumulate), scratch.u32s(cpu));
-            let parts = (starts.u32s(cpu), num_parts, sums.f32s(cpu));
-            cpu.grouped_transposed_matmul((precision, size), parts, (left, right), out, scratch);
+        self.issue(GroupedCall::GroupedTransposedMatmul {
+            starts: starts.operand(),
+            left: left.operand(),
+            right: right.operand(),
+            out: out.into_operand(),
+            scratch: scratch.view_mut().into_operand(),
+            sums: sums.view_mut().into_operand(),
+            precision,
+            num_parts,
+            accumulate,
         });
         Ok(())
     }
@@ -121,15 +118,8 @@ impl Device {
         for rows in [&order, &places] {
             assert_eq!(rows.shape().num_elements(), num_rows, "{num_rows} rows");
         }
-        let cost =
-            Cost::ZERO.reads(3 * groups.num_bytes()).writes(3 * groups.num_bytes() + starts.num_bytes());
-        let groups = groups.place();
-        let [mut starts, mut order, mut places] = [starts, order, places].map(ViewMut::into_place);
-        self.issue("group_rows", cost, move |cpu| {
-            let [starts, order, places] =
-                [&mut starts, &mut order, &mut places].map(|ids| ids.words::<u32>(cpu));
-            cpu.group_rows((groups.u32s(cpu), limit), (starts, order, places));
-        });
+        let [starts, order, places] = [starts, order, places].map(ViewMut::into_operand);
+        self.issue(GroupedCall::GroupRows { groups: groups.operand(), starts, order, places, limit });
     }
 
     /// Counts the choices that are of no group by their `places` (`[.., k]`, u32), as `out` (`[1]`, f64): each by the weight of its token in `weights` (`[..]`,
@@ -146,15 +136,9 @@ impl Device {
     ) {
         let has_token = |weights: View<'_>| weights.shape().num_elements() == places.shape().rows();
         assert!(weights.is_none_or(has_token), "{weights:?} for {:?}", places.shape());
-        let read = starts.num_bytes() + places.num_bytes() + weights.map_or(0, |weights| weights.num_bytes());
-        let cost = each(places.shape(), 1).reads(read).writes(out.num_bytes());
-        let num_choices = places.shape().cols();
-        let (starts, places, mut out) = (starts.place(), places.place(), out.into_place());
-        let weights = weights.map(|weights| weights.place());
-        self.issue("rows_of_no_group", cost, move |cpu| {
-            let weights = weights.as_ref().map(|weights| weights.f32s(cpu));
-            cpu.rows_of_no_group(starts.u32s(cpu), (places.u32s(cpu), num_choices), weights, out.f64s(cpu));
-        });
+        let (starts, places, out) = (starts.operand(), places.operand(), out.into_operand());
+        let weights = weights.map(|weights| weights.operand());
+        self.issue(GroupedCall::RowsOfNoGroup { starts, places, weights, out });
     }
 }
 

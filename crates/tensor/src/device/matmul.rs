@@ -1,12 +1,12 @@
 //! Products of matrices on a device.
 
 use super::{Device, DeviceError};
-use crate::kernels::Place;
+use crate::kernels::call::MatmulCall;
 use crate::kernels::cpu::element::Floats;
-use crate::kernels::cpu::matmul::{Epilogue, Matrix, Product};
+use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
-use trireme_base::{Cost, DType};
+use trireme_base::DType;
 
 /// Whether a factor of a product is read transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,35 +54,22 @@ impl Device {
     ) -> Result<(), DeviceError> {
         let ((rows, inner), (right_inner, cols)) = (sides(&left), sides(&right));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.0.shape(), right.0.shape());
-        let size = Product { rows, cols, inner };
-        let cost = Cost::products(&[2, out.shape().num_elements(), inner]);
-        let cost = cost.reads(left.0.num_bytes() + right.0.num_bytes());
-        let (cost, added) = match epilogue {
-            MatmulEpilogue::Overwrite => (cost.writes(out.num_bytes()), None),
-            MatmulEpilogue::Accumulate => (cost.updates(out.num_bytes()), None),
-            MatmulEpilogue::Add { bias, residual } => {
-                let cost = cost.reads(residual.map_or(0, |residual| residual.num_bytes()));
-                let added = [bias, residual].map(|added| added.map(|added| added.place()));
-                (cost.writes(out.num_bytes()), Some(added))
-            }
+        assert_eq!([out.shape().rows(), out.shape().cols()], [rows, cols], "a product of {rows} x {cols}");
+        let mut scratch = self.product_scratch(precision, Product { rows, cols, inner }, &left)?;
+        let [bias, residual] = match epilogue {
+            MatmulEpilogue::Add { bias, residual } => [bias, residual],
+            MatmulEpilogue::Overwrite | MatmulEpilogue::Accumulate => [None; 2],
         };
-        let accumulates = matches!(epilogue, MatmulEpilogue::Accumulate);
-        let mut scratch = self.product_scratch(precision, size, &left)?;
-        let (left, right) = (factor(left), factor(right));
-        let (mut out, mut scratch) = (out.into_place(), scratch.view_mut().into_place());
-        self.issue("matmul", cost, move |cpu| {
-            let epilogue = match &added {
-                None if accumulates => Epilogue::Accumulate,
-                None => Epilogue::Overwrite,
-                Some(added) => {
-                    let [bias, residual] =
-                        added.each_ref().map(|added| added.as_ref().map(|added| added.f32s(cpu)));
-                    Epilogue::Add { bias, residual }
-                }
-            };
-            let matrix = |factor: &Factor| Matrix::row_major(factor.0.floats(cpu), factor.1, factor.2);
-            let factors = (matrix(&left), matrix(&right));
-            cpu.matmul(precision, size, factors, out.floats(cpu), epilogue, scratch.u32s(cpu));
+        self.issue(MatmulCall::Matmul {
+            left: left.0.operand(),
+            right: right.0.operand(),
+            bias: bias.map(|bias| bias.operand()),
+            residual: residual.map(|residual| residual.operand()),
+            out: out.into_operand(),
+            scratch: scratch.view_mut().into_operand(),
+            precision,
+            transposed: [left.1, right.1].map(|transpose| transpose == Transpose::Yes),
+            accumulate: matches!(epilogue, MatmulEpilogue::Accumulate),
         });
         Ok(())
     }
@@ -108,13 +95,6 @@ impl Device {
         let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transpose::Yes);
         self.cpu.matmul_scratch(precision, size, left)
     }
-}
-
-/// Where a factor lies, the length of its rows, and whether it is read transposed.
-type Factor = (Place, usize, bool);
-
-fn factor((view, transpose): (View<'_>, Transpose)) -> Factor {
-    (view.place(), view.shape().cols(), transpose == Transpose::Yes)
 }
 
 /// Rows and columns of a factor as a product reads it.

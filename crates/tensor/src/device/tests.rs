@@ -77,5 +77,5 @@ fn a_table_of_rotary_positions_is_counted_and_not_computed() {
     let table = RotaryTable::new(&device, 64, &[1.0; 16], 1.0).unwrap();
     assert_eq!(device.memory().usage(Category::Parameters).current, 2 * 4 * 64 * 16);
     // The cosine of position 0 is 1; memory that was never touched holds zeros.
-    assert!(table.at(Positions::run(0, 1)).cos.place().f32s(&device.cpu).iter().all(|&cos| cos == 0.0));
+    assert!(table.at(Positions::run(0, 1)).cos.operand().f32s(&device.cpu).iter().all(|&cos| cos == 0.0));
 }

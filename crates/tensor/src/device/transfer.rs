@@ -4,7 +4,7 @@ use super::detached::Stream;
 use super::{Device, DeviceError};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::Block;
-use crate::kernels::{Place, PlaceMut};
+use crate::kernels::{Operand, OperandMut};
 use crate::tensor::{View, ViewMut};
 use bytemuck::{Pod, Zeroable};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,18 +14,18 @@ use trireme_base::{Category, Cost, DType, Event, HostMemory, Pending};
 #[derive(Debug)]
 pub struct PinnedMemory {
     /// All of the block.
-    place: PlaceMut,
+    memory: OperandMut,
     cpu: Arc<Cpu>,
     _block: Block,
 }
 
 impl HostMemory for PinnedMemory {
     fn bytes(&self) -> &[u8] {
-        self.place.as_place().bytes(&self.cpu)
+        self.memory.as_operand().bytes(&self.cpu)
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        self.place.bytes(&self.cpu)
+        self.memory.bytes(&self.cpu)
     }
 }
 
@@ -40,8 +40,8 @@ impl Device {
     pub fn pinned_memory(&self, num_bytes: usize, category: Category) -> Result<PinnedMemory, DeviceError> {
         assert!(self.reaches_host, "pinned memory is taken from the host beside a device");
         let block = self.arena.take(num_bytes, category)?;
-        let place = PlaceMut::new(block.place(DType::U8));
-        Ok(PinnedMemory { place, cpu: Arc::clone(&self.cpu), _block: block })
+        let memory = OperandMut::new(block.operand(([num_bytes].into(), DType::U8)));
+        Ok(PinnedMemory { memory, cpu: Arc::clone(&self.cpu), _block: block })
     }
 
     /// Copies values of the host into memory of the device: those of the element type, or the bytes of any. The values may be
@@ -52,14 +52,13 @@ impl Device {
     pub fn upload<T: Pod>(&self, values: &[T], to: ViewMut<'_>) {
         let num_bytes = size_of_val(values);
         assert_eq!(num_bytes, to.num_bytes(), "{num_bytes} bytes for {:?}", to.shape());
-        let (cost, mut to) = (Cost::ZERO.reads(num_bytes).writes(num_bytes), to.into_place());
+        let (cost, mut to) = (Cost::ZERO.reads(num_bytes).writes(num_bytes), to.into_operand());
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        if self.detached.is_some() {
-            let bytes = bytes.to_vec();
-            return self.issue("upload", cost, move |cpu| to.bytes(cpu).copy_from_slice(&bytes));
-        }
         self.count("upload", cost);
-        if !self.is_counting() {
+        if let Some(detached) = &self.detached {
+            let bytes = bytes.to_vec();
+            detached.queue().copy(Stream::Compute, move |cpu| to.bytes(cpu).copy_from_slice(&bytes));
+        } else if !self.is_counting() {
             to.bytes(&self.cpu).copy_from_slice(bytes);
         }
     }
@@ -71,19 +70,19 @@ impl Device {
     pub fn download<T: Pod>(&self, from: View<'_>, to: &mut [T]) {
         let num_bytes = size_of_val(to);
         assert_eq!(num_bytes, from.num_bytes(), "{num_bytes} bytes of {:?}", from.shape());
-        let (cost, from) = (Cost::ZERO.reads(num_bytes).writes(num_bytes), from.place());
+        let (cost, from) = (Cost::ZERO.reads(num_bytes).writes(num_bytes), from.operand());
         let to: &mut [u8] = bytemuck::cast_slice_mut(to);
-        if self.detached.is_some() {
+        self.count("download", cost);
+        if let Some(detached) = &self.detached {
             let copied = Arc::new(Mutex::new(Vec::new()));
             let shared = Arc::clone(&copied);
             let copy = move |cpu: &Cpu| {
                 *shared.lock().unwrap_or_else(PoisonError::into_inner) = from.bytes(cpu).to_vec();
             };
-            self.issue("download", cost, copy);
+            detached.queue().copy(Stream::Compute, copy);
             self.synchronize();
             return to.copy_from_slice(&copied.lock().unwrap_or_else(PoisonError::into_inner));
         }
-        self.count("download", cost);
         if !self.is_counting() {
             to.copy_from_slice(from.bytes(&self.cpu));
         }
@@ -95,7 +94,7 @@ impl Device {
     /// # Panics
     /// If it does not fit.
     pub fn download_later<B: HostMemory>(&self, from: View<'_>, to: &mut Pending<B>, at: usize) {
-        let (from, bytes) = (from.place(), at..at + from.num_bytes());
+        let (from, bytes) = (from.operand(), at..at + from.num_bytes());
         self.copy_later("download", Stream::ToHost, from, to, move |cpu, to| {
             to.bytes_mut()[bytes].copy_from_slice(from.bytes(cpu));
         });
@@ -107,22 +106,22 @@ impl Device {
     /// # Panics
     /// If there are not as many bytes.
     pub fn upload_later<B: HostMemory>(&self, from: &mut Pending<B>, at: usize, to: ViewMut<'_>) {
-        let (bytes, mut to) = (at..at + to.num_bytes(), to.into_place());
-        self.copy_later("upload", Stream::FromHost, to.as_place(), from, move |cpu, from| {
+        let (bytes, mut to) = (at..at + to.num_bytes(), to.into_operand());
+        self.copy_later("upload", Stream::FromHost, to.as_operand(), from, move |cpu, from| {
             to.bytes(cpu).copy_from_slice(&from.bytes()[bytes]);
         });
     }
 
-    /// Issues a copy between `place` and memory of the host to a stream.
+    /// Issues a copy between memory of the device and memory of the host to a stream.
     fn copy_later<B: HostMemory>(
         &self,
         name: &'static str,
         stream: Stream,
-        place: Place,
+        operand: Operand,
         host: &mut Pending<B>,
         copy: impl FnOnce(&Cpu, &mut B) + Send + 'static,
     ) {
-        self.count(name, Cost::ZERO.reads(place.num_bytes()).writes(place.num_bytes()));
+        self.count(name, Cost::ZERO.reads(operand.num_bytes()).writes(operand.num_bytes()));
         let Some(detached) = &self.detached else {
             let host = host.wait_mut();
             if !self.is_counting() {
@@ -135,14 +134,14 @@ impl Device {
         queue.wait(stream, &host.event());
         let returned = Arc::new(Mutex::new(None));
         let lent = std::mem::replace(host, Pending::until(Event::DONE, Arc::clone(&returned)));
-        let place_returned = Arc::clone(&returned);
-        queue.run(stream, move |cpu| {
+        let copied = Arc::clone(&returned);
+        let position = queue.copy(stream, move |cpu| {
             let mut memory = lent.try_take().unwrap_or_else(|_| panic!("a copy runs after the one before"));
             copy(cpu, &mut memory);
-            *place_returned.lock().unwrap_or_else(PoisonError::into_inner) = Some(memory);
+            *copied.lock().unwrap_or_else(PoisonError::into_inner) = Some(memory);
         });
         let event = queue.record(stream);
-        queue.keep_until(place, &event);
+        queue.keep_until((stream, position), operand, &event);
         *host = Pending::until(event, returned);
     }
 

@@ -1,14 +1,18 @@
 //! The one place of this crate with `unsafe`: memory, threads, SIMD and machine code.
 #![allow(unsafe_code)]
 
+pub(crate) mod call;
 pub(crate) mod cpu;
-mod place;
+mod operand;
 
 pub(crate) use cpu::SharedSlice;
 pub use cpu::activation::Activation;
-pub(crate) use cpu::attention::{AttentionInputs, AttentionScope, CacheSpan, Results, Rotary};
+pub(crate) use cpu::attention::{
+    AttentionInputs, AttentionOutput, AttentionScope, CacheSpan, Results, Rotary,
+};
 pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
 pub(crate) use cpu::blocks::Blocks;
+pub(crate) use cpu::embedding::Bags;
 pub use cpu::exact_sum::ExactSum;
 pub use cpu::experts::{ChosenGroups, RoutingRule};
 pub use cpu::matmul::GroupLimit;
@@ -21,4 +25,4 @@ pub use cpu::peak::Unit;
 pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::CpuFeatures;
 pub(crate) use cpu::simd::{sigmoid, tanh};
-pub(crate) use place::{Place, PlaceMut};
+pub(crate) use operand::{Operand, OperandMut};

@@ -5,9 +5,9 @@ mod rows;
 
 use super::{KernelFigure, Limit, Peaks, Probe, ProductSizes, Ran, StepSizes, Transposes, Unit};
 use crate::declaration::{Initial, Parameter};
-use crate::device::{AttentionViews, DeviceError, MatmulEpilogue, OutputViews, RotaryViews};
+use crate::device::{DeviceError, MatmulEpilogue};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
-use crate::kernels::{AttentionRule, AttentionShape};
+use crate::kernels::{AttentionInputs, AttentionOutput, AttentionRule, AttentionShape, Rotary};
 use crate::parameter_table::ParameterTable;
 use crate::precision::Precision;
 use crate::tape::LossHead;
@@ -247,17 +247,17 @@ impl Step<'_> {
 
         let name = [batch, seq_len, num_heads, num_kv_heads, head_dim];
         self.kernel(("attention: forward", layers), &name, |_| {
-            device.attention(AttentionViews::together(qkv.view()), of, y.view_mut(), log_sums.view_mut())
+            device.attention(AttentionInputs::together(qkv.view()), of, y.view_mut(), log_sums.view_mut())
         })?;
         self.kernel(("attention: backward", layers), &name, |_| {
-            let output = OutputViews { y: y.view(), log_sums: log_sums.view(), dy: dy.view() };
-            let inputs = AttentionViews::together(qkv.view());
+            let output = AttentionOutput { y: y.view(), log_sums: log_sums.view(), dy: dy.view() };
+            let inputs = AttentionInputs::together(qkv.view());
             device.attention_backward(inputs, of, output, (d_qkv.view_mut(), None))
         })?;
         if self.sizes.is_llama {
             let angles = self.tensor([seq_len, head_dim / 2])?;
             let positions = Positions::run(0, seq_len);
-            let rotary = RotaryViews { cos: angles.view(), sin: angles.view(), positions };
+            let rotary = Rotary { cos: angles.view(), sin: angles.view(), positions };
             self.kernel(("rotary", 2.0 * layers), &name, |_| {
                 device.rotary(qkv.view_mut(), shape, rotary, false);
             })?;

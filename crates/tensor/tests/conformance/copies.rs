@@ -1,7 +1,9 @@
 //! Memory, copies and functions of elements.
 
 use super::{FLOATS, assert_near, empty, on_all, random, rounded, rounding, shaped, tensor, wide};
-use trireme_base::{DType, Pending};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+use trireme_base::{DType, Latch, Pending};
 use trireme_tensor::{Backend, DetachedOptions, Device, DeviceOptions};
 
 #[test]
@@ -153,5 +155,29 @@ fn a_failure_of_one_device_reaches_who_waits_for_another() {
         to.wait_for(&host.event());
         let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| to.synchronize()));
         assert_eq!(failed.unwrap_err().downcast_ref::<String>().unwrap(), "a kernel fails");
+    }
+}
+
+#[test]
+fn a_kernel_that_does_not_wait_for_a_copy_of_its_memory_is_found() {
+    for is_awaited in [true, false] {
+        for seed in 0..4 {
+            let backend = Backend::Detached(DetachedOptions { seed, ignored_wait: None });
+            let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
+            let device = Device::open(options).unwrap();
+            let mut x = tensor(&device, &random(100, "x"));
+            // The copy cannot run before the end of the test.
+            let held = Latch::new(|| ());
+            let mut host = Pending::until(held.event(), Arc::new(Mutex::new(Some(vec![0_u8; 400]))));
+            let run = AssertUnwindSafe(|| {
+                device.upload_later(&mut host, 0, x.view_mut());
+                if is_awaited {
+                    device.wait_for(&host.event());
+                }
+                device.zero(x.view_mut());
+            });
+            assert_eq!(catch_unwind(run).is_ok(), is_awaited);
+            held.complete(Ok(()));
+        }
     }
 }

@@ -7,8 +7,9 @@
 use crate::device::{PageSource, Queue};
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
-use crate::kernels::{Place, PlaceMut};
+use crate::kernels::{Operand, OperandMut};
 use crate::memory::{MemoryCounter, OverBudget, describe};
+use crate::shape::Shape;
 use crate::tensor::{LentMemory, Overflow};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -182,7 +183,7 @@ impl Arena {
         drop(blocks);
         if let Some(queue) = self.queue.get() {
             let start = self.memory.address(offset);
-            queue.reuse(PlaceMut::new(Place::new(start, padded, DType::U8, true)));
+            queue.reuse(OperandMut::new(Operand::new(start, padded, ([padded].into(), DType::U8), true)));
         }
         Ok(offset)
     }
@@ -245,12 +246,12 @@ impl Block {
         self.offset.expect("memory is here when it is worked with")
     }
 
-    /// Where it lies, as elements of a type.
+    /// All of it, as an array of a shape and type.
     ///
     /// # Panics
     /// If its memory was given back.
-    pub(crate) fn place(&self, dtype: DType) -> Place {
-        Place::new(self.start(), self.len, dtype, self.arena.memory.is_detached())
+    pub(crate) fn operand(&self, of: (Shape, DType)) -> Operand {
+        Operand::new(self.start(), self.len, of, self.arena.memory.is_detached())
     }
 
     fn start(&self) -> NonNull<u8> {

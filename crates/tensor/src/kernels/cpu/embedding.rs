@@ -3,22 +3,46 @@
 use super::element::Element;
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
+use crate::parameter_table::SpanPart;
 use trireme_base::Positions;
 
-/// Ids in bags of equal length, of which only the first may count.
+/// Ids in bags of equal length, of which only the first may count. They are views, operands or slices of u32.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Bags<'a> {
-    pub(crate) ids: &'a [u32],
+pub(crate) struct Bags<V> {
+    /// A row is a bag.
+    pub(crate) ids: V,
     pub(crate) bag_len: usize,
     /// Ids of each bag that count; `None` if all do.
-    pub(crate) lens: Option<&'a [u32]>,
+    pub(crate) lens: Option<V>,
     /// Whether sums are divided by the number of ids.
     pub(crate) takes_mean: bool,
     /// The ids whose rows are here, where the table is a part of a larger one; rows of others are zeros. `None` if all are here.
     pub(crate) part: Option<(usize, usize)>,
 }
 
-impl<'a> Bags<'a> {
+impl<V> Bags<V> {
+    /// One id a bag.
+    pub(crate) fn of_single_ids(ids: V) -> Self {
+        Bags { ids, bag_len: 1, lens: None, takes_mean: false, part: None }
+    }
+
+    /// The same for the part of a table that a rank of the tensor axis has.
+    ///
+    /// # Panics
+    /// If the table is not cut by its rows.
+    pub(crate) fn of_part(self, part: Option<SpanPart>) -> Self {
+        assert!(part.is_none_or(|part| part.dim == 0), "a table is cut by its rows");
+        Bags { part: part.map(|part| (part.start, part.len)), ..self }
+    }
+
+    /// The same in other arrays.
+    pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> Bags<U> {
+        let Bags { bag_len, takes_mean, part, .. } = self;
+        Bags { ids: array(self.ids), lens: self.lens.map(array), bag_len, takes_mean, part }
+    }
+}
+
+impl<'a> Bags<&'a [u32]> {
     /// The ids of a bag, and what their rows are multiplied by.
     fn bag(&self, index: usize) -> (&'a [u32], f32) {
         let len = self.lens.map_or(self.bag_len, |lens| (lens[index] as usize).min(self.bag_len));
@@ -53,7 +77,7 @@ for_each_simd_level! {
         }
     }
 
-    fn sum_bag<T: Element, P: Element>(bags: Bags<'_>, index: usize, table: &[T], out: &mut [f32]) {
+    fn sum_bag<T: Element, P: Element>(bags: Bags<&[u32]>, index: usize, table: &[T], out: &mut [f32]) {
         out.fill(0.0);
         let (cols, (ids, factor)) = (out.len(), bags.bag(index));
         for row in ids.iter().filter_map(|&id| bags.row(id)) {
@@ -65,7 +89,7 @@ for_each_simd_level! {
         }
     }
 
-    fn scatter_columns(bags: Bags<'_>, dy: &[f32], d_table: &SharedSlice<'_, f32>, cols: usize, first: usize, width: usize) {
+    fn scatter_columns(bags: Bags<&[u32]>, dy: &[f32], d_table: &SharedSlice<'_, f32>, cols: usize, first: usize, width: usize) {
         for (row, dy) in dy.chunks_exact(cols).enumerate() {
             let dy = &dy[first..first + width];
             let (ids, factor) = bags.bag(row);
@@ -85,7 +109,7 @@ impl Cpu {
     /// If an id lies outside of the table.
     pub(crate) fn embedding_bag<T: Element, P: Element>(
         &self,
-        bags: Bags<'_>,
+        bags: Bags<&[u32]>,
         table: &[T],
         cols: usize,
         out: &mut [f32],
@@ -101,7 +125,7 @@ impl Cpu {
     /// If there are not as many rows as bags, or an id lies outside of the table.
     pub(crate) fn embedding_bag_backward(
         &self,
-        bags: Bags<'_>,
+        bags: Bags<&[u32]>,
         dy: &[f32],
         cols: usize,
         d_table: &mut [f32],

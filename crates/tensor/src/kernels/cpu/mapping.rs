@@ -35,7 +35,7 @@ pub(crate) struct Mapping {
     page_source: PageSource,
 }
 
-// SAFETY: addresses, whose memory is only reached through blocks, which do not overlap; `Place` says why kernels may.
+// SAFETY: addresses, whose memory is only reached through blocks, which do not overlap; `Operand` says why kernels may.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}

@@ -24,6 +24,7 @@ pub(crate) mod optimizer;
 pub(crate) mod peak;
 pub(crate) mod quantized;
 pub(crate) mod reduce;
+mod run;
 pub(crate) mod simd;
 mod softmax;
 #[cfg(test)]
@@ -35,7 +36,7 @@ use simd::CpuFeatures;
 use std::sync::Arc;
 use threads::ThreadPool;
 
-/// What every kernel needs to run: threads and the SIMD level. Who has it may turn [places](crate::kernels::Place) into slices.
+/// What every kernel needs to run: threads and the SIMD level. Who has it may turn [operands](crate::kernels::Operand) into slices.
 #[derive(Debug)]
 pub(crate) struct Cpu {
     pub(crate) threads: ThreadPool,

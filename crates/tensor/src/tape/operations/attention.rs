@@ -1,7 +1,7 @@
 use super::exchange_heads::{ExchangeHeads, HeadGroup};
 use super::ring_attention::RingAttention;
-use crate::device::{AttentionViews, CacheViews, Device, DeviceError, OutputViews, RotaryViews};
-use crate::kernels::{AttentionRule, AttentionShape};
+use crate::device::{CacheViews, Device, DeviceError};
+use crate::kernels::{AttentionInputs, AttentionOutput, AttentionRule, AttentionShape, Rotary};
 use crate::shape::Shape;
 use crate::tape::{
     BackwardContext, ForwardContext, Op, Operand, Operation, OperationContext, ReadBy, Recorder, Var,
@@ -106,8 +106,8 @@ impl RotaryTable {
         RotaryTable::with_scaling(device, positions, self.frequencies.clone(), (self.amplitude, self.scaling))
     }
 
-    pub(crate) fn at(&self, positions: Positions) -> RotaryViews<'_> {
-        RotaryViews { cos: self.cos.view(), sin: self.sin.view(), positions }
+    pub(crate) fn at(&self, positions: Positions) -> Rotary<View<'_>> {
+        Rotary { cos: self.cos.view(), sin: self.sin.view(), positions }
     }
 }
 
@@ -236,7 +236,7 @@ impl Attention {
     }
 
     /// The sizes of what this rank attends to.
-    fn shape_of(&self, cx: &OperationContext<'_>, views: &AttentionViews<'_>) -> AttentionShape {
+    fn shape_of(&self, cx: &OperationContext<'_>, views: &AttentionInputs<View<'_>>) -> AttentionShape {
         let degree = cx.context_place().heads.degree;
         let shape = self.shape(views.queries.shape(), views.keys_values.map(|view| view.shape()));
         let (num_heads, num_kv_heads) = (shape.num_heads / degree, shape.num_kv_heads / degree);
@@ -245,8 +245,8 @@ impl Attention {
 }
 
 /// What an attention is given, by the types and shapes of its inputs.
-fn given<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionViews<'a> {
-    let mut views = AttentionViews::together(input(0));
+fn given<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionInputs<View<'a>> {
+    let mut views = AttentionInputs::together(input(0));
     for view in (1..num_inputs).map(input) {
         let place = match (view.dtype(), view.shape().dims().len()) {
             (DType::U32, 1) => &mut views.num_keys,
@@ -300,7 +300,7 @@ impl Operation for Attention {
         });
         let shape = self.shape_of(cx, &views);
         let log_sums = cx.saved(0).expect("forward has saved them");
-        let output = OutputViews { y: cx.output(0), log_sums, dy: cx.grad() };
+        let output = AttentionOutput { y: cx.output(0), log_sums, dy: cx.grad() };
         let (mut d_queries, d_keys_values) = match RingAttention::of(cx, shape, self.rule) {
             Some(ring) => ring.backward(cx, views, output)?,
             None => {

@@ -1,4 +1,5 @@
-use crate::device::{BagViews, DeviceError};
+use crate::device::DeviceError;
+use crate::kernels::Bags;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, add_to_grad,
@@ -25,7 +26,7 @@ impl Embedding {
         let (ids, device) = (cx.input(0), cx.device());
         let (seq_len, cols) = (ids.shape().cols(), self.tokens.shape.cols());
         let mut rows = cx.empty([ids.shape().rows(), seq_len, cols], DType::F32)?;
-        let bags = BagViews::of_single_ids(ids).of_part(self.tokens.part);
+        let bags = Bags::of_single_ids(ids).of_part(self.tokens.part);
         device.embedding_bag(cx.precision(), bags, cx.parameter(&self.tokens), rows.view_mut());
         let mut term = rows;
         if cx.precision().dtype() != DType::F32 {
@@ -87,7 +88,7 @@ impl Operation for Embedding {
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let dy = cx.all_rows(cx.grad(), cx.output_sharding())?;
-        let bags = BagViews::of_single_ids(cx.input(0)).of_part(self.tokens.part);
+        let bags = Bags::of_single_ids(cx.input(0)).of_part(self.tokens.part);
         add_to_grad(cx.device(), sink, &self.tokens, |out| {
             cx.device().embedding_bag_backward(bags, dy.view(), out)
         })?;

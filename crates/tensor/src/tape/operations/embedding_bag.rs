@@ -1,4 +1,5 @@
-use crate::device::{BagViews, DeviceError};
+use crate::device::DeviceError;
+use crate::kernels::Bags;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, add_to_grad,
@@ -21,8 +22,9 @@ pub struct EmbeddingBag {
 }
 
 impl EmbeddingBag {
-    fn bags<'a>(&self, ids: View<'a>, lens: Option<View<'a>>) -> BagViews<'a> {
-        BagViews::new(ids, lens, self.takes_mean).of_part(self.table.part)
+    fn bags<'a>(&self, ids: View<'a>, lens: Option<View<'a>>) -> Bags<View<'a>> {
+        let bag_len = ids.shape().cols();
+        Bags { ids, bag_len, lens, takes_mean: self.takes_mean, part: None }.of_part(self.table.part)
     }
 }
 

@@ -6,8 +6,10 @@
 //!
 //! Cost, of `degree` ranks: keys and values are sent `degree - 1` times in forward and in backward, and their gradients, in f32, `degree` times.
 
-use crate::device::{AttentionViews, DeviceError, OutputViews};
-use crate::kernels::{AttentionRule, AttentionScope, AttentionShape, Blocks};
+use crate::device::DeviceError;
+use crate::kernels::{
+    AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, Blocks,
+};
 use crate::tape::{AxisOps, OperationContext, PendingExchange, cast};
 use crate::tensor::{Tensor, View};
 use crate::values::Values;
@@ -47,7 +49,7 @@ impl RingAttention {
     fn apart<'a>(
         &self,
         cx: &OperationContext<'_>,
-        views: &AttentionViews<'a>,
+        views: &AttentionInputs<View<'a>>,
     ) -> Result<[Values<'a>; 2], DeviceError> {
         if let Some(keys_values) = views.keys_values {
             return Ok([Values::Stored(views.queries), Values::Stored(keys_values)]);
@@ -96,7 +98,7 @@ impl RingAttention {
     pub(super) fn forward(
         &self,
         cx: &OperationContext<'_>,
-        views: AttentionViews<'_>,
+        views: AttentionInputs<View<'_>>,
         log_sums: &mut Tensor,
     ) -> Result<Tensor, DeviceError> {
         let (device, [batch, len, ..]) = (cx.device(), self.sizes());
@@ -105,7 +107,7 @@ impl RingAttention {
         device.map_in_place(log_sums.view_mut(), 0, |_| f32::NEG_INFINITY);
         for step in 0..self.degree() {
             let shift = self.send(cx, block.view(), step)?;
-            let views = AttentionViews { queries: queries.view(), keys_values: Some(block.view()), ..views };
+            let views = AttentionInputs { queries: queries.view(), keys_values: Some(block.view()), ..views };
             let scope = self.scope(step);
             if scope.num_pairs() > 0 {
                 device.attention_block(views, (self.shape, scope), sums.view_mut(), log_sums.view_mut())?;
@@ -122,8 +124,8 @@ impl RingAttention {
     pub(super) fn backward(
         &self,
         cx: &OperationContext<'_>,
-        views: AttentionViews<'_>,
-        output: OutputViews<'_>,
+        views: AttentionInputs<View<'_>>,
+        output: AttentionOutput<View<'_>>,
     ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
         let (device, dtype, [batch, len, q_cols, kv_cols]) =
             (cx.device(), views.queries.dtype(), self.sizes());
@@ -137,7 +139,7 @@ impl RingAttention {
             if let Some(d_shift) = d_shift.take() {
                 self.ops.finish(device, d_shift, d_block.view_mut())?;
             }
-            let views = AttentionViews { queries: queries.view(), keys_values: Some(block.view()), ..views };
+            let views = AttentionInputs { queries: queries.view(), keys_values: Some(block.view()), ..views };
             let (scope, grads) = (self.scope(step), (d_queries.view_mut(), d_block.view_mut()));
             if scope.num_pairs() > 0 {
                 device.attention_block_backward(views, (self.shape, scope), output, grads)?;

@@ -75,7 +75,7 @@ impl LatentHeadShape {
     }
 }
 
-impl<'a> Rotary<'a> {
+impl<'a> Rotary<&'a [f32]> {
     /// Of a row.
     fn angles(&self, row: usize, seq_len: usize, half: usize) -> (&'a [f32], &'a [f32]) {
         let start = self.positions.at(row % seq_len) * half;
@@ -90,7 +90,7 @@ impl Cpu {
         &self,
         shape: LatentHeadShape,
         [queries, keys_values, shared_key]: [&[T]; 3],
-        (rotary, seq_len): (Rotary<'_>, usize),
+        (rotary, seq_len): (Rotary<&[f32]>, usize),
         qkv: &mut [T],
     ) {
         let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;
@@ -132,7 +132,7 @@ impl Cpu {
         &self,
         shape: LatentHeadShape,
         grad: &[T],
-        (rotary, seq_len): (Rotary<'_>, usize),
+        (rotary, seq_len): (Rotary<&[f32]>, usize),
         [d_queries, d_keys_values, d_shared_key]: [&mut [T]; 3],
     ) {
         let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;

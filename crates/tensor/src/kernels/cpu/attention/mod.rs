@@ -96,16 +96,52 @@ impl AttentionShape {
     }
 }
 
-/// Queries, keys and values.
-#[derive(Clone, Copy)]
-pub(crate) struct AttentionInputs<'a, T> {
-    pub(crate) queries: &'a [T],
+/// Queries, keys and values, of which `F` are arrays of floats and `I` arrays of u32: views, operands or slices.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionInputs<F, I = F> {
+    pub(crate) queries: F,
     /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
-    pub(crate) keys_values: Option<&'a [T]>,
+    pub(crate) keys_values: Option<F>,
     /// Of each sequence, the position from which on its keys are padding; `None` if none is.
-    pub(crate) num_keys: Option<&'a [u32]>,
+    pub(crate) num_keys: Option<I>,
     /// Of each query, the position at which its document begins: it sees no key before; `None` if that of the sequence is one.
-    pub(crate) document_starts: Option<&'a [u32]>,
+    pub(crate) document_starts: Option<I>,
+}
+
+impl<F, I> AttentionInputs<F, I> {
+    /// Queries, keys and values in the same rows, without padding.
+    pub(crate) fn together(rows: F) -> Self {
+        AttentionInputs { queries: rows, keys_values: None, num_keys: None, document_starts: None }
+    }
+
+    /// The same in other arrays.
+    pub(crate) fn map<G, J>(
+        self,
+        floats: impl Fn(F) -> G,
+        integers: impl Fn(I) -> J,
+    ) -> AttentionInputs<G, J> {
+        AttentionInputs {
+            queries: floats(self.queries),
+            keys_values: self.keys_values.map(floats),
+            num_keys: self.num_keys.map(&integers),
+            document_starts: self.document_starts.map(&integers),
+        }
+    }
+}
+
+/// The output of attention and its gradient: views or operands.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionOutput<V> {
+    pub(crate) y: V,
+    pub(crate) log_sums: V,
+    pub(crate) dy: V,
+}
+
+impl<V> AttentionOutput<V> {
+    /// The same in other arrays.
+    pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> AttentionOutput<U> {
+        AttentionOutput { y: array(self.y), log_sums: array(self.log_sums), dy: array(self.dy) }
+    }
 }
 
 /// Where rows of results go.
@@ -197,7 +233,7 @@ impl Layout {
     }
 }
 
-impl<'a, T: Element> AttentionInputs<'a, T> {
+impl<'a, T: Element> AttentionInputs<&'a [T], &'a [u32]> {
     fn layout(&self, shape: AttentionShape, scope: &AttentionScope) -> Layout {
         assert_eq!((scope.queries.len(), scope.keys.len()), (shape.seq_len, shape.num_keys), "{scope:?}");
         let layout = Layout::new(shape, self.keys_values.is_some());
@@ -221,15 +257,22 @@ impl<'a, T: Element> AttentionInputs<'a, T> {
     }
 }
 
-/// Cosines and sines of a rotary embedding: row `p` holds `head_dim / 2` values for position `p`.
+/// Cosines and sines of a rotary embedding: row `p` holds `head_dim / 2` values for position `p`. They are views, operands or slices.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Rotary<'a> {
+pub(crate) struct Rotary<V> {
     /// Cosines.
-    pub(crate) cos: &'a [f32],
+    pub(crate) cos: V,
     /// Sines.
-    pub(crate) sin: &'a [f32],
+    pub(crate) sin: V,
     /// Positions of the rows of each sequence.
     pub(crate) positions: Positions,
+}
+
+impl<V> Rotary<V> {
+    /// The same in other arrays.
+    pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> Rotary<U> {
+        Rotary { cos: array(self.cos), sin: array(self.sin), positions: self.positions }
+    }
 }
 
 /// Keys and values of earlier positions, `batch x capacity` rows each.
@@ -271,7 +314,7 @@ impl Cpu {
         &self,
         qkv: &mut [T],
         shape: AttentionShape,
-        rotary: Rotary<'_>,
+        rotary: Rotary<&[f32]>,
         inverse: bool,
     ) {
         let cols = shape.qkv_cols();
@@ -319,7 +362,7 @@ impl Cpu {
     /// negative infinity if there were none).
     pub(crate) fn attention<T: Element>(
         &self,
-        inputs: AttentionInputs<'_, T>,
+        inputs: AttentionInputs<&[T], &[u32]>,
         (shape, scope): (AttentionShape, AttentionScope),
         y: Results<'_, T>,
         log_sums: &mut [f32],
@@ -428,7 +471,7 @@ impl Cpu {
     /// for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,
-        inputs: AttentionInputs<'_, T>,
+        inputs: AttentionInputs<&[T], &[u32]>,
         (shape, scope): (AttentionShape, AttentionScope),
         (y, log_sums, dy): (&[T], &[f32], &[T]),
         (d_queries, d_keys_values): (Results<'_, T>, Option<Results<'_, T>>),

@@ -72,7 +72,11 @@ impl<T: Element> Inputs<T> {
         Facts { shape: self.shape, rule: self.rule, num_keys, document_starts }
     }
 
-    fn views<'a>(&'a self, queries: &'a [T], keys_values: Option<&'a [T]>) -> AttentionInputs<'a, T> {
+    fn views<'a>(
+        &'a self,
+        queries: &'a [T],
+        keys_values: Option<&'a [T]>,
+    ) -> AttentionInputs<&'a [T], &'a [u32]> {
         let (num_keys, document_starts) = (self.num_keys.as_deref(), self.document_starts.as_deref());
         AttentionInputs { queries, keys_values, num_keys, document_starts }
     }
@@ -486,7 +490,7 @@ fn rotations_match_f64_and_are_undone_by_their_inverse() {
         let angles = random((shape.seq_len + 7) * half, "angles");
         let (cos, sin): (Vec<f32>, Vec<f32>) =
             angles.iter().map(|angle| angle.sin_cos()).map(|(s, c)| (c, s)).unzip();
-        let rotary = Rotary { cos: &cos, sin: &sin, positions: Positions::run(7, shape.seq_len) };
+        let rotary = Rotary { cos: &cos[..], sin: &sin[..], positions: Positions::run(7, shape.seq_len) };
         let [turned, back] = run(|cpu| {
             [false, true].map(|inverse| {
                 let mut qkv = qkv.clone();

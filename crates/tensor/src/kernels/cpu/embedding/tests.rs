@@ -7,8 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use trireme_base::{AxisPlace, Bf16, Positions};
 
 /// One id a bag.
-fn single_ids(ids: &[u32]) -> Bags<'_> {
-    Bags { ids, bag_len: 1, lens: None, takes_mean: false, part: None }
+fn single_ids(ids: &[u32]) -> Bags<&[u32]> {
+    Bags::of_single_ids(ids)
 }
 
 /// What gradients hold before they are added to.

@@ -40,8 +40,8 @@ impl<T: Element> Inputs<T> {
             let (num_keys, document_starts) = (self.num_keys.as_deref(), document_starts.as_deref());
             let rows: Vec<Vec<T>> = blocks.iter().map(|&keys| keys_values(keys)).collect();
             let inputs = rows.iter().map(|rows| AttentionInputs {
-                queries: &queries,
-                keys_values: Some(rows),
+                queries: &queries[..],
+                keys_values: Some(&rows[..]),
                 num_keys,
                 document_starts,
             });

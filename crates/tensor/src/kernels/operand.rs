@@ -1,42 +1,54 @@
-//! Where elements lie: addresses, which a kernel of the CPU turns into slices while it runs.
+//! The arrays that kernels read and write: addresses, which a kernel of the CPU turns into slices while it runs.
 //!
-//! A view is borrowed when a kernel is issued; the kernel may run later. It keeps no borrow then, but a place. That is sound because
+//! A view is borrowed when a kernel is issued; the kernel may run later. It keeps no borrow then, but an operand. That is sound because
 //! memory outlives it: an arena is mapped until the last kernel that was issued to its device has run, and the memory of a block
 //! that was given back is used again by kernels that run after it.
 
 use super::cpu::Cpu;
 use super::cpu::element::{Element, Floats, FloatsMut};
+use crate::shape::Shape;
 use bytemuck::Pod;
 use std::ptr::NonNull;
 use trireme_base::DType;
 
-/// The elements of a view, for a kernel to read.
+/// A row-major array for a kernel to read: a [`View`](crate::View) without its borrow.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct Operand {
     start: NonNull<u8>,
     num_bytes: usize,
     dtype: DType,
+    shape: Shape,
     /// Whether the host can neither read nor write it.
     is_detached: bool,
 }
 
-/// As [`Place`], to write.
+/// As [`Operand`], to write.
 #[derive(Debug)]
-pub(crate) struct PlaceMut(Place);
+pub(crate) struct OperandMut(Operand);
 
 // SAFETY: an address can be anywhere; who reads what is there holds a `Cpu`, of which see `bytes`.
-unsafe impl Send for Place {}
+unsafe impl Send for Operand {}
 // SAFETY: as above.
-unsafe impl Sync for Place {}
+unsafe impl Sync for Operand {}
 
-impl Place {
-    pub(crate) fn new(start: NonNull<u8>, num_bytes: usize, dtype: DType, is_detached: bool) -> Self {
-        Place { start, num_bytes, dtype, is_detached }
+impl Operand {
+    /// `num_bytes` from `start` on, which are as many as those of `shape` and `dtype`.
+    pub(crate) fn new(
+        start: NonNull<u8>,
+        num_bytes: usize,
+        (shape, dtype): (Shape, DType),
+        is_detached: bool,
+    ) -> Self {
+        Operand { start, num_bytes, dtype, shape, is_detached }
     }
 
-    /// Elements of host memory.
-    pub(crate) fn of_host(bytes: &[u8], dtype: DType) -> Self {
-        Place::new(NonNull::from(bytes).cast(), bytes.len(), dtype, false)
+    /// Host memory.
+    pub(crate) fn of_host(bytes: &[u8], of: (Shape, DType)) -> Self {
+        Operand::new(NonNull::from(bytes).cast(), bytes.len(), of, false)
+    }
+
+    pub(crate) fn shape(&self) -> Shape {
+        self.shape
     }
 
     pub(crate) fn dtype(&self) -> DType {
@@ -48,21 +60,21 @@ impl Place {
     }
 
     /// Whether a byte belongs to both.
-    pub(crate) fn overlaps(&self, other: &Place) -> bool {
-        let [(start, end), (other_start, other_end)] =
-            [self, other].map(|place| (place.start.addr().get(), place.start.addr().get() + place.num_bytes));
+    pub(crate) fn overlaps(&self, other: &Operand) -> bool {
+        let [(start, end), (other_start, other_end)] = [self, other]
+            .map(|operand| (operand.start.addr().get(), operand.start.addr().get() + operand.num_bytes));
         start < other_end && other_start < end
     }
 
-    /// The bytes `range`, as elements of `dtype`.
+    /// The bytes `range`, as an array of a shape and type.
     ///
     /// # Panics
     /// If they lie outside.
-    pub(crate) fn part(&self, range: std::ops::Range<usize>, dtype: DType) -> Self {
+    pub(crate) fn part(&self, range: std::ops::Range<usize>, of: (Shape, DType)) -> Self {
         assert!(range.start <= range.end && range.end <= self.num_bytes, "{range:?} of {}", self.num_bytes);
         // SAFETY: within the memory by the line above.
         let start = unsafe { self.start.add(range.start) };
-        Place::new(start, range.len(), dtype, self.is_detached)
+        Operand::new(start, range.len(), of, self.is_detached)
     }
 
     /// Where `cpu` reaches it.
@@ -100,7 +112,7 @@ impl Place {
         bytemuck::cast_slice(self.bytes(cpu))
     }
 
-    /// As [`elements`](Place::elements).
+    /// As [`elements`](Operand::elements).
     pub(crate) fn f32s(self, cpu: &Cpu) -> &[f32] {
         self.elements(cpu)
     }
@@ -145,26 +157,30 @@ impl Place {
     }
 }
 
-impl PlaceMut {
-    /// A place that nobody else works with.
-    pub(crate) fn new(place: Place) -> Self {
-        PlaceMut(place)
+impl OperandMut {
+    /// An array that nobody else works with.
+    pub(crate) fn new(operand: Operand) -> Self {
+        OperandMut(operand)
     }
 
-    /// Elements of host memory.
-    pub(crate) fn of_host(bytes: &mut [u8], dtype: DType) -> Self {
+    /// Host memory.
+    pub(crate) fn of_host(bytes: &mut [u8], of: (Shape, DType)) -> Self {
         let num_bytes = bytes.len();
-        PlaceMut(Place::new(NonNull::from(bytes).cast(), num_bytes, dtype, false))
+        OperandMut(Operand::new(NonNull::from(bytes).cast(), num_bytes, of, false))
     }
 
-    /// The same place, to read.
-    pub(crate) fn as_place(&self) -> Place {
+    /// The same array, to read.
+    pub(crate) fn as_operand(&self) -> Operand {
         self.0
     }
 
-    /// The same place for a shorter time.
-    pub(crate) fn reborrow(&mut self) -> PlaceMut {
-        PlaceMut(self.0)
+    pub(crate) fn shape(&self) -> Shape {
+        self.0.shape
+    }
+
+    /// The same array for a shorter time.
+    pub(crate) fn reborrow(&mut self) -> OperandMut {
+        OperandMut(self.0)
     }
 
     pub(crate) fn dtype(&self) -> DType {
@@ -175,15 +191,15 @@ impl PlaceMut {
         self.0.num_bytes
     }
 
-    /// As [`Place::part`].
-    pub(crate) fn into_part(self, range: std::ops::Range<usize>, dtype: DType) -> Self {
-        PlaceMut(self.0.part(range, dtype))
+    /// As [`Operand::part`].
+    pub(crate) fn into_part(self, range: std::ops::Range<usize>, of: (Shape, DType)) -> Self {
+        OperandMut(self.0.part(range, of))
     }
 
     /// All bytes.
     pub(crate) fn bytes<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u8] {
         let start = self.0.reach(cpu);
-        // SAFETY: as in `Place::bytes`, of a view that was borrowed to be written: nothing else reads or writes there now.
+        // SAFETY: as in `Operand::bytes`, of a view that was borrowed to be written: nothing else reads or writes there now.
         unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.0.num_bytes) }
     }
 
@@ -196,7 +212,7 @@ impl PlaceMut {
         bytemuck::cast_slice_mut(self.bytes(cpu))
     }
 
-    /// As [`elements`](PlaceMut::elements).
+    /// As [`elements`](OperandMut::elements).
     pub(crate) fn f32s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [f32] {
         self.elements(cpu)
     }
@@ -219,7 +235,7 @@ impl PlaceMut {
         self.words(cpu)
     }
 
-    /// As [`Place::words`].
+    /// As [`Operand::words`].
     pub(crate) fn words<'c, W: Pod>(&'c mut self, cpu: &'c Cpu) -> &'c mut [W] {
         assert_eq!(self.0.dtype.size(), size_of::<W>());
         bytemuck::cast_slice_mut(self.bytes(cpu))

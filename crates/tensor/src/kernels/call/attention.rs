@@ -1,0 +1,154 @@
+//! Attention and rotary positions.
+
+use super::{OperandRef, Operands, kernel_calls, num_bytes};
+use crate::kernels::{
+    AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, LatentHeadShape,
+    Operand, OperandMut, Rotary,
+};
+use crate::shape::Shape;
+use trireme_base::Cost;
+
+kernel_calls! {
+    /// Attention and rotary positions.
+    AttentionCall {
+        /// Rotates query and key heads in place.
+        "rotary" => Rotary { qkv: OperandMut, rotary: Rotary<Operand>; shape: AttentionShape, inverse: bool }
+        /// Rows of heads of latent attention.
+        "latent_heads" => LatentHeads {
+            inputs: [Operand; 3], rotary: Rotary<Operand>, qkv: OperandMut; shape: LatentHeadShape
+        }
+        /// The gradients of the inputs of latent heads.
+        "latent_heads_backward" => LatentHeadsBackward {
+            grad: Operand, rotary: Rotary<Operand>, grads: [OperandMut; 3]; shape: LatentHeadShape
+        }
+        /// Attention.
+        "attention" => Attention {
+            inputs: AttentionInputs<Operand>, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
+            shape: AttentionShape, scope: AttentionScope
+        }
+        /// Takes some keys into attention, whose results are f32.
+        "attention_block" => AttentionBlock {
+            inputs: AttentionInputs<Operand>, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
+            shape: AttentionShape, scope: AttentionScope
+        }
+        /// Attention after the positions of a cache, which has room for `capacity` and holds `len`.
+        "attention_cached" => AttentionCached {
+            qkv: Operand, keys: OperandMut, values: OperandMut, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
+            shape: AttentionShape, rule: AttentionRule, capacity: usize, len: usize
+        }
+        /// Gradient of attention.
+        "attention_backward" => AttentionBackward {
+            inputs: AttentionInputs<Operand>, output: AttentionOutput<Operand>, d_queries: OperandMut, d_keys_values: Option<OperandMut>,
+            scratch: OperandMut; shape: AttentionShape, scope: AttentionScope
+        }
+        /// Adds the gradients of a block of attention, in f32.
+        "attention_block_backward" => AttentionBlockBackward {
+            inputs: AttentionInputs<Operand>, output: AttentionOutput<Operand>, d_queries: OperandMut, d_keys_values: OperandMut,
+            scratch: OperandMut; shape: AttentionShape, scope: AttentionScope
+        }
+    }
+}
+
+impl AttentionCall {
+    pub(crate) fn cost(&self) -> Cost {
+        match self {
+            Self::Rotary { qkv, shape, .. } => {
+                let num_heads = shape.num_heads + shape.num_kv_heads;
+                let num_rotated = shape.rows().saturating_mul(num_heads.saturating_mul(shape.head_dim));
+                Cost::others(&[3, num_rotated]).updates(num_rotated.saturating_mul(qkv.dtype().size()))
+            }
+            Self::LatentHeads { inputs, qkv, shape, .. } => {
+                let read = inputs.iter().map(Operand::num_bytes).sum();
+                latent_cost(*shape, qkv.shape()).reads(read).writes(qkv.num_bytes())
+            }
+            Self::LatentHeadsBackward { grad, grads, shape, .. } => {
+                let written = grads.iter().map(OperandMut::num_bytes).sum();
+                latent_cost(*shape, grad.shape()).reads(grad.num_bytes()).writes(written)
+            }
+            Self::Attention { inputs, y, log_sums, shape, scope, .. } => {
+                let cost = forward_cost(*shape, scope.num_pairs()).reads(inputs.num_bytes());
+                cost.writes(y.num_bytes()).writes(log_sums.num_bytes())
+            }
+            Self::AttentionBlock { inputs, y, log_sums, shape, scope, .. } => {
+                let cost = forward_cost(*shape, scope.num_pairs()).reads(inputs.num_bytes());
+                cost.updates(y.num_bytes()).updates(log_sums.num_bytes())
+            }
+            Self::AttentionCached { qkv, y, log_sums, shape, rule, len, .. } => {
+                let num_pairs = AttentionScope::after(*len, *shape, *rule).num_pairs();
+                let of_positions = |num: usize| num * shape.kv_cols() * size_of::<f32>();
+                let cost = forward_cost(*shape, num_pairs).reads(qkv.num_bytes() + of_positions(*len));
+                cost.writes(y.num_bytes() + log_sums.num_bytes() + of_positions(shape.seq_len))
+            }
+            Self::AttentionBackward { inputs, output, d_queries, d_keys_values, shape, scope, .. } => {
+                let written = d_queries.num_bytes() + d_keys_values.as_ref().map_or(0, OperandMut::num_bytes);
+                let cost = backward_cost(*shape, scope.num_pairs());
+                cost.reads(inputs.num_bytes()).reads(output.num_bytes()).writes(written)
+            }
+            Self::AttentionBlockBackward {
+                inputs, output, d_queries, d_keys_values, shape, scope, ..
+            } => {
+                let updated = d_queries.num_bytes() + d_keys_values.num_bytes();
+                let cost = backward_cost(*shape, scope.num_pairs());
+                cost.reads(inputs.num_bytes()).reads(output.num_bytes()).updates(updated)
+            }
+        }
+    }
+}
+
+/// Rotation of the parts of all heads; without what is read and written.
+fn latent_cost(shape: LatentHeadShape, qkv: Shape) -> Cost {
+    Cost::others(&[3, qkv.rows(), (shape.num_heads + 1) * shape.rotary_dim])
+}
+
+/// Two products of queries with the keys that they see, and the softmax between them; without what is read and written.
+fn forward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
+    Cost::products(&[2, shape.batch, shape.query_cols() + shape.output_cols(), num_pairs])
+        + Cost::others(&[Cost::EXP + 4, shape.batch, shape.num_heads, num_pairs])
+}
+
+/// Five products: the scores once more, and the gradients of weights, values, queries and keys; without what is read and written.
+fn backward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
+    Cost::products(&[2, shape.batch, 3 * shape.query_cols() + 2 * shape.output_cols(), num_pairs]).repeats(&[
+        2,
+        shape.batch,
+        shape.query_cols(),
+        num_pairs,
+    ]) + Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs])
+}
+
+impl AttentionInputs<Operand> {
+    fn num_bytes(&self) -> usize {
+        let AttentionInputs { queries, keys_values, num_keys, document_starts } = self;
+        queries.num_bytes() + [keys_values, num_keys, document_starts].map(num_bytes).iter().sum::<usize>()
+    }
+}
+
+impl AttentionOutput<Operand> {
+    fn num_bytes(&self) -> usize {
+        self.y.num_bytes() + self.log_sums.num_bytes() + self.dy.num_bytes()
+    }
+}
+
+impl Operands for AttentionInputs<Operand> {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        self.queries.for_each_operand(visit);
+        self.keys_values.for_each_operand(visit);
+        self.num_keys.for_each_operand(visit);
+        self.document_starts.for_each_operand(visit);
+    }
+}
+
+impl Operands for AttentionOutput<Operand> {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        self.y.for_each_operand(visit);
+        self.log_sums.for_each_operand(visit);
+        self.dy.for_each_operand(visit);
+    }
+}
+
+impl Operands for Rotary<Operand> {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        self.cos.for_each_operand(visit);
+        self.sin.for_each_operand(visit);
+    }
+}

@@ -1,0 +1,51 @@
+//! Elements in another order or place, sums over a dim, and softmax.
+
+use super::{each, kernel_calls};
+use crate::kernels::{Blocks, Operand, OperandMut};
+use trireme_base::Cost;
+
+kernel_calls! {
+    /// Elements in another order or place, sums over a dim, and softmax.
+    BlockCall {
+        /// Copies `num_blocks` blocks of `len` elements from `x` to `y`.
+        "copy_blocks" => CopyBlocks { x: Operand, y: OperandMut; from: Blocks, to: Blocks, num_blocks: usize, len: usize }
+        /// Reads `x` in another order of its dims: `strides` are those of `x`, of the `dims` of `y`.
+        "permute" => Permute { x: Operand, y: OperandMut; strides: [usize; 4], dims: [usize; 4] }
+        /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `dims`, `[outer, dim, inner]`.
+        "sum_dim" => SumDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
+        /// `y[o, d, i] = factor * x[o, i]`, for `y` of `dims`, `[outer, dim, inner]`.
+        "spread_dim" => SpreadDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
+        /// `y[i] = x[ids[i]]`, of rows.
+        "gather_rows" => GatherRows { x: Operand, ids: Operand, y: OperandMut }
+        /// Softmax of each row.
+        "softmax" => Softmax { x: Operand, y: OperandMut }
+        /// `dy`, the gradient of the softmax `y`, becomes that of its input.
+        "softmax_backward" => SoftmaxBackward { y: Operand, dy: OperandMut }
+    }
+}
+
+/// Operations of a softmax, for each element: two exponentials, the largest value, the sum and the scale.
+const SOFTMAX_OPERATIONS: usize = 2 * Cost::EXP + 4;
+
+impl BlockCall {
+    pub(crate) fn cost(&self) -> Cost {
+        match self {
+            Self::CopyBlocks { x, num_blocks, len, .. } => {
+                let num_bytes = num_blocks * len * x.dtype().size();
+                Cost::ZERO.reads(num_bytes).writes(num_bytes)
+            }
+            Self::Permute { x, y, .. } => Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()),
+            Self::SumDim { x, y, .. } => each(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()),
+            Self::SpreadDim { x, y, .. } => each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()),
+            Self::GatherRows { ids, y, .. } => {
+                Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes())
+            }
+            Self::Softmax { x, y } => {
+                each(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes())
+            }
+            Self::SoftmaxBackward { y, dy } => {
+                each(y.shape(), 4).reads(y.num_bytes()).updates(dy.num_bytes())
+            }
+        }
+    }
+}

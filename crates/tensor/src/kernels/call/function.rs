@@ -1,0 +1,48 @@
+//! Kernels that are functions of this program.
+
+use super::{OperandRef, Operands};
+use crate::kernels::cpu::Cpu;
+use crate::kernels::{Operand, OperandMut};
+use std::fmt;
+use trireme_base::Cost;
+
+/// A function of this program as a kernel, such as a [`Pointwise`](crate::tape::Pointwise) function of a model. Only a processor that runs
+/// this program can run it; other hardware leaves it to the host, with copies of its operands.
+pub(crate) struct FunctionCall {
+    pub(crate) name: &'static str,
+    pub(crate) cost: Cost,
+    pub(crate) inputs: Vec<Operand>,
+    pub(crate) output: OperandMut,
+    pub(crate) function: Function,
+}
+
+/// Computes an output from inputs.
+pub(crate) type Function = Box<dyn FnOnce(&Cpu, &[Operand], OperandMut) + Send>;
+
+impl FunctionCall {
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    pub(crate) fn cost(&self) -> Cost {
+        self.cost
+    }
+}
+
+impl Operands for FunctionCall {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        self.inputs.for_each_operand(visit);
+        self.output.for_each_operand(visit);
+    }
+}
+
+impl fmt::Debug for FunctionCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let FunctionCall { name, cost, inputs, output, .. } = self;
+        f.debug_struct(name)
+            .field("cost", cost)
+            .field("inputs", inputs)
+            .field("output", output)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,28 @@
+//! Products of matrices.
+
+use super::{kernel_calls, num_bytes, written};
+use crate::kernels::{Operand, OperandMut};
+use crate::precision::Precision;
+use trireme_base::Cost;
+
+kernel_calls! {
+    /// Products of matrices.
+    MatmulCall {
+        /// `out = op(left) op(right) + bias + residual`, or added to `out`. `transposed` says for each factor whether it is read
+        /// transposed. Factors are packed in `scratch`.
+        "matmul" => Matmul {
+            left: Operand, right: Operand, bias: Option<Operand>, residual: Option<Operand>, out: OperandMut, scratch: OperandMut;
+            precision: Precision, transposed: [bool; 2], accumulate: bool
+        }
+    }
+}
+
+impl MatmulCall {
+    pub(crate) fn cost(&self) -> Cost {
+        let Self::Matmul { left, right, residual, out, transposed, accumulate, .. } = self;
+        let inner = if transposed[0] { left.shape().rows() } else { left.shape().cols() };
+        let cost = Cost::products(&[2, out.shape().num_elements(), inner]);
+        let cost = cost.reads(left.num_bytes() + right.num_bytes() + num_bytes(residual));
+        written(cost, out, *accumulate)
+    }
+}

@@ -1,0 +1,188 @@
+//! Kernel calls as values: which kernel, the arrays that it reads and writes, and its other arguments.
+//!
+//! [`Device`](crate::Device) makes calls of views, after it has checked their shapes; a backend runs them. What a call is named, costs and
+//! works on is derived from the call alone, so that nobody describes a kernel a second time. Each file has the calls of an area.
+
+mod attention;
+mod blocks;
+mod elementwise;
+mod experts;
+mod function;
+mod grouped;
+mod layers;
+mod matmul;
+mod optimizer;
+mod quantized;
+mod sums;
+
+pub(crate) use attention::AttentionCall;
+pub(crate) use blocks::BlockCall;
+pub(crate) use elementwise::ElementwiseCall;
+pub(crate) use experts::ExpertCall;
+pub(crate) use function::{Function, FunctionCall};
+pub(crate) use grouped::GroupedCall;
+pub(crate) use layers::LayerCall;
+pub(crate) use matmul::MatmulCall;
+pub(crate) use optimizer::OptimizerCall;
+pub(crate) use quantized::QuantizedCall;
+pub(crate) use sums::SumCall;
+
+use super::{Operand, OperandMut};
+use crate::shape::Shape;
+use trireme_base::Cost;
+
+/// An operand of a call.
+#[derive(Debug)]
+pub(crate) enum OperandRef<'a> {
+    /// It is read.
+    Read(&'a mut Operand),
+    /// It is written, and perhaps read as well.
+    Write(&'a mut OperandMut),
+}
+
+/// Something that has operands.
+pub(crate) trait Operands {
+    /// Shows all operands, in an order that depends on the kind of call alone.
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>));
+}
+
+impl Operands for Operand {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        visit(OperandRef::Read(self));
+    }
+}
+
+impl Operands for OperandMut {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        visit(OperandRef::Write(self));
+    }
+}
+
+impl<T: Operands> Operands for Option<T> {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        self.iter_mut().for_each(|operands| operands.for_each_operand(visit));
+    }
+}
+
+impl<T: Operands> Operands for Vec<T> {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        self.iter_mut().for_each(|operands| operands.for_each_operand(visit));
+    }
+}
+
+impl<T: Operands, const N: usize> Operands for [T; N] {
+    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+        self.iter_mut().for_each(|operands| operands.for_each_operand(visit));
+    }
+}
+
+/// Defines the calls of an area: for each its name, its operands, and after a semicolon its other arguments.
+macro_rules! kernel_calls {
+    (
+        $(#[$attribute:meta])*
+        $calls:ident {
+            $(
+                $(#[$doc:meta])*
+                $name:literal => $call:ident {
+                    $($operand:ident: $operand_type:ty),* $(; $($argument:ident: $argument_type:ty),*)?
+                }
+            )*
+        }
+    ) => {
+        $(#[$attribute])*
+        #[derive(Debug)]
+        pub(crate) enum $calls {
+            $($(#[$doc])* $call { $($operand: $operand_type,)* $($($argument: $argument_type,)*)? },)*
+        }
+
+        impl $calls {
+            pub(crate) fn name(&self) -> &'static str {
+                match self {
+                    $(Self::$call { .. } => $name,)*
+                }
+            }
+        }
+
+        impl $crate::kernels::call::Operands for $calls {
+            fn for_each_operand(&mut self, visit: &mut dyn FnMut($crate::kernels::call::OperandRef<'_>)) {
+                match self {
+                    $(Self::$call { $($operand,)* .. } => {
+                        $($operand.for_each_operand(visit);)*
+                    })*
+                }
+            }
+        }
+    };
+}
+use kernel_calls;
+
+/// Defines [`Call`] by its areas.
+macro_rules! areas {
+    ($($area:ident($calls:ident)),*) => {
+        /// A kernel and all that it works with.
+        #[derive(Debug)]
+        #[expect(clippy::large_enum_variant, reason = "a call is made and run in place: a box would be an allocation for each kernel")]
+        pub(crate) enum Call {
+            $($area($calls),)*
+        }
+
+        $(impl From<$calls> for Call {
+            fn from(call: $calls) -> Self {
+                Call::$area(call)
+            }
+        })*
+
+        impl Call {
+            /// The name of the kernel.
+            pub(crate) fn name(&self) -> &'static str {
+                match self {
+                    $(Call::$area(call) => call.name(),)*
+                }
+            }
+
+            /// What the call costs.
+            pub(crate) fn cost(&self) -> Cost {
+                match self {
+                    $(Call::$area(call) => call.cost(),)*
+                }
+            }
+        }
+
+        impl Operands for Call {
+            fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+                match self {
+                    $(Call::$area(call) => call.for_each_operand(visit),)*
+                }
+            }
+        }
+    };
+}
+
+areas! {
+    Attention(AttentionCall),
+    Block(BlockCall),
+    Elementwise(ElementwiseCall),
+    Expert(ExpertCall),
+    Function(FunctionCall),
+    Grouped(GroupedCall),
+    Layer(LayerCall),
+    Matmul(MatmulCall),
+    Optimizer(OptimizerCall),
+    Quantized(QuantizedCall),
+    Sum(SumCall)
+}
+
+/// The cost of so many operations for each element.
+pub(crate) fn each(shape: Shape, num_operations: usize) -> Cost {
+    Cost::others(&[num_operations, shape.num_elements()])
+}
+
+/// The same, and `out` written or added to.
+fn written(cost: Cost, out: &OperandMut, accumulate: bool) -> Cost {
+    if accumulate { cost.updates(out.num_bytes()) } else { cost.writes(out.num_bytes()) }
+}
+
+/// Bytes of an operand that may be absent.
+fn num_bytes(operand: &Option<Operand>) -> usize {
+    operand.as_ref().map_or(0, Operand::num_bytes)
+}

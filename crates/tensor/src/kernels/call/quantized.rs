@@ -1,0 +1,44 @@
+//! Rounding to integers and to 8-bit floats.
+
+use super::{each, kernel_calls};
+use crate::fp8::Fp8Scale;
+use crate::kernels::{IntegerFormat, Operand, OperandMut};
+use trireme_base::Cost;
+
+kernel_calls! {
+    /// Rounding to integers and to 8-bit floats.
+    QuantizedCall {
+        /// Writes the message of `x` as bytes.
+        "quantize" => Quantize { x: Operand, message: OperandMut; format: IntegerFormat }
+        /// Writes the values of a message.
+        "dequantize" => Dequantize { message: Operand, y: OperandMut; format: IntegerFormat }
+        /// Adds the values of a message.
+        "add_dequantized" => AddDequantized { message: Operand, y: OperandMut; format: IntegerFormat }
+        /// `y = fp8(x * s) / s`; takes the largest finite `|x|` into `amax`.
+        "quantize_fp8" => QuantizeFp8 { x: Operand, y: OperandMut, amax: Option<OperandMut>; scale: Fp8Scale }
+    }
+}
+
+/// Of a rounding to fp8: two products with the scale, limits, and the amax.
+const FP8_OPERATIONS: usize = 6;
+
+impl QuantizedCall {
+    pub(crate) fn cost(&self) -> Cost {
+        match self {
+            Self::Quantize { x, message, .. } => {
+                each(x.shape(), 4).reads(x.num_bytes()).writes(message.num_bytes())
+            }
+            Self::Dequantize { message, y, .. } => {
+                each(y.shape(), 2).reads(message.num_bytes()).writes(y.num_bytes())
+            }
+            Self::AddDequantized { message, y, .. } => {
+                each(y.shape(), 3).reads(message.num_bytes()).updates(y.num_bytes())
+            }
+            Self::QuantizeFp8 { x, y, scale, .. } => {
+                let cost = each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());
+                // A pass that only finds the amax comes first; what it writes is written over.
+                if scale.is_known() { cost } else { cost + cost }
+            }
+        }
+    }
+}

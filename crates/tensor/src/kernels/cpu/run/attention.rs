@@ -1,0 +1,103 @@
+use super::Cpu;
+use crate::kernels::call::AttentionCall;
+use crate::kernels::cpu::element::{Element, with_element};
+use crate::kernels::{AttentionInputs, AttentionOutput, CacheSpan, Operand, Results};
+
+impl Cpu {
+    fn inputs<T: Element>(&self, inputs: AttentionInputs<Operand>) -> AttentionInputs<&[T], &[u32]> {
+        inputs.map(|floats| floats.elements(self), |integers| integers.u32s(self))
+    }
+
+    fn output<T: Element>(&self, output: AttentionOutput<Operand>) -> (&[T], &[f32], &[T]) {
+        (output.y.elements(self), output.log_sums.f32s(self), output.dy.elements(self))
+    }
+
+    pub(super) fn run_attention(&self, call: AttentionCall) {
+        match call {
+            AttentionCall::Rotary { mut qkv, rotary, shape, inverse } => {
+                let rotary = rotary.map(|angles| angles.f32s(self));
+                with_element!(qkv.dtype() => |T| {
+                    self.rotary::<T>(qkv.elements(self), shape, rotary, inverse);
+                });
+            }
+            AttentionCall::LatentHeads { inputs, rotary, mut qkv, shape } => {
+                let rotary = (rotary.map(|angles| angles.f32s(self)), qkv.shape().dims()[1]);
+                with_element!(qkv.dtype() => |T| {
+                    let inputs = inputs.map(|input| input.elements(self));
+                    self.latent_heads::<T>(shape, inputs, rotary, qkv.elements(self));
+                });
+            }
+            AttentionCall::LatentHeadsBackward { grad, rotary, mut grads, shape } => {
+                let rotary = (rotary.map(|angles| angles.f32s(self)), grad.shape().dims()[1]);
+                with_element!(grad.dtype() => |T| {
+                    let grads = grads.each_mut().map(|grad| grad.elements(self));
+                    self.latent_heads_backward::<T>(shape, grad.elements(self), rotary, grads);
+                });
+            }
+            AttentionCall::Attention { inputs, mut y, mut log_sums, mut scratch, shape, scope } => {
+                let (log_sums, scratch) = (log_sums.f32s(self), scratch.f32s(self));
+                with_element!(inputs.queries.dtype() => |T| {
+                    let y = Results::Elements(y.elements(self));
+                    self.attention::<T>(self.inputs(inputs), (shape, scope), y, log_sums, scratch);
+                });
+            }
+            AttentionCall::AttentionBlock { inputs, mut y, mut log_sums, mut scratch, shape, scope } => {
+                let (log_sums, scratch) = (log_sums.f32s(self), scratch.f32s(self));
+                let y = y.f32s(self);
+                with_element!(inputs.queries.dtype() => |T| {
+                    let y = Results::Sums(y);
+                    self.attention::<T>(self.inputs(inputs), (shape, scope), y, log_sums, scratch);
+                });
+            }
+            AttentionCall::AttentionCached {
+                qkv,
+                mut keys,
+                mut values,
+                mut y,
+                mut log_sums,
+                mut scratch,
+                shape,
+                rule,
+                capacity,
+                len,
+            } => {
+                let mut cache = CacheSpan { keys: keys.f32s(self), values: values.f32s(self), capacity, len };
+                let (y, log_sums, scratch) = (y.f32s(self), log_sums.f32s(self), scratch.f32s(self));
+                self.attention_cached(qkv.f32s(self), (shape, rule), &mut cache, y, log_sums, scratch);
+            }
+            AttentionCall::AttentionBackward {
+                inputs,
+                output,
+                mut d_queries,
+                mut d_keys_values,
+                mut scratch,
+                shape,
+                scope,
+            } => {
+                let (of, scratch) = ((shape, scope), scratch.f32s(self));
+                with_element!(inputs.queries.dtype() => |T| {
+                    let d_keys_values =
+                        d_keys_values.as_mut().map(|grad| Results::Elements(grad.elements(self)));
+                    let grads = (Results::Elements(d_queries.elements(self)), d_keys_values);
+                    self.attention_backward::<T>(self.inputs(inputs), of, self.output(output), grads, scratch);
+                });
+            }
+            AttentionCall::AttentionBlockBackward {
+                inputs,
+                output,
+                mut d_queries,
+                mut d_keys_values,
+                mut scratch,
+                shape,
+                scope,
+            } => {
+                let (of, scratch) = ((shape, scope), scratch.f32s(self));
+                let grads = (d_queries.f32s(self), d_keys_values.f32s(self));
+                with_element!(inputs.queries.dtype() => |T| {
+                    let grads = (Results::Sums(grads.0), Some(Results::Sums(grads.1)));
+                    self.attention_backward::<T>(self.inputs(inputs), of, self.output(output), grads, scratch);
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,56 @@
+use super::Cpu;
+use crate::kernels::call::GroupedCall;
+use crate::kernels::cpu::matmul::{Matrix, Product};
+
+impl Cpu {
+    pub(super) fn run_grouped(&self, call: GroupedCall) {
+        match call {
+            GroupedCall::GroupedMatmul {
+                starts,
+                left,
+                right,
+                mut out,
+                mut scratch,
+                precision,
+                is_transposed,
+            } => {
+                let (rows, inner, cols) = (left.shape().rows(), left.shape().cols(), out.shape().cols());
+                let size = Product { rows, cols, inner };
+                let left = Matrix::row_major(left.floats(self), inner, false);
+                let row_len = if is_transposed { inner } else { cols };
+                let right = Matrix::row_major(right.floats(self), row_len, is_transposed);
+                let factors = (left, right, inner * cols);
+                let (out, scratch) = (out.floats(self), scratch.u32s(self));
+                self.grouped_matmul((precision, size), starts.u32s(self), factors, out, scratch);
+            }
+            GroupedCall::GroupedTransposedMatmul {
+                starts,
+                left,
+                right,
+                mut out,
+                mut scratch,
+                mut sums,
+                precision,
+                num_parts,
+                accumulate,
+            } => {
+                let (inner, rows, cols) = (left.shape().rows(), left.shape().cols(), right.shape().cols());
+                let size = Product { rows, cols, inner };
+                let left = Matrix::row_major(left.floats(self), rows, true);
+                let right = Matrix::row_major(right.floats(self), cols, false);
+                let (out, scratch) = ((out.f32s(self), accumulate), scratch.u32s(self));
+                let parts = (starts.u32s(self), num_parts, sums.f32s(self));
+                self.grouped_transposed_matmul((precision, size), parts, (left, right), out, scratch);
+            }
+            GroupedCall::GroupRows { groups, mut starts, mut order, mut places, limit } => {
+                let ids = (starts.u32s(self), order.u32s(self), places.u32s(self));
+                self.group_rows((groups.u32s(self), limit), ids);
+            }
+            GroupedCall::RowsOfNoGroup { starts, places, weights, mut out } => {
+                let places = (places.u32s(self), places.shape().cols());
+                let weights = self.optional_f32s(weights);
+                self.rows_of_no_group(starts.u32s(self), places, weights, out.f64s(self));
+            }
+        }
+    }
+}

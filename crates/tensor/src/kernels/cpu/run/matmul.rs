@@ -1,0 +1,31 @@
+use super::Cpu;
+use crate::kernels::Operand;
+use crate::kernels::call::MatmulCall;
+use crate::kernels::cpu::matmul::{Epilogue, Matrix, Product};
+
+impl Cpu {
+    pub(super) fn run_matmul(&self, call: MatmulCall) {
+        let MatmulCall::Matmul {
+            left,
+            right,
+            bias,
+            residual,
+            mut out,
+            mut scratch,
+            precision,
+            transposed,
+            accumulate,
+        } = call;
+        let inner = if transposed[0] { left.shape().rows() } else { left.shape().cols() };
+        let size = Product { rows: out.shape().rows(), cols: out.shape().cols(), inner };
+        let matrix = |factor: Operand, is_transposed| {
+            Matrix::row_major(factor.floats(self), factor.shape().cols(), is_transposed)
+        };
+        let factors = (matrix(left, transposed[0]), matrix(right, transposed[1]));
+        let epilogue = match accumulate {
+            true => Epilogue::Accumulate,
+            false => Epilogue::Add { bias: self.optional_f32s(bias), residual: self.optional_f32s(residual) },
+        };
+        self.matmul(precision, size, factors, out.floats(self), epilogue, scratch.u32s(self));
+    }
+}

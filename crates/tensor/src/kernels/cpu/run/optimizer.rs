@@ -1,0 +1,82 @@
+use super::Cpu;
+use crate::kernels::call::OptimizerCall;
+use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch};
+use crate::kernels::{Operand, StateSlice};
+
+impl Cpu {
+    fn factors(&self, [rows, cols, row_mean]: [Operand; 3]) -> Factors<'_> {
+        Factors { rows: rows.f32s(self), cols: cols.f32s(self), row_mean: row_mean.f64s(self) }
+    }
+
+    pub(super) fn run_optimizer(&self, call: OptimizerCall) {
+        match call {
+            OptimizerCall::Update {
+                mut parameters,
+                grads,
+                scales,
+                mut sums,
+                mut states,
+                pieces,
+                updates,
+                noise,
+            } => {
+                let states = states.each_mut().map(|state| match state {
+                    Some(state) => state.slice(self),
+                    None => StateSlice::Absent,
+                });
+                let sums = sums.as_mut().map(|sums| bytemuck::cast_slice_mut(sums.f64s(self)));
+                let scales = self.optional_f32s(scales).unwrap_or_default();
+                let (parameters, grads) = (parameters.f32s(self), grads.f32s(self));
+                self.update((&pieces, &updates, scales), parameters, grads, states, noise, sums);
+            }
+            OptimizerCall::LeafSums { sums, mut out, runs } => {
+                let of_pieces = bytemuck::cast_slice(sums.f64s(self));
+                for (index, sum) in out.f64s(self).iter_mut().enumerate() {
+                    *sum = runs[index % runs.len()].sum(of_pieces, index / runs.len());
+                }
+            }
+            OptimizerCall::StepScales { of_parameter, of_update, mut out, scales } => {
+                let sums = of_parameter.f64s(self).iter().zip(of_update.f64s(self));
+                for ((out, scale), (&parameter, &update)) in out.f32s(self).iter_mut().zip(&*scales).zip(sums)
+                {
+                    *out = scale.of(parameter, update);
+                }
+            }
+            OptimizerCall::FactoredSums { grads, mut sums, part, scale } => {
+                let num_rows = sums.shape().num_elements() - part.cols;
+                let (rows, cols) = sums.f64s(self).split_at_mut(num_rows);
+                self.row_squares(&part, grads.f32s(self), scale, rows);
+                self.column_squares(&part, grads.f32s(self), scale, cols);
+            }
+            OptimizerCall::FactoredMoments { sums, mut moments, num_terms, mixing } => {
+                self.factored_moments(sums.f64s(self), num_terms, mixing, moments.f32s(self));
+            }
+            OptimizerCall::FactoredSquares { moments, grads, mut sums, pieces, step } => {
+                let sums = bytemuck::cast_slice_mut(sums.f64s(self));
+                self.factored_squares(&pieces, step, self.factors(moments), grads.f32s(self), sums);
+            }
+            OptimizerCall::FactoredUpdate { moments, lr, mut parameters, grads, pieces, step } => {
+                let (step, factors) = ((step, lr.f32s(self)), self.factors(moments));
+                self.factored_update(&pieces, step, factors, parameters.f32s(self), grads.f32s(self));
+            }
+            OptimizerCall::Orthogonalize {
+                mut matrix,
+                mut gram,
+                mut polynomial,
+                mut product,
+                mut words,
+                num_steps,
+                precision,
+            } => {
+                let scratch = OrthogonalizeScratch {
+                    gram: gram.f32s(self),
+                    polynomial: polynomial.f32s(self),
+                    product: product.f32s(self),
+                    words: words.u32s(self),
+                };
+                let shape = [matrix.shape().rows(), matrix.shape().cols()];
+                self.orthogonalize((matrix.f32s(self), shape), num_steps, precision, scratch);
+            }
+        }
+    }
+}
