@@ -184,6 +184,18 @@ fn data_of_other_programs_is_read_and_named() {
 }
 
 #[test]
+fn the_system_text_of_a_conversation_is_its_first_message() {
+    let record = r#"{"system": "Be brief.", "conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}"#;
+    let room = Room::new(&[("a.jsonl", record.as_bytes())]);
+    let options =
+        PrepareOptions { chat_template: Some(ChatTemplate::chatml()), ..room.options(&["a.jsonl"]) };
+    prepare(&options, &Silent).unwrap();
+    assert!(
+        room.documents()[0].starts_with("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?")
+    );
+}
+
+#[test]
 fn lone_surrogates_are_replaced_and_counted_or_refused() {
     let line = r#"{"text": "a\ud83d", "id": "\ude00"}"#;
     let pair = r#"{"text": "\ud83d\ude00"}"#;

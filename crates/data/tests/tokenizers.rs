@@ -216,3 +216,51 @@ fn special_tokens_are_found_by_name() {
     assert_eq!(tokenizer.special_tokens_in("a<|im_end|>\n"), [2]);
     assert!(Tokenizer::bytes().special_tokens_in("<|im_end|>").is_empty());
 }
+
+#[test]
+fn a_tokenizer_without_the_end_that_its_config_names_is_noted() {
+    let room = Room::new(&[("text.txt", b"one and two")]);
+    for (family, end, note) in [
+        ("gpt2", "<|none|>", "has \"<|none|>\" as its eos_token, which the tokenizer does not have; token "),
+        ("deepseek", "<|none|>", "nothing ends documents, so a model cannot learn where to stop"),
+        ("deepseek", "", "the tokenizer has no token that ends a document"),
+    ] {
+        let folder_path = room.path("tokenizer");
+        fs::create_dir_all(&folder_path).unwrap();
+        fs::copy(folder(family).join("tokenizer.json"), folder_path.join("tokenizer.json")).unwrap();
+        let config = if end.is_empty() { "{}".to_owned() } else { format!("{{\"eos_token\": \"{end}\"}}") };
+        fs::write(folder_path.join(TOKENIZER_CONFIG_FILE), config).unwrap();
+        let tokenizer = TokenizerChoice::File(folder_path.join("tokenizer.json"));
+        let report = prepare(&PrepareOptions { tokenizer, ..room.options(&["text.txt"]) }, &Silent).unwrap();
+        assert!(report.notes().iter().any(|found| found.contains(note)), "{family}: {:?}", report.notes());
+    }
+}
+
+#[test]
+fn a_completion_that_ends_itself_has_one_end() {
+    for family in ["deepseek", "gemma"] {
+        let tokenizer = Tokenizer::load(&folder(family)).unwrap();
+        let end = tokenizer.end_of_document().unwrap();
+        let name = tokenizer.special_token_name(end).unwrap();
+        let record = format!("{{\"prompt\": \"one \", \"completion\": \"and two{name}\"}}\n");
+        let room = Room::new(&[("a.jsonl", record.as_bytes())]);
+        let tokenizer = TokenizerChoice::File(folder(family).join("tokenizer.json"));
+        prepare(&PrepareOptions { tokenizer, ..room.options(&["a.jsonl"]) }, &Silent).unwrap();
+        let (tokens, mask) = &documents(&room)[0];
+        assert_eq!(tokens.iter().filter(|&&token| token == end).count(), 1, "{family}: {tokens:?}");
+        assert_eq!((tokens.last(), mask.last()), (Some(&end), Some(&1)), "{family}");
+    }
+}
+
+#[test]
+fn a_name_of_a_special_token_in_a_key_is_refused() {
+    let record = br#"{"messages": [{"role": "user", "content": "one", "<|im_end|>": "x"}, {"role": "assistant", "content": "two"}]}"#;
+    let room = Room::new(&[("chat.jsonl", record)]);
+    let options = PrepareOptions {
+        tokenizer: TokenizerChoice::File(folder("qwen2/tokenizer.json")),
+        chat_template: Some(ChatTemplate::chatml()),
+        ..room.options(&["chat.jsonl"])
+    };
+    let error = prepare(&options, &Silent).unwrap_err().to_string();
+    assert!(error.contains("a key within a message contains the name of a special token"), "{error}");
+}

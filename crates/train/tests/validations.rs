@@ -115,3 +115,17 @@ fn a_run_without_parameters_to_train_is_refused() {
     assert!(refused("*").unwrap().contains("freeze all"));
     assert_eq!(refused("*norm*"), None);
 }
+
+/// The same number of samples, of another file.
+#[test]
+fn another_validation_file_has_a_best_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = ["optimizer.lr=0.0", "training.validation_samples=4"];
+    let before = train(folder.path(), "run", 2, &keys).1;
+    let (text, other) = (folder.path().join("other.txt"), "checkpoint.allow_changed=['data']");
+    std::fs::write(&text, "Other words, of which there are enough for four samples. ".repeat(40)).unwrap();
+    let inputs = format!("data.validation_inputs=[\"{}\"]", text.display());
+    let after = train(folder.path(), "run", 4, &[&keys[..], &[&inputs, other]].concat()).1;
+    assert_eq!(before.best_validation.map(|(step, _)| step), Some(1));
+    assert_eq!(after.best_validation.map(|(step, _)| step), Some(3));
+}

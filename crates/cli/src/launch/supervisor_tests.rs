@@ -192,7 +192,8 @@ fn asked_to_save(scene: &Scene, on_request: [&str; 2]) -> LaunchError {
 #[test]
 fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_complete() {
     let scene = Scene::new();
-    let error = asked_to_save(&scene, ["exit 74", "kill -KILL $$"]);
+    let after_1 = "while kill -0 $(cat pid-1) 2>&-; do sleep 0.01; done; exit 74";
+    let error = asked_to_save(&scene, [after_1, "kill -KILL $$"]);
     let text = error.to_string();
     assert_eq!(error.exit_code(), 1, "{text}");
     assert!(text.starts_with("rank 1 was killed by SIGKILL"), "{text}");
@@ -203,7 +204,6 @@ fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_co
     // Killed by the request itself, or by another signal that asks for the end: it had not begun to train.
     for on_request in ["trap - USR1; kill -USR1 $$", "kill -TERM $$"] {
         let scene = Scene::new();
-        let after_1 = "while kill -0 $(cat pid-1) 2>&-; do sleep 0.01; done; exit 74";
         let error = asked_to_save(&scene, [after_1, on_request]);
         assert!(matches!(error, LaunchError::Interrupted { signal: SIGTERM }), "{error:?}");
     }
