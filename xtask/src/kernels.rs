@@ -14,10 +14,10 @@ const LIST: &str = "docs/kernels.md";
 /// Methods that issue kernels.
 const DEVICE: &str = "crates/tensor/src/device";
 
-/// The names of calls.
+/// The definitions of calls, with the names of their kernels.
 const CALLS: &str = "crates/tensor/src/kernels/call";
 
-/// The CPU, as the backend that runs them.
+/// The code of the CPU backend that runs the calls.
 const RUN: &str = "crates/tensor/src/kernels/cpu/run";
 
 /// The suites that a backend must pass, of `crates/tensor/tests`.
@@ -153,7 +153,7 @@ fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
     Ok(page)
 }
 
-/// What is known of calls, by paths such as `BlockCall::Permute`.
+/// Kernel names, or source texts, by the path of the call, such as `BlockCall::Permute`.
 type Calls = BTreeMap<String, String>;
 
 /// The paths and names of the calls of an area: lines such as `"permute" => Permute {` after `BlockCall {`.
@@ -171,7 +171,7 @@ fn names(text: &str) -> Vec<(String, String)> {
     found
 }
 
-/// The paths of calls, and how each is run: the text up to the next one.
+/// The paths of calls, each with the source text that runs it: the text up to the next path.
 fn arms(text: &str) -> Vec<(String, String)> {
     let starts = text.match_indices("Call::").map(|(at, _)| {
         at - text[..at].chars().rev().take_while(|c| c.is_alphanumeric()).map(char::len_utf8).sum::<usize>()

@@ -116,7 +116,7 @@ fn a_run_without_parameters_to_train_is_refused() {
     assert_eq!(refused("*norm*"), None);
 }
 
-/// The same number of samples, of another file.
+/// The new file has as many samples as the held-out part of the old one.
 #[test]
 fn another_validation_file_has_a_best_of_its_own() {
     let folder = tempfile::tempdir().unwrap();

@@ -163,7 +163,8 @@ fn write_model(
     Ok(())
 }
 
-/// The weights, without those that an index names, no file has and no model needs, such as a tied output layer.
+/// Returns the weights to export. An index may name weights that the model does not need, such as a tied output layer; they are left out if no
+/// file contains them.
 fn exported_weights(source: &ModelSource, files: &[ExtraFile<'_>]) -> anyhow::Result<StoredTensors> {
     let weights = source.weights();
     let config = files.iter().find(|file| file.name == trireme_checkpoint::CONFIG_FILE);

@@ -157,8 +157,7 @@ impl ChatTemplate {
     ) -> Result<Self, DataError> {
         if source.len() > CHAT_TEMPLATE_BYTES_MAX {
             let bytes = source.len();
-            let reason = format!("it has {bytes} bytes, more than {CHAT_TEMPLATE_BYTES_MAX}");
-            return Err(DataError::ChatTemplate { path: path.to_owned(), source: reason.into() });
+            return Err(refused(path, format!("it has {bytes} bytes, more than {CHAT_TEMPLATE_BYTES_MAX}")));
         }
         Ok(ChatTemplate {
             source: source.to_owned(),
@@ -174,7 +173,7 @@ impl ChatTemplate {
     pub fn chatml() -> Self {
         let template = Self::new(CHATML, BTreeMap::new(), Path::new("chatml")).expect("it is short");
         let runner = Runner::here(&template.program()).expect("it is a valid template");
-        ChatTemplate { runner: Arc::new(Mutex::new(Some(runner))), ..template }
+        template.with_runner(runner)
     }
 
     /// Returns the template of a model, if it has one, from files that `read` returns by name: [`CHAT_TEMPLATE_FILE`], or within `tokenizer_config.json`.
@@ -208,10 +207,12 @@ impl ChatTemplate {
         file.take(CHAT_TEMPLATE_BYTES_MAX as u64 + 1).read_to_string(&mut source).map_err(read)?;
         let config = parse_json(tokenizer_config).unwrap_or_default();
         let template = ChatTemplate::new(&source, special_tokens_in(&config), path)?;
-        let refuse =
-            |reason: String| DataError::ChatTemplate { path: path.to_owned(), source: reason.into() };
-        let runner = Runner::start(&template.program()).map_err(refuse)?;
-        Ok(ChatTemplate { runner: Arc::new(Mutex::new(Some(runner))), ..template })
+        let runner = Runner::start(&template.program()).map_err(|reason| refused(path, reason))?;
+        Ok(template.with_runner(runner))
+    }
+
+    fn with_runner(self, runner: Runner) -> Self {
+        ChatTemplate { runner: Arc::new(Mutex::new(Some(runner))), ..self }
     }
 
     /// Makes the names of a tokenizer's special tokens text where they occur in messages.
@@ -330,6 +331,10 @@ impl ChatTemplate {
             now: now.try_into().unwrap_or(0),
         }
     }
+}
+
+fn refused(path: &Path, reason: String) -> DataError {
+    DataError::ChatTemplate { path: path.to_owned(), source: reason.into() }
 }
 
 /// The special tokens that a `tokenizer_config.json` names.

@@ -4,13 +4,14 @@
 //! It tests that boundary. What reads memory of the device without a transfer traps; what takes for granted that a kernel has
 //! run, or that a copy has ended, finds other bits for some seed of the order. New memory holds NaN.
 
-use crate::kernels::call::{Call, OperandRef, Operands};
+use crate::kernels::call::{Access, Call, Operands};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::{Operand, OperandMut};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use trireme_base::{Event, Latch, Random, RandomKey, spawn_thread};
@@ -80,21 +81,22 @@ type Clock = [u64; NUM_STREAMS];
 /// A copy that may still run.
 struct Copying {
     stream: Stream,
-    /// Its place among the jobs of its stream, from 1.
+    /// Position among the jobs of the stream, from 1.
     position: u64,
+    /// The memory of the device.
     operand: Operand,
     until: Event,
+    /// Set when the copy has run, which is before its event.
+    has_run: Arc<AtomicBool>,
 }
 
 struct State {
     streams: [VecDeque<Job>; NUM_STREAMS],
     copies: Vec<Copying>,
-    /// For each stream, the jobs that have run before those that are issued to it from now on: its own, and those that it waits for.
+    /// The vector clock of each stream: how many jobs of every stream run before the next job that is issued to this one.
     clocks: [Clock; NUM_STREAMS],
-    /// The clocks at the events of this device that are not done.
+    /// The pending events of this device, each with the clock of its stream when it was recorded.
     events: Vec<(Event, Clock)>,
-    /// The jobs of each stream that have run.
-    num_run: Clock,
     /// Jobs that may run although nobody waits.
     allowance: usize,
     /// Somebody waits: all runs that may.
@@ -122,7 +124,6 @@ impl Detached {
             copies: Vec::new(),
             clocks: Default::default(),
             events: Vec::new(),
-            num_run: Clock::default(),
             allowance: 0,
             is_demanded: false,
             is_closed: false,
@@ -161,29 +162,25 @@ impl Queue {
     /// Issues a kernel.
     ///
     /// # Panics
-    /// If a copy that the kernel's stream has not waited for may change what the kernel reads, or read what it changes.
-    pub(crate) fn run(&self, mut call: Call) {
-        self.check_races(&mut call);
+    /// If the kernel races with a copy: one of them writes memory that the other one works with, and the kernel does not wait for the copy.
+    pub(crate) fn run(&self, call: Call) {
+        self.check_races(&call);
         self.push(Stream::Compute, Job::Run(Box::new(call)));
     }
 
-    fn check_races(&self, call: &mut Call) {
-        // A test that leaves a wait out looks at what becomes of the bits.
-        if self.options.ignored_wait.is_some() {
+    fn check_races(&self, call: &Call) {
+        let (state, name) = (self.lock(), call.name());
+        // With an ignored wait, a test compares the bits that a race leaves. After a failure, no job runs.
+        if self.options.ignored_wait.is_some() || state.failure.is_some() {
             return;
         }
-        let (state, name) = (self.lock(), call.name());
-        call.for_each_operand(&mut |operand| {
-            let (operand, is_written) = match operand {
-                OperandRef::Read(operand) => (*operand, false),
-                OperandRef::Write(operand) => (operand.as_operand(), true),
-            };
+        call.for_each_operand(&mut |operand, access| {
             let races = |copy: &Copying| {
-                let stream = copy.stream as usize;
-                let is_before = state.clocks[Stream::Compute as usize][stream] >= copy.position;
-                let conflicts = is_written || copy.stream == Stream::FromHost;
-                let has_run = state.num_run[stream] >= copy.position;
-                conflicts && !is_before && !has_run && copy.operand.overlaps(&operand)
+                let is_awaited =
+                    state.clocks[Stream::Compute as usize][copy.stream as usize] >= copy.position;
+                let conflicts = access == Access::Write || copy.stream == Stream::FromHost;
+                let has_run = copy.has_run.load(Ordering::Acquire);
+                conflicts && !is_awaited && !has_run && copy.operand.overlaps(operand)
             };
             assert!(
                 !state.copies.iter().any(races),
@@ -192,10 +189,9 @@ impl Queue {
         });
     }
 
-    /// Issues a copy, and returns its place among the jobs of its stream.
+    /// Issues a copy, and returns its position among the jobs of the stream.
     pub(crate) fn copy(&self, stream: Stream, copy: impl FnOnce(&Cpu) + Send + 'static) -> u64 {
-        self.push(stream, Job::Copy(Box::new(copy)));
-        self.lock().clocks[stream as usize][stream as usize]
+        self.push(stream, Job::Copy(Box::new(copy)))[stream as usize]
     }
 
     /// An event that is done when all that was issued to a stream so far has run.
@@ -211,9 +207,8 @@ impl Queue {
             }
         });
         let event = latch.event();
-        self.push(stream, Job::Complete(latch));
+        let clock = self.push(stream, Job::Complete(latch));
         let mut state = self.lock();
-        let clock = state.clocks[stream as usize];
         state.events.retain(|(event, _)| !event.is_done());
         state.events.push((event.clone(), clock));
         drop(state);
@@ -251,11 +246,16 @@ impl Queue {
         self.lock().sites.clone()
     }
 
-    /// The copy at `position` of a stream works with this memory until the event is done.
-    pub(crate) fn keep_until(&self, (stream, position): (Stream, u64), operand: Operand, until: &Event) {
+    /// Notes that the copy at `position` of a stream works with `operand` until it sets `has_run`, and its event is done.
+    pub(crate) fn keep_until(
+        &self,
+        (stream, position): (Stream, u64),
+        operand: Operand,
+        (has_run, until): (Arc<AtomicBool>, &Event),
+    ) {
         let mut state = self.lock();
         state.copies.retain(|copy| !copy.until.is_done());
-        state.copies.push(Copying { stream, position, operand, until: until.clone() });
+        state.copies.push(Copying { stream, position, operand, until: until.clone(), has_run });
     }
 
     /// Orders memory that kernels get from now on after copies that still work with it, and fills it with NaN.
@@ -270,21 +270,24 @@ impl Queue {
         self.copy(Stream::Compute, move |cpu| memory.bytes(cpu).fill(u8::MAX));
     }
 
-    fn push(&self, stream: Stream, job: Job) {
+    /// Returns the clock of the stream after the job.
+    fn push(&self, stream: Stream, job: Job) -> Clock {
         let mut state = self.lock();
         if let Some(cause) = &state.failure {
-            let cause = cause.clone();
+            let (cause, clock) = (cause.clone(), state.clocks[stream as usize]);
             drop(state);
             job.fail(cause);
-            return;
+            return clock;
         }
         state.streams[stream as usize].push_back(job);
         state.clocks[stream as usize][stream as usize] += 1;
+        let clock = state.clocks[stream as usize];
         if state.random.below(8) < u64::from(state.eagerness) {
             state.allowance += 1;
         }
         drop(state);
         self.changed.notify_all();
+        clock
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -293,7 +296,7 @@ impl Queue {
 
     /// Runs jobs until the device is closed and no more can run.
     fn serve(&self, cpu: &Cpu) {
-        while let Some((stream, job)) = self.next() {
+        while let Some(job) = self.next() {
             let run: Copy = match job {
                 Job::Run(call) => Box::new(move |cpu| cpu.run(*call)),
                 Job::Copy(copy) => copy,
@@ -301,23 +304,25 @@ impl Queue {
                     if let Some(cause) = event.failure() {
                         self.fail(cause);
                     }
-                    Box::new(|_| ())
+                    continue;
                 }
-                Job::Complete(latch) => Box::new(move |_| latch.complete(Ok(()))),
+                Job::Complete(latch) => {
+                    latch.complete(Ok(()));
+                    continue;
+                }
             };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(cpu))) {
                 self.fail(message(&*panic));
             }
-            self.lock().num_run[stream] += 1;
         }
         self.fail("the device was closed".to_owned());
     }
 
-    fn next(&self) -> Option<(usize, Job)> {
+    fn next(&self) -> Option<Job> {
         let (mut state, mut has_demanded) = (self.lock(), false);
         loop {
             if let Some(stream) = state.choose() {
-                return state.streams[stream].pop_front().map(|job| (stream, job));
+                return state.streams[stream].pop_front();
             }
             let is_empty = state.streams.iter().all(VecDeque::is_empty);
             if is_empty {
@@ -359,12 +364,12 @@ impl Job {
 }
 
 impl State {
-    /// What is issued to a stream from now on runs after an event, and so after all that the event is after. An event of another device or of a
-    /// group of ranks may be after anything that was issued here.
+    /// Orders the jobs that are issued to a stream from now on after an event, and after every job that precedes the event. An event that is not
+    /// known here may follow any job that was issued: the events of groups of ranks do, and are done early if an exchange fails.
     fn await_event(&mut self, stream: Stream, event: &Event) {
-        let of_event = self.events.iter().find(|(known, _)| known.is_same(event));
-        let of_event = of_event
-            .map_or_else(|| std::array::from_fn(|stream| self.clocks[stream][stream]), |(_, clock)| *clock);
+        let of_event = self.events.iter().find(|(known, _)| known.is_same(event)).map(|(_, clock)| *clock);
+        let all_issued = || std::array::from_fn(|stream| self.clocks[stream][stream]);
+        let of_event = of_event.unwrap_or_else(all_issued);
         let own = &mut self.clocks[stream as usize];
         own.iter_mut().zip(of_event).for_each(|(own, of_event)| *own = (*own).max(of_event));
     }

@@ -7,6 +7,7 @@ use crate::kernels::cpu::arena::Block;
 use crate::kernels::{Operand, OperandMut};
 use crate::tensor::{View, ViewMut};
 use bytemuck::{Pod, Zeroable};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{Category, Cost, DType, Event, HostMemory, Pending};
 
@@ -134,14 +135,17 @@ impl Device {
         queue.wait(stream, &host.event());
         let returned = Arc::new(Mutex::new(None));
         let lent = std::mem::replace(host, Pending::until(Event::DONE, Arc::clone(&returned)));
-        let copied = Arc::clone(&returned);
+        let has_run = Arc::new(AtomicBool::new(false));
+        let (copied, ended) = (Arc::clone(&returned), Arc::clone(&has_run));
         let position = queue.copy(stream, move |cpu| {
             let mut memory = lent.try_take().unwrap_or_else(|_| panic!("a copy runs after the one before"));
             copy(cpu, &mut memory);
+            // The host may take the memory back before the event.
+            ended.store(true, Ordering::Release);
             *copied.lock().unwrap_or_else(PoisonError::into_inner) = Some(memory);
         });
         let event = queue.record(stream);
-        queue.keep_until((stream, position), operand, &event);
+        queue.keep_until((stream, position), operand, (has_run, &event));
         *host = Pending::until(event, returned);
     }
 

@@ -22,7 +22,7 @@ pub(crate) struct Operand {
     is_detached: bool,
 }
 
-/// As [`Operand`], to write.
+/// A row-major array for a kernel to write: a [`ViewMut`](crate::ViewMut) without its borrow.
 #[derive(Debug)]
 pub(crate) struct OperandMut(Operand);
 
@@ -158,7 +158,7 @@ impl Operand {
 }
 
 impl OperandMut {
-    /// An array that nobody else works with.
+    /// An array that no other operand overlaps.
     pub(crate) fn new(operand: Operand) -> Self {
         OperandMut(operand)
     }
@@ -178,7 +178,7 @@ impl OperandMut {
         self.0.shape
     }
 
-    /// The same array for a shorter time.
+    /// The same array for the time of a borrow.
     pub(crate) fn reborrow(&mut self) -> OperandMut {
         OperandMut(self.0)
     }

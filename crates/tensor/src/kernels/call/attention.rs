@@ -1,6 +1,6 @@
 //! Attention and rotary positions.
 
-use super::{OperandRef, Operands, kernel_calls, num_bytes};
+use super::{Access, Operands, kernel_calls, num_bytes};
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, LatentHeadShape,
     Operand, OperandMut, Rotary,
@@ -95,18 +95,18 @@ impl AttentionCall {
     }
 }
 
-/// Rotation of the parts of all heads; without what is read and written.
+/// The operations that rotate the parts of all heads, without memory traffic.
 fn latent_cost(shape: LatentHeadShape, qkv: Shape) -> Cost {
     Cost::others(&[3, qkv.rows(), (shape.num_heads + 1) * shape.rotary_dim])
 }
 
-/// Two products of queries with the keys that they see, and the softmax between them; without what is read and written.
+/// The operations of the two products and of the softmax between them, without memory traffic.
 fn forward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
     Cost::products(&[2, shape.batch, shape.query_cols() + shape.output_cols(), num_pairs])
         + Cost::others(&[Cost::EXP + 4, shape.batch, shape.num_heads, num_pairs])
 }
 
-/// Five products: the scores once more, and the gradients of weights, values, queries and keys; without what is read and written.
+/// The operations of five products (the recomputed scores, and the gradients of weights, values, queries and keys), without memory traffic.
 fn backward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
     Cost::products(&[2, shape.batch, 3 * shape.query_cols() + 2 * shape.output_cols(), num_pairs]).repeats(&[
         2,
@@ -130,7 +130,7 @@ impl AttentionOutput<Operand> {
 }
 
 impl Operands for AttentionInputs<Operand> {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
         self.queries.for_each_operand(visit);
         self.keys_values.for_each_operand(visit);
         self.num_keys.for_each_operand(visit);
@@ -139,7 +139,7 @@ impl Operands for AttentionInputs<Operand> {
 }
 
 impl Operands for AttentionOutput<Operand> {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
         self.y.for_each_operand(visit);
         self.log_sums.for_each_operand(visit);
         self.dy.for_each_operand(visit);
@@ -147,7 +147,7 @@ impl Operands for AttentionOutput<Operand> {
 }
 
 impl Operands for Rotary<Operand> {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
         self.cos.for_each_operand(visit);
         self.sin.for_each_operand(visit);
     }

@@ -9,7 +9,7 @@ kernel_calls! {
     BlockCall {
         /// Copies `num_blocks` blocks of `len` elements from `x` to `y`.
         "copy_blocks" => CopyBlocks { x: Operand, y: OperandMut; from: Blocks, to: Blocks, num_blocks: usize, len: usize }
-        /// Reads `x` in another order of its dims: `strides` are those of `x`, of the `dims` of `y`.
+        /// Permutes the dims of `x`: `strides` are the strides in `x` of the `dims` of `y`.
         "permute" => Permute { x: Operand, y: OperandMut; strides: [usize; 4], dims: [usize; 4] }
         /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `dims`, `[outer, dim, inner]`.
         "sum_dim" => SumDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
@@ -19,7 +19,7 @@ kernel_calls! {
         "gather_rows" => GatherRows { x: Operand, ids: Operand, y: OperandMut }
         /// Softmax of each row.
         "softmax" => Softmax { x: Operand, y: OperandMut }
-        /// `dy`, the gradient of the softmax `y`, becomes that of its input.
+        /// Replaces `dy`, the gradient of the output `y` of a softmax, by the gradient of its input.
         "softmax_backward" => SoftmaxBackward { y: Operand, dy: OperandMut }
     }
 }

@@ -31,7 +31,7 @@ kernel_calls! {
     }
 }
 
-/// Of an activation's derivative beside the activation, and of the products with it.
+/// Operations of the derivative of an activation and its products, in addition to the operations of the activation.
 const DERIVATIVE_OPERATIONS: usize = 8;
 
 impl ElementwiseCall {

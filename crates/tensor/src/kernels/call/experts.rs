@@ -1,21 +1,21 @@
-//! What brings tokens to experts and back.
+//! Routing of tokens to experts: choosing experts, dispatching rows and combining their results.
 
 use super::{each, kernel_calls, num_bytes};
 use crate::kernels::{Operand, OperandMut, RoutingRule};
 use trireme_base::Cost;
 
 kernel_calls! {
-    /// What brings tokens to experts and back.
+    /// Kernels that route tokens to experts.
     ExpertCall {
         /// The experts that are chosen for each row.
         "top_k" => TopK {
             x: Operand, bias: Option<Operand>, row_weights: Option<Operand>, values: OperandMut, ids: OperandMut; rule: RoutingRule
         }
-        /// The gradient of the rows, from that of the values.
+        /// Computes the gradient of the scores `x` from `dy`, the gradient of the chosen values.
         "top_k_backward" => TopKBackward { x: Operand, ids: Operand, dy: Operand, dx: OperandMut; rule: RoutingRule }
         /// Counts how often each expert occurs.
         "expert_loads" => ExpertLoads { ids: Operand, out: OperandMut }
-        /// The counts, less those of even loads.
+        /// Computes how far the load of each expert exceeds an even load.
         "excess_loads" => ExcessLoads { ids: Operand, out: OperandMut; accumulate: bool }
         /// The rows of tokens, for each of their choices.
         "spread_rows" => SpreadRows { x: Operand, order: Operand, weights: Option<Operand>, y: OperandMut; num_choices: usize }

@@ -1,6 +1,6 @@
 //! Kernels that are functions of this program.
 
-use super::{OperandRef, Operands};
+use super::{Access, Operands};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::{Operand, OperandMut};
 use std::fmt;
@@ -30,7 +30,7 @@ impl FunctionCall {
 }
 
 impl Operands for FunctionCall {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
         self.inputs.for_each_operand(visit);
         self.output.for_each_operand(visit);
     }

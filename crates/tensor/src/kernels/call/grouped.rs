@@ -6,7 +6,7 @@ use crate::precision::Precision;
 use trireme_base::Cost;
 
 kernel_calls! {
-    /// Products of groups of rows, and what orders rows by group.
+    /// Products of groups of rows, and the ordering of rows by group.
     GroupedCall {
         /// For each group its rows of `left`, times its block of `right`.
         "grouped_matmul" => GroupedMatmul {

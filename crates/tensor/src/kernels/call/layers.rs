@@ -1,6 +1,6 @@
 //! Normalisations, embeddings and cross-entropies.
 
-use super::{OperandRef, Operands, each, kernel_calls, written};
+use super::{Access, Operands, each, kernel_calls, written};
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::embedding::Bags;
 use crate::kernels::cpu::norm::NormKind;
@@ -9,8 +9,8 @@ use crate::precision::Precision;
 use trireme_base::{Cost, DType, Positions};
 
 kernel_calls! {
-    /// Normalisations, embeddings and cross-entropies. Gradients of inputs and weights are written, or added if the call accumulates;
-    /// those of tables are added.
+    /// Normalisations, embeddings and cross-entropies. Gradients of inputs and weights are written, or added if the call accumulates.
+    /// Gradients of embedding tables are always added.
     LayerCall {
         /// Normalises each row of `x`.
         "norm" => Norm { x: Operand, weight: Operand, bias: Option<Operand>, y: OperandMut, statistics: OperandMut; kind: NormKind }
@@ -48,13 +48,13 @@ kernel_calls! {
     }
 }
 
-/// Of a normalisation for each element: two sums, a difference, a product with the weight, and a bias.
+/// Operations of a normalisation for each element: two sums, a difference, a product with the weight, and a bias.
 const NORM_OPERATIONS: usize = 8;
 
-/// Of its gradient for each element: the normalised value, two sums, and what they come to.
+/// Operations of the input gradient of a normalisation for each element: the normalised value, two sums, and their combination.
 const NORM_INPUT_GRADIENT_OPERATIONS: usize = 14;
 
-/// Of the gradient of its weight for each element: the normalised value, a product and a sum.
+/// Operations of the weight gradient of a normalisation for each element: the normalised value, a product and a sum.
 const NORM_WEIGHT_GRADIENT_OPERATIONS: usize = 4;
 
 impl LayerCall {
@@ -111,7 +111,7 @@ impl LayerCall {
 }
 
 impl Operands for Bags<Operand> {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
         self.ids.for_each_operand(visit);
         self.lens.for_each_operand(visit);
     }

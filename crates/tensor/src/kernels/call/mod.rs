@@ -1,7 +1,7 @@
-//! Kernel calls as values: which kernel, the arrays that it reads and writes, and its other arguments.
+//! Kernel calls as values: a kernel, its operands, and its other arguments.
 //!
-//! [`Device`](crate::Device) makes calls of views, after it has checked their shapes; a backend runs them. What a call is named, costs and
-//! works on is derived from the call alone, so that nobody describes a kernel a second time. Each file has the calls of an area.
+//! [`Device`](crate::Device) checks the shapes of views and builds a call from them; a backend runs it. The name, the cost and the operands are
+//! derived from the call, so each kernel is described once. A file holds the calls of one area.
 
 mod attention;
 mod blocks;
@@ -31,48 +31,47 @@ use super::{Operand, OperandMut};
 use crate::shape::Shape;
 use trireme_base::Cost;
 
-/// An operand of a call.
-#[derive(Debug)]
-pub(crate) enum OperandRef<'a> {
-    /// It is read.
-    Read(&'a mut Operand),
-    /// It is written, and perhaps read as well.
-    Write(&'a mut OperandMut),
+/// How a kernel uses an operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Access {
+    Read,
+    /// The kernel may read it as well.
+    Write,
 }
 
-/// Something that has operands.
+/// A call, or a part of one that has operands.
 pub(crate) trait Operands {
-    /// Shows all operands, in an order that depends on the kind of call alone.
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>));
+    /// Calls `visit` with every operand.
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access));
 }
 
 impl Operands for Operand {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
-        visit(OperandRef::Read(self));
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
+        visit(self, Access::Read);
     }
 }
 
 impl Operands for OperandMut {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
-        visit(OperandRef::Write(self));
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
+        visit(&self.as_operand(), Access::Write);
     }
 }
 
 impl<T: Operands> Operands for Option<T> {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
-        self.iter_mut().for_each(|operands| operands.for_each_operand(visit));
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
+        self.iter().for_each(|operands| operands.for_each_operand(visit));
     }
 }
 
 impl<T: Operands> Operands for Vec<T> {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
-        self.iter_mut().for_each(|operands| operands.for_each_operand(visit));
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
+        self.iter().for_each(|operands| operands.for_each_operand(visit));
     }
 }
 
 impl<T: Operands, const N: usize> Operands for [T; N] {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
-        self.iter_mut().for_each(|operands| operands.for_each_operand(visit));
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
+        self.iter().for_each(|operands| operands.for_each_operand(visit));
     }
 }
 
@@ -104,7 +103,10 @@ macro_rules! kernel_calls {
         }
 
         impl $crate::kernels::call::Operands for $calls {
-            fn for_each_operand(&mut self, visit: &mut dyn FnMut($crate::kernels::call::OperandRef<'_>)) {
+            fn for_each_operand(
+                &self,
+                visit: &mut dyn FnMut(&$crate::kernels::Operand, $crate::kernels::call::Access),
+            ) {
                 match self {
                     $(Self::$call { $($operand,)* .. } => {
                         $($operand.for_each_operand(visit);)*
@@ -140,7 +142,7 @@ macro_rules! areas {
                 }
             }
 
-            /// What the call costs.
+            /// The operations and the memory traffic of the call.
             pub(crate) fn cost(&self) -> Cost {
                 match self {
                     $(Call::$area(call) => call.cost(),)*
@@ -149,7 +151,7 @@ macro_rules! areas {
         }
 
         impl Operands for Call {
-            fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+            fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
                 match self {
                     $(Call::$area(call) => call.for_each_operand(visit),)*
                 }
@@ -172,17 +174,17 @@ areas! {
     Sum(SumCall)
 }
 
-/// The cost of so many operations for each element.
+/// The cost of `num_operations` operations for each element.
 pub(crate) fn each(shape: Shape, num_operations: usize) -> Cost {
     Cost::others(&[num_operations, shape.num_elements()])
 }
 
-/// The same, and `out` written or added to.
+/// Adds the cost of writing `out`, or of adding to it.
 fn written(cost: Cost, out: &OperandMut, accumulate: bool) -> Cost {
     if accumulate { cost.updates(out.num_bytes()) } else { cost.writes(out.num_bytes()) }
 }
 
-/// Bytes of an operand that may be absent.
+/// The size of an operand in bytes; 0 if it is absent.
 fn num_bytes(operand: &Option<Operand>) -> usize {
     operand.as_ref().map_or(0, Operand::num_bytes)
 }

@@ -1,6 +1,7 @@
 //! Updates of optimizers.
 
-use super::{OperandRef, Operands, kernel_calls};
+use super::{Operands, kernel_calls};
+use crate::kernels::call;
 use crate::kernels::{
     Access, FactoredPart, FactoredStep, LeafRun, Operand, OperandMut, Piece, Pieces, StateDType, StepScale,
     Update,
@@ -35,7 +36,7 @@ kernel_calls! {
         "factored_update" => FactoredUpdate {
             moments: [Operand; 3], lr: Operand, parameters: OperandMut, grads: Operand; pieces: Arc<Pieces>, step: FactoredStep
         }
-        /// Makes the singular values of a matrix about 1. What lies between its products is its own.
+        /// Makes the singular values of a matrix about 1. The intermediate products are part of the call.
         "orthogonalize" => Orthogonalize {
             matrix: OperandMut, gram: OperandMut, polynomial: OperandMut, product: OperandMut, words: OperandMut;
             num_steps: usize, precision: Precision
@@ -80,7 +81,7 @@ impl OptimizerCall {
 }
 
 impl Operands for StateOperands {
-    fn for_each_operand(&mut self, visit: &mut dyn FnMut(OperandRef<'_>)) {
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, call::Access)) {
         self.values.for_each_operand(visit);
         self.steps.for_each_operand(visit);
     }

@@ -19,7 +19,7 @@ kernel_calls! {
     }
 }
 
-/// Of a rounding to fp8: two products with the scale, limits, and the amax.
+/// Operations of a rounding to fp8 for each element: two products with the scale, limits, and the amax.
 const FP8_OPERATIONS: usize = 6;
 
 impl QuantizedCall {
@@ -36,7 +36,7 @@ impl QuantizedCall {
             }
             Self::QuantizeFp8 { x, y, scale, .. } => {
                 let cost = each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());
-                // A pass that only finds the amax comes first; what it writes is written over.
+                // An unknown scale takes a first pass that finds the amax, and whose output is overwritten.
                 if scale.is_known() { cost } else { cost + cost }
             }
         }

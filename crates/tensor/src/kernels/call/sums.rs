@@ -15,7 +15,7 @@ kernel_calls! {
         "sum_elements" => SumElements { x: Operand, out: OperandMut; divisor: f64 }
         /// Weighted sum of the losses of rows, by their statistics.
         "sum_losses" => SumLosses { statistics: Operand, weights: Option<Operand>, out: OperandMut }
-        /// For each row of scores, 1 if that of its class is the first of the largest ones, else 0.
+        /// Writes 1 for each row whose class has the first of the largest scores, else 0.
         "hits" => Hits { scores: Operand, classes: Operand, hits: OperandMut }
         /// `out = weight * term`, or `out += (weight * term) * ratio`.
         "add_term" => AddTerm { term: Operand, out: OperandMut; weight: f64, ratio: Option<f64> }

@@ -26,7 +26,7 @@ impl<V> Bags<V> {
         Bags { ids, bag_len: 1, lens: None, takes_mean: false, part: None }
     }
 
-    /// The same for the part of a table that a rank of the tensor axis has.
+    /// Restricts the ids to the part of a table that a rank of the tensor axis stores.
     ///
     /// # Panics
     /// If the table is not cut by its rows.
@@ -35,7 +35,7 @@ impl<V> Bags<V> {
         Bags { part: part.map(|part| (part.start, part.len)), ..self }
     }
 
-    /// The same in other arrays.
+    /// Replaces each array by the result of a function of it.
     pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> Bags<U> {
         let Bags { bag_len, takes_mean, part, .. } = self;
         Bags { ids: array(self.ids), lens: self.lens.map(array), bag_len, takes_mean, part }

@@ -36,7 +36,7 @@ use simd::CpuFeatures;
 use std::sync::Arc;
 use threads::ThreadPool;
 
-/// What every kernel needs to run: threads and the SIMD level. Who has it may turn [operands](crate::kernels::Operand) into slices.
+/// The processor that kernels run on: threads and the SIMD level. It is needed to turn [operands](crate::kernels::Operand) into slices.
 #[derive(Debug)]
 pub(crate) struct Cpu {
     pub(crate) threads: ThreadPool,

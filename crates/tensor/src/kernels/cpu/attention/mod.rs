@@ -114,7 +114,7 @@ impl<F, I> AttentionInputs<F, I> {
         AttentionInputs { queries: rows, keys_values: None, num_keys: None, document_starts: None }
     }
 
-    /// The same in other arrays.
+    /// Replaces each array by the result of a function of it.
     pub(crate) fn map<G, J>(
         self,
         floats: impl Fn(F) -> G,
@@ -138,7 +138,7 @@ pub(crate) struct AttentionOutput<V> {
 }
 
 impl<V> AttentionOutput<V> {
-    /// The same in other arrays.
+    /// Replaces each array by the result of a function of it.
     pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> AttentionOutput<U> {
         AttentionOutput { y: array(self.y), log_sums: array(self.log_sums), dy: array(self.dy) }
     }
@@ -269,7 +269,7 @@ pub(crate) struct Rotary<V> {
 }
 
 impl<V> Rotary<V> {
-    /// The same in other arrays.
+    /// Replaces each array by the result of a function of it.
     pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> Rotary<U> {
         Rotary { cos: array(self.cos), sin: array(self.sin), positions: self.positions }
     }
