@@ -154,18 +154,18 @@ impl Console {
     /// A console for one rank, which logs to `log_folder/rank-N.log`.
     pub(crate) fn new(rank: Rank, config: &Metrics, log_folder: &Path) -> anyhow::Result<Self> {
         let is_output_log = rank != Rank::ROOT && launch::is_under_launcher();
+        let path = log_folder.join(format!("rank-{rank}.log"));
         let open = || {
             std::fs::create_dir_all(log_folder)?;
-            let log = log_folder.join(format!("rank-{rank}.log"));
-            open_regular_with(&log, OpenOptions::new().create(true).append(true))
+            open_regular_with(&path, OpenOptions::new().create(true).append(true))
         };
         let log = match (!is_output_log).then(open).transpose() {
             Err(source) if rank == Rank::ROOT => {
-                return Err(TrainError::RunFolder { path: log_folder.to_owned(), source }.into());
+                return Err(TrainError::RunFolder { path, source }.into());
             }
             // Others have nothing else to write there.
             Err(error) => {
-                remark(&format!("warning: there is no log in {}: {error}", log_folder.display()));
+                remark(&format!("warning: there is no log {}: {error}", path.display()));
                 None
             }
             Ok(log) => log,

@@ -248,7 +248,8 @@ fn matrices_decay_and_vectors_only_if_asked() {
 /// An update by a state that began late equals the update of a run that begins there.
 #[test]
 fn a_state_that_begins_late_counts_its_own_updates() {
-    const START: u64 = 1000;
+    // So late that a relative step by the run's count would be shorter than the learning rate.
+    const START: u64 = 1_000_000;
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
     for kind in KINDS {

@@ -169,10 +169,11 @@ fn a_step_that_overflows_leaves_all_as_it_was() {
     let default =
         |codec| Compression::new(&CompressionOptions { codec, ..CompressionOptions::default() }).unwrap();
     for compression in [one_bit()].into_iter().chain(CodecName::ALL.map(default)) {
-        for before_overflow in [1, 5] {
+        // The last is a step that exchanges gradients after one that exchanged momentum.
+        for (schedule, before_overflow) in [(WARM_UP, 1), (WARM_UP, 5), (DOUBLING, 4)] {
             let run = |overflows: bool| {
                 run_ranks(2, |group| {
-                    let mut executor = executor(group, WARM_UP, compression, dynamic(4));
+                    let mut executor = executor(group, schedule, compression, dynamic(4));
                     for number in 1..=before_overflow {
                         step(&mut executor, number);
                     }
@@ -196,7 +197,7 @@ fn a_step_that_overflows_leaves_all_as_it_was() {
                     (parameter_bits(&executor), moments(&executor), kept(&executor))
                 })
             };
-            assert!(run(true) == run(false), "{compression}, after {before_overflow} steps");
+            assert!(run(true) == run(false), "{compression}, {schedule:?}, after {before_overflow} steps");
         }
     }
 }

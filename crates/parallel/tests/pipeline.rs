@@ -3,7 +3,9 @@
 mod common;
 
 use common::{Layout, OPTIONS, Pipeline, SHAPE, STEPS, batches, laid_out};
-use std::time::Instant;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+use trireme_comm::{Diagnosis, FlightRecorder, OperationState};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::pipeline::Kind;
@@ -179,4 +181,54 @@ fn each_action_of_a_step_has_its_time() {
             assert!(times.windows(2).all(|pair| pair[0].end == pair[1].issued));
         }
     });
+}
+
+/// The first layers wait for the other rank's part of them within a pass, which is not work.
+#[test]
+fn what_a_pass_waits_for_is_before_its_work() {
+    const LATE: Duration = Duration::from_millis(50);
+    let recorder = OnceLock::new();
+    run_ranks(2, |group| {
+        let mut executor = laid_out(&model(false), group, 1, 1, &Layout { tensor: 2, ..Layout::default() });
+        let is_late = executor.group().rank().0 == 1;
+        if is_late {
+            let waits_for_this = || {
+                let report = recorder.get().map(FlightRecorder::report)?;
+                let operation = report.place().operation?;
+                Some(operation.state == OperationState::Running && operation.line.starts_with("step 1"))
+            };
+            while waits_for_this() != Some(true) {
+                std::thread::yield_now();
+            }
+            std::thread::sleep(LATE);
+        } else {
+            recorder.get_or_init(|| executor.ranks().world().flight_recorder().clone());
+        }
+        let batches = batches(&executor, 1, 1);
+        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
+        executor.run(plan, &mut batches.into_iter()).unwrap();
+        let first = executor.timeline()[0];
+        assert!(is_late || first.start - first.issued >= LATE, "{first:?}");
+    });
+}
+
+/// The ranks of a pipeline run different programs, which is no reason for a report of what went wrong.
+#[test]
+fn a_report_finds_no_difference_between_the_programs_of_a_pipeline() {
+    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
+    let layout = Layout { pipeline, ..Layout::default() };
+    let reports = run_ranks(2, |group| {
+        let mut executor = laid_out(&model(false), group, 1, 2, &layout);
+        let batches = batches(&executor, 2, 1);
+        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
+        executor.run(plan, &mut batches.into_iter()).unwrap();
+        executor.ranks().world().flight_recorder().report()
+    });
+    let lines = |rank: usize| {
+        let operations = reports[rank].groups.iter().flat_map(|group| &group.operations);
+        operations.map(|operation| operation.line.clone()).collect::<Vec<_>>()
+    };
+    assert_ne!(lines(0), lines(1), "both have issued collectives within their programs");
+    assert!(lines(1).iter().any(|line| line.starts_with("step 1, pipeline rank 1, ")), "{:?}", lines(1));
+    assert_eq!(Diagnosis::of(&reports).disagreement, None);
 }

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Layout, OPTIONS, batches, laid_out};
 use trireme_model::ModelConfig;
-use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan, ValidationBatches};
 use trireme_schedule::{ClassLayout, Share, StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::run_ranks;
@@ -98,4 +98,21 @@ fn stages_send_the_bytes_of_the_paper() {
         assert!((0.99..1.01).contains(&one) && (0.99..1.01).contains(&two), "{one} {two} on {num_ranks}");
         assert!((1.48..1.51).contains(&three), "{three} on {num_ranks}");
     }
+}
+
+#[test]
+fn buffers_for_reports_of_losses_are_counted() {
+    let bytes = |executor: &Executor| executor.device().memory().usage(Category::Communication).current;
+    run_ranks(2, |group| {
+        let mut executor = laid_out(&config(), group, 1, 1, &Layout::default());
+        let before = bytes(&executor);
+        let reports = executor.validation_reports(&ValidationBatches::new(10, 4)).unwrap();
+        assert_eq!(bytes(&executor) - before, size_of_val(&reports[..]));
+    });
+    // Of each microbatch of each rank, its loss.
+    let [few, many] = [2, 5].map(|num_microbatches| {
+        let of_rank = |group| bytes(&laid_out(&config(), group, 1, num_microbatches, &Layout::default()));
+        run_ranks(2, of_rank)[0]
+    });
+    assert_eq!(many - few, 2 * 3 * size_of::<f64>());
 }

@@ -8,7 +8,7 @@ use common::{job, open, trainer};
 use heard::Heard;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use trireme_checkpoint::{Checkpoint, InMemory, Snapshot, StoredTensor, save};
+use trireme_checkpoint::{Checkpoint, ExtraFile, InMemory, Snapshot, StoredTensor, save};
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_testkit::run_ranks;
 use trireme_train::Silent;
@@ -243,6 +243,30 @@ fn a_state_that_is_not_finite_is_refused() {
     assert!(error.contains("the compressor of head in") && error.contains("damaged/step-5"), "{error}");
 }
 
+/// What one optimizer did not send of its momentum is none of another's.
+#[test]
+fn momentum_that_another_optimizer_kept_is_not_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = ["training.max_norm=0", "optimizer.name=one_bit_adam", "optimizer.freeze_step=2"];
+    train(folder.path(), 2, 5, &keys);
+    let original = config(folder.path(), 2, 5, &keys).run_folder().join("checkpoints/step-5");
+    let residual = "optimizer.compression_residual.head";
+    let damaged = copy_with_nan(&original, &folder.path().join("damaged"), residual);
+    let resume = |optimizer: &[&str]| {
+        let changes = [
+            &format!("checkpoint.resume={damaged:?}"),
+            "checkpoint.allow_changed=[\"optimizer\"]",
+            "training.max_norm=0",
+            "training.determinism=run",
+        ];
+        let rest = job(folder.path(), "rest", 2, 10, &[&changes, optimizer].concat());
+        run_ranks(2, |group| open(&rest, group, &mut Silent).err().map(|error| error.to_string())).remove(0)
+    };
+    let error = resume(&keys[1..]).expect("a refusal");
+    assert!(error.contains("the compressor of head"), "{error}");
+    assert_eq!(resume(&["optimizer.name=zero_one_adam"]), None);
+}
+
 /// Saves the tensors of a checkpoint again, one of them beginning with NaN.
 fn copy_with_nan(original: &Path, folder: &Path, damaged: &str) -> PathBuf {
     let (checkpoint, mesh) = (Checkpoint::open(original).unwrap(), Mesh::data_parallel(1));
@@ -257,7 +281,8 @@ fn copy_with_nan(original: &Path, folder: &Path, damaged: &str) -> PathBuf {
     };
     let (tensors, values): (Vec<_>, Vec<_>) = checkpoint.tensors().iter().map(read).unzip();
     let values: Vec<&[u8]> = values.iter().map(|bytes| &bytes[..]).collect();
-    let snapshot =
-        Snapshot { step: 5, mesh: &mesh, tensors: &tensors, state: checkpoint.state(), files: &[] };
+    let config = checkpoint.read_file("config.toml").unwrap().unwrap();
+    let files = &[ExtraFile { name: "config.toml", contents: &config }];
+    let snapshot = Snapshot { step: 5, mesh: &mesh, tensors: &tensors, state: checkpoint.state(), files };
     save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&values), 1).unwrap().path
 }

@@ -75,10 +75,6 @@ fn ranks_share_a_file_that_one_rank_has_written() {
         (0..num_ranks).filter(|&rank| !checkpoint.verify_share(rank, num_ranks, &|| {}).is_empty()).collect()
     };
     assert!(finders().is_empty());
-    // Ranks that wait for this one take silence for a hang.
-    let num_calls = Cell::new(0);
-    checkpoint.verify_share(0, 1, &|| num_calls.set(num_calls.get() + 1));
-    assert!(num_calls.get() >= names.len());
     let mut found_by = [0; 4];
     for file in files_of(&path).iter().filter(|file| !file.ends_with("checkpoint.json")) {
         let contents = fs::read(file).unwrap();
@@ -216,6 +212,30 @@ fn what_cannot_be_tidied_up_fails_no_save_and_is_tried_again() {
     let names: Vec<_> =
         files_of(folder.path()).iter().map(|path| path.file_name().unwrap().to_owned()).collect();
     assert_eq!(names, ["latest", "step-1", "step-2", "step-3", "step-4"]);
+}
+
+/// Ranks that wait for another one take silence for a hang.
+#[test]
+fn reading_and_removing_report_progress() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mesh, state) = (mesh(1), serde_json::Value::Null);
+    let tensors = ["a", "b", "c"].map(|name| tensor(name, &[32, 4], DType::F32, Placement::Replicate));
+    let values = vec![0; 32 * 4 * 4];
+    // It is read in four buffers.
+    let files = [ExtraFile { name: "tokenizer.json", contents: &vec![b' '; 1 << 20] }];
+    for step in 1..=3 {
+        let snapshot = Snapshot { step, mesh: &mesh, tensors: &tensors, state: &state, files: &files };
+        save(&trireme_comm::single(), folder.path(), &snapshot, &mut InMemory(&[&values[..]; 3]), 0).unwrap();
+    }
+    let num_calls = Cell::new(0);
+    let progress = || num_calls.set(num_calls.get() + 1);
+    let newest = folder.path().join("step-3");
+    assert!(Checkpoint::open(&newest).unwrap().verify_share(0, 1, &progress).is_empty());
+    assert!(num_calls.replace(0) >= tensors.len() + 4);
+    let num_removed = 2 * files_of(&newest).len();
+    assert!(tidy(folder.path(), 3, 1, &progress).is_empty());
+    assert_eq!(files_of(folder.path()).len(), 2, "the newest and a link to it");
+    assert!(num_calls.get() >= num_removed);
 }
 
 #[test]

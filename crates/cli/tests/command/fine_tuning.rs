@@ -48,6 +48,9 @@ fn a_model_is_trained_on_with_its_own_tokenizer() {
 #[test]
 fn tokens_of_another_tokenizer_are_refused() {
     let scene = with_model();
+    fs::rename(scene.path("model"), scene.path("my model")).unwrap();
+    let config = scene.read("more.toml");
+    scene.write("more.toml", config.replace("\"model\"", "\"my model\""));
     scene.run("prepare text.txt --out corpus").succeeded();
     let other = "--set data.inputs=[] --set data.folder=corpus";
     for (set, what) in [
@@ -60,8 +63,8 @@ fn tokens_of_another_tokenizer_are_refused() {
             &refused,
             &[
                 what,
-                "does not have the tokenizer of the model in model",
-                "--tokenizer model",
+                "does not have the tokenizer of the model in my model",
+                "--tokenizer 'my model'",
                 "allow_other_tokenizer",
             ],
         );
@@ -129,6 +132,19 @@ fn a_model_whose_template_is_not_valid_works_without_conversations() {
     );
 }
 
+/// A template is a program of somebody else's.
+#[test]
+fn a_template_that_takes_too_much_memory_is_refused() {
+    let scene = with_model();
+    let doubling = "{% set big = namespace(text='0123456789') %}{% for _ in range(28) %}\
+        {% set big.text = big.text ~ big.text %}{% endfor %}{{ messages[0].content }}";
+    scene.write("model/chat_template.jinja", doubling);
+    tells(
+        &scene.run("generate model --chat --prompt a --num-tokens 1").refused(),
+        &["the chat template of model", "it takes more than 1.00GiB of memory"],
+    );
+}
+
 #[test]
 fn a_model_of_bytes_is_exported_with_a_tokenizer_that_others_read() {
     let scene = Scene::with_corpus();
@@ -140,7 +156,9 @@ fn a_model_of_bytes_is_exported_with_a_tokenizer_that_others_read() {
     );
     let read = |name: &str| -> Value { serde_json::from_str(&scene.read(name)).unwrap() };
     assert_eq!(read("model/tokenizer_config.json")["eos_token"], "<|endoftext|>");
-    assert_eq!(read("model/config.json")["eos_token_id"], 256);
+    for key in ["bos_token_id", "eos_token_id"] {
+        assert_eq!(read("model/config.json")[key], 256, "{key}");
+    }
     // It is trained on with the corpus of bytes.
     let config = scene.read("tiny.toml");
     let (_, sections) = config.split_once("[data]").unwrap();

@@ -1,7 +1,7 @@
 //! What PyTorch, transformers and lm-evaluation-harness have found, of which `peers/fine_tuning_reference.py` says how.
 
-use crate::common::Scene;
-use serde_json::Value;
+use crate::common::{Running, Scene, tells};
+use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
@@ -25,7 +25,7 @@ fn scene() -> Scene {
     scene
 }
 
-fn json(scene: &Scene, name: &str) -> Value {
+fn read(scene: &Scene, name: &str) -> Value {
     serde_json::from_str(&scene.read(name)).unwrap()
 }
 
@@ -41,7 +41,7 @@ fn assert_near(found: f64, expected: f64, tolerance: f64) {
 #[test]
 fn fine_tuning_has_the_losses_of_transformers() {
     let scene = scene();
-    let golden = json(&scene, "chat_losses.json");
+    let golden = read(&scene, "chat_losses.json");
     scene.write(
         "chat.toml",
         "[model]\ninit_from = \"chat_model\"\n[data]\ninputs = [\"chat.jsonl\"]\nvalidation_fraction = 0.0\n[training]\n\
@@ -65,7 +65,7 @@ fn fine_tuning_has_the_losses_of_transformers() {
 #[test]
 fn questions_have_the_scores_of_the_harness() {
     let scene = scene();
-    let golden = json(&scene, "multiple_choice.json");
+    let golden = read(&scene, "multiple_choice.json");
     let found = scene.run("eval chat_model multiple_choice.jsonl --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
     for name in ["acc", "acc_stderr", "acc_norm", "acc_norm_stderr"] {
@@ -88,7 +88,7 @@ fn questions_have_the_scores_of_the_harness() {
 fn a_text_has_the_loss_of_torch() {
     let scene = scene();
     // Sequences of 64 leave nothing over.
-    let golden = &json(&scene, "eval_text.json")["seq_len_64"];
+    let golden = &read(&scene, "eval_text.json")["seq_len_64"];
     let found = scene.run("eval chat_model eval_text.txt --seq-len 64 --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
     assert_eq!(found["num_tokens"], golden["num_tokens"]);
@@ -99,4 +99,61 @@ fn a_text_has_the_loss_of_torch() {
         LOSS_TOLERANCE,
     );
     assert_near(found["perplexity"].as_f64().unwrap(), golden["perplexity"].as_f64().unwrap(), 1e-2);
+}
+
+/// What somebody types into a message ends no document, unless a config says so.
+#[test]
+fn names_of_special_tokens_in_messages_are_text() {
+    let scene = scene();
+    let answer = |text: &str| {
+        let messages = json!([{ "role": "user", "content": "b" }, { "role": "assistant", "content": text }]);
+        format!("{}\n", json!({ "messages": messages }))
+    };
+    scene.write("typed.jsonl", answer("<|endoftext|>"));
+    let found = scene.run("eval chat_model typed.jsonl --json").succeeded();
+    let found: Value = serde_json::from_str(&found).unwrap();
+    // More than that token and the end of the answer.
+    assert!(found["num_tokens"].as_u64().unwrap() > 2, "{found}");
+    let generated = |prompt: &[&str]| -> Value {
+        let mut generate = scene.command("generate chat_model --json --num-tokens 20 --seed 3 --ignore-end");
+        let outcome = Running::start({
+            generate.args(prompt);
+            generate
+        });
+        serde_json::from_str(&outcome.end().succeeded()).unwrap()
+    };
+    let typed = generated(&["--chat", "--prompt", "<|endoftext|>"]);
+    let rendered = generated(&["--prompt", "user: <|endoftext|>\nbot: "]);
+    assert_eq!(typed["prompt"], rendered["prompt"]);
+    assert_ne!(typed["text"], rendered["text"], "a prompt that is no message may hold special tokens");
+    scene.write(
+        "typed.toml",
+        "[model]\ninit_from = \"chat_model\"\n[data]\ninputs = [\"typed.jsonl\"]\nvalidation_fraction = 0.0\n[training]\n\
+         seq_len = 32\nsteps = 1\nthreads = 1\nlocal_batch_size = 1\nglobal_batch_size = 1\n[generate]\nnum_tokens = 0\n",
+    );
+    let note = "of special tokens in messages stayed text";
+    for (control, found) in [(false, 1), (true, 0)] {
+        let set = format!("--set data.special_tokens_in_messages={control} --set run.name={control}");
+        let outcome = scene.run(&format!("train typed.toml {set}"));
+        let is_noted = outcome.stdout.contains(&format!("1 name {note}"));
+        outcome.succeeded();
+        let report = read(&scene, &format!("runs/{control}/data/prepare.json"));
+        assert_eq!((report["num_literal_names"].as_u64(), is_noted), (Some(found), found == 1));
+    }
+    scene.write("typed.jsonl", answer("<|endoftext|>").repeat(2));
+    let prepared = scene.run("prepare typed.jsonl --tokenizer chat_model --out corpus");
+    tells(&prepared.stdout, &[&format!("2 names {note}")]);
+    // A template as those that leave the thoughts of earlier answers out.
+    let template = scene.read("chat_model/chat_template.jinja");
+    let rewriting = template
+        .replace("'bot: ' }}\n        {%- gen", "'bot: ' if loop.last else 'ex-bot: ' }}\n        {%- gen");
+    let rewriting = rewriting.replace("{%- generation %}", "").replace("{%- endgeneration %}", "");
+    scene.write("chat_model/chat_template.jinja", rewriting);
+    let turns = json!([
+        { "role": "user", "content": "b" }, { "role": "assistant", "content": "c" },
+        { "role": "user", "content": "d" }, { "role": "assistant", "content": "e" },
+    ]);
+    scene.write("turns.jsonl", format!("{}\n", json!({ "messages": turns })));
+    let prepared = scene.run("prepare turns.jsonl --tokenizer chat_model --out turns");
+    tells(&prepared.stdout, &["1 of the conversations became one document for each answer"]);
 }

@@ -51,14 +51,32 @@ fn pipes_where_files_of_a_run_belong() {
         let made = Command::new("mkfifo").arg(scene.path(name)).status().unwrap();
         assert!(made.success());
     };
-    for name in ["metrics.jsonl", "config.toml", "program.txt", ".lock", "logs/rank-0.log", "logs/rank-1.log"]
-    {
+    for (name, arguments) in [
+        ("metrics.jsonl", ""),
+        ("config.toml", ""),
+        ("program.txt", ""),
+        (".lock", ""),
+        ("logs/rank-0.log", ""),
+        ("logs/rank-0.log", "--workers 1"),
+        ("logs/rank-1.log", ""),
+        ("hashes.jsonl", "--set metrics.hash_interval=1"),
+    ] {
         std::fs::create_dir_all(scene.path("runs/tiny/logs")).unwrap();
         mkfifo(&format!("runs/tiny/{name}"));
-        let error = scene.run("train tiny.toml").refused();
+        let error = scene.run(&format!("train tiny.toml {arguments}")).refused();
         tells(&error, &[&format!("runs/tiny/{name}"), "it is not a regular file"]);
         std::fs::remove_dir_all(scene.path("runs")).unwrap();
     }
+    // What runs note there is no reason to refuse one.
+    std::fs::remove_file(scene.path("corpus/used-by.txt")).unwrap();
+    mkfifo("corpus/used-by.txt");
+    scene.run("train tiny.toml").succeeded();
+    std::fs::remove_file(scene.path("corpus/used-by.txt")).unwrap();
+    std::fs::rename(scene.path("corpus/prepare.json"), scene.path("report")).unwrap();
+    mkfifo("corpus/prepare.json");
+    tells(&scene.run("train tiny.toml").refused(), &["corpus/prepare.json", "it is not a regular file"]);
+    tells(&scene.run("data show corpus").refused(), &["corpus contains no prepared corpus"]);
+    std::fs::rename(scene.path("report"), scene.path("corpus/prepare.json")).unwrap();
     scene.run("train tiny.toml --set metrics.trace_interval=1").succeeded();
     for name in ["trace.json", "config.toml", "metrics.jsonl", "checkpoints/latest", "checkpoints/best"] {
         let path = scene.path(&format!("runs/tiny/{name}"));
@@ -80,6 +98,32 @@ fn pipes_where_files_of_a_run_belong() {
             scene.run("checkpoint list runs/tiny").succeeded();
         }
     }
+}
+
+/// Names come from elsewhere: a shell reads them as they are, and a terminal does not obey them.
+#[test]
+fn names_are_quoted_in_commands_and_harmless_on_a_terminal() {
+    let scene = Scene::with_corpus();
+    let mut train = scene.command("train tiny.toml --set");
+    train.args(["run.folder=my runs", "--set", "generate.prompt=it's"]);
+    let printed = Running::start(train).end().succeeded();
+    tells(
+        &printed,
+        &[
+            r"trireme generate 'my runs/tiny' --prompt 'it'\''s'",
+            "trireme eval 'my runs/tiny' DATA",
+            "trireme checkpoint export 'my runs/tiny' exported",
+            "tensorboard --logdir 'my runs'",
+        ],
+    );
+    std::fs::create_dir(scene.path("not prepared")).unwrap();
+    let mut train = scene.command("train tiny.toml --set");
+    train.arg("data.folder=not prepared");
+    tells(&Running::start(train).end().refused(), &["trireme prepare INPUT… --out 'not prepared'"]);
+    let mut unknown = scene.command("train");
+    unknown.arg("\u{1b}[31m.toml");
+    let error = Running::start(unknown).end().refused();
+    assert!(error.contains(r"\u{1b}[31m.toml") && !error.contains('\u{1b}'), "{error:?}");
 }
 
 #[test]

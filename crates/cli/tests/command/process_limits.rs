@@ -43,6 +43,10 @@ fn threads_that_cannot_be_started_are_an_error_that_names_the_limits() {
         );
         assert!(!scene.path("corpus").exists());
     }
+    scene.run("train tiny.toml").succeeded();
+    let generate = "generate runs/tiny --num-tokens 1 --threads 256";
+    let error = Running::start(scene.command_after("ulimit -v 400000", generate)).end().refused();
+    tells(&error, &["cannot start the thread 'kernel-", "ulimit -v is 409600000 bytes"]);
 }
 
 /// Fewer open files than four workers need, whatever they inherit, and enough to start a program.

@@ -415,6 +415,21 @@ mod tests {
     }
 
     #[test]
+    fn layers_that_slide_need_a_window() {
+        let qwen2 = LLAMA.replace("llama", "qwen2");
+        let read = |types: &str, more: &str| {
+            let keys = format!("\"layer_types\":[\"full_attention\",\"{types}\"]{more},\"rope_parameters\"");
+            ModelConfig::from_json(&qwen2.replace("\"rope_parameters\"", &keys))
+        };
+        let window = ",\"use_sliding_window\":true,\"sliding_window\":8";
+        let sliding = read("sliding_attention", window).unwrap();
+        assert_eq!((sliding.attention.window(0), sliding.attention.window(1)), (None, Some(8)));
+        assert_eq!(read("full_attention", "").unwrap().attention.window(1), None);
+        let refused = read("sliding_attention", ",\"sliding_window\":8").unwrap_err().to_string();
+        assert!(refused.contains("'layer_types'") && refused.contains("use_sliding_window"), "{refused}");
+    }
+
+    #[test]
     fn what_transformers_reads_first_counts() {
         let flat = r#""rope_parameters":{"rope_theta":5000.0,"rope_type":"default"}"#;
         let both = LLAMA.replace(
