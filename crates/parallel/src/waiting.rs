@@ -78,11 +78,11 @@ mod tests {
     use super::*;
     use trireme_base::{Rank, ReduceOp};
     use trireme_comm::{GroupOptions, inproc_world_on};
-    use trireme_tensor::{Backend, DetachedOptions, DeviceOptions};
+    use trireme_tensor::{BackendKind, DetachedOptions, DeviceOptions};
     use trireme_testkit::run_ranks;
 
     fn detached() -> Device {
-        let backend = Backend::Detached(DetachedOptions::default());
+        let backend = BackendKind::Detached(DetachedOptions::default());
         Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap()
     }
 

@@ -16,7 +16,7 @@ use trireme_parallel::{
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{
-    AxisPlace, Backend, DetachedOptions, Device, DeviceOptions, IntegerFormat, ParameterInfo, Parameters,
+    AxisPlace, BackendKind, DetachedOptions, Device, DeviceOptions, IntegerFormat, ParameterInfo, Parameters,
     Precision,
 };
 use trireme_testkit::{random_tokens, run_ranks, run_ranks_on};
@@ -228,7 +228,7 @@ fn what_is_recomputed_and_what_lives_elsewhere_changes_no_bit() {
     let folder = tempfile::tempdir().unwrap();
     let moved = zero(2).state.with_tier(StateClass::Optimizer, Tier::Disk);
     let host = zero(2).state.with_tier(StateClass::Activations, Tier::Host);
-    let detached = Backend::Detached(DetachedOptions::default());
+    let detached = BackendKind::Detached(DetachedOptions::default());
     for layout in [
         Layout { keeps: &[Keep::All, Keep::Products, Keep::Products, Keep::All], ..zero(2) },
         Layout { keeps: &[Keep::All, Keep::Input, Keep::Input, Keep::All], ..zero(2) },

@@ -17,7 +17,7 @@ use trireme_parallel::{
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, Share, StateClass, StateLayout, Tier};
 use trireme_tensor::{
-    Backend, Category, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, IntegerFormat,
+    BackendKind, Category, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, IntegerFormat,
     Precision, WaitSite,
 };
 use trireme_testkit::{random_tokens, run_ranks_on};
@@ -164,7 +164,7 @@ fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u
 fn run(
     model: &ModelConfig,
     case: &Case<'_>,
-    backend: Backend,
+    backend: BackendKind,
     sites: &Mutex<BTreeSet<WaitSite>>,
 ) -> Vec<Vec<u64>> {
     run_on(model, case, backend, |executor| {
@@ -178,7 +178,7 @@ fn run(
 fn run_on<T: Send>(
     model: &ModelConfig,
     case: &Case<'_>,
-    backend: Backend,
+    backend: BackendKind,
     rank: impl Fn(&mut Executor) -> T + Sync,
 ) -> Vec<T> {
     let Layout { pipeline, tensor, context, .. } = case.layout;
@@ -192,8 +192,8 @@ fn run_on<T: Send>(
     })
 }
 
-fn detached(seed: u64) -> Backend {
-    Backend::Detached(DetachedOptions { seed, ignored_wait: None })
+fn detached(seed: u64) -> BackendKind {
+    BackendKind::Detached(DetachedOptions { seed, ignored_wait: None })
 }
 
 /// Orders of kernels and copies; more of them by an environment variable.
@@ -206,7 +206,7 @@ fn every_order_of_kernels_and_copies_gives_the_bits_of_the_cpu() {
     let (folder, sites) = (tempfile::tempdir().unwrap(), Mutex::default());
     let model = model();
     for case in cases(folder.path()) {
-        let expected = run(&model, &case, Backend::Cpu, &sites);
+        let expected = run(&model, &case, BackendKind::Cpu, &sites);
         for seed in seeds() {
             assert!(run(&model, &case, detached(seed), &sites) == expected, "{}, seed {seed}", case.name);
         }
@@ -254,7 +254,7 @@ fn a_peer_that_leaves_is_an_error_of_the_step() {
 }
 
 /// Copies one after the other through the same memory of the host, without a kernel between them.
-fn copies(backend: Backend, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 3] {
+fn copies(backend: BackendKind, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 3] {
     let device = Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap();
     let zeros = || device.zeros([256].into(), DType::F32, Category::Activations).unwrap();
     let (mut x, mut y, mut z) = (zeros(), zeros(), zeros());
@@ -280,7 +280,7 @@ fn a_wait_that_is_left_out_is_found() {
     assert!(all.len() >= 10, "{all:?}");
     let is_missed = |site: &WaitSite| {
         let is_found = |seed: u64| {
-            let backend = Backend::Detached(DetachedOptions { seed, ignored_wait: Some(*site) });
+            let backend = BackendKind::Detached(DetachedOptions { seed, ignored_wait: Some(*site) });
             let differs = |found: std::thread::Result<bool>| !found.unwrap_or(false);
             differs(catch_unwind(|| copies(backend, &sites) == expected_copies))
                 || cases.iter().zip(&expected).any(|(case, expected)| {

@@ -11,7 +11,7 @@ use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, Paralle
 use trireme_schedule::collective::{Algorithm, FlatAlgorithm};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
-use trireme_tensor::{Backend, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
+use trireme_tensor::{BackendKind, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
 use trireme_testkit::{random_batch, run_ranks};
 
 /// Relative difference of losses where ranks take sums in another order.
@@ -118,7 +118,7 @@ fn tokens_that_move_change_no_bit() {
             let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Disk);
             let stored = Layout { experts: 2, state, folder: &folder, ..plain.clone() };
             check(4, 1, stored, "two of four, activations on a disk");
-            let backend = Backend::Detached(DetachedOptions { seed: 3, ignored_wait: None });
+            let backend = BackendKind::Detached(DetachedOptions { seed: 3, ignored_wait: None });
             check(2, 2, Layout { backend, ..sharded(2, 2, 2) }, "detached");
             oracles.push(oracle.0);
         }

@@ -13,8 +13,8 @@ use trireme_tensor::tape::{
     SpreadRows, TopK,
 };
 use trireme_tensor::{
-    Activation, Backend, DetachedOptions, Device, DeviceError, Initial, Parameter, ParameterTable, Precision,
-    RoutingRule,
+    Activation, BackendKind, DetachedOptions, Device, DeviceError, Initial, Parameter, ParameterTable,
+    Precision, RoutingRule,
 };
 
 const SAMPLES: usize = 4;
@@ -128,7 +128,7 @@ fn experts_give_the_bits_of_one_rank() {
         let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Disk);
         assert!(run(&Layout { state, ..plain() }, 1, 4) == oracle, "activations on a disk in {precision}");
         for seed in 0..4 {
-            let backend = Backend::Detached(DetachedOptions { seed, ignored_wait: None });
+            let backend = BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
             assert!(run(&Layout { backend, ..plain() }, 1, 4) == oracle, "detached in {precision}");
         }
         assert!(run(&plain(), 2, 2).0 == oracle.0, "two replicas in {precision}");

@@ -8,7 +8,7 @@ use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepHashes, StepPlan};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Share, StateClass, StateLayout, Tier};
-use trireme_tensor::{Backend, DetachedOptions, Precision};
+use trireme_tensor::{BackendKind, DetachedOptions, Precision};
 use trireme_testkit::{run_ranks, small_models};
 
 const MICROBATCHES: usize = 4;
@@ -77,7 +77,7 @@ fn hashes_do_not_depend_on_the_layout() {
             (2, sharded(with_tier(StateClass::Gradients, Tier::Host), 2)),
             (2, sharded(with_tier(StateClass::Optimizer, Tier::Disk), 2)),
         ];
-        let detached = Backend::Detached(DetachedOptions { seed: 3, ignored_wait: None });
+        let detached = BackendKind::Detached(DetachedOptions { seed: 3, ignored_wait: None });
         layouts.push((2, Layout { backend: detached, ..plain.clone() }));
         for config in small_models() {
             let oracle = run(&config, &plain, 1);

@@ -1,7 +1,9 @@
 //! The boundary between what is computed and the hardware that computes it.
 
 mod attention;
+mod backend;
 mod blocks;
+mod counting;
 mod detached;
 mod elementwise;
 mod error;
@@ -15,7 +17,7 @@ mod sums;
 mod transfer;
 
 pub(crate) use attention::CacheViews;
-pub(crate) use detached::Queue;
+pub(crate) use backend::{Backend, HostCopy};
 pub use detached::{DetachedOptions, WaitSite};
 pub use error::DeviceError;
 pub use matmul::{MatmulEpilogue, Transpose};
@@ -30,7 +32,9 @@ use crate::kernels::{CpuFeatures, Operand, OperandMut, Unit};
 use crate::memory::MemoryCounter;
 use crate::shape::Shape;
 use crate::tensor::{Overflow, Tensor, View, ViewMut};
-use detached::{Detached, Stream};
+use counting::Counting;
+use detached::Detached;
+use std::panic::Location;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
 
@@ -44,7 +48,7 @@ pub struct DeviceOptions {
     /// Bytes that may be in use at a time, of all categories together; `None` for as many as the machine has.
     pub budget: Option<usize>,
     /// Which hardware.
-    pub backend: Backend,
+    pub backend: BackendKind,
     /// Where its pages come from. A detached device ignores it.
     pub page_source: PageSource,
 }
@@ -61,7 +65,7 @@ pub enum PageSource {
 
 /// The hardware behind a device.
 #[derive(Debug, Clone, Copy, Default)]
-pub enum Backend {
+pub enum BackendKind {
     /// The CPU, which runs a kernel to its end before a call returns, in memory that the host shares.
     #[default]
     Cpu,
@@ -75,9 +79,9 @@ pub enum Backend {
 /// number of threads. Copies between the host and the device run beside them, in the order of [events](Event).
 #[derive(Debug, Clone)]
 pub struct Device {
+    backend: Arc<dyn Backend>,
+    /// The host's processor. On the CPU it is the backend, too.
     cpu: Arc<Cpu>,
-    /// Absent where kernels run at once.
-    detached: Option<Arc<Detached>>,
     arena: Arc<Arena>,
     counter: Arc<MemoryCounter>,
     /// Of the host's memory that vectors pass through on their way to other ranks.
@@ -102,20 +106,25 @@ impl Device {
     pub fn open(options: DeviceOptions) -> Result<Self, DeviceError> {
         let num_threads = num_threads(options)?;
         let refused = |source| DeviceError::Threads { num_threads, source };
-        let threads = ThreadPool::new(num_threads).map_err(refused)?;
-        let counter = Arc::new(MemoryCounter::new(options.budget));
-        let Backend::Detached(detached) = options.backend else {
-            let arena = reserve(options.page_source, &counter)?;
-            return Ok(Self::new(threads, options, arena, counter));
+        let processor = || {
+            let threads = ThreadPool::new(num_threads).map_err(refused)?;
+            Ok::<_, DeviceError>(Cpu::new(threads, features(options)))
         };
-        let arena = Arena::detached(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
-        let features = features(options);
-        let cpu = Cpu::new(threads, features).within(Arc::clone(arena.mapping()));
-        let detached = Detached::start(cpu, detached).map_err(refused)?;
-        arena.order_by(detached.queue());
-        let host_threads = ThreadPool::new(num_threads).map_err(refused)?;
-        let device = Self::new(host_threads, options, arena, counter);
-        Ok(Device { detached: Some(Arc::new(detached)), ..device })
+        let counter = Arc::new(MemoryCounter::new(options.budget));
+        let cpu = Arc::new(processor()?);
+        match options.backend {
+            BackendKind::Cpu => {
+                let arena = reserve(options.page_source, &counter)?;
+                Ok(Self::new(Arc::clone(&cpu) as _, cpu, options, arena, counter))
+            }
+            BackendKind::Detached(detached) => {
+                let arena = Arena::detached(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+                let own = processor()?.within(Arc::clone(arena.mapping()));
+                let backend: Arc<dyn Backend> = Arc::new(Detached::start(own, detached).map_err(refused)?);
+                arena.order_by(&backend);
+                Ok(Self::new(backend, cpu, options, arena, counter))
+            }
+        }
     }
 
     /// The CPU: [`open`](Device::open) of these options, whatever backend they name.
@@ -123,27 +132,32 @@ impl Device {
     /// # Errors
     /// As [`open`](Device::open).
     pub fn cpu(options: DeviceOptions) -> Result<Self, DeviceError> {
-        Device::open(DeviceOptions { backend: Backend::Cpu, ..options })
+        Device::open(DeviceOptions { backend: BackendKind::Cpu, ..options })
     }
 
     /// A device that counts what [`Device::open`] with these options would take and compute, and does neither: its memory is
     /// never touched, and its kernels do not run. What runs on it tells its own size.
     pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
-        let threads = ThreadPool::idle(num_threads(options)?);
+        let cpu = Cpu::new(ThreadPool::absent(num_threads(options)?), features(options));
         let counter = Arc::new(MemoryCounter::new(options.budget));
-        let arena = Arena::counting(Arc::clone(&counter));
-        Ok(Self::new(threads, options, arena.map_err(DeviceError::Reserve)?, counter))
+        let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+        Ok(Self::new(Arc::new(Counting), Arc::new(cpu), options, arena, counter))
     }
 
-    fn new(threads: ThreadPool, options: DeviceOptions, arena: Arena, counter: Arc<MemoryCounter>) -> Self {
-        let (cpu, arena) = (Arc::new(Cpu::new(threads, features(options))), Arc::new(arena));
-        let reaches_host = matches!(options.backend, Backend::Cpu);
+    fn new(
+        backend: Arc<dyn Backend>,
+        cpu: Arc<Cpu>,
+        options: DeviceOptions,
+        arena: Arena,
+        counter: Arc<MemoryCounter>,
+    ) -> Self {
+        let reaches_host = matches!(options.backend, BackendKind::Cpu);
         let staging = match reaches_host {
             true => Arc::clone(&counter),
             false => Arc::new(MemoryCounter::new(None)),
         };
-        let (cost, journal) = (Arc::default(), Arc::default());
-        Device { cpu, detached: None, arena, counter, staging, cost, journal, reaches_host }
+        let (arena, cost, journal) = (Arc::new(arena), Arc::default(), Arc::default());
+        Device { backend, cpu, arena, counter, staging, cost, journal, reaches_host }
     }
 
     /// Whether kernels work in the host's memory, too: then the host and the device are one space, and nothing is copied between them.
@@ -163,7 +177,7 @@ impl Device {
 
     /// Whether this device [only counts](Device::counting): who fills its memory without a kernel must leave it alone.
     pub fn is_counting(&self) -> bool {
-        self.cpu.threads.is_idle()
+        self.backend.only_counts()
     }
 
     /// What the kernels have cost that this device has run since it was opened or since [`restart_cost`](Device::restart_cost), as
@@ -202,17 +216,11 @@ impl Device {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += cost;
     }
 
-    /// Counts a kernel, and runs it unless the device only counts.
+    /// Counts a kernel, and has it run.
     fn issue(&self, call: impl Into<Call>) {
         let call = call.into();
         self.count(call.name(), call.cost());
-        if self.is_counting() {
-            return;
-        }
-        match &self.detached {
-            None => self.cpu.run(call),
-            Some(detached) => detached.queue().run(call),
-        }
+        self.backend.run(call);
     }
 
     /// Issues a function of this program as a kernel. Where kernels run at once, it is called without a value that would have to be
@@ -227,31 +235,25 @@ impl Device {
     ) {
         self.count(name, cost);
         let (inputs, output) = (inputs.map(|input| input.operand()), output.into_operand());
-        match &self.detached {
-            _ if self.is_counting() => (),
-            None => function(&self.cpu, inputs, output),
-            Some(detached) => {
-                let function: Function = Box::new(move |cpu, inputs, output| {
-                    function(cpu, inputs.try_into().expect("as many as were given"), output);
-                });
-                let inputs = inputs.to_vec();
-                detached.queue().run(FunctionCall { name, cost, inputs, output, function }.into());
-            }
+        if let Some(cpu) = self.backend.as_cpu() {
+            return function(cpu, inputs, output);
         }
+        let function: Function = Box::new(move |cpu, inputs, output| {
+            function(cpu, inputs.try_into().expect("as many as were given"), output);
+        });
+        let inputs = inputs.to_vec();
+        self.backend.run(FunctionCall { name, cost, inputs, output, function }.into());
     }
 
     /// An event that is done when all kernels issued so far have run.
     pub fn record(&self) -> Event {
-        self.detached.as_ref().map_or(Event::DONE, |detached| detached.queue().record(Stream::Compute))
+        self.backend.record()
     }
 
     /// Lets kernels that are issued from now on run after an event. The caller goes on at once, unless kernels run while they are issued.
     #[track_caller]
     pub fn wait_for(&self, event: &Event) {
-        match &self.detached {
-            None => event.wait(),
-            Some(detached) => detached.queue().wait(Stream::Compute, event),
-        }
+        self.backend.wait_for(event, Location::caller());
     }
 
     /// Waits on the host until all that was issued has run.
@@ -262,9 +264,9 @@ impl Device {
         self.record().wait();
     }
 
-    /// Where the streams of a [detached](Backend::Detached) device have waited for events.
+    /// Where the streams of a [detached](BackendKind::Detached) device have waited for events.
     pub fn wait_sites(&self) -> Vec<WaitSite> {
-        self.detached.as_ref().map(|detached| detached.queue().sites()).unwrap_or_default()
+        self.backend.wait_sites()
     }
 
     /// The host beside this device: memory of its own, counted apart, and the processor that works in it. On the CPU that is
@@ -274,14 +276,17 @@ impl Device {
     /// If its memory cannot be reserved.
     pub fn host(&self) -> Result<Device, DeviceError> {
         let counter = Arc::new(MemoryCounter::new(None));
-        let arena = match self.is_counting() {
-            true => Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?,
-            false => reserve(self.arena.page_source(), &counter)?,
+        let cpu = Arc::clone(&self.cpu);
+        let (backend, arena): (Arc<dyn Backend>, _) = match self.is_counting() {
+            true => {
+                let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+                (Arc::clone(&self.backend), arena)
+            }
+            false => (Arc::clone(&cpu) as _, reserve(self.arena.page_source(), &counter)?),
         };
-        let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena));
-        let (staging, journal) = (Arc::clone(&counter), Arc::clone(&self.journal));
-        let (detached, cost) = (None, Arc::default());
-        Ok(Device { cpu, detached, arena, counter, staging, cost, journal, reaches_host: true })
+        let (arena, staging, journal) = (Arc::new(arena), Arc::clone(&counter), Arc::clone(&self.journal));
+        let cost = Arc::default();
+        Ok(Device { backend, cpu, arena, counter, staging, cost, journal, reaches_host: true })
     }
 
     /// Gives memory that is not in use back to the system, after something that took much of it for once. A detached device keeps it.

@@ -23,7 +23,7 @@ mod values;
 
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
-    Backend, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments, MatmulEpilogue,
+    BackendKind, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments, MatmulEpilogue,
     PageSource, PinnedMemory, Transpose, UpdatePass, WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};

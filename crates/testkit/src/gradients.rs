@@ -5,7 +5,7 @@ use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Recorder, Recording, Scale};
 use trireme_tensor::{
-    Backend, Category, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
+    BackendKind, Category, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
     ParameterSpan, ParameterTable, Parameters, Precision, Shape, Tape, Tensor, Var,
 };
 
@@ -97,12 +97,12 @@ struct Manner {
     is_moved: bool,
     /// What gradients of parameters are added to.
     before: Option<f32>,
-    backend: Backend,
+    backend: BackendKind,
 }
 
 impl Default for Manner {
     fn default() -> Self {
-        Manner { num_threads: 1, apart: false, is_moved: false, before: None, backend: Backend::Cpu }
+        Manner { num_threads: 1, apart: false, is_moved: false, before: None, backend: BackendKind::Cpu }
     }
 }
 
@@ -321,8 +321,8 @@ impl GradientCheck<'_> {
     }
 }
 
-fn detached(seed: u64) -> Backend {
-    Backend::Detached(DetachedOptions { seed, ignored_wait: None })
+fn detached(seed: u64) -> BackendKind {
+    BackendKind::Detached(DetachedOptions { seed, ignored_wait: None })
 }
 
 fn in_f32(device: &Device, tensor: &Tensor) -> Vec<f32> {

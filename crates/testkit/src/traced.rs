@@ -4,7 +4,7 @@ use std::io::Write;
 use std::ops::Deref;
 use std::path::PathBuf;
 use trireme_base::{Journal, JournalEntry};
-use trireme_tensor::{Backend, Device, DeviceError, DeviceOptions};
+use trireme_tensor::{BackendKind, Device, DeviceError, DeviceOptions};
 
 /// Names the folder for traces.
 const VARIABLE: &str = "TRIREME_KERNEL_TRACE";
@@ -61,7 +61,7 @@ fn kernel(entry: JournalEntry) -> Option<&'static str> {
 }
 
 /// `SUITE.MODULE.BACKEND` of the test that runs on this thread.
-fn file_name(backend: Backend) -> String {
+fn file_name(backend: BackendKind) -> String {
     let program = std::env::current_exe().unwrap_or_default();
     let program = program.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     // Cargo adds a hash to the name of a suite.
@@ -70,8 +70,8 @@ fn file_name(backend: Backend) -> String {
     let test = thread.name().unwrap_or_default();
     let module = test.split("::").next().unwrap_or_default();
     let backend = match backend {
-        Backend::Cpu => "cpu",
-        Backend::Detached(_) => "detached",
+        BackendKind::Cpu => "cpu",
+        BackendKind::Detached(_) => "detached",
     };
     format!("{suite}.{module}.{backend}")
 }

@@ -5,15 +5,17 @@ use crate::error::TrainError;
 use rustix::thread::disable_transparent_huge_pages;
 use std::sync::Arc;
 use trireme_parallel::Spill;
-use trireme_tensor::{Backend, CpuFeatures, DetachedOptions, Device, DeviceOptions, Overflow, PageSource};
+use trireme_tensor::{
+    BackendKind, CpuFeatures, DetachedOptions, Device, DeviceOptions, Overflow, PageSource,
+};
 
 /// How a worker with so many threads opens its device.
 pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
     let backend = match config.training().device {
-        DeviceName::Cpu => Backend::Cpu,
+        DeviceName::Cpu => BackendKind::Cpu,
         DeviceName::Detached => {
-            Backend::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
+            BackendKind::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
         }
     };
     let page_source = match config.memory().huge_pages {

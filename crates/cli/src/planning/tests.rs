@@ -25,7 +25,7 @@ use trireme_schedule::{
     Chain, ClassLayout, Keep, Outline, Program, Share, StateClass, StateLayout, Tier, single,
 };
 use trireme_tensor::{
-    Backend, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, ModelPlace, ParameterTable,
+    BackendKind, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, ModelPlace, ParameterTable,
     Precision,
 };
 use trireme_testkit::{
@@ -234,7 +234,7 @@ fn communication_takes_no_more_for_more_units() {
             let [few, many] = [4, 8].map(|num_layers| {
                 let config = model_of_layers(num_layers);
                 case.check(&config, world_size);
-                case.dry_run(&config, Backend::Cpu, &vec![0; world_size], 0).peaks
+                case.dry_run(&config, BackendKind::Cpu, &vec![0; world_size], 0).peaks
                     [Category::Communication as usize]
             });
             assert_eq!(few, many, "{case:?}");
@@ -377,7 +377,7 @@ fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     );
     let model = config.build(case.shape.1, &device).unwrap();
     let program = case.program(&chain(model.table(), &rehearsal, case.options.determinism), 0);
-    let predicted = case.dry_run(&config, Backend::Cpu, &[0], 0);
+    let predicted = case.dry_run(&config, BackendKind::Cpu, &[0], 0);
     let total = predicted.at_peak.iter().sum::<usize>();
     let run = |budget: usize| {
         let device = Device::cpu(case.device_options(Some(budget))).unwrap();
@@ -404,7 +404,7 @@ fn what_no_machine_holds_is_predicted_all_the_same() {
     let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let state = StateLayout::zero(3);
     let case = Case { options, num_shards: 8, state, keep: Keep::Input, shape: (1, 4096), ..Case::default() };
-    let predicted = case.dry_run(&config, Backend::Cpu, &[0; 8], 0);
+    let predicted = case.dry_run(&config, BackendKind::Cpu, &[0; 8], 0);
     // 70.6 billion parameters; three floats of each, shared out among eight.
     let states = predicted.peaks[Category::Optimizer as usize] as f64;
     assert!((states / (70.55e9 * 12.0 / 8.0) - 1.0).abs() < 0.01, "{states}");

@@ -51,6 +51,21 @@ fn a_killed_worker_is_told_with_what_the_others_were_doing() {
     }
 }
 
+/// Opening it would wait for its other end.
+#[test]
+fn a_pipe_where_a_report_belongs_does_not_stop_the_end() {
+    let scene = Scene::with_corpus();
+    std::fs::create_dir_all(scene.path("runs/tiny/flight-recorder")).unwrap();
+    let pipe = scene.path("runs/tiny/flight-recorder/.rank-0.json.partial");
+    assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());
+    let mut run = Running::start(scene.command(&format!("train tiny.toml {ENDLESS} {THREE_WORKERS}")));
+    run.until("step: 2 ");
+    kill(run.worker(1));
+    let error = run.end_after_death().refused();
+    tells(&row(&error, 1), &["killed by SIGKILL", "no report"]);
+    tells(&row(&error, 2), &["failed", "rank 1"]);
+}
+
 #[test]
 fn a_stopped_worker_is_told_after_the_deadline() {
     let scene = Scene::with_corpus();

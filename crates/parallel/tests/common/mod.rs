@@ -13,7 +13,7 @@ use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Chain, Keep, Program, StateLayout, single};
 use trireme_swap::SwapOptions;
-use trireme_tensor::{Backend, Device, DeviceOptions, ParameterTable};
+use trireme_tensor::{BackendKind, Device, DeviceOptions, ParameterTable};
 use trireme_testkit::{classifier_batch, classifier_specs, random_batch, run_ranks};
 
 pub const SHAPE: (usize, usize) = (2, 17);
@@ -69,7 +69,7 @@ pub struct Layout<'a> {
     pub state: StateLayout,
     pub folder: &'a Path,
     pub swap: SwapOptions,
-    pub backend: Backend,
+    pub backend: BackendKind,
 }
 
 /// Stages of a model.
@@ -116,7 +116,7 @@ impl Default for Layout<'_> {
             state: StateLayout::WHOLE,
             folder: Path::new("/nonexistent"),
             swap: SwapOptions::default(),
-            backend: Backend::Cpu,
+            backend: BackendKind::Cpu,
         }
     }
 }

@@ -4,6 +4,7 @@
 //! It tests that boundary. What reads memory of the device without a transfer traps; what takes for granted that a kernel has
 //! run, or that a copy has ended, finds other bits for some seed of the order. New memory holds NaN.
 
+use super::backend::{Backend, DeviceSide, HostCopy};
 use crate::kernels::call::{Access, Call, Operands};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::{Operand, OperandMut};
@@ -51,11 +52,9 @@ impl fmt::Debug for WaitSite {
     }
 }
 
-type Copy = Box<dyn FnOnce(&Cpu) + Send>;
-
 enum Job {
     Run(Box<Call>),
-    Copy(Copy),
+    Copy(Box<dyn FnOnce(&Cpu) + Send>),
     Wait(Event),
     Complete(Arc<Latch>),
 }
@@ -67,7 +66,7 @@ pub(crate) struct Detached {
 }
 
 /// What is issued and has not run.
-pub(crate) struct Queue {
+struct Queue {
     state: Mutex<State>,
     /// A job was issued or demanded, or an event was completed.
     changed: Condvar,
@@ -143,9 +142,69 @@ impl Detached {
         let thread = spawn_thread("device", move || served.serve(&cpu))?;
         Ok(Detached { queue, thread: Some(thread) })
     }
+}
 
-    pub(crate) fn queue(&self) -> &Arc<Queue> {
-        &self.queue
+impl Backend for Detached {
+    /// # Panics
+    /// If the kernel races with a copy: one of them writes memory that the other one works with, and the kernel does not wait for the copy.
+    fn run(&self, call: Call) {
+        self.queue.check_races(&call);
+        self.queue.push(Stream::Compute, Job::Run(Box::new(call)));
+    }
+
+    fn upload(&self, from: &[u8], mut to: OperandMut) {
+        let bytes = from.to_vec();
+        self.queue.copy(Stream::Compute, move |cpu| to.bytes(cpu).copy_from_slice(&bytes));
+    }
+
+    fn download(&self, from: Operand, to: &mut [u8]) {
+        let copied = Arc::new(Mutex::new(Vec::new()));
+        let shared = Arc::clone(&copied);
+        self.queue.copy(Stream::Compute, move |cpu| {
+            *shared.lock().unwrap_or_else(PoisonError::into_inner) = from.bytes(cpu).to_vec();
+        });
+        self.record().wait();
+        to.copy_from_slice(&copied.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    fn copy(&self, HostCopy { mut device, mut host, after }: HostCopy) -> Event {
+        let queue = &self.queue;
+        let (stream, operand) = match &device {
+            DeviceSide::From(operand) => (Stream::ToHost, *operand),
+            DeviceSide::To(operand) => (Stream::FromHost, operand.as_operand()),
+        };
+        queue.wait(stream, &self.record(), Location::caller());
+        queue.wait(stream, &after, Location::caller());
+        let has_run = Arc::new(AtomicBool::new(false));
+        let ended = Arc::clone(&has_run);
+        let position = queue.copy(stream, move |cpu| {
+            device.copy(cpu, host.bytes());
+            // The host may take its memory back before the event.
+            ended.store(true, Ordering::Release);
+            drop(host);
+        });
+        let event = queue.record(stream);
+        queue.keep_until((stream, position), operand, (has_run, &event));
+        event
+    }
+
+    fn record(&self) -> Event {
+        self.queue.record(Stream::Compute)
+    }
+
+    fn wait_for(&self, event: &Event, caller: &'static Location<'static>) {
+        self.queue.wait(Stream::Compute, event, caller);
+    }
+
+    /// Fills the memory with NaN as well.
+    fn reuse(&self, mut memory: OperandMut) {
+        let copies = self.queue.copies_of(&memory.as_operand());
+        copies.iter().for_each(|event| self.queue.wait(Stream::Compute, event, Location::caller()));
+        self.queue.copy(Stream::Compute, move |cpu| memory.bytes(cpu).fill(u8::MAX));
+    }
+
+    fn wait_sites(&self) -> Vec<WaitSite> {
+        self.queue.lock().sites.clone()
     }
 }
 
@@ -159,15 +218,6 @@ impl Drop for Detached {
 }
 
 impl Queue {
-    /// Issues a kernel.
-    ///
-    /// # Panics
-    /// If the kernel races with a copy: one of them writes memory that the other one works with, and the kernel does not wait for the copy.
-    pub(crate) fn run(&self, call: Call) {
-        self.check_races(&call);
-        self.push(Stream::Compute, Job::Run(Box::new(call)));
-    }
-
     fn check_races(&self, call: &Call) {
         let (state, name) = (self.lock(), call.name());
         // With an ignored wait, a test compares the bits that a race leaves. After a failure, no job runs.
@@ -190,12 +240,12 @@ impl Queue {
     }
 
     /// Issues a copy, and returns its position among the jobs of the stream.
-    pub(crate) fn copy(&self, stream: Stream, copy: impl FnOnce(&Cpu) + Send + 'static) -> u64 {
+    fn copy(&self, stream: Stream, copy: impl FnOnce(&Cpu) + Send + 'static) -> u64 {
         self.push(stream, Job::Copy(Box::new(copy)))[stream as usize]
     }
 
     /// An event that is done when all that was issued to a stream so far has run.
-    pub(crate) fn record(&self, stream: Stream) -> Event {
+    fn record(&self, stream: Stream) -> Event {
         let own = Weak::clone(&self.own);
         let latch = Latch::new(move || {
             if let Some(queue) = own.upgrade() {
@@ -216,9 +266,8 @@ impl Queue {
     }
 
     /// Lets what is issued to a stream from now on run after an event.
-    #[track_caller]
-    pub(crate) fn wait(&self, stream: Stream, event: &Event) {
-        let site = WaitSite(stream, Location::caller());
+    fn wait(&self, stream: Stream, event: &Event, caller: &'static Location<'static>) {
+        let site = WaitSite(stream, caller);
         let mut state = self.lock();
         if !state.sites.contains(&site) {
             state.sites.push(site);
@@ -241,13 +290,8 @@ impl Queue {
         });
     }
 
-    /// Where streams have waited for events.
-    pub(crate) fn sites(&self) -> Vec<WaitSite> {
-        self.lock().sites.clone()
-    }
-
     /// Notes that the copy at `position` of a stream works with `operand` until it sets `has_run`, and its event is done.
-    pub(crate) fn keep_until(
+    fn keep_until(
         &self,
         (stream, position): (Stream, u64),
         operand: Operand,
@@ -258,16 +302,11 @@ impl Queue {
         state.copies.push(Copying { stream, position, operand, until: until.clone(), has_run });
     }
 
-    /// Orders memory that kernels get from now on after copies that still work with it, and fills it with NaN.
-    pub(crate) fn reuse(&self, mut memory: OperandMut) {
-        let operand = memory.as_operand();
-        let copies: Vec<Event> = {
-            let state = self.lock();
-            let copies = state.copies.iter().filter(|copy| copy.operand.overlaps(&operand));
-            copies.map(|copy| copy.until.clone()).collect()
-        };
-        copies.iter().for_each(|event| self.wait(Stream::Compute, event));
-        self.copy(Stream::Compute, move |cpu| memory.bytes(cpu).fill(u8::MAX));
+    /// The events of the copies that may still work with memory.
+    fn copies_of(&self, memory: &Operand) -> Vec<Event> {
+        let state = self.lock();
+        let copies = state.copies.iter().filter(|copy| copy.operand.overlaps(memory));
+        copies.map(|copy| copy.until.clone()).collect()
     }
 
     /// Returns the clock of the stream after the job.
@@ -297,7 +336,7 @@ impl Queue {
     /// Runs jobs until the device is closed and no more can run.
     fn serve(&self, cpu: &Cpu) {
         while let Some(job) = self.next() {
-            let run: Copy = match job {
+            let run: Box<dyn FnOnce(&Cpu) + Send> = match job {
                 Job::Run(call) => Box::new(move |cpu| cpu.run(*call)),
                 Job::Copy(copy) => copy,
                 Job::Wait(event) => {

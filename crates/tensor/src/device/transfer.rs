@@ -1,15 +1,14 @@
 //! What passes between the host and the memory of a device.
 
-use super::detached::Stream;
+use super::backend::{DeviceSide, copy_later};
 use super::{Device, DeviceError};
+use crate::kernels::OperandMut;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::Block;
-use crate::kernels::{Operand, OperandMut};
 use crate::tensor::{View, ViewMut};
 use bytemuck::{Pod, Zeroable};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{Category, Cost, DType, Event, HostMemory, Pending};
+use std::sync::Arc;
+use trireme_base::{Category, Cost, DType, HostMemory, Pending};
 
 /// Memory of the host that copies of devices work with, counted as what it is for.
 #[derive(Debug)]
@@ -53,15 +52,8 @@ impl Device {
     pub fn upload<T: Pod>(&self, values: &[T], to: ViewMut<'_>) {
         let num_bytes = size_of_val(values);
         assert_eq!(num_bytes, to.num_bytes(), "{num_bytes} bytes for {:?}", to.shape());
-        let (cost, mut to) = (Cost::ZERO.reads(num_bytes).writes(num_bytes), to.into_operand());
-        let bytes: &[u8] = bytemuck::cast_slice(values);
-        self.count("upload", cost);
-        if let Some(detached) = &self.detached {
-            let bytes = bytes.to_vec();
-            detached.queue().copy(Stream::Compute, move |cpu| to.bytes(cpu).copy_from_slice(&bytes));
-        } else if !self.is_counting() {
-            to.bytes(&self.cpu).copy_from_slice(bytes);
-        }
+        self.count("upload", Cost::ZERO.reads(num_bytes).writes(num_bytes));
+        self.backend.upload(bytemuck::cast_slice(values), to.into_operand());
     }
 
     /// Copies memory of the device into `to`, memory of the host, once what was issued has run: elements, or the bytes of any type.
@@ -71,22 +63,8 @@ impl Device {
     pub fn download<T: Pod>(&self, from: View<'_>, to: &mut [T]) {
         let num_bytes = size_of_val(to);
         assert_eq!(num_bytes, from.num_bytes(), "{num_bytes} bytes of {:?}", from.shape());
-        let (cost, from) = (Cost::ZERO.reads(num_bytes).writes(num_bytes), from.operand());
-        let to: &mut [u8] = bytemuck::cast_slice_mut(to);
-        self.count("download", cost);
-        if let Some(detached) = &self.detached {
-            let copied = Arc::new(Mutex::new(Vec::new()));
-            let shared = Arc::clone(&copied);
-            let copy = move |cpu: &Cpu| {
-                *shared.lock().unwrap_or_else(PoisonError::into_inner) = from.bytes(cpu).to_vec();
-            };
-            detached.queue().copy(Stream::Compute, copy);
-            self.synchronize();
-            return to.copy_from_slice(&copied.lock().unwrap_or_else(PoisonError::into_inner));
-        }
-        if !self.is_counting() {
-            to.copy_from_slice(from.bytes(&self.cpu));
-        }
+        self.count("download", Cost::ZERO.reads(num_bytes).writes(num_bytes));
+        self.backend.download(from.operand(), bytemuck::cast_slice_mut(to));
     }
 
     /// Copies memory of the device to that of the host from byte `at` on, beside what kernels do from now on: on a device of its own,
@@ -95,10 +73,7 @@ impl Device {
     /// # Panics
     /// If it does not fit.
     pub fn download_later<B: HostMemory>(&self, from: View<'_>, to: &mut Pending<B>, at: usize) {
-        let (from, bytes) = (from.operand(), at..at + from.num_bytes());
-        self.copy_later("download", Stream::ToHost, from, to, move |cpu, to| {
-            to.bytes_mut()[bytes].copy_from_slice(from.bytes(cpu));
-        });
+        self.copy_later("download", DeviceSide::From(from.operand()), to, at);
     }
 
     /// Copies memory of the host from byte `at` on to that of the device, beside what kernels do from now on, when the kernels that were
@@ -107,46 +82,24 @@ impl Device {
     /// # Panics
     /// If there are not as many bytes.
     pub fn upload_later<B: HostMemory>(&self, from: &mut Pending<B>, at: usize, to: ViewMut<'_>) {
-        let (bytes, mut to) = (at..at + to.num_bytes(), to.into_operand());
-        self.copy_later("upload", Stream::FromHost, to.as_operand(), from, move |cpu, from| {
-            to.bytes(cpu).copy_from_slice(&from.bytes()[bytes]);
-        });
+        self.copy_later("upload", DeviceSide::To(to.into_operand()), from, at);
     }
 
-    /// Issues a copy between memory of the device and memory of the host to a stream.
+    /// Copies between memory of the device and the memory of the host from byte `at` on. On the CPU it allocates nothing.
     fn copy_later<B: HostMemory>(
         &self,
         name: &'static str,
-        stream: Stream,
-        operand: Operand,
+        mut device: DeviceSide,
         host: &mut Pending<B>,
-        copy: impl FnOnce(&Cpu, &mut B) + Send + 'static,
+        at: usize,
     ) {
-        self.count(name, Cost::ZERO.reads(operand.num_bytes()).writes(operand.num_bytes()));
-        let Some(detached) = &self.detached else {
-            let host = host.wait_mut();
-            if !self.is_counting() {
-                copy(&self.cpu, host);
-            }
-            return;
-        };
-        let queue = detached.queue();
-        queue.wait(stream, &self.record());
-        queue.wait(stream, &host.event());
-        let returned = Arc::new(Mutex::new(None));
-        let lent = std::mem::replace(host, Pending::until(Event::DONE, Arc::clone(&returned)));
-        let has_run = Arc::new(AtomicBool::new(false));
-        let (copied, ended) = (Arc::clone(&returned), Arc::clone(&has_run));
-        let position = queue.copy(stream, move |cpu| {
-            let mut memory = lent.try_take().unwrap_or_else(|_| panic!("a copy runs after the one before"));
-            copy(cpu, &mut memory);
-            // The host may take the memory back before the event.
-            ended.store(true, Ordering::Release);
-            *copied.lock().unwrap_or_else(PoisonError::into_inner) = Some(memory);
-        });
-        let event = queue.record(stream);
-        queue.keep_until((stream, position), operand, (has_run, &event));
-        *host = Pending::until(event, returned);
+        let num_bytes = device.num_bytes();
+        self.count(name, Cost::ZERO.reads(num_bytes).writes(num_bytes));
+        let range = at..at + num_bytes;
+        match self.backend.as_cpu() {
+            Some(cpu) => device.copy(cpu, &mut host.wait_mut().bytes_mut()[range]),
+            None => copy_later(&*self.backend, device, host, range),
+        }
     }
 
     /// Lets `write` make values of zeros on the host, and uploads them.

@@ -4,7 +4,7 @@ use super::{FLOATS, assert_near, empty, on_all, random, rounded, rounding, shape
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use trireme_base::{DType, Latch, Pending};
-use trireme_tensor::{Backend, DetachedOptions, Device, DeviceOptions};
+use trireme_tensor::{BackendKind, DetachedOptions, Device, DeviceOptions};
 
 #[test]
 fn memory_begins_as_zeros_where_it_is_asked_for_and_comes_back_as_it_was_left() {
@@ -136,7 +136,7 @@ fn a_device_waits_for_the_copies_of_another() {
 #[test]
 fn a_failure_of_one_device_reaches_who_waits_for_another() {
     let open = |seed| {
-        let backend = Backend::Detached(DetachedOptions { seed, ignored_wait: None });
+        let backend = BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
         Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap()
     };
     for seed in 0..8 {
@@ -162,7 +162,7 @@ fn a_failure_of_one_device_reaches_who_waits_for_another() {
 fn a_kernel_that_does_not_wait_for_a_copy_of_its_memory_is_found() {
     for is_awaited in [true, false] {
         for seed in 0..4 {
-            let backend = Backend::Detached(DetachedOptions { seed, ignored_wait: None });
+            let backend = BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
             let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
             let device = Device::open(options).unwrap();
             let mut x = tensor(&device, &random(100, "x"));

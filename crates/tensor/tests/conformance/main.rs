@@ -11,7 +11,7 @@ mod sums;
 mod updates;
 
 use trireme_base::{DType, RandomKey};
-use trireme_tensor::{Backend, Category, DetachedOptions, Device, DeviceOptions, Shape, Tensor};
+use trireme_tensor::{BackendKind, Category, DetachedOptions, Device, DeviceOptions, Shape, Tensor};
 use trireme_testkit::TracedDevice;
 
 /// Floats that kernels compute with.
@@ -20,9 +20,12 @@ pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 /// A device of each backend, and with several threads.
 pub(crate) fn devices() -> Vec<DeviceOptions> {
     let with = |num_threads, backend| DeviceOptions { num_threads, backend, ..DeviceOptions::default() };
-    let detached = |seed| Backend::Detached(DetachedOptions { seed, ignored_wait: None });
+    let detached = |seed| BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
     let seeds = (0..8).map(|seed| with(1, detached(seed)));
-    [with(1, Backend::Cpu), with(3, Backend::Cpu), with(2, detached(8))].into_iter().chain(seeds).collect()
+    [with(1, BackendKind::Cpu), with(3, BackendKind::Cpu), with(2, detached(8))]
+        .into_iter()
+        .chain(seeds)
+        .collect()
 }
 
 /// What `run` finds on every device, which must be the same.

@@ -9,7 +9,7 @@ use trireme_tensor::tape::{
     WeightLayout,
 };
 use trireme_tensor::{
-    Activation, Backend, Category, DetachedOptions, Device, DeviceError, DeviceOptions, Fp8Formats,
+    Activation, BackendKind, Category, DetachedOptions, Device, DeviceError, DeviceOptions, Fp8Formats,
     Fp8Recipe, Fp8State, GradSink, GradTarget, Initial, Parameter, ParameterInfo, ParameterSpan,
     ParameterTable, Parameters, Precision, Tape,
 };
@@ -175,7 +175,7 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
 
 /// What ranks of an axis find, with their parts of gradients joined and terms added.
 fn run_ranks(
-    backend: Backend,
+    backend: BackendKind,
     precision: Precision,
     degree: usize,
     shards_rows: bool,
@@ -214,7 +214,7 @@ fn bounds(precision: Precision) -> (f64, f32) {
 
 #[test]
 fn layers_that_ranks_cut_compute_what_one_rank_computes() {
-    for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
+    for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {
         for precision in [Precision::F32, Precision::Bf16] {
             let (of_loss, of_grads) = bounds(precision);
             let (loss, grads) = run_ranks(backend, precision, 1, false);

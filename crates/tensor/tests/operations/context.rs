@@ -9,8 +9,8 @@ use trireme_tensor::tape::{
     RotaryTable, Softmax,
 };
 use trireme_tensor::{
-    AttentionRule, Backend, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision, Shape,
-    Tape, Tensor,
+    AttentionRule, BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision,
+    Shape, Tape, Tensor,
 };
 use trireme_testkit::TracedDevice;
 
@@ -110,7 +110,7 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
 }
 
 /// What ranks find, put together.
-fn run_ranks(backend: Backend, case: Case, degree: usize, heads: usize) -> [Vec<f32>; 3] {
+fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [Vec<f32>; 3] {
     let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
     let ring = degree / heads;
     let axes = |groups: usize, len: usize| (0..groups).map(|_| Threads::all(len)).collect::<Vec<_>>();
@@ -162,7 +162,7 @@ fn attention_to_the_keys_of_all_ranks_is_that_of_one_rank() {
         },
         Case { is_apart: true, num_keys: Some(20), has_documents: true, ..plain },
     ];
-    for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
+    for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {
         for case in cases {
             let expected = run_ranks(backend, case, 1, 1);
             for (degree, heads) in [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2)] {

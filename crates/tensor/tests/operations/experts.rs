@@ -8,7 +8,7 @@ use trireme_tensor::tape::{
     Recording, RotaryTable, Router, RouterEntropy, RouterZLoss, Sigmoid, Softmax, SpreadRows, TopK,
 };
 use trireme_tensor::{
-    Backend, ChosenGroups, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
+    BackendKind, ChosenGroups, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
     Initial, LatentHeadShape, Parameter, ParameterSpan, ParameterTable, Parameters, Precision, RoutingRule,
     Tape, Tensor, Var,
 };
@@ -377,7 +377,7 @@ fn heads_of_latent_attention() {
 /// Statistics of a router over some tokens and padding are those of the tokens alone, and padding has neither expert nor gradient.
 #[test]
 fn padding_does_not_count_in_statistics_of_routers() {
-    for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
+    for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {
         let options = DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() };
         padding_does_not_count(&TracedDevice::open(options).unwrap());
     }

@@ -8,7 +8,7 @@ use trireme_tensor::tape::{
     SquaredError,
 };
 use trireme_tensor::{
-    Backend, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision, Tape, Tensor,
+    BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision, Tape, Tensor,
 };
 use trireme_testkit::{GradientCheck, Input, TracedDevice};
 
@@ -83,7 +83,7 @@ fn a_metric_is_reported_and_changes_no_gradient() {
     let scores =
         [[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [f32::NAN, 1.0, 0.0], [0.0, 1.0, f32::NAN]];
     let classes = [1, 0, 1, 0, 1_u32];
-    for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
+    for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {
         let device =
             TracedDevice::open(DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() })
                 .unwrap();

@@ -161,7 +161,7 @@ impl Case {
     pub(super) fn dry_executor(
         &self,
         subject: &dyn Subject,
-        backend: Backend,
+        backend: BackendKind,
         hosts: &[usize],
         rank: usize,
     ) -> Executor {
@@ -176,7 +176,7 @@ impl Case {
     pub(super) fn dry_run(
         &self,
         subject: &dyn Subject,
-        backend: Backend,
+        backend: BackendKind,
         hosts: &[usize],
         rank: usize,
     ) -> MemoryUse {
@@ -199,14 +199,14 @@ impl Case {
 
     /// As [`check`](Case::check), with a rank on each of these hosts.
     pub(super) fn check_on(&self, model: &dyn Subject, hosts: &[usize]) {
-        self.check_backend(model, Backend::Cpu, hosts);
+        self.check_backend(model, BackendKind::Cpu, hosts);
         // What more ranks exchange, they exchange alike.
         if hosts.len() <= 2 {
-            self.check_backend(model, Backend::Detached(DetachedOptions::default()), hosts);
+            self.check_backend(model, BackendKind::Detached(DetachedOptions::default()), hosts);
         }
     }
 
-    pub(super) fn check_backend(&self, model: &dyn Subject, backend: Backend, hosts: &[usize]) {
+    pub(super) fn check_backend(&self, model: &dyn Subject, backend: BackendKind, hosts: &[usize]) {
         run_ranks_on(hosts, |group| {
             let rank = group.rank().0;
             let device = Device::open(DeviceOptions { backend, ..self.device_options(None) }).unwrap();

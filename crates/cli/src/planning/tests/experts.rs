@@ -60,7 +60,7 @@ fn uneven_loads_take_memory_of_activations_alone() {
             let device = Device::open(case.device_options(None)).unwrap();
             let host = device.host().unwrap();
             case.run(&config, group, &device, &host).unwrap();
-            let dry = case.dry_run(&config, Backend::Cpu, &hosts, rank).peaks;
+            let dry = case.dry_run(&config, BackendKind::Cpu, &hosts, rank).peaks;
             for (category, dry) in Category::ALL.into_iter().zip(dry) {
                 let found = device.memory().usage(category).peak;
                 if category == Category::Activations {
@@ -89,7 +89,7 @@ fn spills_instead(config: &ModelConfig, case: &Case) {
     let hosts = vec![0; 2 * case.tensor_degree];
     let run = |spills: bool| {
         run_ranks_on(&hosts, |group| {
-            let dry = case.dry_run(config, Backend::Cpu, &hosts, group.rank().0);
+            let dry = case.dry_run(config, BackendKind::Cpu, &hosts, group.rank().0);
             // That the peaks of categories come at different times leaves no room here.
             let budget = dry.at_peak.iter().sum();
             let device = Device::open(case.device_options(Some(budget))).unwrap();

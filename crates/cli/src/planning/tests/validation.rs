@@ -44,6 +44,6 @@ fn ranks_with_different_experts_read_the_short_batch() {
 fn the_first_worker_is_planned_for_the_batches_of_all() {
     let [_, llama] = small_models();
     let case = Case { tensor_degree: 2, shape: (2, 16), num_validated: Some(7), ..Case::default() };
-    let peaks = [0, 2].map(|rank| case.dry_run(&llama, Backend::Cpu, &[0; 4], rank).peaks);
+    let peaks = [0, 2].map(|rank| case.dry_run(&llama, BackendKind::Cpu, &[0; 4], rank).peaks);
     assert_eq!(peaks[0], peaks[1]);
 }

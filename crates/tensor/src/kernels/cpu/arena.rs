@@ -4,7 +4,7 @@
 //! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
 //! every request finds its block, and nothing is allocated.
 
-use crate::device::{PageSource, Queue};
+use crate::device::{Backend, PageSource};
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::{Operand, OperandMut};
@@ -24,8 +24,8 @@ pub(crate) struct Arena {
     memory: Arc<Mapping>,
     blocks: Mutex<Blocks>,
     counter: Arc<MemoryCounter>,
-    /// What is issued and may still work with memory that was given back.
-    queue: OnceLock<Arc<Queue>>,
+    /// The backend whose kernels and copies may still work with memory that was given back.
+    backend: OnceLock<Arc<dyn Backend>>,
     /// With the bytes of the budget that activations leave free.
     overflow: OnceLock<(Arc<dyn Overflow>, usize)>,
 }
@@ -72,7 +72,7 @@ impl Arena {
     }
 
     /// As [`reserve`](Arena::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write. It is handed
-    /// out in the order of a queue, once there is [one](Arena::order_by).
+    /// out in the order of a backend's work, once it has [one](Arena::order_by).
     pub(crate) fn detached(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         let memory = Mapping::detached()?;
         let num_bytes = memory.num_bytes();
@@ -88,12 +88,18 @@ impl Arena {
 
     fn new(memory: Mapping, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
         let blocks = Mutex::new(Blocks { free: FreeList::new(memory.num_bytes()), accessible });
-        Arena { memory: Arc::new(memory), blocks, counter, queue: OnceLock::new(), overflow: OnceLock::new() }
+        Arena {
+            memory: Arc::new(memory),
+            blocks,
+            counter,
+            backend: OnceLock::new(),
+            overflow: OnceLock::new(),
+        }
     }
 
-    /// Hands memory out in the order of this queue from now on.
-    pub(crate) fn order_by(&self, queue: &Arc<Queue>) {
-        self.queue.get_or_init(|| Arc::clone(queue));
+    /// Hands memory out in the order of this backend's work from now on.
+    pub(crate) fn order_by(&self, backend: &Arc<dyn Backend>) {
+        self.backend.get_or_init(|| Arc::clone(backend));
     }
 
     /// Sets where activations go that the budget has no room for beside `reserved` bytes.
@@ -181,9 +187,9 @@ impl Arena {
             });
         }
         drop(blocks);
-        if let Some(queue) = self.queue.get() {
+        if let Some(backend) = self.backend.get() {
             let start = self.memory.address(offset);
-            queue.reuse(OperandMut::new(Operand::new(start, padded, ([padded].into(), DType::U8), true)));
+            backend.reuse(OperandMut::new(Operand::new(start, padded, ([padded].into(), DType::U8), true)));
         }
         Ok(offset)
     }

@@ -195,9 +195,6 @@ impl Cpu {
     /// # Panics
     /// If an id is larger.
     pub(crate) fn expert_loads(&self, ids: &[u32], out: &mut [f32]) {
-        if self.threads.is_idle() {
-            return;
-        }
         out.fill(0.0);
         chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
@@ -208,9 +205,6 @@ impl Cpu {
     /// # Panics
     /// If an id is larger.
     pub(crate) fn excess_loads(&self, ids: &[u32], out: &mut [f32], accumulate: bool) {
-        if self.threads.is_idle() {
-            return;
-        }
         let even = chosen(ids, out.len()).count() as f32 / out.len() as f32;
         if !accumulate {
             out.fill(0.0);

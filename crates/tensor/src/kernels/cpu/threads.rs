@@ -23,8 +23,6 @@ pub(crate) struct ThreadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     num_threads: usize,
-    /// Whether tasks are not run at all.
-    is_idle: bool,
 }
 
 struct Shared {
@@ -65,8 +63,7 @@ impl ThreadPool {
     /// # Errors
     /// If the system refuses to start a thread.
     pub(crate) fn new(num_threads: usize) -> std::io::Result<Self> {
-        let mut pool = ThreadPool::idle(num_threads);
-        pool.is_idle = false;
+        let mut pool = ThreadPool::absent(num_threads);
         for index in 1..num_threads {
             let shared = Arc::clone(&pool.shared);
             pool.workers.push(spawn_thread(&format!("kernel-{index}"), move || shared.work(index))?);
@@ -74,8 +71,8 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// What passes for a pool of `num_threads` and runs no task: a kernel checks its arguments and ends.
-    pub(crate) fn idle(num_threads: usize) -> Self {
+    /// A pool whose threads were not started, for who only asks how many there are.
+    pub(crate) fn absent(num_threads: usize) -> Self {
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             job_posted: Condvar::new(),
@@ -84,11 +81,7 @@ impl ThreadPool {
             next_task: AtomicUsize::new(0),
         });
         let (running, workers) = (Mutex::new(()), Vec::new());
-        ThreadPool { running, shared, workers, num_threads, is_idle: true }
-    }
-
-    pub(crate) fn is_idle(&self) -> bool {
-        self.is_idle
+        ThreadPool { running, shared, workers, num_threads }
     }
 
     pub(crate) fn num_threads(&self) -> usize {
@@ -113,9 +106,7 @@ impl ThreadPool {
             Err(TryLockError::Poisoned(running)) => running.into_inner(),
             Err(TryLockError::WouldBlock) => panic!("kernels of one device run one at a time"),
         };
-        if self.is_idle {
-            return;
-        }
+        assert_eq!(self.workers.len() + 1, self.num_threads, "a device that only counts runs no kernel");
         if self.workers.is_empty() || num_tasks <= 1 {
             (0..num_tasks).for_each(|index| task(0, index));
             return;

@@ -62,9 +62,6 @@ impl Cpu {
         mut out: FloatsMut<'_>,
         scratch: &mut [u32],
     ) {
-        if self.threads.is_idle() {
-            return;
-        }
         for (group, rows) in groups(starts, size.rows).filter(|(_, rows)| !rows.is_empty()) {
             let size = Product { rows: rows.len(), ..size };
             let block = Matrix { values: right.values.from(group * block_len), ..right };
@@ -97,9 +94,6 @@ impl Cpu {
         (out, accumulate): (&mut [f32], bool),
         scratch: &mut [u32],
     ) {
-        if self.threads.is_idle() {
-            return;
-        }
         let block_len = size.rows * size.cols;
         let mut product = |rows: Range<usize>, out: &mut [f32], epilogue: Epilogue<'_>| {
             let size = Product { inner: rows.len(), ..size };
@@ -165,9 +159,6 @@ impl Cpu {
         (groups, limit): (&[u32], GroupLimit),
         (starts, order, places): (&mut [u32], &mut [u32], &mut [u32]),
     ) {
-        if self.threads.is_idle() {
-            return;
-        }
         let num_groups = starts.len() - 1;
         // First the group that takes each row, as its place.
         let together =
@@ -211,9 +202,6 @@ impl Cpu {
         weights: Option<&[f32]>,
         out: &mut [f64],
     ) {
-        if self.threads.is_idle() {
-            return;
-        }
         let end = end_of(starts) as u32;
         let dropped = places.iter().enumerate().filter(|(_, place)| **place >= end);
         out[0] = dropped

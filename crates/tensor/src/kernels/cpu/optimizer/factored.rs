@@ -163,9 +163,6 @@ impl Cpu {
     /// The moments of rows, or of columns, after a step with these sums of the squares of `num_terms` gradients each.
     pub(crate) fn factored_moments(&self, sums: &[f64], num_terms: usize, mixing: f32, moments: &mut [f32]) {
         assert_eq!(sums.len(), moments.len(), "a sum for each moment");
-        if self.threads.is_idle() {
-            return;
-        }
         let mixing = f64::from(mixing);
         for (moment, sum) in moments.iter_mut().zip(sums) {
             let square = sum / num_terms as f64 + f64::from(FACTORED_FLOOR);

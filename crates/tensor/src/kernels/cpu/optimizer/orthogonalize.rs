@@ -85,10 +85,7 @@ impl Cpu {
         let OrthogonalizeScratch { gram, polynomial, product, words } = scratch;
         let round = Round { rows, cols };
         // Not a sum of squares of large elements: their squares must not overflow.
-        let largest = match self.threads.is_idle() {
-            true => 0.0,
-            false => matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs())),
-        };
+        let largest = matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
         let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };
         self.scale(matrix, inverse);
         let norm = self.sum_of_squares(matrix).value().sqrt();

@@ -12,15 +12,19 @@ mod quantized;
 mod sums;
 
 use super::Cpu;
-use crate::kernels::Operand;
+use crate::device::{Backend, HostCopy};
 use crate::kernels::call::{Call, FunctionCall};
+use crate::kernels::{Operand, OperandMut};
+use std::panic::Location;
+use trireme_base::Event;
 
-impl Cpu {
-    /// Runs a kernel to its end.
-    ///
-    /// # Panics
-    /// If operands do not fit each other.
-    pub(crate) fn run(&self, call: Call) {
+/// Each method does all its work before it returns.
+impl Backend for Cpu {
+    fn as_cpu(&self) -> Option<&Cpu> {
+        Some(self)
+    }
+
+    fn run(&self, call: Call) {
         match call {
             Call::Attention(call) => self.run_attention(call),
             Call::Block(call) => self.run_block(call),
@@ -36,6 +40,30 @@ impl Cpu {
         }
     }
 
+    fn upload(&self, from: &[u8], mut to: OperandMut) {
+        to.bytes(self).copy_from_slice(from);
+    }
+
+    fn download(&self, from: Operand, to: &mut [u8]) {
+        to.copy_from_slice(from.bytes(self));
+    }
+
+    fn copy(&self, HostCopy { mut device, mut host, after }: HostCopy) -> Event {
+        after.wait();
+        device.copy(self, host.bytes());
+        Event::DONE
+    }
+
+    fn record(&self) -> Event {
+        Event::DONE
+    }
+
+    fn wait_for(&self, event: &Event, _caller: &'static Location<'static>) {
+        event.wait();
+    }
+}
+
+impl Cpu {
     /// The f32 elements of an operand that may be absent.
     fn optional_f32s(&self, operand: Option<Operand>) -> Option<&[f32]> {
         operand.map(|operand| operand.f32s(self))
