@@ -13,7 +13,9 @@ mod layers;
 mod matmul;
 mod optimizer;
 mod quantized;
+mod recorded;
 mod sums;
+mod timing;
 mod transfer;
 
 pub(crate) use attention::CacheViews;
@@ -22,6 +24,8 @@ pub use detached::{DetachedOptions, WaitSite};
 pub use error::DeviceError;
 pub use matmul::{MatmulEpilogue, Transpose};
 pub use optimizer::{FactoredMoments, UpdatePass};
+pub use recorded::{RecordedCalls, Replay};
+pub use timing::{CallTimer, TimedCall};
 pub use transfer::PinnedMemory;
 
 use crate::kernels::call::{Call, Function, FunctionCall};
@@ -36,6 +40,7 @@ use counting::Counting;
 use detached::Detached;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use timing::TimingCpu;
 use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
 
 /// How to open a device.
@@ -88,6 +93,7 @@ pub struct Device {
     staging: Arc<MemoryCounter>,
     cost: Arc<Mutex<Cost>>,
     journal: Arc<OnceLock<Journal>>,
+    recorded: Arc<OnceLock<RecordedCalls>>,
     /// Whether kernels reach the host's memory.
     reaches_host: bool,
 }
@@ -135,6 +141,16 @@ impl Device {
         Device::open(DeviceOptions { backend: BackendKind::Cpu, ..options })
     }
 
+    /// As [`cpu`](Device::cpu), with a timer of its kernels.
+    ///
+    /// # Errors
+    /// As [`open`](Device::open).
+    pub fn timed(options: DeviceOptions) -> Result<(Self, CallTimer), DeviceError> {
+        let device = Device::cpu(options)?;
+        let backend = Arc::new(TimingCpu::new(Arc::clone(&device.cpu)));
+        Ok((Device { backend: Arc::clone(&backend) as _, ..device }, CallTimer(backend)))
+    }
+
     /// A device that counts what [`Device::open`] with these options would take and compute, and does neither: its memory is
     /// never touched, and its kernels do not run. What runs on it tells its own size.
     pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
@@ -156,8 +172,9 @@ impl Device {
             true => Arc::clone(&counter),
             false => Arc::new(MemoryCounter::new(None)),
         };
-        let (arena, cost, journal) = (Arc::new(arena), Arc::default(), Arc::default());
-        Device { backend, cpu, arena, counter, staging, cost, journal, reaches_host }
+        let (arena, cost) = (Arc::new(arena), Arc::default());
+        let (journal, recorded) = (Arc::default(), Arc::default());
+        Device { backend, cpu, arena, counter, staging, cost, journal, recorded, reaches_host }
     }
 
     /// Whether kernels work in the host's memory, too: then the host and the device are one space, and nothing is copied between them.
@@ -202,6 +219,12 @@ impl Device {
         self.journal.get()
     }
 
+    /// Keeps the kernel calls of this device and its [hosts](Device::host) from now on. A device keeps them in one place; later ones are
+    /// not used. On the CPU, calls of [functions](Device::map) are left out.
+    pub fn record_calls(&self, calls: &RecordedCalls) {
+        self.recorded.get_or_init(|| calls.clone());
+    }
+
     /// Counts as many operations of the products issued last as [repeated](Cost::repeated_operations) as the product of `factors`.
     pub(crate) fn count_repeated(&self, factors: &[usize]) {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
@@ -220,6 +243,14 @@ impl Device {
     fn issue(&self, call: impl Into<Call>) {
         let call = call.into();
         self.count(call.name(), call.cost());
+        self.run(call);
+    }
+
+    /// Has a call run that was counted.
+    fn run(&self, call: Call) {
+        if let Some(recorded) = self.recorded.get() {
+            recorded.note(&call);
+        }
         self.backend.run(call);
     }
 
@@ -231,18 +262,18 @@ impl Device {
         cost: Cost,
         inputs: [View<'_>; N],
         output: ViewMut<'_>,
-        function: impl FnOnce(&Cpu, [Operand; N], OperandMut) + Send + 'static,
+        function: impl Fn(&Cpu, [Operand; N], OperandMut) + Send + Sync + 'static,
     ) {
         self.count(name, cost);
         let (inputs, output) = (inputs.map(|input| input.operand()), output.into_operand());
         if let Some(cpu) = self.backend.as_cpu() {
             return function(cpu, inputs, output);
         }
-        let function: Function = Box::new(move |cpu, inputs, output| {
+        let function: Function = Arc::new(move |cpu, inputs, output| {
             function(cpu, inputs.try_into().expect("as many as were given"), output);
         });
         let inputs = inputs.to_vec();
-        self.backend.run(FunctionCall { name, cost, inputs, output, function }.into());
+        self.run(FunctionCall { name, cost, inputs, output, function }.into());
     }
 
     /// An event that is done when all kernels issued so far have run.
@@ -285,8 +316,8 @@ impl Device {
             false => (Arc::clone(&cpu) as _, reserve(self.arena.page_source(), &counter)?),
         };
         let (arena, staging, journal) = (Arc::new(arena), Arc::clone(&counter), Arc::clone(&self.journal));
-        let cost = Arc::default();
-        Ok(Device { backend, cpu, arena, counter, staging, cost, journal, reaches_host: true })
+        let (cost, recorded) = (Arc::default(), Arc::clone(&self.recorded));
+        Ok(Device { backend, cpu, arena, counter, staging, cost, journal, recorded, reaches_host: true })
     }
 
     /// Gives memory that is not in use back to the system, after something that took much of it for once. A detached device keeps it.

@@ -23,8 +23,9 @@ mod values;
 
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
-    BackendKind, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments, MatmulEpilogue,
-    PageSource, PinnedMemory, Transpose, UpdatePass, WaitSite,
+    BackendKind, CallTimer, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments,
+    MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, TimedCall, Transpose, UpdatePass,
+    WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{

@@ -114,7 +114,7 @@ impl OptimizerState {
 #[derive(Debug)]
 pub(crate) struct StateOperands {
     pub(crate) dtype: StateDType,
-    is_square: bool,
+    pub(crate) is_square: bool,
     pub(crate) values: OperandMut,
     pub(crate) steps: OperandMut,
 }

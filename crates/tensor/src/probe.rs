@@ -4,10 +4,9 @@
 //! machine can do, and the median what to expect of it.
 
 mod figure;
-mod step;
 
 pub use crate::kernels::Unit;
-pub use figure::{KernelFigure, Limit, Peaks, StepSizes};
+pub use figure::{Limit, Peaks};
 pub use trireme_base::{Cost, Traffic};
 
 use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
@@ -211,23 +210,8 @@ impl Probe {
         self.device.matmul(precision, left, right, out.view_mut(), epilogue)
     }
 
-    /// Times `run`. What it does before it sets the instant anew does not count.
-    fn time<R: Ran>(&self, mut run: impl FnMut(&mut Instant) -> R) -> Result<Timing, R::Error> {
-        seconds_of(&mut run)?;
-        let began = Instant::now();
-        let mut seconds = Vec::with_capacity(NUM_RUNS_MAX);
-        loop {
-            seconds.push(seconds_of(&mut run)?);
-            let duration = if seconds.len() < NUM_RUNS_MIN {
-                self.duration.max(RUNS_MIN_DURATION)
-            } else {
-                self.duration
-            };
-            if began.elapsed() >= duration || seconds.len() == NUM_RUNS_MAX {
-                break;
-            }
-        }
-        Ok(Timing::of(seconds))
+    fn time<R: Ran>(&self, run: impl FnMut(&mut Instant) -> R) -> Result<Timing, R::Error> {
+        seconds_of_runs(self.duration, run)
     }
 
     /// A tensor of normal values of standard deviation 0.5.
@@ -247,6 +231,24 @@ impl Probe {
     }
 }
 
+/// Times `run` for `duration`, after a run that is not timed. What it does before it sets the instant anew does not count.
+pub(crate) fn seconds_of_runs<R: Ran>(
+    duration: Duration,
+    mut run: impl FnMut(&mut Instant) -> R,
+) -> Result<Timing, R::Error> {
+    seconds_of(&mut run)?;
+    let began = Instant::now();
+    let mut seconds = Vec::with_capacity(NUM_RUNS_MAX);
+    loop {
+        seconds.push(seconds_of(&mut run)?);
+        let duration = if seconds.len() < NUM_RUNS_MIN { duration.max(RUNS_MIN_DURATION) } else { duration };
+        if began.elapsed() >= duration || seconds.len() == NUM_RUNS_MAX {
+            break;
+        }
+    }
+    Ok(Timing::of(seconds))
+}
+
 /// Seconds of one run, from the instant that it leaves.
 fn seconds_of<R: Ran>(run: &mut impl FnMut(&mut Instant) -> R) -> Result<f64, R::Error> {
     let mut start = Instant::now();
@@ -256,7 +258,7 @@ fn seconds_of<R: Ran>(run: &mut impl FnMut(&mut Instant) -> R) -> Result<f64, R:
 }
 
 /// What kernels return: some need memory, and may fail.
-trait Ran {
+pub(crate) trait Ran {
     type Error;
 
     fn result(self) -> Result<(), Self::Error>;

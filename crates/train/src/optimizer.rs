@@ -17,7 +17,7 @@ pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<Opti
     let optimizer = config.optimizer();
     let names: Vec<&str> = table.parameters().iter().map(|info| info.name.as_str()).collect();
     let options = OptimizerOptions {
-        kind: kind(optimizer, precision(config.training().dtype)),
+        kind: optimizer_kind(optimizer, precision(config.training().dtype)),
         weight_decay: optimizer.weight_decay as f32,
         decay_norms_and_biases: optimizer.decay_norms_and_biases,
         groups: config.parameter_groups(&names)?,
@@ -34,7 +34,8 @@ pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<Opti
     }
 }
 
-fn kind(optimizer: &config::Optimizer, precision: Precision) -> OptimizerKind {
+/// The optimizer that `[optimizer]` names, with its settings, for a model in `precision`.
+pub fn optimizer_kind(optimizer: &config::Optimizer, precision: Precision) -> OptimizerKind {
     let (beta1, beta2, momentum) =
         (optimizer.beta1 as f32, optimizer.beta2 as f32, optimizer.momentum as f32);
     let adamw = AdamWSettings { beta1, beta2, nu: optimizer.nu as f32, epsilon: optimizer.eps as f32 };

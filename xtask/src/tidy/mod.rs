@@ -1,5 +1,6 @@
 //! Checks of the workspace that the compiler does not make. Each is a function from what was read to findings.
 
+mod circles;
 mod dependencies;
 mod finding;
 mod form;
@@ -36,6 +37,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
         findings.extend(soundness::check(file));
         findings.extend(words::check(file));
     }
+    findings.extend(circles::check(&workspace.texts));
     findings.sort();
     Ok(findings)
 }

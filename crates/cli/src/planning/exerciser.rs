@@ -5,7 +5,6 @@ use super::probe::{NUM_ROUNDS, weight};
 use crate::statistics::median;
 use anyhow::Result;
 use std::cell::RefCell;
-use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
@@ -13,7 +12,7 @@ use trireme_base::{Category, DType, Journal, JournalEntry, KernelCall, RandomKey
 use trireme_comm::{Buffer, Group};
 use trireme_model::{Model, Rehearsal};
 use trireme_optim::{Optimizer, StepSettings, WholeUnits};
-use trireme_tensor::{Device, ExactSum, IntegerFormat, Parameters, Tensor};
+use trireme_tensor::{Device, Parameters, RecordedCalls, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
 
 /// Bytes of other memory that are gone over before what is timed: more than most processors have caches. Between two uses of a parameter or
@@ -140,8 +139,13 @@ impl<'a> Exerciser<'a> {
         })
     }
 
-    /// Kernels of sums, copies and conversions, each at the largest size of a step.
-    pub(super) fn others<'e>(&self, entries: impl Iterator<Item = &'e JournalEntry>) -> Result<()> {
+    /// Kernels outside of passes and updates, such as sums, copies and conversions, each at its largest size among `entries`: one of the
+    /// `calls` that a dry run recorded. Collective.
+    pub(super) fn others<'e>(
+        &self,
+        entries: impl Iterator<Item = &'e JournalEntry>,
+        calls: &RecordedCalls,
+    ) -> Result<()> {
         let mut largest: BTreeMap<&str, KernelCall> = BTreeMap::new();
         for entry in entries {
             if let JournalEntry::Kernel(call) = entry {
@@ -149,86 +153,47 @@ impl<'a> Exerciser<'a> {
                 *most = if weight(call) > weight(most) { *call } else { *most };
             }
         }
-        let device = self.device;
-        for call in largest.into_values() {
-            let traffic = call.cost.traffic;
-            let float = |bytes: usize| bytes / DType::F32.size();
+        let largest: Vec<KernelCall> = largest.into_values().collect();
+        for (call, is_timed) in largest.iter().zip(self.timed_by_first_rank(&largest)?) {
             match call.kernel {
-                "add_assign" => {
-                    let (mut sum, term) =
-                        (self.floats(float(traffic.updated))?, self.floats(float(traffic.updated))?);
-                    self.repeat_call(|| device.add_assign(sum.view_mut(), term.view()))?;
+                "upload" | "download" => self.copies(call)?,
+                _ if is_timed => {}
+                _ => {
+                    if let Some(mut replay) = calls.replay(call, self.device)? {
+                        self.repeat_call(|| replay.issue())?;
+                    }
                 }
-                "add_squares" => {
-                    let values = self.floats(float(traffic.read))?;
-                    let mut sum = device.zeros([ExactSum::LEN].into(), DType::F64, Category::Activations)?;
-                    self.repeat_call(|| device.add_squares(values.view(), sum.view_mut()))?;
-                }
-                "convert" => {
-                    let types = match traffic.read.cmp(&traffic.written) {
-                        Ordering::Greater => [DType::F32, DType::Bf16],
-                        Ordering::Equal => [DType::F32, DType::F32],
-                        Ordering::Less => [DType::Bf16, DType::F32],
-                    };
-                    let len = traffic.read / types[0].size();
-                    let (floats, shape) = (self.floats(len)?, [len].into());
-                    let mut pair = [
-                        device.empty(shape, types[0], Category::Activations)?,
-                        device.empty(shape, types[1], Category::Activations)?,
-                    ];
-                    device.convert(floats.view(), pair[0].view_mut());
-                    let [from, to] = &mut pair;
-                    self.repeat_call(|| device.convert(from.view(), to.view_mut()))?;
-                }
-                "copy" => {
-                    let bytes = || device.zeros([traffic.read].into(), DType::U8, Category::Activations);
-                    let (from, mut to) = (bytes()?, bytes()?);
-                    self.repeat_call(|| device.copy(from.view(), to.view_mut()))?;
-                }
-                "upload" | "download" => {
-                    let mut there = device.zeros([traffic.read].into(), DType::U8, Category::Activations)?;
-                    let here = RefCell::new(self.world.buffer::<u8>(traffic.read)?);
-                    let prepare = || {
-                        self.sweep();
-                        // Peers have read and written what copies go through.
-                        let sent = std::mem::replace(&mut *here.borrow_mut(), Buffer::private(0)?);
-                        *here.borrow_mut() = self.world.all_reduce(sent, ReduceOp::Max).wait()?;
-                        Ok(())
-                    };
-                    self.repeat(prepare, || {
-                        match call.kernel {
-                            "upload" => device.upload(&here.borrow(), there.view_mut()),
-                            _ => device.download(there.view(), &mut here.borrow_mut()),
-                        }
-                        Ok(())
-                    })?;
-                }
-                "quantize" | "dequantize" | "add_dequantized" => {
-                    let (packed, floats) = match call.kernel {
-                        "quantize" => (traffic.written, float(traffic.read)),
-                        "dequantize" => (traffic.read, float(traffic.written)),
-                        _ => (traffic.read, float(traffic.updated)),
-                    };
-                    let is_int8 = IntegerFormat::Int8.num_bytes(floats) == packed;
-                    let format = if is_int8 { IntegerFormat::Int8 } else { IntegerFormat::Int4 };
-                    let mut values = self.floats(floats)?;
-                    let shape = [format.num_bytes(floats)].into();
-                    let mut message = device.zeros(shape, DType::U8, Category::Activations)?;
-                    device.quantize(values.view(), format, message.view_mut());
-                    self.repeat_call(|| match call.kernel {
-                        "quantize" => device.quantize(values.view(), format, message.view_mut()),
-                        "dequantize" => device.dequantize(message.view(), format, values.view_mut()),
-                        _ => device.add_dequantized(message.view(), format, values.view_mut()),
-                    })?;
-                }
-                "zero" => {
-                    let mut values = self.floats(float(traffic.written))?;
-                    self.repeat_call(|| device.zero(values.view_mut()))?;
-                }
-                _ => (),
             }
         }
         Ok(())
+    }
+
+    /// Which of the calls the first rank has timed: all ranks run the others together. Collective.
+    fn timed_by_first_rank(&self, calls: &[KernelCall]) -> Result<Vec<bool>> {
+        let samples = self.samples.borrow();
+        let own: Vec<u8> = calls.iter().map(|call| samples.contains_key(call).into()).collect();
+        let all = self.world.all_gather_bytes(&own).wait()?;
+        Ok(all[0].iter().map(|&is_timed| is_timed != 0).collect())
+    }
+
+    /// Copies between the device and memory that peers have read and written.
+    fn copies(&self, call: &KernelCall) -> Result<()> {
+        let (device, num_bytes) = (self.device, call.cost.traffic.read);
+        let mut there = device.zeros([num_bytes].into(), DType::U8, Category::Activations)?;
+        let here = RefCell::new(self.world.buffer::<u8>(num_bytes)?);
+        let prepare = || {
+            self.sweep();
+            let sent = std::mem::replace(&mut *here.borrow_mut(), Buffer::private(0)?);
+            *here.borrow_mut() = self.world.all_reduce(sent, ReduceOp::Max).wait()?;
+            Ok(())
+        };
+        self.repeat(prepare, || {
+            match call.kernel {
+                "upload" => device.upload(&here.borrow(), there.view_mut()),
+                _ => device.download(there.view(), &mut here.borrow_mut()),
+            }
+            Ok(())
+        })
     }
 
     fn floats(&self, len: usize) -> Result<Tensor> {

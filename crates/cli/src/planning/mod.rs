@@ -37,7 +37,7 @@ use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
 use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
 use trireme_schedule::Program;
 use trireme_schedule::collective::Hosts;
-use trireme_tensor::{CpuFeatures, Device, DeviceOptions, ModelPlace};
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions, ModelPlace, RecordedCalls};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
@@ -361,8 +361,10 @@ impl Plan {
         let (model, rehearsal) = rehearsed(job)?;
         let chain = chain(model.table(), &rehearsal, executor_options(config).determinism);
         let programs = step_programs(config, &chain, &self.choices)?;
+        let calls = RecordedCalls::default();
         let entries = |((worker, _), program): ((Workers<'_>, usize), &Program)| {
             let executor = dry_executor(Job { workers: worker, ..job }, &rehearsal, program.clone())?;
+            executor.device().record_calls(&calls);
             Ok(executor.dry_entries().map_err(TrainError::from)?)
         };
         let stages: Vec<StepEntries> =
@@ -372,7 +374,7 @@ impl Plan {
         let mesh = config.degrees().state_mesh(world.world_size());
         let parts = Placements::new(model.table(), outline, mesh).parts(model.table(), rank);
         let limits = (&parts[..], self.bounds.machine);
-        let rates = Probed::measure(job, &stages, (&model, &rehearsal), limits, world)?;
+        let rates = Probed::measure(job, &stages, (&model, &rehearsal), limits, &calls, world)?;
         let Some(rates) = rates else { return Ok(None) };
         let mut time = step_time(&stages, num_of_place, &rates)?;
         // A program that does not drain has several steps.

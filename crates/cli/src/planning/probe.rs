@@ -15,7 +15,7 @@ use trireme_model::{Model, Rehearsal};
 use trireme_parallel::RankGrid;
 use trireme_planner::Rates;
 use trireme_swap::{SwapOptions, measure_bandwidth};
-use trireme_tensor::{Device, DeviceOptions};
+use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
 use trireme_train::{TrainError, device_options};
 
 /// Rounds that are measured, after one that is not: the median counts.
@@ -53,13 +53,14 @@ fn link(issued: &Issued) -> Option<Link> {
 
 impl Probed {
     /// Measures what steps of a job call and issue, in the world of its workers on this host, each on a device of its own with at most
-    /// `memory_max` bytes. This worker updates `parts` of the units. The first rank gets what it has found, the others `None`.
+    /// `memory_max` bytes; `calls` are those of the steps. This worker updates `parts` of the units. The first rank gets what it has found, the others `None`.
     /// Collective.
     pub(super) fn measure(
         job: Job<'_>,
         stages: &[StepEntries],
         (model, rehearsal): (&Model, &Rehearsal),
         (parts, memory_max): (&[Range<usize>], usize),
+        calls: &RecordedCalls,
         world: Group,
     ) -> Result<Option<Self>> {
         let Job { config, workers, .. } = job;
@@ -79,7 +80,7 @@ impl Probed {
             let exerciser = Exerciser::new(&device, &others, &world, world.rank().0 < load)?;
             exerciser.units(job, model, rehearsal)?;
             exerciser.updates(job, model, parts)?;
-            exerciser.others(entries())?;
+            exerciser.others(entries(), calls)?;
             for (call, seconds) in exerciser.seconds(load > num_undisturbed) {
                 kernels.entry(call).or_default().push(seconds);
             }

@@ -6,6 +6,9 @@ use serde_json::Value;
 const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}"#;
 
+const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "num_local_experts": 4}"#;
+
 fn parse(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
@@ -132,14 +135,25 @@ fn kernels_of_a_step_are_measured_beside_their_bounds() {
         assert!(is_close("bound_ms", bound) && is_close("measured_ms", measured), "{step}");
         let names = texts(&step["kernels"], "name");
         for name in
-            ["qkv: forward", "mlp out: weight gradient", "attention: backward", "rotary", "adamw: block"]
+            ["embedding", "matmul", "attention_backward", "rotary", "cross_entropy_gradient", "update"]
         {
             assert!(names.contains(&name), "{name}: {names:?}");
         }
     }
 
     let one = parse(&scene.run(&format!("{arguments} --dtype f16 --only statistics --json")).succeeded());
-    assert_eq!(texts(&one["steps"][0]["kernels"], "name"), ["softmax statistics"]);
+    assert_eq!(texts(&one["steps"][0]["kernels"], "name"), ["softmax_statistics"]);
+    // Of any model, and any optimizer.
+    std::fs::create_dir(scene.path("moe")).unwrap();
+    scene.write("moe/config.json", MIXTRAL);
+    let experts =
+        "bench kernels --model moe --batch 2 --seq 16 --seconds 0 --dtype bf16 --optimizer muon --json";
+    let experts = parse(&scene.run(experts).succeeded());
+    let names = texts(&experts["steps"][0]["kernels"], "name");
+    for name in ["grouped_matmul", "combine_rows", "orthogonalize"] {
+        assert!(names.contains(&name), "{name}: {names:?}");
+    }
+
     let table = scene.run(&format!("{arguments} --dtype bf16")).succeeded();
     let rows: Vec<&str> = table.lines().filter(|line| line.starts_with('|')).collect();
     assert!(rows.len() > 20, "{table}");
@@ -156,6 +170,7 @@ fn kernels_of_no_model_are_refused() {
     tells(&refused("--model . --batch 0 --seq 4"), &["--batch", "at least 1"]);
     tells(&refused("--model . --batch 1 --seq 4 --seconds 0 --only conv2d"), &["'conv2d'", "--only"]);
     tells(&misused(scene.run("bench kernels --batch 4")), &["--model"]);
+    tells(&misused(scene.run("bench kernels --optimizer adamx")), &["adamx", "adamw, adam, sgd"]);
     tells(&misused(scene.run("bench kernels --dtype f8")), &["f8", "f32, bf16 or f16"]);
 }
 

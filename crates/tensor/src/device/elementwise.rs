@@ -73,7 +73,7 @@ impl Device {
         assert_eq!(x.shape(), y.shape());
         let cost = each(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes());
         self.issue_function("map", cost, [x], y, move |cpu, [x], mut y| {
-            with_element!(x.dtype() => |T| cpu.map::<T>(x.elements(cpu), y.elements(cpu), function));
+            with_element!(x.dtype() => |T| cpu.map::<T>(x.elements(cpu), y.elements(cpu), &function));
         });
     }
 
@@ -98,7 +98,7 @@ impl Device {
         let cost = each(left.shape(), operations).reads(read_bytes).writes(y.num_bytes());
         self.issue_function("zip", cost, [left, right], y, move |cpu, [left, right], mut y| {
             with_element!(y.dtype() => |T| {
-                cpu.zip::<T>((left.elements(cpu), right.elements(cpu)), y.elements(cpu), function);
+                cpu.zip::<T>((left.elements(cpu), right.elements(cpu)), y.elements(cpu), &function);
             });
         });
     }
@@ -112,7 +112,7 @@ impl Device {
     ) {
         let cost = each(y.shape(), operations).updates(y.num_bytes());
         self.issue_function("map_in_place", cost, [], y, move |cpu, [], mut y| {
-            with_element!(y.dtype() => |T| cpu.map_in_place::<T>(y.elements(cpu), function));
+            with_element!(y.dtype() => |T| cpu.map_in_place::<T>(y.elements(cpu), &function));
         });
     }
 
@@ -131,7 +131,7 @@ impl Device {
         let cost = each(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes());
         self.issue_function("zip_in_place", cost, [x], y, move |cpu, [x], mut y| {
             with_element!(y.dtype() => |T| with_element!(x.dtype() => |U| {
-                cpu.zip_in_place::<T, U>(y.elements(cpu), x.elements(cpu), function);
+                cpu.zip_in_place::<T, U>(y.elements(cpu), x.elements(cpu), &function);
             }));
         });
     }
@@ -203,7 +203,7 @@ impl Device {
                 let cols = left.shape().cols();
                 with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
                     let operands = (left.elements(cpu), right.elements(cpu));
-                    cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(cpu), function);
+                    cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(cpu), &function);
                 }));
             },
         );

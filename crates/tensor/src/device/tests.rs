@@ -37,6 +37,103 @@ fn a_budget_holds_for_blocks() {
     vector(256).unwrap();
 }
 
+fn cpu_options() -> DeviceOptions {
+    DeviceOptions { num_threads: 2, ..DeviceOptions::default() }
+}
+
+/// A tensor of values that differ.
+fn values(device: &Device, shape: [usize; 2]) -> Tensor {
+    let mut tensor = device.empty(shape.into(), DType::F32, Category::Activations).unwrap();
+    let write = |values: &mut [f32]| {
+        (0..).zip(values).for_each(|(index, value): (u32, _)| *value = (index % 7) as f32 - 2.5);
+        Ok::<_, DeviceError>(())
+    };
+    device.fill(tensor.view_mut(), write).unwrap();
+    tensor
+}
+
+/// A few kernels, some of which change what they read; the result is read back.
+fn some_kernels(device: &Device) -> Vec<f32> {
+    let (left, right, mut out) = (values(device, [4, 6]), values(device, [6, 5]), values(device, [4, 5]));
+    let factors = || ((left.view(), Transpose::No), (right.view(), Transpose::No));
+    for _ in 0..2 {
+        let (left, right) = factors();
+        device.matmul(Precision::F32, left, right, out.view_mut(), MatmulEpilogue::Accumulate).unwrap();
+    }
+    device.map_in_place(out.view_mut(), 1, |x| 0.5 * x);
+    let mut sums = device.zeros([5].into(), DType::F32, Category::Activations).unwrap();
+    device.column_sums(out.view(), sums.view_mut(), true);
+    [device.read(out.view()), device.read(sums.view())].concat()
+}
+
+#[test]
+fn kernels_that_are_timed_give_what_one_run_gives() {
+    let expected = some_kernels(&Device::cpu(cpu_options()).unwrap());
+    let (device, timer) = Device::timed(cpu_options()).unwrap();
+    assert_eq!(some_kernels(&device), expected);
+    for (only, num_kernels) in [("", 4), ("4x6, 6x5", 1), ("map", 1), ("conv", 0)] {
+        timer.start(std::time::Duration::ZERO, only, |_| ());
+        assert_eq!(some_kernels(&device), expected, "{only}");
+        let timed = timer.finish();
+        assert_eq!(timed.len(), num_kernels, "{only}: {timed:?}");
+        for call in timed {
+            let shapes = match call.kernel {
+                "matmul" => "4x6, 6x5 -> 4x5",
+                "map_in_place" => "4x5",
+                "zero" => "5",
+                _ => "4x5 -> 5",
+            };
+            assert_eq!(
+                (call.shapes.as_str(), call.num_calls),
+                (shapes, 1 + usize::from(call.kernel == "matmul"))
+            );
+            assert!(call.cost.traffic.moved() > 0 && call.timing.best > 0.0);
+        }
+    }
+    assert!(timer.finish().is_empty());
+}
+
+#[test]
+fn recorded_calls_run_again_on_memory_of_their_own() {
+    let (calls, journal) = (RecordedCalls::default(), Journal::default());
+    let counting = Device::counting(cpu_options()).unwrap();
+    counting.record_calls(&calls);
+    counting.keep_journal(&journal);
+    some_kernels(&counting);
+    let (table, mut rows) = (values(&counting, [6, 4]), values(&counting, [3, 4]));
+    counting.add_assign(rows.view_mut(), table.view().rows(3, 3));
+    let ids = counting.zeros([3].into(), DType::U32, Category::Activations).unwrap();
+    counting.gather_rows(table.view(), ids.view(), rows.view_mut());
+    let noted: Vec<KernelCall> = journal
+        .take()
+        .into_iter()
+        .filter_map(|(entry, _)| match entry {
+            JournalEntry::Kernel(call) => Some(call),
+            _ => None,
+        })
+        .collect();
+    let detached = BackendKind::Detached(DetachedOptions::default());
+    for backend in [BackendKind::Cpu, detached] {
+        let device = Device::open(DeviceOptions { backend, ..cpu_options() }).unwrap();
+        let mut replayed = Vec::new();
+        for call in &noted {
+            let Some(mut replay) = calls.replay(call, &device).unwrap() else { continue };
+            device.restart_cost();
+            replay.issue();
+            replay.issue();
+            device.synchronize();
+            assert_eq!(device.cost(), call.cost + call.cost, "{}", call.kernel);
+            replayed.push(call.kernel);
+        }
+        for kernel in ["zero", "matmul", "map_in_place", "column_sums", "add_assign"] {
+            assert!(replayed.contains(&kernel), "{kernel}: {replayed:?}");
+        }
+        assert!(!replayed.contains(&"gather_rows"), "its indices mean something");
+    }
+    let unknown = KernelCall { kernel: "matmul", cost: Cost::ZERO };
+    assert!(calls.replay(&unknown, &counting).unwrap().is_none());
+}
+
 #[test]
 fn sizes_beyond_all_addresses_are_refused_in_words() {
     let device = Device::counting(DeviceOptions::default()).unwrap();

@@ -8,6 +8,7 @@ use super::cpu::Cpu;
 use super::cpu::element::{Element, Floats, FloatsMut};
 use crate::shape::Shape;
 use bytemuck::Pod;
+use std::ops::Range;
 use std::ptr::NonNull;
 use trireme_base::DType;
 
@@ -59,18 +60,23 @@ impl Operand {
         self.num_bytes
     }
 
+    /// The addresses of its bytes.
+    pub(crate) fn addresses(&self) -> Range<usize> {
+        let start = self.start.addr().get();
+        start..start + self.num_bytes
+    }
+
     /// Whether a byte belongs to both.
     pub(crate) fn overlaps(&self, other: &Operand) -> bool {
-        let [(start, end), (other_start, other_end)] = [self, other]
-            .map(|operand| (operand.start.addr().get(), operand.start.addr().get() + operand.num_bytes));
-        start < other_end && other_start < end
+        let (own, other) = (self.addresses(), other.addresses());
+        own.start < other.end && other.start < own.end
     }
 
     /// The bytes `range`, as an array of a shape and type.
     ///
     /// # Panics
     /// If they lie outside.
-    pub(crate) fn part(&self, range: std::ops::Range<usize>, of: (Shape, DType)) -> Self {
+    pub(crate) fn part(&self, range: Range<usize>, of: (Shape, DType)) -> Self {
         assert!(range.start <= range.end && range.end <= self.num_bytes, "{range:?} of {}", self.num_bytes);
         // SAFETY: within the memory by the line above.
         let start = unsafe { self.start.add(range.start) };
@@ -192,7 +198,7 @@ impl OperandMut {
     }
 
     /// As [`Operand::part`].
-    pub(crate) fn into_part(self, range: std::ops::Range<usize>, of: (Shape, DType)) -> Self {
+    pub(crate) fn into_part(self, range: Range<usize>, of: (Shape, DType)) -> Self {
         OperandMut(self.0.part(range, of))
     }
 

@@ -1,33 +1,10 @@
-//! What is told of a kernel.
+//! Kernels beside what bounds them.
 
-use super::Timing;
-use crate::kernels::AttentionShape;
+use super::{Probe, Unit};
+use crate::device::DeviceError;
+use crate::precision::Precision;
 use std::fmt;
 use trireme_base::Cost;
-
-/// What determines the kernels of a training step of one microbatch, and how often each is called.
-#[derive(Debug, Clone, Copy)]
-pub struct StepSizes {
-    /// Sequences, their length, and the heads.
-    pub attention: AttentionShape,
-    /// Width of the residual stream.
-    pub hidden: usize,
-    /// Transformer blocks.
-    pub num_layers: usize,
-    /// Width between the two linear layers of a block's feed-forward part.
-    pub intermediate: usize,
-    /// Tokens that can be predicted.
-    pub vocabulary: usize,
-    /// SwiGLU, RMS normalisation, rotary positions and weights of `[outputs, inputs]`, as llama has them; otherwise
-    /// GELU, layer normalisation, learned positions and `[inputs, outputs]`, as gpt2 has them.
-    pub is_llama: bool,
-    /// Whether the attention's projections have biases.
-    pub attention_bias: bool,
-    /// Whether those of the feed-forward part have.
-    pub mlp_bias: bool,
-    /// Whether the output layer is the token embedding.
-    pub is_tied: bool,
-}
 
 /// Floating-point operations a second of the units that a step runs on.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -59,23 +36,24 @@ impl fmt::Display for Limit {
     }
 }
 
-/// One kernel, measured.
-#[derive(Debug, Clone)]
-pub struct KernelFigure {
-    /// What it is, such as `qkv: input gradient`.
-    pub name: String,
-    /// Sizes of what it works on.
-    pub shape: String,
-    /// How often a step calls it: a fraction where the last call has less to do, 0 if only steps with other settings
-    /// have any.
-    pub num_calls: f64,
-    /// What it has to do at least.
-    pub cost: Cost,
-    /// Seconds that this takes on units that never wait, or that the loops of [`Probe::stream`](super::Probe::stream)
-    /// take which move as many bytes, whichever is more.
-    pub bound: f64,
-    /// Which of them it is.
-    pub limit: Limit,
-    /// Seconds that the kernel takes.
-    pub timing: Timing,
+impl Probe {
+    /// The peaks that bound kernels of a precision on this device.
+    pub fn peaks(&self, precision: Precision) -> Peaks {
+        let peak = |precision| self.peak(Unit::of(self.device.cpu_features(), precision));
+        Peaks { products: peak(precision), arithmetic: peak(Precision::F32) }
+    }
+
+    /// Seconds that a kernel takes at least, on units that never wait or by the loops of [`stream`](Probe::stream) that move as many
+    /// bytes, whichever is more; and which of them it is.
+    ///
+    /// # Errors
+    /// If the device has not as much memory as the kernel goes through.
+    pub fn bound(&self, peaks: Peaks, cost: &Cost) -> Result<(f64, Limit), DeviceError> {
+        let bounds = [
+            (cost.product_operations as f64 / peaks.products, Limit::Products),
+            (cost.other_operations as f64 / peaks.arithmetic, Limit::Arithmetic),
+            (self.stream(cost.traffic)?.best, Limit::Memory),
+        ];
+        Ok(bounds.into_iter().max_by(|a, b| a.0.total_cmp(&b.0)).expect("there are three"))
+    }
 }

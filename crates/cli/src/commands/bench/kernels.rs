@@ -1,17 +1,22 @@
 //! `trireme bench kernels`.
 
 use super::seconds;
-use super::step::{parse_precision, read_model};
+use super::step::{Batches, StepArgs, build, parse_precision, read_model};
 use crate::console::{Measuring, Output};
 use crate::simd::{Proof, Simd};
 use anyhow::{Result, bail};
 use serde::Serialize;
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
-use trireme_model::{Family, ModelConfig};
-use trireme_tensor::probe::{KernelFigure, Probe, StepSizes, Traffic, Unit};
-use trireme_tensor::{AttentionShape, Device, DeviceOptions, Precision};
+use trireme_comm::single;
+use trireme_model::ModelConfig;
+use trireme_parallel::{GradNorm, StepPlan};
+use trireme_tensor::probe::{Limit, Probe, Traffic, Unit};
+use trireme_tensor::{CallTimer, Device, DeviceOptions, Precision, TimedCall};
+use trireme_train::config::{self, OptimizerName};
+use trireme_train::optimizer_kind;
 
 /// Name, config.json and batch of the steps in docs/performance.md.
 const STEPS: [(&str, &str, [usize; 2]); 2] = [
@@ -30,18 +35,20 @@ const STEPS: [(&str, &str, [usize; 2]); 2] = [
 /// As much is copied to find out how fast memory is: no cache holds it.
 const COPY_BYTES: usize = 128 << 20;
 
+/// So many steps may be skipped before one is measured.
+const SKIPPED_MAX: usize = 40;
+
 const HELP: &str = "\
 How to read it:
-  GFLOP and MB are the minimum that the kernel needs: operations, and bytes of
-  operands and results. The bound is the time for that minimum: operations at the
-  peak rate of the unit (measured in this run with a loop on registers alone), or
-  bytes at the rate of plain loops that compute nothing (measured next to each
-  kernel, on the same amount of memory). Kernels that stream several arrays at
-  once may beat the plain loops by a few percent. The measured time is the median
-  of several runs on the same operands, so operands stay in whatever caches they
-  fit into. Calls are counted per step; a fraction means that the last call has
-  less work. Conversions have no calls: they serve gradients that are reduced in
-  16 bits (reduce_dtype). Optimizers other than adamw have none either.
+  Each kernel of a training step is run again and again where the step calls it,
+  on the step's own operands, which stay in whatever caches they fit into. Shapes
+  are those of the operands that it reads -> the first one that it writes. Calls
+  are counted per step. GFLOP and MB are the minimum that a call needs: operations,
+  and bytes of operands and results. The bound is the time for that minimum:
+  operations at the peak rate of the unit (measured in this run with a loop on
+  registers alone), or bytes at the rate of plain loops that compute nothing (on
+  the same amount of memory). Kernels that stream several arrays at once may beat
+  the plain loops by a few percent. The measured time is the median of the runs.
 
 Examples:
   trireme bench kernels > kernels.md
@@ -49,14 +56,16 @@ Examples:
       gpt2-124m with 1024, in f32 and bf16.
   trireme bench kernels --model configs/models/llama-12m --batch 4 --seq 512
       The kernels of your model.
-  trireme bench kernels --only gelu --seconds 1
-      One kernel, measured longer.";
+  trireme bench kernels --only attention --seconds 1
+      Some kernels, measured longer.
+  trireme bench kernels --only update --optimizer muon
+      The updates of another optimizer.";
 
 /// Time each kernel of a training step and compare it with its bound.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct KernelsArgs {
-    /// Folder with the config.json of a gpt2 or llama model. By default, gpt2-11m and gpt2-124m.
+    /// Folder with the config.json of a model. By default, gpt2-11m and gpt2-124m.
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Sequences per batch.
@@ -68,10 +77,13 @@ pub(crate) struct KernelsArgs {
     /// Data type of activations and matrix multiplications: f32, bf16 or f16; separate several with commas.
     #[arg(long, value_delimiter = ',', default_value = "f32,bf16", value_parser = parse_precision)]
     dtype: Vec<Precision>,
+    /// Optimizer of the step, as in [optimizer] name.
+    #[arg(long, value_name = "NAME", default_value = "adamw", value_parser = parse_optimizer)]
+    optimizer: OptimizerName,
     /// Number of threads; 0 uses one per available core.
     #[arg(long, value_name = "K", default_value_t = 0)]
     threads: usize,
-    /// Measure only kernels whose name contains this text, such as gelu or "qkv: ".
+    /// Measure only kernels with this text in their names or shapes, such as attention or 384x1152.
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     only: String,
     /// How long to measure each figure.
@@ -80,6 +92,11 @@ pub(crate) struct KernelsArgs {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+}
+
+fn parse_optimizer(name: &str) -> Result<OptimizerName, String> {
+    let expected = || format!("expected one of {}", OptimizerName::ALL.map(OptimizerName::name).join(", "));
+    OptimizerName::named(name).ok_or_else(expected)
 }
 
 /// What is printed; the fields are the keys of `--json`.
@@ -112,9 +129,9 @@ struct StepReport {
 
 #[derive(Debug, Serialize)]
 struct KernelReport {
-    name: String,
+    name: &'static str,
     shape: String,
-    calls: f64,
+    calls: usize,
     operations: u64,
     moved_bytes: usize,
     limit: String,
@@ -126,11 +143,11 @@ struct KernelReport {
 }
 
 impl KernelReport {
-    fn new(figure: KernelFigure) -> Self {
-        let KernelFigure { name, shape, num_calls, cost, bound, limit, timing } = figure;
+    fn new(call: TimedCall, (bound, limit): (f64, Limit)) -> Self {
+        let TimedCall { kernel, shapes, cost, num_calls, timing } = call;
         KernelReport {
-            name,
-            shape,
+            name: kernel,
+            shape: shapes,
             calls: num_calls,
             operations: cost.operations(),
             moved_bytes: cost.traffic.moved(),
@@ -161,9 +178,10 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
     let simd = Simd::choose(Proof::Cached)?;
     simd.warn();
     let features_max = Some(simd.level);
-    let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
+    let options = DeviceOptions { num_threads, features_max, ..DeviceOptions::default() };
+    let (device, timer) = Device::timed(options)?;
     let probe = Probe::new(&device, args.seconds);
-    let measuring = Measuring::new();
+    let measuring = Arc::new(Measuring::new());
     measuring.tell("memory");
     let copy = Traffic { read: COPY_BYTES, updated: 0, written: COPY_BYTES };
     let mut report = Report {
@@ -175,13 +193,13 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
     };
     for step in &steps {
         for precision in &args.dtype {
-            report.steps.push(measure(&probe, &device, step, *precision, &args.only, &measuring)?);
+            report.steps.push(measure(args, (step, *precision), (&probe, &device, &timer), &measuring)?);
         }
     }
     drop(measuring);
     if report.steps.iter().any(|step| step.kernels.is_empty()) {
         bail!(
-            "no kernel of the step has '{}' in its name; run without --only to list all kernels",
+            "no kernel of the step has '{}' in its name or shapes; run without --only to list all kernels",
             args.only
         );
     }
@@ -206,13 +224,7 @@ fn steps(args: &KernelsArgs) -> Result<Vec<Step>> {
             .collect::<Result<_>>()?,
     };
     for Step { model, config, batch, seq } in &steps {
-        if ![Family::GPT2, Family::LLAMA].contains(&config.family) {
-            bail!(
-                "bench kernels lists the kernels of gpt2 and llama, and {model} is of the family {}; `trireme bench step` measures any model",
-                config.family.name()
-            );
-        }
-        let positions = config.max_position_embeddings;
+        let positions = config.max_positions();
         if *batch == 0 || *seq == 0 {
             bail!("--batch and --seq must be at least 1");
         }
@@ -223,46 +235,46 @@ fn steps(args: &KernelsArgs) -> Result<Vec<Step>> {
     Ok(steps)
 }
 
-fn step_sizes(step: &Step) -> StepSizes {
-    let Step { config, batch, seq, .. } = step;
-    StepSizes {
-        attention: AttentionShape {
-            batch: *batch,
-            seq_len: *seq,
-            num_heads: config.num_heads,
-            num_kv_heads: config.num_kv_heads,
-            head_dim: config.head_dim,
-            value_dim: config.head_dim,
-            num_keys: *seq,
-        },
-        hidden: config.hidden_size,
-        num_layers: config.num_layers,
-        intermediate: config.intermediate_size,
-        vocabulary: config.vocab_size,
-        is_llama: config.rope.is_some(),
-        attention_bias: config.qkv_bias,
-        mlp_bias: config.mlp_bias,
-        is_tied: config.tie_word_embeddings,
-    }
-}
-
+/// Times the kernels of a step after one that makes the device take its memory.
 fn measure(
-    probe: &Probe,
-    device: &Device,
-    step: &Step,
-    precision: Precision,
-    only: &str,
-    measuring: &Measuring,
+    args: &KernelsArgs,
+    (step, precision): (&Step, Precision),
+    (probe, device, timer): (&Probe, &Device, &CallTimer),
+    measuring: &Arc<Measuring>,
 ) -> Result<StepReport> {
-    let mut kernels = Vec::new();
+    let title = format!("{}, {precision}", step.model);
+    measuring.tell(&title);
     let peaks = probe.peaks(precision);
-    measuring.tell(&format!("{}, {precision}", step.model));
-    probe.step(precision, peaks, &step_sizes(step), only, &mut |figure| {
-        measuring.tell(&format!("{}, {precision}: after {}", step.model, figure.name));
-        kernels.push(KernelReport::new(figure));
-    })?;
+    let optimizer = config::Optimizer { name: args.optimizer, ..config::Optimizer::default() };
+    let step_args = StepArgs::of_one_worker(precision, (step.batch, step.seq));
+    let kind = optimizer_kind(&optimizer, precision);
+    let mut executor = build(&step_args, &step.config, kind, single(), device)?;
+    let mut batches = Batches::open(&step_args, step.config.vocab_size)?;
+    let mut run = |number: usize| {
+        let batch = batches.read(number, &step_args, &executor)?;
+        let plan = StepPlan { step: number as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off, has_loss: true };
+        let outcome = executor.run(plan, &mut std::iter::once(batch))?;
+        anyhow::Ok(outcome.skipped.is_none())
+    };
+    // In f16 the optimizer is left out until the loss scale fits.
+    let mut number = 0;
+    while !run(number)? && number < SKIPPED_MAX {
+        number += 1;
+    }
+    let shown = Arc::clone(measuring);
+    timer.start(args.seconds, &args.only, move |call| {
+        shown.tell(&format!("{title}: after {} {}", call.kernel, call.shapes));
+    });
+    let outcome = run(number + 1);
+    let timed = timer.finish();
+    outcome?;
+    let kernel = |call: TimedCall| {
+        let bound = probe.bound(peaks, &call.cost)?;
+        anyhow::Ok(KernelReport::new(call, bound))
+    };
+    let kernels: Vec<KernelReport> = timed.into_iter().map(kernel).collect::<Result<_>>()?;
     let total = |time: fn(&KernelReport) -> f64| {
-        kernels.iter().map(|kernel| kernel.calls * time(kernel)).sum::<f64>() / 1e3
+        kernels.iter().map(|kernel| kernel.calls as f64 * time(kernel)).sum::<f64>() / 1e3
     };
     let unit = |precision| Unit::of(device.cpu_features(), precision).to_string();
     Ok(StepReport {
@@ -296,11 +308,15 @@ fn print(report: &Report) -> Result<()> {
             "Peaks: {} {:.0} GFLOP/s for matrix multiplications, {} {:.0} GFLOP/s for the rest.\n",
             step.product_unit, step.product_peak_gflops, step.arithmetic_unit, step.arithmetic_peak_gflops
         )?;
+        let width = |text: fn(&KernelReport) -> &str| {
+            step.kernels.iter().map(|kernel| text(kernel).len()).max().unwrap_or(0)
+        };
+        let (names, shapes) = (width(|kernel| kernel.name), width(|kernel| &kernel.shape));
         writeln!(
             Output,
-            "| {:<33} | {:<18} | {:>5} | {:>7} | {:>7} | {:>9} | {:<10} | {:>9} | {:>5} | {:>9} |",
+            "| {:<names$} | {:<shapes$} | {:>5} | {:>7} | {:>7} | {:>9} | {:<10} | {:>9} | {:>5} | {:>9} |",
             "kernel",
-            "shape",
+            "shapes",
             "calls",
             "GFLOP",
             "MB",
@@ -314,17 +330,17 @@ fn print(report: &Report) -> Result<()> {
         for kernel in &step.kernels {
             writeln!(
                 Output,
-                "| {:<33} | {:<18} | {:>5} | {:>7.3} | {:>7.2} | {:>9.1} | {:<10} | {:>9.1} | {:>4.0}% | {:>9.2} |",
+                "| {:<names$} | {:<shapes$} | {:>5} | {:>7.3} | {:>7.2} | {:>9.1} | {:<10} | {:>9.1} | {:>4.0}% | {:>9.2} |",
                 kernel.name,
                 kernel.shape,
-                calls(kernel.calls),
+                kernel.calls,
                 kernel.operations as f64 / 1e9,
                 kernel.moved_bytes as f64 / 1e6,
                 kernel.bound_us,
                 kernel.limit,
                 kernel.median_us,
                 kernel.fraction_of_bound * 100.0,
-                kernel.calls * kernel.median_us / 1e3,
+                kernel.calls as f64 * kernel.median_us / 1e3,
             )?;
         }
         writeln!(
@@ -334,9 +350,4 @@ fn print(report: &Report) -> Result<()> {
         )?;
     }
     Ok(())
-}
-
-/// A whole number without a fraction.
-fn calls(calls: f64) -> String {
-    if calls.fract() == 0.0 { format!("{calls:.0}") } else { format!("{calls:.2}") }
 }

@@ -14,7 +14,7 @@ use std::time::Instant;
 use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
-use trireme_model::{HostBatch, Model, ModelConfig, PassOptions, Rehearsal, set_window, token_specs};
+use trireme_model::{Batch, HostBatch, Model, ModelConfig, PassOptions, Rehearsal, set_window, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid,
@@ -236,14 +236,81 @@ impl Tokens {
     }
 }
 
+/// The batches of steps, one after the other.
+pub(super) struct Batches {
+    tokens: Tokens,
+    samples: HostBatch,
+    window: Vec<u32>,
+}
+
+impl Batches {
+    pub(super) fn open(args: &StepArgs, vocab_size: usize) -> Result<Self> {
+        Ok(Batches {
+            tokens: Tokens::open(args, vocab_size)?,
+            samples: HostBatch::new(&token_specs(args.batch, args.seq)),
+            window: vec![0; args.seq + 1],
+        })
+    }
+
+    /// Reads the batch of a step, counted from 0.
+    pub(super) fn read(&mut self, step: usize, args: &StepArgs, executor: &Executor) -> Result<Batch> {
+        let place = executor.ranks().sample_place();
+        for row in 0..args.batch {
+            let sample = (step * place.degree + place.rank) * args.batch + row;
+            self.tokens.read(sample as u64, &mut self.window)?;
+            set_window(&mut self.samples, row, &self.window);
+        }
+        Ok(self.samples.upload_positions(executor.device(), executor.ranks().context_place())?)
+    }
+}
+
 pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
     let path = folder.join("config.json");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     ModelConfig::from_json(&text).with_context(|| path.display().to_string())
 }
 
-fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
-    let config = read_model(&args.model)?;
+impl StepArgs {
+    /// The arguments of steps of one worker, with defaults for all others.
+    pub(super) fn of_one_worker(dtype: Precision, (batch, seq): (usize, usize)) -> Self {
+        StepArgs {
+            model: PathBuf::new(),
+            dtype,
+            fp8: None,
+            reduce_dtype: Precision::F32,
+            batch,
+            seq,
+            threads: 0,
+            workers: 1,
+            transport: TransportChoice::Auto,
+            independent: false,
+            zero_stage: 0,
+            tensor: 1,
+            context: 1,
+            heads: 1,
+            experts: 1,
+            prefetch: 1,
+            offload: Vec::new(),
+            offload_prefetch: 1,
+            offload_folder: PathBuf::new(),
+            keep: Keep::All,
+            steps: 1,
+            warmup: 0,
+            data: None,
+            seed: 0,
+            json: false,
+        }
+    }
+}
+
+/// The executor of the steps of a model, whose weights are random.
+pub(super) fn build(
+    args: &StepArgs,
+    config: &ModelConfig,
+    kind: OptimizerKind,
+    group: Group,
+    device: &Device,
+) -> Result<Executor> {
     if args.seq > config.max_positions() {
         bail!("--seq {} exceeds the model's {} positions", args.seq, config.max_positions());
     }
@@ -285,7 +352,6 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     };
     let rehearsal = Rehearsal::of(build, alike, passes, &batch)?;
     let model = build(device)?;
-    let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
     let optimizer =
         &OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
     let moves = match args.offload.is_empty() {
@@ -344,22 +410,17 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
     // Independent workers meet again when they tell what they found.
     let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
-    let mut executor = build(args, group, &device)?;
-    let (place, context) = (executor.ranks().sample_place(), executor.ranks().context_place());
-    let tokens = Tokens::open(args, read_model(&args.model)?.vocab_size)?;
-    let mut samples = HostBatch::new(&token_specs(args.batch, args.seq));
-    let mut window = vec![0; args.seq + 1];
+    let config = read_model(&args.model)?;
+    let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
+    let mut executor = build(args, &config, kind, group, &device)?;
+    let degree = executor.ranks().sample_place().degree;
+    let mut batches = Batches::open(args, config.vocab_size)?;
     let (mut seconds, mut exposed) = (Vec::new(), Vec::new());
     let (mut first, mut loss, mut skipped_steps) = (None, f64::NAN, 0);
     let mut disk_bytes = [0, 0];
     for step in 0..args.warmup + args.steps {
         let began = Instant::now();
-        for row in 0..args.batch {
-            let sample = (step * place.degree + place.rank) * args.batch + row;
-            tokens.read(sample as u64, &mut window)?;
-            set_window(&mut samples, row, &window);
-        }
-        let batch = samples.upload_positions(&device, context)?;
+        let batch = batches.read(step, args, &executor)?;
         let disk_before = executor.disk_bytes();
         let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off, has_loss: true };
         let outcome = executor.run(plan, &mut std::iter::once(batch))?;
@@ -384,7 +445,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
         return Ok(());
     }
     let worst = |index: usize| all.iter().map(|facts| facts[index]).fold(0.0, f64::max);
-    let tokens_per_step = (args.batch * args.seq * place.degree) as f64;
+    let tokens_per_step = (args.batch * args.seq * degree) as f64;
     seconds.sort_by(f64::total_cmp);
     print(
         args,

@@ -1,6 +1,6 @@
 //! Attention and rotary positions.
 
-use super::{Access, Operands, kernel_calls, num_bytes};
+use super::{Operands, Replace, kernel_calls, num_bytes};
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, LatentHeadShape,
     Operand, OperandMut, Rotary,
@@ -130,25 +130,29 @@ impl AttentionOutput<Operand> {
 }
 
 impl Operands for AttentionInputs<Operand> {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        self.queries.for_each_operand(visit);
-        self.keys_values.for_each_operand(visit);
-        self.num_keys.for_each_operand(visit);
-        self.document_starts.for_each_operand(visit);
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        AttentionInputs {
+            queries: self.queries.with_operands(replace),
+            keys_values: self.keys_values.with_operands(replace),
+            num_keys: self.num_keys.with_operands(replace),
+            document_starts: self.document_starts.with_operands(replace),
+        }
     }
 }
 
 impl Operands for AttentionOutput<Operand> {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        self.y.for_each_operand(visit);
-        self.log_sums.for_each_operand(visit);
-        self.dy.for_each_operand(visit);
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        AttentionOutput {
+            y: self.y.with_operands(replace),
+            log_sums: self.log_sums.with_operands(replace),
+            dy: self.dy.with_operands(replace),
+        }
     }
 }
 
 impl Operands for Rotary<Operand> {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        self.cos.for_each_operand(visit);
-        self.sin.for_each_operand(visit);
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        let (cos, sin) = (self.cos.with_operands(replace), self.sin.with_operands(replace));
+        Rotary { cos, sin, positions: self.positions }
     }
 }

@@ -1,9 +1,10 @@
 //! Kernels that are functions of this program.
 
-use super::{Access, Operands};
+use super::{Operands, Replace};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::{Operand, OperandMut};
 use std::fmt;
+use std::sync::Arc;
 use trireme_base::Cost;
 
 /// A function of this program as a kernel, such as a [`Pointwise`](crate::tape::Pointwise) function of a model. Only a processor that runs
@@ -17,7 +18,7 @@ pub(crate) struct FunctionCall {
 }
 
 /// Computes an output from inputs.
-pub(crate) type Function = Box<dyn FnOnce(&Cpu, &[Operand], OperandMut) + Send>;
+pub(crate) type Function = Arc<dyn Fn(&Cpu, &[Operand], OperandMut) + Send + Sync>;
 
 impl FunctionCall {
     pub(crate) fn name(&self) -> &'static str {
@@ -30,9 +31,14 @@ impl FunctionCall {
 }
 
 impl Operands for FunctionCall {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        self.inputs.for_each_operand(visit);
-        self.output.for_each_operand(visit);
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        FunctionCall {
+            name: self.name,
+            cost: self.cost,
+            inputs: self.inputs.with_operands(replace),
+            output: self.output.with_operands(replace),
+            function: Arc::clone(&self.function),
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Normalisations, embeddings and cross-entropies.
 
-use super::{Access, Operands, each, kernel_calls, written};
+use super::{Operands, Replace, each, kernel_calls, written};
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::embedding::Bags;
 use crate::kernels::cpu::norm::NormKind;
@@ -111,8 +111,8 @@ impl LayerCall {
 }
 
 impl Operands for Bags<Operand> {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        self.ids.for_each_operand(visit);
-        self.lens.for_each_operand(visit);
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        let (ids, lens) = (self.ids.with_operands(replace), self.lens.with_operands(replace));
+        Bags { ids, lens, ..*self }
     }
 }

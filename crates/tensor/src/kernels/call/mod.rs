@@ -40,38 +40,49 @@ pub(crate) enum Access {
 }
 
 /// A call, or a part of one that has operands.
-pub(crate) trait Operands {
+pub(crate) trait Operands: Sized {
+    /// The same with the operands that `replace` returns for its own.
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self;
+
     /// Calls `visit` with every operand.
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access));
+    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
+        self.with_operands(&mut |operand, access| {
+            visit(operand, access);
+            *operand
+        });
+    }
 }
 
+/// Chooses an operand in place of another one.
+pub(crate) type Replace<'a> = dyn FnMut(&Operand, Access) -> Operand + 'a;
+
 impl Operands for Operand {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        visit(self, Access::Read);
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        replace(self, Access::Read)
     }
 }
 
 impl Operands for OperandMut {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        visit(&self.as_operand(), Access::Write);
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        OperandMut::new(replace(&self.as_operand(), Access::Write))
     }
 }
 
 impl<T: Operands> Operands for Option<T> {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        self.iter().for_each(|operands| operands.for_each_operand(visit));
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        self.as_ref().map(|operands| operands.with_operands(replace))
     }
 }
 
 impl<T: Operands> Operands for Vec<T> {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        self.iter().for_each(|operands| operands.for_each_operand(visit));
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        self.iter().map(|operands| operands.with_operands(replace)).collect()
     }
 }
 
 impl<T: Operands, const N: usize> Operands for [T; N] {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
-        self.iter().for_each(|operands| operands.for_each_operand(visit));
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        std::array::from_fn(|index| self[index].with_operands(replace))
     }
 }
 
@@ -103,14 +114,12 @@ macro_rules! kernel_calls {
         }
 
         impl $crate::kernels::call::Operands for $calls {
-            fn for_each_operand(
-                &self,
-                visit: &mut dyn FnMut(&$crate::kernels::Operand, $crate::kernels::call::Access),
-            ) {
+            fn with_operands(&self, replace: &mut $crate::kernels::call::Replace<'_>) -> Self {
                 match self {
-                    $(Self::$call { $($operand,)* .. } => {
-                        $($operand.for_each_operand(visit);)*
-                    })*
+                    $(Self::$call { $($operand,)* $($($argument,)*)? } => Self::$call {
+                        $($operand: $operand.with_operands(replace),)*
+                        $($($argument: Clone::clone($argument),)*)?
+                    },)*
                 }
             }
         }
@@ -150,10 +159,16 @@ macro_rules! areas {
             }
         }
 
+        impl Clone for Call {
+            fn clone(&self) -> Self {
+                self.with_operands(&mut |operand, _| *operand)
+            }
+        }
+
         impl Operands for Call {
-            fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
+            fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
                 match self {
-                    $(Call::$area(call) => call.for_each_operand(visit),)*
+                    $(Call::$area(call) => Call::$area(call.with_operands(replace)),)*
                 }
             }
         }

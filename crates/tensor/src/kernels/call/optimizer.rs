@@ -1,7 +1,6 @@
 //! Updates of optimizers.
 
-use super::{Operands, kernel_calls};
-use crate::kernels::call;
+use super::{Operands, Replace, kernel_calls};
 use crate::kernels::{
     Access, FactoredPart, FactoredStep, LeafRun, Operand, OperandMut, Piece, Pieces, StateDType, StepScale,
     Update,
@@ -81,9 +80,9 @@ impl OptimizerCall {
 }
 
 impl Operands for StateOperands {
-    fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, call::Access)) {
-        self.values.for_each_operand(visit);
-        self.steps.for_each_operand(visit);
+    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+        let (values, steps) = (self.values.with_operands(replace), self.steps.with_operands(replace));
+        StateOperands { values, steps, ..*self }
     }
 }
 

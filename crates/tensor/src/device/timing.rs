@@ -1,0 +1,158 @@
+//! Times the kernels of a program where it issues them, on its own operands.
+
+use super::backend::{Backend, HostCopy};
+use crate::kernels::call::{Access, Call, Operands};
+use crate::kernels::cpu::Cpu;
+use crate::kernels::{Operand, OperandMut};
+use crate::probe::{Timing, seconds_of_runs};
+use crate::shape::Shape;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::panic::Location;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use trireme_base::{Cost, Event};
+
+/// Times the kernels of a [device](super::Device::timed).
+#[derive(Debug, Clone)]
+pub struct CallTimer(pub(super) Arc<TimingCpu>);
+
+impl CallTimer {
+    /// Times from now on each kernel that has `only` in its name or shapes, at its first call with these shapes: again and again for
+    /// `duration`, at least three times, with the values that it was given. `report` hears of each one that was timed. The values
+    /// that the program gets are those of one run.
+    pub fn start(&self, duration: Duration, only: &str, report: impl FnMut(&TimedCall) + Send + 'static) {
+        let (only, report) = (only.to_owned(), Box::new(report));
+        *self.0.lock() = Some(Timings { duration, only, report, places: BTreeMap::new(), calls: Vec::new() });
+    }
+
+    /// Ends it, and returns the kernels in the order of their first calls.
+    pub fn finish(&self) -> Vec<TimedCall> {
+        self.0.lock().take().map_or_else(Vec::new, |timings| timings.calls)
+    }
+}
+
+/// A kernel with operands of some shapes, and how long it takes.
+#[derive(Debug, Clone)]
+pub struct TimedCall {
+    /// Name of the kernel.
+    pub kernel: &'static str,
+    /// Shapes of the operands that it reads, and of the first one that it writes.
+    pub shapes: String,
+    /// What a call has to do at least.
+    pub cost: Cost,
+    /// Calls since the timer was started.
+    pub num_calls: usize,
+    /// Seconds that one takes.
+    pub timing: Timing,
+}
+
+/// The CPU, which times kernels while it is asked to.
+pub(super) struct TimingCpu {
+    cpu: Arc<Cpu>,
+    timings: Mutex<Option<Timings>>,
+}
+
+struct Timings {
+    duration: Duration,
+    only: String,
+    report: Box<dyn FnMut(&TimedCall) + Send>,
+    /// Where the calls of a kernel with these shapes lie in `calls`.
+    places: BTreeMap<(&'static str, String, Cost), usize>,
+    calls: Vec<TimedCall>,
+}
+
+impl TimingCpu {
+    pub(super) fn new(cpu: Arc<Cpu>) -> Self {
+        TimingCpu { cpu, timings: Mutex::new(None) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Timings>> {
+        self.timings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Timings {
+    fn time(&mut self, call: &Call, cpu: &Cpu) {
+        let (kernel, shapes, cost) = (call.name(), shapes_of(call), call.cost());
+        if !format!("{kernel} {shapes}").contains(&self.only) {
+            return;
+        }
+        let place = self.places.entry((kernel, shapes.clone(), cost)).or_insert(self.calls.len());
+        if let Some(known) = self.calls.get_mut(*place) {
+            known.num_calls += 1;
+            return;
+        }
+        let mut before: Vec<(OperandMut, Vec<u8>)> = Vec::new();
+        call.for_each_operand(&mut |operand, access| {
+            if access == Access::Write {
+                before.push((OperandMut::new(*operand), operand.bytes(cpu).to_vec()));
+            }
+        });
+        let mut restore =
+            || before.iter_mut().for_each(|(operand, bytes)| operand.bytes(cpu).copy_from_slice(bytes));
+        let reads_what_it_writes = cost.traffic.updated > 0;
+        let Ok(timing) = seconds_of_runs(self.duration, |start| {
+            if reads_what_it_writes {
+                restore();
+            }
+            let call = call.clone();
+            *start = Instant::now();
+            cpu.run(call);
+        });
+        restore();
+        let timed = TimedCall { kernel, shapes, cost, num_calls: 1, timing };
+        (self.report)(&timed);
+        self.calls.push(timed);
+    }
+}
+
+/// Shapes of what a call reads, and of the first operand that it writes.
+fn shapes_of(call: &Call) -> String {
+    let text = |shape: Shape| {
+        let dims: Vec<String> = shape.dims().iter().map(usize::to_string).collect();
+        dims.join("x")
+    };
+    let (mut read, mut written) = (Vec::new(), None);
+    call.for_each_operand(&mut |operand, access| match access {
+        Access::Read => read.push(text(operand.shape())),
+        Access::Write => written = written.take().or_else(|| Some(text(operand.shape()))),
+    });
+    let shapes = [read.join(", "), written.unwrap_or_default()];
+    shapes.into_iter().filter(|shapes| !shapes.is_empty()).collect::<Vec<_>>().join(" -> ")
+}
+
+impl Backend for TimingCpu {
+    fn run(&self, call: Call) {
+        if let Some(timings) = &mut *self.lock() {
+            timings.time(&call, &self.cpu);
+        }
+        self.cpu.run(call);
+    }
+
+    fn upload(&self, from: &[u8], to: OperandMut) {
+        self.cpu.upload(from, to);
+    }
+
+    fn download(&self, from: Operand, to: &mut [u8]) {
+        self.cpu.download(from, to);
+    }
+
+    fn copy(&self, copy: HostCopy) -> Event {
+        self.cpu.copy(copy)
+    }
+
+    fn record(&self) -> Event {
+        self.cpu.record()
+    }
+
+    fn wait_for(&self, event: &Event, caller: &'static Location<'static>) {
+        self.cpu.wait_for(event, caller);
+    }
+}
+
+impl fmt::Debug for TimingCpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TimingCpu").field("cpu", &self.cpu).finish_non_exhaustive()
+    }
+}
