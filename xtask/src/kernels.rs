@@ -255,7 +255,7 @@ fn elements(run: &str) -> Vec<&'static str> {
         ("f16", has(&["with_element!", ".floats("])),
         ("f64", has(&[".f64s("])),
         ("u32", has(&[".u32s("])),
-        ("any", has(&["with_word!", ".bytes(", "cast_slice"])),
+        ("any", has(&["with_word!", ".bytes(", "backend.upload(", "backend.download("])),
     ];
     kinds.into_iter().filter(|(_, is_used)| *is_used).map(|(name, _)| name).collect()
 }
