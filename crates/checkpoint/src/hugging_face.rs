@@ -136,11 +136,16 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
              AutoTokenizer)",
         )
     } else {
-        (
-            "no checkpoint and no model",
-            "the folder of a run that has saved a checkpoint, a checkpoint with checkpoint.json, or a Hugging Face \
-             model directory with model.safetensors or model.safetensors.index.json",
-        )
+        let expected = match folder.join(CONFIG_FILE).is_file() {
+            true => {
+                "model.safetensors or model.safetensors.index.json beside config.json (to train it from random weights, set [model] config)"
+            }
+            false => {
+                "the folder of a run that has saved a checkpoint, a checkpoint with checkpoint.json, or a Hugging Face \
+                 model directory with model.safetensors or model.safetensors.index.json"
+            }
+        };
+        ("no checkpoint and no model", expected)
     };
     CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected }
 }

@@ -13,8 +13,11 @@ use std::time::{Duration, Instant};
 use trireme_base::spawn_thread;
 use trireme_train::Requests;
 
-/// A launcher hands on what a terminal has sent to all processes: signals of so short a time are one.
-const SAME: Duration = Duration::from_millis(500);
+/// A launcher hands on what a terminal has sent to all processes: to its workers, signals of so short a time are one.
+const SAME_IN_WORKER: Duration = Duration::from_millis(500);
+
+/// As [`SAME_IN_WORKER`], in a process without a launcher. Programs such as `timeout` signal a process and then its group.
+const SAME: Duration = Duration::from_millis(100);
 
 /// The signals that end a run. Signals that the parent ignores are handled too, except SIGHUP, so that `nohup` works.
 pub(crate) fn stop_signals() -> Vec<i32> {
@@ -28,15 +31,23 @@ pub(crate) fn is_urgent(signal: i32) -> bool {
     ![SIGUSR1, SIGUSR2].contains(&signal)
 }
 
-/// Tells a second urgent signal from the first one, and from what a launcher hands on of it.
-#[derive(Debug, Default)]
-pub(crate) struct SecondSignal(Option<Instant>);
+/// Tells a second urgent signal from the first one, and from what comes again of that.
+#[derive(Debug)]
+pub(crate) struct SecondSignal {
+    first: Option<Instant>,
+    same: Duration,
+}
 
 impl SecondSignal {
+    /// Before the first signal to a process: a worker of several, or one that no launcher hands on signals to.
+    pub(crate) fn new(is_worker: bool) -> Self {
+        SecondSignal { first: None, same: if is_worker { SAME_IN_WORKER } else { SAME } }
+    }
+
     /// Takes note of an urgent signal that came `now`. Returns whether it is the second one.
     pub(crate) fn note(&mut self, now: Instant) -> bool {
-        let first = *self.0.get_or_insert(now);
-        now.duration_since(first) > SAME
+        let first = *self.first.get_or_insert(now);
+        now.duration_since(first) > self.same
     }
 }
 
@@ -68,13 +79,14 @@ pub(crate) struct Interrupts(Arc<Mutex<Option<Requests>>>);
 
 impl Interrupts {
     /// Installs the handlers. Before a run [begins](Interrupts::save_for), and after it has ended, signals end the process. `reports` says whether
-    /// the first one is reported.
-    pub(crate) fn listen(reports: bool) -> io::Result<Self> {
+    /// the first one is reported, `is_worker` whether a launcher may hand on signals.
+    pub(crate) fn listen(reports: bool, is_worker: bool) -> io::Result<Self> {
         let mut signals = Signals::new(stop_signals())?;
         UNHANDLED.store(false, Ordering::SeqCst);
         let interrupts = Interrupts(Arc::default());
         let Interrupts(run) = interrupts.clone();
-        let mut second = SecondSignal::default();
+        let mut second = SecondSignal::new(is_worker);
+        let mut is_first = true;
         let mut handle = move |signal: i32| {
             // Held while the process ends, so that no run ends by itself meanwhile.
             let run = run.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,7 +94,7 @@ impl Interrupts {
             if is_urgent(signal) && second.note(Instant::now()) {
                 return end(signal);
             }
-            if reports {
+            if std::mem::take(&mut is_first) && reports {
                 remark(&stopping_notice(signal));
             }
             requests.stop(signal);
@@ -123,9 +135,11 @@ mod tests {
 
     #[test]
     fn a_signal_that_is_handed_on_is_no_second_one() {
-        let (mut second, start) = (SecondSignal::default(), Instant::now());
+        let (mut second, start) = (SecondSignal::new(true), Instant::now());
         let after = |milliseconds| start + Duration::from_millis(milliseconds);
         let is_second = [0, 10, 400, 600].map(|milliseconds| second.note(after(milliseconds)));
         assert_eq!(is_second, [false, false, false, true]);
+        let mut second = SecondSignal::new(false);
+        assert_eq!([0, 10, 300].map(|milliseconds| second.note(after(milliseconds))), [false, false, true]);
     }
 }

@@ -6,10 +6,15 @@ use serde_json::{Value, json};
 /// parts.
 ///
 /// # Errors
-/// If a part is not a text, such as an image; the words name the message and the type.
+/// If a part is not a text, such as an image, or a `weight` is neither 0 nor 1; the words name the message.
 pub fn with_text_contents(messages: &[Value]) -> Result<Vec<Value>, String> {
     let with_text = |(index, message): (usize, &Value)| {
         let mut message = message.clone();
+        if let Some(weight) =
+            message.get("weight").filter(|weight| ![0.0, 1.0].map(Some).contains(&weight.as_f64()))
+        {
+            return Err(format!("message {} has the weight {weight}; expected 0 or 1", index + 1));
+        }
         if let Some(Value::Array(parts)) = message.get("content") {
             let texts = parts.iter().map(part_text).collect::<Result<String, _>>();
             message["content"] = texts
@@ -51,7 +56,13 @@ pub(crate) fn of_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String
             None => return refuse("has no `from`".to_owned()),
         };
         match turn["value"].as_str() {
-            Some(text) => Ok(json!({ "role": role, "content": text })),
+            Some(text) => {
+                let mut message = json!({ "role": role, "content": text });
+                if let Some(weight) = turn.get("weight") {
+                    message["weight"] = weight.clone();
+                }
+                Ok(message)
+            }
             None => refuse("has no `value`".to_owned()),
         }
     };
@@ -98,6 +109,17 @@ mod tests {
             let error = with_text_contents(&[json!({"role": "user", "content": [part]})]).unwrap_err();
             assert!(error.contains(fact), "{error}");
         }
+    }
+
+    #[test]
+    fn weights_of_messages_are_kept_or_refused() {
+        let turn = |weight: Value| json!({"from": "gpt", "value": "a", "weight": weight});
+        assert_eq!(of_share_gpt(&[turn(0.into())]).unwrap()[0]["weight"], 0);
+        for weight in [json!(0), json!(1.0)] {
+            with_text_contents(&of_share_gpt(&[turn(weight)]).unwrap()).unwrap();
+        }
+        let refused = with_text_contents(&of_share_gpt(&[turn(json!(0.5))]).unwrap()).unwrap_err();
+        assert_eq!(refused, "message 1 has the weight 0.5; expected 0 or 1");
     }
 
     #[test]

@@ -117,7 +117,7 @@ pub enum TrainError {
     },
     /// Metrics of a run that cannot be resumed.
     #[error(
-        "{} contains an earlier run with no checkpoint to resume from; pass --resume never (or set [checkpoint] resume = \"never\") to move it \
+        "{} contains an earlier run, which this one would not continue; pass --resume never (or set [checkpoint] resume = \"never\") to move it \
          aside and start again, or choose another [run] name",
         folder.display()
     )]

@@ -14,6 +14,7 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use trireme_base::{Bytes, create_regular};
+use trireme_checkpoint::CHECKPOINTS_FOLDER;
 use trireme_comm::{Choice, Group};
 use trireme_parallel::Executor;
 use trireme_schedule::Program;
@@ -128,19 +129,23 @@ pub fn earlier_run(config: &Config) -> Result<Option<TrainError>, TrainError> {
     }
     // One path may be given in several ways.
     let whole = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let own = whole(&folder.join(CHECKPOINTS_FOLDER));
     let continues =
-        resume_point(config)?.is_some_and(|checkpoint| whole(checkpoint.path()).starts_with(whole(&folder)));
+        resume_point(config)?.is_some_and(|checkpoint| whole(checkpoint.path()).parent() == Some(&own));
     Ok((!continues).then_some(TrainError::EarlierRun { folder }))
 }
 
 /// Moves what an earlier run left in `folder` into `previous-K` there, so that a new run begins and nothing is lost.
 pub(crate) fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<(), TrainError> {
     let failed = |source| TrainError::RunFolder { path: folder.to_owned(), source };
-    let mut names = Vec::new();
+    let (mut names, mut configs) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(folder).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         let text = name.to_string_lossy();
-        let is_of_run = ["checkpoints", METRICS_FILE, HASHES_FILE, TRACE_FILE].contains(&&*text);
+        let is_of_run = [CHECKPOINTS_FOLDER, METRICS_FILE, HASHES_FILE, TRACE_FILE].contains(&&*text);
+        if [CONFIG_TOML, GIVEN_FILE].contains(&&*text) {
+            configs.push(name.clone());
+        }
         if is_of_run || text.starts_with("events.out.tfevents.") {
             names.push(name);
         }
@@ -148,6 +153,7 @@ pub(crate) fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<()
     if names.is_empty() {
         return Ok(());
     }
+    names.extend(configs);
     let free = (1..).map(|index| folder.join(format!("previous-{index}"))).find(|path| !path.exists());
     let previous = free.expect("there are more numbers than folders");
     fs::create_dir(&previous).map_err(failed)?;

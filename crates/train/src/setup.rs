@@ -118,7 +118,7 @@ fn description(config: &Config, path: &Path) -> Result<(PathBuf, String), TrainE
         Err(source) => Err(TrainError::ReadModelConfig { path, source }),
     };
     if let ModelSource::File(path) = config.model_source() {
-        return read(path.to_owned());
+        return read(if path.is_dir() { path.join(CONFIG_FILE) } else { path.to_owned() });
     }
     // A plan needs no weights.
     let alone = resolve_model(path)?.join(CONFIG_FILE);

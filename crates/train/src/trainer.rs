@@ -203,6 +203,11 @@ impl<'a> Trainer<'a> {
             run_folder::set_aside(&run_folder, observer)?;
         }
         let (mut state, resumed) = resume(config, &*task, &mut executor, &*train, observer)?;
+        if validation.is_none() && config.training().validation_interval > 0 {
+            observer.notice(
+                "nothing is held out for validation, so [training] validation_interval has no effect",
+            );
+        }
         if let Some(validation) = &validation
             && let Some(difference) = state.validations.begin(validation.identity())
         {

@@ -451,6 +451,7 @@ fn starting_anew_moves_the_earlier_run_aside() {
     assert!(train(&config) == first);
     let run = config.run_folder();
     assert!(run.join("previous-1/checkpoints/step-5").is_dir() && run.join("checkpoints/step-5").is_dir());
+    assert!(run.join("previous-1/config.toml").is_file() && run.join("config.toml").is_file());
 }
 
 #[test]

@@ -109,6 +109,12 @@ fn corpus(
                 args.model.display()
             );
         }
+        if corpus.validation.is_none() {
+            remark(&format!(
+                "note: {} holds nothing out for validation, so all of it is evaluated, also what a model was trained on",
+                folder.display()
+            ));
+        }
         return Ok((corpus, None));
     }
     let scratch = temporary_folder("trireme-eval-")?;

@@ -185,7 +185,7 @@ impl Watch<'_> {
     ///
     /// A worker that is killed meanwhile is an error, unless the checkpoint is complete: then it is a warning.
     fn end_after_stop(mut self, asked: Option<i32>) -> Result<(), LaunchError> {
-        let mut second = SecondSignal::default();
+        let mut second = SecondSignal::new(false);
         if asked.is_some_and(is_urgent) {
             second.note(Instant::now());
         }
@@ -219,7 +219,9 @@ impl Watch<'_> {
             }
             let signal = self.next_signal(None).expect("without a deadline a signal comes");
             if signal != SIGCHLD && is_urgent(signal) && second.note(Instant::now()) {
-                return self.end_after_signal(signal);
+                // At once, as was promised: it may have come to this process alone, and workers save what they have.
+                self.workers.kill().map_err(|source| LaunchError::Watch { source })?;
+                return Err(LaunchError::Interrupted { signal });
             }
         }
     }

@@ -2,6 +2,19 @@
 
 use crate::common::{Running, Scene, tells};
 
+/// The folder of a run may hold an earlier one, whose checkpoints are not this run's.
+#[test]
+fn a_run_is_not_continued_from_what_was_moved_aside_in_its_folder() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --set training.steps=6").succeeded();
+    scene.run("train tiny.toml --resume never").succeeded();
+    let earlier = "--resume runs/tiny/previous-1/checkpoints/step-6";
+    let refused = scene.refused_without_trace(&format!("train tiny.toml --set training.steps=8 {earlier}"));
+    tells(&refused, &["runs/tiny", "--resume never"]);
+    let branch = format!("train tiny.toml --set training.steps=8 --set run.name=branch {earlier}");
+    scene.run(&branch).succeeded();
+}
+
 #[test]
 fn metrics_of_an_earlier_run_are_not_replaced_unasked() {
     let scene = Scene::with_corpus();
@@ -12,7 +25,7 @@ fn metrics_of_an_earlier_run_are_not_replaced_unasked() {
         tells(
             &refused,
             &[
-                "runs/tiny contains an earlier run with no checkpoint to resume from",
+                "runs/tiny contains an earlier run, which this one would not continue",
                 "--resume never",
                 "[run] name",
             ],

@@ -103,6 +103,7 @@ impl Interpreter {
         }
     }
 
+    /// The answers from the message `first` on that are learned.
     fn samples(&self, messages: &[Value], first: usize) -> Result<Vec<Answered>, String> {
         let mut all = self.render(messages, false)?;
         if self.marks_answers {
@@ -110,9 +111,23 @@ impl Interpreter {
                 let num_before = self.render(&messages[..first], false)?.answers.len();
                 all.answers.drain(..num_before.min(all.answers.len()));
             }
+            let of_model: Vec<&Value> =
+                messages[first..].iter().filter(|message| is_of_model(message)).collect();
+            if !of_model.iter().all(|message| is_learned(message)) {
+                if of_model.len() != all.answers.len() {
+                    return Err(format!(
+                        "the chat template marks {} answers of {} messages, so those with the weight 0 cannot be told from others",
+                        all.answers.len(),
+                        of_model.len()
+                    ));
+                }
+                let mut of_model = of_model.into_iter();
+                all.answers.retain(|_| of_model.next().is_some_and(is_learned));
+            }
             return Ok(vec![all]);
         }
-        let answers = (first..messages.len()).filter(|&index| messages[index]["role"] == "assistant");
+        let is_answer = |index: &usize| is_of_model(&messages[*index]) && is_learned(&messages[*index]);
+        let answers = (first..messages.len()).filter(is_answer);
         all.answers.clear();
         for index in answers.clone() {
             let answered = self.answered(messages, index)?;
@@ -189,6 +204,15 @@ impl Interpreter {
         })?;
         Ok(take_marks(&String::from_utf8_lossy(&rendered.0)))
     }
+}
+
+fn is_of_model(message: &Value) -> bool {
+    message["role"] == "assistant"
+}
+
+/// Whether an answer is learned. The form of OpenAI's fine-tuning data gives the weight 0 to one that is context alone.
+fn is_learned(message: &Value) -> bool {
+    message["weight"].as_f64() != Some(0.0)
 }
 
 /// Text that a template writes, up to [`TEXT_BYTES_MAX`].

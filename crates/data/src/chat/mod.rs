@@ -395,6 +395,25 @@ mod tests {
     }
 
     #[test]
+    fn answers_of_weight_0_are_not_learned() {
+        let mut weighted = messages();
+        weighted[1]["weight"] = 0.into();
+        weighted[3]["weight"] = 1.into();
+        let unmarked =
+            "{% for message in messages %}{{ message.role[0] ~ message.content ~ '\n' }}{% endfor %}";
+        let unmarked = ChatTemplate::new(unmarked, BTreeMap::new(), Path::new("a")).unwrap();
+        for (template, expected) in [(ChatTemplate::chatml(), "4<|im_end|>"), (unmarked, "a4\n")] {
+            let answered = one(&template, &weighted, 0);
+            assert_eq!(parts(&answered), [expected]);
+            assert!(answered.text.contains('2'), "it stays in the text");
+        }
+        let once = "{% generation %}{{ messages[1].content }}{% endgeneration %}";
+        let once = ChatTemplate::new(once, BTreeMap::new(), Path::new("a")).unwrap();
+        let refused = once.samples(&weighted, 0).unwrap_err();
+        assert!(refused.starts_with("the chat template marks 1 answers of 2 messages"), "{refused}");
+    }
+
+    #[test]
     fn answers_are_what_messages_add_where_nothing_is_marked() {
         // With methods of Python, white space to trim, and a special token.
         let source = "{{ bos_token }}{% for message in messages %}\n\

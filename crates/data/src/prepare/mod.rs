@@ -221,6 +221,11 @@ pub fn stage(
         vocabulary_size: tokenizer.vocabulary_size(),
         end_of_document: tokenizer.end_of_document(),
         unknown_end_of_document: tokenizer.unknown_end().map(str::to_owned),
+        unknown_end_of_answer: options.chat_template.as_ref().and_then(|template| {
+            let end = template.end_of_answer().filter(|_| has_loss_mask)?;
+            let is_name = end.starts_with('<') && end.ends_with('>');
+            (is_name && tokenizer.special_token_id(end).is_none()).then(|| end.to_owned())
+        }),
         train,
         validation,
         num_files: counts.num_files,

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread;
 
 /// Changes whenever the same inputs and options give other files than before.
-const OUTPUT_VERSION: u32 = 3;
+const OUTPUT_VERSION: u32 = 4;
 
 /// Stands for the standard input.
 pub(super) const STDIN: &str = "-";

@@ -98,6 +98,9 @@ pub struct PrepareReport {
     /// The `eos_token` of the tokenizer's `tokenizer_config.json`, if the tokenizer does not have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unknown_end_of_document: Option<String>,
+    /// What the chat template ends an answer with, if that looks like a special token that the tokenizer does not have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unknown_end_of_answer: Option<String>,
     /// What there is to train on.
     pub train: Part,
     /// What was held out.
@@ -164,6 +167,11 @@ impl PrepareReport {
                  tokenizer_config.json"
                     .to_owned(),
             );
+        }
+        if let Some(name) = &self.unknown_end_of_answer {
+            notes.push(format!(
+                "the chat template ends answers with {name}, which is no token of the tokenizer, so it and the like are learned as text"
+            ));
         }
         if self.num_split_conversations > 0 {
             notes.push(format!(

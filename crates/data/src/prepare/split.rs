@@ -9,45 +9,60 @@ const SELECTION_SEED: u64 = 0;
 const FRACTION_REACHED: f64 = 0.95;
 
 /// Which tokens are held out for validation.
-#[derive(Debug, PartialEq, Eq)]
-enum HeldOut {
+#[derive(Debug, PartialEq)]
+struct HeldOut {
     /// These documents, as increasing indices.
-    Documents(Vec<u64>),
-    /// All tokens from this index on.
-    Tail(u64),
+    documents: Vec<u64>,
+    /// Documents with more tokens than this give their ends instead.
+    whole_max: f64,
+    /// The share of these that is held out.
+    fraction: f64,
 }
 
-/// Goes through the documents in a fixed random order and holds out each that still fits into the fraction,
-/// until that is nearly reached: small and large documents are as likely, and the fraction is never exceeded.
-/// The tail of the corpus takes their place where they make up less than half the fraction: a single
-/// document, or a few large ones.
+impl HeldOut {
+    fn gives_end(&self, document: &Range<u64>) -> bool {
+        (document.end - document.start) as f64 > self.whole_max
+    }
+}
+
+/// Chooses about `fraction` of the tokens.
+///
+/// Of documents that have more tokens than should be held out in all, it is the end of each. Of the others it is whole documents: in a fixed random
+/// order each that still fits, until the fraction of their tokens is nearly reached, so that small and large documents are as likely. Where they are
+/// too large for half of that, they give their ends as well. The fraction is never exceeded.
 fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
-    let wanted = fraction * all.num_tokens() as f64;
-    let mut documents = Vec::new();
-    let mut num_held_out = 0;
+    let num_held_out = (fraction * all.num_tokens() as f64).round().max(1.0);
+    let fraction = num_held_out / all.num_tokens().max(1) as f64;
+    let ends = HeldOut { documents: Vec::new(), whole_max: num_held_out, fraction };
+    let mut num_in_whole = 0;
+    for document in all.documents() {
+        let document = document?;
+        num_in_whole += if ends.gives_end(&document) { 0 } else { document.end - document.start };
+    }
+    let wanted = fraction * num_in_whole as f64;
+    let (mut documents, mut num_taken) = (Vec::new(), 0);
     for position in 0..all.num_documents() {
-        if num_held_out as f64 >= FRACTION_REACHED * wanted {
+        if num_taken as f64 >= FRACTION_REACHED * wanted {
             break;
         }
         let index = permuted(position, all.num_documents(), SELECTION_SEED, 0);
         let document = all.document(index)?;
         let num_tokens = document.end - document.start;
-        if (num_held_out + num_tokens) as f64 <= wanted {
-            num_held_out += num_tokens;
+        if !ends.gives_end(&document) && (num_taken + num_tokens) as f64 <= wanted {
+            num_taken += num_tokens;
             documents.push(index);
         }
     }
-    if num_held_out as f64 >= wanted / 2.0 {
-        documents.sort_unstable();
-        Ok(HeldOut::Documents(documents))
-    } else {
-        Ok(HeldOut::Tail(all.num_tokens() - (wanted.round() as u64).max(1)))
+    if (num_taken as f64) < wanted / 2.0 {
+        return Ok(HeldOut { whole_max: 0.0, ..ends });
     }
+    documents.sort_unstable();
+    Ok(HeldOut { documents, ..ends })
 }
 
 /// Copies each token of `all` to one of the two files; `on_document` hears how many documents, and tokens, are done.
 ///
-/// What is held out depends on where documents end alone. Takes 8 bytes for each document held out.
+/// What is held out depends on where documents end alone. Takes 8 bytes of memory for each document held out.
 pub(super) fn split(
     all: &TokenFile,
     fraction: f64,
@@ -56,18 +71,21 @@ pub(super) fn split(
     mut on_document: impl FnMut(u64, u64, &TokenFileWriter),
 ) -> Result<(), DataError> {
     let held_out = held_out(all, fraction)?;
+    // Tokens up to here of the documents that give their ends: all together give the fraction, rounded once.
+    let mut num_cut = 0;
     for index in 0..all.num_documents() {
         let document = all.document(index)?;
-        match &held_out {
-            HeldOut::Documents(indices) if indices.binary_search(&index).is_ok() => {
-                copy(all, document.clone(), validation)?;
-            }
-            HeldOut::Documents(_) => copy(all, document.clone(), train)?,
-            HeldOut::Tail(start) => {
-                let middle = *start.clamp(&document.start, &document.end);
-                copy(all, document.start..middle, train)?;
-                copy(all, middle..document.end, validation)?;
-            }
+        if held_out.gives_end(&document) {
+            let given = |num_tokens: u64| (held_out.fraction * num_tokens as f64).round() as u64;
+            let before = num_cut;
+            num_cut += document.end - document.start;
+            let start = document.end - (given(num_cut) - given(before)).min(document.end - document.start);
+            copy(all, document.start..start, train)?;
+            copy(all, start..document.end, validation)?;
+        } else if held_out.documents.binary_search(&index).is_ok() {
+            copy(all, document.clone(), validation)?;
+        } else {
+            copy(all, document.clone(), train)?;
         }
         on_document(index + 1, document.end, train);
     }
@@ -175,9 +193,22 @@ mod tests {
     }
 
     #[test]
-    fn two_large_documents_give_the_tail_of_the_last() {
+    fn large_documents_give_their_ends_and_small_ones_their_share() {
         let [train, validation] = split_documents(&[(0..100).collect(), (100..200).collect()], 0.1);
-        assert_eq!(train.iter().map(Vec::len).collect::<Vec<_>>(), [100, 80]);
-        assert_eq!(validation, [(180..200).collect::<Vec<u32>>()]);
+        assert_eq!(train.iter().map(Vec::len).collect::<Vec<_>>(), [90, 90]);
+        let ends: [Vec<u32>; 2] = [(90..100).collect(), (190..200).collect()];
+        assert_eq!(validation, ends);
+        // Beside one that is larger than all that is held out, as many of the small ones as without it.
+        let small = (0..100).map(|document| vec![document; 10]);
+        let documents: Vec<Vec<u32>> = small.chain([vec![100; 9000]]).collect();
+        let [_, validation] = split_documents(&documents, 0.05);
+        assert_eq!(validation.len(), 6);
+        assert_eq!(validation[5], [100; 450]);
+        assert_eq!(validation[..5].iter().map(Vec::len).collect::<Vec<_>>(), [10; 5]);
+        // Documents that are small beside all, but too large for their share, give their ends, too.
+        let documents: Vec<Vec<u32>> =
+            std::iter::repeat_n(48, 19).chain([88]).map(|len| vec![0; len]).collect();
+        let [_, validation] = split_documents(&documents, 0.05);
+        assert_eq!(validation.iter().map(Vec::len).sum::<usize>(), 50);
     }
 }
