@@ -147,8 +147,13 @@ impl<B> Pending<B> {
         Pending(State::Here(memory))
     }
 
-    /// Memory that will lie in `place` when the event is done.
+    /// Memory that will lie in `place` when the event is done; with [`Event::DONE`], what lies there already.
     pub fn until(event: Event, place: Arc<Mutex<Option<B>>>) -> Self {
+        if event.0.is_none()
+            && let Some(memory) = taken(&place)
+        {
+            return Pending::new(memory);
+        }
         Pending(State::Away(place, event))
     }
 
@@ -239,6 +244,13 @@ impl HostMemory for Vec<u8> {
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn memory_that_is_there_is_at_hand() {
+        let place = |memory| Arc::new(Mutex::new(memory));
+        assert_eq!(Pending::until(Event::DONE, place(Some(5))).get(), Some(&5));
+        assert_eq!(Pending::<u8>::until(Event::DONE, place(None)).get(), None);
+    }
 
     #[test]
     fn who_waits_is_woken_and_says_so() {

@@ -1,7 +1,7 @@
 //! Models from the Hugging Face hub.
 
 use crate::error::CheckpointError;
-use crate::hugging_face::{INDEX_FILE, MODEL_FILES};
+use crate::model_files::{INDEX_FILE, MODEL_FILES};
 use hf_hub::api::sync::ApiBuilder;
 use std::env;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Models that other programs have fetched from the Hugging Face hub, in its cache on this machine.
 
 use crate::error::CheckpointError;
-use crate::hugging_face::missing_weights;
+use crate::model_files::missing_weights;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};

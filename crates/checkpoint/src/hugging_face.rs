@@ -4,47 +4,15 @@ use crate::CONFIG_FILE;
 use crate::error::CheckpointError;
 use crate::files::{JSON_BYTES_MAX, damaged, is_plain_name, read_bounded, reading};
 use crate::hub_cache::{cache_folder, cached_name, is_model_name};
+use crate::model_files::{INDEX_FILE, MODEL_FILE, has_pickles, missing_weights, read_index};
 use crate::safetensors_file::read_header;
 use crate::stored::{StoredPart, StoredTensor, StoredTensors};
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use trireme_base::parse_json;
 use trireme_plan::Extent;
-
-/// The file of a model that fits one.
-pub(crate) const MODEL_FILE: &str = "model.safetensors";
-
-/// The file that says which shard holds which tensor.
-pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
-
-/// Files of a model directory that describe the model or its tokenizer and travel with the weights. All but
-/// the mark of a tokenizer that takes bytes as they are have the names that transformers gives them.
-pub(crate) const MODEL_FILES: [&str; 11] = [
-    CONFIG_FILE,
-    "tokenizer.json",
-    "tokenizer.bytes.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "added_tokens.json",
-    "chat_template.jinja",
-];
-
-/// The index of a model in several files.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct ShardIndex {
-    #[serde(default)]
-    pub(crate) metadata: serde_json::Value,
-    /// Each tensor's file.
-    pub(crate) weight_map: BTreeMap<String, String>,
-}
 
 /// Tensors of files, by name.
 type Tensors = BTreeMap<String, StoredTensor>;
@@ -148,32 +116,6 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
         ("no checkpoint and no model", expected)
     };
     CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected }
-}
-
-/// Whether a folder has PyTorch pickle files.
-fn has_pickles(folder: &Path) -> bool {
-    ["pytorch_model.bin", "pytorch_model.bin.index.json"].iter().any(|name| folder.join(name).exists())
-}
-
-/// The first file that the weights of a model directory lack: one that the index lists, or the only one. `None` if all are there, or if the
-/// weights are PyTorch pickle files.
-pub(crate) fn missing_weights(folder: &Path) -> Result<Option<String>, CheckpointError> {
-    if folder.join(MODEL_FILE).is_file() {
-        return Ok(None);
-    }
-    if folder.join(INDEX_FILE).is_file() {
-        let files = read_index(folder)?.weight_map.into_values();
-        return Ok(files.filter(|file| !folder.join(file).is_file()).min());
-    }
-    Ok((!has_pickles(folder)).then(|| MODEL_FILE.to_owned()))
-}
-
-/// The index of a model in several files.
-fn read_index(folder: &Path) -> Result<ShardIndex, CheckpointError> {
-    let path = folder.join(INDEX_FILE);
-    parse_json(&read_bounded(&path, JSON_BYTES_MAX)?)
-        .and_then(serde_json::from_value)
-        .map_err(|error| damaged(&path, format!("it is invalid: {error}")))
 }
 
 /// All tensors of the shards, and their notes.

@@ -42,6 +42,7 @@ mod hub;
 mod hub_cache;
 mod hugging_face;
 mod manifest;
+mod model_files;
 mod model_source;
 mod publication;
 mod safetensors_file;

@@ -2,8 +2,9 @@ use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
 use crate::folder::{SkippedCheckpoint, find_latest, follow_name, list_checkpoints};
 use crate::hub_cache::resolve_model;
-use crate::hugging_face::{HuggingFaceDirectory, MODEL_FILES};
+use crate::hugging_face::HuggingFaceDirectory;
 use crate::manifest::MANIFEST_FILE;
+use crate::model_files::MODEL_FILES;
 use crate::stored::StoredTensors;
 use std::path::{Path, PathBuf};
 

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use trireme_base::spawn_thread;
 use trireme_train::Requests;
 
-/// A launcher hands on what a terminal has sent to all processes: to its workers, signals of so short a time are one.
-const SAME_IN_WORKER: Duration = Duration::from_millis(500);
+/// Urgent signals to a worker within this time are one: a terminal signals every process, and the launcher forwards the signal.
+const DUPLICATE_WINDOW_OF_WORKER: Duration = Duration::from_millis(500);
 
-/// As [`SAME_IN_WORKER`], in a process without a launcher. Programs such as `timeout` signal a process and then its group.
-const SAME: Duration = Duration::from_millis(100);
+/// The same for a process without a launcher: programs such as `timeout` signal a process and then its group.
+const DUPLICATE_WINDOW: Duration = Duration::from_millis(100);
 
 /// The signals that end a run. Signals that the parent ignores are handled too, except SIGHUP, so that `nohup` works.
 pub(crate) fn stop_signals() -> Vec<i32> {
@@ -35,19 +35,20 @@ pub(crate) fn is_urgent(signal: i32) -> bool {
 #[derive(Debug)]
 pub(crate) struct SecondSignal {
     first: Option<Instant>,
-    same: Duration,
+    window: Duration,
 }
 
 impl SecondSignal {
-    /// Before the first signal to a process: a worker of several, or one that no launcher hands on signals to.
+    /// A detector that has seen no signal. `is_worker` says whether a launcher may forward signals to this process.
     pub(crate) fn new(is_worker: bool) -> Self {
-        SecondSignal { first: None, same: if is_worker { SAME_IN_WORKER } else { SAME } }
+        let window = if is_worker { DUPLICATE_WINDOW_OF_WORKER } else { DUPLICATE_WINDOW };
+        SecondSignal { first: None, window }
     }
 
     /// Takes note of an urgent signal that came `now`. Returns whether it is the second one.
     pub(crate) fn note(&mut self, now: Instant) -> bool {
         let first = *self.first.get_or_insert(now);
-        now.duration_since(first) > self.same
+        now.duration_since(first) > self.window
     }
 }
 
@@ -79,7 +80,7 @@ pub(crate) struct Interrupts(Arc<Mutex<Option<Requests>>>);
 
 impl Interrupts {
     /// Installs the handlers. Before a run [begins](Interrupts::save_for), and after it has ended, signals end the process. `reports` says whether
-    /// the first one is reported, `is_worker` whether a launcher may hand on signals.
+    /// the first one is reported, `is_worker` whether a launcher may forward signals to this process.
     pub(crate) fn listen(reports: bool, is_worker: bool) -> io::Result<Self> {
         let mut signals = Signals::new(stop_signals())?;
         UNHANDLED.store(false, Ordering::SeqCst);

@@ -10,9 +10,10 @@ use serde_json::{Value, json};
 pub fn with_text_contents(messages: &[Value]) -> Result<Vec<Value>, String> {
     let with_text = |(index, message): (usize, &Value)| {
         let mut message = message.clone();
-        if let Some(weight) =
-            message.get("weight").filter(|weight| ![0.0, 1.0].map(Some).contains(&weight.as_f64()))
-        {
+        // Tables have null where a message has no such key.
+        let weight =
+            message.get("weight").filter(|weight| !weight.is_null() && message["role"] == "assistant");
+        if let Some(weight) = weight.filter(|weight| ![Some(0.0), Some(1.0)].contains(&weight.as_f64())) {
             return Err(format!("message {} has the weight {weight}; expected 0 or 1", index + 1));
         }
         if let Some(Value::Array(parts)) = message.get("content") {
@@ -115,7 +116,7 @@ mod tests {
     fn weights_of_messages_are_kept_or_refused() {
         let turn = |weight: Value| json!({"from": "gpt", "value": "a", "weight": weight});
         assert_eq!(of_share_gpt(&[turn(0.into())]).unwrap()[0]["weight"], 0);
-        for weight in [json!(0), json!(1.0)] {
+        for weight in [json!(0), json!(1.0), json!(null)] {
             with_text_contents(&of_share_gpt(&[turn(weight)]).unwrap()).unwrap();
         }
         let refused = with_text_contents(&of_share_gpt(&[turn(json!(0.5))]).unwrap()).unwrap_err();

@@ -12,8 +12,9 @@
 
 use crate::kind::OptimizerKind;
 use crate::members::Member;
-use crate::optimizer::{Optimizer, StepSettings, UnitShare, UnitStep, noise};
+use crate::optimizer::{Optimizer, UnitShare, noise};
 use crate::share::{Rule, Share};
+use crate::step::{StepSettings, UnitStep};
 use trireme_tensor::{Device, Update, View, ViewMut};
 
 /// What ranks sum in a step.

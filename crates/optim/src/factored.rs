@@ -2,8 +2,8 @@
 
 use crate::kind::AdafactorSettings;
 use crate::members::{Member, Members};
-use crate::optimizer::UnitStep;
 use crate::share::{adafactor_scale, rms};
+use crate::step::UnitStep;
 use trireme_base::{DType, Segment};
 use trireme_tensor::{
     Category, Device, DeviceError, FactoredMatrix, FactoredMoments, FactoredStep, ParameterInfo, RmsStep,

@@ -14,6 +14,7 @@ mod optimizer;
 mod shards;
 mod share;
 mod states;
+mod step;
 
 pub use clip::clip_coefficient;
 pub use error::OptimError;
@@ -25,7 +26,8 @@ pub use kind::{
 };
 pub use loss_scaler::{LossScaler, LossScalerState, LossScaling};
 pub use lr::{Decay, LrSchedule};
-pub use optimizer::{Optimizer, StepSettings};
+pub use optimizer::Optimizer;
 pub use shards::{ShardOps, WholeUnits};
 pub use states::{State, StateInfo};
+pub use step::StepSettings;
 pub use trireme_tensor::StateDType;

@@ -9,8 +9,8 @@
 
 use crate::kind::MuonSettings;
 use crate::members::{Member, Members};
-use crate::optimizer::UnitStep;
 use crate::shards::ShardOps;
+use crate::step::UnitStep;
 use std::ops::Range;
 use trireme_base::DType;
 use trireme_tensor::{

@@ -3,10 +3,11 @@
 use crate::factored::Factored;
 use crate::groups::ParameterSettings;
 use crate::kind::{OptimizerKind, OptimizerOptions};
-use crate::members::{Cut, Member, Members};
+use crate::members::{Cut, Members};
 use crate::muon::{MUON_STATES, Muon};
 use crate::shards::ShardOps;
 use crate::share::{Rule, Share};
+use crate::step::{StepSettings, UnitStep};
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
@@ -14,54 +15,6 @@ use trireme_tensor::{
     Category, Device, DeviceError, FactoredMatrix, OptimizerState, ParameterClass, ParameterTable,
     StateDType, Tensor, UnitInfo, View, ViewMut,
 };
-
-/// What changes from step to step.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StepSettings {
-    /// Number of the update in the run, from 1. Skipped steps do not count, because they leave the moments as they are. A rule uses
-    /// the number of updates since the state of its parameter began ([`Optimizer::set_state_start`]).
-    pub step: u64,
-    /// Learning rate.
-    pub lr: f64,
-    /// Factor for every gradient: mean over microbatches, loss scale, and clipping.
-    pub grad_scale: f64,
-}
-
-/// A step of one unit.
-pub(crate) struct UnitStep<'a> {
-    pub(crate) device: &'a Device,
-    pub(crate) table: &'a ParameterTable,
-    pub(crate) settings: StepSettings,
-    /// By parameter, [`Optimizer::state_start`].
-    pub(crate) starts: &'a [u64],
-    /// Decides how narrow states are rounded.
-    pub(crate) noise: u32,
-}
-
-impl UnitStep<'_> {
-    pub(crate) fn lr(&self, own: ParameterSettings) -> f32 {
-        (self.settings.lr * f64::from(own.lr_scale)) as f32
-    }
-
-    pub(crate) fn grad_scale(&self) -> f32 {
-        self.settings.grad_scale as f32
-    }
-
-    /// Number of this update since the member's state began, from 1.
-    pub(crate) fn number(&self, member: &Member) -> u64 {
-        self.settings.step - self.starts[member.parameter]
-    }
-
-    /// Of a whole parameter.
-    pub(crate) fn num_elements(&self, member: &Member) -> usize {
-        self.table.parameters()[member.parameter].whole.num_elements()
-    }
-
-    /// Whether this rank counts a member in sums over all ranks.
-    pub(crate) fn counts(&self, member: &Member) -> bool {
-        self.table.parameters()[member.parameter].is_counted()
-    }
-}
 
 /// Parameters of a unit that go the same way.
 #[derive(Debug)]

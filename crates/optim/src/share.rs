@@ -4,7 +4,7 @@ use crate::kind::{
     AdafactorSettings, AdamWSettings, LarsSettings, LionSettings, SgdSettings, VarianceSchedule,
 };
 use crate::members::{Cut, Member, Members};
-use crate::optimizer::UnitStep;
+use crate::step::UnitStep;
 use trireme_tensor::{
     AdamStep, AdamWStep, DeviceError, LarsStep, LionStep, MomentumStep, OptimizerState, RmsStep, StepScale,
     Tensor, Update, UpdatePass, View, ViewMut,

@@ -1,6 +1,6 @@
 //! A model as programs see it.
 
-use crate::gradients::Determinism;
+use crate::step::Determinism;
 use trireme_base::PassExchanges;
 use trireme_model::{Rehearsal, UnitRehearsal};
 use trireme_schedule::{Chain, UnitExchanges};

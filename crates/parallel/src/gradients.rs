@@ -12,6 +12,7 @@ use crate::parameters::wholes::{Gathered, Wholes};
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::reduction::Reduction;
+use crate::step::Determinism;
 use crate::tied::TiedGradients;
 use crate::tree::TreeSum;
 use crate::vector::Sum;
@@ -29,15 +30,6 @@ use trireme_tensor::{
 /// Whole gradients of one length that are under way at a time, where ranks keep shards of them only: one is written or rounded
 /// while another one is reduced.
 const IN_FLIGHT_MAX: usize = 2;
-
-/// What decides the order of sums over the batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Determinism {
-    /// The global microbatch index: the same bits for any layout.
-    Layout,
-    /// The order in which gradients arrive: the same bits for the same layout, and no partial sums.
-    Run,
-}
 
 /// A gradient of one unit or shard, of one microbatch or the sum of several.
 #[derive(Debug)]

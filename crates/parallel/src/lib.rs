@@ -39,11 +39,12 @@ mod waiting;
 pub use chain::chain;
 pub use error::ParallelError;
 pub use executor::{ActionTime, Executor, ExecutorSetup, Generation, MemoryUse};
-pub use gradients::Determinism;
 pub use hashes::StepHashes;
 pub use offload::{OffloadOptions, Spill};
 pub use placement::Placements;
 pub use ranks::{Degrees, RankGrid};
-pub use step::{ExecutorOptions, GradNorm, NonFinite, Skipped, StepOutcome, StepPlan, ZeroPlusPlus};
+pub use step::{
+    Determinism, ExecutorOptions, GradNorm, NonFinite, Skipped, StepOutcome, StepPlan, ZeroPlusPlus,
+};
 pub use trireme_swap::SwapOptions;
 pub use validation::{ValidationBatches, ValidationRound};

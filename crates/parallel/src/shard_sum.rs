@@ -2,11 +2,12 @@
 //! replicas.
 
 use crate::error::ParallelError;
-use crate::gradients::{Determinism, Gradient, add};
+use crate::gradients::{Gradient, add};
 use crate::offload::Movable;
 use crate::pool::Pool;
 use crate::ranks::StateRanks;
 use crate::space::bring;
+use crate::step::Determinism;
 use crate::stored::Stored;
 use crate::tree::TreeSum;
 use crate::vector::{Sum, Summation, Vector};

@@ -1,6 +1,5 @@
 //! What a step is told, and what it tells.
 
-use crate::gradients::Determinism;
 use std::fmt;
 use std::time::Duration;
 use trireme_base::ContextPlace;
@@ -8,6 +7,15 @@ use trireme_comm::{Compression, CompressionStatistics};
 use trireme_model::PassOptions;
 use trireme_optim::LossScaling;
 use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
+
+/// What decides the order of sums over the batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Determinism {
+    /// The global microbatch index: the same bits for any layout.
+    Layout,
+    /// The order in which gradients arrive: the same bits for the same layout, and no partial sums.
+    Run,
+}
 
 /// How steps are run.
 #[derive(Debug, Clone, Copy, PartialEq)]

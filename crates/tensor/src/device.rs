@@ -1,7 +1,6 @@
 //! The boundary between what is computed and the hardware that computes it.
 
 mod attention;
-mod backend;
 mod blocks;
 mod counting;
 mod detached;
@@ -18,9 +17,10 @@ mod sums;
 mod timing;
 mod transfer;
 
+pub use crate::kernels::backend::WaitSite;
+pub use crate::memory::PageSource;
 pub(crate) use attention::CacheViews;
-pub(crate) use backend::{Backend, HostCopy};
-pub use detached::{DetachedOptions, WaitSite};
+pub use detached::DetachedOptions;
 pub use error::DeviceError;
 pub use matmul::{MatmulEpilogue, Transpose};
 pub use optimizer::{FactoredMoments, UpdatePass};
@@ -28,6 +28,7 @@ pub use recorded::{RecordedCalls, Replay};
 pub use timing::{CallTimer, TimedCall};
 pub use transfer::PinnedMemory;
 
+use crate::kernels::backend::Backend;
 use crate::kernels::call::{Call, Function, FunctionCall};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
@@ -56,16 +57,6 @@ pub struct DeviceOptions {
     pub backend: BackendKind,
     /// Where its pages come from. A detached device ignores it.
     pub page_source: PageSource,
-}
-
-/// Where pages of 2 MiB come from. The processor translates their addresses faster than those of small pages.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum PageSource {
-    /// From the system's free memory, as far as it has and gives them; the rest lies in small pages.
-    #[default]
-    Transparent,
-    /// From the pool that the host has set aside (`vm.nr_hugepages`), and from nowhere else.
-    Reserved,
 }
 
 /// The hardware behind a device.
@@ -154,7 +145,7 @@ impl Device {
     /// A device that counts what [`Device::open`] with these options would take and compute, and does neither: its memory is
     /// never touched, and its kernels do not run. What runs on it tells its own size.
     pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
-        let cpu = Cpu::new(ThreadPool::absent(num_threads(options)?), features(options));
+        let cpu = Cpu::new(ThreadPool::unstarted(num_threads(options)?), features(options));
         let counter = Arc::new(MemoryCounter::new(options.budget));
         let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
         Ok(Self::new(Arc::new(Counting), Arc::new(cpu), options, arena, counter))
@@ -194,7 +185,7 @@ impl Device {
 
     /// Whether this device [only counts](Device::counting): who fills its memory without a kernel must leave it alone.
     pub fn is_counting(&self) -> bool {
-        self.backend.only_counts()
+        self.backend.is_counting()
     }
 
     /// What the kernels have cost that this device has run since it was opened or since [`restart_cost`](Device::restart_cost), as
@@ -219,8 +210,8 @@ impl Device {
         self.journal.get()
     }
 
-    /// Keeps the kernel calls of this device and its [hosts](Device::host) from now on. A device keeps them in one place; later ones are
-    /// not used. On the CPU, calls of [functions](Device::map) are left out.
+    /// Records the kernel calls of this device and its [hosts](Device::host) from now on. A device records to one place: later calls of this
+    /// method have no effect. On the CPU, calls of [functions](Device::map) are left out.
     pub fn record_calls(&self, calls: &RecordedCalls) {
         self.recorded.get_or_init(|| calls.clone());
     }

@@ -19,6 +19,7 @@ pub mod proof;
 mod shape;
 pub mod tape;
 mod tensor;
+mod timing;
 mod values;
 
 pub use declaration::{Initial, Parameter, ParameterClass};

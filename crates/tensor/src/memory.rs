@@ -5,6 +5,16 @@ use trireme_base::{Bytes, Category};
 
 const NUM_CATEGORIES: usize = Category::ALL.len();
 
+/// Where pages of 2 MiB come from. The processor translates their addresses faster than those of small pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum PageSource {
+    /// From the system's free memory, as far as it has and gives them; the rest lies in small pages.
+    #[default]
+    Transparent,
+    /// From the pool that the host has set aside (`vm.nr_hugepages`), and from nowhere else.
+    Reserved,
+}
+
 /// Bytes in use now and at most so far, by category and of all together; and the bound on them.
 #[derive(Debug)]
 pub struct MemoryCounter {

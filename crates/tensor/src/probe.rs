@@ -3,10 +3,11 @@
 //! Other programs slow every figure down and nothing speeds one up, so that the best of several runs tells what the
 //! machine can do, and the median what to expect of it.
 
-mod figure;
+mod bound;
 
 pub use crate::kernels::Unit;
-pub use figure::{Limit, Peaks};
+pub use crate::timing::Timing;
+pub use bound::{Limit, Peaks};
 pub use trireme_base::{Cost, Traffic};
 
 use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
@@ -14,36 +15,13 @@ use crate::kernels::CpuFeatures;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use std::convert::Infallible;
+use crate::timing::{Ran, time_runs};
 use std::fmt;
 use std::time::{Duration, Instant};
 use trireme_base::{Category, DType, RandomKey};
 
 /// A unit runs this long at least before it is timed, so that to wake threads up takes no share of it.
 const UNIT_DURATION_MIN: Duration = Duration::from_millis(1);
-
-/// So many runs make a median, if they take no longer than this.
-const NUM_RUNS_MIN: usize = 3;
-const RUNS_MIN_DURATION: Duration = Duration::from_secs(1);
-
-/// More say no more.
-const NUM_RUNS_MAX: usize = 1000;
-
-/// Seconds that one run took.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Timing {
-    /// The fastest.
-    pub best: f64,
-    /// Half of the runs were faster.
-    pub median: f64,
-}
-
-impl Timing {
-    fn of(mut seconds: Vec<f64>) -> Self {
-        seconds.sort_by(f64::total_cmp);
-        Timing { best: seconds[0], median: seconds[seconds.len() / 2] }
-    }
-}
 
 /// Which factors of a product are read transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -211,7 +189,7 @@ impl Probe {
     }
 
     fn time<R: Ran>(&self, run: impl FnMut(&mut Instant) -> R) -> Result<Timing, R::Error> {
-        seconds_of_runs(self.duration, run)
+        time_runs(self.duration, run)
     }
 
     /// A tensor of normal values of standard deviation 0.5.
@@ -228,55 +206,6 @@ impl Probe {
         let mut rounded = self.device.empty(shape, dtype, Category::Activations)?;
         self.device.convert(values.view(), rounded.view_mut());
         Ok(rounded)
-    }
-}
-
-/// Times `run` for `duration`, after a run that is not timed. What it does before it sets the instant anew does not count.
-pub(crate) fn seconds_of_runs<R: Ran>(
-    duration: Duration,
-    mut run: impl FnMut(&mut Instant) -> R,
-) -> Result<Timing, R::Error> {
-    seconds_of(&mut run)?;
-    let began = Instant::now();
-    let mut seconds = Vec::with_capacity(NUM_RUNS_MAX);
-    loop {
-        seconds.push(seconds_of(&mut run)?);
-        let duration = if seconds.len() < NUM_RUNS_MIN { duration.max(RUNS_MIN_DURATION) } else { duration };
-        if began.elapsed() >= duration || seconds.len() == NUM_RUNS_MAX {
-            break;
-        }
-    }
-    Ok(Timing::of(seconds))
-}
-
-/// Seconds of one run, from the instant that it leaves.
-fn seconds_of<R: Ran>(run: &mut impl FnMut(&mut Instant) -> R) -> Result<f64, R::Error> {
-    let mut start = Instant::now();
-    run(&mut start).result()?;
-    // A clock may stand still for less than its resolution; speeds stay finite.
-    Ok(start.elapsed().max(Duration::from_nanos(1)).as_secs_f64())
-}
-
-/// What kernels return: some need memory, and may fail.
-pub(crate) trait Ran {
-    type Error;
-
-    fn result(self) -> Result<(), Self::Error>;
-}
-
-impl Ran for () {
-    type Error = Infallible;
-
-    fn result(self) -> Result<(), Infallible> {
-        Ok(())
-    }
-}
-
-impl Ran for Result<(), DeviceError> {
-    type Error = DeviceError;
-
-    fn result(self) -> Result<(), DeviceError> {
-        self
     }
 }
 

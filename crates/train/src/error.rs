@@ -115,7 +115,7 @@ pub enum TrainError {
         /// The checkpoint or model directory.
         path: PathBuf,
     },
-    /// Metrics of a run that cannot be resumed.
+    /// An earlier run in the folder that this run would not continue.
     #[error(
         "{} contains an earlier run, which this one would not continue; pass --resume never (or set [checkpoint] resume = \"never\") to move it \
          aside and start again, or choose another [run] name",

@@ -111,7 +111,7 @@ fn corpus(
         }
         if corpus.validation.is_none() {
             remark(&format!(
-                "note: {} holds nothing out for validation, so all of it is evaluated, also what a model was trained on",
+                "note: {} holds nothing out for validation, so all of it is evaluated, including text that the model may have been trained on",
                 folder.display()
             ));
         }

@@ -83,7 +83,7 @@ pub(crate) struct PrepareArgs {
     /// How to handle bytes that are not valid UTF-8.
     #[arg(long, value_enum, default_value_t = OnInvalidUtf8::Replace)]
     invalid_utf8: OnInvalidUtf8,
-    /// Fraction of tokens held out for validation: whole documents, and the end of each that is larger than all of that. 0 holds
+    /// Fraction of tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out. 0 holds
     /// out none. 0.05 by default.
     #[arg(long, value_name = "SHARE")]
     validation_fraction: Option<f64>,

@@ -166,6 +166,11 @@ fn signals_end_the_workers_and_give_the_exit_code_of_shells() {
 
 /// Runs two workers until both are ready, and acts as if SIGTERM had reached this process. `on_request` is what each does when the request arrives.
 fn asked_to_save(scene: &Scene, on_request: [&str; 2]) -> LaunchError {
+    asked_by(scene, on_request, |sender| sender.send(SIGTERM).unwrap())
+}
+
+/// As [`asked_to_save`], with signals that `send` sends.
+fn asked_by(scene: &Scene, on_request: [&str; 2], send: impl FnOnce(Sender<i32>)) -> LaunchError {
     let (sender, signals) = channel();
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(scene.world(2), |rank| {
@@ -176,7 +181,7 @@ fn asked_to_save(scene: &Scene, on_request: [&str; 2]) -> LaunchError {
     while !(0..2).all(|rank| scene.path(&format!("ready-{rank}")).exists()) {
         thread::yield_now();
     }
-    sender.send(SIGTERM).unwrap();
+    send(sender);
     let watch = Watch {
         workers,
         signals: &signals,
@@ -207,6 +212,23 @@ fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_co
         let error = asked_to_save(&scene, [after_1, on_request]);
         assert!(matches!(error, LaunchError::Interrupted { signal: SIGTERM }), "{error:?}");
     }
+}
+
+/// It may have come to this process alone, so the workers are not asked again.
+#[test]
+fn a_second_signal_ends_workers_that_save() {
+    let scene = Scene::new();
+    let goes_on = "trap \"touch asked-again\" TERM INT";
+    let error = asked_by(&scene, [goes_on; 2], |sender| {
+        let again = move || {
+            while sender.send(SIGTERM).is_ok() {
+                thread::park_timeout(Duration::from_millis(20));
+            }
+        };
+        thread::spawn(again);
+    });
+    assert!(matches!(error, LaunchError::Interrupted { signal: SIGTERM }), "{error:?}");
+    assert!(!scene.path("asked-again").exists());
 }
 
 #[test]

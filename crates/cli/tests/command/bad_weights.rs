@@ -63,7 +63,10 @@ fn a_file_of_weights_cut_off_or_gone() {
     scene.cut("model/model.safetensors", 1000);
     assert_refused(&scene, &["model/model.safetensors is damaged", "86016 bytes"]);
     std::fs::remove_file(scene.path("model/model.safetensors")).unwrap();
-    assert_refused(&scene, &["model contains no checkpoint and no model", "beside config.json", "[model] config"]);
+    assert_refused(
+        &scene,
+        &["model contains no checkpoint and no model", "beside config.json", "[model] config"],
+    );
 }
 
 #[test]

@@ -111,22 +111,23 @@ impl Interpreter {
                 let num_before = self.render(&messages[..first], false)?.answers.len();
                 all.answers.drain(..num_before.min(all.answers.len()));
             }
-            let of_model: Vec<&Value> =
-                messages[first..].iter().filter(|message| is_of_model(message)).collect();
-            if !of_model.iter().all(|message| is_learned(message)) {
-                if of_model.len() != all.answers.len() {
+            let assistant_messages: Vec<&Value> =
+                messages[first..].iter().filter(|message| is_of_assistant(message)).collect();
+            if !assistant_messages.iter().all(|message| is_learned(message)) {
+                if assistant_messages.len() != all.answers.len() {
                     return Err(format!(
-                        "the chat template marks {} answers of {} messages, so those with the weight 0 cannot be told from others",
+                        "the chat template marks {} answers, but the conversation has {} messages of the assistant, so those with the weight 0 cannot \
+                         be told from the others",
                         all.answers.len(),
-                        of_model.len()
+                        assistant_messages.len()
                     ));
                 }
-                let mut of_model = of_model.into_iter();
-                all.answers.retain(|_| of_model.next().is_some_and(is_learned));
+                let mut assistant_messages = assistant_messages.into_iter();
+                all.answers.retain(|_| assistant_messages.next().is_some_and(is_learned));
             }
             return Ok(vec![all]);
         }
-        let is_answer = |index: &usize| is_of_model(&messages[*index]) && is_learned(&messages[*index]);
+        let is_answer = |index: &usize| is_of_assistant(&messages[*index]) && is_learned(&messages[*index]);
         let answers = (first..messages.len()).filter(is_answer);
         all.answers.clear();
         for index in answers.clone() {
@@ -206,7 +207,7 @@ impl Interpreter {
     }
 }
 
-fn is_of_model(message: &Value) -> bool {
+fn is_of_assistant(message: &Value) -> bool {
     message["role"] == "assistant"
 }
 

@@ -410,7 +410,10 @@ mod tests {
         let once = "{% generation %}{{ messages[1].content }}{% endgeneration %}";
         let once = ChatTemplate::new(once, BTreeMap::new(), Path::new("a")).unwrap();
         let refused = once.samples(&weighted, 0).unwrap_err();
-        assert!(refused.starts_with("the chat template marks 1 answers of 2 messages"), "{refused}");
+        assert!(
+            refused.starts_with("the chat template marks 1 answers, but the conversation has 2 messages"),
+            "{refused}"
+        );
     }
 
     #[test]

@@ -116,7 +116,7 @@ impl<'a> Records<'a> {
         let samples = template.samples(&messages, first).map_err(RecordError::Conversation)?;
         match samples.documents.iter().all(|document| document.answers.is_empty()) {
             true => Err(RecordError::Conversation(
-                "it has no message with the role `assistant` to learn".to_owned(),
+                "it has no message with the role `assistant` to learn, or only such with the weight 0; leave it out".to_owned(),
             )),
             false => Ok(Record::Answered(samples)),
         }

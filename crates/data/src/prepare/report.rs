@@ -170,7 +170,7 @@ impl PrepareReport {
         }
         if let Some(name) = &self.unknown_end_of_answer {
             notes.push(format!(
-                "the chat template ends answers with {name}, which is no token of the tokenizer, so it and the like are learned as text"
+                "the chat template ends answers with {name}, which is not a token of the tokenizer, so it is learned as text"
             ));
         }
         if self.num_split_conversations > 0 {

@@ -9,55 +9,54 @@ const SELECTION_SEED: u64 = 0;
 const FRACTION_REACHED: f64 = 0.95;
 
 /// Which tokens are held out for validation.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, PartialEq, Eq)]
 struct HeldOut {
     /// These documents, as increasing indices.
     documents: Vec<u64>,
-    /// Documents with more tokens than this give their ends instead.
-    whole_max: f64,
-    /// The share of these that is held out.
-    fraction: f64,
+    /// Documents with more tokens than this are long.
+    max_short_len: u64,
+    /// The place among the tokens of all long documents from which on they are held out.
+    tail_start: u64,
 }
 
-impl HeldOut {
-    fn gives_end(&self, document: &Range<u64>) -> bool {
-        (document.end - document.start) as f64 > self.whole_max
-    }
-}
-
-/// Chooses about `fraction` of the tokens.
+/// Chooses about `fraction` of the tokens, rounded, and at least one.
 ///
-/// Of documents that have more tokens than should be held out in all, it is the end of each. Of the others it is whole documents: in a fixed random
-/// order each that still fits, until the fraction of their tokens is nearly reached, so that small and large documents are as likely. Where they are
-/// too large for half of that, they give their ends as well. The fraction is never exceeded.
+/// Documents are long if they have more tokens than are to be held out in all: of these it is the tail of the last. Of the others it is whole documents: in a
+/// fixed random order each that still fits, until the fraction of their tokens is nearly reached, so that small and large ones are as likely. Where those
+/// make up less than half of that, all documents count as long.
 fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
-    let num_held_out = (fraction * all.num_tokens() as f64).round().max(1.0);
-    let fraction = num_held_out / all.num_tokens().max(1) as f64;
-    let ends = HeldOut { documents: Vec::new(), whole_max: num_held_out, fraction };
-    let mut num_in_whole = 0;
+    let num_held_out = ((fraction * all.num_tokens() as f64).round() as u64).max(1);
+    let share = |num_tokens: u64| {
+        (u128::from(num_held_out) * u128::from(num_tokens) / u128::from(all.num_tokens().max(1))) as u64
+    };
+    let is_short = |document: &Range<u64>| document.end - document.start <= num_held_out;
+    let mut num_short_tokens = 0;
     for document in all.documents() {
         let document = document?;
-        num_in_whole += if ends.gives_end(&document) { 0 } else { document.end - document.start };
+        num_short_tokens += if is_short(&document) { document.end - document.start } else { 0 };
     }
-    let wanted = fraction * num_in_whole as f64;
+    let wanted = share(num_short_tokens);
     let (mut documents, mut num_taken) = (Vec::new(), 0);
     for position in 0..all.num_documents() {
-        if num_taken as f64 >= FRACTION_REACHED * wanted {
+        if num_taken as f64 >= FRACTION_REACHED * wanted as f64 {
             break;
         }
         let index = permuted(position, all.num_documents(), SELECTION_SEED, 0);
         let document = all.document(index)?;
         let num_tokens = document.end - document.start;
-        if !ends.gives_end(&document) && (num_taken + num_tokens) as f64 <= wanted {
+        if is_short(&document) && num_taken + num_tokens <= wanted {
             num_taken += num_tokens;
             documents.push(index);
         }
     }
-    if (num_taken as f64) < wanted / 2.0 {
-        return Ok(HeldOut { whole_max: 0.0, ..ends });
+    if num_taken < wanted.div_ceil(2) {
+        let tail_start = all.num_tokens() - num_held_out;
+        return Ok(HeldOut { documents: Vec::new(), max_short_len: 0, tail_start });
     }
     documents.sort_unstable();
-    Ok(HeldOut { documents, ..ends })
+    let num_long_tokens = all.num_tokens() - num_short_tokens;
+    let tail_start = num_long_tokens - (num_held_out - wanted).min(num_long_tokens);
+    Ok(HeldOut { documents, max_short_len: num_held_out, tail_start })
 }
 
 /// Copies each token of `all` to one of the two files; `on_document` hears how many documents, and tokens, are done.
@@ -70,19 +69,17 @@ pub(super) fn split(
     validation: &mut TokenFileWriter,
     mut on_document: impl FnMut(u64, u64, &TokenFileWriter),
 ) -> Result<(), DataError> {
-    let held_out = held_out(all, fraction)?;
-    // Tokens up to here of the documents that give their ends: all together give the fraction, rounded once.
-    let mut num_cut = 0;
+    let HeldOut { documents, max_short_len, tail_start } = held_out(all, fraction)?;
+    let mut num_long_tokens = 0;
     for index in 0..all.num_documents() {
         let document = all.document(index)?;
-        if held_out.gives_end(&document) {
-            let given = |num_tokens: u64| (held_out.fraction * num_tokens as f64).round() as u64;
-            let before = num_cut;
-            num_cut += document.end - document.start;
-            let start = document.end - (given(num_cut) - given(before)).min(document.end - document.start);
-            copy(all, document.start..start, train)?;
-            copy(all, start..document.end, validation)?;
-        } else if held_out.documents.binary_search(&index).is_ok() {
+        let num_tokens = document.end - document.start;
+        if num_tokens > max_short_len {
+            let middle = document.start + tail_start.saturating_sub(num_long_tokens).min(num_tokens);
+            num_long_tokens += num_tokens;
+            copy(all, document.start..middle, train)?;
+            copy(all, middle..document.end, validation)?;
+        } else if documents.binary_search(&index).is_ok() {
             copy(all, document.clone(), validation)?;
         } else {
             copy(all, document.clone(), train)?;
@@ -193,22 +190,40 @@ mod tests {
     }
 
     #[test]
-    fn large_documents_give_their_ends_and_small_ones_their_share() {
+    fn two_large_documents_give_the_tail_of_the_last() {
         let [train, validation] = split_documents(&[(0..100).collect(), (100..200).collect()], 0.1);
-        assert_eq!(train.iter().map(Vec::len).collect::<Vec<_>>(), [90, 90]);
-        let ends: [Vec<u32>; 2] = [(90..100).collect(), (190..200).collect()];
-        assert_eq!(validation, ends);
-        // Beside one that is larger than all that is held out, as many of the small ones as without it.
-        let small = (0..100).map(|document| vec![document; 10]);
-        let documents: Vec<Vec<u32>> = small.chain([vec![100; 9000]]).collect();
-        let [_, validation] = split_documents(&documents, 0.05);
-        assert_eq!(validation.len(), 6);
-        assert_eq!(validation[5], [100; 450]);
-        assert_eq!(validation[..5].iter().map(Vec::len).collect::<Vec<_>>(), [10; 5]);
-        // Documents that are small beside all, but too large for their share, give their ends, too.
-        let documents: Vec<Vec<u32>> =
-            std::iter::repeat_n(48, 19).chain([88]).map(|len| vec![0; len]).collect();
-        let [_, validation] = split_documents(&documents, 0.05);
-        assert_eq!(validation.iter().map(Vec::len).sum::<usize>(), 50);
+        assert_eq!(train.iter().map(Vec::len).collect::<Vec<_>>(), [100, 80]);
+        assert_eq!(validation, [(180..200).collect::<Vec<u32>>()]);
+    }
+
+    #[test]
+    fn short_documents_give_their_share_beside_a_long_one() {
+        let short = (0..100).map(|document| vec![document; 10]);
+        for is_long_first in [false, true] {
+            let long = std::iter::once(vec![100; 9000]);
+            let documents: Vec<Vec<u32>> = if is_long_first {
+                long.chain(short.clone()).collect()
+            } else {
+                short.clone().chain(long).collect()
+            };
+            let [train, validation] = split_documents(&documents, 0.05);
+            let mut lens: Vec<usize> = validation.iter().map(Vec::len).collect();
+            lens.sort_unstable();
+            assert_eq!(lens, [10, 10, 10, 10, 10, 450]);
+            assert_eq!(train.len(), 96);
+        }
+    }
+
+    /// Ends are what conversations teach.
+    #[test]
+    fn few_documents_of_one_length_are_not_all_cut() {
+        let documents: Vec<Vec<u32>> = (0..15).map(|document| vec![document; 100]).collect();
+        let [train, validation] = split_documents(&documents, 0.05);
+        assert_eq!(train.iter().filter(|document| document.len() == 100).count(), 14);
+        assert_eq!(validation, [vec![14; 75]]);
+        // Whole documents where one fits exactly.
+        let documents: Vec<Vec<u32>> = (0..49).map(|document| vec![document; 1000]).collect();
+        let [train, validation] = split_documents(&documents, 1.0 / 49.0);
+        assert!(train.len() == 48 && validation.len() == 1 && validation[0].len() == 1000);
     }
 }

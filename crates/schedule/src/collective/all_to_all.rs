@@ -1,5 +1,6 @@
-use super::flat::{Own, distances};
-use super::{Hosts, Incoming, Outgoing, Span, Step, assert_member};
+use super::hosts::{Hosts, assert_member};
+use super::own::{Own, distances};
+use super::{Incoming, Outgoing, Span, Step};
 use std::ops::Range;
 use trireme_base::Rank;
 

@@ -1,4 +1,4 @@
-use super::flat::{Own, distances};
+use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step};
 
 /// Barrier by dissemination (Hensgen, Finkel, Manber: "Two algorithms for barrier synchronization", 1988):

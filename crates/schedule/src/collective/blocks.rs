@@ -1,4 +1,4 @@
-use super::{Hosts, assert_member};
+use super::hosts::{Hosts, assert_member};
 use std::ops::Range;
 use trireme_base::Rank;
 

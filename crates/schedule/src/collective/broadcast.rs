@@ -1,4 +1,4 @@
-use super::flat::{Own, distances};
+use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step, ring, tree};
 
 /// Broadcast from the root along a binomial tree.

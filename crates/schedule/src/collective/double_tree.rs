@@ -3,7 +3,7 @@
 //! it gets from others in one tree only hands in its own in the other, so all links are busy in both directions.
 
 use super::blocks::Blocks;
-use super::flat::Own;
+use super::own::Own;
 use super::{Action, Incoming, Outgoing, Side, Step};
 use trireme_base::Rank;
 

@@ -1,5 +1,5 @@
-use super::flat::{Own, distances};
 use super::order::Folding;
+use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 

@@ -1,4 +1,3 @@
-use super::assert_member;
 use trireme_base::Rank;
 
 /// Which host each rank of a group is on.
@@ -96,4 +95,9 @@ impl Hosts {
     pub fn are_runs(&self) -> bool {
         self.host_of.is_sorted()
     }
+}
+
+/// Panics unless `rank` is one of `world_size` ranks: no algorithm has steps for another.
+pub(super) fn assert_member(rank: Rank, world_size: usize) {
+    assert!(rank.0 < world_size, "rank {rank} is outside of a world of {world_size}");
 }

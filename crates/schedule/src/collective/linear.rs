@@ -1,4 +1,4 @@
-use super::flat::Own;
+use super::own::Own;
 use super::{Incoming, Outgoing, Step};
 
 /// Every rank sends its block to the root, which takes one after the other.

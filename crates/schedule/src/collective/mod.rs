@@ -30,6 +30,7 @@ mod hierarchy;
 mod hosts;
 mod linear;
 mod order;
+mod own;
 mod ring;
 mod simulate;
 mod step;
@@ -49,6 +50,7 @@ pub use simulate::simulate;
 pub use step::{Action, Incoming, Memory, Outgoing, Side, Span, Step, scratch_len};
 
 use blocks::Blocks;
+use hosts::assert_member;
 use trireme_base::Rank;
 
 /// Whether `algorithm` does `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all ranks that it works
@@ -108,9 +110,4 @@ pub fn steps(collective: Collective, algorithm: Algorithm, hosts: &Hosts, rank: 
             });
         }
     }
-}
-
-/// Panics unless `rank` is one of `world_size` ranks: no algorithm has steps for another.
-fn assert_member(rank: Rank, world_size: usize) {
-    assert!(rank.0 < world_size, "rank {rank} is outside of a world of {world_size}");
 }

@@ -1,4 +1,4 @@
-use super::flat::Own;
+use super::own::Own;
 use super::{Action, Incoming, Outgoing, Side, Step};
 use trireme_base::Rank;
 

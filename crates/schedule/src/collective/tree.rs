@@ -1,8 +1,8 @@
 //! Binomial trees in which every subtree is a run of ranks: whatever the root, what a subtree has is contiguous,
 //! and of two subtrees one has the lower ranks.
 
-use super::flat::{Own, distances};
 use super::order::Folding;
+use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 

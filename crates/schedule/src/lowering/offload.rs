@@ -1,7 +1,7 @@
 //! State that is away is fetched ahead of its use and evicted after (Ren et al., "ZeRO-Offload", 2021; Rajbhandari et al.,
 //! "ZeRO-Infinity", 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L, 2020).
 
-use super::{nothing_beside, places, put_beside};
+use super::beside::{nothing_beside, places, put_beside};
 use crate::action::{Action, Keep, StateClass, StateOf};
 use crate::program::Outline;
 

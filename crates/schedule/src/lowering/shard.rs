@@ -1,7 +1,7 @@
 //! Sharded state comes together where it is used whole, and goes apart again (Rajbhandari et al., 2020, section 5; parameters as
 //! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
-use super::{nothing_beside, places, put_beside};
+use super::beside::{nothing_beside, places, put_beside};
 use crate::action::{Action, Message, MessageKind, StateClass};
 use crate::program::Outline;
 

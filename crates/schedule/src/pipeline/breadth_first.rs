@@ -1,5 +1,5 @@
-use super::generate::Sizes;
 use super::pass::Pass;
+use super::sizes::Sizes;
 
 /// Breadth-first (Lamy-Poirier, "Breadth-first pipeline parallelism", 2023, section 4): several stages a rank, placed
 /// in rounds, and all microbatches through a stage before the rank goes on to its next one. A stage's weights are

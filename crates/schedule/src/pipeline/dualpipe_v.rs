@@ -1,6 +1,6 @@
 use super::folded::{Chunk, FoldedRank};
-use super::generate::Sizes;
 use super::pass::Pass;
+use super::sizes::Sizes;
 
 /// DualPipeV (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, cut in half: Sea AI Lab, "DualPipe
 /// could be better without the Dual", 2025): two stages a rank, folded. In the steady state forward of one stage and

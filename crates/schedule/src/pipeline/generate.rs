@@ -5,24 +5,12 @@ use super::error::{PassFault, ScheduleError};
 use super::kind::Kind;
 use super::pass::Pass;
 use super::schedule::{PASSES_MAX, Placement, Schedule};
+use super::sizes::Sizes;
 use super::validate::check_activations;
 use super::{
     automatic, breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, pipedream, zero_bubble,
     zero_bubble_v,
 };
-
-/// What a schedule is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Sizes {
-    /// Ranks of the pipeline, `P` in papers.
-    pub num_ranks: usize,
-    /// Microbatches of a step, `M` in papers.
-    pub num_microbatches: usize,
-    /// Stages of a rank, `V` in papers.
-    pub stages_per_rank: usize,
-    /// Steps between two points at which the pipeline is empty; 1 for synchronous schedules.
-    pub num_steps: usize,
-}
 
 /// A schedule that cannot be made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

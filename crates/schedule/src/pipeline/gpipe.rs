@@ -1,5 +1,5 @@
-use super::generate::Sizes;
 use super::pass::Pass;
+use super::sizes::Sizes;
 
 /// GPipe (Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019, section
 /// 2.3): all forwards, then all backwards.

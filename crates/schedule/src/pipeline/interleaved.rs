@@ -1,6 +1,6 @@
-use super::generate::Sizes;
 use super::one_f_one_b::by_turns;
 use super::pass::Pass;
+use super::sizes::Sizes;
 
 /// Interleaved 1F1B (Narayanan et al., "Efficient large-scale language model training on GPU clusters using
 /// Megatron-LM", 2021, section 2.2): several stages a rank, placed in rounds, and a group of `P` microbatches at a

@@ -1,5 +1,5 @@
-use super::generate::Sizes;
 use super::pass::Pass;
+use super::sizes::Sizes;
 
 /// 1F1B, with a flush at the end of a step (PipeDream-flush: Narayanan et al., "Memory-efficient pipeline-parallel DNN
 /// training", 2021, section 3.2; DAPPLE: Fan et al., "DAPPLE: a pipelined data parallel approach for training large

@@ -24,9 +24,9 @@
 //! of ranks. It needs `M >= P`, or a step would begin before the update that it reads. Bubble and activations as
 //! PipeDream's.
 
-use super::generate::Sizes;
 use super::one_f_one_b;
 use super::pass::{Pass, PassKind};
+use super::sizes::Sizes;
 
 /// Those of 1F1B, with an update after backward of a step's last microbatch.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {

@@ -1,9 +1,9 @@
 //! Zero-bubble schedules with one stage a rank (Qi et al., "Zero bubble pipeline parallelism", 2023, section 2). Only
 //! the input half of backward is awaited by another rank, so the weight half fills what would be a bubble.
 
-use super::generate::Sizes;
 use super::one_f_one_b::by_turns;
 use super::pass::Pass;
+use super::sizes::Sizes;
 
 /// ZB-H1 (section 2.1): no more memory than 1F1B. Rank `r` holds each weight half back by `r` microbatches, so that all
 /// ranks have the same number in flight.

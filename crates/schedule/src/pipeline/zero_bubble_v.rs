@@ -1,6 +1,6 @@
 use super::folded::{Chunk, FoldedRank};
-use super::generate::Sizes;
 use super::pass::Pass;
+use super::sizes::Sizes;
 
 /// ZB-V (Qi et al., "Zero bubble pipeline parallelism", 2023, section 6; as a repeated building block in Qi et al.,
 /// "Pipeline parallelism with controllable memory", 2024, section 3): two stages a rank, folded, so that the rank

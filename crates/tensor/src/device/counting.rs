@@ -1,6 +1,6 @@
 //! A backend that runs nothing.
 
-use super::backend::{Backend, HostCopy};
+use crate::kernels::backend::{Backend, HostCopy};
 use crate::kernels::call::Call;
 use crate::kernels::{Operand, OperandMut};
 use std::panic::Location;
@@ -11,7 +11,7 @@ use trireme_base::Event;
 pub(super) struct Counting;
 
 impl Backend for Counting {
-    fn only_counts(&self) -> bool {
+    fn is_counting(&self) -> bool {
         true
     }
 
@@ -23,6 +23,7 @@ impl Backend for Counting {
 
     fn copy(&self, copy: HostCopy) -> Event {
         copy.after.wait();
+        copy.host.give_back();
         Event::DONE
     }
 

@@ -4,7 +4,7 @@
 //! It tests that boundary. What reads memory of the device without a transfer traps; what takes for granted that a kernel has
 //! run, or that a copy has ended, finds other bits for some seed of the order. New memory holds NaN.
 
-use super::backend::{Backend, DeviceSide, HostCopy};
+use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream, WaitSite};
 use crate::kernels::call::{Access, Call, Operands};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::{Operand, OperandMut};
@@ -16,17 +16,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use trireme_base::{Event, Latch, Random, RandomKey, spawn_thread};
-
-/// What runs in order; streams run in any order that events allow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Stream {
-    /// Kernels.
-    Compute,
-    /// Copies to the host's memory.
-    ToHost,
-    /// Copies from the host's memory.
-    FromHost,
-}
 
 const NUM_STREAMS: usize = 3;
 
@@ -40,16 +29,6 @@ pub struct DetachedOptions {
     pub seed: u64,
     /// Where one wait is left out, so that a test can show that it is needed.
     pub ignored_wait: Option<WaitSite>,
-}
-
-/// A place in the code where a stream waits for an event.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct WaitSite(Stream, &'static Location<'static>);
-
-impl fmt::Debug for WaitSite {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} at {}", self.0, self.1)
-    }
 }
 
 enum Job {
@@ -181,7 +160,7 @@ impl Backend for Detached {
             device.copy(cpu, host.bytes());
             // The host may take its memory back before the event.
             ended.store(true, Ordering::Release);
-            drop(host);
+            host.give_back();
         });
         let event = queue.record(stream);
         queue.keep_until((stream, position), operand, (has_run, &event));

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{Bf16, Category, DType, F16, KernelCall, RandomKey};
 
-/// Of each kernel and cost the first call that devices were given. Clones share it.
+/// The first call of each kernel and cost that devices have issued. Clones share the calls.
 #[derive(Debug, Clone, Default)]
 pub struct RecordedCalls(Arc<Mutex<BTreeMap<KernelCall, Call>>>);
 
@@ -19,8 +19,8 @@ impl RecordedCalls {
         self.lock().entry(key).or_insert_with(|| call.clone());
     }
 
-    /// Prepares to run a call as often as is asked for, on a device of one's own choice, with memory that holds normal values where it
-    /// holds floats, and zeros elsewhere. `None` if the call was not recorded, or reads indices: these mean something.
+    /// Prepares a call to be run any number of times on `device`, with operands of its own: normal values in floats, zeros elsewhere.
+    /// `None` if the call was not recorded, or reads indices, because its work depends on their values.
     ///
     /// # Errors
     /// If the device has no memory for the operands.
@@ -87,22 +87,33 @@ fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     united
 }
 
+/// Elements that are made at a time.
+const FILLED_MAX: usize = 1 << 20;
+
 /// Fills floats with normal values.
 fn fill(device: &Device, operand: &Operand) {
-    let mut values = vec![0.0; operand.num_bytes() / operand.dtype().size()];
+    let dtype = operand.dtype();
+    if ![DType::F32, DType::Bf16, DType::F16].contains(&dtype) {
+        return;
+    }
+    let num_elements = operand.num_bytes() / dtype.size();
+    let mut values = vec![0.0; num_elements.min(FILLED_MAX)];
     RandomKey::new(0, "operands").fill_normal(&mut values, 0.5);
-    let to = OperandMut::new(*operand);
-    match operand.dtype() {
-        DType::F32 => device.backend.upload(bytemuck::cast_slice(&values), to),
-        DType::Bf16 => {
-            let values: Vec<Bf16> = values.into_iter().map(Bf16::from_f32).collect();
-            device.backend.upload(bytemuck::cast_slice(&values), to);
+    for start in (0..num_elements).step_by(FILLED_MAX) {
+        let values = &values[..FILLED_MAX.min(num_elements - start)];
+        let bytes = start * dtype.size()..(start + values.len()) * dtype.size();
+        let to = OperandMut::new(operand.part(bytes, ([values.len()].into(), dtype)));
+        match dtype {
+            DType::F32 => device.backend.upload(bytemuck::cast_slice(values), to),
+            DType::Bf16 => {
+                let values: Vec<Bf16> = values.iter().map(|&value| Bf16::from_f32(value)).collect();
+                device.backend.upload(bytemuck::cast_slice(&values), to);
+            }
+            _ => {
+                let values: Vec<F16> = values.iter().map(|&value| F16::from_f32(value)).collect();
+                device.backend.upload(bytemuck::cast_slice(&values), to);
+            }
         }
-        DType::F16 => {
-            let values: Vec<F16> = values.into_iter().map(F16::from_f32).collect();
-            device.backend.upload(bytemuck::cast_slice(&values), to);
-        }
-        _ => {}
     }
 }
 

@@ -1,11 +1,11 @@
 //! Times the kernels of a program where it issues them, on its own operands.
 
-use super::backend::{Backend, HostCopy};
+use crate::kernels::backend::{Backend, HostCopy};
 use crate::kernels::call::{Access, Call, Operands};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::{Operand, OperandMut};
-use crate::probe::{Timing, seconds_of_runs};
 use crate::shape::Shape;
+use crate::timing::{Timing, time_runs};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::Location;
@@ -18,15 +18,15 @@ use trireme_base::{Cost, Event};
 pub struct CallTimer(pub(super) Arc<TimingCpu>);
 
 impl CallTimer {
-    /// Times from now on each kernel that has `only` in its name or shapes, at its first call with these shapes: again and again for
-    /// `duration`, at least three times, with the values that it was given. `report` hears of each one that was timed. The values
-    /// that the program gets are those of one run.
+    /// Starts timing. The first call of each kernel with given shapes, if `only` occurs in its name or shapes, is repeated for `duration`,
+    /// at least three times, with the values that it was given; the program gets those of one run. `report` is called after each; it must
+    /// not use this timer. Kernels of [hosts](super::Device::host) are not timed.
     pub fn start(&self, duration: Duration, only: &str, report: impl FnMut(&TimedCall) + Send + 'static) {
         let (only, report) = (only.to_owned(), Box::new(report));
         *self.0.lock() = Some(Timings { duration, only, report, places: BTreeMap::new(), calls: Vec::new() });
     }
 
-    /// Ends it, and returns the kernels in the order of their first calls.
+    /// Stops timing, and returns the kernels in the order of their first calls.
     pub fn finish(&self) -> Vec<TimedCall> {
         self.0.lock().take().map_or_else(Vec::new, |timings| timings.calls)
     }
@@ -92,7 +92,7 @@ impl Timings {
         let mut restore =
             || before.iter_mut().for_each(|(operand, bytes)| operand.bytes(cpu).copy_from_slice(bytes));
         let reads_what_it_writes = cost.traffic.updated > 0;
-        let Ok(timing) = seconds_of_runs(self.duration, |start| {
+        let Ok(timing) = time_runs(self.duration, |start| {
             if reads_what_it_writes {
                 restore();
             }

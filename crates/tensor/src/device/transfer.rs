@@ -1,8 +1,8 @@
 //! What passes between the host and the memory of a device.
 
-use super::backend::{DeviceSide, copy_later};
 use super::{Device, DeviceError};
 use crate::kernels::OperandMut;
+use crate::kernels::backend::{DeviceSide, copy_later};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::Block;
 use crate::tensor::{View, ViewMut};

@@ -1,6 +1,7 @@
 //! The one place of this crate with `unsafe`: memory, threads, SIMD and machine code.
 #![allow(unsafe_code)]
 
+pub(crate) mod backend;
 pub(crate) mod call;
 pub(crate) mod cpu;
 mod operand;

@@ -1,5 +1,6 @@
 use super::*;
 use crate::device::DeviceOptions;
+use crate::timing::NUM_RUNS_MIN;
 
 const NO_TIME: Duration = Duration::ZERO;
 

@@ -1,11 +1,8 @@
-use super::Link;
-use super::namespace::Namespace;
+use super::link::Link;
+use super::namespace::{DEVICE, Namespace};
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::process::Command;
 use std::sync::Arc;
-
-/// The host's end of its link.
-pub(super) const DEVICE: &str = "eth0";
 
 /// A host of a [`Network`](super::Network): a network namespace with a loopback device and one link. It ends with this
 /// value; processes that run on it are their starter's to end.

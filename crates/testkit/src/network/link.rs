@@ -1,6 +1,5 @@
-use super::host::DEVICE;
-use super::namespace::Namespace;
-use super::{BRIDGE, Traffic};
+use super::namespace::{BRIDGE, DEVICE, Namespace};
+use super::traffic::Traffic;
 use std::sync::Arc;
 
 /// Bytes of headers in a TCP packet over IPv4: Ethernet 14, IPv4 20, TCP 20, its timestamps 12.

@@ -14,14 +14,11 @@ pub use link::{IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Link};
 pub use traffic::{Traffic, Volume};
 
 use crate::relay::{Conditions, FrameRelay, Loss};
-use namespace::Namespace;
+use namespace::{BRIDGE, DEVICE, Namespace};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
-
-/// The device that passes frames on between the switch's ports.
-const BRIDGE: &str = "br0";
 
 /// All that a network is made of, once, in namespaces that end with the command.
 const NEEDS: [&str; 5] = [
@@ -69,7 +66,7 @@ impl Network {
         self.switch.run(&format!(
             "ip link add {} type veth peer name {} netns {}",
             link.port,
-            host::DEVICE,
+            DEVICE,
             namespace.id()
         ));
         link.restore();
@@ -86,7 +83,7 @@ impl Network {
         let tap = |namespace: &Namespace, device: &str| {
             namespace.enter(|| FrameRelay::open_device(device)).expect("a device for the relay")
         };
-        let ends = [tap(&namespace, host::DEVICE), tap(&self.switch, &link.port)];
+        let ends = [tap(&namespace, DEVICE), tap(&self.switch, &link.port)];
         let relay = FrameRelay::start(ends, conditions, loss);
         let host = Host::new(namespace, link, number);
         // The switch's end is the last to come up: what it sends finds a device that receives.

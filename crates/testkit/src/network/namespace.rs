@@ -4,6 +4,12 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::process::{Child, Command, Stdio};
 
+/// The host's end of its link.
+pub(super) const DEVICE: &str = "eth0";
+
+/// The device that passes frames on between the switch's ports.
+pub(super) const BRIDGE: &str = "br0";
+
 /// A network namespace without a name, held by a process that does nothing else. It ends with this value, and with
 /// this process however that ends; with it end the devices inside.
 #[derive(Debug)]

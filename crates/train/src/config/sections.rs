@@ -166,7 +166,7 @@ config_section! {
         packing: Packing = Packing::Auto;
         /// Masks attention to earlier documents in the same sequence.
         mask_documents: bool = false;
-        /// Fraction of the tokens held out for validation: whole documents, and the end of each that is larger than all of that; only without `validation_inputs`.
+        /// Fraction of the tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out; only without `validation_inputs`.
         validation_fraction: f64 = 0.05, within 0.0..=0.5;
     }
 }

@@ -35,7 +35,7 @@ const STEPS: [(&str, &str, [usize; 2]); 2] = [
 /// As much is copied to find out how fast memory is: no cache holds it.
 const COPY_BYTES: usize = 128 << 20;
 
-/// So many steps may be skipped before one is measured.
+/// Steps that may be skipped before the measured one.
 const SKIPPED_MAX: usize = 40;
 
 const HELP: &str = "\
@@ -235,7 +235,7 @@ fn steps(args: &KernelsArgs) -> Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// Times the kernels of a step after one that makes the device take its memory.
+/// Times the kernels of one step, after warm-up steps that allocate its memory.
 fn measure(
     args: &KernelsArgs,
     (step, precision): (&Step, Precision),
@@ -258,8 +258,11 @@ fn measure(
     };
     // In f16 the optimizer is left out until the loss scale fits.
     let mut number = 0;
-    while !run(number)? && number < SKIPPED_MAX {
+    while !run(number)? {
         number += 1;
+        if number > SKIPPED_MAX {
+            bail!("{}: all of the first {number} steps overflowed in {precision}", step.model);
+        }
     }
     let shown = Arc::clone(measuring);
     timer.start(args.seconds, &args.only, move |call| {

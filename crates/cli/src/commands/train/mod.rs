@@ -408,7 +408,8 @@ fn tls_options(comm: &Comm) -> Option<TlsOptions> {
 fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     // Under a launcher of ours, the launcher tells.
-    let interrupts = Interrupts::listen(is_root && error_log().is_none(), group.world_size() > 1);
+    let is_worker = group.world_size() > 1 || WorkerEnvironment::of_this_process()?.is_some();
+    let interrupts = Interrupts::listen(is_root && error_log().is_none(), is_worker);
     let interrupts = interrupts.context("cannot install signal handlers")?;
     let mut console = Console::new(group.rank(), config.metrics(), &log_folder(config))?;
     let (task, language) = match process.own {

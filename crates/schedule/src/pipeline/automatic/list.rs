@@ -2,9 +2,9 @@
 //! are ready and fit its memory.
 
 use crate::pipeline::costs::Costs;
-use crate::pipeline::generate::Sizes;
 use crate::pipeline::pass::{Pass, PassKind};
 use crate::pipeline::schedule::{Schedule, WeightVersions};
+use crate::pipeline::sizes::Sizes;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 

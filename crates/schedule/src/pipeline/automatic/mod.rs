@@ -5,9 +5,10 @@ mod list;
 
 use super::clock::simulate;
 use super::costs::Costs;
-use super::generate::{GenerateError, Sizes, check_kind, fixed};
+use super::generate::{GenerateError, check_kind, fixed};
 use super::kind::Kind;
 use super::schedule::{Placement, Schedule};
+use super::sizes::Sizes;
 use super::validate::check_activations;
 use improve::improve;
 

@@ -4,11 +4,11 @@
 //! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
 //! every request finds its block, and nothing is allocated.
 
-use crate::device::{Backend, PageSource};
+use crate::kernels::backend::Backend;
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::{Operand, OperandMut};
-use crate::memory::{MemoryCounter, OverBudget, describe};
+use crate::memory::{MemoryCounter, OverBudget, PageSource, describe};
 use crate::shape::Shape;
 use crate::tensor::{LentMemory, Overflow};
 use std::ptr::NonNull;

@@ -1,6 +1,6 @@
 //! Addresses of the process, and the pages behind them.
 
-use crate::device::PageSource;
+use crate::memory::PageSource;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{
     Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap,

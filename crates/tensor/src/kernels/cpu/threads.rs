@@ -63,7 +63,7 @@ impl ThreadPool {
     /// # Errors
     /// If the system refuses to start a thread.
     pub(crate) fn new(num_threads: usize) -> std::io::Result<Self> {
-        let mut pool = ThreadPool::absent(num_threads);
+        let mut pool = ThreadPool::unstarted(num_threads);
         for index in 1..num_threads {
             let shared = Arc::clone(&pool.shared);
             pool.workers.push(spawn_thread(&format!("kernel-{index}"), move || shared.work(index))?);
@@ -71,8 +71,8 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// A pool whose threads were not started, for who only asks how many there are.
-    pub(crate) fn absent(num_threads: usize) -> Self {
+    /// A pool whose threads are not started. Only its size may be used: [`run`](ThreadPool::run) panics.
+    pub(crate) fn unstarted(num_threads: usize) -> Self {
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             job_posted: Condvar::new(),

@@ -12,7 +12,7 @@ mod quantized;
 mod sums;
 
 use super::Cpu;
-use crate::device::{Backend, HostCopy};
+use crate::kernels::backend::{Backend, HostCopy};
 use crate::kernels::call::{Call, FunctionCall};
 use crate::kernels::{Operand, OperandMut};
 use std::panic::Location;
@@ -51,6 +51,7 @@ impl Backend for Cpu {
     fn copy(&self, HostCopy { mut device, mut host, after }: HostCopy) -> Event {
         after.wait();
         device.copy(self, host.bytes());
+        host.give_back();
         Event::DONE
     }
 

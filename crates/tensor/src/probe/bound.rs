@@ -1,4 +1,4 @@
-//! Kernels beside what bounds them.
+//! Lower bounds of the time of a kernel.
 
 use super::{Probe, Unit};
 use crate::device::DeviceError;

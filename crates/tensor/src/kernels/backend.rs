@@ -1,31 +1,55 @@
 //! The boundary between a device and the hardware that runs its kernels.
 
-use super::WaitSite;
-use crate::kernels::call::Call;
-use crate::kernels::cpu::Cpu;
-use crate::kernels::{Operand, OperandMut};
+use super::call::Call;
+use super::cpu::Cpu;
+use super::{Operand, OperandMut};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{Event, HostMemory, Pending};
 
+/// What runs in order; streams run in any order that events allow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Stream {
+    /// Kernels.
+    Compute,
+    /// Copies to the host's memory.
+    ToHost,
+    /// Copies from the host's memory.
+    FromHost,
+}
+
+/// A place in the code where a stream waits for an event.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WaitSite(pub(crate) Stream, pub(crate) &'static Location<'static>);
+
+impl fmt::Debug for WaitSite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} at {}", self.0, self.1)
+    }
+}
+
 /// Hardware that runs kernels in the order of issue, and copies between its memory and the host's beside them, in the order of
 /// events.
 ///
-/// To add one, implement this trait, and open a device with it by a [`BackendKind`](super::BackendKind) of its own.
+/// To add one, implement this trait, and open a device with it by a [`BackendKind`](crate::BackendKind) of its own.
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
-    /// The processor of this program, if that runs each kernel before [`run`](Backend::run) returns, in memory that the host shares.
+    /// The processor on which a device calls functions and copies directly. `None` if all must pass through this backend, to be queued,
+    /// counted or timed.
     fn as_cpu(&self) -> Option<&Cpu> {
         None
     }
 
-    /// Whether kernels and copies are counted and do not run.
-    fn only_counts(&self) -> bool {
+    /// Whether kernels and copies do not run.
+    fn is_counting(&self) -> bool {
         false
     }
 
     /// Runs a kernel, after those that were issued before.
+    ///
+    /// # Panics
+    /// If operands do not fit each other: here, or on the thread that runs the kernel.
     fn run(&self, call: Call);
 
     /// Copies bytes of the host into memory of the device, after the kernels that were issued before. The bytes may be overwritten
@@ -36,7 +60,7 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     fn download(&self, from: Operand, to: &mut [u8]);
 
     /// Copies after the kernels that were issued before, and beside those that are issued later. Returns an event that is done when
-    /// the memory of the host is back.
+    /// the memory of the host was given back.
     fn copy(&self, copy: HostCopy) -> Event;
 
     /// Returns an event that is done when the kernels issued so far have run.
@@ -45,7 +69,7 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Lets kernels that are issued from now on run after an event. `caller` is the code that waits.
     fn wait_for(&self, event: &Event, caller: &'static Location<'static>);
 
-    /// Orders kernels that are issued from now on after copies of memory that has a new owner.
+    /// Called when memory is handed out again: kernels that are issued from now on wait for copies that still use it.
     fn reuse(&self, _memory: OperandMut) {}
 
     /// Where kernels and copies have waited for events, if the backend keeps a list of it.
@@ -58,7 +82,7 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
 pub(crate) struct HostCopy {
     pub(crate) device: DeviceSide,
     pub(crate) host: Box<dyn HostPart>,
-    /// The host's memory is back from an earlier copy.
+    /// Done when no earlier copy uses the host's memory.
     pub(crate) after: Event,
 }
 
@@ -88,35 +112,33 @@ impl DeviceSide {
     }
 }
 
-/// Memory of the host that is lent to a copy, and given back when this is dropped.
+/// Memory of the host that is lent to a copy.
 pub(crate) trait HostPart: Send {
     /// The bytes to copy.
     ///
     /// # Panics
     /// If an earlier copy still works with them.
     fn bytes(&mut self) -> &mut [u8];
+
+    /// Gives the memory back, which a copy does once it has run. The memory of a copy that fails is lost.
+    fn give_back(self: Box<Self>);
 }
 
 /// A range of bytes of `B`, which is put into `returned` in the end.
 struct Lent<B: HostMemory> {
-    /// Absent when it has been given back.
-    memory: Option<Pending<B>>,
+    memory: Pending<B>,
     range: Range<usize>,
     returned: Arc<Mutex<Option<B>>>,
 }
 
 impl<B: HostMemory> HostPart for Lent<B> {
     fn bytes(&mut self) -> &mut [u8] {
-        let memory = self.memory.as_mut().expect("it is given back in the end");
-        assert!(memory.event().is_done(), "a copy runs after the one before");
-        &mut memory.wait_mut().bytes_mut()[self.range.clone()]
+        assert!(self.memory.event().is_done(), "a copy runs after the one before");
+        &mut self.memory.wait_mut().bytes_mut()[self.range.clone()]
     }
-}
 
-impl<B: HostMemory> Drop for Lent<B> {
-    fn drop(&mut self) {
-        let memory = self.memory.take().and_then(|memory| memory.try_take().ok());
-        *self.returned.lock().unwrap_or_else(PoisonError::into_inner) = memory;
+    fn give_back(self: Box<Self>) {
+        *self.returned.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.memory.wait());
     }
 }
 
@@ -128,7 +150,7 @@ pub(crate) fn copy_later<B: HostMemory>(
     range: Range<usize>,
 ) {
     let (after, returned) = (host.event(), Arc::new(Mutex::new(None)));
-    let memory = Some(std::mem::replace(host, Pending::until(Event::DONE, Arc::clone(&returned))));
+    let memory = std::mem::replace(host, Pending::until(Event::DONE, Arc::clone(&returned)));
     let lent = Box::new(Lent { memory, range, returned: Arc::clone(&returned) });
     *host = Pending::until(backend.copy(HostCopy { device, host: lent, after }), returned);
 }

@@ -1,0 +1,53 @@
+//! What an update depends on beside gradients and state.
+
+use crate::groups::ParameterSettings;
+use crate::members::Member;
+use trireme_tensor::{Device, ParameterTable};
+
+/// What changes from step to step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepSettings {
+    /// Number of the update in the run, from 1. Skipped steps do not count, because they leave the moments as they are. A rule uses
+    /// the number of updates since the state of its parameter began ([`Optimizer::set_state_start`](crate::Optimizer::set_state_start)).
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Factor for every gradient: mean over microbatches, loss scale, and clipping.
+    pub grad_scale: f64,
+}
+
+/// A step of one unit.
+pub(crate) struct UnitStep<'a> {
+    pub(crate) device: &'a Device,
+    pub(crate) table: &'a ParameterTable,
+    pub(crate) settings: StepSettings,
+    /// By parameter, [`Optimizer::state_start`](crate::Optimizer::state_start).
+    pub(crate) starts: &'a [u64],
+    /// Decides how narrow states are rounded.
+    pub(crate) noise: u32,
+}
+
+impl UnitStep<'_> {
+    pub(crate) fn lr(&self, own: ParameterSettings) -> f32 {
+        (self.settings.lr * f64::from(own.lr_scale)) as f32
+    }
+
+    pub(crate) fn grad_scale(&self) -> f32 {
+        self.settings.grad_scale as f32
+    }
+
+    /// Number of this update since the member's state began, from 1.
+    pub(crate) fn number(&self, member: &Member) -> u64 {
+        self.settings.step - self.starts[member.parameter]
+    }
+
+    /// Of a whole parameter.
+    pub(crate) fn num_elements(&self, member: &Member) -> usize {
+        self.table.parameters()[member.parameter].whole.num_elements()
+    }
+
+    /// Whether this rank counts a member in sums over all ranks.
+    pub(crate) fn counts(&self, member: &Member) -> bool {
+        self.table.parameters()[member.parameter].is_counted()
+    }
+}
