@@ -87,6 +87,8 @@ impl LogLine<'_> {
             push(7, "skipped", skipped.to_string());
         }
         if let Some(mfu) = record.mfu {
+            // Of the same steps as the speed.
+            let mfu = mfu * self.speed / record.speed().1;
             push(3, "mfu", format!("{:.1}%", 100.0 * mfu));
         }
         push(3, "epoch", format!("{:.2}", record.epoch));
@@ -127,7 +129,8 @@ mod tests {
             plain(&record),
             "step: 40  loss: 2.6102  lr: 3.0e-4  grad_norm: 0.91  tps: 10,842  epoch: 0.50  memory: 320.00MiB  left: 1m05s"
         );
-        record.mfu = Some(0.3119);
+        // This step was twice as fast as the last ones.
+        (record.mfu, record.tokens_per_second) = (Some(0.6238), Some(2.0 * 10_841.7));
         record.validation_loss = Some(f64::NAN);
         record.grad_norm = f64::NAN;
         record.metrics.push(("accuracy", 0.5));

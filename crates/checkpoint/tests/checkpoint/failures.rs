@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
     Checkpoint, CheckpointError, ExtraFile, InMemory, Saved, Snapshot, find_latest, save, tidy,
@@ -236,6 +237,22 @@ fn reading_and_removing_report_progress() {
     assert!(tidy(folder.path(), 3, 1, &progress).is_empty());
     assert_eq!(files_of(folder.path()).len(), 2, "the newest and a link to it");
     assert!(num_calls.get() >= num_removed);
+}
+
+#[test]
+fn saving_is_progress() {
+    let (folder, group, mesh) = (tempfile::tempdir().unwrap(), trireme_comm::single(), mesh(1));
+    let heartbeat = group.heartbeat().clone();
+    while heartbeat.age() < Duration::from_millis(20) {
+        std::thread::yield_now();
+    }
+    let began = Instant::now();
+    let tensors = [tensor("a", &[32, 4], DType::F32, Placement::Replicate)];
+    let state = serde_json::Value::Null;
+    let snapshot = Snapshot { step: 1, mesh: &mesh, tensors: &tensors, state: &state, files: &[] };
+    save(&group, folder.path(), &snapshot, &mut InMemory(&[&[0; 32 * 4 * 4]]), 0).unwrap();
+    // It counts whole milliseconds.
+    assert!(heartbeat.age() <= began.elapsed() + Duration::from_millis(1));
 }
 
 #[test]

@@ -38,6 +38,18 @@ fn a_pipeline_has_the_losses_of_one_worker() {
     assert_eq!(scene.losses("tied-sharded"), scene.losses("tied"));
 }
 
+/// Both take memory from one pool.
+#[test]
+fn messages_may_be_as_long_as_a_tied_embedding() {
+    let scene = Scene::with_corpus();
+    // A sequence of as many tokens as there are in the vocabulary.
+    let lengths = "--set training.seq_len=257 --set training.local_batch_size=1 --set training.steps=2";
+    scene.run(&format!("train tiny.toml --workers 1 {lengths} --set run.name=one")).succeeded();
+    let two = "--workers 2 --set parallelism.pipeline_parallel_degree=2 --set run.name=two";
+    scene.run(&format!("train tiny.toml {lengths} {two}")).succeeded();
+    assert_eq!(scene.losses("two"), scene.losses("one"));
+}
+
 #[test]
 fn auto_fits_every_worker_of_a_pipeline() {
     let scene = Scene::with_corpus();
