@@ -52,8 +52,7 @@ How to read it:
 
 Examples:
   trireme bench kernels > kernels.md
-      The tables of docs/performance.md: gpt2-11m with 2048 tokens and
-      gpt2-124m with 1024, in f32 and bf16.
+      gpt2-11m with 2048 tokens and gpt2-124m with 1024, in f32 and bf16.
   trireme bench kernels --model configs/models/llama-12m --batch 4 --seq 512
       The kernels of your model.
   trireme bench kernels --only attention --seconds 1
