@@ -53,7 +53,7 @@ fn link(issued: &Issued) -> Option<Link> {
 
 impl Probed {
     /// Measures what steps of a job call and issue, in the world of its workers on this host, each on a device of its own with at most
-    /// `memory_max` bytes; `calls` are those of the steps. This worker updates `parts` of the units. The first rank gets what it has found, the others `None`.
+    /// `memory_max` bytes; `calls` were recorded in their dry runs. This worker updates `parts` of the units. The first rank gets what it has found, the others `None`.
     /// Collective.
     pub(super) fn measure(
         job: Job<'_>,

@@ -132,7 +132,7 @@ fn a_model_whose_template_is_not_valid_works_without_conversations() {
     );
 }
 
-/// A template is a program of somebody else's.
+/// A template is untrusted code.
 #[test]
 fn a_template_that_takes_too_much_memory_is_refused() {
     let scene = with_model();

@@ -101,7 +101,7 @@ fn a_text_has_the_loss_of_torch() {
     assert_near(found["perplexity"].as_f64().unwrap(), golden["perplexity"].as_f64().unwrap(), 1e-2);
 }
 
-/// What somebody types into a message ends no document, unless a config says so.
+/// Names of special tokens that a user types into a message stay text, unless a config says otherwise.
 #[test]
 fn names_of_special_tokens_in_messages_are_text() {
     let scene = scene();
@@ -116,11 +116,8 @@ fn names_of_special_tokens_in_messages_are_text() {
     assert!(found["num_tokens"].as_u64().unwrap() > 2, "{found}");
     let generated = |prompt: &[&str]| -> Value {
         let mut generate = scene.command("generate chat_model --json --num-tokens 20 --seed 3 --ignore-end");
-        let outcome = Running::start({
-            generate.args(prompt);
-            generate
-        });
-        serde_json::from_str(&outcome.end().succeeded()).unwrap()
+        generate.args(prompt);
+        serde_json::from_str(&Running::start(generate).end().succeeded()).unwrap()
     };
     let typed = generated(&["--chat", "--prompt", "<|endoftext|>"]);
     let rendered = generated(&["--prompt", "user: <|endoftext|>\nbot: "]);

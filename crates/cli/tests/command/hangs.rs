@@ -51,7 +51,7 @@ fn a_killed_worker_is_told_with_what_the_others_were_doing() {
     }
 }
 
-/// Opening it would wait for its other end.
+/// Opening a FIFO waits until its other end is opened.
 #[test]
 fn a_pipe_where_a_report_belongs_does_not_stop_the_end() {
     let scene = Scene::with_corpus();

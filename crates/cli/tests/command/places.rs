@@ -67,7 +67,7 @@ fn pipes_where_files_of_a_run_belong() {
         tells(&error, &[&format!("runs/tiny/{name}"), "it is not a regular file"]);
         std::fs::remove_dir_all(scene.path("runs")).unwrap();
     }
-    // What runs note there is no reason to refuse one.
+    // A run starts even if it cannot write there that it uses the corpus.
     std::fs::remove_file(scene.path("corpus/used-by.txt")).unwrap();
     mkfifo("corpus/used-by.txt");
     scene.run("train tiny.toml").succeeded();

@@ -250,7 +250,7 @@ fn measure(
     let mut executor = build(&step_args, &step.config, kind, single(), device)?;
     let mut batches = Batches::open(&step_args, step.config.vocab_size)?;
     let mut run = |number: usize| {
-        let batch = batches.read(number, &step_args, &executor)?;
+        let batch = batches.read(number, &executor)?;
         let plan = StepPlan { step: number as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off, has_loss: true };
         let outcome = executor.run(plan, &mut std::iter::once(batch))?;
         anyhow::Ok(outcome.skipped.is_none())

@@ -241,6 +241,7 @@ pub(super) struct Batches {
     tokens: Tokens,
     samples: HostBatch,
     window: Vec<u32>,
+    batch_size: usize,
 }
 
 impl Batches {
@@ -249,14 +250,15 @@ impl Batches {
             tokens: Tokens::open(args, vocab_size)?,
             samples: HostBatch::new(&token_specs(args.batch, args.seq)),
             window: vec![0; args.seq + 1],
+            batch_size: args.batch,
         })
     }
 
     /// Reads the batch of a step, counted from 0.
-    pub(super) fn read(&mut self, step: usize, args: &StepArgs, executor: &Executor) -> Result<Batch> {
-        let place = executor.ranks().sample_place();
-        for row in 0..args.batch {
-            let sample = (step * place.degree + place.rank) * args.batch + row;
+    pub(super) fn read(&mut self, step: usize, executor: &Executor) -> Result<Batch> {
+        let (place, batch_size) = (executor.ranks().sample_place(), self.batch_size);
+        for row in 0..batch_size {
+            let sample = (step * place.degree + place.rank) * batch_size + row;
             self.tokens.read(sample as u64, &mut self.window)?;
             set_window(&mut self.samples, row, &self.window);
         }
@@ -420,7 +422,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     let mut disk_bytes = [0, 0];
     for step in 0..args.warmup + args.steps {
         let began = Instant::now();
-        let batch = batches.read(step, args, &executor)?;
+        let batch = batches.read(step, &executor)?;
         let disk_before = executor.disk_bytes();
         let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off, has_loss: true };
         let outcome = executor.run(plan, &mut std::iter::once(batch))?;
