@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use trireme_base::parse_json;
 
-/// The file of a model that fits one.
+/// Name of the weights file of a model in one file.
 pub(crate) const MODEL_FILE: &str = "model.safetensors";
 
-/// The file that says which shard holds which tensor.
+/// Name of the file that maps tensors to weights files.
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// Files of a model directory that describe the model or its tokenizer and travel with the weights. All but

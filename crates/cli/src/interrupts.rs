@@ -31,7 +31,7 @@ pub(crate) fn is_urgent(signal: i32) -> bool {
     ![SIGUSR1, SIGUSR2].contains(&signal)
 }
 
-/// Tells a second urgent signal from the first one, and from what comes again of that.
+/// Distinguishes a second urgent signal from duplicates of the first one.
 #[derive(Debug)]
 pub(crate) struct SecondSignal {
     first: Option<Instant>,

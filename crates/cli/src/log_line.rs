@@ -87,7 +87,7 @@ impl LogLine<'_> {
             push(7, "skipped", skipped.to_string());
         }
         if let Some(mfu) = record.mfu {
-            // Of the same steps as the speed.
+            // Averaged over the same steps as the speed.
             let mfu = mfu * self.speed / record.speed().1;
             push(3, "mfu", format!("{:.1}%", 100.0 * mfu));
         }

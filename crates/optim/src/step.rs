@@ -1,10 +1,10 @@
-//! What an update depends on beside gradients and state.
+//! Settings of one update, and the context that the rules of a unit share.
 
 use crate::groups::ParameterSettings;
 use crate::members::Member;
 use trireme_tensor::{Device, ParameterTable};
 
-/// What changes from step to step.
+/// Settings of an update that change from step to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepSettings {
     /// Number of the update in the run, from 1. Skipped steps do not count, because they leave the moments as they are. A rule uses
@@ -16,12 +16,12 @@ pub struct StepSettings {
     pub grad_scale: f64,
 }
 
-/// A step of one unit.
+/// The context of the update of one unit.
 pub(crate) struct UnitStep<'a> {
     pub(crate) device: &'a Device,
     pub(crate) table: &'a ParameterTable,
     pub(crate) settings: StepSettings,
-    /// By parameter, [`Optimizer::state_start`](crate::Optimizer::state_start).
+    /// For each parameter, [`Optimizer::state_start`](crate::Optimizer::state_start).
     pub(crate) starts: &'a [u64],
     /// Decides how narrow states are rounded.
     pub(crate) noise: u32,
@@ -41,7 +41,7 @@ impl UnitStep<'_> {
         self.settings.step - self.starts[member.parameter]
     }
 
-    /// Of a whole parameter.
+    /// Returns the number of elements of the member's full (unsharded) parameter.
     pub(crate) fn num_elements(&self, member: &Member) -> usize {
         self.table.parameters()[member.parameter].whole.num_elements()
     }

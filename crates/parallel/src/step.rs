@@ -8,7 +8,7 @@ use trireme_model::PassOptions;
 use trireme_optim::LossScaling;
 use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
 
-/// What decides the order of sums over the batch.
+/// The order in which gradients are summed over the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Determinism {
     /// The global microbatch index: the same bits for any layout.

@@ -169,7 +169,7 @@ fn a_step_that_overflows_leaves_all_as_it_was() {
     let default =
         |codec| Compression::new(&CompressionOptions { codec, ..CompressionOptions::default() }).unwrap();
     for compression in [one_bit()].into_iter().chain(CodecName::ALL.map(default)) {
-        // The last step exchanges momentum of the last unit alone, after one that exchanged that of the others.
+        // In the last case, the skipped step exchanges the momentum of the last unit and the gradients of the other units.
         for (schedule, before_overflow, last_start) in [(WARM_UP, 1, 0), (WARM_UP, 5, 0), (DOUBLING, 4, 1)] {
             let run = |overflows: bool| {
                 run_ranks(2, |group| {

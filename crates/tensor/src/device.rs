@@ -132,7 +132,7 @@ impl Device {
         Device::open(DeviceOptions { backend: BackendKind::Cpu, ..options })
     }
 
-    /// As [`cpu`](Device::cpu), with a timer of its kernels.
+    /// Opens the CPU as [`cpu`](Device::cpu) does, and returns a timer of its kernels with it.
     ///
     /// # Errors
     /// As [`open`](Device::open).
@@ -230,14 +230,14 @@ impl Device {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += cost;
     }
 
-    /// Counts a kernel, and has it run.
+    /// Counts a kernel, and passes it to the backend.
     fn issue(&self, call: impl Into<Call>) {
         let call = call.into();
         self.count(call.name(), call.cost());
         self.run(call);
     }
 
-    /// Has a call run that was counted.
+    /// Passes a call to the backend, and records it if calls are recorded.
     fn run(&self, call: Call) {
         if let Some(recorded) = self.recorded.get() {
             recorded.note(&call);

@@ -1,14 +1,14 @@
-//! Running something again and again to time it.
+//! Times repeated runs of a function.
 
 use crate::device::DeviceError;
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
-/// So many runs make a median, if they take no longer than this.
+/// Minimum number of runs for a median, if they take no longer than [`RUNS_MIN_DURATION`].
 pub(crate) const NUM_RUNS_MIN: usize = 3;
 const RUNS_MIN_DURATION: Duration = Duration::from_secs(1);
 
-/// More say no more.
+/// Maximum number of runs; more do not change the median.
 const NUM_RUNS_MAX: usize = 1000;
 
 /// Seconds that one run took.

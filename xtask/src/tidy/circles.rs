@@ -10,7 +10,7 @@ use syn::visit::{self, Visit};
 /// Circles of at most this many files are allowed: a module and one of its parts.
 const IGNORED_SIZE: usize = 2;
 
-/// The sizes of the circles that there still are, by crate. They may only shrink.
+/// Sizes of the remaining circles of each crate. They may only shrink.
 const CEILINGS: &[(&str, &[usize])] = &[
     ("cli", &[8, 5, 3]),
     ("comm", &[51, 3]),
@@ -27,7 +27,7 @@ type Path = Vec<String>;
 /// A module, inline ones included.
 #[derive(Default)]
 struct Module {
-    /// The file that it lies in.
+    /// The file that contains it.
     file: String,
     children: BTreeSet<String>,
     /// Names of the items that are declared here.
@@ -73,7 +73,7 @@ fn check_crate(texts: &[TextFile], folder: &str) -> Vec<Finding> {
     Vec::from([Finding::refuse(&format!("{folder}/Cargo.toml"), 1, what, remedy)])
 }
 
-/// The modules of a crate but those of tests, by their paths.
+/// Returns the modules of a crate except those of tests, by path.
 fn modules(texts: &[TextFile], folder: &str) -> BTreeMap<Path, Module> {
     let below_src =
         |file: &TextFile| file.path.strip_prefix(folder)?.strip_prefix("/src/").map(str::to_owned);
@@ -264,7 +264,7 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 }
 
-/// From each file the others of its crate that it imports from.
+/// Returns for each file the other files of its crate that it imports from.
 fn imports(modules: &BTreeMap<Path, Module>) -> BTreeMap<&str, BTreeSet<&str>> {
     let mut imports: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for module in modules.values() {
@@ -343,6 +343,13 @@ mod tests {
         circles(&imports(&modules(texts, "crates/a")))
     }
 
+    /// Asserts that the only circle is that of these files.
+    #[track_caller]
+    fn assert_circle(texts: &[TextFile], files: &[&str]) {
+        let expected: Vec<String> = files.iter().map(|file| format!("crates/a/src/{file}")).collect();
+        assert_eq!(found(texts), [expected]);
+    }
+
     #[test]
     fn circles_are_found_through_facades_and_paths() {
         let mut texts = Vec::from([
@@ -351,8 +358,7 @@ mod tests {
             text("two/mod.rs", "pub mod part; pub use part::Part; pub struct Two; use crate::one;"),
             text("two/part.rs", "use super::Two; pub struct Part;"),
         ]);
-        let expected = ["one.rs", "two/mod.rs", "two/part.rs"].map(|file| format!("crates/a/src/{file}"));
-        assert_eq!(found(&texts), [expected.to_vec()]);
+        assert_circle(&texts, &["one.rs", "two/mod.rs", "two/part.rs"]);
         let finding = check_crate(&texts, "crates/a").remove(0).to_string();
         assert!(finding.contains("[3], not []: 3 (one.rs, two/mod.rs, two/part.rs); move"), "{finding}");
         // A module does not use what it only re-exports, and tests may use anything.
@@ -366,8 +372,7 @@ mod tests {
         texts[2] = text("two/mod.rs", "pub mod part; mod one; pub use part::Part; pub struct Two(Part);");
         texts[3] = text("two/part.rs", "use super::{Two, one}; pub struct Part;");
         texts.push(text("two/one.rs", "use super::Two;"));
-        let expected = ["two/mod.rs", "two/one.rs", "two/part.rs"].map(|file| format!("crates/a/src/{file}"));
-        assert_eq!(found(&texts), [expected.to_vec()]);
+        assert_circle(&texts, &["two/mod.rs", "two/one.rs", "two/part.rs"]);
     }
 
     #[test]
@@ -379,7 +384,6 @@ mod tests {
             text("b.rs", "use crate::c::f;"),
             text("c.rs", "pub fn f() -> crate::a::Part { crate::a::Part }"),
         ];
-        let expected = ["a/part.rs", "b.rs", "c.rs"].map(|file| format!("crates/a/src/{file}"));
-        assert_eq!(found(&texts), [expected.to_vec()]);
+        assert_circle(&texts, &["a/part.rs", "b.rs", "c.rs"]);
     }
 }

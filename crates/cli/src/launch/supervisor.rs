@@ -219,7 +219,7 @@ impl Watch<'_> {
             }
             let signal = self.next_signal(None).expect("without a deadline a signal comes");
             if signal != SIGCHLD && is_urgent(signal) && second.note(Instant::now()) {
-                // At once, as was promised: it may have come to this process alone, and workers save what they have.
+                // The notice promises an end at once. The workers may not have received the second signal, and would save first.
                 self.workers.kill().map_err(|source| LaunchError::Watch { source })?;
                 return Err(LaunchError::Interrupted { signal });
             }

@@ -214,7 +214,7 @@ fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_co
     }
 }
 
-/// It may have come to this process alone, so the workers are not asked again.
+/// Workers are killed without another request: only the launcher may have received the second signal.
 #[test]
 fn a_second_signal_ends_workers_that_save() {
     let scene = Scene::new();

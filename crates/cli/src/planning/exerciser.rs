@@ -139,8 +139,8 @@ impl<'a> Exerciser<'a> {
         })
     }
 
-    /// Kernels outside of passes and updates, such as sums, copies and conversions, each at its largest size among `entries`: one of the
-    /// `calls` that a dry run recorded. Collective.
+    /// Times kernels outside of passes and updates, such as sums, copies and conversions, each at its largest size among `entries`. They
+    /// are replayed from the `calls` that a dry run recorded. Collective.
     pub(super) fn others<'e>(
         &self,
         entries: impl Iterator<Item = &'e JournalEntry>,
@@ -168,7 +168,7 @@ impl<'a> Exerciser<'a> {
         Ok(())
     }
 
-    /// Which of the calls the first rank has timed: all ranks run the others together. Collective.
+    /// Returns for each call whether the first rank has timed it. All ranks run the other calls together. Collective.
     fn timed_by_first_rank(&self, calls: &[KernelCall]) -> Result<Vec<bool>> {
         let samples = self.samples.borrow();
         let own: Vec<u8> = calls.iter().map(|call| samples.contains_key(call).into()).collect();
@@ -176,7 +176,7 @@ impl<'a> Exerciser<'a> {
         Ok(all[0].iter().map(|&is_timed| is_timed != 0).collect())
     }
 
-    /// Copies between the device and memory that peers have read and written.
+    /// Times copies between the device and memory that peers have read and written. Collective.
     fn copies(&self, call: &KernelCall) -> Result<()> {
         let (device, num_bytes) = (self.device, call.cost.traffic.read);
         let mut there = device.zeros([num_bytes].into(), DType::U8, Category::Activations)?;

@@ -103,7 +103,7 @@ impl Interpreter {
         }
     }
 
-    /// The answers from the message `first` on that are learned.
+    /// Renders the documents of a conversation, with the answers to learn from the message `first` on.
     fn samples(&self, messages: &[Value], first: usize) -> Result<Vec<Answered>, String> {
         let mut all = self.render(messages, false)?;
         if self.marks_answers {
@@ -211,7 +211,7 @@ fn is_of_assistant(message: &Value) -> bool {
     message["role"] == "assistant"
 }
 
-/// Whether an answer is learned. The form of OpenAI's fine-tuning data gives the weight 0 to one that is context alone.
+/// Whether an answer is learned. In OpenAI's format of fine-tuning data, an answer with the weight 0 is only context.
 fn is_learned(message: &Value) -> bool {
     message["weight"].as_f64() != Some(0.0)
 }

@@ -105,7 +105,7 @@ impl Progress for Silent {
 ///
 /// A text file is one document, and so is the text of each JSON object, a line of a file or an element of its one array; each is followed by the tokenizer's
 /// token for the end of a document, if it has one. Whole documents are held out, drawn from the whole corpus;
-/// of those that are longer than all that is held out, or where they are too few, the tail is. The output's bits depend on the
+/// documents that are longer than the whole held-out share give their tail, and so do all documents if no whole ones fit. The output's bits depend on the
 /// inputs and the options, not on the number of threads. A long text is tokenized in pieces of at most
 /// 128 KiB, cut between two words where there are any.
 ///

@@ -98,7 +98,7 @@ pub struct PrepareReport {
     /// The `eos_token` of the tokenizer's `tokenizer_config.json`, if the tokenizer does not have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unknown_end_of_document: Option<String>,
-    /// What the chat template ends an answer with, if that looks like a special token that the tokenizer does not have.
+    /// The text with which the chat template ends an answer, if it looks like a special token that the tokenizer lacks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unknown_end_of_answer: Option<String>,
     /// What there is to train on.

@@ -13,17 +13,17 @@ const FRACTION_REACHED: f64 = 0.95;
 struct HeldOut {
     /// These documents, as increasing indices.
     documents: Vec<u64>,
-    /// Documents with more tokens than this are long.
+    /// Number of tokens of the longest document that is held out or kept as a whole; longer ones are split.
     max_short_len: u64,
-    /// The place among the tokens of all long documents from which on they are held out.
+    /// Index of the first token held out, counted over the tokens of all longer documents.
     tail_start: u64,
 }
 
 /// Chooses about `fraction` of the tokens, rounded, and at least one.
 ///
-/// Documents are long if they have more tokens than are to be held out in all: of these it is the tail of the last. Of the others it is whole documents: in a
-/// fixed random order each that still fits, until the fraction of their tokens is nearly reached, so that small and large ones are as likely. Where those
-/// make up less than half of that, all documents count as long.
+/// A document is long if it has more tokens than are held out in total. Short documents are held out as a whole: each one that still fits, in a fixed random
+/// order, until the fraction of the tokens of short documents is nearly reached, so that small and large ones are equally likely. The tail of the long
+/// documents is held out, too. If whole documents make up less than half of their share, the tail of all documents is held out instead.
 fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
     let num_held_out = ((fraction * all.num_tokens() as f64).round() as u64).max(1);
     let share = |num_tokens: u64| {
@@ -61,7 +61,7 @@ fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
 
 /// Copies each token of `all` to one of the two files; `on_document` hears how many documents, and tokens, are done.
 ///
-/// What is held out depends on where documents end alone. Takes 8 bytes of memory for each document held out.
+/// The split depends only on the ends of documents. It takes 8 bytes of memory for each document held out.
 pub(super) fn split(
     all: &TokenFile,
     fraction: f64,
@@ -214,7 +214,7 @@ mod tests {
         }
     }
 
-    /// Ends are what conversations teach.
+    /// A model learns to end its answers from the ends of conversations.
     #[test]
     fn few_documents_of_one_length_are_not_all_cut() {
         let documents: Vec<Vec<u32>> = (0..15).map(|document| vec![document; 100]).collect();

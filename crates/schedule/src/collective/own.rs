@@ -1,35 +1,35 @@
-//! What the steps of one rank depend on.
+//! The place of one rank in a collective.
 
 use super::blocks::Blocks;
 
-/// What the steps of a rank depend on.
+/// A rank, the root, and the blocks of all ranks, from which an algorithm derives the steps of the rank.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Own {
     pub(super) rank: usize,
-    /// The rank that gives or gets; 0 where none does.
+    /// The root; 0 in operations without one.
     pub(super) root: usize,
-    /// Where the ranks' blocks lie.
+    /// Offsets and lengths of the ranks' blocks.
     pub(super) blocks: Blocks,
 }
 
 impl Own {
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub(super) fn world_size(&self) -> usize {
         self.blocks.world_size()
     }
 
-    /// The rank so many places further on, in a ring.
+    /// Returns the rank `distance` places further on in the ring.
     pub(super) fn after(&self, distance: usize) -> usize {
         (self.rank + distance) % self.world_size()
     }
 
-    /// The rank so many places before, in a ring.
+    /// Returns the rank `distance` places before in the ring.
     pub(super) fn before(&self, distance: usize) -> usize {
         self.after(self.world_size() - distance % self.world_size())
     }
 }
 
-/// 1, 2, 4 and so on, below `world_size`.
+/// Returns the powers of two below `world_size`, in rising order.
 pub(super) fn distances(world_size: usize) -> impl DoubleEndedIterator<Item = usize> {
     (0..world_size.next_power_of_two().ilog2()).map(|bit| 1 << bit)
 }

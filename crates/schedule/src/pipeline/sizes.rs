@@ -1,6 +1,6 @@
-//! How many ranks, microbatches, stages and steps a schedule is for.
+//! Sizes of a pipeline schedule.
 
-/// What a schedule is for.
+/// The numbers of ranks, microbatches, stages and steps of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sizes {
     /// Ranks of the pipeline, `P` in papers.

@@ -6,7 +6,7 @@ use crate::kernels::{Operand, OperandMut};
 use std::panic::Location;
 use trireme_base::Event;
 
-/// Stands for hardware while a device counts what it would take and compute.
+/// The backend of a device that only counts costs and memory.
 #[derive(Debug)]
 pub(super) struct Counting;
 

@@ -1,4 +1,4 @@
-//! Kernel calls that are kept to be run again on memory of their own.
+//! Recorded kernel calls, and their replay on newly allocated memory.
 
 use super::{Device, DeviceError};
 use crate::kernels::call::{Access, Call, Operands};
@@ -35,7 +35,7 @@ impl RecordedCalls {
         if has_indices {
             return Ok(None);
         }
-        // Operands that overlap do so again.
+        // Operands that overlap in the recorded call share memory here, too.
         let ranges = united(ranges);
         let memory =
             |range: &Range<usize>| device.zeros([range.len()].into(), DType::U8, Category::Activations);
@@ -73,7 +73,7 @@ impl Replay {
     }
 }
 
-/// Ranges that do not overlap, in order, and cover what these cover.
+/// Merges overlapping ranges; returns the union in rising order.
 fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     ranges.retain(|range| !range.is_empty());
     ranges.sort_by_key(|range| range.start);
@@ -87,10 +87,10 @@ fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     united
 }
 
-/// Elements that are made at a time.
+/// Maximum number of elements that are generated at a time.
 const FILLED_MAX: usize = 1 << 20;
 
-/// Fills floats with normal values.
+/// Fills an operand of floats with normal values, and leaves other operands as they are.
 fn fill(device: &Device, operand: &Operand) {
     let dtype = operand.dtype();
     if ![DType::F32, DType::Bf16, DType::F16].contains(&dtype) {

@@ -1,4 +1,4 @@
-//! Times the kernels of a program where it issues them, on its own operands.
+//! Times the kernels of a program on the operands that the program gives them.
 
 use crate::kernels::backend::{Backend, HostCopy};
 use crate::kernels::call::{Access, Call, Operands};
@@ -32,22 +32,22 @@ impl CallTimer {
     }
 }
 
-/// A kernel with operands of some shapes, and how long it takes.
+/// The time that a kernel takes with operands of certain shapes.
 #[derive(Debug, Clone)]
 pub struct TimedCall {
     /// Name of the kernel.
     pub kernel: &'static str,
     /// Shapes of the operands that it reads, and of the first one that it writes.
     pub shapes: String,
-    /// What a call has to do at least.
+    /// Minimum work of a call: operations and memory traffic.
     pub cost: Cost,
     /// Calls since the timer was started.
     pub num_calls: usize,
-    /// Seconds that one takes.
+    /// Seconds of a call.
     pub timing: Timing,
 }
 
-/// The CPU, which times kernels while it is asked to.
+/// A backend that runs kernels on the CPU, and times them while its timer is started.
 pub(super) struct TimingCpu {
     cpu: Arc<Cpu>,
     timings: Mutex<Option<Timings>>,
@@ -57,7 +57,7 @@ struct Timings {
     duration: Duration,
     only: String,
     report: Box<dyn FnMut(&TimedCall) + Send>,
-    /// Where the calls of a kernel with these shapes lie in `calls`.
+    /// Index in `calls` of each kernel with its shapes.
     places: BTreeMap<(&'static str, String, Cost), usize>,
     calls: Vec<TimedCall>,
 }

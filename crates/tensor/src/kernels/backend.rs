@@ -9,7 +9,7 @@ use std::panic::Location;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{Event, HostMemory, Pending};
 
-/// What runs in order; streams run in any order that events allow.
+/// A queue of a device. Its jobs run in order; jobs of different streams run in any order that events allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stream {
     /// Kernels.
@@ -30,7 +30,7 @@ impl fmt::Debug for WaitSite {
     }
 }
 
-/// Hardware that runs kernels in the order of issue, and copies between its memory and the host's beside them, in the order of
+/// Hardware that runs kernels in the order of issue, and copies between its memory and the host's concurrently, in the order of
 /// events.
 ///
 /// To add one, implement this trait, and open a device with it by a [`BackendKind`](crate::BackendKind) of its own.
@@ -59,7 +59,7 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Copies memory of the device, after the kernels that were issued before, and returns when it is copied.
     fn download(&self, from: Operand, to: &mut [u8]);
 
-    /// Copies after the kernels that were issued before, and beside those that are issued later. Returns an event that is done when
+    /// Copies after the kernels that were issued before, concurrently with those that are issued later. Returns an event that is done when
     /// the memory of the host was given back.
     fn copy(&self, copy: HostCopy) -> Event;
 
@@ -124,7 +124,7 @@ pub(crate) trait HostPart: Send {
     fn give_back(self: Box<Self>);
 }
 
-/// A range of bytes of `B`, which is put into `returned` in the end.
+/// A range of bytes of `B`. The copy moves `B` into `returned` when it has run.
 struct Lent<B: HostMemory> {
     memory: Pending<B>,
     range: Range<usize>,
@@ -142,7 +142,7 @@ impl<B: HostMemory> HostPart for Lent<B> {
     }
 }
 
-/// Copies later, and lends the bytes `range` of `host` until then.
+/// Issues a copy, and lends the bytes `range` of `host` to it until it has run.
 pub(crate) fn copy_later<B: HostMemory>(
     backend: &dyn Backend,
     device: DeviceSide,

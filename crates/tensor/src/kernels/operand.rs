@@ -60,7 +60,7 @@ impl Operand {
         self.num_bytes
     }
 
-    /// The addresses of its bytes.
+    /// Returns the address range of the operand.
     pub(crate) fn addresses(&self) -> Range<usize> {
         let start = self.start.addr().get();
         start..start + self.num_bytes

@@ -7,6 +7,7 @@ use crate::launch::{
 use crate::simd::{Proof, Simd};
 use crate::statistics::median;
 use anyhow::{Context, Result, bail};
+use clap::{Args, FromArgMatches};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -236,7 +237,7 @@ impl Tokens {
     }
 }
 
-/// The batches of steps, one after the other.
+/// Reads the batches of steps.
 pub(super) struct Batches {
     tokens: Tokens,
     samples: HostBatch,
@@ -273,39 +274,16 @@ pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
 }
 
 impl StepArgs {
-    /// The arguments of steps of one worker, with defaults for all others.
+    /// Returns the arguments of steps of one worker, with the defaults of the command line for all others.
     pub(super) fn of_one_worker(dtype: Precision, (batch, seq): (usize, usize)) -> Self {
-        StepArgs {
-            model: PathBuf::new(),
-            dtype,
-            fp8: None,
-            reduce_dtype: Precision::F32,
-            batch,
-            seq,
-            threads: 0,
-            workers: 1,
-            transport: TransportChoice::Auto,
-            independent: false,
-            zero_stage: 0,
-            tensor: 1,
-            context: 1,
-            heads: 1,
-            experts: 1,
-            prefetch: 1,
-            offload: Vec::new(),
-            offload_prefetch: 1,
-            offload_folder: PathBuf::new(),
-            keep: Keep::All,
-            steps: 1,
-            warmup: 0,
-            data: None,
-            seed: 0,
-            json: false,
-        }
+        let command = StepArgs::augment_args(clap::Command::new("step"));
+        let matches = command.try_get_matches_from(["step", "--model", "."]);
+        let defaults = matches.and_then(|matches| StepArgs::from_arg_matches(&matches));
+        StepArgs { dtype, batch, seq, ..defaults.expect("all arguments but the model have defaults") }
     }
 }
 
-/// The executor of the steps of a model, whose weights are random.
+/// Creates the executor of a model with random weights.
 pub(super) fn build(
     args: &StepArgs,
     config: &ModelConfig,

@@ -41,7 +41,7 @@ pub(crate) enum Access {
 
 /// A call, or a part of one that has operands.
 pub(crate) trait Operands: Sized {
-    /// The same with the operands that `replace` returns for its own.
+    /// Returns a copy in which each operand is replaced by the result of `replace`.
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self;
 
     /// Calls `visit` with every operand.
@@ -53,7 +53,7 @@ pub(crate) trait Operands: Sized {
     }
 }
 
-/// Chooses an operand in place of another one.
+/// Returns the operand that replaces the given one.
 pub(crate) type Replace<'a> = dyn FnMut(&Operand, Access) -> Operand + 'a;
 
 impl Operands for Operand {
