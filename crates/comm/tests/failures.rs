@@ -295,10 +295,13 @@ fn ranks_that_wait_for_each_other_do_not_keep_each_other_alive() {
     });
 }
 
-/// Rank 1 waits in an operation for rank 0, which is busy for two timeouts, and rank 2 for a message of rank 1.
+/// Rank 1 waits in an operation for rank 0, which is busy for longer than the timeout, and rank 2 for a message of rank 1.
+///
+/// The timeout is several times the age at which progress is passed on, so that a busy machine does not end a rank that makes progress.
 #[test]
 fn who_makes_progress_is_waited_for() {
-    let timeout = Duration::from_secs(3);
+    let timeout = Duration::from_secs(8);
+    let busy = timeout + timeout / 4;
     let options = GroupOptions { timeout, ..small_pieces() };
     let outcomes = |transport, beats: bool| {
         let (ended, has_ended) = channel::<()>();
@@ -309,7 +312,7 @@ fn who_makes_progress_is_waited_for() {
                 0 => {
                     let began = Instant::now();
                     let has_ended = has_ended.lock().expect("no panic");
-                    while began.elapsed() < 2 * timeout
+                    while began.elapsed() < busy
                         && has_ended.recv_timeout(timeout / 100) == Err(RecvTimeoutError::Timeout)
                     {
                         if beats {
