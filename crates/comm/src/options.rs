@@ -241,28 +241,19 @@ impl<T: ?Sized> fmt::Debug for Listener<T> {
     }
 }
 
-/// What the user asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum TransportChoice {
-    /// Shared memory between ranks that are on one host and can map each other's memory, TCP between others.
-    #[default]
-    Auto,
-    /// Shared memory, or fail.
-    Shm,
-    /// TCP.
-    Tcp,
-    /// MPI, whose launcher has started the workers; only in programs built with the feature `mpi`.
-    Mpi,
-}
-
-impl fmt::Display for TransportChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            TransportChoice::Auto => "auto",
-            TransportChoice::Shm => "shm",
-            TransportChoice::Tcp => "tcp",
-            TransportChoice::Mpi => "mpi",
-        })
+trireme_base::named! {
+    /// What the user asks for.
+    #[derive(Default)]
+    pub enum TransportChoice {
+        /// Shared memory between ranks that are on one host and can map each other's memory, TCP between others.
+        #[default]
+        Auto = "auto",
+        /// Shared memory, or fail.
+        Shm = "shm",
+        /// TCP.
+        Tcp = "tcp",
+        /// MPI, whose launcher has started the workers; only in programs built with the feature `mpi`.
+        Mpi = "mpi",
     }
 }
 
@@ -275,13 +266,7 @@ impl FromStr for TransportChoice {
     type Err = ParseTransportError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "auto" => Ok(TransportChoice::Auto),
-            "shm" => Ok(TransportChoice::Shm),
-            "tcp" => Ok(TransportChoice::Tcp),
-            "mpi" => Ok(TransportChoice::Mpi),
-            _ => Err(ParseTransportError(text.to_owned())),
-        }
+        Self::named(text).ok_or_else(|| ParseTransportError(text.to_owned()))
     }
 }
 

@@ -10,12 +10,13 @@
 //! [`Optimizer::step_unit`] in any step: it comes to the same, but for rounding. The norm over all ranks' gradients is not known
 //! before momentum is exchanged, so such steps cannot clip by it.
 
-use crate::kind::OptimizerKind;
 use crate::members::Member;
 use crate::optimizer::{Optimizer, UnitShare, noise};
-use crate::share::{Rule, Share};
+use crate::rules::{Rule, VarianceSchedule};
+use crate::share::Share;
 use crate::step::{StepSettings, UnitStep};
-use trireme_tensor::{Device, Update, View, ViewMut};
+use trireme_tensor::updates::Update;
+use trireme_tensor::{Device, View, ViewMut};
 
 /// What ranks sum in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,21 +30,22 @@ pub enum Exchange {
 impl Optimizer {
     /// Whether there are steps in which ranks may sum momentum.
     pub fn exchanges_momentum(&self) -> bool {
-        matches!(self.options.kind, OptimizerKind::CompressedAdam(..))
+        self.options.name.exchanges_momentum()
     }
 
     /// Returns what ranks sum of a unit in update `step` of the run, counted from 1: momentum, unless a parameter of the unit updates its second
     /// moment, or none has a momentum because all are frozen. It is the same on all ranks, whatever part of the unit they hold.
     pub fn exchange(&self, unit: usize, step: u64) -> Exchange {
-        let OptimizerKind::CompressedAdam(_, schedule) = self.options.kind else {
-            return Exchange::Gradients;
-        };
-        let members = self.units[unit].iter().filter_map(|share| match share {
-            UnitShare::Elements(Share { rule: Rule::CompressedAdam(..), members, .. }) => Some(&members.list),
+        let scheduled = self.units[unit].iter().filter_map(|share| match share {
+            UnitShare::Elements(share) => Some((share.rule.variance_schedule()?, &share.members.list)),
             _ => None,
         });
-        let mut members = members.flatten().peekable();
-        let updates_second = |member: &Member| schedule.at(step - self.starts[member.parameter]).0;
+        let members =
+            scheduled.flat_map(|(schedule, members)| members.iter().map(move |member| (schedule, member)));
+        let mut members = members.peekable();
+        let updates_second = |(schedule, member): (VarianceSchedule, &Member)| {
+            schedule.at(step - self.starts[member.parameter]).0
+        };
         match members.peek().is_none() || members.any(updates_second) {
             true => Exchange::Gradients,
             false => Exchange::Momentum,
@@ -74,7 +76,7 @@ impl Optimizer {
             }
         }
         let none = View::from_f32s(&[], [0].into());
-        let to_momentum = |rule: Rule, member: &Member, step: &UnitStep<'_>| {
+        let to_momentum = |rule: &dyn Rule, member: &Member, step: &UnitStep<'_>| {
             rule.adam_step(member, step).map(|step| Update::ToMomentum(step.adamw))
         };
         self.run(device, unit, grads, none, settings, to_momentum);
@@ -94,7 +96,7 @@ impl Optimizer {
         settings: StepSettings,
     ) {
         self.check_lengths(unit, parameters.shape().num_elements(), momentum.shape().num_elements());
-        let from_momentum = |rule: Rule, member: &Member, step: &UnitStep<'_>| {
+        let from_momentum = |rule: &dyn Rule, member: &Member, step: &UnitStep<'_>| {
             let adam_step = rule.adam_step(member, step);
             Some(adam_step.map_or_else(|| rule.update(member, step), Update::FromMomentum))
         };
@@ -108,7 +110,7 @@ impl Optimizer {
         mut parameters: ViewMut<'_>,
         grads: View<'_>,
         settings: StepSettings,
-        update: impl Fn(Rule, &Member, &UnitStep<'_>) -> Option<Update>,
+        update: impl Fn(&dyn Rule, &Member, &UnitStep<'_>) -> Option<Update>,
     ) {
         assert_eq!(self.exchange(unit, settings.step), Exchange::Momentum, "step {}", settings.step);
         let noise = noise(unit, settings.step);
@@ -118,7 +120,7 @@ impl Optimizer {
                 unreachable!("an optimizer that exchanges momentum has rules for elements")
             };
             // Biases that balance loads have no momentum: their gradients are exchanged as they are.
-            let rule = *rule;
+            let rule = &**rule;
             if members.list.iter().any(|member| update(rule, member, &step).is_none()) {
                 continue;
             }

@@ -1,20 +1,21 @@
 //! Adafactor of one matrix.
 
-use crate::kind::AdafactorSettings;
 use crate::members::{Member, Members};
-use crate::share::{adafactor_scale, rms};
+use crate::rules::{adafactor_scale, rms_step};
+use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_base::{DType, Segment};
+use trireme_tensor::updates::{RmsStep, Update};
 use trireme_tensor::{
-    Category, Device, DeviceError, FactoredMatrix, FactoredMoments, FactoredStep, ParameterInfo, RmsStep,
-    Shape, Tensor, Update, UpdatePass, View, ViewMut,
+    Category, Device, DeviceError, FactoredMatrix, FactoredMoments, FactoredStep, ParameterInfo, Shape,
+    Tensor, UpdatePass, View, ViewMut,
 };
 
 /// A matrix whose second moment is a column times a row. Every rank has both of the whole matrix, whatever it has of it: they are as
 /// many as rows and columns.
 #[derive(Debug)]
 pub(crate) struct Factored {
-    settings: AdafactorSettings,
+    settings: OptimizerSettings,
     pub(crate) members: Members,
     matrix: FactoredMatrix,
     /// Mean squares of rows, then of columns.
@@ -37,7 +38,7 @@ pub(crate) const FACTORED_STATES: [&str; 2] = ["exp_avg_sq_row", "exp_avg_sq_col
 impl Factored {
     /// The only one of `members`, a matrix of two dims.
     pub(crate) fn new(
-        settings: AdafactorSettings,
+        settings: OptimizerSettings,
         members: Members,
         info: &ParameterInfo,
         matrix: FactoredMatrix,
@@ -141,7 +142,7 @@ impl Factored {
 
     /// Moves the moments by the sums that are `known` of all rows and columns.
     fn change_moments(&mut self, step: &UnitStep<'_>, known: View<'_>) {
-        let (device, RmsStep { mixing, .. }) = (step.device, rms(self.settings, self.member(), step));
+        let (device, RmsStep { mixing, .. }) = (step.device, rms_step(self.settings, self.member(), step));
         let [rows, cols] = [self.whole.rows(), self.whole.cols()];
         let sums = [known.part(1, [rows].into()), known.part(1 + rows, [cols].into())];
         for ((moments, sums), num_terms) in self.moments.iter_mut().zip(sums).zip([cols, rows]) {
@@ -169,7 +170,7 @@ impl Factored {
         let sums = [first.part(0, [1].into()), second];
         let settings = self.settings;
         let lr = self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
-        let factored = (self.step(step, rms(settings, self.member(), step).keep), lr.view());
+        let factored = (self.step(step, rms_step(settings, self.member(), step).keep), lr.view());
         step.device.factored_update(&self.members.pieces, factored, self.moments_here(), parameters, grads);
         Ok(())
     }

@@ -5,12 +5,14 @@ mod error;
 mod exchange;
 mod factored;
 mod groups;
-mod kind;
 mod loss_scaler;
 mod lr;
 mod members;
 mod muon;
 mod optimizer;
+mod options;
+mod rules;
+mod settings;
 mod shards;
 mod share;
 mod states;
@@ -20,13 +22,12 @@ pub use clip::clip_coefficient;
 pub use error::OptimError;
 pub use exchange::Exchange;
 pub use groups::ParameterGroup;
-pub use kind::{
-    AdafactorSettings, AdamWSettings, LarsSettings, LionSettings, MuonScale, MuonSettings, OptimizerKind,
-    OptimizerOptions, SgdSettings, VarianceSchedule,
-};
 pub use loss_scaler::{LossScaler, LossScalerState, LossScaling};
 pub use lr::{Decay, LrSchedule};
 pub use optimizer::Optimizer;
+pub use options::OptimizerOptions;
+pub use rules::OptimizerName;
+pub use settings::{Limits, MuonScale, OptimizerSettings, Setting, SettingValue};
 pub use shards::{ShardOps, WholeUnits};
 pub use states::{State, StateInfo};
 pub use step::StepSettings;

@@ -1,16 +1,17 @@
 //! Learning rates over the steps of a run.
 
-/// How the rate falls after warm-up.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Decay {
-    /// It stays.
-    Constant,
-    /// Along half a cosine (Loshchilov, Hutter: "SGDR", 2017).
-    Cosine,
-    /// Along a line.
-    Linear,
-    /// It stays, then falls along a line at the end of the run (warm-up, stable, decay: Hu et al., "MiniCPM", 2024).
-    WarmupStableDecay,
+trireme_base::named! {
+    /// How the rate falls after warm-up.
+    pub enum Decay {
+        /// Along half a cosine (Loshchilov, Hutter: "SGDR", 2017).
+        Cosine = "cosine",
+        /// Along a line.
+        Linear = "linear",
+        /// It stays, then falls along a line at the end of the run (warm-up, stable, decay: Hu et al., "MiniCPM", 2024).
+        WarmupStableDecay = "wsd",
+        /// It stays.
+        Constant = "constant",
+    }
 }
 
 /// The rate of every step: a line up over `warmup_steps`, then `decay` over `decay_steps`.

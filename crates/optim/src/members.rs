@@ -4,9 +4,10 @@ use crate::groups::ParameterSettings;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
+use trireme_tensor::updates::Update;
 use trireme_tensor::{
     Category, Device, DeviceError, LeafRun, OptimizerState, ParameterTable, Piece, Pieces, StepScale, Tensor,
-    UnitInfo, Update, UpdatePass, View, ViewMut,
+    UnitInfo, UpdatePass, View, ViewMut,
 };
 
 /// A parameter, whether or not anything of it is here.

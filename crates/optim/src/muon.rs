@@ -7,23 +7,27 @@
 //!
 //! Where ranks of the tensor axis cut a matrix, each gathers all of it, makes it orthogonal, and keeps its part.
 
-use crate::kind::MuonSettings;
 use crate::members::{Member, Members};
+use crate::rules::StateName;
+use crate::settings::{MuonScale, OptimizerSettings};
 use crate::shards::ShardOps;
 use crate::step::UnitStep;
 use std::ops::Range;
 use trireme_base::DType;
+use trireme_tensor::updates::{MuonStep, Update};
 use trireme_tensor::{
-    Category, Device, DeviceError, MuonStep, OptimizerState, Tensor, Update, View, ViewMut,
+    Category, Device, DeviceError, OptimizerState, Precision, Shape, Tensor, View, ViewMut,
 };
 
-/// The states with their names, and whether they are second moments.
-pub(crate) const MUON_STATES: &[(&str, bool)] = &[("momentum_buffer", false)];
+/// Momentum.
+pub(crate) const MUON_STATES: &[StateName] = &[("momentum_buffer", false)];
 
 /// The hidden matrices of a unit.
 #[derive(Debug)]
 pub(crate) struct Muon {
-    pub(crate) settings: MuonSettings,
+    pub(crate) settings: OptimizerSettings,
+    /// Of the products that make a matrix orthogonal.
+    pub(crate) precision: Precision,
     pub(crate) members: Members,
     pub(crate) states: Vec<OptimizerState>,
     /// Of the unit.
@@ -40,14 +44,15 @@ impl Muon {
         grads: View<'_>,
         shards: &mut S,
     ) -> Result<(), S::Error> {
-        let MuonSettings { momentum, nesterov, scale, .. } = self.settings;
+        let OptimizerSettings { muon_momentum, muon_iterations, muon_scale, .. } = self.settings;
+        let (precision, num_iterations) = (self.precision, muon_iterations as usize);
         let device = step.device;
         let mut whole = self.unit_buffer(device)?;
         let (part, here) = (self.part.clone(), [self.part.len()].into());
         let grad_scale = step.grad_scale();
         let momentum_of = |member: &Member| {
-            let momentum = member.settings.beta1.unwrap_or(momentum);
-            Update::MuonMomentum(MuonStep { momentum, nesterov, grad_scale })
+            let momentum = member.settings.beta1.unwrap_or(muon_momentum as f32);
+            Update::MuonMomentum(MuonStep { momentum, nesterov: true, grad_scale })
         };
         let out = whole.view_mut().into_part(part.start, here);
         self.members.update(device, out, grads, &mut self.states, step.noise, momentum_of);
@@ -55,7 +60,6 @@ impl Muon {
         for member in self.members.list.iter().filter(|member| !member.held.is_empty()) {
             let info = &step.table.parameters()[member.parameter];
             let mut matrix = whole.view_mut().into_part(info.offset, info.shape);
-            let MuonSettings { num_iterations, precision, .. } = self.settings;
             if info.shape == info.whole {
                 device.orthogonalize(matrix, num_iterations, precision)?;
                 continue;
@@ -70,7 +74,7 @@ impl Muon {
         }
         let descend = |member: &Member| {
             let own = member.settings;
-            let factor = scale.factor(step.table.parameters()[member.parameter].whole);
+            let factor = scale_of(muon_scale, step.table.parameters()[member.parameter].whole);
             let lr = (f64::from(own.lr_scale) * step.settings.lr * factor) as f32;
             Update::Descend { lr, keep: 1.0 - step.lr(own) * own.weight_decay }
         };
@@ -82,5 +86,14 @@ impl Muon {
     /// Memory for the unit's flat buffer, which is given back after the step.
     fn unit_buffer(&self, device: &Device) -> Result<Tensor, DeviceError> {
         device.empty([self.num_elements].into(), DType::F32, Category::Optimizer)
+    }
+}
+
+/// The factor of an orthogonal update of a matrix of this shape.
+fn scale_of(scale: MuonScale, shape: Shape) -> f64 {
+    let (rows, cols) = (shape.rows() as f64, shape.cols() as f64);
+    match scale {
+        MuonScale::Original => (rows / cols).max(1.0).sqrt(),
+        MuonScale::MatchRmsAdamW => 0.2 * rows.max(cols).sqrt(),
     }
 }

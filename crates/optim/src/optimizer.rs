@@ -2,11 +2,12 @@
 
 use crate::factored::Factored;
 use crate::groups::ParameterSettings;
-use crate::kind::{OptimizerKind, OptimizerOptions};
 use crate::members::{Cut, Members};
 use crate::muon::{MUON_STATES, Muon};
+use crate::options::OptimizerOptions;
+use crate::rules::{OptimizerName, Rule, Sign, StateName};
 use crate::shards::ShardOps;
-use crate::share::{Rule, Share};
+use crate::share::Share;
 use crate::step::{StepSettings, UnitStep};
 use std::ops::Range;
 use std::sync::Arc;
@@ -270,6 +271,7 @@ struct UnitBuilder<'a> {
 
 impl UnitBuilder<'_> {
     fn shares(&self) -> Result<Vec<UnitShare>, DeviceError> {
+        let OptimizerOptions { name, settings, precision, balance_rate, .. } = *self.options;
         let (mut rest, mut matrices, mut balancing) = (Vec::new(), Vec::new(), Vec::new());
         for parameter in self.unit.parameters.clone() {
             let info = &self.table.parameters()[parameter];
@@ -278,11 +280,9 @@ impl UnitBuilder<'_> {
                 continue;
             }
             let chosen = (parameter, ParameterSettings::of(self.options, info));
-            let is_matrix = match self.options.kind {
-                OptimizerKind::Muon(_) => {
-                    info.class == ParameterClass::Matrix && info.shape.dims().len() == 2
-                }
-                OptimizerKind::Adafactor(_) => info.shape.dims().len() == 2,
+            let is_matrix = match name {
+                OptimizerName::Muon => info.class == ParameterClass::Matrix && info.shape.dims().len() == 2,
+                OptimizerName::Adafactor => info.shape.dims().len() == 2,
                 _ => false,
             };
             let list = match info.class {
@@ -293,20 +293,29 @@ impl UnitBuilder<'_> {
             list.push(chosen);
         }
         let mut shares = Vec::new();
-        let rules = [(rule(self.options.kind), rest), (Rule::Sign(self.options.balance_rate), balancing)];
+        let rules: [(Box<dyn Rule>, _); 2] =
+            [(name.rule(settings), rest), (Box::new(Sign(balance_rate)), balancing)];
         for (rule, chosen) in rules.into_iter().filter(|(_, chosen)| !chosen.is_empty()) {
-            let members = self.members(rule.cut(), chosen);
+            let cut = if rule.num_sums() == [0, 0] { Cut::Anywhere } else { Cut::Leaves };
+            let members = self.members(cut, chosen);
             let states = self.states(&members, rule.states())?;
             shares.push(UnitShare::Elements(Share { rule, members, states }));
         }
-        match self.options.kind {
-            OptimizerKind::Muon(settings) if !matrices.is_empty() => {
+        match name {
+            OptimizerName::Muon if !matrices.is_empty() => {
                 let members = self.members(Cut::Anywhere, matrices);
                 let states = self.states(&members, MUON_STATES)?;
                 let (num_elements, part) = (self.unit.num_elements, self.part.clone());
-                shares.push(UnitShare::Muon(Muon { settings, members, states, num_elements, part }));
+                shares.push(UnitShare::Muon(Muon {
+                    settings,
+                    precision,
+                    members,
+                    states,
+                    num_elements,
+                    part,
+                }));
             }
-            OptimizerKind::Adafactor(settings) => {
+            OptimizerName::Adafactor => {
                 for chosen in matrices {
                     let info = &self.table.parameters()[chosen.0];
                     if !self.table.has(info) {
@@ -329,12 +338,8 @@ impl UnitBuilder<'_> {
         Members::new(self.table, self.unit, self.part, cut, chosen)
     }
 
-    fn states(
-        &self,
-        members: &Members,
-        states: &[(&'static str, bool)],
-    ) -> Result<Vec<OptimizerState>, DeviceError> {
-        let zeros = |&(_, is_square): &(&str, bool)| {
+    fn states(&self, members: &Members, states: &[StateName]) -> Result<Vec<OptimizerState>, DeviceError> {
+        let zeros = |&(_, is_square): &StateName| {
             OptimizerState::zeros(&members.pieces, self.state_dtype(), is_square, self.device)
         };
         states.iter().map(zeros).collect()
@@ -347,20 +352,5 @@ impl UnitBuilder<'_> {
             }
             dtype => dtype,
         }
-    }
-}
-
-/// The rule of what is no matrix that the kind treats as a whole.
-fn rule(kind: OptimizerKind) -> Rule {
-    match kind {
-        OptimizerKind::AdamW(settings) => Rule::AdamW(settings, 1.0),
-        OptimizerKind::Adam(settings) => Rule::Adam(settings),
-        OptimizerKind::Sgd(settings) => Rule::Sgd(settings),
-        OptimizerKind::Lion(settings) => Rule::Lion(settings),
-        OptimizerKind::Adafactor(settings) => Rule::Rms(settings),
-        OptimizerKind::Lamb(settings) => Rule::Lamb(settings),
-        OptimizerKind::Lars(settings) => Rule::Lars(settings),
-        OptimizerKind::Muon(settings) => Rule::AdamW(settings.adamw, settings.adamw_lr_scale),
-        OptimizerKind::CompressedAdam(settings, schedule) => Rule::CompressedAdam(settings, schedule),
     }
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{KINDS, device, random, table, weights};
+use common::{KINDS, device, options, random, table, weights};
 use trireme_optim::{Optimizer, OptimizerOptions, StepSettings, WholeUnits};
 use trireme_tensor::{ParameterClass, View, ViewMut};
 
@@ -16,7 +16,7 @@ fn they_move_against_the_sign_of_their_gradient() {
             weight_decay: 0.1,
             decay_norms_and_biases: true,
             balance_rate: rate,
-            ..OptimizerOptions::new(kind)
+            ..options(kind)
         };
         let mut optimizer = Optimizer::new(&options, &table, &table.shards(0, 1), &device).unwrap();
         let mut found = weights(&table).swap_remove(unit);

@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{ADAMW, device, random, table, weights};
+use common::{DEFAULT, KINDS, device, options, random, table, weights};
 use trireme_optim::{
-    Exchange, Optimizer, OptimizerKind, OptimizerOptions, ParameterGroup, StepSettings, VarianceSchedule,
+    Exchange, Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, ParameterGroup, StepSettings,
     WholeUnits,
 };
 use trireme_tensor::{View, ViewMut};
@@ -16,11 +16,9 @@ fn momentum_may_be_summed_instead_of_gradients() {
     let unit = 1;
     let len = table.units()[unit].num_elements;
     let shape = [len].into();
-    let schedules =
-        [VarianceSchedule::Warmup { num_steps: 2 }, VarianceSchedule::Doubling { num_updates: 1 }];
-    for (schedule, first) in schedules.into_iter().flat_map(|schedule| [(schedule, 1), (schedule, 501)]) {
-        let kind = OptimizerKind::CompressedAdam(ADAMW, schedule);
-        let options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
+    let kinds = [KINDS[9], KINDS[10]];
+    for (kind, first) in kinds.into_iter().flat_map(|kind| [(kind, 1), (kind, 501)]) {
+        let options = OptimizerOptions { weight_decay: 0.1, ..options(kind) };
         let new = || {
             let mut optimizer = Optimizer::new(&options, &table, &parts, &device).unwrap();
             for parameter in 0..table.parameters().len() {
@@ -79,7 +77,7 @@ fn momentum_may_be_summed_instead_of_gradients() {
 fn frozen_parameters_have_no_part_in_the_exchange_of_momentum() {
     let (table, device) = (table(5), device(1));
     let parts = table.shards(0, 1);
-    let kind = OptimizerKind::CompressedAdam(ADAMW, VarianceSchedule::Warmup { num_steps: 1 });
+    let kind = (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 1, ..DEFAULT });
     let frozen = |pattern: &str| {
         let group = ParameterGroup {
             pattern: pattern.to_owned(),
@@ -89,7 +87,7 @@ fn frozen_parameters_have_no_part_in_the_exchange_of_momentum() {
             beta1: None,
             beta2: None,
         };
-        let options = OptimizerOptions { groups: vec![group], ..OptimizerOptions::new(kind) };
+        let options = OptimizerOptions { groups: vec![group], ..options(kind) };
         Optimizer::new(&options, &table, &parts, &device).unwrap()
     };
     let all = frozen("wte.*");

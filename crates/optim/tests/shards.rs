@@ -2,9 +2,11 @@
 
 mod common;
 
-use common::{Exchange, KINDS, Shards, Weights, bits, device, grads, step, table, train, weights};
+use common::{
+    Exchange, KINDS, Kind, Shards, Weights, bits, device, grads, options, step, table, train, weights,
+};
 use std::sync::Arc;
-use trireme_optim::{Optimizer, OptimizerKind, OptimizerOptions, StateDType, StepSettings};
+use trireme_optim::{Optimizer, OptimizerName, OptimizerOptions, StateDType, StepSettings};
 use trireme_tensor::ParameterTable;
 
 const NUM_STEPS: u64 = 3;
@@ -52,8 +54,8 @@ fn in_shards(options: &OptimizerOptions, table: &Arc<ParameterTable>, num_ranks:
     found
 }
 
-fn check(kind: OptimizerKind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
-    let options = OptimizerOptions { weight_decay: 0.1, state_dtype, ..OptimizerOptions::new(kind) };
+fn check(kind: Kind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
+    let options = OptimizerOptions { weight_decay: 0.1, state_dtype, ..options(kind) };
     let expected = in_shards(&options, table, 1);
     assert!(expected.weights == train(&options, table, NUM_STEPS, 1.0));
     assert!(expected.weights != weights(table));
@@ -67,10 +69,10 @@ fn check(kind: OptimizerKind, state_dtype: StateDType, table: &Arc<ParameterTabl
         }
         assert!(found.sum_bits == expected.sum_bits, "{kind:?}: {num_ranks} ranks come to other sums");
         // Of each of three units; Muon's of the one with hidden matrices.
-        let exchanges = match kind {
-            OptimizerKind::Adafactor(_) => [2 * 3, 0],
-            OptimizerKind::Lamb(_) | OptimizerKind::Lars(_) => [3, 0],
-            OptimizerKind::Muon(_) => [0, 1],
+        let exchanges = match kind.0 {
+            OptimizerName::Adafactor => [2 * 3, 0],
+            OptimizerName::Lamb | OptimizerName::Lars => [3, 0],
+            OptimizerName::Muon => [0, 1],
             _ => [0, 0],
         };
         assert_eq!(found.calls, exchanges.map(|number| number * NUM_STEPS as usize), "{kind:?}");
@@ -100,7 +102,7 @@ fn narrow_states_of_shards_come_to_the_same_bits() {
 fn a_number_of_shards_that_is_no_power_of_two_is_almost_the_same() {
     let table = table(5);
     for kind in KINDS {
-        let options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
+        let options = OptimizerOptions { weight_decay: 0.1, ..options(kind) };
         let expected = train(&options, &table, NUM_STEPS, 1.0);
         let found = in_shards(&options, &table, 3);
         for (found, expected) in found.weights.iter().flatten().zip(expected.iter().flatten()) {

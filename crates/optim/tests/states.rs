@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{ADAMW, KINDS, Weights, bits, device, grads, step, table, train, weights};
+use common::{DEFAULT, KINDS, Kind, Weights, bits, device, grads, step, table, train, weights};
 use std::sync::Arc;
 use trireme_optim::{
-    Optimizer, OptimizerKind, OptimizerOptions, ParameterGroup, StateDType, StateInfo, StepSettings,
+    Optimizer, OptimizerName, OptimizerOptions, ParameterGroup, StateDType, StateInfo, StepSettings,
     WholeUnits,
 };
 use trireme_tensor::{Category, Device, ParameterTable};
@@ -52,8 +52,8 @@ fn run(
     }
 }
 
-fn options(kind: OptimizerKind, state_dtype: StateDType) -> OptimizerOptions {
-    OptimizerOptions { weight_decay: 0.1, state_dtype, ..OptimizerOptions::new(kind) }
+fn options(kind: Kind, state_dtype: StateDType) -> OptimizerOptions {
+    OptimizerOptions { weight_decay: 0.1, state_dtype, ..common::options(kind) }
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn states_of_any_dtype_go_on_from_any_other() {
     for from in DTYPES {
         for to in DTYPES {
             let new = |dtype| {
-                let options = options(OptimizerKind::AdamW(ADAMW), dtype);
+                let options = options((OptimizerName::AdamW, DEFAULT), dtype);
                 Optimizer::new(&options, &table, &parts, &device).unwrap()
             };
             let (mut optimizer, mut found) = (new(from), weights(&table));
@@ -113,7 +113,7 @@ fn narrow_states_save_memory() {
         let _optimizer = Optimizer::new(&options(kind, dtype), &table, &table.shards(0, 1), &device).unwrap();
         device.memory().usage(Category::Optimizer).current as f64 / table.num_elements() as f64
     };
-    let adamw = OptimizerKind::AdamW(ADAMW);
+    let adamw = (OptimizerName::AdamW, DEFAULT);
     for (kind, dtype, expected) in [
         (adamw, StateDType::F32, 8.0),
         (adamw, StateDType::Bf16, 4.0),
@@ -222,7 +222,7 @@ fn frozen_parameters_stay_whatever_their_gradients_are() {
 #[test]
 fn matrices_decay_and_vectors_only_if_asked() {
     let table = table(5);
-    let kind = OptimizerKind::AdamW(ADAMW);
+    let kind = (OptimizerName::AdamW, DEFAULT);
     let decayed = |decay_norms_and_biases, groups| {
         let options = OptimizerOptions { decay_norms_and_biases, groups, ..options(kind, StateDType::F32) };
         let (after, before) = (train(&options, &table, 1, 0.0), weights(&table));

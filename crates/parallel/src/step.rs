@@ -8,13 +8,14 @@ use trireme_model::PassOptions;
 use trireme_optim::LossScaling;
 use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
 
-/// The order in which gradients are summed over the batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Determinism {
-    /// The global microbatch index: the same bits for any layout.
-    Layout,
-    /// The order in which gradients arrive: the same bits for the same layout, and no partial sums.
-    Run,
+trireme_base::named! {
+    /// The order in which gradients are summed over the batch.
+    pub enum Determinism {
+        /// The global microbatch index: the same bits for any layout.
+        Layout = "layout",
+        /// The order in which gradients arrive: the same bits for the same layout, and no partial sums.
+        Run = "run",
+    }
 }
 
 /// How steps are run.

@@ -2,18 +2,21 @@
 
 mod common;
 
-use common::{ASYNCHRONOUS_STEPS, Layout, Pipeline, SHAPE, batches, change_shard, laid_out, shard_values};
+use common::{
+    ASYNCHRONOUS_STEPS, DEFAULT, Layout, OptimizerKind, Pipeline, SHAPE, batches, change_shard, laid_out,
+    shard_values,
+};
 use std::ops::Range;
 use trireme_comm::Group;
 use trireme_model::{Batch, ModelConfig};
-use trireme_optim::{OptimizerKind, SgdSettings};
+use trireme_optim::{OptimizerName, OptimizerSettings};
 use trireme_parallel::{Executor, GradNorm, Skipped, StepOutcome, StepPlan};
 use trireme_schedule::pipeline::{Costs, Kind, PassKind, Schedule, Sizes, StageCosts, generate};
 use trireme_schedule::{Keep, StateLayout};
 use trireme_testkit::{random_batch, run_ranks};
 
 const LR: f64 = 0.3;
-const SGD: OptimizerKind = OptimizerKind::Sgd(SgdSettings { momentum: 0.0, nesterov: false });
+const SGD: OptimizerKind = (OptimizerName::Sgd, OptimizerSettings { momentum: 0.0, ..DEFAULT });
 
 /// Six units.
 fn model() -> ModelConfig {

@@ -2,14 +2,12 @@
 
 mod common;
 
-use common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out_model};
+use common::{DEFAULT, Layout, OPTIONS, Pipeline, laid_out_model};
 use std::sync::Arc;
 use trireme_base::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
 use trireme_comm::{CodecName, Compression, CompressionOptions, Group};
 use trireme_model::{Batch, Model, ModelConfig, token_specs};
-use trireme_optim::{
-    AdafactorSettings, LarsSettings, MuonScale, MuonSettings, OptimizerKind, SgdSettings, VarianceSchedule,
-};
+use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, Generation, GradNorm, StepPlan, ZeroPlusPlus,
 };
@@ -173,7 +171,7 @@ fn what(config: &ModelConfig, num_ranks: usize, layout: &Layout<'_>) -> String {
 
 #[test]
 fn gradients_are_those_of_one_rank() {
-    let sgd = OptimizerKind::Sgd(SgdSettings { momentum: 0.0, nesterov: false });
+    let sgd = (OptimizerName::Sgd, OptimizerSettings { momentum: 0.0, ..DEFAULT });
     let plain = |layout| Layout { optimizer: sgd, weight_decay: 0.0, ..layout };
     for config in models() {
         let before = train(&config, 1, 0, &Layout::default()).parameters;
@@ -248,21 +246,12 @@ fn what_is_recomputed_and_what_lives_elsewhere_changes_no_bit() {
 
 #[test]
 fn optimizers_look_at_whole_parameters() {
-    let muon = MuonSettings {
-        momentum: 0.95,
-        nesterov: true,
-        num_iterations: 5,
-        scale: MuonScale::Original,
-        precision: Precision::F32,
-        adamw: ADAMW,
-        adamw_lr_scale: 1.0,
-    };
-    let adafactor = AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: true };
+    let muon = OptimizerSettings { muon_scale: MuonScale::Original, ..DEFAULT };
     let kinds = [
-        OptimizerKind::Lamb(ADAMW),
-        OptimizerKind::Lars(LarsSettings { momentum: 0.9, trust_coefficient: 0.01 }),
-        OptimizerKind::Adafactor(adafactor),
-        OptimizerKind::Muon(muon),
+        (OptimizerName::Lamb, DEFAULT),
+        (OptimizerName::Lars, OptimizerSettings { trust_coefficient: 0.01, ..DEFAULT }),
+        (OptimizerName::Adafactor, DEFAULT),
+        (OptimizerName::Muon, muon),
     ];
     for config in &models()[..2] {
         for optimizer in kinds {
@@ -300,7 +289,7 @@ fn what_is_rounded_by_its_neighbours_is_alike_on_all_ranks_that_hold_it() {
         ExecutorOptions { compression, determinism: Determinism::Run, ..OPTIONS }
     };
     let rows = |options| ExecutorOptions { shards_rows: true, ..options };
-    let momentum = OptimizerKind::CompressedAdam(ADAMW, VarianceSchedule::Warmup { num_steps: 2 });
+    let momentum = (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 2, ..DEFAULT });
     let integers = ZeroPlusPlus {
         quantized_weights: true,
         secondary_shards: true,

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{ADAMW, Layout, OPTIONS, Pipeline, STEPS, dynamic, laid_out_model};
+use common::{DEFAULT, Layout, OPTIONS, Pipeline, STEPS, dynamic, laid_out_model};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use trireme_base::{DType, Pending};
 use trireme_comm::{CodecName, Compression, CompressionOptions};
 use trireme_model::{Batch, ModelConfig, token_specs};
-use trireme_optim::{AdafactorSettings, MuonScale, MuonSettings, OptimizerKind};
+use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, Generation, GradNorm, StepPlan, ZeroPlusPlus,
 };
@@ -77,17 +77,18 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
     };
     let mut shards = StateLayout::zero(0);
     shards.gradients.share = Share::Shard;
-    let settings = AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: false };
-    let adafactor = OptimizerKind::Adafactor(settings);
-    let muon = OptimizerKind::Muon(MuonSettings {
-        momentum: 0.9,
-        nesterov: true,
-        num_iterations: 2,
-        scale: MuonScale::Original,
-        precision: Precision::F32,
-        adamw: ADAMW,
-        adamw_lr_scale: 0.5,
-    });
+    let settings = OptimizerSettings { relative_step: false, ..DEFAULT };
+    let adafactor = (OptimizerName::Adafactor, settings);
+    let muon = (
+        OptimizerName::Muon,
+        OptimizerSettings {
+            muon_momentum: 0.9,
+            muon_iterations: 2,
+            muon_scale: MuonScale::Original,
+            muon_adamw_lr_scale: 0.5,
+            ..DEFAULT
+        },
+    );
     let rows = ExecutorOptions { shards_rows: true, ..OPTIONS };
     let (host, disk) = (Tier::Host, Tier::Disk);
     let on_host = Layout { options: bf16, ..away(3, [host; 4]) };
@@ -111,7 +112,7 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
         case("f16", with(f16)),
         Case { hosts: &[0], ..case("fp8", with(fp8)) },
         case("compression", with(compressed)),
-        case("norms of parameters", Layout { optimizer: OptimizerKind::Lamb(ADAMW), ..sharded(1) }),
+        case("norms of parameters", Layout { optimizer: (OptimizerName::Lamb, DEFAULT), ..sharded(1) }),
         case("factored moments", Layout { optimizer: adafactor, ..sharded(2) }),
         case("orthogonal updates", Layout { optimizer: muon, ..sharded(2) }),
         case("tensor parallel", Layout { tensor: 2, ..plain() }),

@@ -6,7 +6,6 @@ use common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out};
 use std::sync::Arc;
 use trireme_comm::{CodecName, Compression, CompressionOptions, Group, GroupOptions, inproc_world_on};
 use trireme_model::{ExchangeConfig, ModelConfig};
-use trireme_optim::OptimizerKind;
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, ParallelError, StepPlan};
 use trireme_schedule::collective::{Algorithm, FlatAlgorithm};
 use trireme_schedule::pipeline::Kind;
@@ -78,7 +77,7 @@ fn check_near(found: &Found, oracle: &Found, what: &str) {
 }
 
 fn plain() -> Layout<'static> {
-    Layout { optimizer: OptimizerKind::AdamW(ADAMW), ..Layout::default() }
+    Layout { optimizer: ADAMW, ..Layout::default() }
 }
 
 #[test]

@@ -4,7 +4,6 @@ mod common;
 
 use common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out, train};
 use trireme_model::ModelConfig;
-use trireme_optim::OptimizerKind;
 use trireme_parallel::ExecutorOptions;
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateLayout};
@@ -49,7 +48,7 @@ fn every_family_gives_the_bits_of_one_rank() {
                 assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
                 (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect::<Vec<u32>>())
             };
-            let plain = Layout { options, optimizer: OptimizerKind::AdamW(ADAMW), ..Layout::default() };
+            let plain = Layout { options, optimizer: ADAMW, ..Layout::default() };
             let oracle = run(&plain, 1, 4);
             let num_experts = config.experts.as_ref().map_or(0, |experts| experts.layers.len());
             let keeps = [Keep::Input, Keep::Products].into_iter().cycle().take(3 + num_experts);

@@ -3,13 +3,13 @@
 
 mod common;
 
-use common::{ADAMW, Layout, laid_out_model};
+use common::{DEFAULT, Layout, laid_out_model};
 use safetensors::SafeTensors;
 use std::path::Path;
 use std::sync::Arc;
 use trireme_comm::Group;
 use trireme_model::{HostBatch, ModelConfig, set_window, token_specs};
-use trireme_optim::{OptimizerKind, OptimizerOptions, SgdSettings};
+use trireme_optim::{OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{Executor, Generation, GradNorm, ParallelError, StepPlan};
 use trireme_tensor::{Device, ParameterClass};
 use trireme_testkit::run_ranks;
@@ -102,11 +102,15 @@ fn relative_distance(found: &[f32], expected: &[f32]) -> f64 {
 fn tensor_and_expert_parallel_models_are_those_of_transformers() {
     for name in ["mixtral", "qwen3_moe", "deepseek_v3"] {
         let golden = &Golden::open(name);
-        let optimizer = |kind| OptimizerOptions { balance_rate: 0.0, ..OptimizerOptions::new(kind) };
+        let optimizer = |(name, settings)| OptimizerOptions {
+            settings,
+            balance_rate: 0.0,
+            ..OptimizerOptions::new(name)
+        };
         run_ranks(4, |group| {
             // A step against the gradient, so long that little of it is rounded away.
-            let plain = SgdSettings { momentum: 0.0, nesterov: false };
-            let mut executor = golden.executor(group, optimizer(OptimizerKind::Sgd(plain)));
+            let plain = OptimizerSettings { momentum: 0.0, ..DEFAULT };
+            let mut executor = golden.executor(group, optimizer((OptimizerName::Sgd, plain)));
             let (ids, len) = golden.windows("input_ids");
             let logits = floats(&golden.reference, "logits");
             let mut generation = Generation::new(&mut executor, len);
@@ -136,9 +140,11 @@ fn tensor_and_expert_parallel_models_are_those_of_transformers() {
             }
         });
         run_ranks(4, |group| {
-            let adamw = OptimizerKind::AdamW(ADAMW);
-            let decays =
-                OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..optimizer(adamw) };
+            let decays = OptimizerOptions {
+                weight_decay: 0.1,
+                decay_norms_and_biases: true,
+                ..optimizer((OptimizerName::AdamW, DEFAULT))
+            };
             let mut executor = golden.executor(group, decays);
             for (index, expected) in golden.train_losses.iter().enumerate() {
                 let first = index % 2 * 2;

@@ -3,14 +3,15 @@
 mod common;
 
 use common::{
-    ADAMW, Layout, OPTIONS, batches, change_shard, dynamic, laid_out, parameter_bits, shard_values,
+    DEFAULT, Layout, OPTIONS, OptimizerKind, batches, change_shard, dynamic, laid_out, parameter_bits,
+    shard_values,
 };
 use trireme_comm::{
     CodecName, Compression, CompressionOptions, Compressor, Group, GroupOptions, StateValues,
     inproc_world_with,
 };
 use trireme_model::{ModelConfig, TOKENS};
-use trireme_optim::{LossScaling, OptimizerKind, VarianceSchedule};
+use trireme_optim::{LossScaling, OptimizerName, OptimizerSettings};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, GradNorm, NonFinite, Skipped, StepOutcome, StepPlan,
 };
@@ -19,9 +20,10 @@ use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
 const BLOCK_LEN: usize = 128;
-const WARM_UP: VarianceSchedule = VarianceSchedule::Warmup { num_steps: 3 };
+const WARM_UP: OptimizerKind = (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 3, ..DEFAULT });
 /// Updates of the variance in the steps 1, 2, 3, 5, 7, 11, 15, 23.
-const DOUBLING: VarianceSchedule = VarianceSchedule::Doubling { num_updates: 2 };
+const DOUBLING: OptimizerKind =
+    (OptimizerName::ZeroOneAdam, OptimizerSettings { var_update_scaler: 2, ..DEFAULT });
 
 fn model() -> ModelConfig {
     small_models()[1].clone()
@@ -38,12 +40,11 @@ fn one_bit() -> Compression {
 
 fn executor(
     group: Group,
-    schedule: VarianceSchedule,
+    optimizer: OptimizerKind,
     compression: Compression,
     loss_scaling: LossScaling,
 ) -> Executor {
     let options = ExecutorOptions { compression, loss_scaling, determinism: Determinism::Run, ..OPTIONS };
-    let optimizer = OptimizerKind::CompressedAdam(ADAMW, schedule);
     laid_out(&model(), group, 1, 2, &Layout { options, optimizer, ..Layout::default() })
 }
 
@@ -215,7 +216,7 @@ fn gradients_that_overflow_in_f16_are_found_in_the_sums() {
         determinism: Determinism::Run,
         ..OPTIONS
     };
-    let optimizer = OptimizerKind::CompressedAdam(ADAMW, WARM_UP);
+    let optimizer = WARM_UP;
     let skipped = run_ranks(2, |group| {
         let layout = Layout { options, optimizer, ..Layout::default() };
         let mut executor = laid_out(&model(), group, 1, 2, &layout);

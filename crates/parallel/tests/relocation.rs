@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, cut_anew, laid_out};
+use common::{DEFAULT, Layout, OPTIONS, Pipeline, SHAPE, batches, cut_anew, laid_out};
 use trireme_comm::Group;
 use trireme_model::ModelConfig;
-use trireme_optim::{AdafactorSettings, MuonScale, MuonSettings, OptimizerKind};
+use trireme_optim::{OptimizerName, OptimizerSettings};
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{StateClass, StateLayout, Tier};
@@ -137,18 +137,9 @@ fn units_move_whatever_the_schedule() {
 
 #[test]
 fn all_that_optimizers_keep_moves() {
-    let adafactor = AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: true };
-    let muon = MuonSettings {
-        momentum: 0.95,
-        nesterov: true,
-        num_iterations: 3,
-        scale: MuonScale::MatchAdamW,
-        precision: Precision::F32,
-        adamw: ADAMW,
-        adamw_lr_scale: 1.0,
-    };
+    let muon = OptimizerSettings { muon_iterations: 3, ..DEFAULT };
     for optimizer in
-        [OptimizerKind::Adafactor(adafactor), OptimizerKind::Muon(muon), OptimizerKind::Lamb(ADAMW)]
+        [(OptimizerName::Adafactor, DEFAULT), (OptimizerName::Muon, muon), (OptimizerName::Lamb, DEFAULT)]
     {
         let (state, pipeline) = (StateLayout::zero(2), two(Kind::OneFOneB, 1));
         let layout = Layout { optimizer, num_shards: 2, state, pipeline, ..Layout::default() };

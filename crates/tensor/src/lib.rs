@@ -30,9 +30,8 @@ pub use device::{
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{
-    Activation, AdamStep, AdamWStep, AttentionRule, AttentionShape, ChosenGroups, CpuFeatures, ExactSum,
-    FactoredStep, GroupLimit, IntegerFormat, LarsStep, LatentHeadShape, LeafRun, LionStep, MomentumStep,
-    MuonStep, Piece, Pieces, RmsStep, RoutingRule, StateDType, StepScale, Update,
+    Activation, AttentionRule, AttentionShape, ChosenGroups, CpuFeatures, ExactSum, FactoredStep, GroupLimit,
+    IntegerFormat, LatentHeadShape, LeafRun, Piece, Pieces, RoutingRule, StateDType, StepScale, updates,
 };
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};

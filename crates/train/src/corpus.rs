@@ -2,7 +2,7 @@
 //! `folder-2`, `folder-3` and so on. Only a corpus within the folder of a run that has no checkpoints is replaced.
 
 use crate::checkpointing::samples_of;
-use crate::config::{self, Change, Config};
+use crate::config::{Change, Config};
 use crate::error::TrainError;
 use crate::pretrained::{Pretrained, chat_template, check_tokenizer, tokenizer_choice};
 use crate::resume::choose_checkpoint;
@@ -13,8 +13,8 @@ use std::path::{Component, Path, PathBuf};
 use trireme_base::{open_regular, open_regular_with};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
-    ChatTemplate, Corpus, DataError, Existing, InvalidUtf8, MaskedTokens, PrepareOptions, PrepareReport,
-    Progress, Source, TokenFile, TokenizerChoice, check_inputs, is_current, is_free, stage,
+    ChatTemplate, Corpus, DataError, Existing, MaskedTokens, PrepareOptions, PrepareReport, Progress, Source,
+    TokenFile, TokenizerChoice, check_inputs, is_current, is_free, stage,
 };
 
 /// The name of the corpus' checksum in the identity of its samples.
@@ -341,10 +341,7 @@ fn prepare_options(config: &Config, parts: &TextParts, version: u64) -> PrepareO
         validation_inputs: data.validation_inputs.clone(),
         field: data.field.clone(),
         extensions: data.extensions.clone(),
-        invalid_utf8: match data.invalid_utf8 {
-            config::InvalidUtf8::Replace => InvalidUtf8::Replace,
-            config::InvalidUtf8::Refuse => InvalidUtf8::Refuse,
-        },
+        invalid_utf8: data.invalid_utf8,
         validation_fraction: data.validation_fraction,
         ..PrepareOptions::new(data.inputs.clone(), corpus_folder(&data.folder, version))
     }

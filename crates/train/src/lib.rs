@@ -53,7 +53,7 @@ pub use evaluation::{Evaluation, Evaluator};
 pub use fp8::FP8_NOTICE;
 pub use language::{LanguageTask, Sequences};
 pub use observer::{Observer, RunFacts, Silent};
-pub use optimizer::{optimizer_kind, optimizer_options};
+pub use optimizer::optimizer_options;
 pub use preflight::preflight;
 pub use pretrained::{
     TOKENIZER_NOTE, chat_template_alone, chat_template_for, chat_template_next_to, model_tokenizer,

@@ -2,7 +2,7 @@
 
 use crate::agreement::{Facts, agree};
 use crate::choices::StepChoices;
-use crate::config::{self, Config, ModelSource, TrainingDtype};
+use crate::config::{self, Config, ModelSource};
 use crate::device::device_options;
 use crate::error::TrainError;
 use crate::fp8;
@@ -21,7 +21,7 @@ use trireme_comm::Group;
 use trireme_model::{
     AttentionConfig, ExchangeConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec,
 };
-use trireme_optim::{Decay, LossScaling, LrSchedule};
+use trireme_optim::{LossScaling, LrSchedule};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, RankGrid,
     SwapOptions, ZeroPlusPlus, chain,
@@ -178,57 +178,37 @@ pub(crate) fn lr_schedule(config: &Config) -> LrSchedule {
     LrSchedule {
         peak: config.optimizer().lr,
         warmup_steps: scheduler.warmup_steps,
-        decay: match scheduler.decay {
-            config::Decay::Constant => Decay::Constant,
-            config::Decay::Cosine => Decay::Cosine,
-            config::Decay::Linear => Decay::Linear,
-            config::Decay::Wsd => Decay::WarmupStableDecay,
-        },
+        decay: scheduler.decay,
         decay_steps: scheduler.decay_steps,
         total_steps: config.training().steps,
         min_factor: scheduler.min_lr_factor,
     }
 }
 
-pub(crate) fn precision(dtype: TrainingDtype) -> Precision {
-    match dtype {
-        TrainingDtype::F32 => Precision::F32,
-        TrainingDtype::Bf16 => Precision::Bf16,
-        TrainingDtype::F16 => Precision::F16,
-    }
-}
-
-fn determinism(config: &Config) -> Determinism {
-    match config.training().determinism {
-        config::Determinism::Layout => Determinism::Layout,
-        config::Determinism::Run => Determinism::Run,
-    }
-}
-
 fn loss_scaling(training: &config::Training) -> LossScaling {
     match (training.dtype, training.loss_scale) {
-        (TrainingDtype::F32 | TrainingDtype::Bf16, _) => LossScaling::Off,
-        (TrainingDtype::F16, 0) => LossScaling::Dynamic {
+        (Precision::F32 | Precision::Bf16, _) => LossScaling::Off,
+        (Precision::F16, 0) => LossScaling::Dynamic {
             initial: training.loss_scale_initial,
             growth_interval: training.loss_scale_growth_interval,
         },
-        (TrainingDtype::F16, scale) => LossScaling::Static(scale),
+        (Precision::F16, scale) => LossScaling::Static(scale),
     }
 }
 
 /// Says when the bits of this layout are its own.
 pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
-    if determinism(config) == Determinism::Run {
+    if config.training().determinism == Determinism::Run {
         return;
     }
     let reduce_dtype = config.training().reduce_dtype;
     let num_microbatches = config.num_microbatches();
     let is_canonical = world_size.is_power_of_two() && num_microbatches.is_power_of_two();
-    if reduce_dtype != TrainingDtype::F32 && world_size > 1 {
+    if reduce_dtype != Precision::F32 && world_size > 1 {
         observer.notice(&format!(
             "gradients are rounded to {} and summed over {world_size} workers: bits are reproducible, but differ for \
              other numbers of workers",
-            precision(reduce_dtype)
+            reduce_dtype
         ));
     } else if config.parallelism().zero_quantized_weights
         || config.parallelism().zero_quantized_gradients != config::QuantizedGradients::None
@@ -247,8 +227,8 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
 /// Says what helps where gradients are of old weights.
 pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
     let optimizer = config.optimizer();
-    let has_nu = matches!(optimizer.name, config::OptimizerName::AdamW | config::OptimizerName::Adam);
-    if config.is_asynchronous() && has_nu && optimizer.nu == 1.0 {
+    let has_nu = optimizer.name.settings().contains(&"nu");
+    if config.is_asynchronous() && has_nu && optimizer.settings.nu == 1.0 {
         observer.notice(
             "this schedule applies stale gradients; a smaller [optimizer] nu, such as 0.78, and a longer warm-up \
              cope with them better",
@@ -304,16 +284,16 @@ pub fn new_executor(
 pub fn executor_options(config: &Config) -> ExecutorOptions {
     let training = config.training();
     ExecutorOptions {
-        precision: precision(training.dtype),
+        precision: training.dtype,
         fp8: fp8::recipe(training),
         shards_rows: config.parallelism().sequence_parallel,
-        reduce_dtype: precision(training.reduce_dtype),
+        reduce_dtype: training.reduce_dtype,
         fusion_bytes: config.comm().fusion_bytes,
         zero_plus_plus: zero_plus_plus(config.parallelism()),
         compression: config.compression(),
         seed: training.seed,
         loss_scaling: loss_scaling(training),
-        determinism: determinism(config),
+        determinism: training.determinism,
     }
 }
 

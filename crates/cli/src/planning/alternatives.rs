@@ -3,8 +3,10 @@
 use super::{Job, Limit, Plan, Workers};
 use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Category};
+use trireme_parallel::Determinism;
 use trireme_schedule::{StateClass, Tier as StateTier};
-use trireme_train::config::{ActivationCheckpointMode, Config, Determinism, Tier, TrainingDtype};
+use trireme_tensor::Precision;
+use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
 
 /// How many changes are told.
 const NUM_TOLD: usize = 3;
@@ -134,7 +136,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         .map(|half| change(&[&format!("training.local_batch_size={half}"), &global]))
         .collect();
     let narrow: Vec<Change> = match training.dtype {
-        TrainingDtype::F32 => [change(&["training.dtype=bf16"])].into(),
+        Precision::F32 => [change(&["training.dtype=bf16"])].into(),
         _ => Vec::new(),
     };
     // Sums that need not have the same bits on every layout keep fewer parts.

@@ -30,7 +30,7 @@ use sizes::{batch_memory, state_sizes};
 use std::fmt;
 use std::path::Path;
 use trireme_base::{Bytes, Category, ContextPlace, Rank, StepEntries, UnitPasses};
-use trireme_comm::{CommError, Group, TransportKind};
+use trireme_comm::{CommError, Group, TransportChoice, TransportKind};
 use trireme_data::{Corpus, PrepareReport, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec};
 use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
@@ -38,7 +38,7 @@ use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime,
 use trireme_schedule::Program;
 use trireme_schedule::collective::Hosts;
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, ModelPlace, RecordedCalls};
-use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
+use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     Sequences, StepChoices, Task, TrainError, WorkerPlan, base_programs, device_options, executor_options,
@@ -160,7 +160,7 @@ impl<'a> Workers<'a> {
     /// Those that the command starts on this host, seen by the first.
     pub(crate) fn local(config: &Config, limits: &'a [SharedLimit], features: CpuFeatures) -> Self {
         let world_size = config.world_size();
-        let shares_memory = matches!(config.comm().transport, Transport::Auto | Transport::Shm);
+        let shares_memory = matches!(config.comm().transport, TransportChoice::Auto | TransportChoice::Shm);
         Workers {
             rank: 0,
             world_size,

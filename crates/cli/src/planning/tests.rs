@@ -11,9 +11,7 @@ use case::Case;
 use trireme_base::{Category, ContextPlace, Rank};
 use trireme_comm::{Compression, Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
-use trireme_optim::{
-    AdafactorSettings, AdamWSettings, LossScaling, MuonScale, MuonSettings, OptimizerKind, OptimizerOptions,
-};
+use trireme_optim::{LossScaling, MuonScale, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
     ParallelError, RankGrid, StepPlan, ValidationBatches, ZeroPlusPlus, chain,
@@ -49,8 +47,7 @@ const OPTIONS: ExecutorOptions = ExecutorOptions {
 };
 
 fn adamw() -> OptimizerOptions {
-    let adamw = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
-    OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(OptimizerKind::AdamW(adamw)) }
+    OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(OptimizerName::AdamW) }
 }
 
 /// A model of some hundred thousand parameters, in which no size is a power of two.
@@ -316,10 +313,9 @@ fn layers_that_ranks_cut() {
         let pipeline = Some((kind, 2, 1));
         Case { pipeline, num_microbatches: 2, ..alone.clone() }.check(&llama, 4);
     }
-    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
-    let adafactor = AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: false };
-    for kind in [OptimizerKind::Lamb(adam), OptimizerKind::Adafactor(adafactor)] {
-        let optimizer = OptimizerOptions { kind, ..adamw() };
+    for name in [OptimizerName::Lamb, OptimizerName::Adafactor] {
+        let settings = OptimizerSettings { relative_step: false, ..OptimizerSettings::DEFAULT };
+        let optimizer = OptimizerOptions { name, settings, ..adamw() };
         Case { optimizer, ..alone.clone() }.check(&llama, 2);
     }
     let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
@@ -348,19 +344,10 @@ fn positions_that_ranks_divide() {
 #[test]
 fn optimizers_with_scratch_memory_and_exchanges() {
     let [config, _] = small_models();
-    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
-    let muon = MuonSettings {
-        momentum: 0.95,
-        nesterov: true,
-        num_iterations: 5,
-        scale: MuonScale::Original,
-        precision: Precision::F32,
-        adamw: adam,
-        adamw_lr_scale: 1.0,
-    };
-    for kind in [OptimizerKind::Lamb(adam), OptimizerKind::Muon(muon)] {
+    let settings = OptimizerSettings { muon_scale: MuonScale::Original, ..OptimizerSettings::DEFAULT };
+    for name in [OptimizerName::Lamb, OptimizerName::Muon] {
         for (stage, num_shards) in [(0, 1), (2, 2)] {
-            let optimizer = OptimizerOptions { kind, ..adamw() };
+            let optimizer = OptimizerOptions { name, settings, ..adamw() };
             let (state, keep) = (StateLayout::zero(stage), Keep::Input);
             Case { optimizer, num_shards, state, keep, ..Case::default() }.check(&config, 2);
         }

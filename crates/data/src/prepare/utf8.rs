@@ -1,14 +1,16 @@
 use std::str;
 
-/// What to do with bytes that are no UTF-8.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum InvalidUtf8 {
-    /// Each invalid sequence becomes U+FFFD, and they are counted.
-    #[default]
-    Replace,
-    /// The first invalid sequence is an error.
-    Refuse,
+trireme_base::named! {
+    /// What to do with bytes that are no UTF-8.
+    #[derive(Default, serde::Serialize, serde::Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum InvalidUtf8 {
+        /// Each invalid sequence becomes U+FFFD, and they are counted.
+        #[default]
+        Replace = "replace",
+        /// The first invalid sequence is an error.
+        Refuse = "refuse",
+    }
 }
 
 /// Decodes UTF-8 that arrives in pieces of any size.

@@ -6,48 +6,39 @@ use std::ops::Range;
 use std::sync::{Arc, Barrier, Mutex};
 use trireme_base::RandomKey;
 use trireme_optim::{
-    AdafactorSettings, AdamWSettings, LarsSettings, LionSettings, MuonScale, MuonSettings, Optimizer,
-    OptimizerKind, OptimizerOptions, SgdSettings, ShardOps, StepSettings, VarianceSchedule, WholeUnits,
+    MuonScale, Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, ShardOps, StepSettings,
+    WholeUnits,
 };
 use trireme_tensor::{
-    Device, DeviceError, DeviceOptions, Initial, Parameter, ParameterInfo, ParameterTable, Precision, View,
-    ViewMut,
+    Device, DeviceError, DeviceOptions, Initial, Parameter, ParameterInfo, ParameterTable, View, ViewMut,
 };
 
-pub(crate) const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
+/// An optimizer with its settings.
+pub(crate) type Kind = (OptimizerName, OptimizerSettings);
 
-pub(crate) const MUON: MuonSettings = MuonSettings {
-    momentum: 0.95,
-    nesterov: true,
-    num_iterations: 5,
-    scale: MuonScale::Original,
-    precision: Precision::F32,
-    adamw: ADAMW,
-    adamw_lr_scale: 0.5,
-};
+pub(crate) const DEFAULT: OptimizerSettings = OptimizerSettings::DEFAULT;
+
+pub(crate) const MUON: OptimizerSettings =
+    OptimizerSettings { muon_scale: MuonScale::Original, muon_adamw_lr_scale: 0.5, ..DEFAULT };
 
 /// One of every kind.
-pub(crate) const KINDS: [OptimizerKind; 11] = [
-    OptimizerKind::AdamW(ADAMW),
-    OptimizerKind::Adam(AdamWSettings { nu: 0.7, ..ADAMW }),
-    OptimizerKind::Sgd(SgdSettings { momentum: 0.9, nesterov: true }),
-    OptimizerKind::Lion(LionSettings { beta1: 0.9, beta2: 0.95 }),
-    OptimizerKind::Adafactor(AdafactorSettings {
-        beta2_decay: -0.8,
-        clip_threshold: 1.0,
-        relative_step: true,
-    }),
-    OptimizerKind::Adafactor(AdafactorSettings {
-        beta2_decay: -0.8,
-        clip_threshold: 0.5,
-        relative_step: false,
-    }),
-    OptimizerKind::Lamb(ADAMW),
-    OptimizerKind::Lars(LarsSettings { momentum: 0.9, trust_coefficient: 0.02 }),
-    OptimizerKind::Muon(MUON),
-    OptimizerKind::CompressedAdam(ADAMW, VarianceSchedule::Warmup { num_steps: 2 }),
-    OptimizerKind::CompressedAdam(ADAMW, VarianceSchedule::Doubling { num_updates: 1 }),
+pub(crate) const KINDS: [Kind; 11] = [
+    (OptimizerName::AdamW, DEFAULT),
+    (OptimizerName::Adam, OptimizerSettings { nu: 0.7, ..DEFAULT }),
+    (OptimizerName::Sgd, OptimizerSettings { nesterov: true, ..DEFAULT }),
+    (OptimizerName::Lion, DEFAULT),
+    (OptimizerName::Adafactor, OptimizerSettings { ..DEFAULT }),
+    (OptimizerName::Adafactor, OptimizerSettings { clip_threshold: 0.5, relative_step: false, ..DEFAULT }),
+    (OptimizerName::Lamb, DEFAULT),
+    (OptimizerName::Lars, OptimizerSettings { trust_coefficient: 0.02, ..DEFAULT }),
+    (OptimizerName::Muon, MUON),
+    (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 2, ..DEFAULT }),
+    (OptimizerName::ZeroOneAdam, OptimizerSettings { var_update_scaler: 1, ..DEFAULT }),
 ];
+
+pub(crate) fn options((name, settings): Kind) -> OptimizerOptions {
+    OptimizerOptions { settings, ..OptimizerOptions::new(name) }
+}
 
 /// Three units: the middle one has matrices and vectors, of which leaves have `leaf_len` elements.
 pub(crate) fn table(leaf_len: usize) -> Arc<ParameterTable> {

@@ -10,7 +10,7 @@ use crate::step::Determinism;
 use crate::step::ExecutorOptions;
 use trireme_base::{Category, DType};
 use trireme_model::{Batch, LOGITS, Model, Past, Rehearsal, TOKENS};
-use trireme_optim::{OptimizerKind, OptimizerOptions, SgdSettings};
+use trireme_optim::{OptimizerName, OptimizerOptions};
 use trireme_schedule::Outline;
 use trireme_tensor::{Device, Parameters};
 
@@ -31,11 +31,8 @@ impl Executor {
         let mut executor = Executor::new(ExecutorSetup {
             model,
             rehearsal,
-            // The program has no optimizer: any kind will do.
-            optimizer: &OptimizerOptions::new(OptimizerKind::Sgd(SgdSettings {
-                momentum: 0.0,
-                nesterov: false,
-            })),
+            // The program has no optimizer: any will do.
+            optimizer: &OptimizerOptions::new(OptimizerName::Sgd),
             ranks: RankGrid::new(trireme_comm::single(), Degrees::ONE)?,
             device,
             program: forward_program(&outline)?,

@@ -4,7 +4,7 @@
 use std::path::Path;
 use trireme_comm::Group;
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
-use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
+use trireme_optim::{LossScaling, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{
     Degrees, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
     StepPlan, chain,
@@ -28,7 +28,12 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     ..ExecutorOptions::PLAIN
 };
 
-pub const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
+/// An optimizer with its settings.
+pub type OptimizerKind = (OptimizerName, OptimizerSettings);
+
+pub const DEFAULT: OptimizerSettings = OptimizerSettings::DEFAULT;
+
+pub const ADAMW: OptimizerKind = (OptimizerName::AdamW, DEFAULT);
 
 /// A scale that starts here and does not grow within a test.
 pub fn dynamic(initial: u32) -> LossScaling {
@@ -104,7 +109,7 @@ impl Default for Layout<'_> {
     fn default() -> Self {
         Layout {
             options: OPTIONS,
-            optimizer: OptimizerKind::AdamW(ADAMW),
+            optimizer: ADAMW,
             weight_decay: 0.1,
             optimizer_options: None,
             num_shards: 1,
@@ -168,8 +173,9 @@ pub fn laid_out_model(
         folder: layout.folder.to_owned(),
         swap: layout.swap.clone(),
     };
+    let (name, settings) = layout.optimizer;
     let plain =
-        OptimizerOptions { weight_decay: layout.weight_decay, ..OptimizerOptions::new(layout.optimizer) };
+        OptimizerOptions { settings, weight_decay: layout.weight_decay, ..OptimizerOptions::new(name) };
     let optimizer = &layout.optimizer_options.clone().unwrap_or(plain);
     let program = lowered(program, layout);
     let (options, offload, device) = (layout.options, &moves, &device);

@@ -17,11 +17,8 @@ pub(crate) use cpu::embedding::Bags;
 pub use cpu::exact_sum::ExactSum;
 pub use cpu::experts::{ChosenGroups, RoutingRule};
 pub use cpu::matmul::GroupLimit;
-pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};
-pub use cpu::optimizer::{
-    AdamStep, AdamWStep, FactoredStep, LarsStep, LeafRun, LionStep, MomentumStep, MuonStep, Piece, Pieces,
-    RmsStep, StateDType, StepScale, Update,
-};
+pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice, Update};
+pub use cpu::optimizer::{FactoredStep, LeafRun, Piece, Pieces, StateDType, StepScale, rules as updates};
 pub use cpu::peak::Unit;
 pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::CpuFeatures;

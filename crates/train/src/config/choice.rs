@@ -4,9 +4,14 @@ use super::nearest;
 use super::value::Value;
 use std::path::PathBuf;
 use toml::de::DeValue;
+use trireme_comm::TransportChoice;
+use trireme_data::InvalidUtf8;
+use trireme_optim::{Decay, MuonScale, OptimizerName, StateDType};
+use trireme_parallel::Determinism;
 use trireme_schedule::ParseError;
 use trireme_schedule::collective::Algorithm;
 use trireme_schedule::pipeline::Kind;
+use trireme_tensor::Precision;
 
 /// Makes an enum whose variants have names a value that is written as one of them.
 macro_rules! value_by_name {
@@ -27,6 +32,16 @@ macro_rules! value_by_name {
         }
     };
 }
+
+value_by_name!(Decay);
+value_by_name!(Determinism);
+value_by_name!(InvalidUtf8);
+value_by_name!(Kind);
+value_by_name!(MuonScale);
+value_by_name!(OptimizerName);
+value_by_name!(Precision);
+value_by_name!(StateDType);
+value_by_name!(TransportChoice);
 
 /// Defines an enum of which each variant is written as one word.
 macro_rules! config_choice {
@@ -107,28 +122,6 @@ config_choice! {
 }
 
 config_choice! {
-    /// What to do with bytes of the text that are no UTF-8.
-    InvalidUtf8 {
-        /// Take U+FFFD for them.
-        Replace = "replace",
-        /// Refuse the file.
-        Refuse = "refuse",
-    }
-}
-
-config_choice! {
-    /// Floating-point numbers of the training.
-    TrainingDtype {
-        /// IEEE 754 single precision.
-        F32 = "f32",
-        /// bfloat16: the range of f32, fewer digits.
-        Bf16 = "bf16",
-        /// IEEE 754 half precision: more digits than bf16, and so little range that gradients need loss scaling.
-        F16 = "f16",
-    }
-}
-
-config_choice! {
     /// The hardware that workers compute on.
     DeviceName {
         /// The CPU.
@@ -201,44 +194,6 @@ config_choice! {
     }
 }
 
-value_by_name!(Kind);
-
-config_choice! {
-    /// Which other runs have the same bits as this one.
-    Determinism {
-        /// Every layout of the same global batch: gradients are summed in one canonical tree.
-        Layout = "layout",
-        /// The same layout only: gradients are summed in place.
-        Run = "run",
-    }
-}
-
-config_choice! {
-    /// The rule that turns gradients into new weights.
-    OptimizerName {
-        /// Adam with decoupled weight decay.
-        AdamW = "adamw",
-        /// Adam, with weight decay in the gradient.
-        Adam = "adam",
-        /// Stochastic gradient descent with momentum.
-        Sgd = "sgd",
-        /// The sign of a momentum.
-        Lion = "lion",
-        /// Adam whose second moment is a column times a row.
-        Adafactor = "adafactor",
-        /// Adam with a learning rate for each parameter, by its length.
-        Lamb = "lamb",
-        /// SGD with a learning rate for each parameter, by its length.
-        Lars = "lars",
-        /// Momentum made orthogonal, for hidden matrices; AdamW for the rest.
-        Muon = "muon",
-        /// AdamW whose second moment stands still after a warm-up.
-        OneBitAdam = "one_bit_adam",
-        /// AdamW whose second moment is updated more and more seldom.
-        ZeroOneAdam = "zero_one_adam",
-    }
-}
-
 config_choice! {
     /// What may differ between a run that resumes and the checkpoint that it resumes from.
     Change {
@@ -248,56 +203,6 @@ config_choice! {
         Model = "model",
         /// The samples, their order or their tokenizer.
         Data = "data",
-    }
-}
-
-config_choice! {
-    /// What the optimizer keeps from step to step.
-    StateDtype {
-        /// IEEE 754 single precision.
-        F32 = "f32",
-        /// bfloat16, rounded at random.
-        Bf16 = "bf16",
-        /// 8 bits in blocks that share a scale, rounded at random.
-        Int8 = "int8",
-    }
-}
-
-config_choice! {
-    /// How updates of Muon are scaled.
-    MuonScale {
-        /// By sqrt(max(1, rows / cols)).
-        Original = "original",
-        /// By 0.2 sqrt(max(rows, cols)), as large as AdamW's.
-        MatchRmsAdamw = "match_rms_adamw",
-    }
-}
-
-config_choice! {
-    /// How the learning rate falls after the warm-up.
-    Decay {
-        /// Along half a cosine.
-        Cosine = "cosine",
-        /// Along a line.
-        Linear = "linear",
-        /// Not at all until the last `decay_steps` of the run, then along a line (warm-up, stable, decay).
-        Wsd = "wsd",
-        /// Not at all.
-        Constant = "constant",
-    }
-}
-
-config_choice! {
-    /// What carries messages between workers.
-    Transport {
-        /// Shared memory if all workers are on one host, else TCP.
-        Auto = "auto",
-        /// Shared memory: all workers must be on one host.
-        Shm = "shm",
-        /// TCP sockets.
-        Tcp = "tcp",
-        /// MPI, in a program built with it and started by its launcher.
-        Mpi = "mpi",
     }
 }
 

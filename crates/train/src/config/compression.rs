@@ -1,13 +1,16 @@
 //! The keys of `[comm]` that say how gradients, or momentum in their place, are compressed.
 
-use super::choice::{OptimizerName, TrainingDtype, one_of, refuse_word};
+use super::Config;
+use super::choice::{one_of, refuse_word};
 use super::memory::sharding_key;
 use super::sections::{Comm, Sections};
 use super::validate::{Checks, changed_keys};
 use super::value::Value;
-use super::{Config, Determinism};
 use toml::de::DeValue;
 use trireme_comm::{CodecName, Compression, CompressionError, CompressionOptions};
+use trireme_optim::OptimizerName;
+use trireme_parallel::Determinism;
+use trireme_tensor::Precision;
 
 const PREFIX: &str = "compression_";
 
@@ -36,7 +39,7 @@ impl Config {
     /// for its few bits: `none` gives them one bit an element, in short blocks.
     pub fn compression(&self) -> Compression {
         let mut options = options(self.comm());
-        if options.codec == CodecName::None && exchanges_momentum(self.optimizer().name) {
+        if options.codec == CodecName::None && self.optimizer().name.exchanges_momentum() {
             options.codec = CodecName::OneBit;
             options.block_len = Some(MOMENTUM_BLOCK_LEN);
         }
@@ -86,14 +89,9 @@ pub(super) fn check_compression(checks: &mut Checks<'_>) {
     if codec != CodecName::None {
         check_surroundings(checks, codec);
     }
-    if exchanges_momentum(checks.loose.sections.optimizer.name) {
+    if checks.loose.sections.optimizer.name.exchanges_momentum() {
         check_momentum(checks);
     }
-}
-
-/// Whether an optimizer exchanges momentum in place of gradients.
-pub(super) fn exchanges_momentum(name: OptimizerName) -> bool {
-    matches!(name, OptimizerName::OneBitAdam | OptimizerName::ZeroOneAdam)
 }
 
 /// Holds an optimizer that exchanges momentum against the rest of the run.
@@ -127,7 +125,7 @@ fn check_momentum(checks: &mut Checks<'_>) {
          determinism = \"run\" in [training]",
     );
     require(
-        training.reduce_dtype == TrainingDtype::F32,
+        training.reduce_dtype == Precision::F32,
         &["training.reduce_dtype", "optimizer.name"],
         "this optimizer sends gradients in full precision and compresses momentum; remove this key",
     );
@@ -146,13 +144,13 @@ fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
         },
     );
     checks.require(
-        training.reduce_dtype == TrainingDtype::F32,
+        training.reduce_dtype == Precision::F32,
         &["comm.compression", "training.reduce_dtype"],
         || "gradients would also be rounded to reduce_dtype; remove one of the two keys".to_owned(),
     );
     checks.require(
         codec != CodecName::F16
-            || training.dtype == TrainingDtype::F16
+            || training.dtype == Precision::F16
             || comm.compression_error_feedback == Some(true),
         &["comm.compression", "training.dtype", "comm.compression_error_feedback"],
         || {
@@ -161,7 +159,7 @@ fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
                 .to_owned()
         },
     );
-    let has_own_momentum = optimizer.name != OptimizerName::Sgd || optimizer.momentum > 0.0;
+    let has_own_momentum = optimizer.name != OptimizerName::Sgd || optimizer.settings.momentum > 0.0;
     checks.require(
         comm.compression_momentum == 0.0 || !counts(codec, "compression_momentum") || !has_own_momentum,
         &["comm.compression_momentum", "optimizer.momentum", "optimizer.name"],

@@ -6,8 +6,9 @@ use super::reader::section_hint;
 use super::section::{Key, Section};
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Sections};
 use super::validate::{is_of_language, model_shape_keys};
-use super::{Config, Fp8, ModelSource, Subject, TrainingDtype};
+use super::{Config, Fp8, ModelSource, Subject};
 use super::{compression, optimizer};
+use trireme_tensor::Precision;
 
 /// Every key with its type, default and meaning, of one section or of all.
 pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
@@ -160,7 +161,7 @@ fn counts(config: &Config, section: &str, key: &Key) -> bool {
         }
         "training" => {
             let training = config.training();
-            (training.dtype == TrainingDtype::F16 || !LOSS_SCALE_KEYS.contains(&key.name))
+            (training.dtype == Precision::F16 || !LOSS_SCALE_KEYS.contains(&key.name))
                 && (training.fp8 != Fp8::Off || !FP8_KEYS.contains(&key.name))
         }
         "optimizer" => optimizer::counts(config.optimizer().name, key.name),

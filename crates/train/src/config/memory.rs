@@ -1,13 +1,12 @@
 //! Checks of how the training state is sharded, of what is recomputed, and of the pages that it lies in.
 
-use super::choice::{
-    ActivationCheckpointMode, DeviceName, Fp8, HugePages, QuantizedGradients, Tier, TrainingDtype,
-};
+use super::choice::{ActivationCheckpointMode, DeviceName, Fp8, HugePages, QuantizedGradients, Tier};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::sections::{Experts, Sections};
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 use trireme_schedule::{Share, StateClass, StateLayout, Tier as StateTier};
+use trireme_tensor::Precision;
 
 /// Keys of `[parallelism]` that count only with `zero_stage = 3`.
 const STAGE_3_KEYS: [&str; 5] = [
@@ -107,7 +106,7 @@ fn check_zero_plus_plus(checks: &mut Checks<'_>) {
     );
     checks.require(
         parallelism.zero_quantized_gradients == QuantizedGradients::None
-            || training.reduce_dtype == TrainingDtype::F32,
+            || training.reduce_dtype == Precision::F32,
         &["parallelism.zero_quantized_gradients", "training.reduce_dtype"],
         || {
             "gradients are rounded to integers, so reduce_dtype has no effect; remove one of the two keys"

@@ -29,9 +29,8 @@ mod value;
 mod tests;
 
 pub use choice::{
-    ActivationCheckpointMode, Architecture, Bind, Change, Decay, Determinism, DeviceName, Fp8, HugePages,
-    InvalidUtf8, LogFormat, MuonScale, OptimizerName, Packing, QuantizedGradients, Resume, StateDtype, Tier,
-    Tokenizer, TrainingDtype, Transport,
+    ActivationCheckpointMode, Architecture, Bind, Change, DeviceName, Fp8, HugePages, LogFormat, Packing,
+    QuantizedGradients, Resume, Tier, Tokenizer,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, Mistake, Place};
@@ -55,7 +54,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use trireme_base::{ContextPlace, Rank};
 use trireme_parallel::Degrees;
-use trireme_tensor::ModelPlace;
+use trireme_tensor::{ModelPlace, Precision};
 
 /// The largest file that is read as a config.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -200,7 +199,7 @@ impl Config {
     /// The same config, in which the workers that divide positions exchange them for heads as far as that sends fewer bytes than a ring, if it
     /// leaves that open: in a model with so many query heads and heads of keys and values.
     pub fn with_heads_chosen(mut self, num_heads: usize, num_kv_heads: usize) -> Self {
-        let width = if self.training().dtype == TrainingDtype::F32 { 4.0 } else { 2.0 };
+        let width = if self.training().dtype == Precision::F32 { 4.0 } else { 2.0 };
         let parallelism = &mut self.sections.parallelism;
         let (degree, tensor) = (parallelism.context_parallel_degree, parallelism.tensor_parallel_degree);
         if parallelism.context_parallel_heads_degree == 0 {

@@ -1,30 +1,60 @@
 //! The keys of `[optimizer]`: which count for which optimizer, and the groups of parameters.
 
-use super::choice::{OptimizerName, one_of};
+use super::choice::one_of;
 use super::mistake::{ConfigError, Mistake};
 use super::reader::{Given, Loose};
+use super::section::{Key, KeyError, Section, TableList};
 use super::validate::{Checks, changed_keys};
-use super::value::Value;
+use super::value::{Value, expected_within, read_within};
 use super::{Config, OptimizerGroup};
-use trireme_optim::ParameterGroup;
+use toml::de::DeValue;
+use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings, ParameterGroup, Setting, SettingValue};
 
-use OptimizerName::{Adafactor, Adam, AdamW, Lamb, Lars, Lion, Muon, OneBitAdam, Sgd, ZeroOneAdam};
-
-/// The optimizers for which a key counts.
-fn owners(key: &str) -> &'static [OptimizerName] {
-    match key {
-        "beta1" | "beta2" => &[AdamW, Adam, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam],
-        "eps" => &[AdamW, Adam, Lamb, Muon, OneBitAdam, ZeroOneAdam],
-        "nu" => &[AdamW, Adam],
-        "momentum" => &[Sgd, Lars],
-        "nesterov" => &[Sgd],
-        "beta2_decay" | "clip_threshold" | "relative_step" => &[Adafactor],
-        "trust_coefficient" => &[Lars],
-        "muon_momentum" | "muon_iterations" | "muon_scale" | "muon_adamw_lr_scale" => &[Muon],
-        "freeze_step" => &[OneBitAdam],
-        "var_update_scaler" => &[ZeroOneAdam],
-        _ => &OptimizerName::ALL,
+impl Section for OptimizerSettings {
+    fn docs(&self) -> &'static [&'static str] {
+        &[]
     }
+
+    fn keys(&self) -> Vec<Key> {
+        let mut settings = *self;
+        let key = |Setting { name, docs, value }: Setting<'_>| {
+            let (expected, value) = match value {
+                SettingValue::Number(number, limits) => (expected_within(&limits), number.write()),
+                SettingValue::Count(count, limits) => (expected_within(&limits), count.write()),
+                SettingValue::Flag(flag) => (bool::expected(), flag.write()),
+                SettingValue::MuonScale(scale) => (MuonScale::expected(), scale.write()),
+            };
+            Key { name, docs, expected, value }
+        };
+        settings.list().into_iter().map(key).collect()
+    }
+
+    fn read_key(&mut self, name: &str, value: &DeValue<'_>) -> Result<(), KeyError> {
+        let setting = self.list().into_iter().find(|setting| setting.name == name);
+        let read = match setting.ok_or(KeyError::Unknown)?.value {
+            SettingValue::Number(number, limits) => read_within(value, &limits).map(|read| *number = read),
+            SettingValue::Count(count, limits) => read_within(value, &limits).map(|read| *count = read),
+            SettingValue::Flag(flag) => bool::read(value).map(|read| *flag = read),
+            SettingValue::MuonScale(scale) => MuonScale::read(value).map(|read| *scale = read),
+        };
+        read.map_err(KeyError::Unfit)
+    }
+
+    fn lists(&self) -> Vec<(&'static str, &dyn TableList)> {
+        Vec::new()
+    }
+
+    fn list_mut(&mut self, _name: &str) -> Option<&mut dyn TableList> {
+        None
+    }
+}
+
+/// The optimizers for which a key of `[optimizer]` counts.
+fn owners(key: &str) -> Vec<OptimizerName> {
+    let mut settings = OptimizerSettings::DEFAULT;
+    let is_setting = settings.list().iter().any(|setting| setting.name == key);
+    let counts = |name: &OptimizerName| !is_setting || name.settings().contains(&key);
+    OptimizerName::ALL.into_iter().filter(counts).collect()
 }
 
 /// Whether a key of `[optimizer]` has a meaning for this optimizer.
@@ -32,18 +62,13 @@ pub(super) fn counts(name: OptimizerName, key: &str) -> bool {
     owners(key).contains(&name)
 }
 
-fn word(name: &OptimizerName) -> String {
-    let word = name.write().and_then(|value| value.as_str().map(str::to_owned));
-    word.expect("a choice is written as a word")
-}
-
 pub(super) fn check_optimizer(checks: &mut Checks<'_>) {
     let optimizer = &checks.loose.sections.optimizer;
     for key in changed_keys(optimizer).filter(|key| !counts(optimizer.name, key)) {
-        let words: Vec<String> = owners(key).iter().map(word).collect();
-        let owners = match &words[..] {
+        let names: Vec<&str> = owners(key).into_iter().map(OptimizerName::name).collect();
+        let owners = match &names[..] {
             [only] => format!("{only:?}"),
-            words => one_of(&words.iter().map(String::as_str).collect::<Vec<_>>()),
+            names => one_of(names),
         };
         checks.require(false, &[&format!("optimizer.{key}"), "optimizer.name"], || {
             format!("only applies with name = {owners}; set that, or remove this key")
@@ -67,7 +92,7 @@ fn check_group(checks: &mut Checks<'_>, name: OptimizerName, index: usize, group
         checks.require(is_rate, &[&key(beta)], || "expected a number from 0 to below 1".to_owned());
         let has_one = counts(name, beta) || (beta == "beta1" && counts(name, "momentum"));
         checks.require(value.is_none() || has_one, &[&key(beta), "optimizer.name"], || {
-            format!("{} does not use this key; remove it", word(&name))
+            format!("{name} does not use this key; remove it")
         });
     }
 }

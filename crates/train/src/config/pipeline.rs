@@ -1,7 +1,6 @@
 //! Checks of degrees, and of how a model is divided into stages.
 
-use super::choice::{Fp8, QuantizedGradients, Tier, TrainingDtype};
-use super::compression::exchanges_momentum;
+use super::choice::{Fp8, QuantizedGradients, Tier};
 use super::layout::{Offload, Parallelism};
 use super::memory::degrees;
 use super::sections::Sections;
@@ -10,6 +9,7 @@ use super::value::Interval;
 use trireme_comm::CodecName;
 use trireme_schedule::StateClass;
 use trireme_schedule::pipeline::Kind;
+use trireme_tensor::Precision;
 
 const TENSOR_DEGREE: &str = "parallelism.tensor_parallel_degree";
 const CONTEXT_DEGREE: &str = "parallelism.context_parallel_degree";
@@ -209,7 +209,7 @@ fn check_rebalance(checks: &mut Checks<'_>) {
             )
         });
     }
-    let exchanges_momentum = exchanges_momentum(optimizer.name);
+    let exchanges_momentum = optimizer.name.exchanges_momentum();
     checks.require(!is_on || comm.compression == CodecName::None, &[INTERVAL, "comm.compression"], || {
         "what compressors keep of a unit does not move with it; remove one of the two keys".to_owned()
     });
@@ -266,7 +266,7 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
     checks.require(are_grads_whole, &[key, SCHEDULE], || {
         "gradients would be sharded for each version of the weights; set zero_stage = 0 or 1 and shard_gradients = false, or use a schedule that drains".to_owned()
     });
-    checks.require(training.dtype != TrainingDtype::F16, &["training.dtype", SCHEDULE], || {
+    checks.require(training.dtype != Precision::F16, &["training.dtype", SCHEDULE], || {
         "a step that overflows cannot be skipped once later steps have begun; use \"bf16\" or \"f32\""
             .to_owned()
     });

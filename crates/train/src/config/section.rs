@@ -84,7 +84,7 @@ pub(super) enum KeyError {
 ///
 /// A key is `name: Type = default;` or, with limits, `name: Type = default, within range;`. Where its name is no name of a
 /// field, that is written before: `field as "name": Type = default;`. Lists of tables follow the keys:
-/// `lists { name: Table; }`.
+/// `lists { name: Table; }`. Keys that another [`Section`] has become keys of this one, after its own, with `embeds { field: Other; }`.
 macro_rules! config_section {
     (
         $(#[doc = $doc:literal])+
@@ -93,6 +93,7 @@ macro_rules! config_section {
                 $(#[doc = $key_doc:literal])+
                 $key:ident $(as $word:literal)?: $type:ty = $default:expr $(, within $range:expr)?;
             )+
+            $(embeds { $(#[doc = $embedded_doc:literal])+ $embedded:ident: $other:ty; })?
             $(lists { $($(#[doc = $list_doc:literal])+ $list:ident: $table:ty;)+ })?
         }
     ) => {
@@ -100,12 +101,17 @@ macro_rules! config_section {
         #[derive(Debug, Clone, PartialEq)]
         pub struct $section {
             $($(#[doc = $key_doc])+ pub $key: $type,)+
+            $($(#[doc = $embedded_doc])+ pub $embedded: $other,)?
             $($($(#[doc = $list_doc])+ pub $list: Vec<$table>,)+)?
         }
 
         impl Default for $section {
             fn default() -> Self {
-                $section { $($key: $default,)+ $($($list: Vec::new(),)+)? }
+                $section {
+                    $($key: $default,)+
+                    $($embedded: Default::default(),)?
+                    $($($list: Vec::new(),)+)?
+                }
             }
         }
 
@@ -115,14 +121,16 @@ macro_rules! config_section {
             }
 
             fn keys(&self) -> Vec<$crate::config::section::Key> {
-                vec![$(
+                let keys = vec![$(
                     $crate::config::section::Key {
                         name: config_section!(@name $key $($word)?),
                         docs: &[$($key_doc),+],
                         expected: config_section!(@expected $type $(, $range)?),
                         value: $crate::config::value::Value::write(&self.$key),
                     },
-                )+]
+                )+];
+                $(let keys = keys.into_iter().chain(self.$embedded.keys()).collect();)?
+                keys
             }
 
             fn read_key(
@@ -136,7 +144,11 @@ macro_rules! config_section {
                         self.$key =
                             config_section!(@read $type, value $(, $range)?).map_err(KeyError::Unfit)?;
                     })+
-                    _ => return Err(KeyError::Unknown),
+                    _ => {
+                        $(return self.$embedded.read_key(name, value);)?
+                        #[allow(unreachable_code)]
+                        return Err(KeyError::Unknown);
+                    }
                 }
                 Ok(())
             }

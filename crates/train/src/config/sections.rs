@@ -1,10 +1,7 @@
 //! Every key of the config: name, type, default, limits and meaning, each said once. The reader, the
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
-use super::choice::{
-    Architecture, Bind, Change, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, LogFormat, MuonScale,
-    OptimizerName, Packing, Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
-};
+use super::choice::{Architecture, Bind, Change, DeviceName, Fp8, LogFormat, Packing, Resume, Tokenizer};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::section::{Section, config_section, config_sections};
 use super::value::{Interval, above, above_up_to};
@@ -12,11 +9,12 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
-use trireme_comm::{CodecName, GroupOptions};
-use trireme_optim::LossScaling;
-use trireme_parallel::ExecutorOptions;
+use trireme_comm::{CodecName, GroupOptions, TransportChoice};
+use trireme_data::InvalidUtf8;
+use trireme_optim::{Decay, LossScaling, OptimizerName, OptimizerSettings, StateDType};
+use trireme_parallel::{Determinism, ExecutorOptions};
 use trireme_schedule::collective::Algorithm;
-use trireme_tensor::Device;
+use trireme_tensor::{Device, Precision};
 
 const LOSS_SCALE_MAX: u32 = LossScaling::SCALE_MAX;
 
@@ -188,7 +186,7 @@ config_section! {
         /// Seed of the initial weights and of the data order.
         seed: u64 = 0, within 0..;
         /// Data type of activations and matrix multiplications. Weights, their gradients and the optimizer stay f32.
-        dtype: TrainingDtype = TrainingDtype::F32;
+        dtype: Precision = Precision::F32;
         /// Emulates 8-bit floats to study convergence. The inputs of matrix multiplications in the blocks' linear
         /// layers are rounded as fp8 would round them: `e4m3` rounds all of them to E4M3, `hybrid` uses E5M2
         /// for gradients (the recipes of NVIDIA's Transformer Engine). Nothing becomes faster. Values beyond the range of
@@ -202,7 +200,7 @@ config_section! {
         fp8_margin: u32 = 0, within 0..=16;
         /// Data type to which gradients are rounded before they are summed over the workers. `bf16` and `f16` halve the message
         /// bytes, but bits are then reproducible only for the same number of workers. `f16` requires `dtype = "f16"`.
-        reduce_dtype: TrainingDtype = TrainingDtype::F32;
+        reduce_dtype: Precision = Precision::F32;
         /// Factor of the loss that keeps small gradients above zero in f16 (`--loss-scale` of Megatron-LM,
         /// `loss_scale` of DeepSpeed). 0 adapts it: when gradients overflow, the scale halves and the step is
         /// skipped, which uses up its data and its place in the schedule but changes no weights. A power of two up to
@@ -248,52 +246,17 @@ config_section! {
         name: OptimizerName = OptimizerName::AdamW;
         /// Peak learning rate.
         lr: f64 = 3e-4, within 0.0..;
-        /// Decay rate of the mean of gradients (Adam variants, muon's other parameters). For lion, the weight of that
-        /// mean in the update; the gradient has the rest.
-        beta1: f64 = 0.9, within 0.0..1.0;
-        /// Decay rate of the mean of squared gradients (Adam variants, muon's other parameters), or of the mean of
-        /// gradients (lion).
-        beta2: f64 = 0.95, within 0.0..1.0;
-        /// Weight of the mean of gradients in the update; the gradient itself has the rest (adamw, adam; QHAdam).
-        /// When gradients belong to old weights, as in pipelines that do not drain, 0.78 works better than 1.
-        nu: f64 = 1.0, within 0.0..=1.0;
-        /// Epsilon added to the denominator of the update (Adam variants, muon's other parameters).
-        eps: f64 = 1e-8, within above(0.0);
         /// Weight decay: added to the gradient in adam, sgd and lars, decoupled in the others.
         weight_decay: f64 = 0.1, within 0.0..;
         /// Whether weight decay applies to norms and biases as well.
         decay_norms_and_biases: bool = false;
-        /// Decay rate of the velocity (sgd, lars).
-        momentum: f64 = 0.9, within 0.0..1.0;
-        /// Whether to use Nesterov momentum (sgd).
-        nesterov: bool = false;
-        /// A new squared gradient enters the second moment with weight step^beta2_decay (adafactor).
-        beta2_decay: f64 = -0.8, within -1.0..0.0;
-        /// Maximum root mean square of an update; larger updates are scaled down to it (adafactor).
-        clip_threshold: f64 = 1.0, within above(0.0);
-        /// Whether learning rates are relative to the parameter's root mean square, and at most 1 / sqrt(step)
-        /// (adafactor).
-        relative_step: bool = true;
-        /// Length of an update relative to its parameter's length, before the learning rate (lars).
-        trust_coefficient: f64 = 1e-3, within above(0.0);
-        /// Decay rate of the mean of gradients of hidden matrices (muon); the momentum is Nesterov's.
-        muon_momentum: f64 = 0.95, within 0.0..1.0;
-        /// Number of Newton-Schulz iterations (muon).
-        muon_iterations: usize = 5, within 1..=20;
-        /// How updates of matrices are scaled (muon): `original`, by sqrt(max(1, rows / cols)), or `match_rms_adamw`,
-        /// by 0.2 sqrt(max(rows, cols)), which suits learning rates of AdamW.
-        muon_scale: MuonScale = MuonScale::MatchRmsAdamw;
-        /// AdamW's learning rate for everything except hidden matrices, relative to `lr` (muon).
-        muon_adamw_lr_scale: f64 = 1.0, within 0.0..;
-        /// Number of steps after which the second moment is frozen (one_bit_adam; also `freeze_step` of DeepSpeed); 0
-        /// uses a fifth of the run.
-        freeze_step: u64 = 0, within 0..;
-        /// Number of updates of the second moment after which the interval between them doubles (zero_one_adam; also
-        /// `var_update_scaler` of DeepSpeed).
-        var_update_scaler: u64 = 16, within 1..=1 << 32;
         /// Data type of the optimizer state: `f32`, `bf16` (half the bytes), or `int8` (a quarter; small units keep
         /// f32). Checkpoints store f32, so a run can resume with any of them.
-        state_dtype: StateDtype = StateDtype::F32;
+        state_dtype: StateDType = StateDType::F32;
+        embeds {
+            /// The settings of the optimizer.
+            settings: OptimizerSettings;
+        }
         lists {
             /// Parameters with settings of their own.
             groups: OptimizerGroup;
@@ -362,7 +325,7 @@ config_section! {
     Comm {
         /// `shm` (shared memory, one host), `tcp`, `mpi` (only in a build with MPI support, started by mpirun or
         /// srun), or `auto`: `shm` within hosts and `tcp` between them.
-        transport: Transport = Transport::Auto;
+        transport: TransportChoice = TransportChoice::Auto;
         /// Algorithm for collective operations wherever it applies, such as `ring`, `halving_doubling`, `direct` or
         /// `hierarchical:all:direct:ring` (docs/collectives.md). Without it, the fastest algorithm is chosen by the
         /// costs of the links, which are measured at startup; `trireme doctor` shows the choices.

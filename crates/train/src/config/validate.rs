@@ -1,6 +1,6 @@
 //! Holds the keys against each other, and resolves those that stand for others.
 
-use super::choice::{Architecture, Decay, Determinism, Fp8, OptimizerName, Tokenizer, TrainingDtype};
+use super::choice::{Architecture, Fp8, Tokenizer};
 use super::compression::check_compression;
 use super::costs::check_costs;
 use super::memory::{
@@ -16,7 +16,10 @@ use super::sections::{Experts, FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Train
 use super::{Config, Subject};
 use std::path::{Component, Path};
 use trireme_data::PrepareOptions;
+use trireme_optim::{Decay, OptimizerName};
+use trireme_parallel::Determinism;
 use trireme_schedule::collective::{Algorithm, Collective, Hosts, fits, is_canonical};
+use trireme_tensor::Precision;
 
 /// Microbatches of one step on one worker: far above any use, and few enough for the step's program to fit
 /// into memory.
@@ -386,9 +389,9 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
 fn check_loss_scale(checks: &mut Checks<'_>) {
     let training = &checks.loose.sections.training;
     let Training { dtype, reduce_dtype, loss_scale, loss_scale_initial, .. } = *training;
-    let is_f16 = dtype == TrainingDtype::F16;
+    let is_f16 = dtype == Precision::F16;
     checks.require(
-        reduce_dtype != TrainingDtype::F16 || is_f16,
+        reduce_dtype != Precision::F16 || is_f16,
         &["training.reduce_dtype", "training.dtype"],
         || {
             "only dtype = \"f16\" scales the loss; without scaling, small gradients would become zero in f16; use \
@@ -422,11 +425,9 @@ fn check_loss_scale(checks: &mut Checks<'_>) {
 fn check_fp8(checks: &mut Checks<'_>) {
     let training = &checks.loose.sections.training;
     let is_on = training.fp8 != Fp8::Off;
-    checks.require(
-        !is_on || training.dtype == TrainingDtype::Bf16,
-        &["training.fp8", "training.dtype"],
-        || "fp8 is emulated in bf16; set dtype = \"bf16\", or remove this key".to_owned(),
-    );
+    checks.require(!is_on || training.dtype == Precision::Bf16, &["training.fp8", "training.dtype"], || {
+        "fp8 is emulated in bf16; set dtype = \"bf16\", or remove this key".to_owned()
+    });
     for key in changed_keys(training).filter(|key| FP8_KEYS.contains(key)) {
         checks.require(is_on, &[&format!("training.{key}"), "training.fp8"], || {
             "only applies with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key".to_owned()
@@ -485,14 +486,14 @@ fn resolve(sections: &mut Sections, world_size: usize) {
     if training.global_batch_size == 0 {
         training.global_batch_size = training.local_batch_size * world_size;
     }
-    if optimizer.name == OptimizerName::OneBitAdam && optimizer.freeze_step == 0 {
-        optimizer.freeze_step = (training.steps / 5).max(1);
+    if optimizer.name == OptimizerName::OneBitAdam && optimizer.settings.freeze_step == 0 {
+        optimizer.settings.freeze_step = (training.steps / 5).max(1);
     }
     if lr_scheduler.decay_steps == 0 {
         let after_warmup = training.steps.saturating_sub(lr_scheduler.warmup_steps);
         lr_scheduler.decay_steps = match lr_scheduler.decay {
             Decay::Cosine | Decay::Linear => after_warmup,
-            Decay::Wsd => (training.steps / 5).min(after_warmup),
+            Decay::WarmupStableDecay => (training.steps / 5).min(after_warmup),
             Decay::Constant => 0,
         };
     }

@@ -12,11 +12,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use trireme_comm::single;
 use trireme_model::ModelConfig;
+use trireme_optim::OptimizerName;
 use trireme_parallel::{GradNorm, StepPlan};
 use trireme_tensor::probe::{Limit, Probe, Traffic, Unit};
 use trireme_tensor::{CallTimer, Device, DeviceOptions, Precision, TimedCall};
-use trireme_train::config::{self, OptimizerName};
-use trireme_train::optimizer_kind;
 
 /// Name, config.json and batch of the steps in docs/performance.md.
 const STEPS: [(&str, &str, [usize; 2]); 2] = [
@@ -244,10 +243,8 @@ fn measure(
     let title = format!("{}, {precision}", step.model);
     measuring.tell(&title);
     let peaks = probe.peaks(precision);
-    let optimizer = config::Optimizer { name: args.optimizer, ..config::Optimizer::default() };
     let step_args = StepArgs::of_one_worker(precision, (step.batch, step.seq));
-    let kind = optimizer_kind(&optimizer, precision);
-    let mut executor = build(&step_args, &step.config, kind, single(), device)?;
+    let mut executor = build(&step_args, &step.config, args.optimizer, single(), device)?;
     let mut batches = Batches::open(&step_args, step.config.vocab_size)?;
     let mut run = |number: usize| {
         let batch = batches.read(number, &executor)?;

@@ -16,7 +16,7 @@ use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, HostBatch, Model, ModelConfig, PassOptions, Rehearsal, set_window, token_specs};
-use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
+use trireme_optim::{LossScaling, OptimizerName, OptimizerOptions};
 use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid,
     StepPlan, ZeroPlusPlus, chain,
@@ -287,7 +287,7 @@ impl StepArgs {
 pub(super) fn build(
     args: &StepArgs,
     config: &ModelConfig,
-    kind: OptimizerKind,
+    optimizer: OptimizerName,
     group: Group,
     device: &Device,
 ) -> Result<Executor> {
@@ -332,8 +332,12 @@ pub(super) fn build(
     };
     let rehearsal = Rehearsal::of(build, alike, passes, &batch)?;
     let model = build(device)?;
-    let optimizer =
-        &OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
+    let optimizer = &OptimizerOptions {
+        weight_decay: 0.1,
+        decay_norms_and_biases: true,
+        precision: args.dtype,
+        ..OptimizerOptions::new(optimizer)
+    };
     let moves = match args.offload.is_empty() {
         true => OffloadOptions::none(device),
         false => {
@@ -391,8 +395,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     // Independent workers meet again when they tell what they found.
     let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let config = read_model(&args.model)?;
-    let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
-    let mut executor = build(args, &config, kind, group, &device)?;
+    let mut executor = build(args, &config, OptimizerName::AdamW, group, &device)?;
     let degree = executor.ranks().sample_place().degree;
     let mut batches = Batches::open(args, config.vocab_size)?;
     let (mut seconds, mut exposed) = (Vec::new(), Vec::new());

@@ -26,12 +26,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::{Heartbeat, Rank};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, ModelSource, list_checkpoints};
-use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
+use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, single};
 use trireme_data::Corpus;
+use trireme_parallel::Determinism;
 use trireme_tensor::{CpuFeatures, OverBudget};
-use trireme_train::config::{
-    ActivationCheckpointMode, Bind, Comm, Config, Determinism, Resume, Subject, Transport,
-};
+use trireme_train::config::{ActivationCheckpointMode, Bind, Comm, Config, Resume, Subject};
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, Sequences,
     StepChoices, StoppedBy, Task, TrainError, Trainer, TrainerOptions, corpus_folder, earlier_run,
@@ -320,12 +319,7 @@ fn resumable_step(config: &Config) -> Option<u64> {
 pub(crate) fn world_options(config: &Config, environment: &WorkerEnvironment) -> Result<JoinOptions> {
     let comm = config.comm();
     Ok(JoinOptions {
-        transport: match comm.transport {
-            Transport::Auto => TransportChoice::Auto,
-            Transport::Shm => TransportChoice::Shm,
-            Transport::Tcp => TransportChoice::Tcp,
-            Transport::Mpi => TransportChoice::Mpi,
-        },
+        transport: comm.transport,
         job: config.run().name.clone(),
         requires_secret: comm.require_secret,
         listen: comm.listen,

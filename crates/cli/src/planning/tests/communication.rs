@@ -2,7 +2,7 @@
 
 use super::*;
 use trireme_comm::{CodecName, CompressionOptions};
-use trireme_optim::VarianceSchedule;
+use trireme_optim::{OptimizerName, OptimizerSettings};
 use trireme_tensor::IntegerFormat;
 
 fn compressed(options: CompressionOptions) -> ExecutorOptions {
@@ -52,14 +52,13 @@ fn what_is_not_compressed_is_rounded() {
 
 #[test]
 fn momentum_that_may_be_taken_back() {
-    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
     let dynamic = LossScaling::Dynamic { initial: 256, growth_interval: 100 };
-    let schedules =
-        [VarianceSchedule::Warmup { num_steps: 1 }, VarianceSchedule::Doubling { num_updates: 1 }];
-    for (schedule, loss_scaling) in
-        schedules.into_iter().flat_map(|schedule| [(schedule, LossScaling::Off), (schedule, dynamic)])
+    let settings = OptimizerSettings { freeze_step: 1, var_update_scaler: 1, ..OptimizerSettings::DEFAULT };
+    for (name, loss_scaling) in [OptimizerName::OneBitAdam, OptimizerName::ZeroOneAdam]
+        .into_iter()
+        .flat_map(|name| [(name, LossScaling::Off), (name, dynamic)])
     {
-        let optimizer = OptimizerOptions { kind: OptimizerKind::CompressedAdam(adam, schedule), ..adamw() };
+        let optimizer = OptimizerOptions { name, settings, ..adamw() };
         for codec in [CodecName::None, CodecName::OneBit, CodecName::PowerSgd] {
             let options = compressed(CompressionOptions { codec, ..CompressionOptions::default() });
             let options = ExecutorOptions { loss_scaling, ..options };

@@ -3,7 +3,7 @@
 mod factored;
 mod orthogonalize;
 mod pieces;
-mod rules;
+pub mod rules;
 mod scales;
 mod state;
 
@@ -12,7 +12,7 @@ pub(crate) use factored::{FactoredPart, Factors};
 pub(crate) use orthogonalize::OrthogonalizeScratch;
 pub use pieces::{Piece, Pieces};
 pub(crate) use rules::Access;
-pub use rules::{AdamStep, AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep, RmsStep, Update};
+pub(crate) use rules::Update;
 pub use scales::{LeafRun, StepScale};
 pub use state::StateDType;
 pub(crate) use state::{StateRef, StateSlice};

@@ -44,7 +44,7 @@ fn keys_count_for_their_optimizers_only() {
         "{toml}"
     );
     let one_bit = good(SMALLEST, &[&ONE_BIT_ADAM[..], &["training.steps=50"]].concat());
-    assert_eq!(one_bit.optimizer().freeze_step, 10);
+    assert_eq!(one_bit.optimizer().settings.freeze_step, 10);
     assert_eq!(good(&one_bit.to_toml(), &[]), one_bit);
 }
 

@@ -27,17 +27,18 @@ const SNAP: f32 = 0.01;
 /// Steps below this cannot be divided by; what is so small counts as nothing.
 const STEP_MIN: f32 = 1e-30;
 
-/// What optimizer state is kept in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StateDType {
-    /// f32.
-    F32,
-    /// bf16, rounded at random.
-    Bf16,
-    /// One byte, and an f32 for up to 256 of them (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022,
-    /// with linear codes, rounded at random): signed values as multiples of 1/127 of the block's largest, second moments
-    /// by their roots, as multiples of 1/255 of the largest root, and at least one of them.
-    Int8,
+trireme_base::named! {
+    /// What optimizer state is kept in.
+    pub enum StateDType {
+        /// f32.
+        F32 = "f32",
+        /// bf16, rounded at random.
+        Bf16 = "bf16",
+        /// One byte, and an f32 for up to 256 of them (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022,
+        /// with linear codes, rounded at random): signed values as multiples of 1/127 of the block's largest, second moments
+        /// by their roots, as multiples of 1/255 of the largest root, and at least one of them.
+        Int8 = "int8",
+    }
 }
 
 impl StateDType {

@@ -1,0 +1,60 @@
+//! What an optimizer is made from.
+
+use crate::groups::ParameterGroup;
+use crate::rules::OptimizerName;
+use crate::settings::OptimizerSettings;
+use trireme_tensor::{Precision, StateDType};
+
+/// What an [`Optimizer`](crate::Optimizer) is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OptimizerOptions {
+    /// Which one.
+    pub name: OptimizerName,
+    /// Its settings.
+    pub settings: OptimizerSettings,
+    /// Weight decay of matrices.
+    pub weight_decay: f32,
+    /// Whether it extends to vectors.
+    pub decay_norms_and_biases: bool,
+    /// Parameters with settings of their own; of several groups that match, the first counts.
+    pub groups: Vec<ParameterGroup>,
+    /// What state is kept in. Units of fewer than [`OptimizerOptions::INT8_ELEMENTS_MIN`] elements keep f32 instead of 8 bits.
+    pub state_dtype: StateDType,
+    /// How far an update moves biases that [balance](trireme_tensor::ParameterClass::Balance) loads, whatever the optimizer.
+    pub balance_rate: f32,
+    /// The precision of products in an update, which only Muon has.
+    pub precision: Precision,
+}
+
+impl OptimizerOptions {
+    /// Whether the parameter of this name stays as it is.
+    pub fn is_frozen(&self, name: &str) -> bool {
+        self.group_of(name).is_some_and(|group| group.frozen)
+    }
+
+    /// The first group whose pattern fits the name of a parameter.
+    pub(crate) fn group_of(&self, name: &str) -> Option<&ParameterGroup> {
+        self.groups.iter().find(|group| group.matches(name))
+    }
+
+    /// How far an update moves biases that balance loads, unless something else is asked for (DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
+    /// section 4.2).
+    pub const BALANCE_RATE: f32 = 1e-3;
+
+    /// Smaller units have blocks too short to save bytes.
+    pub const INT8_ELEMENTS_MIN: usize = 1 << 16;
+
+    /// An optimizer with its default settings, without weight decay and groups, with states and products in f32.
+    pub fn new(name: OptimizerName) -> Self {
+        OptimizerOptions {
+            name,
+            settings: OptimizerSettings::DEFAULT,
+            weight_decay: 0.0,
+            decay_norms_and_biases: false,
+            groups: Vec::new(),
+            state_dtype: StateDType::F32,
+            balance_rate: Self::BALANCE_RATE,
+            precision: Precision::F32,
+        }
+    }
+}

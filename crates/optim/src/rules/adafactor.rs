@@ -1,0 +1,62 @@
+//! Adafactor (Shazeer, Stern 2018): its numbers, and its update of parameters that are not factored.
+
+use super::{Rule, StateName};
+use crate::members::Member;
+use crate::settings::OptimizerSettings;
+use crate::step::UnitStep;
+use trireme_tensor::StepScale;
+use trireme_tensor::updates::{RmsStep, Update};
+
+#[derive(Debug)]
+pub(super) struct Rms(pub(super) OptimizerSettings);
+
+impl Rule for Rms {
+    fn states(&self) -> &'static [StateName] {
+        &[("exp_avg_sq", true)]
+    }
+
+    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+        Update::Rms(rms_step(self.0, member, step))
+    }
+
+    fn num_sums(&self) -> [usize; 2] {
+        [1, 1]
+    }
+
+    fn before(&self, phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
+        match phase {
+            0 => Update::Norms { grad_scale: step.grad_scale() },
+            _ => Update::RmsMoment(rms_step(self.0, member, step)),
+        }
+    }
+
+    fn observes_states(&self, phase: usize) -> bool {
+        phase == 1
+    }
+
+    fn scale(&self, member: &Member, step: &UnitStep<'_>) -> StepScale {
+        scale(self.0, member, step)
+    }
+}
+
+/// How the learning rate of a member is scaled, which is 1 in [`rms_step`].
+pub(crate) fn scale(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> StepScale {
+    let (clip_threshold, is_relative) = (settings.clip_threshold as f32, settings.relative_step);
+    let lr = step.settings.lr * f64::from(member.settings.lr_scale);
+    let lr = if is_relative { lr.min(1.0 / (step.number(member) as f64).sqrt()) } else { lr };
+    StepScale::Adafactor { lr, is_relative, clip_threshold, num_elements: step.num_elements(member) }
+}
+
+/// The other numbers of an update.
+pub(crate) fn rms_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> RmsStep {
+    let own = member.settings;
+    let lr = step.settings.lr * f64::from(own.lr_scale);
+    // As all settings, it is rounded to f32.
+    let beta2_decay = f64::from(settings.beta2_decay as f32);
+    RmsStep {
+        lr: 1.0,
+        mixing: (step.number(member) as f64).powf(beta2_decay) as f32,
+        keep: (1.0 - lr * f64::from(own.weight_decay)) as f32,
+        grad_scale: step.grad_scale(),
+    }
+}

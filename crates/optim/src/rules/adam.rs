@@ -1,0 +1,146 @@
+//! AdamW, Adam, and Adam with momentum that may be exchanged instead of gradients.
+
+use super::{Rule, StateName};
+use crate::members::Member;
+use crate::settings::OptimizerSettings;
+use crate::step::UnitStep;
+use trireme_tensor::updates::{AdamStep, AdamWStep, Update};
+
+/// The moments of Adam and of what is like it.
+pub(super) const MOMENTS: &[StateName] = &[("exp_avg", false), ("exp_avg_sq", true)];
+
+/// The numbers of an update of Adam and of what is like it.
+pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> AdamWStep {
+    let own = member.settings;
+    AdamWStep {
+        lr: step.lr(own),
+        beta1: own.beta1.unwrap_or(settings.beta1 as f32),
+        beta2: own.beta2.unwrap_or(settings.beta2 as f32),
+        nu: settings.nu as f32,
+        epsilon: settings.eps as f32,
+        weight_decay: own.weight_decay,
+        grad_scale: step.grad_scale(),
+        step: step.number(member),
+    }
+}
+
+/// AdamW (Loshchilov, Hutter 2019).
+#[derive(Debug)]
+pub(super) struct AdamW {
+    pub(super) settings: OptimizerSettings,
+    /// Factor of the learning rate.
+    pub(super) lr_scale: f32,
+}
+
+impl Rule for AdamW {
+    fn states(&self) -> &'static [StateName] {
+        MOMENTS
+    }
+
+    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+        let adamw = adamw_step(self.settings, member, step);
+        Update::AdamW(AdamWStep { lr: adamw.lr * self.lr_scale, ..adamw })
+    }
+}
+
+/// Adam (Kingma, Ba 2015), with weight decay in the gradient.
+#[derive(Debug)]
+pub(super) struct Adam(pub(super) OptimizerSettings);
+
+impl Rule for Adam {
+    fn states(&self) -> &'static [StateName] {
+        MOMENTS
+    }
+
+    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+        Update::Adam(adamw_step(self.0, member, step))
+    }
+}
+
+/// Adam with decoupled weight decay whose second moment is updated by a schedule: 1-bit Adam and 0/1 Adam.
+#[derive(Debug)]
+pub(super) struct CompressedAdam {
+    pub(super) settings: OptimizerSettings,
+    pub(super) schedule: VarianceSchedule,
+}
+
+impl Rule for CompressedAdam {
+    fn states(&self) -> &'static [StateName] {
+        MOMENTS
+    }
+
+    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+        let (is_update, num_second) = self.schedule.at(step.number(member));
+        let step = AdamStep { adamw: adamw_step(self.settings, member, step), num_second };
+        if is_update { Update::CountedAdam(step) } else { Update::FrozenAdam(step) }
+    }
+
+    fn variance_schedule(&self) -> Option<VarianceSchedule> {
+        Some(self.schedule)
+    }
+
+    fn adam_step(&self, member: &Member, step: &UnitStep<'_>) -> Option<AdamStep> {
+        let num_second = self.schedule.at(step.number(member)).1;
+        Some(AdamStep { adamw: adamw_step(self.settings, member, step), num_second })
+    }
+}
+
+/// When the second moment is updated, by optimizers that exchange momentum the rest of the time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum VarianceSchedule {
+    /// In the first steps, then never again: 1-bit Adam (Tang et al. 2021).
+    Warmup {
+        /// Steps with updates.
+        num_steps: u64,
+    },
+    /// In every step at first, in every second after `num_updates` updates, then in every fourth, and so on: 0/1 Adam (Lu et
+    /// al. 2022, section 5).
+    Doubling {
+        /// Updates after which the interval doubles.
+        num_updates: u64,
+    },
+}
+
+impl VarianceSchedule {
+    /// Whether step `step`, counted from 1, updates the second moment, and how many steps have done so, this one included.
+    pub(crate) fn at(self, step: u64) -> (bool, u64) {
+        match self {
+            VarianceSchedule::Warmup { num_steps } => (step <= num_steps, step.min(num_steps)),
+            VarianceSchedule::Doubling { num_updates } => {
+                let (mut first, mut interval, mut count) = (1, 1, 0);
+                while let Some(next) = num_updates.checked_mul(interval).and_then(|n| n.checked_add(first))
+                    && next <= step
+                {
+                    (first, interval, count) = (next, 2 * interval, count + num_updates);
+                }
+                let since = step - first;
+                (since.is_multiple_of(interval), count + since / interval + 1)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variance_schedules_count_their_updates() {
+        let updates = |schedule: VarianceSchedule, steps: u64| -> Vec<u64> {
+            let mut count = 0;
+            let mut updates = Vec::new();
+            for step in 1..=steps {
+                let (is_update, found) = schedule.at(step);
+                if is_update {
+                    count += 1;
+                    updates.push(step);
+                }
+                assert_eq!(found, count, "step {step}");
+            }
+            updates
+        };
+        assert_eq!(updates(VarianceSchedule::Warmup { num_steps: 3 }, 9), [1, 2, 3]);
+        assert_eq!(updates(VarianceSchedule::Doubling { num_updates: 2 }, 20), [1, 2, 3, 5, 7, 11, 15]);
+        assert_eq!(VarianceSchedule::Doubling { num_updates: u64::MAX }.at(u64::MAX), (true, u64::MAX));
+    }
+}

@@ -1,0 +1,38 @@
+//! LAMB (You et al. 2020): Adam whose updates have a length in proportion to the parameter's.
+
+use super::adam::{MOMENTS, adamw_step};
+use super::{Rule, StateName};
+use crate::members::Member;
+use crate::settings::OptimizerSettings;
+use crate::step::UnitStep;
+use trireme_tensor::StepScale;
+use trireme_tensor::updates::Update;
+
+#[derive(Debug)]
+pub(super) struct Lamb(pub(super) OptimizerSettings);
+
+impl Rule for Lamb {
+    fn states(&self) -> &'static [StateName] {
+        MOMENTS
+    }
+
+    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+        Update::Lamb(adamw_step(self.0, member, step))
+    }
+
+    fn num_sums(&self) -> [usize; 2] {
+        [2, 0]
+    }
+
+    fn before(&self, _phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
+        Update::LambMoments(adamw_step(self.0, member, step))
+    }
+
+    fn observes_states(&self, _phase: usize) -> bool {
+        true
+    }
+
+    fn scale(&self, _member: &Member, _step: &UnitStep<'_>) -> StepScale {
+        StepScale::TrustRatio { weight_decay: 0.0 }
+    }
+}

@@ -1,0 +1,35 @@
+//! LARS (You et al. 2017): SGD whose updates have a length in proportion to the parameter's.
+
+use super::{Rule, StateName};
+use crate::members::Member;
+use crate::settings::OptimizerSettings;
+use crate::step::UnitStep;
+use trireme_tensor::StepScale;
+use trireme_tensor::updates::{LarsStep, Update};
+
+#[derive(Debug)]
+pub(super) struct Lars(pub(super) OptimizerSettings);
+
+impl Rule for Lars {
+    fn states(&self) -> &'static [StateName] {
+        &[("momentum_buffer", false)]
+    }
+
+    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+        let own = member.settings;
+        Update::Lars(LarsStep {
+            lr: step.lr(own) * self.0.trust_coefficient as f32,
+            momentum: own.beta1.unwrap_or(self.0.momentum as f32),
+            weight_decay: own.weight_decay,
+            grad_scale: step.grad_scale(),
+        })
+    }
+
+    fn num_sums(&self) -> [usize; 2] {
+        [2, 0]
+    }
+
+    fn scale(&self, member: &Member, _step: &UnitStep<'_>) -> StepScale {
+        StepScale::TrustRatio { weight_decay: member.settings.weight_decay }
+    }
+}

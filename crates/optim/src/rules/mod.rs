@@ -1,0 +1,178 @@
+//! The optimizers by name, and how each of them updates elements.
+//!
+//! To add one whose update goes element by element: an [`Update`] in `trireme_tensor::updates` if none of those fits, a [`Rule`] here, and its name
+//! with its settings in this file.
+
+mod adafactor;
+mod adam;
+mod lamb;
+mod lars;
+mod lion;
+mod sgd;
+mod sign;
+
+use crate::members::Member;
+use crate::settings::OptimizerSettings;
+use crate::step::UnitStep;
+use adafactor::Rms;
+use adam::{Adam, AdamW, CompressedAdam};
+use lamb::Lamb;
+use lars::Lars;
+use lion::Lion;
+use sgd::Sgd;
+use std::fmt::Debug;
+use trireme_tensor::StepScale;
+use trireme_tensor::updates::{AdamStep, Update};
+
+pub(crate) use adafactor::{rms_step, scale as adafactor_scale};
+pub(crate) use adam::VarianceSchedule;
+pub(crate) use sign::Sign;
+
+trireme_base::named! {
+    /// The optimizers.
+    pub enum OptimizerName {
+        /// AdamW (Loshchilov, Hutter 2019): two values of state a parameter.
+        AdamW = "adamw",
+        /// Adam (Kingma, Ba 2015), with weight decay in the gradient: two values of state a parameter.
+        Adam = "adam",
+        /// SGD with momentum: one value of state a parameter.
+        Sgd = "sgd",
+        /// Lion (Chen et al. 2023): one value of state a parameter.
+        Lion = "lion",
+        /// Adafactor (Shazeer, Stern 2018): a value of state for each row and column of a matrix, and for each element of a vector.
+        Adafactor = "adafactor",
+        /// LAMB (You et al. 2020): two values of state a parameter.
+        Lamb = "lamb",
+        /// LARS (You et al. 2017): one value of state a parameter.
+        Lars = "lars",
+        /// Muon (Jordan 2024) for [matrices](trireme_tensor::ParameterClass::Matrix) of two dims, AdamW for all other parameters: one value of
+        /// state an element of the former, two of the latter.
+        Muon = "muon",
+        /// 1-bit Adam (Tang et al. 2021): Adam with decoupled weight decay whose second moment is frozen after the first steps. Two values of state a
+        /// parameter.
+        OneBitAdam = "one_bit_adam",
+        /// 0/1 Adam (Lu et al. 2022): the same with a second moment that is updated less and less often.
+        ZeroOneAdam = "zero_one_adam",
+    }
+}
+
+impl OptimizerName {
+    /// Names of the [settings](OptimizerSettings) that this optimizer uses.
+    pub fn settings(self) -> &'static [&'static str] {
+        match self {
+            OptimizerName::AdamW | OptimizerName::Adam => &["beta1", "beta2", "nu", "eps"],
+            OptimizerName::Sgd => &["momentum", "nesterov"],
+            OptimizerName::Lion => &["beta1", "beta2"],
+            OptimizerName::Adafactor => &["beta2_decay", "clip_threshold", "relative_step"],
+            OptimizerName::Lamb => &["beta1", "beta2", "eps"],
+            OptimizerName::Lars => &["momentum", "trust_coefficient"],
+            OptimizerName::Muon => &[
+                "beta1",
+                "beta2",
+                "eps",
+                "muon_momentum",
+                "muon_iterations",
+                "muon_scale",
+                "muon_adamw_lr_scale",
+            ],
+            OptimizerName::OneBitAdam => &["beta1", "beta2", "eps", "freeze_step"],
+            OptimizerName::ZeroOneAdam => &["beta1", "beta2", "eps", "var_update_scaler"],
+        }
+    }
+
+    /// How elements are updated, but for those of matrices that Muon and Adafactor treat as a whole.
+    pub(crate) fn rule(self, settings: OptimizerSettings) -> Box<dyn Rule> {
+        match self {
+            OptimizerName::AdamW => Box::new(AdamW { settings, lr_scale: 1.0 }),
+            OptimizerName::Adam => Box::new(Adam(settings)),
+            OptimizerName::Sgd => Box::new(Sgd(settings)),
+            OptimizerName::Lion => Box::new(Lion(settings)),
+            OptimizerName::Adafactor => Box::new(Rms(settings)),
+            OptimizerName::Lamb => Box::new(Lamb(settings)),
+            OptimizerName::Lars => Box::new(Lars(settings)),
+            OptimizerName::Muon => {
+                Box::new(AdamW { settings, lr_scale: settings.muon_adamw_lr_scale as f32 })
+            }
+            OptimizerName::OneBitAdam | OptimizerName::ZeroOneAdam => {
+                let schedule = self.variance_schedule(settings).expect("both have one");
+                Box::new(CompressedAdam { settings, schedule })
+            }
+        }
+    }
+
+    /// Whether ranks exchange momentum instead of gradients in the steps that do not update the second moment.
+    pub fn exchanges_momentum(self) -> bool {
+        self.variance_schedule(OptimizerSettings::DEFAULT).is_some()
+    }
+
+    /// When the second moment is updated, by optimizers that exchange momentum in the other steps.
+    fn variance_schedule(self, settings: OptimizerSettings) -> Option<VarianceSchedule> {
+        match self {
+            OptimizerName::OneBitAdam => Some(VarianceSchedule::Warmup { num_steps: settings.freeze_step }),
+            OptimizerName::ZeroOneAdam => {
+                Some(VarianceSchedule::Doubling { num_updates: settings.var_update_scaler })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// A state of a rule: its name in checkpoints, and whether it is a second moment.
+pub(crate) type StateName = (&'static str, bool);
+
+/// How the elements of parameters are updated.
+pub(crate) trait Rule: Debug + Send + Sync {
+    /// The states, at most two.
+    fn states(&self) -> &'static [StateName];
+
+    /// The update, of which the learning rate is still to be [scaled](Rule::scale).
+    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update;
+
+    /// Number of sums over each whole parameter that the update needs, in the first exchange and in the second.
+    fn num_sums(&self) -> [usize; 2] {
+        [0, 0]
+    }
+
+    /// The pass over a member that takes the sums of the exchange `phase`.
+    fn before(&self, _phase: usize, _member: &Member, step: &UnitStep<'_>) -> Update {
+        Update::Norms { grad_scale: step.grad_scale() }
+    }
+
+    /// Whether that pass changes states.
+    fn observes_states(&self, _phase: usize) -> bool {
+        false
+    }
+
+    /// How the sums over a member scale its learning rate.
+    ///
+    /// # Panics
+    /// If the rule needs no sums.
+    fn scale(&self, _member: &Member, _step: &UnitStep<'_>) -> StepScale {
+        unreachable!("{self:?} takes no sums")
+    }
+
+    /// When the second moment is updated, if momentum may be exchanged instead of gradients.
+    fn variance_schedule(&self) -> Option<VarianceSchedule> {
+        None
+    }
+
+    /// Adam's numbers for a member, if momentum may be exchanged instead of gradients.
+    fn adam_step(&self, _member: &Member, _step: &UnitStep<'_>) -> Option<AdamStep> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn optimizers_use_settings_that_exist_and_each_is_used() {
+        let mut settings = OptimizerSettings::DEFAULT;
+        let known: Vec<&str> = settings.list().iter().map(|setting| setting.name).collect();
+        let used: Vec<&str> =
+            OptimizerName::ALL.into_iter().flat_map(|name| name.settings()).copied().collect();
+        assert!(used.iter().all(|name| known.contains(name)), "{used:?}");
+        assert!(known.iter().all(|name| used.contains(name)), "{known:?}");
+    }
+}
