@@ -12,11 +12,12 @@ use trireme_base::{
     UnitPasses,
 };
 use trireme_tensor::tape::{
-    AloneOnAxis, AxisOps, ContextAxis, ExpertAxis, Metric, NotedExchanges, Recording, TensorAxis,
+    AloneOnAxis, AxisOps, ContextAxis, ExpertAxis, Metric, NotedExchanges, PassAxes, Recording, TensorAxis,
 };
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
-    ParameterSource, ParameterSpan, ParameterTable, Parameters, Precision, Tape, Tensor, View, ViewMut,
+    ParameterSource, ParameterSpan, ParameterTable, Parameters, PassState, Precision, Tape, Tensor, View,
+    ViewMut,
 };
 
 /// How passes compute.
@@ -171,12 +172,12 @@ impl Model {
         let tensor = alone(UnitAxis::Tensor, self.table().place());
         let (ring, heads) = (alone(UnitAxis::Ring, context.ring), alone(UnitAxis::Heads, context.heads));
         let experts = alone(UnitAxis::Expert, self.table().expert_place());
-        LoneAxes {
+        let axes = PassAxes {
             experts: experts.map(|ops| ExpertAxis { ops, shadowed: Arc::default() }),
             tensor: tensor.map(|ops| TensorAxis { ops, shards_rows }),
             context: (context.degree() > 1).then_some(ContextAxis { ring, heads }),
-            noted,
-        }
+        };
+        LoneAxes { axes, noted }
     }
 
     /// Finds what the passes over microbatches of these tensors are.
@@ -246,9 +247,7 @@ fn check_outputs(
 /// Axes on which one rank is alone.
 #[derive(Debug, Clone)]
 pub(crate) struct LoneAxes {
-    tensor: Option<TensorAxis>,
-    context: Option<ContextAxis>,
-    experts: Option<ExpertAxis>,
+    axes: PassAxes,
     noted: NotedExchanges,
 }
 
@@ -412,9 +411,9 @@ impl Rehearser<'_> {
         inputs: Bundle<Tensor>,
         batch: &mut Batch,
     ) -> Result<(UnitPass, Bundle<Tensor>), DeviceError> {
-        let tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
-        let tape = tape.with_axis(self.axes.tensor.clone()).with_context(self.axes.context.clone());
-        let tape = tape.with_experts(self.axes.experts.clone());
+        let (fp8, axes) = (self.fp8.cloned(), self.axes.axes.clone());
+        let pass = PassState { fp8, axes, ..self.precision.into() };
+        let tape = Tape::new(self.device, Recording::On, pass);
         UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch)
     }
 

@@ -12,7 +12,7 @@ use trireme_model::{
 use trireme_tensor::tape::{PendingMean, Recording};
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterClass, ParameterInfo,
-    ParameterSpan, ParameterTable, Parameters, Precision, Tape, Tensor,
+    ParameterSpan, ParameterTable, Parameters, PassState, Precision, Tape, Tensor,
 };
 
 const LOGITS_TOLERANCE: f64 = 1e-4;
@@ -136,8 +136,8 @@ impl Golden {
         let (mut passes, mut x) = (Vec::new(), Bundle::new());
         for unit in 0..self.model.num_units() {
             let position = past.as_deref().map_or(0, Past::position);
-            let mut tape = Tape::new(&self.device, recording, precision).with_first_position(position);
-            tape.set_loss_scale(loss_scale);
+            let pass = PassState { first_position: position, loss_scale, ..precision.into() };
+            let tape = Tape::new(&self.device, recording, pass);
             let (unit, past) = (self.model.unit(unit), past.as_deref_mut());
             let (pass, made) = UnitPass::forward_after(unit, tape, &self.parameters, x, batch, past).unwrap();
             passes.push(pass);

@@ -15,9 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_tensor::tape::{
-    AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PendingExchange, ShadowedExperts, TensorAxis,
+    AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PassAxes, PendingExchange, ShadowedExperts, TensorAxis,
 };
-use trireme_tensor::{Category, Device, DeviceError, Shape, Tape, Tensor, View, ViewMut};
+use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor, View, ViewMut};
 
 /// The axes of units.
 pub(crate) struct UnitAxes {
@@ -42,15 +42,18 @@ impl UnitAxes {
         }
     }
 
-    /// The tape of a unit that has all positions, if it `continues` a sequence, and may have any number of them; else those of this rank.
-    pub(crate) fn give(&self, tape: Tape, shards_rows: bool, continues: bool) -> Tape {
+    /// The axes of a pass over all positions, if it `continues` a sequence, and may have any number of them; else over those of this rank.
+    pub(crate) fn of_pass(&self, shards_rows: bool, continues: bool) -> PassAxes {
         let ops = |axis: &Option<Arc<GroupAxis>>| axis.clone().map(|axis| axis as Arc<dyn AxisOps>);
         let tensor = ops(&self.tensor).map(|ops| TensorAxis { ops, shards_rows: shards_rows && !continues });
         let context = ContextAxis { ring: ops(&self.ring), heads: ops(&self.heads) };
         let has_context = !continues && (context.ring.is_some() || context.heads.is_some());
-        let tape = tape.with_axis(tensor).with_context(has_context.then_some(context));
         let shadowed = Arc::clone(&self.shadowed);
-        tape.with_experts(ops(&self.experts).map(|ops| ExpertAxis { ops, shadowed }))
+        PassAxes {
+            tensor,
+            context: has_context.then_some(context),
+            experts: ops(&self.experts).map(|ops| ExpertAxis { ops, shadowed }),
+        }
     }
 
     /// Chooses the experts that are shadowed by the loads since the last time. To be called between runs of a program.

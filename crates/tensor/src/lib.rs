@@ -42,7 +42,7 @@ pub use parameter_table::{
 pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;
 pub use shape::Shape;
-pub use tape::{GradSink, GradTarget, Tape, Var};
+pub use tape::{GradSink, GradTarget, PassState, Tape, Var};
 pub use tensor::{LentMemory, Overflow, Tensor, View, ViewMut};
 pub use trireme_base::{AxisPlace, Category, Cut};
 pub use values::Values;

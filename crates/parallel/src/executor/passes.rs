@@ -11,7 +11,7 @@ use trireme_comm::Buffer;
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Keep, Message, MessageKind, Outline};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
-use trireme_tensor::{Category, Tape, Tensor};
+use trireme_tensor::{Category, PassState, Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
 pub(super) enum Kept {
@@ -209,16 +209,13 @@ impl Executor {
         microbatch: usize,
         inputs: Bundle<Tensor>,
     ) -> Result<UnitPass, ParallelError> {
-        let tape = match &self.in_flight.purpose {
-            Purpose::Evaluation(_) => self.new_tape(Recording::Off),
-            Purpose::Generation(past) => self.new_tape(Recording::Off).with_first_position(past.position()),
-            Purpose::Training => {
-                let spare = self.in_flight.spare_tapes.pop();
-                let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
-                tape.set_loss_scale(self.loss_scaler.scale() as f32);
-                tape.set_randomness(self.randomness(microbatch));
-                tape
-            }
+        let pass = self.pass_state(microbatch);
+        let tape = match self.in_flight.purpose {
+            Purpose::Training => match self.in_flight.spare_tapes.pop() {
+                Some(tape) => tape.for_pass(pass),
+                None => Tape::new(&self.device, Recording::On, pass),
+            },
+            Purpose::Evaluation(_) | Purpose::Generation(_) => Tape::new(&self.device, Recording::Off, pass),
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         let InFlight { purpose, batches, .. } = &mut self.in_flight;
@@ -412,10 +409,22 @@ impl Executor {
         self.messages.finish_until(0, &mut self.waiting)
     }
 
-    fn new_tape(&self, recording: Recording) -> Tape {
-        let scales = self.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales()));
-        let tape = Tape::new(&self.device, recording, self.options.precision).with_fp8(scales);
-        let is_generation = matches!(self.in_flight.purpose, Purpose::Generation(_));
-        self.axes.give(tape, self.options.shards_rows, is_generation)
+    /// What the operations of a unit's pass over a microbatch work with.
+    fn pass_state(&self, microbatch: usize) -> PassState {
+        let continues = matches!(self.in_flight.purpose, Purpose::Generation(_));
+        let pass = PassState {
+            fp8: self.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales())),
+            axes: self.axes.of_pass(self.options.shards_rows, continues),
+            ..self.options.precision.into()
+        };
+        match &self.in_flight.purpose {
+            Purpose::Evaluation(_) => pass,
+            Purpose::Generation(past) => PassState { first_position: past.position(), ..pass },
+            Purpose::Training => PassState {
+                loss_scale: self.loss_scaler.scale() as f32,
+                randomness: self.randomness(microbatch),
+                ..pass
+            },
+        }
     }
 }

@@ -96,7 +96,7 @@ fn rows_dim(shape: Shape) -> usize {
 impl OperationContext<'_> {
     /// The tensor axis, if it has several ranks.
     pub fn axis(&self) -> Option<&TensorAxis> {
-        self.tape.axis.as_ref()
+        self.tape.pass.axes.tensor.as_ref()
     }
 
     fn expect_axis(&self) -> &TensorAxis {
@@ -205,7 +205,7 @@ impl Recorder<'_> {
     /// Gathers inputs in rows for an operation that needs all rows, and splits replicated inputs where others are in rows. The inputs are the
     /// arguments from `first` on; returns where they begin afterwards.
     pub(super) fn adapt(&mut self, op: &dyn Operation, first: usize) -> Result<usize, DeviceError> {
-        let Some(axis) = &self.tape.axis else { return Ok(first) };
+        let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(first) };
         let of = |tape: &Tape, argument: &Argument| tape.values[argument.value].sharding;
         let mut arguments: SmallVec<[Argument; 4]> = self.tape.arguments.drain(first..).collect();
         let is_in_rows =
@@ -257,7 +257,7 @@ impl Recorder<'_> {
     /// # Panics
     /// If ranks have parts of it that belong to their parts of parameters.
     pub fn between_units(&mut self, value: Var) -> Result<Var, DeviceError> {
-        let Some(axis) = &self.tape.axis else { return Ok(value) };
+        let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(value) };
         let found = &self.tape.values[value.0];
         match (found.sharding, axis.between_units(found.shape, found.dtype)) {
             (Sharding::Cut, _) => panic!(
@@ -271,21 +271,15 @@ impl Recorder<'_> {
 }
 
 impl Tape {
-    /// The same tape, on a rank of a tensor axis; `None` for the only one.
-    pub fn with_axis(self, axis: Option<TensorAxis>) -> Self {
-        Tape { axis, ..self }
-    }
-
     /// What this rank has of a value that comes from another unit.
     pub(super) fn sharding_of_input(&self, tensor: &Tensor) -> Sharding {
-        self.axis
-            .as_ref()
-            .map_or(Sharding::Replicated, |axis| axis.between_units(tensor.shape(), tensor.dtype()))
+        let axis = self.pass.axes.tensor.as_ref();
+        axis.map_or(Sharding::Replicated, |axis| axis.between_units(tensor.shape(), tensor.dtype()))
     }
 
     /// What ranks have of the outputs of an operation.
     pub(super) fn output_sharding(&self, op: &dyn Operation, inputs: &[Argument]) -> Sharding {
-        let Some(axis) = &self.axis else { return Sharding::Replicated };
+        let Some(axis) = &self.pass.axes.tensor else { return Sharding::Replicated };
         op.output_sharding(axis).unwrap_or_else(|| {
             let all = || inputs.iter().map(|argument| self.values[argument.value].sharding);
             let is = |sharding| all().any(|found| found == sharding);

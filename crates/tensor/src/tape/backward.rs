@@ -169,7 +169,7 @@ impl Tape {
         let Node { op, outputs, .. } = &self.nodes[index];
         let sharding =
             self.values[outputs.clone()].first().map_or(Sharding::Replicated, |value| value.sharding);
-        sink.expect_terms(self.axis.is_some() && op.get().makes_grad_terms(sharding));
+        sink.expect_terms(self.pass.axes.tensor.is_some() && op.get().makes_grad_terms(sharding));
     }
 
     fn begin_backward(
@@ -471,8 +471,8 @@ impl<'a> BackwardContext<'a> {
         self.tape.values[argument].grad = Some(sum).filter(|_| self.tape.values[argument].requires_grad);
     }
 
-    /// What a loss multiplies its gradient by: the tape's [scale](Tape::set_loss_scale) times the weight of the term.
+    /// What a loss multiplies its gradient by: the [scale](super::PassState::loss_scale) of the pass times the weight of the term.
     pub fn loss_scale(&self) -> f32 {
-        self.tape.loss_scale * self.loss_weight
+        self.tape.pass.loss_scale * self.loss_weight
     }
 }

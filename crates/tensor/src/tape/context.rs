@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{AxisOps, ExpertAxis, PendingExchange, PendingMean, ShadowedExperts, Tape};
+use super::{AxisOps, ExpertAxis, PendingMean, Randomness, RowsInFlight, ShadowedExperts, Tape};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -11,20 +11,7 @@ use crate::tensor::{Tensor, View};
 use crate::values::Values;
 use trireme_base::{Category, DType};
 
-/// What the random numbers of a pass depend on, beside the operation: the same on any layout.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Randomness {
-    /// The run's seed.
-    pub seed: u64,
-    /// The step.
-    pub step: u64,
-    /// The first sample of the microbatch, counted over the microbatches of all ranks in the step.
-    pub first_sample: u64,
-    /// Samples of the microbatch.
-    pub num_samples: usize,
-}
-
-/// What both passes of an operation work with: the device, parameters and the tape's settings. [`ForwardContext`](super::ForwardContext)
+/// What both passes of an operation work with: the device, parameters and the [state of the pass](super::PassState). [`ForwardContext`](super::ForwardContext)
 /// and [`BackwardContext`](super::BackwardContext) dereference to it.
 pub struct OperationContext<'a> {
     pub(super) tape: &'a mut Tape,
@@ -51,18 +38,12 @@ impl OperationContext<'_> {
     }
 
     fn experts(&self) -> &ExpertAxis {
-        self.tape.experts.as_ref().expect("only several ranks have different experts")
+        self.tape.pass.axes.experts.as_ref().expect("only several ranks have different experts")
     }
 
-    /// Keeps an exchange of rows on the tape, for the next operation that [takes](OperationContext::take_rows_under_way) it.
-    pub(super) fn leave_rows_under_way(&mut self, exchange: PendingExchange) {
-        let other = self.tape.rows_under_way.replace(exchange);
-        assert!(other.is_none(), "one exchange of rows at a time is between operations");
-    }
-
-    /// The exchange that an operation before has [left](OperationContext::leave_rows_under_way).
-    pub(super) fn take_rows_under_way(&mut self) -> PendingExchange {
-        self.tape.rows_under_way.take().expect("an operation before has started an exchange of rows")
+    /// Rows on their way between ranks with different experts, from one operation to a later one.
+    pub(super) fn rows_in_flight(&mut self) -> &mut RowsInFlight {
+        &mut self.tape.pass.rows_in_flight
     }
 
     /// The device to compute on.
@@ -72,17 +53,17 @@ impl OperationContext<'_> {
 
     /// What products and activations are in.
     pub fn precision(&self) -> Precision {
-        self.tape.precision
+        self.tape.pass.precision
     }
 
     /// What random numbers of the pass depend on.
     pub fn randomness(&self) -> Randomness {
-        self.tape.randomness
+        self.tape.pass.randomness
     }
 
     /// The scales of a linear layer that works in fp8; its amaxes are taken if the pass is one of training.
     pub(crate) fn fp8_layer(&self, weight: ParameterId) -> Option<Fp8Layer<'_>> {
-        self.tape.fp8.as_deref()?.layer(weight, self.is_recording())
+        self.tape.pass.fp8.as_deref()?.layer(weight, self.is_recording())
     }
 
     /// Whether the tape records, so that backward follows forward.
@@ -106,7 +87,7 @@ impl OperationContext<'_> {
     /// # Errors
     /// If there is no memory for them.
     pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<Values<'_>, DeviceError> {
-        Values::rounded(&self.tape.device, self.tape.precision, self.parameters.span(span))
+        Values::rounded(&self.tape.device, self.tape.pass.precision, self.parameters.span(span))
     }
 
     /// Values in f32.

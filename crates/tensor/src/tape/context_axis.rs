@@ -44,7 +44,7 @@ pub enum Operand {
 impl OperationContext<'_> {
     /// The context axis, if it has several ranks.
     pub fn context(&self) -> Option<&ContextAxis> {
-        self.tape.context.as_ref()
+        self.tape.pass.axes.context.as_ref()
     }
 
     /// Which of the ranks of the context axis this is.
@@ -55,7 +55,7 @@ impl OperationContext<'_> {
     /// The positions of sequences of which this rank has `len`.
     pub fn positions(&self, len: usize) -> Positions {
         match self.context_place() {
-            ContextPlace::ALONE => Positions::run(self.tape.first_position, len),
+            ContextPlace::ALONE => Positions::run(self.tape.pass.first_position, len),
             place => place.positions(len * place.degree()),
         }
     }
@@ -63,7 +63,7 @@ impl OperationContext<'_> {
     /// The positions of sequences of which this rank has `len` for its heads.
     pub fn positions_of_heads(&self, len: usize) -> Positions {
         match self.context_place() {
-            place if place.ring == AxisPlace::ALONE => Positions::run(self.tape.first_position, len),
+            place if place.ring == AxisPlace::ALONE => Positions::run(self.tape.pass.first_position, len),
             place => place.positions_of_heads(len * place.ring.degree),
         }
     }
@@ -80,7 +80,7 @@ impl Recorder<'_> {
         op: &dyn Operation,
         first: usize,
     ) -> Result<usize, DeviceError> {
-        let Some(axis) = &self.tape.context else { return Ok(first) };
+        let Some(axis) = &self.tape.pass.axes.context else { return Ok(first) };
         let inputs = self.tape.arguments[first..].iter().map(|argument| &self.tape.values[argument.value]);
         // Dim 1 of fewer dims could be the last one, over which operations work; but not where data has a number for each position.
         let is_data = |value: &Value| value.is_input && !value.requires_grad;
@@ -113,19 +113,12 @@ impl Recorder<'_> {
         op: &Op,
         outputs: Range<usize>,
     ) -> Result<Range<usize>, DeviceError> {
-        let has_heads = self.tape.context.as_ref().is_some_and(|axis| axis.heads.is_some());
+        let has_heads = self.tape.pass.axes.context.as_ref().is_some_and(|axis| axis.heads.is_some());
         let Some(exchange) = op.get().head_exchange(Operand::Output, 1).filter(|_| has_heads) else {
             return Ok(outputs);
         };
         assert_eq!(outputs.len(), 1, "{op:?} exchanges one output");
         let Var(output) = self.apply(exchange, [Var(outputs.start)])?;
         Ok(output..output + 1)
-    }
-}
-
-impl Tape {
-    /// The same tape, on a rank of a context axis; `None` for the only one.
-    pub fn with_context(self, context: Option<ContextAxis>) -> Self {
-        Tape { context, ..self }
     }
 }

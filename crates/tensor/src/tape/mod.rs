@@ -18,6 +18,7 @@ mod expert_axis;
 mod forward;
 mod operation;
 mod operations;
+mod pass_state;
 #[cfg(test)]
 mod tests;
 mod value;
@@ -26,22 +27,21 @@ use axis::PendingValue;
 pub use axis::{Sharding, TensorAxis};
 pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedRuns, NotedExchanges, PendingExchange, Runs};
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
-pub use context::{OperationContext, Randomness};
+pub use context::OperationContext;
 pub use context_axis::{ContextAxis, Operand};
 pub use expert_axis::{ExpertAxis, ShadowedExperts};
 pub use forward::{ForwardContext, Recorder};
 pub(crate) use operation::has_no_gradient;
 pub use operation::{Op, Operation, ReadBy};
 pub use operations::*;
+pub use pass_state::{PassAxes, PassState, Randomness, RowsInFlight};
 pub use value::{Argument, Arguments, Var, VarId};
 
 use crate::device::{Device, DeviceError};
-use crate::fp8::Fp8Scales;
 use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::tensor::Tensor;
 use std::ops::Range;
-use std::sync::Arc;
 use trireme_base::{Category, DType};
 use value::Value;
 
@@ -59,16 +59,7 @@ pub enum Recording {
 pub struct Tape {
     device: Device,
     recording: Recording,
-    precision: Precision,
-    fp8: Option<Arc<Fp8Scales>>,
-    axis: Option<TensorAxis>,
-    context: Option<ContextAxis>,
-    experts: Option<ExpertAxis>,
-    /// Rows on their way between ranks with different experts, which one operation has started and a later one takes.
-    rows_under_way: Option<PendingExchange>,
-    loss_scale: f32,
-    first_position: usize,
-    randomness: Randomness,
+    pass: PassState,
     values: Vec<Value>,
     nodes: Vec<Node>,
     /// The inputs of all nodes.
@@ -134,20 +125,15 @@ struct Node {
 }
 
 impl Tape {
-    /// An empty tape, whose operations work in `precision`.
-    pub fn new(device: &Device, recording: Recording, precision: Precision) -> Self {
+    /// An empty tape for a pass.
+    ///
+    /// # Panics
+    /// If the pass is in fp8 and its precision is not bf16, in which products of fp8 are exact.
+    pub fn new(device: &Device, recording: Recording, pass: impl Into<PassState>) -> Self {
         Tape {
             device: device.clone(),
             recording,
-            precision,
-            fp8: None,
-            axis: None,
-            context: None,
-            experts: None,
-            rows_under_way: None,
-            loss_scale: 1.0,
-            first_position: 0,
-            randomness: Randomness::default(),
+            pass: checked(pass.into()),
             values: Vec::new(),
             nodes: Vec::new(),
             arguments: Vec::new(),
@@ -158,34 +144,12 @@ impl Tape {
         }
     }
 
-    /// The same tape, whose linear layers work in fp8 as far as `scales` has them. If the tape records, amaxes go there.
+    /// The same tape, [cleared](Tape::clear), for another pass.
     ///
     /// # Panics
-    /// If the tape's precision is not bf16, in which products of fp8 are exact.
-    pub fn with_fp8(self, scales: Option<Arc<Fp8Scales>>) -> Self {
-        assert!(scales.is_none() || self.precision == Precision::Bf16, "fp8 is emulated in bf16");
-        Tape { fp8: scales, ..self }
-    }
-
-    /// The same tape, whose sequences begin at this position instead of 0.
-    pub fn with_first_position(self, first_position: usize) -> Self {
-        Tape { first_position, ..self }
-    }
-
-    /// The same tape, on a rank of an axis of ranks with different experts; `None` for the only one.
-    pub fn with_experts(self, axis: Option<ExpertAxis>) -> Self {
-        Tape { experts: axis, ..self }
-    }
-
-    /// What random operations depend on. Lasts until the tape is cleared.
-    pub fn set_randomness(&mut self, randomness: Randomness) {
-        self.randomness = randomness;
-    }
-
-    /// Multiplies every gradient of a backward pass that starts from a loss by `scale`; the loss itself is not. Lasts until
-    /// the tape is cleared.
-    pub fn set_loss_scale(&mut self, scale: f32) {
-        self.loss_scale = scale;
+    /// As [`new`](Tape::new).
+    pub fn for_pass(self, pass: PassState) -> Self {
+        Tape { pass: checked(pass), ..self }
     }
 
     /// Forgets everything but its capacity, so that a reused tape allocates nothing.
@@ -195,11 +159,8 @@ impl Tape {
         self.arguments.clear();
         self.tensors.clear();
         self.passing.clear();
-        self.rows_under_way = None;
         self.loss = None;
         self.metrics.clear();
-        self.loss_scale = 1.0;
-        self.randomness = Randomness::default();
     }
 
     /// Records operations that read `parameters`.
@@ -315,6 +276,11 @@ impl Tape {
         }
         Ok(())
     }
+}
+
+fn checked(pass: PassState) -> PassState {
+    assert!(pass.fp8.is_none() || pass.precision == Precision::Bf16, "fp8 is emulated in bf16");
+    pass
 }
 
 /// The same elements as `dtype`: the tensor itself, if they are so already.

@@ -6,6 +6,7 @@ use crate::device::DeviceOptions;
 use crate::kernels::{Activation, AttentionRule};
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::parameters::Parameters;
+use std::sync::Arc;
 use trireme_base::{Category, RandomKey};
 
 /// So many that the logits of the vocabulary take two chunks.

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use trireme_base::DType;
 use trireme_tensor::tape::{InputActivation, Linear, Recording};
 use trireme_tensor::{
-    Category, Fp8Formats, Fp8Recipe, Fp8State, Initial, ParameterTable, Parameters, Precision, Tape,
+    Category, Fp8Formats, Fp8Recipe, Fp8State, Initial, ParameterTable, Parameters, PassState, Precision,
+    Tape,
 };
 
 /// A layer of one weight, which is 1, so that its outputs are its inputs, rounded.
@@ -22,7 +23,8 @@ fn inputs_are_rounded_to_the_nearest_of_their_format_and_their_largest_is_kept()
         let mut parameters = Parameters::zeros(&Arc::new(table), device, Category::Parameters).unwrap();
         parameters.set(0, &[1.0, 0.0]);
         let scales = Some(Arc::clone(state.scales()));
-        let mut tape = Tape::new(device, Recording::On, Precision::Bf16).with_fp8(scales);
+        let pass = PassState { fp8: scales, ..Precision::Bf16.into() };
+        let mut tape = Tape::new(device, Recording::On, pass);
         let x = tape.input(rounded(device, &values, DType::Bf16).reshaped([500, 1].into()));
         let y = tape.recorder(&parameters).apply(&Arc::new(layer), [x]).unwrap();
         let y = wide(device, &tape.take_output(&y).unwrap());

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use trireme_base::{AxisPlace, Cut, DType, RandomKey, UnitAxis};
 use trireme_tensor::tape::{
     Add, AloneOnAxis, CopyToRanks, Dropout, Embedding, InputActivation, Linear, LossHead, Mean, MeanLoss,
-    Norm, NotedExchanges, Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks, TensorAxis,
-    WeightLayout,
+    Norm, NotedExchanges, PassAxes, Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks,
+    TensorAxis, WeightLayout,
 };
 use trireme_tensor::{
     Activation, BackendKind, Category, DetachedOptions, Device, DeviceError, DeviceOptions, Fp8Formats,
     Fp8Recipe, Fp8State, GradSink, GradTarget, Initial, Parameter, ParameterInfo, ParameterSpan,
-    ParameterTable, Parameters, Precision, Tape,
+    ParameterTable, Parameters, PassState, Precision, Tape,
 };
 use trireme_testkit::TracedDevice;
 
@@ -113,8 +113,10 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
 
     let fp8 = Fp8State::of_matrices(Fp8Recipe::new(Fp8Formats::Hybrid), &table, device).unwrap();
     let scales = (precision == Precision::Bf16).then(|| Arc::clone(fp8.scales()));
-    let mut tape = Tape::new(device, Recording::On, precision).with_axis(axis).with_fp8(scales);
-    tape.set_randomness(Randomness { seed: 1, step: 2, first_sample: 3, num_samples: BATCH });
+    let randomness = Randomness { seed: 1, step: 2, first_sample: 3, num_samples: BATCH };
+    let axes = PassAxes { tensor: axis, ..PassAxes::default() };
+    let pass = PassState { fp8: scales, axes, randomness, ..precision.into() };
+    let mut tape = Tape::new(device, Recording::On, pass);
     let ids = |first: u32, tape: &mut Tape| {
         let ids: Vec<u32> =
             (0..(BATCH * SEQ_LEN) as u32).map(|i| (first + 7 * i) % VOCABULARY as u32).collect();
@@ -250,7 +252,9 @@ fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
     let parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
     let ops = Arc::new(AloneOnAxis::new(UnitAxis::Tensor, AxisPlace::new(0, 2), &NotedExchanges::default()));
     let axis = TensorAxis { ops, shards_rows: false };
-    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_axis(Some(axis));
+    let axes = PassAxes { tensor: Some(axis), ..PassAxes::default() };
+    let pass = PassState { axes, ..Precision::F32.into() };
+    let mut tape = Tape::new(&device, Recording::On, pass);
     let x = tape.input(device.empty([1, 2, 2].into(), DType::F32, Category::Activations).unwrap());
     let _ = tape.recorder(&parameters).apply(&linear, [x]);
 }
@@ -260,7 +264,9 @@ fn rows_that_do_not_divide_are_refused() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     let ops = Arc::new(AloneOnAxis::new(UnitAxis::Tensor, AxisPlace::new(0, 2), &NotedExchanges::default()));
     let axis = TensorAxis { ops, shards_rows: false };
-    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_axis(Some(axis));
+    let axes = PassAxes { tensor: Some(axis), ..PassAxes::default() };
+    let pass = PassState { axes, ..Precision::F32.into() };
+    let mut tape = Tape::new(&device, Recording::On, pass);
     let x = tape.input(device.empty([1, 3, 2].into(), DType::F32, Category::Activations).unwrap());
     let mut table = ParameterTable::default();
     table.begin_unit("none");

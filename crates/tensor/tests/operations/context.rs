@@ -5,12 +5,12 @@ use crate::threads::Threads;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, DType, Positions, RandomKey, UnitAxis};
 use trireme_tensor::tape::{
-    AloneOnAxis, Attention, AxisOps, ContextAxis, Dropout, Mean, NotedExchanges, Randomness, Recording,
-    RotaryTable, Softmax,
+    AloneOnAxis, Attention, AxisOps, ContextAxis, Dropout, Mean, NotedExchanges, PassAxes, Randomness,
+    Recording, RotaryTable, Softmax,
 };
 use trireme_tensor::{
-    AttentionRule, BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision,
-    Shape, Tape, Tensor,
+    AttentionRule, BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, PassState,
+    Precision, Shape, Tape, Tensor,
 };
 use trireme_testkit::TracedDevice;
 
@@ -63,6 +63,10 @@ fn ids(device: &Device, dims: &[usize], values: &[u32]) -> Tensor {
 }
 
 /// The outputs and gradients of a rank: rows of its positions.
+fn pass_of(context: Option<ContextAxis>) -> PassState {
+    PassState { axes: PassAxes { context, ..PassAxes::default() }, ..Precision::F32.into() }
+}
+
 fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<ContextAxis>) -> [Vec<f32>; 3] {
     let place = axis.as_ref().map_or(ContextPlace::ALONE, ContextAxis::place);
     let (at, of_heads) = (place.positions(LEN), place.positions_of_heads(LEN));
@@ -70,8 +74,8 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
         case.is_rotary.then(|| Arc::new(RotaryTable::new(device, LEN, &[1.0, 0.4, 0.05], 1.0).unwrap()));
     let attention = Arc::new(Attention::new(HEADS, KV_HEADS, DIM, case.rule).with_rotary(rotary));
     let dropout = Arc::new(Dropout::new("dropout", 0.4));
-    let mut tape = Tape::new(device, Recording::On, Precision::F32).with_context(axis);
-    tape.set_randomness(Randomness { seed: 1, step: 2, first_sample: 3, num_samples: BATCH });
+    let randomness = Randomness { seed: 1, step: 2, first_sample: 3, num_samples: BATCH };
+    let mut tape = Tape::new(device, Recording::On, PassState { randomness, ..pass_of(axis) });
     let qkv = random(BATCH * LEN * COLS, "qkv");
     let columns = |first: usize, last: usize| -> Vec<f32> {
         let own = rows(&qkv, COLS, at);
@@ -200,16 +204,16 @@ fn axis_alone(heads: usize) -> ContextAxis {
 fn what_mixes_positions_and_heads_that_do_not_divide_are_refused() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     let parameters = no_values(&device);
-    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_context(Some(axis_alone(1)));
+    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(axis_alone(1))));
     let x = tape.input(tensor(&device, &[1, 4, 2], &[0.0; 8]));
     let refused = tape.recorder(&parameters).apply(&Mean { dim: 1 }, [x]).unwrap_err().to_string();
     assert!(refused.contains("Mean { dim: 1 } mixes positions"), "{refused}");
     // Softmax is over the last dim, which here would be that of positions.
-    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_context(Some(axis_alone(1)));
+    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(axis_alone(1))));
     let x = tape.input(tensor(&device, &[2, 4], &[0.0; 8]));
     let refused = tape.recorder(&parameters).apply(&Softmax, [x]).unwrap_err().to_string();
     assert!(refused.contains("fewer dims than [samples, positions, cols]"), "{refused}");
-    let mut tape = Tape::new(&device, Recording::On, Precision::F32).with_context(Some(axis_alone(4)));
+    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(axis_alone(4))));
     let x = tape.input(tensor(&device, &[1, 4, COLS], &[0.0; 4 * COLS]));
     let attention = Arc::new(Attention::new(HEADS, KV_HEADS, DIM, AttentionRule::causal(DIM)));
     let refused = tape.recorder(&parameters).apply(&attention, [x]).unwrap_err().to_string();

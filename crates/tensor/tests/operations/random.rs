@@ -5,8 +5,8 @@ use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Dropout, EmbeddingBag, Randomness, Recording};
 use trireme_tensor::{
-    Category, Device, DeviceOptions, Initial, Parameter, ParameterTable, Parameters, Precision, Tape, Tensor,
-    View,
+    Category, Device, DeviceOptions, Initial, Parameter, ParameterTable, Parameters, PassState, Precision,
+    Tape, Tensor, View,
 };
 use trireme_testkit::Input;
 
@@ -30,8 +30,8 @@ fn dropped(num_samples: usize, randomness: Randomness, recording: Recording) -> 
     let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
     let mut ones = device.empty([2 * num_samples, 37].into(), DType::F32, Category::Activations).unwrap();
     device.upload(&vec![1.0_f32; 2 * num_samples * 37], ones.view_mut());
-    let mut tape = Tape::new(&device, recording, Precision::F32);
-    tape.set_randomness(randomness);
+    let pass = PassState { randomness, ..Precision::F32.into() };
+    let mut tape = Tape::new(&device, recording, pass);
     let parameters = Parameters::zeros(&Arc::new(no_parameters()), &device, Category::Parameters).unwrap();
     let x = tape.input(ones);
     let y = tape.recorder(&parameters).apply(&Arc::new(Dropout::new("layer", 0.3)), [x]).unwrap();

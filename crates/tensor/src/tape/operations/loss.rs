@@ -151,8 +151,8 @@ impl Recorder<'_> {
         let value = &tape.values[x.0];
         assert_ne!(value.sharding, Sharding::Rows, "logits are made of rows that every rank has");
         let (device, x) = (&tape.device, value.tensor().view());
-        let mut logits = head.chunk_logits((device, tape.precision), parameters, x, whole)?;
-        if let Some(axis) = tape.axis.as_ref().filter(|_| head.weight.part.is_some()) {
+        let mut logits = head.chunk_logits((device, tape.pass.precision), parameters, x, whole)?;
+        if let Some(axis) = tape.pass.axes.tensor.as_ref().filter(|_| head.weight.part.is_some()) {
             logits = head.all_logits(device, axis, &logits)?;
         }
         Ok(tape.constant(logits))

@@ -7,7 +7,7 @@ use crate::fp8::{Fp8Formats, Fp8Recipe, Fp8State};
 use crate::kernels::Activation;
 use crate::parameter_table::ParameterTable;
 use crate::parameters::{ParameterSource, Parameters};
-use crate::tape::{GradSink, GradTarget, Recording, Tape, Var};
+use crate::tape::{GradSink, GradTarget, PassState, Recording, Tape, Var};
 use std::sync::Arc;
 use trireme_base::{Bf16, Category, RandomKey};
 
@@ -146,7 +146,8 @@ impl Case {
 
     fn run(&self, state: Option<&Fp8State>) -> Found {
         let fp8 = state.map(|state| Arc::clone(state.scales()));
-        let mut tape = Tape::new(&self.device, Recording::On, Precision::Bf16).with_fp8(fp8);
+        let pass = PassState { fp8, ..Precision::Bf16.into() };
+        let mut tape = Tape::new(&self.device, Recording::On, pass);
         let x = tape.input(self.tensor(&self.x, DType::Bf16));
         let residual = self.residual.as_ref().map(|values| tape.input(self.tensor(values, DType::F32)));
         let (x_place, residual_place) = (x.id(), residual.as_ref().map(Var::id));
@@ -264,7 +265,8 @@ fn passes_without_training_and_layers_left_out_change_no_scale() {
     let case = Case::new(WeightLayout::InputsFirst, InputActivation::Identity, true);
     let mut state = state(&case, Fp8Formats::Hybrid, 0);
     let scales = Some(Arc::clone(state.scales()));
-    let mut tape = Tape::new(&case.device, Recording::Off, Precision::Bf16).with_fp8(scales);
+    let pass = PassState { fp8: scales, ..Precision::Bf16.into() };
+    let mut tape = Tape::new(&case.device, Recording::Off, pass);
     let x = tape.input(case.tensor(&case.x, DType::Bf16));
     let residual = tape.input(case.tensor(case.residual.as_ref().unwrap(), DType::F32));
     let y = tape.recorder(&case.parameters).apply(&Arc::new(case.op), (x, residual)).unwrap();
