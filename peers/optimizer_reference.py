@@ -1,4 +1,4 @@
-"""Golden values of optimizers: the constants of crates/optim/tests/golden.rs.
+"""Golden values of optimizers: the constants of crates/optim/tests/optim/golden.rs.
 
     python peers/optimizer_reference.py
 

@@ -1,5 +1,5 @@
 """Writes small tokenizers in the form of six families, and the ids that transformers gives with them, for
-crates/data/tests/tokenizers.rs.
+crates/data/tests/data/tokenizers.rs.
 
     pip install transformers==5.23.0 tokenizers==0.23.3 jinja2
     python peers/tokenizer_reference.py crates/data/tests/tokenizers

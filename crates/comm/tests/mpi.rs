@@ -1,16 +1,14 @@
 //! The transport `mpi`, by processes that MPI's launcher starts. Skipped where there is no `mpirun`.
 #![cfg(feature = "mpi")]
 
-#[path = "support/operations.rs"]
-mod operations;
-#[path = "support/oracle.rs"]
-mod oracle;
+#[allow(dead_code, reason = "the other test binary uses the rest")]
+#[path = "comm/support/mod.rs"]
 mod support;
 
-use operations::check_algorithm;
-use oracle::{Value, expected};
 use std::process::{Command, Output};
 use std::time::Duration;
+use support::operations::check_algorithm;
+use support::oracle::{Value, expected};
 use support::{join_options, small_pieces};
 use trireme_base::{Bf16, Rank, ReduceOp};
 use trireme_comm::{Buffer, CommError, Element, Group, JoinOptions, TransportChoice, TransportKind, join};

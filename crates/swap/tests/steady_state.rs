@@ -1,5 +1,7 @@
 //! Once buffers exist, transfers allocate nothing.
 
+#[allow(dead_code, reason = "the other test binary uses the rest")]
+#[path = "swap/support/mod.rs"]
 mod support;
 
 use support::{METHODS, create, filled, folder, options};

@@ -1,5 +1,7 @@
 //! After the first steps, steps allocate nothing, on any thread of any rank.
 
+#[allow(dead_code, reason = "the other test binary uses the rest")]
+#[path = "train/common/mod.rs"]
 mod common;
 
 use common::{job, trainer};

@@ -1,0 +1,77 @@
+//! Every operation × algorithm × transport × number and placement of ranks × awkward length × kind of memory: results
+//! against a naive oracle, and bytes sent against the steps, which tests of their own hold to the formulas.
+
+use crate::support::operations::{Place, check, check_algorithm, kinds};
+use crate::support::{on_hosts, small_pieces};
+use std::collections::HashSet;
+use trireme_comm::{GroupOptions, TransportKind};
+use trireme_schedule::collective::{Algorithm, FlatAlgorithm, Hosts, algorithms_for, fits, is_canonical};
+
+/// Where ranks are, by the number of their host.
+const ONE_HOST: [&[usize]; 4] = [&[0, 0], &[0, 0, 0], &[0, 0, 0, 0], &[0, 0, 0, 0, 0]];
+const SEVERAL_HOSTS: [&[usize]; 7] =
+    [&[0, 1], &[0, 0, 1], &[0, 1, 0], &[0, 0, 1, 1], &[0, 1, 0, 1], &[0, 0, 0, 1, 1], &[0, 1, 1, 1, 1]];
+
+/// All algorithms that do one of the operations where ranks are so placed.
+fn algorithms(hosts: &Hosts) -> Vec<Algorithm> {
+    let mut seen = HashSet::new();
+    let kinds = kinds(hosts.world_size()).into_iter();
+    let all = kinds.flat_map(|kind| algorithms_for(kind.collective(1000), hosts));
+    all.filter(|algorithm| seen.insert(*algorithm)).collect()
+}
+
+fn check_all(transport: TransportKind, placement: &[usize]) {
+    let hosts = Hosts::new(placement);
+    for algorithm in algorithms(&hosts) {
+        let shares_memory = matches!(transport, TransportKind::Shm | TransportKind::ShmAndTcp);
+        if algorithm.needs_shared_memory() && !shares_memory {
+            continue;
+        }
+        let options = GroupOptions { keeps_order: false, algorithm: Some(algorithm), ..small_pieces() };
+        on_hosts(transport, placement, &options, |group| check_algorithm(&group, algorithm));
+    }
+}
+
+#[test]
+fn by_threads() {
+    ONE_HOST.iter().for_each(|placement| check_all(TransportKind::Inproc, placement));
+}
+
+#[test]
+fn by_shared_memory() {
+    ONE_HOST.iter().for_each(|placement| check_all(TransportKind::Shm, placement));
+}
+
+#[test]
+fn by_sockets() {
+    ONE_HOST.iter().for_each(|placement| check_all(TransportKind::Tcp, placement));
+    SEVERAL_HOSTS.iter().for_each(|placement| check_all(TransportKind::Tcp, placement));
+}
+
+#[test]
+fn by_shared_memory_within_hosts_and_sockets_across() {
+    SEVERAL_HOSTS
+        .iter()
+        .filter(|placement| placement.len() > 2)
+        .for_each(|placement| check_all(TransportKind::ShmAndTcp, placement));
+}
+
+/// With sums in their order, what is asked for is taken where it keeps it, and nowhere else.
+#[test]
+fn an_algorithm_with_an_order_of_its_own_is_not_taken_where_the_order_counts() {
+    for algorithm in FlatAlgorithm::ALL.map(Algorithm::from) {
+        let options = GroupOptions { algorithm: Some(algorithm), ..small_pieces() };
+        on_hosts(TransportKind::Tcp, &[0, 0, 0, 0], &options, |group| {
+            for kind in kinds(4) {
+                let collective = kind.collective(1000);
+                let taken = group.algorithm(collective, 4);
+                assert!(is_canonical(collective, taken, group.hosts()), "{kind:?} by {taken}");
+                let fits = fits(collective, algorithm, group.hosts()) && !algorithm.needs_shared_memory();
+                if fits && is_canonical(collective, algorithm, group.hosts()) {
+                    assert_eq!(taken, algorithm);
+                }
+                check::<f32>(&group, kind, Place::Group, &[101]);
+            }
+        });
+    }
+}

@@ -1,0 +1,93 @@
+//! Short vectors that are reduced together.
+
+use crate::support::{TRANSPORTS, on_ranks, small_pieces};
+use std::sync::Arc;
+use trireme_base::{Rank, ReduceOp};
+use trireme_comm::{Buffer, CommError, Fusion, Group};
+
+const LEN_MAX: usize = 100;
+/// Empty, short, half a batch, more than half, more than a batch.
+const LENGTHS: [usize; 12] = [0, 1, 30, 30, 30, 30, 50, 51, 7, 250, 0, 3];
+
+fn vector(group: &Group, number: usize) -> Buffer<f32> {
+    let mut buffer = group.buffer::<f32>(LENGTHS[number]).expect("memory");
+    let rank = group.rank().0;
+    for (index, value) in buffer.iter_mut().enumerate() {
+        *value = 1.0 / (3 + rank * 17 + number * 5 + index) as f32;
+    }
+    buffer
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+#[test]
+fn fused_vectors_have_the_bits_of_single_ones() {
+    for transport in TRANSPORTS {
+        on_ranks(transport, 3, &small_pieces(), |group| {
+            let group = Arc::new(group);
+            for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max] {
+                let single: Vec<Vec<u32>> = (0..LENGTHS.len())
+                    .map(|number| {
+                        bits(&group.all_reduce(vector(&group, number), op).wait().expect("reduced"))
+                    })
+                    .collect();
+                let fusion = Fusion::new(Arc::clone(&group), op, LEN_MAX);
+                for round in 0..3 {
+                    let works: Vec<_> =
+                        (0..LENGTHS.len()).map(|number| fusion.all_reduce(vector(&group, number))).collect();
+                    if round == 1 {
+                        fusion.flush();
+                    }
+                    let mut works: Vec<_> = works.into_iter().enumerate().collect();
+                    if round == 2 {
+                        works.reverse();
+                    }
+                    for (number, work) in works {
+                        assert_eq!(
+                            bits(&work.wait().expect("reduced")),
+                            single[number],
+                            "{transport}, {number}"
+                        );
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn few_operations_carry_many_vectors() {
+    for transport in TRANSPORTS {
+        on_ranks(transport, 2, &small_pieces(), |group| {
+            let group = Arc::new(group);
+            let fusion = Fusion::new(Arc::clone(&group), ReduceOp::Sum, LEN_MAX);
+            let before = group.statistics().num_operations;
+            // Ten of each batch's elements stay empty: three vectors of thirty are a batch.
+            let works: Vec<_> =
+                (0..9).map(|_| fusion.all_reduce(group.buffer::<f32>(30).expect("memory"))).collect();
+            for work in works {
+                drop(work.wait().expect("reduced"));
+            }
+            assert_eq!(group.statistics().num_operations - before, 3, "{transport}");
+        });
+    }
+}
+
+#[test]
+fn a_failure_reaches_every_vector_of_a_batch() {
+    for transport in TRANSPORTS {
+        on_ranks(transport, 2, &small_pieces(), |group| {
+            if group.rank() == Rank(1) {
+                return;
+            }
+            let group = Arc::new(group);
+            let fusion = Fusion::new(Arc::clone(&group), ReduceOp::Sum, LEN_MAX);
+            let works = [1, 2, 3].map(|len| fusion.all_reduce(group.buffer::<f32>(len).expect("memory")));
+            for work in works {
+                assert!(matches!(work.wait(), Err(CommError::PeerLeft { rank: Rank(1), .. })), "{transport}");
+            }
+        });
+    }
+}

@@ -1,0 +1,18 @@
+//! Groups of ranks: operations, messages, transports, and what each rank is told when something goes wrong.
+
+mod algorithms;
+mod collectives;
+mod connections;
+mod costs;
+mod dry;
+mod failures;
+mod flight_recorder;
+mod fusion;
+mod hosts;
+mod matrix;
+mod messages;
+mod processes;
+mod rendezvous;
+mod strangers;
+mod support;
+mod tls;

@@ -1,0 +1,123 @@
+//! Worlds for tests: ranks as threads of this process, over every transport.
+pub(crate) mod operations;
+pub(crate) mod oracle;
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+use trireme_base::Rank;
+use trireme_comm::{
+    CommError, GivenCosts, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind, inproc_world_on,
+    join,
+};
+use trireme_schedule::collective::{DirectCost, LinkCost};
+
+pub(crate) const TRANSPORTS: [TransportKind; 4] =
+    [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp, TransportKind::ShmAndTcp];
+
+/// Thresholds so low that short vectors take the paths of long ones, in several pieces.
+pub(crate) fn small_pieces() -> GroupOptions {
+    let timeout = Duration::from_secs(60);
+    let link = LinkCost::of(10.0, 1.0);
+    // What is measured would choose now this algorithm, now that.
+    let costs =
+        GivenCosts { within: Some(link), across: Some(link), direct: Some(DirectCost::of(1.0, 10.0)) };
+    GroupOptions { timeout, short_bytes_max: 64, chunk_bytes: 128, costs, ..GroupOptions::default() }
+}
+
+/// Options of one world: a loopback address that no other world of these tests has.
+pub(crate) fn join_options(
+    world_size: usize,
+    transport: TransportChoice,
+    group: &GroupOptions,
+) -> JoinOptions {
+    static NUM_WORLDS: AtomicU8 = AtomicU8::new(1);
+    let [.., high, low] = std::process::id().to_be_bytes();
+    let number = NUM_WORLDS.fetch_add(1, Ordering::Relaxed);
+    JoinOptions {
+        master_addr: format!("127.{high}.{low}.{number}"),
+        master_port: 29_501,
+        transport,
+        group: group.clone(),
+        ..JoinOptions::new(Rank(0), world_size)
+    }
+}
+
+/// Runs `body` once per rank, each on its own thread, and returns what they return, in rank order. Ranks 0 and 1 are on one
+/// host, ranks 2 and 3 on another one, unless the transport has but one host.
+pub(crate) fn on_ranks<R: Send>(
+    transport: TransportKind,
+    world_size: usize,
+    options: &GroupOptions,
+    body: impl Fn(Group) -> R + Sync,
+) -> Vec<R> {
+    let host_of = |rank: usize| match transport {
+        TransportKind::Inproc | TransportKind::Shm => 0,
+        _ => rank / 2,
+    };
+    on_hosts(transport, &Vec::from_iter((0..world_size).map(host_of)), options, body)
+}
+
+/// As [`on_ranks`], with each rank on the host that `hosts` says.
+pub(crate) fn on_hosts<R: Send>(
+    transport: TransportKind,
+    hosts: &[usize],
+    options: &GroupOptions,
+    body: impl Fn(Group) -> R + Sync,
+) -> Vec<R> {
+    let world_size = hosts.len();
+    if transport == TransportKind::Inproc {
+        let groups = inproc_world_on(hosts, options);
+        return on_threads(groups.into_iter().map(|group| || body(group)));
+    }
+    let choice = match transport {
+        TransportKind::Shm => TransportChoice::Shm,
+        TransportKind::ShmAndTcp => TransportChoice::Auto,
+        _ => TransportChoice::Tcp,
+    };
+    let options = join_options(world_size, choice, options);
+    let host = |rank: usize| Some(format!("host {}", hosts[rank]));
+    let ranks =
+        (0..world_size).map(|rank| JoinOptions { rank: Rank(rank), host: host(rank), ..options.clone() });
+    // One host, where all ranks are on one.
+    let expected = match transport {
+        TransportKind::ShmAndTcp if hosts.iter().all(|host| *host == hosts[0]) => TransportKind::Shm,
+        other => other,
+    };
+    on_threads(ranks.map(|options| {
+        let body = &body;
+        move || {
+            let group = join(&options).expect("the world joins");
+            assert!(world_size == 1 || group.transport() == expected, "{group:?}");
+            body(group)
+        }
+    }))
+}
+
+/// Joins all ranks at once; what each gets.
+pub(crate) fn join_all(options: &[JoinOptions]) -> Vec<Result<Group, CommError>> {
+    on_threads(options.iter().map(|options| move || join(options)))
+}
+
+/// The options of some ranks of a world.
+pub(crate) fn ranks(options: &JoinOptions, ranks: &[usize]) -> Vec<JoinOptions> {
+    ranks.iter().map(|&rank| JoinOptions { rank: Rank(rank), ..options.clone() }).collect()
+}
+
+/// Asserts that all have joined, by `transport`, and are connected.
+pub(crate) fn check_world(groups: Vec<Result<Group, CommError>>, transport: TransportKind) {
+    std::thread::scope(|scope| {
+        for group in groups {
+            let group = group.expect("joined");
+            assert_eq!(group.transport(), transport);
+            scope.spawn(move || group.barrier().wait().expect("everybody is connected"));
+        }
+    });
+}
+
+fn on_threads<R: Send, F: FnOnce() -> R + Send>(bodies: impl Iterator<Item = F>) -> Vec<R> {
+    let bodies: Vec<F> = bodies.collect();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = bodies.into_iter().map(|body| scope.spawn(body)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("the rank's thread did not panic")).collect()
+    })
+}

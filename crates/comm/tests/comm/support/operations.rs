@@ -1,0 +1,267 @@
+//! The operations on vectors: how they are issued, and what must come of them.
+use super::oracle::{Value, expected};
+use std::ops::Range;
+use trireme_base::{Rank, ReduceOp};
+use trireme_comm::{Buffer, Element, Group, TransportKind, Work};
+use trireme_schedule::collective::{Algorithm, Collective, Step, block, fits, is_canonical, steps};
+
+/// Around the borders of blocks of up to five ranks, of short vectors (16) and of pieces (32), none but 0 a multiple of them.
+const LENGTHS: [usize; 6] = [0, 1, 3, 17, 101, 1001];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    AllReduce(ReduceOp),
+    Reduce(ReduceOp, Rank),
+    Broadcast(Rank),
+    AllGather,
+    ReduceScatter(ReduceOp),
+    Gather(Rank),
+    Scatter(Rank),
+    AllToAll,
+}
+
+/// Where buffers lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Where the group would have them.
+    Group,
+    /// In the process's own memory.
+    Private,
+    /// The input here, the output there, and the other way round on every second rank.
+    Mixed,
+}
+
+impl Kind {
+    /// The operation on a vector of `len`, as algorithms know it.
+    pub(crate) fn collective(self, len: usize) -> Collective {
+        match self {
+            Kind::AllReduce(_) => Collective::AllReduce { len },
+            Kind::Reduce(_, root) => Collective::Reduce { root, len },
+            Kind::Broadcast(root) => Collective::Broadcast { root, len },
+            Kind::AllGather => Collective::AllGather { len },
+            Kind::ReduceScatter(_) => Collective::ReduceScatter { len },
+            Kind::Gather(root) => Collective::Gather { root, len },
+            Kind::Scatter(root) => Collective::Scatter { root, len },
+            Kind::AllToAll => Collective::AllToAll { len },
+        }
+    }
+
+    /// The longest vector up to `len` that the operation takes, in place and out of place.
+    pub(crate) fn lens(self, world_size: usize, len: usize) -> [usize; 2] {
+        let equal = len / world_size * world_size;
+        match self {
+            Kind::AllToAll => [equal; 2],
+            Kind::Gather(_) | Kind::Scatter(_) => [len, equal],
+            _ => [len; 2],
+        }
+    }
+}
+
+/// Every operation, with the first and the last rank as root.
+pub(crate) fn kinds(world_size: usize) -> Vec<Kind> {
+    let mut kinds = vec![
+        Kind::AllReduce(ReduceOp::Sum),
+        Kind::AllReduce(ReduceOp::Mean),
+        Kind::ReduceScatter(ReduceOp::Sum),
+        Kind::ReduceScatter(ReduceOp::Max),
+        Kind::AllGather,
+        Kind::AllToAll,
+    ];
+    for root in [0, world_size - 1].map(Rank) {
+        kinds.extend([
+            Kind::Reduce(ReduceOp::Prod, root),
+            Kind::Reduce(ReduceOp::Mean, root),
+            Kind::Broadcast(root),
+            Kind::Gather(root),
+            Kind::Scatter(root),
+        ]);
+    }
+    kinds
+}
+
+/// The element at `index` of what `rank` has in the end, where that is specified.
+pub(crate) fn result<T: Value>(
+    kind: Kind,
+    rank: usize,
+    world_size: usize,
+    len: usize,
+    index: usize,
+) -> Option<T> {
+    let owner = (0..world_size).find(|&rank| block(Rank(rank), world_size, len).contains(&index));
+    let owner = owner.expect("every element is in a block");
+    match kind {
+        Kind::AllReduce(op) => Some(expected(op, world_size, index)),
+        Kind::Reduce(op, root) => (root.0 == rank).then(|| expected(op, world_size, index)),
+        Kind::Broadcast(root) => Some(T::of(root.0, index)),
+        Kind::AllGather => Some(T::of(owner, index)),
+        Kind::ReduceScatter(op) => (owner == rank).then(|| expected(op, world_size, index)),
+        Kind::Gather(root) => (root.0 == rank).then(|| T::of(owner, index)),
+        Kind::Scatter(root) => (owner == rank).then(|| T::of(root.0, index)),
+        Kind::AllToAll => {
+            let within = index - block(Rank(owner), world_size, len).start;
+            Some(T::of(owner, block(Rank(rank), world_size, len).start + within))
+        }
+    }
+}
+
+pub(crate) fn buffer<T: Value>(
+    group: &Group,
+    place: Place,
+    is_input: bool,
+    range: Range<usize>,
+) -> Buffer<T> {
+    let rank = group.rank().0;
+    let is_private = match place {
+        Place::Group => false,
+        Place::Private => true,
+        Place::Mixed => is_input == rank.is_multiple_of(2),
+    };
+    let len = range.len();
+    let made = if is_private { Buffer::private(len) } else { group.buffer(len) };
+    let mut buffer = made.expect("memory");
+    if is_input {
+        for (value, index) in buffer.iter_mut().zip(range) {
+            *value = T::of(rank, index);
+        }
+    }
+    buffer
+}
+
+pub(crate) fn bits<T: Element>(values: &[T]) -> &[u8] {
+    bytemuck::cast_slice(values)
+}
+
+/// Compares the elements of a buffer that begins at `first` of the whole vector.
+pub(crate) fn compare<T: Value>(
+    group: &Group,
+    kind: Kind,
+    len: usize,
+    first: usize,
+    buffer: &[T],
+    what: &str,
+) {
+    let (rank, world_size) = (group.rank().0, group.world_size());
+    for (offset, value) in buffer.iter().enumerate() {
+        let Some(expected) = result::<T>(kind, rank, world_size, len, first + offset) else { continue };
+        assert!(
+            bits(&[*value]) == bits(&[expected]),
+            "{kind:?} of {len} {what} on {group:?}, element {}",
+            first + offset
+        );
+    }
+}
+
+pub(crate) fn in_place<T: Value>(group: &Group, kind: Kind, place: Place, len: usize) -> Work<Buffer<T>> {
+    let buffer = buffer::<T>(group, place, true, 0..len);
+    match kind {
+        Kind::AllReduce(op) => group.all_reduce(buffer, op),
+        Kind::Reduce(op, root) => group.reduce(buffer, op, root),
+        Kind::Broadcast(root) => group.broadcast(buffer, root),
+        Kind::AllGather => group.all_gather(buffer),
+        Kind::ReduceScatter(op) => group.reduce_scatter(buffer, op),
+        Kind::Gather(root) => group.gather(buffer, root),
+        Kind::Scatter(root) => group.scatter(buffer, root),
+        Kind::AllToAll => group.all_to_all(buffer),
+    }
+}
+
+pub(crate) type Pair<T> = (Buffer<T>, Buffer<T>);
+
+/// The work, and where its output begins in the whole vector.
+pub(crate) fn out_of_place<T: Value>(
+    group: &Group,
+    kind: Kind,
+    place: Place,
+    len: usize,
+) -> (Work<Pair<T>>, usize) {
+    let (rank, world_size) = (group.rank(), group.world_size());
+    let own = block(rank, world_size, len);
+    let input = |range| buffer::<T>(group, place, true, range);
+    let output = |len| buffer::<T>(group, place, false, 0..len);
+    let at_root = |root, len| if root == rank { len } else { 0 };
+    match kind {
+        Kind::AllReduce(op) => (group.all_reduce_into(input(0..len), output(len), op), 0),
+        Kind::Reduce(op, root) => (group.reduce_into(input(0..len), output(at_root(root, len)), op, root), 0),
+        Kind::AllGather => (group.all_gather_into(input(own), output(len)), 0),
+        Kind::ReduceScatter(op) => {
+            (group.reduce_scatter_into(input(0..len), output(own.len()), op), own.start)
+        }
+        Kind::Gather(root) => (group.gather_into(input(own), output(at_root(root, len)), root), 0),
+        Kind::Scatter(root) => {
+            (group.scatter_into(input(0..at_root(root, len)), output(own.len()), root), own.start)
+        }
+        Kind::AllToAll => (group.all_to_all_into(input(0..len), output(len)), 0),
+        Kind::Broadcast(root) => (group.broadcast_into(input(0..at_root(root, len)), output(len), root), 0),
+    }
+}
+
+/// All lengths of an operation, in place and out of place, all in flight at once.
+pub(crate) fn check<T: Value>(group: &Group, kind: Kind, place: Place, lengths: &[usize]) {
+    let world_size = group.world_size();
+    let mut in_flight = Vec::new();
+    let mut pairs = Vec::new();
+    for &len in lengths {
+        let [len_in_place, len] = kind.lens(world_size, len);
+        in_flight.push((len_in_place, in_place::<T>(group, kind, place, len_in_place)));
+        let (work, first) = out_of_place::<T>(group, kind, place, len);
+        pairs.push((len, first, work));
+    }
+    for (len, work) in in_flight {
+        let buffer = work.wait().expect("it goes well");
+        compare(group, kind, len, 0, &buffer, &format!("in place, {place:?}"));
+    }
+    for (len, first, work) in pairs {
+        let (input, output) = work.wait().expect("it goes well");
+        compare(group, kind, len, first, &output, &format!("out of place, {place:?}"));
+        let own_start = match kind {
+            Kind::AllGather | Kind::Gather(_) => block(group.rank(), world_size, len).start,
+            _ => 0,
+        };
+        let is_kept = input
+            .iter()
+            .enumerate()
+            .all(|(index, value)| bits(&[*value]) == bits(&[T::of(group.rank().0, own_start + index)]));
+        assert!(is_kept, "{kind:?} of {len} changed its input on {group:?}");
+    }
+}
+
+/// Checks what the algorithm does, in every kind of memory that the group has.
+pub(crate) fn check_algorithm(group: &Group, algorithm: Algorithm) {
+    let hosts = group.hosts();
+    for kind in kinds(group.world_size()) {
+        if !fits(kind.collective(1000), algorithm, hosts) {
+            continue;
+        }
+        assert_eq!(group.algorithm(kind.collective(1000), 4), algorithm, "{kind:?} on {group:?}");
+        let has_memory = matches!(group.transport(), TransportKind::Shm | TransportKind::ShmAndTcp);
+        let places = if has_memory { &[Place::Group, Place::Private][..] } else { &[Place::Private] };
+        for &place in places {
+            let before = group.statistics().payload_bytes;
+            match is_canonical(kind.collective(1000), algorithm, hosts) {
+                true => check::<f32>(group, kind, place, &LENGTHS),
+                // Integers have one sum in any order.
+                false => check::<i32>(group, kind, place, &LENGTHS),
+            }
+            if !algorithm.needs_shared_memory() {
+                let sent = group.statistics().payload_bytes - before;
+                assert_eq!(
+                    sent,
+                    bytes_of_steps(group, kind, algorithm),
+                    "{kind:?} by {algorithm} on {group:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Bytes that the steps of an algorithm send for all lengths, in place and out of place.
+fn bytes_of_steps(group: &Group, kind: Kind, algorithm: Algorithm) -> u64 {
+    let lens = LENGTHS.iter().flat_map(|&len| kind.lens(group.world_size(), len));
+    let mut all = Vec::new();
+    lens.for_each(|len| steps(kind.collective(len), algorithm, group.hosts(), group.rank(), &mut all));
+    let sent = all.iter().map(|step| match step {
+        Step::Exchange { send: Some(send), .. } => 4 * send.span.range.len() as u64,
+        _ => 0,
+    });
+    sent.sum()
+}

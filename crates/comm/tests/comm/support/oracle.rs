@@ -1,0 +1,138 @@
+//! What operations must give, found out naively.
+use trireme_base::{Bf16, F16, ReduceOp};
+use trireme_comm::Element;
+
+/// The reduction in the documented order, by plain recursion.
+pub(crate) fn oracle<T: Copy>(values: &[T], combine: &impl Fn(T, T) -> T) -> T {
+    let num_leaves = 1 << values.len().ilog2();
+    let extra = values.len() - num_leaves;
+    let (folded, rest) = values.split_at(2 * extra);
+    let pairs = folded.chunks(2).map(|pair| combine(pair[0], pair[1]));
+    let leaves: Vec<T> = pairs.chain(rest.iter().copied()).collect();
+    balanced(&leaves, combine)
+}
+
+fn balanced<T: Copy>(leaves: &[T], combine: &impl Fn(T, T) -> T) -> T {
+    match leaves {
+        [leaf] => *leaf,
+        _ => {
+            let (left, right) = leaves.split_at(leaves.len() / 2);
+            combine(balanced(left, combine), balanced(right, combine))
+        }
+    }
+}
+
+pub(crate) trait Value: Element {
+    fn of(rank: usize, index: usize) -> Self;
+    fn sum(self, other: Self) -> Self;
+    fn product(self, other: Self) -> Self;
+    fn over(self, num_ranks: usize) -> Self;
+    fn is_above(self, other: Self) -> bool;
+}
+
+macro_rules! float_value {
+    ($type:ty) => {
+        impl Value for $type {
+            fn of(rank: usize, index: usize) -> Self {
+                // Zeros of both signs are equal, but not their bits: Max and Min depend on their order.
+                if index % 5 == 4 {
+                    return if rank % 3 == 1 { -0.0 } else { 0.0 };
+                }
+                // Sums of these depend on their order, in the last bits.
+                1.0 / (3.0 + ((rank * 7919 + index * 104_729) % 1009) as $type) - 0.001 * rank as $type
+            }
+            fn sum(self, other: Self) -> Self {
+                self + other
+            }
+            fn product(self, other: Self) -> Self {
+                self * other
+            }
+            fn over(self, num_ranks: usize) -> Self {
+                self / num_ranks as $type
+            }
+            fn is_above(self, other: Self) -> bool {
+                self > other
+            }
+        }
+    };
+}
+
+macro_rules! half_value {
+    ($type:ty) => {
+        impl Value for $type {
+            fn of(rank: usize, index: usize) -> Self {
+                <$type>::from_f32(f32::of(rank, index))
+            }
+            fn sum(self, other: Self) -> Self {
+                <$type>::from_f32(self.to_f32() + other.to_f32())
+            }
+            fn product(self, other: Self) -> Self {
+                <$type>::from_f32(self.to_f32() * other.to_f32())
+            }
+            fn over(self, num_ranks: usize) -> Self {
+                <$type>::from_f32(self.to_f32() / num_ranks as f32)
+            }
+            fn is_above(self, other: Self) -> bool {
+                self.to_f32() > other.to_f32()
+            }
+        }
+    };
+}
+
+macro_rules! integer_value {
+    ($type:ty) => {
+        impl Value for $type {
+            fn of(rank: usize, index: usize) -> Self {
+                let bits = ((rank + 1) * 7919 + index * 104_729) as $type;
+                // Of both signs, where the type has two.
+                if index % 2 == 1 { (0 as $type).wrapping_sub(bits) } else { bits }
+            }
+            fn sum(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+            fn product(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+            fn over(self, num_ranks: usize) -> Self {
+                self / num_ranks as $type
+            }
+            fn is_above(self, other: Self) -> bool {
+                self > other
+            }
+        }
+    };
+}
+
+float_value!(f32);
+float_value!(f64);
+half_value!(F16);
+half_value!(Bf16);
+integer_value!(u8);
+integer_value!(u32);
+integer_value!(u64);
+integer_value!(i32);
+integer_value!(i64);
+
+/// An element of the reduction over ranks.
+pub(crate) fn expected<T: Value>(op: ReduceOp, world_size: usize, index: usize) -> T {
+    let values: Vec<T> = (0..world_size).map(|rank| T::of(rank, index)).collect();
+    let reduced = oracle(&values, &|left, right| match op {
+        ReduceOp::Sum | ReduceOp::Mean => left.sum(right),
+        ReduceOp::Prod => left.product(right),
+        ReduceOp::Max => {
+            if left.is_above(right) {
+                left
+            } else {
+                right
+            }
+        }
+        ReduceOp::Min => {
+            if right.is_above(left) {
+                left
+            } else {
+                right
+            }
+        }
+    });
+    if op == ReduceOp::Mean { reduced.over(world_size) } else { reduced }
+}

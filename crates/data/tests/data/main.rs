@@ -1,0 +1,7 @@
+//! From files to tokens.
+
+mod common;
+mod prepare;
+mod records;
+mod token_file;
+mod tokenizers;

@@ -1,0 +1,4 @@
+//! Models against those of other implementations.
+
+mod golden;
+mod operations;

@@ -1,0 +1,111 @@
+//! Optimizers of shards come to the bits of one optimizer of all.
+
+use crate::common::{
+    Exchange, KINDS, Kind, Shards, Weights, bits, device, grads, options, step, table, train, weights,
+};
+use std::sync::Arc;
+use trireme_optim::{Optimizer, OptimizerName, OptimizerOptions, StateDType, StepSettings};
+use trireme_tensor::ParameterTable;
+
+const NUM_STEPS: u64 = 3;
+
+/// What ranks come to, each with its shard.
+#[derive(PartialEq)]
+struct Run {
+    weights: Weights,
+    /// All sums that a rank was given.
+    sum_bits: Vec<u64>,
+    /// Sums and gathers of a rank.
+    calls: [usize; 2],
+}
+
+fn in_shards(options: &OptimizerOptions, table: &Arc<ParameterTable>, num_ranks: usize) -> Run {
+    let exchange = Exchange::new(num_ranks);
+    let mut found = Run { weights: weights(table), sum_bits: Vec::new(), calls: [0; 2] };
+    std::thread::scope(|scope| {
+        let run = |rank: usize| {
+            let (exchange, mut weights) = (Arc::clone(&exchange), found.weights.clone());
+            move || {
+                // Threads of a rank change nothing either.
+                let device = device(1 + rank % 2);
+                let parts = table.shards(rank, num_ranks);
+                let mut optimizer = Optimizer::new(options, table, &parts, &device).unwrap();
+                let mut shards = Shards::new(&exchange, rank);
+                for number in 1..=NUM_STEPS {
+                    let settings = StepSettings { step: number, lr: 0.01, grad_scale: 0.5 };
+                    let grads = grads(table, number, 1.0);
+                    step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut shards);
+                }
+                (weights, parts, shards)
+            }
+        };
+        let ranks: Vec<_> = (0..num_ranks).map(|rank| scope.spawn(run(rank))).collect();
+        let results: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        for (weights, parts, shards) in results {
+            for (unit, part) in parts.into_iter().enumerate() {
+                found.weights[unit][part.clone()].copy_from_slice(&weights[unit][part]);
+            }
+            found.calls = [shards.num_sums, shards.num_gathers];
+            found.sum_bits = shards.sum_bits;
+        }
+    });
+    found
+}
+
+fn check(kind: Kind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
+    let options = OptimizerOptions { weight_decay: 0.1, state_dtype, ..options(kind) };
+    let expected = in_shards(&options, table, 1);
+    assert!(expected.weights == train(&options, table, NUM_STEPS, 1.0));
+    assert!(expected.weights != weights(table));
+    for num_ranks in [2, 4, 8] {
+        let found = in_shards(&options, table, num_ranks);
+        for (unit, (found, expected)) in found.weights.iter().zip(&expected.weights).enumerate() {
+            assert!(
+                bits(found) == bits(expected),
+                "{kind:?} in {state_dtype:?}, unit {unit}: {num_ranks} ranks come to other bits"
+            );
+        }
+        assert!(found.sum_bits == expected.sum_bits, "{kind:?}: {num_ranks} ranks come to other sums");
+        // Of each of three units; Muon's of the one with hidden matrices.
+        let exchanges = match kind.0 {
+            OptimizerName::Adafactor => [2 * 3, 0],
+            OptimizerName::Lamb | OptimizerName::Lars => [3, 0],
+            OptimizerName::Muon => [0, 1],
+            _ => [0, 0],
+        };
+        assert_eq!(found.calls, exchanges.map(|number| number * NUM_STEPS as usize), "{kind:?}");
+    }
+}
+
+#[test]
+fn shards_come_to_the_same_bits() {
+    // Leaves shorter than rows, and longer.
+    for leaf_len in [5, 70] {
+        let table = table(leaf_len);
+        KINDS.into_iter().for_each(|kind| check(kind, StateDType::F32, &table));
+    }
+}
+
+#[test]
+fn narrow_states_of_shards_come_to_the_same_bits() {
+    let table = table(100);
+    assert!(table.units()[1].num_elements >= OptimizerOptions::INT8_ELEMENTS_MIN);
+    for kind in KINDS {
+        check(kind, StateDType::Bf16, &table);
+        check(kind, StateDType::Int8, &table);
+    }
+}
+
+#[test]
+fn a_number_of_shards_that_is_no_power_of_two_is_almost_the_same() {
+    let table = table(5);
+    for kind in KINDS {
+        let options = OptimizerOptions { weight_decay: 0.1, ..options(kind) };
+        let expected = train(&options, &table, NUM_STEPS, 1.0);
+        let found = in_shards(&options, &table, 3);
+        for (found, expected) in found.weights.iter().flatten().zip(expected.iter().flatten()) {
+            assert!((found - expected).abs() < 1e-5, "{kind:?}: {found} {expected}");
+        }
+        assert!(in_shards(&options, &table, 3) == found, "{kind:?}: it differs from run to run");
+    }
+}

@@ -1,0 +1,274 @@
+//! A small model in training.
+use std::path::Path;
+use trireme_comm::Group;
+use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
+use trireme_optim::{LossScaling, OptimizerName, OptimizerOptions, OptimizerSettings};
+use trireme_parallel::{
+    Degrees, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
+    StepPlan, chain,
+};
+use trireme_schedule::lowering::{lay_out, recompute};
+use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
+use trireme_schedule::{Chain, Keep, Program, StateLayout, single};
+use trireme_swap::SwapOptions;
+use trireme_tensor::{BackendKind, Device, DeviceOptions, ParameterTable};
+use trireme_testkit::{classifier_batch, classifier_specs, random_batch, run_ranks};
+
+pub(crate) const SHAPE: (usize, usize) = (2, 17);
+pub(crate) const STEPS: u64 = 3;
+/// Of a program that does not drain between updates.
+pub(crate) const ASYNCHRONOUS_STEPS: usize = 6;
+
+/// In f32, summed in the canonical order.
+pub(crate) const OPTIONS: ExecutorOptions = ExecutorOptions {
+    // The units of a small model fill one batch and begin the next.
+    fusion_bytes: 60 << 10,
+    ..ExecutorOptions::PLAIN
+};
+
+/// An optimizer with its settings.
+pub(crate) type OptimizerKind = (OptimizerName, OptimizerSettings);
+
+pub(crate) const DEFAULT: OptimizerSettings = OptimizerSettings::DEFAULT;
+
+pub(crate) const ADAMW: OptimizerKind = (OptimizerName::AdamW, DEFAULT);
+
+/// A scale that starts here and does not grow within a test.
+pub(crate) fn dynamic(initial: u32) -> LossScaling {
+    LossScaling::Dynamic { initial, growth_interval: 1000 }
+}
+
+pub(crate) fn executor(
+    config: &ModelConfig,
+    group: Group,
+    num_threads: usize,
+    accumulation: usize,
+    options: ExecutorOptions,
+) -> Executor {
+    laid_out(config, group, num_threads, accumulation, &Layout { options, ..Layout::default() })
+}
+
+/// What is sharded, recomputed and kept elsewhere.
+#[derive(Clone)]
+pub(crate) struct Layout<'a> {
+    pub(crate) options: ExecutorOptions,
+    pub(crate) optimizer: OptimizerKind,
+    pub(crate) weight_decay: f32,
+    /// What counts instead of the two.
+    pub(crate) optimizer_options: Option<OptimizerOptions>,
+    /// Ranks of a replica.
+    pub(crate) num_shards: usize,
+    /// Ranks of the context axis, and how many of them exchange positions for heads.
+    pub(crate) context: (usize, usize),
+    /// Ranks of the tensor axis.
+    pub(crate) tensor: usize,
+    /// Ranks with different experts.
+    pub(crate) experts: usize,
+    /// How units are cut into stages, and in what order these run.
+    pub(crate) pipeline: Option<Pipeline>,
+    /// What units keep; all of them all if there is no choice.
+    pub(crate) keeps: &'a [Keep],
+    /// How state lies on them.
+    pub(crate) state: StateLayout,
+    pub(crate) folder: &'a Path,
+    pub(crate) swap: SwapOptions,
+    pub(crate) backend: BackendKind,
+}
+
+/// Stages of a model.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pipeline {
+    pub(crate) kind: Kind,
+    pub(crate) num_ranks: usize,
+    pub(crate) stages_per_rank: usize,
+}
+
+impl Pipeline {
+    /// The first unit of each stage but the first.
+    fn even_splits(&self, num_units: usize) -> Vec<usize> {
+        let num_stages = self.num_ranks * self.stages_per_rank;
+        (1..num_stages).map(|stage| stage * num_units / num_stages).collect()
+    }
+
+    fn program(&self, chain: &Chain, splits: &[usize], num_microbatches: usize, rank: usize) -> Program {
+        let Pipeline { kind, num_ranks, stages_per_rank } = *self;
+        let num_stages = num_ranks * stages_per_rank;
+        let num_steps = if kind.is_synchronous() { 1 } else { ASYNCHRONOUS_STEPS };
+        let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
+        let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
+        let schedule = generate(kind, sizes, &costs, None).unwrap();
+        let bounds = [&[0], splits, &[chain.num_units]].concat();
+        let units: Vec<_> = bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
+        programs(&schedule, &costs, &units, chain).swap_remove(rank)
+    }
+}
+
+impl Default for Layout<'_> {
+    fn default() -> Self {
+        Layout {
+            options: OPTIONS,
+            optimizer: ADAMW,
+            weight_decay: 0.1,
+            optimizer_options: None,
+            num_shards: 1,
+            context: (1, 1),
+            tensor: 1,
+            experts: 1,
+            pipeline: None,
+            keeps: &[],
+            state: StateLayout::WHOLE,
+            folder: Path::new("/nonexistent"),
+            swap: SwapOptions::default(),
+            backend: BackendKind::Cpu,
+        }
+    }
+}
+
+pub(crate) fn laid_out(
+    config: &ModelConfig,
+    group: Group,
+    num_threads: usize,
+    accumulation: usize,
+    layout: &Layout<'_>,
+) -> Executor {
+    let build = |device: &Device, table| config.build_into(table, config.max_position_embeddings, device);
+    laid_out_model((&build, &token_specs(SHAPE.0, SHAPE.1)), group, num_threads, accumulation, layout)
+}
+
+/// Builds a model.
+pub(crate) type Build<'a> = &'a dyn Fn(&Device, ParameterTable) -> Result<Model, ModelError>;
+
+/// A model that is built by a function, for microbatches of these tensors.
+pub(crate) fn laid_out_model(
+    (build, specs): (Build<'_>, &[TensorSpec]),
+    group: Group,
+    num_threads: usize,
+    accumulation: usize,
+    layout: &Layout<'_>,
+) -> Executor {
+    let alike = DeviceOptions { num_threads, backend: layout.backend, ..DeviceOptions::default() };
+    let device = Device::open(alike).unwrap();
+    let Layout { options, .. } = layout;
+    let (pipeline, shards) = (layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks), layout.num_shards);
+    let ((context, heads), tensor, experts) = (layout.context, layout.tensor, layout.experts);
+    let degrees = Degrees { pipeline, shards, context, heads, tensor, experts };
+    let ranks = RankGrid::new(group, degrees).unwrap();
+    let place = ranks.context_place();
+    let specs: Vec<TensorSpec> = specs.iter().map(|spec| spec.of_positions(place)).collect();
+    let build = |device: &Device| Model::build_at(ranks.model_place(), device, build);
+    let rehearsal = Rehearsal::of(build, alike, options.passes(place), &specs).unwrap();
+    let model = build(&device).unwrap();
+    let chain = chain(model.table(), &rehearsal, layout.options.determinism);
+    let program = match layout.pipeline {
+        Some(pipeline) => {
+            let splits = pipeline.even_splits(model.num_units());
+            pipeline.program(&chain, &splits, accumulation, ranks.pipeline().rank().0)
+        }
+        None => single::program(&chain, accumulation),
+    };
+    let moves = OffloadOptions {
+        host: device.host().unwrap(),
+        folder: layout.folder.to_owned(),
+        swap: layout.swap.clone(),
+    };
+    let (name, settings) = layout.optimizer;
+    let plain =
+        OptimizerOptions { settings, weight_decay: layout.weight_decay, ..OptimizerOptions::new(name) };
+    let optimizer = &layout.optimizer_options.clone().unwrap_or(plain);
+    let program = lowered(program, layout);
+    let (options, offload, device) = (layout.options, &moves, &device);
+    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let mut executor = Executor::new(setup).unwrap();
+    executor.initialize(1).unwrap();
+    executor
+}
+
+fn lowered(program: Program, layout: &Layout<'_>) -> Program {
+    let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
+    lay_out(program, layout.state)
+}
+
+/// The same with stages that begin at `splits`.
+pub(crate) fn cut_anew(executor: &Executor, splits: &[usize], layout: &Layout<'_>) -> Program {
+    let (rank, num_microbatches) =
+        (executor.ranks().pipeline().rank().0, executor.program().outline.num_microbatches);
+    let pipeline = layout.pipeline.expect("a pipeline is cut");
+    lowered(pipeline.program(&executor.program().outline.chain, splits, num_microbatches, rank), layout)
+}
+
+/// Tokens that the model of an executor knows.
+pub(crate) fn vocab_size(executor: &Executor) -> usize {
+    executor.model().table().parameters()[0].whole.rows()
+}
+
+/// This rank's share of `num_microbatches` random microbatches of a step.
+pub(crate) fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<Batch> {
+    let per_rank = num_microbatches / executor.ranks().sample_place().degree;
+    let vocab_size = vocab_size(executor);
+    let place = |index| executor.global_microbatch(index);
+    let batch = |index| random_batch(executor.device(), SHAPE, vocab_size, step, place(index));
+    (0..per_rank).map(batch).collect()
+}
+
+/// Losses and norms, metrics, and all parameters as bits after a few steps over the same global batches.
+pub(crate) fn train(executor: Executor, num_microbatches: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
+    train_on(executor, &|executor, step| batches(executor, num_microbatches, step))
+}
+
+/// The same over batches that a function makes: this rank's share of a step's microbatches.
+pub(crate) fn train_on(
+    mut executor: Executor,
+    batches: &dyn Fn(&Executor, u64) -> Vec<Batch>,
+) -> (Vec<[u64; 2]>, Vec<u32>) {
+    let mut found = Vec::new();
+    for step in 1..=STEPS {
+        let batches = batches(&executor, step);
+        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
+        let outcome: StepOutcome = executor.run(plan, &mut batches.into_iter()).unwrap();
+        assert_eq!(outcome.skipped, None, "step {step}");
+        found.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
+        found.extend(executor.metrics(0).map(|(_, value)| [value.to_bits(), 0]));
+    }
+    executor.check_replicas().unwrap();
+    (found, parameter_bits(&executor))
+}
+
+/// Losses, norms and metrics of steps, and the weights of all ranks, of a model that reads the batches of a classifier.
+pub(crate) fn train_classifier(
+    build: fn(&Device, ParameterTable) -> Result<Model, ModelError>,
+    num_samples: usize,
+    layout: &Layout<'_>,
+    (world_size, accumulation): (usize, usize),
+) -> (Vec<[u64; 2]>, Vec<u32>) {
+    let batches = |executor: &Executor, step: u64| -> Vec<Batch> {
+        let place = |index| executor.global_microbatch(index);
+        (0..accumulation)
+            .map(|index| classifier_batch(executor.device(), num_samples, step, place(index)))
+            .collect()
+    };
+    let found = run_ranks(world_size, |group| {
+        let model = (&build as Build<'_>, &classifier_specs(num_samples)[..]);
+        train_on(laid_out_model(model, group, 1, accumulation, layout), &batches)
+    });
+    assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
+    (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect())
+}
+
+/// What this rank steps, as bits.
+pub(crate) fn parameter_bits(executor: &Executor) -> Vec<u32> {
+    let flat = |unit| shard_values(executor, unit);
+    (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect()
+}
+
+/// What a rank has of a unit's parameters.
+pub(crate) fn shard_values(executor: &Executor, unit: usize) -> Vec<f32> {
+    executor.shard_device().read(executor.shard(unit))
+}
+
+/// Lets `change` change what a rank has of a unit's parameters.
+pub(crate) fn change_shard(executor: &mut Executor, unit: usize, change: impl FnOnce(&mut [f32])) {
+    let mut values = shard_values(executor, unit);
+    change(&mut values);
+    let device = executor.shard_device().clone();
+    device.upload(&values, executor.shard_mut(unit));
+}

@@ -1,0 +1,73 @@
+//! Programs that only run forward continue sequences.
+
+use crate::common::*;
+use trireme_model::{ModelConfig, Rehearsal, token_specs};
+use trireme_parallel::{Executor, Generation};
+use trireme_schedule::{StateClass, StateLayout, Tier};
+use trireme_tensor::{Category, Device, DeviceOptions, Precision};
+use trireme_testkit::{run_ranks, small_models};
+
+fn device() -> Device {
+    Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap()
+}
+
+fn forward_only(config: &ModelConfig, device: &Device) -> Executor {
+    let build = |device: &Device| config.build(1, device);
+    let rehearsal =
+        Rehearsal::of(build, DeviceOptions::default(), Precision::F32, &token_specs(1, 1)).unwrap();
+    let model = config.build(8, device).unwrap();
+    let parameters = model.initial_parameters(device, 7).unwrap();
+    let before = device.memory().usage(Category::Parameters).peak;
+    let executor = Executor::forward_only(model, rehearsal, parameters, device).unwrap();
+    assert_eq!(
+        device.memory().usage(Category::Parameters).peak,
+        before,
+        "it takes the parameters that are there"
+    );
+    executor
+}
+
+/// The logits after parts of a sequence.
+fn logits(executor: &mut Executor) -> Vec<Vec<f32>> {
+    let mut generation = Generation::new(executor, 8);
+    let logits = [&[1, 2, 3][..], &[4], &[5, 6]].map(|tokens| generation.read(tokens).unwrap());
+    logits.into()
+}
+
+#[test]
+fn sharded_parameters_and_those_on_a_disk_continue_a_sequence_with_equal_bits() {
+    for config in small_models() {
+        check(&config);
+    }
+}
+
+fn check(config: &ModelConfig) {
+    let mut alone = forward_only(config, &device());
+    let expected = logits(&mut alone);
+    let folder = tempfile::tempdir().unwrap();
+    for state in [StateLayout::zero(3), StateLayout::zero(3).with_tier(StateClass::Parameters, Tier::Disk)] {
+        let found = run_ranks(2, |group| {
+            let layout = Layout { num_shards: 2, state, folder: folder.path(), ..Layout::default() };
+            let mut executor = laid_out(config, group, 1, 1, &layout);
+            executor.initialize(7).unwrap();
+            logits(&mut executor)
+        });
+        assert_eq!(found, [expected.clone(), expected.clone()], "{state}");
+    }
+}
+
+#[test]
+fn memory_is_that_of_the_parameters_and_the_positions_used() {
+    let [_, llama] = small_models();
+    let config = ModelConfig { max_position_embeddings: 1 << 24, ..llama };
+    let device = device();
+    let mut executor = forward_only(&config, &device);
+    for category in [Category::Gradients, Category::Optimizer] {
+        assert_eq!(device.memory().usage(category).peak, 0, "{category}");
+    }
+    let mut generation = Generation::new(&mut executor, 16);
+    for _ in 0..4 {
+        generation.read(&[1, 2, 3, 4]).unwrap();
+    }
+    assert!(device.memory().total().peak < 1 << 20, "{:?}", device.memory().total());
+}

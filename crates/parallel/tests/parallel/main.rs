@@ -1,0 +1,26 @@
+//! The executor on ranks that are threads: every layout comes to the bits, or the values, of one rank.
+
+mod asynchronous;
+mod axes;
+mod chains;
+mod common;
+mod compression;
+mod detached;
+mod disk_faults;
+mod expert_parallel;
+mod experts;
+mod families;
+mod fp8;
+mod fusion;
+mod generation;
+mod golden_experts;
+mod hashes;
+mod layouts;
+mod loss_scaling;
+mod momentum;
+mod pipeline;
+mod reduce_dtype;
+mod relocation;
+mod sharding;
+mod state_bytes;
+mod zero_plus_plus;

@@ -1,0 +1,166 @@
+//! Units that move between the ranks of a pipeline during training change no bit of it, and leave no memory behind.
+
+use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, SHAPE, batches, cut_anew, laid_out};
+use trireme_comm::Group;
+use trireme_model::ModelConfig;
+use trireme_optim::{OptimizerName, OptimizerSettings};
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_schedule::pipeline::Kind;
+use trireme_schedule::{StateClass, StateLayout, Tier};
+use trireme_tensor::{Category, Precision};
+use trireme_testkit::{random_batch, run_ranks};
+
+const NUM_MICROBATCHES: usize = 4;
+/// Steps from one move to the next.
+const STEPS: u64 = 2;
+
+/// Eight units.
+fn model(is_tied: bool) -> ModelConfig {
+    let text = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+        "max_position_embeddings": 32, "tie_word_embeddings": false}"#;
+    ModelConfig { tie_word_embeddings: is_tied, ..ModelConfig::from_json(text).unwrap() }
+}
+
+/// Bits of losses and norms, of the loss of evaluations, and of all parameters at rank 0; and bytes that are in use.
+#[derive(Debug, PartialEq)]
+struct Found {
+    steps: Vec<[u64; 2]>,
+    evaluated: Vec<u64>,
+    parameters: Vec<u32>,
+    in_use: [usize; 5],
+}
+
+fn start(group: Group, is_tied: bool, layout: &Layout<'_>) -> Executor {
+    let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
+    let accumulation = NUM_MICROBATCHES * pipeline_degree / group.world_size();
+    laid_out(&model(is_tied), group, 1, accumulation, layout)
+}
+
+/// Trains, and before each part of the training but the first cuts the model anew, if it is a pipeline.
+fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Found {
+    let (mut steps, mut evaluated) = (Vec::new(), Vec::new());
+    let device = executor.device().clone();
+    for part in 0..=cuts.len() as u64 {
+        if let (Some(cut), Some(_)) = ((part as usize).checked_sub(1).map(|cut| cuts[cut]), layout.pipeline) {
+            executor.relocate(cut_anew(&executor, cut, layout)).unwrap();
+            executor.check_replicas().unwrap();
+        }
+        for step in part * STEPS + 1..=(part + 1) * STEPS {
+            let batches = batches(&executor, NUM_MICROBATCHES, step);
+            let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
+            let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
+            steps.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
+        }
+        let batch = random_batch(&device, (1, SHAPE.1), 61, 0, 0);
+        let losses = executor.evaluate(Some(batch)).unwrap().into_iter().filter(|loss| loss.num_rows > 0);
+        evaluated.extend(losses.map(|loss| loss.sum.to_bits()));
+    }
+    let in_use = Category::ALL.map(|category| device.memory().usage(category).current);
+    let all = executor.gather_parameters().unwrap();
+    let flat = |unit| all.as_ref().map(|all| all.values(unit)).unwrap_or_default();
+    let parameters = (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect();
+    Found { steps, evaluated, parameters, in_use }
+}
+
+/// A run whose units move finds what one rank does; ranks that have seen all these moves have as much memory in use as those that
+/// have not moved since they were cut so.
+fn check(layout: &Layout<'_>, world_size: usize, cuts: &[&[usize]], what: &str) {
+    for is_tied in [false, true] {
+        let what = if is_tied { format!("{what}, tied") } else { what.to_owned() };
+        check_model(is_tied, layout, world_size, cuts, &what);
+    }
+}
+
+fn check_model(is_tied: bool, layout: &Layout<'_>, world_size: usize, cuts: &[&[usize]], what: &str) {
+    let alone = Layout { options: layout.options, optimizer: layout.optimizer, ..Layout::default() };
+    let oracle = run_ranks(1, |group| train(start(group, is_tied, &alone), &alone, cuts)).remove(0);
+    let moved = run_ranks(world_size, |group| train(start(group, is_tied, layout), layout, cuts));
+    for found in &moved {
+        assert_eq!(found.steps, oracle.steps, "{what}");
+    }
+    let losses: Vec<&u64> = moved.iter().flat_map(|found| &found.evaluated).collect();
+    let num_data = world_size / layout.pipeline.unwrap().num_ranks;
+    assert_eq!(
+        losses.len(),
+        num_data * oracle.evaluated.len(),
+        "{what}: the ranks with the head know the loss"
+    );
+    assert!(losses.iter().all(|loss| oracle.evaluated.contains(loss)), "{what}");
+    assert!(moved[0].parameters == oracle.parameters, "{what}: parameters");
+    // Trained a little, moved at once, and trained on.
+    let last = &cuts[cuts.len() - 1..];
+    let once = run_ranks(world_size, |group| {
+        let mut executor = start(group, is_tied, layout);
+        executor.relocate(cut_anew(&executor, last[0], layout)).unwrap();
+        train(executor, layout, &[])
+    });
+    let in_use = |found: &[Found]| found.iter().map(|found| found.in_use).collect::<Vec<_>>();
+    assert_eq!(in_use(&moved), in_use(&once), "{what}: bytes in use");
+}
+
+fn two(kind: Kind, stages_per_rank: usize) -> Option<Pipeline> {
+    Some(Pipeline { kind, num_ranks: 2, stages_per_rank })
+}
+
+/// From four units and four.
+const CUTS: [&[usize]; 3] = [&[1], &[7], &[3]];
+
+#[test]
+fn units_move_with_data_parallelism_and_zero() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        for (zero_stage, num_shards) in [(0, 1), (1, 1), (1, 2), (2, 2)] {
+            let (options, state) = (ExecutorOptions { precision, ..OPTIONS }, StateLayout::zero(zero_stage));
+            let pipeline = two(Kind::OneFOneB, 1);
+            let layout = Layout { options, num_shards, state, pipeline, ..Layout::default() };
+            check(&layout, 4, &CUTS, &format!("{precision} stage {zero_stage} of {num_shards}"));
+        }
+    }
+}
+
+#[test]
+fn units_move_whatever_the_schedule() {
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    for (kind, stages_per_rank, cuts) in [
+        (Kind::GPipe, 1, &CUTS[..]),
+        (Kind::Interleaved, 2, &[&[1, 2, 3], &[5, 6, 7], &[2, 3, 7]]),
+        (Kind::ZeroBubbleV, 2, &[&[1, 2, 3], &[3, 4, 7]]),
+    ] {
+        let layout = Layout { options: bf16, pipeline: two(kind, stages_per_rank), ..Layout::default() };
+        check(&layout, 2, cuts, &format!("{kind}"));
+    }
+    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 4, stages_per_rank: 1 });
+    check(&Layout { pipeline, ..Layout::default() }, 4, &[&[1, 2, 3], &[5, 6, 7], &[1, 3, 7]], "four ranks");
+}
+
+#[test]
+fn all_that_optimizers_keep_moves() {
+    let muon = OptimizerSettings { muon_iterations: 3, ..DEFAULT };
+    for optimizer in
+        [(OptimizerName::Adafactor, DEFAULT), (OptimizerName::Muon, muon), (OptimizerName::Lamb, DEFAULT)]
+    {
+        let (state, pipeline) = (StateLayout::zero(2), two(Kind::OneFOneB, 1));
+        let layout = Layout { optimizer, num_shards: 2, state, pipeline, ..Layout::default() };
+        check(&layout, 4, &CUTS, &format!("{optimizer:?}"));
+    }
+}
+
+#[test]
+fn state_elsewhere_moves_too() {
+    let folder = tempfile::tempdir().unwrap();
+    for precision in [Precision::F32, Precision::Bf16] {
+        for optimizer in [Tier::Host, Tier::Disk] {
+            let layout = Layout {
+                options: ExecutorOptions { precision, ..OPTIONS },
+                num_shards: 2,
+                pipeline: two(Kind::OneFOneB, 1),
+                state: StateLayout::zero(2)
+                    .with_tier(StateClass::Optimizer, optimizer)
+                    .with_tier(StateClass::Activations, Tier::Disk),
+                folder: folder.path(),
+                ..Layout::default()
+            };
+            check(&layout, 4, &CUTS, &format!("{precision} {optimizer:?}"));
+        }
+    }
+}

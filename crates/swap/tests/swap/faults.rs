@@ -1,0 +1,253 @@
+//! What becomes of a disk's failures: an error with facts, for everything that is pending and that comes later.
+
+use crate::support::{
+    FailAfter, Failure, METHODS, content, create, filled, folder, nameless_file, options, round_trip,
+};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::Duration;
+use trireme_swap::{Access, Direction, Interceptor, Method, SwapError, SwapFile, SwapOptions};
+
+const LEN: usize = 50_000;
+/// What [`LEN`] bytes take in the file.
+const SPAN: u64 = 53_248;
+/// Of [`LEN`] bytes, with the parts of [`options`].
+const NUM_PARTS: usize = 7;
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+
+fn failing(method: Method, num_passing: usize, failure: Failure) -> SwapOptions {
+    SwapOptions { interceptor: Some(Arc::new(FailAfter::new(num_passing, failure))), ..options(method) }
+}
+
+/// The file fails now, and from now on, with an error of this text.
+fn assert_useless(swap: &SwapFile, text: &str) {
+    for transfer in [swap.write(0, filled(swap, LEN, 1)), swap.read(1, swap.buffer(LEN).expect("memory"))] {
+        assert!(transfer.is_done());
+        assert_eq!(transfer.wait().expect_err("the file has failed").to_string(), text);
+    }
+}
+
+#[test]
+fn what_the_system_refuses_fails_the_file() {
+    let folder = folder();
+    for method in METHODS {
+        // In the second write; in the read, before a part of the last write can end.
+        for (num_passing, number, direction) in
+            [(NUM_PARTS + 2, ENOSPC, Direction::Write), (2 * NUM_PARTS + 2, EIO, Direction::Read)]
+        {
+            let options = failing(method, num_passing, Failure::Refused(number));
+            let Some(swap) = create(folder.path(), &[LEN; 3], &options) else { continue };
+            let writes = [0, 1].map(|block| swap.write(block, filled(&swap, LEN, block as u32)).wait());
+            let read = swap.read(1, swap.buffer(LEN).expect("memory"));
+            let pending = swap.write(2, filled(&swap, LEN, 2));
+            let error = read.wait().expect_err("the disk fails");
+            assert!(writes[0].is_ok());
+            assert_eq!(writes[1].is_err(), direction == Direction::Write);
+            assert!(pending.wait().is_err());
+            let SwapError::Refused { access, folder: place, source } = &error else { panic!("{error}") };
+            assert_eq!((access.direction, access.block), (direction, 1));
+            assert!((SPAN..2 * SPAN).contains(&access.offset), "{access:?}");
+            assert_eq!((place.as_path(), source.raw_os_error()), (folder.path(), Some(number)));
+            assert_useless(&swap, &error.to_string());
+        }
+    }
+}
+
+#[test]
+fn less_than_was_asked_for_fails_the_file() {
+    let folder = folder();
+    for method in METHODS {
+        let options = failing(method, NUM_PARTS, Failure::Short);
+        let Some(swap) = create(folder.path(), &[LEN; 2], &options) else { continue };
+        swap.write(1, filled(&swap, LEN, 1)).wait().expect("the write passes");
+        let error = swap.read(1, swap.buffer(LEN).expect("memory")).wait().expect_err("the read is short");
+        let SwapError::Short { access, moved, .. } = &error else { panic!("{error}") };
+        assert_eq!((access.direction, access.block, *moved), (Direction::Read, 1, access.bytes / 2));
+        assert_useless(&swap, &error.to_string());
+    }
+}
+
+#[test]
+fn a_shortened_file_fails() {
+    let folder = folder();
+    for method in METHODS {
+        let Some(swap) = create(folder.path(), &[LEN; 2], &options(method)) else { continue };
+        swap.write(1, filled(&swap, LEN, 1)).wait().expect("a disk that works");
+        nameless_file(folder.path()).set_len(SPAN + 100).expect("the file can be cut");
+        let error = swap.read(1, swap.buffer(LEN).expect("memory")).wait().expect_err("the block is gone");
+        assert!(matches!(&error, SwapError::Short { access, .. } if access.block == 1), "{error}");
+    }
+}
+
+#[test]
+fn a_bit_that_flips_on_disk_is_found() {
+    let folder = folder();
+    for method in METHODS {
+        // The first byte, one in the middle, and the last.
+        for position in [0, 20_000, LEN as u64 - 1] {
+            let Some(swap) = create(folder.path(), &[LEN; 2], &options(method)) else { continue };
+            (0..2).for_each(|block| round_trip(&swap, block, LEN, block as u32).expect("a disk that works"));
+            flip_bit(&swap, &folder, SPAN + position);
+            // The other block is well.
+            let buffer =
+                swap.read(0, swap.buffer(LEN).expect("memory")).wait().expect("this block is unchanged");
+            assert!(*buffer == *content(LEN, 0));
+            let error = swap.read(1, buffer).wait().expect_err("the block changed");
+            let SwapError::Corrupted { access, expected, found, .. } = &error else { panic!("{error}") };
+            assert_eq!((access.block, access.offset), (1, SPAN + position / 8192 * 8192));
+            assert_ne!(expected, found);
+            assert_useless(&swap, &error.to_string());
+        }
+    }
+}
+
+fn flip_bit(swap: &SwapFile, folder: &tempfile::TempDir, offset: u64) {
+    assert_eq!(swap.describe().size.0, 2 * SPAN);
+    let file = nameless_file(folder.path());
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).expect("the byte is there");
+    file.write_all_at(&[byte[0] ^ 0x10], offset).expect("the byte can be changed");
+    file.sync_all().expect("the change reaches the disk");
+}
+
+/// How long a transfer to a disk that hangs may take.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// Hangs in every operation, until the other end of the channel is gone.
+#[derive(Debug)]
+struct Hang {
+    released: Mutex<Receiver<()>>,
+    /// Gone when no thread has the interceptor any more.
+    _ended: Sender<()>,
+}
+
+impl Interceptor for Hang {
+    fn result(&self, _: &Access, result: io::Result<usize>) -> io::Result<usize> {
+        let _ = self.released.lock().expect("no thread panics while it hangs").recv();
+        result
+    }
+}
+
+/// A file of two blocks on a disk that hangs, if the system allows the method; what lets the disk go on; and what tells that no
+/// thread has it any more.
+fn hanging(folder: &Path, method: Method) -> Option<(SwapFile, Sender<()>, Receiver<()>)> {
+    let (release, released) = channel();
+    let (_ended, ended) = channel();
+    let interceptor = Hang { released: Mutex::new(released), _ended };
+    let options =
+        SwapOptions { interceptor: Some(Arc::new(interceptor)), timeout: PATIENCE, ..options(method) };
+    create(folder, &[LEN; 2], &options).map(|swap| (swap, release, ended))
+}
+
+#[test]
+fn a_disk_that_hangs_holds_nobody_up() {
+    let folder = folder();
+    for method in METHODS {
+        let Some((swap, release, ended)) = hanging(folder.path(), method) else { continue };
+        let transfer = swap.write(1, filled(&swap, LEN, 1));
+        let later = swap.read(1, swap.buffer(LEN).expect("memory"));
+        let other = swap.write(0, filled(&swap, LEN, 1));
+        assert!(!transfer.is_done());
+        // Whoever waits, the oldest transfer is the one that hangs.
+        let error = later.wait().expect_err("the disk hangs");
+        let SwapError::Timeout { access, timeout: allowed, .. } = &error else { panic!("{error}") };
+        assert_eq!((access.direction, access.block, access.offset), (Direction::Write, 1, SPAN));
+        assert_eq!((access.bytes as u64, *allowed), (SPAN, PATIENCE));
+        assert!(other.is_done());
+        assert_eq!(other.wait().expect_err("the disk hangs").to_string(), error.to_string());
+        assert_useless(&swap, &error.to_string());
+        // The thread hangs on; the transfer outlives its file.
+        drop(swap);
+        assert_eq!(transfer.wait().expect_err("the disk hangs").to_string(), error.to_string());
+        drop(release);
+        ended.recv().expect_err("the threads end once the system answers");
+    }
+}
+
+#[test]
+fn a_drop_waits_for_a_disk_that_hangs_no_longer_than_anyone() {
+    let folder = folder();
+    for method in METHODS {
+        let Some((swap, release, ended)) = hanging(folder.path(), method) else { continue };
+        let transfer = swap.write(0, filled(&swap, LEN, 1));
+        drop(swap);
+        assert!(matches!(transfer.wait(), Err(SwapError::Closed { .. } | SwapError::Timeout { .. })));
+        drop(release);
+        ended.recv().expect_err("the threads end once the system answers");
+    }
+}
+
+#[test]
+fn a_file_that_is_dropped_ends_its_transfers() {
+    let folder = folder();
+    for method in METHODS {
+        let Some(swap) = create(folder.path(), &[LEN; 8], &options(method)) else { continue };
+        let transfers: Vec<_> =
+            (0..8).map(|block| swap.write(block, filled(&swap, LEN, block as u32))).collect();
+        drop(swap);
+        for (block, transfer) in transfers.into_iter().enumerate() {
+            assert!(transfer.is_done());
+            match transfer.wait() {
+                Ok(buffer) => assert!(*buffer == *content(LEN, block as u32)),
+                Err(error) => assert!(matches!(error, SwapError::Closed { .. }), "{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_panic_of_a_thread_fails_the_file() {
+    let folder = folder();
+    for method in METHODS {
+        let Some(swap) = create(folder.path(), &[LEN; 2], &failing(method, 3, Failure::Panic)) else {
+            continue;
+        };
+        let error = swap.write(1, filled(&swap, LEN, 1)).wait().expect_err("the thread panics");
+        assert!(matches!(&error, SwapError::Panicked { .. }), "{error}");
+    }
+}
+
+/// Ends an operation only when another one is at the same point.
+#[derive(Debug)]
+struct Meet(Barrier);
+
+impl Interceptor for Meet {
+    fn result(&self, _: &Access, result: io::Result<usize>) -> io::Result<usize> {
+        self.0.wait();
+        result
+    }
+}
+
+#[test]
+fn different_blocks_are_under_way_at_once() {
+    let folder = folder();
+    let interceptor: Arc<dyn Interceptor> = Arc::new(Meet(Barrier::new(2)));
+    let options =
+        SwapOptions { num_threads: 2, interceptor: Some(interceptor), ..options(Method::BufferedThreads) };
+    let swap = create(folder.path(), &[4096; 2], &options).expect("any system can do that");
+    let transfers = [0, 1].map(|block| swap.write(block, filled(&swap, 4096, 1)));
+    for transfer in transfers {
+        transfer.wait().expect("the transfers meet");
+    }
+}
+
+#[test]
+#[should_panic(expected = "was never written")]
+fn a_block_that_was_never_written_is_not_read() {
+    let folder = folder();
+    let swap = SwapFile::create(folder.path(), &[4096; 2], &SwapOptions::default()).expect("a swap file");
+    let buffer = swap.write(0, filled(&swap, 4096, 1)).wait().expect("a disk that works");
+    drop(swap.read(1, buffer));
+}
+
+#[test]
+#[should_panic(expected = "different lengths")]
+fn a_buffer_of_another_length_is_not_written() {
+    let folder = folder();
+    let swap = SwapFile::create(folder.path(), &[4096], &SwapOptions::default()).expect("a swap file");
+    drop(swap.write(0, filled(&swap, 4095, 1)));
+}

@@ -1,0 +1,6 @@
+//! Swap files: against an oracle, and with faults.
+
+mod creation;
+mod faults;
+mod oracle;
+mod support;

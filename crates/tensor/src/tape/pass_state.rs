@@ -1,0 +1,81 @@
+//! What the operations of a pass work with besides values and parameters.
+
+use super::{ContextAxis, ExpertAxis, PendingExchange, TensorAxis};
+use crate::fp8::Fp8Scales;
+use crate::precision::Precision;
+use std::sync::Arc;
+
+/// What the random numbers of a pass depend on, beside the operation: the same on any layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Randomness {
+    /// The run's seed.
+    pub seed: u64,
+    /// The step.
+    pub step: u64,
+    /// The first sample of the microbatch, counted over the microbatches of all ranks in the step.
+    pub first_sample: u64,
+    /// Samples of the microbatch.
+    pub num_samples: usize,
+}
+
+/// The axes on which several ranks have parts of what a unit computes with; `None` where this rank is the only one.
+#[derive(Debug, Clone, Default)]
+pub struct PassAxes {
+    /// Ranks that have parts of parameters.
+    pub tensor: Option<TensorAxis>,
+    /// Ranks that have parts of the positions.
+    pub context: Option<ContextAxis>,
+    /// Ranks with different experts.
+    pub experts: Option<ExpertAxis>,
+}
+
+/// What the operations of a pass work with besides values and parameters. Whoever makes the pass provides it.
+#[derive(Debug)]
+pub struct PassState {
+    /// What products and activations are in.
+    pub precision: Precision,
+    /// Linear layers work in fp8 as far as this has their scales. If the tape records, amaxes go there.
+    pub fp8: Option<Arc<Fp8Scales>>,
+    /// The ranks that work together.
+    pub axes: PassAxes,
+    /// Position at which sequences begin.
+    pub first_position: usize,
+    /// What random operations depend on.
+    pub randomness: Randomness,
+    /// Factor of every gradient of a backward pass that starts from a loss. The loss itself is not multiplied.
+    pub loss_scale: f32,
+    /// What one operation has started and a later one takes.
+    pub rows_in_flight: RowsInFlight,
+}
+
+/// Rows on their way between ranks with different experts.
+#[derive(Debug, Default)]
+pub struct RowsInFlight(Option<PendingExchange>);
+
+impl RowsInFlight {
+    /// Keeps an exchange for the next operation that [takes](RowsInFlight::take) it.
+    pub(super) fn leave(&mut self, exchange: PendingExchange) {
+        let other = self.0.replace(exchange);
+        assert!(other.is_none(), "one exchange of rows at a time is between operations");
+    }
+
+    /// The exchange that an operation before has [left](RowsInFlight::leave).
+    pub(super) fn take(&mut self) -> PendingExchange {
+        self.0.take().expect("an operation before has started an exchange of rows")
+    }
+}
+
+impl From<Precision> for PassState {
+    /// A pass of one rank, without fp8, at position 0.
+    fn from(precision: Precision) -> Self {
+        PassState {
+            precision,
+            fp8: None,
+            axes: PassAxes::default(),
+            first_position: 0,
+            randomness: Randomness::default(),
+            loss_scale: 1.0,
+            rows_in_flight: RowsInFlight::default(),
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! What a user of fp8 is told, and runs that change to it and back.
+
+use crate::common::heard::Heard;
+use crate::common::{job, trainer};
+use std::path::Path;
+use trireme_train::FP8_NOTICE;
+
+/// Trains a run up to `steps`.
+fn train(folder: &Path, steps: u64, keys: &[&str]) -> Heard {
+    let config = job(folder, "run", 1, steps, &[&["training.dtype=bf16"], keys].concat());
+    let mut heard = Heard::default();
+    trainer(&config, trireme_comm::single(), &mut heard).run().unwrap();
+    heard
+}
+
+#[test]
+fn a_run_changes_to_fp8_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let without = train(folder.path(), 5, &[]);
+    assert_eq!(without.notices, [""; 0]);
+    // The checkpoint has no history, then one of another length, then one that nobody asks for.
+    for (steps, keys) in [
+        (10, &["training.fp8=hybrid"][..]),
+        (15, &["training.fp8=e4m3", "training.fp8_amax_history_len=4", "training.fp8_margin=1"]),
+    ] {
+        let fp8 = train(folder.path(), steps, keys);
+        assert_eq!(fp8.notices, [FP8_NOTICE]);
+        assert_eq!(fp8.losses.len(), 5);
+        assert!(fp8.losses.iter().all(|loss| *loss < without.losses[0]), "{:?}", fp8.losses);
+    }
+    assert_eq!(train(folder.path(), 20, &[]).losses.len(), 5);
+}

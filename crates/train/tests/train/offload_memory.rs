@@ -1,0 +1,41 @@
+//! State that lives on a disk is in memory by units, from its first values to a checkpoint and back.
+
+use crate::common::{job, trainer};
+use trireme_base::Category;
+use trireme_testkit::run_ranks;
+use trireme_train::Silent;
+
+#[test]
+fn the_host_never_holds_all_that_lives_on_a_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let swap_folder = format!("offload.folder={}", folder.path().display());
+    let keys = [
+        "model.num_layers=12",
+        "parallelism.zero_stage=3",
+        "offload.optimizer=disk",
+        "offload.parameters=disk",
+        "offload.prefetch=0",
+        "checkpoint.interval=1",
+        &swap_folder,
+    ];
+    // The second run goes on from the first one's checkpoint.
+    for steps in [2, 3] {
+        run_ranks(1, |group| {
+            let config = job(folder.path(), "disk", 1, steps, &keys);
+            let mut observer = Silent;
+            let mut trainer = trainer(&config, group, &mut observer);
+            trainer.run().unwrap();
+            let executor = trainer.executor();
+            let units = executor.model().table().units();
+            let largest = units.iter().map(|unit| unit.num_elements).max().unwrap();
+            let all: usize = units.iter().map(|unit| unit.num_elements).sum();
+            // Parameter and both moments, in f32.
+            let usage = |category| executor.host().memory().usage(category).peak;
+            let (state, peak) = (largest * 12, usage(Category::Optimizer) + usage(Category::Parameters));
+            assert!(peak <= state + state / 10 && peak < all * 4, "{peak} bytes, of {state} for a unit");
+            // Of either file five chunks that are written, one of them filled, and one that is read: each of one unit.
+            let (chunks, peak) = (6 * state, usage(Category::Communication));
+            assert!(peak <= chunks + chunks / 10, "{peak} bytes on the way, of {state} for a unit");
+        });
+    }
+}
