@@ -14,22 +14,6 @@ use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
 use trireme_tensor::CpuFeatures;
 
-/// Keys in which ranks may differ: what belongs to a host or a process alone, and paths whose contents are compared instead.
-const MAY_DIFFER: [&str; 12] = [
-    "training.threads",
-    "data.folder",
-    "model.config",
-    "offload.folder",
-    "comm.interface",
-    "comm.secret_file",
-    "comm.tls_certificate",
-    "comm.tls_key",
-    "comm.tls_ca",
-    "launch.workers",
-    "launch.master_port",
-    "launch.bind",
-];
-
 /// The longest value that a message quotes, in characters.
 const VALUE_CHARS_MAX: usize = 200;
 
@@ -47,7 +31,7 @@ impl Facts {
         let supported = CpuFeatures::detect();
         let level = features_max.map_or(supported, |most| most.min(supported)).to_string();
         let level = ("SIMD level (set TRIREME_SIMD to the lowest on all ranks)".to_owned(), level);
-        let keys = config.values().into_iter().filter(|(name, _)| !MAY_DIFFER.contains(&name.as_str()));
+        let keys = config.values().into_iter().filter(|(name, _)| !Config::may_differ(name));
         Facts(keys.chain([version, level]).collect())
     }
 

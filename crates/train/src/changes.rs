@@ -7,27 +7,6 @@ use crate::run_folder::CONFIG_TOML;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_checkpoint::Checkpoint;
 
-/// Sections that do not affect training.
-const IGNORED_SECTIONS: [&str; 5] = ["run", "checkpoint", "metrics", "launch", "generate"];
-
-/// Keys of other sections that do not affect training.
-const IGNORED_KEYS: [&str; 14] = [
-    "training.threads",
-    "training.time_limit",
-    "data.folder",
-    "data.inputs",
-    "comm.interface",
-    "comm.listen",
-    "comm.ports",
-    "comm.secret_file",
-    "comm.tls_certificate",
-    "comm.tls_key",
-    "comm.tls_ca",
-    "comm.timeout_seconds",
-    "comm.network_pause_seconds",
-    "comm.join_timeout_seconds",
-];
-
 /// Reports differences between the config of a checkpoint and that of this run, and refuses another optimizer unless the config allows it.
 /// Returns whether the optimizer's state may be read.
 pub(crate) fn check_changes(
@@ -59,15 +38,12 @@ pub(crate) fn check_changes(
 /// Returns a line for each key that affects training and has another value. Configs are as [`Config::file_values`] reads them.
 pub fn training_changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
     let defaults = Config::defaults();
-    let affects_training = |name: &&String| {
-        let section = name.split_once('.').map_or("", |(section, _)| section);
-        !IGNORED_SECTIONS.contains(&section) && !IGNORED_KEYS.contains(&name.as_str())
-    };
     // A key is missing if it does not apply, or if the version that wrote the config did not know it: then its default counts.
     let value = |config: &BTreeMap<String, String>, name: &String| {
         config.get(name).or_else(|| defaults.get(name)).cloned().unwrap_or_else(|| "not set".to_owned())
     };
-    let names: BTreeSet<&String> = before.keys().chain(now.keys()).filter(affects_training).collect();
+    let names: BTreeSet<&String> =
+        before.keys().chain(now.keys()).filter(|name| Config::affects_training(name)).collect();
     let differing = names.into_iter().map(|name| (name, value(before, name), value(now, name)));
     (differing.filter(|(_, old, new)| old != new))
         .map(|(name, old, new)| format!("{name}: {old} -> {new}"))

@@ -47,6 +47,7 @@ pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
 use memory::may_spill;
 use mistake::nearest;
 use reader::Loose;
+use section::Mark;
 use sections::Sections;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -148,6 +149,16 @@ impl Config {
                 .filter_map(move |key| Some((format!("{name}.{}", key.name), key.value?.to_string())))
         });
         keys.collect()
+    }
+
+    /// Whether the key of this name, as `section.key`, affects training.
+    pub(crate) fn affects_training(name: &str) -> bool {
+        !sections::has_mark(name, Mark::Neutral)
+    }
+
+    /// Whether ranks may have different values of the key of this name, as `section.key`.
+    pub(crate) fn may_differ(name: &str) -> bool {
+        sections::has_mark(name, Mark::Differs)
     }
 
     /// As [`Config::load`], for a file `path` whose content is `text`.

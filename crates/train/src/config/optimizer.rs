@@ -24,7 +24,7 @@ impl Section for OptimizerSettings {
                 SettingValue::Flag(flag) => (bool::expected(), flag.write()),
                 SettingValue::MuonScale(scale) => (MuonScale::expected(), scale.write()),
             };
-            Key { name, docs, expected, value }
+            Key { name, docs, marks: &[], expected, value }
         };
         settings.list().into_iter().map(key).collect()
     }

@@ -7,6 +7,11 @@ pub(super) trait Section {
     /// What the section is about, a line an element.
     fn docs(&self) -> &'static [&'static str];
 
+    /// What counts for all of its keys.
+    fn marks(&self) -> &'static [Mark] {
+        &[]
+    }
+
     /// Its keys in the order in which they are explained and written.
     fn keys(&self) -> Vec<Key>;
 
@@ -66,10 +71,22 @@ pub(super) struct Key {
     pub(super) name: &'static str,
     /// What it means, a line an element.
     pub(super) docs: &'static [&'static str],
+    /// What counts for it where runs and ranks are compared.
+    pub(super) marks: &'static [Mark],
     /// What may be written, to stand after "expected".
     pub(super) expected: String,
     /// Its value; none where the key is to be left out.
     pub(super) value: Option<toml::Value>,
+}
+
+/// What counts for a key where runs and ranks are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mark {
+    /// `@neutral`: it does not affect training. A run may resume with another value, and nothing is said of it.
+    Neutral,
+    /// `@differs`: ranks may have different values, because it belongs to a host or a process alone, or is a path whose contents are compared
+    /// instead.
+    Differs,
 }
 
 /// Why a key was not set.
@@ -83,15 +100,16 @@ pub(super) enum KeyError {
 /// Defines a section: a struct with a field a key, its defaults, and its [`Section`].
 ///
 /// A key is `name: Type = default;` or, with limits, `name: Type = default, within range;`. Where its name is no name of a
-/// field, that is written before: `field as "name": Type = default;`. Lists of tables follow the keys:
+/// field, that is written before: `field as "name": Type = default;`. A [`Mark`] stands before the key, or before the section if it counts for all
+/// of its keys. Lists of tables follow the keys:
 /// `lists { name: Table; }`. Keys that another [`Section`] has become keys of this one, after its own, with `embeds { field: Other; }`.
 macro_rules! config_section {
     (
         $(#[doc = $doc:literal])+
-        $section:ident {
+        $(@$section_mark:ident)* $section:ident {
             $(
                 $(#[doc = $key_doc:literal])+
-                $key:ident $(as $word:literal)?: $type:ty = $default:expr $(, within $range:expr)?;
+                $(@$mark:ident)* $key:ident $(as $word:literal)?: $type:ty = $default:expr $(, within $range:expr)?;
             )+
             $(embeds { $(#[doc = $embedded_doc:literal])+ $embedded:ident: $other:ty; })?
             $(lists { $($(#[doc = $list_doc:literal])+ $list:ident: $table:ty;)+ })?
@@ -120,11 +138,16 @@ macro_rules! config_section {
                 &[$($doc),+]
             }
 
+            fn marks(&self) -> &'static [$crate::config::section::Mark] {
+                &[$(config_section!(@mark $section_mark)),*]
+            }
+
             fn keys(&self) -> Vec<$crate::config::section::Key> {
                 let keys = vec![$(
                     $crate::config::section::Key {
                         name: config_section!(@name $key $($word)?),
                         docs: &[$($key_doc),+],
+                        marks: &[$(config_section!(@mark $mark)),*],
                         expected: config_section!(@expected $type $(, $range)?),
                         value: $crate::config::value::Value::write(&self.$key),
                     },
@@ -165,6 +188,8 @@ macro_rules! config_section {
             }
         }
     };
+    (@mark neutral) => { $crate::config::section::Mark::Neutral };
+    (@mark differs) => { $crate::config::section::Mark::Differs };
     (@name $key:ident) => { stringify!($key) };
     (@name $key:ident $word:literal) => { $word };
     (@expected $type:ty) => { <$type as $crate::config::value::Value>::expected() };
