@@ -15,12 +15,12 @@ use crate::engine::BlockLens;
 use crate::{Buffer, CommError, Element, Group, Operation, Work};
 use std::sync::Arc;
 use trireme_base::{Rank, ReduceOp};
-use trireme_schedule::collective::block;
+use trireme_schedule::collective::{CollectiveKind, block};
 
 impl Group {
     /// Replaces each element by the reduction of all ranks' elements.
     pub fn all_reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
-        self.issue(Operation::AllReduce { op, dtype: T::DTYPE, len: buffer.len() }, buffer)
+        self.issue(Operation::of(CollectiveKind::AllReduce.of(buffer.len()), T::DTYPE).reduced_by(op), buffer)
     }
 
     /// The reduction of all ranks' inputs, as long as they are.
@@ -31,13 +31,16 @@ impl Group {
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::AllReduce { op, dtype: T::DTYPE, len };
+        let operation = Operation::of(CollectiveKind::AllReduce.of(len), T::DTYPE).reduced_by(op);
         self.checked_pair(operation, len, len, (input, output))
     }
 
     /// Replaces the root's elements by the reduction of all ranks' elements.
     pub fn reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(Operation::Reduce { op, root, dtype: T::DTYPE, len: buffer.len() }, buffer)
+        self.checked_root(
+            Operation::of(CollectiveKind::Reduce.with_root(root, buffer.len()), T::DTYPE).reduced_by(op),
+            buffer,
+        )
     }
 
     /// The reduction of all ranks' inputs at the root, as long as they are; the other outputs are empty.
@@ -49,13 +52,16 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::Reduce { op, root, dtype: T::DTYPE, len };
+        let operation = Operation::of(CollectiveKind::Reduce.with_root(root, len), T::DTYPE).reduced_by(op);
         self.checked_pair(operation, len, if root == self.rank() { len } else { 0 }, (input, output))
     }
 
     /// Replaces each rank's elements by those of `root`.
     pub fn broadcast<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(Operation::Broadcast { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
+        self.checked_root(
+            Operation::of(CollectiveKind::Broadcast.with_root(root, buffer.len()), T::DTYPE),
+            buffer,
+        )
     }
 
     /// The root's input, as long as the outputs; the other inputs are empty. The root gets its output, too.
@@ -66,13 +72,13 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len();
-        let operation = Operation::Broadcast { root, dtype: T::DTYPE, len };
+        let operation = Operation::of(CollectiveKind::Broadcast.with_root(root, len), T::DTYPE);
         self.checked_pair(operation, if root == self.rank() { len } else { 0 }, len, (input, output))
     }
 
     /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn all_gather<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        self.issue(Operation::AllGather { dtype: T::DTYPE, len: buffer.len() }, buffer)
+        self.issue(Operation::of(CollectiveKind::AllGather.of(buffer.len()), T::DTYPE), buffer)
     }
 
     /// The inputs of all ranks, one after the other; a rank's input is its block of the output.
@@ -82,13 +88,16 @@ impl Group {
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len();
-        let operation = Operation::AllGather { dtype: T::DTYPE, len };
+        let operation = Operation::of(CollectiveKind::AllGather.of(len), T::DTYPE);
         self.checked_pair(operation, self.block_len(len), len, (input, output))
     }
 
     /// Replaces this rank's block by the reduction of all ranks' elements there.
     pub fn reduce_scatter<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
-        self.issue(Operation::ReduceScatter { op, dtype: T::DTYPE, len: buffer.len() }, buffer)
+        self.issue(
+            Operation::of(CollectiveKind::ReduceScatter.of(buffer.len()), T::DTYPE).reduced_by(op),
+            buffer,
+        )
     }
 
     /// This rank's block of the reduction of all ranks' inputs.
@@ -99,13 +108,16 @@ impl Group {
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::ReduceScatter { op, dtype: T::DTYPE, len };
+        let operation = Operation::of(CollectiveKind::ReduceScatter.of(len), T::DTYPE).reduced_by(op);
         self.checked_pair(operation, len, self.block_len(len), (input, output))
     }
 
     /// Fills the root's vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn gather<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(Operation::Gather { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
+        self.checked_root(
+            Operation::of(CollectiveKind::Gather.with_root(root, buffer.len()), T::DTYPE),
+            buffer,
+        )
     }
 
     /// The inputs of all ranks, all of one length, one after the other at the root; the other outputs are empty.
@@ -116,13 +128,16 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let (block_len, len) = (input.len(), input.len() * self.world_size());
-        let operation = Operation::Gather { root, dtype: T::DTYPE, len };
+        let operation = Operation::of(CollectiveKind::Gather.with_root(root, len), T::DTYPE);
         self.checked_pair(operation, block_len, if root == self.rank() { len } else { 0 }, (input, output))
     }
 
     /// Replaces each rank's block by that of the root's vector.
     pub fn scatter<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(Operation::Scatter { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
+        self.checked_root(
+            Operation::of(CollectiveKind::Scatter.with_root(root, buffer.len()), T::DTYPE),
+            buffer,
+        )
     }
 
     /// This rank's block of the root's input, all of one length; the other inputs are empty.
@@ -133,13 +148,13 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let (block_len, len) = (output.len(), output.len() * self.world_size());
-        let operation = Operation::Scatter { root, dtype: T::DTYPE, len };
+        let operation = Operation::of(CollectiveKind::Scatter.with_root(root, len), T::DTYPE);
         self.checked_pair(operation, if root == self.rank() { len } else { 0 }, block_len, (input, output))
     }
 
     /// Swaps blocks: the `j`-th of rank `i` becomes the `i`-th of rank `j`. The length is a multiple of the world size.
     pub fn all_to_all<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let operation = Operation::AllToAll { dtype: T::DTYPE, len: buffer.len() };
+        let operation = Operation::of(CollectiveKind::AllToAll.of(buffer.len()), T::DTYPE);
         match self.check_equal_blocks(operation, buffer.len()) {
             Ok(()) => self.issue(operation, buffer),
             Err(error) => Work::ready(Err(error)),
@@ -154,7 +169,7 @@ impl Group {
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::AllToAll { dtype: T::DTYPE, len };
+        let operation = Operation::of(CollectiveKind::AllToAll.of(len), T::DTYPE);
         match self.check_equal_blocks(operation, len) {
             Ok(()) => self.checked_pair(operation, len, len, (input, output)),
             Err(error) => Work::ready(Err(error)),
@@ -171,7 +186,7 @@ impl Group {
         output: Buffer<T>,
         receive_lens: &[usize],
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
+        let operation = Operation::all_to_all_variable(T::DTYPE);
         let own = self.rank().0;
         for (lens, buffer, which) in [(send_lens, &input, "input"), (receive_lens, &output, "output")] {
             let what = if lens.len() != self.world_size() {
@@ -207,7 +222,7 @@ impl Group {
         let world_size = self.world_size();
         let sum = lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len));
         let sum = sum.filter(|len| len.checked_mul(size_of::<T>()).is_some());
-        let operation = Operation::AllToAllVariableByHosts { dtype: T::DTYPE, len: sum.unwrap_or_default() };
+        let operation = Operation::all_to_all_variable_by_hosts(T::DTYPE, sum.unwrap_or_default());
         let refuse = |what| Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         if lens.len() != world_size * world_size {
             return refuse(format!(

@@ -169,7 +169,7 @@ impl Engine {
         }
         self.control.tell_place(self.next_sequence, self.recorder.told_place());
         self.recorder.recorder().write(Occasion::Failed);
-        let (operation, sequence) = (Operation::Barrier, self.next_sequence);
+        let (operation, sequence) = (Operation::BARRIER, self.next_sequence);
         let (started, timeout) = (Instant::now(), self.timeout);
         self.control.check(&Call { is_awaited: false, operation, sequence, started, timeout }).err()
     }

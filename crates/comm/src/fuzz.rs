@@ -4,6 +4,7 @@ use crate::notice::{Event, NOTICE_BYTES, Notice};
 use crate::recorder::{GroupName, Line, OperationState, ToldPlace};
 use crate::{Operation, words};
 use trireme_base::{DType, Random, RandomKey, Rank, ReduceOp};
+use trireme_schedule::collective::CollectiveKind;
 
 /// Bytes of which lengths, counts and tags often are wrong.
 const WORDS: [u64; 8] = [0, 1, 2, 255, 1 << 16, 1 << 32, u64::MAX - 1, u64::MAX];
@@ -86,10 +87,10 @@ impl Fuzzer {
 
 fn operations() -> [Operation; 4] {
     [
-        Operation::AllReduce { op: ReduceOp::Mean, dtype: DType::Bf16, len: 1 << 20 },
-        Operation::Broadcast { root: Rank(2), dtype: DType::F64, len: 9 },
-        Operation::AllGatherBytes,
-        Operation::Barrier,
+        Operation::of(CollectiveKind::AllReduce.of(1 << 20), DType::Bf16).reduced_by(ReduceOp::Mean),
+        Operation::of(CollectiveKind::Broadcast.with_root(Rank(2), 9), DType::F64),
+        Operation::ALL_GATHER_BYTES,
+        Operation::BARRIER,
     ]
 }
 

@@ -20,6 +20,7 @@ use queue::{Queue, Ticket};
 use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::{DType, Rank};
+use trireme_schedule::collective::CollectiveKind;
 
 /// Runs a model in every order of its threads that preempts them at most this many times.
 pub(crate) fn explore(num_preemptions_max: usize, model: impl Fn() + Send + Sync + 'static) {
@@ -151,7 +152,7 @@ fn serve(
 }
 
 fn submit(queue: &Arc<Queue>, number: usize) -> Ticket {
-    let operation = Operation::Broadcast { root: Rank(0), dtype: DType::U8, len: number };
+    let operation = Operation::of(CollectiveKind::Broadcast.with_root(Rank(0), number), DType::U8);
     queue.submit(operation, Payload::Nothing)
 }
 

@@ -157,13 +157,15 @@ fn decode_place(words: &[u64; WORDS]) -> Option<ToldPlace> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use trireme_schedule::collective::CollectiveKind;
 
     #[test]
     fn notices_read_back() {
-        let operation = Operation::Broadcast { root: Rank(2), dtype: trireme_base::DType::F64, len: 9 };
+        let operation =
+            Operation::of(CollectiveKind::Broadcast.with_root(Rank(2), 9), trireme_base::DType::F64);
         let mismatch = Event::Mismatch {
             sequence: 5,
-            first: (Rank(0), Operation::Barrier),
+            first: (Rank(0), Operation::BARRIER),
             second: (Rank(3), operation),
         };
         let lost = Event::Lost { rank: Rank(1) };

@@ -2,110 +2,92 @@ use crate::recorder::OperationFields;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use trireme_base::{DType, Rank, ReduceOp};
-use trireme_schedule::collective::Collective;
+use trireme_schedule::collective::{Collective, CollectiveKind, Extent, RootRole};
 
-/// One operation of a group, as all ranks must issue it: what differs between ranks is a mismatch.
-///
-/// `len` is the number of elements of the whole vector, which is cut into one block a rank where blocks matter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(into = "OperationFields", try_from = "OperationFields")]
-pub enum Operation {
-    /// Every rank gets the reduction of all ranks' vectors.
-    AllReduce {
-        /// How two elements become one.
-        op: ReduceOp,
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements.
-        len: usize,
-    },
-    /// The root gets the reduction of all ranks' vectors.
-    Reduce {
-        /// How two elements become one.
-        op: ReduceOp,
-        /// Who gets it.
-        root: Rank,
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements.
-        len: usize,
-    },
-    /// Every rank gets the root's vector.
-    Broadcast {
-        /// Whose vector.
-        root: Rank,
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements.
-        len: usize,
-    },
-    /// Every rank gets every rank's block.
-    AllGather {
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements of all blocks.
-        len: usize,
-    },
-    /// Every rank gets its block of the reduction of all ranks' vectors.
-    ReduceScatter {
-        /// How two elements become one.
-        op: ReduceOp,
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements of all blocks.
-        len: usize,
-    },
-    /// The root gets every rank's block.
-    Gather {
-        /// Who gets them.
-        root: Rank,
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements of all blocks.
-        len: usize,
-    },
-    /// Every rank gets its block of the root's vector.
-    Scatter {
-        /// Whose vector.
-        root: Rank,
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements of all blocks.
-        len: usize,
-    },
-    /// Every rank gets, from every rank, the block that is for it.
-    AllToAll {
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements of all blocks of a rank.
-        len: usize,
-    },
-    /// As [`AllToAll`](Operation::AllToAll), with blocks of any lengths.
-    AllToAllVariable {
-        /// Type of the elements.
-        dtype: DType,
-    },
-    /// As [`AllToAllVariable`](Operation::AllToAllVariable), by way of a rank of the same host where blocks go to another one.
-    AllToAllVariableByHosts {
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements of all blocks of all ranks: what a rank has of them differs.
-        len: usize,
-    },
+/// What a group does together, or two of its ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OperationKind {
+    /// One of those that algorithms know.
+    Collective(CollectiveKind),
+    /// An all-to-all with blocks of any lengths.
+    AllToAllVariable,
+    /// The same, by way of a rank of the same host where blocks go to another one. The length is that of all blocks of all ranks, because what a
+    /// rank has of them differs.
+    AllToAllVariableByHosts,
     /// Every rank gets the bytes of all ranks; their lengths may differ.
     AllGatherBytes,
-    /// Nobody goes on before everybody has come.
-    Barrier,
     /// One rank's vector goes to one other.
-    Message {
-        /// Type of the elements.
-        dtype: DType,
-        /// Number of elements.
-        len: usize,
-    },
+    Message,
 }
 
-/// The encoding of an operation: tag, reduction, dtype, root, length.
+impl OperationKind {
+    /// Those that are not collectives.
+    const OTHERS: [OperationKind; 4] = [
+        OperationKind::AllToAllVariable,
+        OperationKind::AllToAllVariableByHosts,
+        OperationKind::AllGatherBytes,
+        OperationKind::Message,
+    ];
+
+    /// All kinds.
+    fn all() -> impl Iterator<Item = OperationKind> {
+        CollectiveKind::ALL.into_iter().map(OperationKind::Collective).chain(Self::OTHERS)
+    }
+
+    /// The kind of this [name](OperationKind::name).
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::all().find(|kind| kind.name() == name)
+    }
+
+    /// The name, as users call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            OperationKind::Collective(kind) => kind.name(),
+            OperationKind::AllToAllVariable => "all_to_all_variable",
+            OperationKind::AllToAllVariableByHosts => "all_to_all_variable_by_hosts",
+            OperationKind::AllGatherBytes => "all_gather_bytes",
+            OperationKind::Message => "message",
+        }
+    }
+
+    /// What the root does, if there is one.
+    fn root(self) -> Option<RootRole> {
+        self.collective().and_then(|kind| kind.form().root)
+    }
+
+    fn reduces(self) -> bool {
+        self.collective().is_some_and(|kind| kind.form().reduces)
+    }
+
+    fn has_dtype(self) -> bool {
+        !matches!(self, OperationKind::AllGatherBytes | OperationKind::Collective(CollectiveKind::Barrier))
+    }
+
+    fn has_len(self) -> bool {
+        self.has_dtype() && self != OperationKind::AllToAllVariable
+    }
+
+    fn collective(self) -> Option<CollectiveKind> {
+        match self {
+            OperationKind::Collective(kind) => Some(kind),
+            _ => None,
+        }
+    }
+}
+
+/// One operation of a group, as all ranks must issue it: what differs between ranks is a mismatch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "OperationFields", try_from = "OperationFields")]
+pub struct Operation {
+    kind: OperationKind,
+    op: Option<ReduceOp>,
+    root: Option<Rank>,
+    /// Bytes if the kind has none.
+    dtype: DType,
+    len: usize,
+}
+
+/// The encoding of an operation: kind, reduction, dtype, root, length.
 pub(crate) const OPERATION_WORDS: usize = 2;
 
 const DTYPES: [DType; 10] = [
@@ -124,159 +106,143 @@ const REDUCE_OPS: [ReduceOp; 5] =
     [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
 
 impl Operation {
-    /// The word for the operation, as users call it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Operation::AllReduce { .. } => "all_reduce",
-            Operation::Reduce { .. } => "reduce",
-            Operation::Broadcast { .. } => "broadcast",
-            Operation::AllGather { .. } => "all_gather",
-            Operation::ReduceScatter { .. } => "reduce_scatter",
-            Operation::Gather { .. } => "gather",
-            Operation::Scatter { .. } => "scatter",
-            Operation::AllToAll { .. } => "all_to_all",
-            Operation::AllToAllVariable { .. } => "all_to_all_variable",
-            Operation::AllToAllVariableByHosts { .. } => "all_to_all_variable_by_hosts",
-            Operation::AllGatherBytes => "all_gather_bytes",
-            Operation::Barrier => "barrier",
-            Operation::Message { .. } => "message",
-        }
+    /// Nobody goes on before everybody has come.
+    pub const BARRIER: Operation = Operation::of(CollectiveKind::Barrier.of(0), DType::U8);
+
+    /// Every rank gets the bytes of all ranks.
+    pub const ALL_GATHER_BYTES: Operation = Operation::other(OperationKind::AllGatherBytes, DType::U8, 0);
+
+    /// A collective on elements of this type. One that reduces adds up, unless [`reduced_by`](Operation::reduced_by) says something else.
+    pub const fn of(collective: Collective, dtype: DType) -> Self {
+        let op = if collective.kind.form().reduces { Some(ReduceOp::Sum) } else { None };
+        let (kind, root) = (OperationKind::Collective(collective.kind), collective.root());
+        Operation { kind, op, root, dtype, len: collective.len }
     }
 
-    /// Type and number of the elements; bytes where there are none.
+    /// The same, in which two elements become one by `op`, if it reduces.
+    pub const fn reduced_by(self, op: ReduceOp) -> Self {
+        if self.op.is_some() { Operation { op: Some(op), ..self } } else { self }
+    }
+
+    /// A message of `len` elements.
+    pub const fn message(dtype: DType, len: usize) -> Self {
+        Operation::other(OperationKind::Message, dtype, len)
+    }
+
+    /// An all-to-all with blocks of any lengths.
+    pub const fn all_to_all_variable(dtype: DType) -> Self {
+        Operation::other(OperationKind::AllToAllVariable, dtype, 0)
+    }
+
+    /// The same by way of hosts; all blocks of all ranks have `len` elements.
+    pub const fn all_to_all_variable_by_hosts(dtype: DType, len: usize) -> Self {
+        Operation::other(OperationKind::AllToAllVariableByHosts, dtype, len)
+    }
+
+    const fn other(kind: OperationKind, dtype: DType, len: usize) -> Self {
+        Operation { kind, op: None, root: None, dtype, len }
+    }
+
+    /// The operation with these fields; `None` if the kind lacks one of them that it has.
+    pub(crate) fn from_fields(
+        kind: OperationKind,
+        op: Option<ReduceOp>,
+        root: Option<Rank>,
+        dtype: DType,
+        len: usize,
+    ) -> Option<Self> {
+        Some(Operation {
+            kind,
+            op: if kind.reduces() { Some(op?) } else { None },
+            root: if kind.root().is_some() { Some(root?) } else { None },
+            dtype: if kind.has_dtype() { dtype } else { DType::U8 },
+            len: if kind.has_len() { len } else { 0 },
+        })
+    }
+
+    /// What it is, without its numbers.
+    pub fn kind(self) -> OperationKind {
+        self.kind
+    }
+
+    /// The name, as users call it.
+    pub fn name(self) -> &'static str {
+        self.kind.name()
+    }
+
+    /// Type and number of the elements of the whole vector, which is cut into one block a rank where blocks matter; bytes where there are none.
     pub fn elements(self) -> (DType, usize) {
-        match self {
-            Operation::AllReduce { dtype, len, .. }
-            | Operation::Reduce { dtype, len, .. }
-            | Operation::Broadcast { dtype, len, .. }
-            | Operation::AllGather { dtype, len }
-            | Operation::ReduceScatter { dtype, len, .. }
-            | Operation::Gather { dtype, len, .. }
-            | Operation::Scatter { dtype, len, .. }
-            | Operation::AllToAll { dtype, len }
-            | Operation::AllToAllVariableByHosts { dtype, len }
-            | Operation::Message { dtype, len } => (dtype, len),
-            Operation::AllToAllVariable { dtype } => (dtype, 0),
-            Operation::AllGatherBytes | Operation::Barrier => (DType::U8, 0),
-        }
+        (self.dtype, self.len)
     }
 
     /// Bytes of the elements; 0 where their number differs between ranks.
     pub fn bytes(self) -> u64 {
-        let (dtype, len) = self.elements();
-        (len as u64).saturating_mul(dtype.size() as u64)
+        (self.len as u64).saturating_mul(self.dtype.size() as u64)
     }
 
     /// How elements are reduced, if they are.
     pub fn reduction(self) -> Option<ReduceOp> {
-        match self {
-            Operation::AllReduce { op, .. }
-            | Operation::Reduce { op, .. }
-            | Operation::ReduceScatter { op, .. } => Some(op),
-            _ => None,
-        }
+        self.op
     }
 
     /// The one rank that differs from the others, if there is one.
     pub fn root(self) -> Option<Rank> {
-        match self {
-            Operation::Reduce { root, .. }
-            | Operation::Broadcast { root, .. }
-            | Operation::Gather { root, .. }
-            | Operation::Scatter { root, .. } => Some(root),
-            _ => None,
-        }
+        self.root
+    }
+
+    /// Whether a rank has nothing but its block of the input.
+    pub(crate) fn input_is_block(self) -> bool {
+        self.kind.collective().is_some_and(|kind| kind.form().input == Extent::Block)
+    }
+
+    /// Whether a rank gets nothing but its block of the output.
+    pub(crate) fn output_is_block(self) -> bool {
+        self.kind.collective().is_some_and(|kind| kind.form().output == Extent::Block)
+    }
+
+    /// Whether the root alone has an input.
+    pub(crate) fn root_is_source(self) -> bool {
+        self.kind.root() == Some(RootRole::Source)
+    }
+
+    /// Whether it is this collective.
+    pub(crate) fn is(self, kind: CollectiveKind) -> bool {
+        self.kind == OperationKind::Collective(kind)
     }
 
     /// The operation as algorithms know it, if they do.
     pub(crate) fn collective(self) -> Option<Collective> {
-        Some(match self {
-            Operation::AllReduce { len, .. } => Collective::AllReduce { len },
-            Operation::Reduce { root, len, .. } => Collective::Reduce { root, len },
-            Operation::Broadcast { root, len, .. } => Collective::Broadcast { root, len },
-            Operation::AllGather { len, .. } => Collective::AllGather { len },
-            Operation::ReduceScatter { len, .. } => Collective::ReduceScatter { len },
-            Operation::Gather { root, len, .. } => Collective::Gather { root, len },
-            Operation::Scatter { root, len, .. } => Collective::Scatter { root, len },
-            Operation::AllToAll { len, .. } => Collective::AllToAll { len },
-            Operation::Barrier => Collective::Barrier,
-            Operation::AllToAllVariable { .. }
-            | Operation::AllToAllVariableByHosts { .. }
-            | Operation::AllGatherBytes
-            | Operation::Message { .. } => return None,
-        })
+        Some(self.kind.collective()?.with_root(self.root.unwrap_or(Rank::ROOT), self.len))
     }
 
     /// A part of the operation: `collective`, on elements of the same type and reduced the same way. A mean is a sum until
     /// all parts are done.
     pub(crate) fn part(self, collective: Collective) -> Operation {
-        let (dtype, _) = self.elements();
-        let op = match self.reduction() {
+        let op = match self.op {
             Some(ReduceOp::Mean) | None => ReduceOp::Sum,
             Some(op) => op,
         };
-        match collective {
-            Collective::AllReduce { len } => Operation::AllReduce { op, dtype, len },
-            Collective::Reduce { root, len } => Operation::Reduce { op, root, dtype, len },
-            Collective::Broadcast { root, len } => Operation::Broadcast { root, dtype, len },
-            Collective::AllGather { len } => Operation::AllGather { dtype, len },
-            Collective::ReduceScatter { len } => Operation::ReduceScatter { op, dtype, len },
-            Collective::Gather { root, len } => Operation::Gather { root, dtype, len },
-            Collective::Scatter { root, len } => Operation::Scatter { root, dtype, len },
-            Collective::AllToAll { len } => Operation::AllToAll { dtype, len },
-            Collective::Barrier => Operation::Barrier,
-        }
-    }
-
-    fn tag(self) -> u64 {
-        match self {
-            Operation::AllReduce { .. } => 1,
-            Operation::Broadcast { .. } => 2,
-            Operation::AllGatherBytes => 3,
-            Operation::Barrier => 4,
-            Operation::Reduce { .. } => 5,
-            Operation::AllGather { .. } => 6,
-            Operation::ReduceScatter { .. } => 7,
-            Operation::Gather { .. } => 8,
-            Operation::Scatter { .. } => 9,
-            Operation::AllToAll { .. } => 10,
-            Operation::AllToAllVariable { .. } => 11,
-            Operation::Message { .. } => 12,
-            Operation::AllToAllVariableByHosts { .. } => 13,
-        }
+        Operation::of(collective, self.dtype).reduced_by(op)
     }
 
     /// The operation in two words; equal operations give equal words.
     pub(crate) fn encode(self) -> [u64; OPERATION_WORDS] {
-        let (dtype, len) = self.elements();
-        let op = self.reduction().map_or(0, |op| position(&REDUCE_OPS, op));
-        let dtype = position(&DTYPES, dtype);
-        let root = self.root().map_or(0, |root| root.0);
-        [self.tag() | (op as u64) << 8 | (dtype as u64) << 16 | (root as u64) << 32, len as u64]
+        let kind = OperationKind::all().position(|kind| kind == self.kind).expect("every kind is listed");
+        let op = self.op.map_or(0, |op| position(&REDUCE_OPS, op));
+        let (dtype, root) = (position(&DTYPES, self.dtype), self.root.map_or(0, |root| root.0));
+        // Zeros are no operation.
+        let kind = kind as u64 + 1;
+        [kind | (op as u64) << 8 | (dtype as u64) << 16 | (root as u64) << 32, self.len as u64]
     }
 
     /// Reads what [`encode`](Operation::encode) wrote; `None` if the words come from something else.
     pub(crate) fn decode(words: [u64; OPERATION_WORDS]) -> Option<Self> {
         let field = |shift: u32| usize::from((words[0] >> shift) as u8);
+        let kind = OperationKind::all().nth(field(0).checked_sub(1)?)?;
         let (op, dtype) = (*REDUCE_OPS.get(field(8))?, *DTYPES.get(field(16))?);
         let root = Rank((words[0] >> 32) as usize);
         let len = usize::try_from(words[1]).ok()?;
-        let operation = match field(0) {
-            1 => Operation::AllReduce { op, dtype, len },
-            2 => Operation::Broadcast { root, dtype, len },
-            3 => Operation::AllGatherBytes,
-            4 => Operation::Barrier,
-            5 => Operation::Reduce { op, root, dtype, len },
-            6 => Operation::AllGather { dtype, len },
-            7 => Operation::ReduceScatter { op, dtype, len },
-            8 => Operation::Gather { root, dtype, len },
-            9 => Operation::Scatter { root, dtype, len },
-            10 => Operation::AllToAll { dtype, len },
-            11 => Operation::AllToAllVariable { dtype },
-            12 => Operation::Message { dtype, len },
-            13 => Operation::AllToAllVariableByHosts { dtype, len },
-            _ => return None,
-        };
+        let operation = Operation::from_fields(kind, Some(op), Some(root), dtype, len)?;
         (operation.encode() == words).then_some(operation)
     }
 }
@@ -287,24 +253,24 @@ fn position<T: PartialEq>(all: &[T], one: T) -> usize {
 
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (dtype, len) = self.elements();
+        let Operation { kind, op, root, dtype, len } = self;
         f.write_str(self.name())?;
-        match self {
-            Operation::AllGatherBytes | Operation::Barrier => return Ok(()),
-            Operation::AllToAllVariable { .. } => return write!(f, "({dtype})"),
-            _ => f.write_str("(")?,
+        if !kind.has_dtype() {
+            return Ok(());
         }
-        if let Some(op) = self.reduction() {
+        f.write_str("(")?;
+        if let Some(op) = op {
             write!(f, "{op}, ")?;
         }
-        match self {
-            Operation::Broadcast { root, .. } | Operation::Scatter { root, .. } => {
-                write!(f, "from rank {root}, ")?;
-            }
-            Operation::Reduce { root, .. } | Operation::Gather { root, .. } => write!(f, "to rank {root}, ")?,
-            _ => {}
+        if let Some(root) = root {
+            let way = if self.root_is_source() { "from" } else { "to" };
+            write!(f, "{way} rank {root}, ")?;
         }
-        write!(f, "{dtype} x {len})")
+        write!(f, "{dtype}")?;
+        if kind.has_len() {
+            write!(f, " x {len}")?;
+        }
+        f.write_str(")")
     }
 }
 
@@ -315,28 +281,28 @@ mod tests {
 
     #[test]
     fn encodings_are_distinct_and_read_back() {
-        let mut all = vec![Operation::AllGatherBytes, Operation::Barrier];
+        let mut all = vec![Operation::ALL_GATHER_BYTES, Operation::BARRIER];
         for dtype in DTYPES {
-            all.push(Operation::AllToAllVariable { dtype });
+            all.push(Operation::all_to_all_variable(dtype));
             for len in [0, 1, usize::MAX] {
                 all.extend([
-                    Operation::AllGather { dtype, len },
-                    Operation::AllToAll { dtype, len },
-                    Operation::AllToAllVariableByHosts { dtype, len },
-                    Operation::Message { dtype, len },
+                    Operation::of(CollectiveKind::AllGather.of(len), dtype),
+                    Operation::of(CollectiveKind::AllToAll.of(len), dtype),
+                    Operation::all_to_all_variable_by_hosts(dtype, len),
+                    Operation::message(dtype, len),
                 ]);
                 for op in REDUCE_OPS {
                     all.extend([
-                        Operation::AllReduce { op, dtype, len },
-                        Operation::ReduceScatter { op, dtype, len },
-                        Operation::Reduce { op, root: Rank(3), dtype, len },
+                        Operation::of(CollectiveKind::AllReduce.of(len), dtype).reduced_by(op),
+                        Operation::of(CollectiveKind::ReduceScatter.of(len), dtype).reduced_by(op),
+                        Operation::of(CollectiveKind::Reduce.with_root(Rank(3), len), dtype).reduced_by(op),
                     ]);
                 }
                 for root in [0, 1, 70_000].map(Rank) {
                     all.extend([
-                        Operation::Broadcast { root, dtype, len },
-                        Operation::Gather { root, dtype, len },
-                        Operation::Scatter { root, dtype, len },
+                        Operation::of(CollectiveKind::Broadcast.with_root(root, len), dtype),
+                        Operation::of(CollectiveKind::Gather.with_root(root, len), dtype),
+                        Operation::of(CollectiveKind::Scatter.with_root(root, len), dtype),
                     ]);
                 }
             }
@@ -351,11 +317,11 @@ mod tests {
     fn an_operation_reads_as_users_write_it() {
         let (op, dtype, root) = (ReduceOp::Sum, DType::F32, Rank(2));
         let shown = [
-            Operation::AllReduce { op, dtype, len: 7 },
-            Operation::Reduce { op, root, dtype, len: 7 },
-            Operation::Scatter { root, dtype, len: 7 },
-            Operation::AllToAllVariable { dtype },
-            Operation::Barrier,
+            Operation::of(CollectiveKind::AllReduce.of(7), dtype).reduced_by(op),
+            Operation::of(CollectiveKind::Reduce.with_root(root, 7), dtype).reduced_by(op),
+            Operation::of(CollectiveKind::Scatter.with_root(root, 7), dtype),
+            Operation::all_to_all_variable(dtype),
+            Operation::BARRIER,
         ]
         .map(|operation| operation.to_string());
         assert_eq!(

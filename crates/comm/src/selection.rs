@@ -42,7 +42,7 @@ pub struct Choice {
 impl Choice {
     /// Bytes of the whole vector.
     pub fn bytes(&self) -> u64 {
-        (self.collective.len() * self.element_bytes) as u64
+        (self.collective.len * self.element_bytes) as u64
     }
 }
 

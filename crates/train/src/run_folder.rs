@@ -110,7 +110,7 @@ fn choices(group: &Group) -> String {
     row("operation", "size", "elements", "algorithm");
     for choice in group.choices() {
         let Choice { collective, element_bytes, algorithm } = choice;
-        let elements = format!("{} x {element_bytes}B", collective.len());
+        let elements = format!("{} x {element_bytes}B", collective.len);
         row(&collective.to_string(), &Bytes(choice.bytes()).to_string(), &elements, &algorithm.to_string());
     }
     text

@@ -4,7 +4,7 @@ use crate::product::{Exchange, Gpt, Product, Step};
 use crate::table::{Row, Section, list, short, within};
 use trireme_base::Rank;
 use trireme_comm::{Bucket, CodecName, Compression, CompressionOptions};
-use trireme_schedule::collective::{Algorithm, Collective, Hosts, Step as CollectiveStep, steps};
+use trireme_schedule::collective::{Algorithm, CollectiveKind, Hosts, Step as CollectiveStep, steps};
 
 pub(crate) fn section(product: &Product) -> Section {
     let rows = vec![
@@ -25,7 +25,7 @@ fn all_reduce(algorithm: &str, hosts: &Hosts, len: usize) -> (usize, usize) {
     let algorithm: Algorithm = algorithm.parse().unwrap();
     let of_rank = |rank: usize| {
         let mut program = Vec::new();
-        steps(Collective::AllReduce { len }, algorithm, hosts, Rank(rank), &mut program);
+        steps(CollectiveKind::AllReduce.of(len), algorithm, hosts, Rank(rank), &mut program);
         let sent = program.iter().map(|step| match step {
             CollectiveStep::Exchange { send: Some(message), .. } => message.span.range.len(),
             _ => 0,

@@ -21,12 +21,12 @@ impl Group {
         }
         if self.is_dry() {
             // As if all ranks were like this one.
-            return self.dry_work(Operation::AllGatherBytes, vec![mine.to_vec(); self.world_size]);
+            return self.dry_work(Operation::ALL_GATHER_BYTES, vec![mine.to_vec(); self.world_size]);
         }
         let mut blocks = vec![Vec::new(); self.world_size];
         blocks[self.rank.0] = mine.to_vec();
         let Some(executor) = &self.executor else { return Work::ready(Ok(blocks)) };
-        let ticket = executor.queue.submit(Operation::AllGatherBytes, Payload::Blocks(blocks));
+        let ticket = executor.queue.submit(Operation::ALL_GATHER_BYTES, Payload::Blocks(blocks));
         Work::queued(ticket, |payload| match payload {
             Payload::Blocks(blocks) => blocks,
             _ => unreachable!("an operation gives back the payload it took"),
@@ -38,8 +38,8 @@ impl Group {
     /// # Errors
     /// From the work: whatever ends a group.
     pub fn barrier(&self) -> Work<()> {
-        let Some(executor) = &self.executor else { return self.dry_work(Operation::Barrier, ()) };
-        Work::queued(executor.queue.submit(Operation::Barrier, Payload::Nothing), |_| ())
+        let Some(executor) = &self.executor else { return self.dry_work(Operation::BARRIER, ()) };
+        Work::queued(executor.queue.submit(Operation::BARRIER, Payload::Nothing), |_| ())
     }
 
     /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages from
@@ -102,7 +102,7 @@ impl Group {
                 })
             }
             Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
-                let operation = Operation::Message { dtype: T::DTYPE, len };
+                let operation = Operation::message(T::DTYPE, len);
                 if name == "send" {
                     let num_bytes = (len * size_of::<T>()) as u64;
                     self.message_bytes.fetch_add(num_bytes, Ordering::Relaxed);

@@ -419,7 +419,7 @@ mod tests {
     fn a_courier_that_panics_fails_whoever_waits_and_its_group() {
         let (messenger, world) = without_links();
         let send = || {
-            let operation = Operation::Message { dtype: DType::U8, len: 1 };
+            let operation = Operation::message(DType::U8, 1);
             messenger.send(Rank(1), operation, Storage::heap(1).unwrap())
         };
         let (first, second) = (send(), send());
@@ -428,7 +428,7 @@ mod tests {
         assert!(!matches!(first, Ok(Ok(_))));
         assert!(matches!(second.wait(), Err(CommError::Panicked)));
         assert!(matches!(send().wait(), Err(CommError::Panicked)));
-        assert!(matches!(world.issue(Operation::Barrier), Err(CommError::Panicked)));
+        assert!(matches!(world.issue(Operation::BARRIER), Err(CommError::Panicked)));
         let _ = catch_unwind(AssertUnwindSafe(|| drop(messenger)));
     }
 
@@ -443,9 +443,9 @@ mod tests {
         }));
         assert!(panicked.is_err());
         assert!(matches!(office.failure(), Some(CommError::Panicked)));
-        let operation = Operation::Message { dtype: DType::U8, len: 1 };
+        let operation = Operation::message(DType::U8, 1);
         let sent = messenger.send(Rank(1), operation, Storage::heap(1).unwrap());
         assert!(matches!(sent.wait(), Err(CommError::Panicked)));
-        assert!(matches!(world.issue(Operation::Barrier), Err(CommError::Panicked)));
+        assert!(matches!(world.issue(Operation::BARRIER), Err(CommError::Panicked)));
     }
 }

@@ -1,4 +1,4 @@
-use crate::Operation;
+use crate::operation::{Operation, OperationKind};
 use serde::{Deserialize, Serialize};
 use trireme_base::{DType, Rank, ReduceOp};
 
@@ -46,63 +46,41 @@ impl TryFrom<OperationFields> for Operation {
         let op = OPS.into_iter().find(|op| Some(&*op.to_string()) == reduction);
         let root = fields.root.map(|root| Rank(root as usize));
         let dtype: Option<DType> = fields.dtype.parse().ok();
-        let len = fields.len;
-        operation(&fields.name, op, root, dtype, len).ok_or(NoOperation(fields.name))
+        let kind = OperationKind::named(&fields.name);
+        let operation = kind
+            .zip(dtype)
+            .and_then(|(kind, dtype)| Operation::from_fields(kind, op, root, dtype, fields.len));
+        operation.ok_or(NoOperation(fields.name))
     }
-}
-
-fn operation(
-    name: &str,
-    op: Option<ReduceOp>,
-    root: Option<Rank>,
-    dtype: Option<DType>,
-    len: usize,
-) -> Option<Operation> {
-    let dtype = dtype?;
-    Some(match name {
-        "all_reduce" => Operation::AllReduce { op: op?, dtype, len },
-        "reduce" => Operation::Reduce { op: op?, root: root?, dtype, len },
-        "broadcast" => Operation::Broadcast { root: root?, dtype, len },
-        "all_gather" => Operation::AllGather { dtype, len },
-        "reduce_scatter" => Operation::ReduceScatter { op: op?, dtype, len },
-        "gather" => Operation::Gather { root: root?, dtype, len },
-        "scatter" => Operation::Scatter { root: root?, dtype, len },
-        "all_to_all" => Operation::AllToAll { dtype, len },
-        "all_to_all_variable" => Operation::AllToAllVariable { dtype },
-        "all_to_all_variable_by_hosts" => Operation::AllToAllVariableByHosts { dtype, len },
-        "all_gather_bytes" => Operation::AllGatherBytes,
-        "barrier" => Operation::Barrier,
-        "message" => Operation::Message { dtype, len },
-        _ => return None,
-    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use trireme_schedule::collective::CollectiveKind;
 
     #[test]
     fn operations_read_back_from_documents() {
         let (op, root, dtype, len) = (ReduceOp::Max, Rank(3), DType::Bf16, 7);
         for operation in [
-            Operation::AllReduce { op, dtype, len },
-            Operation::Reduce { op, root, dtype, len },
-            Operation::Broadcast { root, dtype, len },
-            Operation::AllGather { dtype, len },
-            Operation::ReduceScatter { op, dtype, len },
-            Operation::Gather { root, dtype, len },
-            Operation::Scatter { root, dtype, len },
-            Operation::AllToAll { dtype, len },
-            Operation::AllToAllVariable { dtype },
-            Operation::AllToAllVariableByHosts { dtype, len },
-            Operation::AllGatherBytes,
-            Operation::Barrier,
-            Operation::Message { dtype, len },
+            Operation::of(CollectiveKind::AllReduce.of(len), dtype).reduced_by(op),
+            Operation::of(CollectiveKind::Reduce.with_root(root, len), dtype).reduced_by(op),
+            Operation::of(CollectiveKind::Broadcast.with_root(root, len), dtype),
+            Operation::of(CollectiveKind::AllGather.of(len), dtype),
+            Operation::of(CollectiveKind::ReduceScatter.of(len), dtype).reduced_by(op),
+            Operation::of(CollectiveKind::Gather.with_root(root, len), dtype),
+            Operation::of(CollectiveKind::Scatter.with_root(root, len), dtype),
+            Operation::of(CollectiveKind::AllToAll.of(len), dtype),
+            Operation::all_to_all_variable(dtype),
+            Operation::all_to_all_variable_by_hosts(dtype, len),
+            Operation::ALL_GATHER_BYTES,
+            Operation::BARRIER,
+            Operation::message(dtype, len),
         ] {
             let text = serde_json::to_string(&operation).expect("a document");
             assert_eq!(serde_json::from_str::<Operation>(&text).expect("an operation"), operation, "{text}");
         }
-        let text = serde_json::to_string(&Operation::Message { dtype, len }).expect("a document");
+        let text = serde_json::to_string(&Operation::message(dtype, len)).expect("a document");
         assert_eq!(text, r#"{"name":"message","dtype":"bf16","len":7,"bytes":14}"#);
         for wrong in [
             r#"{"name":"sum","dtype":"f32","len":1}"#,

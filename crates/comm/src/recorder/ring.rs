@@ -77,7 +77,7 @@ mod tests {
         Record {
             number,
             sequence: number,
-            operation: Operation::Barrier,
+            operation: Operation::BARRIER,
             peer: None,
             issued: Issued { line: Line::EMPTY, at: Instant::now() },
             started: None,

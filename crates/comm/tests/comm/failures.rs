@@ -11,6 +11,7 @@ use trireme_comm::{
     Buffer, CommError, Element, Group, GroupOptions, JoinOptions, Operation, RecorderOptions,
     TransportChoice, TransportKind, Work, join, report_path,
 };
+use trireme_schedule::collective::CollectiveKind;
 
 fn zeros<T: Element>(group: &Group, len: usize) -> Buffer<T> {
     group.buffer(len).expect("memory")
@@ -55,7 +56,8 @@ fn a_mismatch_is_named_on_every_rank() {
                     assert_eq!(sequence, 1);
                     assert!(rank < other_rank);
                     assert!(rank == Rank(odd_one) || other_rank == Rank(odd_one), "{transport}");
-                    let sum = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 100 };
+                    let sum = Operation::of(CollectiveKind::AllReduce.of(100), DType::F32)
+                        .reduced_by(ReduceOp::Sum);
                     let is_odd_first = rank == Rank(odd_one);
                     assert_eq!(if is_odd_first { other_operation } else { operation }, sum);
                     assert_ne!(if is_odd_first { operation } else { other_operation }, sum);
@@ -143,7 +145,7 @@ fn a_rank_that_panics_is_lost_to_the_others() {
             let CommError::PeerLost { rank, operation, sequence } = failure else {
                 panic!("{transport}: {failure}");
             };
-            let sum = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 100 };
+            let sum = Operation::of(CollectiveKind::AllReduce.of(100), DType::F32).reduced_by(ReduceOp::Sum);
             assert_eq!((rank, operation, sequence), (Rank(2), sum, 1));
         }
     }
@@ -159,7 +161,7 @@ fn leaving_in_good_order_is_no_loss() {
         for (rank, end) in ends.into_iter().enumerate() {
             match end {
                 Ok(()) => assert_eq!(rank, 1),
-                Err(CommError::PeerLeft { rank: left, sequence: 1, operation: Operation::Barrier }) => {
+                Err(CommError::PeerLeft { rank: left, sequence: 1, operation: Operation::BARRIER }) => {
                     assert_eq!(left, Rank(1));
                 }
                 Err(other) => panic!("{transport}, rank {rank}: {other}"),

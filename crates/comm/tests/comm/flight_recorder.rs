@@ -11,9 +11,10 @@ use trireme_comm::{
     GroupOptions, JoinOptions, LineListener, MessagePeer, Occasion, Operation, OperationState, ProgramLine,
     RankReport, RecorderOptions, Source, TransportChoice, TransportKind, join, read_reports, report_path,
 };
-use trireme_schedule::collective::{Algorithm, Collective, FlatAlgorithm};
+use trireme_schedule::collective::{Algorithm, CollectiveKind, FlatAlgorithm};
 
-const SUM_OF_100: Operation = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 100 };
+const SUM_OF_100: Operation =
+    Operation::of(CollectiveKind::AllReduce.of(100), DType::F32).reduced_by(ReduceOp::Sum);
 
 fn sum<T: Element>(group: &Group, len: usize) -> Result<(), CommError> {
     group.all_reduce(group.buffer::<T>(len).expect("memory"), ReduceOp::Sum).wait().map(drop)
@@ -82,8 +83,11 @@ fn algorithms_are_reported_where_there_is_a_choice() {
             let operations = report.groups[0].operations.iter();
             let algorithms: Vec<_> = operations.map(|operation| operation.algorithm.as_deref()).collect();
             assert_eq!(algorithms, [Some("ring"), Some("ring"), Some("ring"), None], "{transport}");
-            let choice =
-                |len| Choice { collective: Collective::AllReduce { len }, element_bytes: 4, algorithm: ring };
+            let choice = |len| Choice {
+                collective: CollectiveKind::AllReduce.of(len),
+                element_bytes: 4,
+                algorithm: ring,
+            };
             assert_eq!(group.choices(), [choice(7), choice(100)]);
             assert_eq!(group.num_choices(), 2);
         });
@@ -116,7 +120,7 @@ fn a_lost_rank_is_named_in_every_report() {
         assert_eq!(findings[0].waits_for, [1], "{transport}");
         assert_eq!((findings[1].source, &findings[1].place), (Source::Nothing, &None));
         let operation = findings[2].place.as_ref().and_then(|place| place.operation.as_ref());
-        assert!(operation.is_some_and(|operation| operation.operation == Operation::Barrier));
+        assert!(operation.is_some_and(|operation| operation.operation == Operation::BARRIER));
     }
 }
 
@@ -180,8 +184,8 @@ fn ranks_in_different_operations_that_never_meet_fail_long_before_the_deadline()
             let failure = result.expect_err("the operations differ");
             have_failed.wait();
             let expected = [
-                Operation::Gather { root: Rank(2), dtype: DType::F32, len: 3 },
-                Operation::Scatter { root: Rank(2), dtype: DType::F32, len: 3 },
+                Operation::of(CollectiveKind::Gather.with_root(Rank(2), 3), DType::F32),
+                Operation::of(CollectiveKind::Scatter.with_root(Rank(2), 3), DType::F32),
             ];
             let CommError::Mismatch { sequence: 0, rank, operation, other_rank, other_operation } = failure
             else {

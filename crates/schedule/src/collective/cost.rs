@@ -1,8 +1,8 @@
 use super::blocks::Blocks;
 use super::hierarchy::{Members, Phase, for_each_phase, leaders_of};
 use super::{
-    Algorithm, Collective, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, algorithms_for, is_canonical,
-    simulate,
+    Algorithm, Collective, CollectiveKind, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, algorithms_for,
+    is_canonical, simulate,
 };
 
 /// What a message costs.
@@ -118,7 +118,7 @@ impl<'a> Predictor<'a> {
         match algorithm {
             Algorithm::Flat(FlatAlgorithm::Direct) => self.direct(self.collective, self.hosts.world_size()),
             Algorithm::Flat(flat) => {
-                let blocks = Blocks::even(self.hosts.world_size(), self.collective.len());
+                let blocks = Blocks::even(self.hosts.world_size(), self.collective.len);
                 self.simulated(flat, self.collective, blocks, self.hosts, self.model)
             }
             Algorithm::Hierarchical(levels) => self.hierarchical(levels),
@@ -190,16 +190,16 @@ impl<'a> Predictor<'a> {
         if world_size == 1 {
             return 0.0;
         }
-        let whole = (collective.len() * self.element_bytes) as f64;
+        let whole = (collective.len * self.element_bytes) as f64;
         let own = whole / world_size as f64;
-        let (num_synchronisations, bytes) = match collective {
-            Collective::AllReduce { .. } | Collective::AllToAll { .. } => (2.0, 2.0 * (whole - own)),
-            Collective::Reduce { .. } | Collective::Broadcast { .. } => (2.0, whole),
-            Collective::AllGather { .. } | Collective::ReduceScatter { .. } | Collective::Gather { .. } => {
+        let (num_synchronisations, bytes) = match collective.kind {
+            CollectiveKind::AllReduce | CollectiveKind::AllToAll => (2.0, 2.0 * (whole - own)),
+            CollectiveKind::Reduce | CollectiveKind::Broadcast => (2.0, whole),
+            CollectiveKind::AllGather | CollectiveKind::ReduceScatter | CollectiveKind::Gather => {
                 (2.0, whole - own)
             }
-            Collective::Scatter { .. } => (2.0, own),
-            Collective::Barrier => (1.0, 0.0),
+            CollectiveKind::Scatter => (2.0, own),
+            CollectiveKind::Barrier => (1.0, 0.0),
         };
         num_synchronisations * cost.synchronisation_seconds + bytes * cost.seconds_per_byte
     }

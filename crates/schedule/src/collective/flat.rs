@@ -1,6 +1,6 @@
 use super::blocks::Blocks;
 use super::own::Own;
-use super::{Collective, FlatAlgorithm, Step};
+use super::{Collective, CollectiveKind, FlatAlgorithm, Step};
 use super::{all_gather, all_to_all, barrier, broadcast, double_tree, halving, linear, ring, tree};
 
 impl FlatAlgorithm {
@@ -32,46 +32,44 @@ impl FlatAlgorithm {
 
     /// What makes the steps of a rank, if this algorithm does `collective` by steps.
     fn maker(self, collective: Collective, blocks: &Blocks) -> Option<fn(&Own, &mut Vec<Step>)> {
-        use Collective as C;
+        use CollectiveKind as C;
         use FlatAlgorithm as A;
         let is_power = blocks.world_size().is_power_of_two();
         let are_contiguous = blocks.are_contiguous();
-        Some(match (collective, self) {
-            (C::AllReduce { .. }, A::RecursiveDoubling) => halving::all_reduce_recursive_doubling,
-            (C::AllReduce { .. }, A::HalvingDoubling) => halving::all_reduce_halving_doubling,
-            (C::AllReduce { .. }, A::Ring) => |own, steps| {
+        Some(match (collective.kind, self) {
+            (C::AllReduce, A::RecursiveDoubling) => halving::all_reduce_recursive_doubling,
+            (C::AllReduce, A::HalvingDoubling) => halving::all_reduce_halving_doubling,
+            (C::AllReduce, A::Ring) => |own, steps| {
                 ring::reduce_scatter(own, steps);
                 ring::all_gather(own, steps);
             },
-            (C::AllReduce { .. }, A::BinomialTree) => |own, steps| {
+            (C::AllReduce, A::BinomialTree) => |own, steps| {
                 tree::reduce(own, steps);
                 broadcast::binomial(own, steps);
             },
-            (C::AllReduce { .. }, A::DoubleBinaryTree) => double_tree::all_reduce,
-            (C::Reduce { .. }, A::BinomialTree) => tree::reduce,
-            (C::Reduce { .. }, A::HalvingDoubling) => halving::reduce,
-            (C::Reduce { .. }, A::Ring) => |own, steps| {
+            (C::AllReduce, A::DoubleBinaryTree) => double_tree::all_reduce,
+            (C::Reduce, A::BinomialTree) => tree::reduce,
+            (C::Reduce, A::HalvingDoubling) => halving::reduce,
+            (C::Reduce, A::Ring) => |own, steps| {
                 ring::reduce_scatter(own, steps);
                 tree::gather(own, steps);
             },
-            (C::Broadcast { .. }, A::BinomialTree) => broadcast::binomial,
-            (C::Broadcast { .. }, A::ScatterAllGather) => broadcast::scatter_all_gather,
-            (C::AllGather { .. }, A::RecursiveDoubling) if is_power && are_contiguous => {
+            (C::Broadcast, A::BinomialTree) => broadcast::binomial,
+            (C::Broadcast, A::ScatterAllGather) => broadcast::scatter_all_gather,
+            (C::AllGather, A::RecursiveDoubling) if is_power && are_contiguous => {
                 all_gather::recursive_doubling
             }
-            (C::AllGather { .. }, A::Ring) => ring::all_gather,
-            (C::AllGather { .. }, A::Bruck) => all_gather::bruck,
-            (C::AllGather { .. }, A::Pairwise) => all_gather::pairwise,
-            (C::ReduceScatter { .. }, A::RecursiveHalving) if is_power || are_contiguous => {
-                halving::reduce_scatter
-            }
-            (C::ReduceScatter { .. }, A::Ring) => ring::reduce_scatter,
-            (C::Gather { .. }, A::BinomialTree) if are_contiguous => tree::gather,
-            (C::Gather { .. }, A::Linear) => linear::gather,
-            (C::Scatter { .. }, A::BinomialTree) if are_contiguous => tree::scatter,
-            (C::Scatter { .. }, A::Linear) => linear::scatter,
-            (C::AllToAll { .. }, A::Pairwise) => all_to_all::pairwise,
-            (C::AllToAll { .. }, A::Bruck) => all_to_all::bruck,
+            (C::AllGather, A::Ring) => ring::all_gather,
+            (C::AllGather, A::Bruck) => all_gather::bruck,
+            (C::AllGather, A::Pairwise) => all_gather::pairwise,
+            (C::ReduceScatter, A::RecursiveHalving) if is_power || are_contiguous => halving::reduce_scatter,
+            (C::ReduceScatter, A::Ring) => ring::reduce_scatter,
+            (C::Gather, A::BinomialTree) if are_contiguous => tree::gather,
+            (C::Gather, A::Linear) => linear::gather,
+            (C::Scatter, A::BinomialTree) if are_contiguous => tree::scatter,
+            (C::Scatter, A::Linear) => linear::scatter,
+            (C::AllToAll, A::Pairwise) => all_to_all::pairwise,
+            (C::AllToAll, A::Bruck) => all_to_all::bruck,
             (C::Barrier, A::Dissemination) => barrier::dissemination,
             _ => return None,
         })

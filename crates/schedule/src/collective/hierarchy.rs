@@ -1,8 +1,7 @@
 //! Two-level algorithms as a list of flat ones, each among some of the ranks.
 
 use super::blocks::Blocks;
-use super::{Collective, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, block};
-use std::mem::discriminant;
+use super::{Collective, CollectiveKind, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, block};
 use std::ops::Range;
 use trireme_base::Rank;
 
@@ -124,15 +123,13 @@ pub(super) fn for_each_phase(
 
 /// Whether there are two levels, and an algorithm for each phase.
 pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
-    use Collective as C;
+    use CollectiveKind as C;
     let has_levels = 1 < hosts.num_hosts() && hosts.num_hosts() < hosts.world_size();
     let are_equal = hosts.ranks_per_host().is_some();
     // Blocks of a host are one range only if its ranks follow each other.
-    let suit_hosts = match (collective, hierarchy.leaders) {
-        (C::AllToAll { .. }, _) | (C::Gather { .. } | C::Scatter { .. }, Leaders::All) => false,
-        (C::AllGather { .. } | C::ReduceScatter { .. } | C::Gather { .. } | C::Scatter { .. }, _) => {
-            are_equal && hosts.are_runs()
-        }
+    let suit_hosts = match (collective.kind, hierarchy.leaders) {
+        (C::AllToAll, _) | (C::Gather | C::Scatter, Leaders::All) => false,
+        (C::AllGather | C::ReduceScatter | C::Gather | C::Scatter, _) => are_equal && hosts.are_runs(),
         (_, Leaders::All) => are_equal,
         (_, Leaders::One) => true,
     };
@@ -190,8 +187,8 @@ impl Phases<'_> {
 
     /// A host's leader has all that its host has, and speaks with the other leaders.
     fn visit_by_one(&self, visit: &mut dyn FnMut(Phase)) {
-        use Collective as C;
-        let (hosts, len) = (self.hosts, self.collective.len());
+        use CollectiveKind as C;
+        let (hosts, len) = (self.hosts, self.collective.len);
         let leaders = leaders_of(self.collective);
         let leader = leaders.rank(hosts, self.host());
         let root = Rank(hosts.local_rank(leader));
@@ -199,30 +196,28 @@ impl Phases<'_> {
         let host_range = || self.range_of_host(self.host());
         let host_len = || host_range().len();
         let (reduce, broadcast) =
-            (|| on_whole(C::Reduce { root, len }), || on_whole(C::Broadcast { root, len }));
-        let gather = || Some(self.within(C::Gather { root, len: host_len() }, host_range()));
-        let scatter = || Some(self.within(C::Scatter { root, len: host_len() }, host_range()));
-        let (before, after) = match self.collective {
-            C::AllReduce { .. } => (reduce(), broadcast()),
-            C::Reduce { .. } => (reduce(), None),
-            C::Broadcast { .. } => (None, broadcast()),
-            C::AllGather { .. } => (gather(), broadcast()),
-            C::ReduceScatter { .. } => (reduce(), scatter()),
-            C::Gather { .. } => (gather(), None),
-            C::Scatter { .. } => (None, scatter()),
-            C::Barrier => (on_whole(C::Barrier), on_whole(C::Barrier)),
-            C::AllToAll { .. } => unreachable!("no hierarchy fits"),
+            (|| on_whole(C::Reduce.with_root(root, len)), || on_whole(C::Broadcast.with_root(root, len)));
+        let gather = || Some(self.within(C::Gather.with_root(root, host_len()), host_range()));
+        let scatter = || Some(self.within(C::Scatter.with_root(root, host_len()), host_range()));
+        let (before, after) = match self.collective.kind {
+            C::AllReduce => (reduce(), broadcast()),
+            C::Reduce => (reduce(), None),
+            C::Broadcast => (None, broadcast()),
+            C::AllGather => (gather(), broadcast()),
+            C::ReduceScatter => (reduce(), scatter()),
+            C::Gather => (gather(), None),
+            C::Scatter => (None, scatter()),
+            C::Barrier => (on_whole(C::Barrier.of(0)), on_whole(C::Barrier.of(0))),
+            C::AllToAll => unreachable!("no hierarchy fits"),
         };
         before.into_iter().for_each(&mut *visit);
         if leader == self.rank {
-            let blocks = match self.collective {
-                C::AllReduce { .. } | C::Reduce { .. } | C::Broadcast { .. } | C::Barrier => {
-                    Blocks::even(hosts.num_hosts(), len)
-                }
+            let blocks = match self.collective.kind {
+                C::AllReduce | C::Reduce | C::Broadcast | C::Barrier => Blocks::even(hosts.num_hosts(), len),
                 // Each leader for the blocks of its host.
                 _ => Blocks::of_hosts(hosts.world_size(), self.ranks_per_host(), len),
             };
-            let collective = self.collective.with_root(|root| Rank(hosts.host_of(root)));
+            let collective = self.collective.map_root(|root| Rank(hosts.host_of(root)));
             visit(self.across(leaders, collective, 0..len, blocks));
         }
         after.into_iter().for_each(visit);
@@ -230,9 +225,9 @@ impl Phases<'_> {
 
     /// Each rank of a host has one block of what its host has, and speaks with those that have the same block.
     fn visit_by_all(&self, visit: &mut dyn FnMut(Phase)) {
-        use Collective as C;
+        use CollectiveKind as C;
         let hosts = self.hosts;
-        let len = self.collective.len();
+        let len = self.collective.len;
         let local_rank = hosts.local_rank(self.rank);
         let column = Members::Across { local_rank, root: None };
         let own = block(Rank(local_rank), self.ranks_per_host(), len);
@@ -245,40 +240,41 @@ impl Phases<'_> {
             let blocks = Blocks::of_column(hosts.world_size(), self.ranks_per_host(), local_rank, len);
             self.across(column, collective, 0..len, blocks)
         };
+        let root = self.collective.root().unwrap_or(Rank::ROOT);
         let each_host = (0..hosts.num_hosts()).map(|host| self.range_of_host(host));
-        match self.collective {
-            C::AllReduce { .. } => {
-                visit(self.within(C::ReduceScatter { len }, 0..len));
-                visit(on_own(C::AllReduce { len: own_len }));
-                visit(self.within(C::AllGather { len }, 0..len));
+        match self.collective.kind {
+            C::AllReduce => {
+                visit(self.within(C::ReduceScatter.of(len), 0..len));
+                visit(on_own(C::AllReduce.of(own_len)));
+                visit(self.within(C::AllGather.of(len), 0..len));
             }
-            C::Reduce { root, .. } => {
-                visit(self.within(C::ReduceScatter { len }, 0..len));
+            C::Reduce => {
+                visit(self.within(C::ReduceScatter.of(len), 0..len));
                 let target = hosts.host_of(root);
-                visit(on_own(C::Reduce { root: Rank(target), len: own_len }));
+                visit(on_own(C::Reduce.with_root(Rank(target), own_len)));
                 let root = Rank(hosts.local_rank(root));
-                (self.host() == target).then(|| visit(self.within(C::Gather { root, len }, 0..len)));
+                (self.host() == target).then(|| visit(self.within(C::Gather.with_root(root, len), 0..len)));
             }
-            C::Broadcast { root, .. } => {
+            C::Broadcast => {
                 let source = hosts.host_of(root);
                 let root = Rank(hosts.local_rank(root));
-                (self.host() == source).then(|| visit(self.within(C::Scatter { root, len }, 0..len)));
-                visit(on_own(C::Broadcast { root: Rank(source), len: own_len }));
-                visit(self.within(C::AllGather { len }, 0..len));
+                (self.host() == source).then(|| visit(self.within(C::Scatter.with_root(root, len), 0..len)));
+                visit(on_own(C::Broadcast.with_root(Rank(source), own_len)));
+                visit(self.within(C::AllGather.of(len), 0..len));
             }
-            C::AllGather { .. } => {
-                visit(by_rank(C::AllGather { len }));
-                each_host.for_each(|range| visit(self.within(C::AllGather { len: range.len() }, range)));
+            C::AllGather => {
+                visit(by_rank(C::AllGather.of(len)));
+                each_host.for_each(|range| visit(self.within(C::AllGather.of(range.len()), range)));
             }
-            C::ReduceScatter { .. } => {
-                each_host.for_each(|range| visit(self.within(C::ReduceScatter { len: range.len() }, range)));
-                visit(by_rank(C::ReduceScatter { len }));
+            C::ReduceScatter => {
+                each_host.for_each(|range| visit(self.within(C::ReduceScatter.of(range.len()), range)));
+                visit(by_rank(C::ReduceScatter.of(len)));
             }
             C::Barrier => {
-                visit(self.within(C::Barrier, 0..0));
-                visit(on_own(C::Barrier));
+                visit(self.within(C::Barrier.of(0), 0..0));
+                visit(on_own(C::Barrier.of(0)));
             }
-            C::Gather { .. } | C::Scatter { .. } | C::AllToAll { .. } => unreachable!("no hierarchy fits"),
+            C::Gather | C::Scatter | C::AllToAll => unreachable!("no hierarchy fits"),
         }
     }
 
@@ -292,7 +288,7 @@ impl Phases<'_> {
 
     /// The blocks of the ranks of a host.
     fn range_of_host(&self, host: usize) -> Range<usize> {
-        Blocks::of_hosts(self.hosts.world_size(), self.ranks_per_host(), self.collective.len()).of(host)
+        Blocks::of_hosts(self.hosts.world_size(), self.ranks_per_host(), self.collective.len).of(host)
     }
 
     fn within(&self, collective: Collective, range: Range<usize>) -> Phase {
@@ -313,16 +309,16 @@ impl FlatAlgorithm {
     /// half each of an all-reduce, and nothing but binomial trees gathers and scatters on the way.
     fn part(self, whole: Collective, part: Collective) -> FlatAlgorithm {
         use FlatAlgorithm as A;
-        let is_same = discriminant(&whole) == discriminant(&part);
-        match (whole, self, part) {
+        let is_same = whole.kind == part.kind;
+        match (whole.kind, self, part.kind) {
             _ if is_same || self == A::Direct => self,
-            (Collective::AllReduce { .. }, A::HalvingDoubling, Collective::ReduceScatter { .. }) => {
+            (CollectiveKind::AllReduce, A::HalvingDoubling, CollectiveKind::ReduceScatter) => {
                 A::RecursiveHalving
             }
-            (Collective::AllReduce { .. }, A::HalvingDoubling, Collective::AllGather { .. }) => {
+            (CollectiveKind::AllReduce, A::HalvingDoubling, CollectiveKind::AllGather) => {
                 A::RecursiveDoubling
             }
-            (_, _, Collective::Gather { .. } | Collective::Scatter { .. }) => A::BinomialTree,
+            (_, _, CollectiveKind::Gather | CollectiveKind::Scatter) => A::BinomialTree,
             _ => self,
         }
     }

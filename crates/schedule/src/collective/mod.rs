@@ -28,6 +28,7 @@ mod flat;
 mod halving;
 mod hierarchy;
 mod hosts;
+mod kind;
 mod linear;
 mod order;
 mod own;
@@ -38,13 +39,14 @@ mod step;
 mod tests;
 mod tree;
 
-pub use algorithm::{Algorithm, Collective, FlatAlgorithm, Hierarchy, Leaders};
+pub use algorithm::{Algorithm, FlatAlgorithm, Hierarchy, Leaders};
 pub use all_gather::all_gather_pairwise;
 pub use all_to_all::{all_to_all_variable, all_to_all_variable_by_hosts};
 pub use blocks::{block, owned_range, segments};
 pub use cost::{CostModel, DirectCost, LinkCost, choose, predict};
 pub use hierarchy::{Members, Phase, phases};
 pub use hosts::Hosts;
+pub use kind::{Collective, CollectiveKind, Extent, Form, RootRole};
 pub use order::{Term, canonical_terms, num_partials};
 pub use simulate::simulate;
 pub use step::{Action, Incoming, Memory, Outgoing, Side, Span, Step, scratch_len};
@@ -58,7 +60,7 @@ use trireme_base::Rank;
 pub fn fits(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
     match algorithm {
         Algorithm::Flat(FlatAlgorithm::Direct) => hosts.num_hosts() == 1,
-        Algorithm::Flat(flat) => flat.fits(collective, &Blocks::even(hosts.world_size(), collective.len())),
+        Algorithm::Flat(flat) => flat.fits(collective, &Blocks::even(hosts.world_size(), collective.len)),
         Algorithm::Hierarchical(levels) => hierarchy::fits(collective, levels, hosts),
     }
 }
@@ -93,7 +95,7 @@ pub fn steps(collective: Collective, algorithm: Algorithm, hosts: &Hosts, rank: 
     if let Some(root) = collective.root() {
         assert_member(root, world_size);
     }
-    if let Collective::AllToAll { len } = collective {
+    if let Collective { kind: CollectiveKind::AllToAll, len, .. } = collective {
         assert!(len.is_multiple_of(world_size), "{len} elements are no {world_size} equal blocks");
     }
     assert!(
@@ -102,7 +104,7 @@ pub fn steps(collective: Collective, algorithm: Algorithm, hosts: &Hosts, rank: 
     );
     match algorithm {
         Algorithm::Flat(flat) => {
-            flat.steps(collective, rank.0, Blocks::even(world_size, collective.len()), steps);
+            flat.steps(collective, rank.0, Blocks::even(world_size, collective.len), steps);
         }
         Algorithm::Hierarchical(levels) => {
             hierarchy::for_each_phase(collective, levels, hosts, rank, &mut |phase| {

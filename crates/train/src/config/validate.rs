@@ -18,7 +18,7 @@ use std::path::{Component, Path};
 use trireme_data::PrepareOptions;
 use trireme_optim::{Decay, OptimizerName};
 use trireme_parallel::Determinism;
-use trireme_schedule::collective::{Algorithm, Collective, Hosts, fits, is_canonical};
+use trireme_schedule::collective::{Algorithm, CollectiveKind, Hosts, fits, is_canonical};
 use trireme_tensor::Precision;
 
 /// Microbatches of one step on one worker: far above any use, and few enough for the step's program to fit
@@ -154,7 +154,7 @@ fn check_peak(checks: &mut Checks<'_>) {
 fn check_algorithm(checks: &mut Checks<'_>) {
     let Sections { comm, training, .. } = &checks.loose.sections;
     let Some(algorithm @ Algorithm::Flat(_)) = comm.algorithm else { return };
-    let (all_reduce, hosts) = (Collective::AllReduce { len: 8 }, Hosts::single(8));
+    let (all_reduce, hosts) = (CollectiveKind::AllReduce.of(8), Hosts::single(8));
     let keeps_order = !fits(all_reduce, algorithm, &hosts) || is_canonical(all_reduce, algorithm, &hosts);
     checks.require(
         keeps_order || training.determinism == Determinism::Run,

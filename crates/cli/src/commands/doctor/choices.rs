@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use trireme_base::{Bytes, Rank};
-use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts, choose};
+use trireme_schedule::collective::{Algorithm, Collective, CollectiveKind, CostModel, Hosts, choose};
 
 /// Sizes for which algorithms are shown, each four times the one before.
 const SMALLEST_BYTES: usize = 1 << 10;
@@ -19,11 +19,11 @@ pub(super) struct Choice {
 /// What `choose` says, for an operation on elements of so many bytes.
 pub(super) fn choices(choose: impl Fn(Collective, usize) -> Algorithm) -> Vec<Choice> {
     let collectives: [fn(usize) -> Collective; 5] = [
-        |len| Collective::AllReduce { len },
-        |len| Collective::ReduceScatter { len },
-        |len| Collective::AllGather { len },
-        |len| Collective::Broadcast { root: Rank::ROOT, len },
-        |len| Collective::AllToAll { len },
+        |len| CollectiveKind::AllReduce.of(len),
+        |len| CollectiveKind::ReduceScatter.of(len),
+        |len| CollectiveKind::AllGather.of(len),
+        |len| CollectiveKind::Broadcast.with_root(Rank::ROOT, len),
+        |len| CollectiveKind::AllToAll.of(len),
     ];
     let element_bytes = size_of::<f32>();
     let sizes = (0..).map(|power| SMALLEST_BYTES << (2 * power)).take_while(|&bytes| bytes <= LARGEST_BYTES);

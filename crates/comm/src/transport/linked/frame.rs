@@ -67,12 +67,13 @@ mod tests {
     use super::*;
     use crate::fuzz::Fuzzer;
     use proptest::prelude::*;
+    use trireme_schedule::collective::CollectiveKind;
 
     #[test]
     fn a_header_reads_back_and_another_protocol_does_not() {
         let header = |has_checksum| Header {
             sequence: 7,
-            operation: Operation::Barrier,
+            operation: Operation::BARRIER,
             payload_bytes: 99,
             has_checksum,
         };
@@ -86,9 +87,11 @@ mod tests {
 
     #[test]
     fn hostile_headers_are_read_or_refused() {
-        let operation =
-            Operation::Broadcast { root: trireme_base::Rank(1), dtype: trireme_base::DType::F32, len: 9 };
-        let headers = [(operation, true), (Operation::Barrier, false)].map(|(operation, has_checksum)| {
+        let operation = Operation::of(
+            CollectiveKind::Broadcast.with_root(trireme_base::Rank(1), 9),
+            trireme_base::DType::F32,
+        );
+        let headers = [(operation, true), (Operation::BARRIER, false)].map(|(operation, has_checksum)| {
             Header { sequence: 7, operation, payload_bytes: 36, has_checksum }.encode().to_vec()
         });
         let mut fuzzer = Fuzzer::new("headers", headers.to_vec());

@@ -22,7 +22,7 @@ use crate::selection::Selection;
 use crate::transport::Transport;
 use crate::transport::link::Link;
 use crate::transport::shm::{Arena, Operands, SharedMemory, Slot};
-use crate::{CommError, GroupOptions, Operation};
+use crate::{CommError, GroupOptions};
 use exchange::Exchange;
 pub(crate) use memories::Memories;
 use std::ops::Range;
@@ -30,7 +30,7 @@ use std::sync::Arc;
 pub(crate) use transit::{Incoming, Outgoing, Trouble};
 use trireme_base::{DType, Rank};
 use trireme_schedule::collective::{
-    Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable,
+    Algorithm, CollectiveKind, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable,
     all_to_all_variable_by_hosts, block, phases, scratch_len, segments, steps,
 };
 
@@ -132,13 +132,13 @@ impl Linked {
     ) -> Result<(), CommError> {
         let (dtype, len) = call.operation.elements();
         let collective = call.operation.collective().expect("operations in place are collectives");
-        match (algorithm, collective) {
-            (Algorithm::Flat(_), Collective::AllReduce { .. }) => {
+        match (algorithm, collective.kind) {
+            (Algorithm::Flat(_), CollectiveKind::AllReduce) => {
                 debug_assert_eq!(first, 0, "all of the vector is reduced");
                 for segment in segments(&self.hosts, len, dtype.size()) {
                     let bytes = segment.start * dtype.size()..segment.end * dtype.size();
                     self.steps.clear();
-                    let of_segment = Collective::AllReduce { len: segment.len() };
+                    let of_segment = CollectiveKind::AllReduce.of(segment.len());
                     steps(of_segment, algorithm, &self.hosts, self.rank, &mut self.steps);
                     self.work_steps(call, &mut slot.part(bytes), 0, control, cost)?;
                 }
@@ -159,9 +159,9 @@ impl Linked {
             }
         }
         if let Some(op) = call.operation.reduction() {
-            let range = match call.operation {
-                Operation::ReduceScatter { .. } => self.own_block(len),
-                Operation::Reduce { root, .. } if root != self.rank => 0..0,
+            let range = match call.operation.root() {
+                Some(root) if root != self.rank => 0..0,
+                _ if call.operation.output_is_block() => self.own_block(len),
                 _ => 0..len,
             };
             let result = &mut slot.bytes()[range.start * dtype.size()..range.end * dtype.size()];
@@ -185,7 +185,7 @@ impl Linked {
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
         match (&mut self.shared, phase.algorithm) {
-            (Some(shared), FlatAlgorithm::Direct) if phase.collective == Collective::Barrier => {
+            (Some(shared), FlatAlgorithm::Direct) if phase.collective.kind == CollectiveKind::Barrier => {
                 shared.barrier(call, control, cost)
             }
             (Some(shared), FlatAlgorithm::Direct) => {
@@ -235,14 +235,11 @@ impl Linked {
         let is_root = call.operation.root().is_none_or(|root| root == self.rank);
         // With a linear algorithm a rank touches nothing but its own block, unless it is the root.
         let has_own_only = !is_root && algorithm == Algorithm::Flat(FlatAlgorithm::Linear);
-        match call.operation {
-            Operation::Gather { .. } if has_own_only => {
-                return self.in_place(call, (input, own.start), algorithm, control, cost);
-            }
-            Operation::Scatter { .. } if has_own_only => {
-                return self.in_place(call, (output, own.start), algorithm, control, cost);
-            }
-            _ => {}
+        if has_own_only && call.operation.input_is_block() {
+            return self.in_place(call, (input, own.start), algorithm, control, cost);
+        }
+        if has_own_only && call.operation.output_is_block() {
+            return self.in_place(call, (output, own.start), algorithm, control, cost);
         }
         let mut vector = std::mem::take(&mut self.vector);
         let is_whole = output.len() == len * dtype.size();
@@ -250,18 +247,13 @@ impl Linked {
             true => output.part(0..len * dtype.size()),
             false => Slot::private(reserve(&mut vector, len * dtype.size())?),
         };
-        match call.operation {
-            Operation::AllGather { .. } | Operation::Gather { .. } => {
-                slot.bytes()[own_bytes.clone()].copy_from_slice(input.bytes());
-            }
-            Operation::Scatter { .. } | Operation::Broadcast { .. } if !is_root => {}
-            _ => slot.bytes().copy_from_slice(input.bytes()),
+        if call.operation.input_is_block() {
+            slot.bytes()[own_bytes.clone()].copy_from_slice(input.bytes());
+        } else if is_root || !call.operation.root_is_source() {
+            slot.bytes().copy_from_slice(input.bytes());
         }
         let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control, cost);
-        if let Operation::ReduceScatter { .. } | Operation::Scatter { .. } = call.operation
-            && !is_whole
-            && result.is_ok()
-        {
+        if call.operation.output_is_block() && !is_whole && result.is_ok() {
             let block: &[u8] = bytemuck::cast_slice(&vector);
             output.bytes().copy_from_slice(&block[own_bytes]);
         }
@@ -335,7 +327,7 @@ impl Linked {
     ) -> Result<(), CommError> {
         self.steps.clear();
         let algorithm = Algorithm::Flat(FlatAlgorithm::Dissemination);
-        steps(Collective::Barrier, algorithm, &self.hosts, self.rank, &mut self.steps);
+        steps(CollectiveKind::Barrier.of(0), algorithm, &self.hosts, self.rank, &mut self.steps);
         self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control, cost)
     }
 

@@ -1,6 +1,7 @@
 //! A peer that does not keep to the protocol: its ends of the connections are in the test's hands.
 
 use super::*;
+use crate::Operation;
 use crate::recorder::FlightRecorder;
 use crate::transport::link::SocketLink;
 use std::io::Write;
@@ -56,7 +57,7 @@ fn outcome_with(
     linked.execute(&call(operation), payload, &mut watch, &mut Cost::default())
 }
 
-const SUM: Operation = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 4 };
+const SUM: Operation = Operation::of(CollectiveKind::AllReduce.of(4), DType::F32).reduced_by(ReduceOp::Sum);
 
 fn vector() -> Payload {
     Payload::Vector(crate::buffer::Storage::heap(16).expect("memory"))
@@ -78,7 +79,7 @@ fn garbage_is_named_and_ends_the_operation() {
 
 /// Rank 1 broadcasts four words to this one, with `flips` in the bytes of its frame.
 fn broadcast_with(checksums: bool, flips: &[usize]) -> Result<(), CommError> {
-    let operation = Operation::Broadcast { root: Rank(1), dtype: DType::U8, len: 16 };
+    let operation = Operation::of(CollectiveKind::Broadcast.with_root(Rank(1), 16), DType::U8);
     let options = GroupOptions { checksums, ..GroupOptions::default() };
     let mut payload = vector();
     outcome_with(&options, operation, &mut payload, |peer| {
@@ -123,8 +124,8 @@ fn a_huge_length_is_not_believed() {
 #[test]
 fn a_block_above_its_bound_is_refused_before_it_is_allocated() {
     let mut blocks = Payload::Blocks(Vec::from([Vec::from([1]), Vec::new()]));
-    let failure = outcome(Operation::AllGatherBytes, &mut blocks, |peer| {
-        peer.data.write_all(&header(&call(Operation::AllGatherBytes), 8)).expect("sent");
+    let failure = outcome(Operation::ALL_GATHER_BYTES, &mut blocks, |peer| {
+        peer.data.write_all(&header(&call(Operation::ALL_GATHER_BYTES), 8)).expect("sent");
         peer.data.write_all(&u64::MAX.to_le_bytes()).expect("sent");
     })
     .expect_err("too long");

@@ -86,11 +86,7 @@ impl Post {
     /// Whether blocks are where the operation has blocks, and vectors where it has vectors.
     pub(super) fn fits(&self, operation: Operation) -> bool {
         let is_block = |location: Location| matches!(location, Location::Block(_));
-        let (may_gather, may_scatter) = match operation {
-            Operation::AllGather { .. } | Operation::Gather { .. } => (true, false),
-            Operation::ReduceScatter { .. } | Operation::Scatter { .. } => (false, true),
-            _ => (false, false),
-        };
+        let (may_gather, may_scatter) = (operation.input_is_block(), operation.output_is_block());
         let is_one_block = |location, may_be| !is_block(location) || may_be;
         is_one_block(self.input, may_gather)
             && is_one_block(self.output, may_scatter)

@@ -10,7 +10,7 @@ use crate::engine::{Call, Cost};
 use crate::{CommError, Operation};
 use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};
-use trireme_schedule::collective::owned_range;
+use trireme_schedule::collective::{CollectiveKind, owned_range};
 
 /// What is asked for ahead of a reduction, of each member: as much as stays in the first cache.
 const FETCH_BYTES_MAX: usize = 8 << 10;
@@ -52,10 +52,10 @@ impl SharedMemory {
         let all_see_inputs = inputs.len() == num_members;
         let all_see_outputs = outputs.len() == num_members;
         (self.inputs, self.outputs) = (inputs, outputs);
-        Ok(match operation {
-            Operation::AllReduce { .. } | Operation::Reduce { .. } => all_see_inputs && all_see_outputs,
+        Ok(match operation.reduction() {
+            Some(_) if !operation.output_is_block() => all_see_inputs && all_see_outputs,
             // Swapping in place writes into inputs, which nobody else may read meanwhile.
-            Operation::AllToAll { .. } => all_see_inputs && all_have_one_form,
+            _ if operation.is(CollectiveKind::AllToAll) => all_see_inputs && all_have_one_form,
             _ => all_see_inputs,
         })
     }
@@ -109,10 +109,8 @@ impl SharedMemory {
 
     pub(super) fn view_of_output(&self, operation: Operation, operands: Operands<'_>) -> View {
         let (dtype, len) = operation.elements();
-        let part = match (&operands.output, operation) {
-            (Some(_), Operation::ReduceScatter { .. } | Operation::Scatter { .. }) => Part::Block(self.own),
-            _ => Part::Whole,
-        };
+        let is_block = operands.output.is_some() && operation.output_is_block();
+        let part = if is_block { Part::Block(self.own) } else { Part::Whole };
         let range = part.range(self.members.len(), len);
         operands.output.unwrap_or(operands.input).view(range.start * dtype.size())
     }

@@ -65,6 +65,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
+use trireme_schedule::collective::CollectiveKind;
 use view::View;
 
 /// The group's ranks that share this rank's host, and the memory through which they meet.
@@ -266,11 +267,13 @@ impl SharedMemory {
         if !self.collect_views(call, operation)? {
             return self.staged(call, operation, operands, control, cost);
         }
-        match operation {
-            Operation::AllReduce { op, .. } | Operation::Reduce { op, .. } => {
+        match operation.reduction() {
+            Some(op) if !operation.output_is_block() => {
                 self.reduce_owned((dtype, op), len, operation.root(), cost);
             }
-            Operation::AllToAll { .. } if operands.output.is_none() => self.swap_blocks(dtype, len, cost),
+            None if operation.is(CollectiveKind::AllToAll) && operands.output.is_none() => {
+                self.swap_blocks(dtype, len, cost);
+            }
             _ => self.pull_from_vectors(operation, operands, cost),
         }
         self.meet(call, control, cost)
@@ -322,19 +325,15 @@ fn post_of(operation: Operation, operands: &Operands<'_>) -> Post {
         Some(offset) => Location::Vector(offset),
         None => Location::Private,
     };
-    let (input_is_block, output_is_block) = match operation {
-        Operation::AllGather { .. } | Operation::Gather { .. } => (true, false),
-        Operation::ReduceScatter { .. } | Operation::Scatter { .. } => (false, true),
-        _ => (false, false),
-    };
     match &operands.output {
         None => {
             let location = locate(&operands.input, false);
             Post { input: location, output: location }
         }
-        Some(output) => {
-            Post { input: locate(&operands.input, input_is_block), output: locate(output, output_is_block) }
-        }
+        Some(output) => Post {
+            input: locate(&operands.input, operation.input_is_block()),
+            output: locate(output, operation.output_is_block()),
+        },
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::Operation;
 use std::ops::Range;
 use trireme_base::Rank;
-use trireme_schedule::collective::block;
+use trireme_schedule::collective::{Collective, CollectiveKind, Extent, Form, RootRole, block};
 
 /// A part of the vector of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +48,10 @@ impl Part {
     }
 }
 
+fn on_vectors(operation: Operation) -> Collective {
+    operation.collective().expect("operations on vectors are collectives")
+}
+
 /// What member `own` reads, in the order in which it should. A member's own elements are read too, where
 /// `out_of_place` says that they must get from one memory to another.
 pub(super) fn pulls(
@@ -56,50 +60,59 @@ pub(super) fn pulls(
     num_members: usize,
     out_of_place: bool,
 ) -> impl Iterator<Item = Pull> {
-    let is_root = operation.root().is_none_or(|root| root.0 == own);
-    let reduced = match operation {
-        Operation::AllReduce { .. } | Operation::Reduce { .. } if is_root => Some(Part::Whole),
-        Operation::ReduceScatter { .. } => Some(Part::Block(own)),
-        _ => None,
-    };
+    let collective = on_vectors(operation);
+    let Form { input, output, root: role, reduces } = collective.kind.form();
+    let is_root = move |member: usize| collective.root().is_none_or(|root| root.0 == member);
+    let is_moved = collective.kind != CollectiveKind::Barrier;
+    let has_output = is_moved && (role != Some(RootRole::Target) || is_root(own));
+    let target = if output == Extent::Block { Part::Block(own) } else { Part::Whole };
+    let reduced = (reduces && has_output).then_some(Pull::Reduce(target));
     // Each member begins with another peer, so that they do not all read from one memory at a time.
     let peers = (0..num_members).map(move |distance| (own + distance) % num_members);
-    let copies = peers.filter(move |&from| from != own || out_of_place).filter_map(move |from| {
-        let copy = |source, target| Some(Pull::Copy { from, source, target });
-        match operation {
-            Operation::Broadcast { root, .. } if root.0 == from => copy(Part::Whole, Part::Whole),
-            Operation::Scatter { root, .. } if root.0 == from => copy(Part::Block(own), Part::Block(own)),
-            Operation::AllGather { .. } => copy(Part::Block(from), Part::Block(from)),
-            Operation::Gather { .. } if is_root => copy(Part::Block(from), Part::Block(from)),
-            Operation::AllToAll { .. } => copy(Part::Block(own), Part::Block(from)),
-            _ => None,
-        }
+    let sources = peers.filter(move |&from| {
+        let has_input = role != Some(RootRole::Source) || is_root(from);
+        !reduces && has_output && has_input && (from != own || out_of_place)
     });
-    reduced.map(Pull::Reduce).into_iter().chain(copies)
+    let copies = sources.map(move |from| {
+        let (source, target) = match (collective.kind, input, output) {
+            (CollectiveKind::AllToAll, ..) => (Part::Block(own), Part::Block(from)),
+            (_, Extent::Block, _) => (Part::Block(from), Part::Block(from)),
+            (_, Extent::Whole, _) => (target, target),
+        };
+        Pull::Copy { from, source, target }
+    });
+    reduced.into_iter().chain(copies)
 }
 
 /// What the peers of member `own` read of its input.
 pub(super) fn contribution(operation: Operation, own: usize) -> Contribution {
-    let is_root = operation.root().is_some_and(|root| root.0 == own);
-    match operation {
-        Operation::AllReduce { .. } | Operation::Reduce { .. } => Contribution::Whole,
-        Operation::Broadcast { .. } if is_root => Contribution::Whole,
-        Operation::Scatter { .. } if is_root => Contribution::EveryBlock,
-        Operation::AllGather { .. } | Operation::Gather { .. } => Contribution::OwnBlock,
-        Operation::ReduceScatter { .. } | Operation::AllToAll { .. } => Contribution::EveryBlock,
+    let collective = on_vectors(operation);
+    let form = collective.kind.form();
+    let has_input =
+        form.root != Some(RootRole::Source) || collective.root().is_some_and(|root| root.0 == own);
+    match contribution_of_sources(collective.kind) {
+        found if has_input => found,
         _ => Contribution::Nothing,
+    }
+}
+
+/// What the peers of a member with an input read of it.
+fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
+    match (kind, kind.form()) {
+        (CollectiveKind::Barrier, _) => Contribution::Nothing,
+        (CollectiveKind::AllToAll, _) | (_, Form { output: Extent::Block, .. }) => Contribution::EveryBlock,
+        (_, Form { input: Extent::Block, .. }) => Contribution::OwnBlock,
+        (_, Form { input: Extent::Whole, .. }) => Contribution::Whole,
     }
 }
 
 /// Elements of a stage that the windows of all staged blocks share, and elements over which windows run.
 pub(super) fn staging(operation: Operation, num_members: usize, stage_len: usize) -> (usize, usize) {
-    let (_, len) = operation.elements();
-    let longest_block = block(Rank(0), num_members, len).len();
-    match operation {
-        Operation::AllReduce { .. } | Operation::Reduce { .. } | Operation::Broadcast { .. } => {
-            (stage_len, len)
-        }
-        Operation::AllGather { .. } | Operation::Gather { .. } => (stage_len, longest_block),
-        _ => (stage_len / num_members, longest_block),
+    let collective = on_vectors(operation);
+    let longest_block = block(Rank(0), num_members, collective.len).len();
+    match contribution_of_sources(collective.kind) {
+        Contribution::Whole => (stage_len, collective.len),
+        Contribution::OwnBlock => (stage_len, longest_block),
+        Contribution::EveryBlock | Contribution::Nothing => (stage_len / num_members, longest_block),
     }
 }

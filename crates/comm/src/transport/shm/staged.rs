@@ -11,7 +11,7 @@ use crate::engine::{Call, Cost};
 use crate::{CommError, Operation};
 use std::ops::Range;
 use trireme_base::{Rank, ReduceOp};
-use trireme_schedule::collective::owned_range;
+use trireme_schedule::collective::{CollectiveKind, owned_range};
 
 /// What goes through a stage at a time of a vector that does not fit: little enough to stay in a core's cache, with what
 /// it is copied from.
@@ -35,7 +35,11 @@ impl SharedMemory {
         // Windows begin at multiples of a cache line, so that vectors are aligned in the stage as elsewhere.
         let window_len = (window_len & !63).max(64);
         let out_of_place = operands.output.is_some();
-        if let (Operation::AllReduce { op, .. }, 3.., true) = (operation, num_members, len > window_len) {
+        if let Some(op) = operation.reduction()
+            && operation.is(CollectiveKind::AllReduce)
+            && num_members >= 3
+            && len > window_len
+        {
             return self.staged_by_shares(call, operation, op, operands, control, cost);
         }
         let mut inputs = std::mem::take(&mut self.inputs);

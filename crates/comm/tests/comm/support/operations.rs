@@ -3,7 +3,9 @@ use super::oracle::{Value, expected};
 use std::ops::Range;
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Element, Group, TransportKind, Work};
-use trireme_schedule::collective::{Algorithm, Collective, Step, block, fits, is_canonical, steps};
+use trireme_schedule::collective::{
+    Algorithm, Collective, CollectiveKind, Step, block, fits, is_canonical, steps,
+};
 
 /// Around the borders of blocks of up to five ranks, of short vectors (16) and of pieces (32), none but 0 a multiple of them.
 const LENGTHS: [usize; 6] = [0, 1, 3, 17, 101, 1001];
@@ -35,14 +37,14 @@ impl Kind {
     /// The operation on a vector of `len`, as algorithms know it.
     pub(crate) fn collective(self, len: usize) -> Collective {
         match self {
-            Kind::AllReduce(_) => Collective::AllReduce { len },
-            Kind::Reduce(_, root) => Collective::Reduce { root, len },
-            Kind::Broadcast(root) => Collective::Broadcast { root, len },
-            Kind::AllGather => Collective::AllGather { len },
-            Kind::ReduceScatter(_) => Collective::ReduceScatter { len },
-            Kind::Gather(root) => Collective::Gather { root, len },
-            Kind::Scatter(root) => Collective::Scatter { root, len },
-            Kind::AllToAll => Collective::AllToAll { len },
+            Kind::AllReduce(_) => CollectiveKind::AllReduce.of(len),
+            Kind::Reduce(_, root) => CollectiveKind::Reduce.with_root(root, len),
+            Kind::Broadcast(root) => CollectiveKind::Broadcast.with_root(root, len),
+            Kind::AllGather => CollectiveKind::AllGather.of(len),
+            Kind::ReduceScatter(_) => CollectiveKind::ReduceScatter.of(len),
+            Kind::Gather(root) => CollectiveKind::Gather.with_root(root, len),
+            Kind::Scatter(root) => CollectiveKind::Scatter.with_root(root, len),
+            Kind::AllToAll => CollectiveKind::AllToAll.of(len),
         }
     }
 

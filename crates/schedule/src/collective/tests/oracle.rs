@@ -24,15 +24,15 @@ pub(super) fn inputs(
     world_size: usize,
     value: fn(usize, usize) -> f64,
 ) -> Vec<Memories> {
-    let len = collective.len();
-    let is_given = |rank: usize, index: usize| match collective {
-        Collective::AllReduce { .. }
-        | Collective::Reduce { .. }
-        | Collective::ReduceScatter { .. }
-        | Collective::AllToAll { .. }
-        | Collective::Barrier => true,
-        Collective::Broadcast { root, .. } | Collective::Scatter { root, .. } => rank == root.0,
-        Collective::AllGather { .. } | Collective::Gather { .. } => {
+    let len = collective.len;
+    let is_given = |rank: usize, index: usize| match collective.kind {
+        CollectiveKind::AllReduce
+        | CollectiveKind::Reduce
+        | CollectiveKind::ReduceScatter
+        | CollectiveKind::AllToAll
+        | CollectiveKind::Barrier => true,
+        CollectiveKind::Broadcast | CollectiveKind::Scatter => collective.root() == Some(Rank(rank)),
+        CollectiveKind::AllGather | CollectiveKind::Gather => {
             block(Rank(rank), world_size, len).contains(&index)
         }
     };
@@ -48,7 +48,7 @@ pub(super) fn expected(
     rank: usize,
     value: fn(usize, usize) -> f64,
 ) -> (Range<usize>, Vec<f64>) {
-    let len = collective.len();
+    let len = collective.len;
     let all = vectors(world_size, len, value);
     let own = block(Rank(rank), world_size, len);
     let nothing = (0..0, Vec::new());
@@ -57,17 +57,18 @@ pub(super) fn expected(
             |index: &usize| (0..world_size).find(|&rank| block(Rank(rank), world_size, len).contains(index));
         (0..len).map(|index| all[owner(&index).expect("blocks cover")][index]).collect()
     };
-    match collective {
-        Collective::Barrier => nothing,
-        Collective::AllReduce { .. } => (0..len, canonical(&all)),
-        Collective::Reduce { root, .. } if rank == root.0 => (0..len, canonical(&all)),
-        Collective::Gather { root, .. } if rank == root.0 => (0..len, gathered()),
-        Collective::Reduce { .. } | Collective::Gather { .. } => nothing,
-        Collective::Broadcast { root, .. } => (0..len, all[root.0].clone()),
-        Collective::Scatter { root, .. } => (own.clone(), all[root.0][own].to_vec()),
-        Collective::AllGather { .. } => (0..len, gathered()),
-        Collective::ReduceScatter { .. } => (own.clone(), canonical(&all)[own].to_vec()),
-        Collective::AllToAll { .. } => {
+    let root = collective.root().unwrap_or(Rank::ROOT);
+    match collective.kind {
+        CollectiveKind::Barrier => nothing,
+        CollectiveKind::AllReduce => (0..len, canonical(&all)),
+        CollectiveKind::Reduce if rank == root.0 => (0..len, canonical(&all)),
+        CollectiveKind::Gather if rank == root.0 => (0..len, gathered()),
+        CollectiveKind::Reduce | CollectiveKind::Gather => nothing,
+        CollectiveKind::Broadcast => (0..len, all[root.0].clone()),
+        CollectiveKind::Scatter => (own.clone(), all[root.0][own].to_vec()),
+        CollectiveKind::AllGather => (0..len, gathered()),
+        CollectiveKind::ReduceScatter => (own.clone(), canonical(&all)[own].to_vec()),
+        CollectiveKind::AllToAll => {
             let each = 0..world_size;
             (0..len, each.flat_map(|from| all[from][own.clone()].to_vec()).collect())
         }
@@ -100,19 +101,19 @@ pub(super) fn canonical(vectors: &[Vec<f64>]) -> Vec<f64> {
 /// Every collective of `len` elements, with each of the roots.
 pub(super) fn collectives(world_size: usize, len: usize) -> Vec<Collective> {
     let mut all = vec![
-        Collective::AllReduce { len },
-        Collective::AllGather { len },
-        Collective::ReduceScatter { len },
-        Collective::AllToAll { len: len * world_size },
-        Collective::Barrier,
+        CollectiveKind::AllReduce.of(len),
+        CollectiveKind::AllGather.of(len),
+        CollectiveKind::ReduceScatter.of(len),
+        CollectiveKind::AllToAll.of(len * world_size),
+        CollectiveKind::Barrier.of(0),
     ];
     let some_roots = [0, 1, world_size / 2, world_size - 1];
     for root in (0..world_size).filter(|root| world_size < 7 || some_roots.contains(root)).map(Rank) {
         all.extend([
-            Collective::Reduce { root, len },
-            Collective::Broadcast { root, len },
-            Collective::Gather { root, len },
-            Collective::Scatter { root, len },
+            CollectiveKind::Reduce.with_root(root, len),
+            CollectiveKind::Broadcast.with_root(root, len),
+            CollectiveKind::Gather.with_root(root, len),
+            CollectiveKind::Scatter.with_root(root, len),
         ]);
     }
     all

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use std::fmt;
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
-use trireme_schedule::collective::{Collective, block};
+use trireme_schedule::collective::{Collective, CollectiveKind, block};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 #[value(rename_all = "snake_case")]
@@ -67,14 +67,14 @@ impl Op {
     fn collective(self, len: usize) -> Option<Collective> {
         let root = Rank::ROOT;
         Some(match self {
-            Op::AllReduce => Collective::AllReduce { len },
-            Op::AllGather => Collective::AllGather { len },
-            Op::ReduceScatter => Collective::ReduceScatter { len },
-            Op::AllToAll => Collective::AllToAll { len },
-            Op::Broadcast => Collective::Broadcast { root, len },
-            Op::Reduce => Collective::Reduce { root, len },
-            Op::Gather => Collective::Gather { root, len },
-            Op::Scatter => Collective::Scatter { root, len },
+            Op::AllReduce => CollectiveKind::AllReduce.of(len),
+            Op::AllGather => CollectiveKind::AllGather.of(len),
+            Op::ReduceScatter => CollectiveKind::ReduceScatter.of(len),
+            Op::AllToAll => CollectiveKind::AllToAll.of(len),
+            Op::Broadcast => CollectiveKind::Broadcast.with_root(root, len),
+            Op::Reduce => CollectiveKind::Reduce.with_root(root, len),
+            Op::Gather => CollectiveKind::Gather.with_root(root, len),
+            Op::Scatter => CollectiveKind::Scatter.with_root(root, len),
             Op::AllToAllVariable | Op::Barrier | Op::Send => return None,
         })
     }

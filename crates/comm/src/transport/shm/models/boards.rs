@@ -22,7 +22,7 @@ struct Area {
 fn call(sequence: u64) -> Call {
     Call {
         is_awaited: true,
-        operation: Operation::Barrier,
+        operation: Operation::BARRIER,
         sequence,
         started: Instant::now(),
         timeout: Duration::MAX,

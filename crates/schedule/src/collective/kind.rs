@@ -1,0 +1,131 @@
+//! What ranks do together.
+
+use std::fmt;
+use trireme_base::{Rank, named};
+
+named! {
+    /// What a group does together, on a vector on every rank.
+    pub enum CollectiveKind {
+        /// Every rank gets the reduction of all vectors.
+        AllReduce = "all_reduce",
+        /// The root gets the reduction of all vectors.
+        Reduce = "reduce",
+        /// Every rank gets the root's vector.
+        Broadcast = "broadcast",
+        /// Every rank gets every rank's block.
+        AllGather = "all_gather",
+        /// Every rank gets its block of the reduction of all vectors.
+        ReduceScatter = "reduce_scatter",
+        /// The root gets every rank's block.
+        Gather = "gather",
+        /// Every rank gets its block of the root's vector.
+        Scatter = "scatter",
+        /// Block `j` of rank `i` becomes block `i` of rank `j`.
+        AllToAll = "all_to_all",
+        /// Nobody is done before everybody has begun.
+        Barrier = "barrier",
+    }
+}
+
+/// What a rank puts into a collective, or gets out of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// The whole vector.
+    Whole,
+    /// The [block](super::block) of the rank.
+    Block,
+}
+
+/// What the root of a collective does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RootRole {
+    /// It alone has an input.
+    Source,
+    /// It alone has an output.
+    Target,
+}
+
+/// The facts about a collective from which executors derive who reads what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Form {
+    /// What a rank with an input has.
+    pub input: Extent,
+    /// What a rank with an output gets.
+    pub output: Extent,
+    /// What the root does; `None` if all ranks do the same.
+    pub root: Option<RootRole>,
+    /// Whether elements of several ranks are combined, so that an order matters.
+    pub reduces: bool,
+}
+
+impl CollectiveKind {
+    /// The facts about it.
+    pub const fn form(self) -> Form {
+        use Extent::{Block, Whole};
+        use RootRole::{Source, Target};
+        let (input, output, root, reduces) = match self {
+            CollectiveKind::AllReduce => (Whole, Whole, None, true),
+            CollectiveKind::Reduce => (Whole, Whole, Some(Target), true),
+            CollectiveKind::Broadcast => (Whole, Whole, Some(Source), false),
+            CollectiveKind::AllGather => (Block, Whole, None, false),
+            CollectiveKind::ReduceScatter => (Whole, Block, None, true),
+            CollectiveKind::Gather => (Block, Whole, Some(Target), false),
+            CollectiveKind::Scatter => (Whole, Block, Some(Source), false),
+            CollectiveKind::AllToAll | CollectiveKind::Barrier => (Whole, Whole, None, false),
+        };
+        Form { input, output, root, reduces }
+    }
+
+    /// The collective on vectors of `len` elements, without a root.
+    ///
+    /// # Panics
+    /// If it has one.
+    pub const fn of(self, len: usize) -> Collective {
+        assert!(self.form().root.is_none(), "the collective has a root");
+        Collective { kind: self, root: None, len }
+    }
+
+    /// The collective on vectors of `len` elements, with `root` if it has one.
+    pub const fn with_root(self, root: Rank, len: usize) -> Collective {
+        let root = if self.form().root.is_some() { Some(root) } else { None };
+        Collective { kind: self, root, len }
+    }
+}
+
+/// What a group does together, on a vector of `len` elements on every rank.
+///
+/// All work in place. [`block`](super::block) says where the
+/// share of a rank lies, before (all-gather, gather) or after (reduce-scatter, scatter) the operation. What else a
+/// vector holds after a reduce, reduce-scatter, gather or scatter is unspecified.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Collective {
+    /// Which one.
+    pub kind: CollectiveKind,
+    root: Option<Rank>,
+    /// Elements of the vector, or of all blocks; a multiple of the world size for an all-to-all, 0 for a barrier.
+    pub len: usize,
+}
+
+impl Collective {
+    /// The rank that gives or gets, where one does.
+    pub const fn root(self) -> Option<Rank> {
+        self.root
+    }
+
+    /// The same with `map` of its root, if it has one.
+    pub(super) fn map_root(self, map: impl Fn(Rank) -> Rank) -> Self {
+        Collective { root: self.root.map(map), ..self }
+    }
+
+    /// Whether elements of several ranks are combined, so that an order matters.
+    pub fn reduces(self) -> bool {
+        self.kind.form().reduces
+    }
+}
+
+/// Writes the operation's name, `all_reduce`.
+impl fmt::Display for Collective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.kind.fmt(f)
+    }
+}
