@@ -1,16 +1,12 @@
 //! One entry to all schedules.
 
+use super::automatic;
 use super::costs::Costs;
 use super::error::{PassFault, ScheduleError};
-use super::kind::Kind;
-use super::pass::Pass;
-use super::schedule::{PASSES_MAX, Placement, Schedule};
+use super::kind::{Kind, Recipe};
+use super::schedule::{PASSES_MAX, Schedule};
 use super::sizes::Sizes;
 use super::validate::check_activations;
-use super::{
-    automatic, breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, pipedream, zero_bubble,
-    zero_bubble_v,
-};
 
 /// A schedule that cannot be made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -95,23 +91,12 @@ pub fn generate(
 /// A schedule that does not depend on costs, of sizes that fit it.
 pub(super) fn fixed(kind: Kind, sizes: Sizes) -> Schedule {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
-    type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
-    let (passes, placement): (PassesOfRank, Placement) = match kind {
-        Kind::GPipe => (gpipe::passes, Placement::Looped),
-        Kind::OneFOneB => (one_f_one_b::passes, Placement::Looped),
-        Kind::Interleaved => (interleaved::passes, Placement::Looped),
-        Kind::ZeroBubbleH1 => (zero_bubble::h1, Placement::Looped),
-        Kind::ZeroBubbleH2 => (zero_bubble::h2, Placement::Looped),
-        Kind::ZeroBubbleV => (zero_bubble_v::passes, Placement::Folded),
-        Kind::DualPipeV => (dualpipe_v::passes, Placement::Folded),
-        Kind::BreadthFirst => (breadth_first::passes, Placement::Looped),
-        Kind::PipeDream | Kind::PipeDream2Bw => (pipedream::passes, Placement::Looped),
-        Kind::Automatic => unreachable!("it depends on costs"),
-    };
+    let Recipe { passes, placement, weights, .. } = kind.recipe();
+    let passes = passes.expect("it does not depend on costs");
     Schedule {
         num_microbatches,
         num_steps,
-        weights: kind.weights(),
+        weights,
         stage_ranks: placement.stage_ranks(num_ranks, stages_per_rank),
         ranks: (0..num_ranks).map(|rank| passes(rank, sizes)).collect(),
     }
@@ -136,25 +121,20 @@ pub(super) fn check_kind(kind: Kind, sizes: Sizes) -> Result<(), GenerateError> 
         let remedy = "it drains after each step: choose pipedream or pipedream-2bw".to_owned();
         return unfit("1 step between drains".to_owned(), num_steps, remedy);
     }
-    if !kind.stages_per_rank().contains(&stages_per_rank) {
+    let recipe = kind.recipe();
+    if !recipe.stages_per_rank.contains(&stages_per_rank) {
         let several = "interleaved-1f1b, breadth-first or auto";
-        let (expected, instead) = match kind {
-            Kind::Interleaved => ("2 or more", "1f1b"),
-            Kind::ZeroBubbleV | Kind::DualPipeV if stages_per_rank == 1 => ("2", "zb-h1 or zb-h2"),
-            Kind::ZeroBubbleV | Kind::DualPipeV => ("2", several),
-            _ => ("1", several),
-        };
+        let (least, most) = recipe.stages_per_rank.into_inner();
+        let expected = if most > least { format!("{least} or more") } else { least.to_string() };
+        let instead = if stages_per_rank < least { recipe.for_one_stage } else { several };
         let remedy = format!("set that, or choose {instead}");
         return unfit(format!("{expected} stages per rank"), stages_per_rank, remedy);
     }
-    let (min, instead) = match kind {
-        Kind::DualPipeV => (2 * num_ranks, "zb-v"),
-        Kind::PipeDream2Bw => (num_ranks, "pipedream"),
-        _ => (1, ""),
-    };
+    let min = (recipe.microbatches_min)(num_ranks);
     if num_microbatches < min {
         let needed = format!("at least {min} microbatches on {num_ranks} ranks");
-        return unfit(needed, num_microbatches, format!("raise the global batch size, or choose {instead}"));
+        let remedy = format!("raise the global batch size, or choose {}", recipe.for_few_microbatches);
+        return unfit(needed, num_microbatches, remedy);
     }
     Ok(())
 }

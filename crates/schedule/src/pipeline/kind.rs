@@ -1,4 +1,11 @@
-use super::schedule::WeightVersions;
+//! The schedules by name, and what each is made from.
+
+use super::pass::Pass;
+use super::schedule::{Placement, WeightVersions};
+use super::sizes::Sizes;
+use super::{
+    breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, pipedream, zero_bubble, zero_bubble_v,
+};
 use std::ops::RangeInclusive;
 use trireme_base::named;
 
@@ -30,7 +37,83 @@ named! {
     }
 }
 
+/// The passes of a rank.
+pub(super) type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
+
+/// What a schedule is made from.
+pub(super) struct Recipe {
+    /// The passes of each rank; `None` if they depend on costs.
+    pub(super) passes: Option<PassesOfRank>,
+    /// Where stages lie.
+    pub(super) placement: Placement,
+    /// The numbers of stages that a rank can have.
+    pub(super) stages_per_rank: RangeInclusive<usize>,
+    /// What to choose for one stage a rank, if that is too few.
+    pub(super) for_one_stage: &'static str,
+    /// The fewest microbatches on so many ranks.
+    pub(super) microbatches_min: fn(usize) -> usize,
+    /// What to choose for fewer.
+    pub(super) for_few_microbatches: &'static str,
+    /// Which version of its weights a stage reads.
+    pub(super) weights: WeightVersions,
+}
+
+impl Recipe {
+    /// A schedule with a stage a rank that drains after each step.
+    const fn new(passes: PassesOfRank) -> Self {
+        Recipe {
+            passes: Some(passes),
+            placement: Placement::Looped,
+            stages_per_rank: 1..=1,
+            for_one_stage: "",
+            microbatches_min: |_| 1,
+            for_few_microbatches: "",
+            weights: WeightVersions::Drained,
+        }
+    }
+
+    /// A schedule with two stages a rank, there and back.
+    const fn folded(passes: PassesOfRank) -> Self {
+        let for_one_stage = "zb-h1 or zb-h2";
+        Recipe { placement: Placement::Folded, stages_per_rank: 2..=2, for_one_stage, ..Recipe::new(passes) }
+    }
+}
+
 impl Kind {
+    /// What the schedule is made from.
+    pub(super) const fn recipe(self) -> Recipe {
+        match self {
+            Kind::GPipe => Recipe::new(gpipe::passes),
+            Kind::OneFOneB => Recipe::new(one_f_one_b::passes),
+            Kind::Interleaved => Recipe {
+                stages_per_rank: 2..=usize::MAX,
+                for_one_stage: "1f1b",
+                ..Recipe::new(interleaved::passes)
+            },
+            Kind::ZeroBubbleH1 => Recipe::new(zero_bubble::h1),
+            Kind::ZeroBubbleH2 => Recipe::new(zero_bubble::h2),
+            Kind::ZeroBubbleV => Recipe::folded(zero_bubble_v::passes),
+            Kind::DualPipeV => Recipe {
+                microbatches_min: |num_ranks| 2 * num_ranks,
+                for_few_microbatches: "zb-v",
+                ..Recipe::folded(dualpipe_v::passes)
+            },
+            Kind::BreadthFirst => {
+                Recipe { stages_per_rank: 1..=usize::MAX, ..Recipe::new(breadth_first::passes) }
+            }
+            Kind::PipeDream => Recipe { weights: WeightVersions::Stashed, ..Recipe::new(pipedream::passes) },
+            Kind::PipeDream2Bw => Recipe {
+                weights: WeightVersions::DoubleBuffered,
+                microbatches_min: |num_ranks| num_ranks,
+                for_few_microbatches: "pipedream",
+                ..Recipe::new(pipedream::passes)
+            },
+            Kind::Automatic => {
+                Recipe { passes: None, stages_per_rank: 1..=usize::MAX, ..Recipe::new(gpipe::passes) }
+            }
+        }
+    }
+
     /// Every synchronous schedule, with each number of stages a rank that it can have, up to `stages_max`.
     pub fn synchronous(stages_max: usize) -> impl Iterator<Item = (Kind, usize)> {
         let with_stages = move |kind: Kind| {
@@ -42,21 +125,12 @@ impl Kind {
 
     /// The numbers of stages that a rank can have.
     pub const fn stages_per_rank(self) -> RangeInclusive<usize> {
-        match self {
-            Kind::Interleaved => 2..=usize::MAX,
-            Kind::ZeroBubbleV | Kind::DualPipeV => 2..=2,
-            Kind::BreadthFirst | Kind::Automatic => 1..=usize::MAX,
-            _ => 1..=1,
-        }
+        self.recipe().stages_per_rank
     }
 
     /// Which version of its weights a stage reads.
     pub const fn weights(self) -> WeightVersions {
-        match self {
-            Kind::PipeDream => WeightVersions::Stashed,
-            Kind::PipeDream2Bw => WeightVersions::DoubleBuffered,
-            _ => WeightVersions::Drained,
-        }
+        self.recipe().weights
     }
 
     /// Whether the pipeline drains after every step, so that all microbatches of a step read the same weights.

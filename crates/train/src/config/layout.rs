@@ -40,9 +40,8 @@ config_section! {
         /// pipeline differ by the number of data-parallel workers times `context_parallel_degree` times `tensor_parallel_degree`. Losses and weights have the same bits with every
         /// schedule that drains between steps.
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// Order in which stages run: `gpipe`, `1f1b`, `interleaved-1f1b`, `breadth-first`, `zb-h1`, `zb-h2`, `zb-v`,
-        /// `dualpipe-v` or `auto`; or `pipedream` or `pipedream-2bw`, which do not drain between steps, so losses and
-        /// weights differ (docs/pipeline.md). Only applies with `pipeline_parallel_degree` above 1.
+        /// Order in which stages run (docs/pipeline.md). `pipedream` and `pipedream-2bw` do not drain between steps, so losses and
+        /// weights differ. Only applies with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule: Kind = Kind::OneFOneB;
         /// File with a custom schedule, which replaces `pipeline_parallel_schedule`. With `pipedream` or `pipedream-2bw`, which must match the file's
         /// weights, the file may describe a schedule without drains. It lists the passes of each

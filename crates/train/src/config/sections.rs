@@ -257,7 +257,7 @@ config_section! {
 config_section! {
     /// The optimizer (docs/optimizers.md). A key that names optimizers in parentheses only applies to them.
     Optimizer {
-        /// `adamw`, `adam`, `sgd`, `lion`, `adafactor`, `lamb`, `lars`, `muon`, `one_bit_adam` or `zero_one_adam`.
+        /// The optimizer (docs/optimizers.md).
         name: OptimizerName = OptimizerName::AdamW;
         /// Peak learning rate.
         lr: f64 = 3e-4, within 0.0..;
