@@ -10,42 +10,34 @@ use trireme_plan::{Extent, PlacementError};
 
 /// What can go wrong with checkpoints and model directories.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum CheckpointError {
     /// A file or folder could not be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// What was read.
         path: PathBuf,
-        /// The system's reason.
         #[source]
         source: io::Error,
     },
     /// A file or folder could not be written.
     #[error("cannot write {}; check the free space and the permissions", path.display())]
     Write {
-        /// What was written.
         path: PathBuf,
-        /// The system's reason.
         #[source]
         source: io::Error,
     },
     /// A file or folder could not be renamed.
     #[error("cannot rename {} to {}", from.display(), to.display())]
     Rename {
-        /// Its old name.
         from: PathBuf,
-        /// Its new name.
         to: PathBuf,
-        /// The system's reason.
         #[source]
         source: io::Error,
     },
     /// A folder could not be removed.
     #[error("cannot remove {}", path.display())]
     Remove {
-        /// The folder.
         path: PathBuf,
-        /// The system's reason.
         #[source]
         source: io::Error,
     },
@@ -57,75 +49,36 @@ pub enum CheckpointError {
         cache.display(),
         name.display()
     )]
-    NoSuchModel {
-        /// What was asked for.
-        name: PathBuf,
-        /// Where models are kept.
-        cache: PathBuf,
-    },
+    NoSuchModel { name: PathBuf, cache: PathBuf },
     /// A model of the Hugging Face cache whose download was interrupted.
     #[error(
         "the model {name} is incomplete in the Hugging Face cache: {} lacks {missing}, so its download was interrupted. Finish it in Python with \
          huggingface_hub.snapshot_download(\"{name}\"), or name the model {name} in a build with `--features hub`",
         path.display()
     )]
-    Incomplete {
-        /// Its name.
-        name: String,
-        /// Its folder.
-        path: PathBuf,
-        /// The first file of weights that is missing.
-        missing: String,
-    },
+    Incomplete { name: String, path: PathBuf, missing: String },
     /// A model cannot be fetched from the hub.
     #[error(
         "cannot fetch the model {}: {reason}; set HF_TOKEN if it is private, HF_ENDPOINT to use a mirror, or HF_HUB_OFFLINE=1 to fetch nothing",
         name.display()
     )]
-    Fetch {
-        /// Its name.
-        name: PathBuf,
-        /// Why.
-        reason: String,
-    },
+    Fetch { name: PathBuf, reason: String },
     /// There is nothing at the path.
     #[error(
         "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory{}",
         path.display(),
         beside(path)
     )]
-    NoSuchFolder {
-        /// The path.
-        path: PathBuf,
-    },
+    NoSuchFolder { path: PathBuf },
     /// The folder holds no checkpoint and no model.
     #[error("{} contains {found}; expected {expected}", path.display())]
-    NothingToOpen {
-        /// The folder.
-        path: PathBuf,
-        /// What it holds instead.
-        found: &'static str,
-        /// What was looked for.
-        expected: &'static str,
-    },
+    NothingToOpen { path: PathBuf, found: &'static str, expected: &'static str },
     /// A file is not what its format demands.
     #[error("{} is damaged: {reason}; use another copy", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
+    Damaged { path: PathBuf, reason: String },
     /// Another rank has read a damaged part of a checkpoint.
     #[error("{} is damaged, according to rank {rank}: {reason}", path.display())]
-    DamagedElsewhere {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The rank that read it.
-        rank: Rank,
-        /// What that rank says.
-        reason: String,
-    },
+    DamagedElsewhere { path: PathBuf, rank: Rank, reason: String },
     /// This rank has another checkpoint under the path that rank 0 has opened.
     #[error(
         "{} is not the checkpoint that rank 0 opened: here the manifest has checksum {found:08x}, on rank 0 {expected}; \
@@ -133,90 +86,41 @@ pub enum CheckpointError {
         path.display()
     )]
     OtherCheckpoint {
-        /// The checkpoint.
         path: PathBuf,
-        /// [`Checkpoint::fingerprint`](crate::Checkpoint::fingerprint) on this rank.
         found: u32,
         /// That on rank 0, as rank 0 writes it.
         expected: String,
     },
     /// Another rank cannot use the checkpoint, although that does not make it damaged.
     #[error("{} cannot be used on rank {rank}: {reason}", path.display())]
-    UnusableElsewhere {
-        /// The checkpoint.
-        path: PathBuf,
-        /// That rank.
-        rank: Rank,
-        /// What that rank says.
-        reason: String,
-    },
+    UnusableElsewhere { path: PathBuf, rank: Rank, reason: String },
     /// A newer or unknown version of the format.
     #[error("{} has format version {found}; this program reads version {known}", path.display())]
-    FormatVersion {
-        /// The manifest.
-        path: PathBuf,
-        /// The version it states.
-        found: u64,
-        /// The version that can be read.
-        known: u64,
-    },
+    FormatVersion { path: PathBuf, found: u64, known: u64 },
     /// A tensor that is not stored.
     #[error("tensor '{name}' is not stored in {}", path.display())]
-    NoSuchTensor {
-        /// The tensor.
-        name: String,
-        /// The checkpoint or model directory.
-        path: PathBuf,
-    },
+    NoSuchTensor { name: String, path: PathBuf },
     /// Elements outside of a tensor.
     #[error("{extent:?} is not within tensor '{name}' of shape {shape:?}")]
-    OutsideTensor {
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        shape: Vec<usize>,
-        /// What was asked for.
-        extent: Extent,
-    },
+    OutsideTensor { name: String, shape: Vec<usize>, extent: Extent },
     /// A buffer that does not fit the elements.
     #[error("tensor '{name}' has {expected} bytes, but the buffer has {found}")]
-    WrongLength {
-        /// The tensor.
-        name: String,
-        /// Bytes of the elements.
-        expected: usize,
-        /// Bytes of the buffer.
-        found: usize,
-    },
+    WrongLength { name: String, expected: usize, found: usize },
     /// A tensor could not be brought to be written.
     #[error("cannot fetch tensor '{name}' from its location")]
     Source {
-        /// The tensor.
         name: String,
-        /// What prevents it.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A dtype that cannot be read into any of the program's dtypes.
     #[error("tensor '{name}' is stored as {dtype}, which cannot be read; convert it to F32, F16 or BF16")]
-    UnreadableDType {
-        /// The tensor.
-        name: String,
-        /// Its dtype in the file.
-        dtype: StoredDType,
-    },
+    UnreadableDType { name: String, dtype: StoredDType },
     /// A value that the dtype of an export cannot represent.
     #[error(
         "tensor '{name}' has the value {value}, which {dtype} cannot represent; export it in another dtype, such as bf16 or f32"
     )]
-    Unrepresentable {
-        /// The tensor.
-        name: String,
-        /// The value.
-        value: f64,
-        /// The dtype to write.
-        dtype: DType,
-    },
+    Unrepresentable { name: String, value: f64, dtype: DType },
     /// Quantized weights.
     #[error(
         "the weights in {} are quantized (quantization_config with quant_method {method}; '{name}' is stored as {dtype}), which is not \
@@ -225,138 +129,75 @@ pub enum CheckpointError {
         path.display()
     )]
     Quantized {
-        /// The checkpoint or model directory.
         path: PathBuf,
-        /// `quant_method` of the model's config.
         method: String,
         /// The first tensor that is not stored as floating-point numbers of 16 bits or more.
         name: String,
-        /// Its dtype in the file.
         dtype: StoredDType,
     },
     /// Stored tensors that are not those expected; every difference is listed.
     #[error("{} does not contain the expected tensors{}:{}", path.display(), prefix_hint(mismatches), list(mismatches))]
-    Mismatches {
-        /// The checkpoint or model directory.
-        path: PathBuf,
-        /// Every difference.
-        mismatches: Vec<Mismatch>,
-    },
+    Mismatches { path: PathBuf, mismatches: Vec<Mismatch> },
     /// Two stored tensors would get the same name.
     #[error("tensors '{first}' and '{second}' both map to '{name}'")]
-    SameName {
-        /// The common name.
-        name: String,
-        /// A stored name.
-        first: String,
-        /// Another stored name.
-        second: String,
-    },
+    SameName { name: String, first: String, second: String },
     /// A tensor cannot be saved under this name.
     #[error("'{name}' is not a valid tensor name in a checkpoint: {reason}")]
-    TensorName {
-        /// The name.
-        name: String,
-        /// Why not.
-        reason: &'static str,
-    },
+    TensorName { name: String, reason: &'static str },
     /// A file cannot be stored under this name.
     #[error(
         "'{name}' is not a valid file name in a checkpoint; use a plain name that the checkpoint does not use itself"
     )]
-    FileName {
-        /// The name.
-        name: String,
-    },
+    FileName { name: String },
     /// A placement that does not fit the mesh.
     #[error("cannot save a tensor")]
     Placement(#[from] PlacementError),
     /// A mesh of another size than the group.
     #[error("a mesh of {mesh} ranks does not match a group of {group}")]
-    MeshSize {
-        /// Ranks of the mesh.
-        mesh: usize,
-        /// Ranks of the group.
-        group: usize,
-    },
+    MeshSize { mesh: usize, group: usize },
     /// More state or parts than a manifest may describe.
     #[error(
         "the checkpoint's manifest would have {bytes} bytes, more than {bytes_max}; store large state in tensors"
     )]
-    ManifestTooLarge {
-        /// Bytes of the manifest.
-        bytes: usize,
-        /// Bytes it may have.
-        bytes_max: u64,
-    },
+    ManifestTooLarge { bytes: usize, bytes_max: u64 },
     /// The folder already holds a complete checkpoint that is not older.
     #[error(
         "cannot save step {step}: {} is complete and not older; resume from it, move it away, or use another folder",
         existing.display()
     )]
-    NotNewer {
-        /// The step to save.
-        step: u64,
-        /// The checkpoint in the way.
-        existing: PathBuf,
-    },
+    NotNewer { step: u64, existing: PathBuf },
     /// The ranks do not save the same thing.
     #[error(
         "rank {rank} does not save the same step, mesh and tensors as rank 0; all ranks must call save together"
     )]
-    RanksDisagree {
-        /// The first rank that differs from rank 0.
-        rank: Rank,
-    },
+    RanksDisagree { rank: Rank },
     /// This rank's part of a save failed; earlier checkpoints are untouched.
     #[error("the checkpoint of step {step} was not saved: it failed on this rank, {rank}")]
     SaveFailedHere {
-        /// The step.
         step: u64,
-        /// This rank.
         rank: Rank,
-        /// What failed.
         #[source]
         source: Box<CheckpointError>,
     },
     /// Another rank's part of a save failed; earlier checkpoints are untouched.
     #[error("the checkpoint of step {step} was not saved: it failed on rank {rank}: {reason}")]
-    SaveFailedElsewhere {
-        /// The step.
-        step: u64,
-        /// The first rank that failed.
-        rank: Rank,
-        /// What that rank says.
-        reason: String,
-        /// Whether that rank's disk is full.
-        is_out_of_space: bool,
-    },
+    SaveFailedElsewhere { step: u64, rank: Rank, reason: String, is_out_of_space: bool },
     /// The ranks could not tell each other how a save went.
     /// It is complete, and found when the run resumes, or it is not there.
     #[error(
         "whether the checkpoint of step {step} was saved is not known: the ranks could not exchange their results"
     )]
     Exchange {
-        /// The step.
         step: u64,
-        /// What the group says.
         #[source]
         source: CommError,
     },
     /// A folder that is not to be overwritten.
     #[error("{} is not empty; choose another folder, or pass --force to replace it", path.display())]
-    TargetExists {
-        /// The folder.
-        path: PathBuf,
-    },
+    TargetExists { path: PathBuf },
     /// A folder within a run.
     #[error("{} is inside the run or checkpoint {}; choose a folder outside of it", path.display(), run.display())]
-    TargetInRun {
-        /// The folder.
-        path: PathBuf,
-        /// The run or the checkpoint.
-        run: PathBuf,
-    },
+    TargetInRun { path: PathBuf, run: PathBuf },
     /// A folder that would be replaced, but is not an export.
     #[error(
         "{} was not replaced: it contains {}, which no export writes; choose another folder, or remove this one \
@@ -364,12 +205,7 @@ pub enum CheckpointError {
         path.display(),
         foreign.display()
     )]
-    TargetIsNoExport {
-        /// The folder.
-        path: PathBuf,
-        /// An entry that is not of an export.
-        foreign: PathBuf,
-    },
+    TargetIsNoExport { path: PathBuf, foreign: PathBuf },
 }
 
 impl CheckpointError {

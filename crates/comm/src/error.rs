@@ -9,19 +9,15 @@ use trireme_base::{Rank, ranges};
 
 /// Why communication failed. Cheap to clone: the failure of one operation is also that of all after it.
 #[derive(Debug, Clone, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum CommError {
     /// Options that cannot be.
     #[error("{what}")]
-    Options {
-        /// What is wrong, and what is allowed.
-        what: String,
-    },
+    Options { what: String },
     /// The rendezvous address names no host.
     #[error("cannot resolve the rendezvous address '{address}'; check master_addr (MASTER_ADDR)")]
     Resolve {
-        /// What was asked for.
         address: String,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
@@ -41,25 +37,18 @@ pub enum CommError {
         Secret::BYTES_MIN,
         Secret::BYTES_MAX
     )]
-    SecretUnfit {
-        /// Its length.
-        bytes: usize,
-    },
+    SecretUnfit { bytes: usize },
     /// The file of the secret cannot be used.
     #[error("cannot read the secret from {}", path.display())]
     SecretFile {
-        /// The file.
         path: PathBuf,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
     /// A file of the options for TLS cannot be used.
     #[error("cannot use {} for TLS", path.display())]
     TlsFile {
-        /// The file.
         path: PathBuf,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
@@ -71,7 +60,6 @@ pub enum CommError {
     /// The system has no random numbers.
     #[error("the system provides no random numbers")]
     Random {
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
@@ -81,9 +69,7 @@ pub enum CommError {
          GLOO_SOCKET_IFNAME"
     )]
     Interface {
-        /// Its name or address.
         interface: String,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
@@ -93,18 +79,14 @@ pub enum CommError {
          (MASTER_PORT); master_addr must be an address of this host"
     )]
     Listen {
-        /// Where.
         address: String,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
     /// This rank cannot listen for the others.
     #[error("cannot listen on {ip} for the other ranks; check [comm] interface and ports")]
     ListenForPeers {
-        /// Where.
         ip: IpAddr,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
@@ -114,32 +96,19 @@ pub enum CommError {
          correct?"
     )]
     Unreachable {
-        /// The rank that tried.
         rank: Rank,
-        /// Where rank 0 should listen.
         address: String,
-        /// For how long it tried.
         waited: Duration,
-        /// The last attempt's failure.
         #[source]
         source: Arc<io::Error>,
     },
     /// Rank 0 turned this rank away.
     #[error("rank 0 at {address} rejected rank {rank}: {reason}")]
-    Refused {
-        /// The rank that was refused.
-        rank: Rank,
-        /// Where rank 0 listens.
-        address: String,
-        /// What rank 0 said.
-        reason: String,
-    },
+    Refused { rank: Rank, address: String, reason: String },
     /// A rank could not join, and said why.
     #[error("rank {rank} failed before all ranks had joined: {reason}")]
     RankFailed {
-        /// The rank.
         rank: Rank,
-        /// Why.
         reason: String,
         /// Who knows of it: that rank, and those who had joined.
         told: Vec<Rank>,
@@ -150,108 +119,54 @@ pub enum CommError {
         ranges(missing.iter().copied()),
         refusals(refused)
     )]
-    RanksMissing {
-        /// Who did not come.
-        missing: Vec<Rank>,
-        /// Where rank 0 waited.
-        address: String,
-        /// For how long.
-        waited: Duration,
-        /// Who came and was refused, and why.
-        refused: Vec<String>,
-    },
+    RanksMissing { missing: Vec<Rank>, address: String, waited: Duration, refused: Vec<String> },
     /// The rendezvous broke off after this rank had joined.
     #[error("the rendezvous failed while {doing}")]
     Rendezvous {
-        /// What was being done.
         doing: String,
-        /// Why it failed.
         #[source]
         source: Arc<io::Error>,
     },
     /// Shared memory was demanded and cannot be had.
     #[error("the shm transport cannot be used: {reason}; choose transport auto or tcp")]
-    ShmUnavailable {
-        /// Who said so, and why.
-        reason: String,
-    },
+    ShmUnavailable { reason: String },
     /// MPI was demanded and cannot be had.
     #[error("the mpi transport cannot be used: {reason}")]
-    MpiUnavailable {
-        /// Why, and what to try.
-        reason: String,
-    },
+    MpiUnavailable { reason: String },
     /// A group could not be split.
     #[error("cannot split the group: rank {rank} failed while {doing}: {reason}")]
-    Split {
-        /// Who failed.
-        rank: Rank,
-        /// What it was doing.
-        doing: String,
-        /// Why it failed.
-        reason: String,
-    },
+    Split { rank: Rank, doing: String, reason: String },
     /// The connections cannot be watched.
     #[error("cannot watch the connections to the other ranks; there may be too many open files (ulimit -n)")]
     Watch {
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
     /// The communication thread cannot be started.
     #[error("cannot start the communication thread")]
     Spawn {
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
     /// No memory for a buffer.
     #[error("cannot allocate a communication buffer of {bytes} bytes")]
     Allocate {
-        /// How much was asked for.
         bytes: usize,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
     /// A root outside of the group.
     #[error("{operation} names rank {root}, but the group has {world_size} ranks")]
-    NoSuchRoot {
-        /// The operation.
-        operation: Operation,
-        /// The rank it names.
-        root: Rank,
-        /// How many there are.
-        world_size: usize,
-    },
+    NoSuchRoot { operation: Operation, root: Rank, world_size: usize },
     /// Vectors whose lengths do not fit the operation or each other.
     #[error("the vectors given to {operation} do not fit: {what}")]
-    Lengths {
-        /// The operation's name.
-        operation: &'static str,
-        /// What was given, and what fits.
-        what: String,
-    },
+    Lengths { operation: &'static str, what: String },
     /// A message to or from a rank that cannot be.
     #[error("{operation} names rank {rank}; it must be another of the group's {world_size} ranks")]
-    NoSuchPeer {
-        /// `send` or `receive`.
-        operation: &'static str,
-        /// The rank it names.
-        rank: Rank,
-        /// How many there are.
-        world_size: usize,
-    },
+    NoSuchPeer { operation: &'static str, rank: Rank, world_size: usize },
     /// Control data above its bound.
     #[error("all_gather_bytes carries at most {bytes_max} bytes per rank, but rank {rank} gave {bytes}")]
-    ControlDataTooLong {
-        /// Whose data.
-        rank: Rank,
-        /// How long it is.
-        bytes: u64,
-        /// The bound.
-        bytes_max: usize,
-    },
+    ControlDataTooLong { rank: Rank, bytes: u64, bytes_max: usize },
     /// Ranks issued different operations at the same place.
     #[error(
         "operation {sequence} differs between ranks: rank {rank} issued {operation}, rank {other_rank} \
@@ -260,13 +175,9 @@ pub enum CommError {
     Mismatch {
         /// Position in the group's sequence of operations, from 0.
         sequence: u64,
-        /// One of the ranks.
         rank: Rank,
-        /// What it issued.
         operation: Operation,
-        /// Another one.
         other_rank: Rank,
-        /// What that one issued.
         other_operation: Operation,
     },
     /// Two ranks wait for each other in operations of different groups.
@@ -278,9 +189,7 @@ pub enum CommError {
          may say why"
     )]
     PeerLost {
-        /// Who.
         rank: Rank,
-        /// What this rank was doing.
         operation: Operation,
         /// Position in the group's sequence of operations, from 0.
         sequence: u64,
@@ -288,9 +197,7 @@ pub enum CommError {
     /// A peer left the group in good order before an operation that needs it.
     #[error("rank {rank} left the group before operation {sequence}, {operation}")]
     PeerLeft {
-        /// Who.
         rank: Rank,
-        /// What this rank was doing.
         operation: Operation,
         /// Position in the group's sequence of operations, from 0.
         sequence: u64,
@@ -298,9 +205,7 @@ pub enum CommError {
     /// A peer's group failed for a reason of its own, which that rank reports.
     #[error("rank {rank} gave up at operation {sequence}, {operation}; see its own error")]
     PeerFailed {
-        /// Who.
         rank: Rank,
-        /// What this rank was doing.
         operation: Operation,
         /// Position in the group's sequence of operations, from 0.
         sequence: u64,
@@ -311,11 +216,9 @@ pub enum CommError {
         ranges(missing.iter().copied())
     )]
     TimedOut {
-        /// The operation.
         operation: Operation,
         /// Position in the group's sequence of operations, from 0.
         sequence: u64,
-        /// The group's timeout.
         timeout: Duration,
         /// Who has not come and does nothing else either; empty if all came, and no byte moves.
         missing: Vec<Rank>,
@@ -323,23 +226,18 @@ pub enum CommError {
     /// A peer sent what the protocol has no place for.
     #[error("rank {rank} violated the protocol during operation {sequence}, {operation}: {what}")]
     Protocol {
-        /// Who.
         rank: Rank,
-        /// What this rank was doing.
         operation: Operation,
         /// Position in the group's sequence of operations, from 0.
         sequence: u64,
-        /// What was wrong with it.
         what: String,
     },
     /// The operating system refused to continue.
     #[error("waiting for peers failed during operation {sequence}, {operation}")]
     Wait {
-        /// What this rank was doing.
         operation: Operation,
         /// Position in the group's sequence of operations, from 0.
         sequence: u64,
-        /// Why.
         #[source]
         source: Arc<io::Error>,
     },

@@ -2,11 +2,9 @@ use crate::LossScaling;
 
 /// The state of an optimizer makes no sense.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum OptimError {
     /// A loss scale out of bounds.
     #[error("the loss scale is {scale}; it must be a power of two from 1 to {}", LossScaling::SCALE_MAX)]
-    LossScale {
-        /// The scale.
-        scale: u32,
-    },
+    LossScale { scale: u32 },
 }

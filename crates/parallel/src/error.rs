@@ -8,6 +8,7 @@ use trireme_tensor::{DeviceError, OverBudget};
 
 /// A step failed.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ParallelError {
     /// The program must not run.
     #[error("invalid step program: {0}")]
@@ -18,9 +19,7 @@ pub enum ParallelError {
     /// A step needs more memory than the device's budget.
     #[error("{line}: {source}")]
     OverBudget {
-        /// The step and the line of its program.
         line: String,
-        /// What would have been taken.
         #[source]
         source: OverBudget,
     },
@@ -37,14 +36,7 @@ pub enum ParallelError {
     #[error(
         "tensor '{name}' of a microbatch: found {found}, expected {expected}, as in the rehearsal of the model"
     )]
-    OtherBatch {
-        /// The tensor's name.
-        name: &'static str,
-        /// Its type and shape, or "none".
-        found: String,
-        /// Type and shape in the rehearsal.
-        expected: String,
-    },
+    OtherBatch { name: &'static str, found: String, expected: String },
     /// State could not be brought to a disk or back.
     #[error("cannot store state on disk")]
     Swap(#[from] SwapError),
@@ -54,35 +46,20 @@ pub enum ParallelError {
          Start the same number of workers on each host, or remove the keys zero_quantized_weights, zero_hpz and \
          zero_quantized_gradients"
     )]
-    UnequalHosts {
-        /// The replica.
-        replica: usize,
-        /// Ranks of each of its hosts.
-        ranks: Vec<usize>,
-    },
+    UnequalHosts { replica: usize, ranks: Vec<usize> },
     /// The replicas lie on hosts in different ways.
     #[error(
         "replica {replica} lies on {num_hosts} hosts, but replica 0 on {expected}, and ZeRO++ needs all to be spread alike. Choose \
          degrees that divide the number of workers of a host, or remove the keys zero_quantized_weights, zero_hpz and \
          zero_quantized_gradients"
     )]
-    UnlikeHosts {
-        /// The replica.
-        replica: usize,
-        /// Its hosts.
-        num_hosts: usize,
-        /// Those of the first one.
-        expected: usize,
-    },
+    UnlikeHosts { replica: usize, num_hosts: usize, expected: usize },
     /// Gradients are to be rounded beside counts of loads.
     #[error(
         "'{parameter}' balances experts by how often each was chosen, and gradients that are rounded beside such counts would be lost; \
          remove the key zero_quantized_gradients"
     )]
-    RoundedBesideLoads {
-        /// The parameter.
-        parameter: String,
-    },
+    RoundedBesideLoads { parameter: String },
     /// A rank evaluates nothing, while others wait for its tokens.
     #[error(
         "a rank without a batch cannot run a model whose experts lie on several ranks; give it any batch, and leave out its losses"
@@ -90,12 +67,7 @@ pub enum ParallelError {
     NoBatch,
     /// A program was given too few microbatches.
     #[error("the program runs {expected} microbatches, but only {found} were given")]
-    TooFewMicrobatches {
-        /// Microbatches of the program.
-        expected: usize,
-        /// Microbatches given.
-        found: usize,
-    },
+    TooFewMicrobatches { expected: usize, found: usize },
     /// Loss or gradients became infinite or NaN.
     #[error(
         "step {step}: the {what} is {value}; {}. Try a lower [optimizer] lr, a longer [lr_scheduler] warmup_steps, or \
@@ -106,11 +78,8 @@ pub enum ParallelError {
         }
     )]
     NotFinite {
-        /// The step.
         step: u64,
-        /// What it is.
         what: NonFinite,
-        /// Its value.
         value: f64,
         /// Whether this is of a pipeline that does not drain between updates; else parameters are as before the step.
         is_ahead: bool,
@@ -122,15 +91,11 @@ pub enum ParallelError {
          \"bf16\", a lower [optimizer] lr, or loss_scale = 0 if it is set"
     )]
     LossScaleExhausted {
-        /// The step.
         step: u64,
-        /// What is not finite.
         what: NonFinite,
-        /// Its value.
         value: f64,
         /// The scale: the smallest dynamic one, or the static one.
         loss_scale: u32,
-        /// Steps skipped since the beginning of the run.
         skipped_steps: u64,
     },
     /// Ranks that should hold the same do not: replicas, or holders of one parameter along the tensor axis.
@@ -139,13 +104,10 @@ pub enum ParallelError {
          the ranks loaded different weights, or run different binaries"
     )]
     ReplicasDiffer {
-        /// The rank that differs.
         rank: Rank,
-        /// Hash of its parameters.
         found: u64,
         /// The first of the ranks that should hold the same.
         other: Rank,
-        /// Hash of the other rank's.
         expected: u64,
     },
 }

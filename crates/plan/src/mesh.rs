@@ -39,19 +39,14 @@ pub struct Mesh {
 
 /// A mesh that cannot be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum MeshError {
     /// A degree of zero.
     #[error("the degree of axis {axis} is 0; it must be at least 1")]
-    ZeroDegree {
-        /// The axis.
-        axis: Axis,
-    },
+    ZeroDegree { axis: Axis },
     /// The same axis twice.
     #[error("axis {axis} occurs twice")]
-    RepeatedAxis {
-        /// The axis.
-        axis: Axis,
-    },
+    RepeatedAxis { axis: Axis },
 }
 
 impl Mesh {

@@ -222,63 +222,25 @@ impl HeldBox {
 
 /// A placement that does not fit its tensor or mesh.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum PlacementError {
     /// Not one placement for each axis.
     #[error("tensor '{name}' has {placements} placements on a mesh of {axes} axes")]
-    WrongNumber {
-        /// The tensor.
-        name: String,
-        /// Its number of placements.
-        placements: usize,
-        /// The mesh's number of axes.
-        axes: usize,
-    },
+    WrongNumber { name: String, placements: usize, axes: usize },
     /// Bounds that are none of the tensor's.
     #[error(
         "tensor '{name}' is cut at {bounds:?} into {degree} runs, which does not fit its {num_elements} elements"
     )]
-    WrongBounds {
-        /// The tensor.
-        name: String,
-        /// The bounds.
-        bounds: Vec<usize>,
-        /// Ranks of the axis.
-        degree: usize,
-        /// Elements that are cut.
-        num_elements: usize,
-    },
+    WrongBounds { name: String, bounds: Vec<usize>, degree: usize, num_elements: usize },
     /// A dim that so many ranks cannot cut.
     #[error("tensor '{name}' is cut by {degree} ranks as {cut:?}, which does not fit {len} elements")]
-    WrongCut {
-        /// The tensor.
-        name: String,
-        /// How it is cut.
-        cut: Cut,
-        /// Elements of the dim.
-        len: usize,
-        /// Ranks of the axis.
-        degree: usize,
-    },
+    WrongCut { name: String, cut: Cut, len: usize, degree: usize },
     /// A rank that the axis lacks.
     #[error("tensor '{name}' is placed on rank {rank} of an axis of {degree}")]
-    NoSuchRank {
-        /// The tensor.
-        name: String,
-        /// The rank asked for.
-        rank: usize,
-        /// Ranks of the axis.
-        degree: usize,
-    },
+    NoSuchRank { name: String, rank: usize, degree: usize },
     /// A dim that the tensor lacks.
     #[error("tensor '{name}' of shape {shape:?} has no dim {dim} to shard")]
-    NoSuchDim {
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        shape: Vec<usize>,
-        /// The dim asked for.
-        dim: usize,
-    },
+    NoSuchDim { name: String, shape: Vec<usize>, dim: usize },
 }
 
 impl TensorPlacement {

@@ -45,19 +45,15 @@ impl fmt::Display for Access {
 
 /// Why blocks cannot be kept on disk. Cheap to clone: the failure of one transfer is also that of all after it.
 #[derive(Debug, Clone, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum SwapError {
     /// Options that cannot be.
     #[error("{what}")]
-    Options {
-        /// What is wrong, and what is allowed.
-        what: String,
-    },
+    Options { what: String },
     /// No file could be made.
     #[error("cannot create a swap file in {}; it must be a folder on a disk where this user may write", folder.display())]
     Create {
-        /// Where.
         folder: PathBuf,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
@@ -67,29 +63,22 @@ pub enum SwapError {
          another disk, or offload less to disk", folder.display()
     )]
     Space {
-        /// Where.
         folder: PathBuf,
-        /// How much was asked for.
         asked: Bytes,
-        /// How much this user could have.
         free: Bytes,
-        /// What the system said.
         #[source]
         source: Arc<io::Error>,
     },
     /// There is no memory for a buffer.
     #[error("cannot allocate {bytes} of memory for a transfer; use smaller blocks, or fewer at a time")]
     Memory {
-        /// How much was asked for.
         bytes: Bytes,
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
     /// A thread could not be started.
     #[error("cannot start a thread for the swap file")]
     Start {
-        /// Why not.
         #[source]
         source: Arc<io::Error>,
     },
@@ -99,11 +88,8 @@ pub enum SwapError {
          folder on another disk", access.direction, folder.display()
     )]
     Refused {
-        /// What was read or written.
         access: Access,
-        /// Where the file is.
         folder: PathBuf,
-        /// What the system said.
         #[source]
         source: Arc<io::Error>,
     },
@@ -113,63 +99,32 @@ pub enum SwapError {
          full? Look at the kernel log (dmesg), or choose a folder on another disk",
         access.direction, folder.display()
     )]
-    Short {
-        /// What was read or written.
-        access: Access,
-        /// How many bytes were.
-        moved: usize,
-        /// Where the file is.
-        folder: PathBuf,
-    },
+    Short { access: Access, moved: usize, folder: PathBuf },
     /// A block came back other than it was written.
     #[error(
         "{access} of the swap file in {} changed on disk: its checksum (CRC-32C) was {expected:08x}, but is now \
          {found:08x}; do not trust this disk, and choose a folder on another one", folder.display()
     )]
-    Corrupted {
-        /// What was read.
-        access: Access,
-        /// The checksum when it was written.
-        expected: u32,
-        /// The checksum of what was read.
-        found: u32,
-        /// Where the file is.
-        folder: PathBuf,
-    },
+    Corrupted { access: Access, expected: u32, found: u32, folder: PathBuf },
     /// A transfer took too long.
     #[error(
         "the {} of {access} of the swap file in {} has not finished after {timeout:?}; does the disk hang? Look at \
          the kernel log (dmesg), choose a folder on another disk, or allow more time", access.direction, folder.display()
     )]
-    Timeout {
-        /// What was read or written.
-        access: Access,
-        /// Where the file is.
-        folder: PathBuf,
-        /// The time it had.
-        timeout: Duration,
-    },
+    Timeout { access: Access, folder: PathBuf, timeout: Duration },
     /// io_uring itself failed.
     #[error(
         "io_uring failed for the swap file in {}; choose a method that uses threads", folder.display()
     )]
     Ring {
-        /// Where the file is.
         folder: PathBuf,
-        /// What the system said.
         #[source]
         source: Arc<io::Error>,
     },
     /// A thread of the file panicked.
     #[error("a thread serving the swap file in {} panicked; see its message", folder.display())]
-    Panicked {
-        /// Where the file is.
-        folder: PathBuf,
-    },
+    Panicked { folder: PathBuf },
     /// The file was dropped while the transfer was pending.
     #[error("the swap file in {} was closed before the transfer ended", folder.display())]
-    Closed {
-        /// Where the file was.
-        folder: PathBuf,
-    },
+    Closed { folder: PathBuf },
 }

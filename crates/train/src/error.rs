@@ -14,6 +14,7 @@ use trireme_tensor::{DeviceError, OverBudget};
 
 /// A run could not start, continue or end.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum TrainError {
     /// The config does not fit the model.
     #[error(transparent)]
@@ -24,18 +25,14 @@ pub enum TrainError {
     /// The model's description cannot be read.
     #[error("cannot read the model config {}", path.display())]
     ReadModelConfig {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// The model's description is refused.
     #[error("{}: {source}", path.display())]
     ModelConfig {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: ModelError,
     },
@@ -47,39 +44,24 @@ pub enum TrainError {
         path.display()
     )]
     NonFiniteWeights {
-        /// The checkpoint or model directory.
         path: PathBuf,
-        /// The tensor.
         name: String,
         /// How many are not finite, of those that this rank reads.
         count: usize,
-        /// How many this rank reads.
         num_elements: usize,
-        /// Index of the first, in row-major order.
         first: usize,
-        /// The first.
         value: f32,
     },
     /// Weights without a description of their model.
     #[error("{} has no config.json, so the model of its weights is unknown", path.display())]
-    NoModelConfig {
-        /// The folder.
-        path: PathBuf,
-    },
+    NoModelConfig { path: PathBuf },
     /// The corpus has tokens that the model does not know.
     #[error(
         "the tokenizer of {} has {tokenizer} tokens, but the model's vocab_size is {model}; set [model] vocab_size = \
          0 to use the tokenizer's, or prepare the text with the model's own tokenizer",
         folder.display()
     )]
-    VocabularyTooSmall {
-        /// The corpus.
-        folder: PathBuf,
-        /// Tokens of the tokenizer.
-        tokenizer: usize,
-        /// Tokens of the model.
-        model: usize,
-    },
+    VocabularyTooSmall { folder: PathBuf, tokenizer: usize, model: usize },
     /// A corpus whose ids mean other texts than those that the weights have learned.
     #[error(
         "{} does not have the tokenizer of the model in {}, so its tokens mean nothing to the weights. Leave out [data] tokenizer and \
@@ -89,96 +71,57 @@ pub enum TrainError {
         model.display(),
         quoted(&model.to_string_lossy())
     )]
-    OtherTokenizer {
-        /// The corpus, or the tokenizer for it.
-        corpus: PathBuf,
-        /// The model.
-        model: PathBuf,
-    },
+    OtherTokenizer { corpus: PathBuf, model: PathBuf },
     /// A model whose tokenizer the text needs.
     #[error(
         "the model in {} has no tokenizer.json, so its text cannot be prepared; set [data] tokenizer, or make the file (in Python: \
          AutoTokenizer.from_pretrained(folder).save_pretrained(folder))",
         path.display()
     )]
-    NoModelTokenizer {
-        /// The model.
-        path: PathBuf,
-    },
+    NoModelTokenizer { path: PathBuf },
     /// Somebody has put another tokenizer beside the weights.
     #[error(
         "the tokenizer in {} is not the one that the model was trained with; export the model again, or, if it is meant to be another \
          one, name it: [data] tokenizer with [model] allow_other_tokenizer = true (train), or --tokenizer (generate)",
         path.display()
     )]
-    TokenizerReplaced {
-        /// The checkpoint or model directory.
-        path: PathBuf,
-    },
+    TokenizerReplaced { path: PathBuf },
     /// An earlier run in the folder that this run would not continue.
     #[error(
         "{} contains an earlier run, which this one would not continue; pass --resume never (or set [checkpoint] resume = \"never\") to move it \
          aside and start again, or choose another [run] name",
         folder.display()
     )]
-    EarlierRun {
-        /// The run's folder.
-        folder: PathBuf,
-    },
+    EarlierRun { folder: PathBuf },
     /// A checkpoint of another optimizer.
     #[error(
         "{} was written by a run with [optimizer] name = {found}, but this run has {expected}; set it back, or set [checkpoint] allow_changed = \
          [\"optimizer\"] to resume with a fresh optimizer state",
         path.display()
     )]
-    ResumedOptimizerDiffers {
-        /// The checkpoint.
-        path: PathBuf,
-        /// Its optimizer.
-        found: String,
-        /// That of the run.
-        expected: String,
-    },
+    ResumedOptimizerDiffers { path: PathBuf, found: String, expected: String },
     /// Settings of experts, of which the model has none.
     #[error("[experts] is for models with experts, but this model, a {family}, has none; remove the section")]
-    NoExperts {
-        /// The model's family.
-        family: &'static str,
-    },
+    NoExperts { family: &'static str },
     /// A rate of biases, of which the model's experts have none.
     #[error(
         "[experts] bias_update_rate is for biases that balance experts, but those of this model, a {family}, have none; remove the key"
     )]
-    NoExpertBias {
-        /// The model's family.
-        family: &'static str,
-    },
+    NoExpertBias { family: &'static str },
     /// More shadowed experts than a layer has.
     #[error(
         "[experts] num_shadowed is {num_shadowed}, but layers of the model have {num_experts} experts; lower it"
     )]
-    TooManyShadowed {
-        /// What the config says.
-        num_shadowed: usize,
-        /// Of a layer.
-        num_experts: usize,
-    },
+    TooManyShadowed { num_shadowed: usize, num_experts: usize },
     /// Sequences longer than the model can take.
     #[error(
         "[training] seq_len is {seq_len}, but the model supports at most {max_position_embeddings} positions"
     )]
-    SequenceTooLong {
-        /// From the config.
-        seq_len: usize,
-        /// From the model.
-        max_position_embeddings: usize,
-    },
+    SequenceTooLong { seq_len: usize, max_position_embeddings: usize },
     /// A folder or file of the run cannot be made.
     #[error("cannot write {}", path.display())]
     RunFolder {
-        /// The file or folder.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -187,33 +130,20 @@ pub enum TrainError {
         "{} has no trace.json; set [metrics] trace_interval, such as to 10, and train: every 10th step is then traced",
         folder.display()
     )]
-    NoTrace {
-        /// The run's folder.
-        folder: PathBuf,
-    },
+    NoTrace { folder: PathBuf },
     /// The trace cannot be read.
     #[error("cannot read {}", path.display())]
     ReadTrace {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// A file is not a valid trace.
     #[error("{} is not a valid trace: {what}; remove it, and train with [metrics] trace_interval", path.display())]
-    DamagedTrace {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        what: String,
-    },
+    DamagedTrace { path: PathBuf, what: String },
     /// Another process trains into the same folder.
     #[error("another process is using the run {}; wait for it, or set another [run] name", path.display())]
-    RunInUse {
-        /// The run's folder.
-        path: PathBuf,
-    },
+    RunInUse { path: PathBuf },
     /// The ranks were given different runs.
     #[error(
         "the ranks disagree about the run; give all of them the same program, config, model, samples and run folder:{}",
@@ -228,14 +158,7 @@ pub enum TrainError {
         "there is no room for two checkpoints in {}: they need {} more, and {} are free; free some, or choose another [run] folder",
         folder.display(), Bytes(*needed), Bytes(*available)
     )]
-    NoRoom {
-        /// Where checkpoints go.
-        folder: PathBuf,
-        /// Bytes that are needed.
-        needed: u64,
-        /// Bytes that are free.
-        available: u64,
-    },
+    NoRoom { folder: PathBuf, needed: u64, available: u64 },
     /// A checkpoint is of another kind of run.
     #[error(
         "{} was written with {what} {found}, but this run has {expected}, so it would not read the same \
@@ -243,42 +166,21 @@ pub enum TrainError {
          another [run] name, or set [checkpoint] allow_changed = [\"data\"]",
         path.display()
     )]
-    ResumeDiffers {
-        /// The checkpoint.
-        path: PathBuf,
-        /// What differs.
-        what: String,
-        /// In the checkpoint.
-        found: String,
-        /// In this run.
-        expected: String,
-    },
+    ResumeDiffers { path: PathBuf, what: String, found: String, expected: String },
     /// A checkpoint is of another model.
     #[error(
         "{} contains another model: {}. Restore the old values, start again with --resume never or another [run] name, or set [checkpoint] \
          allow_changed = [\"model\"]",
         path.display(), differences.join(", ")
     )]
-    ResumedModelDiffers {
-        /// The checkpoint.
-        path: PathBuf,
-        /// Each setting that differs, with both values.
-        differences: Vec<String>,
-    },
+    ResumedModelDiffers { path: PathBuf, differences: Vec<String> },
     /// Resuming from a checkpoint would fork the run within one folder.
     #[error(
         "cannot resume after step {step}: {} contains checkpoints up to step {newest}; set another [run] name to \
          branch off, or move them away",
         folder.display()
     )]
-    NewerCheckpoints {
-        /// The step to resume after.
-        step: u64,
-        /// The newest step in the folder.
-        newest: u64,
-        /// The run's checkpoints.
-        folder: PathBuf,
-    },
+    NewerCheckpoints { step: u64, newest: u64, folder: PathBuf },
     /// A run has checkpoints, and none is whole.
     #[error(
         "none of the checkpoints in {} can be resumed; to start again, set [checkpoint] resume = \"never\", which \
@@ -286,12 +188,7 @@ pub enum TrainError {
         folder.display(),
         reasons.iter().map(|reason| format!("\n  {reason}")).collect::<String>()
     )]
-    AllCheckpointsDamaged {
-        /// The run's checkpoints.
-        folder: PathBuf,
-        /// Of each one, the newest first.
-        reasons: Vec<String>,
-    },
+    AllCheckpointsDamaged { folder: PathBuf, reasons: Vec<String> },
     /// Rank 0 failed to find the checkpoint to resume from, and tells why itself.
     #[error("rank 0 could not choose a checkpoint to resume from; see its own error")]
     NoCheckpointChosen,
@@ -300,27 +197,17 @@ pub enum TrainError {
         "[[optimizer.groups]] freeze all {num_parameters} parameters, so training would change nothing; remove `frozen = true` from a group, \
          or narrow its patterns"
     )]
-    AllFrozen {
-        /// Parameters of the model.
-        num_parameters: usize,
-    },
+    AllFrozen { num_parameters: usize },
     /// Too little text was held out.
     #[error(
         "only {num_tokens} tokens are held out for validation, fewer than one sequence of seq_len {seq_len} needs; \
          raise [data] validation_fraction, set it to 0 to skip validation, or lower [training] seq_len"
     )]
-    ValidationTooShort {
-        /// Tokens held out.
-        num_tokens: u64,
-        /// From the config.
-        seq_len: usize,
-    },
+    ValidationTooShort { num_tokens: u64, seq_len: usize },
     /// The state in a checkpoint makes no sense.
     #[error("cannot read the training state in {}", path.display())]
     ResumeState {
-        /// The checkpoint.
         path: PathBuf,
-        /// Why.
         #[source]
         source: serde_json::Error,
     },
@@ -330,14 +217,7 @@ pub enum TrainError {
          resume from another checkpoint, or without [training] fp8",
         path.display()
     )]
-    Fp8History {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        shape: Vec<usize>,
-    },
+    Fp8History { path: PathBuf, name: String, shape: Vec<usize> },
     /// What compressors have kept makes no sense.
     #[error(
         "the state of the compressor of {unit} in {} is invalid; resume from another checkpoint, or with another \
@@ -345,11 +225,8 @@ pub enum TrainError {
         path.display()
     )]
     CompressionState {
-        /// The checkpoint.
         path: PathBuf,
-        /// The unit whose gradient it compresses.
         unit: String,
-        /// Why.
         #[source]
         source: CompressionError,
     },
@@ -357,48 +234,29 @@ pub enum TrainError {
     #[error(
         "the prompt has {num_tokens} tokens, but the model supports at most {max_position_embeddings} positions"
     )]
-    PromptTooLong {
-        /// Tokens of the prompt.
-        num_tokens: usize,
-        /// From the model.
-        max_position_embeddings: usize,
-    },
+    PromptTooLong { num_tokens: usize, max_position_embeddings: usize },
     /// A prompt of which nothing reaches the model.
     #[error(
         "the tokenizer has no token for any character of the prompt {prompt:?}; use the tokenizer that the model was trained with (--tokenizer)"
     )]
-    PromptWithoutTokens {
-        /// The prompt.
-        prompt: String,
-    },
+    PromptWithoutTokens { prompt: String },
     /// A corpus without validation tokens.
     #[error(
         "{} holds out nothing for validation; prepare it with a validation fraction or with texts to validate on",
         folder.display()
     )]
-    NoValidation {
-        /// The corpus.
-        folder: PathBuf,
-    },
+    NoValidation { folder: PathBuf },
     /// A corpus in which no token is predicted.
     #[error(
         "no token counts in the loss; the text needs two tokens, or answers that fit into sequences of {seq_len}"
     )]
-    NothingToEvaluate {
-        /// Tokens of the longest sequence.
-        seq_len: usize,
-    },
+    NothingToEvaluate { seq_len: usize },
     /// An id that the model does not know.
     #[error(
         "the tokenizer produced token {token}, but the model's vocab_size is {vocab_size}; the tokenizer belongs to \
          another model"
     )]
-    ForeignToken {
-        /// The token.
-        token: u32,
-        /// Of the model.
-        vocab_size: usize,
-    },
+    ForeignToken { token: u32, vocab_size: usize },
     /// The text.
     #[error(transparent)]
     Data(#[from] DataError),
@@ -410,66 +268,38 @@ pub enum TrainError {
         "samples of this task have no positions that {degree} workers could divide; set [parallelism] context_parallel_degree = 1 (or let \
          the task's has_positions say that they have)"
     )]
-    NoPositions {
-        /// The workers.
-        degree: usize,
-    },
+    NoPositions { degree: usize },
     /// Samples with a number of positions that workers cannot have equal parts of.
     #[error(
         "{degree} workers have two equal parts each of the positions, but {tensor} has {len}, which is not a multiple of {}; use samples of \
          such a length, or another [parallelism] context_parallel_degree", 2 * degree
     )]
-    UnequalPositions {
-        /// The tensor of the batch.
-        tensor: String,
-        /// Its positions.
-        len: usize,
-        /// The workers.
-        degree: usize,
-    },
+    UnequalPositions { tensor: String, len: usize, degree: usize },
     /// A dataset is empty.
     #[error(
         "there are no samples for {purpose}; check what the task's train_data and validation_data return"
     )]
-    NoSamples {
-        /// What they are for.
-        purpose: &'static str,
-    },
+    NoSamples { purpose: &'static str },
     /// More stages than units.
     #[error(
         "a pipeline of {num_stages} stages needs at least as many units, but the model has {num_units}; lower \
          [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank, or the stages of pipeline_parallel_schedule_file"
     )]
-    TooManyStages {
-        /// Stages.
-        num_stages: usize,
-        /// Units.
-        num_units: usize,
-    },
+    TooManyStages { num_stages: usize, num_units: usize },
     /// A stage that begins where there is no unit.
     #[error(
         "[parallelism] pipeline_parallel_split_points starts a stage at unit {split_point}, but the model has \
          {num_units} units (counted from 0); lower it, or remove the key to divide the \
          stages evenly"
     )]
-    SplitPointBeyondUnits {
-        /// Where the stage begins.
-        split_point: usize,
-        /// Units.
-        num_units: usize,
-    },
+    SplitPointBeyondUnits { split_point: usize, num_units: usize },
     /// Not as many stages are cut as the schedule has.
     #[error(
         "the schedule's {num_stages} stages need {} split points, but [parallelism] pipeline_parallel_split_points has {found}; give the first \
          unit of each stage after the first, or remove the key to divide the stages evenly",
         num_stages - 1
     )]
-    SplitPoints {
-        /// Stages of the schedule.
-        num_stages: usize,
-        /// Those of the config.
-        found: usize,
-    },
+    SplitPoints { num_stages: usize, found: usize },
     /// Rank 0 has cut stages that this rank cannot read.
     #[error(
         "rank 0 sent pipeline stages in an unknown format; run the same version of trireme on all workers"
@@ -483,9 +313,7 @@ pub enum TrainError {
     /// A schedule of the user's own.
     #[error("cannot run the pipeline schedule {}", path.display())]
     ScheduleFile {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: ScheduleFileError,
     },
@@ -494,43 +322,20 @@ pub enum TrainError {
         "stage {stage} of the pipeline keeps {kept} of activations for each microbatch, more than the {kept_max} that can be \
          scheduled; lower [training] local_batch_size, or seq_len of a language model, or use more stages"
     )]
-    StageTooLarge {
-        /// Stage.
-        stage: usize,
-        /// What forward keeps.
-        kept: Bytes,
-        /// The most that is possible.
-        kept_max: Bytes,
-    },
+    StageTooLarge { stage: usize, kept: Bytes, kept_max: Bytes },
     /// A schedule that holds more activations than it may.
     #[error(
         "schedule '{kind}' holds {needed} of activations on worker {rank} of the pipeline, but [parallelism] \
          pipeline_parallel_in_flight_max allows {bound}; {remedy}"
     )]
-    InFlight {
-        /// Which schedule.
-        kind: Kind,
-        /// The rank of the pipeline.
-        rank: usize,
-        /// What it would hold.
-        needed: Bytes,
-        /// What it may.
-        bound: Bytes,
-        /// What to try.
-        remedy: &'static str,
-    },
+    InFlight { kind: Kind, rank: usize, needed: Bytes, bound: Bytes, remedy: &'static str },
     /// A checkpoint at a step at which the pipeline would not be empty.
     #[error(
         "the run resumes at step {step}, which is not a multiple of the {num_steps} steps between drains of the \
          pipeline; set [parallelism] pipeline_parallel_drain_interval to a divisor of {step}, or [checkpoint] resume \
          = \"never\""
     )]
-    ResumedWithinProgram {
-        /// Where it resumes from.
-        step: u64,
-        /// Steps of a program.
-        num_steps: u64,
-    },
+    ResumedWithinProgram { step: u64, num_steps: u64 },
     /// A pipeline that does not drain, and two units that share a weight.
     #[error(
         "two units share a weight (of a language model, the embedding and the head), but in a pipeline that does not \

@@ -37,6 +37,7 @@ impl fmt::Display for ScheduleSizes {
 
 /// Why the schedule of a file cannot be run.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ScheduleFileError {
     /// The file cannot be read.
     #[error("cannot read the file")]
@@ -52,18 +53,10 @@ pub enum ScheduleFileError {
         "it is for {found}, but the pipeline of this run has {expected}; change the file, or [parallelism] \
          pipeline_parallel_degree and [training] global_batch_size"
     )]
-    SizesDiffer {
-        /// What the file is for.
-        found: ScheduleSizes,
-        /// What the run has.
-        expected: ScheduleSizes,
-    },
+    SizesDiffer { found: ScheduleSizes, expected: ScheduleSizes },
     /// A worker has nothing to do.
     #[error("worker {rank} has no stage; give it one, or lower [parallelism] pipeline_parallel_degree")]
-    Idle {
-        /// The worker's place in the pipeline.
-        rank: usize,
-    },
+    Idle { rank: usize },
     /// Other steps, or other versions of weights.
     #[error(
         "it has {}, but the config asks for {}; change the file, or [parallelism] pipeline_parallel_schedule (\"pipedream\" for stashed weights, \
@@ -73,15 +66,11 @@ pub enum ScheduleFileError {
     StepsDiffer {
         /// Steps between drains, and the versions of weights, of the file.
         found: (usize, WeightVersions),
-        /// Those of the config.
         expected: (usize, WeightVersions),
     },
     /// The schedule must not run: what is wrong, and a grid of ranks and time in which the place is marked.
     #[error("{picture}")]
-    Invalid {
-        /// All of this.
-        picture: String,
-    },
+    Invalid { picture: String },
 }
 
 /// `a drain after 2 steps and stashed weights`.

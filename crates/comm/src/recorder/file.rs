@@ -11,24 +11,18 @@ const WORLD_SIZE_MAX: usize = 1 << 16;
 
 /// Reports cannot be read.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ReadReportsError {
     /// The folder or a file cannot be read.
     #[error("cannot read the flight recorder report {}", path.display())]
     Read {
-        /// The folder or file.
         path: PathBuf,
-        /// Why not.
         #[source]
         source: io::Error,
     },
     /// A file is no report.
     #[error("{} is not a flight recorder report: {what}", path.display())]
-    NoReport {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        what: String,
-    },
+    NoReport { path: PathBuf, what: String },
 }
 
 /// The file of a rank's report.

@@ -52,68 +52,31 @@ impl fmt::Display for Ring {
 
 /// A schedule that must not run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ScheduleError {
     /// No rank, stage, microbatch or step, or more passes than are worked with.
     #[error(
         "a schedule has {ranks} ranks, {stages} stages and {steps} steps of {microbatches} microbatches; it needs at \
          least one of each, and at most {PASSES_MAX} passes"
     )]
-    Sizes {
-        /// Ranks.
-        ranks: usize,
-        /// Stages.
-        stages: usize,
-        /// Microbatches of a step.
-        microbatches: usize,
-        /// Steps.
-        steps: usize,
-    },
+    Sizes { ranks: usize, stages: usize, microbatches: usize, steps: usize },
     /// Costs of another number of stages.
     #[error("costs are given for {found} stages, but the schedule has {expected}")]
-    CostsDiffer {
-        /// Stages of the schedule.
-        expected: usize,
-        /// Stages of the costs.
-        found: usize,
-    },
+    CostsDiffer { expected: usize, found: usize },
     /// Bounds of another number of ranks.
     #[error("activation bounds are given for {found} ranks, but the schedule has {expected}")]
-    BoundsDiffer {
-        /// Ranks of the schedule.
-        expected: usize,
-        /// Bounds given.
-        found: usize,
-    },
+    BoundsDiffer { expected: usize, found: usize },
     /// A stage lies on a rank that does not exist.
     #[error(
         "stage {stage} is placed on rank {rank}, but there are only {num_ranks} ranks; ranks count from 0"
     )]
-    Placement {
-        /// The stage.
-        stage: usize,
-        /// The rank.
-        rank: usize,
-        /// Ranks that exist.
-        num_ranks: usize,
-    },
+    Placement { stage: usize, rank: usize, num_ranks: usize },
     /// A pass that must not be where it is.
     #[error("{place}: '{pass}' {fault}")]
-    Pass {
-        /// Where.
-        place: Place,
-        /// The pass.
-        pass: Pass,
-        /// Why.
-        fault: PassFault,
-    },
+    Pass { place: Place, pass: Pass, fault: PassFault },
     /// Never done.
     #[error("rank {rank} lacks the pass '{missing}'; add it to that rank")]
-    Missing {
-        /// Where the stage lies.
-        rank: usize,
-        /// The pass.
-        missing: Pass,
-    },
+    Missing { rank: usize, missing: Pass },
     /// Ranks wait for each other, or for one that has ended.
     #[error("deadlock: {0}")]
     Deadlock(Ring),
@@ -121,15 +84,11 @@ pub enum ScheduleError {
 
 /// Why a pass must not be where it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum PassFault {
     /// A stage or microbatch that does not exist.
     #[error("is out of range: there are {num_stages} stages and {num_microbatches} microbatches")]
-    OutOfRange {
-        /// Stages that exist.
-        num_stages: usize,
-        /// Microbatches of all steps.
-        num_microbatches: usize,
-    },
+    OutOfRange { num_stages: usize, num_microbatches: usize },
     /// Its stage lies on another rank: this one.
     #[error("belongs to a stage on rank {0}; move it there")]
     WrongRank(usize),
@@ -144,7 +103,6 @@ pub enum PassFault {
     TooManyActivations {
         /// What the rank would hold, in the unit of the costs.
         held: u64,
-        /// The bound.
         bound: u64,
     },
     /// A gradient, or a loss, to which that of this pass should be added first.
@@ -158,7 +116,6 @@ pub enum PassFault {
     NoSuchVersion {
         /// The version that it reads: the updates that made it.
         version: usize,
-        /// The newest version that there is.
         newest: usize,
     },
 }

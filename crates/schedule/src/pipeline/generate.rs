@@ -10,6 +10,7 @@ use super::validate::check_activations;
 
 /// A schedule that cannot be made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum GenerateError {
     /// No rank, stage, microbatch or step, or more passes than are worked with.
     #[error(
@@ -19,31 +20,18 @@ pub enum GenerateError {
     Sizes(Sizes),
     /// The schedule is for other sizes.
     #[error("schedule '{kind}' needs {needed}, not {found}; {remedy}")]
-    Unfit {
-        /// Which schedule.
-        kind: Kind,
-        /// What it needs.
-        needed: String,
-        /// What was asked for.
-        found: usize,
-        /// What to try.
-        remedy: String,
-    },
+    Unfit { kind: Kind, needed: String, found: usize, remedy: String },
     /// Costs or bounds of another pipeline.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
     /// The schedule holds more activations than there is memory for.
     #[error("schedule '{kind}' holds {needed} of activations on rank {rank}, but only {bound} fit; {remedy}")]
     Memory {
-        /// Which schedule.
         kind: Kind,
-        /// The rank.
         rank: usize,
         /// What it would hold, in the unit of the costs.
         needed: u64,
-        /// What fits.
         bound: u64,
-        /// What to try.
         remedy: &'static str,
     },
 }

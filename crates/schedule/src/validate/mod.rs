@@ -13,86 +13,41 @@ pub use pipeline::validate_pipeline;
 
 /// A program that must not run. `index` counts the program's actions from 0.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ProgramError {
     /// An action that must not be where it is.
     #[error("action {index} ({}) {fault}", .action.words())]
-    Action {
-        /// Place in the program.
-        index: usize,
-        /// The action.
-        action: Action,
-        /// Why.
-        fault: ActionFault,
-    },
+    Action { index: usize, action: Action, fault: ActionFault },
     /// A unit reads parameters of another one, and both read versions of their own.
     #[error("unit {reader} reads the parameters of unit {owner}, but may need a different version of them")]
-    TiedVersions {
-        /// The unit that reads.
-        reader: usize,
-        /// The unit whose parameters they are.
-        owner: usize,
-    },
+    TiedVersions { reader: usize, owner: usize },
     /// Stages that do not make up the model, or lie on ranks that are not there.
     #[error(
         "the stages in the program of pipeline rank {rank} do not cover {num_units} units on {num_ranks} ranks in order"
     )]
-    Stages {
-        /// Whose program it is.
-        rank: usize,
-        /// Units of the model.
-        num_units: usize,
-        /// Programs that there are.
-        num_ranks: usize,
-    },
+    Stages { rank: usize, num_units: usize, num_ranks: usize },
     /// Ranks of a pipeline wait for each other.
     #[error(
         "deadlock: pipeline rank {rank} waits at action {index} ({}) for rank {peer}, which {}",
         .action.words(),
         .next.map_or_else(|| "has finished".to_owned(), |next| format!("waits at: {}", next.words()))
     )]
-    Deadlock {
-        /// The rank.
-        rank: usize,
-        /// Place in its program.
-        index: usize,
-        /// The message that it is at.
-        action: Action,
-        /// The rank that it waits for.
-        peer: usize,
-        /// What that one is at.
-        next: Option<Action>,
-    },
+    Deadlock { rank: usize, index: usize, action: Action, peer: usize, next: Option<Action> },
     /// Never done.
     #[error("the program lacks an action: {}", .missing.words())]
-    Missing {
-        /// The action.
-        missing: Action,
-    },
+    Missing { missing: Action },
     /// Two ranks issue collectives of one group in different orders: a deadlock.
     #[error("collective {place} of rank {rank} is '{found}', but rank 0 issues '{expected}'")]
-    OrdersDiffer {
-        /// The rank that differs from rank 0.
-        rank: usize,
-        /// Place among the collectives, from 0.
-        place: usize,
-        /// What it issues, or "nothing".
-        found: String,
-        /// What rank 0 issues, or "nothing".
-        expected: String,
-    },
+    OrdersDiffer { rank: usize, place: usize, found: String, expected: String },
 }
 
 /// Why an action must not be where it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ActionFault {
     /// A unit or microbatch that does not exist.
     #[error("is out of range: the program has {num_units} units and {num_microbatches} microbatches")]
-    OutOfRange {
-        /// Units of the program.
-        num_units: usize,
-        /// Microbatches of the program.
-        num_microbatches: usize,
-    },
+    OutOfRange { num_units: usize, num_microbatches: usize },
     /// The same thing done twice.
     #[error("repeats an earlier action")]
     Repeated,
@@ -110,12 +65,7 @@ pub enum ActionFault {
     Versioned,
     /// More microbatches in flight than memory was planned for.
     #[error("brings the unit to {in_flight} microbatches in flight; the bound is {bound}")]
-    TooManyInFlight {
-        /// Microbatches whose activations the unit would hold.
-        in_flight: usize,
-        /// Microbatches planned for.
-        bound: usize,
-    },
+    TooManyInFlight { in_flight: usize, bound: usize },
 }
 
 /// Proves that every unit runs forward and backward once for every microbatch, in an order that the data allows; that what

@@ -6,6 +6,7 @@ use trireme_base::{Category, DType};
 
 /// A device refused.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum DeviceError {
     /// Its memory could not be reserved.
     #[error(
@@ -20,16 +21,11 @@ pub enum DeviceError {
     ReserveHuge(#[source] std::io::Error),
     /// More threads than a device may have.
     #[error("{num_threads} threads exceed the maximum of {} for a device", Device::THREADS_MAX)]
-    TooManyThreads {
-        /// Threads asked for.
-        num_threads: usize,
-    },
+    TooManyThreads { num_threads: usize },
     /// Its threads could not be started.
     #[error("cannot start {num_threads} kernel threads: {source}; lower [training] threads")]
     Threads {
-        /// Threads asked for.
         num_threads: usize,
-        /// The system's answer.
         #[source]
         source: std::io::Error,
     },
@@ -38,14 +34,7 @@ pub enum DeviceError {
         "a tensor of shape {shape:?} in {dtype} for {category} exceeds the address space; use a smaller \
          local_batch_size, seq_len or model"
     )]
-    Unaddressable {
-        /// Sizes of the dims.
-        shape: Shape,
-        /// Element type.
-        dtype: DType,
-        /// What it was for.
-        category: Category,
-    },
+    Unaddressable { shape: Shape, dtype: DType, category: Category },
     /// Its memory is used up.
     #[error("{0}")]
     OutOfMemory(String),
@@ -54,34 +43,19 @@ pub enum DeviceError {
         "{degree} ranks of the tensor axis cannot have equal parts of dim {dim} of {shape:?}; use a seq_len that {degree} divides, or \
          [parallelism] sequence_parallel = false"
     )]
-    UnequalRows {
-        /// Of the value.
-        shape: Shape,
-        /// The dim to cut.
-        dim: usize,
-        /// The ranks.
-        degree: usize,
-    },
+    UnequalRows { shape: Shape, dim: usize, degree: usize },
     /// Heads that the ranks which exchange them cannot have equal parts of.
     #[error(
         "{degree} ranks cannot have equal parts of {num_heads} heads; set [parallelism] context_parallel_heads_degree to a divisor of \
          {num_heads} and of context_parallel_degree, such as 1"
     )]
-    UnequalHeads {
-        /// The heads that a rank has before.
-        num_heads: usize,
-        /// The ranks.
-        degree: usize,
-    },
+    UnequalHeads { num_heads: usize, degree: usize },
     /// An operation that is wrong where ranks have parts of the positions.
     #[error(
         "{operation} mixes positions of a sequence, of which the ranks of the context axis have parts, or works on floats of fewer dims than \
          [samples, positions, cols]; set [parallelism] context_parallel_degree = 1, or do this by attention"
     )]
-    NeedsAllPositions {
-        /// The operation.
-        operation: String,
-    },
+    NeedsAllPositions { operation: String },
     /// A rank could not exchange values with the others.
     #[error(transparent)]
     Exchange(Box<dyn std::error::Error + Send + Sync>),

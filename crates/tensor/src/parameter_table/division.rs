@@ -29,37 +29,27 @@ impl From<AxisPlace> for ModelPlace {
 
 /// Experts that so many ranks cannot divide.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ExpertsError {
     /// There are none.
     #[error(
         "the model has no experts, so {degree} ranks cannot have different ones; use an expert-parallel degree of 1"
     )]
-    None {
-        /// The ranks.
-        degree: usize,
-    },
+    None { degree: usize },
     /// Ranks would have units of different forms.
     #[error(
         "{degree} ranks cannot have different experts of '{unit}': its experts have different shapes, or are declared in an order that leaves \
          what all ranks have at different places"
     )]
-    Unlike {
-        /// The unit.
-        unit: String,
-        /// The ranks.
-        degree: usize,
-    },
+    Unlike { unit: String, degree: usize },
     /// They do not divide.
     #[error(
         "{degree} ranks cannot have equally many of the {num_experts} experts of '{unit}'; nearest possible degree: {}",
         join(.nearest)
     )]
     Indivisible {
-        /// The first unit whose experts do not divide.
         unit: String,
-        /// Its experts.
         num_experts: usize,
-        /// The ranks.
         degree: usize,
         /// The next smaller and the next larger number of ranks that divide those of all units, if there is one.
         nearest: Vec<usize>,

@@ -4,36 +4,24 @@ use std::path::PathBuf;
 
 /// The config cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the config {}", path.display())]
     Read {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// The file is too large to be a config.
     #[error("the config {} has more than {} bytes; is it the right file?", path.display(), super::FILE_BYTES_MAX)]
-    TooLarge {
-        /// The file.
-        path: PathBuf,
-    },
+    TooLarge { path: PathBuf },
     /// The text holds mistakes: all of them, in the order of the text, those of `--set` last.
     #[error("{}", list(mistakes))]
-    Invalid {
-        /// At least one.
-        mistakes: Vec<Mistake>,
-    },
+    Invalid { mistakes: Vec<Mistake> },
     /// Nothing to explain under this name.
     #[error("no section is named '{section}', and no key mentions it; {hint}")]
-    UnknownSection {
-        /// What was asked for.
-        section: String,
-        /// What there is.
-        hint: String,
-    },
+    UnknownSection { section: String, hint: String },
 }
 
 /// Characters of the offending text that a message quotes.

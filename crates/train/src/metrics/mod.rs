@@ -25,13 +25,12 @@ use std::time::{Duration, SystemTime};
 
 /// Metrics cannot be written or taken up again.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum MetricsError {
     /// A file of metrics cannot be opened.
     #[error("cannot open the metrics file {}", path.display())]
     Open {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -39,38 +38,24 @@ pub enum MetricsError {
     #[error(
         "the model reports {found} metrics, but a run has at most {most}; report several units under one name"
     )]
-    TooMany {
-        /// How many there are.
-        found: usize,
-        /// How many there may be.
-        most: usize,
-    },
+    TooMany { found: usize, most: usize },
     /// A metric whose name cannot be used.
     #[error(
         "a unit reports the metric {name:?}; use 1 to {most} letters, digits, '_', '-', '.' and '/', other than \"loss\", and \
          not beginning with \"validation_\""
     )]
-    Name {
-        /// The name.
-        name: &'static str,
-        /// Bytes of a name at most.
-        most: usize,
-    },
+    Name { name: &'static str, most: usize },
     /// A record cannot be written, as on a full disk.
     #[error("cannot write to the metrics file {}", path.display())]
     Write {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// Nobody can listen at an address.
     #[error("cannot serve metrics on {address}; choose another [metrics] prometheus_port")]
     Listen {
-        /// Where.
         address: SocketAddr,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -79,22 +64,10 @@ pub enum MetricsError {
         "a record for {} would have {found} bytes, but at most {most} are read; set [metrics] hash_interval = 0, as the model has too many tensors",
         path.display()
     )]
-    TooLong {
-        /// The file.
-        path: PathBuf,
-        /// Bytes of the record.
-        found: usize,
-        /// Bytes of a record at most.
-        most: usize,
-    },
+    TooLong { path: PathBuf, found: usize, most: usize },
     /// Records of an earlier run cannot be read.
     #[error("line {line} of {} is not a step record; move the file away to continue without it", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// The line, counted from 1.
-        line: usize,
-    },
+    Damaged { path: PathBuf, line: usize },
 }
 
 /// What is recorded of each step, in a run's folder: a line of JSON each.
