@@ -21,29 +21,18 @@ impl fmt::Display for Rank {
     }
 }
 
-/// How a reduction combines two elements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum ReduceOp {
-    /// Addition; integers wrap.
-    Sum,
-    /// The sum divided by the number of ranks: once, after the whole sum. Integers round toward zero.
-    Mean,
-    /// Multiplication; integers wrap.
-    Prod,
-    /// The larger of the two; NaN wins, so that a broken value is not hidden.
-    Max,
-    /// The smaller of the two; NaN wins.
-    Min,
-}
-
-impl fmt::Display for ReduceOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            ReduceOp::Sum => "sum",
-            ReduceOp::Mean => "mean",
-            ReduceOp::Prod => "prod",
-            ReduceOp::Max => "max",
-            ReduceOp::Min => "min",
-        })
+crate::named! {
+    /// How a reduction combines two elements.
+    pub enum ReduceOp {
+        /// Addition; integers wrap.
+        Sum = "sum",
+        /// The sum divided by the number of ranks: once, after the whole sum. Integers round toward zero.
+        Mean = "mean",
+        /// Multiplication; integers wrap.
+        Prod = "prod",
+        /// The larger of the two; NaN wins, so that a broken value is not hidden.
+        Max = "max",
+        /// The smaller of the two; NaN wins.
+        Min = "min",
     }
 }

@@ -20,7 +20,10 @@ use trireme_schedule::collective::{CollectiveKind, block};
 impl Group {
     /// Replaces each element by the reduction of all ranks' elements.
     pub fn all_reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
-        self.issue(Operation::of(CollectiveKind::AllReduce.of(buffer.len()), T::DTYPE).reduced_by(op), buffer)
+        self.issue(
+            Operation::reduction_of(CollectiveKind::AllReduce.with_len(buffer.len()), op, T::DTYPE),
+            buffer,
+        )
     }
 
     /// The reduction of all ranks' inputs, as long as they are.
@@ -31,14 +34,14 @@ impl Group {
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::of(CollectiveKind::AllReduce.of(len), T::DTYPE).reduced_by(op);
+        let operation = Operation::reduction_of(CollectiveKind::AllReduce.with_len(len), op, T::DTYPE);
         self.checked_pair(operation, len, len, (input, output))
     }
 
     /// Replaces the root's elements by the reduction of all ranks' elements.
     pub fn reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
         self.checked_root(
-            Operation::of(CollectiveKind::Reduce.with_root(root, buffer.len()), T::DTYPE).reduced_by(op),
+            Operation::reduction_of(CollectiveKind::Reduce.with_root(root, buffer.len()), op, T::DTYPE),
             buffer,
         )
     }
@@ -52,7 +55,7 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::of(CollectiveKind::Reduce.with_root(root, len), T::DTYPE).reduced_by(op);
+        let operation = Operation::reduction_of(CollectiveKind::Reduce.with_root(root, len), op, T::DTYPE);
         self.checked_pair(operation, len, if root == self.rank() { len } else { 0 }, (input, output))
     }
 
@@ -78,7 +81,7 @@ impl Group {
 
     /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn all_gather<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        self.issue(Operation::of(CollectiveKind::AllGather.of(buffer.len()), T::DTYPE), buffer)
+        self.issue(Operation::of(CollectiveKind::AllGather.with_len(buffer.len()), T::DTYPE), buffer)
     }
 
     /// The inputs of all ranks, one after the other; a rank's input is its block of the output.
@@ -88,14 +91,14 @@ impl Group {
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len();
-        let operation = Operation::of(CollectiveKind::AllGather.of(len), T::DTYPE);
+        let operation = Operation::of(CollectiveKind::AllGather.with_len(len), T::DTYPE);
         self.checked_pair(operation, self.block_len(len), len, (input, output))
     }
 
     /// Replaces this rank's block by the reduction of all ranks' elements there.
     pub fn reduce_scatter<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
         self.issue(
-            Operation::of(CollectiveKind::ReduceScatter.of(buffer.len()), T::DTYPE).reduced_by(op),
+            Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(buffer.len()), op, T::DTYPE),
             buffer,
         )
     }
@@ -108,7 +111,7 @@ impl Group {
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::of(CollectiveKind::ReduceScatter.of(len), T::DTYPE).reduced_by(op);
+        let operation = Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(len), op, T::DTYPE);
         self.checked_pair(operation, len, self.block_len(len), (input, output))
     }
 
@@ -154,7 +157,7 @@ impl Group {
 
     /// Swaps blocks: the `j`-th of rank `i` becomes the `i`-th of rank `j`. The length is a multiple of the world size.
     pub fn all_to_all<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let operation = Operation::of(CollectiveKind::AllToAll.of(buffer.len()), T::DTYPE);
+        let operation = Operation::of(CollectiveKind::AllToAll.with_len(buffer.len()), T::DTYPE);
         match self.check_equal_blocks(operation, buffer.len()) {
             Ok(()) => self.issue(operation, buffer),
             Err(error) => Work::ready(Err(error)),
@@ -169,7 +172,7 @@ impl Group {
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::of(CollectiveKind::AllToAll.of(len), T::DTYPE);
+        let operation = Operation::of(CollectiveKind::AllToAll.with_len(len), T::DTYPE);
         match self.check_equal_blocks(operation, len) {
             Ok(()) => self.checked_pair(operation, len, len, (input, output)),
             Err(error) => Work::ready(Err(error)),

@@ -87,7 +87,7 @@ impl Fuzzer {
 
 fn operations() -> [Operation; 4] {
     [
-        Operation::of(CollectiveKind::AllReduce.of(1 << 20), DType::Bf16).reduced_by(ReduceOp::Mean),
+        Operation::reduction_of(CollectiveKind::AllReduce.with_len(1 << 20), ReduceOp::Mean, DType::Bf16),
         Operation::of(CollectiveKind::Broadcast.with_root(Rank(2), 9), DType::F64),
         Operation::ALL_GATHER_BYTES,
         Operation::BARRIER,

@@ -60,7 +60,7 @@ pub use element::Element;
 pub use error::{CommError, Crossing};
 pub use fusion::{FusedWork, Fusion};
 pub use group::{CONTROL_BYTES_MAX, Group};
-pub use operation::{Operation, OperationKind};
+pub use operation::Operation;
 pub use options::{
     GivenCosts, GroupOptions, JoinOptions, LineListener, Listener, OnRefusal, ParseTransportError, Refusal,
     TlsOptions, TransportChoice, TransportKind,

@@ -2,12 +2,12 @@ use crate::recorder::OperationFields;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use trireme_base::{DType, Rank, ReduceOp};
-use trireme_schedule::collective::{Collective, CollectiveKind, Extent, RootRole};
+use trireme_schedule::collective::{Collective, CollectiveKind, Data, RootRole};
 
 /// What a group does together, or two of its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum OperationKind {
-    /// One of those that algorithms know.
+pub(crate) enum OperationKind {
+    /// A collective that has algorithms.
     Collective(CollectiveKind),
     /// An all-to-all with blocks of any lengths.
     AllToAllVariable,
@@ -40,7 +40,7 @@ impl OperationKind {
     }
 
     /// The name, as users call it.
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             OperationKind::Collective(kind) => kind.name(),
             OperationKind::AllToAllVariable => "all_to_all_variable",
@@ -51,12 +51,12 @@ impl OperationKind {
     }
 
     /// What the root does, if there is one.
-    fn root(self) -> Option<RootRole> {
-        self.collective().and_then(|kind| kind.form().root)
+    fn root_role(self) -> Option<RootRole> {
+        self.collective().and_then(|kind| kind.data_flow().root)
     }
 
     fn reduces(self) -> bool {
-        self.collective().is_some_and(|kind| kind.form().reduces)
+        self.collective().is_some_and(|kind| kind.data_flow().reduces)
     }
 
     fn has_dtype(self) -> bool {
@@ -102,26 +102,35 @@ const DTYPES: [DType; 10] = [
     DType::I32,
     DType::I64,
 ];
-const REDUCE_OPS: [ReduceOp; 5] =
-    [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
 
 impl Operation {
-    /// Nobody goes on before everybody has come.
-    pub const BARRIER: Operation = Operation::of(CollectiveKind::Barrier.of(0), DType::U8);
+    /// No rank leaves before every rank has entered.
+    pub const BARRIER: Operation = Operation::of(CollectiveKind::Barrier.with_len(0), DType::U8);
 
     /// Every rank gets the bytes of all ranks.
     pub const ALL_GATHER_BYTES: Operation = Operation::other(OperationKind::AllGatherBytes, DType::U8, 0);
 
-    /// A collective on elements of this type. One that reduces adds up, unless [`reduced_by`](Operation::reduced_by) says something else.
+    /// A collective that does not reduce, on elements of this type.
+    ///
+    /// # Panics
+    /// If it reduces.
     pub const fn of(collective: Collective, dtype: DType) -> Self {
-        let op = if collective.kind.form().reduces { Some(ReduceOp::Sum) } else { None };
-        let (kind, root) = (OperationKind::Collective(collective.kind), collective.root());
-        Operation { kind, op, root, dtype, len: collective.len }
+        assert!(!collective.kind.data_flow().reduces, "the collective reduces");
+        Operation::new(collective, None, dtype)
     }
 
-    /// The same, in which two elements become one by `op`, if it reduces.
-    pub const fn reduced_by(self, op: ReduceOp) -> Self {
-        if self.op.is_some() { Operation { op: Some(op), ..self } } else { self }
+    /// A collective in which two elements of this type become one by `op`.
+    ///
+    /// # Panics
+    /// If it does not reduce.
+    pub const fn reduction_of(collective: Collective, op: ReduceOp, dtype: DType) -> Self {
+        assert!(collective.kind.data_flow().reduces, "the collective does not reduce");
+        Operation::new(collective, Some(op), dtype)
+    }
+
+    const fn new(collective: Collective, op: Option<ReduceOp>, dtype: DType) -> Self {
+        let (kind, root) = (OperationKind::Collective(collective.kind), collective.root());
+        Operation { kind, op, root, dtype, len: collective.len }
     }
 
     /// A message of `len` elements.
@@ -154,15 +163,10 @@ impl Operation {
         Some(Operation {
             kind,
             op: if kind.reduces() { Some(op?) } else { None },
-            root: if kind.root().is_some() { Some(root?) } else { None },
+            root: if kind.root_role().is_some() { Some(root?) } else { None },
             dtype: if kind.has_dtype() { dtype } else { DType::U8 },
             len: if kind.has_len() { len } else { 0 },
         })
-    }
-
-    /// What it is, without its numbers.
-    pub fn kind(self) -> OperationKind {
-        self.kind
     }
 
     /// The name, as users call it.
@@ -170,7 +174,7 @@ impl Operation {
         self.kind.name()
     }
 
-    /// Type and number of the elements of the whole vector, which is cut into one block a rank where blocks matter; bytes where there are none.
+    /// Element type and number of elements of the whole vector. [`DType::U8`] and 0 for kinds without elements.
     pub fn elements(self) -> (DType, usize) {
         (self.dtype, self.len)
     }
@@ -192,17 +196,12 @@ impl Operation {
 
     /// Whether a rank has nothing but its block of the input.
     pub(crate) fn input_is_block(self) -> bool {
-        self.kind.collective().is_some_and(|kind| kind.form().input == Extent::Block)
+        self.kind.collective().is_some_and(|kind| kind.data_flow().input == Data::Block)
     }
 
     /// Whether a rank gets nothing but its block of the output.
     pub(crate) fn output_is_block(self) -> bool {
-        self.kind.collective().is_some_and(|kind| kind.form().output == Extent::Block)
-    }
-
-    /// Whether the root alone has an input.
-    pub(crate) fn root_is_source(self) -> bool {
-        self.kind.root() == Some(RootRole::Source)
+        self.kind.collective().is_some_and(|kind| kind.data_flow().output == Data::Block)
     }
 
     /// Whether it is this collective.
@@ -222,13 +221,13 @@ impl Operation {
             Some(ReduceOp::Mean) | None => ReduceOp::Sum,
             Some(op) => op,
         };
-        Operation::of(collective, self.dtype).reduced_by(op)
+        Operation::new(collective, collective.reduces().then_some(op), self.dtype)
     }
 
     /// The operation in two words; equal operations give equal words.
     pub(crate) fn encode(self) -> [u64; OPERATION_WORDS] {
         let kind = OperationKind::all().position(|kind| kind == self.kind).expect("every kind is listed");
-        let op = self.op.map_or(0, |op| position(&REDUCE_OPS, op));
+        let op = self.op.map_or(0, |op| position(&ReduceOp::ALL, op));
         let (dtype, root) = (position(&DTYPES, self.dtype), self.root.map_or(0, |root| root.0));
         // Zeros are no operation.
         let kind = kind as u64 + 1;
@@ -239,7 +238,7 @@ impl Operation {
     pub(crate) fn decode(words: [u64; OPERATION_WORDS]) -> Option<Self> {
         let field = |shift: u32| usize::from((words[0] >> shift) as u8);
         let kind = OperationKind::all().nth(field(0).checked_sub(1)?)?;
-        let (op, dtype) = (*REDUCE_OPS.get(field(8))?, *DTYPES.get(field(16))?);
+        let (op, dtype) = (*ReduceOp::ALL.get(field(8))?, *DTYPES.get(field(16))?);
         let root = Rank((words[0] >> 32) as usize);
         let len = usize::try_from(words[1]).ok()?;
         let operation = Operation::from_fields(kind, Some(op), Some(root), dtype, len)?;
@@ -263,7 +262,7 @@ impl fmt::Display for Operation {
             write!(f, "{op}, ")?;
         }
         if let Some(root) = root {
-            let way = if self.root_is_source() { "from" } else { "to" };
+            let way = if kind.root_role() == Some(RootRole::Source) { "from" } else { "to" };
             write!(f, "{way} rank {root}, ")?;
         }
         write!(f, "{dtype}")?;
@@ -286,16 +285,16 @@ mod tests {
             all.push(Operation::all_to_all_variable(dtype));
             for len in [0, 1, usize::MAX] {
                 all.extend([
-                    Operation::of(CollectiveKind::AllGather.of(len), dtype),
-                    Operation::of(CollectiveKind::AllToAll.of(len), dtype),
+                    Operation::of(CollectiveKind::AllGather.with_len(len), dtype),
+                    Operation::of(CollectiveKind::AllToAll.with_len(len), dtype),
                     Operation::all_to_all_variable_by_hosts(dtype, len),
                     Operation::message(dtype, len),
                 ]);
-                for op in REDUCE_OPS {
+                for op in ReduceOp::ALL {
                     all.extend([
-                        Operation::of(CollectiveKind::AllReduce.of(len), dtype).reduced_by(op),
-                        Operation::of(CollectiveKind::ReduceScatter.of(len), dtype).reduced_by(op),
-                        Operation::of(CollectiveKind::Reduce.with_root(Rank(3), len), dtype).reduced_by(op),
+                        Operation::reduction_of(CollectiveKind::AllReduce.with_len(len), op, dtype),
+                        Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(len), op, dtype),
+                        Operation::reduction_of(CollectiveKind::Reduce.with_root(Rank(3), len), op, dtype),
                     ]);
                 }
                 for root in [0, 1, 70_000].map(Rank) {
@@ -317,8 +316,8 @@ mod tests {
     fn an_operation_reads_as_users_write_it() {
         let (op, dtype, root) = (ReduceOp::Sum, DType::F32, Rank(2));
         let shown = [
-            Operation::of(CollectiveKind::AllReduce.of(7), dtype).reduced_by(op),
-            Operation::of(CollectiveKind::Reduce.with_root(root, 7), dtype).reduced_by(op),
+            Operation::reduction_of(CollectiveKind::AllReduce.with_len(7), op, dtype),
+            Operation::reduction_of(CollectiveKind::Reduce.with_root(root, 7), op, dtype),
             Operation::of(CollectiveKind::Scatter.with_root(root, 7), dtype),
             Operation::all_to_all_variable(dtype),
             Operation::BARRIER,

@@ -12,7 +12,7 @@
 
 use crate::members::Member;
 use crate::optimizer::{Optimizer, UnitShare, noise};
-use crate::rules::{Rule, VarianceSchedule};
+use crate::rules::Rule;
 use crate::share::Share;
 use crate::step::{StepSettings, UnitStep};
 use trireme_tensor::updates::Update;
@@ -36,17 +36,16 @@ impl Optimizer {
     /// Returns what ranks sum of a unit in update `step` of the run, counted from 1: momentum, unless a parameter of the unit updates its second
     /// moment, or none has a momentum because all are frozen. It is the same on all ranks, whatever part of the unit they hold.
     pub fn exchange(&self, unit: usize, step: u64) -> Exchange {
-        let scheduled = self.units[unit].iter().filter_map(|share| match share {
-            UnitShare::Elements(share) => Some((share.rule.variance_schedule()?, &share.members.list)),
+        let updates_second = self.units[unit].iter().filter_map(|share| match share {
+            UnitShare::Elements(share) => Some((share.rule.compressed_adam()?, &share.members.list)),
             _ => None,
         });
-        let members =
-            scheduled.flat_map(|(schedule, members)| members.iter().map(move |member| (schedule, member)));
-        let mut members = members.peekable();
-        let updates_second = |(schedule, member): (VarianceSchedule, &Member)| {
-            schedule.at(step - self.starts[member.parameter]).0
-        };
-        match members.peek().is_none() || members.any(updates_second) {
+        let updates_second = updates_second.flat_map(|(rule, members)| {
+            let number = |member: &Member| step - self.starts[member.parameter];
+            members.iter().map(move |member| rule.updates_second_moment(number(member)))
+        });
+        let mut updates_second = updates_second.peekable();
+        match updates_second.peek().is_none() || updates_second.any(|is_update| is_update) {
             true => Exchange::Gradients,
             false => Exchange::Momentum,
         }
@@ -77,7 +76,7 @@ impl Optimizer {
         }
         let none = View::from_f32s(&[], [0].into());
         let to_momentum = |rule: &dyn Rule, member: &Member, step: &UnitStep<'_>| {
-            rule.adam_step(member, step).map(|step| Update::ToMomentum(step.adamw))
+            rule.compressed_adam().map(|rule| Update::ToMomentum(rule.adam_step(member, step).adamw))
         };
         self.run(device, unit, grads, none, settings, to_momentum);
     }
@@ -97,8 +96,10 @@ impl Optimizer {
     ) {
         self.check_lengths(unit, parameters.shape().num_elements(), momentum.shape().num_elements());
         let from_momentum = |rule: &dyn Rule, member: &Member, step: &UnitStep<'_>| {
-            let adam_step = rule.adam_step(member, step);
-            Some(adam_step.map_or_else(|| rule.update(member, step), Update::FromMomentum))
+            Some(match rule.compressed_adam() {
+                Some(rule) => Update::FromMomentum(rule.adam_step(member, step)),
+                None => rule.update(member, step),
+            })
         };
         self.run(device, unit, parameters, momentum, settings, from_momentum);
     }

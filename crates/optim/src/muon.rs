@@ -8,7 +8,7 @@
 //! Where ranks of the tensor axis cut a matrix, each gathers all of it, makes it orthogonal, and keeps its part.
 
 use crate::members::{Member, Members};
-use crate::rules::StateName;
+use crate::rules::StateSpec;
 use crate::settings::{MuonScale, OptimizerSettings};
 use crate::shards::ShardOps;
 use crate::step::UnitStep;
@@ -20,7 +20,7 @@ use trireme_tensor::{
 };
 
 /// Momentum.
-pub(crate) const MUON_STATES: &[StateName] = &[("momentum_buffer", false)];
+pub(crate) const MUON_STATES: &[StateSpec] = &[StateSpec::new("momentum_buffer")];
 
 /// The hidden matrices of a unit.
 #[derive(Debug)]
@@ -74,7 +74,7 @@ impl Muon {
         }
         let descend = |member: &Member| {
             let own = member.settings;
-            let factor = scale_of(muon_scale, step.table.parameters()[member.parameter].whole);
+            let factor = update_scale(muon_scale, step.table.parameters()[member.parameter].whole);
             let lr = (f64::from(own.lr_scale) * step.settings.lr * factor) as f32;
             Update::Descend { lr, keep: 1.0 - step.lr(own) * own.weight_decay }
         };
@@ -90,7 +90,7 @@ impl Muon {
 }
 
 /// The factor of an orthogonal update of a matrix of this shape.
-fn scale_of(scale: MuonScale, shape: Shape) -> f64 {
+fn update_scale(scale: MuonScale, shape: Shape) -> f64 {
     let (rows, cols) = (shape.rows() as f64, shape.cols() as f64);
     match scale {
         MuonScale::Original => (rows / cols).max(1.0).sqrt(),

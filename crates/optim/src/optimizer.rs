@@ -5,7 +5,7 @@ use crate::groups::ParameterSettings;
 use crate::members::{Cut, Members};
 use crate::muon::{MUON_STATES, Muon};
 use crate::options::OptimizerOptions;
-use crate::rules::{OptimizerName, Rule, Sign, StateName};
+use crate::rules::{OptimizerName, Rule, Sign, StateSpec};
 use crate::shards::ShardOps;
 use crate::share::Share;
 use crate::step::{StepSettings, UnitStep};
@@ -338,9 +338,9 @@ impl UnitBuilder<'_> {
         Members::new(self.table, self.unit, self.part, cut, chosen)
     }
 
-    fn states(&self, members: &Members, states: &[StateName]) -> Result<Vec<OptimizerState>, DeviceError> {
-        let zeros = |&(_, is_square): &StateName| {
-            OptimizerState::zeros(&members.pieces, self.state_dtype(), is_square, self.device)
+    fn states(&self, members: &Members, states: &[StateSpec]) -> Result<Vec<OptimizerState>, DeviceError> {
+        let zeros = |state: &StateSpec| {
+            OptimizerState::zeros(&members.pieces, self.state_dtype(), state.is_second_moment, self.device)
         };
         states.iter().map(zeros).collect()
     }

@@ -5,10 +5,10 @@ use crate::rules::OptimizerName;
 use crate::settings::OptimizerSettings;
 use trireme_tensor::{Precision, StateDType};
 
-/// What an [`Optimizer`](crate::Optimizer) is.
+/// Options of an [`Optimizer`](crate::Optimizer).
 #[derive(Debug, Clone, PartialEq)]
 pub struct OptimizerOptions {
-    /// Which one.
+    /// The algorithm.
     pub name: OptimizerName,
     /// Its settings.
     pub settings: OptimizerSettings,
@@ -22,7 +22,7 @@ pub struct OptimizerOptions {
     pub state_dtype: StateDType,
     /// How far an update moves biases that [balance](trireme_tensor::ParameterClass::Balance) loads, whatever the optimizer.
     pub balance_rate: f32,
-    /// The precision of products in an update, which only Muon has.
+    /// Precision of Muon's matrix products; other optimizers ignore it.
     pub precision: Precision,
 }
 

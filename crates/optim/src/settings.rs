@@ -13,10 +13,10 @@ trireme_base::named! {
     }
 }
 
-/// Numbers that a setting may have.
+/// The range of a setting.
 pub type Limits<T> = (Bound<T>, Bound<T>);
 
-/// A setting of any type.
+/// A mutable reference to a setting, with its range if it is a number.
 pub enum SettingValue<'a> {
     /// A number.
     Number(&'a mut f64, Limits<f64>),
@@ -64,7 +64,10 @@ macro_rules! optimizer_settings {
             /// The defaults.
             pub const DEFAULT: OptimizerSettings = OptimizerSettings { $($name: $default,)+ };
 
-            /// Every setting with its meaning and its range.
+            /// Names of all settings.
+            pub const NAMES: &[&str] = &[$(stringify!($name)),+];
+
+            /// Returns mutable references to all settings. Ranges are for the caller to check.
             pub fn list(&mut self) -> Vec<Setting<'_>> {
                 Vec::from([$(Setting {
                     name: stringify!($name),
@@ -114,8 +117,8 @@ optimizer_settings! {
     muon_scale: MuonScale = MuonScale::MatchRmsAdamW;
     /// AdamW's learning rate for everything except hidden matrices, relative to `lr` (muon).
     muon_adamw_lr_scale: f64 = 1.0, within 0.0..;
-    /// Number of steps after which the second moment is frozen (one_bit_adam; also `freeze_step` of DeepSpeed); 0
-    /// uses a fifth of the run.
+    /// Number of first steps that update the second moment (one_bit_adam; also `freeze_step` of DeepSpeed). In a config, 0 means a
+    /// fifth of the run; the library needs at least 1.
     freeze_step: u64 = 0, within 0..;
     /// Number of updates of the second moment after which the interval between them doubles (zero_one_adam; also
     /// `var_update_scaler` of DeepSpeed).

@@ -32,8 +32,8 @@ impl Share {
             return Ok(());
         }
         let rule = &self.rule;
-        let states = if rule.observes_states(phase) { &mut self.states[..] } else { &mut [] };
-        let updates = &self.members.choose(|member| rule.before(phase, member, step));
+        let states = if rule.sums_pass_changes_states(phase) { &mut self.states[..] } else { &mut [] };
+        let updates = &self.members.choose(|member| rule.sums_pass(phase, member, step));
         self.members.sum_by(step.device, sums, |pieces, sums| {
             let (noise, sums) = (step.noise, Some(sums));
             let pass = UpdatePass { pieces, updates, scales: None, noise, sums };

@@ -4,6 +4,7 @@ use crate::factored::FACTORED_STATES;
 use crate::members::{Member, Members};
 use crate::muon::MUON_STATES;
 use crate::optimizer::{Optimizer, UnitShare};
+use crate::rules::StateSpec;
 use std::ops::Range;
 use trireme_tensor::{Device, OptimizerState, ParameterInfo, Shape, Tensor};
 
@@ -60,7 +61,7 @@ impl Optimizer {
     pub fn states(&self, unit: usize) -> Vec<State<'_>> {
         let mut found = Vec::new();
         for share in &self.units[unit] {
-            let (members, names, states) = match share {
+            let (members, specs, states) = match share {
                 UnitShare::Elements(share) => (&share.members, share.rule.states(), &share.states),
                 UnitShare::Muon(share) => (&share.members, MUON_STATES, &share.states),
                 UnitShare::Factored(share) => {
@@ -81,7 +82,7 @@ impl Optimizer {
                     continue;
                 }
             };
-            for ((name, _), state) in names.iter().zip(states) {
+            for (StateSpec { name, .. }, state) in specs.iter().zip(states) {
                 for member in &members.list {
                     let source = Source::Of(state, members, member);
                     found.push(State { info: self.info(name, member), source });
@@ -101,7 +102,7 @@ impl Optimizer {
         let table = &self.table;
         let mut buffer = Vec::new();
         for share in &mut self.units[unit] {
-            let (members, names, states) = match share {
+            let (members, specs, states) = match share {
                 UnitShare::Elements(share) => (&share.members, share.rule.states(), &mut share.states),
                 UnitShare::Muon(share) => (&share.members, MUON_STATES, &mut share.states),
                 UnitShare::Factored(share) => {
@@ -116,7 +117,7 @@ impl Optimizer {
                 }
                 UnitShare::Elsewhere(_) => continue,
             };
-            for ((name, _), state) in names.iter().zip(states) {
+            for (StateSpec { name, .. }, state) in specs.iter().zip(states) {
                 for member in members.list.iter().filter(|member| !member.held.is_empty()) {
                     let parameter = &table.parameters()[member.parameter];
                     let (shape, held) = (parameter.whole, member.held.clone());

@@ -42,7 +42,7 @@ impl UnitAxes {
         }
     }
 
-    /// The axes of a pass over all positions, if it `continues` a sequence, and may have any number of them; else over those of this rank.
+    /// Returns the axes of a pass. If it `continues` a sequence, this rank has all positions, so there is no context axis and rows are not sharded.
     pub(crate) fn of_pass(&self, shards_rows: bool, continues: bool) -> PassAxes {
         let ops = |axis: &Option<Arc<GroupAxis>>| axis.clone().map(|axis| axis as Arc<dyn AxisOps>);
         let tensor = ops(&self.tensor).map(|ops| TensorAxis { ops, shards_rows: shards_rows && !continues });

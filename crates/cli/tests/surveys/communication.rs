@@ -25,7 +25,7 @@ fn all_reduce(algorithm: &str, hosts: &Hosts, len: usize) -> (usize, usize) {
     let algorithm: Algorithm = algorithm.parse().unwrap();
     let of_rank = |rank: usize| {
         let mut program = Vec::new();
-        steps(CollectiveKind::AllReduce.of(len), algorithm, hosts, Rank(rank), &mut program);
+        steps(CollectiveKind::AllReduce.with_len(len), algorithm, hosts, Rank(rank), &mut program);
         let sent = program.iter().map(|step| match step {
             CollectiveStep::Exchange { send: Some(message), .. } => message.span.range.len(),
             _ => 0,

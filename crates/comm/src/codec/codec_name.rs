@@ -1,67 +1,36 @@
-use std::fmt;
 use std::str::FromStr;
 
-/// A codec, by the name that a config has for it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum CodecName {
-    /// f32, as it is.
-    #[default]
-    None,
-    /// Rounded to IEEE half precision.
-    F16,
-    /// Rounded to bfloat16.
-    Bf16,
-    /// Rounded to 8-bit floats with 4 bits of exponent, and a scale.
-    Fp8E4m3,
-    /// Rounded to 8-bit floats with 5 bits of exponent, and a scale.
-    Fp8E5m2,
-    /// QSGD with 8 bits.
-    Int8,
-    /// QSGD with 4 bits.
-    Int4,
-    /// Signs, and the mean of either sign's values.
-    OneBit,
-    /// The largest magnitudes, each with its index.
-    TopK,
-    /// Random elements, the same on all ranks.
-    RandomK,
-    /// PowerSGD: a product of two thin matrices.
-    PowerSgd,
+trireme_base::named! {
+    /// A codec, by the name that a config has for it.
+    #[derive(Default)]
+    pub enum CodecName {
+        /// f32, as it is.
+        #[default]
+        None = "none",
+        /// Rounded to IEEE half precision.
+        F16 = "f16",
+        /// Rounded to bfloat16.
+        Bf16 = "bf16",
+        /// Rounded to 8-bit floats with 4 bits of exponent, and a scale.
+        Fp8E4m3 = "fp8_e4m3",
+        /// Rounded to 8-bit floats with 5 bits of exponent, and a scale.
+        Fp8E5m2 = "fp8_e5m2",
+        /// QSGD with 8 bits.
+        Int8 = "int8",
+        /// QSGD with 4 bits.
+        Int4 = "int4",
+        /// Signs, and the mean of either sign's values.
+        OneBit = "one_bit",
+        /// The largest magnitudes, each with its index.
+        TopK = "top_k",
+        /// Random elements, the same on all ranks.
+        RandomK = "random_k",
+        /// PowerSGD: a product of two thin matrices.
+        PowerSgd = "powersgd",
+    }
 }
 
 impl CodecName {
-    /// Every codec.
-    pub const ALL: [CodecName; 11] = [
-        CodecName::None,
-        CodecName::F16,
-        CodecName::Bf16,
-        CodecName::Fp8E4m3,
-        CodecName::Fp8E5m2,
-        CodecName::Int8,
-        CodecName::Int4,
-        CodecName::OneBit,
-        CodecName::TopK,
-        CodecName::RandomK,
-        CodecName::PowerSgd,
-    ];
-
-    /// The name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            CodecName::None => "none",
-            CodecName::F16 => "f16",
-            CodecName::Bf16 => "bf16",
-            CodecName::Fp8E4m3 => "fp8_e4m3",
-            CodecName::Fp8E5m2 => "fp8_e5m2",
-            CodecName::Int8 => "int8",
-            CodecName::Int4 => "int4",
-            CodecName::OneBit => "one_bit",
-            CodecName::TopK => "top_k",
-            CodecName::RandomK => "random_k",
-            CodecName::PowerSgd => "powersgd",
-        }
-    }
-
     /// The options that it has, by their names in [`CompressionOptions`](super::CompressionOptions).
     pub const fn options(self) -> &'static [&'static str] {
         match self {
@@ -95,12 +64,6 @@ impl CodecName {
             | CodecName::RandomK
             | CodecName::PowerSgd => true,
         }
-    }
-}
-
-impl fmt::Display for CodecName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

@@ -40,10 +40,7 @@ impl TryFrom<OperationFields> for Operation {
     type Error = NoOperation;
 
     fn try_from(fields: OperationFields) -> Result<Self, NoOperation> {
-        const OPS: [ReduceOp; 5] =
-            [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
-        let reduction = fields.reduction.as_deref();
-        let op = OPS.into_iter().find(|op| Some(&*op.to_string()) == reduction);
+        let op = fields.reduction.as_deref().and_then(ReduceOp::named);
         let root = fields.root.map(|root| Rank(root as usize));
         let dtype: Option<DType> = fields.dtype.parse().ok();
         let kind = OperationKind::named(&fields.name);
@@ -63,14 +60,14 @@ mod tests {
     fn operations_read_back_from_documents() {
         let (op, root, dtype, len) = (ReduceOp::Max, Rank(3), DType::Bf16, 7);
         for operation in [
-            Operation::of(CollectiveKind::AllReduce.of(len), dtype).reduced_by(op),
-            Operation::of(CollectiveKind::Reduce.with_root(root, len), dtype).reduced_by(op),
+            Operation::reduction_of(CollectiveKind::AllReduce.with_len(len), op, dtype),
+            Operation::reduction_of(CollectiveKind::Reduce.with_root(root, len), op, dtype),
             Operation::of(CollectiveKind::Broadcast.with_root(root, len), dtype),
-            Operation::of(CollectiveKind::AllGather.of(len), dtype),
-            Operation::of(CollectiveKind::ReduceScatter.of(len), dtype).reduced_by(op),
+            Operation::of(CollectiveKind::AllGather.with_len(len), dtype),
+            Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(len), op, dtype),
             Operation::of(CollectiveKind::Gather.with_root(root, len), dtype),
             Operation::of(CollectiveKind::Scatter.with_root(root, len), dtype),
-            Operation::of(CollectiveKind::AllToAll.of(len), dtype),
+            Operation::of(CollectiveKind::AllToAll.with_len(len), dtype),
             Operation::all_to_all_variable(dtype),
             Operation::all_to_all_variable_by_hosts(dtype, len),
             Operation::ALL_GATHER_BYTES,

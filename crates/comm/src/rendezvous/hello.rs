@@ -60,8 +60,8 @@ impl Place {
 }
 
 impl Introduction for Hello {
-    /// This protocol, third version.
-    const MAGIC: [u8; 8] = *b"TRIRJOI4";
+    /// This protocol, fifth version.
+    const MAGIC: [u8; 8] = *b"TRIRJOI5";
     const BYTES: usize = 8 * WORDS;
 
     fn decode(bytes: &[u8]) -> Option<Self> {

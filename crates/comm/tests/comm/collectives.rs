@@ -9,9 +9,6 @@ use trireme_schedule::collective::FlatAlgorithm;
 
 /// Around the borders of short_bytes_max (16 f32, 32 f16), a piece (twice that), cache lines and shares of four ranks.
 const LENGTHS: [usize; 14] = [0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 1000, 4099];
-const REDUCE_OPS: [ReduceOp; 5] =
-    [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
-
 fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
@@ -20,7 +17,7 @@ fn bits<T: Element>(values: &[T]) -> &[u8] {
 fn check_all_reduce<T: Value>(group: &Group) {
     let mut works: Vec<(ReduceOp, Work<_>)> = Vec::new();
     for len in LENGTHS {
-        for op in REDUCE_OPS {
+        for op in ReduceOp::ALL {
             let mut buffer = group.buffer::<T>(len).expect("memory");
             assert!(bits(&buffer).iter().all(|&byte| byte == 0));
             assert!(buffer.as_ptr().addr().is_multiple_of(64));

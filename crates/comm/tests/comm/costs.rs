@@ -31,7 +31,7 @@ fn only_what_is_not_given_is_measured() {
 
 #[test]
 fn algorithms_follow_the_costs() {
-    let all_reduce = CollectiveKind::AllReduce.of(1000);
+    let all_reduce = CollectiveKind::AllReduce.with_len(1000);
     let chosen = |latency_microseconds, gigabytes_per_second| {
         let link = Some(LinkCost::of(latency_microseconds, gigabytes_per_second));
         let costs = GivenCosts { within: link, across: link, direct: None };

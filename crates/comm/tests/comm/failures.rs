@@ -56,8 +56,11 @@ fn a_mismatch_is_named_on_every_rank() {
                     assert_eq!(sequence, 1);
                     assert!(rank < other_rank);
                     assert!(rank == Rank(odd_one) || other_rank == Rank(odd_one), "{transport}");
-                    let sum = Operation::of(CollectiveKind::AllReduce.of(100), DType::F32)
-                        .reduced_by(ReduceOp::Sum);
+                    let sum = Operation::reduction_of(
+                        CollectiveKind::AllReduce.with_len(100),
+                        ReduceOp::Sum,
+                        DType::F32,
+                    );
                     let is_odd_first = rank == Rank(odd_one);
                     assert_eq!(if is_odd_first { other_operation } else { operation }, sum);
                     assert_ne!(if is_odd_first { operation } else { other_operation }, sum);
@@ -145,7 +148,8 @@ fn a_rank_that_panics_is_lost_to_the_others() {
             let CommError::PeerLost { rank, operation, sequence } = failure else {
                 panic!("{transport}: {failure}");
             };
-            let sum = Operation::of(CollectiveKind::AllReduce.of(100), DType::F32).reduced_by(ReduceOp::Sum);
+            let sum =
+                Operation::reduction_of(CollectiveKind::AllReduce.with_len(100), ReduceOp::Sum, DType::F32);
             assert_eq!((rank, operation, sequence), (Rank(2), sum, 1));
         }
     }

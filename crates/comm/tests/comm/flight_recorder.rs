@@ -14,7 +14,7 @@ use trireme_comm::{
 use trireme_schedule::collective::{Algorithm, CollectiveKind, FlatAlgorithm};
 
 const SUM_OF_100: Operation =
-    Operation::of(CollectiveKind::AllReduce.of(100), DType::F32).reduced_by(ReduceOp::Sum);
+    Operation::reduction_of(CollectiveKind::AllReduce.with_len(100), ReduceOp::Sum, DType::F32);
 
 fn sum<T: Element>(group: &Group, len: usize) -> Result<(), CommError> {
     group.all_reduce(group.buffer::<T>(len).expect("memory"), ReduceOp::Sum).wait().map(drop)
@@ -38,7 +38,7 @@ fn quick(timeout: Duration) -> GroupOptions {
 #[test]
 fn a_deadline_is_reported_by_those_who_wait_and_by_those_who_are_missing() {
     for transport in TRANSPORTS {
-        let reports = on_ranks(transport, 3, &quick(Duration::from_millis(800)), |group| {
+        let reports = on_ranks(transport, 3, &quick(Duration::from_secs(2)), |group| {
             group.set_line(format_args!("line {}", 6));
             sum::<f32>(&group, 100).expect("everybody is here");
             group.set_line(format_args!("step 2, line 7: REDUCE_GRAD 1"));
@@ -84,7 +84,7 @@ fn algorithms_are_reported_where_there_is_a_choice() {
             let algorithms: Vec<_> = operations.map(|operation| operation.algorithm.as_deref()).collect();
             assert_eq!(algorithms, [Some("ring"), Some("ring"), Some("ring"), None], "{transport}");
             let choice = |len| Choice {
-                collective: CollectiveKind::AllReduce.of(len),
+                collective: CollectiveKind::AllReduce.with_len(len),
                 element_bytes: 4,
                 algorithm: ring,
             };
@@ -319,7 +319,7 @@ fn programs_of_a_pipeline_differ_by_design() {
 fn messages_are_reported_with_their_peers() {
     for transport in TRANSPORTS {
         let done = Barrier::new(2);
-        let reports = on_ranks(transport, 2, &quick(Duration::from_millis(600)), |group| {
+        let reports = on_ranks(transport, 2, &quick(Duration::from_secs(2)), |group| {
             let peer = Rank(1 - group.rank().0);
             let buffer = || group.buffer::<u8>(5).expect("memory");
             let first = match group.rank() {
@@ -387,7 +387,7 @@ fn ranks_write_files_gather_and_tell_of_a_wait_once() {
         let lines = Arc::clone(&told);
         let on_stall =
             LineListener::new(move |line| lines.lock().expect("not poisoned").push(line.to_owned()));
-        let options = join_options(3, choice, &quick(Duration::from_millis(800)));
+        let options = join_options(3, choice, &quick(Duration::from_secs(2)));
         let options: Vec<JoinOptions> = ranks(&options, &[0, 1, 2]);
         let have_reported = Barrier::new(3);
         let recorders: Vec<_> = std::thread::scope(|scope| {

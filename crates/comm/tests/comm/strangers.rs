@@ -158,7 +158,7 @@ fn hostile_clients_change_nothing() {
         assert!(answer(say(&overheard)).contains("does not know the secret"));
         let huge = [b"TRIRMSG2".as_slice(), &2_u64.to_le_bytes(), &u64::MAX.to_le_bytes()].concat();
         assert!(answer(say(&huge)).contains("does not speak"));
-        let endless = [b"TRIRJOI4".as_slice(), &[0xff; 1 << 16]].concat();
+        let endless = [b"TRIRJOI5".as_slice(), &[0xff; 1 << 16]].concat();
         let _endless = say(&endless);
         let other_job = JoinOptions { rank: Rank(1), job: "another".to_owned(), ..good.clone() };
         let other_secret = JoinOptions { rank: Rank(1), secret: secret(), ..good.clone() };

@@ -35,8 +35,8 @@ fn a_program_without_tls_says_so() {
 
 #[cfg(feature = "tls")]
 mod with_tls {
-    use super::operations::check_algorithm;
     use super::*;
+    use crate::support::operations::check_algorithm;
     use std::time::Duration;
     use trireme_base::{Rank, ReduceOp};
     use trireme_comm::join;

@@ -1,6 +1,6 @@
 //! Adafactor (Shazeer, Stern 2018): its numbers, and its update of parameters that are not factored.
 
-use super::{Rule, StateName};
+use super::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
@@ -11,8 +11,8 @@ use trireme_tensor::updates::{RmsStep, Update};
 pub(super) struct Rms(pub(super) OptimizerSettings);
 
 impl Rule for Rms {
-    fn states(&self) -> &'static [StateName] {
-        &[("exp_avg_sq", true)]
+    fn states(&self) -> &'static [StateSpec] {
+        const { &[StateSpec::second_moment("exp_avg_sq")] }
     }
 
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
@@ -23,14 +23,14 @@ impl Rule for Rms {
         [1, 1]
     }
 
-    fn before(&self, phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn sums_pass(&self, phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
         match phase {
             0 => Update::Norms { grad_scale: step.grad_scale() },
             _ => Update::RmsMoment(rms_step(self.0, member, step)),
         }
     }
 
-    fn observes_states(&self, phase: usize) -> bool {
+    fn sums_pass_changes_states(&self, phase: usize) -> bool {
         phase == 1
     }
 
@@ -39,7 +39,7 @@ impl Rule for Rms {
     }
 }
 
-/// How the learning rate of a member is scaled, which is 1 in [`rms_step`].
+/// Returns the factor of a member's learning rate. It contains the learning rate itself, because [`rms_step`] has 1.
 pub(crate) fn scale(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> StepScale {
     let (clip_threshold, is_relative) = (settings.clip_threshold as f32, settings.relative_step);
     let lr = step.settings.lr * f64::from(member.settings.lr_scale);
@@ -47,7 +47,7 @@ pub(crate) fn scale(settings: OptimizerSettings, member: &Member, step: &UnitSte
     StepScale::Adafactor { lr, is_relative, clip_threshold, num_elements: step.num_elements(member) }
 }
 
-/// The other numbers of an update.
+/// Returns the other numbers of an update.
 pub(crate) fn rms_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> RmsStep {
     let own = member.settings;
     let lr = step.settings.lr * f64::from(own.lr_scale);

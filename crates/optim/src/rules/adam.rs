@@ -1,15 +1,15 @@
 //! AdamW, Adam, and Adam with momentum that may be exchanged instead of gradients.
 
-use super::{Rule, StateName};
+use super::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{AdamStep, AdamWStep, Update};
 
-/// The moments of Adam and of what is like it.
-pub(super) const MOMENTS: &[StateName] = &[("exp_avg", false), ("exp_avg_sq", true)];
+/// The moments of Adam and its variants.
+pub(super) const MOMENTS: &[StateSpec] = &[StateSpec::new("exp_avg"), StateSpec::second_moment("exp_avg_sq")];
 
-/// The numbers of an update of Adam and of what is like it.
+/// The numbers of an update of Adam or one of its variants.
 pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> AdamWStep {
     let own = member.settings;
     AdamWStep {
@@ -33,7 +33,7 @@ pub(super) struct AdamW {
 }
 
 impl Rule for AdamW {
-    fn states(&self) -> &'static [StateName] {
+    fn states(&self) -> &'static [StateSpec] {
         MOMENTS
     }
 
@@ -48,7 +48,7 @@ impl Rule for AdamW {
 pub(super) struct Adam(pub(super) OptimizerSettings);
 
 impl Rule for Adam {
-    fn states(&self) -> &'static [StateName] {
+    fn states(&self) -> &'static [StateSpec] {
         MOMENTS
     }
 
@@ -59,35 +59,45 @@ impl Rule for Adam {
 
 /// Adam with decoupled weight decay whose second moment is updated by a schedule: 1-bit Adam and 0/1 Adam.
 #[derive(Debug)]
-pub(super) struct CompressedAdam {
+pub(crate) struct CompressedAdam {
     pub(super) settings: OptimizerSettings,
     pub(super) schedule: VarianceSchedule,
 }
 
+impl CompressedAdam {
+    /// Whether a member's update number `step`, counted from 1, updates its second moment.
+    pub(crate) fn updates_second_moment(&self, step: u64) -> bool {
+        self.schedule.at(step).0
+    }
+
+    /// The numbers of a member's update.
+    pub(crate) fn adam_step(&self, member: &Member, step: &UnitStep<'_>) -> AdamStep {
+        let num_second = self.schedule.at(step.number(member)).1;
+        AdamStep { adamw: adamw_step(self.settings, member, step), num_second }
+    }
+}
+
 impl Rule for CompressedAdam {
-    fn states(&self) -> &'static [StateName] {
+    fn states(&self) -> &'static [StateSpec] {
         MOMENTS
     }
 
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
-        let (is_update, num_second) = self.schedule.at(step.number(member));
-        let step = AdamStep { adamw: adamw_step(self.settings, member, step), num_second };
-        if is_update { Update::CountedAdam(step) } else { Update::FrozenAdam(step) }
+        let adam = self.adam_step(member, step);
+        match self.updates_second_moment(step.number(member)) {
+            true => Update::CountedAdam(adam),
+            false => Update::FrozenAdam(adam),
+        }
     }
 
-    fn variance_schedule(&self) -> Option<VarianceSchedule> {
-        Some(self.schedule)
-    }
-
-    fn adam_step(&self, member: &Member, step: &UnitStep<'_>) -> Option<AdamStep> {
-        let num_second = self.schedule.at(step.number(member)).1;
-        Some(AdamStep { adamw: adamw_step(self.settings, member, step), num_second })
+    fn compressed_adam(&self) -> Option<&CompressedAdam> {
+        Some(self)
     }
 }
 
 /// When the second moment is updated, by optimizers that exchange momentum the rest of the time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum VarianceSchedule {
+pub(super) enum VarianceSchedule {
     /// In the first steps, then never again: 1-bit Adam (Tang et al. 2021).
     Warmup {
         /// Steps with updates.
@@ -103,7 +113,7 @@ pub(crate) enum VarianceSchedule {
 
 impl VarianceSchedule {
     /// Whether step `step`, counted from 1, updates the second moment, and how many steps have done so, this one included.
-    pub(crate) fn at(self, step: u64) -> (bool, u64) {
+    fn at(self, step: u64) -> (bool, u64) {
         match self {
             VarianceSchedule::Warmup { num_steps } => (step <= num_steps, step.min(num_steps)),
             VarianceSchedule::Doubling { num_updates } => {

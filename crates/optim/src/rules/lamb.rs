@@ -1,7 +1,7 @@
 //! LAMB (You et al. 2020): Adam whose updates have a length in proportion to the parameter's.
 
 use super::adam::{MOMENTS, adamw_step};
-use super::{Rule, StateName};
+use super::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
@@ -12,7 +12,7 @@ use trireme_tensor::updates::Update;
 pub(super) struct Lamb(pub(super) OptimizerSettings);
 
 impl Rule for Lamb {
-    fn states(&self) -> &'static [StateName] {
+    fn states(&self) -> &'static [StateSpec] {
         MOMENTS
     }
 
@@ -24,11 +24,11 @@ impl Rule for Lamb {
         [2, 0]
     }
 
-    fn before(&self, _phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn sums_pass(&self, _phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
         Update::LambMoments(adamw_step(self.0, member, step))
     }
 
-    fn observes_states(&self, _phase: usize) -> bool {
+    fn sums_pass_changes_states(&self, _phase: usize) -> bool {
         true
     }
 

@@ -1,6 +1,6 @@
 //! LARS (You et al. 2017): SGD whose updates have a length in proportion to the parameter's.
 
-use super::{Rule, StateName};
+use super::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
@@ -11,8 +11,8 @@ use trireme_tensor::updates::{LarsStep, Update};
 pub(super) struct Lars(pub(super) OptimizerSettings);
 
 impl Rule for Lars {
-    fn states(&self) -> &'static [StateName] {
-        &[("momentum_buffer", false)]
+    fn states(&self) -> &'static [StateSpec] {
+        const { &[StateSpec::new("momentum_buffer")] }
     }
 
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {

@@ -1,6 +1,6 @@
 //! Lion (Chen et al. 2023).
 
-use super::{Rule, StateName};
+use super::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
@@ -10,8 +10,8 @@ use trireme_tensor::updates::{LionStep, Update};
 pub(super) struct Lion(pub(super) OptimizerSettings);
 
 impl Rule for Lion {
-    fn states(&self) -> &'static [StateName] {
-        &[("exp_avg", false)]
+    fn states(&self) -> &'static [StateSpec] {
+        const { &[StateSpec::new("exp_avg")] }
     }
 
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {

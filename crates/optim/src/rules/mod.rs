@@ -1,7 +1,7 @@
 //! The optimizers by name, and how each of them updates elements.
 //!
-//! To add one whose update goes element by element: an [`Update`] in `trireme_tensor::updates` if none of those fits, a [`Rule`] here, and its name
-//! with its settings in this file.
+//! To add an elementwise optimizer, implement [`Rule`] in a new file and add its name, settings and constructor to [`OptimizerName`]. If no
+//! [`Update`] fits, add one to `trireme_tensor::updates`.
 
 mod adafactor;
 mod adam;
@@ -15,17 +15,17 @@ use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use adafactor::Rms;
-use adam::{Adam, AdamW, CompressedAdam};
+use adam::{Adam, AdamW, VarianceSchedule};
 use lamb::Lamb;
 use lars::Lars;
 use lion::Lion;
 use sgd::Sgd;
 use std::fmt::Debug;
 use trireme_tensor::StepScale;
-use trireme_tensor::updates::{AdamStep, Update};
+use trireme_tensor::updates::Update;
 
 pub(crate) use adafactor::{rms_step, scale as adafactor_scale};
-pub(crate) use adam::VarianceSchedule;
+pub(crate) use adam::CompressedAdam;
 pub(crate) use sign::Sign;
 
 trireme_base::named! {
@@ -51,7 +51,7 @@ trireme_base::named! {
         /// 1-bit Adam (Tang et al. 2021): Adam with decoupled weight decay whose second moment is frozen after the first steps. Two values of state a
         /// parameter.
         OneBitAdam = "one_bit_adam",
-        /// 0/1 Adam (Lu et al. 2022): the same with a second moment that is updated less and less often.
+        /// 0/1 Adam (Lu et al. 2022): 1-bit Adam whose second moment is updated at growing intervals.
         ZeroOneAdam = "zero_one_adam",
     }
 }
@@ -80,7 +80,10 @@ impl OptimizerName {
         }
     }
 
-    /// How elements are updated, but for those of matrices that Muon and Adafactor treat as a whole.
+    /// Returns the rule for all parameters except the matrices that Muon and Adafactor treat as a whole.
+    ///
+    /// # Panics
+    /// If 1-bit Adam never updates its second moment: then no parameter would move.
     pub(crate) fn rule(self, settings: OptimizerSettings) -> Box<dyn Rule> {
         match self {
             OptimizerName::AdamW => Box::new(AdamW { settings, lr_scale: 1.0 }),
@@ -93,8 +96,13 @@ impl OptimizerName {
             OptimizerName::Muon => {
                 Box::new(AdamW { settings, lr_scale: settings.muon_adamw_lr_scale as f32 })
             }
-            OptimizerName::OneBitAdam | OptimizerName::ZeroOneAdam => {
-                let schedule = self.variance_schedule(settings).expect("both have one");
+            OptimizerName::OneBitAdam => {
+                assert!(settings.freeze_step > 0, "1-bit Adam needs steps that update the second moment");
+                let schedule = VarianceSchedule::Warmup { num_steps: settings.freeze_step };
+                Box::new(CompressedAdam { settings, schedule })
+            }
+            OptimizerName::ZeroOneAdam => {
+                let schedule = VarianceSchedule::Doubling { num_updates: settings.var_update_scaler };
                 Box::new(CompressedAdam { settings, schedule })
             }
         }
@@ -102,28 +110,32 @@ impl OptimizerName {
 
     /// Whether ranks exchange momentum instead of gradients in the steps that do not update the second moment.
     pub fn exchanges_momentum(self) -> bool {
-        self.variance_schedule(OptimizerSettings::DEFAULT).is_some()
-    }
-
-    /// When the second moment is updated, by optimizers that exchange momentum in the other steps.
-    fn variance_schedule(self, settings: OptimizerSettings) -> Option<VarianceSchedule> {
-        match self {
-            OptimizerName::OneBitAdam => Some(VarianceSchedule::Warmup { num_steps: settings.freeze_step }),
-            OptimizerName::ZeroOneAdam => {
-                Some(VarianceSchedule::Doubling { num_updates: settings.var_update_scaler })
-            }
-            _ => None,
-        }
+        matches!(self, OptimizerName::OneBitAdam | OptimizerName::ZeroOneAdam)
     }
 }
 
-/// A state of a rule: its name in checkpoints, and whether it is a second moment.
-pub(crate) type StateName = (&'static str, bool);
+/// A state of a rule.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StateSpec {
+    /// The name in checkpoints.
+    pub(crate) name: &'static str,
+    pub(crate) is_second_moment: bool,
+}
+
+impl StateSpec {
+    pub(crate) const fn new(name: &'static str) -> Self {
+        StateSpec { name, is_second_moment: false }
+    }
+
+    const fn second_moment(name: &'static str) -> Self {
+        StateSpec { name, is_second_moment: true }
+    }
+}
 
 /// How the elements of parameters are updated.
 pub(crate) trait Rule: Debug + Send + Sync {
     /// The states, at most two.
-    fn states(&self) -> &'static [StateName];
+    fn states(&self) -> &'static [StateSpec];
 
     /// The update, of which the learning rate is still to be [scaled](Rule::scale).
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update;
@@ -133,13 +145,13 @@ pub(crate) trait Rule: Debug + Send + Sync {
         [0, 0]
     }
 
-    /// The pass over a member that takes the sums of the exchange `phase`.
-    fn before(&self, _phase: usize, _member: &Member, step: &UnitStep<'_>) -> Update {
+    /// Returns the update whose pass over a member computes the sums of exchange `phase`, 0 or 1.
+    fn sums_pass(&self, _phase: usize, _member: &Member, step: &UnitStep<'_>) -> Update {
         Update::Norms { grad_scale: step.grad_scale() }
     }
 
     /// Whether that pass changes states.
-    fn observes_states(&self, _phase: usize) -> bool {
+    fn sums_pass_changes_states(&self, _phase: usize) -> bool {
         false
     }
 
@@ -151,13 +163,8 @@ pub(crate) trait Rule: Debug + Send + Sync {
         unreachable!("{self:?} takes no sums")
     }
 
-    /// When the second moment is updated, if momentum may be exchanged instead of gradients.
-    fn variance_schedule(&self) -> Option<VarianceSchedule> {
-        None
-    }
-
-    /// Adam's numbers for a member, if momentum may be exchanged instead of gradients.
-    fn adam_step(&self, _member: &Member, _step: &UnitStep<'_>) -> Option<AdamStep> {
+    /// Adam whose momentum may be exchanged instead of gradients, if the rule is that.
+    fn compressed_adam(&self) -> Option<&CompressedAdam> {
         None
     }
 }
@@ -168,8 +175,7 @@ mod tests {
 
     #[test]
     fn optimizers_use_settings_that_exist_and_each_is_used() {
-        let mut settings = OptimizerSettings::DEFAULT;
-        let known: Vec<&str> = settings.list().iter().map(|setting| setting.name).collect();
+        let known = OptimizerSettings::NAMES;
         let used: Vec<&str> =
             OptimizerName::ALL.into_iter().flat_map(|name| name.settings()).copied().collect();
         assert!(used.iter().all(|name| known.contains(name)), "{used:?}");

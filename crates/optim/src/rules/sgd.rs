@@ -1,6 +1,6 @@
 //! SGD with momentum, as PyTorch defines it.
 
-use super::{Rule, StateName};
+use super::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
@@ -10,8 +10,8 @@ use trireme_tensor::updates::{MomentumStep, Update};
 pub(super) struct Sgd(pub(super) OptimizerSettings);
 
 impl Rule for Sgd {
-    fn states(&self) -> &'static [StateName] {
-        &[("momentum_buffer", false)]
+    fn states(&self) -> &'static [StateSpec] {
+        const { &[StateSpec::new("momentum_buffer")] }
     }
 
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {

@@ -1,16 +1,16 @@
 //! A step against the sign of the gradient, for biases that balance the load of experts.
 
-use super::{Rule, StateName};
+use super::{Rule, StateSpec};
 use crate::members::Member;
 use crate::step::UnitStep;
 use trireme_tensor::updates::Update;
 
-/// The length of the step. Neither learning rate nor weight decay counts.
+/// A step of this length against the sign of the gradient. Learning rate and weight decay have no effect.
 #[derive(Debug)]
 pub(crate) struct Sign(pub(crate) f32);
 
 impl Rule for Sign {
-    fn states(&self) -> &'static [StateName] {
+    fn states(&self) -> &'static [StateSpec] {
         &[]
     }
 

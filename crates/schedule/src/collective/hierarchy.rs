@@ -207,7 +207,7 @@ impl Phases<'_> {
             C::ReduceScatter => (reduce(), scatter()),
             C::Gather => (gather(), None),
             C::Scatter => (None, scatter()),
-            C::Barrier => (on_whole(C::Barrier.of(0)), on_whole(C::Barrier.of(0))),
+            C::Barrier => (on_whole(C::Barrier.with_len(0)), on_whole(C::Barrier.with_len(0))),
             C::AllToAll => unreachable!("no hierarchy fits"),
         };
         before.into_iter().for_each(&mut *visit);
@@ -244,12 +244,12 @@ impl Phases<'_> {
         let each_host = (0..hosts.num_hosts()).map(|host| self.range_of_host(host));
         match self.collective.kind {
             C::AllReduce => {
-                visit(self.within(C::ReduceScatter.of(len), 0..len));
-                visit(on_own(C::AllReduce.of(own_len)));
-                visit(self.within(C::AllGather.of(len), 0..len));
+                visit(self.within(C::ReduceScatter.with_len(len), 0..len));
+                visit(on_own(C::AllReduce.with_len(own_len)));
+                visit(self.within(C::AllGather.with_len(len), 0..len));
             }
             C::Reduce => {
-                visit(self.within(C::ReduceScatter.of(len), 0..len));
+                visit(self.within(C::ReduceScatter.with_len(len), 0..len));
                 let target = hosts.host_of(root);
                 visit(on_own(C::Reduce.with_root(Rank(target), own_len)));
                 let root = Rank(hosts.local_rank(root));
@@ -260,19 +260,19 @@ impl Phases<'_> {
                 let root = Rank(hosts.local_rank(root));
                 (self.host() == source).then(|| visit(self.within(C::Scatter.with_root(root, len), 0..len)));
                 visit(on_own(C::Broadcast.with_root(Rank(source), own_len)));
-                visit(self.within(C::AllGather.of(len), 0..len));
+                visit(self.within(C::AllGather.with_len(len), 0..len));
             }
             C::AllGather => {
-                visit(by_rank(C::AllGather.of(len)));
-                each_host.for_each(|range| visit(self.within(C::AllGather.of(range.len()), range)));
+                visit(by_rank(C::AllGather.with_len(len)));
+                each_host.for_each(|range| visit(self.within(C::AllGather.with_len(range.len()), range)));
             }
             C::ReduceScatter => {
-                each_host.for_each(|range| visit(self.within(C::ReduceScatter.of(range.len()), range)));
-                visit(by_rank(C::ReduceScatter.of(len)));
+                each_host.for_each(|range| visit(self.within(C::ReduceScatter.with_len(range.len()), range)));
+                visit(by_rank(C::ReduceScatter.with_len(len)));
             }
             C::Barrier => {
-                visit(self.within(C::Barrier.of(0), 0..0));
-                visit(on_own(C::Barrier.of(0)));
+                visit(self.within(C::Barrier.with_len(0), 0..0));
+                visit(on_own(C::Barrier.with_len(0)));
             }
             C::Gather | C::Scatter | C::AllToAll => unreachable!("no hierarchy fits"),
         }

@@ -22,18 +22,22 @@ named! {
         Scatter = "scatter",
         /// Block `j` of rank `i` becomes block `i` of rank `j`.
         AllToAll = "all_to_all",
-        /// Nobody is done before everybody has begun.
+        /// No rank leaves before every rank has entered.
         Barrier = "barrier",
     }
 }
 
-/// What a rank puts into a collective, or gets out of it.
+/// What a rank has before or after a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Extent {
+pub enum Data {
+    /// Nothing.
+    Nothing,
     /// The whole vector.
     Whole,
     /// The [block](super::block) of the rank.
     Block,
+    /// A block for each rank, or of each rank.
+    Blocks,
 }
 
 /// What the root of a collective does.
@@ -45,13 +49,13 @@ pub enum RootRole {
     Target,
 }
 
-/// The facts about a collective from which executors derive who reads what.
+/// The inputs and outputs of a collective, and whether it reduces. Executors derive from it which rank reads which elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Form {
+pub struct DataFlow {
     /// What a rank with an input has.
-    pub input: Extent,
+    pub input: Data,
     /// What a rank with an output gets.
-    pub output: Extent,
+    pub output: Data,
     /// What the root does; `None` if all ranks do the same.
     pub root: Option<RootRole>,
     /// Whether elements of several ranks are combined, so that an order matters.
@@ -59,9 +63,9 @@ pub struct Form {
 }
 
 impl CollectiveKind {
-    /// The facts about it.
-    pub const fn form(self) -> Form {
-        use Extent::{Block, Whole};
+    /// Its inputs and outputs.
+    pub const fn data_flow(self) -> DataFlow {
+        use Data::{Block, Blocks, Nothing, Whole};
         use RootRole::{Source, Target};
         let (input, output, root, reduces) = match self {
             CollectiveKind::AllReduce => (Whole, Whole, None, true),
@@ -71,23 +75,24 @@ impl CollectiveKind {
             CollectiveKind::ReduceScatter => (Whole, Block, None, true),
             CollectiveKind::Gather => (Block, Whole, Some(Target), false),
             CollectiveKind::Scatter => (Whole, Block, Some(Source), false),
-            CollectiveKind::AllToAll | CollectiveKind::Barrier => (Whole, Whole, None, false),
+            CollectiveKind::AllToAll => (Blocks, Blocks, None, false),
+            CollectiveKind::Barrier => (Nothing, Nothing, None, false),
         };
-        Form { input, output, root, reduces }
+        DataFlow { input, output, root, reduces }
     }
 
     /// The collective on vectors of `len` elements, without a root.
     ///
     /// # Panics
     /// If it has one.
-    pub const fn of(self, len: usize) -> Collective {
-        assert!(self.form().root.is_none(), "the collective has a root");
+    pub const fn with_len(self, len: usize) -> Collective {
+        assert!(self.data_flow().root.is_none(), "the collective has a root");
         Collective { kind: self, root: None, len }
     }
 
-    /// The collective on vectors of `len` elements, with `root` if it has one.
+    /// The collective on vectors of `len` elements; kinds without a root ignore `root`.
     pub const fn with_root(self, root: Rank, len: usize) -> Collective {
-        let root = if self.form().root.is_some() { Some(root) } else { None };
+        let root = if self.data_flow().root.is_some() { Some(root) } else { None };
         Collective { kind: self, root, len }
     }
 }
@@ -107,7 +112,7 @@ pub struct Collective {
 }
 
 impl Collective {
-    /// The rank that gives or gets, where one does.
+    /// The root, if the kind has one.
     pub const fn root(self) -> Option<Rank> {
         self.root
     }
@@ -117,9 +122,21 @@ impl Collective {
         Collective { root: self.root.map(map), ..self }
     }
 
+    /// Whether `rank` has an input.
+    pub fn has_input(self, rank: Rank) -> bool {
+        let flow = self.kind.data_flow();
+        flow.input != Data::Nothing && (flow.root != Some(RootRole::Source) || self.root == Some(rank))
+    }
+
+    /// Whether `rank` has an output.
+    pub fn has_output(self, rank: Rank) -> bool {
+        let flow = self.kind.data_flow();
+        flow.output != Data::Nothing && (flow.root != Some(RootRole::Target) || self.root == Some(rank))
+    }
+
     /// Whether elements of several ranks are combined, so that an order matters.
     pub fn reduces(self) -> bool {
-        self.kind.form().reduces
+        self.kind.data_flow().reduces
     }
 }
 

@@ -46,7 +46,7 @@ pub use blocks::{block, owned_range, segments};
 pub use cost::{CostModel, DirectCost, LinkCost, choose, predict};
 pub use hierarchy::{Members, Phase, phases};
 pub use hosts::Hosts;
-pub use kind::{Collective, CollectiveKind, Extent, Form, RootRole};
+pub use kind::{Collective, CollectiveKind, Data, DataFlow, RootRole};
 pub use order::{Term, canonical_terms, num_partials};
 pub use simulate::simulate;
 pub use step::{Action, Incoming, Memory, Outgoing, Side, Span, Step, scratch_len};

@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{AxisOps, ExpertAxis, PendingMean, Randomness, RowsInFlight, ShadowedExperts, Tape};
+use super::{AxisOps, ExpertAxis, PendingExchange, PendingMean, Randomness, ShadowedExperts, Tape};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -41,9 +41,15 @@ impl OperationContext<'_> {
         self.tape.pass.axes.experts.as_ref().expect("only several ranks have different experts")
     }
 
-    /// Rows on their way between ranks with different experts, from one operation to a later one.
-    pub(super) fn rows_in_flight(&mut self) -> &mut RowsInFlight {
-        &mut self.tape.pass.rows_in_flight
+    /// Keeps an exchange of rows for the next operation that [takes](OperationContext::take_rows_in_flight) it.
+    pub(super) fn leave_rows_in_flight(&mut self, exchange: PendingExchange) {
+        let other = self.tape.rows_in_flight.replace(exchange);
+        assert!(other.is_none(), "one exchange of rows at a time is between operations");
+    }
+
+    /// The exchange that an operation before has [left](OperationContext::leave_rows_in_flight).
+    pub(super) fn take_rows_in_flight(&mut self) -> PendingExchange {
+        self.tape.rows_in_flight.take().expect("an operation before has started an exchange of rows")
     }
 
     /// The device to compute on.

@@ -34,7 +34,7 @@ pub use forward::{ForwardContext, Recorder};
 pub(crate) use operation::has_no_gradient;
 pub use operation::{Op, Operation, ReadBy};
 pub use operations::*;
-pub use pass_state::{PassAxes, PassState, Randomness, RowsInFlight};
+pub use pass_state::{PassAxes, PassState, Randomness};
 pub use value::{Argument, Arguments, Var, VarId};
 
 use crate::device::{Device, DeviceError};
@@ -60,6 +60,8 @@ pub struct Tape {
     device: Device,
     recording: Recording,
     pass: PassState,
+    /// Rows on their way between ranks with different experts, which one operation has started and a later one takes.
+    rows_in_flight: Option<PendingExchange>,
     values: Vec<Value>,
     nodes: Vec<Node>,
     /// The inputs of all nodes.
@@ -128,12 +130,13 @@ impl Tape {
     /// An empty tape for a pass.
     ///
     /// # Panics
-    /// If the pass is in fp8 and its precision is not bf16, in which products of fp8 are exact.
+    /// If `pass.fp8` is set and `pass.precision` is not bf16, in which fp8 is emulated.
     pub fn new(device: &Device, recording: Recording, pass: impl Into<PassState>) -> Self {
         Tape {
             device: device.clone(),
             recording,
             pass: checked(pass.into()),
+            rows_in_flight: None,
             values: Vec::new(),
             nodes: Vec::new(),
             arguments: Vec::new(),
@@ -144,21 +147,24 @@ impl Tape {
         }
     }
 
-    /// The same tape, [cleared](Tape::clear), for another pass.
+    /// Clears the tape and prepares it for another pass. It keeps its capacity.
     ///
     /// # Panics
     /// As [`new`](Tape::new).
-    pub fn for_pass(self, pass: PassState) -> Self {
-        Tape { pass: checked(pass), ..self }
+    pub fn for_pass(mut self, pass: PassState) -> Self {
+        self.clear();
+        self.pass = checked(pass);
+        self
     }
 
-    /// Forgets everything but its capacity, so that a reused tape allocates nothing.
+    /// Forgets all values, nodes and saved tensors, but keeps their capacity, so that a reused tape allocates nothing, and the state of the pass.
     pub fn clear(&mut self) {
         self.values.clear();
         self.nodes.clear();
         self.arguments.clear();
         self.tensors.clear();
         self.passing.clear();
+        self.rows_in_flight = None;
         self.loss = None;
         self.metrics.clear();
     }

@@ -1,6 +1,6 @@
-//! What the operations of a pass work with besides values and parameters.
+//! Precision, axes, position and random key of one pass.
 
-use super::{ContextAxis, ExpertAxis, PendingExchange, TensorAxis};
+use super::{ContextAxis, ExpertAxis, TensorAxis};
 use crate::fp8::Fp8Scales;
 use crate::precision::Precision;
 use std::sync::Arc;
@@ -29,12 +29,12 @@ pub struct PassAxes {
     pub experts: Option<ExpertAxis>,
 }
 
-/// What the operations of a pass work with besides values and parameters. Whoever makes the pass provides it.
-#[derive(Debug)]
+/// Precision, axes, position and random key of one pass. The caller of [`Tape::new`](super::Tape::new) provides it.
+#[derive(Debug, Clone)]
 pub struct PassState {
     /// What products and activations are in.
     pub precision: Precision,
-    /// Linear layers work in fp8 as far as this has their scales. If the tape records, amaxes go there.
+    /// Scales of the linear layers that compute in fp8. A recording tape also writes their amaxes.
     pub fp8: Option<Arc<Fp8Scales>>,
     /// The ranks that work together.
     pub axes: PassAxes,
@@ -44,25 +44,6 @@ pub struct PassState {
     pub randomness: Randomness,
     /// Factor of every gradient of a backward pass that starts from a loss. The loss itself is not multiplied.
     pub loss_scale: f32,
-    /// What one operation has started and a later one takes.
-    pub rows_in_flight: RowsInFlight,
-}
-
-/// Rows on their way between ranks with different experts.
-#[derive(Debug, Default)]
-pub struct RowsInFlight(Option<PendingExchange>);
-
-impl RowsInFlight {
-    /// Keeps an exchange for the next operation that [takes](RowsInFlight::take) it.
-    pub(super) fn leave(&mut self, exchange: PendingExchange) {
-        let other = self.0.replace(exchange);
-        assert!(other.is_none(), "one exchange of rows at a time is between operations");
-    }
-
-    /// The exchange that an operation before has [left](RowsInFlight::leave).
-    pub(super) fn take(&mut self) -> PendingExchange {
-        self.0.take().expect("an operation before has started an exchange of rows")
-    }
 }
 
 impl From<Precision> for PassState {
@@ -75,7 +56,6 @@ impl From<Precision> for PassState {
             first_position: 0,
             randomness: Randomness::default(),
             loss_scale: 1.0,
-            rows_in_flight: RowsInFlight::default(),
         }
     }
 }

@@ -62,11 +62,11 @@ fn ids(device: &Device, dims: &[usize], values: &[u32]) -> Tensor {
     tensor
 }
 
-/// The outputs and gradients of a rank: rows of its positions.
 fn pass_of(context: Option<ContextAxis>) -> PassState {
     PassState { axes: PassAxes { context, ..PassAxes::default() }, ..Precision::F32.into() }
 }
 
+/// The outputs and gradients of a rank: rows of its positions.
 fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<ContextAxis>) -> [Vec<f32>; 3] {
     let place = axis.as_ref().map_or(ContextPlace::ALONE, ContextAxis::place);
     let (at, of_heads) = (place.positions(LEN), place.positions_of_heads(LEN));

@@ -4,7 +4,7 @@ use super::nearest;
 use super::value::Value;
 use std::path::PathBuf;
 use toml::de::DeValue;
-use trireme_comm::TransportChoice;
+use trireme_comm::{CodecName, TransportChoice};
 use trireme_data::InvalidUtf8;
 use trireme_optim::{Decay, MuonScale, OptimizerName, StateDType};
 use trireme_parallel::Determinism;
@@ -33,6 +33,7 @@ macro_rules! value_by_name {
     };
 }
 
+value_by_name!(CodecName);
 value_by_name!(Decay);
 value_by_name!(Determinism);
 value_by_name!(InvalidUtf8);

@@ -1,12 +1,10 @@
 //! The keys of `[comm]` that say how gradients, or momentum in their place, are compressed.
 
 use super::Config;
-use super::choice::{one_of, refuse_word};
+use super::choice::one_of;
 use super::memory::sharding_key;
 use super::sections::{Comm, Sections};
 use super::validate::{Checks, changed_keys};
-use super::value::Value;
-use toml::de::DeValue;
 use trireme_comm::{CodecName, Compression, CompressionError, CompressionOptions};
 use trireme_optim::OptimizerName;
 use trireme_parallel::Determinism;
@@ -17,22 +15,6 @@ const PREFIX: &str = "compression_";
 /// Elements of momentum that share a scale unless the user has chosen a codec. Momentum is divided by the root of a second moment
 /// that differs from element to element: the more of them share a scale, the more the small ones are moved by rounding.
 const MOMENTUM_BLOCK_LEN: usize = 64;
-
-impl Value for CodecName {
-    fn expected() -> String {
-        one_of(&CodecName::ALL.map(CodecName::name))
-    }
-
-    fn read(value: &DeValue<'_>) -> Result<Self, String> {
-        let word = value.as_str();
-        let refuse = || refuse_word(word, &CodecName::ALL.map(CodecName::name));
-        word.and_then(|word| word.parse().ok()).ok_or_else(refuse)
-    }
-
-    fn write(&self) -> Option<toml::Value> {
-        Some(self.name().into())
-    }
-}
 
 impl Config {
     /// How gradients, or momentum in their place, are compressed before they are sent. Optimizers that exchange momentum do so

@@ -157,7 +157,7 @@ config_section! {
         prefetch: usize = 1, within 0..=64;
         /// Folder for files on disk. The files are unnamed and disappear with the process. When empty, the run's
         /// folder.
-        @differs
+        @per_rank
         folder: PathBuf = PathBuf::new();
         /// Seconds after which an unfinished disk transfer ends the run.
         timeout_seconds: f64 = 60.0, within above_up_to(0.0, 86_400.0);

@@ -47,7 +47,7 @@ pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
 use memory::may_spill;
 use mistake::nearest;
 use reader::Loose;
-use section::Mark;
+use section::Attribute;
 use sections::Sections;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -153,12 +153,12 @@ impl Config {
 
     /// Whether the key of this name, as `section.key`, affects training.
     pub(crate) fn affects_training(name: &str) -> bool {
-        !sections::has_mark(name, Mark::Neutral)
+        !sections::has_attribute(name, Attribute::NoEffectOnTraining)
     }
 
     /// Whether ranks may have different values of the key of this name, as `section.key`.
     pub(crate) fn may_differ(name: &str) -> bool {
-        sections::has_mark(name, Mark::Differs)
+        sections::has_attribute(name, Attribute::PerRank)
     }
 
     /// As [`Config::load`], for a file `path` whose content is `text`.

@@ -3,7 +3,7 @@
 use super::choice::one_of;
 use super::mistake::{ConfigError, Mistake};
 use super::reader::{Given, Loose};
-use super::section::{Key, KeyError, Section, TableList};
+use super::section::{Key, KeyError, Section};
 use super::validate::{Checks, changed_keys};
 use super::value::{Value, expected_within, read_within};
 use super::{Config, OptimizerGroup};
@@ -11,10 +11,6 @@ use toml::de::DeValue;
 use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings, ParameterGroup, Setting, SettingValue};
 
 impl Section for OptimizerSettings {
-    fn docs(&self) -> &'static [&'static str] {
-        &[]
-    }
-
     fn keys(&self) -> Vec<Key> {
         let mut settings = *self;
         let key = |Setting { name, docs, value }: Setting<'_>| {
@@ -24,7 +20,7 @@ impl Section for OptimizerSettings {
                 SettingValue::Flag(flag) => (bool::expected(), flag.write()),
                 SettingValue::MuonScale(scale) => (MuonScale::expected(), scale.write()),
             };
-            Key { name, docs, marks: &[], expected, value }
+            Key { name, docs, attributes: &[], expected, value }
         };
         settings.list().into_iter().map(key).collect()
     }
@@ -39,33 +35,18 @@ impl Section for OptimizerSettings {
         };
         read.map_err(KeyError::Unfit)
     }
-
-    fn lists(&self) -> Vec<(&'static str, &dyn TableList)> {
-        Vec::new()
-    }
-
-    fn list_mut(&mut self, _name: &str) -> Option<&mut dyn TableList> {
-        None
-    }
-}
-
-/// The optimizers for which a key of `[optimizer]` counts.
-fn owners(key: &str) -> Vec<OptimizerName> {
-    let mut settings = OptimizerSettings::DEFAULT;
-    let is_setting = settings.list().iter().any(|setting| setting.name == key);
-    let counts = |name: &OptimizerName| !is_setting || name.settings().contains(&key);
-    OptimizerName::ALL.into_iter().filter(counts).collect()
 }
 
 /// Whether a key of `[optimizer]` has a meaning for this optimizer.
 pub(super) fn counts(name: OptimizerName, key: &str) -> bool {
-    owners(key).contains(&name)
+    !OptimizerSettings::NAMES.contains(&key) || name.settings().contains(&key)
 }
 
 pub(super) fn check_optimizer(checks: &mut Checks<'_>) {
     let optimizer = &checks.loose.sections.optimizer;
     for key in changed_keys(optimizer).filter(|key| !counts(optimizer.name, key)) {
-        let names: Vec<&str> = owners(key).into_iter().map(OptimizerName::name).collect();
+        let owners = OptimizerName::ALL.into_iter().filter(|&name| counts(name, key));
+        let names: Vec<&str> = owners.map(OptimizerName::name).collect();
         let owners = match &names[..] {
             [only] => format!("{only:?}"),
             names => one_of(names),

@@ -5,10 +5,12 @@ use toml::de::DeValue;
 /// One section of the config: its keys, with types, defaults and meaning.
 pub(super) trait Section {
     /// What the section is about, a line an element.
-    fn docs(&self) -> &'static [&'static str];
+    fn docs(&self) -> &'static [&'static str] {
+        &[]
+    }
 
-    /// What counts for all of its keys.
-    fn marks(&self) -> &'static [Mark] {
+    /// The attributes of all of its keys.
+    fn attributes(&self) -> &'static [Attribute] {
         &[]
     }
 
@@ -19,10 +21,14 @@ pub(super) trait Section {
     fn read_key(&mut self, name: &str, value: &DeValue<'_>) -> Result<(), KeyError>;
 
     /// Its lists of tables, each written as `[[section.name]]`, by name.
-    fn lists(&self) -> Vec<(&'static str, &dyn TableList)>;
+    fn lists(&self) -> Vec<(&'static str, &dyn TableList)> {
+        Vec::new()
+    }
 
     /// The list of this name, to fill it.
-    fn list_mut(&mut self, name: &str) -> Option<&mut dyn TableList>;
+    fn list_mut(&mut self, _name: &str) -> Option<&mut dyn TableList> {
+        None
+    }
 }
 
 /// A list of tables with the same keys.
@@ -71,22 +77,22 @@ pub(super) struct Key {
     pub(super) name: &'static str,
     /// What it means, a line an element.
     pub(super) docs: &'static [&'static str],
-    /// What counts for it where runs and ranks are compared.
-    pub(super) marks: &'static [Mark],
+    /// How it is treated when configs of runs or ranks are compared.
+    pub(super) attributes: &'static [Attribute],
     /// What may be written, to stand after "expected".
     pub(super) expected: String,
     /// Its value; none where the key is to be left out.
     pub(super) value: Option<toml::Value>,
 }
 
-/// What counts for a key where runs and ranks are compared.
+/// How a key is treated when configs of runs or ranks are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mark {
-    /// `@neutral`: it does not affect training. A run may resume with another value, and nothing is said of it.
-    Neutral,
-    /// `@differs`: ranks may have different values, because it belongs to a host or a process alone, or is a path whose contents are compared
-    /// instead.
-    Differs,
+pub(super) enum Attribute {
+    /// `@no_effect_on_training`: a run may resume with another value without a notice.
+    NoEffectOnTraining,
+    /// `@per_rank`: ranks may have different values, because the key belongs to a host or a process alone, or is a path whose contents are
+    /// compared instead.
+    PerRank,
 }
 
 /// Why a key was not set.
@@ -100,16 +106,16 @@ pub(super) enum KeyError {
 /// Defines a section: a struct with a field a key, its defaults, and its [`Section`].
 ///
 /// A key is `name: Type = default;` or, with limits, `name: Type = default, within range;`. Where its name is no name of a
-/// field, that is written before: `field as "name": Type = default;`. A [`Mark`] stands before the key, or before the section if it counts for all
+/// field, that is written before: `field as "name": Type = default;`. An [`Attribute`] stands before the key, or before the section if it counts for all
 /// of its keys. Lists of tables follow the keys:
 /// `lists { name: Table; }`. Keys that another [`Section`] has become keys of this one, after its own, with `embeds { field: Other; }`.
 macro_rules! config_section {
     (
         $(#[doc = $doc:literal])+
-        $(@$section_mark:ident)* $section:ident {
+        $(@$section_attribute:ident)* $section:ident {
             $(
                 $(#[doc = $key_doc:literal])+
-                $(@$mark:ident)* $key:ident $(as $word:literal)?: $type:ty = $default:expr $(, within $range:expr)?;
+                $(@$attribute:ident)* $key:ident $(as $word:literal)?: $type:ty = $default:expr $(, within $range:expr)?;
             )+
             $(embeds { $(#[doc = $embedded_doc:literal])+ $embedded:ident: $other:ty; })?
             $(lists { $($(#[doc = $list_doc:literal])+ $list:ident: $table:ty;)+ })?
@@ -138,8 +144,8 @@ macro_rules! config_section {
                 &[$($doc),+]
             }
 
-            fn marks(&self) -> &'static [$crate::config::section::Mark] {
-                &[$(config_section!(@mark $section_mark)),*]
+            fn attributes(&self) -> &'static [$crate::config::section::Attribute] {
+                &[$(config_section!(@attribute $section_attribute)),*]
             }
 
             fn keys(&self) -> Vec<$crate::config::section::Key> {
@@ -147,7 +153,7 @@ macro_rules! config_section {
                     $crate::config::section::Key {
                         name: config_section!(@name $key $($word)?),
                         docs: &[$($key_doc),+],
-                        marks: &[$(config_section!(@mark $mark)),*],
+                        attributes: &[$(config_section!(@attribute $attribute)),*],
                         expected: config_section!(@expected $type $(, $range)?),
                         value: $crate::config::value::Value::write(&self.$key),
                     },
@@ -188,8 +194,8 @@ macro_rules! config_section {
             }
         }
     };
-    (@mark neutral) => { $crate::config::section::Mark::Neutral };
-    (@mark differs) => { $crate::config::section::Mark::Differs };
+    (@attribute no_effect_on_training) => { $crate::config::section::Attribute::NoEffectOnTraining };
+    (@attribute per_rank) => { $crate::config::section::Attribute::PerRank };
     (@name $key:ident) => { stringify!($key) };
     (@name $key:ident $word:literal) => { $word };
     (@expected $type:ty) => { <$type as $crate::config::value::Value>::expected() };

@@ -3,7 +3,7 @@
 
 use super::choice::{Architecture, Bind, Change, DeviceName, Fp8, LogFormat, Packing, Resume, Tokenizer};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
-use super::section::{Key, Mark, Section, config_section, config_sections};
+use super::section::{Attribute, Key, Section, config_section, config_sections};
 use super::value::{Interval, above, above_up_to};
 use std::net::{IpAddr, Ipv4Addr};
 use std::ops::RangeInclusive;
@@ -28,13 +28,13 @@ pub(super) const FP8_KEYS: [&str; 2] = ["fp8_amax_history_len", "fp8_margin"];
 /// The longest history of amaxes; a few numbers a layer and step.
 pub(crate) const FP8_AMAX_HISTORY_LEN_MAX: usize = 4096;
 
-/// Whether the key of this name, as `section.key`, has a mark, or its section. Keys that this version does not know have none of their own.
-pub(super) fn has_mark(name: &str, mark: Mark) -> bool {
+/// Whether the key `section.key`, or its whole section, has `attribute`. For a key that this version does not know, only the section counts.
+pub(super) fn has_attribute(name: &str, attribute: Attribute) -> bool {
     let sections = Sections::default();
     let section = name.split_once('.').and_then(|(section, key)| Some((sections.get(section)?, key)));
     section.is_some_and(|(section, key)| {
-        let is_marked = |own: &Key| own.name == key && own.marks.contains(&mark);
-        section.marks().contains(&mark) || section.keys().iter().any(is_marked)
+        let has_it = |own: &Key| own.name == key && own.attributes.contains(&attribute);
+        section.attributes().contains(&attribute) || section.keys().iter().any(has_it)
     })
 }
 
@@ -59,7 +59,7 @@ config_sections! {
 
 config_section! {
     /// The name and location of the run. All paths in the config are relative to the current directory.
-    @neutral Run {
+    @no_effect_on_training Run {
         /// Name of the run's folder. When empty, the name of the config file without `.toml`.
         name: String = String::new();
         /// Folder that contains the folders of runs.
@@ -71,7 +71,7 @@ config_section! {
     /// The model, described in one of three ways: by `config`, by the keys from `architecture` on, or by `init_from`.
     Model {
         /// Path of a Hugging Face `config.json` that describes the model.
-        @differs
+        @per_rank
         config: Option<PathBuf> = None;
         /// A Hugging Face directory, a run, a checkpoint, or the name of a model in the local Hugging Face cache, such as `gpt2`. Provides the
         /// initial weights; without it, weights are random. Its `config.json` describes the model unless another key does.
@@ -147,14 +147,14 @@ config_section! {
         /// Text files, folders of text, and JSON Lines files or JSON arrays, also compressed (`.gz`, `.zst`). They are prepared into `folder` on first use.
         /// A record has a text in `field`, or `messages`, or a `prompt` and its `completion`, or the fields of ShareGPT or Alpaca. For conversations and
         /// completions, only the answers contribute to the loss.
-        @neutral
+        @no_effect_on_training
         inputs: Vec<PathBuf> = Vec::new();
         /// Sampling weight of each input, such as [3, 1]. When empty, inputs are sampled in proportion to their tokens.
         weights: Vec<f64> = Vec::new();
         /// Inputs to validate on, instead of `validation_fraction`.
         validation_inputs: Vec<PathBuf> = Vec::new();
         /// Folder of prepared token files. When empty, `data` in the run's folder.
-        @neutral @differs
+        @no_effect_on_training @per_rank
         folder: PathBuf = PathBuf::new();
         /// `auto`, `bytes`, or the path of a Hugging Face `tokenizer.json`. `auto` uses the tokenizer of the model in `init_from`, or `bytes`
         /// without one.
@@ -231,7 +231,7 @@ config_section! {
         device: DeviceName = DeviceName::Cpu;
         /// Threads per worker; 0 uses its share of the cores: all of those that it has to itself, and an equal part of those that several workers
         /// share, within the CPU quota of its control group.
-        @neutral @differs
+        @no_effect_on_training @per_rank
         threads: usize = 0, within 0..=Device::THREADS_MAX;
         /// `layout` gives the same bits for any number of workers and threads, as long as the local and global batch
         /// sizes stay the same (and workers, and microbatches of each, are powers of two). `run` gives the same bits
@@ -245,7 +245,7 @@ config_section! {
         validation_interval: u64 = 0, within 0..;
         /// Time from the start of the command in which the run saves a checkpoint and ends, by what its steps, validations and
         /// checkpoints have taken so far. The exit code is then 138, and the same command resumes. Without it, the end of a Slurm job counts (SLURM_JOB_END_TIME).
-        @neutral
+        @no_effect_on_training
         time_limit: Option<Duration> = None;
         /// Stops the run after this many validations in a row without a new lowest loss; 0 disables it.
         early_stopping_patience: u64 = 0, within 0..;
@@ -315,7 +315,7 @@ config_section! {
 
 config_section! {
     /// Checkpoints, in `checkpoints/step-N` of the run's folder.
-    @neutral Checkpoint {
+    @no_effect_on_training Checkpoint {
         /// Whether to write checkpoints. The last step always writes one.
         enable: bool = true;
         /// Steps between checkpoints, such as 500, or the time between them: "90s", "10m" or "1h".
@@ -360,36 +360,36 @@ config_section! {
         shared_memory_gigabytes_per_second: f64 = 0.0, within 0.0..=1e6;
         /// Seconds that workers wait for each other at the start: for a host name that is not known yet, a port at which nobody listens yet, and
         /// workers that are missing. Meanwhile they say whom they wait for.
-        @neutral
+        @no_effect_on_training
         join_timeout_seconds: f64 = 600.0, within above_up_to(0.0, 86_400.0);
         /// Seconds of silence after which a worker that waits for another one gives up and reports which one. One that makes progress, such as
         /// rank 0 while it tokenizes or a worker that writes to a slow disk, says so and is waited for.
-        @neutral
+        @no_effect_on_training
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
         /// Seconds for which the network between hosts may stall. A host that is silent for longer counts as lost. The end of a process is noticed
         /// within a second, whatever this value is.
-        @neutral
+        @no_effect_on_training
         network_pause_seconds: f64 = 30.0, within 1.0..=3600.0;
         /// File with the secret that all workers share; only its owner may have access to it. The environment
         /// variable TRIREME_SECRET takes precedence. Workers that this command starts on one host need neither.
-        @neutral @differs
+        @no_effect_on_training @per_rank
         secret_file: Option<PathBuf> = None;
         /// Whether workers need a secret to listen where other hosts can connect. Without one, anybody on that
         /// network may join.
         require_secret: bool = true;
         /// Address on which rank 0 listens, if not that of MASTER_ADDR: `0.0.0.0` or `::` where workers reach it by the name of a service. Others than
         /// loopback addresses need a secret, as `require_secret` says.
-        @neutral
+        @no_effect_on_training
         listen: Option<IpAddr> = None;
         /// Network interface on which each worker listens for the others: by name (`eth0`) or the beginning of it, by an address of it, or by a
         /// network (`10.0.0.0/8`). Of several, separated by commas, the first that the host has. `=eth0` asks for exactly that name, `^docker,lo`
         /// for any other. By default, the one through which the worker reaches rank 0. The environment variable TRIREME_INTERFACE takes
         /// precedence; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME count where nothing else is set and workers are on several hosts.
-        @neutral @differs
+        @no_effect_on_training @per_rank
         interface: Option<String> = None;
         /// Ports on which workers listen for each other, such as `30000-30063`, where a firewall lets only some through: at least as
         /// many as a host has workers. Ports below 32768 are best, for Linux gives the others to outgoing connections. By default any. MASTER_PORT, where rank 0 listens, is set by itself.
-        @neutral
+        @no_effect_on_training
         ports: Option<RangeInclusive<u16>> = None;
         /// TCP connections to each peer; data is striped over them. More than one pays off on networks that limit the
         /// throughput of a connection: several paths, long distances, clouds.
@@ -402,13 +402,13 @@ config_section! {
         checksums: bool = false;
         /// PEM file with this worker's certificate. With it, data between hosts is encrypted with TLS, and every
         /// worker must present a certificate. Requires a build with `--features tls`.
-        @neutral @differs
+        @no_effect_on_training @per_rank
         tls_certificate: Option<PathBuf> = None;
         /// PEM file with the certificate's private key; only its owner may have access to it.
-        @neutral @differs
+        @no_effect_on_training @per_rank
         tls_key: Option<PathBuf> = None;
         /// PEM file with the certificates of the authorities that signed the workers' certificates.
-        @neutral @differs
+        @no_effect_on_training @per_rank
         tls_ca: Option<PathBuf> = None;
         /// DNS name in every worker's certificate.
         tls_name: String = "trireme".to_owned();
@@ -450,7 +450,7 @@ config_section! {
 
 config_section! {
     /// What a run records.
-    @neutral Metrics {
+    @no_effect_on_training Metrics {
         /// Steps between log lines.
         log_interval: u64 = 10, within 1..;
         /// Format of lines on the console, on standard error and in logs: `text`, or `json`, one object a line. An object has `time`, `host`, `rank` once
@@ -484,23 +484,23 @@ config_section! {
 
 config_section! {
     /// The workers of a host. If torchrun, SLURM or MPI has started them, `workers` and `master_port` have no effect.
-    @neutral Launch {
+    @no_effect_on_training Launch {
         /// Number of workers that this command starts; 0 starts one for each device of the host. The CPU is one device, however many cores it has.
-        @differs
+        @per_rank
         workers: usize = 0, within 0..=4096;
         /// TCP port where the workers meet; 0 uses a free one.
-        @differs
+        @per_rank
         master_port: u16 = 0;
         /// How workers are bound to cores. Neighbouring ranks get neighbouring cores, close to their own memory. `trireme doctor --workers N` shows what
         /// `auto` would do for N workers on this host.
-        @differs
+        @per_rank
         bind: Bind = Bind::Auto;
     }
 }
 
 config_section! {
     /// The sample that is printed at the end of a run.
-    @neutral Generate {
+    @no_effect_on_training Generate {
         /// Text to continue.
         prompt: String = "\n".to_owned();
         /// Number of tokens to generate; 0 prints no sample.

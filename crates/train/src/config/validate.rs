@@ -154,7 +154,7 @@ fn check_peak(checks: &mut Checks<'_>) {
 fn check_algorithm(checks: &mut Checks<'_>) {
     let Sections { comm, training, .. } = &checks.loose.sections;
     let Some(algorithm @ Algorithm::Flat(_)) = comm.algorithm else { return };
-    let (all_reduce, hosts) = (CollectiveKind::AllReduce.of(8), Hosts::single(8));
+    let (all_reduce, hosts) = (CollectiveKind::AllReduce.with_len(8), Hosts::single(8));
     let keeps_order = !fits(all_reduce, algorithm, &hosts) || is_canonical(all_reduce, algorithm, &hosts);
     checks.require(
         keeps_order || training.determinism == Determinism::Run,

@@ -16,7 +16,7 @@ use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, HostBatch, Model, ModelConfig, PassOptions, Rehearsal, set_window, token_specs};
-use trireme_optim::{LossScaling, OptimizerName, OptimizerOptions};
+use trireme_optim::{LossScaling, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid,
     StepPlan, ZeroPlusPlus, chain,
@@ -336,6 +336,8 @@ pub(super) fn build(
         weight_decay: 0.1,
         decay_norms_and_biases: true,
         precision: args.dtype,
+        // 1-bit Adam needs a step that updates the second moment; the others ignore it.
+        settings: OptimizerSettings { freeze_step: 1, ..OptimizerSettings::DEFAULT },
         ..OptimizerOptions::new(optimizer)
     };
     let moves = match args.offload.is_empty() {

@@ -18,25 +18,25 @@ pub(super) struct Choice {
 
 /// What `choose` says, for an operation on elements of so many bytes.
 pub(super) fn choices(choose: impl Fn(Collective, usize) -> Algorithm) -> Vec<Choice> {
-    let collectives: [fn(usize) -> Collective; 5] = [
-        |len| CollectiveKind::AllReduce.of(len),
-        |len| CollectiveKind::ReduceScatter.of(len),
-        |len| CollectiveKind::AllGather.of(len),
-        |len| CollectiveKind::Broadcast.with_root(Rank::ROOT, len),
-        |len| CollectiveKind::AllToAll.of(len),
+    let kinds = [
+        CollectiveKind::AllReduce,
+        CollectiveKind::ReduceScatter,
+        CollectiveKind::AllGather,
+        CollectiveKind::Broadcast,
+        CollectiveKind::AllToAll,
     ];
     let element_bytes = size_of::<f32>();
     let sizes = (0..).map(|power| SMALLEST_BYTES << (2 * power)).take_while(|&bytes| bytes <= LARGEST_BYTES);
-    let choice = |(collective, bytes): (fn(usize) -> Collective, usize)| {
-        let collective = collective(bytes / element_bytes);
+    let choice = |(kind, bytes): (CollectiveKind, usize)| {
+        let collective = kind.with_root(Rank::ROOT, bytes / element_bytes);
         Choice {
             operation: collective.to_string(),
             bytes: bytes as u64,
             algorithm: choose(collective, element_bytes).to_string(),
         }
     };
-    let all = collectives.into_iter();
-    all.flat_map(|collective| sizes.clone().map(move |bytes| (collective, bytes))).map(choice).collect()
+    let all = kinds.into_iter();
+    all.flat_map(|kind| sizes.clone().map(move |bytes| (kind, bytes))).map(choice).collect()
 }
 
 /// For each operation the algorithms by size, `all_reduce: recursive_doubling to 64 KiB, then halving_doubling`.

@@ -138,7 +138,7 @@ impl Linked {
                 for segment in segments(&self.hosts, len, dtype.size()) {
                     let bytes = segment.start * dtype.size()..segment.end * dtype.size();
                     self.steps.clear();
-                    let of_segment = CollectiveKind::AllReduce.of(segment.len());
+                    let of_segment = CollectiveKind::AllReduce.with_len(segment.len());
                     steps(of_segment, algorithm, &self.hosts, self.rank, &mut self.steps);
                     self.work_steps(call, &mut slot.part(bytes), 0, control, cost)?;
                 }
@@ -230,6 +230,7 @@ impl Linked {
         cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, len) = call.operation.elements();
+        let collective = call.operation.collective().expect("operations on vectors are collectives");
         let own = self.own_block(len);
         let own_bytes = own.start * dtype.size()..own.end * dtype.size();
         let is_root = call.operation.root().is_none_or(|root| root == self.rank);
@@ -249,7 +250,7 @@ impl Linked {
         };
         if call.operation.input_is_block() {
             slot.bytes()[own_bytes.clone()].copy_from_slice(input.bytes());
-        } else if is_root || !call.operation.root_is_source() {
+        } else if collective.has_input(self.rank) {
             slot.bytes().copy_from_slice(input.bytes());
         }
         let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control, cost);
@@ -327,7 +328,7 @@ impl Linked {
     ) -> Result<(), CommError> {
         self.steps.clear();
         let algorithm = Algorithm::Flat(FlatAlgorithm::Dissemination);
-        steps(CollectiveKind::Barrier.of(0), algorithm, &self.hosts, self.rank, &mut self.steps);
+        steps(CollectiveKind::Barrier.with_len(0), algorithm, &self.hosts, self.rank, &mut self.steps);
         self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control, cost)
     }
 

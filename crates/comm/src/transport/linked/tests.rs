@@ -57,7 +57,8 @@ fn outcome_with(
     linked.execute(&call(operation), payload, &mut watch, &mut Cost::default())
 }
 
-const SUM: Operation = Operation::of(CollectiveKind::AllReduce.of(4), DType::F32).reduced_by(ReduceOp::Sum);
+const SUM: Operation =
+    Operation::reduction_of(CollectiveKind::AllReduce.with_len(4), ReduceOp::Sum, DType::F32);
 
 fn vector() -> Payload {
     Payload::Vector(crate::buffer::Storage::heap(16).expect("memory"))

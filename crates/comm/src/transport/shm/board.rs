@@ -86,12 +86,12 @@ impl Post {
     /// Whether blocks are where the operation has blocks, and vectors where it has vectors.
     pub(super) fn fits(&self, operation: Operation) -> bool {
         let is_block = |location: Location| matches!(location, Location::Block(_));
-        let (may_gather, may_scatter) = (operation.input_is_block(), operation.output_is_block());
+        let (input_is_block, output_is_block) = (operation.input_is_block(), operation.output_is_block());
         let is_one_block = |location, may_be| !is_block(location) || may_be;
-        is_one_block(self.input, may_gather)
-            && is_one_block(self.output, may_scatter)
+        is_one_block(self.input, input_is_block)
+            && is_one_block(self.output, output_is_block)
             && (self.is_in_place()
-                || is_block(self.input) == may_gather
+                || is_block(self.input) == input_is_block
                 || matches!(self.input, Location::Private))
     }
 

@@ -3,7 +3,7 @@
 use crate::Operation;
 use std::ops::Range;
 use trireme_base::Rank;
-use trireme_schedule::collective::{Collective, CollectiveKind, Extent, Form, RootRole, block};
+use trireme_schedule::collective::{Collective, CollectiveKind, Data, DataFlow, block};
 
 /// A part of the vector of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,23 +61,21 @@ pub(super) fn pulls(
     out_of_place: bool,
 ) -> impl Iterator<Item = Pull> {
     let collective = on_vectors(operation);
-    let Form { input, output, root: role, reduces } = collective.kind.form();
-    let is_root = move |member: usize| collective.root().is_none_or(|root| root.0 == member);
-    let is_moved = collective.kind != CollectiveKind::Barrier;
-    let has_output = is_moved && (role != Some(RootRole::Target) || is_root(own));
-    let target = if output == Extent::Block { Part::Block(own) } else { Part::Whole };
+    let DataFlow { input, output, reduces, .. } = collective.kind.data_flow();
+    let has_output = collective.has_output(Rank(own));
+    let target = if output == Data::Block { Part::Block(own) } else { Part::Whole };
     let reduced = (reduces && has_output).then_some(Pull::Reduce(target));
     // Each member begins with another peer, so that they do not all read from one memory at a time.
     let peers = (0..num_members).map(move |distance| (own + distance) % num_members);
     let sources = peers.filter(move |&from| {
-        let has_input = role != Some(RootRole::Source) || is_root(from);
-        !reduces && has_output && has_input && (from != own || out_of_place)
+        let is_read = collective.has_input(Rank(from)) && (from != own || out_of_place);
+        !reduces && has_output && is_read
     });
     let copies = sources.map(move |from| {
-        let (source, target) = match (collective.kind, input, output) {
-            (CollectiveKind::AllToAll, ..) => (Part::Block(own), Part::Block(from)),
-            (_, Extent::Block, _) => (Part::Block(from), Part::Block(from)),
-            (_, Extent::Whole, _) => (target, target),
+        let (source, target) = match input {
+            Data::Blocks => (Part::Block(own), Part::Block(from)),
+            Data::Block => (Part::Block(from), Part::Block(from)),
+            Data::Whole | Data::Nothing => (target, target),
         };
         Pull::Copy { from, source, target }
     });
@@ -87,22 +85,20 @@ pub(super) fn pulls(
 /// What the peers of member `own` read of its input.
 pub(super) fn contribution(operation: Operation, own: usize) -> Contribution {
     let collective = on_vectors(operation);
-    let form = collective.kind.form();
-    let has_input =
-        form.root != Some(RootRole::Source) || collective.root().is_some_and(|root| root.0 == own);
-    match contribution_of_sources(collective.kind) {
-        found if has_input => found,
-        _ => Contribution::Nothing,
+    match collective.has_input(Rank(own)) {
+        true => contribution_of_sources(collective.kind),
+        false => Contribution::Nothing,
     }
 }
 
 /// What the peers of a member with an input read of it.
 fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
-    match (kind, kind.form()) {
-        (CollectiveKind::Barrier, _) => Contribution::Nothing,
-        (CollectiveKind::AllToAll, _) | (_, Form { output: Extent::Block, .. }) => Contribution::EveryBlock,
-        (_, Form { input: Extent::Block, .. }) => Contribution::OwnBlock,
-        (_, Form { input: Extent::Whole, .. }) => Contribution::Whole,
+    let DataFlow { input, output, .. } = kind.data_flow();
+    match (input, output) {
+        (Data::Nothing, _) => Contribution::Nothing,
+        (Data::Blocks, _) | (_, Data::Block) => Contribution::EveryBlock,
+        (Data::Block, _) => Contribution::OwnBlock,
+        (Data::Whole, _) => Contribution::Whole,
     }
 }
 

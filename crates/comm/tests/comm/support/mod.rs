@@ -2,7 +2,7 @@
 pub(crate) mod operations;
 pub(crate) mod oracle;
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 use trireme_base::Rank;
 use trireme_comm::{
@@ -30,12 +30,12 @@ pub(crate) fn join_options(
     transport: TransportChoice,
     group: &GroupOptions,
 ) -> JoinOptions {
-    static NUM_WORLDS: AtomicU8 = AtomicU8::new(1);
+    static NUM_WORLDS: AtomicU16 = AtomicU16::new(0);
     let [.., high, low] = std::process::id().to_be_bytes();
     let number = NUM_WORLDS.fetch_add(1, Ordering::Relaxed);
     JoinOptions {
-        master_addr: format!("127.{high}.{low}.{number}"),
-        master_port: 29_501,
+        master_addr: format!("127.{high}.{low}.{}", 1 + number % 254),
+        master_port: 29_501 + number / 254,
         transport,
         group: group.clone(),
         ..JoinOptions::new(Rank(0), world_size)

@@ -37,14 +37,14 @@ impl Kind {
     /// The operation on a vector of `len`, as algorithms know it.
     pub(crate) fn collective(self, len: usize) -> Collective {
         match self {
-            Kind::AllReduce(_) => CollectiveKind::AllReduce.of(len),
+            Kind::AllReduce(_) => CollectiveKind::AllReduce.with_len(len),
             Kind::Reduce(_, root) => CollectiveKind::Reduce.with_root(root, len),
             Kind::Broadcast(root) => CollectiveKind::Broadcast.with_root(root, len),
-            Kind::AllGather => CollectiveKind::AllGather.of(len),
-            Kind::ReduceScatter(_) => CollectiveKind::ReduceScatter.of(len),
+            Kind::AllGather => CollectiveKind::AllGather.with_len(len),
+            Kind::ReduceScatter(_) => CollectiveKind::ReduceScatter.with_len(len),
             Kind::Gather(root) => CollectiveKind::Gather.with_root(root, len),
             Kind::Scatter(root) => CollectiveKind::Scatter.with_root(root, len),
-            Kind::AllToAll => CollectiveKind::AllToAll.of(len),
+            Kind::AllToAll => CollectiveKind::AllToAll.with_len(len),
         }
     }
 

@@ -25,7 +25,7 @@ pub(crate) const KINDS: [Kind; 11] = [
     (OptimizerName::Adam, OptimizerSettings { nu: 0.7, ..DEFAULT }),
     (OptimizerName::Sgd, OptimizerSettings { nesterov: true, ..DEFAULT }),
     (OptimizerName::Lion, DEFAULT),
-    (OptimizerName::Adafactor, OptimizerSettings { ..DEFAULT }),
+    (OptimizerName::Adafactor, DEFAULT),
     (OptimizerName::Adafactor, OptimizerSettings { clip_threshold: 0.5, relative_step: false, ..DEFAULT }),
     (OptimizerName::Lamb, DEFAULT),
     (OptimizerName::Lars, OptimizerSettings { trust_coefficient: 0.02, ..DEFAULT }),

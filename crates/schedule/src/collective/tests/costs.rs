@@ -37,10 +37,12 @@ fn sizes() -> impl Iterator<Item = (usize, usize, usize, usize)> {
 fn rings_send_what_their_formulas_say() {
     for (n, _, _, _) in sizes() {
         let (len, hosts) = (3 * n, Hosts::single(n));
-        let counted = count(CollectiveKind::AllReduce.of(len), A::Ring, &hosts);
+        let counted = count(CollectiveKind::AllReduce.with_len(len), A::Ring, &hosts);
         all_equal(&counted, n, 2 * len * (n - 1) / n);
         assert_eq!(counted.longest, 2 * (n - 1));
-        for collective in [CollectiveKind::AllGather.of(len), CollectiveKind::ReduceScatter.of(len)] {
+        for collective in
+            [CollectiveKind::AllGather.with_len(len), CollectiveKind::ReduceScatter.with_len(len)]
+        {
             let counted = count(collective, A::Ring, &hosts);
             all_equal(&counted, n, len * (n - 1) / n);
             assert_eq!(counted.longest, n - 1);
@@ -61,20 +63,20 @@ fn halving_and_doubling_send_what_their_formulas_say() {
                 assert_eq!(counted.traffic.sent_by(rank), expected[role], "rank {rank} of {n}");
             }
         };
-        let counted = count(CollectiveKind::AllReduce.of(len), A::HalvingDoubling, &hosts);
+        let counted = count(CollectiveKind::AllReduce.with_len(len), A::HalvingDoubling, &hosts);
         let among_leaves = 2 * len * (p - 1) / p;
         of_ranks(&counted, [among_leaves + len, len, among_leaves]);
         assert_eq!(counted.longest, 2 * log + 2 * fold);
 
-        let counted = count(CollectiveKind::AllReduce.of(len), A::RecursiveDoubling, &hosts);
+        let counted = count(CollectiveKind::AllReduce.with_len(len), A::RecursiveDoubling, &hosts);
         of_ranks(&counted, [len * log + len, len, len * log]);
         assert_eq!(counted.longest, log + 2 * fold);
 
-        let counted = count(CollectiveKind::ReduceScatter.of(len), A::RecursiveHalving, &hosts);
+        let counted = count(CollectiveKind::ReduceScatter.with_len(len), A::RecursiveHalving, &hosts);
         assert_eq!(counted.longest, p - 1 + 2 * fold);
         if extra == 0 {
             all_equal(&counted, n, len * (n - 1) / n);
-            let counted = count(CollectiveKind::AllGather.of(len), A::RecursiveDoubling, &hosts);
+            let counted = count(CollectiveKind::AllGather.with_len(len), A::RecursiveDoubling, &hosts);
             all_equal(&counted, n, len * (n - 1) / n);
             assert_eq!(counted.longest, log);
         } else {
@@ -127,11 +129,11 @@ fn trees_send_what_their_formulas_say() {
             assert!(counted.longest <= n - 1 + rounds);
             assert_eq!(counted.traffic.received_by(root.0), 2 * (len - len / n));
         }
-        let counted = count(CollectiveKind::AllReduce.of(len), A::BinomialTree, &hosts);
+        let counted = count(CollectiveKind::AllReduce.with_len(len), A::BinomialTree, &hosts);
         assert_eq!(counted.traffic.total(), 2 * len * (n - 1));
         assert!(counted.longest <= log + usize::from(extra > 0) + rounds);
 
-        let counted = count(CollectiveKind::AllReduce.of(len), A::DoubleBinaryTree, &hosts);
+        let counted = count(CollectiveKind::AllReduce.with_len(len), A::DoubleBinaryTree, &hosts);
         assert_eq!(counted.traffic.total(), 2 * len * (n - 1));
         assert!((0..n).all(|rank| counted.traffic.sent_by(rank) <= 2 * len));
     }
@@ -144,26 +146,26 @@ fn exchanges_of_blocks_send_what_their_formulas_say() {
         let copies = |programs: &[Vec<Step>]| {
             programs[0].iter().filter(|step| matches!(step, Step::Copy { .. })).count()
         };
-        let counted = count(CollectiveKind::AllGather.of(len), A::Pairwise, &hosts);
+        let counted = count(CollectiveKind::AllGather.with_len(len), A::Pairwise, &hosts);
         all_equal(&counted, n, len * (n - 1) / n);
         assert_eq!(counted.longest, n - 1);
 
-        let counted = count(CollectiveKind::AllGather.of(len), A::Bruck, &hosts);
+        let counted = count(CollectiveKind::AllGather.with_len(len), A::Bruck, &hosts);
         all_equal(&counted, n, len * (n - 1) / n);
-        let programs = programs_of(CollectiveKind::AllGather.of(len), A::Bruck.into(), &hosts);
+        let programs = programs_of(CollectiveKind::AllGather.with_len(len), A::Bruck.into(), &hosts);
         assert_eq!(counted.longest - copies(&programs), rounds);
 
-        let counted = count(CollectiveKind::AllToAll.of(len), A::Pairwise, &hosts);
+        let counted = count(CollectiveKind::AllToAll.with_len(len), A::Pairwise, &hosts);
         all_equal(&counted, n, len * (n - 1) / n);
         assert_eq!(counted.longest, n - 1);
 
-        let counted = count(CollectiveKind::AllToAll.of(len), A::Bruck, &hosts);
+        let counted = count(CollectiveKind::AllToAll.with_len(len), A::Bruck, &hosts);
         let hops: usize = (0..n).map(|distance| distance.count_ones() as usize).sum();
         all_equal(&counted, n, len / n * hops);
-        let programs = programs_of(CollectiveKind::AllToAll.of(len), A::Bruck.into(), &hosts);
+        let programs = programs_of(CollectiveKind::AllToAll.with_len(len), A::Bruck.into(), &hosts);
         assert_eq!(counted.longest - copies(&programs), rounds);
 
-        let counted = count(CollectiveKind::Barrier.of(0), A::Dissemination, &hosts);
+        let counted = count(CollectiveKind::Barrier.with_len(0), A::Dissemination, &hosts);
         assert_eq!((counted.longest, counted.traffic.total()), (rounds, 0));
     }
 }
@@ -186,7 +188,7 @@ fn a_hierarchical_all_reduce_spares_the_links_between_hosts() {
         let (h, l) = (num_hosts, ranks_per_host);
         let n = h * l;
         let len = 12 * n;
-        let collective = CollectiveKind::AllReduce.of(len);
+        let collective = CollectiveKind::AllReduce.with_len(len);
         for hosts in [runs(h, l), turns(h, l)] {
             let all = count(collective, hierarchical(Leaders::All, A::Ring, A::Ring), &hosts);
             assert_eq!(across(&all, &hosts), (2 * (len / l) * (h - 1) / h, 2 * len * (h - 1) / h));
@@ -213,7 +215,9 @@ fn the_other_hierarchies_send_each_byte_across_hosts_once() {
         let len = 2 * h * l;
         for leaders in [Leaders::One, Leaders::All] {
             let within = if leaders == Leaders::One { A::BinomialTree } else { A::Ring };
-            for collective in [CollectiveKind::AllGather.of(len), CollectiveKind::ReduceScatter.of(len)] {
+            for collective in
+                [CollectiveKind::AllGather.with_len(len), CollectiveKind::ReduceScatter.with_len(len)]
+            {
                 let counted = count(collective, hierarchical(leaders, within, A::Ring), &hosts);
                 assert_eq!(across(&counted, &hosts).1, len * (h - 1) / h, "{collective}");
             }

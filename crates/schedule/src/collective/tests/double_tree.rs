@@ -21,7 +21,7 @@ fn chunks_follow_each_other_through_the_trees() {
         for (len, num_chunks) in [(0, 1), (1, 1), (7, 3), (64, 1), (64, 2), (64, 5), (500, 32)] {
             let programs = steps_of(world_size, len, num_chunks);
             assert_needs_no_queue(&programs);
-            let mut memories = inputs(CollectiveKind::AllReduce.of(len), world_size, whole_numbers);
+            let mut memories = inputs(CollectiveKind::AllReduce.with_len(len), world_size, whole_numbers);
             let traffic = interpret(&programs, &mut memories, |a, b| a + b);
             let expected = canonical(&vectors(world_size, len, whole_numbers));
             assert!(memories.iter().all(|memories| memories.vector == expected), "{world_size} {len}");

@@ -53,7 +53,7 @@ fn every_flat_algorithm_gives_what_the_oracle_says() {
 fn all_ranks_agree_on_every_bit() {
     for world_size in 2..=17 {
         let hosts = Hosts::single(world_size);
-        let collective = CollectiveKind::AllReduce.of(2 * world_size + 1);
+        let collective = CollectiveKind::AllReduce.with_len(2 * world_size + 1);
         for algorithm in algorithms_for(collective, &hosts).into_iter().filter(has_steps) {
             let mut memories = inputs(collective, world_size, fractions);
             interpret(&programs_of(collective, algorithm, &hosts), &mut memories, |a, b| a + b);
@@ -118,7 +118,7 @@ fn every_hierarchy_gives_what_the_oracle_says() {
 #[test]
 fn other_placements_give_other_bits() {
     let order_of = |hosts: &Hosts| {
-        let collective = CollectiveKind::AllReduce.of(50);
+        let collective = CollectiveKind::AllReduce.with_len(50);
         let levels = Hierarchy {
             leaders: Leaders::One,
             within: FlatAlgorithm::BinomialTree,

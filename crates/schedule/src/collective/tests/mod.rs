@@ -49,7 +49,7 @@ fn the_barrier_hears_from_every_rank() {
     for world_size in 1..=17 {
         let hosts = Hosts::single(world_size);
         let programs =
-            programs_of(CollectiveKind::Barrier.of(0), FlatAlgorithm::Dissemination.into(), &hosts);
+            programs_of(CollectiveKind::Barrier.with_len(0), FlatAlgorithm::Dissemination.into(), &hosts);
         let mut heard: Vec<Vec<bool>> =
             (0..world_size).map(|rank| (0..world_size).map(|other| other == rank).collect()).collect();
         let num_rounds = programs[0].len();
@@ -70,7 +70,7 @@ proptest! {
     #[test]
     fn the_left_operand_is_the_lower_rank(world_size in 1..20_usize) {
         // Keeps the left operand: only rank 0 survives.
-        let (collective, hosts) = (CollectiveKind::AllReduce.of(5), Hosts::single(world_size));
+        let (collective, hosts) = (CollectiveKind::AllReduce.with_len(5), Hosts::single(world_size));
         for flat in [FlatAlgorithm::RecursiveDoubling, FlatAlgorithm::HalvingDoubling, FlatAlgorithm::BinomialTree] {
             let programs = programs_of(collective, flat.into(), &hosts);
             let mut memories: Vec<_> =

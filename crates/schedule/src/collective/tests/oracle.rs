@@ -101,11 +101,11 @@ pub(super) fn canonical(vectors: &[Vec<f64>]) -> Vec<f64> {
 /// Every collective of `len` elements, with each of the roots.
 pub(super) fn collectives(world_size: usize, len: usize) -> Vec<Collective> {
     let mut all = vec![
-        CollectiveKind::AllReduce.of(len),
-        CollectiveKind::AllGather.of(len),
-        CollectiveKind::ReduceScatter.of(len),
-        CollectiveKind::AllToAll.of(len * world_size),
-        CollectiveKind::Barrier.of(0),
+        CollectiveKind::AllReduce.with_len(len),
+        CollectiveKind::AllGather.with_len(len),
+        CollectiveKind::ReduceScatter.with_len(len),
+        CollectiveKind::AllToAll.with_len(len * world_size),
+        CollectiveKind::Barrier.with_len(0),
     ];
     let some_roots = [0, 1, world_size / 2, world_size - 1];
     for root in (0..world_size).filter(|root| world_size < 7 || some_roots.contains(root)).map(Rank) {

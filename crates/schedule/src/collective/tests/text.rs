@@ -11,7 +11,7 @@ fn text(collective: Collective, algorithm: &str, hosts: &Hosts, rank: usize) -> 
 
 #[test]
 fn a_ring_of_three() {
-    let text = text(CollectiveKind::AllReduce.of(6), "ring", &Hosts::single(3), 1);
+    let text = text(CollectiveKind::AllReduce.with_len(6), "ring", &Hosts::single(3), 1);
     assert_eq!(
         text,
         "\
@@ -25,7 +25,7 @@ send 2 vector[0..2] | receive 0 vector[4..6]
 
 #[test]
 fn neighbours_reduce_first() {
-    let text = text(CollectiveKind::AllReduce.of(8), "halving_doubling", &Hosts::single(5), 0);
+    let text = text(CollectiveKind::AllReduce.with_len(8), "halving_doubling", &Hosts::single(5), 0);
     assert_eq!(
         text,
         "\
@@ -55,7 +55,7 @@ fn the_root_of_a_tree_only_receives() {
 
 #[test]
 fn blocks_travel_packed() {
-    let text = text(CollectiveKind::AllToAll.of(3), "bruck", &Hosts::single(3), 1);
+    let text = text(CollectiveKind::AllToAll.with_len(3), "bruck", &Hosts::single(3), 1);
     assert_eq!(
         text,
         "\
@@ -77,7 +77,7 @@ copy scratch[2..3] to vector[2..3]
 
 #[test]
 fn all_leaders_reduce_a_block_each_across_hosts() {
-    let text = text(CollectiveKind::AllReduce.of(8), "hierarchical:all:ring:ring", &runs(2, 2), 3);
+    let text = text(CollectiveKind::AllReduce.with_len(8), "hierarchical:all:ring:ring", &runs(2, 2), 3);
     assert_eq!(
         text,
         "\
@@ -95,7 +95,7 @@ fn phases_name_members_and_ranges() {
         Hierarchy { leaders: Leaders::All, within: FlatAlgorithm::Direct, across: FlatAlgorithm::Ring };
     let hosts = runs(2, 2);
     let mut all = Vec::new();
-    phases(CollectiveKind::AllReduce.of(8), levels, &hosts, Rank(3), &mut all);
+    phases(CollectiveKind::AllReduce.with_len(8), levels, &hosts, Rank(3), &mut all);
     let seen: Vec<_> = all
         .iter()
         .map(|phase| {
@@ -120,7 +120,7 @@ fn phases_name_members_and_ranges() {
 
 #[test]
 fn names_read_back() {
-    for algorithm in algorithms_for(CollectiveKind::AllReduce.of(1), &runs(2, 2)) {
+    for algorithm in algorithms_for(CollectiveKind::AllReduce.with_len(1), &runs(2, 2)) {
         assert_eq!(algorithm.to_string().parse(), Ok(algorithm));
     }
     assert!(FlatAlgorithm::ALL.iter().all(|flat| flat.to_string().parse() == Ok(Algorithm::Flat(*flat))));
@@ -146,7 +146,7 @@ fn what_names_no_algorithm_is_refused() {
 #[should_panic(expected = "recursive_doubling does not fit all_gather of 3 ranks")]
 fn an_algorithm_that_does_not_fit_is_a_bug_of_the_caller() {
     let algorithm = FlatAlgorithm::RecursiveDoubling.into();
-    steps(CollectiveKind::AllGather.of(3), algorithm, &Hosts::single(3), Rank(0), &mut Vec::new());
+    steps(CollectiveKind::AllGather.with_len(3), algorithm, &Hosts::single(3), Rank(0), &mut Vec::new());
 }
 
 #[test]
@@ -159,6 +159,6 @@ fn a_root_is_one_of_the_ranks() {
 #[test]
 #[should_panic(expected = "4 elements are no 3 equal blocks")]
 fn all_to_all_has_equal_blocks() {
-    let collective = CollectiveKind::AllToAll.of(4);
+    let collective = CollectiveKind::AllToAll.with_len(4);
     steps(collective, FlatAlgorithm::Pairwise.into(), &Hosts::single(3), Rank(0), &mut Vec::new());
 }

@@ -30,18 +30,22 @@ fn simulated_times_are_those_of_the_formulas() {
         let root = Rank(n - 1);
         let formulas = [
             (
-                CollectiveKind::AllReduce.of(len),
+                CollectiveKind::AllReduce.with_len(len),
                 A::Ring,
                 2.0 * (ranks - 1.0) * alpha + most * (2.0 * beta + gamma),
             ),
             (
-                CollectiveKind::AllReduce.of(len),
+                CollectiveKind::AllReduce.with_len(len),
                 A::HalvingDoubling,
                 2.0 * log * alpha + most * (2.0 * beta + gamma),
             ),
-            (CollectiveKind::AllReduce.of(len), A::RecursiveDoubling, log * (alpha + d * (beta + gamma))),
             (
-                CollectiveKind::AllReduce.of(len),
+                CollectiveKind::AllReduce.with_len(len),
+                A::RecursiveDoubling,
+                log * (alpha + d * (beta + gamma)),
+            ),
+            (
+                CollectiveKind::AllReduce.with_len(len),
                 A::BinomialTree,
                 log * (2.0 * alpha + d * (2.0 * beta + gamma)),
             ),
@@ -56,24 +60,28 @@ fn simulated_times_are_those_of_the_formulas() {
                 A::ScatterAllGather,
                 (log + ranks - 1.0) * alpha + 2.0 * most * beta,
             ),
-            (CollectiveKind::AllGather.of(len), A::Ring, (ranks - 1.0) * alpha + most * beta),
-            (CollectiveKind::AllGather.of(len), A::RecursiveDoubling, log * alpha + most * beta),
-            (CollectiveKind::AllGather.of(len), A::Bruck, log * alpha + most * beta + d * delta),
-            (CollectiveKind::ReduceScatter.of(len), A::Ring, (ranks - 1.0) * alpha + most * (beta + gamma)),
+            (CollectiveKind::AllGather.with_len(len), A::Ring, (ranks - 1.0) * alpha + most * beta),
+            (CollectiveKind::AllGather.with_len(len), A::RecursiveDoubling, log * alpha + most * beta),
+            (CollectiveKind::AllGather.with_len(len), A::Bruck, log * alpha + most * beta + d * delta),
             (
-                CollectiveKind::ReduceScatter.of(len),
+                CollectiveKind::ReduceScatter.with_len(len),
+                A::Ring,
+                (ranks - 1.0) * alpha + most * (beta + gamma),
+            ),
+            (
+                CollectiveKind::ReduceScatter.with_len(len),
                 A::RecursiveHalving,
                 (ranks - 1.0) * alpha + most * (beta + gamma),
             ),
             (CollectiveKind::Gather.with_root(root, len), A::BinomialTree, log * alpha + most * beta),
             (CollectiveKind::Scatter.with_root(root, len), A::Linear, (ranks - 1.0) * alpha + most * beta),
-            (CollectiveKind::AllToAll.of(len), A::Pairwise, (ranks - 1.0) * alpha + most * beta),
+            (CollectiveKind::AllToAll.with_len(len), A::Pairwise, (ranks - 1.0) * alpha + most * beta),
             (
-                CollectiveKind::AllToAll.of(len),
+                CollectiveKind::AllToAll.with_len(len),
                 A::Bruck,
                 log * (alpha + d / 2.0 * beta) + (2.0 + log) * d * delta,
             ),
-            (CollectiveKind::Barrier.of(0), A::Dissemination, log * alpha),
+            (CollectiveKind::Barrier.with_len(0), A::Dissemination, log * alpha),
         ];
         for (collective, algorithm, expected) in formulas {
             let seconds = predict(collective, algorithm.into(), &hosts, 4, &MODEL);
@@ -135,7 +143,7 @@ fn an_all_to_all_by_hosts_is_faster_where_blocks_are_short() {
 #[test]
 fn phases_predict_what_whole_programs_take() {
     for hosts in placements() {
-        let collective = CollectiveKind::AllReduce.of(100 * hosts.world_size() * hosts.world_size());
+        let collective = CollectiveKind::AllReduce.with_len(100 * hosts.world_size() * hosts.world_size());
         for algorithm in algorithms_for(collective, &hosts) {
             if !algorithm.to_string().starts_with("hierarchical") || algorithm.to_string().contains("direct")
             {
@@ -153,7 +161,7 @@ fn choices_follow_size_and_topology() {
     let chosen =
         |collective, hosts: &Hosts, model: &CostModel| choose(collective, hosts, 4, model, false).to_string();
     let sockets = CostModel { direct: None, ..MODEL };
-    let (short, long) = (CollectiveKind::AllReduce.of(16), CollectiveKind::AllReduce.of(1 << 22));
+    let (short, long) = (CollectiveKind::AllReduce.with_len(16), CollectiveKind::AllReduce.with_len(1 << 22));
     assert_eq!(chosen(short, &Hosts::single(8), &sockets), "recursive_doubling");
     assert_eq!(chosen(long, &Hosts::single(8), &sockets), "halving_doubling");
     assert_eq!(chosen(long, &Hosts::single(7), &sockets), "ring");

@@ -91,14 +91,14 @@ impl Operation for DispatchRows {
         let first = loads.chunks().next().expect("ranks have experts");
         let runs = loads.runs(cx.input(0).shape().cols(), &first);
         let exchange = cx.expert_axis().start_rows(cx.device(), runs, cx.input(0))?;
-        cx.rows_in_flight().leave(exchange);
+        cx.leave_rows_in_flight(exchange);
         let rows = cx.take_or_copy_input(0)?;
         cx.output(rows);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let (exchange, mut grad) = (cx.rows_in_flight().take(), cx.take_output_grad());
+        let (exchange, mut grad) = (cx.take_rows_in_flight(), cx.take_output_grad());
         cx.expert_axis().finish_rows(cx.device(), exchange, grad.view_mut())?;
         cx.add_grad(0, grad)
     }
@@ -118,7 +118,7 @@ impl Operation for ReturnRows {
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let (exchange, mut rows) = (cx.rows_in_flight().take(), cx.take_or_copy_input(0)?);
+        let (exchange, mut rows) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
         cx.expert_axis().finish_rows(cx.device(), exchange, rows.view_mut())?;
         cx.output(rows);
         Ok(())
@@ -129,7 +129,7 @@ impl Operation for ReturnRows {
         let last = loads.chunks().next_back().expect("ranks have experts");
         let runs = loads.runs(cx.grad().shape().cols(), &last);
         let exchange = cx.expert_axis().start_rows(cx.device(), runs, cx.grad())?;
-        cx.rows_in_flight().leave(exchange);
+        cx.leave_rows_in_flight(exchange);
         cx.pass_grad(0);
         Ok(())
     }

@@ -150,7 +150,7 @@ impl Operation for OwnExperts {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         assert_eq!(self.into.activation, InputActivation::Identity, "the first layer reads rows as they are");
-        let (first, mut outside) = (cx.rows_in_flight().take(), cx.take_or_copy_input(0)?);
+        let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
         let loads = self.exchange.read(cx, cx.input(LOADS), cx.input(PLACES).shape());
         let shadows = Shadows::start(self, cx, &loads)?;
         let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, outside.dtype());
@@ -169,7 +169,7 @@ impl Operation for OwnExperts {
         drop(made);
         let of_shadows =
             shadows.map(|shadows| shadows.forward(self, cx, &loads, &mut outside)).transpose()?;
-        cx.rows_in_flight().leave(last);
+        cx.leave_rows_in_flight(last);
         [received, inner].into_iter().for_each(|tensor| cx.save(tensor));
         if let Some(SavedOfShadows { x, starts, inner }) = of_shadows {
             [x, starts, inner].into_iter().for_each(|tensor| cx.save(tensor));
@@ -179,7 +179,7 @@ impl Operation for OwnExperts {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let (first, mut outside) = (cx.rows_in_flight().take(), cx.take_output_grad());
+        let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_output_grad());
         let mut inner = cx.take_saved(INNER);
         let has_shadows = self.exchange.num_shadowed > 0;
         let inner_of_shadows = has_shadows.then(|| cx.take_saved(SAVED_OF_SHADOWS + SavedOfShadows::INNER));
@@ -205,7 +205,7 @@ impl Operation for OwnExperts {
             shadows.backward(self, cx, &loads, starts, (&mut outside, inner))
         });
         let of_shadows = of_shadows.transpose()?;
-        cx.rows_in_flight().leave(last);
+        cx.leave_rows_in_flight(last);
         let [d_inner, activated] = grad_and_output(self.back.activation, inner, d_activated);
         [d_made, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
         if let Some(KeptOfShadows { dy, d_inner, activated }) = of_shadows {

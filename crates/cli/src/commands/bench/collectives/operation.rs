@@ -65,18 +65,9 @@ impl Op {
 
     /// The operation as algorithms are chosen for it, if there are several.
     fn collective(self, len: usize) -> Option<Collective> {
-        let root = Rank::ROOT;
-        Some(match self {
-            Op::AllReduce => CollectiveKind::AllReduce.of(len),
-            Op::AllGather => CollectiveKind::AllGather.of(len),
-            Op::ReduceScatter => CollectiveKind::ReduceScatter.of(len),
-            Op::AllToAll => CollectiveKind::AllToAll.of(len),
-            Op::Broadcast => CollectiveKind::Broadcast.with_root(root, len),
-            Op::Reduce => CollectiveKind::Reduce.with_root(root, len),
-            Op::Gather => CollectiveKind::Gather.with_root(root, len),
-            Op::Scatter => CollectiveKind::Scatter.with_root(root, len),
-            Op::AllToAllVariable | Op::Barrier | Op::Send => return None,
-        })
+        let kind =
+            CollectiveKind::named(&self.to_string()).filter(|kind| *kind != CollectiveKind::Barrier)?;
+        Some(kind.with_root(Rank::ROOT, len))
     }
 }
 

@@ -25,21 +25,7 @@ pub struct AdamWStep {
     pub step: u64,
 }
 
-impl AdamWStep {
-    /// An update that changes nothing, from which others may be written.
-    pub const NEUTRAL: AdamWStep = AdamWStep {
-        lr: 0.0,
-        beta1: 0.0,
-        beta2: 0.0,
-        nu: 1.0,
-        epsilon: 0.0,
-        weight_decay: 0.0,
-        grad_scale: 1.0,
-        step: 1,
-    };
-}
-
-/// The numbers of one update of Adam and of what is like it.
+/// The numbers of one update of Adam or one of its variants.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamStep {
     /// As in AdamW; what the decay is added to, the rule says.
