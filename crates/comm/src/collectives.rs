@@ -15,7 +15,7 @@ use crate::engine::BlockLens;
 use crate::{Buffer, CommError, Element, Group, Operation, Work};
 use std::sync::Arc;
 use trireme_base::{Rank, ReduceOp};
-use trireme_schedule::collective::{CollectiveKind, block};
+use trireme_schedule::collective::CollectiveKind;
 
 impl Group {
     /// Replaces each element by the reduction of all ranks' elements.
@@ -35,7 +35,7 @@ impl Group {
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
         let operation = Operation::reduction_of(CollectiveKind::AllReduce.with_len(len), op, T::DTYPE);
-        self.checked_pair(operation, len, len, (input, output))
+        self.checked_pair(operation, (input, output))
     }
 
     /// Replaces the root's elements by the reduction of all ranks' elements.
@@ -56,7 +56,7 @@ impl Group {
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
         let operation = Operation::reduction_of(CollectiveKind::Reduce.with_root(root, len), op, T::DTYPE);
-        self.checked_pair(operation, len, if root == self.rank() { len } else { 0 }, (input, output))
+        self.checked_pair(operation, (input, output))
     }
 
     /// Replaces each rank's elements by those of `root`.
@@ -76,7 +76,7 @@ impl Group {
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len();
         let operation = Operation::of(CollectiveKind::Broadcast.with_root(root, len), T::DTYPE);
-        self.checked_pair(operation, if root == self.rank() { len } else { 0 }, len, (input, output))
+        self.checked_pair(operation, (input, output))
     }
 
     /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
@@ -92,7 +92,7 @@ impl Group {
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len();
         let operation = Operation::of(CollectiveKind::AllGather.with_len(len), T::DTYPE);
-        self.checked_pair(operation, self.block_len(len), len, (input, output))
+        self.checked_pair(operation, (input, output))
     }
 
     /// Replaces this rank's block by the reduction of all ranks' elements there.
@@ -112,7 +112,7 @@ impl Group {
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
         let operation = Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(len), op, T::DTYPE);
-        self.checked_pair(operation, len, self.block_len(len), (input, output))
+        self.checked_pair(operation, (input, output))
     }
 
     /// Fills the root's vector with the blocks of all ranks, each of which has its own one in its place.
@@ -130,9 +130,9 @@ impl Group {
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let (block_len, len) = (input.len(), input.len() * self.world_size());
+        let len = input.len() * self.world_size();
         let operation = Operation::of(CollectiveKind::Gather.with_root(root, len), T::DTYPE);
-        self.checked_pair(operation, block_len, if root == self.rank() { len } else { 0 }, (input, output))
+        self.checked_pair(operation, (input, output))
     }
 
     /// Replaces each rank's block by that of the root's vector.
@@ -150,9 +150,9 @@ impl Group {
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let (block_len, len) = (output.len(), output.len() * self.world_size());
+        let len = output.len() * self.world_size();
         let operation = Operation::of(CollectiveKind::Scatter.with_root(root, len), T::DTYPE);
-        self.checked_pair(operation, if root == self.rank() { len } else { 0 }, block_len, (input, output))
+        self.checked_pair(operation, (input, output))
     }
 
     /// Swaps blocks: the `j`-th of rank `i` becomes the `i`-th of rank `j`. The length is a multiple of the world size.
@@ -174,7 +174,7 @@ impl Group {
         let len = input.len();
         let operation = Operation::of(CollectiveKind::AllToAll.with_len(len), T::DTYPE);
         match self.check_equal_blocks(operation, len) {
-            Ok(()) => self.checked_pair(operation, len, len, (input, output)),
+            Ok(()) => self.checked_pair(operation, (input, output)),
             Err(error) => Work::ready(Err(error)),
         }
     }
@@ -250,10 +250,6 @@ impl Group {
         self.issue_variable(operation, (input, output), lens)
     }
 
-    fn block_len(&self, len: usize) -> usize {
-        block(self.rank(), self.world_size(), len).len()
-    }
-
     fn check_equal_blocks(&self, operation: Operation, len: usize) -> Result<(), CommError> {
         if len.is_multiple_of(self.world_size()) {
             return Ok(());
@@ -281,13 +277,13 @@ impl Group {
     fn checked_pair<T: Element>(
         &self,
         operation: Operation,
-        input_len: usize,
-        output_len: usize,
         (input, output): (Buffer<T>, Buffer<T>),
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         if let Err(error) = self.check_root(operation) {
             return Work::ready(Err(error));
         }
+        let collective = operation.collective().expect("operations on two vectors are collectives");
+        let [input_len, output_len] = collective.lens(self.rank(), self.world_size());
         if (input.len(), output.len()) != (input_len, output_len) {
             let what = format!(
                 "an input of {} elements and an output of {}, but expected {input_len} and {output_len}",

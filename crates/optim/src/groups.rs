@@ -1,7 +1,5 @@
 //! Parameters with settings of their own.
 
-use trireme_tensor::{ParameterClass, ParameterInfo};
-
 /// Settings of the parameters whose names fit a pattern.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterGroup {
@@ -56,28 +54,6 @@ pub(crate) struct ParameterSettings {
     pub(crate) weight_decay: f32,
     pub(crate) beta1: Option<f32>,
     pub(crate) beta2: Option<f32>,
-}
-
-impl ParameterSettings {
-    /// The settings of a parameter: those of its class, unless a group says otherwise.
-    pub(crate) fn of(options: &crate::OptimizerOptions, info: &ParameterInfo) -> Self {
-        let decays = match info.class {
-            ParameterClass::Matrix | ParameterClass::Embedding => true,
-            ParameterClass::Vector => options.decay_norms_and_biases,
-            ParameterClass::Balance => false,
-        };
-        let weight_decay = if decays { options.weight_decay } else { 0.0 };
-        let none = ParameterSettings { lr_scale: 1.0, weight_decay, beta1: None, beta2: None };
-        match options.group_of(&info.name) {
-            Some(group) => ParameterSettings {
-                lr_scale: group.lr_scale,
-                weight_decay: group.weight_decay.unwrap_or(weight_decay),
-                beta1: group.beta1,
-                beta2: group.beta2,
-            },
-            None => none,
-        }
-    }
 }
 
 #[cfg(test)]

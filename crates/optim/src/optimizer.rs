@@ -279,7 +279,7 @@ impl UnitBuilder<'_> {
             if self.options.is_frozen(&info.name) {
                 continue;
             }
-            let chosen = (parameter, ParameterSettings::of(self.options, info));
+            let chosen = (parameter, self.options.settings_of(info));
             let is_matrix = match name {
                 OptimizerName::Muon => info.class == ParameterClass::Matrix && info.shape.dims().len() == 2,
                 OptimizerName::Adafactor => info.shape.dims().len() == 2,

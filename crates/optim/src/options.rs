@@ -1,9 +1,9 @@
 //! What an optimizer is made from.
 
-use crate::groups::ParameterGroup;
+use crate::groups::{ParameterGroup, ParameterSettings};
 use crate::rules::OptimizerName;
 use crate::settings::OptimizerSettings;
-use trireme_tensor::{Precision, StateDType};
+use trireme_tensor::{ParameterClass, ParameterInfo, Precision, StateDType};
 
 /// Options of an [`Optimizer`](crate::Optimizer).
 #[derive(Debug, Clone, PartialEq)]
@@ -35,6 +35,26 @@ impl OptimizerOptions {
     /// The first group whose pattern fits the name of a parameter.
     pub(crate) fn group_of(&self, name: &str) -> Option<&ParameterGroup> {
         self.groups.iter().find(|group| group.matches(name))
+    }
+
+    /// The settings of a parameter: those of its class, unless a group says otherwise.
+    pub(crate) fn settings_of(&self, info: &ParameterInfo) -> ParameterSettings {
+        let decays = match info.class {
+            ParameterClass::Matrix | ParameterClass::Embedding => true,
+            ParameterClass::Vector => self.decay_norms_and_biases,
+            ParameterClass::Balance => false,
+        };
+        let weight_decay = if decays { self.weight_decay } else { 0.0 };
+        let none = ParameterSettings { lr_scale: 1.0, weight_decay, beta1: None, beta2: None };
+        match self.group_of(&info.name) {
+            Some(group) => ParameterSettings {
+                lr_scale: group.lr_scale,
+                weight_decay: group.weight_decay.unwrap_or(weight_decay),
+                beta1: group.beta1,
+                beta2: group.beta2,
+            },
+            None => none,
+        }
     }
 
     /// How far an update moves biases that balance loads, unless something else is asked for (DeepSeek-AI, "DeepSeek-V3 technical report", 2024,

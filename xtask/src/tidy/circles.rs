@@ -17,7 +17,7 @@ const CEILINGS: &[(&str, &[usize])] = &[
     ("data", &[22]),
     ("model", &[16]),
     ("parallel", &[4]),
-    ("tensor", &[9, 7, 4, 4]),
+    ("tensor", &[8, 7, 4, 4]),
     ("train", &[9, 7, 5, 4]),
 ];
 

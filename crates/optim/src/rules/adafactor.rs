@@ -1,6 +1,6 @@
 //! Adafactor (Shazeer, Stern 2018): its numbers, and its update of parameters that are not factored.
 
-use super::{Rule, StateSpec};
+use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;

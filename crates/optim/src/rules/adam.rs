@@ -1,6 +1,6 @@
 //! AdamW, Adam, and Adam with momentum that may be exchanged instead of gradients.
 
-use super::{Rule, StateSpec};
+use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;

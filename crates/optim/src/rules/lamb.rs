@@ -1,7 +1,7 @@
 //! LAMB (You et al. 2020): Adam whose updates have a length in proportion to the parameter's.
 
 use super::adam::{MOMENTS, adamw_step};
-use super::{Rule, StateSpec};
+use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;

@@ -1,6 +1,6 @@
 //! LARS (You et al. 2017): SGD whose updates have a length in proportion to the parameter's.
 
-use super::{Rule, StateSpec};
+use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;

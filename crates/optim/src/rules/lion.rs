@@ -1,6 +1,6 @@
 //! Lion (Chen et al. 2023).
 
-use super::{Rule, StateSpec};
+use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;

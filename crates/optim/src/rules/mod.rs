@@ -1,31 +1,28 @@
 //! The optimizers by name, and how each of them updates elements.
 //!
 //! To add an elementwise optimizer, implement [`Rule`] in a new file and add its name, settings and constructor to [`OptimizerName`]. If no
-//! [`Update`] fits, add one to `trireme_tensor::updates`.
+//! [`Update`](trireme_tensor::updates::Update) fits, add one to `trireme_tensor::updates`.
 
 mod adafactor;
 mod adam;
 mod lamb;
 mod lars;
 mod lion;
+mod rule;
 mod sgd;
 mod sign;
 
-use crate::members::Member;
 use crate::settings::OptimizerSettings;
-use crate::step::UnitStep;
 use adafactor::Rms;
 use adam::{Adam, AdamW, VarianceSchedule};
 use lamb::Lamb;
 use lars::Lars;
 use lion::Lion;
 use sgd::Sgd;
-use std::fmt::Debug;
-use trireme_tensor::StepScale;
-use trireme_tensor::updates::Update;
 
 pub(crate) use adafactor::{rms_step, scale as adafactor_scale};
 pub(crate) use adam::CompressedAdam;
+pub(crate) use rule::{Rule, StateSpec};
 pub(crate) use sign::Sign;
 
 trireme_base::named! {
@@ -111,61 +108,6 @@ impl OptimizerName {
     /// Whether ranks exchange momentum instead of gradients in the steps that do not update the second moment.
     pub fn exchanges_momentum(self) -> bool {
         matches!(self, OptimizerName::OneBitAdam | OptimizerName::ZeroOneAdam)
-    }
-}
-
-/// A state of a rule.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct StateSpec {
-    /// The name in checkpoints.
-    pub(crate) name: &'static str,
-    pub(crate) is_second_moment: bool,
-}
-
-impl StateSpec {
-    pub(crate) const fn new(name: &'static str) -> Self {
-        StateSpec { name, is_second_moment: false }
-    }
-
-    const fn second_moment(name: &'static str) -> Self {
-        StateSpec { name, is_second_moment: true }
-    }
-}
-
-/// How the elements of parameters are updated.
-pub(crate) trait Rule: Debug + Send + Sync {
-    /// The states, at most two.
-    fn states(&self) -> &'static [StateSpec];
-
-    /// The update, of which the learning rate is still to be [scaled](Rule::scale).
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update;
-
-    /// Number of sums over each whole parameter that the update needs, in the first exchange and in the second.
-    fn num_sums(&self) -> [usize; 2] {
-        [0, 0]
-    }
-
-    /// Returns the update whose pass over a member computes the sums of exchange `phase`, 0 or 1.
-    fn sums_pass(&self, _phase: usize, _member: &Member, step: &UnitStep<'_>) -> Update {
-        Update::Norms { grad_scale: step.grad_scale() }
-    }
-
-    /// Whether that pass changes states.
-    fn sums_pass_changes_states(&self, _phase: usize) -> bool {
-        false
-    }
-
-    /// How the sums over a member scale its learning rate.
-    ///
-    /// # Panics
-    /// If the rule needs no sums.
-    fn scale(&self, _member: &Member, _step: &UnitStep<'_>) -> StepScale {
-        unreachable!("{self:?} takes no sums")
-    }
-
-    /// Adam whose momentum may be exchanged instead of gradients, if the rule is that.
-    fn compressed_adam(&self) -> Option<&CompressedAdam> {
-        None
     }
 }
 

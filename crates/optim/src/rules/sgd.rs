@@ -1,6 +1,6 @@
 //! SGD with momentum, as PyTorch defines it.
 
-use super::{Rule, StateSpec};
+use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;

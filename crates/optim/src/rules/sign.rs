@@ -1,6 +1,6 @@
 //! A step against the sign of the gradient, for biases that balance the load of experts.
 
-use super::{Rule, StateSpec};
+use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::step::UnitStep;
 use trireme_tensor::updates::Update;

@@ -1,5 +1,6 @@
 //! What ranks do together.
 
+use super::block;
 use std::fmt;
 use trireme_base::{Rank, named};
 
@@ -132,6 +133,17 @@ impl Collective {
     pub fn has_output(self, rank: Rank) -> bool {
         let flow = self.kind.data_flow();
         flow.output != Data::Nothing && (flow.root != Some(RootRole::Target) || self.root == Some(rank))
+    }
+
+    /// Returns the number of elements of the input and of the output of `rank`, where they are two vectors.
+    pub fn lens(self, rank: Rank, world_size: usize) -> [usize; 2] {
+        let flow = self.kind.data_flow();
+        let len_of = |data, has_any| match data {
+            Data::Whole | Data::Blocks if has_any => self.len,
+            Data::Block if has_any => block(rank, world_size, self.len).len(),
+            _ => 0,
+        };
+        [len_of(flow.input, self.has_input(rank)), len_of(flow.output, self.has_output(rank))]
     }
 
     /// Whether elements of several ranks are combined, so that an order matters.

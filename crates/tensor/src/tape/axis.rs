@@ -7,75 +7,15 @@
 //! models", 2022, section 4.2). Rows are those of all sequences one after the other: parts follow each other in memory.
 
 use super::{
-    AllGatherRows, Argument, AxisOps, Op, Operation, OperationContext, PendingExchange, Recorder, SplitRows,
-    Tape, Var,
+    AllGatherRows, Argument, Op, Operation, OperationContext, PendingExchange, Recorder, Sharding, SplitRows,
+    Tape, TensorAxis, Var,
 };
 use crate::device::DeviceError;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View};
 use crate::values::Values;
 use smallvec::SmallVec;
-use std::sync::Arc;
-use trireme_base::{AxisPlace, DType, ExchangeKind};
-
-/// What a rank of the tensor axis has of a value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Sharding {
-    /// All of it, as every rank does.
-    #[default]
-    Replicated,
-    /// An equal part of its rows, in the order of the ranks.
-    Rows,
-    /// What belongs to this rank's parts of parameters, such as its heads.
-    Cut,
-}
-
-/// The tensor axis of a tape.
-#[derive(Debug, Clone)]
-pub struct TensorAxis {
-    /// This rank, and the others.
-    pub ops: Arc<dyn AxisOps>,
-    /// Whether values lie in rows between layers that are cut: sequence parallelism.
-    pub shards_rows: bool,
-}
-
-impl TensorAxis {
-    /// Which rank this is.
-    pub fn place(&self) -> AxisPlace {
-        self.ops.place()
-    }
-
-    /// What ranks have of values between layers that are cut.
-    pub fn between_layers(&self) -> Sharding {
-        if self.shards_rows { Sharding::Rows } else { Sharding::Replicated }
-    }
-
-    /// What ranks have of a value of this shape and type that passes from unit to unit.
-    fn between_units(&self, shape: Shape, dtype: DType) -> Sharding {
-        let is_sharded = shape.dims().len() >= ROWS_DIMS_MIN && dtype.is_float();
-        if is_sharded { self.between_layers() } else { Sharding::Replicated }
-    }
-
-    /// The shape of a rank's part of the rows of a value of this shape: the last dim but one is shorter. Only the number of elements is
-    /// that of the rows: `[batch, seq_len / degree, cols]` are consecutive rows of all sequences, not the same positions of each.
-    ///
-    /// # Errors
-    /// If it does not divide.
-    fn part_shape(&self, whole: Shape) -> Result<Shape, DeviceError> {
-        let (dim, degree) = (rows_dim(whole), self.place().degree);
-        let len = whole.dims()[dim];
-        if !len.is_multiple_of(degree) {
-            return Err(DeviceError::UnequalRows { shape: whole, dim, degree });
-        }
-        Ok(whole.with_dim(dim, len / degree))
-    }
-
-    /// The shape of a value of which ranks have such parts of the rows.
-    fn whole_shape(&self, part: Shape) -> Shape {
-        let dim = rows_dim(part);
-        part.with_dim(dim, part.dims()[dim] * self.place().degree)
-    }
-}
+use trireme_base::{DType, ExchangeKind};
 
 /// A value that ranks of the tensor axis make together.
 #[derive(Debug)]
@@ -84,13 +24,6 @@ pub(super) enum PendingValue {
     Here(Tensor),
     /// The exchange that brings it is pending.
     Travelling(PendingExchange, Shape, DType),
-}
-
-/// Values of fewer dims, such as one number a sample, every rank has.
-const ROWS_DIMS_MIN: usize = 3;
-
-fn rows_dim(shape: Shape) -> usize {
-    shape.dims().len().checked_sub(2).expect("a value in rows has columns")
 }
 
 impl OperationContext<'_> {
@@ -106,7 +39,7 @@ impl OperationContext<'_> {
     /// The rows of all ranks, of a value of which this rank has `part`.
     ///
     /// # Errors
-    /// As [`AxisOps::start`], and if there is no memory for them.
+    /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for them.
     pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor, DeviceError> {
         let gather = self.start_gather(part)?;
         self.finish_on_axis(gather)
@@ -171,7 +104,7 @@ impl OperationContext<'_> {
     /// The sum over the ranks of values of which each has a term: all of it, or its part of the rows. The term itself on a single rank.
     ///
     /// # Errors
-    /// As [`AxisOps::start`], and if there is no memory for the sum.
+    /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for the sum.
     pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor, DeviceError> {
         let sum = self.start_sum(term, sharding)?;
         self.finish_on_axis(sum)
@@ -241,7 +174,7 @@ impl Recorder<'_> {
     /// All rows of a value, for several operations that need them: each would gather them by itself.
     ///
     /// # Errors
-    /// If there is no memory for them, and as [`AxisOps::start`].
+    /// If there is no memory for them, and as [`AxisOps::start`](super::AxisOps::start).
     pub fn all_rows(&mut self, value: Var) -> Result<Var, DeviceError> {
         match self.tape.values[value.0].sharding {
             Sharding::Rows => self.apply(&AllGatherRows, [value]),
@@ -252,7 +185,7 @@ impl Recorder<'_> {
     /// A value as it passes from unit to unit.
     ///
     /// # Errors
-    /// If there is no memory for it, and as [`AxisOps::start`].
+    /// If there is no memory for it, and as [`AxisOps::start`](super::AxisOps::start).
     ///
     /// # Panics
     /// If ranks have parts of it that belong to their parts of parameters.

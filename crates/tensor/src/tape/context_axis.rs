@@ -5,32 +5,14 @@
 //! same parameters, and their gradients are summed.
 
 use super::value::Value;
-use super::{Argument, AxisOps, Op, Operation, OperationContext, Recorder, Tape, Var};
+use super::{Argument, ContextAxis, Op, Operation, OperationContext, Recorder, Tape, Var};
 use crate::device::DeviceError;
 use smallvec::SmallVec;
 use std::ops::Range;
-use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, Positions};
 
 /// Dims of a value with positions: of the samples, of the positions, and of what there is of each.
 const DIMS_MIN: usize = 3;
-
-/// The context axis of a tape.
-#[derive(Debug, Clone)]
-pub struct ContextAxis {
-    /// The ranks among which keys and values travel; `None` if this rank alone has all positions of its heads.
-    pub ring: Option<Arc<dyn AxisOps>>,
-    /// The ranks that exchange positions for heads; `None` if this rank has all heads of its positions.
-    pub heads: Option<Arc<dyn AxisOps>>,
-}
-
-impl ContextAxis {
-    /// Which rank this is.
-    pub fn place(&self) -> ContextPlace {
-        let place = |ops: &Option<Arc<dyn AxisOps>>| ops.as_ref().map_or(AxisPlace::ALONE, |ops| ops.place());
-        ContextPlace { ring: place(&self.ring), heads: place(&self.heads) }
-    }
-}
 
 /// What an operation reads or makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

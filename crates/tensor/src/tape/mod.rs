@@ -18,23 +18,24 @@ mod expert_axis;
 mod forward;
 mod operation;
 mod operations;
+mod pass_axes;
 mod pass_state;
 #[cfg(test)]
 mod tests;
 mod value;
 
 use axis::PendingValue;
-pub use axis::{Sharding, TensorAxis};
 pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedRuns, NotedExchanges, PendingExchange, Runs};
 pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::OperationContext;
-pub use context_axis::{ContextAxis, Operand};
+pub use context_axis::Operand;
 pub use expert_axis::{ExpertAxis, ShadowedExperts};
 pub use forward::{ForwardContext, Recorder};
 pub(crate) use operation::has_no_gradient;
 pub use operation::{Op, Operation, ReadBy};
 pub use operations::*;
-pub use pass_state::{PassAxes, PassState, Randomness};
+pub use pass_axes::{ContextAxis, PassAxes, Sharding, TensorAxis};
+pub use pass_state::{PassState, Randomness};
 pub use value::{Argument, Arguments, Var, VarId};
 
 use crate::device::{Device, DeviceError};

@@ -1,6 +1,6 @@
 //! Precision, axes, position and random key of one pass.
 
-use super::{ContextAxis, ExpertAxis, TensorAxis};
+use super::PassAxes;
 use crate::fp8::Fp8Scales;
 use crate::precision::Precision;
 use std::sync::Arc;
@@ -16,17 +16,6 @@ pub struct Randomness {
     pub first_sample: u64,
     /// Samples of the microbatch.
     pub num_samples: usize,
-}
-
-/// The axes on which several ranks have parts of what a unit computes with; `None` where this rank is the only one.
-#[derive(Debug, Clone, Default)]
-pub struct PassAxes {
-    /// Ranks that have parts of parameters.
-    pub tensor: Option<TensorAxis>,
-    /// Ranks that have parts of the positions.
-    pub context: Option<ContextAxis>,
-    /// Ranks with different experts.
-    pub experts: Option<ExpertAxis>,
 }
 
 /// Precision, axes, position and random key of one pass. The caller of [`Tape::new`](super::Tape::new) provides it.

@@ -105,14 +105,13 @@ impl<'a, T: Number> Bench<'a, T> {
     pub(super) fn new(group: &'a Group, op: Op, place: Place, bytes: usize) -> Result<Self> {
         let (own, world_size) = (group.rank(), group.world_size());
         let len = op.len(world_size, bytes / size_of::<T>());
-        let (block, whole_at_root) = (len / world_size, if own == Rank::ROOT { len } else { 0 });
-        let (input, output) = match op {
-            Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Barrier | Op::Send => (len, None),
-            Op::AllGather => (block, Some(len)),
-            Op::ReduceScatter => (len, Some(block)),
-            Op::AllToAll | Op::AllToAllVariable => (len, Some(len)),
-            Op::Gather => (block, Some(whole_at_root)),
-            Op::Scatter => (whole_at_root, Some(block)),
+        let (input, output) = match (op, op.collective(len)) {
+            (Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Barrier | Op::Send, _) => (len, None),
+            (_, Some(collective)) => {
+                let [input, output] = collective.lens(own, world_size);
+                (input, Some(output))
+            }
+            (_, None) => (len, Some(len)),
         };
         let buffer = |len| match place {
             Place::Arena => group.buffer::<T>(len),

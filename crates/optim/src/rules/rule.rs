@@ -1,0 +1,63 @@
+//! What an elementwise optimizer is.
+
+use super::adam::CompressedAdam;
+use crate::members::Member;
+use crate::step::UnitStep;
+use std::fmt::Debug;
+use trireme_tensor::StepScale;
+use trireme_tensor::updates::Update;
+
+/// A state of a rule.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StateSpec {
+    /// The name in checkpoints.
+    pub(crate) name: &'static str,
+    pub(crate) is_second_moment: bool,
+}
+
+impl StateSpec {
+    pub(crate) const fn new(name: &'static str) -> Self {
+        StateSpec { name, is_second_moment: false }
+    }
+
+    pub(super) const fn second_moment(name: &'static str) -> Self {
+        StateSpec { name, is_second_moment: true }
+    }
+}
+
+/// How the elements of parameters are updated.
+pub(crate) trait Rule: Debug + Send + Sync {
+    /// The states, at most two.
+    fn states(&self) -> &'static [StateSpec];
+
+    /// The update, of which the learning rate is still to be [scaled](Rule::scale).
+    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update;
+
+    /// Number of sums over each whole parameter that the update needs, in the first exchange and in the second.
+    fn num_sums(&self) -> [usize; 2] {
+        [0, 0]
+    }
+
+    /// Returns the update whose pass over a member computes the sums of exchange `phase`, 0 or 1.
+    fn sums_pass(&self, _phase: usize, _member: &Member, step: &UnitStep<'_>) -> Update {
+        Update::Norms { grad_scale: step.grad_scale() }
+    }
+
+    /// Whether that pass changes states.
+    fn sums_pass_changes_states(&self, _phase: usize) -> bool {
+        false
+    }
+
+    /// How the sums over a member scale its learning rate.
+    ///
+    /// # Panics
+    /// If the rule needs no sums.
+    fn scale(&self, _member: &Member, _step: &UnitStep<'_>) -> StepScale {
+        unreachable!("{self:?} takes no sums")
+    }
+
+    /// Adam whose momentum may be exchanged instead of gradients, if the rule is that.
+    fn compressed_adam(&self) -> Option<&CompressedAdam> {
+        None
+    }
+}
