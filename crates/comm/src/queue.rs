@@ -10,6 +10,7 @@ use crate::messages::Office;
 use crate::recorder::{GroupRecorder, Issued};
 use crate::work::Callback;
 use crate::{CommError, CommStatistics, Operation};
+use slab::Slab;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,8 +46,7 @@ struct Watch {
 struct State {
     /// Absent while a thread executes an operation, and forever after the end.
     engine: Option<Engine>,
-    slots: Vec<Slot>,
-    free: Vec<usize>,
+    slots: Slab<Slot>,
     waiting: VecDeque<usize>,
     /// What ended the group.
     failure: Option<CommError>,
@@ -75,8 +75,6 @@ enum Recipient {
 }
 
 enum Progress {
-    /// The slot is on the free list.
-    Free,
     /// The operation is queued.
     Waiting(Operation, Issued, Payload),
     /// Some thread executes the operation.
@@ -101,8 +99,7 @@ impl Queue {
             messages,
             state: Mutex::new(State {
                 engine: Some(engine),
-                slots: Vec::with_capacity(NUM_PENDING),
-                free: Vec::with_capacity(NUM_PENDING),
+                slots: Slab::with_capacity(NUM_PENDING),
                 waiting: VecDeque::with_capacity(NUM_PENDING),
                 failure: None,
                 closed: false,
@@ -275,26 +272,15 @@ impl Queue {
 
 impl State {
     fn fill_slot(&mut self, progress: Progress) -> usize {
-        let filled = Slot { progress, recipient: Recipient::Ticket };
-        if let Some(slot) = self.free.pop() {
-            self.slots[slot] = filled;
-            return slot;
-        }
-        self.slots.push(filled);
-        self.slots.len() - 1
-    }
-
-    fn release(&mut self, slot: usize) -> Progress {
-        self.free.push(slot);
-        self.slots[slot].replace(Progress::Free)
+        self.slots.insert(Slot { progress, recipient: Recipient::Ticket })
     }
 
     fn finish(&mut self, slot: usize, result: Result<Payload, CommError>) {
         match std::mem::replace(&mut self.slots[slot].recipient, Recipient::Ticket) {
             Recipient::Ticket => self.slots[slot].progress = Progress::Finished(result),
-            Recipient::Nobody => drop(self.release(slot)),
+            Recipient::Nobody => drop(self.slots.remove(slot)),
             Recipient::Callback(callback) => {
-                self.release(slot);
+                self.slots.remove(slot);
                 callback(result);
             }
         }
@@ -388,7 +374,7 @@ impl Drop for Ticket {
         let Some(slot) = self.slot else { return };
         let mut state = self.queue.lock();
         if matches!(state.slots[slot].progress, Progress::Finished(_) | Progress::Taken) {
-            let result = state.release(slot);
+            let result = state.slots.remove(slot);
             drop(state);
             drop(result);
         } else {

@@ -19,6 +19,10 @@ use trireme_tensor::{
     Category, Device, DeviceError, OptimizerState, Precision, Shape, Tensor, View, ViewMut,
 };
 
+/// Names of the settings that it uses, with those of AdamW for the other parameters.
+pub(crate) const SETTINGS: &[&str] =
+    &["beta1", "beta2", "eps", "muon_momentum", "muon_iterations", "muon_scale", "muon_adamw_lr_scale"];
+
 /// Momentum.
 pub(crate) const MUON_STATES: &[StateSpec] = &[StateSpec::new("momentum_buffer")];
 

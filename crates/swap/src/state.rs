@@ -3,6 +3,7 @@
 use crate::buffer::{AlignedBuffer, LentBuffer};
 use crate::queue::Operation;
 use crate::{Access, Direction, SwapError};
+use slab::Slab;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -38,8 +39,7 @@ pub(crate) struct Block {
 
 pub(crate) struct State {
     pub(crate) blocks: Vec<Block>,
-    slots: Vec<Slot>,
-    free: Vec<usize>,
+    slots: Slab<Slot>,
     /// Transfers that have not begun, in the order of issue.
     waiting: VecDeque<usize>,
     /// The transfer that has begun and of which there are parts to hand out.
@@ -59,7 +59,6 @@ struct Slot {
 }
 
 enum Phase {
-    Free,
     Waiting(AlignedBuffer),
     Running(Running),
     /// Without a buffer if it failed.
@@ -77,8 +76,7 @@ impl State {
     pub(crate) fn new(blocks: Vec<Block>) -> Self {
         State {
             blocks,
-            slots: Vec::with_capacity(NUM_PENDING),
-            free: Vec::with_capacity(NUM_PENDING),
+            slots: Slab::with_capacity(NUM_PENDING),
             waiting: VecDeque::with_capacity(NUM_PENDING),
             cutting: None,
             failure: None,
@@ -91,16 +89,7 @@ impl State {
     pub(crate) fn enqueue(&mut self, direction: Direction, block: usize, buffer: AlignedBuffer) -> usize {
         self.blocks[block].is_written |= direction == Direction::Write;
         let slot = Slot { direction, block, phase: Phase::Waiting(buffer), is_abandoned: false };
-        let index = match self.free.pop() {
-            Some(index) => {
-                self.slots[index] = slot;
-                index
-            }
-            None => {
-                self.slots.push(slot);
-                self.slots.len() - 1
-            }
-        };
+        let index = self.slots.insert(slot);
         self.waiting.push_back(index);
         index
     }
@@ -132,7 +121,7 @@ impl State {
         let position = self.waiting.iter().position(is_ready)?;
         let index = self.waiting.remove(position).expect("the position was just found");
         let slot = &mut self.slots[index];
-        let Phase::Waiting(buffer) = std::mem::replace(&mut slot.phase, Phase::Free) else {
+        let Phase::Waiting(buffer) = std::mem::replace(&mut slot.phase, Phase::Ended(None)) else {
             unreachable!("a transfer that waits has its buffer")
         };
         let (buffer, began) = (buffer.lend(), Instant::now());
@@ -182,7 +171,7 @@ impl State {
         slot.phase = Phase::Ended((!has_failed).then_some(buffer));
         self.blocks[slot.block].is_busy = false;
         if slot.is_abandoned {
-            self.release(index);
+            self.slots.remove(index);
         }
         true
     }
@@ -193,7 +182,7 @@ impl State {
         while let Some(index) = self.waiting.pop_front() {
             self.slots[index].phase = Phase::Ended(None);
             if self.slots[index].is_abandoned {
-                self.release(index);
+                self.slots.remove(index);
             }
         }
         if let Some(index) = self.cutting.take() {
@@ -208,7 +197,7 @@ impl State {
             let Phase::Ended(Some(buffer)) = std::mem::replace(&mut slot.phase, Phase::Ended(None)) else {
                 unreachable!("it was just seen")
             };
-            self.release(index);
+            self.slots.remove(index);
             return Some(Ok(buffer));
         }
         let failure = self.failure.clone()?;
@@ -226,18 +215,13 @@ impl State {
         let slot = &mut self.slots[index];
         slot.is_abandoned = true;
         if let Phase::Ended(_) = slot.phase {
-            self.release(index);
+            self.slots.remove(index);
         }
-    }
-
-    fn release(&mut self, index: usize) {
-        self.slots[index].phase = Phase::Free;
-        self.free.push(index);
     }
 
     /// The transfer that has been with the system for longest: when it began, and what it is as a whole.
     pub(crate) fn oldest_running(&self) -> Option<(Instant, Access)> {
-        let running = self.slots.iter().filter_map(|slot| match &slot.phase {
+        let running = self.slots.iter().filter_map(|(_, slot)| match &slot.phase {
             Phase::Running(running) => Some((running.began, slot)),
             _ => None,
         });

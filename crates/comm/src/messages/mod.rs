@@ -14,6 +14,7 @@ use crate::{CommError, GroupOptions, Operation};
 use courier::{Courier, Parcel};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
+use slab::Slab;
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -48,8 +49,7 @@ struct State {
     courier: Option<Courier>,
     /// Issued, and not yet known to the courier.
     submitted: VecDeque<Parcel>,
-    slots: Vec<Slot>,
-    free: Vec<usize>,
+    slots: Slab<Slot>,
     num_pending: usize,
     /// For each rank: messages that were issued to and from it.
     num_issued: Vec<[u64; 2]>,
@@ -61,7 +61,6 @@ struct State {
 }
 
 enum Slot {
-    Free,
     Pending,
     /// Nobody waits for what comes of it.
     Abandoned,
@@ -96,8 +95,7 @@ impl Messenger {
             state: Mutex::new(State {
                 courier: Some(courier),
                 submitted: VecDeque::with_capacity(ROOM),
-                slots: Vec::with_capacity(ROOM),
-                free: Vec::with_capacity(ROOM),
+                slots: Slab::with_capacity(ROOM),
                 num_pending: 0,
                 num_issued,
                 num_waiting: 0,
@@ -127,7 +125,7 @@ impl Messenger {
         let office = &self.office;
         let mut state = office.lock();
         let failure = state.failure.clone();
-        let slot = state.fill_slot(failure.map_or(Slot::Pending, |failure| Slot::Ended(Err(failure))));
+        let slot = state.slots.insert(failure.map_or(Slot::Pending, |failure| Slot::Ended(Err(failure))));
         if state.failure.is_none() {
             let issued = Instant::now();
             let num_issued = &mut state.num_issued[peer.0][direction as usize];
@@ -282,15 +280,6 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl State {
-    fn fill_slot(&mut self, slot: Slot) -> usize {
-        if let Some(index) = self.free.pop() {
-            self.slots[index] = slot;
-            return index;
-        }
-        self.slots.push(slot);
-        self.slots.len() - 1
-    }
-
     /// Gives the courier what was issued, and takes what has ended.
     fn exchange(&mut self, courier: &mut Courier) {
         self.submitted.drain(..).for_each(|parcel| courier.take(parcel));
@@ -307,31 +296,28 @@ impl State {
         let failure = self.failure.get_or_insert(failure).clone();
         self.submitted.clear();
         self.num_pending = 0;
-        for slot in 0..self.slots.len() {
+        let slots: Vec<usize> = self.slots.iter().map(|(slot, _)| slot).collect();
+        for slot in slots {
             self.end(slot, Err(failure.clone()));
         }
     }
 
     /// Passes on what has come of a message; whether that was not known.
     fn end(&mut self, slot: usize, result: Result<Storage, CommError>) -> bool {
-        match std::mem::replace(&mut self.slots[slot], Slot::Taken) {
-            Slot::Pending => self.slots[slot] = Slot::Ended(result),
-            Slot::Abandoned => self.release(slot),
+        let Some(known) = self.slots.get_mut(slot) else { return false };
+        match std::mem::replace(known, Slot::Taken) {
+            Slot::Pending => *known = Slot::Ended(result),
+            Slot::Abandoned => drop(self.slots.remove(slot)),
             Slot::Callback(callback) => {
-                self.release(slot);
+                self.slots.remove(slot);
                 callback(result);
             }
-            known @ (Slot::Free | Slot::Ended(_) | Slot::Taken) => {
-                self.slots[slot] = known;
+            ended @ (Slot::Ended(_) | Slot::Taken) => {
+                *known = ended;
                 return false;
             }
         }
         true
-    }
-
-    fn release(&mut self, slot: usize) {
-        self.slots[slot] = Slot::Free;
-        self.free.push(slot);
     }
 }
 
@@ -393,7 +379,7 @@ impl Drop for Receipt {
         let Some(slot) = self.slot else { return };
         let mut state = self.office.lock();
         match state.slots[slot] {
-            Slot::Ended(_) | Slot::Taken => state.release(slot),
+            Slot::Ended(_) | Slot::Taken => drop(state.slots.remove(slot)),
             _ => state.slots[slot] = Slot::Abandoned,
         }
     }

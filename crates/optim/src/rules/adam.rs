@@ -6,6 +6,15 @@ use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{AdamStep, AdamWStep, Update};
 
+/// Names of the settings that AdamW and Adam use.
+pub(super) const SETTINGS: &[&str] = &["beta1", "beta2", "nu", "eps"];
+
+/// Names of the settings that 1-bit Adam uses.
+pub(super) const ONE_BIT_SETTINGS: &[&str] = &["beta1", "beta2", "eps", "freeze_step"];
+
+/// Names of the settings that 0/1 Adam uses.
+pub(super) const ZERO_ONE_SETTINGS: &[&str] = &["beta1", "beta2", "eps", "var_update_scaler"];
+
 /// The moments of Adam and its variants.
 pub(super) const MOMENTS: &[StateSpec] = &[StateSpec::new("exp_avg"), StateSpec::second_moment("exp_avg_sq")];
 

@@ -8,6 +8,9 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::Update;
 
+/// Names of the settings that it uses.
+pub(super) const SETTINGS: &[&str] = &["beta1", "beta2", "eps"];
+
 #[derive(Debug)]
 pub(super) struct Lamb(pub(super) OptimizerSettings);
 

@@ -7,6 +7,9 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::{LarsStep, Update};
 
+/// Names of the settings that it uses.
+pub(super) const SETTINGS: &[&str] = &["momentum", "trust_coefficient"];
+
 #[derive(Debug)]
 pub(super) struct Lars(pub(super) OptimizerSettings);
 

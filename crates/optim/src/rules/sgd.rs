@@ -6,6 +6,9 @@ use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{MomentumStep, Update};
 
+/// Names of the settings that it uses.
+pub(super) const SETTINGS: &[&str] = &["momentum", "nesterov"];
+
 #[derive(Debug)]
 pub(super) struct Sgd(pub(super) OptimizerSettings);
 
