@@ -29,7 +29,7 @@ pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
     }
 }
 
-/// The keys that a word may mean: by what other systems call them, by their names, and by what is said of them.
+/// The keys that a word may mean: by what other systems call them, by their names, by what is said of them, and by the words that they take.
 fn search(sections: &Sections, word: &str) -> String {
     let lower = word.to_lowercase();
     let mut text = String::new();
@@ -41,7 +41,11 @@ fn search(sections: &Sections, word: &str) -> String {
     let is_named = |key: &Key| key.name == lower;
     let is_found = |name: &str, key: &Key| {
         let is_told = key.docs.iter().any(|line| line.to_lowercase().contains(&lower));
-        key.name.contains(&lower) || is_told || foreign.contains(&&*format!("{name}.{}", key.name))
+        let is_value = key.expected.contains(&format!("\"{lower}"));
+        key.name.contains(&lower)
+            || is_told
+            || is_value
+            || foreign.contains(&&*format!("{name}.{}", key.name))
     };
     // Keys of this very name come first.
     text += &explain_keys(sections, |_, key| is_named(key));

@@ -406,6 +406,12 @@ fn explains_every_key_in_a_form_that_reads_as_the_defaults() {
     );
     let model = Config::explain(Some("model")).unwrap();
     assert!(model.contains("Not set by default.\n# config =\n"), "{model}");
+    for (word, key) in
+        [("lamb", "name"), ("dualpipe", "pipeline_parallel_schedule"), ("powersgd", "compression")]
+    {
+        let found = Config::explain(Some(word)).unwrap();
+        assert!(found.contains(&format!("\n{key} =")), "{word}: {found}");
+    }
     let error = Config::explain(Some("optimiser")).unwrap_err().to_string();
     assert_eq!(error, "no section is named 'optimiser', and no key mentions it; did you mean [optimizer]?");
 }
