@@ -442,7 +442,7 @@ fn ranks_write_files_gather_and_tell_of_a_wait_once() {
         told.sort();
         assert_eq!(told.len(), 2, "{told:?}");
         for (line, rank) in told.iter().zip([0, 2]) {
-            let what = "in all_reduce(sum, f32 x 100) (world, operation 1, line 7: REDUCE_GRAD 1) for 0.";
+            let what = "in all_reduce(sum, f32 x 100) (world, operation 1, line 7: REDUCE_GRAD 1) for ";
             assert!(line.starts_with(&format!("rank {rank} has been waiting for rank 1 {what}")), "{line}");
         }
     }

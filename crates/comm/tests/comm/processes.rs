@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{CommError, Group, JoinOptions, TransportChoice, TransportKind, join};
 
-/// Set for the processes that this test starts: rank, transport, address.
+/// Set for the processes that this test starts: rank, transport, address, port.
 const CHILD: &str = "TRIREME_COMM_TEST_CHILD";
 const WORLD_SIZE: usize = 3;
 const VICTIM: Rank = Rank(2);
@@ -21,9 +21,9 @@ impl Drop for Worker {
     }
 }
 
-fn options(rank: Rank, transport: TransportChoice, master_addr: &str) -> JoinOptions {
+fn options(rank: Rank, transport: TransportChoice, master_addr: &str, master_port: u16) -> JoinOptions {
     let options = join_options(WORLD_SIZE, transport, &small_pieces());
-    JoinOptions { rank, master_addr: master_addr.to_owned(), ..options }
+    JoinOptions { rank, master_addr: master_addr.to_owned(), master_port, ..options }
 }
 
 fn sum(group: &Group, len: usize) -> Result<f32, CommError> {
@@ -36,10 +36,12 @@ fn sum(group: &Group, len: usize) -> Result<f32, CommError> {
 #[test]
 fn child() {
     let Ok(role) = std::env::var(CHILD) else { return };
-    let [rank, transport, master_addr] =
-        <[&str; 3]>::try_from(role.split(' ').collect::<Vec<_>>()).expect("three words");
+    let [rank, transport, master_addr, master_port] =
+        <[&str; 4]>::try_from(role.split(' ').collect::<Vec<_>>()).expect("four words");
     let rank = Rank(rank.parse().expect("a rank"));
-    let group = join(&options(rank, transport.parse().expect("a transport"), master_addr)).expect("joined");
+    let (transport, master_port) =
+        (transport.parse().expect("a transport"), master_port.parse().expect("a port"));
+    let group = join(&options(rank, transport, master_addr, master_port)).expect("joined");
     sum(&group, 1000).expect("everybody is here");
     println!("child: ready");
     if rank == VICTIM {
@@ -50,10 +52,11 @@ fn child() {
     println!("child: {}", sum(&group, 1000).expect_err("a rank was killed"));
 }
 
-fn start(rank: usize, transport: TransportChoice, master_addr: &str) -> Worker {
+fn start(rank: usize, transport: TransportChoice, options: &JoinOptions) -> Worker {
+    let JoinOptions { master_addr, master_port, .. } = options;
     let child = Command::new(std::env::current_exe().expect("this program"))
         .args(["--exact", "processes::child", "--nocapture", "--test-threads=1"])
-        .env(CHILD, format!("{rank} {transport} {master_addr}"))
+        .env(CHILD, format!("{rank} {transport} {master_addr} {master_port}"))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn();
@@ -69,8 +72,8 @@ fn next_word(lines: &mut impl Iterator<Item = std::io::Result<String>>) -> Strin
 
 fn kill_one(choice: TransportChoice, transport: TransportKind, is_blocked: bool) {
     let options = join_options(WORLD_SIZE, choice, &small_pieces());
-    let mut bystander = start(1, choice, &options.master_addr);
-    let mut victim = start(VICTIM.0, choice, &options.master_addr);
+    let mut bystander = start(1, choice, &options);
+    let mut victim = start(VICTIM.0, choice, &options);
     let group = join(&options).expect("joined");
     assert_eq!(group.transport(), transport);
     assert_eq!(sum(&group, 1000).expect("everybody is here"), 3.0);
