@@ -95,8 +95,6 @@ optimizer_settings! {
     nu: f64 = 1.0, within 0.0..=1.0;
     /// Epsilon added to the denominator of the update (Adam variants, muon's other parameters).
     eps: f64 = 1e-8, within above(0.0);
-    /// Added to the second moment under the root (adamw, adam).
-    eps_root: f64 = 0.0, within 0.0..;
     /// Decay rate of the velocity (sgd, lars).
     momentum: f64 = 0.9, within 0.0..1.0;
     /// Whether to use Nesterov momentum (sgd).

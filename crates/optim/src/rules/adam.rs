@@ -7,7 +7,7 @@ use crate::step::UnitStep;
 use trireme_tensor::updates::{AdamStep, AdamWStep, Update};
 
 /// Names of the settings that AdamW and Adam use.
-pub(super) const SETTINGS: &[&str] = &["beta1", "beta2", "nu", "eps", "eps_root"];
+pub(super) const SETTINGS: &[&str] = &["beta1", "beta2", "nu", "eps"];
 
 /// Names of the settings that 1-bit Adam uses.
 pub(super) const ONE_BIT_SETTINGS: &[&str] = &["beta1", "beta2", "eps", "freeze_step"];
@@ -27,7 +27,6 @@ pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &Un
         beta2: own.beta2.unwrap_or(settings.beta2 as f32),
         nu: settings.nu as f32,
         epsilon: settings.eps as f32,
-        epsilon_root: settings.eps_root as f32,
         weight_decay: own.weight_decay,
         grad_scale: step.grad_scale(),
         step: step.number(member),

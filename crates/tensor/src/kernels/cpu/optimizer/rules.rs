@@ -17,8 +17,6 @@ pub struct AdamWStep {
     pub nu: f32,
     /// Added to the root of the second moment.
     pub epsilon: f32,
-    /// Added to the second moment under the root.
-    pub epsilon_root: f32,
     /// Decoupled decay; 0 for parameters that do not decay.
     pub weight_decay: f32,
     /// Every gradient is multiplied by this first: mean over microbatches, and clipping.
@@ -230,7 +228,7 @@ for_each_simd_level! {
             let g = g * s.grad_scale;
             *m = s.beta1 * *m + (1.0 - s.beta1) * g;
             *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
-            *p = *p * c.keep - c.step_size * c.direction(*m, g) / ((*v + s.epsilon_root).sqrt() * c.root2 + s.epsilon);
+            *p = *p * c.keep - c.step_size * c.direction(*m, g) / (v.sqrt() * c.root2 + s.epsilon);
         }
     }
 
@@ -240,7 +238,7 @@ for_each_simd_level! {
             let g = g * s.grad_scale + s.weight_decay * *p;
             *m = s.beta1 * *m + (1.0 - s.beta1) * g;
             *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
-            *p -= c.step_size * c.direction(*m, g) / ((*v + s.epsilon_root).sqrt() * c.root2 + s.epsilon);
+            *p -= c.step_size * c.direction(*m, g) / (v.sqrt() * c.root2 + s.epsilon);
         }
     }
 

@@ -17,7 +17,6 @@ const ADAMW: AdamWStep = AdamWStep {
     beta2: 0.95,
     nu: 1.0,
     epsilon: 1e-8,
-    epsilon_root: 0.0,
     weight_decay: 0.1,
     grad_scale: 0.5,
     step: 3,
