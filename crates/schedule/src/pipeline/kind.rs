@@ -32,8 +32,6 @@ named! {
         PipeDream = "pipedream",
         /// Without drains: two versions of weights.
         PipeDream2Bw = "pipedream-2bw",
-        /// 1F1B with more forwards ahead.
-        EagerOneFOneB = "eager-1f1b",
         /// A search for the shortest step at given costs and within given memory.
         Automatic = "auto",
     }
@@ -87,7 +85,6 @@ impl Kind {
         match self {
             Kind::GPipe => Recipe::new(gpipe::passes),
             Kind::OneFOneB => Recipe::new(one_f_one_b::passes),
-            Kind::EagerOneFOneB => Recipe::new(one_f_one_b::eager),
             Kind::Interleaved => Recipe {
                 stages_per_rank: 2..=usize::MAX,
                 for_one_stage: "1f1b",

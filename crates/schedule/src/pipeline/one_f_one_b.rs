@@ -13,17 +13,6 @@ pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     by_turns(sizes.num_ranks - rank, forward, backward)
 }
 
-/// 1F1B with about twice as many forwards ahead, so that messages travel while other microbatches are computed (Zhuang et al., "On optimizing
-/// the communication of model parallelism", 2023, section 4).
-///
-/// Bubble: `(P - 1) (F + B)`. Activations in flight: `min(2 (P - rank) - 1, M)`.
-pub(super) fn eager(rank: usize, sizes: Sizes) -> Vec<Pass> {
-    let microbatches = 0..sizes.num_microbatches * sizes.num_steps;
-    let forward = microbatches.clone().map(|microbatch| Pass::forward(rank, microbatch));
-    let backward = microbatches.map(|microbatch| Some(Pass::backward(rank, microbatch)));
-    by_turns(2 * (sizes.num_ranks - rank) - 1, forward, backward)
-}
-
 /// `num_ahead` forwards; then backward of a microbatch, in one or more passes, and a forward by turns.
 pub(super) fn by_turns<B: IntoIterator<Item = Pass>>(
     num_ahead: usize,

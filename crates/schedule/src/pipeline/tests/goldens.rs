@@ -14,7 +14,6 @@ fn golden(kind: Kind) -> &'static str {
         Kind::BreadthFirst => include_str!("golden/breadth-first.txt"),
         Kind::PipeDream => include_str!("golden/pipedream.txt"),
         Kind::PipeDream2Bw => include_str!("golden/pipedream-2bw.txt"),
-        Kind::EagerOneFOneB => include_str!("golden/eager-1f1b.txt"),
         Kind::Automatic => include_str!("golden/auto.txt"),
     }
 }
