@@ -11,7 +11,6 @@ mod lion;
 mod rule;
 mod sgd;
 mod sign;
-mod signum;
 
 use crate::muon;
 use crate::settings::OptimizerSettings;
@@ -21,7 +20,6 @@ use lamb::Lamb;
 use lars::Lars;
 use lion::Lion;
 use sgd::Sgd;
-use signum::Signum;
 
 pub(crate) use adafactor::{rms_step, scale as adafactor_scale};
 pub(crate) use adam::CompressedAdam;
@@ -53,8 +51,6 @@ trireme_base::named! {
         OneBitAdam = "one_bit_adam",
         /// 0/1 Adam (Lu et al. 2022): 1-bit Adam whose second moment is updated at growing intervals.
         ZeroOneAdam = "zero_one_adam",
-        /// Signum (Bernstein et al. 2018): one value of state a parameter.
-        Signum = "signum",
     }
 }
 
@@ -71,7 +67,6 @@ impl OptimizerName {
             OptimizerName::Muon => muon::SETTINGS,
             OptimizerName::OneBitAdam => adam::ONE_BIT_SETTINGS,
             OptimizerName::ZeroOneAdam => adam::ZERO_ONE_SETTINGS,
-            OptimizerName::Signum => signum::SETTINGS,
         }
     }
 
@@ -85,7 +80,6 @@ impl OptimizerName {
             OptimizerName::Adam => Box::new(Adam(settings)),
             OptimizerName::Sgd => Box::new(Sgd(settings)),
             OptimizerName::Lion => Box::new(Lion(settings)),
-            OptimizerName::Signum => Box::new(Signum(settings)),
             OptimizerName::Adafactor => Box::new(Rms(settings)),
             OptimizerName::Lamb => Box::new(Lamb(settings)),
             OptimizerName::Lars => Box::new(Lars(settings)),

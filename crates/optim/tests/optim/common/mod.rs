@@ -20,7 +20,7 @@ pub(crate) const MUON: OptimizerSettings =
     OptimizerSettings { muon_scale: MuonScale::Original, muon_adamw_lr_scale: 0.5, ..DEFAULT };
 
 /// One of every kind.
-pub(crate) const KINDS: [Kind; 12] = [
+pub(crate) const KINDS: [Kind; 11] = [
     (OptimizerName::AdamW, DEFAULT),
     (OptimizerName::Adam, OptimizerSettings { nu: 0.7, ..DEFAULT }),
     (OptimizerName::Sgd, OptimizerSettings { nesterov: true, ..DEFAULT }),
@@ -32,7 +32,6 @@ pub(crate) const KINDS: [Kind; 12] = [
     (OptimizerName::Muon, MUON),
     (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 2, ..DEFAULT }),
     (OptimizerName::ZeroOneAdam, OptimizerSettings { var_update_scaler: 1, ..DEFAULT }),
-    (OptimizerName::Signum, DEFAULT),
 ];
 
 pub(crate) fn options((name, settings): Kind) -> OptimizerOptions {
