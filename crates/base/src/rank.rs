@@ -22,7 +22,7 @@ impl fmt::Display for Rank {
 }
 
 crate::named! {
-    /// How a reduction combines two elements.
+    /// The function that combines two elements of a reduction.
     pub enum ReduceOp {
         /// Addition; integers wrap.
         Sum = "sum",

@@ -4,15 +4,15 @@ use std::fmt;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_schedule::collective::{Collective, CollectiveKind, Data, RootRole};
 
-/// What a group does together, or two of its ranks.
+/// The kind of an operation: of all ranks of a group, or of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum OperationKind {
     /// A collective that has algorithms.
     Collective(CollectiveKind),
     /// An all-to-all with blocks of any lengths.
     AllToAllVariable,
-    /// The same, by way of a rank of the same host where blocks go to another one. The length is that of all blocks of all ranks, because what a
-    /// rank has of them differs.
+    /// An all-to-all with blocks of any lengths, which sends blocks for another host through a rank of the sender's host. Its length is the
+    /// number of elements of all blocks of all ranks, because the ranks' own numbers differ.
     AllToAllVariableByHosts,
     /// Every rank gets the bytes of all ranks; their lengths may differ.
     AllGatherBytes,
@@ -21,7 +21,7 @@ pub(crate) enum OperationKind {
 }
 
 impl OperationKind {
-    /// Those that are not collectives.
+    /// The kinds that are not collectives.
     const OTHERS: [OperationKind; 4] = [
         OperationKind::AllToAllVariable,
         OperationKind::AllToAllVariableByHosts,
@@ -50,7 +50,7 @@ impl OperationKind {
         }
     }
 
-    /// What the root does, if there is one.
+    /// The role of the root, if the kind has one.
     fn root_role(self) -> Option<RootRole> {
         self.collective().and_then(|kind| kind.data_flow().root)
     }
@@ -75,14 +75,14 @@ impl OperationKind {
     }
 }
 
-/// One operation of a group, as all ranks must issue it: what differs between ranks is a mismatch.
+/// One operation of a group. All ranks must issue the same; any difference between ranks is a mismatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "OperationFields", try_from = "OperationFields")]
 pub struct Operation {
     kind: OperationKind,
     op: Option<ReduceOp>,
     root: Option<Rank>,
-    /// Bytes if the kind has none.
+    /// [`DType::U8`] if the kind has no elements.
     dtype: DType,
     len: usize,
 }
@@ -110,19 +110,19 @@ impl Operation {
     /// Every rank gets the bytes of all ranks.
     pub const ALL_GATHER_BYTES: Operation = Operation::other(OperationKind::AllGatherBytes, DType::U8, 0);
 
-    /// A collective that does not reduce, on elements of this type.
+    /// Creates an operation from a collective that does not reduce.
     ///
     /// # Panics
-    /// If it reduces.
+    /// If the collective reduces.
     pub const fn of(collective: Collective, dtype: DType) -> Self {
         assert!(!collective.kind.data_flow().reduces, "the collective reduces");
         Operation::new(collective, None, dtype)
     }
 
-    /// A collective in which two elements of this type become one by `op`.
+    /// Creates an operation from a collective that reduces elements by `op`.
     ///
     /// # Panics
-    /// If it does not reduce.
+    /// If the collective does not reduce.
     pub const fn reduction_of(collective: Collective, op: ReduceOp, dtype: DType) -> Self {
         assert!(collective.kind.data_flow().reduces, "the collective does not reduce");
         Operation::new(collective, Some(op), dtype)
@@ -143,7 +143,7 @@ impl Operation {
         Operation::other(OperationKind::AllToAllVariable, dtype, 0)
     }
 
-    /// The same by way of hosts; all blocks of all ranks have `len` elements.
+    /// An all-to-all with blocks of any lengths that sends through hosts; all blocks of all ranks have `len` elements.
     pub const fn all_to_all_variable_by_hosts(dtype: DType, len: usize) -> Self {
         Operation::other(OperationKind::AllToAllVariableByHosts, dtype, len)
     }
@@ -152,7 +152,7 @@ impl Operation {
         Operation { kind, op: None, root: None, dtype, len }
     }
 
-    /// The operation with these fields; `None` if the kind lacks one of them that it has.
+    /// Returns the operation with these fields, or `None` if a field is missing that the kind needs.
     pub(crate) fn from_fields(
         kind: OperationKind,
         op: Option<ReduceOp>,
@@ -194,17 +194,17 @@ impl Operation {
         self.root
     }
 
-    /// Whether a rank has nothing but its block of the input.
+    /// Whether the input of a rank is its block.
     pub(crate) fn input_is_block(self) -> bool {
         self.kind.collective().is_some_and(|kind| kind.data_flow().input == Data::Block)
     }
 
-    /// Whether a rank gets nothing but its block of the output.
+    /// Whether the output of a rank is its block.
     pub(crate) fn output_is_block(self) -> bool {
         self.kind.collective().is_some_and(|kind| kind.data_flow().output == Data::Block)
     }
 
-    /// Whether it is this collective.
+    /// Whether the operation is a collective of this kind.
     pub(crate) fn is(self, kind: CollectiveKind) -> bool {
         self.kind == OperationKind::Collective(kind)
     }

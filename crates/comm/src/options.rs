@@ -242,7 +242,7 @@ impl<T: ?Sized> fmt::Debug for Listener<T> {
 }
 
 trireme_base::named! {
-    /// What the user asks for.
+    /// The transport that the user requests.
     #[derive(Default)]
     pub enum TransportChoice {
         /// Shared memory between ranks that are on one host and can map each other's memory, TCP between others.

@@ -23,7 +23,7 @@ use trireme_tensor::{
 /// How passes compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PassOptions {
-    /// What products and activations are in.
+    /// Precision of products and activations.
     pub precision: Precision,
     /// The formats of the factors of products, if they are narrower.
     pub fp8: Option<Fp8Recipe>,

@@ -1,15 +1,15 @@
 //! Learning rates over the steps of a run.
 
 trireme_base::named! {
-    /// How the rate falls after warm-up.
+    /// The decay of the learning rate after warm-up.
     pub enum Decay {
         /// Along half a cosine (Loshchilov, Hutter: "SGDR", 2017).
         Cosine = "cosine",
         /// Along a line.
         Linear = "linear",
-        /// It stays, then falls along a line at the end of the run (warm-up, stable, decay: Hu et al., "MiniCPM", 2024).
+        /// Constant, then linear at the end of the run (warm-up, stable, decay: Hu et al., "MiniCPM", 2024).
         WarmupStableDecay = "wsd",
-        /// It stays.
+        /// No decay.
         Constant = "constant",
     }
 }

@@ -19,7 +19,7 @@ use trireme_tensor::{
     Category, Device, DeviceError, OptimizerState, Precision, Shape, Tensor, View, ViewMut,
 };
 
-/// Names of the settings that it uses, with those of AdamW for the other parameters.
+/// Names of Muon's settings, including AdamW's for the other parameters.
 pub(crate) const SETTINGS: &[&str] =
     &["beta1", "beta2", "eps", "muon_momentum", "muon_iterations", "muon_scale", "muon_adamw_lr_scale"];
 
@@ -30,7 +30,7 @@ pub(crate) const MUON_STATES: &[StateSpec] = &[StateSpec::new("momentum_buffer")
 #[derive(Debug)]
 pub(crate) struct Muon {
     pub(crate) settings: OptimizerSettings,
-    /// Of the products that make a matrix orthogonal.
+    /// Precision of the products that make a matrix orthogonal.
     pub(crate) precision: Precision,
     pub(crate) members: Members,
     pub(crate) states: Vec<OptimizerState>,

@@ -1,4 +1,4 @@
-//! What an optimizer is made from.
+//! Options of an optimizer.
 
 use crate::groups::{ParameterGroup, ParameterSettings};
 use crate::rules::OptimizerName;
@@ -14,20 +14,20 @@ pub struct OptimizerOptions {
     pub settings: OptimizerSettings,
     /// Weight decay of matrices.
     pub weight_decay: f32,
-    /// Whether it extends to vectors.
+    /// Whether norms and biases decay as well.
     pub decay_norms_and_biases: bool,
     /// Parameters with settings of their own; of several groups that match, the first counts.
     pub groups: Vec<ParameterGroup>,
-    /// What state is kept in. Units of fewer than [`OptimizerOptions::INT8_ELEMENTS_MIN`] elements keep f32 instead of 8 bits.
+    /// The type of state. Units of fewer than [`OptimizerOptions::INT8_ELEMENTS_MIN`] elements keep f32 instead of 8 bits.
     pub state_dtype: StateDType,
-    /// How far an update moves biases that [balance](trireme_tensor::ParameterClass::Balance) loads, whatever the optimizer.
+    /// Step length of biases that [balance](trireme_tensor::ParameterClass::Balance) the load of experts, for every optimizer.
     pub balance_rate: f32,
     /// Precision of Muon's matrix products; other optimizers ignore it.
     pub precision: Precision,
 }
 
 impl OptimizerOptions {
-    /// Whether the parameter of this name stays as it is.
+    /// Whether the parameter with this name is frozen.
     pub fn is_frozen(&self, name: &str) -> bool {
         self.group_of(name).is_some_and(|group| group.frozen)
     }
@@ -37,7 +37,7 @@ impl OptimizerOptions {
         self.groups.iter().find(|group| group.matches(name))
     }
 
-    /// The settings of a parameter: those of its class, unless a group says otherwise.
+    /// Returns the settings of a parameter: its group's, or else the defaults of its class.
     pub(crate) fn settings_of(&self, info: &ParameterInfo) -> ParameterSettings {
         let decays = match info.class {
             ParameterClass::Matrix | ParameterClass::Embedding => true,
@@ -57,11 +57,11 @@ impl OptimizerOptions {
         }
     }
 
-    /// How far an update moves biases that balance loads, unless something else is asked for (DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
+    /// Default step length of biases that balance the load of experts (DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
     /// section 4.2).
     pub const BALANCE_RATE: f32 = 1e-3;
 
-    /// Smaller units have blocks too short to save bytes.
+    /// Minimum number of elements of a unit for int8 state. In smaller units, blocks are too short to save bytes.
     pub const INT8_ELEMENTS_MIN: usize = 1 << 16;
 
     /// An optimizer with its default settings, without weight decay and groups, with states and products in f32.

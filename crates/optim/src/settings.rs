@@ -1,9 +1,9 @@
-//! The settings of all optimizers: each with its meaning, its default and its range.
+//! The settings of all optimizers, with documentation, defaults and ranges.
 
 use std::ops::{Bound, RangeBounds};
 
 trireme_base::named! {
-    /// How an orthogonal update of Muon is scaled.
+    /// The scale of Muon's orthogonal updates.
     pub enum MuonScale {
         /// By `sqrt(max(1, rows / cols))` (Jordan 2024).
         Original = "original",
@@ -32,9 +32,9 @@ pub enum SettingValue<'a> {
 pub struct Setting<'a> {
     /// Its name in configs.
     pub name: &'static str,
-    /// Its meaning, a line an element.
+    /// Its documentation, one line per element.
     pub docs: &'static [&'static str],
-    /// Its value, to read or to change.
+    /// A reference to its value.
     pub value: SettingValue<'a>,
 }
 

@@ -11,7 +11,7 @@ named! {
     /// What of a class of state a data-parallel rank holds.
     #[derive(Default)]
     pub enum Share {
-        /// All of it, as every rank does.
+        /// Every rank holds all of it.
         #[default]
         Whole = "whole",
         /// Its shard.

@@ -1,7 +1,7 @@
 use trireme_base::DType;
 
 trireme_base::named! {
-    /// What activations are kept in and products are made of.
+    /// The type of activations and of the factors of products.
     ///
     /// The residual stream, statistics, sums, losses, parameters and their gradients are f32 whatever the precision:
     /// mixed precision as Micikevicius et al. describe it ("Mixed precision training", 2018).

@@ -4,17 +4,16 @@
 #[path = "train/common/mod.rs"]
 mod common;
 
-use common::{job, trainer};
+use common::{job, options, trainer};
 use std::path::Path;
 use std::sync::{Arc, Barrier};
-use std::time::Instant;
 use trireme_comm::CodecName;
 use trireme_model::{Model, ModelError, TensorSpec};
 use trireme_tensor::{Device, ParameterTable};
 use trireme_testkit::{CountingAllocator, build_classifier, classifier_sample, run_ranks_on};
 use trireme_train::config::{Config, Subject};
 use trireme_train::metrics::{MetricsFiles, MetricsWriter};
-use trireme_train::{Dataset, Sample, Silent, Task, TrainError, Trainer, TrainerOptions};
+use trireme_train::{Dataset, Sample, Silent, Task, TrainError, Trainer};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
@@ -160,18 +159,11 @@ fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
     run_ranks_on(hosts, |group| {
         let mut observer = Silent;
         let rank = group.rank().0;
-        let options = TrainerOptions {
-            num_threads: config.training().threads,
-            started: Instant::now(),
-            plan: None,
-            peak_flops: None,
-            features_max: None,
-            ends_at: None,
-            given_config: None,
-        };
         let mut trainer = match &task {
             None => trainer(config, group, &mut observer),
-            Some(task) => Trainer::new(config, Arc::clone(task), group, options, &mut observer).unwrap(),
+            Some(task) => {
+                Trainer::new(config, Arc::clone(task), group, options(config), &mut observer).unwrap()
+            }
         };
         let metrics = folder.path().join(format!("metrics-{rank}"));
         std::fs::create_dir(&metrics).unwrap();

@@ -1,7 +1,7 @@
 use std::str::FromStr;
 
 trireme_base::named! {
-    /// A codec, by the name that a config has for it.
+    /// The codecs.
     #[derive(Default)]
     pub enum CodecName {
         /// f32, as it is.

@@ -1,4 +1,4 @@
-//! Groups of ranks: operations, messages, transports, and what each rank is told when something goes wrong.
+//! Groups of ranks: operations, messages, transports, and the errors that ranks report.
 
 mod algorithms;
 mod collectives;

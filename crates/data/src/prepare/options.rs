@@ -94,7 +94,7 @@ pub struct PrepareOptions {
     pub validation_inputs: Vec<PathBuf>,
     /// If any are named, folders give only files with one of these extensions (without the dot).
     pub extensions: Vec<String>,
-    /// What to do with bytes that are no UTF-8.
+    /// The treatment of bytes that are not valid UTF-8.
     pub invalid_utf8: InvalidUtf8,
     /// The share of tokens held out for validation, in `0..1`.
     pub validation_fraction: f64,

@@ -1,7 +1,7 @@
 use std::str;
 
 trireme_base::named! {
-    /// What to do with bytes that are no UTF-8.
+    /// The treatment of bytes that are not valid UTF-8.
     #[derive(Default, serde::Serialize, serde::Deserialize)]
     #[serde(rename_all = "snake_case")]
     pub enum InvalidUtf8 {

@@ -1,4 +1,4 @@
-//! From files to tokens.
+//! Preparation of corpora: records, texts, tokens.
 
 mod common;
 mod prepare;

@@ -1,4 +1,4 @@
-//! Models against those of other implementations.
+//! Compares models with other implementations.
 
 mod golden;
 mod operations;

@@ -1,4 +1,4 @@
-//! Adafactor (Shazeer, Stern 2018): its numbers, and its update of parameters that are not factored.
+//! Adafactor (Shazeer, Stern 2018): its scalars, and its update of parameters that are not factored.
 
 use super::rule::{Rule, StateSpec};
 use crate::members::Member;
@@ -7,7 +7,7 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::{RmsStep, Update};
 
-/// Names of the settings that it uses.
+/// Names of the optimizer's settings.
 pub(super) const SETTINGS: &[&str] = &["beta2_decay", "clip_threshold", "relative_step"];
 
 #[derive(Debug)]

@@ -104,7 +104,7 @@ impl Rule for CompressedAdam {
     }
 }
 
-/// When the second moment is updated, by optimizers that exchange momentum the rest of the time.
+/// The steps that update the second moment, in optimizers that exchange momentum in the other steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum VarianceSchedule {
     /// In the first steps, then never again: 1-bit Adam (Tang et al. 2021).

@@ -1,4 +1,4 @@
-//! The optimizers by name, and how each of them updates elements.
+//! The optimizers and their elementwise update rules.
 //!
 //! To add an elementwise optimizer, implement [`Rule`] in a new file and add its name, settings and constructor to [`OptimizerName`]. If no
 //! [`Update`](trireme_tensor::updates::Update) fits, add one to `trireme_tensor::updates`.

@@ -1,4 +1,4 @@
-//! What an elementwise optimizer is.
+//! The interface of elementwise optimizers.
 
 use super::adam::CompressedAdam;
 use crate::members::Member;
@@ -7,7 +7,7 @@ use std::fmt::Debug;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::Update;
 
-/// A state of a rule.
+/// The description of a state tensor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StateSpec {
     /// The name in checkpoints.
@@ -25,15 +25,15 @@ impl StateSpec {
     }
 }
 
-/// How the elements of parameters are updated.
+/// An elementwise update rule.
 pub(crate) trait Rule: Debug + Send + Sync {
     /// The states, at most two.
     fn states(&self) -> &'static [StateSpec];
 
-    /// The update, of which the learning rate is still to be [scaled](Rule::scale).
+    /// Returns the update. If the rule needs sums, its learning rate is multiplied by [`scale`](Rule::scale).
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update;
 
-    /// Number of sums over each whole parameter that the update needs, in the first exchange and in the second.
+    /// Number of sums over each full parameter that the update needs, in the first and in the second exchange.
     fn num_sums(&self) -> [usize; 2] {
         [0, 0]
     }
@@ -48,7 +48,7 @@ pub(crate) trait Rule: Debug + Send + Sync {
         false
     }
 
-    /// How the sums over a member scale its learning rate.
+    /// Returns how sums over a member scale its learning rate.
     ///
     /// # Panics
     /// If the rule needs no sums.
@@ -56,7 +56,7 @@ pub(crate) trait Rule: Debug + Send + Sync {
         unreachable!("{self:?} takes no sums")
     }
 
-    /// Adam whose momentum may be exchanged instead of gradients, if the rule is that.
+    /// Returns the rule as Adam with exchanged momentum, if it is.
     fn compressed_adam(&self) -> Option<&CompressedAdam> {
         None
     }

@@ -1,4 +1,4 @@
-//! Optimizers, whole and in shards.
+//! Optimizers with full and with sharded state.
 
 mod balance;
 mod common;

@@ -409,7 +409,7 @@ impl Executor {
         self.messages.finish_until(0, &mut self.waiting)
     }
 
-    /// What the operations of a unit's pass over a microbatch work with.
+    /// Returns the precision, axes and random key of a unit's pass over a microbatch.
     fn pass_state(&self, microbatch: usize) -> PassState {
         let continues = matches!(self.in_flight.purpose, Purpose::Generation(_));
         let pass = PassState {

@@ -1,7 +1,7 @@
 //! Pipelines that do not drain between updates: which weights their gradients are of, and what they are applied to.
 
 use crate::common::{
-    ASYNCHRONOUS_STEPS, DEFAULT, Layout, OptimizerKind, Pipeline, SHAPE, batches, change_shard, laid_out,
+    ASYNCHRONOUS_STEPS, DEFAULT, Layout, NamedOptimizer, Pipeline, SHAPE, batches, change_shard, laid_out,
     shard_values,
 };
 use std::ops::Range;
@@ -14,7 +14,7 @@ use trireme_schedule::{Keep, StateLayout};
 use trireme_testkit::{random_batch, run_ranks};
 
 const LR: f64 = 0.3;
-const SGD: OptimizerKind = (OptimizerName::Sgd, OptimizerSettings { momentum: 0.0, ..DEFAULT });
+const SGD: NamedOptimizer = (OptimizerName::Sgd, OptimizerSettings { momentum: 0.0, ..DEFAULT });
 
 /// Six units.
 fn model() -> ModelConfig {

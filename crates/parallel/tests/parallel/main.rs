@@ -1,4 +1,4 @@
-//! The executor on ranks that are threads: every layout comes to the bits, or the values, of one rank.
+//! Runs the executor with ranks as threads: every layout has the same bits, or nearly the same values, as one rank.
 
 mod asynchronous;
 mod axes;

@@ -1,7 +1,7 @@
 //! Momentum that is compressed and exchanged in place of gradients, by 1-bit Adam and 0/1 Adam.
 
 use crate::common::{
-    DEFAULT, Layout, OPTIONS, OptimizerKind, batches, change_shard, dynamic, laid_out, parameter_bits,
+    DEFAULT, Layout, NamedOptimizer, OPTIONS, batches, change_shard, dynamic, laid_out, parameter_bits,
     shard_values,
 };
 use trireme_comm::{
@@ -18,9 +18,9 @@ use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
 const BLOCK_LEN: usize = 128;
-const WARM_UP: OptimizerKind = (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 3, ..DEFAULT });
+const WARM_UP: NamedOptimizer = (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 3, ..DEFAULT });
 /// Updates of the variance in the steps 1, 2, 3, 5, 7, 11, 15, 23.
-const DOUBLING: OptimizerKind =
+const DOUBLING: NamedOptimizer =
     (OptimizerName::ZeroOneAdam, OptimizerSettings { var_update_scaler: 2, ..DEFAULT });
 
 fn model() -> ModelConfig {
@@ -38,7 +38,7 @@ fn one_bit() -> Compression {
 
 fn executor(
     group: Group,
-    optimizer: OptimizerKind,
+    optimizer: NamedOptimizer,
     compression: Compression,
     loss_scaling: LossScaling,
 ) -> Executor {

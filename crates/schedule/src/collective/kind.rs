@@ -1,11 +1,11 @@
-//! What ranks do together.
+//! The collectives and their data flow.
 
 use super::block;
 use std::fmt;
 use trireme_base::{Rank, named};
 
 named! {
-    /// What a group does together, on a vector on every rank.
+    /// The kinds of collectives. Each rank has a vector.
     pub enum CollectiveKind {
         /// Every rank gets the reduction of all vectors.
         AllReduce = "all_reduce",
@@ -28,7 +28,7 @@ named! {
     }
 }
 
-/// What a rank has before or after a collective.
+/// The input or output of a rank in a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Data {
     /// Nothing.
@@ -41,30 +41,30 @@ pub enum Data {
     Blocks,
 }
 
-/// What the root of a collective does.
+/// The role of the root in a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RootRole {
-    /// It alone has an input.
+    /// The root alone has an input.
     Source,
-    /// It alone has an output.
+    /// The root alone has an output.
     Target,
 }
 
 /// The inputs and outputs of a collective, and whether it reduces. Executors derive from it which rank reads which elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataFlow {
-    /// What a rank with an input has.
+    /// The input of a rank that has one.
     pub input: Data,
-    /// What a rank with an output gets.
+    /// The output of a rank that has one.
     pub output: Data,
-    /// What the root does; `None` if all ranks do the same.
+    /// The role of the root; `None` if all ranks have the same role.
     pub root: Option<RootRole>,
     /// Whether elements of several ranks are combined, so that an order matters.
     pub reduces: bool,
 }
 
 impl CollectiveKind {
-    /// Its inputs and outputs.
+    /// Returns the inputs and outputs of the collective.
     pub const fn data_flow(self) -> DataFlow {
         use Data::{Block, Blocks, Nothing, Whole};
         use RootRole::{Source, Target};
@@ -85,7 +85,7 @@ impl CollectiveKind {
     /// The collective on vectors of `len` elements, without a root.
     ///
     /// # Panics
-    /// If it has one.
+    /// If the kind has a root.
     pub const fn with_len(self, len: usize) -> Collective {
         assert!(self.data_flow().root.is_none(), "the collective has a root");
         Collective { kind: self, root: None, len }
@@ -98,14 +98,14 @@ impl CollectiveKind {
     }
 }
 
-/// What a group does together, on a vector of `len` elements on every rank.
+/// A collective on vectors of `len` elements, one on each rank.
 ///
-/// All work in place. [`block`](super::block) says where the
-/// share of a rank lies, before (all-gather, gather) or after (reduce-scatter, scatter) the operation. What else a
-/// vector holds after a reduce, reduce-scatter, gather or scatter is unspecified.
+/// Collectives work in place. [`block`](super::block) is the
+/// range of a rank's share, before (all-gather, gather) or after (reduce-scatter, scatter) the operation. The other elements
+/// of a vector are unspecified after a reduce, reduce-scatter, gather or scatter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Collective {
-    /// Which one.
+    /// The kind.
     pub kind: CollectiveKind,
     root: Option<Rank>,
     /// Elements of the vector, or of all blocks; a multiple of the world size for an all-to-all, 0 for a barrier.
@@ -118,7 +118,7 @@ impl Collective {
         self.root
     }
 
-    /// The same with `map` of its root, if it has one.
+    /// Returns the collective with its root mapped by `map`, if it has a root.
     pub(super) fn map_root(self, map: impl Fn(Rank) -> Rank) -> Self {
         Collective { root: self.root.map(map), ..self }
     }

@@ -1,4 +1,4 @@
-//! The schedules by name, and what each is made from.
+//! The schedules and their recipes.
 
 use super::pass::Pass;
 use super::schedule::{Placement, WeightVersions};
@@ -40,26 +40,26 @@ named! {
 /// The passes of a rank.
 pub(super) type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
 
-/// What a schedule is made from.
+/// The passes, stages and limits of a schedule.
 pub(super) struct Recipe {
     /// The passes of each rank; `None` if they depend on costs.
     pub(super) passes: Option<PassesOfRank>,
-    /// Where stages lie.
+    /// The ranks of the stages.
     pub(super) placement: Placement,
-    /// The numbers of stages that a rank can have.
+    /// The possible numbers of stages per rank.
     pub(super) stages_per_rank: RangeInclusive<usize>,
-    /// What to choose for one stage a rank, if that is too few.
+    /// The schedules to suggest for one stage per rank, if that is too few.
     pub(super) for_one_stage: &'static str,
-    /// The fewest microbatches on so many ranks.
+    /// Minimum number of microbatches, by the number of ranks.
     pub(super) microbatches_min: fn(usize) -> usize,
-    /// What to choose for fewer.
+    /// The schedule to suggest for fewer microbatches.
     pub(super) for_few_microbatches: &'static str,
     /// Which version of its weights a stage reads.
     pub(super) weights: WeightVersions,
 }
 
 impl Recipe {
-    /// A schedule with a stage a rank that drains after each step.
+    /// A schedule with one stage per rank that drains after each step.
     const fn new(passes: PassesOfRank) -> Self {
         Recipe {
             passes: Some(passes),
@@ -72,7 +72,7 @@ impl Recipe {
         }
     }
 
-    /// A schedule with two stages a rank, there and back.
+    /// A folded schedule: two stages per rank, the second in reverse rank order.
     const fn folded(passes: PassesOfRank) -> Self {
         let for_one_stage = "zb-h1 or zb-h2";
         Recipe { placement: Placement::Folded, stages_per_rank: 2..=2, for_one_stage, ..Recipe::new(passes) }
@@ -80,7 +80,7 @@ impl Recipe {
 }
 
 impl Kind {
-    /// What the schedule is made from.
+    /// Returns the schedule's passes, stages and limits.
     pub(super) const fn recipe(self) -> Recipe {
         match self {
             Kind::GPipe => Recipe::new(gpipe::passes),

@@ -1,4 +1,4 @@
-//! Swap files: against an oracle, and with faults.
+//! Compares swap files with an oracle, and injects faults.
 
 mod creation;
 mod faults;

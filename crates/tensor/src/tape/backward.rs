@@ -471,7 +471,7 @@ impl<'a> BackwardContext<'a> {
         self.tape.values[argument].grad = Some(sum).filter(|_| self.tape.values[argument].requires_grad);
     }
 
-    /// What a loss multiplies its gradient by: the [scale](super::PassState::loss_scale) of the pass times the weight of the term.
+    /// The factor of a loss's gradient: the [scale](super::PassState::loss_scale) of the pass times the weight of the term.
     pub fn loss_scale(&self) -> f32 {
         self.tape.pass.loss_scale * self.loss_weight
     }

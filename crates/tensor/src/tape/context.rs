@@ -11,7 +11,7 @@ use crate::tensor::{Tensor, View};
 use crate::values::Values;
 use trireme_base::{Category, DType};
 
-/// What both passes of an operation work with: the device, parameters and the [state of the pass](super::PassState). [`ForwardContext`](super::ForwardContext)
+/// The common context of an operation's forward and backward: the device, parameters and the [state of the pass](super::PassState). [`ForwardContext`](super::ForwardContext)
 /// and [`BackwardContext`](super::BackwardContext) dereference to it.
 pub struct OperationContext<'a> {
     pub(super) tape: &'a mut Tape,
@@ -47,7 +47,7 @@ impl OperationContext<'_> {
         assert!(other.is_none(), "one exchange of rows at a time is between operations");
     }
 
-    /// The exchange that an operation before has [left](OperationContext::leave_rows_in_flight).
+    /// Takes the exchange that an earlier operation has [left](OperationContext::leave_rows_in_flight).
     pub(super) fn take_rows_in_flight(&mut self) -> PendingExchange {
         self.tape.rows_in_flight.take().expect("an operation before has started an exchange of rows")
     }

@@ -6,7 +6,7 @@ use crate::shape::Shape;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, DType};
 
-/// The axes on which several ranks have parts of what a unit computes with; `None` where this rank is the only one.
+/// The axes that split parameters, positions or experts of a unit; `None` for an axis with one rank.
 #[derive(Debug, Clone, Default)]
 pub struct PassAxes {
     /// Ranks that have parts of parameters.
@@ -17,24 +17,24 @@ pub struct PassAxes {
     pub experts: Option<ExpertAxis>,
 }
 
-/// What a rank of the tensor axis has of a value.
+/// The part of a value that a rank of the tensor axis holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sharding {
-    /// All of it, as every rank does.
+    /// Every rank holds all of it.
     #[default]
     Replicated,
     /// An equal part of its rows, in the order of the ranks.
     Rows,
-    /// What belongs to this rank's parts of parameters, such as its heads.
+    /// The part that belongs to this rank's parts of parameters, such as its heads.
     Cut,
 }
 
-/// The tensor axis of a tape.
+/// The tensor axis of a pass.
 #[derive(Debug, Clone)]
 pub struct TensorAxis {
-    /// This rank, and the others.
+    /// Communication with the other ranks of the axis.
     pub ops: Arc<dyn AxisOps>,
-    /// Whether values lie in rows between layers that are cut: sequence parallelism.
+    /// Whether values are sharded by rows between layers that are split: sequence parallelism.
     pub shards_rows: bool,
 }
 
@@ -44,12 +44,12 @@ impl TensorAxis {
         self.ops.place()
     }
 
-    /// What ranks have of values between layers that are cut.
+    /// The sharding of values between layers that are split.
     pub fn between_layers(&self) -> Sharding {
         if self.shards_rows { Sharding::Rows } else { Sharding::Replicated }
     }
 
-    /// What ranks have of a value of this shape and type that passes from unit to unit.
+    /// The sharding of a value of this shape and type that passes from unit to unit.
     pub(super) fn between_units(&self, shape: Shape, dtype: DType) -> Sharding {
         let is_sharded = shape.dims().len() >= ROWS_DIMS_MIN && dtype.is_float();
         if is_sharded { self.between_layers() } else { Sharding::Replicated }
@@ -76,14 +76,14 @@ impl TensorAxis {
     }
 }
 
-/// Values of fewer dims, such as one number a sample, every rank has.
+/// Values of fewer dims, such as one number per sample, are replicated.
 const ROWS_DIMS_MIN: usize = 3;
 
 fn rows_dim(shape: Shape) -> usize {
     shape.dims().len().checked_sub(2).expect("a value in rows has columns")
 }
 
-/// The context axis of a tape.
+/// The context axis of a pass.
 #[derive(Debug, Clone)]
 pub struct ContextAxis {
     /// The ranks among which keys and values travel; `None` if this rank alone has all positions of its heads.

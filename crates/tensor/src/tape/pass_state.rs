@@ -5,7 +5,7 @@ use crate::fp8::Fp8Scales;
 use crate::precision::Precision;
 use std::sync::Arc;
 
-/// What the random numbers of a pass depend on, beside the operation: the same on any layout.
+/// The key of a pass's random numbers, in addition to the operation. It is the same on any layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Randomness {
     /// The run's seed.
@@ -21,15 +21,15 @@ pub struct Randomness {
 /// Precision, axes, position and random key of one pass. The caller of [`Tape::new`](super::Tape::new) provides it.
 #[derive(Debug, Clone)]
 pub struct PassState {
-    /// What products and activations are in.
+    /// Precision of products and activations.
     pub precision: Precision,
     /// Scales of the linear layers that compute in fp8. A recording tape also writes their amaxes.
     pub fp8: Option<Arc<Fp8Scales>>,
-    /// The ranks that work together.
+    /// The axes of the pass.
     pub axes: PassAxes,
-    /// Position at which sequences begin.
+    /// Position of the first token of each sequence.
     pub first_position: usize,
-    /// What random operations depend on.
+    /// The key of random operations.
     pub randomness: Randomness,
     /// Factor of every gradient of a backward pass that starts from a loss. The loss itself is not multiplied.
     pub loss_scale: f32,

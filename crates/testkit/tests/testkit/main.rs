@@ -1,4 +1,4 @@
-//! The networks and relays that other tests use.
+//! Tests of the networks and relays for tests.
 
 mod network;
 mod relay;

@@ -29,7 +29,7 @@ pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
     }
 }
 
-/// The keys that a word may mean: by what other systems call them, by their names, by what is said of them, and by the words that they take.
+/// Returns the keys that a word may mean: by their names in other systems and here, by their documentation, and by the values that they accept.
 fn search(sections: &Sections, word: &str) -> String {
     let lower = word.to_lowercase();
     let mut text = String::new();

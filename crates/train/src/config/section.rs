@@ -77,7 +77,7 @@ pub(super) struct Key {
     pub(super) name: &'static str,
     /// What it means, a line an element.
     pub(super) docs: &'static [&'static str],
-    /// How it is treated when configs of runs or ranks are compared.
+    /// Attributes for the comparison of configs of runs or ranks.
     pub(super) attributes: &'static [Attribute],
     /// What may be written, to stand after "expected".
     pub(super) expected: String,
@@ -85,7 +85,7 @@ pub(super) struct Key {
     pub(super) value: Option<toml::Value>,
 }
 
-/// How a key is treated when configs of runs or ranks are compared.
+/// An attribute of a key for the comparison of configs of runs or ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attribute {
     /// `@no_effect_on_training`: a run may resume with another value without a notice.

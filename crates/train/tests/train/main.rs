@@ -1,4 +1,4 @@
-//! Training runs from config to checkpoint.
+//! Training runs, from the config to the checkpoint.
 
 mod common;
 mod compression;

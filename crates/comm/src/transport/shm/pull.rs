@@ -82,7 +82,7 @@ pub(super) fn pulls(
     reduced.into_iter().chain(copies)
 }
 
-/// What the peers of member `own` read of its input.
+/// The part of the input of member `own` that its peers read.
 pub(super) fn contribution(operation: Operation, own: usize) -> Contribution {
     let collective = on_vectors(operation);
     match collective.has_input(Rank(own)) {
@@ -91,7 +91,7 @@ pub(super) fn contribution(operation: Operation, own: usize) -> Contribution {
     }
 }
 
-/// What the peers of a member with an input read of it.
+/// The part of a member's input that its peers read, if the member has an input.
 fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
     let DataFlow { input, output, .. } = kind.data_flow();
     match (input, output) {

@@ -27,11 +27,11 @@ pub(crate) const OPTIONS: ExecutorOptions = ExecutorOptions {
 };
 
 /// An optimizer with its settings.
-pub(crate) type OptimizerKind = (OptimizerName, OptimizerSettings);
+pub(crate) type NamedOptimizer = (OptimizerName, OptimizerSettings);
 
 pub(crate) const DEFAULT: OptimizerSettings = OptimizerSettings::DEFAULT;
 
-pub(crate) const ADAMW: OptimizerKind = (OptimizerName::AdamW, DEFAULT);
+pub(crate) const ADAMW: NamedOptimizer = (OptimizerName::AdamW, DEFAULT);
 
 /// A scale that starts here and does not grow within a test.
 pub(crate) fn dynamic(initial: u32) -> LossScaling {
@@ -52,7 +52,7 @@ pub(crate) fn executor(
 #[derive(Clone)]
 pub(crate) struct Layout<'a> {
     pub(crate) options: ExecutorOptions,
-    pub(crate) optimizer: OptimizerKind,
+    pub(crate) optimizer: NamedOptimizer,
     pub(crate) weight_decay: f32,
     /// What counts instead of the two.
     pub(crate) optimizer_options: Option<OptimizerOptions>,

@@ -65,7 +65,11 @@ pub(crate) fn open<'a>(
     group: Group,
     observer: &'a mut dyn Observer,
 ) -> Result<Trainer<'a>, TrainError> {
-    let options = TrainerOptions {
+    Trainer::new(config, Arc::new(LanguageTask::open(config)?), group, options(config), observer)
+}
+
+pub(crate) fn options(config: &Config) -> TrainerOptions {
+    TrainerOptions {
         num_threads: config.training().threads,
         started: Instant::now(),
         plan: None,
@@ -73,6 +77,5 @@ pub(crate) fn open<'a>(
         features_max: None,
         ends_at: None,
         given_config: None,
-    };
-    Trainer::new(config, Arc::new(LanguageTask::open(config)?), group, options, observer)
+    }
 }

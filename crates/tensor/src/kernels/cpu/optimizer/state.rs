@@ -28,7 +28,7 @@ const SNAP: f32 = 0.01;
 const STEP_MIN: f32 = 1e-30;
 
 trireme_base::named! {
-    /// What optimizer state is kept in.
+    /// The type of optimizer state.
     pub enum StateDType {
         /// f32.
         F32 = "f32",
