@@ -18,12 +18,12 @@ mod unit;
 
 pub use bundle::{Batch, Bundle, HostBatch, TensorSpec};
 pub use config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, LatentConfig, Llama3Scaling, ModelConfig, Rope,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, LatentConfig, Llama3Scaling, ModelConfig, Rope,
     RopeScaling, RouterScores, SlidingWindow, YarnScaling,
 };
 pub use error::ModelError;
 pub use exercise::Exercise;
-pub use families::{Family, canonical_names, tied_names};
+pub use families::{canonical_names, tied_names};
 pub use model::Model;
 pub use past::Past;
 pub use rehearsal::{BatchTensor, KeptBytes, PassOptions, Rehearsal, Report, UnitRehearsal};

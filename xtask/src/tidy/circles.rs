@@ -14,8 +14,6 @@ const IGNORED_SIZE: usize = 2;
 const CEILINGS: &[(&str, &[usize])] = &[
     ("cli", &[8, 5, 3]),
     ("comm", &[51, 3]),
-    ("data", &[22]),
-    ("model", &[16]),
     ("parallel", &[4]),
     ("tensor", &[8, 7, 4, 4]),
     ("train", &[9, 7, 5, 4]),

@@ -1,8 +1,8 @@
 //! Runs a chat template on messages, in this process.
 
-use super::Answered;
 use super::marks::{ANSWER_BEGINS, ANSWER_ENDS, take_marks};
 use super::python_json::to_json;
+use super::text::Answered;
 use chrono::DateTime;
 use minijinja::value::{Kwargs, Value as TemplateValue};
 use minijinja::{Environment, Error, ErrorKind, State, context};

@@ -1,6 +1,6 @@
 //! Marks in text that a template renders, in characters of the private use area. They are removed again.
 
-use super::Answered;
+use super::text::Answered;
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 

@@ -4,21 +4,21 @@ mod interpreter;
 mod marks;
 mod process;
 mod python_json;
+mod text;
 
 pub use process::{isolate_chat_templates, serve_chat_template};
+pub use text::{Answered, Prompt, Samples};
 
 use crate::tokenizer::named_token;
 use crate::{DataError, TOKENIZER_CONFIG_FILE, Tokenizer};
 use interpreter::{Interpreter, Output, Program, Task};
 use marks::{LiteralNames, has_mark};
 use process::Process;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::UNIX_EPOCH;
@@ -98,49 +98,6 @@ impl PartialEq for ChatTemplate {
             (template.source.clone(), template.special_tokens.clone(), template.literal_names.clone())
         };
         parts(self) == parts(other)
-    }
-}
-
-/// A document, and which parts of it a model is to learn.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Answered {
-    /// The document.
-    pub text: String,
-    /// In bytes, in order.
-    pub answers: Vec<Range<usize>>,
-    /// Byte positions, in order. A special token whose text contains one of them after its first byte was typed in a message, so it is encoded
-    /// as text.
-    pub literal: Vec<usize>,
-    /// Whether the tokenizer's special tokens begin it, because the text has none of its own.
-    pub adds_beginning: bool,
-    /// Whether the tokenizer's special tokens end it, because the text has none of its own.
-    pub adds_end: bool,
-}
-
-/// The documents that a model learns from a conversation.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Samples {
-    /// The conversation as one document; or, if the template shows earlier messages differently once others follow, one document for each
-    /// answer, with the messages before it as the template shows them then.
-    pub documents: Vec<Answered>,
-    /// Number of names of special tokens in the messages.
-    pub num_names: u64,
-}
-
-/// Text for a model to continue.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Prompt {
-    /// The text.
-    pub text: String,
-    /// As [`Answered::literal`].
-    pub literal: Vec<usize>,
-    /// Whether the tokenizer's special tokens begin it. A chat template writes its own.
-    pub adds_beginning: bool,
-}
-
-impl From<String> for Prompt {
-    fn from(text: String) -> Self {
-        Prompt { text, literal: Vec::new(), adds_beginning: true }
     }
 }
 

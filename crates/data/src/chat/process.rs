@@ -3,8 +3,8 @@
 //! A template is a program that others have written, and the interpreter's own limits count its steps, not what a step
 //! costs: thirty steps can double a text thirty times. Only the system can bound that, per process.
 
-use super::Answered;
 use super::interpreter::{Interpreter, Program, Task};
+use super::text::Answered;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;

@@ -1,60 +1,10 @@
 use super::PrepareOptions;
 use super::decompress::Compression;
+use super::report::Skipped;
 use crate::DataError;
-use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
-
-/// Files and folders that were passed over, by reason.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Skipped {
-    /// Names that start with a dot.
-    pub hidden: u64,
-    /// Folders named `target`, where Cargo builds.
-    pub target_folders: u64,
-    /// Files without one of the extensions asked for.
-    pub other_extensions: u64,
-    /// Symbolic links, pipes, devices and sockets.
-    pub not_files: u64,
-    /// Files with a NUL byte near their beginning.
-    pub binary: u64,
-    /// Files and JSON objects without any text.
-    pub empty: u64,
-}
-
-impl Skipped {
-    /// All of them.
-    pub fn total(&self) -> u64 {
-        self.named().iter().map(|(_, count)| count).sum()
-    }
-
-    fn named(&self) -> [(&'static str, u64); 6] {
-        [
-            ("hidden", self.hidden),
-            ("target folders", self.target_folders),
-            ("other extensions", self.other_extensions),
-            ("special files", self.not_files),
-            ("binary", self.binary),
-            ("empty", self.empty),
-        ]
-    }
-}
-
-impl fmt::Display for Skipped {
-    /// `3 hidden, 1 binary`, or `none`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let parts: Vec<String> = self
-            .named()
-            .iter()
-            .filter(|(_, count)| *count > 0)
-            .map(|(name, count)| format!("{count} {name}"))
-            .collect();
-        f.pad(if parts.is_empty() { "none" } else { "" })?;
-        f.write_str(&parts.join(", "))
-    }
-}
 
 /// How the text lies in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,6 +2,8 @@
 
 mod batch;
 mod decompress;
+mod files;
+mod fingerprint;
 mod inputs;
 mod json_array;
 pub(crate) mod json_lines;
@@ -17,9 +19,10 @@ mod staging;
 mod surrogates;
 mod utf8;
 
-pub use inputs::Skipped;
+pub use files::{REPORT_FILE, TRAIN_FILE, TRAIN_MASK_FILE, VALIDATION_FILE, VALIDATION_MASK_FILE};
 pub use options::{PrepareOptions, TokenizerChoice};
-pub use report::{ForeignForms, Part, PrepareReport, Source};
+pub use report::{ForeignForms, Part, PrepareReport, Skipped, Source};
+pub use staging::Existing;
 pub use utf8::InvalidUtf8;
 
 use crate::chat::CHAT_TEMPLATE_FILE;
@@ -42,18 +45,7 @@ use std::thread;
 use std::time::Duration;
 use trireme_base::spawn_scoped_thread;
 
-/// The tokens to train on, in the folder of a prepared corpus.
-pub const TRAIN_FILE: &str = "train.tokens";
-/// The tokens held out for validation, in the folder of a prepared corpus.
-pub const VALIDATION_FILE: &str = "validation.tokens";
-/// What was prepared and how; written last, so a folder that has it is complete.
-pub const REPORT_FILE: &str = "prepare.json";
-
-/// Which of the tokens to train on count in the loss, in the folder of a prepared corpus: 1, or 0 for those that are only read.
-pub const TRAIN_MASK_FILE: &str = "train.mask.tokens";
-/// The same of those held out.
-pub const VALIDATION_MASK_FILE: &str = "validation.mask.tokens";
-
+/// All files that preparing a corpus may write, except [`REPORT_FILE`].
 const OUTPUT_FILES: [&str; 7] = [
     TRAIN_FILE,
     VALIDATION_FILE,
@@ -118,15 +110,6 @@ impl Progress for Silent {
 /// but cannot be moved into their place, the folder has no [`REPORT_FILE`] and counts as not prepared.
 pub fn prepare(options: &PrepareOptions, progress: &dyn Progress) -> Result<PrepareReport, DataError> {
     stage(options, Existing::Replace, progress)?.commit()
-}
-
-/// What becomes of a corpus that is in the output folder already.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Existing {
-    /// The new one takes its place.
-    Replace,
-    /// It stays, and preparing is refused.
-    Keep,
 }
 
 /// A corpus that is complete, and not yet in its place. Dropping it removes it.

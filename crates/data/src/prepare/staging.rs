@@ -1,8 +1,16 @@
-use super::Existing;
 use crate::DataError;
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+
+/// What becomes of a corpus that is in the output folder already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Existing {
+    /// The new one takes its place.
+    Replace,
+    /// It stays, and preparing is refused.
+    Keep,
+}
 
 /// Files in the making lie here, inside the output folder so that renaming them is atomic.
 const STAGING_FOLDER: &str = ".trireme-prepare";

@@ -5,15 +5,36 @@ use super::{
 };
 use crate::DataError;
 use serde_json::json;
+use sha2::{Digest, Sha256};
+use std::fmt::Write;
 use tokenizers::AddedToken;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-/// What transformers reads beside [`TOKENIZER_FILE`]: the class, and which tokens begin and end a text.
-pub const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
-
 impl Tokenizer {
-    /// A [`TOKENIZER_CONFIG_FILE`] for a model that was trained on documents with this tokenizer: transformers' `AutoTokenizer` reads it
+    /// Names what the tokenizer does: the SHA-256 of its parts that turn text into ids and back, in hexadecimal. How a file writes
+    /// them down makes no difference, and neither do the parts that [are left out](Tokenizer).
+    ///
+    /// # Errors
+    /// If the tokenizer library cannot write it down.
+    pub fn sha256(&self) -> Result<String, DataError> {
+        let parts = self.parts().map_err(|source| DataError::DescribeTokenizer { source })?;
+        let digest = Sha256::digest(parts.as_bytes());
+        Ok(digest.iter().fold(String::with_capacity(2 * digest.len()), |mut text, byte| {
+            write!(text, "{byte:02x}").expect("a string takes everything");
+            text
+        }))
+    }
+
+    /// A `tokenizer.json` with what is used of the tokenizer.
+    fn parts(&self) -> Result<String, tokenizers::Error> {
+        match &self.kind {
+            Kind::Bytes => bytes()?.to_string(false),
+            Kind::HuggingFace(inner) => inner.tokenizer.to_string(false),
+        }
+    }
+
+    /// A [`TOKENIZER_CONFIG_FILE`](crate::TOKENIZER_CONFIG_FILE) for a model that was trained on documents with this tokenizer: transformers' `AutoTokenizer` reads it
     /// with the [`TOKENIZER_FILE`]. The token that ends a document also begins a text if the post-processor names no other one.
     pub fn config_json(&self, max_tokens: usize) -> String {
         let name = |id| match &self.kind {
@@ -50,7 +71,7 @@ impl Tokenizer {
 }
 
 /// A byte-level BPE that gives each byte its value as an id.
-pub(super) fn bytes() -> Result<tokenizers::Tokenizer, tokenizers::Error> {
+fn bytes() -> Result<tokenizers::Tokenizer, tokenizers::Error> {
     let vocabulary: [_; 256] =
         std::array::from_fn(|byte| (byte_character(byte as u8).to_string(), byte as u32));
     let model = BPE::builder().vocab_and_merges(vocabulary, Vec::new()).build()?;

@@ -2,19 +2,17 @@
 
 mod checks;
 mod export;
+mod literal;
 mod special;
 mod stream;
 mod train;
 
-pub use export::TOKENIZER_CONFIG_FILE;
 pub(crate) use special::named_token;
 pub use stream::StreamDecoder;
 pub(crate) use train::BPE_VOCABULARY_SIZE_MIN;
 
 use crate::{DataError, PrepareReport, Prompt, VOCABULARY_SIZE_MAX};
 use checks::guarded;
-use sha2::{Digest, Sha256};
-use std::fmt::Write;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -24,6 +22,8 @@ use trireme_base::open_regular;
 
 /// A Hugging Face tokenizer, in the folder of a prepared corpus or of a model.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
+/// What transformers reads next to [`TOKENIZER_FILE`]: the class, and which tokens begin and end a text.
+pub const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 /// Marks the bytes tokenizer in the folder of a prepared corpus or of a model.
 pub const BYTES_TOKENIZER_FILE: &str = "tokenizer.bytes.json";
 
@@ -204,28 +204,6 @@ impl Tokenizer {
         }
     }
 
-    /// Names what the tokenizer does: the SHA-256 of its parts that turn text into ids and back, in hexadecimal. How a file writes
-    /// them down makes no difference, and neither do the parts that [are left out](Tokenizer).
-    ///
-    /// # Errors
-    /// If the tokenizer library cannot write it down.
-    pub fn sha256(&self) -> Result<String, DataError> {
-        let parts = self.parts().map_err(|source| DataError::DescribeTokenizer { source })?;
-        let digest = Sha256::digest(parts.as_bytes());
-        Ok(digest.iter().fold(String::with_capacity(2 * digest.len()), |mut text, byte| {
-            write!(text, "{byte:02x}").expect("a string takes everything");
-            text
-        }))
-    }
-
-    /// A `tokenizer.json` with what is used of the tokenizer.
-    fn parts(&self) -> Result<String, tokenizers::Error> {
-        match &self.kind {
-            Kind::Bytes => export::bytes()?.to_string(false),
-            Kind::HuggingFace(inner) => inner.tokenizer.to_string(false),
-        }
-    }
-
     /// Appends the tokens of `text` to `out`.
     ///
     /// # Errors
@@ -317,11 +295,6 @@ impl Tokenizer {
                 Ok(texts.map(|text| text.chars().count() as u64).sum())
             }
         }
-    }
-
-    /// Decodes ids one at a time, as a model makes them.
-    pub fn stream_decoder(&self) -> StreamDecoder<'_> {
-        StreamDecoder::new(self)
     }
 
     /// Found by trying both on two words.

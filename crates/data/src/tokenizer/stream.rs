@@ -1,3 +1,5 @@
+//! Decoding of tokens one at a time.
+
 use super::Tokenizer;
 use crate::DataError;
 
@@ -24,11 +26,14 @@ pub struct StreamDecoder<'a> {
     given: usize,
 }
 
-impl<'a> StreamDecoder<'a> {
-    pub(super) fn new(tokenizer: &'a Tokenizer) -> Self {
-        StreamDecoder { tokenizer, ids: Vec::new(), num_context: 0, given: 0 }
+impl Tokenizer {
+    /// Decodes ids one at a time, as a model makes them.
+    pub fn stream_decoder(&self) -> StreamDecoder<'_> {
+        StreamDecoder { tokenizer: self, ids: Vec::new(), num_context: 0, given: 0 }
     }
+}
 
+impl StreamDecoder<'_> {
     /// Takes the next token and returns the text that became final by it, often that of this very token.
     ///
     /// # Errors

@@ -1,20 +1,21 @@
 //! Hugging Face `config.json`, read into one description for every family.
 
 mod experts;
+mod family;
 mod reader;
 mod rope;
 
 pub use experts::{ExchangeConfig, ExpertsConfig, LatentConfig, RouterScores};
+pub use family::Family;
+pub(crate) use family::Fixed;
 pub(crate) use reader::{Reader, shortest, wrong};
 pub(crate) use rope::read_rope;
 pub use rope::{Llama3Scaling, Rope, RopeScaling, YarnScaling};
 
 use crate::error::ModelError;
-use crate::families::{self, FAMILIES, Family};
 use crate::model::Model;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::sync::Arc;
-use trireme_base::{json_text, parse_json};
 use trireme_tensor::tape::{DynamicScaling, RotaryTable};
 use trireme_tensor::{Activation, AttentionRule, Device, ParameterTable};
 
@@ -171,34 +172,6 @@ const LAYERS_MAX: usize = 4096;
 const POSITIONS_MAX: usize = 1 << 24;
 
 impl ModelConfig {
-    /// Reads the text of a `config.json` whose `model_type` is a [family](Family) of Trireme's.
-    pub fn from_json(text: &str) -> Result<Self, ModelError> {
-        let value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
-        let Value::Object(map) = &value else { return Err(wrong("config.json", &value, "an object")) };
-        let found = map.get("model_type").unwrap_or(&Value::Null);
-        let known = FAMILIES.iter().find(|family| found.as_str() == Some(family.name()));
-        let family = *known.ok_or_else(|| {
-            let names: Vec<String> = FAMILIES.iter().map(|family| format!("\"{}\"", family.name())).collect();
-            wrong("model_type", found, &names.join(" or "))
-        })?;
-        let reader = Reader { map, family };
-        family.fixed.iter().try_for_each(|(key, accepted)| reader.require(key, accepted))?;
-        let config = (family.read)(&reader)?;
-        config.check()?;
-        Ok(config)
-    }
-
-    /// The keys by which a `config.json` asks for dropout, with their rates, such as `resid_pdrop = 0.1`. Training leaves it out unless
-    /// the user asks for dropout as well.
-    pub fn dropout_keys(text: &str) -> Vec<String> {
-        let value = parse_json(text.as_bytes()).unwrap_or_default();
-        ["resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"]
-            .into_iter()
-            .filter(|key| value[key].as_f64().is_some_and(|rate| rate > 0.0))
-            .map(|key| format!("{key} = {}", value[key]))
-            .collect()
-    }
-
     /// Checks that the sizes fit each other.
     pub fn check(&self) -> Result<(), ModelError> {
         let fits = |key: &str, found: usize, divides: bool, expected: String| {
@@ -294,193 +267,7 @@ impl ModelConfig {
             };
             table.map(Arc::new)
         };
-        Ok(families::build(self, self.rope.as_ref().map(angles).transpose()?.as_ref(), table))
-    }
-
-    /// The `config.json` that reads back as this model, where `text` is the one that it was read from before some of it was changed: what
-    /// has not changed, and what is not used here, stays as it is. A `quantization_config` does not stay: weights are floating-point numbers.
-    ///
-    /// # Errors
-    /// If `text` describes no model.
-    pub fn to_json_within(&self, text: &str) -> Result<String, ModelError> {
-        let read = Self::from_json(text)?;
-        let (Value::Object(own), Value::Object(before)) = (self.to_json(), read.to_json()) else {
-            unreachable!("a model is written as an object");
-        };
-        let changed: Vec<_> = own.into_iter().filter(|(key, value)| before.get(key) != Some(value)).collect();
-        let mut value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
-        let map = value.as_object_mut().expect("a model is read from an object");
-        if map.shift_remove("quantization_config").is_none() && changed.is_empty() {
-            // Other programs refuse a byte order mark.
-            return Ok(text.trim_start_matches('\u{feff}').to_owned());
-        }
-        map.extend(changed);
-        Ok(json_text(&value) + "\n")
-    }
-
-    /// The `config.json` that reads back as this model.
-    pub fn to_json(&self) -> Value {
-        (self.family.write)(self)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GPT2: &str = r#"{"model_type":"gpt2","vocab_size":96,"n_positions":64,"n_embd":48,"n_layer":2,"n_head":4,
-        "n_inner":null,"layer_norm_epsilon":1e-05,"resid_pdrop":0.1}"#;
-    const LLAMA: &str = r#"{"model_type":"llama","vocab_size":96,"hidden_size":48,"intermediate_size":80,
-        "num_hidden_layers":2,"num_attention_heads":6,"num_key_value_heads":2,"head_dim":8,"max_position_embeddings":64,
-        "rope_parameters":{"rope_theta":5000.0,"rope_type":"default"}}"#;
-
-    #[test]
-    fn configs_read_back_as_written() {
-        for text in [GPT2, LLAMA] {
-            let config = ModelConfig::from_json(text).unwrap();
-            assert_eq!(ModelConfig::from_json(&config.to_json().to_string()).unwrap(), config);
-        }
-        let llama = ModelConfig::from_json(LLAMA).unwrap();
-        assert_eq!(
-            (llama.rope.unwrap().theta, llama.num_kv_heads, llama.tie_word_embeddings),
-            (5000.0, 2, false)
-        );
-        assert_eq!(ModelConfig::dropout_keys(GPT2), ["resid_pdrop = 0.1"]);
-        assert!(ModelConfig::dropout_keys(LLAMA).is_empty());
-    }
-
-    #[test]
-    fn what_is_not_used_stays() {
-        let config = ModelConfig::from_json(GPT2).unwrap();
-        assert_eq!(config.to_json_within(GPT2).unwrap(), GPT2);
-        let changed = ModelConfig { vocab_size: 97, ..config };
-        let written: Value = serde_json::from_str(&changed.to_json_within(GPT2).unwrap()).unwrap();
-        assert_eq!((&written["vocab_size"], &written["resid_pdrop"]), (&97.into(), &0.1.into()));
-        assert!(changed.to_json_within("{}").is_err());
-    }
-
-    #[test]
-    fn a_config_of_python_is_read_and_kept() {
-        let text = GPT2.replace("null", "null,\"time_step_limit\":[0.0,Infinity]");
-        let config = ModelConfig::from_json(&format!("\u{feff}{text}")).unwrap();
-        assert_eq!(config, ModelConfig::from_json(GPT2).unwrap());
-        assert_eq!(config.to_json_within(&format!("\u{feff}{text}")).unwrap(), text);
-        let changed = ModelConfig { vocab_size: 97, ..config };
-        let written = changed.to_json_within(&text).unwrap();
-        assert!(written.contains("Infinity\n"), "{written}");
-        assert_eq!(ModelConfig::from_json(&written).unwrap(), changed);
-        let refused = ModelConfig::from_json(&text.replace("1e-05", "Infinity")).unwrap_err().to_string();
-        assert!(refused.contains("'layer_norm_epsilon' is Infinity; expected"), "{refused}");
-    }
-
-    #[test]
-    fn rotary_parameters_nested_by_layer_type_are_read_where_they_agree() {
-        let flat = r#"{"rope_theta":5000.0,"rope_type":"default"}"#;
-        let other = flat.replace("5000", "6000");
-        let nested = |full: &str, sliding: &str| {
-            format!(r#"{{"full_attention":{full},"sliding_attention":{sliding}}}"#)
-        };
-        let read = |parameters: &str| ModelConfig::from_json(&LLAMA.replace(flat, parameters));
-        assert_eq!(read(&nested(flat, flat)).unwrap(), ModelConfig::from_json(LLAMA).unwrap());
-        assert_eq!(read(&nested(&other, "null")).unwrap().rope.unwrap().theta, 6000.0);
-        for (parameters, expected) in [
-            (nested(flat, &other), "the same parameters for all types of layers"),
-            (format!(r#"{{"local":{flat}}}"#), "those of full_attention and sliding_attention"),
-            (
-                flat.replace("}", r#","partial_rotary_factor":0.5}"#),
-                "'partial_rotary_factor' is 0.5; expected 1",
-            ),
-        ] {
-            let refused = read(&parameters).unwrap_err().to_string();
-            assert!(refused.contains(expected), "{refused}");
-        }
-    }
-
-    #[test]
-    fn keys_that_are_not_implemented_are_refused_by_name() {
-        for family in FAMILIES {
-            for (key, accepted) in family.fixed {
-                let config = |value: &str| format!(r#"{{"model_type":"{}","{key}":{value}}}"#, family.name());
-                let refusal = |value: &str| ModelConfig::from_json(&config(value)).unwrap_err().to_string();
-                let refused = refusal("\"other\"");
-                assert!(
-                    refused.contains(&format!("'{key}' is \"other\"; expected {}", accepted[0])),
-                    "{refused}"
-                );
-                for value in *accepted {
-                    assert!(refusal(value).contains("lacks"), "{}", config(value));
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn layers_that_slide_need_a_window() {
-        let qwen2 = LLAMA.replace("llama", "qwen2");
-        let read = |types: &str, more: &str| {
-            let keys = format!("\"layer_types\":[\"full_attention\",\"{types}\"]{more},\"rope_parameters\"");
-            ModelConfig::from_json(&qwen2.replace("\"rope_parameters\"", &keys))
-        };
-        let window = ",\"use_sliding_window\":true,\"sliding_window\":8";
-        let sliding = read("sliding_attention", window).unwrap();
-        assert_eq!((sliding.attention.window(0), sliding.attention.window(1)), (None, Some(8)));
-        assert_eq!(read("full_attention", "").unwrap().attention.window(1), None);
-        let refused = read("sliding_attention", ",\"sliding_window\":8").unwrap_err().to_string();
-        assert!(refused.contains("'layer_types'") && refused.contains("use_sliding_window"), "{refused}");
-    }
-
-    #[test]
-    fn what_transformers_reads_first_counts() {
-        let flat = r#""rope_parameters":{"rope_theta":5000.0,"rope_type":"default"}"#;
-        let both = LLAMA.replace(
-            flat,
-            &format!(r#"{flat},"rope_scaling":{{"type":"linear","factor":2.0}},"rope_theta":7.0"#),
-        );
-        let rope = ModelConfig::from_json(&both).unwrap().rope.unwrap();
-        assert_eq!(rope, Rope { theta: 7.0, scaling: Some(RopeScaling::Linear { factor: 2.0 }) });
-        let yarn = r#""rope_scaling":{"type":"yarn","factor":2.0,"original_max_position_embeddings":16}"#;
-        let outside = LLAMA.replace(flat, &format!(r#"{yarn},"original_max_position_embeddings":32"#));
-        match ModelConfig::from_json(&outside).unwrap().rope.unwrap().scaling {
-            Some(RopeScaling::Yarn(scaling)) => assert_eq!(scaling.original_positions, 32),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn a_quantization_does_not_stay() {
-        let text = GPT2.replace("null", "null,\"quantization_config\":{\"quant_method\":\"gptq\"}");
-        let config = ModelConfig::from_json(&text).unwrap();
-        let written: Value = serde_json::from_str(&config.to_json_within(&text).unwrap()).unwrap();
-        assert_eq!((written.get("quantization_config"), &written["resid_pdrop"]), (None, &0.1.into()));
-    }
-
-    #[test]
-    fn refusals_name_the_key_and_what_is_expected() {
-        let refusals = [
-            ("{", "not valid JSON"),
-            (r#"{"model_type":"bert"}"#, "\"gpt2\" or \"llama\" or"),
-            (r#"{"model_type":"gpt2"}"#, "lacks 'n_embd'"),
-            (&GPT2.replace("48", "50"), "a divisor of n_embd 50"),
-            (&GPT2.replace("48", "-1"), "whole number"),
-            (&GPT2.replace("48", "99999999999"), "16777216"),
-            (&GPT2.replace(r#""n_layer":2"#, r#""n_layer":5000"#), "at most 4096 layers"),
-            (
-                &LLAMA.replace("default", "longrope"),
-                "\"default\", \"linear\", \"dynamic\", \"llama3\" or \"yarn\"",
-            ),
-            (&LLAMA.replace("default", "linear"), "lacks 'factor'"),
-            (&LLAMA.replace("default", "llama3"), "lacks 'factor'"),
-            (&LLAMA.replace("5000.0", "0.5"), "a number from 1"),
-            (&GPT2.replace("1e-05", "1e-50"), "within the range of f32"),
-            (
-                &LLAMA.replace(r#""num_key_value_heads":2"#, r#""num_key_value_heads":4"#),
-                "a divisor of 6 heads",
-            ),
-            (&LLAMA.replace(r#""head_dim":8"#, r#""head_dim":7"#), "even"),
-        ];
-        for (text, expected) in refusals {
-            let message = ModelConfig::from_json(text).unwrap_err().to_string();
-            assert!(message.contains(expected), "{message}");
-        }
+        let rotary = self.rope.as_ref().map(angles).transpose()?;
+        Ok((self.family.build)(self, rotary.as_ref(), table))
     }
 }

@@ -1,7 +1,6 @@
 //! A `config.json` being read.
 
 use crate::error::ModelError;
-use crate::families::Family;
 use serde_json::{Map, Value};
 use trireme_base::json_text;
 
@@ -11,7 +10,8 @@ const SIZE_MAX: u64 = 1 << 24;
 /// A `config.json` being read.
 pub(crate) struct Reader<'a> {
     pub(crate) map: &'a Map<String, Value>,
-    pub(crate) family: Family,
+    /// The name of the family.
+    pub(crate) family: &'static str,
 }
 
 impl Reader<'_> {
@@ -24,7 +24,7 @@ impl Reader<'_> {
     }
 
     pub(crate) fn missing(&self, key: &'static str) -> ModelError {
-        ModelError::MissingKey { key, family: self.family.name().to_owned() }
+        ModelError::MissingKey { key, family: self.family.to_owned() }
     }
 
     /// A whole number that may be 0.

@@ -2,10 +2,9 @@
 //! sigmoids, from a few groups, with a bias that balances them.
 
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
-use super::{Family, Fixed};
 use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, LatentConfig, ModelConfig, Reader, RopeScaling,
-    RouterScores, shortest, wrong,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, Fixed, LatentConfig, ModelConfig, Reader,
+    RopeScaling, RouterScores, shortest, wrong,
 };
 use crate::error::ModelError;
 use serde_json::{Value, json};

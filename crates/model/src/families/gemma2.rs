@@ -5,8 +5,7 @@ use super::decoder::{
     Defaults, Style, build, layer_types, read_decoder, read_layer_types, read_window, window_size,
     write_decoder,
 };
-use super::{Family, Fixed};
-use crate::config::{AttentionConfig, ModelConfig, Reader, SlidingWindow};
+use crate::config::{AttentionConfig, Family, Fixed, ModelConfig, Reader, SlidingWindow};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;

@@ -1,9 +1,8 @@
 //! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
-use super::{attention, dropout, normal, output_weight, token_table};
-use crate::config::{AttentionConfig, ModelConfig, Reader, shortest};
+use super::layers::{attention, dropout, normal, output_weight, token_table};
+use crate::config::{AttentionConfig, Family, Fixed, ModelConfig, Reader, shortest};
 use crate::error::ModelError;
-use crate::families::{Family, Fixed};
 use crate::model::Model;
 use crate::transformer::{Block, Head, Mlp, Projection, SelfAttention, TokenEmbedding};
 use crate::unit::Unit;
@@ -26,7 +25,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     let is_exact = reader.get("activation_function") == Some(&json!("gelu"));
     let (hidden_size, num_heads) = (reader.size("n_embd")?, reader.size("n_head")?);
     Ok(ModelConfig {
-        family: Family::GPT2,
+        family: FAMILY,
         vocab_size: reader.size("vocab_size")?,
         hidden_size,
         num_layers: reader.size("n_layer")?,

@@ -1,8 +1,7 @@
 //! llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023), with the scaled rotary positions of llama 3.
 
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
-use super::{Family, Fixed};
-use crate::config::{ModelConfig, Reader};
+use crate::config::{Family, Fixed, ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 

@@ -1,8 +1,7 @@
 //! mistral (Jiang et al., "Mistral 7B", 2023): llama, in which attention may slide.
 
 use super::decoder::{Defaults, Style, build, read_decoder, read_window, window_size, write_decoder};
-use super::{Family, Fixed};
-use crate::config::{AttentionConfig, ModelConfig, Reader, SlidingWindow};
+use crate::config::{AttentionConfig, Family, Fixed, ModelConfig, Reader, SlidingWindow};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 

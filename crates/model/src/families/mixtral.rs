@@ -1,10 +1,9 @@
 //! mixtral (Jiang et al., "Mixtral of experts", 2024): mistral, in which each token goes through a few of a layer's feed-forward layers.
 
 use super::decoder::{Defaults, ExpertNames, Style, build, read_decoder, window_size, write_decoder};
-use super::{Family, Fixed};
 use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, ModelConfig, Reader, RouterScores, SlidingWindow,
-    shortest,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, Fixed, ModelConfig, Reader, RouterScores,
+    SlidingWindow, shortest,
 };
 use crate::error::ModelError;
 use serde_json::{Value, json};

@@ -3,8 +3,7 @@
 use super::decoder::{
     Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
-use super::{Family, Fixed};
-use crate::config::{ModelConfig, Reader};
+use crate::config::{Family, Fixed, ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 

@@ -3,10 +3,9 @@
 
 use super::decoder::{Defaults, build, read_decoder, read_window, window_size, write_decoder};
 use super::qwen3::STYLE;
-use super::{Family, Fixed};
 use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, ModelConfig, Reader, RouterScores, SlidingWindow,
-    shortest,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, Fixed, ModelConfig, Reader, RouterScores,
+    SlidingWindow, shortest,
 };
 use crate::error::ModelError;
 use serde_json::{Value, json};

@@ -2,7 +2,7 @@
 
 use super::{ExpertNames, Style};
 use crate::config::{ExpertsConfig, LatentConfig, ModelConfig, RouterScores};
-use crate::families::{attention, dropout, kv_heads, normal, output_weight, token_table};
+use crate::families::layers::{attention, dropout, kv_heads, normal, output_weight, token_table};
 use crate::model::Model;
 use crate::transformer::{
     Block, Experts, Head, LatentAttention, LatentQueries, MixtureOfExperts, Mlp, Projection, QkNorms,

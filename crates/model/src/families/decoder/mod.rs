@@ -5,8 +5,9 @@ mod builder;
 
 pub(super) use builder::build;
 
-use super::Family;
-use crate::config::{AttentionConfig, ModelConfig, Reader, SlidingWindow, read_rope, shortest, wrong};
+use crate::config::{
+    AttentionConfig, Family, ModelConfig, Reader, SlidingWindow, read_rope, shortest, wrong,
+};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;

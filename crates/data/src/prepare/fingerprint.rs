@@ -1,0 +1,54 @@
+//! Identifies everything that a prepared corpus depends on.
+
+use super::inputs::Inputs;
+use super::options::{PrepareOptions, TokenizerChoice};
+use crate::DataError;
+use crate::tokenizer::end_named_beside;
+use std::fs;
+
+/// Changes whenever the same inputs and options give other files than before.
+const OUTPUT_VERSION: u32 = 4;
+
+impl PrepareOptions {
+    /// Names everything that the output depends on.
+    pub(super) fn fingerprint(&self, inputs: &Inputs) -> Result<String, DataError> {
+        let mut hasher = crc32fast::Hasher::new();
+        let tokenizer = match &self.tokenizer {
+            // Wherever the model is.
+            TokenizerChoice::OfModel { tokenizer, .. } => {
+                let around = (tokenizer.beginning(), tokenizer.ending());
+                format!("OfModel({}, {around:?})", tokenizer.sha256()?)
+            }
+            choice => format!("{choice:?}"),
+        };
+        let settings = (
+            OUTPUT_VERSION,
+            format_args!("{tokenizer}"),
+            &self.field,
+            &self.extensions,
+            self.invalid_utf8,
+            self.validation_fraction,
+        );
+        hasher.update(format!("{settings:?}").as_bytes());
+        if let TokenizerChoice::File(path) = &self.tokenizer {
+            let read = |source| DataError::Read { path: path.clone(), source };
+            hasher.update(&fs::read(path).map_err(read)?);
+            hasher.update(end_named_beside(path)?.unwrap_or_default().as_bytes());
+        }
+        // Without these, fingerprints are those of earlier versions.
+        if let Some(template) = &self.chat_template {
+            template.hash_into(&mut hasher);
+            if self.special_tokens_in_messages {
+                hasher.update(b"special_tokens_in_messages");
+            }
+        }
+        if !self.weights.is_empty() {
+            hasher.update(format!("{:?}", self.weights).as_bytes());
+        }
+        let validation = match self.validation_inputs.is_empty() {
+            true => String::new(),
+            false => format!("-{}", Inputs::of(&self.validation_inputs, self)?.fingerprint()),
+        };
+        Ok(format!("{:08x}-{}{validation}", hasher.finalize(), inputs.fingerprint()))
+    }
+}

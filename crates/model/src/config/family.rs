@@ -1,0 +1,46 @@
+//! The description of a family of models.
+
+use super::{ModelConfig, Reader};
+use crate::error::ModelError;
+use crate::model::Model;
+use serde_json::Value;
+use std::fmt;
+use std::sync::Arc;
+use trireme_tensor::ParameterTable;
+use trireme_tensor::tape::RotaryTable;
+
+/// Keys of a `config.json` that change what a model of a family computes, each with the values, as JSON, that are implemented. Null counts as
+/// the first one.
+pub(crate) type Fixed = &'static [(&'static str, &'static [&'static str])];
+
+/// A family of models.
+#[derive(Clone, Copy)]
+pub struct Family {
+    /// `model_type` in `config.json`.
+    pub(crate) name: &'static str,
+    pub(crate) fixed: Fixed,
+    pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig, ModelError>,
+    pub(crate) write: fn(&ModelConfig) -> Value,
+    pub(crate) build: fn(&ModelConfig, Option<&Arc<RotaryTable>>, ParameterTable) -> Model,
+}
+
+impl Family {
+    /// `model_type` in `config.json`.
+    pub fn name(self) -> &'static str {
+        self.name
+    }
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Family {}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
