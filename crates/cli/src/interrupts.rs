@@ -1,6 +1,7 @@
 //! Signals that ask a run to save a checkpoint and end.
 
-use crate::launch::{ignored_signals, signal_name};
+use crate::death::signal_name;
+use crate::launch::ignored_signals;
 use crate::remarks::remark;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::flag::register_conditional_shutdown;

@@ -1,6 +1,7 @@
 //! The peak speed of a worker's device, which MFU is relative to.
 
-use crate::launch::{HostShare, load_average, tell_all};
+use crate::host::{HostShare, load_average};
+use crate::launch::tell_all;
 use crate::machine_cache::MachineCache;
 use crate::numbers::counted;
 use anyhow::Result;

@@ -13,6 +13,7 @@ mod matmul;
 mod optimizer;
 mod quantized;
 mod recorded;
+mod replay;
 mod sums;
 mod timing;
 mod transfer;
@@ -24,7 +25,8 @@ pub use detached::DetachedOptions;
 pub use error::DeviceError;
 pub use matmul::{MatmulEpilogue, Transpose};
 pub use optimizer::{FactoredMoments, UpdatePass};
-pub use recorded::{RecordedCalls, Replay};
+pub use recorded::RecordedCalls;
+pub use replay::Replay;
 pub use timing::{CallTimer, TimedCall};
 pub use transfer::PinnedMemory;
 
@@ -34,9 +36,10 @@ use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::{CpuFeatures, Operand, OperandMut, Unit};
+use crate::lent_memory::Overflow;
 use crate::memory::MemoryCounter;
 use crate::shape::Shape;
-use crate::tensor::{Overflow, Tensor, View, ViewMut};
+use crate::tensor::{Tensor, View, ViewMut};
 use counting::Counting;
 use detached::Detached;
 use std::panic::Location;
@@ -94,7 +97,7 @@ impl Device {
     pub const ALIGNMENT: usize = ALIGNMENT;
 
     /// Threads that a device may have at most; more are refused before any is started.
-    pub const THREADS_MAX: usize = 1 << 12;
+    pub const THREADS_MAX: usize = ThreadPool::SIZE_MAX;
 
     /// The device of these options, with threads of its own.
     ///

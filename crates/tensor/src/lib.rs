@@ -9,6 +9,7 @@ mod declaration;
 mod device;
 mod fp8;
 mod kernels;
+mod lent_memory;
 mod memory;
 mod optimizer;
 mod parameter_table;
@@ -33,6 +34,7 @@ pub use kernels::{
     Activation, AttentionRule, AttentionShape, ChosenGroups, CpuFeatures, ExactSum, FactoredStep, GroupLimit,
     IntegerFormat, LatentHeadShape, LeafRun, Piece, Pieces, RoutingRule, StateDType, StepScale, updates,
 };
+pub use lent_memory::{LentMemory, Overflow};
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameter_table::{
@@ -43,6 +45,6 @@ pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, PassState, Tape, Var};
-pub use tensor::{LentMemory, Overflow, Tensor, View, ViewMut};
+pub use tensor::{Tensor, View, ViewMut};
 pub use trireme_base::{AxisPlace, Category, Cut};
 pub use values::Values;

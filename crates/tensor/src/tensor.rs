@@ -1,13 +1,12 @@
 use crate::device::DeviceError;
 use crate::kernels::cpu::arena::{Arena, Block, OutOfMemory};
 use crate::kernels::{Operand, OperandMut};
+use crate::lent_memory::LentMemory;
 use crate::shape::Shape;
-use std::any::Any;
-use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{Category, DType, HostMemory};
+use trireme_base::{Category, DType};
 
 /// A row-major array, in memory of a device or in memory lent by the host.
 #[derive(Debug)]
@@ -21,18 +20,6 @@ pub struct Tensor {
 enum Memory {
     Block(Block),
     Lent(LentGuard),
-}
-
-/// Memory of the host in which a tensor lies until it is dropped, such as that which ranks exchange.
-pub trait LentMemory: HostMemory + Sync + Any + fmt::Debug {
-    /// The tensor was dropped.
-    fn give_back(self: Box<Self>);
-}
-
-/// Where activations lie that do not fit into a device's budget.
-pub trait Overflow: fmt::Debug + Send + Sync {
-    /// So many bytes, with unspecified contents; `None` if there are none either.
-    fn take(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>>;
 }
 
 /// Gives lent memory back.
@@ -376,6 +363,7 @@ mod tests {
     use crate::{Device, DeviceOptions};
     use std::sync::{Arc, Mutex};
     use trireme_base::Category;
+    use trireme_base::HostMemory;
 
     /// Eight bytes that come back to a list.
     #[derive(Debug)]

@@ -7,7 +7,7 @@
 use crate::choices::StepChoices;
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::setup::proven_programs;
+use crate::programs::proven_programs;
 use crate::stages::{StageChoice, counted_costs, stages_of};
 use std::fmt::Write;
 use std::ops::Range;

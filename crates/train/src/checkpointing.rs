@@ -2,10 +2,8 @@
 
 use crate::compression::{CompressionState, CompressorStates, compressor_bytes};
 use crate::config::Config;
-use crate::corpus::CORPUS;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
-use crate::language::TOKENIZER;
 use crate::run_folder::CONFIG_TOML;
 use crate::task::Task;
 use serde::de::Error as _;
@@ -24,6 +22,12 @@ use trireme_optim::{LossScalerState, State, StateInfo};
 use trireme_parallel::{Executor, ParallelError};
 use trireme_plan::{HeldBox, TensorPlacement};
 use trireme_schedule::StateClass;
+
+/// The name of the corpus' checksum in the identity of its samples.
+pub(crate) const CORPUS: &str = "corpus";
+
+/// The name of the tokenizer's hash in the identity of the samples.
+pub(crate) const TOKENIZER: &str = "tokenizer";
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
 /// counter, so the seed and the next sample are all of the generator's state.

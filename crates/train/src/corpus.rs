@@ -1,7 +1,7 @@
 //! Where a run's corpus is. A corpus that a checkpoint may refer to is never replaced: another one is made beside it, as
 //! `folder-2`, `folder-3` and so on. Only a corpus within the folder of a run that has no checkpoints is replaced.
 
-use crate::checkpointing::samples_of;
+use crate::checkpointing::{CORPUS, samples_of};
 use crate::config::{Change, Config};
 use crate::error::TrainError;
 use crate::pretrained::{Pretrained, chat_template, check_tokenizer, tokenizer_choice};
@@ -16,9 +16,6 @@ use trireme_data::{
     ChatTemplate, Corpus, DataError, Existing, MaskedTokens, PrepareOptions, PrepareReport, Progress, Source,
     TokenFile, TokenizerChoice, check_inputs, is_current, is_free, stage,
 };
-
-/// The name of the corpus' checksum in the identity of its samples.
-pub(crate) const CORPUS: &str = "corpus";
 
 /// The name of the checksum of its loss mask there.
 const LOSS_MASK: &str = "loss mask";

@@ -3,6 +3,7 @@
 use crate::config::{Config, DeviceName, HugePages};
 use crate::error::TrainError;
 use rustix::thread::disable_transparent_huge_pages;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use trireme_parallel::Spill;
 use trireme_tensor::{
@@ -45,4 +46,17 @@ pub(crate) fn spill(config: &Config, device: &Device, reserved: usize) -> Option
     let spill = Arc::new(Spill::new(config.offload().folder.clone()));
     device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, reserved);
     Some(spill)
+}
+
+/// An equal share of this host's cores for each of `local_world_size` workers, at least one.
+pub fn share_of_cores(local_world_size: usize) -> usize {
+    (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / local_world_size.max(1)).max(1)
+}
+
+/// Threads of a worker: as the config says, or its `share` of the cores.
+pub fn local_threads(config: &Config, share: usize) -> usize {
+    match config.training().threads {
+        0 => share,
+        threads => threads,
+    }
 }

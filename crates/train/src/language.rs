@@ -1,11 +1,12 @@
 //! Language models: the task that a config describes with `[model]` and `[data]`.
 
+use crate::checkpointing::TOKENIZER;
 use crate::config::{self, Config};
 use crate::corpus::corpus_identity;
 use crate::dataset::{Dataset, Sample};
 use crate::error::TrainError;
+use crate::model_config::{model_config, model_config_json};
 use crate::pretrained::{Pretrained, check_tokenizer};
-use crate::setup::{model_config, model_config_json};
 use crate::task::{Task, TaskFile};
 use serde_json::Value;
 use std::borrow::Cow;
@@ -24,9 +25,6 @@ use trireme_model::{
     DOCUMENT_STARTS, LOSS_WEIGHTS, Model, ModelConfig, ModelError, TARGETS, TOKEN_WEIGHTS, TOKENS, TensorSpec,
 };
 use trireme_tensor::{Device, ParameterTable};
-
-/// The name of the tokenizer's hash in the identity of the samples.
-pub(crate) const TOKENIZER: &str = "tokenizer";
 
 /// A language model, and the corpus that it learns to predict.
 #[derive(Debug)]

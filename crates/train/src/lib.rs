@@ -16,20 +16,24 @@ mod dataset;
 mod device;
 mod error;
 mod evaluation;
+mod executor;
 mod fp8;
 mod language;
 pub mod metrics;
+mod model_config;
+mod notices;
 mod observer;
 mod optimizer;
+mod passes;
 mod preflight;
 mod pretrained;
+mod programs;
 mod requests;
 mod resume;
 mod run_folder;
 mod run_lock;
 mod sample;
 mod schedule_file;
-mod setup;
 mod stages;
 mod task;
 mod time_limit;
@@ -47,28 +51,28 @@ pub use corpus::{
 };
 pub use corpus_samples::{CorpusSamples, SampleView};
 pub use dataset::{Dataset, Sample};
-pub use device::device_options;
+pub use device::{device_options, local_threads, share_of_cores};
 pub use error::TrainError;
 pub use evaluation::{Evaluation, Evaluator};
+pub use executor::{executor_options, new_executor};
 pub use fp8::FP8_NOTICE;
 pub use language::{LanguageTask, Sequences};
+pub use model_config::model_config;
 pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
+pub use passes::positions_of_batch;
 pub use preflight::preflight;
 pub use pretrained::{
     TOKENIZER_NOTE, chat_template_alone, chat_template_for, chat_template_next_to, model_tokenizer,
 };
+pub use programs::{base_programs, lowered, pipeline_schedule, proven_programs, step_programs};
 pub use requests::{Requests, StoppedBy};
-pub use resume::resume_point;
-pub use run_folder::{CONFIG_TOML, FLIGHT_RECORDER_FOLDER, earlier_run};
+pub use resume::{earlier_run, resume_point};
+pub use run_folder::{CONFIG_TOML, FLIGHT_RECORDER_FOLDER};
 pub use run_lock::RunLock;
 pub use sample::{Ended, SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
-pub use setup::{
-    base_programs, executor_options, local_threads, lowered, model_config, new_executor, positions_of_batch,
-    proven_programs, share_of_cores, step_programs,
-};
-pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
+pub use stages::{StageChoice, pipeline_costs};
 pub use task::{Samples, Task, TaskFile};
 pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan};
 pub use validation::{Validated, validation_batches};

@@ -1,8 +1,8 @@
-//! From the config to an optimizer.
+//! The optimizer and the learning-rate schedule that a config describes.
 
 use crate::config::Config;
 use crate::error::TrainError;
-use trireme_optim::OptimizerOptions;
+use trireme_optim::{LrSchedule, OptimizerOptions};
 use trireme_tensor::ParameterTable;
 
 /// The optimizer that the config describes, for a model with these parameters.
@@ -25,5 +25,18 @@ pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<Opti
     match names.iter().all(|name| options.is_frozen(name)) {
         true => Err(TrainError::AllFrozen { num_parameters: names.len() }),
         false => Ok(options),
+    }
+}
+
+/// The learning-rate schedule of a run.
+pub(crate) fn lr_schedule(config: &Config) -> LrSchedule {
+    let scheduler = config.lr_scheduler();
+    LrSchedule {
+        peak: config.optimizer().lr,
+        warmup_steps: scheduler.warmup_steps,
+        decay: scheduler.decay,
+        decay_steps: scheduler.decay_steps,
+        total_steps: config.training().steps,
+        min_factor: scheduler.min_lr_factor,
     }
 }

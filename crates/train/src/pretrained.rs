@@ -1,9 +1,8 @@
 //! The model that a run begins with: what belongs to it beside weights.
 
-use crate::checkpointing::samples_of;
+use crate::checkpointing::{TOKENIZER, samples_of};
 use crate::config::{self, Config};
 use crate::error::TrainError;
-use crate::language::TOKENIZER;
 use crate::resume::resume_point;
 use std::io::Read;
 use std::path::{Path, PathBuf};

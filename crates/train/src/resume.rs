@@ -7,12 +7,14 @@ use crate::config::{Change, Config, Resume};
 use crate::dataset::Dataset;
 use crate::error::TrainError;
 use crate::fp8::read_histories;
+use crate::metrics::METRICS_FILE;
 use crate::observer::Observer;
 use crate::task::Task;
 use crate::weights::{checked_weights, part, read_boxes, read_held};
 use serde::de::Error as _;
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
+use std::fs;
 use std::path::Path;
 use trireme_base::{Heartbeat, Rank, with_sources};
 use trireme_checkpoint::{
@@ -183,6 +185,25 @@ fn first_failure<E: Error + 'static>(
 /// If it does not open, or all are damaged.
 pub fn resume_point(config: &Config) -> Result<Option<Checkpoint>, TrainError> {
     choose_checkpoint(config, &mut Vec::new())
+}
+
+/// The refusal to replace an earlier run's metrics, where the run would begin anew in its folder.
+///
+/// # Errors
+/// If the checkpoint to resume from does not open.
+pub fn earlier_run(config: &Config) -> Result<Option<TrainError>, TrainError> {
+    let folder = config.run_folder();
+    let metrics = folder.join(METRICS_FILE);
+    let is_there = fs::metadata(&metrics).is_ok_and(|metadata| metadata.len() > 0);
+    if config.checkpoint().resume == Resume::Never || !is_there {
+        return Ok(None);
+    }
+    // One path may be given in several ways.
+    let whole = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let own = whole(&folder.join(CHECKPOINTS_FOLDER));
+    let continues =
+        resume_point(config)?.is_some_and(|checkpoint| whole(checkpoint.path()).parent() == Some(&own));
+    Ok((!continues).then_some(TrainError::EarlierRun { folder }))
 }
 
 /// The checkpoint that the config asks for. With `auto` it is the newest that opens; those that are damaged and newer join

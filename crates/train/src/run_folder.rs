@@ -1,13 +1,11 @@
 //! What a run keeps in its folder besides checkpoints.
 
-use crate::config::{Config, Resume, Subject};
-use crate::corpus::note_use;
+use crate::config::Config;
 use crate::error::TrainError;
 use crate::metrics::{
     HASHES_FILE, HashWriter, METRICS_FILE, MetricsFiles, MetricsWriter, PrometheusEndpoint,
 };
 use crate::observer::Observer;
-use crate::resume::resume_point;
 use crate::trace::TRACE_FILE;
 use std::fs;
 use std::io::Write;
@@ -38,9 +36,6 @@ pub(crate) fn open(
 ) -> Result<MetricsWriter, TrainError> {
     let folder = config.run_folder();
     let write = |name: &str, contents: &str| write_file(folder.join(name), contents);
-    if config.subject() == Subject::LanguageModel {
-        note_use(config);
-    }
     write(CONFIG_TOML, &config.to_toml())?;
     if let Some(given) = given {
         write(GIVEN_FILE, given)?;
@@ -114,25 +109,6 @@ fn choices(group: &Group) -> String {
         row(&collective.to_string(), &Bytes(choice.bytes()).to_string(), &elements, &algorithm.to_string());
     }
     text
-}
-
-/// The refusal to replace an earlier run's metrics, where the run would begin anew in its folder.
-///
-/// # Errors
-/// If the checkpoint to resume from does not open.
-pub fn earlier_run(config: &Config) -> Result<Option<TrainError>, TrainError> {
-    let folder = config.run_folder();
-    let metrics = folder.join(METRICS_FILE);
-    let is_there = fs::metadata(&metrics).is_ok_and(|metadata| metadata.len() > 0);
-    if config.checkpoint().resume == Resume::Never || !is_there {
-        return Ok(None);
-    }
-    // One path may be given in several ways.
-    let whole = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let own = whole(&folder.join(CHECKPOINTS_FOLDER));
-    let continues =
-        resume_point(config)?.is_some_and(|checkpoint| whole(checkpoint.path()).parent() == Some(&own));
-    Ok((!continues).then_some(TrainError::EarlierRun { folder }))
 }
 
 /// Moves what an earlier run left in `folder` into `previous-K` there, so that a new run begins and nothing is lost.

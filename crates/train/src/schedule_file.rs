@@ -1,83 +1,21 @@
 //! A pipeline's schedule that a user gives in a file.
 
+mod error;
+
+pub use error::{ScheduleFileError, ScheduleSizes};
+
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::stages::{StageChoice, activation_bounds, pipeline_costs};
-use std::fmt;
+use error::FILE_BYTES_MAX;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::Read;
 use std::path::Path;
-use trireme_schedule::ParseError;
-use trireme_schedule::pipeline::{
-    Costs, PassFault, Schedule, ScheduleError, WeightVersions, draw_error, validate,
-};
-
-/// The largest file that is read: enough for as many passes as a schedule may have.
-const FILE_BYTES_MAX: u64 = 64 << 20;
+use trireme_schedule::pipeline::{Costs, PassFault, Schedule, ScheduleError, draw_error, validate};
 
 /// Columns of the picture that an error shows: with their rank's label they fit into a terminal of 80, as does a mark but at the
 /// right edge.
 const PICTURE_COLUMNS: usize = 64;
-
-/// What a schedule is made for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ScheduleSizes {
-    /// Ranks of the pipeline.
-    pub num_ranks: usize,
-    /// Microbatches of a step.
-    pub num_microbatches: usize,
-}
-
-impl fmt::Display for ScheduleSizes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ScheduleSizes { num_ranks, num_microbatches } = self;
-        write!(f, "workers {num_ranks}, microbatches {num_microbatches}")
-    }
-}
-
-/// Why the schedule of a file cannot be run.
-#[derive(Debug, thiserror::Error)]
-#[expect(missing_docs, reason = "messages explain the fields")]
-pub enum ScheduleFileError {
-    /// The file cannot be read.
-    #[error("cannot read the file")]
-    Read(#[source] io::Error),
-    /// The file is too large to be a schedule.
-    #[error("it has more than {FILE_BYTES_MAX} bytes; is it the right file?")]
-    TooLarge,
-    /// The text is no schedule.
-    #[error(transparent)]
-    Parse(#[from] ParseError),
-    /// The schedule is made for another pipeline.
-    #[error(
-        "it is for {found}, but the pipeline of this run has {expected}; change the file, or [parallelism] \
-         pipeline_parallel_degree and [training] global_batch_size"
-    )]
-    SizesDiffer { found: ScheduleSizes, expected: ScheduleSizes },
-    /// A worker has nothing to do.
-    #[error("worker {rank} has no stage; give it one, or lower [parallelism] pipeline_parallel_degree")]
-    Idle { rank: usize },
-    /// Other steps, or other versions of weights.
-    #[error(
-        "it has {}, but the config asks for {}; change the file, or [parallelism] pipeline_parallel_schedule (\"pipedream\" for stashed weights, \
-         \"pipedream-2bw\" for double-buffered ones, \"1f1b\" for one step and drained ones) and pipeline_parallel_drain_interval",
-        steps(*found), steps(*expected)
-    )]
-    StepsDiffer {
-        /// Steps between drains, and the versions of weights, of the file.
-        found: (usize, WeightVersions),
-        expected: (usize, WeightVersions),
-    },
-    /// The schedule must not run: what is wrong, and a grid of ranks and time in which the place is marked.
-    #[error("{picture}")]
-    Invalid { picture: String },
-}
-
-/// `a drain after 2 steps and stashed weights`.
-fn steps((num_steps, weights): (usize, WeightVersions)) -> String {
-    let steps = if num_steps == 1 { "step" } else { "steps" };
-    format!("a drain after {num_steps} {steps} and {} weights", weights.name())
-}
 
 /// The schedule that a config gives in a file, if it does.
 ///

@@ -1,13 +1,11 @@
 //! The stages of a pipeline: how units are cut into them, what they cost, and what their ranks run.
 
-use crate::choices::StepChoices;
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::schedule_file::check_schedule;
 use std::ops::Range;
 use trireme_base::{Bytes, UnitPasses};
-use trireme_schedule::pipeline::{self, Costs, GenerateError, Kind, Schedule, Sizes, StageCosts, TICKS_MAX};
-use trireme_schedule::{Chain, Keep, Program, single};
+use trireme_schedule::Keep;
+use trireme_schedule::pipeline::{self, Costs, StageCosts, TICKS_MAX};
 
 /// Ticks of the longest stage's forward pass: finer than what is known of times.
 const TICKS: u64 = 1000;
@@ -138,39 +136,6 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
     }
 }
 
-/// The schedule of a config's pipeline: the one that is `given` in a file, or one made by its name.
-///
-/// # Errors
-/// If its sizes do not fit the schedule, it holds more than `pipeline_parallel_in_flight_max` allows, or a given one must not
-/// run.
-pub fn pipeline_schedule(
-    config: &Config,
-    stages: &[StageChoice],
-    given: Option<&Schedule>,
-) -> Result<Schedule, TrainError> {
-    if let Some(given) = given {
-        check_schedule(config, stages, given)?;
-        return Ok(given.clone());
-    }
-    let parallelism = config.parallelism();
-    let (kind, num_ranks) = (parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree);
-    let sizes = Sizes {
-        num_ranks,
-        num_microbatches: config.num_microbatches(),
-        stages_per_rank: config.stages_per_rank(),
-        num_steps: config.steps_per_program(),
-    };
-    let usual = (kind == Kind::Automatic).then_some(num_ranks);
-    let bounds = activation_bounds(config, stages, config.stages_per_rank(), usual);
-    let made = pipeline::generate(kind, sizes, &pipeline_costs(stages)?, bounds.as_deref());
-    made.map_err(|error| match error {
-        GenerateError::Memory { kind, rank, needed, bound, remedy } => {
-            TrainError::InFlight { kind, rank, needed: Bytes(needed), bound: Bytes(bound), remedy }
-        }
-        error => TrainError::Pipeline(error),
-    })
-}
-
 /// What each rank of a config's pipeline may hold of activations, in bytes, if that is bounded: as many microbatches as it says,
 /// or else `usual`, of the largest stage, `stages_per_rank` times.
 pub(crate) fn activation_bounds(
@@ -200,18 +165,4 @@ pub fn pipeline_costs(stages: &[StageChoice]) -> Result<Costs, TrainError> {
     }
     let stages = stages.iter().map(|stage| stage.costs).collect();
     Ok(Costs::new(stages, 0).expect("a thousand ticks are within bounds, and the bytes were checked"))
-}
-
-/// The program, before it is lowered, of each rank of the pipeline; of one rank without one.
-pub(crate) fn base_programs(
-    config: &Config,
-    chain: &Chain,
-    StepChoices { stages, schedule: given, .. }: &StepChoices,
-) -> Result<Vec<Program>, TrainError> {
-    if stages.is_empty() {
-        return Ok(vec![single::program(chain, config.num_microbatches())]);
-    }
-    let schedule = pipeline_schedule(config, stages, given.as_ref())?;
-    let units: Vec<Range<usize>> = stages.iter().map(|stage| stage.units.clone()).collect();
-    Ok(pipeline::programs(&schedule, &pipeline_costs(stages)?, &units, chain))
 }

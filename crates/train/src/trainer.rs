@@ -9,21 +9,24 @@ use crate::balance::Balance;
 use crate::checkpointing::{TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
-use crate::config::{Config, Fp8, Interval, Resume};
+use crate::config::{Config, Fp8, Interval, Resume, Subject};
+use crate::corpus::note_use;
 use crate::dataset::{Dataset, batch_specs};
 use crate::device::{open_device, spill};
 use crate::error::TrainError;
+use crate::executor::build_executor;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{HashWriter, MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
+use crate::notices::{notice_delay, notice_determinism};
 use crate::observer::{Observer, RunFacts};
+use crate::optimizer::lr_schedule;
+use crate::passes::rehearse;
 use crate::preflight::check_room;
+use crate::programs::proven_programs;
 use crate::requests::{Requested, Requests, StoppedBy};
 use crate::resume::{resume, tidy_up};
 use crate::run_folder;
 use crate::run_lock::RunLock;
-use crate::setup::{
-    build_executor, lr_schedule, notice_delay, notice_determinism, proven_programs, rehearse,
-};
 use crate::task::{Samples, Task};
 use crate::time_limit::TimeLimit;
 use crate::trace::Tracer;
@@ -232,6 +235,9 @@ impl<'a> Trainer<'a> {
             ));
         }
         let metrics = if is_root {
+            if config.subject() == Subject::LanguageModel {
+                note_use(config);
+            }
             let metrics = run_folder::open(config, (comment, given), &executor, state.step)?;
             Some(metrics.with_prometheus(prometheus))
         } else {

@@ -3,7 +3,7 @@
 
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::setup::rehearse_at;
+use crate::passes::rehearse_at;
 use crate::task::Task;
 use trireme_base::ContextPlace;
 use trireme_comm::Group;

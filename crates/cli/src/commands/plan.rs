@@ -4,8 +4,8 @@ use super::check_config_path;
 use super::init::DEFAULT_CONFIG;
 use super::train::world_options;
 use crate::console::{Output, columns, parameters};
+use crate::host::SharedLimit;
 use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
-use crate::memory_limit::SharedLimit;
 use crate::planning::{
     Blueprint, Drawing, Job, Plan, PlanReport, PredictedTime, Source, Workers, language_model, sequences_of,
 };

@@ -1,5 +1,5 @@
-use super::{Fate, Fates};
-use crate::launch::Death;
+use super::fate::{Fate, Fates};
+use crate::death::Death;
 use trireme_base::ranks;
 use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
 

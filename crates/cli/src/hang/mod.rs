@@ -1,26 +1,14 @@
 //! What happened between the workers when something went wrong: one table, and what to try.
 
 mod advice;
+mod fate;
 mod table;
 
+pub(crate) use fate::{Fate, Fates};
 pub(crate) use table::{described, lines, plain};
 
-use crate::launch::Death;
 use anyhow::Error;
-use std::collections::BTreeMap;
 use trireme_comm::{Diagnosis, FlightRecorder, Occasion, Source};
-
-/// What is seen of a worker's process from outside, by its rank.
-pub(crate) type Fates = BTreeMap<usize, Fate>;
-
-/// What is seen of a worker's process from outside.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Fate {
-    /// It has ended, and not well.
-    Dead(Death),
-    /// It does not run, until a signal continues it.
-    Stopped,
-}
 
 /// A failure between workers, with what is known of all of them.
 #[derive(Debug, thiserror::Error)]

@@ -1,6 +1,6 @@
 use super::advice::advice;
-use super::{Fate, Fates};
-use crate::launch::Death;
+use super::fate::{Fate, Fates};
+use crate::death::Death;
 use trireme_base::{Bytes, ranks};
 use trireme_comm::{
     Diagnosis, Difference, Direction, Disagreement, Finding, OperationReport, OperationState, Place, Side,
@@ -59,7 +59,7 @@ fn state(finding: &Finding, fate: Option<&Fate>) -> String {
     match (fate, finding.source, operation) {
         (Some(Fate::Stopped), ..) => "stopped".to_owned(),
         (Some(Fate::Dead(Death::Signal(signal))), ..) => {
-            format!("killed by {}", crate::launch::signal_name(*signal))
+            format!("killed by {}", crate::death::signal_name(*signal))
         }
         (Some(Fate::Dead(Death::Exit(code))), Source::Nothing | Source::Earlier, _) => {
             format!("exited with {code}")

@@ -1,7 +1,6 @@
-use super::worker_processes::signal_name;
+use crate::death::{Death, signal_name};
 use crate::hang::indented;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use trireme_base::Rank;
@@ -140,28 +139,6 @@ impl LaunchError {
                 128 + (*signal & 0x7f) as u8
             }
             _ => 1,
-        }
-    }
-}
-
-/// How a process ended that did not end well.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Death {
-    /// It exited with this code, which is not 0.
-    Exit(i32),
-    /// This signal killed it.
-    Signal(i32),
-}
-
-impl fmt::Display for Death {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Death::Exit(code) => write!(f, "exited with code {code}"),
-            // SIGKILL: nobody else sends it unasked.
-            Death::Signal(9) => {
-                f.write_str("was killed by SIGKILL (sent by a user, or because memory ran out)")
-            }
-            Death::Signal(signal) => write!(f, "was killed by {}", signal_name(*signal)),
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Starts the workers of this host and watches over them until all have ended.
 
 use super::LaunchError;
-use super::error::Death;
 use super::joining::SECRET_VARIABLE;
 use super::worker_processes::{WorkerProcesses, is_follower};
 use crate::bounded::within;
+use crate::death::Death;
 use crate::hang;
 use crate::interrupts::{SecondSignal, is_urgent, stop_signals, stopping_notice};
 use crate::remarks::remark;

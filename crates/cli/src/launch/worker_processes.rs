@@ -1,6 +1,7 @@
 use super::LaunchError;
-use super::error::{Death, stopped_by};
+use super::error::stopped_by;
 use crate::bounded::within;
+use crate::death::Death;
 use crate::hang::{Fate, Fates};
 use crate::remarks::message;
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
@@ -51,11 +52,6 @@ pub(crate) fn is_under_launcher() -> bool {
 /// the launcher's and not its log. The launcher shows the end of the log.
 pub(crate) fn error_log() -> Option<PathBuf> {
     std::env::var_os(ERROR_LOG_VARIABLE).map(PathBuf::from)
-}
-
-/// The name of a signal, such as `SIGTERM`.
-pub(crate) fn signal_name(signal: i32) -> String {
-    signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
 /// The processes of the workers of this host. None outlives this value, unless not even SIGKILL ends it.

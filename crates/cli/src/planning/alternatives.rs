@@ -1,6 +1,8 @@
 //! Changes of a config that would fit into its memory.
 
-use super::{Job, Limit, Plan, Workers};
+use super::job::{Job, Workers};
+use super::plan::{Limit, Plan};
+use anyhow::{Result, bail};
 use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Category};
 use trireme_parallel::Determinism;
@@ -17,8 +19,18 @@ const TRYING_MAX: Duration = Duration::from_secs(5);
 /// Values for keys, which users may give as `--set`.
 type Change = Vec<String>;
 
+impl Plan {
+    /// Refuses the plan of `job` if it exceeds a limit, and suggests what would fit.
+    pub(crate) fn check(&self, job: Job<'_>) -> Result<()> {
+        if let Some(limit) = self.passed() {
+            bail!(advice(job, self, limit));
+        }
+        Ok(())
+    }
+}
+
 /// Why a plan of `job` is refused that passes `limit`, and what would fit in its place.
-pub(crate) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
+pub(super) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
     let (taken, bound) = plan.taken(limit);
     let [taken_bytes, excess, bound] = [taken, taken - bound, bound].map(|bytes| Bytes(bytes as u64));
     let share =

@@ -1,6 +1,6 @@
 //! A step in time: the schedule of a run, with floating-point operations for time.
 
-use super::Plan;
+use super::plan::Plan;
 use anyhow::Result;
 use std::ops::Range;
 use trireme_schedule::pipeline::{Schedule, Timeline, draw_svg, draw_text, simulate};

@@ -1,6 +1,6 @@
 //! Kernels of a step, called by themselves to be timed.
 
-use super::Job;
+use super::job::Job;
 use super::probe::{NUM_ROUNDS, weight};
 use crate::statistics::median;
 use anyhow::Result;

@@ -1,13 +1,11 @@
 //! What the workers of a host take together, against the limits that they share.
 
-use super::limits::{PROCESS_BYTES, launcher_bytes};
-use super::{Plan, Workers};
-use crate::memory_limit::{MemoryLimit, Pages, SharedLimit};
+use super::job::Workers;
+use super::limits::{GAPS, PROCESS_BYTES, launcher_bytes};
+use crate::host::{MemoryLimit, Pages, SharedLimit};
+use trireme_planner::Prediction;
 use trireme_tensor::ParameterTable;
 use trireme_train::config::{Config, HugePages};
-
-/// The part of what is counted that gaps between blocks and page tables take beside it.
-pub(super) const GAPS: usize = 32;
 
 /// What a process takes of memory outside of the host's pool of huge pages, and inside.
 #[derive(Debug, Clone, Copy, Default)]
@@ -41,6 +39,24 @@ impl ProcessBytes {
     }
 }
 
+/// What one worker takes of its host.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct WorkerBytes {
+    process: ProcessBytes,
+    /// What the first worker takes in addition while it writes a sample.
+    sampling: ProcessBytes,
+}
+
+impl WorkerBytes {
+    /// Of the worker `rank`, whose part of the model is in `table`.
+    pub(super) fn new(prediction: &Prediction, table: &ParameterTable, rank: usize, config: &Config) -> Self {
+        WorkerBytes {
+            process: process_bytes(prediction, config),
+            sampling: sampling_bytes(prediction, table, rank, config),
+        }
+    }
+}
+
 /// What the workers of a host take, and the limits on it.
 #[derive(Debug)]
 pub(super) struct HostBytes {
@@ -66,13 +82,12 @@ impl HostBytes {
         }
     }
 
-    /// Adds `num_workers` of a plan.
-    pub(super) fn add(&mut self, plan: &Plan, config: &Config, num_workers: usize) {
+    /// Adds `num_workers`, each of which takes as much as this one.
+    pub(super) fn add(&mut self, worker: WorkerBytes, num_workers: usize) {
         if num_workers > 0 {
-            let process = process_bytes(plan, config);
-            self.sum = self.sum.plus(process.times(num_workers));
-            self.largest = self.largest.combine(process, usize::max);
-            self.sampling = self.sampling.plus(sampling_bytes(plan, config));
+            self.sum = self.sum.plus(worker.process.times(num_workers));
+            self.largest = self.largest.combine(worker.process, usize::max);
+            self.sampling = self.sampling.plus(worker.sampling);
         }
     }
 
@@ -102,28 +117,32 @@ impl HostBytes {
 }
 
 /// What a process takes of its host, uncounted memory included.
-fn process_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
-    let own = plan.prediction.on_machine();
+fn process_bytes(prediction: &Prediction, config: &Config) -> ProcessBytes {
+    let own = prediction.on_machine();
     let counted = own.saturating_add(own / GAPS);
     match config.memory().huge_pages {
         HugePages::Transparent | HugePages::Never => {
             ProcessBytes { ordinary: counted.saturating_add(PROCESS_BYTES), reserved: 0 }
         }
         // What is outside counts in the pool as well, because its part of the peak is not known.
-        HugePages::Reserved => ProcessBytes {
-            ordinary: plan.prediction.outside.saturating_add(PROCESS_BYTES),
-            reserved: counted,
-        },
+        HugePages::Reserved => {
+            ProcessBytes { ordinary: prediction.outside.saturating_add(PROCESS_BYTES), reserved: counted }
+        }
     }
 }
 
 /// What the first worker takes beyond that while it writes a sample after the last step: with its state it holds all parameters, and the unit
 /// that is being gathered, from all ranks of the tensor axis.
-fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
-    if config.generate().num_tokens == 0 || plan.rank != 0 {
+fn sampling_bytes(
+    prediction: &Prediction,
+    part: &ParameterTable,
+    rank: usize,
+    config: &Config,
+) -> ProcessBytes {
+    if config.generate().num_tokens == 0 || rank != 0 {
         return ProcessBytes::default();
     }
-    let (part, whole) = (plan.model.table(), plan.model.table().whole());
+    let whole = part.whole();
     let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
     let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));
     if part.place().degree > 1 {
@@ -136,8 +155,8 @@ fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
         // A device gives nothing back to the pool.
         HugePages::Reserved => ProcessBytes { ordinary: 0, reserved: gathered },
         HugePages::Transparent | HugePages::Never => {
-            let state = plan.prediction.own_between_steps.saturating_add(plan.prediction.host);
-            let more = state.saturating_add(gathered).saturating_sub(plan.prediction.on_machine());
+            let state = prediction.own_between_steps.saturating_add(prediction.host);
+            let more = state.saturating_add(gathered).saturating_sub(prediction.on_machine());
             ProcessBytes { ordinary: more, reserved: 0 }
         }
     }

@@ -1,56 +1,16 @@
-//! What workers have to stay within, and whether they do.
+//! What each worker has to stay within.
 
-use super::host_bytes::GAPS;
-use super::{Job, Plan, Workers, advice};
-use crate::memory_limit::{MemoryLimit, Pages};
-use anyhow::{Result, bail};
+use super::job::Workers;
+use crate::host::{MemoryLimit, Pages};
 use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;
 use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config};
 
+/// The part of what is counted that gaps between blocks and page tables take beside it.
+pub(super) const GAPS: usize = 32;
+
 /// What a process takes that is not counted: its heap, its threads, what the kernel holds for it, a checkpoint's writer.
 pub(super) const PROCESS_BYTES: usize = 16 << 20;
-
-/// Memory that has a limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Limit {
-    /// The device's, by the config.
-    Device,
-    /// The host's for state that is not on the device, by the config.
-    Offload,
-    /// What workers take of a host together, by the machine or a control group: the index of the limit.
-    Host(usize),
-}
-
-impl Plan {
-    /// What the plan takes of what is limited, and the limit.
-    pub(super) fn taken(&self, limit: Limit) -> (usize, usize) {
-        match limit {
-            Limit::Device => (self.prediction.total(), self.bounds.device),
-            Limit::Offload => (self.prediction.host, self.bounds.host),
-            Limit::Host(index) => {
-                let bound = self.on_host.limit(index).bytes;
-                (self.on_host.taken(index), usize::try_from(bound).unwrap_or(usize::MAX))
-            }
-        }
-    }
-
-    /// The limit that it passes, if any.
-    pub(crate) fn passed(&self) -> Option<Limit> {
-        [Limit::Device, Limit::Offload, Limit::Host(self.on_host.nearest())].into_iter().find(|&limit| {
-            let (taken, bound) = self.taken(limit);
-            taken > bound
-        })
-    }
-
-    /// Refuses the plan of `job` if it exceeds a limit, and suggests what would fit.
-    pub(crate) fn check(&self, job: Job<'_>) -> Result<()> {
-        if let Some(limit) = self.passed() {
-            bail!(advice(job, self, limit));
-        }
-        Ok(())
-    }
-}
 
 /// What the process takes that starts the workers of this host.
 pub(super) fn launcher_bytes(workers: Workers<'_>) -> usize {

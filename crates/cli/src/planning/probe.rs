@@ -1,7 +1,7 @@
 //! What kernels, links and disks of this machine take, each measured alone: never a step of the run that is planned.
 
-use super::Job;
 use super::exerciser::Exerciser;
+use super::job::Job;
 use crate::statistics::median;
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};

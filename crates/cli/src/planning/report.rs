@@ -1,6 +1,8 @@
 //! A plan as data, for programs that read it.
 
-use super::{Drawing, Job, Plan, Workers, dry_executor, rehearsed};
+use super::drawing::Drawing;
+use super::job::{Job, Workers};
+use super::plan::{Plan, dry_executor, rehearsed};
 use anyhow::Result;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};

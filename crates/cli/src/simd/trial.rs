@@ -4,8 +4,8 @@
 //! between, the kernel is excluded, and another child tries those that are left. Kernels never run in the process that asks: an
 //! instruction that the system refuses would end it.
 
+use crate::death::signal_name;
 use crate::hang::plain;
-use crate::launch::signal_name;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
 use super::layers::{attention, dropout, normal, output_weight, token_table};
-use crate::config::{AttentionConfig, Family, Fixed, ModelConfig, Reader, shortest};
+use crate::config::{AttentionConfig, Family, Fixed, ModelConfig, ModelSizes, Reader, shortest};
 use crate::error::ModelError;
 use crate::model::Model;
 use crate::transformer::{Block, Head, Mlp, Projection, SelfAttention, TokenEmbedding};
@@ -20,6 +20,14 @@ const FIXED: Fixed = &[
     ("add_cross_attention", &["false"]),
     ("pruned_heads", &["{}"]),
 ];
+
+impl ModelConfig {
+    /// A GPT-2 of these sizes.
+    pub fn gpt2(sizes: &ModelSizes) -> Self {
+        let plain = ModelConfig::plain(FAMILY, sizes);
+        ModelConfig { qkv_bias: true, attention_output_bias: true, mlp_bias: true, ..plain }
+    }
+}
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     let is_exact = reader.get("activation_function") == Some(&json!("gelu"));

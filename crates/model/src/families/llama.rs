@@ -1,9 +1,10 @@
 //! llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023), with the scaled rotary positions of llama 3.
 
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
-use crate::config::{Family, Fixed, ModelConfig, Reader};
+use crate::config::{Family, Fixed, ModelConfig, ModelSizes, Reader, Rope};
 use crate::error::ModelError;
 use serde_json::{Value, json};
+use trireme_tensor::Activation;
 
 pub(super) const FAMILY: Family = Family {
     name: "llama",
@@ -15,6 +16,14 @@ pub(super) const FAMILY: Family = Family {
 
 /// Keys that change what a model computes, with the values that are implemented.
 const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])];
+
+impl ModelConfig {
+    /// A llama of these sizes, with rotary positions of base `rope_theta`.
+    pub fn llama(sizes: &ModelSizes, rope_theta: f64) -> Self {
+        let rope = Some(Rope { theta: rope_theta, scaling: None });
+        ModelConfig { rope, activation: Activation::Silu, ..ModelConfig::plain(FAMILY, sizes) }
+    }
+}
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     let bias = reader.flag("attention_bias", false)?;

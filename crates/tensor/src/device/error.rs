@@ -1,5 +1,5 @@
-use super::Device;
 use crate::kernels::cpu::arena::OutOfMemory;
+use crate::kernels::cpu::threads::ThreadPool;
 use crate::memory::OverBudget;
 use crate::shape::Shape;
 use trireme_base::{Category, DType};
@@ -20,7 +20,7 @@ pub enum DeviceError {
     )]
     ReserveHuge(#[source] std::io::Error),
     /// More threads than a device may have.
-    #[error("{num_threads} threads exceed the maximum of {} for a device", Device::THREADS_MAX)]
+    #[error("{num_threads} threads exceed the maximum of {} for a device", ThreadPool::SIZE_MAX)]
     TooManyThreads { num_threads: usize },
     /// Its threads could not be started.
     #[error("cannot start {num_threads} kernel threads: {source}; lower [training] threads")]

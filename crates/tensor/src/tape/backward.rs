@@ -1,7 +1,8 @@
 //! Backward over a tape, and what backward of one operation works with.
 
+use super::operation::Halves;
 use super::value::Value;
-use super::{Node, OperationContext, ReadBy, Sharding, Tape, VarId, cast, copy};
+use super::{BackwardContext, GradSink, Node, OperationContext, ReadBy, Sharding, Tape, VarId, cast, copy};
 use crate::device::{Device, DeviceError};
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
@@ -9,32 +10,6 @@ use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
 use std::ops::{Deref, DerefMut};
 use trireme_base::{Category, DType};
-
-/// Where the gradient of a span of parameters goes.
-#[derive(Debug)]
-pub struct GradTarget<'a> {
-    /// Memory of the span's shape.
-    pub view: ViewMut<'a>,
-    /// Whether it already holds a part of this microbatch's gradient, to be added to.
-    pub accumulate: bool,
-}
-
-/// Takes gradients of parameters during backward.
-pub trait GradSink {
-    /// Where to put a contribution to the gradient of `span`.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
-    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError>;
-
-    /// The contribution is written.
-    fn grad_ready(&mut self, span: &ParameterSpan);
-
-    /// Whether what comes next is only this rank's term of a sum over the ranks of the tensor axis, as far as parameters are not cut.
-    fn expect_terms(&mut self, are_terms: bool) {
-        let _ = are_terms;
-    }
-}
 
 /// Lets `write` put the gradient of a span where the sink wants it, or add it there if its second argument says so.
 ///
@@ -70,22 +45,6 @@ pub fn add_to_grad(
     })
 }
 
-/// Which halves of a node's backward have just run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Done {
-    Both,
-    InputHalf,
-    WeightHalf,
-}
-
-impl Done {
-    fn reads(self, by: ReadBy) -> usize {
-        let input_half = by.input_half && self != Done::WeightHalf;
-        let weight_half = by.weight_half && self != Done::InputHalf;
-        usize::from(input_half) + usize::from(weight_half)
-    }
-}
-
 impl Tape {
     /// Runs backward. `outputs` are what it starts from, with their gradients: the unit's outputs, or none if the unit has a
     /// loss.
@@ -103,10 +62,10 @@ impl Tape {
             if self.reach(index)? {
                 let op = self.nodes[index].op.clone();
                 self.announce(index, sink);
-                op.get().backward(&mut BackwardContext::new(self, parameters, index, Done::Both), sink)?;
-                self.pass_grad(index, Done::Both)?;
+                op.get().backward(&mut BackwardContext::new(self, parameters, index, Halves::Both), sink)?;
+                self.pass_grad(index, Halves::Both)?;
             }
-            self.leave(index, Done::Both);
+            self.leave(index, Halves::Both);
         }
         self.nodes.clear();
         Ok(())
@@ -129,15 +88,15 @@ impl Tape {
         for index in (0..self.nodes.len()).rev() {
             if self.reach(index)? {
                 let op = self.nodes[index].op.clone();
-                let cx = &mut BackwardContext::new(self, parameters, index, Done::InputHalf);
+                let cx = &mut BackwardContext::new(self, parameters, index, Halves::Input);
                 op.get().backward_input(cx)?;
-                self.pass_grad(index, Done::InputHalf)?;
+                self.pass_grad(index, Halves::Input)?;
                 assert!(
                     !op.get().has_parameters() || self.is_reached(index),
                     "{op:?} has taken the gradient, and kept nothing for the weight half"
                 );
             }
-            self.leave(index, Done::InputHalf);
+            self.leave(index, Halves::Input);
         }
         Ok(())
     }
@@ -155,9 +114,9 @@ impl Tape {
             if self.nodes[index].op.get().has_parameters() && self.is_reached(index) {
                 let op = self.nodes[index].op.clone();
                 self.announce(index, sink);
-                let cx = &mut BackwardContext::new(self, parameters, index, Done::WeightHalf);
+                let cx = &mut BackwardContext::new(self, parameters, index, Halves::Weight);
                 op.get().backward_weight(cx, sink)?;
-                self.leave(index, Done::WeightHalf);
+                self.leave(index, Halves::Weight);
             }
         }
         self.nodes.clear();
@@ -207,9 +166,9 @@ impl Tape {
 
     /// Gives the gradient of a node's output to the inputs that have the same: itself to the last, unless the weight half
     /// is still to read it.
-    fn pass_grad(&mut self, index: usize, done: Done) -> Result<(), DeviceError> {
+    fn pass_grad(&mut self, index: usize, done: Halves) -> Result<(), DeviceError> {
         let Node { op, outputs, .. } = &self.nodes[index];
-        let (output, stays) = (outputs.start, done == Done::InputHalf && op.get().has_parameters());
+        let (output, stays) = (outputs.start, done == Halves::Input && op.get().has_parameters());
         let mut inputs = std::mem::take(&mut self.passing);
         for (place, &input) in inputs.iter().enumerate() {
             if place + 1 == inputs.len() && !stays {
@@ -259,17 +218,17 @@ impl Tape {
     }
 
     /// Gives back what nobody reads after these halves of a node.
-    fn leave(&mut self, index: usize, done: Done) {
+    fn leave(&mut self, index: usize, done: Halves) {
         let Node { op, inputs, outputs, saved, kept, .. } = &mut self.nodes[index];
         let operation = op.get();
         for (place, input) in self.arguments[inputs.clone()].iter().enumerate() {
             self.values[input.value].num_reads -= done.reads(operation.reads_input(place));
         }
-        let is_done = done != Done::InputHalf || !operation.has_parameters();
+        let is_done = done != Halves::Input || !operation.has_parameters();
         for (place, output) in self.values[outputs.clone()].iter_mut().enumerate() {
             output.num_reads -= done.reads(operation.reads_output(place));
             // All operations that read it came later on the tape.
-            if output.num_reads == 0 && done != Done::WeightHalf {
+            if output.num_reads == 0 && done != Halves::Weight {
                 output.tensor = None;
             }
             if is_done {
@@ -281,14 +240,6 @@ impl Tape {
             tensors.for_each(|index| self.tensors[index] = None);
         }
     }
-}
-
-/// What backward of one operation works with.
-pub struct BackwardContext<'a> {
-    common: OperationContext<'a>,
-    node: usize,
-    /// The halves that run.
-    running: Done,
 }
 
 impl<'a> Deref for BackwardContext<'a> {
@@ -306,7 +257,7 @@ impl DerefMut for BackwardContext<'_> {
 }
 
 impl<'a> BackwardContext<'a> {
-    fn new(tape: &'a mut Tape, parameters: &'a dyn ParameterSource, node: usize, running: Done) -> Self {
+    fn new(tape: &'a mut Tape, parameters: &'a dyn ParameterSource, node: usize, running: Halves) -> Self {
         let loss_weight = tape.nodes[node].loss_weight;
         BackwardContext { common: OperationContext { tape, parameters, loss_weight }, node, running }
     }

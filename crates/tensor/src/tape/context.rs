@@ -1,6 +1,8 @@
 //! What forward and backward of an operation have in common.
 
-use super::{AxisOps, ExpertAxis, PendingExchange, PendingMean, Randomness, ShadowedExperts, Tape};
+use super::{
+    AxisOps, ExpertAxis, OperationContext, PendingExchange, PendingMean, Randomness, ShadowedExperts,
+};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -10,15 +12,6 @@ use crate::shape::Shape;
 use crate::tensor::{Tensor, View};
 use crate::values::Values;
 use trireme_base::{Category, DType};
-
-/// The common context of an operation's forward and backward: the device, parameters and the [state of the pass](super::PassState). [`ForwardContext`](super::ForwardContext)
-/// and [`BackwardContext`](super::BackwardContext) dereference to it.
-pub struct OperationContext<'a> {
-    pub(super) tape: &'a mut Tape,
-    pub(super) parameters: &'a dyn ParameterSource,
-    /// Of the operation's term of the loss, if it has one.
-    pub(super) loss_weight: f32,
-}
 
 impl OperationContext<'_> {
     /// The ranks with different experts.

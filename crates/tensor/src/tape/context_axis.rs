@@ -5,7 +5,7 @@
 //! same parameters, and their gradients are summed.
 
 use super::value::Value;
-use super::{Argument, ContextAxis, Op, Operation, OperationContext, Recorder, Tape, Var};
+use super::{Argument, ContextAxis, Op, Operand, Operation, OperationContext, Recorder, Tape, Var};
 use crate::device::DeviceError;
 use smallvec::SmallVec;
 use std::ops::Range;
@@ -13,15 +13,6 @@ use trireme_base::{AxisPlace, ContextPlace, Positions};
 
 /// Dims of a value with positions: of the samples, of the positions, and of what there is of each.
 const DIMS_MIN: usize = 3;
-
-/// What an operation reads or makes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Operand {
-    /// The input of this number.
-    Input(usize),
-    /// Its output.
-    Output,
-}
 
 impl OperationContext<'_> {
     /// The context axis, if it has several ranks.

@@ -2,8 +2,8 @@
 
 use super::value::Value;
 use super::{
-    Argument, Arguments, Metric, Node, Op, Operation, OperationContext, ReadBy, Recording, Sharding, Tape,
-    Var, copy,
+    Argument, Arguments, ForwardContext, Metric, Node, Op, OperationContext, ReadBy, Recording, Sharding,
+    Tape, Var, copy,
 };
 use crate::device::{Device, DeviceError};
 use crate::parameters::ParameterSource;
@@ -18,11 +18,7 @@ pub struct Recorder<'a> {
     parameters: &'a dyn ParameterSource,
 }
 
-impl<'a> Recorder<'a> {
-    pub(super) fn new(tape: &'a mut Tape, parameters: &'a dyn ParameterSource) -> Self {
-        Recorder { tape, parameters }
-    }
-
+impl Recorder<'_> {
     /// Runs an operation with one output.
     ///
     /// # Errors
@@ -171,20 +167,6 @@ impl<'a> Recorder<'a> {
     }
 }
 
-/// What forward of one operation works with.
-pub struct ForwardContext<'a> {
-    common: OperationContext<'a>,
-    inputs: Range<usize>,
-    /// Where the next output goes, and the next saved tensor: at the end of the tape's lists, or where they were before.
-    next_output: usize,
-    next_saved: usize,
-    /// Of a node whose operation runs again: where its outputs and saved tensors end.
-    ends: Option<[usize; 2]>,
-    /// What ranks have of the outputs.
-    sharding: Sharding,
-    operation: &'a dyn Operation,
-}
-
 impl<'a> Deref for ForwardContext<'a> {
     type Target = OperationContext<'a>;
 
@@ -248,11 +230,7 @@ impl ForwardContext<'_> {
     }
 
     /// Runs the operation of a node again, for outputs that were given back.
-    pub(super) fn again(
-        tape: &mut Tape,
-        parameters: &dyn ParameterSource,
-        index: usize,
-    ) -> Result<(), DeviceError> {
+    fn again(tape: &mut Tape, parameters: &dyn ParameterSource, index: usize) -> Result<(), DeviceError> {
         let node = &tape.nodes[index];
         let (op, inputs) = (node.op.clone(), node.inputs.clone());
         let (next_output, next_saved) = (node.outputs.start, node.saved.start);
@@ -400,6 +378,26 @@ impl ForwardContext<'_> {
 }
 
 impl Tape {
+    /// Records operations that read `parameters`.
+    pub fn recorder<'a>(&'a mut self, parameters: &'a dyn ParameterSource) -> Recorder<'a> {
+        Recorder { tape: self, parameters }
+    }
+
+    /// Computes again what [`keep_products`](Tape::keep_products) has given back, with the same bits.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<(), DeviceError> {
+        for index in 0..self.nodes.len() {
+            let node = &self.nodes[index];
+            let is_missing = |value: &Value| value.tensor.is_none() && value.num_reads > 0;
+            if node.op.get().is_recomputable() && self.values[node.outputs.clone()].iter().any(is_missing) {
+                ForwardContext::again(self, parameters, index)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Gives an argument's value back if this was the last operation to read it, and backward does not.
     fn release_unread(&mut self, index: usize) {
         let Argument { value, is_last } = self.arguments[index];

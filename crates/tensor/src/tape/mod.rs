@@ -24,22 +24,20 @@ mod pass_state;
 mod tests;
 mod value;
 
-use axis::PendingValue;
 pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedRuns, NotedExchanges, PendingExchange, Runs};
-pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
-pub use context::OperationContext;
-pub use context_axis::Operand;
+pub use backward::{add_to_grad, write_grad};
 pub use expert_axis::{ExpertAxis, ShadowedExperts};
-pub use forward::{ForwardContext, Recorder};
+pub use forward::Recorder;
 pub(crate) use operation::has_no_gradient;
-pub use operation::{Op, Operation, ReadBy};
+pub use operation::{
+    BackwardContext, ForwardContext, GradSink, GradTarget, Op, Operand, Operation, OperationContext, ReadBy,
+};
 pub use operations::*;
 pub use pass_axes::{ContextAxis, PassAxes, Sharding, TensorAxis};
 pub use pass_state::{PassState, Randomness};
 pub use value::{Argument, Arguments, Var, VarId};
 
 use crate::device::{Device, DeviceError};
-use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::tensor::Tensor;
 use std::ops::Range;
@@ -170,11 +168,6 @@ impl Tape {
         self.metrics.clear();
     }
 
-    /// Records operations that read `parameters`.
-    pub fn recorder<'a>(&'a mut self, parameters: &'a dyn ParameterSource) -> Recorder<'a> {
-        Recorder::new(self, parameters)
-    }
-
     /// Puts a value on the tape that [has a gradient](Tape::take_grad) after backward, unless it is of whole numbers.
     pub fn input(&mut self, tensor: Tensor) -> Var {
         let (requires_grad, sharding) = (tensor.dtype().is_float(), self.sharding_of_input(&tensor));
@@ -267,21 +260,6 @@ impl Tape {
     pub fn keep_products(&mut self) {
         let recomputable = self.values.iter_mut().filter(|value| value.is_recomputable);
         recomputable.for_each(|value| value.tensor = None);
-    }
-
-    /// Computes again what [`keep_products`](Tape::keep_products) has given back, with the same bits.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
-    pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<(), DeviceError> {
-        for index in 0..self.nodes.len() {
-            let node = &self.nodes[index];
-            let is_missing = |value: &Value| value.tensor.is_none() && value.num_reads > 0;
-            if node.op.get().is_recomputable() && self.values[node.outputs.clone()].iter().any(is_missing) {
-                ForwardContext::again(self, parameters, index)?;
-            }
-        }
-        Ok(())
     }
 }
 

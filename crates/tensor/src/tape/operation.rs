@@ -1,9 +1,12 @@
-//! What an operation is.
+//! What an operation is, and what its passes work with.
 
-use super::{BackwardContext, ForwardContext, GradSink, Operand, Sharding, TensorAxis};
+use super::{Sharding, Tape, TensorAxis};
 use crate::device::DeviceError;
+use crate::parameter_table::ParameterSpan;
+use crate::parameters::ParameterSource;
+use crate::tensor::ViewMut;
 use std::fmt;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 /// An operation with its settings, as a model declares it: it holds no values.
@@ -132,6 +135,89 @@ macro_rules! has_no_gradient {
     };
 }
 pub(crate) use has_no_gradient;
+
+/// What an operation reads or makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operand {
+    /// The input of this number.
+    Input(usize),
+    /// Its output.
+    Output,
+}
+
+/// The common context of an operation's forward and backward: the device, parameters and the [state of the pass](super::PassState). [`ForwardContext`]
+/// and [`BackwardContext`] dereference to it.
+pub struct OperationContext<'a> {
+    pub(super) tape: &'a mut Tape,
+    pub(super) parameters: &'a dyn ParameterSource,
+    /// Of the operation's term of the loss, if it has one.
+    pub(super) loss_weight: f32,
+}
+
+/// What forward of one operation works with.
+pub struct ForwardContext<'a> {
+    pub(super) common: OperationContext<'a>,
+    pub(super) inputs: Range<usize>,
+    /// Where the next output goes, and the next saved tensor: at the end of the tape's lists, or where they were before.
+    pub(super) next_output: usize,
+    pub(super) next_saved: usize,
+    /// Of a node whose operation runs again: where its outputs and saved tensors end.
+    pub(super) ends: Option<[usize; 2]>,
+    /// What ranks have of the outputs.
+    pub(super) sharding: Sharding,
+    pub(super) operation: &'a dyn Operation,
+}
+
+/// What backward of one operation works with.
+pub struct BackwardContext<'a> {
+    pub(super) common: OperationContext<'a>,
+    pub(super) node: usize,
+    /// The halves that run.
+    pub(super) running: Halves,
+}
+
+/// Where the gradient of a span of parameters goes.
+#[derive(Debug)]
+pub struct GradTarget<'a> {
+    /// Memory of the span's shape.
+    pub view: ViewMut<'a>,
+    /// Whether it already holds a part of this microbatch's gradient, to be added to.
+    pub accumulate: bool,
+}
+
+/// Takes gradients of parameters during backward.
+pub trait GradSink {
+    /// Where to put a contribution to the gradient of `span`.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError>;
+
+    /// The contribution is written.
+    fn grad_ready(&mut self, span: &ParameterSpan);
+
+    /// Whether what comes next is only this rank's term of a sum over the ranks of the tensor axis, as far as parameters are not cut.
+    fn expect_terms(&mut self, are_terms: bool) {
+        let _ = are_terms;
+    }
+}
+
+/// The halves of an operation's backward that run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Halves {
+    Both,
+    Input,
+    Weight,
+}
+
+impl Halves {
+    /// Returns how many of them read a value.
+    pub(super) fn reads(self, by: ReadBy) -> usize {
+        let input_half = by.input_half && self != Halves::Weight;
+        let weight_half = by.weight_half && self != Halves::Input;
+        usize::from(input_half) + usize::from(weight_half)
+    }
+}
 
 /// The halves of backward that read a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,10 +1,10 @@
 //! The keys of `[comm]` that say how gradients, or momentum in their place, are compressed.
 
 use super::Config;
+use super::checks::{Checks, changed_keys};
 use super::choice::one_of;
 use super::memory::sharding_key;
 use super::sections::{Comm, Sections};
-use super::validate::{Checks, changed_keys};
 use trireme_comm::{CodecName, Compression, CompressionError, CompressionOptions};
 use trireme_optim::OptimizerName;
 use trireme_parallel::Determinism;

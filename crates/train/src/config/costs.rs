@@ -1,8 +1,8 @@
 //! The keys of `[comm]` that say what communication costs.
 
 use super::Config;
+use super::checks::Checks;
 use super::sections::Comm;
-use super::validate::Checks;
 use trireme_comm::GivenCosts;
 use trireme_schedule::collective::{DirectCost, LinkCost};
 

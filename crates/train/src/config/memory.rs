@@ -1,9 +1,9 @@
 //! Checks of how the training state is sharded, of what is recomputed, and of the pages that it lies in.
 
+use super::checks::{Checks, changed_keys};
 use super::choice::{ActivationCheckpointMode, DeviceName, Fp8, HugePages, QuantizedGradients, Tier};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::sections::{Experts, Sections};
-use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 use trireme_schedule::{Share, StateClass, StateLayout, Tier as StateTier};
 use trireme_tensor::Precision;

@@ -2,6 +2,9 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
+/// The largest file that is read as a config.
+pub(super) const FILE_BYTES_MAX: u64 = 1 << 20;
+
 /// The config cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
@@ -14,7 +17,7 @@ pub enum ConfigError {
         source: io::Error,
     },
     /// The file is too large to be a config.
-    #[error("the config {} has more than {} bytes; is it the right file?", path.display(), super::FILE_BYTES_MAX)]
+    #[error("the config {} has more than {} bytes; is it the right file?", path.display(), FILE_BYTES_MAX)]
     TooLarge { path: PathBuf },
     /// The text holds mistakes: all of them, in the order of the text, those of `--set` last.
     #[error("{}", list(mistakes))]

@@ -1,10 +1,9 @@
 //! The keys of `[optimizer]`: which count for which optimizer, and the groups of parameters.
 
+use super::checks::{Checks, changed_keys};
 use super::choice::one_of;
 use super::mistake::{ConfigError, Mistake};
-use super::reader::{Given, Loose};
 use super::section::{Key, KeyError, Section};
-use super::validate::{Checks, changed_keys};
 use super::value::{Value, expected_within, read_within};
 use super::{Config, OptimizerGroup};
 use toml::de::DeValue;
@@ -75,25 +74,6 @@ fn check_group(checks: &mut Checks<'_>, name: OptimizerName, index: usize, group
         checks.require(value.is_none() || has_one, &[&key(beta), "optimizer.name"], || {
             format!("{name} does not use this key; remove it")
         });
-    }
-}
-
-/// Where the groups stand in the text, for mistakes that show only when the model is known. It is no part of what a config
-/// says: configs that differ in it are equal.
-#[derive(Debug, Clone, Default)]
-pub(super) struct GroupPlaces(Vec<Given>);
-
-impl PartialEq for GroupPlaces {
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
-}
-
-impl GroupPlaces {
-    /// Those of a config in which each group has a pattern.
-    pub(super) fn of(loose: &Loose) -> Self {
-        let place = |index| loose.given[&format!("optimizer.groups[{index}].match")].clone();
-        GroupPlaces((0..loose.sections.optimizer.groups.len()).map(place).collect())
     }
 }
 

@@ -1,10 +1,10 @@
 //! Checks of degrees, and of how a model is divided into stages.
 
+use super::checks::{Checks, changed_keys};
 use super::choice::{Fp8, QuantizedGradients, Tier};
 use super::layout::{Offload, Parallelism};
 use super::memory::degrees;
 use super::sections::Sections;
-use super::validate::{Checks, changed_keys};
 use super::value::Interval;
 use trireme_comm::CodecName;
 use trireme_schedule::StateClass;

@@ -435,7 +435,7 @@ fn refuses_files_that_are_no_config() {
     assert!(matches!(load(), ConfigError::Read { .. }));
     std::fs::write(&path, b"\xff\xfe").unwrap();
     assert!(matches!(load(), ConfigError::Read { .. }));
-    std::fs::write(&path, vec![b'\n'; FILE_BYTES_MAX as usize + 1]).unwrap();
+    std::fs::write(&path, vec![b'\n'; mistake::FILE_BYTES_MAX as usize + 1]).unwrap();
     assert!(matches!(load(), ConfigError::TooLarge { .. }));
     std::fs::write(&path, SMALLEST).unwrap();
     assert_eq!(Config::load(&path, &[], None).unwrap(), good(SMALLEST, &[]));

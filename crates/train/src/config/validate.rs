@@ -1,14 +1,16 @@
 //! Holds the keys against each other, and resolves those that stand for others.
 
+use super::checks::{Checks, changed_keys};
 use super::choice::{Architecture, Fp8, Tokenizer};
 use super::compression::check_compression;
 use super::costs::check_costs;
+use super::group_places::GroupPlaces;
 use super::memory::{
     check_activation_checkpoint, check_huge_pages, check_offload, check_parallelism, degrees, is_on_disk,
     may_spill,
 };
 use super::mistake::{Mistake, Place};
-use super::optimizer::{GroupPlaces, check_optimizer};
+use super::optimizer::check_optimizer;
 use super::pipeline::{check_degrees, check_expert_shards, check_positions};
 use super::reader::{Given, Loose};
 use super::section::Section;
@@ -85,39 +87,6 @@ pub(super) fn validate(
     }
     let group_places = GroupPlaces::of(&loose);
     Ok(Config { subject, sections: loose.sections, world_size, group_places })
-}
-
-/// Checks between keys that have been read.
-pub(super) struct Checks<'a> {
-    path: &'a Path,
-    pub(super) loose: &'a Loose,
-    mistakes: Vec<Mistake>,
-}
-
-impl Checks<'_> {
-    /// Notes a mistake unless `holds`, at the first of `keys` that is set. Where one of them was refused
-    /// already, or none is set and the place is in doubt, it would be a mistake of our own.
-    pub(super) fn require(&mut self, holds: bool, keys: &[&str], explain: impl FnOnce() -> String) {
-        let doubtful = &self.loose.doubtful;
-        if holds || keys.iter().any(|key| doubtful.contains(*key)) {
-            return;
-        }
-        let (place, text) = match keys.iter().find_map(|key| self.loose.given.get(*key)) {
-            Some(given) => (given.place.clone(), given.text.clone()),
-            None => {
-                let (section, _) = keys[0].split_once('.').expect("keys are dotted");
-                if doubtful.contains(section) {
-                    return;
-                }
-                (Place::File { path: self.path.to_owned(), line: 1 }, format!("[{section}]"))
-            }
-        };
-        self.mistakes.push(Mistake { place, text, explanation: explain() });
-    }
-
-    fn is_given(&self, key: &str) -> bool {
-        self.loose.given.contains_key(key)
-    }
 }
 
 fn check_run(checks: &mut Checks<'_>) {
@@ -433,12 +402,6 @@ fn check_fp8(checks: &mut Checks<'_>) {
             "only applies with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key".to_owned()
         });
     }
-}
-
-/// The keys of a section that do not have their default.
-pub(super) fn changed_keys<S: Section + Default>(section: &S) -> impl Iterator<Item = &'static str> + use<S> {
-    let pairs = section.keys().into_iter().zip(S::default().keys());
-    pairs.filter(|(key, default)| key.value != default.value).map(|(key, _)| key.name)
 }
 
 fn name_run(sections: &mut Sections, path: &Path) {

@@ -4,8 +4,9 @@
 //! payload, all little-endian (`tensorflow/core/lib/io/record_writer.h`). The messages are those of
 //! `event.proto` and `summary.proto`; only the fields below are used.
 
+use super::record_file::RECORD_BYTES;
 use super::record_file::{RecordFile, Unwritten};
-use super::{MetricsError, RECORD_BYTES, StepRecord};
+use super::{MetricsError, StepRecord};
 use std::fs::OpenOptions;
 use std::path::Path;
 use std::time::Duration;

@@ -1,5 +1,6 @@
+use super::MetricsError;
+use super::record_file::RECORD_BYTES;
 use super::record_file::{RecordFile, Unwritten};
-use super::{MetricsError, RECORD_BYTES};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read};

@@ -1,7 +1,10 @@
-use super::MetricsError;
+use super::error::MetricsError;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+
+/// Bytes of the buffers in which records are put together: more than the longest record, so that none grows.
+pub(super) const RECORD_BYTES: usize = 16 << 10;
 
 /// Records that wait for a disk to have room again take at most this much memory, in bytes a file.
 const WAITING_BYTES_MAX: usize = 16 << 20;

@@ -1,9 +1,8 @@
 //! `trireme bench step`.
 
 use crate::console::Output;
-use crate::launch::{
-    HostShare, WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world,
-};
+use crate::host::HostShare;
+use crate::launch::{WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world};
 use crate::simd::{Proof, Simd};
 use crate::statistics::median;
 use anyhow::{Context, Result, bail};

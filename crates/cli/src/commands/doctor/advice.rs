@@ -2,8 +2,8 @@
 
 use super::machine::Machine;
 use super::{ExcludedKernel, Uses};
-use crate::cpu_limit::CpuLimit;
-use crate::memory_limit::{MemoryLimit, Pages};
+use crate::host::CpuLimit;
+use crate::host::{MemoryLimit, Pages};
 use serde::Serialize;
 use trireme_base::Bytes;
 use trireme_tensor::CpuFeatures;

@@ -3,8 +3,9 @@
 use crate::commands::check_config_path;
 use crate::commands::train::world_options;
 use crate::console::Output;
+use crate::host::HostShare;
 use crate::launch::{
-    HostShare, WorkerEnvironment, before_joining, launch_workers, recorder_folder, tell_all, work_in_world,
+    WorkerEnvironment, before_joining, launch_workers, recorder_folder, tell_all, work_in_world,
 };
 use crate::numbers::counted;
 use crate::statistics::median;

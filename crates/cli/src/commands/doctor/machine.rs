@@ -1,7 +1,7 @@
 //! What the system tells of the machine.
 
-use crate::cpu_limit::CpuLimit;
-use crate::memory_limit::MemoryLimit;
+use crate::host::CpuLimit;
+use crate::host::MemoryLimit;
 use serde::Serialize;
 use std::fs;
 use std::path::{Path, PathBuf};

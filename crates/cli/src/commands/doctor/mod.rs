@@ -11,7 +11,7 @@ use crate::commands::bench::seconds;
 use crate::commands::costs::CostArgs;
 use crate::commands::init::DEFAULT_CONFIG;
 use crate::console::{Measuring, Output};
-use crate::launch::HostShare;
+use crate::host::HostShare;
 use crate::simd::{Excluded, Proof, Simd};
 use advice::Advice;
 use anyhow::{Context, Result, bail};

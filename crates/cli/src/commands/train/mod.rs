@@ -8,10 +8,12 @@ use super::init::DEFAULT_CONFIG;
 use super::prepare::Display;
 use crate::bounded::within;
 use crate::console::Console;
+use crate::death::Death;
+use crate::host::HostShare;
 use crate::interrupts::Interrupts;
 use crate::launch::{
-    Death, HostShare, LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log,
-    interface, is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
+    LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log, interface,
+    is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
 };
 use crate::machine_cache::MachineCache;
 use crate::peak::worker_peak;

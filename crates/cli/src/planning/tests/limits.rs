@@ -1,7 +1,8 @@
 //! What workers of one host may take together, and what is done about it.
 
-use crate::memory_limit::{MemoryLimit, Pages, SharedLimit};
-use crate::planning::{Blueprint, Job, Limit, Plan, Source, Workers, advice};
+use crate::host::{MemoryLimit, Pages, SharedLimit};
+use crate::planning::alternatives::advice;
+use crate::planning::{Blueprint, Job, Limit, Plan, Source, Workers};
 use tempfile::TempDir;
 use trireme_train::config::Subject;
 

@@ -58,6 +58,9 @@ struct Job {
 unsafe impl Send for Job {}
 
 impl ThreadPool {
+    /// Maximum number of threads.
+    pub(crate) const SIZE_MAX: usize = 1 << 12;
+
     /// A pool of `num_threads`, the caller included.
     ///
     /// # Errors

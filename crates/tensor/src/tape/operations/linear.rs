@@ -5,9 +5,9 @@ use crate::fp8::{Fp8Layer, Operand};
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
 use crate::shape::Shape;
+use crate::tape::axis::PendingValue;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, Operation, PendingValue, ReadBy, Sharding, TensorAxis,
-    write_grad,
+    BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, write_grad,
 };
 use crate::tensor::{Tensor, View, ViewMut};
 use crate::values::Values;

@@ -1,6 +1,6 @@
 //! How one operation at one size is timed.
 
-use super::CollectivesArgs;
+use super::args::CollectivesArgs;
 use super::number::Number;
 use super::operation::{Bench, Op};
 use crate::statistics::median;

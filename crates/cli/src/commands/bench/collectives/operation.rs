@@ -1,12 +1,29 @@
 //! The operations: what vectors they take, how they are called, and what must come of it.
 
-use super::Place;
 use super::number::Number;
 use anyhow::{Context, Result};
 use std::fmt;
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::collective::{Collective, CollectiveKind, block};
+
+/// Where vectors are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Place {
+    /// Memory shared between the workers of a host, where available.
+    Arena,
+    /// Heap memory.
+    Private,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Place::Arena => "arena",
+            Place::Private => "private",
+        })
+    }
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 #[value(rename_all = "snake_case")]

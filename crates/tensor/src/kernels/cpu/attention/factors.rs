@@ -1,7 +1,9 @@
 //! Keys and values as right factors of products, packed once for many blocks of queries.
 
-use super::head::KEY_BLOCK;
 use crate::kernels::cpu::matmul::{Matrix, Micro, RightPanels};
+
+/// Keys in a block of scores, and in a block of packed keys or values.
+pub(super) const KEY_BLOCK: usize = 256;
 
 /// Keys and values that the queries of a task see.
 #[derive(Clone, Copy)]

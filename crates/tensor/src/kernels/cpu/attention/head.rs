@@ -1,6 +1,6 @@
 //! One head of one sequence, block by block.
 
-use super::factors::{BackwardFactors, ForwardFactors};
+use super::factors::{BackwardFactors, ForwardFactors, KEY_BLOCK};
 use super::rule::{AttentionRule, KeyView, all_seen};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
@@ -8,9 +8,8 @@ use crate::kernels::cpu::matmul::{LeftFactor, Matrix, Micro, Product, RightPanel
 use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip, tanh};
 use std::ops::Range;
 
-/// Queries and keys in a block of scores: 64 KiB in f32, which stays in the second-level cache.
+/// Queries in a block of scores: with [`KEY_BLOCK`] keys 64 KiB in f32, which stays in the second-level cache.
 pub(super) const QUERY_BLOCK: usize = 64;
-pub(super) const KEY_BLOCK: usize = 256;
 
 /// Scores of a block.
 const NUM_SCORES: usize = QUERY_BLOCK * KEY_BLOCK;

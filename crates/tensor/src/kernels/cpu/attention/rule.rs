@@ -1,6 +1,6 @@
 //! Which keys a query sees, and how scores become weights.
 
-use super::AttentionShape;
+use super::shape::AttentionShape;
 use std::ops::Range;
 use trireme_base::Positions;
 

@@ -11,65 +11,30 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
+mod factors;
 mod grouped;
 mod kernel;
+mod matrix;
 mod pack;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 mod tile;
 mod words;
 
-use super::element::{Element, Floats, FloatsMut};
+use super::element::{Element, FloatsMut};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
+pub(crate) use factors::{LeftFactor, RightPanels};
+use factors::{PackedLeft, pack_panel};
 pub use grouped::GroupLimit;
-use kernel::Left;
 pub(crate) use kernel::Micro;
+pub(crate) use matrix::{Matrix, Product};
 use pack::Span;
-use std::ops::Range;
 pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, TileEpilogue, rounded_tile};
 
 /// Columns of the right factor that are packed at a time; bounds the memory.
 const GROUP_COLS: usize = 2048;
-
-/// A matrix in memory: element `(i, j)` is `values[i * row_stride + j * col_stride]`; one of the strides is 1.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Matrix<'a> {
-    pub(crate) values: Floats<'a>,
-    pub(crate) row_stride: usize,
-    pub(crate) col_stride: usize,
-}
-
-impl<'a> Matrix<'a> {
-    /// A row-major matrix whose rows are `cols` long, or its transpose.
-    pub(crate) fn row_major(values: Floats<'a>, cols: usize, transposed: bool) -> Self {
-        let (row_stride, col_stride) = if transposed { (1, cols) } else { (cols, 1) };
-        Matrix { values, row_stride, col_stride }
-    }
-
-    /// The matrix without its first rows and columns.
-    pub(crate) fn from(self, row: usize, col: usize) -> Self {
-        let start = row * self.row_stride + col * self.col_stride;
-        // A matrix without columns has rows, but no values.
-        Matrix { values: self.values.from(start.min(self.values.len())), ..self }
-    }
-
-    /// The same elements with rows and columns exchanged.
-    pub(crate) fn transposed(self) -> Self {
-        Matrix { row_stride: self.col_stride, col_stride: self.row_stride, ..self }
-    }
-
-    fn covers(&self, rows: usize, cols: usize) -> bool {
-        if rows == 0 || cols == 0 {
-            return true;
-        }
-        let row = (rows - 1).checked_mul(self.row_stride);
-        let col = (cols - 1).checked_mul(self.col_stride);
-        let last = row.zip(col).and_then(|(row, col)| row.checked_add(col));
-        last.is_some_and(|last| last < self.values.len())
-    }
-}
 
 /// What the result is added to.
 #[derive(Clone, Copy, Debug)]
@@ -85,14 +50,6 @@ pub(crate) enum Epilogue<'a> {
         /// Row-major, of the result's shape.
         residual: Option<&'a [f32]>,
     },
-}
-
-/// Sizes of a product: `rows x inner` times `inner x cols`.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Product {
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) inner: usize,
 }
 
 impl Cpu {
@@ -251,32 +208,6 @@ fn tile_rows(rows: usize, panel_rows: usize, col_tiles: usize, num_threads: usiz
     tiles.min_by_key(|&tile| cost(tile)).expect("a tile has a panel") * panel_rows
 }
 
-/// Packs the panel of a right factor of `inner x cols` that begins at column `col`.
-///
-/// # Safety
-/// No one else reaches the words of this panel.
-unsafe fn pack_panel(
-    micro: Micro,
-    (inner, cols): (usize, usize),
-    right: Matrix<'_>,
-    col: usize,
-    out: &SharedSlice<'_, u32>,
-) {
-    let lines = micro.cols.min(cols - col);
-    for (first, len) in micro.inner_blocks(inner) {
-        let (first_term, num_terms) = micro.terms(first, len, inner);
-        let offset = panel_offset(micro, cols, (first, len), col);
-        // SAFETY: panels do not overlap, and the caller has this one.
-        let out = unsafe { out.range(offset, len * micro.cols) };
-        pack::right_panel(micro, right.from(first_term, col), Span { inner: num_terms, lines, len }, out);
-    }
-}
-
-/// Where a panel lies that begins at column `col`, of the words `first..first + len` of the inner dim.
-fn panel_offset(micro: Micro, cols: usize, (first, len): (usize, usize), col: usize) -> usize {
-    first * cols.next_multiple_of(micro.cols) + len * col
-}
-
 /// One tile of a result, and the panels it is made from.
 struct TileTask<'a> {
     row: usize,
@@ -286,112 +217,10 @@ struct TileTask<'a> {
     right: RightPanels<'a>,
 }
 
-/// A packed right factor: for each block of the inner dim, for each panel of columns, rows of the panel's width.
-#[derive(Clone, Copy)]
-pub(crate) struct RightPanels<'a> {
-    micro: Micro,
-    inner: usize,
-    cols: usize,
-    /// The column that a tile begins at.
-    first_col: usize,
-    words: &'a [u32],
-}
-
-impl<'a> RightPanels<'a> {
-    /// Words that a packed factor of `inner x cols` takes.
-    pub(crate) fn num_words(micro: Micro, inner: usize, cols: usize) -> usize {
-        micro.padded_words(inner) * cols.next_multiple_of(micro.cols)
-    }
-
-    /// A factor of `inner x cols` that was packed into `words`.
-    pub(crate) fn new(micro: Micro, (inner, cols): (usize, usize), words: &'a [u32]) -> Self {
-        let words = &words[..Self::num_words(micro, inner, cols)];
-        RightPanels { micro, inner, cols, first_col: 0, words }
-    }
-
-    /// Packs a factor of `inner x cols` on the calling thread.
-    pub(crate) fn pack(
-        micro: Micro,
-        (inner, cols): (usize, usize),
-        right: Matrix<'_>,
-        words: &'a mut [u32],
-    ) -> Self {
-        assert!(right.covers(inner, cols), "{right:?} is smaller than {inner} x {cols}");
-        let out = SharedSlice::new(&mut *words);
-        for col in (0..cols).step_by(micro.cols) {
-            // SAFETY: nothing else runs.
-            unsafe { pack_panel(micro, (inner, cols), right, col, &out) };
-        }
-        Self::new(micro, (inner, cols), words)
-    }
-
-    /// The factor without its first columns, which are whole panels.
-    pub(crate) fn from(self, col: usize) -> Self {
-        assert!(col.is_multiple_of(self.micro.cols), "panels are not cut");
-        RightPanels { first_col: self.first_col + col, ..self }
-    }
-
-    /// Words of the block of the inner dim that begins at word `first`.
-    fn block_len(&self, first: usize) -> usize {
-        let block = self.micro.inner_blocks(self.inner).find(|block| block.0 == first);
-        block.expect("a product cuts its inner dim as its factors do").1
-    }
-
-    /// The first `len` words of the panel that begins at column `col`, of a block (its first word and length).
-    fn panel(&self, block: (usize, usize), len: usize, col: usize) -> &'a [u32] {
-        assert!(len <= block.1 && self.first_col + col < self.cols);
-        let offset = panel_offset(self.micro, self.cols, block, self.first_col + col);
-        &self.words[offset..offset + len * self.micro.cols]
-    }
-}
-
 /// Whether a left factor is packed once for all tiles: if it cannot be read where it lies, and several tiles read the same
 /// rows.
 fn packs_left(micro: Micro, size: Product, left: Matrix<'_>) -> bool {
     size.cols > TILE_COLS && !pack::can_stay(micro, left, size.inner)
-}
-
-/// A left factor in panels: for each panel of rows, for each block of the inner dim, what the micro-kernel reads.
-pub(crate) struct PackedLeft<'a> {
-    micro: Micro,
-    inner: usize,
-    by_rows: bool,
-    words: &'a [u32],
-}
-
-impl PackedLeft<'_> {
-    fn num_words(micro: Micro, size: Product) -> usize {
-        size.rows.div_ceil(micro.rows) * Self::panel_words(micro, size.inner)
-    }
-
-    fn panel_words(micro: Micro, inner: usize) -> usize {
-        micro.inner_blocks(inner).map(|(_, len)| pack::left_words(micro, len)).sum()
-    }
-
-    /// Where the panel that begins at `row` lies: the part of the `block`th block, the words `first..first + len`.
-    fn place(
-        (micro, inner): (Micro, usize),
-        row: usize,
-        (block, first, len): (usize, usize, usize),
-    ) -> Range<usize> {
-        let start =
-            row / micro.rows * Self::panel_words(micro, inner) + first * micro.rows + block * pack::SLACK;
-        start..start + pack::left_words(micro, len)
-    }
-
-    /// The panel that begins at `row`, in a block.
-    fn panel(&self, row: usize, block: (usize, usize, usize)) -> Left<'_> {
-        let words = &self.words[Self::place((self.micro, self.inner), row, block)];
-        pack::packed_left(self.micro, self.by_rows, block.2, words)
-    }
-}
-
-/// Rows of a left factor from a tile's first on.
-#[derive(Clone, Copy)]
-pub(crate) enum LeftFactor<'a> {
-    InMemory(Matrix<'a>),
-    /// Packed, from this row on.
-    Packed(&'a PackedLeft<'a>, usize),
 }
 
 impl<'a> Epilogue<'a> {

@@ -1,7 +1,7 @@
 //! Factors in the order in which the micro-kernel reads them.
 
-use super::Matrix;
 use super::kernel::{INNER_BLOCK, Left, Micro, ROWS_MAX};
+use super::matrix::Matrix;
 #[cfg(target_arch = "x86_64")]
 use super::pairs;
 use super::words::{Bf16PairWord, F32Word, RoundedBf16Word, RoundedF16Word, Word, WordKind, across, along};

@@ -1,7 +1,7 @@
 mod special;
 
 use super::*;
-use crate::kernels::cpu::element::with_element;
+use crate::kernels::cpu::element::{Floats, with_element};
 use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::test_support::{
     DTYPES, Exact, affordable, assert_close, cases, cpu, exactly, levels, narrow, random, run_at_levels,

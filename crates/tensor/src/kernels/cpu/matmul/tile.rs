@@ -1,8 +1,9 @@
 //! Rectangles of a result, each made by one task.
 
+use super::factors::{LeftFactor, RightPanels};
 use super::kernel::MicroTile;
+use super::matrix::Product;
 use super::pack::{self, LeftBuffer, Span};
-use super::{LeftFactor, Product, RightPanels};
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};

@@ -1,9 +1,9 @@
 //! What a worker may take of its host, where several workers, and perhaps several launchers, share it.
 
-use super::telling::tell_all;
-use crate::control_groups::identity;
-use crate::cpu_limit::CpuLimit;
-use crate::memory_limit::{MemoryLimit, SharedLimit};
+use super::control_groups::identity;
+use super::cpu_limit::CpuLimit;
+use super::memory_limit::{MemoryLimit, SharedLimit};
+use crate::launch::tell_all;
 use anyhow::Result;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
@@ -248,7 +248,7 @@ fn by_neighbourhood(mut cpus: Vec<usize>, root: &Path) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory_limit::Pages;
+    use crate::host::Pages;
 
     fn limit(bytes: u64) -> MemoryLimit {
         MemoryLimit { bytes, file: None, pages: Pages::Ordinary }

@@ -1,6 +1,6 @@
 //! How much of the processors the control groups of this process let it use.
 
-use crate::control_groups::{Controller, settings};
+use super::control_groups::{Controller, settings};
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 //! How much memory the processes of this host may take, and what says so.
 
-use crate::control_groups::{Controller, settings};
+use super::control_groups::{Controller, settings};
 use rustix::system::sysinfo;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};

@@ -1,0 +1,30 @@
+//! How processes end that do not end well.
+
+use std::fmt;
+
+/// How a process ended that did not end well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Death {
+    /// It exited with this code, which is not 0.
+    Exit(i32),
+    /// This signal killed it.
+    Signal(i32),
+}
+
+impl fmt::Display for Death {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Death::Exit(code) => write!(f, "exited with code {code}"),
+            // SIGKILL: nobody else sends it unasked.
+            Death::Signal(9) => {
+                f.write_str("was killed by SIGKILL (sent by a user, or because memory ran out)")
+            }
+            Death::Signal(signal) => write!(f, "was killed by {}", signal_name(*signal)),
+        }
+    }
+}
+
+/// The name of a signal, such as `SIGTERM`.
+pub(crate) fn signal_name(signal: i32) -> String {
+    signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
+}

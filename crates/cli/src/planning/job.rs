@@ -1,0 +1,208 @@
+//! A run to plan: its config, its model, and its workers.
+
+use crate::host::{HostShare, SharedLimit};
+use std::fmt;
+use std::path::Path;
+use trireme_base::{ContextPlace, Rank};
+use trireme_comm::{CommError, Group, TransportChoice, TransportKind};
+use trireme_data::Corpus;
+use trireme_model::{Model, ModelConfig, ModelError, TensorSpec};
+use trireme_parallel::ValidationBatches;
+use trireme_schedule::collective::Hosts;
+use trireme_tensor::{CpuFeatures, Device, ModelPlace};
+use trireme_train::config::{Config, ConfigError, Subject};
+use trireme_train::{
+    Sequences, Task, TrainError, local_threads, model_config, positions_of_batch, share_of_cores,
+    validation_batches,
+};
+
+/// Where a config came from, so that it can be read again with changes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Source<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) overrides: &'a [String],
+    /// Number of workers, if another launcher has started them.
+    pub(crate) world_size: Option<usize>,
+    pub(crate) subject: Subject,
+}
+
+impl Source<'_> {
+    /// The file with the overrides in it.
+    pub(crate) fn given(&self, config: &Config) -> Result<String, ConfigError> {
+        config.given(self.path, self.overrides)
+    }
+
+    /// Reads the config with further overrides.
+    pub(crate) fn load(&self, changes: &[String]) -> Result<Config, ConfigError> {
+        let overrides = [self.overrides, changes].concat();
+        let config = Config::load_as(self.subject, self.path, &overrides, self.world_size)?;
+        if config.parallelism().context_parallel_degree == 1 || self.subject == Subject::OwnTask {
+            return Ok(config);
+        }
+        // A model that cannot be read is refused where it is needed.
+        let heads = model_config(&config, 0).map(|(model, _)| (model.num_heads, model.num_kv_heads));
+        Ok(match heads {
+            Ok((num_heads, num_kv_heads)) => config.with_heads_chosen(num_heads, num_kv_heads),
+            Err(_) => config,
+        })
+    }
+}
+
+/// A run to plan.
+#[derive(Clone, Copy)]
+pub(crate) struct Job<'a> {
+    pub(crate) config: &'a Config,
+    pub(crate) source: Source<'a>,
+    pub(crate) blueprint: Blueprint<'a>,
+    pub(crate) workers: Workers<'a>,
+}
+
+/// How the model of a run is built, and what its batches are.
+#[derive(Clone, Copy)]
+pub(crate) enum Blueprint<'a> {
+    /// A language model, whose text need not be there yet.
+    Language { model: &'a ModelConfig, sequences: Sequences },
+    /// A task, and the tensors of one sample.
+    Task { task: &'a dyn Task, sample: &'a [TensorSpec] },
+}
+
+impl Blueprint<'_> {
+    pub(super) fn build(&self, device: &Device, place: ModelPlace) -> Result<Model, ModelError> {
+        Model::build_at(place, device, |device, table| match self {
+            Blueprint::Language { model, sequences } => model.build_into(table, sequences.seq_len, device),
+            Blueprint::Task { task, .. } => task.build(device, table),
+        })
+    }
+
+    /// What a worker has of a microbatch.
+    pub(super) fn batch(
+        &self,
+        config: &Config,
+        context: ContextPlace,
+    ) -> Result<Vec<TensorSpec>, TrainError> {
+        let num_samples = config.training().local_batch_size;
+        let whole: Vec<TensorSpec> = match self {
+            Blueprint::Language { sequences, .. } => {
+                sequences.sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
+            }
+            Blueprint::Task { sample, .. } => sample.iter().map(|spec| spec.in_batch(num_samples)).collect(),
+        };
+        let has_positions = match self {
+            Blueprint::Language { .. } => true,
+            Blueprint::Task { task, .. } => task.has_positions(),
+        };
+        positions_of_batch(&whole, context, has_positions)
+    }
+
+    /// The batches of a validation, if the run has any. For text that is not there yet, as many samples as the config asks for are assumed.
+    pub(super) fn validation(&self, config: &Config) -> Result<Option<ValidationBatches>, TrainError> {
+        let (data, training) = (config.data(), config.training());
+        let num_samples = match self {
+            Blueprint::Task { task, .. } => task.validation_data()?.map(|samples| samples.num_samples()),
+            Blueprint::Language { sequences, .. } => match Corpus::open(&data.folder) {
+                // Too few tokens are refused elsewhere.
+                Ok(corpus) => corpus
+                    .validation
+                    .and_then(|validation| sequences.num_validation_samples(&validation.tokens).ok()),
+                Err(_) => (data.validation_fraction > 0.0 || !data.validation_inputs.is_empty())
+                    .then_some(training.validation_samples.max(1) as u64),
+            },
+        };
+        let num_samples = num_samples.filter(|&num_samples| num_samples > 0);
+        Ok(num_samples.map(|num_samples| validation_batches(num_samples, training)))
+    }
+}
+
+/// The workers of a run, as one of them sees them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Workers<'a> {
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+    /// On this host.
+    pub(super) local_world_size: usize,
+    pub(super) num_threads: usize,
+    /// The SIMD level of their kernels, on which scratch memory depends.
+    pub(super) features: CpuFeatures,
+    pub(super) shares_memory: bool,
+    /// Whose memory the group of this one takes a part of.
+    pub(super) num_sharing: usize,
+    /// What workers may take together.
+    pub(super) limits: &'a [SharedLimit],
+}
+
+impl<'a> Workers<'a> {
+    /// Those that the command starts on this host, seen by the first.
+    pub(crate) fn local(config: &Config, limits: &'a [SharedLimit], features: CpuFeatures) -> Self {
+        let world_size = config.world_size();
+        let shares_memory = matches!(config.comm().transport, TransportChoice::Auto | TransportChoice::Shm);
+        Workers {
+            rank: 0,
+            world_size,
+            local_world_size: world_size,
+            num_threads: local_threads(config, share_of_cores(world_size)),
+            features,
+            shares_memory,
+            num_sharing: if shares_memory { world_size } else { 1 },
+            limits,
+        }
+    }
+
+    /// The same workers on several hosts with `local_world_size` of them each, seen by the first.
+    pub(crate) fn on_hosts(self, config: &Config, local_world_size: usize) -> Self {
+        let shares_memory = self.shares_memory && local_world_size == self.world_size;
+        let num_sharing = self.num_sharing.min(local_world_size);
+        let num_threads = local_threads(config, share_of_cores(local_world_size));
+        Workers { local_world_size, num_threads, shares_memory, num_sharing, ..self }
+    }
+
+    /// Those of a group.
+    pub(crate) fn of(config: &Config, group: &Group, share: &'a HostShare, features: CpuFeatures) -> Self {
+        let local_world_size = share.num_workers;
+        let num_sharing = match group.transport() {
+            TransportKind::Shm | TransportKind::ShmAndTcp => local_world_size,
+            _ => 1,
+        };
+        Workers {
+            rank: group.rank().0,
+            world_size: group.world_size(),
+            local_world_size,
+            num_threads: local_threads(config, share.num_threads),
+            features,
+            shares_memory: group.transport() == TransportKind::Shm,
+            num_sharing,
+            limits: &share.limits,
+        }
+    }
+
+    /// This worker's end of a world that is not there. Neighbours share a host, as launchers number them.
+    pub(super) fn dry_group(&self) -> Result<Group, CommError> {
+        let hosts: Vec<usize> = (0..self.world_size).map(|rank| rank / self.local_world_size).collect();
+        let transport = match (self.num_sharing > 1, self.shares_memory) {
+            (true, true) => TransportKind::Shm,
+            (true, false) => TransportKind::ShmAndTcp,
+            (false, _) => TransportKind::Tcp,
+        };
+        Group::dry(Rank(self.rank), Hosts::new(&hosts), transport)
+    }
+
+    /// For each place of the pipeline a worker, one of this host if there is any, and how many of them this host has there.
+    /// Neighbours share a host, as launchers number them.
+    pub(super) fn by_place(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
+        let num_of_place = config.workers_per_place();
+        let first = self.rank / self.local_world_size * self.local_world_size;
+        let worker = |place: usize| {
+            let ranks = place * num_of_place..(place + 1) * num_of_place;
+            let near = ranks.start.max(first)..ranks.end.min(first + self.local_world_size);
+            let rank = if near.is_empty() { ranks.start } else { near.start };
+            (Workers { rank, ..self }, near.len())
+        };
+        (0..config.parallelism().pipeline_parallel_degree).map(worker).collect()
+    }
+}
+
+impl fmt::Display for Workers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let workers = if self.world_size == 1 { "worker" } else { "workers" };
+        write!(f, "{} {workers} x {} threads", self.world_size, self.num_threads)
+    }
+}

@@ -1,0 +1,292 @@
+//! The plan of a worker: its step, and what that takes.
+
+use super::choices::Planning;
+use super::host_bytes::{HostBytes, WorkerBytes};
+use super::job::{Job, Workers};
+use super::limits;
+use super::probe::Probed;
+use super::sizes::{batch_memory, state_sizes};
+use anyhow::Result;
+use trireme_base::{Bytes, Category, Rank, StepEntries, UnitPasses};
+use trireme_comm::Group;
+use trireme_model::{Model, Rehearsal};
+use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
+use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
+use trireme_schedule::Program;
+use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
+use trireme_train::config::Config;
+use trireme_train::metrics::MemoryPeakBytes;
+use trireme_train::{
+    StepChoices, TrainError, WorkerPlan, base_programs, device_options, executor_options, lowered,
+    new_executor, optimizer_options, proven_programs, step_programs,
+};
+
+/// How long a step takes.
+pub(crate) struct PredictedTime {
+    pub(crate) time: StepTime,
+    /// Kernels and operations that were not measured, and count as if they took no time.
+    pub(crate) unmeasured: Vec<&'static str>,
+}
+
+/// Memory that has a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Limit {
+    /// The device's, by the config.
+    Device,
+    /// The host's for state that is not on the device, by the config.
+    Offload,
+    /// What workers take of a host together, by the machine or a control group: the index of the limit.
+    Host(usize),
+}
+
+/// A step of a run, and what it takes of one worker's memory.
+pub(crate) struct Plan {
+    /// The worker.
+    pub(crate) rank: usize,
+    pub(crate) model: Model,
+    /// What the passes of each unit take.
+    pub(crate) passes: Vec<UnitPasses>,
+    pub(crate) program: Program,
+    pub(crate) choices: StepChoices,
+    pub(crate) prediction: Prediction,
+    /// What the config bounds of it, and the worker's share of the host's limit.
+    bounds: MemoryBounds,
+    /// What all workers of this host are predicted to take together.
+    pub(super) on_host: HostBytes,
+    /// What was chosen and why, where something was to be chosen.
+    pub(crate) reasons: Vec<String>,
+}
+
+impl Plan {
+    /// The plan of one worker. `chosen` is what another worker has chosen.
+    pub(crate) fn new(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
+        let Job { config, workers, .. } = job;
+        let mut plan = Plan::of_worker(job, chosen)?;
+        let place = |workers: Workers<'_>| workers.rank / config.workers_per_place();
+        let mut on_host = HostBytes::of_launcher(workers);
+        for (worker, num_workers) in
+            workers.by_place(config).into_iter().filter(|(_, num_workers)| *num_workers > 0)
+        {
+            if place(worker) == place(workers) {
+                on_host.add(plan.worker_bytes(config), num_workers);
+            } else {
+                let chosen = Some(plan.choices.clone());
+                let plan = Plan::of_worker(Job { workers: worker, ..job }, chosen)?;
+                on_host.add(plan.worker_bytes(config), num_workers);
+            }
+        }
+        plan.on_host = on_host;
+        Ok(plan)
+    }
+
+    /// The plan of the worker that needs the most memory, of one in each place of the pipeline; the first one chooses for all.
+    pub(crate) fn largest(job: Job<'_>) -> Result<Self> {
+        let Job { config, workers, .. } = job;
+        let need = |plan: &Plan| (plan.prediction.host > plan.bounds.host, plan.prediction.total());
+        let mut places = workers.by_place(config).into_iter();
+        let (worker, num_workers) = places.next().expect("a pipeline has a place");
+        let mut largest = Plan::of_worker(Job { workers: worker, ..job }, None)?;
+        let mut on_host = HostBytes::of_launcher(workers);
+        on_host.add(largest.worker_bytes(config), num_workers);
+        for (worker, num_workers) in places {
+            let plan = Plan::of_worker(Job { workers: worker, ..job }, Some(largest.choices.clone()))?;
+            on_host.add(plan.worker_bytes(config), num_workers);
+            if need(&plan) > need(&largest) {
+                largest = Plan { reasons: largest.reasons, ..plan };
+            }
+        }
+        Ok(Plan { on_host, ..largest })
+    }
+
+    /// As [`new`](Plan::new), without what the other workers of the host take.
+    fn of_worker(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
+        let Job { config, workers, .. } = job;
+        let (model, rehearsal) = rehearsed(job)?;
+        let device = Device::counting(device_options_without_budget(config, workers))?;
+        let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
+        let num_shards = config.num_shards();
+        let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal, options.determinism));
+        let is_open = chosen.is_none();
+        let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
+        if is_open {
+            // What another worker has chosen it has proven.
+            proven_programs(config, &chain, &given)?;
+        }
+        let base = base_programs(config, &chain, &given)?;
+        let program = |place: usize, choices: &StepChoices| lowered(base[place].clone(), choices);
+        let places = workers.by_place(config);
+        let mesh = config.degrees().state_mesh(workers.world_size);
+        let sizes = |place: usize| {
+            let outline = &program(place, &given).outline;
+            let placements = Placements::new(model.table(), outline, mesh.clone());
+            let parts = placements.parts(model.table(), Rank(places[place].0.rank));
+            state_sizes(
+                (model.table(), &rehearsal),
+                (&options, &optimizer),
+                (&parts, num_shards),
+                outline,
+                &device,
+            )
+        };
+        let bounds = limits::bounds(config, workers);
+        let validation = job.blueprint.validation(config)?;
+        let run = |place: usize, choices: &StepChoices| {
+            let job = Job { workers: places[place].0, ..job };
+            dry_run(job, &rehearsal, program(place, choices), validation)
+        };
+        let planning = Planning {
+            config,
+            sizes: &sizes,
+            passes: &passes,
+            batch: &batch_memory(&rehearsal),
+            bounds,
+            num_places: places.len(),
+            program: &program,
+            run: &run,
+        };
+        let (choices, mut reasons) =
+            if is_open { planning.choose(given.clone())? } else { (given.clone(), Vec::new()) };
+        reasons.extend(limits::budget_notice(config, workers, bounds));
+        let place = workers.rank / config.workers_per_place();
+        let DryRun { program, prediction, .. } =
+            dry_run(job, &rehearsal, program(place, &choices), validation)?;
+        let (rank, on_host) = (workers.rank, HostBytes::of_launcher(workers));
+        Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host, reasons })
+    }
+
+    fn worker_bytes(&self, config: &Config) -> WorkerBytes {
+        WorkerBytes::new(&self.prediction, self.model.table(), self.rank, config)
+    }
+
+    /// How long a step takes on this machine, whose kernels and links the workers of the job measure for some seconds; `world` is
+    /// this one's end of theirs. The first worker gets the prediction, the others `None`. Collective.
+    pub(crate) fn step_time(&self, job: Job<'_>, world: Group) -> Result<Option<PredictedTime>> {
+        let Job { config, workers, .. } = job;
+        let (model, rehearsal) = rehearsed(job)?;
+        let chain = chain(model.table(), &rehearsal, executor_options(config).determinism);
+        let programs = step_programs(config, &chain, &self.choices)?;
+        let calls = RecordedCalls::default();
+        let entries = |((worker, _), program): ((Workers<'_>, usize), &Program)| {
+            let executor = dry_executor(Job { workers: worker, ..job }, &rehearsal, program.clone())?;
+            executor.device().record_calls(&calls);
+            Ok(executor.dry_entries().map_err(TrainError::from)?)
+        };
+        let stages: Vec<StepEntries> =
+            workers.by_place(config).into_iter().zip(&programs).map(entries).collect::<Result<_>>()?;
+        let (rank, num_of_place) = (world.rank(), config.workers_per_place());
+        let outline = &programs[rank.0 / num_of_place].outline;
+        let mesh = config.degrees().state_mesh(world.world_size());
+        let parts = Placements::new(model.table(), outline, mesh).parts(model.table(), rank);
+        let limits = (&parts[..], self.bounds.machine);
+        let rates = Probed::measure(job, &stages, (&model, &rehearsal), limits, &calls, world)?;
+        let Some(rates) = rates else { return Ok(None) };
+        let mut time = step_time(&stages, num_of_place, &rates)?;
+        // A program that does not drain has several steps.
+        let num_steps = outline.num_steps() as f64;
+        time.computing.iter_mut().chain([&mut time.seconds]).for_each(|seconds| *seconds /= num_steps);
+        Ok(Some(PredictedTime { time, unmeasured: rates.unmeasured(&stages) }))
+    }
+
+    /// What the plan takes of what is limited, and the limit.
+    pub(super) fn taken(&self, limit: Limit) -> (usize, usize) {
+        match limit {
+            Limit::Device => (self.prediction.total(), self.bounds.device),
+            Limit::Offload => (self.prediction.host, self.bounds.host),
+            Limit::Host(index) => {
+                let bound = self.on_host.limit(index).bytes;
+                (self.on_host.taken(index), usize::try_from(bound).unwrap_or(usize::MAX))
+            }
+        }
+    }
+
+    /// The limit that it passes, if any.
+    pub(crate) fn passed(&self) -> Option<Limit> {
+        [Limit::Device, Limit::Offload, Limit::Host(self.on_host.nearest())].into_iter().find(|&limit| {
+            let (taken, bound) = self.taken(limit);
+            taken > bound
+        })
+    }
+
+    /// The predicted peak of each category of the device's memory, and of their sum.
+    pub(super) fn memory_peak_bytes(&self) -> MemoryPeakBytes {
+        let peak = |category| self.prediction.peaks.get(category) as u64;
+        MemoryPeakBytes {
+            parameters: peak(Category::Parameters),
+            gradients: peak(Category::Gradients),
+            optimizer: peak(Category::Optimizer),
+            activations: peak(Category::Activations),
+            communication: peak(Category::Communication),
+            total: self.prediction.total() as u64,
+        }
+    }
+
+    /// What the trainer is told of it.
+    pub(crate) fn worker_plan(&self, step_seconds: Option<f64>) -> WorkerPlan {
+        let total = self.prediction.total();
+        let moment = self.prediction.moment(&self.program);
+        let predicted = format!("predicted peak: {} at {moment}", Bytes(total as u64));
+        WorkerPlan {
+            step_seconds,
+            choices: self.choices.clone(),
+            predicted: self.memory_peak_bytes(),
+            besides_activations: self.prediction.besides_activations,
+            comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
+        }
+    }
+}
+
+/// The model of a job, and what its passes are.
+pub(super) fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
+    let Job { config, blueprint, workers, .. } = job;
+    let device = Device::counting(device_options_without_budget(config, workers))?;
+    let place = config.model_place(Rank(workers.rank));
+    let model = blueprint.build(&device, place).map_err(TrainError::from)?;
+    let context = config.context_place(Rank(workers.rank));
+    let batch = blueprint.batch(config, context)?;
+    let rehearsal = model.rehearse(&device, executor_options(config).passes(context), &batch);
+    Ok((model, rehearsal.map_err(TrainError::from)?))
+}
+
+/// The executor of a job's worker in a world that is not there, on a device that only counts.
+pub(super) fn dry_executor(job: Job<'_>, rehearsal: &Rehearsal, program: Program) -> Result<Executor> {
+    let Job { config, blueprint, workers, .. } = job;
+    let device = Device::counting(device_options_without_budget(config, workers))?;
+    let model = blueprint.build(&device, config.model_place(Rank(workers.rank))).map_err(TrainError::from)?;
+    let of_model = (model, rehearsal.clone());
+    Ok(new_executor(config, of_model, program, workers.dry_group()?, &device)?)
+}
+
+/// Lets the worker of a job go through its program, and a validation, without computing.
+fn dry_run(
+    job: Job<'_>,
+    rehearsal: &Rehearsal,
+    program: Program,
+    validation: Option<ValidationBatches>,
+) -> Result<DryRun> {
+    let executor = dry_executor(job, rehearsal, program.clone())?;
+    let found = executor.dry_run(validation).map_err(TrainError::from)?;
+    let lines: Vec<CategoryBytes> = found.lines.into_iter().map(CategoryBytes::new).collect();
+    let at_peak = CategoryBytes::new(found.at_peak);
+    let prediction = Prediction {
+        peaks: CategoryBytes::new(found.peaks),
+        at_peak,
+        besides_activations: lines
+            .iter()
+            .chain([&at_peak])
+            .map(CategoryBytes::besides_activations)
+            .max()
+            .unwrap_or(0),
+        line: found.line,
+        host: found.host,
+        own: found.own,
+        own_between_steps: found.own_between_steps,
+        outside: found.outside,
+    };
+    Ok(DryRun { program, prediction, lines })
+}
+
+/// The prediction itself knows no budget.
+fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> DeviceOptions {
+    let features_max = Some(workers.features);
+    DeviceOptions { features_max, budget: None, ..device_options(config, workers.num_threads) }
+}

@@ -1,0 +1,135 @@
+//! Packed factors of a product.
+
+use super::kernel::{Left, Micro};
+use super::matrix::{Matrix, Product};
+use super::pack::{self, Span};
+use crate::kernels::cpu::SharedSlice;
+use std::ops::Range;
+
+/// A packed right factor: for each block of the inner dim, for each panel of columns, rows of the panel's width.
+#[derive(Clone, Copy)]
+pub(crate) struct RightPanels<'a> {
+    pub(super) micro: Micro,
+    inner: usize,
+    cols: usize,
+    /// The column that a tile begins at.
+    first_col: usize,
+    words: &'a [u32],
+}
+
+impl<'a> RightPanels<'a> {
+    /// Words that a packed factor of `inner x cols` takes.
+    pub(crate) fn num_words(micro: Micro, inner: usize, cols: usize) -> usize {
+        micro.padded_words(inner) * cols.next_multiple_of(micro.cols)
+    }
+
+    /// A factor of `inner x cols` that was packed into `words`.
+    pub(crate) fn new(micro: Micro, (inner, cols): (usize, usize), words: &'a [u32]) -> Self {
+        let words = &words[..Self::num_words(micro, inner, cols)];
+        RightPanels { micro, inner, cols, first_col: 0, words }
+    }
+
+    /// Packs a factor of `inner x cols` on the calling thread.
+    pub(crate) fn pack(
+        micro: Micro,
+        (inner, cols): (usize, usize),
+        right: Matrix<'_>,
+        words: &'a mut [u32],
+    ) -> Self {
+        assert!(right.covers(inner, cols), "{right:?} is smaller than {inner} x {cols}");
+        let out = SharedSlice::new(&mut *words);
+        for col in (0..cols).step_by(micro.cols) {
+            // SAFETY: nothing else runs.
+            unsafe { pack_panel(micro, (inner, cols), right, col, &out) };
+        }
+        Self::new(micro, (inner, cols), words)
+    }
+
+    /// The factor without its first columns, which are whole panels.
+    pub(crate) fn from(self, col: usize) -> Self {
+        assert!(col.is_multiple_of(self.micro.cols), "panels are not cut");
+        RightPanels { first_col: self.first_col + col, ..self }
+    }
+
+    /// Words of the block of the inner dim that begins at word `first`.
+    pub(super) fn block_len(&self, first: usize) -> usize {
+        let block = self.micro.inner_blocks(self.inner).find(|block| block.0 == first);
+        block.expect("a product cuts its inner dim as its factors do").1
+    }
+
+    /// The first `len` words of the panel that begins at column `col`, of a block (its first word and length).
+    pub(super) fn panel(&self, block: (usize, usize), len: usize, col: usize) -> &'a [u32] {
+        assert!(len <= block.1 && self.first_col + col < self.cols);
+        let offset = panel_offset(self.micro, self.cols, block, self.first_col + col);
+        &self.words[offset..offset + len * self.micro.cols]
+    }
+}
+
+/// A left factor in panels: for each panel of rows, for each block of the inner dim, what the micro-kernel reads.
+pub(crate) struct PackedLeft<'a> {
+    pub(super) micro: Micro,
+    pub(super) inner: usize,
+    pub(super) by_rows: bool,
+    pub(super) words: &'a [u32],
+}
+
+impl PackedLeft<'_> {
+    pub(super) fn num_words(micro: Micro, size: Product) -> usize {
+        size.rows.div_ceil(micro.rows) * Self::panel_words(micro, size.inner)
+    }
+
+    fn panel_words(micro: Micro, inner: usize) -> usize {
+        micro.inner_blocks(inner).map(|(_, len)| pack::left_words(micro, len)).sum()
+    }
+
+    /// Where the panel that begins at `row` lies: the part of the `block`th block, the words `first..first + len`.
+    pub(super) fn place(
+        (micro, inner): (Micro, usize),
+        row: usize,
+        (block, first, len): (usize, usize, usize),
+    ) -> Range<usize> {
+        let start =
+            row / micro.rows * Self::panel_words(micro, inner) + first * micro.rows + block * pack::SLACK;
+        start..start + pack::left_words(micro, len)
+    }
+
+    /// The panel that begins at `row`, in a block.
+    pub(super) fn panel(&self, row: usize, block: (usize, usize, usize)) -> Left<'_> {
+        let words = &self.words[Self::place((self.micro, self.inner), row, block)];
+        pack::packed_left(self.micro, self.by_rows, block.2, words)
+    }
+}
+
+/// Rows of a left factor from a tile's first on.
+#[derive(Clone, Copy)]
+pub(crate) enum LeftFactor<'a> {
+    InMemory(Matrix<'a>),
+    /// Packed, from this row on.
+    Packed(&'a PackedLeft<'a>, usize),
+}
+
+/// Packs the panel of a right factor of `inner x cols` that begins at column `col`.
+///
+/// # Safety
+/// No one else reaches the words of this panel.
+pub(super) unsafe fn pack_panel(
+    micro: Micro,
+    (inner, cols): (usize, usize),
+    right: Matrix<'_>,
+    col: usize,
+    out: &SharedSlice<'_, u32>,
+) {
+    let lines = micro.cols.min(cols - col);
+    for (first, len) in micro.inner_blocks(inner) {
+        let (first_term, num_terms) = micro.terms(first, len, inner);
+        let offset = panel_offset(micro, cols, (first, len), col);
+        // SAFETY: panels do not overlap, and the caller has this one.
+        let out = unsafe { out.range(offset, len * micro.cols) };
+        pack::right_panel(micro, right.from(first_term, col), Span { inner: num_terms, lines, len }, out);
+    }
+}
+
+/// Where a panel lies that begins at column `col`, of the words `first..first + len` of the inner dim.
+fn panel_offset(micro: Micro, cols: usize, (first, len): (usize, usize), col: usize) -> usize {
+    first * cols.next_multiple_of(micro.cols) + len * col
+}

@@ -1,0 +1,45 @@
+//! What checks between keys work with.
+
+use super::mistake::{Mistake, Place};
+use super::reader::Loose;
+use super::section::Section;
+use std::path::Path;
+
+/// Checks between keys that have been read.
+pub(super) struct Checks<'a> {
+    pub(super) path: &'a Path,
+    pub(super) loose: &'a Loose,
+    pub(super) mistakes: Vec<Mistake>,
+}
+
+impl Checks<'_> {
+    /// Notes a mistake unless `holds`, at the first of `keys` that is set. Where one of them was refused
+    /// already, or none is set and the place is in doubt, it would be a mistake of our own.
+    pub(super) fn require(&mut self, holds: bool, keys: &[&str], explain: impl FnOnce() -> String) {
+        let doubtful = &self.loose.doubtful;
+        if holds || keys.iter().any(|key| doubtful.contains(*key)) {
+            return;
+        }
+        let (place, text) = match keys.iter().find_map(|key| self.loose.given.get(*key)) {
+            Some(given) => (given.place.clone(), given.text.clone()),
+            None => {
+                let (section, _) = keys[0].split_once('.').expect("keys are dotted");
+                if doubtful.contains(section) {
+                    return;
+                }
+                (Place::File { path: self.path.to_owned(), line: 1 }, format!("[{section}]"))
+            }
+        };
+        self.mistakes.push(Mistake { place, text, explanation: explain() });
+    }
+
+    pub(super) fn is_given(&self, key: &str) -> bool {
+        self.loose.given.contains_key(key)
+    }
+}
+
+/// The keys of a section that do not have their default.
+pub(super) fn changed_keys<S: Section + Default>(section: &S) -> impl Iterator<Item = &'static str> + use<S> {
+    let pairs = section.keys().into_iter().zip(S::default().keys());
+    pairs.filter(|(key, default)| key.value != default.value).map(|(key, _)| key.name)
+}

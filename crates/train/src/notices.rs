@@ -1,0 +1,46 @@
+//! Notices about what a layout means for results.
+
+use crate::config::{Config, QuantizedGradients};
+use crate::observer::Observer;
+use trireme_parallel::Determinism;
+use trireme_tensor::Precision;
+
+/// Says when the bits of this layout are its own.
+pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
+    if config.training().determinism == Determinism::Run {
+        return;
+    }
+    let reduce_dtype = config.training().reduce_dtype;
+    let num_microbatches = config.num_microbatches();
+    let is_canonical = world_size.is_power_of_two() && num_microbatches.is_power_of_two();
+    if reduce_dtype != Precision::F32 && world_size > 1 {
+        observer.notice(&format!(
+            "gradients are rounded to {} and summed over {world_size} workers: bits are reproducible, but differ for \
+             other numbers of workers",
+            reduce_dtype
+        ));
+    } else if config.parallelism().zero_quantized_weights
+        || config.parallelism().zero_quantized_gradients != QuantizedGradients::None
+    {
+        observer.notice(
+            "workers exchange parameters or gradients as integers: bits are reproducible, but differ for other layouts",
+        );
+    } else if !is_canonical {
+        observer.notice(&format!(
+            "{world_size} workers x {num_microbatches} microbatches: bits are reproducible, but match those of other \
+             numbers of workers only if both numbers are powers of two"
+        ));
+    }
+}
+
+/// Says what helps where gradients are of old weights.
+pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
+    let optimizer = config.optimizer();
+    let has_nu = optimizer.name.settings().contains(&"nu");
+    if config.is_asynchronous() && has_nu && optimizer.settings.nu == 1.0 {
+        observer.notice(
+            "this schedule applies stale gradients; a smaller [optimizer] nu, such as 0.78, and a longer warm-up \
+             cope with them better",
+        );
+    }
+}

@@ -1,0 +1,79 @@
+//! What passes of a model are on a worker.
+
+use crate::config::Config;
+use crate::device::device_options;
+use crate::error::TrainError;
+use crate::executor::executor_options;
+use crate::task::Task;
+use trireme_base::{ContextPlace, Rank};
+use trireme_model::{Model, Rehearsal, TensorSpec};
+use trireme_tensor::{Device, ModelPlace};
+
+/// What a worker has of the tensors of a microbatch.
+///
+/// # Errors
+/// [`TrainError::NoPositions`] and [`TrainError::UnequalPositions`] if workers cannot have equal parts of the positions.
+pub fn positions_of_batch(
+    batch: &[TensorSpec],
+    context: ContextPlace,
+    has_positions: bool,
+) -> Result<Vec<TensorSpec>, TrainError> {
+    let degree = context.degree();
+    if degree > 1 && !has_positions {
+        return Err(TrainError::NoPositions { degree });
+    }
+    let of_worker = |spec: &TensorSpec| match spec.num_positions() {
+        Some(len) if degree > 1 && !len.is_multiple_of(2 * degree) => {
+            Err(TrainError::UnequalPositions { tensor: format!("'{}' ({spec})", spec.name), len, degree })
+        }
+        _ => Ok(spec.of_positions(context)),
+    };
+    batch.iter().map(of_worker).collect()
+}
+
+/// What passes of a model are on a worker. `batch` has all positions.
+pub(crate) fn rehearse(
+    config: &Config,
+    task: &dyn Task,
+    (rank, num_threads): (Rank, usize),
+    batch: &[TensorSpec],
+) -> Result<Rehearsal, TrainError> {
+    let places = (config.model_place(rank), config.context_place(rank));
+    rehearse_at(config, task, (places, num_threads), batch)
+}
+
+/// As [`rehearse`], of a worker with this part of the model and of the positions.
+pub(crate) fn rehearse_at(
+    config: &Config,
+    task: &dyn Task,
+    ((place, context), num_threads): ((ModelPlace, ContextPlace), usize),
+    batch: &[TensorSpec],
+) -> Result<Rehearsal, TrainError> {
+    let build = |device: &Device, table| task.build(device, table);
+    let build_part = |device: &Device| Model::build_at(place, device, build);
+    let passes = executor_options(config).passes(context);
+    let batch = positions_of_batch(batch, context, task.has_positions())?;
+    Ok(Rehearsal::of(build_part, device_options(config, num_threads), passes, &batch)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_base::{AxisPlace, DType};
+
+    #[test]
+    fn workers_have_equal_parts_of_the_positions_of_a_batch_or_are_refused() {
+        let specs = |len| {
+            [("rows", &[3, len, 5][..]), ("lens", &[3])]
+                .map(|(name, dims)| TensorSpec::new(name, dims, DType::U32))
+        };
+        let context = ContextPlace::new(AxisPlace::new(1, 2), 1);
+        let found = positions_of_batch(&specs(8), context, true).unwrap();
+        assert_eq!(found.iter().map(|spec| spec.shape.dims()).collect::<Vec<_>>(), [&[3, 4, 5][..], &[3]]);
+        let refused = positions_of_batch(&specs(6), context, true).unwrap_err().to_string();
+        assert!(refused.contains("rows") && refused.contains("6, which is not a multiple of 4"), "{refused}");
+        let refused = positions_of_batch(&specs(8), context, false).unwrap_err().to_string();
+        assert!(refused.contains("has_positions"), "{refused}");
+        assert_eq!(positions_of_batch(&specs(6), ContextPlace::ALONE, false).unwrap(), specs(6));
+    }
+}
