@@ -4,22 +4,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_base::{Event, HUGE_PAGE_BYTES, HostMemory, Pending};
-
-/// The size of the pages in which memory lies that ranks share.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PageSize {
-    /// The system's, mostly 4 KiB: a process maps what it touches.
-    Base,
-    /// 2 MiB, where the system has such pages for shared memory (Linux 6.1). A process that touches a byte maps the whole page, but long vectors
-    /// that are exchanged many times in a step take less time, because one cached entry maps 2 MiB.
-    Huge,
-}
-
-impl PageSize {
-    /// Bytes of a huge page.
-    pub const HUGE_BYTES: usize = HUGE_PAGE_BYTES;
-}
+use trireme_base::{Event, HostMemory, Pending};
 
 /// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its
 /// [`Work`](crate::Work) gives it back.

@@ -11,7 +11,7 @@
 //! From the [`Work`]s: [`CommError::NoSuchRoot`] and [`CommError::Lengths`], which this rank sees alone and which
 //! leave the group as it is, and whatever ends a group.
 
-use crate::engine::BlockLens;
+use crate::call::BlockLens;
 use crate::{Buffer, CommError, Element, Group, Operation, Work};
 use std::sync::Arc;
 use trireme_base::{Rank, ReduceOp};

@@ -5,7 +5,7 @@
 
 mod peer;
 
-use crate::engine::Call;
+use crate::call::Call;
 use crate::error::{CommError, Crossing};
 use crate::notice::{Event, NOTICE_BYTES, Notice};
 use crate::recorder::{GATHER_MAX, GroupRecorder, ToldPlace};

@@ -16,11 +16,12 @@
 //! # Layers
 //! `group`, `collectives` and `work` (what users see) → `queue` (order, threads) → `engine` (one operation) →
 //! `transport::linked`, which runs the steps that `selection` has chosen over a link to each peer, or leaves the
-//! operation to `transport::shm` where ranks share memory. `messages` has links of its own. `control` is beside them: the
+//! operation to `transport::shm` where ranks share memory. `messages` has links of its own. `control` is next to them: the
 //! connections over which ranks learn of each other's end. `rendezvous` builds all of this, and `recorder` notes what
 //! they do. `codec` is apart: it says what a compressed reduction sends, and sends nothing.
 
 mod buffer;
+mod call;
 mod codec;
 mod collectives;
 mod control;
@@ -31,12 +32,15 @@ mod fusion;
 #[cfg(test)]
 mod fuzz;
 mod group;
+mod host_name;
+mod listener;
 mod messages;
 #[cfg(all(test, feature = "loom"))]
 mod models;
 mod notice;
 mod operation;
 mod options;
+mod page_size;
 mod patience;
 mod probe;
 mod queue;
@@ -51,7 +55,7 @@ mod words;
 mod work;
 mod world;
 
-pub use buffer::{Buffer, PageSize};
+pub use buffer::Buffer;
 pub use codec::{
     Bucket, CodecName, Compression, CompressionError, CompressionOptions, CompressionStatistics, Compressor,
     CompressorSizes, Matrix, ParseCodecError, Round, StateCopy, StateValues, UncompressedReason,
@@ -59,12 +63,15 @@ pub use codec::{
 pub use element::Element;
 pub use error::{CommError, Crossing};
 pub use fusion::{FusedWork, Fusion};
-pub use group::{CONTROL_BYTES_MAX, Group};
+pub use group::Group;
+pub use host_name::host_name;
+pub use listener::{LineListener, Listener};
 pub use operation::Operation;
 pub use options::{
-    GivenCosts, GroupOptions, JoinOptions, LineListener, Listener, OnRefusal, ParseTransportError, Refusal,
-    TlsOptions, TransportChoice, TransportKind,
+    GivenCosts, GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions,
+    TransportChoice, TransportKind,
 };
+pub use page_size::PageSize;
 pub use recorder::{
     Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,
     IssuedOperation, MessagePeer, Occasion, OperationReport, OperationState, Place, ProgramLine, RankReport,
@@ -73,5 +80,6 @@ pub use recorder::{
 pub use secret::Secret;
 pub use selection::Choice;
 pub use statistics::CommStatistics;
+pub use transport::CONTROL_BYTES_MAX;
 pub use work::{Outcome, Work};
-pub use world::{host_name, inproc_world, inproc_world_on, inproc_world_with, join, report_failure, single};
+pub use world::{inproc_world, inproc_world_on, inproc_world_with, join, report_failure, single};

@@ -8,8 +8,9 @@
 #[expect(clippy::duplicate_mod, dead_code, reason = "a second time, for the models, which use a part of it")]
 mod queue;
 
+use crate::call::{Call, Cost, Payload};
 use crate::control::Control;
-use crate::engine::{Call, Cost, Engine, Payload};
+use crate::engine::Engine;
 use crate::messages::{Messenger, Office};
 use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::transport::Transport;

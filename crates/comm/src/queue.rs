@@ -5,10 +5,11 @@
 //! operation and puts it back. Slots for operations are reused, so that a steady state allocates nothing.
 
 use super::sync::{Condvar, Instant, Mutex, MutexGuard};
-use crate::engine::{Engine, LOOK_INTERVAL_MAX, Payload};
+use crate::call::Callback;
+use crate::call::Payload;
+use crate::engine::{Engine, LOOK_INTERVAL_MAX};
 use crate::messages::Office;
 use crate::recorder::{GroupRecorder, Issued};
-use crate::work::Callback;
 use crate::{CommError, CommStatistics, Operation};
 use slab::Slab;
 use std::collections::VecDeque;

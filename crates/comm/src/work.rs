@@ -1,14 +1,11 @@
 use crate::buffer::Storage;
-use crate::engine::Payload;
+use crate::call::Payload;
 use crate::messages::Receipt;
 use crate::queue::Ticket;
 use crate::recorder::GroupRecorder;
 use crate::{Buffer, CommError, Element};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use trireme_base::{Journal, JournalEntry, Latch, Pending};
-
-/// Is called with what came of an operation, by the thread that executes it.
-pub(crate) type Callback<T> = Box<dyn FnOnce(Result<T, CommError>) + Send>;
 
 /// An operation that was issued and may not have ended; `wait` gives its result.
 ///

@@ -10,11 +10,6 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
-/// The name of this host, or nothing if it has none.
-pub fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
-}
-
 /// Tells the ranks that join a world with these options that this one has failed before it could join, so that they do not wait for it.
 /// Without a job, because the rank could not read it, ranks of any job with the same secret listen. Those in `told` know it. Best effort: takes
 /// 10 s at most.

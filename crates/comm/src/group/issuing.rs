@@ -1,9 +1,10 @@
 //! How operations and messages get from their callers to the threads that execute them.
 
-use super::{Group, check_control_bytes};
+use super::Group;
 use crate::buffer::Storage;
-use crate::engine::{BlockLens, Payload};
+use crate::call::{BlockLens, Payload};
 use crate::messages::{Messenger, Receipt};
+use crate::transport::check_control_bytes;
 use crate::{Buffer, CommError, Element, Operation, Work};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,6 +1,7 @@
 //! One rank's end of a world: what it is made of, and what it knows of itself.
 
 mod issuing;
+mod splitting;
 
 use crate::buffer::Storage;
 use crate::engine::Engine;
@@ -11,25 +12,13 @@ use crate::rendezvous::Home;
 use crate::selection::{Choice, Selection, typical_costs};
 use crate::transport::Parts;
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
-use crate::{
-    Buffer, CommError, CommStatistics, Element, GroupOptions, PageSize, TransportKind, probe, rendezvous,
-};
+use crate::{Buffer, CommError, CommStatistics, Element, GroupOptions, PageSize, TransportKind, probe};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use trireme_base::{Heartbeat, Journal, Rank, spawn_thread};
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
-
-/// Bytes a rank may give to [`Group::all_gather_bytes`].
-pub const CONTROL_BYTES_MAX: usize = 1 << 20;
-
-/// The length of a rank's control data, unless that is above [`CONTROL_BYTES_MAX`].
-pub(crate) fn check_control_bytes(rank: Rank, bytes: u64) -> Result<usize, CommError> {
-    let bytes_max = CONTROL_BYTES_MAX;
-    let len = usize::try_from(bytes).ok().filter(|&len| len <= bytes_max);
-    len.ok_or(CommError::ControlDataTooLong { rank, bytes, bytes_max })
-}
 
 /// One rank's end of a world of ranks that communicate.
 ///
@@ -186,89 +175,6 @@ impl Group {
     /// Whether the world of this group is not [there](Group::dry).
     pub fn is_dry(&self) -> bool {
         self.arena.as_ref().is_some_and(|arena| arena.is_dry())
-    }
-
-    /// The group of a dry one's ranks that have the color of this rank.
-    fn dry_split(&self, color: impl Fn(Rank) -> u64, options: &GroupOptions) -> Group {
-        let own = color(self.rank);
-        let members: Vec<Rank> = (0..self.world_size).map(Rank).filter(|&rank| color(rank) == own).collect();
-        let place = members.iter().position(|&rank| rank == self.rank).expect("it has its own color");
-        let hosts: Vec<usize> = members.iter().map(|&rank| self.hosts.host_of(rank)).collect();
-        let hosts = Hosts::new(&hosts);
-        let transport = match self.transport {
-            TransportKind::Shm | TransportKind::ShmAndTcp if hosts.num_hosts() == 1 => TransportKind::Shm,
-            TransportKind::Shm | TransportKind::ShmAndTcp => TransportKind::ShmAndTcp,
-            transport => transport,
-        };
-        let dry = self.dry.as_ref().expect("a dry group splits into dry groups");
-        let members = members.iter().map(|rank| dry.members[rank.0]).collect();
-        let dry = Dry { journal: Arc::clone(&dry.journal), members };
-        self.singleton_with(options).dry_part(Rank(place), hosts, transport, dry)
-    }
-
-    /// Makes groups of this group's ranks: those that give the same `color` are one group, in the order of their `key`s
-    /// and then of their ranks here; `None` for ranks that give no color. All ranks call it, at the same place in
-    /// their sequence of operations. Each group has a communication thread of its own, so operations of
-    /// several groups run at the same time.
-    ///
-    /// Buffers of one group may be used with the other: they lie in the same memory. Reports call the group by the number
-    /// of the split and its color, such as `world/0.1`.
-    ///
-    /// # Errors
-    /// [`CommError::Split`] on all ranks if one cannot connect, and whatever ends a group.
-    pub fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
-        let name = format!("{}.{}", self.num_splits.load(Ordering::Relaxed), color.unwrap_or(0));
-        self.split_named(&name, color, key, &self.options)
-    }
-
-    /// As [`split`](Group::split), by a function that all ranks know: ranks of one color are a group, in their order here. Reports call
-    /// the groups by `name`, such as `world/data`.
-    ///
-    /// # Errors
-    /// As [`split`](Group::split).
-    pub fn split_by(&self, name: &str, color: impl Fn(Rank) -> u64) -> Result<Group, CommError> {
-        self.split_with(name, color, &self.options)
-    }
-
-    /// As [`split_by`](Group::split_by), into groups that reduce in the canonical order even if this one
-    /// [need not](GroupOptions::keeps_order).
-    ///
-    /// # Errors
-    /// As [`split`](Group::split).
-    pub fn split_in_order(&self, name: &str, color: impl Fn(Rank) -> u64) -> Result<Group, CommError> {
-        self.split_with(name, color, &GroupOptions { keeps_order: true, ..self.options.clone() })
-    }
-
-    fn split_with(
-        &self,
-        name: &str,
-        color: impl Fn(Rank) -> u64,
-        options: &GroupOptions,
-    ) -> Result<Group, CommError> {
-        if self.is_dry() {
-            return Ok(self.dry_split(color, options));
-        }
-        let group = self.split_named(name, Some(color(self.rank)), self.rank.0 as u64, options)?;
-        Ok(group.expect("a rank that gives a color gets a group"))
-    }
-
-    fn split_named(
-        &self,
-        name: &str,
-        color: Option<u64>,
-        key: u64,
-        options: &GroupOptions,
-    ) -> Result<Option<Group>, CommError> {
-        assert!(!self.is_dry(), "a dry group splits by a function that tells the colors of all ranks");
-        self.num_splits.fetch_add(1, Ordering::Relaxed);
-        match (&self.executor, color) {
-            (Some(executor), _) => {
-                let name = format!("{}/{name}", executor.recorder.name());
-                rendezvous::split(self, name, color, key, options)
-            }
-            (None, Some(_)) => Ok(Some(self.singleton_with(options))),
-            (None, None) => Ok(None),
-        }
     }
 
     /// A group of this rank alone, whose buffers lie in the same memory. It is a local call, and takes nothing.

@@ -1,7 +1,6 @@
-use super::ROOM;
 use crate::buffer::{CacheLine, Storage};
+use crate::call::Call;
 use crate::control::{TICK, stall, stall_warning};
-use crate::engine::Call;
 use crate::patience::Patience;
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::{Interest, Link};
@@ -14,6 +13,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::{Action, Span};
+
+/// Messages for which there is room from the beginning. How many wait at a time depends on when the peers come, so that a place that
+/// grows with them would grow in some later step.
+pub(super) const ROOM: usize = 256;
 
 /// A message that was issued.
 pub(super) struct Parcel {

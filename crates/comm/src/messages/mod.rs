@@ -7,11 +7,11 @@
 mod courier;
 
 use crate::buffer::Storage;
+use crate::call::Callback;
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::Link;
-use crate::work::Callback;
 use crate::{CommError, GroupOptions, Operation};
-use courier::{Courier, Parcel};
+use courier::{Courier, Parcel, ROOM};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 use slab::Slab;
@@ -21,10 +21,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 use trireme_base::{Rank, spawn_thread};
-
-/// Messages for which there is room from the beginning. How many wait at a time depends on when the peers come, so that a place that
-/// grows with them would grow in some later step.
-const ROOM: usize = 256;
 
 /// One rank's messages.
 pub(crate) struct Messenger {

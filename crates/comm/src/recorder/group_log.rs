@@ -1,4 +1,4 @@
-use super::Clock;
+use super::clock::Clock;
 use super::report::{
     FailureReport, GroupReport, IssuedOperation, MessagePeer, OperationReport, OperationState, ToldPlace,
 };

@@ -3,7 +3,7 @@ use super::group_log::{GroupLog, Issuer};
 use super::report::{Direction, Occasion, OperationState, Place, RankReport, ToldPlace};
 use super::ring::{Issued, Record};
 use super::text::{GroupName, Line};
-use crate::engine::Call;
+use crate::call::Call;
 use crate::selection::Selection;
 use crate::{CommError, Operation};
 use std::fmt;

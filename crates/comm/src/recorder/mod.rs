@@ -4,11 +4,13 @@
 //! allocation. When an operation takes long or fails, or a peer tells of a failure, the rank tells its peers where it is
 //! and has a thread of its own write all of it to a file. [`Diagnosis`] puts the reports of several ranks together.
 
+mod clock;
 mod diagnosis;
 mod file;
 mod group_log;
 mod group_recorder;
 mod operation_fields;
+mod options;
 mod program_line;
 mod report;
 mod ring;
@@ -19,6 +21,7 @@ pub use diagnosis::{Diagnosis, Difference, Disagreement, Finding, Side, Source};
 pub use file::{ReadReportsError, read_reports, remove_reports, report_path};
 pub(crate) use group_recorder::GroupRecorder;
 pub(crate) use operation_fields::OperationFields;
+pub use options::RecorderOptions;
 pub use program_line::ProgramLine;
 pub(crate) use report::ToldPlace;
 pub use report::{
@@ -28,12 +31,13 @@ pub use report::{
 pub(crate) use ring::Issued;
 pub(crate) use text::{GroupName, Line};
 
-use crate::{CommError, LineListener, host_name};
+use crate::CommError;
+use crate::host_name::host_name;
+use clock::Clock;
 use group_log::GroupLog;
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 use trireme_base::{Heartbeat, Rank};
 use writer::ReportWriter;
 
@@ -42,19 +46,6 @@ pub(crate) const GATHER_MAX: Duration = Duration::from_millis(1500);
 
 /// Groups whose records are kept after they were dropped.
 const NUM_DROPPED_KEPT: usize = 8;
-
-/// What the flight recorder does when something goes wrong.
-#[derive(Debug, Clone, Default)]
-pub struct RecorderOptions {
-    /// Where this rank writes its report, as `rank-N.json`; nowhere by default. A file that cannot be written is left
-    /// out, and so is one that takes longer than 1 s when the rank joins or ends: it must not be what ends a run.
-    pub folder: Option<PathBuf>,
-    /// Is told of operations that take long: once each, at half of the timeout or after 30 s.
-    pub on_stall: Option<LineListener>,
-    /// Whether a failed group waits, when it is dropped, until the other ranks have told where they are, 1.5 s at most. For
-    /// where no launcher reads their files.
-    pub gathers: bool,
-}
 
 /// A handle on what this rank's groups did last, those split from its world included. It outlives the groups.
 #[derive(Clone)]
@@ -183,22 +174,5 @@ impl FlightRecorder {
 impl fmt::Debug for FlightRecorder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "FlightRecorder(rank {} of {})", self.0.rank, self.0.world_size)
-    }
-}
-
-/// Turns instants into seconds since 1970.
-struct Clock {
-    now: Instant,
-    unix_now: f64,
-}
-
-impl Clock {
-    fn now() -> Self {
-        let unix = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        Clock { now: Instant::now(), unix_now: unix.as_secs_f64() }
-    }
-
-    fn unix(&self, at: Instant) -> f64 {
-        self.unix_now - self.now.saturating_duration_since(at).as_secs_f64()
     }
 }

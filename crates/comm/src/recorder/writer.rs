@@ -1,7 +1,8 @@
 //! Writes reports and tells of stalls on a thread of its own: a file system that hangs holds up nothing else.
 
+use super::RankReport;
 use super::file::write_report;
-use super::{RankReport, RecorderOptions};
+use super::options::RecorderOptions;
 use crate::CommError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};

@@ -1,9 +1,10 @@
 //! Hostile introductions, messages and whole handshakes. For tests only.
 
 use super::handshake::{Examination, Finding, Introduction, proof};
-use super::hello::{Hello, Place};
+use super::hello::Hello;
 use super::key::{Key, NONCE_BYTES, Nonce};
 use super::message::{HEADER_BYTES, Message, TEXT_BYTES_MAX, Table, body_bytes};
+use super::place::Place;
 use super::session::PeerHello;
 use crate::fuzz::Fuzzer;
 use crate::{JoinOptions, Secret};

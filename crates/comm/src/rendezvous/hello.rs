@@ -1,15 +1,12 @@
 use super::handshake::Introduction;
 use super::key::Key;
-use super::wire::{ip_to_words, words_to_ip};
+use super::place::{PLACE_WORDS, Place};
 use crate::{GroupOptions, JoinOptions, words};
 use std::net::{Ipv4Addr, SocketAddr};
 
 const WORDS: usize = 4 + NUM_OPTIONS + PLACE_WORDS;
 /// How many options must be the same on all ranks.
 const NUM_OPTIONS: usize = 13;
-/// Words of a place on the wire.
-pub(super) const PLACE_WORDS: usize = 6;
-
 /// How a rank introduces itself to rank 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
@@ -21,42 +18,6 @@ pub(super) struct Hello {
     pub(super) options: [u64; NUM_OPTIONS],
     /// Where the rank can be met.
     pub(super) place: Place,
-}
-
-/// Where the other ranks find one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
-    /// The running system, the same for all processes of a host; 0 if unknown.
-    pub(super) host: u128,
-    /// Names the socket at which processes of the same host meet the rank.
-    pub(super) meeting: u64,
-    /// Where processes of other hosts connect.
-    pub(super) address: SocketAddr,
-}
-
-impl Place {
-    pub(super) fn to_words(self) -> [u64; PLACE_WORDS] {
-        let [ip_high, ip_low] = ip_to_words(self.address.ip());
-        let port = u64::from(self.address.port());
-        [(self.host >> 64) as u64, self.host as u64, self.meeting, ip_high, ip_low, port]
-    }
-
-    /// The place as a rank knows it that reaches rank 0 at `root`: an address of a link means something on that link only, which is that of rank 0.
-    pub(super) fn seen_with(mut self, root: SocketAddr) -> Self {
-        if let (SocketAddr::V6(address), SocketAddr::V6(root)) = (&mut self.address, root)
-            && address.ip().is_unicast_link_local()
-        {
-            address.set_scope_id(root.scope_id());
-        }
-        self
-    }
-
-    /// Reads what [`to_words`](Place::to_words) wrote; `None` if the words are no place.
-    pub(super) fn from_words(words: [u64; PLACE_WORDS]) -> Option<Self> {
-        let [host_high, host_low, meeting, ip_high, ip_low, port] = words;
-        let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), u16::try_from(port).ok()?);
-        Some(Place { host: u128::from(host_high) << 64 | u128::from(host_low), meeting, address })
-    }
 }
 
 impl Introduction for Hello {

@@ -2,10 +2,11 @@
 
 use super::channel::{Channel, End};
 use super::doorway::Doorway;
-use super::hello::{Hello, Place};
+use super::hello::Hello;
+use super::joining::Joining;
 use super::message::Message;
+use super::place::Place;
 use super::refusals::Refusals;
-use super::star::Joining;
 use crate::{CommError, JoinOptions};
 use std::collections::BTreeSet;
 use std::io;

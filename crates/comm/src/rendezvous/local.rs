@@ -18,6 +18,9 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::time::{Duration, Instant};
 
+/// Processes of one host need no longer to connect, once all of them are there.
+pub(super) const LOCAL_CONNECT_MAX: Duration = Duration::from_secs(5);
+
 /// The socket at which a rank is met by processes of its host. It has no file, and ends with the process.
 pub(super) fn listen_local(meeting: u64) -> io::Result<UnixListener> {
     UnixListener::bind_addr(&local_address(meeting)?)

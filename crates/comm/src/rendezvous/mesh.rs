@@ -1,13 +1,14 @@
 //! The connections between all pairs of a group's members. Of each pair the higher one connects and introduces itself.
 
-use super::AnotherFailed;
 use super::encryption::encrypt;
-use super::hello::Place;
+
 use super::key::Key;
 use super::local::{check_user, connect_local, receive_arena, send_arena};
+use super::place::Place;
 use super::session::{Gate, Session};
-use super::wait_limit::WaitLimit;
+use super::wait_limit::{AnotherFailed, WaitLimit};
 use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses};
+use crate::transport::Purpose;
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::net::sockopt::{
@@ -19,21 +20,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
-
-/// What a connection is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Purpose {
-    /// Collective operations.
-    Collectives = 0,
-    /// Messages between two ranks.
-    Messages = 1,
-    /// Notices.
-    Control = 2,
-}
-
-impl Purpose {
-    const ALL: [Purpose; 3] = [Purpose::Collectives, Purpose::Messages, Purpose::Control];
-}
+use trireme_schedule::collective::Hosts;
 
 /// Which of the connections between two members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +49,12 @@ pub(crate) enum Route {
     Local,
     /// By TCP.
     Tcp,
+}
+
+/// How rank `own` is connected to all ranks: to those of its host by `within`, to others by TCP.
+pub(super) fn routes(hosts: &Hosts, own: Rank, within: Route) -> Vec<Route> {
+    let route = |rank| if hosts.host_of(Rank(rank)) == hosts.host_of(own) { within } else { Route::Tcp };
+    (0..hosts.world_size()).map(route).collect()
 }
 
 /// Where a rank is met.

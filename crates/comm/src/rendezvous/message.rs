@@ -1,7 +1,7 @@
 //! What is said after an introduction: a header of three words (magic, kind, length of the body), then the body.
 
-use super::hello::{PLACE_WORDS, Place};
 use super::key::{NONCE_BYTES, Nonce, Tag};
+use super::place::{PLACE_WORDS, Place};
 use super::wait_limit::WaitLimit;
 use super::wire::{invalid, receive_exact};
 use crate::words;

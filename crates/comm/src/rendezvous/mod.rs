@@ -26,12 +26,15 @@ mod encryption;
 mod fuzz;
 mod handshake;
 mod hello;
+mod home;
 mod interface;
+mod joining;
 mod key;
 mod lobby;
 mod local;
 mod mesh;
 mod message;
+mod place;
 mod ports;
 mod refusals;
 mod seating;
@@ -49,24 +52,26 @@ use crate::transport::mpi::MpiProcess;
 use crate::transport::shm::{Arena, area_bytes};
 use crate::transport::{OwnMemory, Parts};
 use crate::{CommError, Group, GroupOptions, JoinOptions, TransportChoice};
-use hello::Place;
+pub(crate) use home::Home;
+use joining::{Joining, check_secret, look_up};
 use key::Key;
-pub(crate) use mesh::Purpose;
-use mesh::{Listeners, Members, Mesh, Route};
+use local::LOCAL_CONNECT_MAX;
+use mesh::{Listeners, Members, Mesh, Route, routes};
 use message::Table;
+use place::Place;
 use refusals::Refusals;
 use session::Session;
-pub(crate) use split::{Home, split};
-use star::{Joining, Meeting, Star};
+pub(crate) use split::split;
+use star::{Meeting, Star};
 use std::error::Error;
 use std::io;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
-use wait_limit::WaitLimit;
+use wait_limit::{AnotherFailed, WaitLimit};
 use waiting::Waiting;
 use wire::pauses_for;
 
@@ -78,9 +83,6 @@ const TIMEOUT_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 const LOOK_UP_PAUSE: Duration = Duration::from_millis(500);
 /// How long a rank that has failed tries to find rank 0, to tell it.
 const FAILURE_REPORT_MAX: Duration = Duration::from_secs(10);
-/// Processes of one host need no longer to connect, once all of them are there.
-const LOCAL_CONNECT_MAX: Duration = Duration::from_secs(5);
-
 /// Refuses options that cannot be.
 pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
     let JoinOptions { rank, world_size, master_port, join_timeout, .. } = options;
@@ -320,11 +322,6 @@ impl Connecting<'_> {
     }
 }
 
-/// A rank stops connecting because another one has failed.
-#[derive(Debug, thiserror::Error)]
-#[error("another rank has failed")]
-struct AnotherFailed;
-
 /// What a rank that could not connect reports: empty if it stopped only because another failed.
 fn reason_of(error: &io::Error) -> String {
     let is_followup = error.get_ref().is_some_and(|inner| inner.is::<AnotherFailed>());
@@ -360,12 +357,6 @@ fn order_note(order: &[usize]) -> String {
     )
 }
 
-/// How rank `own` is connected to all ranks: to those of its host by `within`, to others by TCP.
-fn routes(hosts: &Hosts, own: Rank, within: Route) -> Vec<Route> {
-    let route = |rank| if hosts.host_of(Rank(rank)) == hosts.host_of(own) { within } else { Route::Tcp };
-    (0..hosts.world_size()).map(route).collect()
-}
-
 /// Where rank 0 is. A name that is not known yet, as that of a container that is being started, is waited for.
 fn resolve(
     options: &JoinOptions,
@@ -385,44 +376,6 @@ fn resolve(
         waiting.tell(Instant::now(), || {
             format!("waiting for the name of rank 0's host, {} ({failure})", options.master_addr)
         });
-    }
-}
-
-/// The addresses of rank 0's host; at least one.
-fn look_up(options: &JoinOptions) -> io::Result<Vec<SocketAddr>> {
-    let name = options.master_addr.as_str();
-    // As in a URL.
-    let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
-    // One of IPv6 may end with the name of a link.
-    let is_address = name.split('%').next().is_some_and(|ip| ip.parse::<IpAddr>().is_ok());
-    if !is_address && !is_host_name(name) {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            "it is neither an address nor the name of a host",
-        ));
-    }
-    let found = (name, options.master_port).to_socket_addrs()?;
-    let addresses: Vec<SocketAddr> = found.collect();
-    if addresses.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(addresses) }
-}
-
-/// Whether the text can be the name of a host (RFC 1123, section 2.1), with the underscores that some systems allow.
-fn is_host_name(text: &str) -> bool {
-    let is_label = |label: &str| {
-        let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
-        (1..=63).contains(&label.len()) && label.chars().all(fits)
-    };
-    text.strip_suffix('.').unwrap_or(text).split('.').all(is_label)
-}
-
-/// Refuses to be reachable by strangers without a secret to tell them by.
-fn check_secret(options: &JoinOptions, mut addresses: impl Iterator<Item = IpAddr>) -> Result<(), CommError> {
-    if options.secret.is_some() || !options.requires_secret {
-        return Ok(());
-    }
-    match addresses.find(|address| !address.to_canonical().is_loopback()) {
-        Some(address) => Err(CommError::SecretMissing { address }),
-        None => Ok(()),
     }
 }
 

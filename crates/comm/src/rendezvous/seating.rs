@@ -1,8 +1,8 @@
 //! How the ranks of a group find each other in MPI's world: each tells all others over their control connections.
 
-use super::mesh::Purpose;
 use super::wait_limit::WaitLimit;
 use super::wire::{receive_exact, send_all};
+use crate::transport::Purpose;
 use crate::transport::link::Connection;
 use crate::transport::mpi::{MpiProcess, Seat, Seats};
 use crate::{CommError, words};

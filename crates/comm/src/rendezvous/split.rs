@@ -1,55 +1,24 @@
 //! Groups of some ranks of a group.
 
-use super::LOCAL_CONNECT_MAX;
-use super::hello::{PLACE_WORDS, Place};
-use super::key::{Key, NONCE_BYTES, Nonce, nonce};
-use super::local;
+use super::key::{NONCE_BYTES, Nonce, nonce};
+use super::local::{self, LOCAL_CONNECT_MAX};
 use super::mesh::{self, Listeners, Members, Mesh, Route};
+use super::place::{PLACE_WORDS, Place};
 use super::ports::listen_at;
 use super::refusals::Refusals;
 use super::seating;
 use super::session::Session;
 use super::wait_limit::WaitLimit;
 use crate::secret::random_bytes;
-use crate::transport::link::Tls;
 use crate::transport::shm::area_bytes;
 use crate::transport::{OwnMemory, Parts};
 use crate::{CommError, Group, GroupOptions, TransportKind, words};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
-
-/// What this process's end of a world needs to make further groups of its ranks.
-#[derive(Clone)]
-pub(crate) struct Home {
-    key: Key,
-    /// Where other hosts reach this process, and where it reaches rank 0 of the world; unset where all ranks are threads of it.
-    addresses: Option<[SocketAddr; 2]>,
-    /// Where it may listen, if not at any port.
-    ports: Option<RangeInclusive<u16>>,
-    /// What encrypts data that goes by TCP.
-    tls: Option<Tls>,
-}
-
-impl Home {
-    pub(super) fn new(
-        key: Key,
-        addresses: [SocketAddr; 2],
-        ports: Option<RangeInclusive<u16>>,
-        tls: Option<Tls>,
-    ) -> Self {
-        Home { key, addresses: Some(addresses), ports, tls }
-    }
-
-    /// Of ranks that are threads of one process.
-    pub(crate) fn inproc() -> Self {
-        Home { key: Key::of(None), addresses: None, ports: None, tls: None }
-    }
-}
 
 /// A new group's ranks, by their ranks in the parent.
 struct Membership {
@@ -203,7 +172,7 @@ impl Preparation {
         // Threads of one process, wherever they say they are.
         let routes = match is_inproc {
             true => vec![Route::Local; membership.ranks.len()],
-            false => super::routes(&self.hosts, membership.own, within),
+            false => mesh::routes(&self.hosts, membership.own, within),
         };
         let seen = |place: Place| match parent.home().addresses {
             Some([_, root]) => place.seen_with(root),

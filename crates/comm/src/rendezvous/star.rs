@@ -2,21 +2,20 @@
 
 use super::channel::{Channel, End};
 use super::handshake::{Reception, introduce};
-use super::hello::{Hello, Place};
-use super::key::{Key, nonce};
+use super::hello::Hello;
+use super::joining::{Joining, check_secret, look_up};
+use super::key::nonce;
 use super::lobby::{self, Guest};
 use super::message::{Message, Table};
+use super::place::Place;
 use super::ports::listen_at;
-use super::refusals::Refusals;
-use super::waiting::Waiting;
 use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses, wait_for_any};
-use super::{check_secret, look_up};
 use crate::{CommError, JoinOptions, TransportChoice};
 use rustix::event::{PollFd, PollFlags};
 use std::borrow::Cow;
 use std::error::Error;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, with_sources};
@@ -48,21 +47,6 @@ pub(super) struct Meeting {
 
 fn broken(doing: impl Into<String>, source: io::Error) -> CommError {
     CommError::Rendezvous { doing: doing.into(), source: Arc::new(source) }
-}
-
-/// Who joins whom, and how it knows the others.
-#[derive(Clone, Copy)]
-pub(super) struct Joining<'a> {
-    pub(super) options: &'a JoinOptions,
-    /// Where rank 0 listens.
-    pub(super) addresses: &'a [SocketAddr],
-    /// Where this rank listens for the others, if not where it meets rank 0.
-    pub(super) interface: Option<IpAddr>,
-    /// The key that follows from the job's secret.
-    pub(super) key: &'a Key,
-    pub(super) refusals: &'a Refusals,
-    pub(super) waiting: &'a Waiting<'a>,
-    pub(super) deadline: Instant,
 }
 
 impl Joining<'_> {
@@ -344,6 +328,7 @@ fn tell_all(channels: &mut [Channel], message: &Message, deadline: Instant) -> R
 
 #[cfg(test)]
 mod tests {
+    use super::super::key::Key;
     use super::*;
     use std::thread;
 

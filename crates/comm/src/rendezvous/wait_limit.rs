@@ -42,3 +42,8 @@ impl From<Instant> for WaitLimit<'_> {
         WaitLimit { deadline, failure: None }
     }
 }
+
+/// A rank stops connecting because another one has failed.
+#[derive(Debug, thiserror::Error)]
+#[error("another rank has failed")]
+pub(super) struct AnotherFailed;

@@ -1,5 +1,6 @@
 //! A connection for data between two ranks: bytes in order, both ways.
 
+mod interest;
 mod lent;
 mod notifications;
 mod ring;
@@ -8,6 +9,7 @@ mod striped;
 #[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
 mod tls;
 
+pub(crate) use interest::{Broken, Interest, Side};
 pub(crate) use ring::RingLink;
 pub(crate) use socket::SocketLink;
 pub(crate) use striped::StripedLink;
@@ -17,19 +19,6 @@ use super::mpi::MpiLink;
 use rustix::event::PollFlags;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
-
-/// The connection is of no more use: it ended, broke, or carries what it cannot.
-#[derive(Debug)]
-pub(crate) struct Broken;
-
-/// What somebody waits for at a link.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Interest {
-    /// That bytes can be sent.
-    Send,
-    /// That bytes have come.
-    Receive,
-}
 
 /// One rank's end of a connection for data with a peer. Nothing here waits.
 pub(crate) enum Link {
@@ -90,15 +79,6 @@ impl Connection {
             }
         }
     }
-}
-
-/// Which side of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
-    /// It has connected.
-    Connecting,
-    /// It has accepted.
-    Accepting,
 }
 
 impl Link {

@@ -1,8 +1,8 @@
 use super::{Linked, Memories, reserve};
 use crate::CommError;
+use crate::call::{Call, Cost};
 use crate::control::Control;
-use crate::engine::{Call, Cost};
-use crate::group::check_control_bytes;
+use crate::transport::check_control_bytes;
 use trireme_base::{DType, Rank};
 use trireme_schedule::collective::all_gather_pairwise;
 

@@ -1,8 +1,8 @@
 use super::memories::Memories;
 use super::transit::{Incoming, Outgoing, Trouble};
 use crate::CommError;
+use crate::call::{Call, Cost};
 use crate::control::{Control, TICK};
-use crate::engine::{Call, Cost};
 use crate::patience::Patience;
 use crate::transport::link::{Broken, Interest, Link};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -1,4 +1,4 @@
-use crate::engine::Call;
+use crate::call::Call;
 use crate::operation::Operation;
 use crate::words;
 

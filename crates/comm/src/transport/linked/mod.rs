@@ -14,9 +14,9 @@ mod tests;
 mod transit;
 
 use crate::buffer::{CacheLine, Storage};
+use crate::call::{BlockLens, Call, Cost, Payload};
 use crate::control::Control;
 use crate::element::finish_mean;
-use crate::engine::{BlockLens, Call, Cost, Payload};
 use crate::patience::Patience;
 use crate::selection::Selection;
 use crate::transport::Transport;

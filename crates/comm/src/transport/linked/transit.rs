@@ -3,7 +3,7 @@
 use super::frame::{CHECKSUM_BYTES, Checksum, HEADER_BYTES, Header};
 use super::memories::{Memories, Place};
 use crate::CommError;
-use crate::engine::Call;
+use crate::call::Call;
 use crate::transport::link::{Broken, Link};
 use trireme_base::Rank;
 use trireme_schedule::collective::Action;

@@ -4,7 +4,7 @@
 
 use super::library::{Failed, Request};
 use super::{Route, Seats};
-use crate::rendezvous::Purpose;
+use crate::transport::Purpose;
 use crate::transport::link::Broken;
 use rustix::event::PollFlags;
 use rustix::io::Errno;

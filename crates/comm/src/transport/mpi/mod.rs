@@ -16,7 +16,7 @@ mod link;
 pub(crate) use link::MpiLink;
 
 use crate::CommError;
-use crate::rendezvous::Purpose;
+use crate::transport::Purpose;
 use library::{Communicator, Library};
 use std::sync::atomic::{AtomicU32, Ordering};
 use trireme_base::Rank;

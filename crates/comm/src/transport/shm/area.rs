@@ -3,7 +3,7 @@ use super::mapping::Mapping;
 use super::place::{Place, RING_BYTES};
 use super::ring::{RingReceiver, RingSender};
 use crate::GroupOptions;
-use crate::group::CONTROL_BYTES_MAX;
+use crate::transport::CONTROL_BYTES_MAX;
 use std::sync::Arc;
 
 const BOARD_BYTES: usize = 4096;

@@ -1,8 +1,8 @@
 use super::atomics::{AtomicU32, AtomicU64, Ordering, fence};
 use super::futex;
 use crate::CommError;
+use crate::call::{Call, Cost};
 use crate::control::Control;
-use crate::engine::{Call, Cost};
 use crate::operation::{OPERATION_WORDS, Operation};
 use crate::patience::Patience;
 use rustix::io::Errno;

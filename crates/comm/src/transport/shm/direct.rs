@@ -6,7 +6,7 @@ use super::pull::{Contribution, Part, Pull, contribution, pulls};
 use super::view::View;
 use super::{Operands, SharedMemory};
 use crate::buffer::CacheLine;
-use crate::engine::{Call, Cost};
+use crate::call::{Call, Cost};
 use crate::{CommError, Operation};
 use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};

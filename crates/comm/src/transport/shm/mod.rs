@@ -54,10 +54,10 @@ pub(crate) use mapping::PeerArena;
 pub(crate) use ring::{Corrupt, RingReceiver, RingSender};
 
 use crate::buffer::{Memory, Storage};
+use crate::call::{Call, Cost};
 use crate::control::Control;
-use crate::engine::{Call, Cost};
-use crate::group::check_control_bytes;
 use crate::patience::Patience;
+use crate::transport::check_control_bytes;
 use crate::{CommError, GroupOptions, Operation};
 use board::{Location, Post};
 use reducer::Reducer;

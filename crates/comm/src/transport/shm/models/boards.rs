@@ -3,7 +3,7 @@
 use super::Cell;
 use super::board::{Board, Post};
 use crate::Operation;
-use crate::engine::Call;
+use crate::call::Call;
 use crate::models::explore;
 use loom::sync::Arc;
 use loom::thread;

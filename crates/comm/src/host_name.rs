@@ -1,0 +1,6 @@
+//! The name of this host.
+
+/// The name of this host, or nothing if it has none.
+pub fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}

@@ -1,0 +1,34 @@
+//! What this process's end of a world needs to make further groups of its ranks.
+
+use super::key::Key;
+use crate::transport::link::Tls;
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+
+/// What this process's end of a world needs to make further groups of its ranks.
+#[derive(Clone)]
+pub(crate) struct Home {
+    pub(super) key: Key,
+    /// Where other hosts reach this process, and where it reaches rank 0 of the world; unset where all ranks are threads of it.
+    pub(super) addresses: Option<[SocketAddr; 2]>,
+    /// Where it may listen, if not at any port.
+    pub(super) ports: Option<RangeInclusive<u16>>,
+    /// What encrypts data that goes by TCP.
+    pub(super) tls: Option<Tls>,
+}
+
+impl Home {
+    pub(super) fn new(
+        key: Key,
+        addresses: [SocketAddr; 2],
+        ports: Option<RangeInclusive<u16>>,
+        tls: Option<Tls>,
+    ) -> Self {
+        Home { key, addresses: Some(addresses), ports, tls }
+    }
+
+    /// Of ranks that are threads of one process.
+    pub(crate) fn inproc() -> Self {
+        Home { key: Key::of(None), addresses: None, ports: None, tls: None }
+    }
+}

@@ -1,0 +1,193 @@
+//! Puts together what connects a rank to its peers.
+
+use super::link::{Connection, Link, RingLink};
+use super::linked::Linked;
+use super::mpi::{MpiLink, Seats};
+use super::shm::{Area, Arena, PeerArena, Region, RingPurpose, SharedMemory, area_bytes};
+use super::{Purpose, Transport};
+use crate::buffer::CacheLine;
+use crate::control::Control;
+use crate::recorder::GroupRecorder;
+use crate::selection::Selection;
+use crate::{CommError, GroupOptions, TransportKind};
+use std::io;
+use std::sync::{Arc, OnceLock};
+use trireme_base::Rank;
+use trireme_schedule::collective::{CostModel, Hosts};
+
+/// What a rank has of a group before the group is made.
+pub(crate) struct Parts {
+    pub(crate) rank: Rank,
+    pub(crate) hosts: Hosts,
+    /// Connections with the peers, one row for each [`Purpose`], in rank order, `None` for this rank.
+    pub(crate) rows: [Vec<Option<Connection>>; 3],
+    /// Memory that ranks of this host share.
+    pub(crate) memory: Option<GroupMemory>,
+    /// Where MPI finds the ranks, if it carries the data.
+    pub(crate) seats: Option<Seats>,
+    /// Whether all ranks are threads of this process.
+    pub(crate) is_inproc: bool,
+}
+
+/// This rank's memory for a group, before the peers' is known.
+pub(crate) struct OwnMemory {
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) area: Arc<Region>,
+}
+
+/// The memory of a group's ranks that share a host with this one.
+pub(crate) struct GroupMemory {
+    own: OwnMemory,
+    /// The arenas of the others.
+    peers: Vec<Option<PeerArena>>,
+    /// The areas of the ranks of this host, `None` for others.
+    areas: Vec<Option<Area>>,
+}
+
+/// All that connects one rank to its peers.
+pub(crate) struct Fabric {
+    pub(crate) kind: TransportKind,
+    pub(crate) control: Control,
+    pub(crate) transport: Box<dyn Transport>,
+    pub(crate) selection: Selection,
+    /// For messages to and from each rank.
+    pub(crate) message_links: Vec<Option<Link>>,
+    /// Where buffers lie best, and where those of the peers are.
+    pub(crate) arena: Option<Arc<Arena>>,
+    pub(crate) peer_arenas: Vec<Option<PeerArena>>,
+}
+
+impl OwnMemory {
+    /// A new arena for this process, and an area in it for the group of all ranks.
+    pub(crate) fn new(world_size: usize, hosts: &Hosts, rank: Rank) -> io::Result<Self> {
+        let arena = Arena::new(world_size)?;
+        let num_members = hosts.ranks(hosts.host_of(rank)).len();
+        // The first thing in an arena, so the peers know where it is.
+        let area = arena.allocate_for_good(area_bytes(num_members))?;
+        assert_eq!(area.offset(), 0, "an arena begins with its first region");
+        Ok(OwnMemory { arena, area: Arc::new(area) })
+    }
+
+    /// With the arenas of the others, in rank order; their areas are at the start.
+    pub(crate) fn with_peers(
+        self,
+        peers: Vec<Option<PeerArena>>,
+        hosts: &Hosts,
+        rank: Rank,
+    ) -> io::Result<GroupMemory> {
+        let offsets = vec![0; peers.len()];
+        self.with_areas(peers, &offsets, hosts, rank)
+    }
+
+    /// With the arenas of the others, and where their areas are.
+    pub(crate) fn with_areas(
+        self,
+        peers: Vec<Option<PeerArena>>,
+        offsets: &[usize],
+        hosts: &Hosts,
+        rank: Rank,
+    ) -> io::Result<GroupMemory> {
+        let num_members = hosts.ranks(hosts.host_of(rank)).len();
+        let own_place = (Arc::clone(self.arena.mapping()), self.area.offset());
+        let place = |other: usize| match &peers[other] {
+            _ if other == rank.0 => Some(own_place.clone()),
+            Some(peer) => Some((Arc::clone(&peer.0), offsets[other])),
+            None => None,
+        };
+        let area = |other: usize| {
+            let area = place(other).map(|(memory, offset)| Area::new(memory, offset, num_members));
+            let refuse =
+                || io::Error::new(io::ErrorKind::InvalidData, format!("rank {other} has its area nowhere"));
+            area.map(|area| area.ok_or_else(refuse)).transpose()
+        };
+        let areas = (0..peers.len()).map(area).collect::<io::Result<_>>()?;
+        Ok(GroupMemory { own: self, peers, areas })
+    }
+}
+
+impl Parts {
+    /// Puts the parts together.
+    pub(crate) fn assemble(
+        self,
+        measured: &Arc<OnceLock<CostModel>>,
+        options: &GroupOptions,
+        recorder: &GroupRecorder,
+    ) -> Result<Fabric, CommError> {
+        let Parts { rank, hosts, rows, memory, seats, is_inproc } = self;
+        let [collectives, messages, control] = rows;
+        let control = control.into_iter().map(|connection| connection.map(Connection::into_socket)).collect();
+        let control = Control::new(control, recorder.clone())
+            .map_err(|source| CommError::Watch { source: Arc::new(source) })?;
+        let piece_bytes = options.chunk_bytes.next_multiple_of(size_of::<CacheLine>());
+        let links = |connections: Vec<Option<Connection>>, purpose| {
+            let connections = connections.into_iter().enumerate();
+            let link = |(peer, connection): (usize, Option<Connection>)| {
+                Some(match &seats {
+                    Some(seats) => {
+                        let socket = connection?.into_socket();
+                        Link::Mpi(MpiLink::new(socket, seats, (Rank(peer), purpose), piece_bytes))
+                    }
+                    None => link(
+                        connection?,
+                        purpose,
+                        (rank, Rank(peer)),
+                        &hosts,
+                        memory.as_ref(),
+                        options.zero_copy,
+                    ),
+                })
+            };
+            connections.map(link).collect::<Vec<_>>()
+        };
+        let collective_links = links(collectives, Purpose::Collectives);
+        let message_links = links(messages, Purpose::Messages);
+        let shares_all = hosts.num_hosts() == 1;
+        let kind = match (&memory, is_inproc) {
+            (_, true) => TransportKind::Inproc,
+            _ if seats.is_some() => TransportKind::Mpi,
+            (None, false) => TransportKind::Tcp,
+            (Some(_), false) if shares_all => TransportKind::Shm,
+            (Some(_), false) => TransportKind::ShmAndTcp,
+        };
+        let (arena, peer_arenas) = match &memory {
+            Some(memory) => (Some(Arc::clone(&memory.own.arena)), memory.peers.clone()),
+            None => (None, collective_links.iter().map(|_| None).collect()),
+        };
+        let shared = memory
+            .filter(|_| hosts.ranks(hosts.host_of(rank)).len() > 1)
+            .map(|memory| {
+                let areas: Vec<Area> = memory.areas.into_iter().flatten().collect();
+                let members = hosts.ranks(hosts.host_of(rank)).to_vec();
+                let own = (memory.own.arena, memory.own.area);
+                SharedMemory::new(hosts.local_rank(rank), members, areas, own, options)
+            })
+            .transpose()?;
+        let selection = Selection::new(hosts.clone(), arena.is_some(), Arc::clone(measured), options);
+        let transport =
+            Linked::new(rank, hosts, collective_links, shared, arena.clone(), selection.clone(), options)?;
+        let transport = Box::new(transport);
+        Ok(Fabric { kind, control, transport, selection, message_links, arena, peer_arenas })
+    }
+}
+
+/// The link to a peer: through memory that both map, if they do.
+fn link(
+    connection: Connection,
+    purpose: Purpose,
+    (own, peer): (Rank, Rank),
+    hosts: &Hosts,
+    memory: Option<&GroupMemory>,
+    zero_copy: bool,
+) -> Link {
+    let shared = memory.and_then(|memory| {
+        Some((&memory.own.area, memory.areas[own.0].as_ref()?, memory.areas[peer.0].as_ref()?))
+    });
+    let Some((region, own_area, peer_area)) = shared else { return connection.into_link(zero_copy) };
+    let purpose = match purpose {
+        Purpose::Messages => RingPurpose::Messages,
+        _ => RingPurpose::Collectives,
+    };
+    let outgoing = own_area.sender(purpose, hosts.local_rank(peer));
+    let incoming = peer_area.receiver(purpose, hosts.local_rank(own));
+    Link::Ring(RingLink::new(connection.into_socket(), outgoing, incoming, Arc::clone(region)))
+}

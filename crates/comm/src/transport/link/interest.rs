@@ -1,0 +1,23 @@
+//! What links have in common.
+
+/// The connection is of no more use: it ended, broke, or carries what it cannot.
+#[derive(Debug)]
+pub(crate) struct Broken;
+
+/// What somebody waits for at a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Interest {
+    /// That bytes can be sent.
+    Send,
+    /// That bytes have come.
+    Receive,
+}
+
+/// Which side of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// It has connected.
+    Connecting,
+    /// It has accepted.
+    Accepting,
+}
