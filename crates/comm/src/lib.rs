@@ -18,11 +18,10 @@
 //! `transport::linked`, which runs the steps that `selection` has chosen over a link to each peer, or leaves the
 //! operation to `transport::shm` where ranks share memory. `messages` has links of its own. `control` is next to them: the
 //! connections over which ranks learn of each other's end. `rendezvous` builds all of this, and `recorder` notes what
-//! they do. `codec` is apart: it says what a compressed reduction sends, and sends nothing.
+//! they do.
 
 mod buffer;
 mod call;
-mod codec;
 mod collectives;
 mod control;
 mod element;
@@ -56,10 +55,6 @@ mod work;
 mod world;
 
 pub use buffer::Buffer;
-pub use codec::{
-    Bucket, CodecName, Compression, CompressionError, CompressionOptions, CompressionStatistics, Compressor,
-    CompressorSizes, Matrix, ParseCodecError, Round, StateCopy, StateValues, UncompressedReason,
-};
 pub use element::Element;
 pub use error::{CommError, Crossing};
 pub use fusion::{FusedWork, Fusion};

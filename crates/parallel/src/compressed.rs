@@ -9,10 +9,8 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
-use trireme_comm::{
-    Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Round,
-    StateCopy, Work,
-};
+use trireme_codec::{Bucket, CompressionError, CompressionStatistics, Compressor, Matrix, Round, StateCopy};
+use trireme_comm::{Buffer, Element, Group, Work};
 use trireme_tensor::{Category, Device, ParameterClass, ParameterInfo, ParameterTable};
 
 /// The compressed reduction of one unit's gradient, step after step.
@@ -309,11 +307,12 @@ impl<T: Element> RoundExchange for MessageExchange<T> {
         let mut messages = self.messages.take().expect("a round is exchanged once a step");
         self.work = Some(match self.round {
             Round::AllReduce { .. } => {
-                compressor.write(gradient, &mut messages);
+                compressor.write(gradient, bytemuck::cast_slice_mut(&mut messages));
                 group.all_reduce(messages, ReduceOp::Sum)
             }
             Round::AllGather { num_bytes } => {
-                compressor.write(gradient, &mut messages[group.rank().0 * num_bytes..][..num_bytes]);
+                let own = &mut messages[group.rank().0 * num_bytes..][..num_bytes];
+                compressor.write(gradient, bytemuck::cast_slice_mut(own));
                 group.all_gather(messages)
             }
         });
@@ -327,7 +326,7 @@ impl<T: Element> RoundExchange for MessageExchange<T> {
     ) -> Result<(), ParallelError> {
         let work = self.work.take().expect("the round was started");
         let messages = waiting.wait(work)?;
-        compressor.read(gradient, &messages)?;
+        compressor.read(gradient, bytemuck::cast_slice(&messages))?;
         self.messages = Some(messages);
         Ok(())
     }

@@ -1,6 +1,7 @@
 use crate::step::NonFinite;
 use trireme_base::Rank;
-use trireme_comm::{CommError, CompressionError};
+use trireme_codec::CompressionError;
+use trireme_comm::CommError;
 use trireme_model::ModelError;
 use trireme_schedule::ProgramError;
 use trireme_swap::SwapError;

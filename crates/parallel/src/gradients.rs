@@ -21,7 +21,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_comm::{CompressionStatistics, Compressor};
+use trireme_codec::{CompressionStatistics, Compressor};
 use trireme_schedule::Outline;
 use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,

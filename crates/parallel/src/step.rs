@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 use trireme_base::ContextPlace;
-use trireme_comm::{Compression, CompressionStatistics};
+use trireme_codec::{Compression, CompressionStatistics};
 use trireme_model::PassOptions;
 use trireme_optim::LossScaling;
 use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};

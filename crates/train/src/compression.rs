@@ -5,7 +5,7 @@ use crate::observer::Observer;
 use serde::{Deserialize, Serialize};
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{Checkpoint, OPTIMIZER_PREFIX, StoredTensors};
-use trireme_comm::{CodecName, Compressor, StateCopy, StateValues};
+use trireme_codec::{CodecName, Compressor, StateCopy, StateValues};
 use trireme_parallel::{Executor, ParallelError};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 

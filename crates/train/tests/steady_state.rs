@@ -7,7 +7,7 @@ mod common;
 use common::{job, options, trainer};
 use std::path::Path;
 use std::sync::{Arc, Barrier};
-use trireme_comm::CodecName;
+use trireme_codec::CodecName;
 use trireme_model::{Model, ModelError, TensorSpec};
 use trireme_tensor::{Device, ParameterTable};
 use trireme_testkit::{CountingAllocator, build_classifier, classifier_sample, run_ranks_on};

@@ -9,7 +9,8 @@ mod validation;
 
 use case::Case;
 use trireme_base::{Category, ContextPlace, Rank};
-use trireme_comm::{Compression, Group, TransportKind};
+use trireme_codec::Compression;
+use trireme_comm::{Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{LossScaling, MuonScale, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{

@@ -3,7 +3,7 @@
 use crate::product::{Exchange, Gpt, Product, Step};
 use crate::table::{Row, Section, list, short, within};
 use trireme_base::Rank;
-use trireme_comm::{Bucket, CodecName, Compression, CompressionOptions};
+use trireme_codec::{Bucket, CodecName, Compression, CompressionOptions};
 use trireme_schedule::collective::{Algorithm, CollectiveKind, Hosts, Step as CollectiveStep, steps};
 
 pub(crate) fn section(product: &Product) -> Section {

@@ -4,7 +4,7 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use crate::waiting::Waiting;
-use trireme_comm::{CodecName, CompressionStatistics};
+use trireme_codec::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
 use trireme_schedule::StateClass;
 use trireme_tensor::{Category, Values};

@@ -11,7 +11,7 @@ use crate::error::ParallelError;
 use crate::hashes::add_unit;
 use crate::space::{bring, change_on};
 use crate::step::StepPlan;
-use trireme_comm::CodecName;
+use trireme_codec::CodecName;
 use trireme_optim::{Exchange, StepSettings};
 use trireme_tensor::{Category, Values};
 

@@ -17,7 +17,7 @@ use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use trireme_comm::CodecName;
+use trireme_codec::CodecName;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterClass, ParameterTable, Precision};
 

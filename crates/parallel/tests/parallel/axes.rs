@@ -3,7 +3,8 @@
 use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, laid_out_model};
 use std::sync::Arc;
 use trireme_base::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
-use trireme_comm::{CodecName, Compression, CompressionOptions, Group};
+use trireme_codec::{CodecName, Compression, CompressionOptions};
+use trireme_comm::Group;
 use trireme_model::{Batch, Model, ModelConfig, token_specs};
 use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings};
 use trireme_parallel::{

@@ -4,10 +4,8 @@ use crate::common::{
     OPTIONS, SHAPE, batches, change_shard, dynamic, executor, parameter_bits, shard_values, train,
 };
 use trireme_base::Rank;
-use trireme_comm::{
-    CodecName, Compression, CompressionOptions, Group, GroupOptions, JoinOptions, TransportChoice,
-    inproc_world_with, join,
-};
+use trireme_codec::{CodecName, Compression, CompressionOptions};
+use trireme_comm::{Group, GroupOptions, JoinOptions, TransportChoice, inproc_world_with, join};
 use trireme_model::{Batch, ModelConfig, TOKENS};
 use trireme_optim::LossScaling;
 use trireme_parallel::{

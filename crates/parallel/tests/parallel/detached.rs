@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Mutex;
 use trireme_base::{DType, Pending};
-use trireme_comm::{CodecName, Compression, CompressionOptions};
+use trireme_codec::{CodecName, Compression, CompressionOptions};
 use trireme_model::{Batch, ModelConfig, token_specs};
 use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings};
 use trireme_parallel::{

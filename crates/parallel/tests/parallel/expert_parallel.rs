@@ -2,7 +2,8 @@
 
 use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out};
 use std::sync::Arc;
-use trireme_comm::{CodecName, Compression, CompressionOptions, Group, GroupOptions, inproc_world_on};
+use trireme_codec::{CodecName, Compression, CompressionOptions};
+use trireme_comm::{Group, GroupOptions, inproc_world_on};
 use trireme_model::{ExchangeConfig, ModelConfig};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, ParallelError, StepPlan};
 use trireme_schedule::collective::{Algorithm, FlatAlgorithm};

@@ -4,10 +4,8 @@ use crate::common::{
     DEFAULT, Layout, NamedOptimizer, OPTIONS, batches, change_shard, dynamic, laid_out, parameter_bits,
     shard_values,
 };
-use trireme_comm::{
-    CodecName, Compression, CompressionOptions, Compressor, Group, GroupOptions, StateValues,
-    inproc_world_with,
-};
+use trireme_codec::{CodecName, Compression, CompressionOptions, Compressor, StateValues};
+use trireme_comm::{Group, GroupOptions, inproc_world_with};
 use trireme_model::{ModelConfig, TOKENS};
 use trireme_optim::{LossScaling, OptimizerName, OptimizerSettings};
 use trireme_parallel::{

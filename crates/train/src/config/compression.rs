@@ -5,7 +5,7 @@ use super::checks::{Checks, changed_keys};
 use super::choice::one_of;
 use super::memory::sharding_key;
 use super::sections::{Comm, Sections};
-use trireme_comm::{CodecName, Compression, CompressionError, CompressionOptions};
+use trireme_codec::{CodecName, Compression, CompressionError, CompressionOptions};
 use trireme_optim::OptimizerName;
 use trireme_parallel::Determinism;
 use trireme_tensor::Precision;

@@ -4,7 +4,7 @@ use super::checks::{Checks, changed_keys};
 use super::choice::{ActivationCheckpointMode, DeviceName, Fp8, HugePages, QuantizedGradients, Tier};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::sections::{Experts, Sections};
-use trireme_comm::CodecName;
+use trireme_codec::CodecName;
 use trireme_schedule::{Share, StateClass, StateLayout, Tier as StateTier};
 use trireme_tensor::Precision;
 

@@ -6,7 +6,7 @@ use super::layout::{Offload, Parallelism};
 use super::memory::degrees;
 use super::sections::Sections;
 use super::value::Interval;
-use trireme_comm::CodecName;
+use trireme_codec::CodecName;
 use trireme_schedule::StateClass;
 use trireme_schedule::pipeline::Kind;
 use trireme_tensor::Precision;

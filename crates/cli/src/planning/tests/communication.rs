@@ -1,7 +1,7 @@
 //! What gradients and parameters take that do not travel as they are.
 
 use super::*;
-use trireme_comm::{CodecName, CompressionOptions};
+use trireme_codec::{CodecName, CompressionOptions};
 use trireme_optim::{OptimizerName, OptimizerSettings};
 use trireme_tensor::IntegerFormat;
 

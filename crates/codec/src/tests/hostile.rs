@@ -15,12 +15,7 @@ fn feed(
     let compressor = &mut world.compressors[0];
     let mut gradient = gradients(bucket.len(), 1, 0).remove(0);
     for round in compressor.rounds().to_vec() {
-        match round.message().0 {
-            DType::F32 => feed_round::<f32>(compressor, round, world_size, &mut gradient, bytes),
-            DType::F16 => feed_round::<F16>(compressor, round, world_size, &mut gradient, bytes),
-            DType::Bf16 => feed_round::<Bf16>(compressor, round, world_size, &mut gradient, bytes),
-            _ => feed_round::<u8>(compressor, round, world_size, &mut gradient, bytes),
-        }?;
+        feed_round(compressor, round, world_size, &mut gradient, bytes)?;
     }
     let kept = compressor.state().all(|(_, values)| match values {
         StateValues::F32(values) => values.iter().all(|x| x.is_finite()),
@@ -30,20 +25,22 @@ fn feed(
     Ok(())
 }
 
-fn feed_round<T: Element + Zeroable>(
+fn feed_round(
     compressor: &mut Compressor,
     round: Round,
     world_size: usize,
     gradient: &mut [f32],
     bytes: &[u8],
 ) -> Result<(), CompressionError> {
-    let len = round.message().1;
-    compressor.write(gradient, &mut vec![T::zeroed(); len]);
+    let num_bytes = round.num_bytes();
     let num_messages = if matches!(round, Round::AllGather { .. }) { world_size } else { 1 };
-    let mut result = vec![T::zeroed(); len * num_messages];
-    let own: &mut [u8] = bytemuck::cast_slice_mut(&mut result);
-    own.iter_mut().zip(bytes.iter().cycle()).for_each(|(own, byte)| *own = *byte);
-    compressor.read(gradient, &result)
+    // Aligned for any dtype.
+    let mut memory = vec![0_u32; (num_bytes * num_messages).div_ceil(4)];
+    let memory: &mut [u8] = bytemuck::cast_slice_mut(&mut memory);
+    compressor.write(gradient, &mut memory[..num_bytes]);
+    let result = &mut memory[..num_bytes * num_messages];
+    result.iter_mut().zip(bytes.iter().cycle()).for_each(|(own, byte)| *own = *byte);
+    compressor.read(gradient, result)
 }
 
 proptest! {
@@ -92,11 +89,11 @@ fn a_result_of_the_wrong_length_is_refused() {
         let compressor = &mut world.compressors[0];
         let mut gradient = vec![1.0; 100];
         let refused = if codec == CodecName::None {
-            compressor.write(&mut gradient, &mut [0.0_f32; 100]);
-            compressor.read(&mut gradient, &[0.0_f32; 99])
+            compressor.write(&mut gradient, bytemuck::cast_slice_mut(&mut [0.0_f32; 100]));
+            compressor.read(&mut gradient, bytemuck::cast_slice(&[0.0_f32; 99]))
         } else {
-            compressor.write(&mut gradient, &mut [0_u8; 108]);
-            compressor.read(&mut gradient, &[0_u8; 108])
+            compressor.write(&mut gradient, bytemuck::cast_slice_mut(&mut [0_u32; 27]));
+            compressor.read(&mut gradient, bytemuck::cast_slice(&[0_u32; 27]))
         };
         let text = refused.unwrap_err().to_string();
         assert!(text.contains(&format!("instead of {expected}")), "{text}");
@@ -107,12 +104,12 @@ fn a_result_of_the_wrong_length_is_refused() {
 #[should_panic(expected = "before a result")]
 fn a_result_before_its_message_is_a_mistake() {
     let mut world = World::new(&Compression::none(), &Bucket::flat(1), 2);
-    world.compressors[0].read(&mut [0.0], &[0.0_f32]).unwrap();
+    world.compressors[0].read(&mut [0.0], bytemuck::bytes_of(&0.0_f32)).unwrap();
 }
 
 #[test]
 #[should_panic(expected = "a message of AllGather")]
-fn a_message_of_another_dtype_is_a_mistake() {
+fn a_message_of_another_length_is_a_mistake() {
     let mut world = World::new(&compression(CodecName::OneBit), &Bucket::flat(100), 2);
-    world.compressors[0].write(&mut [0.0; 100], &mut [0.0_f32; 29]);
+    world.compressors[0].write(&mut [0.0; 100], bytemuck::cast_slice_mut(&mut [0.0_f32; 29]));
 }

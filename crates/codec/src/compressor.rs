@@ -9,7 +9,6 @@ use super::quantized::Quantized;
 use super::random_k::RandomK;
 use super::top_k::TopK;
 use super::{Bucket, Codec, Compression, CompressionError, Round, Turn, UncompressedReason};
-use crate::Element;
 use trireme_base::{Bf16, F16, RandomKey, Rank};
 
 /// Compresses the reductions of one bucket, step after step.
@@ -157,15 +156,14 @@ impl Compressor {
     /// Time: a few passes over the gradient; with `powersgd` `4 * rank` multiplications an element and step.
     ///
     /// # Panics
-    /// If it is time to [`read`](Compressor::read), or the round's message has another dtype or length, or the bucket
-    /// another length.
-    pub fn write<T: Element>(&mut self, gradient: &mut [f32], message: &mut [T]) {
+    /// If it is time to [`read`](Compressor::read), or the round's message has another length or is not aligned to its dtype, or the bucket
+    /// has another length.
+    pub fn write(&mut self, gradient: &mut [f32], message: &mut [u8]) {
         let Next::Write { round } = self.next else {
             panic!("expected {:?} before the next message", self.next)
         };
         assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
-        let given = (T::DTYPE, message.len());
-        assert_eq!(given, self.rounds[round].message(), "a message of {:?}", self.rounds[round]);
+        assert_eq!(message.len(), self.rounds[round].num_bytes(), "a message of {:?}", self.rounds[round]);
         self.next = Next::Read { round };
         let turn = self.turn(round);
         if let (0, Some(normalizer)) = (round, &mut self.state.normalizer) {
@@ -180,7 +178,6 @@ impl Compressor {
             }
             None => gradient,
         };
-        let message = bytemuck::cast_slice_mut(message);
         if self.uncompressed_reason.is_some() {
             Uncompressed.encode(&turn, values, message);
             self.statistics.error_norm = 0.0;
@@ -204,13 +201,10 @@ impl Compressor {
     /// step is lost then, and with it the compressor.
     ///
     /// # Panics
-    /// If it is time to [`write`](Compressor::write), or the result has another dtype than the round, or the bucket
-    /// another length.
-    pub fn read<T: Element>(&mut self, gradient: &mut [f32], result: &[T]) -> Result<(), CompressionError> {
+    /// If it is time to [`write`](Compressor::write), or the result is not aligned to the dtype of the round, or the bucket has another length.
+    pub fn read(&mut self, gradient: &mut [f32], result: &[u8]) -> Result<(), CompressionError> {
         let Next::Read { round } = self.next else { panic!("expected {:?} before a result", self.next) };
         assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
-        assert_eq!(T::DTYPE, self.rounds[round].message().0, "the result of {:?}", self.rounds[round]);
-        let result: &[u8] = bytemuck::cast_slice(result);
         let expected = match self.rounds[round] {
             Round::AllReduce { .. } => self.rounds[round].num_bytes(),
             Round::AllGather { num_bytes } => num_bytes * self.world_size,
@@ -306,7 +300,7 @@ fn codec_of(method: Method, compression: &Compression, bucket: &Bucket) -> Box<d
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::{CodecName, CompressionOptions};
+    use crate::{CodecName, CompressionOptions};
 
     #[test]
     fn a_bucket_whose_elements_32_bits_cannot_number_is_refused() {

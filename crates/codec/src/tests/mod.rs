@@ -7,11 +7,8 @@ mod sizes;
 mod sums;
 
 use super::*;
-use crate::Element;
-use crate::element::reduce_into;
-use bytemuck::Zeroable;
-use trireme_base::{Bf16, DType, F16, Rank, ReduceOp};
-use trireme_schedule::collective::Side;
+use bytemuck::Pod;
+use trireme_base::{Bf16, DType, F16, Rank};
 
 /// All ranks of a world, with one bucket.
 struct World {
@@ -43,10 +40,15 @@ impl World {
         assert!(self.compressors.iter().all(|compressor| compressor.rounds() == rounds));
         for round in rounds {
             match round.message().0 {
-                DType::F32 => self.exchange::<f32>(round, &mut gradients),
-                DType::F16 => self.exchange::<F16>(round, &mut gradients),
-                DType::Bf16 => self.exchange::<Bf16>(round, &mut gradients),
-                DType::U8 => self.exchange::<u8>(round, &mut gradients),
+                DType::F32 => self.exchange::<f32>(round, &mut gradients, |x, y| x + y),
+                DType::F16 => self
+                    .exchange(round, &mut gradients, |x: F16, y: F16| F16::from_f32(x.to_f32() + y.to_f32())),
+                DType::Bf16 => self.exchange(round, &mut gradients, |x: Bf16, y: Bf16| {
+                    Bf16::from_f32(x.to_f32() + y.to_f32())
+                }),
+                DType::U8 => {
+                    self.exchange::<u8>(round, &mut gradients, |_, _| unreachable!("bytes are gathered"))
+                }
                 dtype => panic!("no round carries {dtype}"),
             }
         }
@@ -58,26 +60,24 @@ impl World {
         gradients.swap_remove(0)
     }
 
-    fn exchange<T: Element + Zeroable>(&mut self, round: Round, gradients: &mut [Vec<f32>]) {
+    fn exchange<T: Pod>(&mut self, round: Round, gradients: &mut [Vec<f32>], sum: impl Fn(T, T) -> T) {
         let mut messages = Vec::new();
         for (compressor, gradient) in self.compressors.iter_mut().zip(gradients.iter_mut()) {
             let mut message = vec![T::zeroed(); round.message().1];
             bytemuck::cast_slice_mut(&mut message).fill(self.blank);
-            compressor.write(gradient, &mut message);
+            compressor.write(gradient, bytemuck::cast_slice_mut(&mut message));
             messages.push(message);
         }
         self.messages.push(messages.iter().map(|message| bytemuck::cast_slice(message).to_vec()).collect());
         let result = match round {
-            Round::AllReduce { dtype, .. } => messages.into_iter().reduce(|mut sum, message| {
-                let (own, other) = (bytemuck::cast_slice_mut(&mut sum), bytemuck::cast_slice(&message));
-                reduce_into(own, other, dtype, ReduceOp::Sum, Side::Left);
-                sum
+            Round::AllReduce { .. } => messages.into_iter().reduce(|left, right| {
+                left.into_iter().zip(right).map(|(left, right)| sum(left, right)).collect()
             }),
             Round::AllGather { .. } => Some(messages.concat()),
         };
         let result = result.expect("a world has ranks");
         for (compressor, gradient) in self.compressors.iter_mut().zip(gradients) {
-            compressor.read(gradient, &result).expect("ranks understand each other");
+            compressor.read(gradient, bytemuck::cast_slice(&result)).expect("ranks understand each other");
         }
     }
 
