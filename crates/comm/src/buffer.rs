@@ -1,10 +1,10 @@
 use crate::transport::shm::Region;
-use crate::{CommError, Element};
+use crate::{CommError, Content, Element, Untyped};
 use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_base::{Event, HostMemory, Pending};
+use trireme_base::{DType, Event, HostMemory, Pending};
 
 /// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its
 /// [`Work`](crate::Work) gives it back.
@@ -17,16 +17,54 @@ pub struct Buffer<T> {
 }
 
 impl<T: Element> Buffer<T> {
-    /// A vector of `len` elements that a device may still work with. A group reads and writes it after the device's event.
-    pub fn pending(buffer: Pending<Buffer<T>>, len: usize) -> Self {
+    /// A zeroed vector of `len` elements in this process's own memory.
+    ///
+    /// # Errors
+    /// [`CommError::Allocate`] if there is not so much memory.
+    pub fn private(len: usize) -> Result<Self, CommError> {
+        Ok(Buffer::from_storage(Storage::heap(T::DTYPE, len)?))
+    }
+}
+
+impl Buffer<Untyped> {
+    /// As [`private`](Buffer::private), of elements of `dtype`.
+    ///
+    /// # Errors
+    /// As [`private`](Buffer::private).
+    pub fn private_of(dtype: DType, len: usize) -> Result<Self, CommError> {
+        Ok(Buffer::from_storage(Storage::heap(dtype, len)?))
+    }
+
+    /// The elements, of which the type must be `T`.
+    ///
+    /// # Panics
+    /// If the vector has elements of another type.
+    pub fn elements<T: Element>(&self) -> &[T] {
+        assert_eq!(self.dtype(), T::DTYPE, "the type of the elements");
+        bytemuck::cast_slice(self.storage.bytes())
+    }
+
+    /// As [`elements`](Buffer::elements), to write.
+    ///
+    /// # Panics
+    /// As [`elements`](Buffer::elements).
+    pub fn elements_mut<T: Element>(&mut self) -> &mut [T] {
+        assert_eq!(self.dtype(), T::DTYPE, "the type of the elements");
+        bytemuck::cast_slice_mut(self.storage.bytes_mut())
+    }
+}
+
+impl<T: Content> Buffer<T> {
+    /// A vector of `len` elements of `dtype` that a device may still work with. A group reads and writes it after the device's event.
+    pub fn pending(buffer: Pending<Buffer<T>>, dtype: DType, len: usize) -> Self {
         match buffer.try_take() {
             Ok(buffer) => buffer,
             Err(buffer) => {
                 let event = buffer.event();
                 let memory = PendingMemory { event, wait: Box::new(move || buffer.wait().into_storage()) };
                 let memory = Memory::Pending(memory);
-                let num_bytes = len * size_of::<T>();
-                Buffer::from_storage(Storage { memory, num_bytes, whole_bytes: num_bytes })
+                let num_bytes = len * dtype.size();
+                Buffer::from_storage(Storage { memory, dtype, num_bytes, whole_bytes: num_bytes })
             }
         }
     }
@@ -37,9 +75,14 @@ impl<T: Element> Buffer<T> {
         Pending::new(self)
     }
 
+    /// The type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.storage.dtype
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.storage.len() / size_of::<T>()
+        self.storage.len() / self.dtype().size()
     }
 
     /// Whether there are none.
@@ -53,21 +96,12 @@ impl<T: Element> Buffer<T> {
         self.storage.wait();
     }
 
-    /// A zeroed vector of `len` elements in this process's own memory.
-    ///
-    /// # Errors
-    /// [`CommError::Allocate`] if there is not so much memory.
-    pub fn private(len: usize) -> Result<Self, CommError> {
-        let bytes = len.saturating_mul(size_of::<T>());
-        Ok(Buffer::from_storage(Storage::heap(bytes)?))
-    }
-
     /// Makes the vector shorter, or as long again as it was made.
     ///
     /// # Panics
     /// If there is not so much memory.
     pub(crate) fn set_len(&mut self, len: usize) {
-        self.storage.set_len(len * size_of::<T>());
+        self.storage.set_len(len * self.dtype().size());
     }
 
     pub(crate) fn from_storage(storage: Storage) -> Self {
@@ -76,6 +110,14 @@ impl<T: Element> Buffer<T> {
 
     pub(crate) fn into_storage(self) -> Storage {
         self.storage
+    }
+
+    pub(crate) fn storage(&self) -> &Storage {
+        &self.storage
+    }
+
+    pub(crate) fn storage_mut(&mut self) -> &mut Storage {
+        &mut self.storage
     }
 }
 
@@ -93,13 +135,13 @@ impl<T: Element> DerefMut for Buffer<T> {
     }
 }
 
-impl<T: Element> std::fmt::Debug for Buffer<T> {
+impl<T: Content> std::fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({} x {})", T::DTYPE, self.len())
+        write!(f, "Buffer({} x {})", self.dtype(), self.len())
     }
 }
 
-impl<T: Element> HostMemory for Buffer<T> {
+impl<T: Content> HostMemory for Buffer<T> {
     fn bytes(&self) -> &[u8] {
         self.storage.bytes()
     }
@@ -111,9 +153,10 @@ impl<T: Element> HostMemory for Buffer<T> {
     }
 }
 
-/// The bytes of a [`Buffer`], whatever their type.
+/// The elements of a [`Buffer`], whatever their type.
 pub(crate) struct Storage {
     memory: Memory,
+    dtype: DType,
     num_bytes: usize,
     /// How long it is when it is not [shortened](Storage::shorten).
     whole_bytes: usize,
@@ -150,13 +193,14 @@ impl CacheLine {
 }
 
 impl Storage {
-    pub(crate) fn heap(num_bytes: usize) -> Result<Self, CommError> {
+    pub(crate) fn heap(dtype: DType, len: usize) -> Result<Self, CommError> {
+        let num_bytes = len.saturating_mul(dtype.size());
         let memory = Memory::Heap(CacheLine::zeroed(num_bytes)?);
-        Ok(Storage { memory, num_bytes, whole_bytes: num_bytes })
+        Ok(Storage { memory, dtype, num_bytes, whole_bytes: num_bytes })
     }
 
-    pub(crate) fn shared(region: Region, num_bytes: usize) -> Self {
-        Storage { memory: Memory::Shared(region), num_bytes, whole_bytes: num_bytes }
+    pub(crate) fn shared(region: Region, dtype: DType, num_bytes: usize) -> Self {
+        Storage { memory: Memory::Shared(region), dtype, num_bytes, whole_bytes: num_bytes }
     }
 
     pub(crate) fn memory(&self) -> &Memory {

@@ -12,42 +12,42 @@
 //! leave the group as it is, and whatever ends a group.
 
 use crate::call::BlockLens;
-use crate::{Buffer, CommError, Element, Group, Operation, Work};
+use crate::{Buffer, CommError, Content, Group, Operation, Work};
 use std::sync::Arc;
 use trireme_base::{Rank, ReduceOp};
 use trireme_schedule::collective::CollectiveKind;
 
 impl Group {
     /// Replaces each element by the reduction of all ranks' elements.
-    pub fn all_reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
+    pub fn all_reduce<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
         self.issue(
-            Operation::reduction_of(CollectiveKind::AllReduce.with_len(buffer.len()), op, T::DTYPE),
+            Operation::reduction_of(CollectiveKind::AllReduce.with_len(buffer.len()), op, buffer.dtype()),
             buffer,
         )
     }
 
     /// The reduction of all ranks' inputs, as long as they are.
-    pub fn all_reduce_into<T: Element>(
+    pub fn all_reduce_into<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::reduction_of(CollectiveKind::AllReduce.with_len(len), op, T::DTYPE);
+        let operation = Operation::reduction_of(CollectiveKind::AllReduce.with_len(len), op, input.dtype());
         self.checked_pair(operation, (input, output))
     }
 
     /// Replaces the root's elements by the reduction of all ranks' elements.
-    pub fn reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
+    pub fn reduce<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
         self.checked_root(
-            Operation::reduction_of(CollectiveKind::Reduce.with_root(root, buffer.len()), op, T::DTYPE),
+            Operation::reduction_of(CollectiveKind::Reduce.with_root(root, buffer.len()), op, buffer.dtype()),
             buffer,
         )
     }
 
     /// The reduction of all ranks' inputs at the root, as long as they are; the other outputs are empty.
-    pub fn reduce_into<T: Element>(
+    pub fn reduce_into<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -55,109 +55,111 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::reduction_of(CollectiveKind::Reduce.with_root(root, len), op, T::DTYPE);
+        let operation =
+            Operation::reduction_of(CollectiveKind::Reduce.with_root(root, len), op, input.dtype());
         self.checked_pair(operation, (input, output))
     }
 
     /// Replaces each rank's elements by those of `root`.
-    pub fn broadcast<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+    pub fn broadcast<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.checked_root(
-            Operation::of(CollectiveKind::Broadcast.with_root(root, buffer.len()), T::DTYPE),
+            Operation::of(CollectiveKind::Broadcast.with_root(root, buffer.len()), buffer.dtype()),
             buffer,
         )
     }
 
     /// The root's input, as long as the outputs; the other inputs are empty. The root gets its output, too.
-    pub fn broadcast_into<T: Element>(
+    pub fn broadcast_into<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len();
-        let operation = Operation::of(CollectiveKind::Broadcast.with_root(root, len), T::DTYPE);
+        let operation = Operation::of(CollectiveKind::Broadcast.with_root(root, len), input.dtype());
         self.checked_pair(operation, (input, output))
     }
 
     /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
-    pub fn all_gather<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        self.issue(Operation::of(CollectiveKind::AllGather.with_len(buffer.len()), T::DTYPE), buffer)
+    pub fn all_gather<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
+        self.issue(Operation::of(CollectiveKind::AllGather.with_len(buffer.len()), buffer.dtype()), buffer)
     }
 
     /// The inputs of all ranks, one after the other; a rank's input is its block of the output.
-    pub fn all_gather_into<T: Element>(
+    pub fn all_gather_into<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len();
-        let operation = Operation::of(CollectiveKind::AllGather.with_len(len), T::DTYPE);
+        let operation = Operation::of(CollectiveKind::AllGather.with_len(len), input.dtype());
         self.checked_pair(operation, (input, output))
     }
 
     /// Replaces this rank's block by the reduction of all ranks' elements there.
-    pub fn reduce_scatter<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
+    pub fn reduce_scatter<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
         self.issue(
-            Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(buffer.len()), op, T::DTYPE),
+            Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(buffer.len()), op, buffer.dtype()),
             buffer,
         )
     }
 
     /// This rank's block of the reduction of all ranks' inputs.
-    pub fn reduce_scatter_into<T: Element>(
+    pub fn reduce_scatter_into<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(len), op, T::DTYPE);
+        let operation =
+            Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(len), op, input.dtype());
         self.checked_pair(operation, (input, output))
     }
 
     /// Fills the root's vector with the blocks of all ranks, each of which has its own one in its place.
-    pub fn gather<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+    pub fn gather<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.checked_root(
-            Operation::of(CollectiveKind::Gather.with_root(root, buffer.len()), T::DTYPE),
+            Operation::of(CollectiveKind::Gather.with_root(root, buffer.len()), buffer.dtype()),
             buffer,
         )
     }
 
     /// The inputs of all ranks, all of one length, one after the other at the root; the other outputs are empty.
-    pub fn gather_into<T: Element>(
+    pub fn gather_into<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len() * self.world_size();
-        let operation = Operation::of(CollectiveKind::Gather.with_root(root, len), T::DTYPE);
+        let operation = Operation::of(CollectiveKind::Gather.with_root(root, len), input.dtype());
         self.checked_pair(operation, (input, output))
     }
 
     /// Replaces each rank's block by that of the root's vector.
-    pub fn scatter<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+    pub fn scatter<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.checked_root(
-            Operation::of(CollectiveKind::Scatter.with_root(root, buffer.len()), T::DTYPE),
+            Operation::of(CollectiveKind::Scatter.with_root(root, buffer.len()), buffer.dtype()),
             buffer,
         )
     }
 
     /// This rank's block of the root's input, all of one length; the other inputs are empty.
-    pub fn scatter_into<T: Element>(
+    pub fn scatter_into<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len() * self.world_size();
-        let operation = Operation::of(CollectiveKind::Scatter.with_root(root, len), T::DTYPE);
+        let operation = Operation::of(CollectiveKind::Scatter.with_root(root, len), input.dtype());
         self.checked_pair(operation, (input, output))
     }
 
     /// Swaps blocks: the `j`-th of rank `i` becomes the `i`-th of rank `j`. The length is a multiple of the world size.
-    pub fn all_to_all<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let operation = Operation::of(CollectiveKind::AllToAll.with_len(buffer.len()), T::DTYPE);
+    pub fn all_to_all<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
+        let operation = Operation::of(CollectiveKind::AllToAll.with_len(buffer.len()), buffer.dtype());
         match self.check_equal_blocks(operation, buffer.len()) {
             Ok(()) => self.issue(operation, buffer),
             Err(error) => Work::ready(Err(error)),
@@ -166,13 +168,13 @@ impl Group {
 
     /// The `i`-th block of the output is this rank's block of rank `i`'s input. The length is a multiple of the world
     /// size.
-    pub fn all_to_all_into<T: Element>(
+    pub fn all_to_all_into<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len();
-        let operation = Operation::of(CollectiveKind::AllToAll.with_len(len), T::DTYPE);
+        let operation = Operation::of(CollectiveKind::AllToAll.with_len(len), input.dtype());
         match self.check_equal_blocks(operation, len) {
             Ok(()) => self.checked_pair(operation, (input, output)),
             Err(error) => Work::ready(Err(error)),
@@ -182,14 +184,14 @@ impl Group {
     /// As [`all_to_all_into`](Group::all_to_all_into), with `send_lens[j]` elements for rank `j` one after the other in
     /// the input, and `receive_lens[i]` elements of rank `i` in the output. What rank `i` sends to `j` must be what `j`
     /// receives from `i`.
-    pub fn all_to_all_variable<T: Element>(
+    pub fn all_to_all_variable<T: Content>(
         &self,
         input: Buffer<T>,
         send_lens: &[usize],
         output: Buffer<T>,
         receive_lens: &[usize],
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let operation = Operation::all_to_all_variable(T::DTYPE);
+        let operation = Operation::all_to_all_variable(input.dtype());
         let own = self.rank().0;
         for (lens, buffer, which) in [(send_lens, &input, "input"), (receive_lens, &output, "output")] {
             let what = if lens.len() != self.world_size() {
@@ -216,7 +218,7 @@ impl Group {
     /// `(H - 1) L` across. The bytes across are the same; those within grow by what a rank's blocks for other hosts
     /// have for ranks with another local rank. Elsewhere, it is the pairwise algorithm. Source and details are those of
     /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts).
-    pub fn all_to_all_variable_by_hosts<T: Element>(
+    pub fn all_to_all_variable_by_hosts<T: Content>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -224,8 +226,8 @@ impl Group {
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let world_size = self.world_size();
         let sum = lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len));
-        let sum = sum.filter(|len| len.checked_mul(size_of::<T>()).is_some());
-        let operation = Operation::all_to_all_variable_by_hosts(T::DTYPE, sum.unwrap_or_default());
+        let sum = sum.filter(|len| len.checked_mul(input.dtype().size()).is_some());
+        let operation = Operation::all_to_all_variable_by_hosts(input.dtype(), sum.unwrap_or_default());
         let refuse = |what| Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         if lens.len() != world_size * world_size {
             return refuse(format!(
@@ -267,14 +269,14 @@ impl Group {
         }
     }
 
-    fn checked_root<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
+    fn checked_root<T: Content>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
         match self.check_root(operation) {
             Ok(()) => self.issue(operation, buffer),
             Err(error) => Work::ready(Err(error)),
         }
     }
 
-    fn checked_pair<T: Element>(
+    fn checked_pair<T: Content>(
         &self,
         operation: Operation,
         (input, output): (Buffer<T>, Buffer<T>),

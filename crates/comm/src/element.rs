@@ -12,6 +12,17 @@ pub trait Element: Pod + Send + Sync + private::Reduce {
     const DTYPE: DType;
 }
 
+/// What a [`Buffer`](crate::Buffer) has elements of: an [`Element`] that is known at compile time, or [`Untyped`] ones.
+pub trait Content: Send + Sync + 'static {}
+
+impl<T: Element> Content for T {}
+
+/// Elements of a type that is known at run time: [`Buffer::dtype`](crate::Buffer::dtype).
+#[derive(Debug)]
+pub struct Untyped;
+
+impl Content for Untyped {}
+
 mod private {
     /// How two elements become one; sealed, because the other side of a wire must know it too.
     pub trait Reduce: Copy {

@@ -1,7 +1,7 @@
-use crate::{Buffer, CommError, Element, Group, Outcome, Work};
+use crate::{Buffer, CommError, Content, Group, Outcome, PageSize, Work};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
-use trireme_base::{Pending, ReduceOp};
+use trireme_base::{DType, Pending, ReduceOp};
 
 /// Reduces many short vectors together, as few long ones: tensor fusion (Sergeev, Del Balso, "Horovod: fast and easy
 /// distributed deep learning in TensorFlow", 2018, section 5).
@@ -55,19 +55,25 @@ enum Part<T> {
     OfBatch { fusion: Fusion<T>, batch: Arc<Mutex<Batch<T>>>, range: Range<usize>, vector: Buffer<T> },
 }
 
-impl<T: Element> Fusion<T> {
+impl<T: Content> Fusion<T> {
     /// Reductions of `group` by `op`, in batches of at most `len_max` elements.
     pub fn new(group: Arc<Group>, op: ReduceOp, len_max: usize) -> Self {
         let state = State { open: Batch::new(), free: Vec::new(), spare: Vec::new() };
         Fusion { group, op, len_max, state: Arc::new(Mutex::new(state)) }
     }
 
-    /// Takes memory for the batches that vectors of these lengths make, in this order; how many bytes. Without it, they
+    /// Memory for a batch of elements of `dtype`.
+    fn memory(&self, dtype: DType) -> Result<Buffer<T>, CommError> {
+        let memory = self.group.buffer_of(dtype, self.len_max, PageSize::Base)?;
+        Ok(Buffer::from_storage(memory.into_storage()))
+    }
+
+    /// Takes memory for the batches that vectors of `dtype` and these lengths make, in this order; how many bytes. Without it, they
     /// take memory when they begin.
     ///
     /// # Errors
     /// [`CommError::Allocate`].
-    pub fn reserve(&self, lens: impl IntoIterator<Item = usize>) -> Result<usize, CommError> {
+    pub fn reserve(&self, dtype: DType, lens: impl IntoIterator<Item = usize>) -> Result<usize, CommError> {
         let (mut num_batches, mut len_open) = (0, None);
         for len in lens {
             if !self.fuses(len) {
@@ -84,11 +90,11 @@ impl<T: Element> Fusion<T> {
         }
         let mut state = lock(&self.state);
         for _ in 0..num_batches {
-            let memory = self.group.buffer(self.len_max)?;
+            let memory = self.memory(dtype)?;
             state.spare.push(memory);
             state.free.push(Batch::new());
         }
-        Ok(num_batches * self.len_max * size_of::<T>())
+        Ok(num_batches * self.len_max * dtype.size())
     }
 
     /// Whether a vector travels with others.
@@ -126,7 +132,7 @@ impl<T: Element> Fusion<T> {
         self.close(&mut lock(&self.state));
     }
 
-    fn put(&self, state: &mut State<T>, batch: &mut Batch<T>, vector: &[T]) -> Result<(), CommError> {
+    fn put(&self, state: &mut State<T>, batch: &mut Batch<T>, vector: &Buffer<T>) -> Result<(), CommError> {
         let Progress::Open(memory) = &mut batch.memory else {
             unreachable!("an open batch takes vectors in")
         };
@@ -134,12 +140,14 @@ impl<T: Element> Fusion<T> {
             Some(memory) => memory,
             None => {
                 let spare = state.spare.pop();
-                let whole = spare.map_or_else(|| self.group.buffer(self.len_max), Ok)?;
+                let whole = spare.map_or_else(|| self.memory(vector.dtype()), Ok)?;
                 memory.insert(whole)
             }
         };
         if !self.group.is_dry() {
-            memory[batch.len..batch.len + vector.len()].copy_from_slice(vector);
+            let vector = vector.storage().bytes();
+            let first = batch.len * memory.dtype().size();
+            memory.storage_mut().bytes_mut()[first..first + vector.len()].copy_from_slice(vector);
         }
         batch.len += vector.len();
         batch.num_vectors += 1;
@@ -180,7 +188,9 @@ impl<T: Element> Fusion<T> {
         let outcome = match result {
             Ok(memory) => {
                 if !self.group.is_dry() {
-                    vector.copy_from_slice(&memory[range]);
+                    let size = memory.dtype().size();
+                    let sums = &memory.storage().bytes()[range.start * size..range.end * size];
+                    vector.storage_mut().bytes_mut().copy_from_slice(sums);
                 }
                 Ok(vector)
             }
@@ -218,7 +228,7 @@ impl<T> Batch<T> {
     }
 }
 
-impl<T: Element> FusedWork<T> {
+impl<T: Content> FusedWork<T> {
     /// Blocks until the vector has been reduced.
     ///
     /// # Errors
@@ -231,10 +241,10 @@ impl<T: Element> FusedWork<T> {
     }
 
     /// As [`Work::into_pending`]. A vector of a batch is waited for here and now, because the host copies it.
-    pub fn into_pending(self, len: usize) -> (Pending<Buffer<T>>, Outcome) {
+    pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<T>>, Outcome) {
         match self.part {
-            Part::Alone(work) => work.into_pending(len),
-            part @ Part::OfBatch { .. } => Work::ready(FusedWork { part }.wait()).into_pending(len),
+            Part::Alone(work) => work.into_pending(dtype, len),
+            part @ Part::OfBatch { .. } => Work::ready(FusedWork { part }.wait()).into_pending(dtype, len),
         }
     }
 }

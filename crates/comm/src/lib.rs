@@ -55,7 +55,7 @@ mod work;
 mod world;
 
 pub use buffer::Buffer;
-pub use element::Element;
+pub use element::{Content, Element, Untyped};
 pub use error::{CommError, Crossing};
 pub use fusion::{FusedWork, Fusion};
 pub use group::Group;

@@ -3,9 +3,9 @@ use crate::call::Payload;
 use crate::messages::Receipt;
 use crate::queue::Ticket;
 use crate::recorder::GroupRecorder;
-use crate::{Buffer, CommError, Element};
+use crate::{Buffer, CommError, Content};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use trireme_base::{Journal, JournalEntry, Latch, Pending};
+use trireme_base::{DType, Journal, JournalEntry, Latch, Pending};
 
 /// An operation that was issued and may not have ended; `wait` gives its result.
 ///
@@ -79,13 +79,13 @@ impl<T> Work<T> {
     }
 }
 
-impl<T: Element> Work<Buffer<T>> {
-    /// The vector, of `len` elements, as memory that comes back at the operation's event, so that a device reads it without the
+impl<T: Content> Work<Buffer<T>> {
+    /// The vector, of `len` elements of `dtype`, as memory that comes back at the operation's event, so that a device reads it without the
     /// host; and the outcome, which the host asks for before it relies on anything that was made of the vector.
     ///
     /// The group's own threads execute the operation. After a failure the event is done all the same, and zeros are in the place
     /// of the vector, whose memory peers may still work with.
-    pub fn into_pending(self, len: usize) -> (Pending<Buffer<T>>, Outcome) {
+    pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<T>>, Outcome) {
         let (latch, place, result) =
             (Latch::new(|| ()), Arc::new(Mutex::new(None)), Arc::new(OnceLock::new()));
         let pending = Pending::until(latch.event(), Arc::clone(&place));
@@ -93,7 +93,7 @@ impl<T: Element> Work<Buffer<T>> {
         let end = move |vector: Result<Buffer<T>, CommError>| {
             let (vector, outcome) = match vector {
                 Ok(vector) => (Ok(vector), Ok(())),
-                Err(failure) => (Buffer::private(len), Err(failure)),
+                Err(failure) => (Storage::heap(dtype, len).map(Buffer::from_storage), Err(failure)),
             };
             let placed =
                 vector.map(|vector| *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(vector));

@@ -6,14 +6,13 @@ use crate::error::ParallelError;
 use crate::exchange_memory::ExchangePool;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
 use rows::StartedRows;
 use std::fmt;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use trireme_base::{AxisPlace, Bf16, DType, ExchangeKind, F16, Pending, Rank, ReduceOp};
-use trireme_comm::{Buffer, Group, Work};
+use trireme_base::{AxisPlace, DType, ExchangeKind, Pending, Rank, ReduceOp};
+use trireme_comm::{Buffer, Group, Untyped, Work};
 use trireme_tensor::tape::{
     AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PassAxes, PendingExchange, ShadowedExperts, TensorAxis,
 };
@@ -72,22 +71,24 @@ impl UnitAxes {
     }
 }
 
+/// The types that units exchange.
+const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
 /// The ranks of an axis, as operations of units see them.
 pub(crate) struct GroupAxis {
-    f32s: Lane<f32>,
-    bf16s: Lane<Bf16>,
-    f16s: Lane<F16>,
+    /// One for each type of [`FLOATS`].
+    lanes: [Lane; FLOATS.len()],
     /// How long this rank has waited.
     waiting: Mutex<Waiting>,
 }
 
 /// Values of one type on their way.
-struct Lane<T> {
-    memory: ExchangePool<T>,
+struct Lane {
+    memory: ExchangePool,
     /// Those pending.
-    pending: Slots<Started<T>>,
+    pending: Slots<Started>,
     /// Those of rows that are pending.
-    rows: Slots<StartedRows<T>>,
+    rows: Slots<StartedRows>,
     /// Elements of the memory for a piece of rows: as many as the largest exchange so far needs, so that smaller ones take no memory of their own.
     room_for_rows: AtomicUsize,
 }
@@ -126,13 +127,13 @@ impl<T> Slots<T> {
 }
 
 /// An exchange that was started.
-struct Started<T> {
+struct Started {
     kind: ExchangeKind,
     /// Elements of the vector.
     len: usize,
-    vector: Work<Buffer<T>>,
+    vector: Work<Buffer<Untyped>>,
     /// What this rank sends of its own, where it receives another vector.
-    sent: Option<Work<Buffer<T>>>,
+    sent: Option<Work<Buffer<Untyped>>>,
 }
 
 impl fmt::Debug for GroupAxis {
@@ -144,12 +145,12 @@ impl fmt::Debug for GroupAxis {
 impl GroupAxis {
     /// Memory of the group is counted on `device`.
     fn new(group: &Arc<Group>, device: &Device) -> Self {
-        GroupAxis {
-            f32s: Lane::new(group, device),
-            bf16s: Lane::new(group, device),
-            f16s: Lane::new(group, device),
-            waiting: Mutex::default(),
-        }
+        GroupAxis { lanes: FLOATS.map(|dtype| Lane::new(group, device, dtype)), waiting: Mutex::default() }
+    }
+
+    fn lane(&self, dtype: DType) -> &Lane {
+        let index = FLOATS.iter().position(|float| *float == dtype);
+        &self.lanes[index.unwrap_or_else(|| unreachable!("units exchange floats, not {dtype}"))]
     }
 
     /// Waits of this rank since the last call, and operations that its kernels wait for.
@@ -162,15 +163,19 @@ impl GroupAxis {
     }
 }
 
-impl<T: Stored> Lane<T> {
-    fn new(group: &Arc<Group>, device: &Device) -> Self {
-        let pool = Pool::new(group, device, Category::Communication, true).in_huge_pages();
+impl Lane {
+    fn new(group: &Arc<Group>, device: &Device, dtype: DType) -> Self {
+        let pool = Pool::new(group, device, dtype, Category::Communication, true).in_huge_pages();
         Lane {
             memory: ExchangePool::new(pool),
             pending: Slots::default(),
             rows: Slots::default(),
             room_for_rows: AtomicUsize::new(0),
         }
+    }
+
+    fn dtype(&self) -> DType {
+        self.memory.pool().dtype()
     }
 
     fn place(&self) -> AxisPlace {
@@ -197,7 +202,7 @@ impl<T: Stored> Lane<T> {
     /// Memory for a term of a sum: the group's, if kernels reach it.
     fn empty_term(&self, device: &Device, shape: Shape) -> Result<Tensor, ParallelError> {
         if !device.reaches_host() {
-            return Ok(device.empty(shape, T::DTYPE, Category::Activations)?);
+            return Ok(device.empty(shape, self.dtype(), Category::Activations)?);
         }
         let len = shape.num_elements();
         Ok(self.memory.lend(self.memory.pool().take_buffer(len)?.wait(), 0..len, shape))
@@ -218,7 +223,7 @@ impl<T: Stored> Lane<T> {
     }
 
     /// Starts the exchange of what lies in memory of the group.
-    fn issue(&self, kind: ExchangeKind, own: Buffer<T>) -> Result<PendingExchange, ParallelError> {
+    fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange, ParallelError> {
         let (group, AxisPlace { rank, degree }) = (self.memory.pool().group(), self.place());
         let len = own.len();
         let mut sent = None;
@@ -228,7 +233,7 @@ impl<T: Stored> Lane<T> {
             ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
             ExchangeKind::AllToAll => group.all_to_all(own),
             ExchangeKind::Shift => {
-                let received = Buffer::pending(self.memory.pool().take_buffer(len)?, len);
+                let received = Buffer::pending(self.memory.pool().take_buffer(len)?, self.dtype(), len);
                 sent = Some(group.send(own, Rank((rank + 1) % degree)));
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
@@ -258,7 +263,7 @@ impl<T: Stored> Lane<T> {
         waiting: &mut Waiting,
     ) -> Result<Tensor, ParallelError> {
         if !device.reaches_host() {
-            let mut result = device.empty(shape, T::DTYPE, Category::Activations)?;
+            let mut result = device.empty(shape, self.dtype(), Category::Activations)?;
             self.finish(device, exchange, result.view_mut(), waiting)?;
             return Ok(result);
         }
@@ -281,11 +286,11 @@ impl<T: Stored> Lane<T> {
         device: &Device,
         exchange: &PendingExchange,
         waiting: &mut Waiting,
-    ) -> Result<(Pending<Buffer<T>>, usize, ExchangeKind), ParallelError> {
+    ) -> Result<(Pending<Buffer<Untyped>>, usize, ExchangeKind), ParallelError> {
         let Started { kind, len, vector, sent } = self.pending.take(exchange.number());
-        let vector = waiting.wait_on_device(vector, len, device)?;
+        let vector = waiting.wait_on_device(vector, (self.dtype(), len), device)?;
         if let Some(sent) = sent {
-            let sent = waiting.wait_on_device(sent, len, device)?;
+            let sent = waiting.wait_on_device(sent, (self.dtype(), len), device)?;
             // The result may replace what was sent.
             device.wait_for(&sent.event());
             self.memory.pool().give_buffer(len, sent);
@@ -294,34 +299,13 @@ impl<T: Stored> Lane<T> {
     }
 }
 
-/// Runs `$body` with `$lane` as the lane of a type.
-macro_rules! with_lane {
-    ($axis:expr, $dtype:expr => |$lane:ident| $body:expr) => {
-        match $dtype {
-            DType::F32 => {
-                let $lane = &$axis.f32s;
-                $body
-            }
-            DType::Bf16 => {
-                let $lane = &$axis.bf16s;
-                $body
-            }
-            DType::F16 => {
-                let $lane = &$axis.f16s;
-                $body
-            }
-            other => unreachable!("units exchange floats, not {other}"),
-        }
-    };
-}
-
 impl AxisOps for GroupAxis {
     fn place(&self) -> AxisPlace {
-        self.f32s.place()
+        self.lanes[0].place()
     }
 
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
-        let group = self.f32s.memory.pool().group();
+        let group = self.lanes[0].memory.pool().group();
         let all = self
             .waiting()
             .wait(group.all_gather_bytes(bytemuck::cast_slice(own)))
@@ -335,7 +319,7 @@ impl AxisOps for GroupAxis {
         runs: ExchangedRuns,
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError> {
-        Ok(with_lane!(self, values.dtype() => |lane| lane.start_rows(device, runs, values))?)
+        Ok(self.lane(values.dtype()).start_rows(device, runs, values)?)
     }
 
     fn send_rest(
@@ -345,9 +329,7 @@ impl AxisOps for GroupAxis {
         values: View<'_>,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let sent = with_lane!(self, values.dtype() => |lane| {
-            lane.send_rest(device, exchange, values, result, &mut self.waiting())
-        });
+        let sent = self.lane(values.dtype()).send_rest(device, exchange, values, result, &mut self.waiting());
         Ok(sent?)
     }
 
@@ -357,9 +339,7 @@ impl AxisOps for GroupAxis {
         exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let finished = with_lane!(self, result.dtype() => |lane| {
-            lane.finish_rows(device, &exchange, result, &mut self.waiting())
-        });
+        let finished = self.lane(result.dtype()).finish_rows(device, &exchange, result, &mut self.waiting());
         Ok(finished?)
     }
 
@@ -369,7 +349,7 @@ impl AxisOps for GroupAxis {
         kind: ExchangeKind,
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError> {
-        Ok(with_lane!(self, values.dtype() => |lane| lane.start(device, kind, values))?)
+        Ok(self.lane(values.dtype()).start(device, kind, values)?)
     }
 
     fn finish(
@@ -378,14 +358,12 @@ impl AxisOps for GroupAxis {
         exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let finished = with_lane!(self, result.dtype() => |lane| {
-            lane.finish(device, &exchange, result, &mut self.waiting())
-        });
+        let finished = self.lane(result.dtype()).finish(device, &exchange, result, &mut self.waiting());
         Ok(finished?)
     }
 
     fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
-        Ok(with_lane!(self, dtype => |lane| lane.empty_term(device, shape))?)
+        Ok(self.lane(dtype).empty_term(device, shape)?)
     }
 
     fn start_sum(
@@ -394,7 +372,7 @@ impl AxisOps for GroupAxis {
         kind: ExchangeKind,
         term: Tensor,
     ) -> Result<PendingExchange, DeviceError> {
-        Ok(with_lane!(self, term.dtype() => |lane| lane.start_sum(device, kind, term))?)
+        Ok(self.lane(term.dtype()).start_sum(device, kind, term)?)
     }
 
     fn finish_temporary(
@@ -404,9 +382,7 @@ impl AxisOps for GroupAxis {
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor, DeviceError> {
-        let result = with_lane!(self, dtype => |lane| {
-            lane.finish_temporary(device, &exchange, shape, &mut self.waiting())
-        });
+        let result = self.lane(dtype).finish_temporary(device, &exchange, shape, &mut self.waiting());
         Ok(result?)
     }
 }

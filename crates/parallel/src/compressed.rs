@@ -8,9 +8,9 @@ use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
+use trireme_base::{HostMemory, RandomKey, ReduceOp};
 use trireme_codec::{Bucket, CompressionError, CompressionStatistics, Compressor, Matrix, Round, StateCopy};
-use trireme_comm::{Buffer, Element, Group, Work};
+use trireme_comm::{Buffer, Group, PageSize, Untyped, Work};
 use trireme_tensor::{Category, Device, ParameterClass, ParameterInfo, ParameterTable};
 
 /// The compressed reduction of one unit's gradient, step after step.
@@ -22,7 +22,7 @@ pub(crate) struct Compressed {
     /// In a dry group, the rounds of each kind of step that is to come, in their order.
     kinds: VecDeque<Vec<Round>>,
     /// One for each round, made anew only when the rounds change.
-    exchanges: Vec<Box<dyn RoundExchange>>,
+    exchanges: Vec<RoundExchange>,
     /// Bytes of what the compressor keeps from step to step.
     state_bytes: usize,
     /// What is counted for the exchanges.
@@ -39,9 +39,9 @@ pub(crate) struct Compressed {
 
 enum UnderWay {
     /// In messages of the codec.
-    Round { gradient: Exchanged<f32>, round: usize },
+    Round { gradient: Exchanged, round: usize },
     /// As it is.
-    Whole(Exchanging<f32>),
+    Whole(Exchanging),
 }
 
 impl Compressed {
@@ -127,7 +127,7 @@ impl Compressed {
     }
 
     /// Starts the first round of a step with this rank's `gradient`.
-    pub(crate) fn start(&mut self, mut gradient: Exchanged<f32>) -> Result<(), ParallelError> {
+    pub(crate) fn start(&mut self, mut gradient: Exchanged) -> Result<(), ParallelError> {
         self.is_in_messages = true;
         let Some(compressor) = &self.compressor else {
             if let Some(rounds) = self.kinds.pop_front() {
@@ -137,7 +137,7 @@ impl Compressed {
             return Ok(());
         };
         let rounds = compressor.rounds();
-        if !self.exchanges.iter().map(|exchange| exchange.round()).eq(rounds.iter().copied()) {
+        if !self.exchanges.iter().map(|exchange| exchange.round).eq(rounds.iter().copied()) {
             let rounds = rounds.to_vec();
             self.make_exchanges(&rounds)?;
         }
@@ -154,20 +154,20 @@ impl Compressed {
     }
 
     /// Starts a step in which `gradient` is summed as it is; the compressor has no part in it.
-    pub(crate) fn start_whole(&mut self, gradient: Exchanged<f32>) {
+    pub(crate) fn start_whole(&mut self, gradient: Exchanged) {
         self.is_in_messages = false;
         self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
         self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
     }
 
-    fn reduce_whole(&self, gradient: Exchanged<f32>) -> Exchanging<f32> {
+    fn reduce_whole(&self, gradient: Exchanged) -> Exchanging {
         let len = gradient.len();
         let reduce = |gradient| self.group.all_reduce(gradient, ReduceOp::Sum);
         gradient.exchange(&self.device, 0..len, 0..len, reduce)
     }
 
     /// Waits for the message under way and starts the next one; after the last one, the sum over all ranks.
-    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged<f32>>, ParallelError> {
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>, ParallelError> {
         let (mut gradient, round) = match self.under_way.take() {
             None => return Ok(None),
             Some(UnderWay::Whole(whole)) => return Ok(Some(whole.wait(&self.device, waiting)?)),
@@ -183,7 +183,7 @@ impl Compressed {
                 let uncompressed = CompressionStatistics::uncompressed(exact.len(), self.group.world_size());
                 self.statistics.bytes_sent += uncompressed.bytes_sent;
             }
-            gradient.upload(&self.device);
+            gradient.upload::<f32>(&self.device);
             return Ok(Some(gradient));
         };
         next.start(compressor, gradient.host_elements(), &self.group);
@@ -203,7 +203,7 @@ impl Compressed {
             let num_bytes = round.num_bytes() * round.num_messages(group.world_size());
             self.counted.take(Category::Communication, num_bytes)?;
             self.counted.map(group.peer_bytes_mapped(num_bytes))?;
-            self.exchanges.push(exchange(round, group)?);
+            self.exchanges.push(RoundExchange::new(round, group)?);
         }
         Ok(())
     }
@@ -256,68 +256,39 @@ impl Exact {
     }
 }
 
-/// One round's exchange of messages, step after step.
-trait RoundExchange: Send {
-    fn round(&self) -> Round;
+/// The exchange of one round's messages, step after step.
+struct RoundExchange {
+    round: Round,
+    /// This rank's message, or of a round that gathers those of all ranks; present while nothing is pending.
+    messages: Option<Buffer<Untyped>>,
+    work: Option<Work<Buffer<Untyped>>>,
+}
+
+impl RoundExchange {
+    fn new(round: Round, group: &Group) -> Result<Self, ParallelError> {
+        let (dtype, len) = round.message();
+        let len = len * round.num_messages(group.world_size());
+        let messages = group.buffer_of(dtype, len, PageSize::Base)?;
+        Ok(RoundExchange { round, messages: Some(messages), work: None })
+    }
 
     /// Has the message written, and sends it.
-    fn start(&mut self, compressor: &mut Compressor, gradient: &mut [f32], group: &Group);
-
-    /// Waits for what was started, and has the result read.
-    fn finish(
-        &mut self,
-        compressor: &mut Compressor,
-        gradient: &mut [f32],
-        waiting: &mut Waiting,
-    ) -> Result<(), ParallelError>;
-}
-
-/// An exchange of messages whose elements are `T`s.
-struct MessageExchange<T> {
-    round: Round,
-    /// This rank's message, or of a round that gathers those of all ranks; present while nothing is under way.
-    messages: Option<Buffer<T>>,
-    work: Option<Work<Buffer<T>>>,
-}
-
-fn exchange(round: Round, group: &Group) -> Result<Box<dyn RoundExchange>, ParallelError> {
-    Ok(match round.message().0 {
-        DType::F32 => Box::new(MessageExchange::<f32>::new(round, group)?),
-        DType::F16 => Box::new(MessageExchange::<F16>::new(round, group)?),
-        DType::Bf16 => Box::new(MessageExchange::<Bf16>::new(round, group)?),
-        DType::U8 => Box::new(MessageExchange::<u8>::new(round, group)?),
-        dtype => unreachable!("no codec has messages of {dtype}"),
-    })
-}
-
-impl<T: Element> MessageExchange<T> {
-    fn new(round: Round, group: &Group) -> Result<Self, ParallelError> {
-        let (_, len) = round.message();
-        let messages = group.buffer::<T>(len * round.num_messages(group.world_size()))?;
-        Ok(MessageExchange { round, messages: Some(messages), work: None })
-    }
-}
-
-impl<T: Element> RoundExchange for MessageExchange<T> {
-    fn round(&self) -> Round {
-        self.round
-    }
-
     fn start(&mut self, compressor: &mut Compressor, gradient: &mut [f32], group: &Group) {
         let mut messages = self.messages.take().expect("a round is exchanged once a step");
         self.work = Some(match self.round {
             Round::AllReduce { .. } => {
-                compressor.write(gradient, bytemuck::cast_slice_mut(&mut messages));
+                compressor.write(gradient, messages.bytes_mut());
                 group.all_reduce(messages, ReduceOp::Sum)
             }
             Round::AllGather { num_bytes } => {
-                let own = &mut messages[group.rank().0 * num_bytes..][..num_bytes];
-                compressor.write(gradient, bytemuck::cast_slice_mut(own));
+                let own = group.rank().0 * num_bytes;
+                compressor.write(gradient, &mut messages.bytes_mut()[own..own + num_bytes]);
                 group.all_gather(messages)
             }
         });
     }
 
+    /// Waits for the messages, and has the result read.
     fn finish(
         &mut self,
         compressor: &mut Compressor,
@@ -326,7 +297,7 @@ impl<T: Element> RoundExchange for MessageExchange<T> {
     ) -> Result<(), ParallelError> {
         let work = self.work.take().expect("the round was started");
         let messages = waiting.wait(work)?;
-        compressor.read(gradient, bytemuck::cast_slice(&messages))?;
+        compressor.read(gradient, messages.bytes())?;
         self.messages = Some(messages);
         Ok(())
     }

@@ -2,7 +2,7 @@ use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::{RankGrid, StateRanks};
 use std::ops::Range;
-use trireme_base::{AxisPlace, Pending, ReduceOp};
+use trireme_base::{AxisPlace, DType, Pending, ReduceOp};
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
@@ -12,14 +12,37 @@ pub(crate) struct ShardExchange {
     /// What updates run on.
     device: Device,
     /// Of those of the other shards, and of the tensor axis.
-    sums: [Pool<f64>; 2],
-    wholes: Pool<f32>,
-    parts: Pool<f32>,
+    sums: [Pool; 2],
+    wholes: Pool,
+    parts: Pool,
+}
+
+/// What updates of all units exchange.
+pub(crate) struct ShardExchanges {
+    own: ShardExchange,
+    /// For units with experts, where ranks have different ones.
+    experts: Option<ShardExchange>,
+}
+
+impl ShardExchanges {
+    /// For updates on `device`; memory for messages is counted on `counted`.
+    pub(crate) fn new(ranks: &RankGrid, outline: &Outline, device: &Device, counted: &Device) -> Self {
+        let exchange = |state: &StateRanks| ShardExchange::new(ranks, state, outline, device, counted);
+        ShardExchanges { own: exchange(ranks.state()), experts: ranks.expert_state().map(exchange) }
+    }
+
+    /// What updates of units with experts exchange, or of others.
+    pub(crate) fn of_units(&mut self, have_experts: bool) -> &mut ShardExchange {
+        match &mut self.experts {
+            Some(exchange) if have_experts => exchange,
+            _ => &mut self.own,
+        }
+    }
 }
 
 impl ShardExchange {
     /// For updates on `device` of units whose state lies among `state`; memory for messages is counted on `counted`.
-    pub(crate) fn new(
+    fn new(
         ranks: &RankGrid,
         state: &StateRanks,
         outline: &Outline,
@@ -27,9 +50,9 @@ impl ShardExchange {
         counted: &Device,
     ) -> Self {
         let (group, tensor) = (&state.updating(outline), ranks.tensor());
-        let sums = [group, tensor].map(|group| Pool::new(group, counted, Category::Communication, true));
-        let [wholes, parts] =
-            [group, tensor].map(|group| Pool::new(group, counted, Category::Communication, true));
+        let pool = |group, dtype| Pool::new(group, counted, dtype, Category::Communication, true);
+        let sums = [group, tensor].map(|group| pool(group, DType::F64));
+        let [wholes, parts] = [group, tensor].map(|group| pool(group, DType::F32));
         ShardExchange { device: device.clone(), sums, wholes, parts }
     }
 }
@@ -74,7 +97,7 @@ impl ShardOps for ShardExchange {
         let buffer = self.parts.group().all_gather(buffer).wait()?;
         self.device.fill(whole, |values| {
             for info in AxisPlace::all(degree).map(|place| info.at(place)) {
-                let part = &buffer[info.place.rank * len..];
+                let part = &buffer.elements::<f32>()[info.place.rank * len..];
                 info.runs(0..len)
                     .for_each(|(first, run)| values[first..][..run.len()].copy_from_slice(&part[run]));
             }

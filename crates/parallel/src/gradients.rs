@@ -1,5 +1,6 @@
 //! Gradients of every unit: accumulated over microbatches, reduced over ranks.
 
+mod layout;
 mod memory;
 
 use crate::compressed::Compressed;
@@ -8,15 +9,16 @@ use crate::error::ParallelError;
 use crate::exchanged::Exchanged;
 use crate::holders::Holders;
 use crate::offload::Movable;
-use crate::parameters::wholes::{Gathered, Wholes};
+use crate::parameters::wholes::Gathered;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::reduction::Reduction;
+use crate::shard_sum::ShardSum;
 use crate::step::Determinism;
 use crate::tied::TiedGradients;
 use crate::tree::TreeSum;
-use crate::vector::Sum;
 use crate::waiting::Waiting;
+use layout::GradientLayout;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,7 +37,7 @@ const IN_FLIGHT_MAX: usize = 2;
 #[derive(Debug)]
 pub(crate) enum Gradient {
     /// A vector that ranks reduce.
-    Reducible(Exchanged<f32>),
+    Reducible(Exchanged),
     /// A partial sum beside it.
     Partial(Tensor),
 }
@@ -71,7 +73,7 @@ struct UnitGradient {
     own: Range<usize>,
     /// Present while it is neither being written nor summed nor reduced. Where it does not stay, it comes from the pool and
     /// goes back there.
-    reducible: Option<Exchanged<f32>>,
+    reducible: Option<Exchanged>,
     /// Being written by backward.
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
@@ -79,13 +81,14 @@ struct UnitGradient {
     /// Whether the sum over replicas has ended, of all that was added.
     is_finished: bool,
     /// The sum so far, where ranks keep a shard apart from the whole gradient.
-    shard: Option<Box<dyn Sum>>,
+    shard: Option<ShardSum>,
 }
 
 /// Gradients of all units of a rank.
 pub(crate) struct Gradients {
     device: Device,
     determinism: Determinism,
+    layout: GradientLayout,
     outline: Outline,
     table: Arc<ParameterTable>,
     ranks: Arc<RankGrid>,
@@ -93,19 +96,15 @@ pub(crate) struct Gradients {
     /// Where shards lie that are kept apart.
     shards_device: Device,
     /// Whole gradients in f32.
-    pool: Pool<f32>,
-    /// Whether those stay with their units, so that there is nothing else.
-    keeps_whole: bool,
-    /// Whether what is under way is rounded, in memory that goes when it was added to a shard; else whole gradients are.
-    is_rounded: bool,
+    pool: Pool,
     /// Units whose reductions are under way, the first one first.
     under_way: VecDeque<usize>,
     /// Reduced gradients, gathered from shards where all of a unit is updated by them.
-    gathered: Option<Gathered<f32>>,
+    gathered: Option<Gathered>,
     /// What reductions take beside gradients.
     counted: Counted,
     /// Parameters of which several ranks would come to different sums: those that are rounded by what lies beside them.
-    rounded_apart: Holders<f32>,
+    rounded_apart: Holders,
     /// What tied units of a pipeline have for each other.
     tied: Option<TiedGradients>,
     /// For each parameter: the open gradient of its unit holds a part of it.
@@ -116,7 +115,7 @@ pub(crate) struct Gradients {
 impl Gradients {
     /// Makes room for the gradients that backward of `unit` writes. What a unit that is tied to it has for the microbatch, is there.
     pub(crate) fn prepare(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        if !self.keeps_whole {
+        if !self.layout.keeps_full() {
             let outline = std::mem::take(&mut self.outline);
             let prepared = outline.writes(unit).try_for_each(|unit| self.take_whole(unit));
             self.outline = outline;
@@ -153,7 +152,8 @@ impl Gradients {
         }
         let len = state.len;
         loop {
-            let must_wait = self.under_way.contains(&unit) || (!self.is_rounded && self.is_full(len));
+            let must_wait =
+                self.under_way.contains(&unit) || (!self.layout.is_rounded() && self.is_full(len));
             if let Some(vector) = (!must_wait).then(|| self.pool.take(len)).transpose()? {
                 self.units[unit].reducible = Some(vector);
                 return Ok(());
@@ -195,7 +195,10 @@ impl Gradients {
     /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one, when memory for it has
     /// come back rather than be more and more. With `is_whole` it is sent as it is, whatever the compression.
     pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<(), ParallelError> {
-        while self.is_rounded && self.units[unit].shard.is_some() && self.is_full(self.units[unit].len) {
+        while self.layout.is_rounded()
+            && self.units[unit].shard.is_some()
+            && self.is_full(self.units[unit].len)
+        {
             self.finish_first()?;
         }
         let vector = self.take_sum(unit);
@@ -216,14 +219,14 @@ impl Gradients {
     /// Discards what was added to `unit`'s gradient since the last reduction.
     pub(crate) fn discard(&mut self, unit: usize) {
         let vector = self.take_sum(unit);
-        match self.keeps_whole {
+        match self.layout.keeps_full() {
             true => self.units[unit].reducible = Some(vector),
             false => self.pool.give(vector),
         }
     }
 
     /// Takes this rank's sum of `unit`'s gradient since the last reduction.
-    fn take_sum(&mut self, unit: usize) -> Exchanged<f32> {
+    fn take_sum(&mut self, unit: usize) -> Exchanged {
         self.written[self.table.units()[unit].parameters.clone()].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
         let sum = state.sum.finish(|left, right| add(device, state.num_elements, left, right));
@@ -253,8 +256,8 @@ impl Gradients {
             shard.add(sum.part(state.own.start, [state.own.len()].into()), &self.device)?;
             state.is_finished = false;
             if let Reduction::Rounded(rounded) = &mut state.reduction {
-                rounded.memory().release();
-            } else if !self.keeps_whole {
+                rounded.release();
+            } else if !self.layout.keeps_full() {
                 self.pool.give(state.reducible.take().expect("the sum lies there"));
             }
         }
@@ -416,7 +419,7 @@ impl Gradients {
 
 impl UnitGradient {
     /// The shard to which something was added since its last sum over replicas.
-    fn pending(&mut self) -> Option<&mut Box<dyn Sum>> {
+    fn pending(&mut self) -> Option<&mut ShardSum> {
         self.shard.as_mut().filter(|_| !self.is_finished)
     }
 

@@ -8,6 +8,7 @@ use crate::pool::Pool;
 use crate::ranks::Levels;
 use crate::waiting::Waiting;
 use std::sync::Arc;
+use trireme_base::DType;
 use trireme_comm::Group;
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo};
 
@@ -15,7 +16,7 @@ use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo};
 struct Level {
     /// For each rank of the group: the shards that it adds up.
     shards_of: Vec<Vec<usize>>,
-    messages: Pool<u8>,
+    messages: Pool,
 }
 
 /// How the gradients of all units are summed.
@@ -34,7 +35,7 @@ impl Hierarchy {
         let of_host = |host| Vec::from([levels.shard(host, levels.within.rank().0)]);
         let level = |group: &Arc<Group>, shards_of| Level {
             shards_of,
-            messages: Pool::new(group, device, Category::Communication, true),
+            messages: Pool::new(group, device, DType::U8, Category::Communication, true),
         };
         let within = level(&levels.within, (0..num_local).map(of_local).collect());
         let across = level(&levels.across, (0..num_hosts).map(of_host).collect());
@@ -60,9 +61,9 @@ pub(crate) struct Hierarchical {
 }
 
 struct Swap {
-    gradient: Exchanged<f32>,
+    gradient: Exchanged,
     level: usize,
-    messages: Exchanging<u8>,
+    messages: Exchanging,
 }
 
 impl Hierarchical {
@@ -73,7 +74,7 @@ impl Hierarchical {
 
     /// Waits for the level under way and starts the next one; after the last one, what lies in the place of this rank's shard
     /// is its sum over all ranks.
-    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged<f32>>, ParallelError> {
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>, ParallelError> {
         let Swap { mut gradient, level, messages } = self.under_way.take().expect("a reduction was started");
         let messages = messages.wait(&self.hierarchy.device, waiting)?;
         self.add_up(&mut gradient, &self.hierarchy.levels[level], &messages);
@@ -86,7 +87,7 @@ impl Hierarchical {
     }
 
     /// Starts a level, the first one with this rank's `gradient`.
-    pub(crate) fn start(&mut self, gradient: Exchanged<f32>, level: usize) -> Result<(), ParallelError> {
+    pub(crate) fn start(&mut self, gradient: Exchanged, level: usize) -> Result<(), ParallelError> {
         let Hierarchy { device, format, num_shards, levels } = &*self.hierarchy;
         let Level { shards_of, messages: pool } = &levels[level];
         let num_slots: usize = shards_of.iter().map(Vec::len).sum();
@@ -105,7 +106,7 @@ impl Hierarchical {
     }
 
     /// The sums of what the ranks of a level have sent, in their order.
-    fn add_up(&self, gradient: &mut Exchanged<f32>, level: &Level, messages: &Exchanged<u8>) {
+    fn add_up(&self, gradient: &mut Exchanged, level: &Level, messages: &Exchanged) {
         let Hierarchy { device, format, num_shards, .. } = &*self.hierarchy;
         let own = &level.shards_of[level.messages.group().rank().0];
         for source in 0..level.messages.group().world_size() {

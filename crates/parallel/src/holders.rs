@@ -3,29 +3,28 @@
 use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use trireme_base::{Rank, ReduceOp};
+use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::Buffer;
 use trireme_model::Rehearsal;
 use trireme_tensor::{Category, Device, ParameterTable, ViewMut};
 
-/// Some parameters that several ranks of the tensor axis, or with different experts, hold, with vectors of `T` through which they exchange them.
-pub(crate) struct Holders<T> {
+/// Some parameters that several ranks of the tensor axis, or with different experts, hold, with vectors through which they exchange them.
+pub(crate) struct Holders {
     /// For each unit.
-    units: Vec<Vec<Run<T>>>,
+    units: Vec<Vec<Run>>,
 }
 
 /// Neighbouring parameters that the same ranks hold.
-struct Run<T> {
+struct Run {
     /// Of the unit's flat buffer.
     range: Range<usize>,
-    pool: Pool<T>,
+    pool: Pool,
 }
 
-impl<T: Stored> Holders<T> {
+impl Holders {
     /// Those of whose gradients a rank makes only a term.
     pub(crate) fn of_terms(
         table: &ParameterTable,
@@ -36,7 +35,7 @@ impl<T: Stored> Holders<T> {
         let mut terms: Vec<usize> = rehearsal.units.iter().flat_map(|unit| unit.grad_terms.clone()).collect();
         terms.sort_unstable();
         terms.dedup();
-        let mut found = Self::new(table, &terms, ranks, device);
+        let mut found = Self::new(table, &terms, ranks, device, DType::F32);
         found.add_beside_experts(table, ranks, device);
         found
     }
@@ -44,7 +43,7 @@ impl<T: Stored> Holders<T> {
     /// What all ranks with different experts hold of units with experts: each has seen other tokens.
     fn add_beside_experts(&mut self, table: &ParameterTable, ranks: &RankGrid, device: &Device) {
         let Some(group) = ranks.experts() else { return };
-        let pool = Pool::new(group, device, Category::Communication, true);
+        let pool = Pool::new(group, device, DType::F32, Category::Communication, true);
         for info in table.parameters() {
             if table.units()[info.unit].num_experts == 0 || info.expert.is_some() {
                 continue;
@@ -60,10 +59,10 @@ impl<T: Stored> Holders<T> {
     }
 
     /// All that several ranks hold.
-    pub(crate) fn of_all(table: &ParameterTable, ranks: &RankGrid, device: &Device) -> Self {
+    pub(crate) fn of_all(table: &ParameterTable, ranks: &RankGrid, device: &Device, dtype: DType) -> Self {
         let is_shared = |index: &usize| table.parameters()[*index].num_holders() > 1;
         let shared: Vec<usize> = (0..table.parameters().len()).filter(is_shared).collect();
-        Self::new(table, &shared, ranks, device)
+        Self::new(table, &shared, ranks, device, dtype)
     }
 
     /// None.
@@ -72,14 +71,20 @@ impl<T: Stored> Holders<T> {
     }
 
     /// The parameters `chosen`, in their order.
-    fn new(table: &ParameterTable, chosen: &[usize], ranks: &RankGrid, device: &Device) -> Self {
-        let mut pools: BTreeMap<usize, Pool<T>> = BTreeMap::new();
+    fn new(
+        table: &ParameterTable,
+        chosen: &[usize],
+        ranks: &RankGrid,
+        device: &Device,
+        dtype: DType,
+    ) -> Self {
+        let mut pools: BTreeMap<usize, Pool> = BTreeMap::new();
         let mut found = Self::none(table);
         let mut last = None;
         for &index in chosen {
             let info = &table.parameters()[index];
             let num_holders = info.num_holders();
-            let new = || Pool::new(ranks.holders(num_holders), device, Category::Communication, true);
+            let new = || Pool::new(ranks.holders(num_holders), device, dtype, Category::Communication, true);
             let pool = pools.entry(num_holders).or_insert_with(new);
             let (runs, range) = (&mut found.units[info.unit], info.range());
             match runs.last_mut() {
@@ -109,11 +114,8 @@ impl<T: Stored> Holders<T> {
         for Run { range, pool } in &self.units[unit] {
             let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
             let buffer = pool.send(device, (terms.reborrow().as_view(), 0), range.len())?;
-            let buffer = waiting.wait_on_device(
-                pool.group().all_reduce(buffer, ReduceOp::Sum),
-                range.len(),
-                device,
-            )?;
+            let sum = pool.group().all_reduce(buffer, ReduceOp::Sum);
+            let buffer = waiting.wait_on_device(sum, (pool.dtype(), range.len()), device)?;
             pool.receive(device, (buffer, range.len()), 0, terms);
         }
         Ok(())
@@ -138,9 +140,10 @@ impl<T: Stored> Holders<T> {
             let is_first = group.rank() == Rank::ROOT;
             let buffer = match is_first {
                 true => pool.send(device, (own.reborrow().as_view(), 0), len)?,
-                false => Buffer::pending(pool.take_buffer(len)?, len),
+                false => Buffer::pending(pool.take_buffer(len)?, pool.dtype(), len),
             };
-            let buffer = waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), len, device)?;
+            let buffer =
+                waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), (pool.dtype(), len), device)?;
             match is_first {
                 true => pool.give_buffer(len, buffer),
                 false => pool.receive(device, (buffer, len), 0, own),

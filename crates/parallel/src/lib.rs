@@ -29,7 +29,6 @@ mod shard_sum;
 mod space;
 mod squares;
 mod step;
-mod stored;
 mod tied;
 mod tree;
 mod validation;

@@ -5,8 +5,8 @@ use crate::error::ParallelError;
 use crate::exchanged::{Exchanged, Exchanging};
 use crate::pool::Pool;
 use crate::ranks::Levels;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
+use trireme_base::DType;
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
 
 /// Finer than a 16-bit float is to a sum of them, and half as long.
@@ -27,9 +27,9 @@ pub(crate) struct PackedGathering {
     own: usize,
     device: Device,
     /// Messages of one rank of each host.
-    of_hosts: Pool<u8>,
+    of_hosts: Pool,
     /// Messages of all ranks.
-    all: Pool<u8>,
+    all: Pool,
 }
 
 impl PackedGathering {
@@ -42,13 +42,13 @@ impl PackedGathering {
             order: order.collect(),
             own: levels.shard(across.rank().0, within.rank().0),
             device: device.clone(),
-            of_hosts: Pool::new(across, device, Category::Communication, true).with_buffers(),
-            all: Pool::new(within, device, Category::Communication, true).with_buffers(),
+            of_hosts: Pool::new(across, device, DType::U8, Category::Communication, true).with_buffers(),
+            all: Pool::new(within, device, DType::U8, Category::Communication, true).with_buffers(),
         }
     }
 
     /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
-    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Exchanging<u8>, ParallelError> {
+    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Exchanging, ParallelError> {
         let (across, slot_bytes) =
             (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
         let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
@@ -61,11 +61,11 @@ impl PackedGathering {
     }
 
     /// Waits for the messages of other hosts, exchanges them within this one, and writes the values of all. Collective.
-    pub(crate) fn finish<T: Stored>(
+    pub(crate) fn finish(
         &self,
         unit: &UnitInfo,
-        of_hosts: Exchanging<u8>,
-        whole: &mut Exchanged<T>,
+        of_hosts: Exchanging,
+        whole: &mut Exchanged,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);

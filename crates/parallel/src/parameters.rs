@@ -8,13 +8,13 @@ use crate::step::ZeroPlusPlus;
 use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{Bf16, DType, F16};
+use trireme_base::DType;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{
     Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, Tensor,
     View, ViewMut,
 };
-use wholes::{Gathered, Wholes};
+use wholes::Gathered;
 
 /// The parameters of a rank.
 ///
@@ -28,7 +28,7 @@ pub(crate) struct RankParameters {
     /// What it steps, unless that lies within whole units.
     shards: Option<Parameters>,
     /// What operations read, unless that is what is stepped.
-    wholes: Option<Box<dyn Wholes>>,
+    wholes: Option<Gathered>,
     /// A unit of another rank of the pipeline that a unit here reads, in the type in which operations read units here.
     copy: Option<(usize, Tensor)>,
     device: Device,
@@ -49,12 +49,8 @@ impl RankParameters {
         let is_kept = !state.is_sharded(StateClass::Parameters);
         // One shard is the whole.
         let is_whole = is_kept && ranks.updating(outline).world_size() == 1;
-        let wholes: Option<Box<dyn Wholes>> = match precision {
-            _ if is_whole => None,
-            Precision::F32 => Some(Box::new(Gathered::<f32>::new(table, outline, spared, ranks, device)?)),
-            Precision::Bf16 => Some(Box::new(Gathered::<Bf16>::new(table, outline, spared, ranks, device)?)),
-            Precision::F16 => Some(Box::new(Gathered::<F16>::new(table, outline, spared, ranks, device)?)),
-        };
+        let gathered = || Gathered::new(table, outline, spared, ranks, (device, precision.dtype()));
+        let wholes = (!is_whole).then(gathered).transpose()?;
         let shards = match precision {
             // A rank that does not train takes over parameters that are there.
             _ if is_whole && !state.is_trained() => None,

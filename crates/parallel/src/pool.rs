@@ -1,45 +1,51 @@
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::exchanged::{DevicePart, Exchanged};
-use crate::stored::Stored;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::Pending;
-use trireme_comm::{Buffer, Group, PageSize};
+use trireme_base::{DType, Pending};
+use trireme_comm::{Buffer, Group, PageSize, Untyped};
 use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
 /// Vectors that kernels work with and a group exchanges, whose memory is used again, so that steps allocate nothing.
-pub(crate) struct Pool<T> {
+pub(crate) struct Pool {
     group: Arc<Group>,
+    dtype: DType,
     category: Category,
     /// Whether peers read the buffers.
     is_exchanged: bool,
     page_size: PageSize,
     /// Whether vectors have memory of the group.
     has_buffers: bool,
-    shared: Arc<Shared<T>>,
+    shared: Arc<Shared>,
 }
 
 /// What clones have in common. Buffers that were taken go no later than this.
-struct Shared<T> {
-    free: Mutex<Vec<(usize, Pending<Buffer<T>>)>>,
+struct Shared {
+    free: Mutex<Vec<(usize, Pending<Buffer<Untyped>>)>>,
     counted: Counted,
 }
 
-impl<T> Clone for Pool<T> {
+impl Clone for Pool {
     fn clone(&self) -> Self {
         Pool { group: Arc::clone(&self.group), shared: Arc::clone(&self.shared), ..*self }
     }
 }
 
-impl<T: Stored> Pool<T> {
-    /// An empty pool, whose vectors are counted as `category`; and what this rank maps of its peers' ones, if they are
+impl Pool {
+    /// An empty pool of vectors with elements of `dtype`, which are counted as `category`; and what this rank maps of its peers' ones, if they are
     /// exchanged as they are.
-    pub(crate) fn new(group: &Arc<Group>, device: &Device, category: Category, is_exchanged: bool) -> Self {
+    pub(crate) fn new(
+        group: &Arc<Group>,
+        device: &Device,
+        dtype: DType,
+        category: Category,
+        is_exchanged: bool,
+    ) -> Self {
         let shared = Shared { free: Mutex::default(), counted: Counted::new(device) };
         // What goes to nobody needs no memory to pass through.
         let has_buffers = group.world_size() > 1;
         let (group, page_size) = (Arc::clone(group), PageSize::Base);
-        Pool { group, category, is_exchanged, page_size, has_buffers, shared: Arc::new(shared) }
+        Pool { group, dtype, category, is_exchanged, page_size, has_buffers, shared: Arc::new(shared) }
     }
 
     /// The same in huge pages: for what is exchanged many times in a step.
@@ -53,8 +59,13 @@ impl<T: Stored> Pool<T> {
     }
 
     /// Whether both have the same vectors.
-    pub(crate) fn is_clone_of(&self, other: &Pool<T>) -> bool {
+    pub(crate) fn is_clone_of(&self, other: &Pool) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// The type of the elements.
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// The group that exchanges them.
@@ -68,7 +79,7 @@ impl<T: Stored> Pool<T> {
     }
 
     /// A vector of `len` elements with unspecified contents.
-    pub(crate) fn take(&self, len: usize) -> Result<Exchanged<T>, ParallelError> {
+    pub(crate) fn take(&self, len: usize) -> Result<Exchanged, ParallelError> {
         let own = self.take_own(len)?;
         Ok(Exchanged::new(self.take_buffer(self.buffer_len(len))?, own))
     }
@@ -76,7 +87,7 @@ impl<T: Stored> Pool<T> {
     /// Memory of the device for `len` elements, unless there is some of the group that kernels reach.
     fn take_own(&self, len: usize) -> Result<Option<Tensor>, ParallelError> {
         let device = self.device();
-        let take = || device.empty([len].into(), T::DTYPE, self.category);
+        let take = || device.empty([len].into(), self.dtype, self.category);
         Ok((!device.reaches_host() || !self.has_buffers).then(take).transpose()?)
     }
 
@@ -86,7 +97,7 @@ impl<T: Stored> Pool<T> {
     }
 
     /// Memory of the group for `len` elements, with unspecified contents, which no kernel works with.
-    pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<T>>, ParallelError> {
+    pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<Untyped>>, ParallelError> {
         let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = free.iter().position(|(other, _)| *other == len) {
             return Ok(free.swap_remove(index).1);
@@ -96,8 +107,8 @@ impl<T: Stored> Pool<T> {
         self.shared.counted.map(mapped)?;
         // The group would give a page to no elements.
         Ok(Pending::new(match len {
-            0 => Buffer::private(0)?,
-            _ => self.group.buffer_in(len, self.page_size)?,
+            0 => Buffer::private_of(self.dtype, 0)?,
+            _ => self.group.buffer_of(self.dtype, len, self.page_size)?,
         }))
     }
 
@@ -105,9 +116,9 @@ impl<T: Stored> Pool<T> {
     #[track_caller]
     pub(crate) fn adopt(
         &self,
-        buffer: Pending<Buffer<T>>,
+        buffer: Pending<Buffer<Untyped>>,
         len: usize,
-    ) -> Result<Exchanged<T>, ParallelError> {
+    ) -> Result<Exchanged, ParallelError> {
         let part = DevicePart::new(self.take_own(len)?, 0..len);
         Ok(Exchanged::arrive(buffer, part, self.device()))
     }
@@ -119,10 +130,10 @@ impl<T: Stored> Pool<T> {
         device: &Device,
         (values, at): (View<'_>, usize),
         len: usize,
-    ) -> Result<Buffer<T>, ParallelError> {
+    ) -> Result<Buffer<Untyped>, ParallelError> {
         let mut buffer = self.take_buffer(len)?;
-        device.download_later(values, &mut buffer, at * size_of::<T>());
-        Ok(Buffer::pending(buffer, len))
+        device.download_later(values, &mut buffer, at * self.dtype.size());
+        Ok(Buffer::pending(buffer, self.dtype, len))
     }
 
     /// Brings what a group exchanges in memory for `len` elements, from element `at` on, to `result`, where kernels that are issued from now
@@ -131,34 +142,34 @@ impl<T: Stored> Pool<T> {
     pub(crate) fn receive(
         &self,
         device: &Device,
-        (mut buffer, len): (Pending<Buffer<T>>, usize),
+        (mut buffer, len): (Pending<Buffer<Untyped>>, usize),
         at: usize,
         result: ViewMut<'_>,
     ) {
-        device.upload_later(&mut buffer, at * size_of::<T>(), result);
+        device.upload_later(&mut buffer, at * self.dtype.size(), result);
         device.wait_for(&buffer.event());
         self.give_buffer(len, buffer);
     }
 
     /// Bytes of a buffer, and of what is mapped of its peers.
     fn num_bytes(&self, len: usize) -> (usize, usize) {
-        let own = len * size_of::<T>();
+        let own = len * self.dtype.size();
         (own, if self.is_exchanged { self.group.peer_bytes_mapped_in(own, self.page_size) } else { 0 })
     }
 
     /// Gives a vector back.
-    pub(crate) fn give(&self, vector: Exchanged<T>) {
+    pub(crate) fn give(&self, vector: Exchanged) {
         let len = self.buffer_len(vector.len());
         self.give_buffer(len, vector.into_buffer());
     }
 
     /// Gives memory of the group for `len` elements back.
-    pub(crate) fn give_buffer(&self, len: usize, buffer: Pending<Buffer<T>>) {
+    pub(crate) fn give_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
     }
 
     /// Gives a vector back that is not used again.
-    pub(crate) fn discard(&self, vector: Exchanged<T>) {
+    pub(crate) fn discard(&self, vector: Exchanged) {
         let (own, mapped) = self.num_bytes(self.buffer_len(vector.len()));
         drop(vector);
         self.shared.counted.give(self.category, own);
@@ -175,7 +186,7 @@ mod tests {
     /// Bytes of a vector of 1000 f32 on the device, and in memory of the group.
     fn bytes(group: Group, page_size: PageSize) -> [usize; 2] {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-        let pool: Pool<f32> = Pool::new(&Arc::new(group), &device, Category::Gradients, true);
+        let pool = Pool::new(&Arc::new(group), &device, DType::F32, Category::Gradients, true);
         let pool = if page_size == PageSize::Huge { pool.in_huge_pages() } else { pool };
         let vector = pool.take(1000).unwrap();
         let buffer_len = vector.into_buffer().wait().len();

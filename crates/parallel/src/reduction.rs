@@ -8,91 +8,72 @@ use crate::exchanged::{Exchanged, Exchanging};
 use crate::hierarchical::Hierarchical;
 use crate::offload::Movable;
 use crate::pool::Pool;
-use crate::stored::Stored;
-use crate::vector::{Sum, Summation, Vector};
+use crate::vector::{Summation, Vector};
 use crate::waiting::Waiting;
 use std::sync::Arc;
-use trireme_base::{Bf16, F16, ReduceOp};
+use trireme_base::{DType, ReduceOp};
 use trireme_comm::{Fusion, Group, TransportKind};
-use trireme_tensor::{Category, Device, Precision, View};
+use trireme_tensor::{Category, Device, View};
 
 /// The reduction of one unit's gradient, step after step.
 pub(crate) enum Reduction {
     /// In f32: in the gradient's own memory, or with others if it is short.
-    Plain { exchange: Summation<f32>, under_way: Option<Exchanging<f32>> },
+    Plain { exchange: Summation, under_way: Option<Exchanging> },
     /// In 16 bits, in memory beside it.
-    Rounded(Box<dyn Sum>),
+    Rounded(Vector),
     /// In integers, within hosts and then across them, in memory beside it.
     Hierarchical(Hierarchical),
     /// In what a codec makes of it, in memory beside it.
     Compressed(Compressed),
 }
 
-/// Makes a reduction of so many elements.
-pub(crate) type MakeReduction = Box<dyn Fn(usize) -> Result<Reduction, ParallelError>>;
-
-/// How gradients that are not compressed are exchanged.
-pub(crate) enum Summations<'a> {
-    /// All ranks have the sums. Short gradients travel together, up to so many bytes at a time; with 0 each travels alone. So does
-    /// each in a world that shares memory: there a message costs no more than the copies that it would save. Memory for
-    /// gradients of these lengths, in the order of their reductions, is taken ahead.
-    AllReduce { fusion_bytes: usize, lens: &'a [usize], counted: &'a Counted },
-    /// Each rank has its shards. If rounded ones `stay`, they lie where they are until the next step.
-    ReduceScatter { stay: bool },
+/// Makes the reductions of units whose gradients are exchanged among the same ranks, as far as they are not compressed.
+pub(crate) struct Reductions {
+    exchange: Summation,
+    /// In 16 bits: the memory of rounded gradients, and whether each unit takes its own at once.
+    rounded: Option<(Pool, bool)>,
 }
 
-impl Summations<'_> {
-    /// Reductions over `group` in `dtype`.
-    ///
-    /// In 16 bits, the rounded gradient has memory of its own. The f32 one goes back to its pool; the rounded one stays if all ranks have
-    /// the sums, or if shards `stay`.
-    pub(crate) fn reductions(
-        &self,
-        dtype: Precision,
+impl Reductions {
+    /// Reductions after which all ranks of `group` have the sums. Short gradients travel together, up to `fusion_bytes` at a time; with 0 each
+    /// travels alone. So does each in a world that shares memory: there a message costs no more than the copies that it would save. Memory for
+    /// gradients of `lens` elements, in the order of their reductions, is taken ahead.
+    pub(crate) fn all_reduce(
+        dtype: DType,
         group: &Arc<Group>,
-        device: &Device,
-    ) -> Result<MakeReduction, ParallelError> {
-        match dtype {
-            Precision::F32 => {
-                let exchange = self.exchange(group)?;
-                Ok(Box::new(move |_| Ok(Reduction::Plain { exchange: exchange.clone(), under_way: None })))
-            }
-            Precision::Bf16 => self.rounded::<Bf16>(group, device),
-            Precision::F16 => self.rounded::<F16>(group, device),
-        }
-    }
-
-    fn rounded<T: Stored>(
-        &self,
-        group: &Arc<Group>,
-        device: &Device,
-    ) -> Result<MakeReduction, ParallelError> {
-        let (category, has_own) = match self {
-            Summations::AllReduce { .. } => (Category::Gradients, true),
-            Summations::ReduceScatter { stay: true } => (Category::Gradients, false),
-            Summations::ReduceScatter { stay: false } => (Category::Communication, false),
-        };
-        let (exchange, pool) = (self.exchange::<T>(group)?, Pool::new(group, device, category, true));
-        Ok(Box::new(move |len| {
-            let mut vector = Vector::new(len, &exchange, &pool);
-            if has_own {
-                vector.restore()?;
-            }
-            Ok(Reduction::Rounded(Box::new(vector)))
-        }))
-    }
-
-    fn exchange<T: Stored>(&self, group: &Arc<Group>) -> Result<Summation<T>, ParallelError> {
-        let Summations::AllReduce { fusion_bytes, lens, counted } = *self else {
-            return Ok(Summation::ReduceScatter(Arc::clone(group)));
-        };
+        fusion_bytes: usize,
+        lens: &[usize],
+        counted: &Counted,
+    ) -> Result<Self, ParallelError> {
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
-        let len_max = if shares_memory { 0 } else { fusion_bytes / size_of::<T>() };
+        let len_max = if shares_memory { 0 } else { fusion_bytes / dtype.size() };
         let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
-        let num_bytes = fusion.reserve(lens.iter().copied())?;
+        let num_bytes = fusion.reserve(dtype, lens.iter().copied())?;
         counted.take(Category::Communication, num_bytes)?;
         counted.map(group.peer_bytes_mapped(num_bytes))?;
-        Ok(Summation::AllReduce(fusion))
+        let pool = |category| Pool::new(group, counted.device(), dtype, category, true);
+        let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), true));
+        Ok(Reductions { exchange: Summation::AllReduce(fusion), rounded })
+    }
+
+    /// Reductions after which each rank of `group` has its shard of a sum. If rounded sums `stay`, they are stored until the next step.
+    pub(crate) fn reduce_scatter(dtype: DType, group: &Arc<Group>, stay: bool, device: &Device) -> Self {
+        let category = if stay { Category::Gradients } else { Category::Communication };
+        let pool = || Pool::new(group, device, dtype, category, true);
+        let rounded = (dtype != DType::F32).then(|| (pool(), false));
+        Reductions { exchange: Summation::ReduceScatter(Arc::clone(group)), rounded }
+    }
+
+    /// The reduction of a gradient of `len` elements.
+    pub(crate) fn reduction(&self, len: usize) -> Result<Reduction, ParallelError> {
+        let Some((pool, takes_memory)) = &self.rounded else {
+            return Ok(Reduction::Plain { exchange: self.exchange.clone(), under_way: None });
+        };
+        let mut vector = Vector::new(len, &self.exchange, pool);
+        if *takes_memory {
+            vector.restore()?;
+        }
+        Ok(Reduction::Rounded(vector))
     }
 }
 
@@ -100,13 +81,13 @@ impl Reduction {
     /// Starts the reduction of this rank's `sum`; gives it back if it is not what is reduced.
     pub(crate) fn start(
         &mut self,
-        sum: Exchanged<f32>,
+        sum: Exchanged,
         device: &Device,
-    ) -> Result<Option<Exchanged<f32>>, ParallelError> {
+    ) -> Result<Option<Exchanged>, ParallelError> {
         match self {
             Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum, device)),
             Reduction::Rounded(rounded) => {
-                rounded.add(sum.view(), device)?;
+                rounded.round(sum.view(), device)?;
                 rounded.reduce();
                 return Ok(Some(sum));
             }
@@ -129,7 +110,7 @@ impl Reduction {
     /// not, it takes another message, which is then under way.
     pub(crate) fn advance(
         &mut self,
-        wide: &mut Option<Exchanged<f32>>,
+        wide: &mut Option<Exchanged>,
         device: &Device,
         waiting: &mut Waiting,
     ) -> Result<bool, ParallelError> {
@@ -149,7 +130,7 @@ impl Reduction {
     }
 
     /// The sum, which is in `wide` if it is not rounded.
-    pub(crate) fn view<'a>(&'a self, wide: &'a Option<Exchanged<f32>>) -> View<'a> {
+    pub(crate) fn view<'a>(&'a self, wide: &'a Option<Exchanged>) -> View<'a> {
         match self {
             Reduction::Rounded(rounded) => rounded.view(),
             _ => wide.as_ref().expect("a gradient is read after its reduction").view(),
@@ -178,7 +159,7 @@ impl Reduction {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trireme_base::Pending;
+    use trireme_base::{Bf16, F16};
     use trireme_tensor::DeviceOptions;
     use trireme_testkit::run_ranks;
 
@@ -201,25 +182,27 @@ mod tests {
         round(round(leaf(0) + leaf(1)) + round(leaf(2) + leaf(3)))
     }
 
-    fn check(dtype: Precision, round: impl Fn(f32) -> f32) {
+    fn check(dtype: DType, round: impl Fn(f32) -> f32) {
         let ranks = run_ranks(4, |group| {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
             let counted = Counted::new(&device);
-            let exchanges = Summations::AllReduce { fusion_bytes: 0, lens: &[], counted: &counted };
-            let mut reduction = exchanges.reductions(dtype, &group, &device).unwrap()(LEN).unwrap();
-            let mut vector = Exchanged::new(Pending::new(group.buffer::<f32>(LEN).unwrap()), None);
+            let reductions = Reductions::all_reduce(dtype, &group, 0, &[], &counted).unwrap();
+            let mut reduction = reductions.reduction(LEN).unwrap();
+            let mut vector = Exchanged::new_for_host(&group, &device, DType::F32, LEN).unwrap();
             let mut found = Vec::new();
             // The second round finds the buffers of the first.
             for _ in 0..2 {
                 let values: Vec<f32> = (0..LEN).map(|index| value(group.rank().0, index)).collect();
                 device.upload(&values, vector.view_mut());
                 let mut wide = reduction.start(vector, &device).unwrap();
-                assert_eq!(wide.is_some(), dtype != Precision::F32, "what was rounded is given back");
+                assert_eq!(wide.is_some(), dtype != DType::F32, "what was rounded is given back");
                 assert!(reduction.advance(&mut wide, &device, &mut Waiting::default()).unwrap());
                 let sum = reduction.view(&wide);
-                let mut widened = vec![0.0; LEN];
-                device.convert(sum, f32::view_mut(&mut widened));
+                let mut widened = vec![0.0_f32; LEN];
+                let mut converted = device.zeros([LEN].into(), DType::F32, Category::Gradients).unwrap();
+                device.convert(sum, converted.view_mut());
+                device.download(converted.view(), &mut widened);
                 found = widened;
                 vector = wide.expect("a rounded sum leaves it as it was");
             }
@@ -236,9 +219,9 @@ mod tests {
 
     #[test]
     fn sums_are_rounded_at_every_node_and_overflow_for_all() {
-        check(Precision::F32, |x| x);
-        check(Precision::Bf16, |x| Bf16::from_f32(x).to_f32());
-        check(Precision::F16, |x| F16::from_f32(x).to_f32());
+        check(DType::F32, |x| x);
+        check(DType::Bf16, |x| Bf16::from_f32(x).to_f32());
+        check(DType::F16, |x| F16::from_f32(x).to_f32());
         let f16 = |x| F16::from_f32(x).to_f32();
         assert!([3, 4, 6].into_iter().all(|index| oracle(index, &f16) == f32::INFINITY));
         assert!(oracle(5, &f16).is_nan());

@@ -3,9 +3,9 @@
 use crate::error::ParallelError;
 use crate::exchanged::{Exchanged, Exchanging};
 use crate::ranks::Levels;
-use crate::stored::Stored;
 use std::ops::Range;
 use std::sync::Arc;
+use trireme_base::DType;
 use trireme_comm::Group;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterTable, Tensor};
@@ -21,18 +21,19 @@ pub(crate) struct SecondaryShards {
 }
 
 impl SecondaryShards {
-    /// Takes memory for shares of floats of `T`: all parameters of this rank's units over the ranks of a host.
-    pub(crate) fn new<T: Stored>(
+    /// Takes memory for shares in `dtype`: all parameters of this rank's units over the ranks of a host.
+    pub(crate) fn new(
         table: &ParameterTable,
         outline: &Outline,
         levels: &Levels,
         device: &Device,
+        dtype: DType,
     ) -> Result<Self, ParallelError> {
         let host = Arc::clone(&levels.within);
         let parts = table.shards(host.rank().0, host.world_size());
         let shard = |(unit, part): (usize, &Range<usize>)| {
             let len = if outline.holds(unit) { part.len() } else { 0 };
-            device.empty([len].into(), T::DTYPE, Category::Parameters)
+            device.empty([len].into(), dtype, Category::Parameters)
         };
         let shards = parts.iter().enumerate().map(shard).collect::<Result<_, _>>()?;
         let is_there = vec![false; parts.len()];
@@ -45,14 +46,14 @@ impl SecondaryShards {
     }
 
     /// Starts to gather a unit from its host's copy. Collective over the ranks of the host.
-    pub(crate) fn gather<T: Stored>(&self, unit: usize, mut whole: Exchanged<T>) -> Exchanging<T> {
+    pub(crate) fn gather(&self, unit: usize, mut whole: Exchanged) -> Exchanging {
         let (shard, part, len) = (&self.shards[unit], self.parts[unit].clone(), whole.len());
         self.device.convert(shard.view(), whole.part_mut(part.clone()));
         whole.exchange(&self.device, part, 0..len, |whole| self.host.all_gather(whole))
     }
 
     /// Keeps this rank's share of a unit that was gathered.
-    pub(crate) fn keep<T: Stored>(&mut self, unit: usize, whole: &Exchanged<T>) {
+    pub(crate) fn keep(&mut self, unit: usize, whole: &Exchanged) {
         let shard = &mut self.shards[unit];
         self.device.convert(whole.part(self.parts[unit].clone()), shard.view_mut());
         self.is_there[unit] = true;

@@ -8,62 +8,52 @@ use crate::pool::Pool;
 use crate::ranks::StateRanks;
 use crate::space::bring;
 use crate::step::Determinism;
-use crate::stored::Stored;
 use crate::tree::TreeSum;
-use crate::vector::{Sum, Summation, Vector};
+use crate::vector::{Summation, Vector};
 use crate::waiting::Waiting;
 use std::sync::Arc;
-use trireme_base::{Bf16, DType, F16, ReduceOp};
+use trireme_base::{DType, ReduceOp};
 use trireme_comm::Fusion;
-use trireme_tensor::{Category, Device, Precision, View};
+use trireme_tensor::{Category, Device, View};
 
-/// Makes a shard's sum of so many elements. Where its memory is given back, it goes from unit to unit.
-pub(crate) type MakeShardSum = Box<dyn Fn(usize) -> Box<dyn Sum>>;
-
-/// Shards that are kept in `precision`, which is f32 where several are added, and counted on `device`.
-pub(crate) fn shard_sums(
-    precision: Precision,
+/// The shard of one unit's gradient. Its memory comes from a pool that all units share, so where it is released, it goes from unit to unit.
+pub(crate) struct ShardSum {
     determinism: Determinism,
-    ranks: &StateRanks,
-    device: &Device,
-) -> MakeShardSum {
-    match precision {
-        Precision::F32 => {
-            let (replicated, device) = (replicated(ranks, device), device.clone());
-            Box::new(move |len| {
-                let (memory, device) = (replicated(len), device.clone());
-                Box::new(TreeShardSum { determinism, device, memory, sum: TreeSum::new() })
-            })
-        }
-        Precision::Bf16 => rounded::<Bf16>(ranks, device),
-        Precision::F16 => rounded::<F16>(ranks, device),
-    }
-}
-
-fn rounded<T: Stored>(ranks: &StateRanks, device: &Device) -> MakeShardSum {
-    let replicated = replicated::<T>(ranks, device);
-    Box::new(move |len| Box::new(replicated(len)))
-}
-
-/// Vectors that replicas add up.
-fn replicated<T: Stored>(ranks: &StateRanks, device: &Device) -> impl Fn(usize) -> Vector<T> + use<T> {
-    let group = &ranks.replicas;
-    let exchange = Summation::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
-    let pool = Pool::new(group, device, Category::Gradients, true);
-    move |len| Vector::new(len, &exchange, &pool)
-}
-
-/// The sum over microbatches in f32, in the canonical order.
-struct TreeShardSum {
-    determinism: Determinism,
-    /// Where the shard lies.
+    /// The device that stores the shard.
     device: Device,
-    memory: Vector<f32>,
+    memory: Vector,
     sum: TreeSum<Gradient>,
 }
 
-impl Sum for TreeShardSum {
-    fn add(&mut self, shard: View<'_>, from: &Device) -> Result<(), ParallelError> {
+/// Makes the shards of units whose state is distributed among the same ranks.
+pub(crate) struct ShardSums {
+    determinism: Determinism,
+    exchange: Summation,
+    pool: Pool,
+}
+
+impl ShardSums {
+    /// Shards in `dtype`, which is f32 where several terms are added, on `device`.
+    pub(crate) fn new(dtype: DType, determinism: Determinism, ranks: &StateRanks, device: &Device) -> Self {
+        let group = &ranks.replicas;
+        let exchange = Summation::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
+        ShardSums { determinism, exchange, pool: Pool::new(group, device, dtype, Category::Gradients, true) }
+    }
+
+    /// A shard of `len` elements. It takes no memory before the first term.
+    pub(crate) fn shard(&self, len: usize) -> ShardSum {
+        ShardSum {
+            determinism: self.determinism,
+            device: self.pool.device().clone(),
+            memory: Vector::new(len, &self.exchange, &self.pool),
+            sum: TreeSum::new(),
+        }
+    }
+}
+
+impl ShardSum {
+    /// Adds the shard of a microbatch, which is on the device `from`, in the canonical order.
+    pub(crate) fn add(&mut self, shard: View<'_>, from: &Device) -> Result<(), ParallelError> {
         let (len, device) = (self.memory.len(), &self.device);
         let shard = bring(shard, from, device, Category::Communication)?;
         let mut term = if self.sum.is_empty() {
@@ -81,7 +71,8 @@ impl Sum for TreeShardSum {
         Ok(())
     }
 
-    fn reduce(&mut self) {
+    /// Starts the sum over the replicas of what was added.
+    pub(crate) fn reduce(&mut self) {
         let (len, device) = (self.memory.len(), &self.device);
         let sum = self.sum.finish(|left, right| add(device, len, left, right));
         let Some(Gradient::Reducible(buffer)) = sum else {
@@ -91,15 +82,18 @@ impl Sum for TreeShardSum {
         self.memory.reduce();
     }
 
-    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    /// Waits for the sum over the replicas.
+    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
         self.memory.wait(waiting)
     }
 
-    fn view(&self) -> View<'_> {
+    /// The sum.
+    pub(crate) fn view(&self) -> View<'_> {
         self.memory.view()
     }
 
-    fn memory(&mut self) -> &mut dyn Movable {
+    /// The memory of the sum.
+    pub(crate) fn memory(&mut self) -> &mut dyn Movable {
         &mut self.memory
     }
 }

@@ -7,7 +7,7 @@ use crate::space::change_on;
 use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::ReduceOp;
+use trireme_base::{DType, ReduceOp};
 use trireme_comm::Group;
 use trireme_optim::OptimizerOptions;
 use trireme_tensor::{Category, Device, ExactSum, ParameterClass, ParameterTable, UnitInfo, View, ViewMut};
@@ -18,7 +18,7 @@ pub(crate) struct Squares {
     /// For each unit the runs of its flat buffer that this rank counts.
     counted: Vec<Vec<Range<usize>>>,
     /// For each unit the windows of a sum.
-    sums: Option<Exchanged<f64>>,
+    sums: Option<Exchanged>,
     device: Device,
 }
 
@@ -50,7 +50,7 @@ impl Squares {
             runs
         };
         let len = table.units().len() * ExactSum::LEN;
-        let sums = Some(Exchanged::new_for_host(group, device, len)?);
+        let sums = Some(Exchanged::new_for_host(group, device, DType::F64, len)?);
         Ok(Squares { counted: table.units().iter().map(counted).collect(), sums, device: device.clone() })
     }
 
@@ -94,7 +94,7 @@ impl Squares {
         }
         let mut sums = Exchanged::arrive(buffer.into_memory(), part, &self.device);
         let mut sum = ExactSum::default();
-        for windows in sums.host_elements().chunks_exact(ExactSum::LEN) {
+        for windows in sums.host_elements::<f64>().chunks_exact(ExactSum::LEN) {
             sum.add(windows);
             sum.carry();
         }
@@ -103,7 +103,7 @@ impl Squares {
     }
 }
 
-fn sum_of(sums: &mut Option<Exchanged<f64>>, unit: usize) -> ViewMut<'_> {
+fn sum_of(sums: &mut Option<Exchanged>, unit: usize) -> ViewMut<'_> {
     let sums = sums.as_mut().expect("squares are summed once a step");
     sums.part_mut(unit * ExactSum::LEN..(unit + 1) * ExactSum::LEN)
 }

@@ -14,24 +14,24 @@ use trireme_tensor::{GradTarget, ParameterSpan, Tie};
 pub(crate) struct TiedGradients {
     span: ParameterSpan,
     reader: usize,
-    pool: Pool<f32>,
+    pool: Pool,
     /// The microbatch for which parts of a step are summed, if they are.
     sums_at: Option<usize>,
     /// Being written by backward of the reader for this microbatch, or added to.
     open: Option<Open>,
-    parts: Vec<Option<Exchanged<f32>>>,
+    parts: Vec<Option<Exchanged>>,
 }
 
 struct Open {
     microbatch: usize,
-    part: Exchanged<f32>,
+    part: Exchanged,
     accumulates: bool,
 }
 
 impl TiedGradients {
     /// For the parameters of the model's tie, if it has one that concerns this rank of the pipeline of `outline`. Memory comes from the pool of
     /// messages.
-    pub(crate) fn new(outline: &Outline, tie: Option<Tie>, pool: &Pool<f32>) -> Option<Self> {
+    pub(crate) fn new(outline: &Outline, tie: Option<Tie>, pool: &Pool) -> Option<Self> {
         let Tie { reader, span } = tie.filter(|_| !outline.stages.is_empty())?;
         let is_here = outline.holds(reader) || outline.holds(span.unit);
         let parts = (0..outline.num_microbatches).map(|_| None).collect();
@@ -80,22 +80,22 @@ impl TiedGradients {
     }
 
     /// A part has come.
-    pub(crate) fn put(&mut self, microbatch: usize, part: Exchanged<f32>) {
+    pub(crate) fn put(&mut self, microbatch: usize, part: Exchanged) {
         self.parts[microbatch] = Some(part);
     }
 
     /// The part of a microbatch, to be sent.
-    pub(crate) fn take_to_send(&mut self, microbatch: usize) -> Exchanged<f32> {
+    pub(crate) fn take_to_send(&mut self, microbatch: usize) -> Exchanged {
         self.parts[microbatch].take().expect("the reader has run backward")
     }
 
     /// The part of a microbatch, to be added to the gradient of `unit`, if that is the owner.
-    pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<Exchanged<f32>> {
+    pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<Exchanged> {
         self.parts.get_mut(microbatch).filter(|_| unit == self.span.unit)?.take()
     }
 
     /// Gives the memory of a part back.
-    pub(crate) fn give(&self, part: Exchanged<f32>) {
+    pub(crate) fn give(&self, part: Exchanged) {
         self.pool.give(part);
     }
 }

@@ -5,46 +5,24 @@ use crate::exchanged::{Exchanged, Exchanging};
 use crate::offload::Movable;
 use crate::pool::Pool;
 use crate::space::bring;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
-use trireme_comm::{Fusion, Group};
+use trireme_comm::{Fusion, Group, Untyped};
 use trireme_schedule::collective::block;
 use trireme_tensor::{Category, Device, View, ViewMut};
 
-/// A sum over ranks, step after step.
-pub(crate) trait Sum: Send {
-    /// Adds a term of this rank, which lies on `device`.
-    fn add(&mut self, term: View<'_>, device: &Device) -> Result<(), ParallelError>;
-
-    /// Starts the sum over the ranks of what was added.
-    fn reduce(&mut self);
-
-    /// Sends what waits for more: all sums of a step were started.
-    fn flush(&self) {}
-
-    /// Waits for the sum over the ranks.
-    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError>;
-
-    /// The sum.
-    fn view(&self) -> View<'_>;
-
-    /// The memory of the sum.
-    fn memory(&mut self) -> &mut dyn Movable;
-}
-
 /// How ranks add vectors up.
 #[derive(Clone)]
-pub(crate) enum Summation<T> {
+pub(crate) enum Summation {
     /// All have the sum; short vectors travel together.
-    AllReduce(Fusion<T>),
+    AllReduce(Fusion<Untyped>),
     /// Each has its shard of the sum, in its place.
     ReduceScatter(Arc<Group>),
 }
 
-impl<T: Stored> Summation<T> {
-    pub(crate) fn start(&self, vector: Exchanged<T>, device: &Device) -> Exchanging<T> {
+impl Summation {
+    pub(crate) fn start(&self, vector: Exchanged, device: &Device) -> Exchanging {
         let len = vector.len();
         match self {
             Summation::AllReduce(fusion) => {
@@ -66,20 +44,20 @@ impl<T: Stored> Summation<T> {
     }
 }
 
-/// The sum over ranks of one vector each, in the type that ranks exchange. In 16 bits, each sum of two is taken in f32 and rounded, so
-/// the order of the ranks matters. The group decides that order.
-pub(crate) struct Vector<T> {
+/// The sum over ranks of one vector each, step after step, in the type that ranks exchange. In 16 bits, each sum of two is taken in f32
+/// and rounded, so the order of the ranks matters. The group decides that order.
+pub(crate) struct Vector {
     len: usize,
-    exchange: Summation<T>,
-    /// Present while nothing is under way and it was not given back.
-    memory: Option<Exchanged<T>>,
-    under_way: Option<Exchanging<T>>,
-    pool: Pool<T>,
+    exchange: Summation,
+    /// Present while no sum is pending and the memory was not released.
+    memory: Option<Exchanged>,
+    under_way: Option<Exchanging>,
+    pool: Pool,
 }
 
-impl<T: Stored> Vector<T> {
+impl Vector {
     /// Takes no memory before the first term.
-    pub(crate) fn new(len: usize, exchange: &Summation<T>, pool: &Pool<T>) -> Self {
+    pub(crate) fn new(len: usize, exchange: &Summation, pool: &Pool) -> Self {
         let (exchange, pool) = (exchange.clone(), pool.clone());
         Vector { len, exchange, memory: None, under_way: None, pool }
     }
@@ -89,19 +67,17 @@ impl<T: Stored> Vector<T> {
     }
 
     /// Memory for a sum.
-    pub(crate) fn take(&mut self) -> Result<Exchanged<T>, ParallelError> {
+    pub(crate) fn take(&mut self) -> Result<Exchanged, ParallelError> {
         self.memory.take().map_or_else(|| self.pool.take(self.len), Ok)
     }
 
-    /// Gives a term that is complete.
-    pub(crate) fn put(&mut self, term: Exchanged<T>) {
+    /// Sets the term of this rank.
+    pub(crate) fn put(&mut self, term: Exchanged) {
         self.memory = Some(term);
     }
-}
 
-/// One term a step, as it is rounded.
-impl<T: Stored> Sum for Vector<T> {
-    fn add(&mut self, term: View<'_>, device: &Device) -> Result<(), ParallelError> {
+    /// Rounds the term of this rank, which is on `device`.
+    pub(crate) fn round(&mut self, term: View<'_>, device: &Device) -> Result<(), ParallelError> {
         let mut memory = self.take()?;
         let own = self.pool.device();
         let term = bring(term, device, own, Category::Communication)?;
@@ -111,33 +87,33 @@ impl<T: Stored> Sum for Vector<T> {
         Ok(())
     }
 
-    fn reduce(&mut self) {
+    /// Starts the sum over the ranks.
+    pub(crate) fn reduce(&mut self) {
         let term = self.memory.take().expect("a gradient was added");
         self.under_way = Some(self.exchange.start(term, self.pool.device()));
     }
 
-    fn flush(&self) {
+    /// Sends what waits for more: all sums of a step were started.
+    pub(crate) fn flush(&self) {
         self.exchange.flush();
     }
 
-    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    /// Waits for the sum over the ranks.
+    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
         let under_way = self.under_way.take().expect("the sum over the ranks was started");
         self.memory = Some(under_way.wait(self.pool.device(), waiting)?);
         Ok(())
     }
 
-    fn view(&self) -> View<'_> {
+    /// The sum.
+    pub(crate) fn view(&self) -> View<'_> {
         self.memory.as_ref().expect("a gradient is read after its reduction").view()
-    }
-
-    fn memory(&mut self) -> &mut dyn Movable {
-        self
     }
 }
 
-impl<T: Stored> Movable for Vector<T> {
+impl Movable for Vector {
     fn num_bytes(&self) -> usize {
-        self.len * size_of::<T>()
+        self.len * self.pool.dtype().size()
     }
 
     fn view_mut(&mut self) -> ViewMut<'_> {

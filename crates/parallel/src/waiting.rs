@@ -1,6 +1,6 @@
 use std::time::{Duration, Instant};
-use trireme_base::Pending;
-use trireme_comm::{Buffer, CommError, Element, FusedWork, Outcome, Work};
+use trireme_base::{DType, Pending};
+use trireme_comm::{Buffer, CommError, Content, FusedWork, Outcome, Work};
 use trireme_tensor::Device;
 
 /// How long a rank waits for communication with nothing else to do, and the operations that its kernels wait for.
@@ -17,16 +17,16 @@ impl Waiting {
     }
 
     /// Waits for a vector that may be reduced with others.
-    pub(crate) fn wait_fused<T: Element>(&mut self, work: FusedWork<T>) -> Result<Buffer<T>, CommError> {
+    pub(crate) fn wait_fused<T: Content>(&mut self, work: FusedWork<T>) -> Result<Buffer<T>, CommError> {
         self.during(|| work.wait())
     }
 
-    /// A vector of `len` elements, for kernels of `device`. If the device works later, its kernels wait for the operation, and
+    /// A vector of `len` elements of `dtype`, for kernels of `device`. If the device works later, its kernels wait for the operation, and
     /// [`await_outcomes`](Waiting::await_outcomes) returns its failure.
-    pub(crate) fn wait_on_device<T: Element>(
+    pub(crate) fn wait_on_device<T: Content>(
         &mut self,
         work: impl Into<FusedWork<T>>,
-        len: usize,
+        (dtype, len): (DType, usize),
         device: &Device,
     ) -> Result<Pending<Buffer<T>>, CommError> {
         let work = work.into();
@@ -34,7 +34,7 @@ impl Waiting {
         if device.reaches_host() || len == 0 {
             return self.wait_fused(work).map(Buffer::into_memory);
         }
-        let (vector, outcome) = self.during(|| work.into_pending(len));
+        let (vector, outcome) = self.during(|| work.into_pending(dtype, len));
         self.outcomes.push(outcome);
         Ok(vector)
     }
@@ -92,7 +92,9 @@ mod tests {
             let (device, mut waiting) = (detached(), Waiting::default());
             let mut sum = || {
                 let vector = group.buffer::<f32>(10).unwrap();
-                waiting.wait_on_device(group.all_reduce(vector, ReduceOp::Sum), 10, &device).unwrap();
+                waiting
+                    .wait_on_device(group.all_reduce(vector, ReduceOp::Sum), (DType::F32, 10), &device)
+                    .unwrap();
                 waiting.await_outcomes()
             };
             sum().unwrap();
@@ -116,7 +118,9 @@ mod tests {
                         return;
                     }
                     let (device, mut waiting) = (detached(), Waiting::default());
-                    waiting.wait_on_device(group.receive(vector, Rank(1)), 10, &device).unwrap();
+                    waiting
+                        .wait_on_device(group.receive(vector, Rank(1)), (DType::F32, 10), &device)
+                        .unwrap();
                     group.barrier().wait().unwrap();
                     waiting.await_outcomes().unwrap();
                 });

@@ -10,9 +10,6 @@ use syn::visit::{self, Visit};
 /// Circles of at most this many files are allowed: a module and one of its parts.
 const IGNORED_SIZE: usize = 2;
 
-/// Sizes of the remaining circles of each crate. They may only shrink.
-const CEILINGS: &[(&str, &[usize])] = &[("parallel", &[4])];
-
 /// A path within a crate, such as `device::transfer`.
 type Path = Vec<String>;
 
@@ -32,7 +29,7 @@ struct Module {
     uses: Vec<Path>,
 }
 
-/// Compares the circles among the files of each crate in `crates/` and xtask with [`CEILINGS`].
+/// Refuses circles among the files of a crate in `crates/` or of xtask.
 pub(crate) fn check(texts: &[TextFile]) -> Vec<Finding> {
     let folders = texts.iter().filter_map(|file| {
         let root = ["/src/lib.rs", "/src/main.rs"].iter().find_map(|root| file.path.strip_suffix(root));
@@ -43,26 +40,13 @@ pub(crate) fn check(texts: &[TextFile]) -> Vec<Finding> {
 }
 
 fn check_crate(texts: &[TextFile], folder: &str) -> Vec<Finding> {
-    let circles = circles(&imports(&modules(texts, folder)));
-    let sizes: Vec<usize> = circles.iter().map(Vec::len).collect();
-    let name = folder.rsplit('/').next().unwrap_or(folder);
-    let ceiling = CEILINGS.iter().find(|(known, _)| *known == name).map_or(&[][..], |(_, sizes)| sizes);
-    if sizes == ceiling {
-        return Vec::new();
-    }
-    let describe = |circle: &Vec<String>| {
-        let short = |file: &'_ String| file.trim_start_matches(folder).trim_start_matches("/src/").to_owned();
-        format!("{} ({})", circle.len(), circle.iter().map(short).collect::<Vec<_>>().join(", "))
+    let short = |file: &String| file.trim_start_matches(folder).trim_start_matches("/src/").to_owned();
+    let refuse = |circle: Vec<String>| {
+        let files = circle.iter().map(short).collect::<Vec<_>>().join(", ");
+        let what = format!("{} files import from each other in a circle: {files}", circle.len());
+        Finding::refuse(&circle[0], 1, what, "move what several of them need into a file below them")
     };
-    let listed = circles.iter().map(describe).collect::<Vec<_>>().join("; ");
-    let what =
-        format!("the circles of imports among its files have the sizes {sizes:?}, not {ceiling:?}: {listed}");
-    let is_better = sizes.len() <= ceiling.len() && sizes.iter().zip(ceiling).all(|(size, max)| size <= max);
-    let remedy = match is_better {
-        true => "lower CEILINGS in xtask/src/tidy/circles.rs",
-        false => "move what both files need into a third one",
-    };
-    Vec::from([Finding::refuse(&format!("{folder}/Cargo.toml"), 1, what, remedy)])
+    circles(&imports(&modules(texts, folder))).into_iter().map(refuse).collect()
 }
 
 /// Returns the modules of a crate except those of tests, by path.
@@ -352,7 +336,7 @@ mod tests {
         ]);
         assert_circle(&texts, &["one.rs", "two/mod.rs", "two/part.rs"]);
         let finding = check_crate(&texts, "crates/a").remove(0).to_string();
-        assert!(finding.contains("[3], not []: 3 (one.rs, two/mod.rs, two/part.rs); move"), "{finding}");
+        assert!(finding.contains("a circle: one.rs, two/mod.rs, two/part.rs; move"), "{finding}");
         // A module does not use what it only re-exports, and tests may use anything.
         texts[2] = text(
             "two/mod.rs",

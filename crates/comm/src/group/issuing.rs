@@ -5,7 +5,7 @@ use crate::buffer::Storage;
 use crate::call::{BlockLens, Payload};
 use crate::messages::{Messenger, Receipt};
 use crate::transport::check_control_bytes;
-use crate::{Buffer, CommError, Element, Operation, Work};
+use crate::{Buffer, CommError, Content, Operation, Work};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use trireme_base::{Issued, Rank};
@@ -49,7 +49,7 @@ impl Group {
     ///
     /// # Errors
     /// From the work: [`CommError::NoSuchPeer`], and whatever ends a group.
-    pub fn send<T: Element>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
+    pub fn send<T: Content>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
         let len = buffer.len();
         self.send_first(buffer, len, to)
     }
@@ -61,7 +61,7 @@ impl Group {
     ///
     /// # Panics
     /// If the vector is shorter.
-    pub fn send_first<T: Element>(&self, buffer: Buffer<T>, len: usize, to: Rank) -> Work<Buffer<T>> {
+    pub fn send_first<T: Content>(&self, buffer: Buffer<T>, len: usize, to: Rank) -> Work<Buffer<T>> {
         self.message("send", (buffer, len), to, Messenger::send)
     }
 
@@ -69,7 +69,7 @@ impl Group {
     ///
     /// # Errors
     /// As [`send`](Group::send).
-    pub fn receive<T: Element>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
+    pub fn receive<T: Content>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
         let len = buffer.len();
         self.receive_first(buffer, len, from)
     }
@@ -81,11 +81,11 @@ impl Group {
     ///
     /// # Panics
     /// If the vector is shorter.
-    pub fn receive_first<T: Element>(&self, buffer: Buffer<T>, len: usize, from: Rank) -> Work<Buffer<T>> {
+    pub fn receive_first<T: Content>(&self, buffer: Buffer<T>, len: usize, from: Rank) -> Work<Buffer<T>> {
         self.message("receive", (buffer, len), from, Messenger::receive)
     }
 
-    fn message<T: Element>(
+    fn message<T: Content>(
         &self,
         name: &'static str,
         (buffer, len): (Buffer<T>, usize),
@@ -95,7 +95,7 @@ impl Group {
         assert!(len <= buffer.len(), "the first {len} of {} elements", buffer.len());
         match &self.messenger {
             None if self.is_dry() && peer != self.rank && peer.0 < self.world_size => {
-                let bytes = len * size_of::<T>();
+                let bytes = len * buffer.dtype().size();
                 let peer = self.dry.as_ref().map_or(peer, |dry| dry.members[peer.0]);
                 self.dry_issued(buffer, || match name {
                     "send" => Issued::Send { to: peer, bytes },
@@ -103,13 +103,13 @@ impl Group {
                 })
             }
             Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
-                let operation = Operation::message(T::DTYPE, len);
+                let operation = Operation::message(buffer.dtype(), len);
+                let num_bytes = len * buffer.dtype().size();
                 if name == "send" {
-                    let num_bytes = (len * size_of::<T>()) as u64;
-                    self.message_bytes.fetch_add(num_bytes, Ordering::Relaxed);
+                    self.message_bytes.fetch_add(num_bytes as u64, Ordering::Relaxed);
                 }
                 let mut storage = buffer.into_storage();
-                storage.shorten(len * size_of::<T>());
+                storage.shorten(num_bytes);
                 let receipt = issue(messenger, peer, operation, storage);
                 Work::message(receipt, |mut storage| {
                     storage.lengthen();
@@ -146,7 +146,7 @@ impl Group {
     }
 
     /// Issues an operation on a vector.
-    pub(crate) fn issue<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
+    pub(crate) fn issue<T: Content>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
         let Some(executor) = &self.executor else { return self.dry_work(operation, buffer) };
         let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));
         Work::queued(ticket, |payload| match payload {
@@ -156,7 +156,7 @@ impl Group {
     }
 
     /// Issues an operation out of place.
-    pub(crate) fn issue_pair<T: Element>(
+    pub(crate) fn issue_pair<T: Content>(
         &self,
         operation: Operation,
         (mut input, mut output): (Buffer<T>, Buffer<T>),
@@ -164,7 +164,7 @@ impl Group {
         let Some(executor) = &self.executor else {
             if !self.is_dry() {
                 input.wait();
-                output.copy_from_slice(&input);
+                output.storage_mut().bytes_mut().copy_from_slice(input.storage().bytes());
             }
             return self.dry_work(operation, (input, output));
         };
@@ -177,7 +177,7 @@ impl Group {
     }
 
     /// Issues an all-to-all with blocks of any lengths, which fit into the vectors.
-    pub(crate) fn issue_variable<T: Element>(
+    pub(crate) fn issue_variable<T: Content>(
         &self,
         operation: Operation,
         (mut input, mut output): (Buffer<T>, Buffer<T>),
@@ -187,7 +187,9 @@ impl Group {
             let [sent, received] = lens.totals(self.rank, self.world_size);
             if !self.is_dry() {
                 input.wait();
-                output[..received].copy_from_slice(&input[..sent]);
+                let [received, sent] = [received, sent].map(|len| len * input.dtype().size());
+                output.storage_mut().bytes_mut()[..received]
+                    .copy_from_slice(&input.storage().bytes()[..sent]);
             }
             return self.dry_work_of(operation, sent.max(received), (input, output));
         };

@@ -12,12 +12,14 @@ use crate::rendezvous::Home;
 use crate::selection::{Choice, Selection, typical_costs};
 use crate::transport::Parts;
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
-use crate::{Buffer, CommError, CommStatistics, Element, GroupOptions, PageSize, TransportKind, probe};
+use crate::{
+    Buffer, CommError, CommStatistics, Element, GroupOptions, PageSize, TransportKind, Untyped, probe,
+};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use trireme_base::{Heartbeat, Journal, Rank, spawn_thread};
+use trireme_base::{DType, Heartbeat, Journal, Rank, spawn_thread};
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
 /// One rank's end of a world of ranks that communicate.
@@ -309,26 +311,37 @@ impl Group {
     /// # Errors
     /// [`CommError::Allocate`] if there is not so much memory.
     pub fn buffer<T: Element>(&self, len: usize) -> Result<Buffer<T>, CommError> {
-        self.buffer_in(len, PageSize::Base)
+        Ok(Buffer::from_storage(self.storage(T::DTYPE, len, PageSize::Base)?))
     }
 
-    /// As [`buffer`](Group::buffer), in pages of this size, if the ranks share memory.
+    /// As [`buffer`](Group::buffer), of elements of `dtype`, in pages of this size if the ranks share memory.
     ///
     /// # Errors
     /// As [`buffer`](Group::buffer).
-    pub fn buffer_in<T: Element>(&self, len: usize, page_size: PageSize) -> Result<Buffer<T>, CommError> {
+    pub fn buffer_of(
+        &self,
+        dtype: DType,
+        len: usize,
+        page_size: PageSize,
+    ) -> Result<Buffer<Untyped>, CommError> {
+        Ok(Buffer::from_storage(self.storage(dtype, len, page_size)?))
+    }
+
+    fn storage(&self, dtype: DType, len: usize, page_size: PageSize) -> Result<Storage, CommError> {
         let fail = |source| CommError::Allocate {
-            bytes: len.saturating_mul(size_of::<T>()),
+            bytes: len.saturating_mul(dtype.size()),
             source: Arc::new(source),
         };
         let num_bytes = len
-            .checked_mul(size_of::<T>())
+            .checked_mul(dtype.size())
             .ok_or_else(|| fail(std::io::Error::from(std::io::ErrorKind::OutOfMemory)))?;
-        let storage = match &self.arena {
-            None => Storage::heap(num_bytes)?,
-            Some(arena) => Storage::shared(arena.allocate(num_bytes, page_size).map_err(fail)?, num_bytes),
-        };
-        Ok(Buffer::from_storage(storage))
+        match &self.arena {
+            None => Storage::heap(dtype, len),
+            Some(arena) => {
+                let region = arena.allocate(num_bytes, page_size).map_err(fail)?;
+                Ok(Storage::shared(region, dtype, num_bytes))
+            }
+        }
     }
 
     /// Bytes of memory that the group itself takes besides buffers: what ranks of a host meet by, and the rings between

@@ -402,7 +402,7 @@ mod tests {
         let (messenger, world) = without_links();
         let send = || {
             let operation = Operation::message(DType::U8, 1);
-            messenger.send(Rank(1), operation, Storage::heap(1).unwrap())
+            messenger.send(Rank(1), operation, Storage::heap(DType::U8, 1).unwrap())
         };
         let (first, second) = (send(), send());
         // Panics here, unless the courier's own thread was quicker.
@@ -426,7 +426,7 @@ mod tests {
         assert!(panicked.is_err());
         assert!(matches!(office.failure(), Some(CommError::Panicked)));
         let operation = Operation::message(DType::U8, 1);
-        let sent = messenger.send(Rank(1), operation, Storage::heap(1).unwrap());
+        let sent = messenger.send(Rank(1), operation, Storage::heap(DType::U8, 1).unwrap());
         assert!(matches!(sent.wait(), Err(CommError::Panicked)));
         assert!(matches!(world.issue(Operation::BARRIER), Err(CommError::Panicked)));
     }

@@ -255,7 +255,7 @@ fn a_vector_that_is_passed_on_comes_at_its_event_and_its_failure_with_the_outcom
                     group.send(ones(len), peer),
                     group.receive(zeros(&group, len), peer),
                 ];
-                let passed_on = works.map(|work| work.into_pending(len));
+                let passed_on = works.map(|work| work.into_pending(DType::F32, len));
                 for ((vector, outcome), value) in passed_on.into_iter().zip([2.0, 1.0, 1.0]) {
                     assert!(vector.wait().iter().all(|&element| element == value), "{transport}, {len}");
                     outcome.wait().expect("nobody fails");
@@ -265,13 +265,13 @@ fn a_vector_that_is_passed_on_comes_at_its_event_and_its_failure_with_the_outcom
                 return;
             }
             let works = [group.all_reduce(ones(1000), ReduceOp::Sum), group.receive(ones(1000), peer)];
-            let [sum, message] = works.map(|work| work.into_pending(1000));
+            let [sum, message] = works.map(|work| work.into_pending(DType::F32, 1000));
             let later = group.all_reduce(ones(1000), ReduceOp::Sum);
             for (vector, outcome) in [sum, message] {
                 assert_eq!(vector.wait()[..], [0.0; 1000], "{transport}");
                 outcome.wait().expect_err("the peer has left");
             }
-            let (vector, outcome) = later.into_pending(1000);
+            let (vector, outcome) = later.into_pending(DType::F32, 1000);
             assert_eq!(vector.wait()[..], [0.0; 1000], "{transport}");
             outcome.wait().expect_err("the group has failed");
         });

@@ -2,14 +2,13 @@
 
 use super::Lane;
 use crate::error::ParallelError;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use trireme_base::{AxisPlace, Pending, Rank};
-use trireme_comm::{Buffer, Work};
+use trireme_base::{AxisPlace, DType, Pending, Rank};
+use trireme_comm::{Buffer, Untyped, Work};
 use trireme_tensor::tape::{ExchangedRuns, PendingExchange};
 use trireme_tensor::{Device, View, ViewMut};
 
@@ -24,45 +23,45 @@ const BY_HOSTS_BYTES_MAX: usize = 64 << 10;
 const BY_HOSTS_RANKS_MIN: usize = 4;
 
 /// An exchange of rows that was started.
-pub(super) struct StartedRows<T> {
+pub(super) struct StartedRows {
     runs: ExchangedRuns,
     /// Elements of a buffer: for one piece, or for those of all ranks.
     buffer_len: usize,
     goes_by_hosts: bool,
     /// Buffers that are not under way. An exchange has as many as may be, so that memory depends on no load.
-    free: Vec<Pending<Buffer<T>>>,
+    free: Vec<Pending<Buffer<Untyped>>>,
     rounds_under_way: usize,
     num_rounds: usize,
     next_round: usize,
-    under_way: VecDeque<UnderWay<T>>,
+    under_way: VecDeque<UnderWay>,
 }
 
 /// What was started in a round.
-struct UnderWay<T> {
+struct UnderWay {
     round: usize,
-    transfer: Transfer<T>,
+    transfer: Transfer,
 }
 
-enum Transfer<T> {
+enum Transfer {
     /// A piece for another rank.
-    Send(Work<Buffer<T>>),
+    Send(Work<Buffer<Untyped>>),
     /// A piece of another rank: which elements of all that the rank sends.
-    Receive { work: Work<Buffer<T>>, from: usize, part: Range<usize> },
+    Receive { work: Work<Buffer<Untyped>>, from: usize, part: Range<usize> },
     /// The pieces of all ranks for each other.
-    ByHosts(Work<(Buffer<T>, Buffer<T>)>),
+    ByHosts(Work<(Buffer<Untyped>, Buffer<Untyped>)>),
 }
 
 /// Elements of a piece.
-const fn piece_len<T>() -> usize {
-    (256 << 10) / size_of::<T>()
+const fn piece_len(dtype: DType) -> usize {
+    (256 << 10) / dtype.size()
 }
 
 /// The elements, of `len`, that travel in a round.
-fn piece<T>(len: usize, round: usize) -> Range<usize> {
-    (round * piece_len::<T>()).min(len)..((round + 1) * piece_len::<T>()).min(len)
+fn piece(dtype: DType, len: usize, round: usize) -> Range<usize> {
+    (round * piece_len(dtype)).min(len)..((round + 1) * piece_len(dtype)).min(len)
 }
 
-impl<T: Stored> Lane<T> {
+impl Lane {
     /// As [`AxisOps::start_rows`](trireme_tensor::tape::AxisOps::start_rows): piece by piece, so that what lies in memory of the group does not depend on how many
     /// rows there are. If loads are even, all pieces are under way at once, and one more between two ranks.
     pub(super) fn start_rows(
@@ -74,11 +73,11 @@ impl<T: Stored> Lane<T> {
         let (group, degree) = (self.memory.pool().group(), self.place().degree);
         let hosts = group.hosts();
         let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= BY_HOSTS_RANKS_MIN);
-        let is_short = runs.even_len * size_of::<T>() < BY_HOSTS_BYTES_MAX;
+        let is_short = runs.even_len * self.dtype().size() < BY_HOSTS_BYTES_MAX;
         let goes_by_hosts = hosts.num_hosts() > 1 && has_many && is_short;
-        let room = runs.len_max.next_power_of_two().clamp(256, piece_len::<T>());
+        let room = runs.len_max.next_power_of_two().clamp(256, piece_len(self.dtype()));
         let room = self.room_for_rows.fetch_max(room, Ordering::Relaxed).max(room);
-        let [even, most] = [runs.even_len, runs.len_max].map(|len| len.div_ceil(piece_len::<T>()));
+        let [even, most] = [runs.even_len, runs.len_max].map(|len| len.div_ceil(piece_len(self.dtype())));
         let rounds_under_way = (even + 1).min(most).min(MESSAGES_MAX / (degree - 1)).max(1);
         let (buffer_len, num_buffers) = match goes_by_hosts {
             true => ((degree - 1) * room, 2 * rounds_under_way),
@@ -88,7 +87,7 @@ impl<T: Stored> Lane<T> {
         for _ in 0..num_buffers {
             free.push(self.memory.pool().take_buffer(buffer_len)?);
         }
-        let num_rounds = runs.lens.iter().max().map_or(0, |len| len.div_ceil(piece_len::<T>()));
+        let num_rounds = runs.lens.iter().max().map_or(0, |len| len.div_ceil(piece_len(self.dtype())));
         let mut started = StartedRows {
             runs,
             buffer_len,
@@ -159,7 +158,7 @@ impl<T: Stored> Lane<T> {
     }
 
     /// Starts the next round.
-    fn start_round(&self, device: &Device, started: &mut StartedRows<T>, values: View<'_>) {
+    fn start_round(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
         if started.goes_by_hosts {
             self.start_round_by_hosts(device, started, values);
         } else {
@@ -169,22 +168,23 @@ impl<T: Stored> Lane<T> {
     }
 
     /// Sends a piece to every other rank that gets one, and receives those of others. Ranks send to different ones at a time.
-    fn start_messages(&self, device: &Device, started: &mut StartedRows<T>, values: View<'_>) {
+    fn start_messages(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
         let AxisPlace { rank, degree } = self.place();
         let (round, len) = (started.next_round, started.buffer_len);
         let group = self.memory.pool().group();
         for distance in 1..degree {
             let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
-            let part = |from: usize, to: usize| piece::<T>(started.runs.lens[from * degree + to], round);
+            let part =
+                |from: usize, to: usize| piece(self.dtype(), started.runs.lens[from * degree + to], round);
             let (sent, received) = (part(rank, to), part(from, rank));
             if !sent.is_empty() {
                 let (mut buffer, num_sent) = (started.take(), sent.len());
                 started.copy_in(device, (values, to, sent), (&mut buffer, 0));
-                let work = group.send_first(Buffer::pending(buffer, len), num_sent, Rank(to));
+                let work = group.send_first(Buffer::pending(buffer, self.dtype(), len), num_sent, Rank(to));
                 started.under_way.push_back(UnderWay { round, transfer: Transfer::Send(work) });
             }
             if !received.is_empty() {
-                let buffer = Buffer::pending(started.take(), len);
+                let buffer = Buffer::pending(started.take(), self.dtype(), len);
                 let work = group.receive_first(buffer, received.len(), Rank(from));
                 let transfer = Transfer::Receive { work, from, part: received };
                 started.under_way.push_back(UnderWay { round, transfer });
@@ -193,19 +193,20 @@ impl<T: Stored> Lane<T> {
     }
 
     /// Sends the pieces for all other ranks, and receives theirs, in one exchange.
-    fn start_round_by_hosts(&self, device: &Device, started: &mut StartedRows<T>, values: View<'_>) {
+    fn start_round_by_hosts(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
         let AxisPlace { rank, degree } = self.place();
         let round = started.next_round;
-        let lens: Arc<[usize]> = started.runs.lens.iter().map(|&len| piece::<T>(len, round).len()).collect();
+        let lens: Arc<[usize]> =
+            started.runs.lens.iter().map(|&len| piece(self.dtype(), len, round).len()).collect();
         let (mut input, mut at) = (started.take(), 0);
         for to in 0..degree {
-            let part = piece::<T>(started.runs.lens[rank * degree + to], round);
+            let part = piece(self.dtype(), started.runs.lens[rank * degree + to], round);
             let num_sent = part.len();
             started.copy_in(device, (values, to, part), (&mut input, at));
             at += num_sent;
         }
         let [input, output] =
-            [input, started.take()].map(|buffer| Buffer::pending(buffer, started.buffer_len));
+            [input, started.take()].map(|buffer| Buffer::pending(buffer, self.dtype(), started.buffer_len));
         let work = self.memory.pool().group().all_to_all_variable_by_hosts(input, output, lens);
         started.under_way.push_back(UnderWay { round, transfer: Transfer::ByHosts(work) });
     }
@@ -214,7 +215,7 @@ impl<T: Stored> Lane<T> {
     fn finish_rounds_before(
         &self,
         device: &Device,
-        started: &mut StartedRows<T>,
+        started: &mut StartedRows,
         end: usize,
         mut result: ViewMut<'_>,
         waiting: &mut Waiting,
@@ -224,11 +225,11 @@ impl<T: Stored> Lane<T> {
             let UnderWay { round, transfer } = started.under_way.pop_front().expect("there is one");
             match transfer {
                 Transfer::Send(work) => {
-                    let buffer = waiting.wait_on_device(work, len, device)?;
+                    let buffer = waiting.wait_on_device(work, (self.dtype(), len), device)?;
                     started.give(device, buffer);
                 }
                 Transfer::Receive { work, from, part } => {
-                    let mut buffer = waiting.wait_on_device(work, len, device)?;
+                    let mut buffer = waiting.wait_on_device(work, (self.dtype(), len), device)?;
                     started.copy_out(device, (&mut buffer, 0), (from, part, result.reborrow()));
                     started.give(device, buffer);
                 }
@@ -236,7 +237,7 @@ impl<T: Stored> Lane<T> {
                     let (input, output) = waiting.wait(work)?;
                     let (mut output, mut at) = (output.into_memory(), 0);
                     for from in 0..degree {
-                        let part = piece::<T>(started.runs.lens[from * degree + rank], round);
+                        let part = piece(self.dtype(), started.runs.lens[from * degree + rank], round);
                         let num_received = part.len();
                         started.copy_out(device, (&mut output, at), (from, part, result.reborrow()));
                         at += num_received;
@@ -249,13 +250,13 @@ impl<T: Stored> Lane<T> {
     }
 }
 
-impl<T: Stored> StartedRows<T> {
-    fn take(&mut self) -> Pending<Buffer<T>> {
+impl StartedRows {
+    fn take(&mut self) -> Pending<Buffer<Untyped>> {
         self.free.pop().expect("there are buffers for as many rounds as are under way")
     }
 
     /// Gives a buffer back, which kernels that were issued may still read.
-    fn give(&mut self, device: &Device, buffer: Pending<Buffer<T>>) {
+    fn give(&mut self, device: &Device, buffer: Pending<Buffer<Untyped>>) {
         device.wait_for(&buffer.event());
         self.free.push(buffer);
     }
@@ -265,11 +266,11 @@ impl<T: Stored> StartedRows<T> {
         &self,
         device: &Device,
         (values, to, part): (View<'_>, usize, Range<usize>),
-        (buffer, at): (&mut Pending<Buffer<T>>, usize),
+        (buffer, at): (&mut Pending<Buffer<Untyped>>, usize),
     ) {
         for (place, run) in ExchangedRuns::within(&self.runs.sent[to], part) {
             let values = values.part(run.start, [run.len()].into());
-            device.download_later(values, buffer, (at + place) * size_of::<T>());
+            device.download_later(values, buffer, (at + place) * values.dtype().size());
         }
     }
 
@@ -277,12 +278,12 @@ impl<T: Stored> StartedRows<T> {
     fn copy_out(
         &self,
         device: &Device,
-        (buffer, at): (&mut Pending<Buffer<T>>, usize),
+        (buffer, at): (&mut Pending<Buffer<Untyped>>, usize),
         (from, part, mut result): (usize, Range<usize>, ViewMut<'_>),
     ) {
         for (place, run) in ExchangedRuns::within(&self.runs.received[from], part) {
             let result = result.reborrow().into_part(run.start, [run.len()].into());
-            device.upload_later(buffer, (at + place) * size_of::<T>(), result);
+            device.upload_later(buffer, (at + place) * result.dtype().size(), result);
         }
     }
 }
@@ -295,7 +296,7 @@ mod tests {
     use trireme_tensor::{Category, DeviceOptions, Tensor};
     use trireme_testkit::run_ranks_on;
 
-    const PIECE: usize = piece_len::<f32>();
+    const PIECE: usize = piece_len(DType::F32);
 
     /// Elements of rank `from` for rank `to`: more pieces than are under way at a time, fewer, and none.
     fn len(from: usize, to: usize, many: usize) -> usize {
@@ -330,8 +331,7 @@ mod tests {
                 even_len,
                 len_max: 8 * PIECE,
             };
-            let empty =
-                |len: usize| device.empty([len].into(), trireme_base::DType::F32, Category::Activations);
+            let empty = |len: usize| device.empty([len].into(), DType::F32, Category::Activations);
             let [mut values, mut back] = [sent_end; 2].map(|len| empty(len).unwrap());
             let mut results = [received_end; 2].map(|len| empty(len).unwrap());
             let mut all = vec![0.0; sent_end];

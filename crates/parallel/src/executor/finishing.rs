@@ -20,9 +20,9 @@ impl Executor {
         let (loss, mut waiting) = self.finish_reductions()?;
         self.timeline.start();
         let waited = waiting.total();
-        let loss_scale = self.loss_scaler.scale();
+        let loss_scale = self.optimization.loss_scaler.scale();
         let grad_scale = self.grad_scale();
-        let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
+        let is_scaled = self.optimization.loss_scaler.scaling() != LossScaling::Off;
         let norm = match is_scaled || plan.grad_norm != GradNorm::Off {
             true => Some(self.sum_of_squares(true, &mut waiting)?.sqrt() * grad_scale),
             false => None,
@@ -43,7 +43,7 @@ impl Executor {
         let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
         match overflow {
             Some((what, value)) => self.back_off(plan.step, what, value)?,
-            None => self.loss_scaler.succeed(),
+            None => self.optimization.loss_scaler.succeed(),
         }
         self.rescale_compressors(loss_scale);
         if skipped.is_some() {
@@ -68,11 +68,11 @@ impl Executor {
         let mut waiting = Waiting::default();
         self.means.wait(&mut waiting)?;
         for _ in plans {
-            self.loss_scaler.skip();
+            self.optimization.loss_scaler.skip();
             outcomes.push(StepOutcome {
                 loss: f64::NAN,
                 grad_norm: None,
-                loss_scale: self.loss_scaler.scale(),
+                loss_scale: self.optimization.loss_scaler.scale(),
                 skipped: Some(Skipped::NoLoss),
                 comm_exposed: waiting.total() / plans.len() as u32,
                 compression: None,
@@ -103,7 +103,7 @@ impl Executor {
             return None;
         }
         let mut statistics = self.gradients.compression_statistics();
-        if !self.optimizer.exchanges_momentum() {
+        if !self.optimization.optimizer.exchanges_momentum() {
             statistics.error_norm /= self.gradient_unit() as f32;
         }
         Some(statistics)
@@ -115,13 +115,13 @@ impl Executor {
         if self.options.compression.normalize().is_some() {
             return 1.0;
         }
-        self.program.outline.microbatches_per_step() as f64 * f64::from(self.loss_scaler.scale())
+        self.program.outline.microbatches_per_step() as f64 * f64::from(self.optimization.loss_scaler.scale())
     }
 
     /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step. Momentum has none.
     fn rescale_compressors(&mut self, from: u32) {
-        let to = self.loss_scaler.scale();
-        if to != from && !self.optimizer.exchanges_momentum() {
+        let to = self.optimization.loss_scaler.scale();
+        if to != from && !self.optimization.optimizer.exchanges_momentum() {
             let factor = to as f32 / from as f32;
             self.gradients.compressors_mut().for_each(|(_, compressor)| compressor.rescale(factor));
         }
@@ -135,15 +135,15 @@ impl Executor {
     ) -> Result<f64, ParallelError> {
         for unit in 0..self.model.num_units() {
             match self.program.outline.holds(unit) {
-                false => self.squares.skip(unit),
+                false => self.optimization.squares.skip(unit),
                 // Those of gradients that are away were summed before they left.
-                true if self.offloaded.moves(StateClass::Gradients) => (),
+                true if self.moves.offloaded.moves(StateClass::Gradients) => (),
                 true => self.square(unit)?,
             }
         }
         let ranks = &self.ranks;
         let groups = [ranks.squares_group().0, ranks.tensor(), ranks.pipeline()];
-        self.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
+        self.optimization.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 
     /// Waits for all operations that kernels wait for: what kernels make from now on may outlast the step. After a failure, every call fails.
@@ -172,14 +172,14 @@ impl Executor {
     /// Takes in what gradients and axes have waited.
     pub(super) fn collect_waiting(&mut self) {
         self.waiting.add(self.gradients.take_waiting());
-        self.waiting.add(self.axes.take_waiting());
+        self.waiting.add(self.passes.axes.take_waiting());
     }
 
     /// Sums the squares of this rank's part of a unit's gradient.
     pub(super) fn square(&mut self, unit: usize) -> Result<(), ParallelError> {
         let device = self.gradients.reduced_device(unit);
         let grads = Values::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
-        self.squares.take(unit, (grads.view(), self.gradients.part(unit)), device)
+        self.optimization.squares.take(unit, (grads.view(), self.gradients.part(unit)), device)
     }
 
     /// Waits for all reductions; the mean loss over the global batch, and how long this rank has waited in this step.
@@ -189,7 +189,7 @@ impl Executor {
         self.await_outcomes()?;
         let mut waiting = std::mem::take(&mut self.waiting);
         let loss = self.means.wait(&mut waiting)?[0];
-        if let Some(fp8) = &mut self.fp8 {
+        if let Some(fp8) = &mut self.passes.fp8 {
             fp8.advance(&self.device, self.ranks.world(), &mut waiting)?;
         }
         Ok((loss, waiting))
@@ -197,12 +197,12 @@ impl Executor {
 
     /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.
     fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<(), ParallelError> {
-        if self.loss_scaler.scaling() == LossScaling::Off {
+        if self.optimization.loss_scaler.scaling() == LossScaling::Off {
             return Err(ParallelError::NotFinite { step, what, value, is_ahead: false });
         }
-        let loss_scale = self.loss_scaler.scale();
-        if self.loss_scaler.back_off().is_none() {
-            let skipped_steps = self.loss_scaler.skipped_steps();
+        let loss_scale = self.optimization.loss_scaler.scale();
+        if self.optimization.loss_scaler.back_off().is_none() {
+            let skipped_steps = self.optimization.loss_scaler.skipped_steps();
             return Err(ParallelError::LossScaleExhausted { step, what, value, loss_scale, skipped_steps });
         }
         Ok(())

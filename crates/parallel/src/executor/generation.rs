@@ -1,7 +1,8 @@
 //! Generation, token by token, with cached keys and values.
 
-use super::passes::Purpose;
-use super::{Executor, ExecutorSetup, forward_program};
+use super::Executor;
+use super::in_flight::Purpose;
+use super::parallelize::{ExecutorSetup, forward_program};
 use crate::chain::chain;
 use crate::error::ParallelError;
 use crate::offload::OffloadOptions;

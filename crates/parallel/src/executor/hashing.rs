@@ -12,12 +12,12 @@ impl Executor {
     /// A recorded step copies all gradients and parameters that this rank updates to the host, in small pieces, and hashes them there
     /// with one thread.
     pub fn record_hashes(&mut self, interval: u64) {
-        self.hashes = HashRecorder::new(interval);
+        self.optimization.hashes = HashRecorder::new(interval);
     }
 
     /// Removes and returns what was recorded since the last call, of all ranks. Collective.
     pub fn take_hashes(&mut self) -> Result<Vec<StepHashes>, ParallelError> {
-        let mut steps = self.hashes.take();
+        let mut steps = self.optimization.hashes.take();
         for StepHashes { gradients, parameters, .. } in &mut steps {
             sum_over_ranks(self.group(), gradients)?;
             sum_over_ranks(self.group(), parameters)?;

@@ -45,7 +45,7 @@ impl Executor {
             read(info, values)
         };
         self.for_each_held(StateClass::Optimizer, true, |executor, unit| {
-            executor.optimizer.load_states(unit, &executor.optimizer_device, &mut read)
+            executor.optimization.optimizer.load_states(unit, &executor.optimization.device, &mut read)
         })
     }
 

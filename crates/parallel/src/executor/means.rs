@@ -9,7 +9,7 @@ use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use trireme_base::Rank;
+use trireme_base::{DType, Rank};
 use trireme_comm::Group;
 use trireme_model::{Rehearsal, Report};
 use trireme_schedule::{Outline, StateClass};
@@ -46,9 +46,10 @@ pub(super) struct Means {
     num_taken: usize,
     /// Sums and rows; zeros between programs, and absent while they are under way. By rank,
     /// then term, then microbatch; then what the rank asks for.
-    reports: Option<Exchanged<f64>>,
-    under_way: Option<Exchanging<f64>>,
-    _counted: Counted,
+    reports: Option<Exchanged>,
+    under_way: Option<Exchanging>,
+    /// Accounts for the numbers, and for buffers of validations, until the executor ends.
+    counted: Vec<Counted>,
     device: Device,
     tree: TreeSum<f64>,
     /// Mean losses by step.
@@ -107,7 +108,7 @@ impl Means {
         let num_losses = terms.iter().filter(is_loss).count();
         let len = world.world_size() * len;
         let counted = Counted::of_buffer(device, &world, len * size_of::<f64>())?;
-        let reports = Some(Exchanged::new_for_host(&world, device, len)?);
+        let reports = Some(Exchanged::new_for_host(&world, device, DType::F64, len)?);
         let (num_steps, metric_names) = (outline.num_steps(), rehearsal.metric_names());
         Ok(Means {
             world,
@@ -118,7 +119,7 @@ impl Means {
             num_taken: 0,
             reports,
             under_way: None,
-            _counted: counted,
+            counted: vec![counted],
             device: device.clone(),
             tree: TreeSum::new(),
             losses: vec![0.0; num_steps],
@@ -191,7 +192,7 @@ impl Means {
         }
         let under_way = self.under_way.take().expect("the reports were sent");
         let mut gathered = under_way.take_to_host(waiting)?;
-        let reports = gathered.host_elements();
+        let reports = gathered.host_elements::<f64>();
         let of_ranks = reports.chunks_exact(reports.len() / self.world.world_size());
         self.requested = of_ranks.fold(0, |all, of_rank| all | of_rank[of_rank.len() - 1] as u32);
         self.losses.fill(0.0);
@@ -219,6 +220,11 @@ impl Means {
         self.device.zero(gathered.view_mut());
         self.reports = Some(gathered);
         Ok(&self.losses)
+    }
+
+    /// Counts memory until the executor ends.
+    pub(super) fn count(&mut self, counted: Counted) {
+        self.counted.push(counted);
     }
 
     /// Sends these bits with the reports: what this rank asks all ranks for.

@@ -1,13 +1,26 @@
 //! State that moves between the device, the host and disks.
 
-use super::Executor;
-use super::passes::Kept;
+use super::in_flight::Kept;
+use super::{Executor, Moves};
 use crate::error::ParallelError;
-use crate::offload::{Memory, Movable, Offloaded, try_each};
-use trireme_schedule::{Action, Keep, StateClass, StateOf};
+use crate::offload::{Memory, Movable, OffloadOptions, Offloaded, try_each};
+use trireme_schedule::{Action, Keep, Program, StateClass, StateOf};
+use trireme_tensor::Device;
 
 fn of_unit(class: StateClass, unit: usize) -> StateOf {
     StateOf { class, unit, microbatch: 0 }
+}
+
+impl Moves {
+    pub(super) fn new(options: &OffloadOptions, program: &Program, device: &Device) -> Self {
+        let num_units = program.outline.chain.num_units;
+        Moves {
+            options: options.clone(),
+            offloaded: Offloaded::new(options, program, device),
+            changed: vec![true; num_units],
+            is_squared: vec![false; num_units],
+        }
+    }
 }
 
 impl Executor {
@@ -15,10 +28,10 @@ impl Executor {
     pub(super) fn expect_moves(&mut self) {
         for unit in self.program.outline.held().collect::<Vec<_>>() {
             for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
-                if self.offloaded.moves(class) {
+                if self.moves.offloaded.moves(class) {
                     let mut num_bytes = 0;
                     self.with_memory(of_unit(class, unit), &mut |part| num_bytes += part.num_bytes());
-                    self.offloaded.expect(of_unit(class, unit), num_bytes);
+                    self.moves.offloaded.expect(of_unit(class, unit), num_bytes);
                 }
             }
         }
@@ -39,7 +52,7 @@ impl Executor {
                     let is_uneven = units[unit].num_experts > 0 && !self.rehearsal.units[unit].has_capacity();
                     let experts = self.ranks.experts().filter(|_| is_uneven);
                     let num_ranks = experts.map_or(1, |group| group.world_size());
-                    self.offloaded.expect(state, num_bytes * num_ranks);
+                    self.moves.offloaded.expect(state, num_bytes * num_ranks);
                 }
                 _ => (),
             }
@@ -51,7 +64,7 @@ impl Executor {
         let StateOf { class, unit, microbatch } = state;
         match class {
             StateClass::Optimizer => {
-                self.optimizer.for_each_memory(unit, |tensor| visit(tensor));
+                self.optimization.optimizer.for_each_memory(unit, |tensor| visit(tensor));
                 // Master weights beside narrow copies that stay.
                 let are_masters = self.class_of_weights() == class;
                 if let Some(shard) = self.parameters.memory(unit).filter(|_| are_masters) {
@@ -60,7 +73,7 @@ impl Executor {
             }
             StateClass::Parameters => visit(self.parameters.memory(unit).expect("shards lie apart")),
             StateClass::Gradients => visit(self.gradients.memory(unit)),
-            StateClass::Activations => match self.in_flight.pass(unit, microbatch) {
+            StateClass::Activations => match self.passes.in_flight.pass(unit, microbatch) {
                 Some(Kept::Recorded(pass)) => pass.for_each_memory(|tensor| visit(tensor)),
                 Some(Kept::Input(inputs)) => inputs.values_mut().for_each(|tensor| visit(tensor)),
                 Some(Kept::Halved(_)) | None => {
@@ -75,19 +88,19 @@ impl Executor {
         let has_changed = match state.class {
             StateClass::Optimizer => {
                 // Masters are among it.
-                self.changed[state.unit] &= self.class_of_weights() != StateClass::Optimizer;
+                self.moves.changed[state.unit] &= self.class_of_weights() != StateClass::Optimizer;
                 true
             }
             StateClass::Activations => true,
-            StateClass::Parameters => std::mem::take(&mut self.changed[state.unit]),
+            StateClass::Parameters => std::mem::take(&mut self.moves.changed[state.unit]),
             StateClass::Gradients => {
                 // The second time is after the update, which needed it for the last time.
-                let is_new = !self.is_squared[state.unit];
+                let is_new = !self.moves.is_squared[state.unit];
                 if is_new {
                     self.gradients.finish(state.unit)?;
                     self.square(state.unit)?;
                 }
-                self.is_squared[state.unit] = is_new;
+                self.moves.is_squared[state.unit] = is_new;
                 is_new
             }
         };
@@ -107,16 +120,16 @@ impl Executor {
         state: StateOf,
         go: impl FnOnce(&mut Offloaded, Memory<'_>) -> Result<(), ParallelError>,
     ) -> Result<(), ParallelError> {
-        let mut offloaded = std::mem::take(&mut self.offloaded);
+        let mut offloaded = std::mem::take(&mut self.moves.offloaded);
         let gone = go(&mut offloaded, &mut |visit| self.with_memory(state, visit));
-        self.offloaded = offloaded;
+        self.moves.offloaded = offloaded;
         gone
     }
 
     /// Waits for the state that an action works with.
     pub(super) fn await_state(&mut self, action: Action) -> Result<(), ParallelError> {
         for &class in action.uses() {
-            if self.offloaded.moves(class) {
+            if self.moves.offloaded.moves(class) {
                 self.restore(action.state(class))?;
             }
         }
@@ -157,13 +170,13 @@ impl Executor {
         unit: usize,
         has_changed: bool,
     ) -> Result<(), ParallelError> {
-        if !self.offloaded.moves(class) {
+        if !self.moves.offloaded.moves(class) {
             return Ok(());
         }
-        let has_changed = has_changed || class == self.class_of_weights() && self.changed[unit];
+        let has_changed = has_changed || class == self.class_of_weights() && self.moves.changed[unit];
         self.evict_as(of_unit(class, unit), has_changed)?;
         if has_changed && class == self.class_of_weights() {
-            self.changed[unit] = false;
+            self.moves.changed[unit] = false;
         }
         Ok(())
     }
@@ -171,19 +184,19 @@ impl Executor {
     /// Brings all state that lives on a disk there: zeros, of one unit at a time.
     pub(super) fn send_zeros(&mut self) -> Result<(), ParallelError> {
         for class in [StateClass::Optimizer, StateClass::Parameters] {
-            if !self.offloaded.moves(class) {
+            if !self.moves.offloaded.moves(class) {
                 continue;
             }
             for unit in self.program.outline.held().collect::<Vec<_>>() {
                 self.release(class, unit);
                 self.retake(class, unit)?;
                 let state = &self.program.outline.state;
-                let device = self.offload.device_of(state, class, &self.device).clone();
+                let device = self.moves.options.device_of(state, class, &self.device).clone();
                 self.with_memory(of_unit(class, unit), &mut |part| device.zero(part.view_mut()));
                 self.send_state(class, unit, true)?;
             }
         }
-        self.offload.host.trim();
+        self.moves.options.host.trim();
         Ok(())
     }
 
@@ -199,11 +212,11 @@ impl Executor {
 
     /// What users should know of the disks that state lives on: a line for each.
     pub fn describe_disks(&self) -> Vec<String> {
-        self.offloaded.describe()
+        self.moves.offloaded.describe()
     }
 
     /// Bytes read from and written to disks since the beginning.
     pub fn disk_bytes(&self) -> [u64; 2] {
-        self.offloaded.disk_bytes()
+        self.moves.offloaded.disk_bytes()
     }
 }

@@ -1,156 +1,24 @@
 //! Passes of units: forward, recomputation and backward in training; forward alone in evaluation and generation.
 
 use super::Executor;
-use super::asynchronous::PassParameters;
+use super::in_flight::{InFlight, Kept, Purpose, Reports, check_batch, num_samples};
+use super::versions::PassParameters;
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::validation::ValidationBatches;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_comm::Buffer;
-use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
-use trireme_schedule::{Keep, Message, MessageKind, Outline};
+use trireme_model::{Batch, Bundle, UnitPass};
+use trireme_schedule::{Keep, MessageKind};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
 use trireme_tensor::{Category, PassState, Tape, Tensor};
-
-/// What a unit's forward pass of one microbatch has left for its backward.
-pub(super) enum Kept {
-    /// All or the products.
-    Recorded(UnitPass),
-    /// The inputs.
-    Input(Bundle<Tensor>),
-    /// What the weight half of backward reads.
-    Halved(UnitPass),
-}
-
-/// What units run for.
-pub(super) enum Purpose {
-    Training,
-    /// Collects what units report.
-    Evaluation(Reports),
-    /// Continues the sequence of this past.
-    Generation(Past),
-}
-
-/// What units report of one batch, in order.
-pub(super) struct Reports {
-    /// One f64 each, on the device.
-    sums: Tensor,
-    num_rows: Vec<usize>,
-}
-
-/// Microbatches under way.
-pub(super) struct InFlight {
-    num_microbatches: usize,
-    /// Of each microbatch.
-    num_samples: usize,
-    purpose: Purpose,
-    /// By kind, then microbatch: what the last unit made, to be read by the next one, and the gradient of what it read, for the
-    /// unit below.
-    passing: [Vec<Option<Bundle<Tensor>>>; 2],
-    batches: Vec<Batch>,
-    /// By microbatch, then tensor of the batch: units on this rank that have not yet read it for the last time.
-    num_readers: Vec<usize>,
-    /// By unit, then microbatch.
-    passes: Vec<Option<Kept>>,
-    /// Tapes to be used again, so that steps allocate nothing.
-    spare_tapes: Vec<Tape>,
-}
-
-impl InFlight {
-    pub(super) fn new(outline: &Outline, rehearsal: &Rehearsal) -> Self {
-        let (num_units, num_microbatches) = (outline.chain.num_units, outline.num_microbatches);
-        let none = || (0..num_microbatches).map(|_| None).collect();
-        InFlight {
-            num_microbatches,
-            num_samples: rehearsal.num_samples(),
-            purpose: Purpose::Training,
-            passing: [none(), none()],
-            batches: (0..num_microbatches).map(|_| Batch::new()).collect(),
-            num_readers: vec![0; num_microbatches * rehearsal.batch.len()],
-            passes: (0..num_units * num_microbatches).map(|_| None).collect(),
-            spare_tapes: Vec::with_capacity(num_units * num_microbatches),
-        }
-    }
-
-    /// Takes in the tensors of a microbatch that units on this rank read.
-    fn begin(&mut self, microbatch: usize, mut batch: Batch, outline: &Outline, rehearsal: &Rehearsal) {
-        self.num_samples = num_samples(&batch);
-        let first = microbatch * rehearsal.batch.len();
-        for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
-            *num_readers = tensor.readers.iter().filter(|&&unit| outline.holds(unit)).count();
-            if *num_readers == 0 {
-                batch.take(tensor.spec.name);
-            }
-        }
-        self.batches[microbatch] = batch;
-        // The first unit reads the batch alone.
-        *self.passing(MessageKind::Activation, microbatch) = outline.holds(0).then(Bundle::new);
-    }
-
-    /// A unit has read the batch for the last time.
-    fn end(&mut self, unit: usize, microbatch: usize, rehearsal: &Rehearsal) {
-        let first = microbatch * rehearsal.batch.len();
-        for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
-            if tensor.readers.contains(&unit) {
-                *num_readers -= 1;
-                if *num_readers == 0 {
-                    self.batches[microbatch].take(tensor.spec.name);
-                }
-            }
-        }
-    }
-
-    /// What is in a message of activations or gradients.
-    pub(super) fn carried<'a>(
-        &self,
-        Message { kind, unit, .. }: Message,
-        rehearsal: &'a Rehearsal,
-    ) -> impl Iterator<Item = TensorSpec> + use<'a> {
-        let (num_samples, rehearsed) = (self.num_samples, rehearsal.num_samples());
-        let are_grads = kind == MessageKind::Gradient;
-        let outputs = &rehearsal.units[unit - usize::from(are_grads)].outputs;
-        let specs = outputs.iter().map(move |spec| spec.with_samples(num_samples, rehearsed));
-        specs.filter(move |spec| !are_grads || spec.has_grad())
-    }
-
-    /// Takes what passes from unit to unit: an activation that the unit below has made, or a gradient of the one above.
-    pub(super) fn take(&mut self, kind: MessageKind, microbatch: usize) -> Bundle<Tensor> {
-        self.passing(kind, microbatch).take().expect("the unit before has run")
-    }
-
-    /// Where that lies.
-    pub(super) fn passing(&mut self, kind: MessageKind, microbatch: usize) -> &mut Option<Bundle<Tensor>> {
-        &mut self.passing[kind as usize][microbatch]
-    }
-
-    pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Kept> {
-        &mut self.passes[unit * self.num_microbatches + microbatch]
-    }
-}
-
-fn num_samples(batch: &Batch) -> usize {
-    batch.iter().next().map_or(1, |(_, tensor)| tensor.shape().dims()[0])
-}
-
-/// Refuses a batch whose tensors differ from the rehearsed ones in more than the number of samples.
-fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Result<(), ParallelError> {
-    for BatchTensor { spec, .. } in &rehearsal.batch {
-        let found = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));
-        let expected = spec.with_samples(num_samples, rehearsal.num_samples());
-        if found != Some(expected) {
-            let found = found.map_or_else(|| "none".to_owned(), |spec| spec.to_string());
-            return Err(ParallelError::OtherBatch { name: spec.name, found, expected: expected.to_string() });
-        }
-    }
-    Ok(())
-}
 
 impl Executor {
     /// Takes in a microbatch to be trained with.
     pub(super) fn begin_microbatch(&mut self, microbatch: usize, batch: Batch) -> Result<(), ParallelError> {
         check_batch(&batch, &self.rehearsal, self.rehearsal.num_samples())?;
-        self.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal);
+        self.passes.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal);
         Ok(())
     }
 
@@ -160,16 +28,16 @@ impl Executor {
         microbatch: usize,
         keep: Keep,
     ) -> Result<(), ParallelError> {
-        let mut inputs = self.in_flight.take(MessageKind::Activation, microbatch);
+        let mut inputs = self.passes.in_flight.take(MessageKind::Activation, microbatch);
         let is_last = unit + 1 == self.program.outline.chain.num_units;
-        if is_last && let Purpose::Generation(past) = &self.in_flight.purpose {
+        if is_last && let Purpose::Generation(past) = &self.passes.in_flight.purpose {
             past.keep_last_rows(&mut inputs)?;
         }
         if let Some(updates) = &mut self.updates {
             updates.begin_forward(unit, microbatch, &self.program.outline);
         }
         let mut pass = self.record(unit, microbatch, inputs)?;
-        match &mut self.in_flight.purpose {
+        match &mut self.passes.in_flight.purpose {
             Purpose::Training => (),
             Purpose::Generation(_) => return Ok(()),
             Purpose::Evaluation(Reports { sums, num_rows }) => {
@@ -194,11 +62,11 @@ impl Executor {
             }
             Keep::Input | Keep::Nothing => {
                 let inputs = pass.take_inputs();
-                self.in_flight.spare_tapes.push(pass.into_tape());
+                self.passes.in_flight.spare_tapes.push(pass.into_tape());
                 (keep == Keep::Input).then_some(Kept::Input(inputs))
             }
         };
-        *self.in_flight.pass(unit, microbatch) = kept;
+        *self.passes.in_flight.pass(unit, microbatch) = kept;
         Ok(())
     }
 
@@ -210,26 +78,26 @@ impl Executor {
         inputs: Bundle<Tensor>,
     ) -> Result<UnitPass, ParallelError> {
         let pass = self.pass_state(microbatch);
-        let tape = match self.in_flight.purpose {
-            Purpose::Training => match self.in_flight.spare_tapes.pop() {
+        let tape = match self.passes.in_flight.purpose {
+            Purpose::Training => match self.passes.in_flight.spare_tapes.pop() {
                 Some(tape) => tape.for_pass(pass),
                 None => Tape::new(&self.device, Recording::On, pass),
             },
             Purpose::Evaluation(_) | Purpose::Generation(_) => Tape::new(&self.device, Recording::Off, pass),
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        let InFlight { purpose, batches, .. } = &mut self.in_flight;
+        let InFlight { purpose, batches, .. } = &mut self.passes.in_flight;
         let past = if let Purpose::Generation(past) = purpose { Some(past) } else { None };
         let (unit, batch) = (self.model.unit(unit), &mut batches[microbatch]);
         let (pass, outputs) = UnitPass::forward_after(unit, tape, &parameters, inputs, batch, past)?;
-        *self.in_flight.passing(MessageKind::Activation, microbatch) = Some(outputs);
+        *self.passes.in_flight.passing(MessageKind::Activation, microbatch) = Some(outputs);
         Ok(pass)
     }
 
     /// What random operations of a microbatch depend on: the same on any layout.
     fn randomness(&self, microbatch: usize) -> Randomness {
         let per_step = self.program.outline.microbatches_per_step();
-        let step = self.first_step + (microbatch / per_step) as u64;
+        let step = self.passes.in_flight.first_step + (microbatch / per_step) as u64;
         let global = self.global_microbatch(microbatch) % (per_step * self.ranks.sample_place().degree);
         let num_samples = self.rehearsal.num_samples();
         let first_sample = (global * num_samples) as u64;
@@ -238,22 +106,22 @@ impl Executor {
 
     /// Makes again what forward did not keep.
     pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        let inputs = match self.in_flight.pass(unit, microbatch).take() {
+        let inputs = match self.passes.in_flight.pass(unit, microbatch).take() {
             Some(Kept::Recorded(mut pass)) => {
                 let parameters =
                     PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-                pass.recompute(&parameters, &mut self.in_flight.batches[microbatch])?;
-                *self.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
+                pass.recompute(&parameters, &mut self.passes.in_flight.batches[microbatch])?;
+                *self.passes.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
                 return Ok(());
             }
             Some(Kept::Input(inputs)) => inputs,
             Some(Kept::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
             // The first unit reads the batch alone.
             None if unit == 0 => Bundle::new(),
-            None => self.in_flight.take(MessageKind::Activation, microbatch),
+            None => self.passes.in_flight.take(MessageKind::Activation, microbatch),
         };
         let pass = self.record(unit, microbatch, inputs)?;
-        *self.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
+        *self.passes.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
         Ok(())
     }
 
@@ -261,7 +129,7 @@ impl Executor {
         self.gradients.prepare(unit, microbatch)?;
         let (mut pass, grads) = self.begin_backward(unit, microbatch);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        let batch = &mut self.in_flight.batches[microbatch];
+        let batch = &mut self.passes.in_flight.batches[microbatch];
         pass.backward(&parameters, grads, batch, &mut self.gradients)?;
         self.pass_grad_on(&mut pass, unit, microbatch)?;
         self.end_backward(pass, unit, microbatch);
@@ -272,19 +140,23 @@ impl Executor {
     pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         let (mut pass, grads) = self.begin_backward(unit, microbatch);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        pass.backward_input(&parameters, grads, &mut self.in_flight.batches[microbatch])?;
+        pass.backward_input(&parameters, grads, &mut self.passes.in_flight.batches[microbatch])?;
         self.pass_grad_on(&mut pass, unit, microbatch)?;
-        *self.in_flight.pass(unit, microbatch) = Some(Kept::Halved(pass));
+        *self.passes.in_flight.pass(unit, microbatch) = Some(Kept::Halved(pass));
         Ok(())
     }
 
     pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         self.gradients.prepare(unit, microbatch)?;
-        let Some(Kept::Halved(mut pass)) = self.in_flight.pass(unit, microbatch).take() else {
+        let Some(Kept::Halved(mut pass)) = self.passes.in_flight.pass(unit, microbatch).take() else {
             unreachable!("the input half has run");
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        pass.backward_weight(&parameters, &mut self.in_flight.batches[microbatch], &mut self.gradients)?;
+        pass.backward_weight(
+            &parameters,
+            &mut self.passes.in_flight.batches[microbatch],
+            &mut self.gradients,
+        )?;
         self.end_backward(pass, unit, microbatch);
         Ok(())
     }
@@ -292,7 +164,7 @@ impl Executor {
     /// A unit's forward pass, and the gradients of what it made.
     fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (UnitPass, Bundle<Tensor>) {
         let is_last = unit + 1 == self.program.outline.chain.num_units;
-        let in_flight = &mut self.in_flight;
+        let in_flight = &mut self.passes.in_flight;
         let Some(Kept::Recorded(pass)) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
         };
@@ -309,7 +181,7 @@ impl Executor {
         unit: usize,
         microbatch: usize,
     ) -> Result<(), ParallelError> {
-        *self.in_flight.passing(MessageKind::Gradient, microbatch) = Some(pass.take_input_grads()?);
+        *self.passes.in_flight.passing(MessageKind::Gradient, microbatch) = Some(pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
             // Where kernels reach the host's memory, the reports travel after the last microbatch, ahead of the first gradient.
             self.means.push(unit, None, microbatch, loss);
@@ -319,8 +191,8 @@ impl Executor {
 
     /// A unit's gradient is complete for a microbatch.
     fn end_backward(&mut self, pass: UnitPass, unit: usize, microbatch: usize) {
-        self.in_flight.spare_tapes.push(pass.into_tape());
-        self.in_flight.end(unit, microbatch, &self.rehearsal);
+        self.passes.in_flight.spare_tapes.push(pass.into_tape());
+        self.passes.in_flight.end(unit, microbatch, &self.rehearsal);
         self.gradients.close(unit);
     }
 
@@ -332,7 +204,7 @@ impl Executor {
     pub fn validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>, ParallelError> {
         let len = batches.num_batches() * 2 * self.rehearsal.reports().count();
         let group = self.ranks.world();
-        self.counted.push(Counted::of_buffer(&self.device, group, len * size_of::<f64>())?);
+        self.means.count(Counted::of_buffer(&self.device, group, len * size_of::<f64>())?);
         Ok(group.buffer(len)?)
     }
 
@@ -381,20 +253,20 @@ impl Executor {
         purpose: Purpose,
         batch: Option<Batch>,
     ) -> Result<(Purpose, Option<Bundle<Tensor>>), ParallelError> {
-        self.in_flight.purpose = purpose;
+        self.passes.in_flight.purpose = purpose;
         std::mem::swap(&mut self.program, &mut self.forward_program);
         let ran = self.outside_step(|executor| executor.run_forward_program(batch));
         std::mem::swap(&mut self.program, &mut self.forward_program);
-        let made = self.in_flight.passing(MessageKind::Activation, 0).take();
-        self.in_flight.batches[0] = Batch::new();
-        let purpose = std::mem::replace(&mut self.in_flight.purpose, Purpose::Training);
+        let made = self.passes.in_flight.passing(MessageKind::Activation, 0).take();
+        self.passes.in_flight.batches[0] = Batch::new();
+        let purpose = std::mem::replace(&mut self.passes.in_flight.purpose, Purpose::Training);
         ran.map(|()| (purpose, made))
     }
 
     fn run_forward_program(&mut self, batch: Option<Batch>) -> Result<(), ParallelError> {
         let has_batch = batch.is_some();
         if let Some(batch) = batch {
-            self.in_flight.begin(0, batch, &self.program.outline, &self.rehearsal);
+            self.passes.in_flight.begin(0, batch, &self.program.outline, &self.rehearsal);
         }
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
@@ -411,17 +283,17 @@ impl Executor {
 
     /// Returns the precision, axes and random key of a unit's pass over a microbatch.
     fn pass_state(&self, microbatch: usize) -> PassState {
-        let continues = matches!(self.in_flight.purpose, Purpose::Generation(_));
+        let continues = matches!(self.passes.in_flight.purpose, Purpose::Generation(_));
         let pass = PassState {
-            fp8: self.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales())),
-            axes: self.axes.of_pass(self.options.shards_rows, continues),
+            fp8: self.passes.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales())),
+            axes: self.passes.axes.of_pass(self.options.shards_rows, continues),
             ..self.options.precision.into()
         };
-        match &self.in_flight.purpose {
+        match &self.passes.in_flight.purpose {
             Purpose::Evaluation(_) => pass,
             Purpose::Generation(past) => PassState { first_position: past.position(), ..pass },
             Purpose::Training => PassState {
-                loss_scale: self.loss_scaler.scale() as f32,
+                loss_scale: self.optimization.loss_scaler.scale() as f32,
                 randomness: self.randomness(microbatch),
                 ..pass
             },

@@ -4,14 +4,15 @@
 //! it. Ranks with the same place among those that see other data pass that on as it lies in memory, each its own shard. Sums
 //! have an order that no stage decides, so no bit of later steps changes.
 
+use super::in_flight::InFlight;
 use super::means::Means;
 use super::messages::Messages;
-use super::passes::InFlight;
+use super::parallelize::forward_program;
 use super::timeline::Timeline;
-use super::{Executor, forward_program};
+use super::{Executor, Optimization};
 use crate::counted::Counted;
 use crate::error::ParallelError;
-use crate::exchange::ShardExchange;
+use crate::exchange::ShardExchanges;
 use crate::gradients::Gradients;
 use crate::offload::Offloaded;
 use crate::placement::Placements;
@@ -66,21 +67,19 @@ impl Executor {
     fn renew_step_memory(&mut self) -> Result<(), ParallelError> {
         let outline = &self.program.outline;
         self.gradients.release();
-        self.in_flight = InFlight::new(outline, &self.rehearsal);
+        self.passes.in_flight = InFlight::new(outline, &self.rehearsal);
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
-        let (ranks, on, device) = (&self.ranks, &self.optimizer_device, &self.device);
-        self.exchange = ShardExchange::new(ranks, ranks.state(), outline, on, device);
-        self.expert_exchange =
-            ranks.expert_state().map(|state| ShardExchange::new(ranks, state, outline, on, device));
+        let on = &self.optimization.device;
+        self.optimization.exchanges = ShardExchanges::new(&self.ranks, outline, on, &self.device);
         let requests = self.means.requests();
         self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device)?.with_requests(requests);
         self.timeline = Timeline::new(self.program.actions.len());
         self.forward_program = forward_program(outline)?;
-        let shards_device = self.offload.device_of(&outline.state, StateClass::Gradients, &self.device);
+        let shards_device = self.moves.options.device_of(&outline.state, StateClass::Gradients, &self.device);
         let devices = (&self.device, shards_device);
         let (table, messages) = (self.model.table(), self.messages.pool());
         self.gradients = Gradients::new(table, outline, &self.ranks, devices, messages, &self.options)?;
-        self.is_squared.fill(false);
+        self.moves.is_squared.fill(false);
         Ok(())
     }
 
@@ -90,7 +89,7 @@ impl Executor {
         let table = self.model.table();
         self.placements = Placements::new(table, now, self.ranks.mesh().clone());
         let parts = self.placements.parts(table, self.ranks.world().rank());
-        if self.offloaded.moves(CLASS) {
+        if self.moves.offloaded.moves(CLASS) {
             // A file has room for the units that it is made for, so there is another one, and it must know their lengths.
             for unit in now.held().filter(|&unit| !before.holds(unit)).collect::<Vec<_>>() {
                 self.set_part(unit, parts[unit].clone(), true)?;
@@ -98,14 +97,14 @@ impl Executor {
             }
         }
         let mut was = std::mem::replace(
-            &mut self.offloaded,
-            Offloaded::new(&self.offload, &self.program, &self.device),
+            &mut self.moves.offloaded,
+            Offloaded::new(&self.moves.options, &self.program, &self.device),
         );
         self.expect_moves();
         for (unit, part) in parts.into_iter().enumerate() {
             self.move_unit(unit, part, before, &mut was)?;
         }
-        self.offloaded.go_on_from(&was);
+        self.moves.offloaded.go_on_from(&was);
         Ok(())
     }
 
@@ -121,16 +120,16 @@ impl Executor {
         let now = &self.program.outline;
         let (own, from, to) = (now.rank, before.rank_of(unit), now.rank_of(unit));
         if from == own {
-            std::mem::swap(&mut self.offloaded, was);
+            std::mem::swap(&mut self.moves.offloaded, was);
             let brought = self.bring_state(CLASS, unit);
-            std::mem::swap(&mut self.offloaded, was);
+            std::mem::swap(&mut self.moves.offloaded, was);
             brought?;
         }
         if from == own && to != own {
             self.send_unit(unit, to)?;
             self.set_part(unit, part, false)?;
         } else if to == own && from != own {
-            match self.offloaded.moves(CLASS) {
+            match self.moves.offloaded.moves(CLASS) {
                 true => self.retake(CLASS, unit)?,
                 false => self.set_part(unit, part, true)?,
             }
@@ -141,7 +140,7 @@ impl Executor {
 
     /// What this rank steps of a unit is another part from now on.
     fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<(), ParallelError> {
-        self.optimizer.set_part(unit, part.clone(), &self.optimizer_device)?;
+        self.optimization.optimizer.set_part(unit, part.clone(), &self.optimization.device)?;
         self.parameters.set_part(unit, part, holds)
     }
 
@@ -149,7 +148,7 @@ impl Executor {
     fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(&Device, ViewMut<'_>)) {
         let device = self.shard_device().clone();
         visit(&device, self.parameters.shard_mut(unit));
-        let Executor { optimizer, optimizer_device: device, .. } = self;
+        let Optimization { optimizer, device, .. } = &mut self.optimization;
         optimizer.for_each_memory(unit, |tensor| visit(device, tensor.view_mut()));
     }
 

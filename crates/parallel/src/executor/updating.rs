@@ -6,7 +6,7 @@
 //!
 //! A unit whose compression would gain nothing exchanges gradients in every step, which comes to the same update.
 
-use super::Executor;
+use super::{Executor, Optimization};
 use crate::error::ParallelError;
 use crate::hashes::add_unit;
 use crate::space::{bring, change_on};
@@ -19,7 +19,7 @@ impl Executor {
     /// The number of the update that this step makes, unless it is skipped. Bias corrections of the moments count the updates
     /// that made them.
     pub(super) fn update_number(&self, plan: StepPlan) -> u64 {
-        plan.step - self.loss_scaler.skipped_steps()
+        plan.step - self.optimization.loss_scaler.skipped_steps()
     }
 
     /// Whether any unit exchanges momentum in the step of this number.
@@ -33,12 +33,13 @@ impl Executor {
         let mut units = 0..self.model.num_units();
         self.options.compression.codec() != CodecName::None
             && self.ranks.data().world_size() > 1
-            && units.any(|unit| self.optimizer.exchange(unit, update_number) == Exchange::Momentum)
+            && units
+                .any(|unit| self.optimization.optimizer.exchange(unit, update_number) == Exchange::Momentum)
     }
 
     /// Whether a unit exchanges momentum in the step of this number.
     fn is_momentum(&self, unit: usize, update_number: u64) -> bool {
-        self.optimizer.exchange(unit, update_number) == Exchange::Momentum
+        self.optimization.optimizer.exchange(unit, update_number) == Exchange::Momentum
             && self.gradients.is_compressed(unit)
     }
 
@@ -51,20 +52,22 @@ impl Executor {
         }
         let step = self.update_number(plan);
         let is_momentum = self.is_momentum(unit, step);
-        if self.grad_terms.has(unit) {
-            let Executor { grad_terms, gradients, device, waiting, .. } = self;
-            grad_terms.sum(device, unit, gradients.own_sum(unit), waiting)?;
+        if self.optimization.grad_terms.has(unit) {
+            let Executor { optimization, gradients, device, waiting, .. } = self;
+            optimization.grad_terms.sum(device, unit, gradients.own_sum(unit), waiting)?;
         }
         if is_momentum {
             let settings = StepSettings { step, lr: plan.lr, grad_scale: 1.0 / self.gradient_unit() };
-            let Executor { optimizer, optimizer_device: on, gradients, device, .. } = self;
+            let Executor {
+                optimization: Optimization { optimizer, device: on, .. }, gradients, device, ..
+            } = self;
             change_on(gradients.own_sum(unit), device, on, Category::Communication, |own_sum| {
                 optimizer.gradient_to_momentum(on, unit, own_sum, settings);
                 Ok::<_, ParallelError>(())
             })?;
         }
         // Gradients that such an optimizer needs, it needs in full precision.
-        let is_whole = self.optimizer.exchanges_momentum() && !is_momentum;
+        let is_whole = self.optimization.optimizer.exchanges_momentum() && !is_momentum;
         self.gradients.reduce(unit, is_whole)
     }
 
@@ -78,17 +81,15 @@ impl Executor {
         self.await_outcomes()?;
         let is_momentum = self.is_momentum(unit, settings.step);
         let has_experts = self.model.table().units()[unit].num_experts > 0;
-        let Executor { optimizer, optimizer_device: device, gradients, parameters, ranks, .. } = self;
-        let exchange = match &mut self.expert_exchange {
-            Some(exchange) if has_experts => exchange,
-            _ => &mut self.exchange,
-        };
+        let Optimization { optimizer, device, exchanges, hashes, .. } = &mut self.optimization;
+        let (exchange, device) = (exchanges.of_units(has_experts), &*device);
+        let Executor { gradients, parameters, ranks, .. } = self;
         let category = Category::Communication;
         let sum = bring(gradients.for_update(unit), gradients.update_device(unit), device, category)?;
         let sum = Values::in_f32(device, sum.view(), category)?;
         let table = self.model.table();
         let place = (&**table, &self.placements, ranks.world().rank());
-        let mut hashes = self.hashes.of_step(step, table.parameters().len());
+        let mut hashes = hashes.of_step(step, table.parameters().len());
         if let Some(hashes) = &mut hashes {
             let values = (sum.view(), &parameters.parts()[unit]);
             add_unit(&mut hashes.gradients, unit, place, values, device);
@@ -109,7 +110,7 @@ impl Executor {
             add_unit(&mut hashes.parameters, unit, place, values, &from);
         }
         self.gradients.free_gathered(unit);
-        self.changed[unit] = true;
+        self.moves.changed[unit] = true;
         Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! The memory that gradients take from the beginning, by what ranks shard and how they exchange it.
 
+use super::layout::GradientLayout;
 use super::{Gradients, UnitGradient};
 use crate::compressed::Compressed;
 use crate::counted::Counted;
@@ -9,146 +10,121 @@ use crate::holders::Holders;
 use crate::parameters::wholes::Gathered;
 use crate::pool::Pool;
 use crate::ranks::{RankGrid, StateRanks};
-use crate::reduction::{Reduction, Summations};
-use crate::shard_sum::shard_sums;
+use crate::reduction::{Reduction, Reductions};
+use crate::shard_sum::ShardSums;
 use crate::step::ExecutorOptions;
 use crate::tied::TiedGradients;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use trireme_codec::CodecName;
-use trireme_schedule::{Outline, StateClass};
-use trireme_tensor::{Category, Device, ParameterClass, ParameterTable, Precision};
+use trireme_base::DType;
+use trireme_schedule::Outline;
+use trireme_tensor::{Category, Device, ParameterClass, ParameterTable, UnitInfo};
+
+/// Units whose state is distributed among the same ranks: those with experts, where ranks have different ones, or all others.
+struct UnitKind<'a> {
+    ranks: &'a StateRanks,
+    reductions: Reductions,
+    shards: ShardSums,
+}
 
 impl Gradients {
-    /// Takes memory for what stays of every unit's gradient. Shards lie on a device of their own; parts of tied gradients come from the pool of messages.
+    /// Takes memory for what stays of every unit's gradient. Shards are on a device of their own; parts of tied gradients come from the pool of
+    /// messages.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
         ranks: &Arc<RankGrid>,
         (device, shards_device): (&Device, &Device),
-        messages: &Pool<f32>,
+        messages: &Pool,
         options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
-        let are_shards_kept = outline.state.is_sharded(StateClass::Gradients);
-        let is_sharded = are_shards_kept || outline.state.is_sharded(StateClass::Optimizer);
-        let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
-        let format = options.zero_plus_plus.quantized_gradients;
-        let hierarchy =
-            ranks.levels().zip(format).map(|(levels, format)| Hierarchy::new(levels, format, device));
-        let hierarchy = hierarchy.map(Arc::new);
-        let counts = || table.parameters().iter().find(|info| info.class == ParameterClass::Balance);
-        if let Some(info) = hierarchy.as_ref().and_then(|_| counts()) {
-            return Err(ParallelError::RoundedBesideLoads { parameter: info.name.clone() });
-        }
-        let is_wide = group.world_size() == 1 || hierarchy.is_some();
-        let dtype = if is_wide { Precision::F32 } else { options.reduce_dtype };
-        let is_rounded = dtype != Precision::F32;
-        let keeps_whole = !are_shards_kept && !is_rounded;
-        let category = if keeps_whole { Category::Gradients } else { Category::Communication };
-        let is_gathered = are_shards_kept && !outline.state.is_sharded(StateClass::Optimizer);
-        let is_exchanged = is_gathered || is_sharded && !is_rounded && hierarchy.is_none();
-        let pool = Pool::new(group, device, category, is_exchanged);
-        // Codecs work on the host.
-        let is_compressed = options.compression.codec() != CodecName::None;
-        let pool = if is_compressed { pool.with_buffers() } else { pool };
-        // Parts of gradients are gathered where all of a unit is updated by them.
-        let gathered = is_gathered.then(|| Gathered::absent(table, device, ranks, &pool));
-        let needs_shards =
-            |state: &StateRanks| are_shards_kept || is_sharded && state.replicas.world_size() > 1;
-        let is_summed = are_shards_kept && outline.num_microbatches > 1;
-        let shard_precision = if is_summed { Precision::F32 } else { dtype };
-        // A unit that lies elsewhere in the pipeline has no gradient here. Without training, no unit has one.
-        let holds = |unit| outline.holds(unit) && outline.state.is_trained();
-        let num_elements = |unit| if holds(unit) { table.units()[unit].num_elements } else { 0 };
-        let compressed = (0..table.units().len()).map(|unit| match is_sharded || !holds(unit) {
+        let hierarchy = hierarchy(table, ranks, device, options)?;
+        let layout = GradientLayout::new(outline, ranks, options, hierarchy.is_some());
+        let pool = layout.pool(ranks, device, options);
+        // A unit of another rank of the pipeline has no gradient here. Without training, no unit has one.
+        let is_held: Vec<bool> =
+            (0..table.units().len()).map(|unit| outline.holds(unit) && outline.state.is_trained()).collect();
+        let compressed = |unit: usize| match layout.is_scattered() || !is_held[unit] {
             true => Ok(None),
-            false => Compressed::new(table, unit, options, device, group),
-        });
-        let compressed = compressed.collect::<Result<Vec<_>, _>>()?;
+            false => Compressed::new(table, unit, options, device, layout.group(ranks.state())),
+        };
+        let compressed = (0..table.units().len()).map(compressed).collect::<Result<Vec<_>, _>>()?;
         let rounded_apart = match hierarchy.is_some() || compressed.iter().any(Option::is_some) {
-            true => Holders::of_all(table, ranks, device),
+            true => Holders::of_all(table, ranks, device, DType::F32),
             false => Holders::none(table),
         };
-        // Backward starts with the last unit.
         let counted = Counted::new(device);
-        // Of units without experts, and of those with experts where other ranks have other ones.
-        let mut makers = Vec::new();
-        for has_experts in [false, true] {
-            let is_one = |unit: &usize| (table.units()[*unit].num_experts > 0) == has_experts;
-            let state = match (0..compressed.len()).find(is_one) {
-                Some(unit) => ranks.state_of(&table.units()[unit]),
-                None => ranks.state(),
+        let len = |(unit, info): (usize, &UnitInfo)| if is_held[unit] { info.num_elements } else { 0 };
+        let kind = |has_experts: Option<bool>| -> Result<UnitKind<'_>, ParallelError> {
+            let units = table.units().iter().enumerate();
+            let units = units.filter(|(_, info)| has_experts.is_none_or(|has| has == (info.num_experts > 0)));
+            let units: Vec<(usize, &UnitInfo)> = units.collect();
+            let ranks = units.first().map_or(ranks.state(), |(_, info)| ranks.state_of(info));
+            let (dtype, group) = (layout.dtype, layout.group(ranks));
+            let reductions = match layout.is_scattered() {
+                true => Reductions::reduce_scatter(dtype, group, !layout.has_shards(ranks), device),
+                false => {
+                    // Backward starts with the last unit.
+                    let uncompressed =
+                        units.into_iter().rev().filter(|(unit, _)| compressed[*unit].is_none());
+                    let lens: Vec<usize> = uncompressed.map(len).collect();
+                    Reductions::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
+                }
             };
-            let is_alike = ranks.experts().is_none();
-            let uncompressed = (0..compressed.len()).rev().filter(|&unit| compressed[unit].is_none());
-            let lens: Vec<usize> =
-                uncompressed.filter(|unit| is_alike || is_one(unit)).map(num_elements).collect();
-            let group = if is_sharded { &state.shards } else { &state.replicas };
-            let exchanges = match is_sharded {
-                true => Summations::ReduceScatter { stay: !needs_shards(state) },
-                false => Summations::AllReduce {
-                    fusion_bytes: options.fusion_bytes,
-                    lens: &lens,
-                    counted: &counted,
-                },
-            };
-            let make_reduction = exchanges.reductions(dtype, group, device)?;
-            let make_shard = shard_sums(shard_precision, options.determinism, state, shards_device);
-            makers.push((make_reduction, make_shard));
-            if is_alike {
-                break;
-            }
-        }
-        let mut units = Vec::new();
-        for ((index, unit), compressed) in table.units().iter().enumerate().zip(compressed) {
-            let is_held = holds(index);
-            let state = ranks.state_of(unit);
-            let kind = usize::from(unit.num_experts > 0).min(makers.len() - 1);
-            let (make_reduction, make_shard) = &makers[kind];
-            let group = if is_sharded { &state.shards } else { &state.replicas };
-            let num_elements = num_elements(index);
-            let len = if is_held && is_sharded { unit.padded_len() } else { num_elements };
-            let own = match is_held {
-                true => unit.shard(state.shards.rank().0, state.shards.world_size()),
+            let shards = ShardSums::new(layout.shard_dtype(), options.determinism, ranks, shards_device);
+            Ok(UnitKind { ranks, reductions, shards })
+        };
+        let kinds = match ranks.experts() {
+            None => vec![kind(None)?],
+            Some(_) => vec![kind(Some(false))?, kind(Some(true))?],
+        };
+        let mut units = Vec::with_capacity(table.units().len());
+        for ((index, info), compressed) in table.units().iter().enumerate().zip(compressed) {
+            let UnitKind { ranks, reductions, shards } =
+                &kinds[usize::from(info.num_experts > 0).min(kinds.len() - 1)];
+            let num_elements = len((index, info));
+            let len = if is_held[index] && layout.is_scattered() { info.padded_len() } else { num_elements };
+            let own = match is_held[index] {
+                true => info.shard(ranks.shards.rank().0, ranks.shards.world_size()),
                 false => 0..0,
             };
-            let is_compressed = compressed.is_some();
-            let reduction = match (compressed, &hierarchy) {
-                (Some(compressed), _) => Reduction::Compressed(compressed),
-                (None, Some(hierarchy)) => Reduction::Hierarchical(Hierarchical::new(hierarchy, unit)),
-                (None, None) => make_reduction(len)?,
-            };
-            if keeps_whole && !is_sharded && !is_compressed {
-                counted.map(group.peer_bytes_mapped(len * size_of::<f32>()))?;
+            let stays = layout.keeps_full() || compressed.is_some();
+            if layout.keeps_full() && !layout.is_scattered() && compressed.is_none() {
+                counted.map(layout.group(ranks).peer_bytes_mapped(len * size_of::<f32>()))?;
             }
             units.push(UnitGradient {
                 num_elements,
                 len,
-                reducible: if keeps_whole || is_compressed { Some(pool.take(len)?) } else { None },
+                reducible: if stays { Some(pool.take(len)?) } else { None },
                 open: None,
                 sum: TreeSum::new(),
-                reduction,
+                reduction: match (compressed, &hierarchy) {
+                    (Some(compressed), _) => Reduction::Compressed(compressed),
+                    (None, Some(hierarchy)) => Reduction::Hierarchical(Hierarchical::new(hierarchy, info)),
+                    (None, None) => reductions.reduction(len)?,
+                },
                 is_finished: false,
-                shard: (needs_shards(state) && is_held).then(|| make_shard(own.len())),
+                shard: (layout.has_shards(ranks) && is_held[index]).then(|| shards.shard(own.len())),
                 own,
             });
         }
+        drop(kinds);
         Ok(Gradients {
             device: device.clone(),
             shards_device: shards_device.clone(),
             determinism: options.determinism,
+            layout,
             outline: outline.clone(),
             written: vec![false; table.parameters().len()],
             table: Arc::clone(table),
             ranks: Arc::clone(ranks),
             under_way: VecDeque::with_capacity(units.len()),
             units,
+            // Shards of gradients are gathered where all of a unit is updated by them.
+            gathered: layout.is_gathered().then(|| Gathered::absent(table, device, ranks, &pool)),
             pool,
-            keeps_whole,
-            is_rounded,
-            gathered,
             counted,
             rounded_apart,
             tied: TiedGradients::new(outline, table.tie(), messages),
@@ -156,12 +132,28 @@ impl Gradients {
         })
     }
 
-    /// Gives all memory back, in which there is nothing between steps, before others take the place of these.
+    /// Releases all memory, in which there is nothing between steps, before that of other gradients is taken.
     pub(crate) fn release(&mut self) {
         self.units.clear();
-        self.pool = Pool::new(self.ranks.world(), &self.device, Category::Gradients, false);
+        self.pool = Pool::new(self.ranks.world(), &self.device, DType::F32, Category::Gradients, false);
         (self.gathered, self.tied) = (None, None);
         self.rounded_apart = Holders::none(&self.table);
         self.counted = Counted::new(&self.device);
+    }
+}
+
+/// How gradients are exchanged as integers, if the options ask for it and ranks are on several hosts.
+fn hierarchy(
+    table: &ParameterTable,
+    ranks: &RankGrid,
+    device: &Device,
+    options: &ExecutorOptions,
+) -> Result<Option<Arc<Hierarchy>>, ParallelError> {
+    let Some((levels, format)) = ranks.levels().zip(options.zero_plus_plus.quantized_gradients) else {
+        return Ok(None);
+    };
+    match table.parameters().iter().find(|info| info.class == ParameterClass::Balance) {
+        Some(info) => Err(ParallelError::RoundedBesideLoads { parameter: info.name.clone() }),
+        None => Ok(Some(Arc::new(Hierarchy::new(levels, format, device)))),
     }
 }

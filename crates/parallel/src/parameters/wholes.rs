@@ -9,76 +9,53 @@ use crate::ranks::RankGrid;
 use crate::secondary::SecondaryShards;
 use crate::space::bring;
 use crate::step::ZeroPlusPlus;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
 use std::sync::Arc;
+use trireme_base::DType;
 use trireme_comm::Group;
 use trireme_schedule::collective::block;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Values, View, ViewMut};
 
-/// Whole units that are gathered from shards.
-pub(crate) trait Wholes: fmt::Debug + Send {
-    /// Whether units stay when they were gathered.
-    fn are_kept(&self) -> bool;
-
-    /// Takes memory for a unit that stays, or gives it back.
-    fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError>;
-
-    /// Starts to gather a unit, to which this rank gives `shard`, of the device beside it, or what lies in its place already.
-    fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<(), ParallelError>;
-
-    fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError>;
-
-    fn reshard(&mut self, unit: usize);
-
-    /// What was kept of a unit to gather it again is out of date.
-    fn forget(&mut self, unit: usize);
-
-    fn view(&self, unit: usize) -> View<'_>;
-
-    fn view_mut(&mut self, unit: usize) -> ViewMut<'_>;
-}
-
-/// Whole units in one type of float.
-pub(crate) struct Gathered<T> {
+/// Whole units in one type of float, gathered from shards.
+pub(crate) struct Gathered {
     table: Arc<ParameterTable>,
     device: Device,
-    units: Vec<Whole<T>>,
+    units: Vec<Whole>,
     /// The ranks that have the shards of each unit.
     groups: Vec<Arc<Group>>,
     is_kept: bool,
-    pool: Pool<T>,
+    pool: Pool,
     /// How units that are not near are gathered as integers.
     packed: Option<PackedGathering>,
     /// Parameters of which several ranks would then have different values, for they are rounded by what lies beside them.
-    rounded_apart: Holders<T>,
+    rounded_apart: Holders,
     /// Where units are near.
     secondary: Option<SecondaryShards>,
 }
 
 #[derive(Default)]
-enum Whole<T> {
+enum Whole {
     #[default]
     Absent,
-    Present(Exchanged<T>),
-    Gathering(Exchanging<T>),
+    Present(Exchanged),
+    Gathering(Exchanging),
     /// As integers, which have come from other hosts.
-    Packed(Exchanging<u8>),
+    Packed(Exchanging),
 }
 
-impl<T: Stored> Gathered<T> {
+impl Gathered {
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
         spared: ZeroPlusPlus,
         ranks: &RankGrid,
-        device: &Device,
+        (device, dtype): (&Device, DType),
     ) -> Result<Self, ParallelError> {
         let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
-        let pool = Pool::new(ranks.shards(), device, category, true);
+        let pool = Pool::new(ranks.shards(), device, dtype, category, true);
         let mut gathered = Gathered { is_kept, ..Gathered::absent(table, device, ranks, &pool) };
         (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
         // On one host shards are as near as copies of them would be.
@@ -86,10 +63,10 @@ impl<T: Stored> Gathered<T> {
             let has_secondary = spared.secondary_shards && levels.across.world_size() > 1;
             if spared.quantized_weights {
                 gathered.packed = Some(PackedGathering::new(levels, device));
-                gathered.rounded_apart = Holders::of_all(table, ranks, device);
+                gathered.rounded_apart = Holders::of_all(table, ranks, device, dtype);
             }
             gathered.secondary = has_secondary
-                .then(|| SecondaryShards::new::<T>(table, outline, levels, device))
+                .then(|| SecondaryShards::new(table, outline, levels, device, dtype))
                 .transpose()?;
         }
         Ok(gathered)
@@ -100,7 +77,7 @@ impl<T: Stored> Gathered<T> {
         table: &Arc<ParameterTable>,
         device: &Device,
         ranks: &RankGrid,
-        pool: &Pool<T>,
+        pool: &Pool,
     ) -> Self {
         let group = |unit| Arc::clone(&ranks.state_of(unit).shards);
         Gathered {
@@ -117,7 +94,7 @@ impl<T: Stored> Gathered<T> {
     }
 
     /// Starts to gather a unit as it is from the shards.
-    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole<T>, ParallelError> {
+    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole, ParallelError> {
         let info = &self.table.units()[unit];
         let mut whole = match std::mem::take(&mut self.units[unit]) {
             Whole::Present(whole) => whole,
@@ -131,14 +108,13 @@ impl<T: Stored> Gathered<T> {
         let own = block(group.rank(), group.world_size(), len);
         Ok(Whole::Gathering(whole.exchange(&self.device, own, 0..len, |whole| group.all_gather(whole))))
     }
-}
-
-impl<T: Stored> Wholes for Gathered<T> {
-    fn are_kept(&self) -> bool {
+    /// Whether units stay when they were gathered.
+    pub(crate) fn are_kept(&self) -> bool {
         self.is_kept
     }
 
-    fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError> {
+    /// Takes memory for a unit that stays, or releases it.
+    pub(crate) fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError> {
         if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
             self.pool.discard(whole);
         }
@@ -148,7 +124,12 @@ impl<T: Stored> Wholes for Gathered<T> {
         Ok(())
     }
 
-    fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<(), ParallelError> {
+    /// Starts to gather a unit, to which this rank gives `shard` of the device next to it, or what is in its place already.
+    pub(crate) fn unshard(
+        &mut self,
+        unit: usize,
+        shard: Option<(View<'_>, &Device)>,
+    ) -> Result<(), ParallelError> {
         let category = Category::Communication;
         let brought = shard.map(|(shard, from)| bring(shard, from, &self.device, category)).transpose()?;
         let shard = brought.as_ref().map(Values::view);
@@ -163,7 +144,8 @@ impl<T: Stored> Wholes for Gathered<T> {
         Ok(())
     }
 
-    fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    /// Waits until a unit can be read.
+    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
         let whole = match std::mem::take(&mut self.units[unit]) {
             Whole::Gathering(under_way) => under_way.wait(&self.device, waiting)?,
             Whole::Packed(messages) => {
@@ -187,19 +169,25 @@ impl<T: Stored> Wholes for Gathered<T> {
         Ok(())
     }
 
-    fn reshard(&mut self, unit: usize) {
+    /// Releases a gathered unit.
+    pub(crate) fn reshard(&mut self, unit: usize) {
         if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
             self.pool.give(whole);
         }
     }
 
-    fn forget(&mut self, unit: usize) {
+    /// What was kept of a unit to gather it again is out of date.
+    pub(crate) fn forget(&mut self, unit: usize) {
         if let Some(secondary) = &mut self.secondary {
             secondary.forget(unit);
         }
     }
 
-    fn view(&self, unit: usize) -> View<'_> {
+    /// The elements of a gathered unit.
+    ///
+    /// # Panics
+    /// If it is not there.
+    pub(crate) fn view(&self, unit: usize) -> View<'_> {
         let len = self.table.units()[unit].num_elements;
         match &self.units[unit] {
             Whole::Present(whole) => whole.part(0..len),
@@ -207,7 +195,8 @@ impl<T: Stored> Wholes for Gathered<T> {
         }
     }
 
-    fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
+    /// As [`view`](Gathered::view), to write.
+    pub(crate) fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let len = self.table.units()[unit].num_elements;
         match &mut self.units[unit] {
             Whole::Present(whole) => whole.part_mut(0..len),
@@ -216,7 +205,7 @@ impl<T: Stored> Wholes for Gathered<T> {
     }
 }
 
-impl<T> fmt::Debug for Gathered<T> {
+impl fmt::Debug for Gathered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let present = self.units.iter().map(|whole| matches!(whole, Whole::Present(_)));
         write!(f, "Gathered({:?})", present.collect::<Vec<_>>())
@@ -249,7 +238,7 @@ mod tests {
             let outline = lay_out(single::program(&Chain::of_units(1), 1), StateLayout::zero(3)).outline;
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let spared = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
-            let mut wholes = Gathered::<f32>::new(&table, &outline, spared, &ranks, &device).unwrap();
+            let mut wholes = Gathered::new(&table, &outline, spared, &ranks, (&device, DType::F32)).unwrap();
             // What is cut is larger on one rank of the axis, and so are the steps in which all of a block is rounded.
             let value =
                 |index: usize| if index < 64 { index as f32 / 7.0 } else { 100.0 * (1 + place.rank) as f32 };

@@ -61,7 +61,7 @@ const SUM: Operation =
     Operation::reduction_of(CollectiveKind::AllReduce.with_len(4), ReduceOp::Sum, DType::F32);
 
 fn vector() -> Payload {
-    Payload::Vector(crate::buffer::Storage::heap(16).expect("memory"))
+    Payload::Vector(crate::buffer::Storage::heap(trireme_base::DType::U8, 16).expect("memory"))
 }
 
 fn header(call: &Call, payload_bytes: u64) -> [u8; frame::HEADER_BYTES] {

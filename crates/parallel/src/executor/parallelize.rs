@@ -1,0 +1,176 @@
+//! Applies a layout to a model: what each axis of the ranks contributes to an executor.
+
+use super::in_flight::InFlight;
+use super::means::Means;
+use super::messages::Messages;
+use super::timeline::Timeline;
+use super::versions::Updates;
+use super::{Executor, Moves, Optimization, Passes};
+use crate::axis::UnitAxes;
+use crate::error::ParallelError;
+use crate::exchange::ShardExchanges;
+use crate::fp8::AgreedScales;
+use crate::gradients::Gradients;
+use crate::hashes::HashRecorder;
+use crate::holders::Holders;
+use crate::offload::OffloadOptions;
+use crate::parameters::RankParameters;
+use crate::placement::Placements;
+use crate::ranks::RankGrid;
+use crate::squares::Squares;
+use crate::step::{ExecutorOptions, ZeroPlusPlus};
+use crate::waiting::Waiting;
+use std::sync::Arc;
+use trireme_model::{Model, Rehearsal};
+use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions};
+use trireme_schedule::lowering::lay_out;
+use trireme_schedule::{Outline, Program, StateClass, single, validate};
+use trireme_tensor::{Category, Device};
+
+/// What an executor is made of.
+pub struct ExecutorSetup<'a> {
+    /// The model.
+    pub model: Model,
+    /// What passes over its microbatches are.
+    pub rehearsal: Rehearsal,
+    /// What updates this rank's [parts](Placements::parts) of the units.
+    pub optimizer: &'a OptimizerOptions,
+    /// All ranks.
+    pub ranks: RankGrid,
+    /// What this rank computes on.
+    pub device: &'a Device,
+    /// What this rank does in a step.
+    pub program: Program,
+    /// How steps are run.
+    pub options: ExecutorOptions,
+    /// What it takes to have state elsewhere than on the device.
+    pub offload: &'a OffloadOptions,
+}
+
+/// How units run without training; proven.
+pub(super) fn forward_program(training: &Outline) -> Result<Program, ParallelError> {
+    let program = lay_out(single::forward_only(training), training.state.forward_only());
+    validate(&program, 1)?;
+    Ok(program)
+}
+
+impl Executor {
+    /// Applies a layout to a model. Proves the program, and takes memory for parameters and the optimizer's state, which are zeros, and for
+    /// gradients. Collective over the ranks.
+    ///
+    /// Each axis of the [ranks](RankGrid) contributes one thing:
+    ///
+    /// | axis | what its ranks divide | what exchanges it |
+    /// |---|---|---|
+    /// | pipeline | the units | `Messages` between programs; `Updates`, if the pipeline does not drain |
+    /// | tensor | parameters, and with sequence parallelism rows | operations of units, by `UnitAxes` |
+    /// | context | the positions of samples | attention, by `UnitAxes`; gradients are summed as over replicas |
+    /// | experts | the experts of a unit | operations of units, by `UnitAxes` |
+    /// | shards | state, as the outline's `StateLayout` says | `RankParameters`, `Gradients`, `ShardExchanges` |
+    /// | replicas | samples only | `Gradients` |
+    ///
+    /// Parameters that several ranks of the tensor or the expert axis hold are `Holders`. All ranks agree on losses (`Means`), the norm of
+    /// gradients (`Squares`) and the scales of fp8 (`AgreedScales`).
+    ///
+    /// # Errors
+    /// A program that is not valid; what devices, groups and disks refuse.
+    ///
+    /// # Panics
+    /// If the model's parts are those of another rank, or the ranks shard state of which the program has no shards.
+    pub fn new(setup: ExecutorSetup<'_>) -> Result<Self, ParallelError> {
+        let ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload } = setup;
+        // Without a pipeline microbatches run one after the other.
+        let in_flight_max =
+            if program.outline.stages.is_empty() { 1 } else { program.outline.num_microbatches };
+        validate(&program, in_flight_max)?;
+        let (outline, table, state) = (&program.outline, model.table(), program.outline.state);
+        let (ranks, updates) = split_groups(ranks, &model, outline, &options)?;
+        device.staging().take_outside(Category::Communication, ranks.fixed_bytes())?;
+
+        // Within units: the tensor, the context and the expert axis.
+        let axes = UnitAxes::new(&ranks, device);
+        let grad_terms = Holders::of_terms(table, &rehearsal, &ranks, device);
+        let fp8 =
+            options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;
+
+        // State: the shards and the replicas.
+        let placements = Placements::new(table, outline, ranks.mesh().clone());
+        let parts = placements.parts(table, ranks.world().rank());
+        let squares = Squares::new(table, &ranks, device, optimizer)?;
+        let optimizer_device = offload.device_of(&state, StateClass::Optimizer, device).clone();
+        let make = match state.moves(StateClass::Optimizer) {
+            true => Optimizer::without_memory,
+            false => Optimizer::new,
+        };
+        let stepped = if state.is_trained() { parts.clone() } else { vec![0..0; parts.len()] };
+        let optimizer = make(optimizer, table, &stepped, &optimizer_device)?;
+        let exchanges = ShardExchanges::new(&ranks, outline, &optimizer_device, device);
+        let devices = (device, offload.device_of(&state, state.class_of_weights(), device));
+        let precision = (options.gather_precision(), options.zero_plus_plus);
+        let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
+
+        // Between units: the pipeline.
+        let messages = Messages::new(&ranks, outline.num_microbatches, device);
+        let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
+        let mut gradients = Gradients::new(table, outline, &ranks, devices, messages.pool(), &options)?;
+        if optimizer.exchanges_momentum() {
+            gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
+        }
+        let means = Means::new(outline, &ranks, &rehearsal, device)?;
+
+        let mut executor = Executor {
+            forward_program: forward_program(outline)?,
+            timeline: Timeline::new(program.actions.len()),
+            moves: Moves::new(offload, &program, device),
+            passes: Passes { axes, fp8, in_flight: InFlight::new(outline, &rehearsal) },
+            optimization: Optimization {
+                optimizer,
+                device: optimizer_device,
+                exchanges,
+                grad_terms,
+                squares,
+                loss_scaler: LossScaler::new(options.loss_scaling),
+                hashes: HashRecorder::default(),
+            },
+            device: device.clone(),
+            model,
+            rehearsal,
+            ranks,
+            options,
+            program,
+            placements,
+            parameters,
+            gradients,
+            messages,
+            means,
+            updates,
+            waiting: Waiting::default(),
+            failure: None,
+            outcomes: Vec::with_capacity(1),
+        };
+        executor.expect_moves();
+        executor.send_zeros()?;
+        Ok(executor)
+    }
+}
+
+/// Splits the groups that the layout needs in addition to those of the axes. Collective.
+fn split_groups(
+    mut ranks: RankGrid,
+    model: &Model,
+    outline: &Outline,
+    options: &ExecutorOptions,
+) -> Result<(Arc<RankGrid>, Option<Updates>), ParallelError> {
+    let (state, num_shards) = (&outline.state, ranks.shards().world_size());
+    assert!(num_shards == 1 || state.has_shards(), "{num_shards} shards of no state");
+    assert_eq!(model.table().model_place(), ranks.model_place(), "the model's parts are those of this rank");
+    if state.is_sharded(StateClass::Parameters)
+        && num_shards > 1
+        && options.zero_plus_plus != ZeroPlusPlus::NONE
+    {
+        ranks.split_by_hosts()?;
+    }
+    ranks.split_holders(model.table())?;
+    let updates = Updates::new(outline, &mut ranks)?;
+    Ok((Arc::new(ranks), updates))
+}

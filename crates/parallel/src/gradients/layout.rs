@@ -1,0 +1,93 @@
+//! What ranks store of gradients, and in which precision they exchange them.
+
+use crate::pool::Pool;
+use crate::ranks::{RankGrid, StateRanks};
+use crate::step::ExecutorOptions;
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_codec::CodecName;
+use trireme_comm::Group;
+use trireme_schedule::{Outline, StateClass};
+use trireme_tensor::{Category, Device};
+
+/// What ranks store of gradients, and in which precision they exchange them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GradientLayout {
+    /// Ranks store shards of gradients only.
+    pub(super) shards_gradients: bool,
+    /// Ranks update shards.
+    shards_optimizer: bool,
+    /// Gradients are exchanged as integers, within hosts and then across them.
+    is_hierarchical: bool,
+    /// The type in which gradients are exchanged otherwise.
+    pub(super) dtype: DType,
+    /// Several sums over the shards' ranks are added in a step.
+    sums_shards: bool,
+}
+
+impl GradientLayout {
+    pub(super) fn new(
+        outline: &Outline,
+        ranks: &RankGrid,
+        options: &ExecutorOptions,
+        is_hierarchical: bool,
+    ) -> Self {
+        let shards_gradients = outline.state.is_sharded(StateClass::Gradients);
+        let layout = GradientLayout {
+            shards_gradients,
+            shards_optimizer: outline.state.is_sharded(StateClass::Optimizer),
+            is_hierarchical,
+            dtype: DType::F32,
+            sums_shards: shards_gradients && outline.num_microbatches > 1,
+        };
+        let is_alone = layout.group(ranks.state()).world_size() == 1;
+        let dtype = if is_alone || is_hierarchical { DType::F32 } else { options.reduce_dtype.dtype() };
+        GradientLayout { dtype, ..layout }
+    }
+
+    /// Whether each rank gets its shard of a sum, and not all of it.
+    pub(super) fn is_scattered(&self) -> bool {
+        self.shards_gradients || self.shards_optimizer
+    }
+
+    /// The ranks among which each gradient is reduced first.
+    pub(super) fn group<'a>(&self, ranks: &'a StateRanks) -> &'a Arc<Group> {
+        if self.is_scattered() { &ranks.shards } else { &ranks.replicas }
+    }
+
+    /// Whether gradients are rounded to 16 bits, in memory that is released once they were added to a shard.
+    pub(super) fn is_rounded(&self) -> bool {
+        self.dtype != DType::F32
+    }
+
+    /// Whether full gradients in f32 stay with their units, so that no other memory is needed.
+    pub(super) fn keeps_full(&self) -> bool {
+        !self.shards_gradients && !self.is_rounded()
+    }
+
+    /// Whether reduced gradients are gathered from the shards, because each rank updates full units.
+    pub(super) fn is_gathered(&self) -> bool {
+        self.shards_gradients && !self.shards_optimizer
+    }
+
+    /// Whether a rank stores its shard of a gradient apart from the full one.
+    pub(super) fn has_shards(&self, ranks: &StateRanks) -> bool {
+        self.shards_gradients || self.is_scattered() && ranks.replicas.world_size() > 1
+    }
+
+    /// The type of these shards.
+    pub(super) fn shard_dtype(&self) -> DType {
+        if self.sums_shards { DType::F32 } else { self.dtype }
+    }
+
+    /// Memory for full gradients in f32.
+    pub(super) fn pool(&self, ranks: &RankGrid, device: &Device, options: &ExecutorOptions) -> Pool {
+        let category = if self.keeps_full() { Category::Gradients } else { Category::Communication };
+        let is_scattered_as_is = self.is_scattered() && !self.is_rounded() && !self.is_hierarchical;
+        let is_exchanged = self.is_gathered() || is_scattered_as_is;
+        let pool = Pool::new(self.group(ranks.state()), device, DType::F32, category, is_exchanged);
+        // Codecs work on the host.
+        let is_compressed = options.compression.codec() != CodecName::None;
+        if is_compressed { pool.with_buffers() } else { pool }
+    }
+}
