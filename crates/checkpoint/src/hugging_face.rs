@@ -105,9 +105,7 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
         )
     } else {
         let expected = match folder.join(CONFIG_FILE).is_file() {
-            true => {
-                "model.safetensors or model.safetensors.index.json beside config.json (to train it from random weights, set [model] config)"
-            }
+            true => "model.safetensors or model.safetensors.index.json beside config.json",
             false => {
                 "the folder of a run that has saved a checkpoint, a checkpoint with checkpoint.json, or a Hugging Face \
                  model directory with model.safetensors or model.safetensors.index.json"

@@ -3,6 +3,7 @@
 use crate::bounded::within;
 use crate::commands::report::RunsDiffer;
 use crate::hang::Hang;
+use crate::hints::hint;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
 use crate::log_line::LogLine;
 use crate::numbers::{counted, duration};
@@ -80,6 +81,9 @@ fn describe(error: &anyhow::Error) -> String {
             text.push_str(&format!("\n  because: {}", cause.replace('\n', "\n    ")));
         }
         last = cause;
+    }
+    if let Some(hint) = hint(error) {
+        text.push_str(&format!("\n  hint: {hint}"));
     }
     printable(&text).into_owned()
 }

@@ -17,6 +17,7 @@ mod console;
 mod death;
 mod foreign_arguments;
 mod hang;
+mod hints;
 mod host;
 mod interrupts;
 mod launch;

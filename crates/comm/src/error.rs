@@ -22,11 +22,7 @@ pub enum CommError {
         source: Arc<io::Error>,
     },
     /// Strangers could reach the workers, and nothing would tell them from workers.
-    #[error(
-        "the workers would listen on {address}, where others can connect, but have no secret; set TRIREME_SECRET or \
-         [comm] secret_file to the same random text on all of them (openssl rand -hex 32), or set [comm] \
-         require_secret = false if anybody on that network may join"
-    )]
+    #[error("the workers would listen on {address}, where others can connect, but have no secret")]
     SecretMissing {
         /// Where a worker would listen, or look for rank 0.
         address: IpAddr,
@@ -53,9 +49,7 @@ pub enum CommError {
         source: Arc<io::Error>,
     },
     /// TLS was asked for, and this program has none.
-    #[error(
-        "this program was built without TLS; build it with --features tls, or remove [comm] tls_certificate"
-    )]
+    #[error("this program was built without TLS")]
     TlsUnavailable,
     /// The system has no random numbers.
     #[error("the system provides no random numbers")]
@@ -64,10 +58,7 @@ pub enum CommError {
         source: Arc<io::Error>,
     },
     /// The network interface where this worker should listen cannot be used.
-    #[error(
-        "cannot listen on the network interface '{interface}'; check [comm] interface, TRIREME_INTERFACE, NCCL_SOCKET_IFNAME and \
-         GLOO_SOCKET_IFNAME"
-    )]
+    #[error("cannot listen on the network interface '{interface}'")]
     Interface {
         interface: String,
         #[source]
@@ -84,7 +75,7 @@ pub enum CommError {
         source: Arc<io::Error>,
     },
     /// This rank cannot listen for the others.
-    #[error("cannot listen on {ip} for the other ranks; check [comm] interface and ports")]
+    #[error("cannot listen on {ip} for the other ranks")]
     ListenForPeers {
         ip: IpAddr,
         #[source]

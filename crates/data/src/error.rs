@@ -45,7 +45,7 @@ pub enum DataError {
     /// A tokenizer that has no token for any of the text.
     #[error(
         "the tokenizer has no token for any of the text: it belongs to another kind of text, or is damaged; use another one, or train one on the \
-         text ([data] train_bpe, --train-bpe)"
+         text"
     )]
     NoTokens,
     /// Bytes that are no UTF-8, where they are to be refused.
@@ -70,7 +70,7 @@ pub enum DataError {
     JsonArray { path: PathBuf, line: u64, reason: &'static str },
     /// A JSON object without the text field.
     #[error(
-        "{path}, line {line}: field '{field}' {found}; a record has a text, in a field that [data] field or --field names, or `messages` with \
+        "{path}, line {line}: field '{field}' {found}; a record has a text in that field, or `messages` with \
          `role` and `content`, or `prompt` and `completion`, or ShareGPT's `conversations` with `from` and `value`, or Alpaca's `instruction` \
          and `output`"
     )]
@@ -80,8 +80,7 @@ pub enum DataError {
     Conversation { path: PathBuf, line: u64, reason: String },
     /// A conversation, and nothing that makes a text of it.
     #[error(
-        "{path}, line {line} is a conversation, but there is no chat template; use the tokenizer of a model that has one, or name a template: \
-         `chatml`, or a file ([data] chat_template, --chat-template)"
+        "{path}, line {line} is a conversation, but there is no chat template; use the tokenizer of a model that has one, or name a template"
     )]
     NoChatTemplate { path: PathBuf, line: u64 },
     /// A question with choices where texts are read.

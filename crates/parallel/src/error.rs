@@ -58,7 +58,7 @@ pub enum ParallelError {
     /// Gradients are to be rounded beside counts of loads.
     #[error(
         "'{parameter}' balances experts by how often each was chosen, and gradients that are rounded beside such counts would be lost; \
-         remove the key zero_quantized_gradients"
+         do not quantize gradients"
     )]
     RoundedBesideLoads { parameter: String },
     /// A rank evaluates nothing, while others wait for its tokens.
@@ -71,8 +71,7 @@ pub enum ParallelError {
     TooFewMicrobatches { expected: usize, found: usize },
     /// Loss or gradients became infinite or NaN.
     #[error(
-        "step {step}: the {what} is {value}; {}. Try a lower [optimizer] lr, a longer [lr_scheduler] warmup_steps, or \
-         [training] max_norm",
+        "step {step}: the {what} is {value}; {}",
         match *.is_ahead {
             true => "other workers of the pipeline may have updated parameters since, so resume from the last checkpoint",
             false => "parameters are unchanged since the previous step",
@@ -88,8 +87,7 @@ pub enum ParallelError {
     /// Loss or gradients became infinite or NaN at a loss scale that cannot fall; parameters are as before the step.
     #[error(
         "step {step}: the {what} is {value} in f16; the loss scale of {loss_scale} cannot decrease further, after \
-         {skipped_steps} skipped steps. Parameters are unchanged since the previous step. Try [training] dtype = \
-         \"bf16\", a lower [optimizer] lr, or loss_scale = 0 if it is set"
+         {skipped_steps} skipped steps. Parameters are unchanged since the previous step"
     )]
     LossScaleExhausted {
         step: u64,

@@ -1,4 +1,4 @@
-//! Rust source split into code and comments, line by line.
+//! Rust source split into code, comments and strings, line by line.
 
 /// A Rust source file. Literals of strings and characters are left out of the code, so that a word in one is not
 /// taken for a call or a keyword.
@@ -16,6 +16,8 @@ pub(crate) struct RustFile {
 pub(crate) struct Line {
     pub(crate) code: String,
     pub(crate) comment: String,
+    /// The contents of string literals, without what is escaped.
+    pub(crate) literal: String,
 }
 
 impl RustFile {
@@ -93,8 +95,9 @@ fn split(text: &str) -> Vec<Line> {
                 1 + rest[1..].chars().next().map_or(0, char::len_utf8)
             }
             State::String => {
-                if next == '"' {
-                    end_literal(line, &mut state);
+                match next {
+                    '"' => end_literal(line, &mut state),
+                    _ => line.literal.push(next),
                 }
                 next.len_utf8()
             }
@@ -104,6 +107,7 @@ fn split(text: &str) -> Vec<Line> {
                     end_literal(line, &mut state);
                     1 + num_hashes
                 } else {
+                    line.literal.push(next);
                     next.len_utf8()
                 }
             }
@@ -203,7 +207,10 @@ mod tests {
     #[test]
     fn comments_are_told_from_code() {
         let lines = split("let a = 1; // one\n/* two /* three */\nfour */ let b;");
-        assert_eq!(lines[0], Line { code: "let a = 1;".into(), comment: " one".into() });
+        assert_eq!(
+            lines[0],
+            Line { code: "let a = 1;".into(), comment: " one".into(), literal: String::new() }
+        );
         assert_eq!((lines[1].code.as_str(), lines[1].comment.trim()), ("", "two  three"));
         assert_eq!((lines[2].code.trim(), lines[2].comment.trim()), ("let b;", "four"));
     }

@@ -7,6 +7,9 @@ const PURE_CRATES: [&str; 3] = ["plan", "planner", "schedule"];
 /// Crates that talk to a person; `testkit` says which tests are skipped.
 const COMMAND_CRATES: [&str; 3] = ["cli", "testkit", "xtask"];
 
+/// Crates that know the config.
+const CONFIG_CRATES: [&str; 3] = ["cli", "testkit", "train"];
+
 /// A test whose child process does nothing until it is killed: no event ends its wait.
 const CHILD_TO_BE_KILLED: &str = "crates/cli/src/launch/worker_processes.rs";
 
@@ -23,6 +26,7 @@ struct Rule {
 enum Within {
     Code,
     CodeAndComments,
+    Strings,
 }
 
 const RULES: &[Rule] = &[
@@ -68,7 +72,29 @@ const RULES: &[Rule] = &[
         applies: is_pure,
         remedy: "use a BTreeMap, BTreeSet or Vec: what this crate makes has one order",
     },
+    Rule {
+        words: &[
+            "[checkpoint]",
+            "[comm]",
+            "[data]",
+            "[lr_scheduler]",
+            "[memory]",
+            "[model]",
+            "[offload]",
+            "[optimizer]",
+            "[parallelism]",
+            "[training]",
+        ],
+        within: Within::Strings,
+        applies: knows_no_config,
+        remedy: "say it in the terms of this crate, and name the key in cli/src/hints.rs",
+    },
 ];
+
+fn knows_no_config(file: &RustFile, index: usize) -> bool {
+    let is_library = file.path.starts_with("crates/") && file.path.contains("/src/");
+    is_library && !CONFIG_CRATES.contains(&file.crate_name()) && !file.is_test(index)
+}
 
 fn is_pure(file: &RustFile, _: usize) -> bool {
     PURE_CRATES.contains(&file.crate_name())
@@ -88,8 +114,11 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
 }
 
 fn stands_in(line: &Line, word: &str, within: Within) -> bool {
-    let in_comment = matches!(within, Within::CodeAndComments) && contains_word(&line.comment, word);
-    in_comment || contains_word(&line.code, word)
+    match within {
+        Within::Code => contains_word(&line.code, word),
+        Within::CodeAndComments => contains_word(&line.comment, word) || contains_word(&line.code, word),
+        Within::Strings => line.literal.contains(word),
+    }
 }
 
 #[cfg(test)]
@@ -139,6 +168,15 @@ mod tests {
             }
         }
         assert!(findings("crates/train/tests/a.rs", "println!(\"\");").is_empty());
+    }
+
+    #[test]
+    fn libraries_name_no_sections_of_the_config() {
+        let text = "#[error(\"too large; lower [training] seq_len\")]\n// [training] may be named here\nlet a = b[training];";
+        assert_eq!(findings("crates/tensor/src/a.rs", text).len(), 1);
+        for path in ["crates/train/src/a.rs", "crates/cli/src/a.rs", "crates/tensor/tests/a.rs"] {
+            assert!(findings(path, text).is_empty(), "{path}");
+        }
     }
 
     #[test]

@@ -101,8 +101,7 @@ pub(super) struct Member<I> {
     pub(super) key: Key,
 }
 
-const NO_MEMBER: &str = "it does not know the secret of this job; all workers need the same TRIREME_SECRET or [comm] \
-                         secret_file";
+const NO_MEMBER: &str = "it does not know the secret of this job, which all workers need";
 const NO_PROTOCOL: &str = "it does not speak this version of the rendezvous protocol";
 
 impl<I: Introduction> Examination<I> {

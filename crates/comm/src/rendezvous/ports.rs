@@ -20,7 +20,7 @@ pub(super) fn listen_at(
             bound => return bound,
         }
     }
-    let why = format!("none of the ports {}-{} is free; widen [comm] ports", ports.start(), ports.end());
+    let why = format!("none of the ports {}-{} is free", ports.start(), ports.end());
     Err(io::Error::new(io::ErrorKind::AddrInUse, why))
 }
 

@@ -231,7 +231,7 @@ impl PrepareReport {
         }
         if self.num_literal_names > 0 {
             notes.push(format!(
-                "{} of special tokens in messages stayed text ([data] special_tokens_in_messages, --special-tokens-in-messages)",
+                "{} of special tokens in messages stayed text",
                 if self.num_literal_names == 1 {
                     "1 name".to_owned()
                 } else {

@@ -15,15 +15,13 @@ pub enum DeviceError {
     )]
     Reserve(#[source] std::io::Error),
     /// The system has no huge pages of 2 MiB.
-    #[error(
-        "cannot reserve addresses for huge pages of 2 MiB: {0}; set [memory] huge_pages = \"transparent\""
-    )]
+    #[error("cannot reserve addresses for huge pages of 2 MiB: {0}")]
     ReserveHuge(#[source] std::io::Error),
     /// More threads than a device may have.
     #[error("{num_threads} threads exceed the maximum of {} for a device", ThreadPool::SIZE_MAX)]
     TooManyThreads { num_threads: usize },
     /// Its threads could not be started.
-    #[error("cannot start {num_threads} kernel threads: {source}; lower [training] threads")]
+    #[error("cannot start {num_threads} kernel threads: {source}; use fewer")]
     Threads {
         num_threads: usize,
         #[source]
@@ -31,29 +29,32 @@ pub enum DeviceError {
     },
     /// A tensor would have more bytes than a process can address.
     #[error(
-        "a tensor of shape {shape:?} in {dtype} for {category} exceeds the address space; use a smaller \
-         local_batch_size, seq_len or model"
+        "a tensor of shape {shape:?} in {dtype} for {category} exceeds the address space; use smaller \
+         batches, shorter sequences or a smaller model"
     )]
     Unaddressable { shape: Shape, dtype: DType, category: Category },
     /// Its memory is used up.
     #[error("{0}")]
     OutOfMemory(String),
+    /// The host's pool of huge pages is used up.
+    #[error("{0}")]
+    HugePages(String),
     /// Rows that the ranks of the tensor axis cannot have equal parts of.
     #[error(
-        "{degree} ranks of the tensor axis cannot have equal parts of dim {dim} of {shape:?}; use a seq_len that {degree} divides, or \
-         [parallelism] sequence_parallel = false"
+        "{degree} ranks of the tensor axis cannot have equal parts of dim {dim} of {shape:?}; use a length \
+         that {degree} divides, or no sequence parallelism"
     )]
     UnequalRows { shape: Shape, dim: usize, degree: usize },
     /// Heads that the ranks which exchange them cannot have equal parts of.
     #[error(
-        "{degree} ranks cannot have equal parts of {num_heads} heads; set [parallelism] context_parallel_heads_degree to a divisor of \
-         {num_heads} and of context_parallel_degree, such as 1"
+        "{degree} ranks cannot have equal parts of {num_heads} heads; use a divisor of {num_heads} and of the degree of the \
+         context axis, such as 1"
     )]
     UnequalHeads { num_heads: usize, degree: usize },
     /// An operation that is wrong where ranks have parts of the positions.
     #[error(
         "{operation} mixes positions of a sequence, of which the ranks of the context axis have parts, or works on floats of fewer dims than \
-         [samples, positions, cols]; set [parallelism] context_parallel_degree = 1, or do this by attention"
+         [samples, positions, cols]; do this by attention, or without a context axis"
     )]
     NeedsAllPositions { operation: String },
     /// A rank could not exchange values with the others.
@@ -67,9 +68,10 @@ pub enum DeviceError {
 impl From<OutOfMemory> for DeviceError {
     fn from(error: OutOfMemory) -> Self {
         match error {
-            OutOfMemory::Machine { .. } | OutOfMemory::Refused { .. } | OutOfMemory::HugePages { .. } => {
+            OutOfMemory::Machine { .. } | OutOfMemory::Refused { .. } => {
                 DeviceError::OutOfMemory(error.to_string())
             }
+            OutOfMemory::HugePages { .. } => DeviceError::HugePages(error.to_string()),
             OutOfMemory::Budget(error) => DeviceError::OverBudget(error),
         }
     }

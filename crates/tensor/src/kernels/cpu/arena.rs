@@ -44,8 +44,8 @@ struct Blocks {
 pub(crate) enum OutOfMemory {
     /// It is more than the machine has.
     #[error(
-        "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use a \
-         smaller local_batch_size or seq_len, or a machine with more memory"
+        "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use \
+         smaller batches, shorter sequences, or a machine with more memory"
     )]
     Machine { requested: Bytes, category: Category, reserved: Bytes, in_use: String },
     /// The system gives no more memory to this process.
@@ -57,7 +57,7 @@ pub(crate) enum OutOfMemory {
     /// The host's pool of huge pages is used up, the control group may have no more of it, or the system is too old to say so.
     #[error(
         "out of memory: the pool of huge pages has too few left for {requested} of {category} ({in_use}): {source}; reserve more of them \
-         (vm.nr_hugepages), or set [memory] huge_pages = \"transparent\"; Linux before 5.14 supports only \"transparent\""
+         (vm.nr_hugepages), or use transparent huge pages, which are all that Linux before 5.14 supports"
     )]
     HugePages { requested: Bytes, category: Category, in_use: String, source: std::io::Error },
     /// It is more than the budget.

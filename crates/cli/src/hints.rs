@@ -1,0 +1,146 @@
+//! Which keys of the config, variables and options help against an error. The libraries know none of them.
+
+use std::error::Error;
+use trireme_checkpoint::{CONFIG_FILE, CheckpointError};
+use trireme_comm::CommError;
+use trireme_data::DataError;
+use trireme_model::ModelError;
+use trireme_parallel::ParallelError;
+use trireme_tensor::DeviceError;
+use trireme_train::TrainError;
+
+/// What to try against an error, if it or one of its causes is known.
+pub(crate) fn hint(error: &anyhow::Error) -> Option<String> {
+    error.chain().find_map(of_cause)
+}
+
+fn of_cause(cause: &(dyn Error + 'static)) -> Option<String> {
+    cause
+        .downcast_ref::<TrainError>()
+        .and_then(train)
+        .or_else(|| cause.downcast_ref().and_then(parallel))
+        .or_else(|| cause.downcast_ref().and_then(model))
+        .or_else(|| cause.downcast_ref().and_then(device))
+        .or_else(|| cause.downcast_ref().and_then(comm))
+        .or_else(|| cause.downcast_ref().and_then(data))
+        .or_else(|| cause.downcast_ref().and_then(checkpoint))
+}
+
+fn train(error: &TrainError) -> Option<String> {
+    match error {
+        TrainError::Parallel(error) => parallel(error),
+        TrainError::Model(error) => model(error),
+        TrainError::Device(error) => device(error),
+        TrainError::Comm(error) => comm(error),
+        TrainError::Data(error) => data(error),
+        TrainError::Checkpoint(error) => checkpoint(error),
+        _ => None,
+    }
+}
+
+fn parallel(error: &ParallelError) -> Option<String> {
+    let hint = match error {
+        ParallelError::Device(error) => return device(error),
+        ParallelError::Model(error) => return model(error),
+        ParallelError::Comm(error) => return comm(error),
+        ParallelError::NotFinite { .. } => {
+            "try a lower [optimizer] lr, a longer [lr_scheduler] warmup_steps, or [training] max_norm"
+        }
+        ParallelError::LossScaleExhausted { .. } => {
+            "try [training] dtype = \"bf16\", a lower [optimizer] lr, or loss_scale = 0 if it is set"
+        }
+        ParallelError::RoundedBesideLoads { .. } => "remove [parallelism] zero_quantized_gradients",
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+fn model(error: &ModelError) -> Option<String> {
+    if let ModelError::Device(error) = error { device(error) } else { None }
+}
+
+fn device(error: &DeviceError) -> Option<String> {
+    let hint = match error {
+        DeviceError::ReserveHuge(_) | DeviceError::HugePages(_) => {
+            "set [memory] huge_pages = \"transparent\""
+        }
+        DeviceError::Threads { .. } => "lower [training] threads",
+        DeviceError::Unaddressable { .. } | DeviceError::OutOfMemory(_) => {
+            "set a smaller [training] local_batch_size or seq_len"
+        }
+        DeviceError::UnequalRows { .. } => {
+            "set another [training] seq_len, or [parallelism] sequence_parallel = false"
+        }
+        DeviceError::UnequalHeads { .. } => {
+            "set [parallelism] context_parallel_heads_degree = 1, or another divisor"
+        }
+        DeviceError::NeedsAllPositions { .. } => "set [parallelism] context_parallel_degree = 1",
+        DeviceError::Exchange(error) => return error.downcast_ref().and_then(parallel),
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+fn comm(error: &CommError) -> Option<String> {
+    let hint = match error {
+        CommError::SecretMissing { .. } => {
+            "set TRIREME_SECRET or [comm] secret_file to the same random text on all workers (openssl rand -hex 32), or set \
+             [comm] require_secret = false if anybody on that network may join"
+        }
+        CommError::Refused { reason, .. } if reason.contains("secret") => {
+            "the secret is in TRIREME_SECRET or [comm] secret_file"
+        }
+        CommError::TlsUnavailable => {
+            "build this program with --features tls, or remove [comm] tls_certificate"
+        }
+        CommError::Interface { .. } => {
+            "check [comm] interface, TRIREME_INTERFACE, NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+        }
+        CommError::ListenForPeers { .. } => "check [comm] interface and ports",
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+fn data(error: &DataError) -> Option<String> {
+    let hint = match error {
+        DataError::NoTokens => "to train a tokenizer on the text, set [data] train_bpe, or give --train-bpe",
+        DataError::JsonField { .. } => "[data] field or --field names the field of the text",
+        DataError::NoChatTemplate { .. } => {
+            "set [data] chat_template, or give --chat-template: `chatml`, or a file"
+        }
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+fn checkpoint(error: &CheckpointError) -> Option<String> {
+    match error {
+        CheckpointError::NothingToOpen { path, .. } if path.join(CONFIG_FILE).is_file() => {
+            Some("to train the model from random weights, set [model] config".to_owned())
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn hints_are_found_through_all_that_wraps_an_error() {
+        let lost = || CommError::TlsUnavailable;
+        let wrapped = [
+            anyhow::Error::from(lost()),
+            ParallelError::from(lost()).into(),
+            TrainError::from(ParallelError::from(lost())).into(),
+            Err::<(), _>(TrainError::from(lost())).context("training").unwrap_err(),
+            ParallelError::Device(DeviceError::from(ParallelError::from(lost()))).into(),
+        ];
+        for error in wrapped {
+            assert!(hint(&error).is_some_and(|hint| hint.contains("tls_certificate")), "{error:?}");
+        }
+        assert_eq!(hint(&anyhow::anyhow!("something else")), None);
+    }
+}
