@@ -2,27 +2,22 @@
 
 mod dry_run;
 mod outcome;
+mod worker;
 
 use super::check_config_path;
 use super::init::DEFAULT_CONFIG;
 use super::prepare::Display;
 use crate::bounded::within;
-use crate::console::Console;
 use crate::death::Death;
 use crate::host::HostShare;
-use crate::interrupts::Interrupts;
 use crate::launch::{
     LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, error_log, interface,
-    is_under_launcher, join_options, run_end, run_local_workers, work_in_world, worker_command,
+    is_under_launcher, join_options, run_local_workers, work_in_world, worker_command,
 };
-use crate::machine_cache::MachineCache;
-use crate::peak::worker_peak;
-use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
+use crate::planning::{Blueprint, Job, Plan, Source, Workers};
 use crate::remarks::{remark, set_format};
 use crate::simd::{Proof, Simd};
-use anyhow::{Context, Result, anyhow, bail};
-use outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
-use signal_hook::consts::SIGUSR1;
+use anyhow::{Result, bail};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,13 +26,13 @@ use trireme_checkpoint::{CHECKPOINTS_FOLDER, ModelSource, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, single};
 use trireme_data::Corpus;
 use trireme_parallel::Determinism;
-use trireme_tensor::{CpuFeatures, OverBudget};
-use trireme_train::config::{ActivationCheckpointMode, Bind, Comm, Config, Resume, Subject};
+use trireme_tensor::CpuFeatures;
+use trireme_train::config::{Comm, Config, Resume, Subject};
 use trireme_train::{
-    CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, Sequences,
-    StepChoices, StoppedBy, Task, TrainError, Trainer, TrainerOptions, corpus_folder, earlier_run,
-    ensure_corpus, local_threads, model_config, preflight,
+    CorpusState, FLIGHT_RECORDER_FOLDER, RunCorpus, RunLock, Samples, Sequences, Task, TrainError,
+    corpus_folder, earlier_run, ensure_corpus, model_config, preflight,
 };
+use worker::train;
 
 /// How long it may take to list the run's checkpoints after a worker has died.
 const LIST_MAX: Duration = Duration::from_secs(1);
@@ -371,25 +366,6 @@ fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Resu
     train(&config, group, process)
 }
 
-/// How long a step is predicted to take, told on rank 0. Collective.
-fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Console) -> Result<Option<f64>> {
-    if group.hosts().num_hosts() > 1 {
-        console.notice("step times are only predicted for workers on one host");
-        return Ok(None);
-    }
-    let found = plan.step_time(job, group.split_by("measured", |_| 0)?);
-    let found = found.context("cannot predict the time of a step; set metrics.predict_step_time = false")?;
-    let Some(PredictedTime { time, unmeasured }) = found else { return Ok(None) };
-    console.notice(&format!("predicted step time: {:.4} s", time.seconds));
-    if !unmeasured.is_empty() {
-        console.notice(&format!(
-            "the predicted step time lacks what was not measured: {}",
-            unmeasured.join(", ")
-        ));
-    }
-    Ok(Some(time.seconds))
-}
-
 /// The files for TLS; the config has all of them or none.
 fn tls_options(comm: &Comm) -> Option<TlsOptions> {
     Some(TlsOptions {
@@ -398,157 +374,4 @@ fn tls_options(comm: &Comm) -> Option<TlsOptions> {
         authority: comm.tls_ca.clone()?,
         name: comm.tls_name.clone(),
     })
-}
-
-/// Trains on one rank of `group`; rank 0 shows the run and what came of it.
-fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
-    let is_root = group.rank() == Rank::ROOT;
-    // Under a launcher of ours, the launcher tells.
-    let is_worker = group.world_size() > 1 || WorkerEnvironment::of_this_process()?.is_some();
-    let interrupts = Interrupts::listen(is_root && error_log().is_none(), is_worker);
-    let interrupts = interrupts.context("cannot install signal handlers")?;
-    let mut console = Console::new(group.rank(), config.metrics(), &log_folder(config))?;
-    let (task, language) = match process.own {
-        Some(own) => (Arc::clone(own), None),
-        None => {
-            let language = Arc::new(LanguageTask::open(config)?);
-            (Arc::clone(&language) as Arc<dyn Task>, Some(language))
-        }
-    };
-    let sample = Samples::open(&*task, config)?.train.sample();
-    let Process { source, started, features, .. } = process;
-    let blueprint = Blueprint::Task { task: &*task, sample: &sample };
-    let job = Job { config, source, blueprint, workers: process.workers(config, &group) };
-    let plan = common_plan(job, &group)?;
-    plan.reasons.iter().for_each(|reason| console.notice(reason));
-    let step_seconds = match config.metrics().predict_step_time {
-        true => predicted_seconds(job, &plan, &group, &mut console)?,
-        false => None,
-    };
-    let planned = Some(plan.worker_plan(step_seconds));
-    // Before this process is bound to some of the host's cores.
-    let cache = MachineCache::of_this_machine("peaks");
-    let peak = worker_peak(config, process.share, features, &group, cache)?;
-    peak.iter().for_each(|peak| console.log(&peak.note));
-    process.share.bind().context("cannot bind this worker to its cores; set [launch] bind = \"none\"")?;
-    if let Some(cpus) = process.share.bound_to() {
-        console.log(&format!("note: this worker is bound to {cpus}"));
-    }
-    if config.launch().bind == Bind::Cores
-        && let Some(why) = &process.share.why_unbound
-    {
-        console.notice(&format!("workers are not bound to cores: {why}"));
-    }
-    let num_threads = local_threads(config, process.share.num_threads);
-    let given_config = if is_root { Some(source.given(config)?) } else { None };
-    let options = TrainerOptions {
-        num_threads,
-        features_max: Some(features),
-        peak_flops: peak.map(|peak| peak.flops),
-        started,
-        plan: planned,
-        ends_at: if is_root { run_end(config, started, &|name| std::env::var(name).ok())? } else { None },
-        given_config,
-    };
-    let over_budget = |error: TrainError| match error.over_budget() {
-        Some(OverBudget { budget, .. }) => {
-            let now = plan.prediction.total().max(*budget);
-            anyhow!("{error}\n{}", changes(job, now, Limit::Device))
-        }
-        None => error.into(),
-    };
-    let mut trainer =
-        Trainer::new(config, Arc::clone(&task), group, options, &mut console).map_err(over_budget)?;
-    let saves = interrupts.save_for(trainer.requests());
-    let summary = trainer.run().map_err(over_budget)?;
-    drop(saves);
-    if let Some(stopped_by) = summary.stopped_by {
-        // The others must not outrun rank 0, as below.
-        trainer.executor().group().barrier().wait()?;
-        drop(trainer);
-        console.finish();
-        if is_root {
-            stopped(config, &summary).iter().for_each(|line| console.line(line));
-        }
-        let signal = match stopped_by {
-            StoppedBy::Signal(signal) => signal,
-            // As if the batch system had sent what it is used to send.
-            StoppedBy::TimeLimit => SIGUSR1,
-        };
-        return Err(LaunchError::Stopped { signal }.into());
-    }
-    // What was predicted before units moved was of other stages.
-    let plan = match trainer.moved_after() {
-        Some(_) => Plan::new(job, Some(trainer.choices().clone()))?,
-        None => plan,
-    };
-    let memory = match summary.seconds_to_first_step {
-        Some(_) => Some(memory_table(&trainer, &plan)?),
-        None => None,
-    };
-    let learns_answers = language.as_ref().is_some_and(|language| language.learns_answers());
-    // A model that has learned answers has none unless it is asked.
-    let is_silent = learns_answers && config.generate().prompt.trim().is_empty();
-    let weights = match config.generate().num_tokens {
-        0 => Ok(None),
-        _ if is_silent => Ok(None),
-        _ => {
-            // Activations are no longer needed; the copy of the parameters takes their place.
-            trainer.executor().device().trim();
-            trainer.gather_parameters()
-        }
-    };
-    let weights = match weights {
-        Err(error) if error.comm().is_some() => return Err(error.into()),
-        weights => weights.transpose(),
-    };
-    // The others must not outrun rank 0's last words: their exit would look like a loss.
-    trainer.executor().group().barrier().wait()?;
-    if is_root {
-        let verdict = verdict(language.as_deref(), &summary)?;
-        let text = language.zip(weights);
-        let text = text.map(|(language, weights)| sample_text(config, &language, &trainer, weights?));
-        drop(trainer);
-        console.finish();
-        memory.iter().chain(&verdict).for_each(|text| console.line(text));
-        match text {
-            Some(Ok(text)) => console.line(&format!("\n--- sample ---\n{text}\n--------------\n")),
-            // What was trained is saved, and a sample can be made from it at any time.
-            Some(Err(error)) => console.line(&format!("\ncannot generate a sample: {error:#}\n")),
-            None => {}
-        }
-        whereabouts(config, &summary, learns_answers).iter().for_each(|line| console.line(line));
-    }
-    Ok(())
-}
-
-/// The plan that fits all workers: what the first one has chosen, all keep.
-fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
-    let fitting = |chosen: Option<StepChoices>| {
-        let plan = Plan::new(job, chosen)?;
-        plan.check(job)?;
-        anyhow::Ok(plan)
-    };
-    let config = job.config;
-    let is_kept_open = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
-    let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
-    // Ranks of the tensor axis may have parts of the vocabulary of unequal cost, and must not cut stages by their own.
-    let is_divided = config.parallelism().tensor_parallel_degree > 1;
-    if !is_kept_open && !has_file && !is_divided && open_classes(config).is_empty() {
-        return fitting(None);
-    }
-    let is_root = group.rank() == Rank::ROOT;
-    // Hosts may differ in their memory and their files, and workers must not differ in what they do.
-    let own = match is_root {
-        true => Some(fitting(None)?),
-        false => None,
-    };
-    let chosen = StepChoices::of_root(own.as_ref().map(|plan| &plan.choices), group)?;
-    match (own, chosen) {
-        (Some(plan), _) => Ok(plan),
-        (None, Some(chosen)) => fitting(Some(chosen)),
-        (None, None) => {
-            bail!("worker 0 runs a different version of trireme; use the same version on all workers")
-        }
-    }
 }

@@ -1,0 +1,217 @@
+//! One rank of a run, from the plan to the last line.
+
+use super::outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
+use super::{Process, log_folder};
+use crate::console::Console;
+use crate::interrupts::Interrupts;
+use crate::launch::{LaunchError, WorkerEnvironment, error_log, run_end};
+use crate::machine_cache::MachineCache;
+use crate::peak::worker_peak;
+use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, changes, open_classes};
+use anyhow::{Context, Error, Result, anyhow, bail};
+use signal_hook::consts::SIGUSR1;
+use std::sync::Arc;
+use trireme_base::Rank;
+use trireme_comm::Group;
+use trireme_tensor::OverBudget;
+use trireme_train::config::{ActivationCheckpointMode, Bind, Config};
+use trireme_train::{
+    LanguageTask, Observer, RunSummary, Samples, StepChoices, StoppedBy, Task, TrainError, Trainer,
+    TrainerOptions, local_threads,
+};
+
+/// Trains on one rank of `group`; rank 0 shows the run and its outcome.
+pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
+    let is_root = group.rank() == Rank::ROOT;
+    // Under a launcher of ours, the launcher tells.
+    let is_worker = group.world_size() > 1 || WorkerEnvironment::of_this_process()?.is_some();
+    let interrupts = Interrupts::listen(is_root && error_log().is_none(), is_worker);
+    let interrupts = interrupts.context("cannot install signal handlers")?;
+    let mut console = Console::new(group.rank(), config.metrics(), &log_folder(config))?;
+    let (task, language) = match process.own {
+        Some(own) => (Arc::clone(own), None),
+        None => {
+            let language = Arc::new(LanguageTask::open(config)?);
+            (Arc::clone(&language) as Arc<dyn Task>, Some(language))
+        }
+    };
+    let sample = Samples::open(&*task, config)?.train.sample();
+    let blueprint = Blueprint::Task { task: &*task, sample: &sample };
+    let job = Job { config, source: process.source, blueprint, workers: process.workers(config, &group) };
+    let plan = common_plan(job, &group)?;
+    plan.reasons.iter().for_each(|reason| console.notice(reason));
+    let options = trainer_options(job, &plan, process, &group, &mut console)?;
+    let refused = |error| with_alternatives(error, job, &plan);
+    let mut trainer =
+        Trainer::new(config, Arc::clone(&task), group, options, &mut console).map_err(refused)?;
+    let saves = interrupts.save_for(trainer.requests());
+    let summary = trainer.run().map_err(refused)?;
+    drop(saves);
+    if let Some(stopped_by) = summary.stopped_by {
+        // The others must not outrun rank 0, as below.
+        trainer.executor().group().barrier().wait()?;
+        drop(trainer);
+        console.finish();
+        if is_root {
+            stopped(config, &summary).iter().for_each(|line| console.line(line));
+        }
+        let signal = match stopped_by {
+            StoppedBy::Signal(signal) => signal,
+            // As if the batch system had sent the signal that it usually sends.
+            StoppedBy::TimeLimit => SIGUSR1,
+        };
+        return Err(LaunchError::Stopped { signal }.into());
+    }
+    let lines = last_lines(job, plan, language, trainer, &summary)?;
+    console.finish();
+    lines.iter().for_each(|line| console.line(line));
+    Ok(())
+}
+
+/// What the trainer of this rank works with. Collective. Binds the process to its share of the host's cores.
+fn trainer_options(
+    job: Job<'_>,
+    plan: &Plan,
+    process: Process<'_>,
+    group: &Group,
+    console: &mut Console,
+) -> Result<TrainerOptions> {
+    let (Job { config, source, .. }, Process { share, started, features, .. }) = (job, process);
+    let step_seconds = match config.metrics().predict_step_time {
+        true => predicted_seconds(job, plan, group, console)?,
+        false => None,
+    };
+    // Before this process is bound to some of the host's cores.
+    let cache = MachineCache::of_this_machine("peaks");
+    let peak = worker_peak(config, share, features, group, cache)?;
+    peak.iter().for_each(|peak| console.log(&peak.note));
+    share.bind().context("cannot bind this worker to its cores; set [launch] bind = \"none\"")?;
+    if let Some(cpus) = share.bound_to() {
+        console.log(&format!("note: this worker is bound to {cpus}"));
+    }
+    if config.launch().bind == Bind::Cores
+        && let Some(why) = &share.why_unbound
+    {
+        console.notice(&format!("workers are not bound to cores: {why}"));
+    }
+    let is_root = group.rank() == Rank::ROOT;
+    Ok(TrainerOptions {
+        num_threads: local_threads(config, share.num_threads),
+        features_max: Some(features),
+        peak_flops: peak.map(|peak| peak.flops),
+        started,
+        plan: Some(plan.worker_plan(step_seconds)),
+        ends_at: if is_root { run_end(config, started, &|name| std::env::var(name).ok())? } else { None },
+        given_config: if is_root { Some(source.given(config)?) } else { None },
+    })
+}
+
+/// An error of a trainer, with changes of the config that would fit where its budget was exceeded.
+fn with_alternatives(error: TrainError, job: Job<'_>, plan: &Plan) -> Error {
+    match error.over_budget() {
+        Some(OverBudget { budget, .. }) => {
+            let now = plan.prediction.total().max(*budget);
+            anyhow!("{error}\n{}", changes(job, now, Limit::Device))
+        }
+        None => error.into(),
+    }
+}
+
+/// What rank 0 says about a run that has ended: its memory, its loss, a sample, and what to do next. Collective; the others have nothing to say.
+fn last_lines(
+    job: Job<'_>,
+    plan: Plan,
+    language: Option<Arc<LanguageTask>>,
+    mut trainer: Trainer<'_>,
+    summary: &RunSummary,
+) -> Result<Vec<String>> {
+    let config = job.config;
+    // What was predicted before units moved was of other stages.
+    let plan = match trainer.moved_after() {
+        Some(_) => Plan::new(job, Some(trainer.choices().clone()))?,
+        None => plan,
+    };
+    let memory = summary.seconds_to_first_step.map(|_| memory_table(&trainer, &plan)).transpose()?;
+    let learns_answers = language.as_ref().is_some_and(|language| language.learns_answers());
+    // A model that has learned answers has none unless it is asked.
+    let is_silent = learns_answers && config.generate().prompt.trim().is_empty();
+    let weights = match config.generate().num_tokens > 0 && !is_silent {
+        false => Ok(None),
+        true => {
+            // Activations are no longer needed; the copy of the parameters takes their place.
+            trainer.executor().device().trim();
+            trainer.gather_parameters()
+        }
+    };
+    let weights = match weights {
+        Err(error) if error.comm().is_some() => return Err(error.into()),
+        weights => weights.transpose(),
+    };
+    // The others must not outrun rank 0's last words: their exit would look like a loss.
+    let group = trainer.executor().group();
+    group.barrier().wait()?;
+    if group.rank() != Rank::ROOT {
+        return Ok(Vec::new());
+    }
+    let mut lines: Vec<String> = memory.into_iter().chain(verdict(language.as_deref(), summary)?).collect();
+    if let Some((language, weights)) = language.zip(weights) {
+        let text = weights.map_err(Error::from);
+        lines.push(match text.and_then(|weights| sample_text(config, &language, &trainer, weights)) {
+            Ok(text) => format!("\n--- sample ---\n{text}\n--------------\n"),
+            // What was trained is saved, and a sample can be made from it at any time.
+            Err(error) => format!("\ncannot generate a sample: {error:#}\n"),
+        });
+    }
+    lines.extend(whereabouts(config, summary, learns_answers));
+    Ok(lines)
+}
+
+/// How long a step is predicted to take, reported on rank 0. Collective.
+fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Console) -> Result<Option<f64>> {
+    if group.hosts().num_hosts() > 1 {
+        console.notice("step times are only predicted for workers on one host");
+        return Ok(None);
+    }
+    let found = plan.step_time(job, group.split_by("measured", |_| 0)?);
+    let found = found.context("cannot predict the time of a step; set metrics.predict_step_time = false")?;
+    let Some(PredictedTime { time, unmeasured }) = found else { return Ok(None) };
+    console.notice(&format!("predicted step time: {:.4} s", time.seconds));
+    if !unmeasured.is_empty() {
+        console.notice(&format!(
+            "the predicted step time lacks what was not measured: {}",
+            unmeasured.join(", ")
+        ));
+    }
+    Ok(Some(time.seconds))
+}
+
+/// The plan that fits all workers: what the first one has chosen, all keep.
+fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
+    let fitting = |chosen: Option<StepChoices>| {
+        let plan = Plan::new(job, chosen)?;
+        plan.check(job)?;
+        anyhow::Ok(plan)
+    };
+    let config = job.config;
+    let is_kept_open = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
+    let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
+    // Ranks of the tensor axis may have parts of the vocabulary of unequal cost, and must not cut stages by their own.
+    let is_divided = config.parallelism().tensor_parallel_degree > 1;
+    if !is_kept_open && !has_file && !is_divided && open_classes(config).is_empty() {
+        return fitting(None);
+    }
+    let is_root = group.rank() == Rank::ROOT;
+    // Hosts may differ in their memory and their files, and workers must not differ in what they do.
+    let own = match is_root {
+        true => Some(fitting(None)?),
+        false => None,
+    };
+    let chosen = StepChoices::of_root(own.as_ref().map(|plan| &plan.choices), group)?;
+    match (own, chosen) {
+        (Some(plan), _) => Ok(plan),
+        (None, Some(chosen)) => fitting(Some(chosen)),
+        (None, None) => {
+            bail!("worker 0 runs a different version of trireme; use the same version on all workers")
+        }
+    }
+}
