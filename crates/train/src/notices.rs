@@ -1,9 +1,14 @@
 //! Notices about what a layout means for results.
 
-use crate::config::{Config, QuantizedGradients};
+use crate::config::{Config, Fp8, QuantizedGradients};
+use crate::dataset::Dataset;
+use crate::fp8::FP8_NOTICE;
 use crate::observer::Observer;
 use trireme_parallel::Determinism;
 use trireme_tensor::Precision;
+
+/// Passes over the same text that are nearly as good as new text (Muennighoff et al., "Scaling data-constrained language models", 2023, section 6).
+const PASSES_MAX: f64 = 4.0;
 
 /// Says when the bits of this layout are its own.
 pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
@@ -42,5 +47,23 @@ pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
             "this schedule applies stale gradients; a smaller [optimizer] nu, such as 0.78, and a longer warm-up \
              cope with them better",
         );
+    }
+}
+
+/// Says what fp8 means for results, if the run trains in it.
+pub(crate) fn notice_fp8(config: &Config, observer: &mut dyn Observer) {
+    if config.training().fp8 != Fp8::Off {
+        observer.notice(FP8_NOTICE);
+    }
+}
+
+/// Says that data is repeated often, if it is text.
+pub(crate) fn notice_passes(config: &Config, train: &dyn Dataset, observer: &mut dyn Observer) {
+    let training = config.training();
+    let num_passes = (training.steps * training.global_batch_size as u64) as f64 / train.num_samples() as f64;
+    if num_passes > PASSES_MAX && train.tokens_per_sample().is_some() {
+        observer.notice(&format!(
+            "the run makes {num_passes:.1} passes over its data; beyond about four, repeated data helps less and less"
+        ));
     }
 }

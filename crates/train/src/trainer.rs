@@ -1,33 +1,25 @@
 //! The loop of a run on one rank.
 
 mod hashing;
+mod opening;
+mod recording;
+mod saving;
 mod stepping;
 mod validating;
 
-use crate::agreement::{Facts, agree};
 use crate::balance::Balance;
-use crate::checkpointing::{TrainingState, checkpoint_bytes, untidy_notice, write_checkpoint};
+use crate::checkpointing::TrainingState;
 use crate::choices::StepChoices;
-use crate::compression::notice_compression;
-use crate::config::{Config, Fp8, Interval, Resume, Subject};
-use crate::corpus::note_use;
-use crate::dataset::{Dataset, batch_specs};
-use crate::device::{open_device, spill};
+use crate::config::{Config, Interval};
+use crate::dataset::Dataset;
 use crate::error::TrainError;
-use crate::executor::build_executor;
-use crate::fp8::FP8_NOTICE;
-use crate::metrics::{HashWriter, MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
-use crate::notices::{notice_delay, notice_determinism};
+use crate::metrics::{HashWriter, MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
-use crate::optimizer::lr_schedule;
-use crate::passes::rehearse;
-use crate::preflight::check_room;
 use crate::programs::proven_programs;
 use crate::requests::{Requested, Requests, StoppedBy};
-use crate::resume::{resume, tidy_up};
 use crate::run_folder;
 use crate::run_lock::RunLock;
-use crate::task::{Samples, Task};
+use crate::task::Task;
 use crate::time_limit::TimeLimit;
 use crate::trace::Tracer;
 use crate::utilization::Utilization;
@@ -35,15 +27,10 @@ use crate::validation::{Validated, Validation};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use trireme_base::{Rank, with_sources};
-use trireme_comm::Group;
-use trireme_model::{Batch, HostBatch, Model};
+use trireme_model::{Batch, HostBatch};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, Spill, StepOutcome, StepPlan};
-use trireme_tensor::{CpuFeatures, Device, Parameters};
-
-/// Passes over the same text that are nearly as good as new text (Muennighoff et al., "Scaling data-constrained language models", 2023, section 6).
-const PASSES_MAX: f64 = 4.0;
+use trireme_tensor::{CpuFeatures, Parameters};
 
 /// What a trainer needs to know of its process.
 #[derive(Debug, Clone)]
@@ -149,147 +136,6 @@ pub struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    /// Opens the samples, builds the model, loads what there is to resume from, and opens the run's files. Collective:
-    /// all ranks of `group` call it with the same config and the same task.
-    pub fn new(
-        config: &'a Config,
-        task: Arc<dyn Task>,
-        group: Group,
-        options: TrainerOptions,
-        observer: &'a mut dyn Observer,
-    ) -> Result<Self, TrainError> {
-        let training = config.training();
-        let run_folder = config.run_folder();
-        let is_root = group.rank() == Rank::ROOT;
-        let lock = if is_root { Some(RunLock::of_run(config)?) } else { None };
-        let Samples { train, validation } = Samples::open(&*task, config)?;
-        let facts = Facts::of_config(config, options.features_max);
-        agree(&facts.and(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
-        task.notices().iter().for_each(|notice| observer.notice(notice));
-        let num_reducing = config.data_parallel_degree() * config.parallelism().context_parallel_degree;
-        notice_determinism(config, num_reducing, observer);
-        notice_delay(config, observer);
-        if training.fp8 != Fp8::Off {
-            observer.notice(FP8_NOTICE);
-        }
-
-        let device = open_device(config, options.num_threads, options.features_max)?;
-        let batch_specs = batch_specs(&*train, training.local_batch_size);
-        let rehearsal = rehearse(config, &*task, (group.rank(), options.num_threads), &batch_specs)?;
-        let threads = (&group, options.num_threads);
-        let utilization =
-            Utilization::new(config, &*task, (&rehearsal, &batch_specs), threads, options.peak_flops)?;
-        let build = |device: &Device, table| task.build(device, table);
-        let model = Model::build_at(config.model_place(group.rank()), &device, build)?;
-        let choices = match &options.plan {
-            Some(plan) => plan.choices.clone(),
-            None => {
-                // Passes of ranks of the tensor axis may differ, what they do must not.
-                let own = StepChoices::given(config, &rehearsal.passes())?;
-                StepChoices::of_root(is_root.then_some(&own), &group)?.unwrap_or(own)
-            }
-        };
-        let balance = Balance::new(config, rehearsal.passes());
-        let mut executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
-        let reserved = options.plan.as_ref().map_or(0, |plan| plan.besides_activations);
-        let spill = spill(config, &device, reserved);
-        let validation =
-            validation.map(|samples| Validation::new(samples, training, &mut executor)).transpose()?;
-        notice_compression(&executor, observer)?;
-        if is_root && config.checkpoint().enable {
-            let notice = check_room(config, checkpoint_bytes(&executor))?;
-            notice.iter().for_each(|notice| observer.notice(notice));
-        }
-        let prometheus = if is_root { run_folder::listen(config)? } else { None };
-        // Only now, when nothing but the resume itself can still be refused.
-        if is_root && config.checkpoint().resume == Resume::Never {
-            run_folder::set_aside(&run_folder, observer)?;
-        }
-        let (mut state, resumed) = resume(config, &*task, &mut executor, &*train, observer)?;
-        if validation.is_none() && config.training().validation_interval > 0 {
-            observer.notice(
-                "nothing is held out for validation, so [training] validation_interval has no effect",
-            );
-        }
-        if let Some(validation) = &validation
-            && let Some(difference) = state.validations.begin(validation.identity())
-        {
-            observer.notice(&format!(
-                "the validation samples differ from those of the checkpoint ({difference}), so the lowest validation loss and \
-                 the count of early stopping start again"
-            ));
-        }
-        let num_steps = config.steps_per_program() as u64;
-        if !state.step.is_multiple_of(num_steps) {
-            return Err(TrainError::ResumedWithinProgram { step: state.step, num_steps });
-        }
-        executor.describe_disks().iter().for_each(|line| observer.notice(line));
-        let comment = options.plan.as_ref().map_or("", |plan| &plan.comment);
-        let given = options.given_config.as_deref();
-        check_names(&executor.rehearsal().metric_names())?;
-        let num_passes =
-            (training.steps * training.global_batch_size as u64) as f64 / train.num_samples() as f64;
-        if num_passes > PASSES_MAX && train.tokens_per_sample().is_some() {
-            observer.notice(&format!(
-                "the run makes {num_passes:.1} passes over its data; beyond about four, repeated data helps less and less"
-            ));
-        }
-        let metrics = if is_root {
-            if config.subject() == Subject::LanguageModel {
-                note_use(config);
-            }
-            let metrics = run_folder::open(config, (comment, given), &executor, state.step)?;
-            Some(metrics.with_prometheus(prometheus))
-        } else {
-            None
-        };
-        if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
-            tidy_up(config, (resumed, &state.validations), executor.group().heartbeat(), observer);
-        }
-        let hashes = if is_root { run_folder::open_hashes(config, state.step)? } else { None };
-        let is_new = resumed.is_none();
-        let requests = Requests::new(executor.requests());
-        let mut trainer = Trainer {
-            config,
-            observer,
-            is_new,
-            requests,
-            saved_at: Instant::now(),
-            time_limit: options
-                .ends_at
-                .filter(|_| is_root)
-                .map(|end| TimeLimit::new(Instant::now(), end, config.checkpoint().enable)),
-            options,
-            executor,
-            task,
-            host_batch: HostBatch::new(&batch_specs),
-            choices,
-            balance,
-            spill,
-            has_told_of_spill: false,
-            moved_after: None,
-            train,
-            validation,
-            schedule: lr_schedule(config),
-            state,
-            metrics,
-            hashes,
-            tracer: Tracer::new(&run_folder),
-            utilization,
-            program_time: Duration::ZERO,
-            num_choices: 0,
-            batches: Vec::new(),
-            plans: Vec::new(),
-            outcomes: Vec::new(),
-            records: Vec::new(),
-            first_seconds: Vec::with_capacity(stepping::NUM_COMPARED),
-            reported: Vec::new(),
-            _lock: lock,
-        };
-        trainer.begin_hashes()?;
-        Ok(trainer)
-    }
-
     /// Trains to the last step. Collective.
     pub fn run(&mut self) -> Result<RunSummary, TrainError> {
         self.run_until(self.config.training().steps)
@@ -403,75 +249,6 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Rank 0 asks for a checkpoint when its time comes with the step that begins.
-    fn request_checkpoint(&self, last_step: Duration) {
-        let checkpoint = self.config.checkpoint();
-        if let Interval::Time(interval) = checkpoint.interval
-            && checkpoint.enable
-            && self.metrics.is_some()
-            && self.saved_at.elapsed() + last_step >= interval
-        {
-            self.requests.checkpoint();
-        }
-    }
-
-    /// Saves a checkpoint if the config wants any. A full disk ends the run only if it is the last one. Collective.
-    fn save(&mut self, is_last: bool, summary: &mut RunSummary) -> Result<(), TrainError> {
-        if self.config.checkpoint().enable {
-            self.requests.forget_checkpoint();
-            let began = Instant::now();
-            let saved = self.save_checkpoint(is_last)?;
-            if let Some(limit) = &mut self.time_limit {
-                limit.add_save(began.elapsed());
-            }
-            summary.checkpoint = saved.map(|path| (self.state.step, path)).or(summary.checkpoint.take());
-            self.saved_at = Instant::now();
-        }
-        Ok(())
-    }
-
-    /// Saves the last checkpoint of a run, unless that of its last step was saved already. Collective.
-    fn save_last(&mut self, summary: &mut RunSummary) -> Result<(), TrainError> {
-        match &summary.checkpoint {
-            Some((step, _)) if *step == self.state.step => Ok(()),
-            _ => self.save(true, summary),
-        }
-    }
-
-    /// Writes the record of a step; says so when a full disk keeps it waiting, and when it waits no more.
-    fn write_metrics(&mut self, record: &StepRecord) -> Result<(), TrainError> {
-        let Some(metrics) = &mut self.metrics else { return Ok(()) };
-        let written = metrics.write(record)?;
-        self.report_written(written, record.step);
-        Ok(())
-    }
-
-    /// Reports that records wait for a full disk, and when they wait no more.
-    fn report_written(&mut self, written: Written, step: u64) {
-        match written {
-            Written::Now => {}
-            Written::Later(errors) => {
-                for error in &errors {
-                    let error = with_sources(error);
-                    self.report_once(format!(
-                        "{error}; step records are kept in memory until it can be written"
-                    ));
-                }
-            }
-            Written::WithThoseThatWaited => {
-                self.observer.notice(&format!("metrics are complete again since step {step}"));
-            }
-        }
-    }
-
-    /// Tells the user what does not end the run, unless that was said before.
-    fn report_once(&mut self, text: String) {
-        if !self.reported.contains(&text) {
-            self.observer.notice(&text);
-            self.reported.push(text);
-        }
-    }
-
     /// Lets units move to where they even out the work, if its turn has come and it is worth it. Collective.
     fn rebalance(&mut self) -> Result<(), TrainError> {
         let (step, group) = (self.state.step, self.executor.group());
@@ -500,54 +277,10 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Writes down when the ranks did what in the last step, if its turn has come. Collective.
-    fn trace(&mut self) -> Result<(), TrainError> {
-        let (step, interval) = (self.state.step, self.config.metrics().trace_interval);
-        if interval > 0 && step.is_multiple_of(interval) && !self.executor.timeline().is_empty() {
-            self.executor.group().set_line(format_args!("step {step}: trace"));
-            self.tracer.write(step, &self.executor, &self.utilization, self.program_time)?;
-        }
-        Ok(())
-    }
-
-    /// Writes down which algorithms were chosen, when there are new ones.
-    fn write_choices(&mut self) -> Result<(), TrainError> {
-        let group = self.executor.group();
-        let num_choices = group.num_choices();
-        if self.metrics.is_some() && num_choices != self.num_choices {
-            run_folder::write_choices(self.config, group)?;
-            self.num_choices = num_choices;
-        }
-        Ok(())
-    }
-
     /// One training step; the last one of a program that has several.
     pub fn step(&mut self) -> Result<&StepRecord, TrainError> {
         self.advance()?;
         Ok(self.records.last().expect("a program has steps"))
-    }
-
-    /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.
-    fn save_checkpoint(&mut self, is_last: bool) -> Result<Option<PathBuf>, TrainError> {
-        self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
-        let saved = write_checkpoint(&mut self.executor, &self.state, self.config, &*self.task);
-        match saved {
-            Ok(saved) => {
-                for error in &saved.untidy {
-                    self.report_once(untidy_notice(error));
-                }
-                self.observer.checkpoint(self.state.step, &saved.path);
-                Ok(Some(saved.path))
-            }
-            Err(TrainError::Checkpoint(error)) if error.is_out_of_space() && !is_last => {
-                let (error, interval) = (with_sources(&error), self.config.checkpoint().interval);
-                self.observer.notice(&format!(
-                    "{error}; training continues, and the next checkpoint is in {interval}"
-                ));
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        }
     }
 
     fn facts(&self) -> RunFacts {

@@ -1,6 +1,7 @@
 //! What a run would do, without doing it.
 
-use super::{Process, check, check_plan, check_weights, with_length};
+use super::preparation::{check, check_plan, check_weights, with_length};
+use super::process::Process;
 use crate::console::Output;
 use crate::planning::{Blueprint, Job, Workers, language_model, sequences_of};
 use anyhow::Result;

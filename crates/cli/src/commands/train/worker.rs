@@ -1,7 +1,7 @@
 //! One rank of a run, from the plan to the last line.
 
 use super::outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
-use super::{Process, log_folder};
+use super::process::{Process, log_folder};
 use crate::console::Console;
 use crate::interrupts::Interrupts;
 use crate::launch::{LaunchError, WorkerEnvironment, error_log, run_end};

@@ -1,0 +1,142 @@
+//! Before a run trains: its corpus, its length, and the checks of both against the machine.
+
+use super::process::Process;
+use crate::commands::prepare::Display;
+use crate::launch::error_log;
+use crate::planning::{Blueprint, Job, Plan, Source, Workers};
+use crate::remarks::remark;
+use anyhow::Result;
+use trireme_base::Heartbeat;
+use trireme_checkpoint::ModelSource;
+use trireme_data::Corpus;
+use trireme_train::config::Config;
+use trireme_train::{
+    CorpusState, RunCorpus, RunLock, Samples, Sequences, TrainError, corpus_folder, earlier_run,
+    ensure_corpus, model_config,
+};
+
+/// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
+/// a file of the run is written or a worker is started; the version of the corpus, if the run has one.
+pub(super) fn prepare_run(
+    config: &Config,
+    process: Process<'_>,
+    workers: Workers,
+    heartbeat: Heartbeat,
+) -> Result<Option<u64>> {
+    let _lock = RunLock::of_run(config)?;
+    if let Some(earlier) = earlier_run(config)? {
+        return Err(earlier.into());
+    }
+    let source = process.source;
+    if let Some(task) = process.own {
+        let sample = Samples::open(&**task, config)?.train.sample();
+        check_weights(config)?;
+        let blueprint = Blueprint::Task { task: &**task, sample: &sample };
+        check_plan(Job { config, source, blueprint, workers })?;
+        return Ok(None);
+    }
+    let display = Display::new(heartbeat);
+    let check = |corpus: &Corpus| check(config, corpus, source, workers).map(drop);
+    let corpus = ensure_corpus(config, &display, check);
+    display.clear();
+    let RunCorpus { version, state } = corpus?;
+    // Under a launcher of ours, the launcher has said so.
+    if error_log().is_none() {
+        match state {
+            CorpusState::Kept => remark(
+                "warning: the inputs have changed, but the run resumes with the corpus that it began with; to train on \
+                 the new text, start again with --resume never",
+            ),
+            CorpusState::Made => {
+                let folder = corpus_folder(&config.data().folder, version);
+                if version > 1 {
+                    remark(&format!(
+                        "note: the corpus is in {}, next to the one that an earlier run used",
+                        folder.display()
+                    ));
+                }
+            }
+            CorpusState::Current => {}
+        }
+    }
+    Ok(Some(version))
+}
+
+fn with_corpus(config: Config, version: Option<u64>) -> Config {
+    match version {
+        None => config,
+        Some(version) => {
+            let folder = corpus_folder(&config.data().folder, version);
+            config.with_data_folder(folder)
+        }
+    }
+}
+
+/// The config with the corpus, and with the steps of as many passes over it as it asks for.
+pub(super) fn with_length(config: Config, version: Option<u64>, process: Process<'_>) -> Result<Config> {
+    let config = with_corpus(config, version);
+    if config.training().epochs == 0.0 {
+        return Ok(config);
+    }
+    let num_samples = match process.own {
+        Some(task) => Samples::open(&**task, &config)?.train.num_samples(),
+        None => {
+            let corpus = Corpus::open(&config.data().folder)?;
+            let sequences = Sequences::new(&config, corpus.report.has_loss_mask);
+            sequences.sampler(&corpus, config.training().seed)?.num_windows()
+        }
+    };
+    let Some(steps) = config.steps_of_epochs(num_samples) else { return Ok(config) };
+    let folder = config.data().folder.clone();
+    let config = process.source.load(&[format!("training.steps={steps}")])?;
+    Ok(config.with_data_folder(folder))
+}
+
+/// Refuses a model, a plan or settings that do not fit the corpus; the plan, unless a launcher of ours has planned.
+pub(super) fn check(
+    config: &Config,
+    corpus: &Corpus,
+    source: Source<'_>,
+    workers: Workers,
+) -> Result<Option<Plan>> {
+    let vocabulary_size = corpus.train.tokens.vocabulary_size();
+    let (model, _) = model_config(config, vocabulary_size)?;
+    let training = config.training();
+    let sequences = Sequences::new(config, corpus.report.has_loss_mask);
+    let num_cut = sequences.sampler(corpus, training.seed)?.num_cut_documents();
+    let num_documents = corpus.train.tokens.num_documents();
+    // A text among conversations is cut, and that is no loss. Under a launcher of ours, the launcher has said so.
+    if corpus.report.has_loss_mask && num_cut > num_documents / 100 && error_log().is_none() {
+        let seq_len = training.seq_len;
+        remark(&format!(
+            "warning: {num_cut} of {num_documents} documents are longer than [training] seq_len = {seq_len} and are cut; their later parts \
+             are learned without what comes before"
+        ));
+    }
+    if let Some(num_tokens) = corpus.validation.as_ref().map(|validation| validation.tokens.num_tokens())
+        && num_tokens < sequences.num_tokens_min()
+    {
+        return Err(TrainError::ValidationTooShort { num_tokens, seq_len: training.seq_len }.into());
+    }
+    check_weights(config)?;
+    let blueprint = Blueprint::Language { model: &model, sequences };
+    check_plan(Job { config, source, blueprint, workers })
+}
+
+/// Refuses a folder without the weights that the run shall begin with.
+pub(super) fn check_weights(config: &Config) -> Result<()> {
+    if let Some(folder) = &config.model().init_from {
+        ModelSource::open(folder).map_err(TrainError::from)?;
+    }
+    Ok(())
+}
+
+/// Refuses what does not fit the machine; the plan, unless a launcher of ours has planned.
+pub(super) fn check_plan(job: Job<'_>) -> Result<Option<Plan>> {
+    if error_log().is_some() {
+        return Ok(None);
+    }
+    let plan = Plan::largest(job)?;
+    plan.check(job)?;
+    Ok(Some(plan))
+}

@@ -1,0 +1,36 @@
+//! What the parts of `trireme train` know of this process.
+
+use crate::host::HostShare;
+use crate::planning::{Source, Workers};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+use trireme_comm::Group;
+use trireme_tensor::CpuFeatures;
+use trireme_train::Task;
+use trireme_train::config::Config;
+
+/// This process, as `trireme train` was called in it.
+#[derive(Clone, Copy)]
+pub(super) struct Process<'a> {
+    pub(super) source: Source<'a>,
+    /// What this worker may take of its host.
+    pub(super) share: &'a HostShare,
+    /// When the command started.
+    pub(super) started: Instant,
+    /// The SIMD level of its kernels.
+    pub(super) features: CpuFeatures,
+    /// What the program trains if it is no language model.
+    pub(super) own: Option<&'a Arc<dyn Task>>,
+}
+
+impl<'a> Process<'a> {
+    pub(super) fn workers(&self, config: &Config, group: &Group) -> Workers<'a> {
+        Workers::of(config, group, self.share, self.features)
+    }
+}
+
+/// The folder of the logs of a run.
+pub(super) fn log_folder(config: &Config) -> PathBuf {
+    config.run_folder().join("logs")
+}

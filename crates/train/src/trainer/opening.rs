@@ -1,0 +1,220 @@
+//! How a rank opens a run: what can refuse it comes before what is written.
+
+use super::{Trainer, TrainerOptions, stepping};
+use crate::agreement::{Facts, agree};
+use crate::balance::Balance;
+use crate::checkpointing::{TrainingState, checkpoint_bytes};
+use crate::choices::StepChoices;
+use crate::compression::notice_compression;
+use crate::config::{Config, Resume, Subject};
+use crate::corpus::note_use;
+use crate::dataset::{Dataset, batch_specs};
+use crate::device::{open_device, spill};
+use crate::error::TrainError;
+use crate::executor::build_executor;
+use crate::metrics::{HashWriter, MetricsWriter, check_names};
+use crate::notices::{notice_delay, notice_determinism, notice_fp8, notice_passes};
+use crate::observer::Observer;
+use crate::optimizer::lr_schedule;
+use crate::passes::rehearse;
+use crate::preflight::check_room;
+use crate::requests::Requests;
+use crate::resume::{resume, tidy_up};
+use crate::run_folder;
+use crate::run_lock::RunLock;
+use crate::task::{Samples, Task};
+use crate::time_limit::TimeLimit;
+use crate::trace::Tracer;
+use crate::utilization::Utilization;
+use crate::validation::Validation;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use trireme_base::Rank;
+use trireme_checkpoint::Checkpoint;
+use trireme_comm::Group;
+use trireme_model::{HostBatch, Model, TensorSpec};
+use trireme_parallel::Executor;
+use trireme_tensor::Device;
+
+impl<'a> Trainer<'a> {
+    /// Opens the samples, builds the model, loads what there is to resume from, and opens the run's files. Collective:
+    /// all ranks of `group` call it with the same config and the same task.
+    pub fn new(
+        config: &'a Config,
+        task: Arc<dyn Task>,
+        group: Group,
+        options: TrainerOptions,
+        observer: &'a mut dyn Observer,
+    ) -> Result<Self, TrainError> {
+        let training = config.training();
+        let is_root = group.rank() == Rank::ROOT;
+        let lock = if is_root { Some(RunLock::of_run(config)?) } else { None };
+        let Samples { train, validation } = Samples::open(&*task, config)?;
+        let facts = Facts::of_config(config, options.features_max);
+        agree(&facts.and(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
+        notice_settings(config, &*task, observer);
+
+        let batch_specs = batch_specs(&*train, training.local_batch_size);
+        let built = Built::new(config, &*task, &batch_specs, group, &options)?;
+        let Built { mut executor, choices, balance, utilization } = built;
+        let reserved = options.plan.as_ref().map_or(0, |plan| plan.besides_activations);
+        let spill = spill(config, executor.device(), reserved);
+        let validation =
+            validation.map(|samples| Validation::new(samples, training, &mut executor)).transpose()?;
+        notice_compression(&executor, observer)?;
+        if is_root && config.checkpoint().enable {
+            let notice = check_room(config, checkpoint_bytes(&executor))?;
+            notice.iter().for_each(|notice| observer.notice(notice));
+        }
+        let prometheus = if is_root { run_folder::listen(config)? } else { None };
+        check_names(&executor.rehearsal().metric_names())?;
+
+        let (state, resumed) =
+            begin_or_resume(config, &*task, &mut executor, (&*train, validation.as_ref()), observer)?;
+        executor.describe_disks().iter().for_each(|line| observer.notice(line));
+        notice_passes(config, &*train, observer);
+        let (metrics, hashes) = match is_root {
+            true => {
+                let (metrics, hashes) = open_files(config, &options, &executor, state.step)?;
+                (Some(metrics.with_prometheus(prometheus)), hashes)
+            }
+            false => (None, None),
+        };
+        if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
+            tidy_up(config, (resumed, &state.validations), executor.group().heartbeat(), observer);
+        }
+        let ends_at = options.ends_at.filter(|_| is_root);
+        let mut trainer = Trainer {
+            config,
+            observer,
+            is_new: resumed.is_none(),
+            requests: Requests::new(executor.requests()),
+            saved_at: Instant::now(),
+            time_limit: ends_at.map(|end| TimeLimit::new(Instant::now(), end, config.checkpoint().enable)),
+            options,
+            executor,
+            task,
+            host_batch: HostBatch::new(&batch_specs),
+            choices,
+            balance,
+            spill,
+            has_told_of_spill: false,
+            moved_after: None,
+            train,
+            validation,
+            schedule: lr_schedule(config),
+            state,
+            metrics,
+            hashes,
+            tracer: Tracer::new(&config.run_folder()),
+            utilization,
+            program_time: Duration::ZERO,
+            num_choices: 0,
+            batches: Vec::new(),
+            plans: Vec::new(),
+            outcomes: Vec::new(),
+            records: Vec::new(),
+            first_seconds: Vec::with_capacity(stepping::NUM_COMPARED),
+            reported: Vec::new(),
+            _lock: lock,
+        };
+        trainer.begin_hashes()?;
+        Ok(trainer)
+    }
+}
+
+/// Says what the settings mean for results.
+fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer) {
+    task.notices().iter().for_each(|notice| observer.notice(notice));
+    let num_reducing = config.data_parallel_degree() * config.parallelism().context_parallel_degree;
+    notice_determinism(config, num_reducing, observer);
+    notice_delay(config, observer);
+    notice_fp8(config, observer);
+}
+
+/// The model on this rank, and how its steps are run.
+struct Built {
+    executor: Executor,
+    choices: StepChoices,
+    balance: Option<Balance>,
+    utilization: Utilization,
+}
+
+impl Built {
+    /// Builds the model with its first weights, for batches of `batch_specs`. Collective.
+    fn new(
+        config: &Config,
+        task: &dyn Task,
+        batch_specs: &[TensorSpec],
+        group: Group,
+        options: &TrainerOptions,
+    ) -> Result<Self, TrainError> {
+        let TrainerOptions { num_threads, features_max, peak_flops, .. } = *options;
+        let device = open_device(config, num_threads, features_max)?;
+        let rehearsal = rehearse(config, task, (group.rank(), num_threads), batch_specs)?;
+        let (of_pass, threads) = ((&rehearsal, batch_specs), (&group, num_threads));
+        let utilization = Utilization::new(config, task, of_pass, threads, peak_flops)?;
+        let build = |device: &Device, table| task.build(device, table);
+        let model = Model::build_at(config.model_place(group.rank()), &device, build)?;
+        let choices = match &options.plan {
+            Some(plan) => plan.choices.clone(),
+            None => {
+                // Passes of ranks of the tensor axis may differ, what they do must not.
+                let own = StepChoices::given(config, &rehearsal.passes())?;
+                let is_root = group.rank() == Rank::ROOT;
+                StepChoices::of_root(is_root.then_some(&own), &group)?.unwrap_or(own)
+            }
+        };
+        let balance = Balance::new(config, rehearsal.passes());
+        let executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
+        Ok(Built { executor, choices, balance, utilization })
+    }
+}
+
+/// Loads the checkpoint that the run resumes from, if there is one. Collective.
+fn begin_or_resume(
+    config: &Config,
+    task: &dyn Task,
+    executor: &mut Executor,
+    (train, validation): (&dyn Dataset, Option<&Validation>),
+    observer: &mut dyn Observer,
+) -> Result<(TrainingState, Option<Checkpoint>), TrainError> {
+    // Only now, when nothing but the resume itself can still be refused.
+    if executor.group().rank() == Rank::ROOT && config.checkpoint().resume == Resume::Never {
+        run_folder::set_aside(&config.run_folder(), observer)?;
+    }
+    let (mut state, resumed) = resume(config, task, executor, train, observer)?;
+    match validation {
+        None if config.training().validation_interval > 0 => observer
+            .notice("nothing is held out for validation, so [training] validation_interval has no effect"),
+        None => {}
+        Some(validation) => {
+            if let Some(difference) = state.validations.begin(validation.identity()) {
+                observer.notice(&format!(
+                    "the validation samples differ from those of the checkpoint ({difference}), so the lowest validation loss and \
+                     the count of early stopping start again"
+                ));
+            }
+        }
+    }
+    let num_steps = config.steps_per_program() as u64;
+    match state.step.is_multiple_of(num_steps) {
+        true => Ok((state, resumed)),
+        false => Err(TrainError::ResumedWithinProgram { step: state.step, num_steps }),
+    }
+}
+
+/// Writes the description of a run that continues after `step`, and opens the files of its steps. For rank 0.
+fn open_files(
+    config: &Config,
+    options: &TrainerOptions,
+    executor: &Executor,
+    step: u64,
+) -> Result<(MetricsWriter, Option<HashWriter>), TrainError> {
+    if config.subject() == Subject::LanguageModel {
+        note_use(config);
+    }
+    let comment = options.plan.as_ref().map_or("", |plan| &plan.comment);
+    let metrics = run_folder::open(config, (comment, options.given_config.as_deref()), executor, step)?;
+    Ok((metrics, run_folder::open_hashes(config, step)?))
+}

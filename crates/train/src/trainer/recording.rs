@@ -1,0 +1,64 @@
+//! What a run writes about its steps, and tells its user.
+
+use super::Trainer;
+use crate::error::TrainError;
+use crate::metrics::{StepRecord, Written};
+use crate::run_folder;
+use trireme_base::with_sources;
+
+impl Trainer<'_> {
+    /// Writes the record of a step; says so when a full disk keeps it waiting, and when it waits no more.
+    pub(super) fn write_metrics(&mut self, record: &StepRecord) -> Result<(), TrainError> {
+        let Some(metrics) = &mut self.metrics else { return Ok(()) };
+        let written = metrics.write(record)?;
+        self.report_written(written, record.step);
+        Ok(())
+    }
+
+    /// Reports that records wait for a full disk, and when they wait no more.
+    pub(super) fn report_written(&mut self, written: Written, step: u64) {
+        match written {
+            Written::Now => {}
+            Written::Later(errors) => {
+                for error in &errors {
+                    let error = with_sources(error);
+                    self.report_once(format!(
+                        "{error}; step records are kept in memory until it can be written"
+                    ));
+                }
+            }
+            Written::WithThoseThatWaited => {
+                self.observer.notice(&format!("metrics are complete again since step {step}"));
+            }
+        }
+    }
+
+    /// Tells the user what does not end the run, unless that was said before.
+    pub(super) fn report_once(&mut self, text: String) {
+        if !self.reported.contains(&text) {
+            self.observer.notice(&text);
+            self.reported.push(text);
+        }
+    }
+
+    /// Writes down when the ranks did what in the last step, if its turn has come. Collective.
+    pub(super) fn trace(&mut self) -> Result<(), TrainError> {
+        let (step, interval) = (self.state.step, self.config.metrics().trace_interval);
+        if interval > 0 && step.is_multiple_of(interval) && !self.executor.timeline().is_empty() {
+            self.executor.group().set_line(format_args!("step {step}: trace"));
+            self.tracer.write(step, &self.executor, &self.utilization, self.program_time)?;
+        }
+        Ok(())
+    }
+
+    /// Writes down which algorithms were chosen, when there are new ones.
+    pub(super) fn write_choices(&mut self) -> Result<(), TrainError> {
+        let group = self.executor.group();
+        let num_choices = group.num_choices();
+        if self.metrics.is_some() && num_choices != self.num_choices {
+            run_folder::write_choices(self.config, group)?;
+            self.num_choices = num_choices;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,70 @@
+//! When a run saves a checkpoint, and what happens to the run where that fails.
+
+use super::Trainer;
+use crate::checkpointing::{untidy_notice, write_checkpoint};
+use crate::config::Interval;
+use crate::error::TrainError;
+use crate::trainer::RunSummary;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use trireme_base::with_sources;
+
+impl Trainer<'_> {
+    /// Rank 0 asks for a checkpoint when its time comes with the step that begins.
+    pub(super) fn request_checkpoint(&self, last_step: Duration) {
+        let checkpoint = self.config.checkpoint();
+        if let Interval::Time(interval) = checkpoint.interval
+            && checkpoint.enable
+            && self.metrics.is_some()
+            && self.saved_at.elapsed() + last_step >= interval
+        {
+            self.requests.checkpoint();
+        }
+    }
+
+    /// Saves a checkpoint if the config wants any. A full disk ends the run only if it is the last one. Collective.
+    pub(super) fn save(&mut self, is_last: bool, summary: &mut RunSummary) -> Result<(), TrainError> {
+        if self.config.checkpoint().enable {
+            self.requests.forget_checkpoint();
+            let began = Instant::now();
+            let saved = self.save_checkpoint(is_last)?;
+            if let Some(limit) = &mut self.time_limit {
+                limit.add_save(began.elapsed());
+            }
+            summary.checkpoint = saved.map(|path| (self.state.step, path)).or(summary.checkpoint.take());
+            self.saved_at = Instant::now();
+        }
+        Ok(())
+    }
+
+    /// Saves the last checkpoint of a run, unless that of its last step was saved already. Collective.
+    pub(super) fn save_last(&mut self, summary: &mut RunSummary) -> Result<(), TrainError> {
+        match &summary.checkpoint {
+            Some((step, _)) if *step == self.state.step => Ok(()),
+            _ => self.save(true, summary),
+        }
+    }
+
+    /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.
+    fn save_checkpoint(&mut self, is_last: bool) -> Result<Option<PathBuf>, TrainError> {
+        self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
+        let saved = write_checkpoint(&mut self.executor, &self.state, self.config, &*self.task);
+        match saved {
+            Ok(saved) => {
+                for error in &saved.untidy {
+                    self.report_once(untidy_notice(error));
+                }
+                self.observer.checkpoint(self.state.step, &saved.path);
+                Ok(Some(saved.path))
+            }
+            Err(TrainError::Checkpoint(error)) if error.is_out_of_space() && !is_last => {
+                let (error, interval) = (with_sources(&error), self.config.checkpoint().interval);
+                self.observer.notice(&format!(
+                    "{error}; training continues, and the next checkpoint is in {interval}"
+                ));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
