@@ -1,10 +1,10 @@
 //! What a step program takes before it runs, and what makes it fit.
 //!
 //! The executor finds in a dry run how many bytes are in use at each line of a program, and the caller gives that as data
-//! ([`DryRun`]). [`choose_keeps`] finds the least recomputation that fits, [`fit_places`] the state that is best moved
-//! elsewhere. [`simulate`] tells when each action of a program runs, and [`step_time`](fn@step_time) how long a step takes.
+//! ([`DryRun`]). [`Fitting`] finds the least recomputation that fits, and the state that is best moved elsewhere. [`simulate`] tells when each action of a program runs, and [`step_time`](fn@step_time) how long a step takes.
 //! Nothing here does IO, starts a thread, reads a clock or sees a tensor.
 
+mod fitting;
 mod offload;
 mod recomputation;
 mod report;
@@ -13,8 +13,8 @@ mod step_time;
 mod timeline;
 mod usage;
 
-pub use offload::{MemoryBounds, Placing, Traffic, fit_places};
-pub use recomputation::{Choice, Room, choose_keeps, fit_keeps, fit_keeps_in_flight};
+pub use fitting::{Fitting, MemoryChoices, Open};
+pub use offload::MemoryBounds;
 pub use report::table;
 pub use sizes::{BatchMemory, StateSizes, UnitSizes};
 pub use step_time::{Rates, StepTime, step_time};

@@ -48,11 +48,11 @@ impl MemoryBounds {
 
 /// Bytes that a step moves between the device, or the host where that updates, and other places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Traffic {
+pub(crate) struct Traffic {
     /// To and from the host's memory.
-    pub host: u64,
+    pub(crate) host: u64,
     /// To and from disks.
-    pub disk: u64,
+    pub(crate) disk: u64,
 }
 
 impl Traffic {
@@ -63,13 +63,13 @@ impl Traffic {
 
 /// How state lies, and what that takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Placing {
+pub(crate) struct Placing {
     /// How state lies.
-    pub state: StateLayout,
+    pub(crate) state: StateLayout,
     /// What a step moves.
-    pub traffic: Traffic,
+    pub(crate) traffic: Traffic,
     /// What a step takes.
-    pub prediction: Prediction,
+    pub(crate) prediction: Prediction,
 }
 
 /// The places of the classes in `open` with which a step takes no more than `bounds`, and moves least; `program` makes the program of a
@@ -84,7 +84,7 @@ pub struct Placing {
 ///
 /// # Errors
 /// Those of `run`.
-pub fn fit_places<E>(
+pub(crate) fn fit_places<E>(
     sizes: &StateSizes,
     (given, open): (StateLayout, &[StateClass]),
     bounds: MemoryBounds,

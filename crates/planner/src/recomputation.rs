@@ -2,7 +2,7 @@
 
 mod in_flight;
 
-pub use in_flight::fit_keeps_in_flight;
+pub(crate) use in_flight::fit_keeps_in_flight;
 
 use crate::offload::MemoryBounds;
 use crate::sizes::BatchMemory;
@@ -12,20 +12,20 @@ use trireme_schedule::{Action, Keep};
 
 /// Bytes that activations may take while a unit's passes run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Room {
+pub(crate) struct Room {
     /// During forward.
-    pub forward: usize,
+    pub(crate) forward: usize,
     /// During recomputation and backward.
-    pub backward: usize,
+    pub(crate) backward: usize,
 }
 
 /// What each unit's forward pass keeps.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Choice {
+pub(crate) struct Choice {
     /// For each unit.
-    pub keeps: Vec<Keep>,
+    pub(crate) keeps: Vec<Keep>,
     /// Floating-point operations of a microbatch that are made again.
-    pub operations: u64,
+    pub(crate) operations: u64,
 }
 
 /// Choices that are run at most, where one takes more than was reckoned with.
@@ -40,7 +40,7 @@ const NUM_ATTEMPTS: usize = 8;
 ///
 /// # Errors
 /// Those of `run`.
-pub fn fit_keeps<E>(
+pub(crate) fn fit_keeps<E>(
     passes: &[UnitPasses],
     batch: &[BatchMemory],
     bounds: MemoryBounds,
@@ -123,7 +123,7 @@ fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<Others> 
 /// Dynamic programming over prefixes of the units: of a prefix, only how much it keeps and makes again counts for what comes
 /// after, so of all choices for it the ones stay that no other beats in both. Backward of a unit works beside what the units
 /// below keep. Cost: the square of the units, times the choices that stay.
-pub fn choose_keeps(passes: &[UnitPasses], room: &[Room]) -> Option<Choice> {
+pub(crate) fn choose_keeps(passes: &[UnitPasses], room: &[Room]) -> Option<Choice> {
     let mut search = Search { passes, room, nodes: vec![Node::default()], fronts: Vec::new() };
     search.fronts = vec![Vec::new(); passes.len() + 1];
     search.fronts[0].push(0);

@@ -1,17 +1,11 @@
-//! What the config leaves open, decided so that a step fits.
+//! What the config leaves to a plan.
 
-use anyhow::Result;
-use trireme_base::{Bytes, UnitPasses};
-use trireme_planner::{
-    BatchMemory, DryRun, MemoryBounds, Placing, Prediction, StateSizes, fit_keeps, fit_keeps_in_flight,
-    fit_places,
-};
-use trireme_schedule::{Action, Keep, Program, StateClass, Tier};
-use trireme_train::StepChoices;
-use trireme_train::config::{self, ActivationCheckpointMode, Config};
+use trireme_planner::Open;
+use trireme_schedule::StateClass;
+use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
 
-/// Classes that the config leaves to a plan.
-pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
+/// What of a step's memory the config leaves to a plan.
+pub(crate) fn open_choices(config: &Config) -> Open {
     let offload = config.offload();
     let is_open = |class: &StateClass| {
         let tier = match class {
@@ -20,172 +14,10 @@ pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
             StateClass::Gradients => offload.gradients,
             StateClass::Activations => offload.activations,
         };
-        tier == config::Tier::Auto
+        tier == Tier::Auto
     };
-    StateClass::ALL.into_iter().filter(is_open).collect()
-}
-
-/// A step with something open. Workers at each place of the pipeline, of which there is one without a pipeline, are to stay within the bounds.
-pub(super) struct Planning<'a> {
-    pub(super) config: &'a Config,
-    /// The state of a place.
-    pub(super) sizes: &'a dyn Fn(usize) -> Result<StateSizes>,
-    pub(super) passes: &'a [UnitPasses],
-    pub(super) batch: &'a [BatchMemory],
-    pub(super) bounds: MemoryBounds,
-    pub(super) num_places: usize,
-    /// The program of choices at a place.
-    pub(super) program: &'a dyn Fn(usize, &StepChoices) -> Program,
-    /// What choices take at a place.
-    pub(super) run: &'a dyn Fn(usize, &StepChoices) -> Result<DryRun>,
-}
-
-impl Planning<'_> {
-    /// What fits, and why that; where nothing does, what takes least.
-    ///
-    /// Recomputation comes first: it asks for no other memory. Where even the most of it does not suffice, state leaves, and
-    /// then no more is made again than is needed beside that.
-    pub(super) fn choose(&self, given: StepChoices) -> Result<(StepChoices, Vec<String>)> {
-        let is_kept_open = self.config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
-        let open = open_classes(self.config);
-        let (mut choices, mut reasons) = (given, Vec::new());
-        let mut fits = false;
-        if is_kept_open {
-            fits = self.choose_keeps(&mut choices, &mut reasons)?;
-        }
-        if !fits && !open.is_empty() {
-            self.choose_places(&mut choices, &open, &mut reasons)?;
-            if is_kept_open {
-                self.choose_keeps(&mut choices, &mut reasons)?;
-            }
-        }
-        Ok((choices, reasons))
+    Open {
+        keeps: config.activation_checkpoint().mode == ActivationCheckpointMode::Auto,
+        classes: StateClass::ALL.into_iter().filter(is_open).collect(),
     }
-
-    /// Little recomputation that fits everywhere; whether it does.
-    fn choose_keeps(&self, choices: &mut StepChoices, reasons: &mut Vec<String>) -> Result<bool> {
-        let (mut operations, mut total, mut fits) = (0_u64, 0, true);
-        // Units lie at one place each, whose choice for them takes nothing elsewhere.
-        for place in 0..self.num_places {
-            let run =
-                |keeps: &[Keep]| (self.run)(place, &StepChoices { keeps: keeps.to_vec(), ..choices.clone() });
-            let (choice, prediction) = match self.num_places {
-                1 => fit_keeps(self.passes, self.batch, self.bounds, run)?,
-                _ => fit_keeps_in_flight(self.passes, &choices.keeps, self.bounds, run)?,
-            };
-            operations = operations.saturating_add(choice.operations);
-            total = total.max(prediction.total());
-            fits &= self.bounds.hold(&prediction);
-            choices.keeps = choice.keeps;
-        }
-        if fits {
-            let forward = self.passes.iter().map(|passes| passes.forward_cost.operations());
-            let forward = forward.fold(0, u64::saturating_add);
-            let share = 100.0 * operations as f64 / forward.max(1) as f64;
-            reasons.push(format!(
-                "recomputation, for at most {} per worker: {}; this repeats {share:.1} % of the forward pass and \
-                 takes {}",
-                Bytes(self.bounds.device.min(self.bounds.machine) as u64),
-                describe_keeps(&choices.keeps),
-                Bytes(total as u64)
-            ));
-        }
-        Ok(fits)
-    }
-
-    /// The places of the open classes with which least moves where most memory is needed, and that fit everywhere.
-    fn choose_places(
-        &self,
-        choices: &mut StepChoices,
-        open: &[StateClass],
-        reasons: &mut Vec<String>,
-    ) -> Result<()> {
-        let with = |state| StepChoices { state, ..choices.clone() };
-        let need = |prediction: &Prediction| (self.bounds.excess(prediction), prediction.total());
-        let largest = |state| {
-            let mut largest: Option<(usize, Prediction)> = None;
-            for place in 0..self.num_places {
-                let found = (self.run)(place, &with(state))?.prediction;
-                if largest.as_ref().is_none_or(|(_, largest)| need(&found) > need(largest)) {
-                    largest = Some((place, found));
-                }
-            }
-            Ok::<_, anyhow::Error>(largest.expect("a pipeline has a place"))
-        };
-        let (place, _) = largest(choices.state)?;
-        let sizes = (self.sizes)(place)?;
-        let program = |state| (self.program)(place, &with(state));
-        let run = |state| Ok::<_, anyhow::Error>(largest(state)?.1);
-        let placing = fit_places(&sizes, (choices.state, open), self.bounds, program, run)?;
-        if self.bounds.hold(&placing.prediction) {
-            reasons.push(self.describe_places(&placing, open, &program(placing.state)));
-        }
-        choices.state = placing.state;
-        Ok(())
-    }
-
-    /// `offload, for at most 512.00MiB a worker, the optimizer's state lives with the host; …`.
-    fn describe_places(&self, placing: &Placing, open: &[StateClass], program: &Program) -> String {
-        let Placing { state, traffic, prediction } = placing;
-        let of_class = |&class: &StateClass| match state.of(class).tier {
-            Tier::Device => None,
-            tier if class == StateClass::Activations => {
-                let units = moved_units(program);
-                let (Some(first), Some(last)) = (units.first(), units.last()) else { return None };
-                let (ahead, passes) =
-                    (state.fetch_ahead, if state.fetch_ahead == 1 { "pass" } else { "passes" });
-                Some(format!(
-                    "activations of units {first}-{last} ({}, from their forward pass until {ahead} {passes} before \
-                     their use)",
-                    tier.name()
-                ))
-            }
-            tier => Some(format!("{} ({})", class.name(), tier.name())),
-        };
-        let away: Vec<String> = open.iter().filter_map(of_class).collect();
-        let moved = match away.is_empty() {
-            true => "everything stays on the device".to_owned(),
-            false => format!(
-                "{}; each step moves {} to and from the host, and {} to and from disk",
-                away.join(", "),
-                Bytes(traffic.host),
-                Bytes(traffic.disk)
-            ),
-        };
-        format!(
-            "offload, for at most {} per worker: {moved}; takes {} on the device and {} of host memory",
-            Bytes(self.bounds.device.min(self.bounds.machine) as u64),
-            Bytes(prediction.total() as u64),
-            Bytes(prediction.host as u64)
-        )
-    }
-}
-
-/// The units whose activations leave, in order.
-fn moved_units(program: &Program) -> Vec<usize> {
-    let moved = |action: &Action| match action {
-        Action::Evict(state) if state.class == StateClass::Activations => Some(state.unit),
-        _ => None,
-    };
-    let mut units: Vec<usize> = program.actions.iter().filter_map(moved).collect();
-    units.sort_unstable();
-    units.dedup();
-    units
-}
-
-/// `units 0-3 keep all, units 4-6 keep their input`.
-fn describe_keeps(keeps: &[Keep]) -> String {
-    let mut runs: Vec<(usize, usize, Keep)> = Vec::new();
-    for (unit, &keep) in keeps.iter().enumerate() {
-        match runs.last_mut() {
-            Some((_, last, same)) if *same == keep => *last = unit,
-            _ => runs.push((unit, unit, keep)),
-        }
-    }
-    let run = |&(first, last, keep): &(usize, usize, Keep)| {
-        let units =
-            if first == last { format!("unit {first} keeps") } else { format!("units {first}-{last} keep") };
-        format!("{units} {}", keep.name())
-    };
-    runs.iter().map(run).collect::<Vec<_>>().join(", ")
 }

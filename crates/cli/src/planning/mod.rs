@@ -16,7 +16,7 @@ mod sizes;
 mod tests;
 
 pub(crate) use alternatives::changes;
-pub(crate) use choices::open_classes;
+pub(crate) use choices::open_choices;
 pub(crate) use drawing::Drawing;
 pub(crate) use job::{Blueprint, Job, Source, Workers};
 pub(crate) use plan::{Limit, Plan, PredictedTime};

@@ -1,6 +1,6 @@
 //! The plan of a worker: its step, and what that takes.
 
-use super::choices::Planning;
+use super::choices::open_choices;
 use super::host_bytes::{HostBytes, WorkerBytes};
 use super::job::{Job, Workers};
 use super::limits;
@@ -11,7 +11,9 @@ use trireme_base::{Bytes, Category, Rank, StepEntries, UnitPasses};
 use trireme_comm::Group;
 use trireme_model::{Model, Rehearsal};
 use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
-use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
+use trireme_planner::{
+    CategoryBytes, DryRun, Fitting, MemoryBounds, MemoryChoices, Prediction, StepTime, step_time,
+};
 use trireme_schedule::Program;
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
 use trireme_train::config::Config;
@@ -130,22 +132,32 @@ impl Plan {
         };
         let bounds = limits::bounds(config, workers);
         let validation = job.blueprint.validation(config)?;
-        let run = |place: usize, choices: &StepChoices| {
-            let job = Job { workers: places[place].0, ..job };
-            dry_run(job, &rehearsal, program(place, choices), validation)
+        let with = |MemoryChoices { keeps, state }: &MemoryChoices| StepChoices {
+            keeps: keeps.clone(),
+            state: *state,
+            ..given.clone()
         };
-        let planning = Planning {
-            config,
+        let run = |place: usize, choices: &MemoryChoices| {
+            let job = Job { workers: places[place].0, ..job };
+            dry_run(job, &rehearsal, program(place, &with(choices)), validation)
+        };
+        let fitting = Fitting {
             sizes: &sizes,
             passes: &passes,
             batch: &batch_memory(&rehearsal),
             bounds,
             num_places: places.len(),
-            program: &program,
+            program: &|place, choices| program(place, &with(choices)),
             run: &run,
         };
-        let (choices, mut reasons) =
-            if is_open { planning.choose(given.clone())? } else { (given.clone(), Vec::new()) };
+        let (choices, mut reasons) = match is_open {
+            true => {
+                let given = MemoryChoices { keeps: given.keeps.clone(), state: given.state };
+                let (choices, reasons) = fitting.choose(given, &open_choices(config))?;
+                (with(&choices), reasons)
+            }
+            false => (given.clone(), Vec::new()),
+        };
         reasons.extend(limits::budget_notice(config, workers, bounds));
         let place = workers.rank / config.workers_per_place();
         let DryRun { program, prediction, .. } =

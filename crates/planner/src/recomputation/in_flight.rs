@@ -16,7 +16,7 @@ use trireme_schedule::{Action, Keep, Program};
 ///
 /// # Errors
 /// Those of `run`.
-pub fn fit_keeps_in_flight<E>(
+pub(crate) fn fit_keeps_in_flight<E>(
     passes: &[UnitPasses],
     given: &[Keep],
     bounds: MemoryBounds,

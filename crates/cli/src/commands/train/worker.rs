@@ -7,14 +7,14 @@ use crate::interrupts::Interrupts;
 use crate::launch::{LaunchError, WorkerEnvironment, error_log, run_end};
 use crate::machine_cache::MachineCache;
 use crate::peak::worker_peak;
-use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, changes, open_classes};
+use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, changes, open_choices};
 use anyhow::{Context, Error, Result, anyhow, bail};
 use signal_hook::consts::SIGUSR1;
 use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::Group;
 use trireme_tensor::OverBudget;
-use trireme_train::config::{ActivationCheckpointMode, Bind, Config};
+use trireme_train::config::{Bind, Config};
 use trireme_train::{
     LanguageTask, Observer, RunSummary, Samples, StepChoices, StoppedBy, Task, TrainError, Trainer,
     TrainerOptions, local_threads,
@@ -193,11 +193,11 @@ fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
         anyhow::Ok(plan)
     };
     let config = job.config;
-    let is_kept_open = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
+    let open = open_choices(config);
     let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
     // Ranks of the tensor axis may have parts of the vocabulary of unequal cost, and must not cut stages by their own.
     let is_divided = config.parallelism().tensor_parallel_degree > 1;
-    if !is_kept_open && !has_file && !is_divided && open_classes(config).is_empty() {
+    if !open.keeps && open.classes.is_empty() && !has_file && !is_divided {
         return fitting(None);
     }
     let is_root = group.rank() == Rank::ROOT;

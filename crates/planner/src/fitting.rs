@@ -1,0 +1,199 @@
+//! What a step recomputes and which state leaves the device, so that the step fits into memory at every place of a pipeline.
+
+use crate::offload::{MemoryBounds, Placing, fit_places};
+use crate::recomputation::{fit_keeps, fit_keeps_in_flight};
+use crate::sizes::{BatchMemory, StateSizes};
+use crate::usage::{DryRun, Prediction};
+use trireme_base::{Bytes, UnitPasses};
+use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, Tier};
+
+/// What decides on the memory of a step and does not change its bits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryChoices {
+    /// What each unit's forward pass keeps.
+    pub keeps: Vec<Keep>,
+    /// How state lies on the workers.
+    pub state: StateLayout,
+}
+
+/// What may be chosen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Open {
+    /// Whether units may keep less than they are given to keep.
+    pub keeps: bool,
+    /// The classes of state that may leave the device.
+    pub classes: Vec<StateClass>,
+}
+
+/// A step that is to fit into memory. Workers at each place of the pipeline, of which there is one without a pipeline, are to stay within
+/// the bounds. `E` is the error of a dry run.
+pub struct Fitting<'a, E> {
+    /// The state at a place.
+    pub sizes: &'a dyn Fn(usize) -> Result<StateSizes, E>,
+    /// The passes of each unit, in the model's order.
+    pub passes: &'a [UnitPasses],
+    /// The tensors of a microbatch.
+    pub batch: &'a [BatchMemory],
+    /// What each worker has to stay within.
+    pub bounds: MemoryBounds,
+    /// Places of the pipeline.
+    pub num_places: usize,
+    /// The program of choices at a place.
+    pub program: &'a dyn Fn(usize, &MemoryChoices) -> Program,
+    /// A dry run of choices at a place.
+    pub run: &'a dyn Fn(usize, &MemoryChoices) -> Result<DryRun, E>,
+}
+
+impl<E> Fitting<'_, E> {
+    /// The choices that fit, with a line for users on each; where none do, those that take the least memory. What is not `open` stays as
+    /// `given`.
+    ///
+    /// Recomputation comes first: it needs no other memory. Where even the most of it does not suffice, state leaves the device, and then no
+    /// more is recomputed than is needed beside that.
+    ///
+    /// # Errors
+    /// What dry runs return.
+    pub fn choose(&self, given: MemoryChoices, open: &Open) -> Result<(MemoryChoices, Vec<String>), E> {
+        let (mut choices, mut reasons) = (given, Vec::new());
+        let mut fits = false;
+        if open.keeps {
+            fits = self.choose_keeps(&mut choices, &mut reasons)?;
+        }
+        if !fits && !open.classes.is_empty() {
+            self.choose_places(&mut choices, &open.classes, &mut reasons)?;
+            if open.keeps {
+                self.choose_keeps(&mut choices, &mut reasons)?;
+            }
+        }
+        Ok((choices, reasons))
+    }
+
+    /// Little recomputation that fits everywhere; whether it does.
+    fn choose_keeps(&self, choices: &mut MemoryChoices, reasons: &mut Vec<String>) -> Result<bool, E> {
+        let (mut operations, mut total, mut fits) = (0_u64, 0, true);
+        // Units lie at one place each, whose choice for them takes nothing elsewhere.
+        for place in 0..self.num_places {
+            let run = |keeps: &[Keep]| {
+                (self.run)(place, &MemoryChoices { keeps: keeps.to_vec(), state: choices.state })
+            };
+            let (choice, prediction) = match self.num_places {
+                1 => fit_keeps(self.passes, self.batch, self.bounds, run)?,
+                _ => fit_keeps_in_flight(self.passes, &choices.keeps, self.bounds, run)?,
+            };
+            operations = operations.saturating_add(choice.operations);
+            total = total.max(prediction.total());
+            fits &= self.bounds.hold(&prediction);
+            choices.keeps = choice.keeps;
+        }
+        if fits {
+            let forward = self.passes.iter().map(|passes| passes.forward_cost.operations());
+            let forward = forward.fold(0, u64::saturating_add);
+            let share = 100.0 * operations as f64 / forward.max(1) as f64;
+            reasons.push(format!(
+                "recomputation, for at most {} per worker: {}; this repeats {share:.1} % of the forward pass and \
+                 takes {}",
+                Bytes(self.bounds.device.min(self.bounds.machine) as u64),
+                describe_keeps(&choices.keeps),
+                Bytes(total as u64)
+            ));
+        }
+        Ok(fits)
+    }
+
+    /// The places of the open classes with which least moves where most memory is needed, and that fit everywhere.
+    fn choose_places(
+        &self,
+        choices: &mut MemoryChoices,
+        open: &[StateClass],
+        reasons: &mut Vec<String>,
+    ) -> Result<(), E> {
+        let keeps = &choices.keeps;
+        let with = |state| MemoryChoices { keeps: keeps.clone(), state };
+        let need = |prediction: &Prediction| (self.bounds.excess(prediction), prediction.total());
+        let largest = |state| {
+            let mut largest: Option<(usize, Prediction)> = None;
+            for place in 0..self.num_places {
+                let found = (self.run)(place, &with(state))?.prediction;
+                if largest.as_ref().is_none_or(|(_, largest)| need(&found) > need(largest)) {
+                    largest = Some((place, found));
+                }
+            }
+            Ok::<_, E>(largest.expect("a pipeline has a place"))
+        };
+        let (place, _) = largest(choices.state)?;
+        let sizes = (self.sizes)(place)?;
+        let program = |state| (self.program)(place, &with(state));
+        let run = |state| Ok(largest(state)?.1);
+        let placing = fit_places(&sizes, (choices.state, open), self.bounds, program, run)?;
+        if self.bounds.hold(&placing.prediction) {
+            reasons.push(self.describe_places(&placing, open, &program(placing.state)));
+        }
+        choices.state = placing.state;
+        Ok(())
+    }
+
+    /// `offload, for at most 512.00MiB a worker, the optimizer's state lives with the host; …`.
+    fn describe_places(&self, placing: &Placing, open: &[StateClass], program: &Program) -> String {
+        let Placing { state, traffic, prediction } = placing;
+        let of_class = |&class: &StateClass| match state.of(class).tier {
+            Tier::Device => None,
+            tier if class == StateClass::Activations => {
+                let units = moved_units(program);
+                let (Some(first), Some(last)) = (units.first(), units.last()) else { return None };
+                let (ahead, passes) =
+                    (state.fetch_ahead, if state.fetch_ahead == 1 { "pass" } else { "passes" });
+                Some(format!(
+                    "activations of units {first}-{last} ({}, from their forward pass until {ahead} {passes} before \
+                     their use)",
+                    tier.name()
+                ))
+            }
+            tier => Some(format!("{} ({})", class.name(), tier.name())),
+        };
+        let away: Vec<String> = open.iter().filter_map(of_class).collect();
+        let moved = match away.is_empty() {
+            true => "everything stays on the device".to_owned(),
+            false => format!(
+                "{}; each step moves {} to and from the host, and {} to and from disk",
+                away.join(", "),
+                Bytes(traffic.host),
+                Bytes(traffic.disk)
+            ),
+        };
+        format!(
+            "offload, for at most {} per worker: {moved}; takes {} on the device and {} of host memory",
+            Bytes(self.bounds.device.min(self.bounds.machine) as u64),
+            Bytes(prediction.total() as u64),
+            Bytes(prediction.host as u64)
+        )
+    }
+}
+
+/// The units whose activations leave, in order.
+fn moved_units(program: &Program) -> Vec<usize> {
+    let moved = |action: &Action| match action {
+        Action::Evict(state) if state.class == StateClass::Activations => Some(state.unit),
+        _ => None,
+    };
+    let mut units: Vec<usize> = program.actions.iter().filter_map(moved).collect();
+    units.sort_unstable();
+    units.dedup();
+    units
+}
+
+/// `units 0-3 keep all, units 4-6 keep their input`.
+fn describe_keeps(keeps: &[Keep]) -> String {
+    let mut runs: Vec<(usize, usize, Keep)> = Vec::new();
+    for (unit, &keep) in keeps.iter().enumerate() {
+        match runs.last_mut() {
+            Some((_, last, same)) if *same == keep => *last = unit,
+            _ => runs.push((unit, unit, keep)),
+        }
+    }
+    let run = |&(first, last, keep): &(usize, usize, Keep)| {
+        let units =
+            if first == last { format!("unit {first} keeps") } else { format!("units {first}-{last} keep") };
+        format!("{units} {}", keep.name())
+    };
+    runs.iter().map(run).collect::<Vec<_>>().join(", ")
+}
