@@ -1,8 +1,8 @@
 //! Rows that every rank sends to every other one, as many as there are.
 
-use super::Lane;
+use super::{Lane, lock};
 use crate::error::ParallelError;
-use crate::waiting::Waiting;
+use crate::memory::waiting::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -101,7 +101,7 @@ impl Lane {
         while started.next_round < started.num_rounds.min(rounds_under_way) {
             self.start_round(device, &mut started, values);
         }
-        Ok(PendingExchange::new(self.rows.put(started)))
+        Ok(PendingExchange::new(lock(&self.rows).insert(started)))
     }
 
     /// As [`AxisOps::send_rest`](trireme_tensor::tape::AxisOps::send_rest).
@@ -113,15 +113,15 @@ impl Lane {
         mut result: ViewMut<'_>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        self.rows.change(exchange.number(), |started| {
-            self.keep_own(device, &started.runs, values, result.reborrow());
-            while started.next_round < started.num_rounds {
-                let end = started.next_round - started.rounds_under_way + 1;
-                self.finish_rounds_before(device, started, end, result.reborrow(), waiting)?;
-                self.start_round(device, started, values);
-            }
-            Ok(())
-        })
+        let mut rows = lock(&self.rows);
+        let started = &mut rows[exchange.number()];
+        self.keep_own(device, &started.runs, values, result.reborrow());
+        while started.next_round < started.num_rounds {
+            let end = started.next_round - started.rounds_under_way + 1;
+            self.finish_rounds_before(device, started, end, result.reborrow(), waiting)?;
+            self.start_round(device, started, values);
+        }
+        Ok(())
     }
 
     /// As [`AxisOps::finish_rows`](trireme_tensor::tape::AxisOps::finish_rows).
@@ -132,7 +132,7 @@ impl Lane {
         result: ViewMut<'_>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        let mut started = self.rows.take(exchange.number());
+        let mut started = lock(&self.rows).remove(exchange.number());
         let end = started.num_rounds;
         assert_eq!(started.next_round, end, "all was sent");
         self.finish_rounds_before(device, &mut started, end, result, waiting)?;

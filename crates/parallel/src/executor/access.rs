@@ -1,9 +1,9 @@
 //! What callers read of an executor, and load into it.
 
 use super::{ActionTime, Executor};
-use crate::fp8::AgreedScales;
-use crate::placement::Placements;
-use crate::ranks::RankGrid;
+use crate::executor::fp8_scales::AgreedScales;
+use crate::layout::placement::Placements;
+use crate::layout::ranks::RankGrid;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;

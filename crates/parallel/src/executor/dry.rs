@@ -2,8 +2,8 @@
 
 use super::Executor;
 use crate::error::ParallelError;
+use crate::executor::validation::ValidationBatches;
 use crate::step::{GradNorm, StepPlan};
-use crate::validation::ValidationBatches;
 use std::collections::BTreeSet;
 use std::time::Instant;
 use trireme_base::{Category, Journal, JournalEntry, StepEntries};

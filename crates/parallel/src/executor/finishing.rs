@@ -2,8 +2,8 @@
 
 use super::Executor;
 use crate::error::ParallelError;
+use crate::memory::waiting::Waiting;
 use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
-use crate::waiting::Waiting;
 use trireme_codec::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
 use trireme_schedule::StateClass;

@@ -3,10 +3,10 @@
 use super::Executor;
 use super::in_flight::Purpose;
 use super::parallelize::{ExecutorSetup, forward_program};
-use crate::chain::chain;
 use crate::error::ParallelError;
+use crate::layout::chain::chain;
+use crate::layout::ranks::{Degrees, RankGrid};
 use crate::offload::OffloadOptions;
-use crate::ranks::{Degrees, RankGrid};
 use crate::step::Determinism;
 use crate::step::ExecutorOptions;
 use trireme_base::{Category, DType};

@@ -2,7 +2,7 @@
 
 use super::Executor;
 use crate::error::ParallelError;
-use crate::hashes::{HashRecorder, StepHashes, add_unit, sum_over_ranks};
+use crate::executor::hashes::{HashRecorder, StepHashes, add_unit, sum_over_ranks};
 use std::sync::Arc;
 
 impl Executor {

@@ -1,11 +1,11 @@
 //! What units report of a step's microbatches, and its means: the loss and metrics. What ranks ask for travels along.
 
-use crate::counted::Counted;
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, Exchanging};
-use crate::ranks::RankGrid;
-use crate::tree::TreeSum;
-use crate::waiting::Waiting;
+use crate::gradients::tree::TreeSum;
+use crate::layout::ranks::RankGrid;
+use crate::memory::counted::Counted;
+use crate::memory::vector::{Exchanged, Exchanging};
+use crate::memory::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -3,9 +3,9 @@
 use super::Executor;
 use super::in_flight::{InFlight, Kept, Purpose, Reports, check_batch, num_samples};
 use super::versions::PassParameters;
-use crate::counted::Counted;
 use crate::error::ParallelError;
-use crate::validation::ValidationBatches;
+use crate::executor::validation::ValidationBatches;
+use crate::memory::counted::Counted;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_comm::Buffer;

@@ -6,16 +6,16 @@
 
 use super::in_flight::InFlight;
 use super::means::Means;
-use super::messages::Messages;
 use super::parallelize::forward_program;
+use super::pending_messages::Messages;
 use super::timeline::Timeline;
 use super::{Executor, Optimization};
-use crate::counted::Counted;
 use crate::error::ParallelError;
-use crate::exchange::ShardExchanges;
+use crate::executor::shard_exchange::ShardExchanges;
 use crate::gradients::Gradients;
+use crate::layout::placement::Placements;
+use crate::memory::counted::Counted;
 use crate::offload::Offloaded;
-use crate::placement::Placements;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;

@@ -8,8 +8,8 @@
 
 use super::{Executor, Optimization};
 use crate::error::ParallelError;
-use crate::hashes::add_unit;
-use crate::space::{bring, change_on};
+use crate::executor::hashes::add_unit;
+use crate::memory::across_devices::{bring, change_on};
 use crate::step::StepPlan;
 use trireme_codec::CodecName;
 use trireme_optim::{Exchange, StepSettings};

@@ -2,8 +2,8 @@
 
 use super::earlier_norms::EarlierNorms;
 use crate::error::ParallelError;
+use crate::layout::ranks::RankGrid;
 use crate::parameters::RankParameters;
-use crate::ranks::RankGrid;
 use std::collections::VecDeque;
 use trireme_base::DType;
 use trireme_codec::CompressionStatistics;

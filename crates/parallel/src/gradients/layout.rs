@@ -1,7 +1,7 @@
 //! What ranks store of gradients, and in which precision they exchange them.
 
-use crate::pool::Pool;
-use crate::ranks::{RankGrid, StateRanks};
+use crate::layout::ranks::{RankGrid, StateRanks};
+use crate::memory::pool::Pool;
 use crate::step::ExecutorOptions;
 use std::sync::Arc;
 use trireme_base::DType;

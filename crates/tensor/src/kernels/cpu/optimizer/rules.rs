@@ -25,6 +25,20 @@ pub struct AdamWStep {
     pub step: u64,
 }
 
+impl AdamWStep {
+    /// The first step with PyTorch's defaults, without decay.
+    pub const DEFAULT: AdamWStep = AdamWStep {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.999,
+        nu: 1.0,
+        epsilon: 1e-8,
+        weight_decay: 0.0,
+        grad_scale: 1.0,
+        step: 1,
+    };
+}
+
 /// The numbers of one update of Adam or one of its variants.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamStep {

@@ -11,16 +11,8 @@ use proptest::prelude::*;
 /// Numbers of elements: none, one, about the widths of registers, two tasks and a rest.
 const LENGTHS: [usize; 9] = [1, 0, 15, 16, 17, 33, 65, 16 * 1024, 33 * 1024 + 5];
 
-const ADAMW: AdamWStep = AdamWStep {
-    lr: 0.01,
-    beta1: 0.9,
-    beta2: 0.95,
-    nu: 1.0,
-    epsilon: 1e-8,
-    weight_decay: 0.1,
-    grad_scale: 0.5,
-    step: 3,
-};
+const ADAMW: AdamWStep =
+    AdamWStep { lr: 0.01, beta2: 0.95, weight_decay: 0.1, grad_scale: 0.5, step: 3, ..AdamWStep::DEFAULT };
 
 const MOMENTUM: MomentumStep =
     MomentumStep { lr: 0.05, momentum: 0.9, nesterov: true, weight_decay: 0.1, grad_scale: 0.5, step: 3 };

@@ -1,0 +1,386 @@
+//! What ranks exchange while units run.
+
+mod rows;
+
+use crate::error::ParallelError;
+use crate::layout::ranks::RankGrid;
+use crate::memory::lent::ExchangePool;
+use crate::memory::pool::Pool;
+use crate::memory::waiting::Waiting;
+use rows::StartedRows;
+use slab::Slab;
+use std::fmt;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use trireme_base::{AxisPlace, DType, ExchangeKind, Pending, Rank, ReduceOp};
+use trireme_comm::{Buffer, Group, Untyped, Work};
+use trireme_tensor::tape::{
+    AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PassAxes, PendingExchange, ShadowedExperts, TensorAxis,
+};
+use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor, View, ViewMut};
+
+/// The axes of units.
+pub(crate) struct UnitAxes {
+    tensor: Option<Arc<GroupAxis>>,
+    ring: Option<Arc<GroupAxis>>,
+    heads: Option<Arc<GroupAxis>>,
+    experts: Option<Arc<GroupAxis>>,
+    shadowed: Arc<ShadowedExperts>,
+}
+
+impl UnitAxes {
+    /// Memory of the groups is counted on `device`.
+    pub(crate) fn new(ranks: &RankGrid, device: &Device) -> Self {
+        let axis =
+            |group: &Arc<Group>| (group.world_size() > 1).then(|| Arc::new(GroupAxis::new(group, device)));
+        UnitAxes {
+            tensor: axis(ranks.tensor()),
+            ring: axis(ranks.ring()),
+            heads: axis(ranks.heads()),
+            experts: ranks.experts().and_then(axis),
+            shadowed: Arc::default(),
+        }
+    }
+
+    /// Returns the axes of a pass. If it `continues` a sequence, this rank has all positions, so there is no context axis and rows are not sharded.
+    pub(crate) fn of_pass(&self, shards_rows: bool, continues: bool) -> PassAxes {
+        let ops = |axis: &Option<Arc<GroupAxis>>| axis.clone().map(|axis| axis as Arc<dyn AxisOps>);
+        let tensor = ops(&self.tensor).map(|ops| TensorAxis { ops, shards_rows: shards_rows && !continues });
+        let context = ContextAxis { ring: ops(&self.ring), heads: ops(&self.heads) };
+        let has_context = !continues && (context.ring.is_some() || context.heads.is_some());
+        let shadowed = Arc::clone(&self.shadowed);
+        PassAxes {
+            tensor,
+            context: has_context.then_some(context),
+            experts: ops(&self.experts).map(|ops| ExpertAxis { ops, shadowed }),
+        }
+    }
+
+    /// Chooses the experts that are shadowed by the loads since the last time. To be called between runs of a program.
+    pub(crate) fn choose_shadowed(&self) {
+        self.shadowed.choose();
+    }
+
+    /// Waits of this rank since the last call, and operations that its kernels wait for.
+    pub(crate) fn take_waiting(&self) -> Waiting {
+        let mut waiting = Waiting::default();
+        [&self.tensor, &self.ring, &self.heads, &self.experts]
+            .into_iter()
+            .flatten()
+            .for_each(|axis| waiting.add(axis.take_waiting()));
+        waiting
+    }
+}
+
+/// The types that units exchange.
+const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+/// The ranks of an axis, as operations of units see them.
+pub(crate) struct GroupAxis {
+    /// One for each type of [`FLOATS`].
+    lanes: [Lane; FLOATS.len()],
+    /// How long this rank has waited.
+    waiting: Mutex<Waiting>,
+}
+
+/// Values of one type on their way.
+struct Lane {
+    memory: ExchangePool,
+    /// Pending exchanges by their numbers.
+    pending: Mutex<Slab<Started>>,
+    /// Pending exchanges of rows by their numbers.
+    rows: Mutex<Slab<StartedRows>>,
+    /// Elements of the memory for a piece of rows: as many as the largest exchange so far needs, so that smaller ones take no memory of their own.
+    room_for_rows: AtomicUsize,
+}
+
+/// Locks a mutex, also after a panic of another thread: what it guards is whole between calls.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An exchange that was started.
+struct Started {
+    kind: ExchangeKind,
+    /// Elements of the vector.
+    len: usize,
+    vector: Work<Buffer<Untyped>>,
+    /// What this rank sends of its own, where it receives another vector.
+    sent: Option<Work<Buffer<Untyped>>>,
+}
+
+impl fmt::Debug for GroupAxis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GroupAxis({:?})", self.place())
+    }
+}
+
+impl GroupAxis {
+    /// Memory of the group is counted on `device`.
+    fn new(group: &Arc<Group>, device: &Device) -> Self {
+        GroupAxis { lanes: FLOATS.map(|dtype| Lane::new(group, device, dtype)), waiting: Mutex::default() }
+    }
+
+    fn lane(&self, dtype: DType) -> &Lane {
+        let index = FLOATS.iter().position(|float| *float == dtype);
+        &self.lanes[index.unwrap_or_else(|| unreachable!("units exchange floats, not {dtype}"))]
+    }
+
+    /// Waits of this rank since the last call, and operations that its kernels wait for.
+    fn take_waiting(&self) -> Waiting {
+        std::mem::take(&mut self.waiting())
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        lock(&self.waiting)
+    }
+}
+
+impl Lane {
+    fn new(group: &Arc<Group>, device: &Device, dtype: DType) -> Self {
+        let pool = Pool::new(group, device, dtype, Category::Communication, true).in_huge_pages();
+        Lane {
+            memory: ExchangePool::new(pool),
+            pending: Mutex::default(),
+            rows: Mutex::default(),
+            room_for_rows: AtomicUsize::new(0),
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        self.memory.pool().dtype()
+    }
+
+    fn place(&self) -> AxisPlace {
+        let group = self.memory.pool().group();
+        AxisPlace::new(group.rank().0, group.world_size())
+    }
+
+    fn start(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        values: View<'_>,
+    ) -> Result<PendingExchange, ParallelError> {
+        let AxisPlace { rank, degree } = self.place();
+        let own_len = values.shape().num_elements();
+        let (len, start) = match kind {
+            ExchangeKind::AllGather => (own_len * degree, rank * own_len),
+            _ => (own_len, 0),
+        };
+        let own = self.memory.pool().send(device, (values, start), len)?;
+        self.issue(kind, own)
+    }
+
+    /// Memory for a term of a sum: the group's, if kernels reach it.
+    fn empty_term(&self, device: &Device, shape: Shape) -> Result<Tensor, ParallelError> {
+        if !device.reaches_host() {
+            return Ok(device.empty(shape, self.dtype(), Category::Activations)?);
+        }
+        let len = shape.num_elements();
+        Ok(self.memory.lend(self.memory.pool().take_buffer(len)?.wait(), 0..len, shape))
+    }
+
+    fn start_sum(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        term: Tensor,
+    ) -> Result<PendingExchange, ParallelError> {
+        // What others have lent, such as files of activations that a budget has no room for, is copied like a device's memory.
+        if !term.lent_memory().is_some_and(|memory| self.memory.has_lent(memory)) {
+            return self.start(device, kind, term.view());
+        }
+        let memory = term.into_lent().expect("it was seen to be lent");
+        self.issue(kind, self.memory.take_back(memory))
+    }
+
+    /// Starts the exchange of what lies in memory of the group.
+    fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange, ParallelError> {
+        let (group, AxisPlace { rank, degree }) = (self.memory.pool().group(), self.place());
+        let len = own.len();
+        let mut sent = None;
+        let vector = match kind {
+            ExchangeKind::AllReduce => group.all_reduce(own, ReduceOp::Sum),
+            ExchangeKind::AllGather => group.all_gather(own),
+            ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
+            ExchangeKind::AllToAll => group.all_to_all(own),
+            ExchangeKind::Shift => {
+                let received = Buffer::pending(self.memory.pool().take_buffer(len)?, self.dtype(), len);
+                sent = Some(group.send(own, Rank((rank + 1) % degree)));
+                group.receive(received, Rank((rank + degree - 1) % degree))
+            }
+        };
+        let number = lock(&self.pending).insert(Started { kind, len, vector, sent });
+        Ok(PendingExchange::new(number))
+    }
+
+    fn finish(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
+        result: ViewMut<'_>,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        let (vector, len, kind) = self.take(device, exchange, waiting)?;
+        let start = self.first(kind, result.shape());
+        self.memory.pool().receive(device, (vector, len), start, result);
+        Ok(())
+    }
+
+    fn finish_temporary(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
+        shape: Shape,
+        waiting: &mut Waiting,
+    ) -> Result<Tensor, ParallelError> {
+        if !device.reaches_host() {
+            let mut result = device.empty(shape, self.dtype(), Category::Activations)?;
+            self.finish(device, exchange, result.view_mut(), waiting)?;
+            return Ok(result);
+        }
+        let (vector, _, kind) = self.take(device, exchange, waiting)?;
+        let start = self.first(kind, shape);
+        Ok(self.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
+    }
+
+    /// The first element that an exchange brings this rank for a result of this shape.
+    fn first(&self, kind: ExchangeKind, result: Shape) -> usize {
+        match kind {
+            ExchangeKind::ReduceScatter => self.place().rank * result.num_elements(),
+            _ => 0,
+        }
+    }
+
+    /// What an exchange brings, in memory for so many elements.
+    fn take(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
+        waiting: &mut Waiting,
+    ) -> Result<(Pending<Buffer<Untyped>>, usize, ExchangeKind), ParallelError> {
+        let Started { kind, len, vector, sent } = lock(&self.pending).remove(exchange.number());
+        let vector = waiting.wait_on_device(vector, (self.dtype(), len), device)?;
+        if let Some(sent) = sent {
+            let sent = waiting.wait_on_device(sent, (self.dtype(), len), device)?;
+            // The result may replace what was sent.
+            device.wait_for(&sent.event());
+            self.memory.pool().give_buffer(len, sent);
+        }
+        Ok((vector, len, kind))
+    }
+}
+
+impl AxisOps for GroupAxis {
+    fn place(&self) -> AxisPlace {
+        self.lanes[0].place()
+    }
+
+    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
+        let group = self.lanes[0].memory.pool().group();
+        let all = self
+            .waiting()
+            .wait(group.all_gather_bytes(bytemuck::cast_slice(own)))
+            .map_err(ParallelError::from)?;
+        Ok(all.iter().flat_map(|bytes| bytemuck::pod_collect_to_vec::<u8, u32>(bytes)).collect())
+    }
+
+    fn start_rows(
+        &self,
+        device: &Device,
+        runs: ExchangedRuns,
+        values: View<'_>,
+    ) -> Result<PendingExchange, DeviceError> {
+        Ok(self.lane(values.dtype()).start_rows(device, runs, values)?)
+    }
+
+    fn send_rest(
+        &self,
+        device: &Device,
+        exchange: &PendingExchange,
+        values: View<'_>,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let sent = self.lane(values.dtype()).send_rest(device, exchange, values, result, &mut self.waiting());
+        Ok(sent?)
+    }
+
+    fn finish_rows(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let finished = self.lane(result.dtype()).finish_rows(device, &exchange, result, &mut self.waiting());
+        Ok(finished?)
+    }
+
+    fn start(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        values: View<'_>,
+    ) -> Result<PendingExchange, DeviceError> {
+        Ok(self.lane(values.dtype()).start(device, kind, values)?)
+    }
+
+    fn finish(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
+        result: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let finished = self.lane(result.dtype()).finish(device, &exchange, result, &mut self.waiting());
+        Ok(finished?)
+    }
+
+    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
+        Ok(self.lane(dtype).empty_term(device, shape)?)
+    }
+
+    fn start_sum(
+        &self,
+        device: &Device,
+        kind: ExchangeKind,
+        term: Tensor,
+    ) -> Result<PendingExchange, DeviceError> {
+        Ok(self.lane(term.dtype()).start_sum(device, kind, term)?)
+    }
+
+    fn finish_temporary(
+        &self,
+        device: &Device,
+        exchange: PendingExchange,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<Tensor, DeviceError> {
+        let result = self.lane(dtype).finish_temporary(device, &exchange, shape, &mut self.waiting());
+        Ok(result?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_tensor::DeviceOptions;
+    use trireme_testkit::run_ranks;
+
+    #[test]
+    fn terms_and_temporary_results_are_not_copied() {
+        run_ranks(2, |group| {
+            let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+            let axis = GroupAxis::new(&Arc::new(group), &device);
+            let shape = Shape::from([2, 3]);
+            let mut term = axis.empty_term(&device, shape, DType::F32).unwrap();
+            device.upload(&[1.0_f32; 6], term.view_mut());
+            let memory = term.into_lent().expect("memory of the group");
+            let address = memory.bytes().as_ptr();
+            let term = Tensor::lent(memory, shape, DType::F32);
+            let sum = axis.start_sum(&device, ExchangeKind::AllReduce, term).unwrap();
+            let sum = axis.finish_temporary(&device, sum, shape, DType::F32).unwrap();
+            assert_eq!(device.read::<f32>(sum.view()), [2.0; 6]);
+            assert_eq!(sum.into_lent().unwrap().bytes().as_ptr(), address);
+        });
+    }
+}

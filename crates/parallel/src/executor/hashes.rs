@@ -1,0 +1,158 @@
+//! Hashes of the bits of tensors that do not depend on how ranks hold them.
+
+use crate::error::ParallelError;
+use crate::layout::placement::Placements;
+use std::ops::Range;
+use trireme_base::Rank;
+use trireme_comm::Group;
+use trireme_tensor::{Device, ParameterTable, View};
+
+/// Elements that are copied to the host at a time.
+const CHUNK_LEN: usize = 1 << 18;
+
+/// Hashes that ranks exchange at a time: 64 KiB of each rank.
+const EXCHANGED_LEN: usize = 1 << 13;
+
+/// Hashes of the gradients and the parameters of one step: one for each parameter, in the order of the model's
+/// [`ParameterTable`].
+///
+/// A tensor's hash is the sum of a hash of each of its elements' place and bits, so ranks that hold parts of it add up their sums.
+/// Two tensors that differ have the same hash with a probability of about 2⁻⁶⁴.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepHashes {
+    /// Number of the step in its schedule.
+    pub step: u64,
+    /// Gradients as updates read them: summed over all microbatches, at the loss scale of the step, before the mean and clipping. With
+    /// an optimizer that exchanges momentum, the momentum in their place.
+    pub gradients: Vec<u64>,
+    /// Parameters after the update, in f32.
+    pub parameters: Vec<u64>,
+}
+
+/// Hashes of the steps of a program.
+#[derive(Debug, Default)]
+pub(crate) struct HashRecorder {
+    /// Steps between those that are recorded; 0 for none.
+    interval: u64,
+    steps: Vec<StepHashes>,
+}
+
+impl HashRecorder {
+    /// A recorder of every step whose number is a multiple of `interval`, or of none if that is 0.
+    pub(crate) fn new(interval: u64) -> Self {
+        HashRecorder { interval, steps: Vec::new() }
+    }
+
+    /// The hashes of `step` so far, of a model with so many parameters; `None` if the step is not recorded.
+    pub(crate) fn of_step(&mut self, step: u64, num_parameters: usize) -> Option<&mut StepHashes> {
+        if self.interval == 0 || !step.is_multiple_of(self.interval) {
+            return None;
+        }
+        let index = self.steps.iter().position(|hashes| hashes.step == step).unwrap_or_else(|| {
+            let zeros = vec![0; num_parameters];
+            self.steps.push(StepHashes { step, gradients: zeros.clone(), parameters: zeros });
+            self.steps.len() - 1
+        });
+        Some(&mut self.steps[index])
+    }
+
+    /// Removes and returns what was recorded, in the order of the steps.
+    pub(crate) fn take(&mut self) -> Vec<StepHashes> {
+        let mut steps = std::mem::take(&mut self.steps);
+        steps.sort_by_key(|hashes| hashes.step);
+        steps
+    }
+}
+
+/// Adds to `hashes`, which has one for each parameter, what `rank` contributes of a unit: of the elements `part` of its flat buffer,
+/// which `values` are, those that no earlier rank holds.
+pub(crate) fn add_unit(
+    hashes: &mut [u64],
+    unit: usize,
+    (table, placements, rank): (&ParameterTable, &Placements, Rank),
+    (values, part): (View<'_>, &Range<usize>),
+    device: &Device,
+) {
+    for index in table.units()[unit].parameters.clone() {
+        let info = &table.parameters()[index];
+        let Some(held) = info.held(part) else { continue };
+        if !placements.tensors()[index].is_first_holder(placements.mesh(), rank) {
+            continue;
+        }
+        for start in held.clone().step_by(CHUNK_LEN) {
+            let chunk = start..held.end.min(start + CHUNK_LEN);
+            let first = info.offset + chunk.start - part.start;
+            let bits = device.read::<u32>(values.part(first, [chunk.len()].into()));
+            for (first, run) in info.runs(chunk.clone()) {
+                let sum = sum(first, &bits[run.start - chunk.start..run.end - chunk.start]);
+                hashes[index] = hashes[index].wrapping_add(sum);
+            }
+        }
+    }
+}
+
+/// Adds up the hashes of all ranks of a group. Collective.
+pub(crate) fn sum_over_ranks(group: &Group, hashes: &mut [u64]) -> Result<(), ParallelError> {
+    for own in hashes.chunks_mut(EXCHANGED_LEN) {
+        let all = group.all_gather_bytes(bytemuck::cast_slice(own)).wait()?;
+        own.fill(0);
+        for of_rank in &all {
+            let found = of_rank.chunks_exact(size_of::<u64>()).map(bytemuck::pod_read_unaligned::<u64>);
+            own.iter_mut().zip(found).for_each(|(sum, found)| *sum = sum.wrapping_add(found));
+        }
+    }
+    Ok(())
+}
+
+/// The sum of the hashes of neighbouring elements of a tensor, the first of which has the place `first`.
+fn sum(first: usize, bits: &[u32]) -> u64 {
+    let places = first as u64..;
+    bits.iter().zip(places).fold(0, |sum, (&bits, place)| sum.wrapping_add(element(place, bits)))
+}
+
+/// The hash of an element: SplitMix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014) of its place and its bits.
+fn element(place: u64, bits: u32) -> u64 {
+    // Without the constant, the hash of zero bits at place 0 would be 0.
+    let word = (place.rotate_left(32) ^ u64::from(bits)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn any_split_has_the_hash_of_the_whole(
+            bits in prop::collection::vec(any::<u32>(), 1..200),
+            mut ends in prop::collection::vec(0_usize..200, 0..6),
+        ) {
+            ends.push(bits.len());
+            ends.iter_mut().for_each(|end| *end = (*end).min(bits.len()));
+            ends.sort_unstable();
+            // The last part comes first: order does not matter.
+            let starts = std::iter::once(&0).chain(&ends);
+            let parts: Vec<_> = starts.zip(&ends).map(|(&start, &end)| sum(start, &bits[start..end])).collect();
+            let combined = parts.iter().rev().fold(0_u64, |sum, part| sum.wrapping_add(*part));
+            prop_assert_eq!(combined, sum(0, &bits));
+        }
+
+        #[test]
+        fn a_changed_bit_and_exchanged_elements_show(
+            bits in prop::collection::vec(any::<u32>(), 2..50),
+            place in any::<prop::sample::Index>(),
+            bit in 0..32_u32,
+        ) {
+            let place = place.index(bits.len() - 1);
+            let mut flipped = bits.clone();
+            flipped[place] ^= 1_u32 << bit;
+            prop_assert_ne!(sum(0, &flipped), sum(0, &bits));
+            let mut exchanged = bits.clone();
+            exchanged.swap(place, place + 1);
+            prop_assert_eq!(sum(0, &exchanged) == sum(0, &bits), exchanged == bits);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Messages between the ranks of a pipeline: activations go up, gradients come down.
+
+use crate::error::ParallelError;
+use crate::layout::ranks::RankGrid;
+use crate::memory::pool::Pool;
+use crate::memory::vector::Exchanged;
+use crate::memory::waiting::Waiting;
+use std::collections::VecDeque;
+use trireme_base::{DType, Pending, Rank};
+use trireme_comm::{Buffer, Untyped, Work};
+use trireme_model::{Bundle, TensorSpec};
+use trireme_tensor::{Category, Device, Tensor};
+
+/// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
+const SENDS_MAX: usize = 2;
+
+/// Messages under way.
+pub(super) struct Messages {
+    pub(super) pool: Pool,
+    pub(super) sent: VecDeque<Work<Buffer<Untyped>>>,
+    /// What begins to come, by kind and microbatch, until its pass takes it: activations, gradients and parts of a tied gradient.
+    pub(super) incoming: [Vec<Option<Incoming>>; 3],
+}
+
+/// A message of so many elements that comes.
+pub(super) struct Incoming {
+    pub(super) work: Work<Buffer<Untyped>>,
+    pub(super) len: usize,
+}
+
+impl Messages {
+    pub(super) fn new(ranks: &RankGrid, num_microbatches: usize, device: &Device) -> Self {
+        let none = || (0..num_microbatches).map(|_| None).collect();
+        Messages {
+            pool: Pool::new(ranks.pipeline(), device, DType::F32, Category::Communication, false),
+            sent: VecDeque::with_capacity(SENDS_MAX + 1),
+            incoming: [none(), none(), none()],
+        }
+    }
+
+    /// Memory of messages.
+    pub(super) fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Starts to send tensors, and gives their memory back.
+    pub(super) fn send(
+        &mut self,
+        tensors: Bundle<Tensor>,
+        to: usize,
+        device: &Device,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        self.finish_until(SENDS_MAX - 1, waiting)?;
+        let num_words = tensors.specs().map(|spec| spec.num_words()).sum();
+        let (mut buffer, mut first) = (self.pool.take_buffer(num_words)?, 0);
+        for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
+            device.download_later(tensor.view(), &mut buffer, first * size_of::<f32>());
+            first += spec.num_words();
+        }
+        self.sent.push_back(self.pool.group().send(Buffer::pending(buffer, DType::F32, num_words), Rank(to)));
+        Ok(())
+    }
+
+    /// Starts to send a vector of the pool.
+    pub(super) fn send_vector(
+        &mut self,
+        vector: Exchanged,
+        to: usize,
+        device: &Device,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        self.finish_until(SENDS_MAX - 1, waiting)?;
+        let len = vector.len();
+        let (buffer, _) = vector.leave(device, 0..len, 0..0);
+        self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
+        Ok(())
+    }
+
+    /// Waits for the first messages until `num_left` are under way: no sooner, so that the memory which they take does not depend on
+    /// time.
+    pub(super) fn finish_until(
+        &mut self,
+        num_left: usize,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        while self.sent.len() > num_left {
+            let first = self.sent.pop_front().expect("messages are under way");
+            let buffer = waiting.wait(first)?;
+            self.pool.give_buffer(buffer.len(), Pending::new(buffer));
+        }
+        Ok(())
+    }
+
+    /// Starts to receive `len` elements.
+    pub(super) fn receive(&self, len: usize, from: usize) -> Result<Incoming, ParallelError> {
+        let buffer = Buffer::pending(self.pool.take_buffer(len)?, DType::F32, len);
+        Ok(Incoming { work: self.pool.group().receive(buffer, Rank(from)), len })
+    }
+
+    /// Copies the tensors of a message to the device when it has come.
+    pub(super) fn arrived(
+        &self,
+        Incoming { work, len }: Incoming,
+        specs: impl Iterator<Item = TensorSpec>,
+        device: &Device,
+        waiting: &mut Waiting,
+    ) -> Result<Bundle<Tensor>, ParallelError> {
+        let mut buffer = waiting.wait_on_device(work, (DType::F32, len), device)?;
+        let (mut tensors, mut first) = (Bundle::new(), 0);
+        for spec in specs {
+            let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
+            device.upload_later(&mut buffer, first * size_of::<f32>(), tensor.view_mut());
+            tensors.push(spec.name, tensor);
+            first += spec.num_words();
+        }
+        device.wait_for(&buffer.event());
+        self.pool.give_buffer(len, buffer);
+        Ok(tensors)
+    }
+}

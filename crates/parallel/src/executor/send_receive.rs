@@ -1,0 +1,111 @@
+//! Sends and receives the messages of a program.
+
+use super::Executor;
+use super::pending_messages::Incoming;
+use crate::error::ParallelError;
+use trireme_base::DType;
+use trireme_schedule::{Action, Message, MessageKind, StateClass};
+use trireme_tensor::ParameterSource;
+
+impl Executor {
+    /// Starts to send a message of a step.
+    pub(super) fn send_message(&mut self, message: Message) -> Result<(), ParallelError> {
+        let Message { kind, unit, microbatch } = message;
+        let Executor { program, device, passes, messages, gradients, waiting, .. } = self;
+        let peer = program.outline.peer(Action::Send(message)).expect("it is for a rank of the pipeline");
+        match kind {
+            MessageKind::Activation | MessageKind::Gradient => {
+                messages.send(passes.in_flight.take(kind, microbatch), peer, device, waiting)
+            }
+            MessageKind::TiedGradient => {
+                let part = gradients.tied().expect("the unit is tied").take_to_send(microbatch);
+                messages.send_vector(part, peer, device, waiting)
+            }
+            MessageKind::Parameters => self.send_copy(unit, peer),
+        }
+    }
+
+    /// Starts to receive a message of a step.
+    pub(super) fn receive_message(&mut self, message: Message) -> Result<(), ParallelError> {
+        let Message { kind, microbatch, .. } = message;
+        let Executor { program, passes, messages, gradients, rehearsal, .. } = self;
+        let peer = program.outline.peer(Action::Receive(message)).expect("it is from a rank of the pipeline");
+        let len = match kind {
+            MessageKind::Activation | MessageKind::Gradient => {
+                passes.in_flight.carried(message, rehearsal).map(|spec| spec.num_words()).sum()
+            }
+            MessageKind::TiedGradient => gradients.tied().expect("the unit is tied").len(),
+            MessageKind::Parameters => return self.receive_copy(peer),
+        };
+        messages.incoming[kind as usize][microbatch] = Some(messages.receive(len, peer)?);
+        Ok(())
+    }
+
+    /// Sends a unit's parameters to the rank that has a copy of them.
+    fn send_copy(&mut self, unit: usize, to: usize) -> Result<(), ParallelError> {
+        let Executor { messages, parameters, device, waiting, .. } = self;
+        parameters.ensure(unit, waiting)?;
+        let whole = parameters.unit(unit);
+        let mut vector = messages.pool.take(whole.shape().num_elements())?;
+        device.convert(whole, vector.view_mut());
+        messages.send_vector(vector, to, device, waiting)?;
+        messages.finish_until(0, waiting)
+    }
+
+    /// Receives the parameters of which this rank has a copy.
+    fn receive_copy(&mut self, from: usize) -> Result<(), ParallelError> {
+        let Executor { messages, parameters, device, waiting, .. } = self;
+        let Incoming { work, len } = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
+        let vector = messages.pool.adopt(waiting.wait_on_device(work, (DType::F32, len), device)?, len)?;
+        device.convert(vector.view(), parameters.copy_mut());
+        messages.pool.give(vector);
+        Ok(())
+    }
+
+    /// Brings copies of units that lie on other ranks up to date, outside of a step. Collective over the ranks of a pipeline.
+    pub(super) fn exchange_copies(&mut self) -> Result<(), ParallelError> {
+        let is_exchange = |action: &Action| matches!(action, Action::Send(message) | Action::Receive(message) if message.kind == MessageKind::Parameters);
+        match self.program.actions.iter().copied().find(is_exchange) {
+            Some(Action::Send(message)) if self.program.outline.state.is_sharded(StateClass::Parameters) => {
+                let (class, unit) = (self.class_of_weights(), message.unit);
+                self.bring_state(class, unit)?;
+                self.parameters.unshard(unit)?;
+                self.send_message(message)?;
+                self.parameters.reshard(unit);
+                self.send_state(class, unit, false)
+            }
+            Some(Action::Send(message)) => self.send_message(message),
+            Some(Action::Receive(message)) => self.receive_message(message),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for the messages that an action works with.
+    pub(super) fn await_messages(&mut self, action: Action) -> Result<(), ParallelError> {
+        let Some(microbatch) = action.microbatch() else { return Ok(()) };
+        let Executor { program, device, passes, messages, gradients, waiting, rehearsal, .. } = self;
+        let outline = &program.outline;
+        let expected = match action {
+            Action::Forward { unit, .. } if unit > 0 => Some((MessageKind::Activation, unit - 1)),
+            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } => {
+                Some((MessageKind::Gradient, unit + 1)).filter(|(_, above)| *above < outline.chain.num_units)
+            }
+            _ => None,
+        };
+        if let Some((kind, unit)) = expected.filter(|(_, unit)| !outline.holds(*unit)) {
+            let incoming =
+                messages.incoming[kind as usize][microbatch].take().expect("a valid program receives it");
+            let specs = passes.in_flight.carried(Message { kind, unit, microbatch }, rehearsal);
+            *passes.in_flight.passing(kind, microbatch) =
+                Some(messages.arrived(incoming, specs, device, waiting)?);
+        }
+        if let Some((unit, _)) = action.completed_gradient()
+            && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
+            && let Some(incoming) = messages.incoming[MessageKind::TiedGradient as usize][microbatch].take()
+        {
+            let (Incoming { work, len }, pool) = (incoming, &messages.pool);
+            tied.put(microbatch, pool.adopt(waiting.wait_on_device(work, (DType::F32, len), device)?, len)?);
+        }
+        Ok(())
+    }
+}

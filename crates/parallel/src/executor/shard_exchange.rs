@@ -1,0 +1,109 @@
+use crate::error::ParallelError;
+use crate::layout::ranks::{RankGrid, StateRanks};
+use crate::memory::pool::Pool;
+use std::ops::Range;
+use trireme_base::{AxisPlace, DType, Pending, ReduceOp};
+use trireme_optim::ShardOps;
+use trireme_schedule::Outline;
+use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
+
+/// What an optimizer exchanges with those of the other shards, if the update is sharded.
+pub(crate) struct ShardExchange {
+    /// What updates run on.
+    device: Device,
+    /// Of those of the other shards, and of the tensor axis.
+    sums: [Pool; 2],
+    wholes: Pool,
+    parts: Pool,
+}
+
+/// What updates of all units exchange.
+pub(crate) struct ShardExchanges {
+    own: ShardExchange,
+    /// For units with experts, where ranks have different ones.
+    experts: Option<ShardExchange>,
+}
+
+impl ShardExchanges {
+    /// For updates on `device`; memory for messages is counted on `counted`.
+    pub(crate) fn new(ranks: &RankGrid, outline: &Outline, device: &Device, counted: &Device) -> Self {
+        let exchange = |state: &StateRanks| ShardExchange::new(ranks, state, outline, device, counted);
+        ShardExchanges { own: exchange(ranks.state()), experts: ranks.expert_state().map(exchange) }
+    }
+
+    /// What updates of units with experts exchange, or of others.
+    pub(crate) fn of_units(&mut self, have_experts: bool) -> &mut ShardExchange {
+        match &mut self.experts {
+            Some(exchange) if have_experts => exchange,
+            _ => &mut self.own,
+        }
+    }
+}
+
+impl ShardExchange {
+    /// For updates on `device` of units whose state lies among `state`; memory for messages is counted on `counted`.
+    fn new(
+        ranks: &RankGrid,
+        state: &StateRanks,
+        outline: &Outline,
+        device: &Device,
+        counted: &Device,
+    ) -> Self {
+        let (group, tensor) = (&state.updating(outline), ranks.tensor());
+        let pool = |group, dtype| Pool::new(group, counted, dtype, Category::Communication, true);
+        let sums = [group, tensor].map(|group| pool(group, DType::F64));
+        let [wholes, parts] = [group, tensor].map(|group| pool(group, DType::F32));
+        ShardExchange { device: device.clone(), sums, wholes, parts }
+    }
+}
+
+impl ShardOps for ShardExchange {
+    type Error = ParallelError;
+
+    fn sum(&mut self, mut values: ViewMut<'_>) -> Result<(), ParallelError> {
+        let len = values.shape().num_elements();
+        for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
+            let buffer = pool.send(&self.device, (values.as_view(), 0), len)?;
+            let buffer = pool.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
+            pool.receive(&self.device, (buffer.into_memory(), len), 0, values.reborrow());
+        }
+        Ok(())
+    }
+
+    fn gather(&mut self, mut whole: ViewMut<'_>, part: Range<usize>) -> Result<(), ParallelError> {
+        if self.wholes.group().world_size() == 1 {
+            return Ok(());
+        }
+        // As long as shards of whole leaves make up.
+        let len = whole.shape().num_elements();
+        let len_exchanged = len.next_multiple_of(LEAVES);
+        let own = whole.reborrow().into_part(part.start, [part.len()].into());
+        let own = (own.as_view(), part.start);
+        let buffer = self.wholes.send(&self.device, own, len_exchanged)?;
+        let buffer = self.wholes.group().all_gather(buffer).wait()?;
+        self.wholes.receive(&self.device, (buffer.into_memory(), len_exchanged), 0, whole);
+        Ok(())
+    }
+
+    fn join(
+        &mut self,
+        info: &ParameterInfo,
+        part: View<'_>,
+        whole: ViewMut<'_>,
+    ) -> Result<(), ParallelError> {
+        let AxisPlace { rank, degree } = info.place;
+        let len = part.shape().num_elements();
+        let buffer = self.parts.send(&self.device, (part, rank * len), degree * len)?;
+        let buffer = self.parts.group().all_gather(buffer).wait()?;
+        self.device.fill(whole, |values| {
+            for info in AxisPlace::all(degree).map(|place| info.at(place)) {
+                let part = &buffer.elements::<f32>()[info.place.rank * len..];
+                info.runs(0..len)
+                    .for_each(|(first, run)| values[first..][..run.len()].copy_from_slice(&part[run]));
+            }
+            Ok::<_, ParallelError>(())
+        })?;
+        self.parts.give_buffer(buffer.len(), Pending::new(buffer));
+        Ok(())
+    }
+}

@@ -1,0 +1,326 @@
+//! How the gradient of a unit, or the momentum that it leads to, is summed over the ranks in compressed messages.
+
+use crate::error::ParallelError;
+use crate::memory::counted::Counted;
+use crate::memory::vector::{Exchanged, Exchanging};
+use crate::memory::waiting::Waiting;
+use crate::step::ExecutorOptions;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::{HostMemory, RandomKey, ReduceOp};
+use trireme_codec::{Bucket, CompressionError, CompressionStatistics, Compressor, Matrix, Round, StateCopy};
+use trireme_comm::{Buffer, Group, PageSize, Untyped, Work};
+use trireme_tensor::{Category, Device, ParameterClass, ParameterInfo, ParameterTable};
+
+/// The compressed reduction of one unit's gradient, step after step.
+pub(crate) struct Compressed {
+    group: Arc<Group>,
+    device: Device,
+    /// Absent in a dry group, where nothing is compressed.
+    compressor: Option<Box<Compressor>>,
+    /// In a dry group, the rounds of each kind of step that is to come, in their order.
+    kinds: VecDeque<Vec<Round>>,
+    /// One for each round, made anew only when the rounds change.
+    exchanges: Vec<RoundExchange>,
+    /// Bytes of what the compressor keeps from step to step.
+    state_bytes: usize,
+    /// What is counted for the exchanges.
+    counted: Counted,
+    under_way: Option<UnderWay>,
+    exact: Option<Box<Exact>>,
+    /// Whether the last step's gradient went in messages of the codec.
+    is_in_messages: bool,
+    /// What the last step did.
+    statistics: CompressionStatistics,
+    /// What the compressor kept before its last step, where that can be taken back.
+    before: Option<Vec<(&'static str, StateCopy)>>,
+}
+
+enum UnderWay {
+    /// In messages of the codec.
+    Round { gradient: Exchanged, round: usize },
+    /// As it is.
+    Whole(Exchanging),
+}
+
+impl Compressed {
+    /// The compressed reduction of `unit`'s gradient over `group`; `None` if each of its steps would send the gradient as
+    /// it is, and keep nothing.
+    pub(crate) fn new(
+        table: &ParameterTable,
+        unit: usize,
+        options: &ExecutorOptions,
+        device: &Device,
+        group: &Arc<Group>,
+    ) -> Result<Option<Self>, ParallelError> {
+        let ExecutorOptions { compression, seed, .. } = options;
+        let (bucket, world_size) = (bucket(table, unit)?, group.world_size());
+        let Some(sizes) = compression.sizes(&bucket, world_size) else { return Ok(None) };
+        let num_bytes = sizes.state_bytes + sizes.scratch_bytes;
+        device.staging().take_outside(Category::Communication, num_bytes)?;
+        let key = RandomKey::new(*seed, &format!("compression of {}", table.units()[unit].name));
+        let compressor = || Compressor::new(compression, &bucket, group.rank(), world_size, key);
+        let compressor = (!group.is_dry()).then(compressor).transpose()?;
+        let mut compressed = Compressed {
+            group: Arc::clone(group),
+            device: device.clone(),
+            compressor: compressor.map(Box::new),
+            state_bytes: sizes.state_bytes,
+            kinds: sizes.rounds.into(),
+            exchanges: Vec::new(),
+            counted: Counted::new(device),
+            under_way: None,
+            exact: Exact::new(table, unit).map(Box::new),
+            is_in_messages: false,
+            statistics: CompressionStatistics::default(),
+            before: None,
+        };
+        let first = match &compressed.compressor {
+            Some(compressor) => compressor.rounds().to_vec(),
+            None => compressed.kinds.front().cloned().unwrap_or_default(),
+        };
+        compressed.make_exchanges(&first)?;
+        Ok(Some(compressed))
+    }
+
+    pub(crate) fn compressor(&self) -> Option<&Compressor> {
+        self.compressor.as_deref()
+    }
+
+    pub(crate) fn compressor_mut(&mut self) -> Option<&mut Compressor> {
+        self.compressor.as_deref_mut()
+    }
+
+    /// Whether the gradient of the last step went in messages of the codec, or goes in them.
+    pub(crate) fn is_in_messages(&self) -> bool {
+        self.is_in_messages
+    }
+
+    /// What the last step did.
+    pub(crate) fn statistics(&self) -> CompressionStatistics {
+        self.statistics
+    }
+
+    /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
+    pub(crate) fn remember(&mut self) -> Result<(), ParallelError> {
+        self.device.staging().take_outside(Category::Communication, self.state_bytes)?;
+        let states = self.compressor.iter().flat_map(|compressor| compressor.state());
+        self.before = Some(states.map(|(name, values)| (name, values.into())).collect());
+        Ok(())
+    }
+
+    /// Takes back the last step: the compressor is as it was before. It had no part in a step that summed the gradient as it is.
+    pub(crate) fn take_back(&mut self) -> Result<(), ParallelError> {
+        if !self.is_in_messages {
+            return Ok(());
+        }
+        let before = self.before.as_ref().expect("what may be taken back is remembered");
+        let before: Vec<_> = before.iter().map(|(name, kept)| (*name, kept.values())).collect();
+        let compressor = self.compressor.as_mut().expect("no step of a dry group is taken back");
+        Ok(compressor.load_state(&before)?)
+    }
+
+    /// Kinds of steps that a dry group has not gone through.
+    pub(crate) fn num_kinds(&self) -> usize {
+        self.kinds.len()
+    }
+
+    /// Starts the first round of a step with this rank's `gradient`.
+    pub(crate) fn start(&mut self, mut gradient: Exchanged) -> Result<(), ParallelError> {
+        self.is_in_messages = true;
+        let Some(compressor) = &self.compressor else {
+            if let Some(rounds) = self.kinds.pop_front() {
+                self.make_exchanges(&rounds)?;
+            }
+            self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
+            return Ok(());
+        };
+        let rounds = compressor.rounds();
+        if !self.exchanges.iter().map(|exchange| exchange.round).eq(rounds.iter().copied()) {
+            let rounds = rounds.to_vec();
+            self.make_exchanges(&rounds)?;
+        }
+        let compressor = self.compressor.as_mut().expect("it was there");
+        for ((_, kept), (_, values)) in self.before.iter_mut().flatten().zip(compressor.state()) {
+            kept.bytes_mut().copy_from_slice(values.bytes());
+        }
+        // Codecs are code of the host.
+        let elements = gradient.download(&self.device);
+        self.exact.iter_mut().try_for_each(|exact| exact.start(elements, &self.group))?;
+        self.exchanges[0].start(compressor, elements, &self.group);
+        self.under_way = Some(UnderWay::Round { gradient, round: 0 });
+        Ok(())
+    }
+
+    /// Starts a step in which `gradient` is summed as it is; the compressor has no part in it.
+    pub(crate) fn start_whole(&mut self, gradient: Exchanged) {
+        self.is_in_messages = false;
+        self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
+        self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
+    }
+
+    fn reduce_whole(&self, gradient: Exchanged) -> Exchanging {
+        let len = gradient.len();
+        let reduce = |gradient| self.group.all_reduce(gradient, ReduceOp::Sum);
+        gradient.exchange(&self.device, 0..len, 0..len, reduce)
+    }
+
+    /// Waits for the message under way and starts the next one; after the last one, the sum over all ranks.
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>, ParallelError> {
+        let (mut gradient, round) = match self.under_way.take() {
+            None => return Ok(None),
+            Some(UnderWay::Whole(whole)) => return Ok(Some(whole.wait(&self.device, waiting)?)),
+            Some(UnderWay::Round { gradient, round }) => (gradient, round),
+        };
+        let compressor = self.compressor.as_mut().expect("a round was started");
+        // It stays on the host from its first round to its last.
+        self.exchanges[round].finish(compressor, gradient.host_elements(), waiting)?;
+        let Some(next) = self.exchanges.get_mut(round + 1) else {
+            self.statistics = compressor.statistics();
+            if let Some(exact) = &mut self.exact {
+                exact.finish(gradient.host_elements(), waiting)?;
+                let uncompressed = CompressionStatistics::uncompressed(exact.len(), self.group.world_size());
+                self.statistics.bytes_sent += uncompressed.bytes_sent;
+            }
+            gradient.upload::<f32>(&self.device);
+            return Ok(Some(gradient));
+        };
+        next.start(compressor, gradient.host_elements(), &self.group);
+        self.under_way = Some(UnderWay::Round { gradient, round: round + 1 });
+        Ok(None)
+    }
+
+    /// Takes memory for the messages of the rounds to come, and gives back that of earlier ones.
+    fn make_exchanges(&mut self, rounds: &[Round]) -> Result<(), ParallelError> {
+        let group = &self.group;
+        self.exchanges.clear();
+        self.counted = Counted::new(&self.device);
+        let exact_bytes = self.exact.as_ref().map_or(0, |exact| exact.len() * size_of::<f32>());
+        self.counted.take(Category::Communication, exact_bytes)?;
+        self.counted.map(group.peer_bytes_mapped(exact_bytes))?;
+        for &round in rounds {
+            let num_bytes = round.num_bytes() * round.num_messages(group.world_size());
+            self.counted.take(Category::Communication, num_bytes)?;
+            self.counted.map(group.peer_bytes_mapped(num_bytes))?;
+            self.exchanges.push(RoundExchange::new(round, group)?);
+        }
+        Ok(())
+    }
+}
+
+/// The flat gradient of a unit, with its parameters of two dims as matrices.
+fn bucket(table: &ParameterTable, unit: usize) -> Result<Bucket, CompressionError> {
+    let unit = &table.units()[unit];
+    let matrices = table.parameters()[unit.parameters.clone()].iter().filter_map(|parameter| {
+        let &[rows, cols] = parameter.shape.dims() else { return None };
+        Some(Matrix { offset: parameter.offset, rows, cols })
+    });
+    Bucket::with_matrices(unit.num_elements, matrices.collect())
+}
+
+/// Elements of a unit that no codec may round, or mix with others: counts of loads beside gradients.
+struct Exact {
+    elements: Vec<Range<usize>>,
+    /// While it is under way.
+    sum: Option<Work<Buffer<f32>>>,
+}
+
+impl Exact {
+    fn new(table: &ParameterTable, unit: usize) -> Option<Self> {
+        let parameters = &table.parameters()[table.units()[unit].parameters.clone()];
+        let exact = parameters.iter().filter(|parameter| parameter.class == ParameterClass::Balance);
+        let elements: Vec<_> = exact.map(ParameterInfo::range).collect();
+        (!elements.is_empty()).then_some(Exact { elements, sum: None })
+    }
+
+    fn len(&self) -> usize {
+        self.elements.iter().map(Range::len).sum()
+    }
+
+    /// Takes them out of a gradient, where zeros stay, and starts to sum them.
+    fn start(&mut self, gradient: &mut [f32], group: &Group) -> Result<(), ParallelError> {
+        let mut own = group.buffer(self.len())?;
+        let elements = self.elements.iter().cloned().flatten();
+        own.iter_mut().zip(elements).for_each(|(own, element)| *own = std::mem::take(&mut gradient[element]));
+        self.sum = Some(group.all_reduce(own, ReduceOp::Sum));
+        Ok(())
+    }
+
+    /// Brings the sums to a gradient.
+    fn finish(&mut self, gradient: &mut [f32], waiting: &mut Waiting) -> Result<(), ParallelError> {
+        let sum = waiting.wait(self.sum.take().expect("a sum was started"))?;
+        let elements = self.elements.iter().cloned().flatten();
+        sum.iter().zip(elements).for_each(|(&sum, element)| gradient[element] = sum);
+        Ok(())
+    }
+}
+
+/// The exchange of one round's messages, step after step.
+struct RoundExchange {
+    round: Round,
+    /// This rank's message, or of a round that gathers those of all ranks; present while nothing is pending.
+    messages: Option<Buffer<Untyped>>,
+    work: Option<Work<Buffer<Untyped>>>,
+}
+
+impl RoundExchange {
+    fn new(round: Round, group: &Group) -> Result<Self, ParallelError> {
+        let (dtype, len) = round.message();
+        let len = len * round.num_messages(group.world_size());
+        let messages = group.buffer_of(dtype, len, PageSize::Base)?;
+        Ok(RoundExchange { round, messages: Some(messages), work: None })
+    }
+
+    /// Has the message written, and sends it.
+    fn start(&mut self, compressor: &mut Compressor, gradient: &mut [f32], group: &Group) {
+        let mut messages = self.messages.take().expect("a round is exchanged once a step");
+        self.work = Some(match self.round {
+            Round::AllReduce { .. } => {
+                compressor.write(gradient, messages.bytes_mut());
+                group.all_reduce(messages, ReduceOp::Sum)
+            }
+            Round::AllGather { num_bytes } => {
+                let own = group.rank().0 * num_bytes;
+                compressor.write(gradient, &mut messages.bytes_mut()[own..own + num_bytes]);
+                group.all_gather(messages)
+            }
+        });
+    }
+
+    /// Waits for the messages, and has the result read.
+    fn finish(
+        &mut self,
+        compressor: &mut Compressor,
+        gradient: &mut [f32],
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        let work = self.work.take().expect("the round was started");
+        let messages = waiting.wait(work)?;
+        compressor.read(gradient, messages.bytes())?;
+        self.messages = Some(messages);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_tensor::{Initial, Parameter};
+
+    #[test]
+    fn a_bucket_has_the_matrices_of_its_unit() {
+        let mut table = ParameterTable::default();
+        table.begin_unit("embedding");
+        table.add(Parameter::embedding("wte", &[5, 4], Initial::ZEROS));
+        table.begin_unit("block");
+        table.add(Parameter::vector("norm", 4, Initial::ZEROS));
+        table.add(Parameter::matrix("query", &[6, 4], Initial::ZEROS));
+        table.add(Parameter::vector("bias", 6, Initial::ZEROS));
+        table.add(Parameter::matrix("value", &[2, 4], Initial::ZEROS));
+        let bucket = bucket(&table, 1).unwrap();
+        assert_eq!(bucket.len(), 42);
+        let query = Matrix { offset: 4, rows: 6, cols: 4 };
+        assert_eq!(bucket.matrices(), [query, Matrix { offset: 34, rows: 2, cols: 4 }]);
+    }
+}

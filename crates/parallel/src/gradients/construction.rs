@@ -1,0 +1,159 @@
+//! The memory that gradients take from the beginning, by what ranks shard and how they exchange it.
+
+use super::layout::GradientLayout;
+use super::{Gradients, UnitGradient};
+use crate::error::ParallelError;
+use crate::gradients::compressed::Compressed;
+use crate::gradients::hierarchical::{Hierarchical, Hierarchy};
+use crate::gradients::reduction::{Reduction, Reductions};
+use crate::gradients::shard_sum::ShardSums;
+use crate::gradients::tied::TiedGradients;
+use crate::gradients::tree::TreeSum;
+use crate::layout::ranks::{RankGrid, StateRanks};
+use crate::memory::counted::Counted;
+use crate::memory::pool::Pool;
+use crate::memory::waiting::Waiting;
+use crate::parameters::gathered::Gathered;
+use crate::parameters::replicated::Holders;
+use crate::step::ExecutorOptions;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_schedule::Outline;
+use trireme_tensor::{Category, Device, ParameterClass, ParameterTable, UnitInfo};
+
+/// Units whose state is distributed among the same ranks: those with experts, where ranks have different ones, or all others.
+struct UnitKind<'a> {
+    ranks: &'a StateRanks,
+    reductions: Reductions,
+    shards: ShardSums,
+}
+
+impl Gradients {
+    /// Takes memory for what stays of every unit's gradient. Shards are on a device of their own; parts of tied gradients come from the pool of
+    /// messages.
+    pub(crate) fn new(
+        table: &Arc<ParameterTable>,
+        outline: &Outline,
+        ranks: &Arc<RankGrid>,
+        (device, shards_device): (&Device, &Device),
+        messages: &Pool,
+        options: &ExecutorOptions,
+    ) -> Result<Self, ParallelError> {
+        let hierarchy = hierarchy(table, ranks, device, options)?;
+        let layout = GradientLayout::new(outline, ranks, options, hierarchy.is_some());
+        let pool = layout.pool(ranks, device, options);
+        // A unit of another rank of the pipeline has no gradient here. Without training, no unit has one.
+        let is_held: Vec<bool> =
+            (0..table.units().len()).map(|unit| outline.holds(unit) && outline.state.is_trained()).collect();
+        let compressed = |unit: usize| match layout.is_scattered() || !is_held[unit] {
+            true => Ok(None),
+            false => Compressed::new(table, unit, options, device, layout.group(ranks.state())),
+        };
+        let compressed = (0..table.units().len()).map(compressed).collect::<Result<Vec<_>, _>>()?;
+        let rounded_apart = match hierarchy.is_some() || compressed.iter().any(Option::is_some) {
+            true => Holders::of_all(table, ranks, device, DType::F32),
+            false => Holders::none(table),
+        };
+        let counted = Counted::new(device);
+        let len = |(unit, info): (usize, &UnitInfo)| if is_held[unit] { info.num_elements } else { 0 };
+        let kind = |has_experts: Option<bool>| -> Result<UnitKind<'_>, ParallelError> {
+            let units = table.units().iter().enumerate();
+            let units = units.filter(|(_, info)| has_experts.is_none_or(|has| has == (info.num_experts > 0)));
+            let units: Vec<(usize, &UnitInfo)> = units.collect();
+            let ranks = units.first().map_or(ranks.state(), |(_, info)| ranks.state_of(info));
+            let (dtype, group) = (layout.dtype, layout.group(ranks));
+            let reductions = match layout.is_scattered() {
+                true => Reductions::reduce_scatter(dtype, group, !layout.has_shards(ranks), device),
+                false => {
+                    // Backward starts with the last unit.
+                    let uncompressed =
+                        units.into_iter().rev().filter(|(unit, _)| compressed[*unit].is_none());
+                    let lens: Vec<usize> = uncompressed.map(len).collect();
+                    Reductions::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
+                }
+            };
+            let shards = ShardSums::new(layout.shard_dtype(), options.determinism, ranks, shards_device);
+            Ok(UnitKind { ranks, reductions, shards })
+        };
+        let kinds = match ranks.experts() {
+            None => vec![kind(None)?],
+            Some(_) => vec![kind(Some(false))?, kind(Some(true))?],
+        };
+        let mut units = Vec::with_capacity(table.units().len());
+        for ((index, info), compressed) in table.units().iter().enumerate().zip(compressed) {
+            let UnitKind { ranks, reductions, shards } =
+                &kinds[usize::from(info.num_experts > 0).min(kinds.len() - 1)];
+            let num_elements = len((index, info));
+            let len = if is_held[index] && layout.is_scattered() { info.padded_len() } else { num_elements };
+            let own = match is_held[index] {
+                true => info.shard(ranks.shards.rank().0, ranks.shards.world_size()),
+                false => 0..0,
+            };
+            let stays = layout.keeps_full() || compressed.is_some();
+            if layout.keeps_full() && !layout.is_scattered() && compressed.is_none() {
+                counted.map(layout.group(ranks).peer_bytes_mapped(len * size_of::<f32>()))?;
+            }
+            units.push(UnitGradient {
+                num_elements,
+                len,
+                reducible: if stays { Some(pool.take(len)?) } else { None },
+                open: None,
+                sum: TreeSum::new(),
+                reduction: match (compressed, &hierarchy) {
+                    (Some(compressed), _) => Reduction::Compressed(compressed),
+                    (None, Some(hierarchy)) => Reduction::Hierarchical(Hierarchical::new(hierarchy, info)),
+                    (None, None) => reductions.reduction(len)?,
+                },
+                is_finished: false,
+                shard: (layout.has_shards(ranks) && is_held[index]).then(|| shards.shard(own.len())),
+                own,
+            });
+        }
+        drop(kinds);
+        Ok(Gradients {
+            device: device.clone(),
+            shards_device: shards_device.clone(),
+            determinism: options.determinism,
+            layout,
+            outline: outline.clone(),
+            written: vec![false; table.parameters().len()],
+            table: Arc::clone(table),
+            ranks: Arc::clone(ranks),
+            under_way: VecDeque::with_capacity(units.len()),
+            units,
+            // Shards of gradients are gathered where all of a unit is updated by them.
+            gathered: layout.is_gathered().then(|| Gathered::absent(table, device, ranks, &pool)),
+            pool,
+            counted,
+            rounded_apart,
+            tied: TiedGradients::new(outline, table.tie(), messages),
+            waiting: Waiting::default(),
+        })
+    }
+
+    /// Releases all memory, in which there is nothing between steps, before that of other gradients is taken.
+    pub(crate) fn release(&mut self) {
+        self.units.clear();
+        self.pool = Pool::new(self.ranks.world(), &self.device, DType::F32, Category::Gradients, false);
+        (self.gathered, self.tied) = (None, None);
+        self.rounded_apart = Holders::none(&self.table);
+        self.counted = Counted::new(&self.device);
+    }
+}
+
+/// How gradients are exchanged as integers, if the options ask for it and ranks are on several hosts.
+fn hierarchy(
+    table: &ParameterTable,
+    ranks: &RankGrid,
+    device: &Device,
+    options: &ExecutorOptions,
+) -> Result<Option<Arc<Hierarchy>>, ParallelError> {
+    let Some((levels, format)) = ranks.levels().zip(options.zero_plus_plus.quantized_gradients) else {
+        return Ok(None);
+    };
+    match table.parameters().iter().find(|info| info.class == ParameterClass::Balance) {
+        Some(info) => Err(ParallelError::RoundedBesideLoads { parameter: info.name.clone() }),
+        None => Ok(Some(Arc::new(Hierarchy::new(levels, format, device)))),
+    }
+}

@@ -1,0 +1,125 @@
+//! How the gradient of a unit is summed over the shards' ranks as integers, level by level (qgZ: Wang et al., "ZeRO++", 2023,
+//! section 3.3): what a host sends to another one is a sum over its ranks.
+
+use crate::error::ParallelError;
+use crate::layout::ranks::Levels;
+use crate::memory::pool::Pool;
+use crate::memory::vector::{Exchanged, Exchanging};
+use crate::memory::waiting::Waiting;
+use crate::parameters::quantized::slot_bytes;
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_comm::Group;
+use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo};
+
+/// Ranks that swap rounded gradients and add up, each of them, what it is given.
+struct Level {
+    /// For each rank of the group: the shards that it adds up.
+    shards_of: Vec<Vec<usize>>,
+    messages: Pool,
+}
+
+/// How the gradients of all units are summed.
+pub(crate) struct Hierarchy {
+    format: IntegerFormat,
+    num_shards: usize,
+    device: Device,
+    /// Within hosts, then across them, as far as there are several ranks.
+    levels: Vec<Level>,
+}
+
+impl Hierarchy {
+    pub(crate) fn new(levels: &Levels, format: IntegerFormat, device: &Device) -> Self {
+        let (num_local, num_hosts) = (levels.within.world_size(), levels.across.world_size());
+        let of_local = |local| (0..num_hosts).map(|host| levels.shard(host, local)).collect();
+        let of_host = |host| Vec::from([levels.shard(host, levels.within.rank().0)]);
+        let level = |group: &Arc<Group>, shards_of| Level {
+            shards_of,
+            messages: Pool::new(group, device, DType::U8, Category::Communication, true),
+        };
+        let within = level(&levels.within, (0..num_local).map(of_local).collect());
+        let across = level(&levels.across, (0..num_hosts).map(of_host).collect());
+        let levels = [within, across].into_iter().filter(|level| level.messages.group().world_size() > 1);
+        Hierarchy {
+            format,
+            num_shards: num_local * num_hosts,
+            device: device.clone(),
+            levels: levels.collect(),
+        }
+    }
+}
+
+/// The reduction of one unit's gradient, step after step.
+///
+/// A gradient of `P` bytes as integers sends `(L - 1) / L * P` from each of the `L` ranks of a host to the others there, and
+/// `(H - 1) / H * P / L` to other hosts. It is rounded at each level.
+pub(crate) struct Hierarchical {
+    hierarchy: Arc<Hierarchy>,
+    unit: UnitInfo,
+    slot_bytes: usize,
+    under_way: Option<Swap>,
+}
+
+struct Swap {
+    gradient: Exchanged,
+    level: usize,
+    messages: Exchanging,
+}
+
+impl Hierarchical {
+    pub(crate) fn new(hierarchy: &Arc<Hierarchy>, unit: &UnitInfo) -> Self {
+        let slot_bytes = slot_bytes(unit, hierarchy.num_shards, hierarchy.format);
+        Hierarchical { hierarchy: Arc::clone(hierarchy), unit: unit.clone(), slot_bytes, under_way: None }
+    }
+
+    /// Waits for the level under way and starts the next one; after the last one, what lies in the place of this rank's shard
+    /// is its sum over all ranks.
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>, ParallelError> {
+        let Swap { mut gradient, level, messages } = self.under_way.take().expect("a reduction was started");
+        let messages = messages.wait(&self.hierarchy.device, waiting)?;
+        self.add_up(&mut gradient, &self.hierarchy.levels[level], &messages);
+        self.hierarchy.levels[level].messages.give(messages);
+        if level + 1 == self.hierarchy.levels.len() {
+            return Ok(Some(gradient));
+        }
+        self.start(gradient, level + 1)?;
+        Ok(None)
+    }
+
+    /// Starts a level, the first one with this rank's `gradient`.
+    pub(crate) fn start(&mut self, gradient: Exchanged, level: usize) -> Result<(), ParallelError> {
+        let Hierarchy { device, format, num_shards, levels } = &*self.hierarchy;
+        let Level { shards_of, messages: pool } = &levels[level];
+        let num_slots: usize = shards_of.iter().map(Vec::len).sum();
+        let mut messages = pool.take(num_slots * self.slot_bytes)?;
+        for (slot, &shard) in shards_of.iter().flatten().enumerate() {
+            let part = self.unit.shard(shard, *num_shards);
+            let first = slot * self.slot_bytes;
+            let message = messages.part_mut(first..first + format.num_bytes(part.len()));
+            device.quantize(gradient.part(part), *format, message);
+        }
+        let len = messages.len();
+        let swap = |messages| pool.group().all_to_all(messages);
+        let messages = messages.exchange(device, 0..len, 0..len, swap);
+        self.under_way = Some(Swap { gradient, level, messages });
+        Ok(())
+    }
+
+    /// The sums of what the ranks of a level have sent, in their order.
+    fn add_up(&self, gradient: &mut Exchanged, level: &Level, messages: &Exchanged) {
+        let Hierarchy { device, format, num_shards, .. } = &*self.hierarchy;
+        let own = &level.shards_of[level.messages.group().rank().0];
+        for source in 0..level.messages.group().world_size() {
+            for (place, &shard) in own.iter().enumerate() {
+                let part = self.unit.shard(shard, *num_shards);
+                let first = (source * own.len() + place) * self.slot_bytes;
+                let message = messages.part(first..first + format.num_bytes(part.len()));
+                let sum = gradient.part_mut(part);
+                match source {
+                    0 => device.dequantize(message, *format, sum),
+                    _ => device.add_dequantized(message, *format, sum),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,475 @@
+//! Gradients of every unit: accumulated over microbatches, reduced over ranks.
+
+mod compressed;
+mod construction;
+mod hierarchical;
+mod layout;
+pub(crate) mod norm;
+mod reduction;
+mod shard_sum;
+mod summed_vector;
+mod tied;
+pub(crate) mod tree;
+
+use crate::error::ParallelError;
+use crate::layout::ranks::RankGrid;
+use crate::memory::counted::Counted;
+use crate::memory::pool::Pool;
+use crate::memory::vector::Exchanged;
+use crate::memory::waiting::Waiting;
+use crate::offload::Movable;
+use crate::parameters::gathered::Gathered;
+use crate::parameters::replicated::Holders;
+use crate::step::Determinism;
+use compressed::Compressed;
+use layout::GradientLayout;
+use reduction::Reduction;
+use shard_sum::ShardSum;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use tied::TiedGradients;
+use tree::TreeSum;
+use trireme_base::DType;
+use trireme_codec::{CompressionStatistics, Compressor};
+use trireme_schedule::Outline;
+use trireme_tensor::{
+    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
+};
+
+/// Whole gradients of one length that are under way at a time, where ranks keep shards of them only: one is written or rounded
+/// while another one is reduced.
+const IN_FLIGHT_MAX: usize = 2;
+
+/// A gradient of one unit or shard, of one microbatch or the sum of several.
+#[derive(Debug)]
+pub(crate) enum Gradient {
+    /// A vector that ranks reduce.
+    Reducible(Exchanged),
+    /// A partial sum beside it.
+    Partial(Tensor),
+}
+
+impl Gradient {
+    fn view(&self, len: usize) -> View<'_> {
+        match self {
+            Gradient::Reducible(vector) => vector.part(0..len),
+            Gradient::Partial(tensor) => tensor.view(),
+        }
+    }
+
+    /// Its `len` elements, without what fills up leaves.
+    pub(crate) fn view_mut(&mut self, len: usize) -> ViewMut<'_> {
+        match self {
+            Gradient::Reducible(vector) => vector.part_mut(0..len),
+            Gradient::Partial(tensor) => tensor.view_mut(),
+        }
+    }
+}
+
+/// `left += right`.
+pub(crate) fn add(device: &Device, len: usize, left: &mut Gradient, right: Gradient) {
+    device.add_assign(left.view_mut(len), right.view(len));
+}
+
+/// The gradient of one unit on its way to the optimizer.
+struct UnitGradient {
+    num_elements: usize,
+    /// Elements of the memory that groups reduce.
+    len: usize,
+    /// The elements that this rank steps.
+    own: Range<usize>,
+    /// Present while it is neither being written nor summed nor reduced. Where it does not stay, it comes from the pool and
+    /// goes back there.
+    reducible: Option<Exchanged>,
+    /// Being written by backward.
+    open: Option<Gradient>,
+    sum: TreeSum<Gradient>,
+    reduction: Reduction,
+    /// Whether the sum over replicas has ended, of all that was added.
+    is_finished: bool,
+    /// The sum so far, where ranks keep a shard apart from the whole gradient.
+    shard: Option<ShardSum>,
+}
+
+/// Gradients of all units of a rank.
+pub(crate) struct Gradients {
+    device: Device,
+    determinism: Determinism,
+    layout: GradientLayout,
+    outline: Outline,
+    table: Arc<ParameterTable>,
+    ranks: Arc<RankGrid>,
+    units: Vec<UnitGradient>,
+    /// Where shards lie that are kept apart.
+    shards_device: Device,
+    /// Whole gradients in f32.
+    pool: Pool,
+    /// Units whose reductions are under way, the first one first.
+    under_way: VecDeque<usize>,
+    /// Reduced gradients, gathered from shards where all of a unit is updated by them.
+    gathered: Option<Gathered>,
+    /// What reductions take beside gradients.
+    counted: Counted,
+    /// Parameters of which several ranks would come to different sums: those that are rounded by what lies beside them.
+    rounded_apart: Holders,
+    /// What tied units of a pipeline have for each other.
+    tied: Option<TiedGradients>,
+    /// For each parameter: the open gradient of its unit holds a part of it.
+    written: Vec<bool>,
+    waiting: Waiting,
+}
+
+impl Gradients {
+    /// Makes room for the gradients that backward of `unit` writes. What a unit that is tied to it has for the microbatch, is there.
+    pub(crate) fn prepare(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        if !self.layout.keeps_full() {
+            let outline = std::mem::take(&mut self.outline);
+            let prepared = outline.writes(unit).try_for_each(|unit| self.take_whole(unit));
+            self.outline = outline;
+            prepared?;
+        }
+        let Some(tied) = &mut self.tied else { return Ok(()) };
+        tied.begin(unit, microbatch)?;
+        let Some(part) = tied.take(unit, microbatch) else { return Ok(()) };
+        let span = tied.span();
+        let device = self.device.clone();
+        let GradTarget { view, accumulate } = self.target(&span)?;
+        let values = part.view().part(0, span.shape);
+        if accumulate {
+            device.add_assign(view, values)
+        } else {
+            device.copy(values, view)
+        }
+        self.grad_ready(&span);
+        self.tied.as_ref().expect("it was there").give(part);
+        Ok(())
+    }
+
+    /// What tied units of a pipeline have for each other.
+    pub(crate) fn tied(&mut self) -> Option<&mut TiedGradients> {
+        self.tied.as_mut()
+    }
+
+    /// Takes memory for a whole gradient, and waits for some to come back rather than take ever more.
+    fn take_whole(&mut self, unit: usize) -> Result<(), ParallelError> {
+        let state = &self.units[unit];
+        // Later terms of a sum are partial sums beside the first.
+        if state.reducible.is_some() || state.open.is_some() || !state.sum.is_empty() {
+            return Ok(());
+        }
+        let len = state.len;
+        loop {
+            let must_wait =
+                self.under_way.contains(&unit) || (!self.layout.is_rounded() && self.is_full(len));
+            if let Some(vector) = (!must_wait).then(|| self.pool.take(len)).transpose()? {
+                self.units[unit].reducible = Some(vector);
+                return Ok(());
+            }
+            self.finish_first()?;
+        }
+    }
+
+    /// Whether as many whole gradients of `len` elements are under way as may be.
+    fn is_full(&self, len: usize) -> bool {
+        self.under_way.iter().filter(|&&unit| self.units[unit].len == len).count() >= IN_FLIGHT_MAX
+    }
+
+    /// Ends a microbatch's backward of `unit`: its gradient joins the sum.
+    pub(crate) fn close(&mut self, unit: usize) {
+        if self.determinism == Determinism::Run {
+            return;
+        }
+        let parameters = self.table.units()[unit].parameters.clone();
+        debug_assert!(
+            self.written[parameters.clone()].iter().all(|&written| written),
+            "every gradient was written"
+        );
+        self.written[parameters].fill(false);
+        let (device, state) = (&self.device, &mut self.units[unit]);
+        let gradient = state.open.take().expect("backward of a unit writes its gradient");
+        state.sum.push(gradient, |left, right| add(device, state.num_elements, left, right));
+    }
+
+    /// This rank's sum of `unit`'s gradient since the last reduction, to be changed before the next one.
+    pub(crate) fn own_sum(&mut self, unit: usize) -> ViewMut<'_> {
+        let (device, state) = (&self.device, &mut self.units[unit]);
+        if let Some(sum) = state.sum.finish(|left, right| add(device, state.num_elements, left, right)) {
+            state.open = Some(sum);
+        }
+        state.open.as_mut().expect("a gradient is summed after backward").view_mut(state.num_elements)
+    }
+
+    /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one, when memory for it has
+    /// come back rather than be more and more. With `is_whole` it is sent as it is, whatever the compression.
+    pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<(), ParallelError> {
+        while self.layout.is_rounded()
+            && self.units[unit].shard.is_some()
+            && self.is_full(self.units[unit].len)
+        {
+            self.finish_first()?;
+        }
+        let vector = self.take_sum(unit);
+        let (device, state) = (&self.device, &mut self.units[unit]);
+        if let Some(compressed) = state.reduction.compressed_mut().filter(|_| is_whole) {
+            compressed.start_whole(vector);
+        } else if let Some(whole) = state.reduction.start(vector, device)? {
+            // What is rounded came from the pool.
+            self.pool.give(whole);
+        }
+        self.under_way.push_back(unit);
+        if self.under_way.len() == self.outline.held().count() {
+            self.units.iter().for_each(|state| state.reduction.flush());
+        }
+        Ok(())
+    }
+
+    /// Discards what was added to `unit`'s gradient since the last reduction.
+    pub(crate) fn discard(&mut self, unit: usize) {
+        let vector = self.take_sum(unit);
+        match self.layout.keeps_full() {
+            true => self.units[unit].reducible = Some(vector),
+            false => self.pool.give(vector),
+        }
+    }
+
+    /// Takes this rank's sum of `unit`'s gradient since the last reduction.
+    fn take_sum(&mut self, unit: usize) -> Exchanged {
+        self.written[self.table.units()[unit].parameters.clone()].fill(false);
+        let (device, state) = (&self.device, &mut self.units[unit]);
+        let sum = state.sum.finish(|left, right| add(device, state.num_elements, left, right));
+        let sum = sum.or(state.open.take()).expect("a gradient is reduced after backward");
+        let Gradient::Reducible(vector) = sum else {
+            unreachable!("the first gradient is what ranks reduce, and sums grow to the left")
+        };
+        vector
+    }
+
+    /// Waits for the message under way of the reduction that was started first.
+    fn finish_first(&mut self) -> Result<(), ParallelError> {
+        let unit = self.under_way.pop_front().expect("something is under way");
+        let state = &mut self.units[unit];
+        if !state.reduction.advance(&mut state.reducible, &self.device, &mut self.waiting)? {
+            // A second message of one unit travels while the first ones of others are waited for.
+            self.under_way.push_back(unit);
+            return Ok(());
+        }
+        let is_rounded_apart = state.reduction.is_rounded_apart() && self.rounded_apart.has(unit);
+        if let Some(wide) = state.reducible.as_mut().filter(|_| is_rounded_apart) {
+            let own = (wide.part_mut(state.own.clone()), state.own.clone());
+            self.rounded_apart.copy_first(&self.device, unit, own, &mut self.waiting)?;
+        }
+        if let Some(shard) = &mut state.shard {
+            let sum = state.reduction.view(&state.reducible);
+            shard.add(sum.part(state.own.start, [state.own.len()].into()), &self.device)?;
+            state.is_finished = false;
+            if let Reduction::Rounded(rounded) = &mut state.reduction {
+                rounded.release();
+            } else if !self.layout.keeps_full() {
+                self.pool.give(state.reducible.take().expect("the sum lies there"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits of this rank for gradients since the last call, and operations that its kernels wait for.
+    pub(crate) fn take_waiting(&mut self) -> Waiting {
+        std::mem::take(&mut self.waiting)
+    }
+
+    /// Waits for every reduction.
+    pub(crate) fn wait(&mut self) -> Result<(), ParallelError> {
+        while !self.under_way.is_empty() {
+            self.finish_first()?;
+        }
+        // Backward started with the last unit.
+        let shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
+        shards.for_each(|shard| shard.reduce());
+        let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
+        shards.try_for_each(|shard| shard.wait(&mut self.waiting))?;
+        self.units.iter_mut().for_each(|state| state.is_finished = true);
+        Ok(())
+    }
+
+    /// Waits for the sum of one unit ahead of the others.
+    pub(crate) fn finish(&mut self, unit: usize) -> Result<(), ParallelError> {
+        while self.under_way.contains(&unit) {
+            self.finish_first()?;
+        }
+        let state = &mut self.units[unit];
+        if let Some(shard) = state.pending() {
+            shard.reduce();
+            shard.wait(&mut self.waiting)?;
+            state.is_finished = true;
+        }
+        Ok(())
+    }
+
+    /// Starts to gather a unit's reduced gradient from the shards.
+    pub(crate) fn gather(&mut self, unit: usize) -> Result<(), ParallelError> {
+        self.finish(unit)?;
+        let gathered = self.gathered.as_mut().expect("shards of gradients update whole units");
+        gathered.unshard(unit, Some((self.units[unit].reduced(), &self.shards_device)))
+    }
+
+    /// Waits for a gradient that was to be gathered.
+    pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        self.gathered.as_mut().map_or(Ok(()), |gathered| gathered.ensure(unit, waiting))
+    }
+
+    /// Gives the memory of a gathered gradient back, which has been waited for.
+    pub(crate) fn free_gathered(&mut self, unit: usize) {
+        if let Some(gathered) = &mut self.gathered {
+            gathered.reshard(unit);
+        }
+    }
+
+    /// What this rank updates a unit by: the gathered gradient, or its part.
+    pub(crate) fn for_update(&self, unit: usize) -> View<'_> {
+        match &self.gathered {
+            Some(gathered) => gathered.view(unit),
+            None => self.reduced(unit),
+        }
+    }
+
+    /// The memory of a unit's shard.
+    ///
+    /// # Panics
+    /// If no shard is kept apart.
+    pub(crate) fn memory(&mut self, unit: usize) -> &mut dyn Movable {
+        self.units[unit].shard.as_mut().expect("what is offloaded is kept apart").memory()
+    }
+
+    /// Whether `unit`'s reduction is compressed.
+    pub(crate) fn is_compressed(&self, unit: usize) -> bool {
+        self.units[unit].reduction.compressed().is_some()
+    }
+
+    /// Takes memory so that a compressed step may be sent whole, and, if it `may_be_skipped`, taken back.
+    pub(crate) fn expect_momentum(&mut self, may_be_skipped: bool) -> Result<(), ParallelError> {
+        let group = self.ranks.replicas();
+        for state in &mut self.units {
+            let Some(compressed) = state.reduction.compressed_mut() else { continue };
+            let num_bytes = state.len * size_of::<f32>();
+            self.device.staging().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+            if may_be_skipped {
+                compressed.remember()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes back what the last step, which was compressed, did to the compressors.
+    pub(crate) fn take_back_compression(&mut self) -> Result<(), ParallelError> {
+        let mut compressed = self.units.iter_mut().filter_map(|state| state.reduction.compressed_mut());
+        compressed.try_for_each(Compressed::take_back)
+    }
+
+    /// Kinds of steps that compressors of a dry group have not gone through.
+    pub(crate) fn num_kinds(&self) -> usize {
+        let compressed = self.units.iter().filter_map(|state| state.reduction.compressed());
+        compressed.map(Compressed::num_kinds).max().unwrap_or(0)
+    }
+
+    /// The compressors, each with its unit's name.
+    pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {
+        let units = self.table.units().iter().zip(&self.units);
+        units.filter_map(|(unit, state)| Some((&*unit.name, state.reduction.compressed()?.compressor()?)))
+    }
+
+    /// The same, to load.
+    pub(crate) fn compressors_mut(&mut self) -> impl Iterator<Item = (&str, &mut Compressor)> {
+        let units = self.table.units().iter().zip(&mut self.units);
+        units.filter_map(|(unit, state)| {
+            Some((&*unit.name, state.reduction.compressed_mut()?.compressor_mut()?))
+        })
+    }
+
+    /// What compression did to all units in the last step, in the units of this rank's sums.
+    pub(crate) fn compression_statistics(&self) -> CompressionStatistics {
+        let world_size = self.ranks.data().world_size();
+        let mut all = CompressionStatistics::default();
+        let mut squares = 0.0;
+        for state in &self.units {
+            let of_unit = match state.reduction.compressed() {
+                Some(compressed) => compressed.statistics(),
+                None => CompressionStatistics::uncompressed(state.num_elements, world_size),
+            };
+            all.bytes_sent += of_unit.bytes_sent;
+            all.bytes_uncompressed += of_unit.bytes_uncompressed;
+            squares += f64::from(of_unit.error_norm).powi(2);
+        }
+        all.error_norm = squares.sqrt() as f32;
+        all
+    }
+
+    /// The device that [`reduced`](Gradients::reduced) lies on.
+    pub(crate) fn reduced_device(&self, unit: usize) -> &Device {
+        if self.units[unit].shard.is_some() { &self.shards_device } else { &self.device }
+    }
+
+    /// The device that [`for_update`](Gradients::for_update) lies on.
+    pub(crate) fn update_device(&self, unit: usize) -> &Device {
+        if self.gathered.is_some() { &self.device } else { self.reduced_device(unit) }
+    }
+
+    /// The elements of a unit that [`reduced`](Gradients::reduced) has.
+    pub(crate) fn part(&self, unit: usize) -> Range<usize> {
+        self.units[unit].own.clone()
+    }
+
+    /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches of all ranks, in what it was
+    /// reduced in.
+    pub(crate) fn reduced(&self, unit: usize) -> View<'_> {
+        self.units[unit].reduced()
+    }
+}
+
+impl UnitGradient {
+    /// The shard to which something was added since its last sum over replicas.
+    fn pending(&mut self) -> Option<&mut ShardSum> {
+        self.shard.as_mut().filter(|_| !self.is_finished)
+    }
+
+    /// As [`Gradients::reduced`].
+    fn reduced(&self) -> View<'_> {
+        match &self.shard {
+            Some(shard) => shard.view(),
+            None => {
+                let sum = self.reduction.view(&self.reducible);
+                sum.part(self.own.start, [self.own.len()].into())
+            }
+        }
+    }
+}
+
+impl GradSink for Gradients {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        if let Some(open) = self.tied.as_mut().and_then(|tied| tied.target(span)) {
+            return Ok(open);
+        }
+        let accumulate = self.written[span.first.0];
+        let state = &mut self.units[span.unit];
+        if state.open.is_none() {
+            // What is reduced first, partial sums after.
+            state.open = Some(match state.reducible.take() {
+                Some(vector) => Gradient::Reducible(vector),
+                None => Gradient::Partial(self.device.empty(
+                    [state.num_elements].into(),
+                    DType::F32,
+                    Category::Gradients,
+                )?),
+            });
+        }
+        let gradient = state.open.as_mut().expect("it was opened above");
+        let view = gradient.view_mut(state.num_elements).into_part(span.offset, span.shape);
+        Ok(GradTarget { view, accumulate })
+    }
+
+    fn grad_ready(&mut self, span: &ParameterSpan) {
+        if self.tied.as_mut().is_some_and(|tied| tied.end(span)) {
+            return;
+        }
+        self.written[span.first.0..span.first.0 + span.num_parameters].fill(true);
+    }
+}

@@ -1,0 +1,109 @@
+//! Sums of the squares of gradients: what their norm comes from.
+
+use crate::error::ParallelError;
+use crate::layout::ranks::RankGrid;
+use crate::memory::across_devices::change_on;
+use crate::memory::vector::Exchanged;
+use crate::memory::waiting::Waiting;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::{DType, ReduceOp};
+use trireme_comm::Group;
+use trireme_optim::OptimizerOptions;
+use trireme_tensor::{Category, Device, ExactSum, ParameterClass, ParameterTable, UnitInfo, View, ViewMut};
+
+/// Exact sums of the squares of the gradient of each unit, of what this rank counts: one that holds it with others leaves it to the first of them. As they are exact, their
+/// sum over all ranks is the same however gradients lie.
+pub(crate) struct Squares {
+    /// For each unit the runs of its flat buffer that this rank counts.
+    counted: Vec<Vec<Range<usize>>>,
+    /// For each unit the windows of a sum.
+    sums: Option<Exchanged>,
+    device: Device,
+}
+
+impl Squares {
+    pub(crate) fn new(
+        table: &ParameterTable,
+        ranks: &RankGrid,
+        device: &Device,
+        optimizer: &OptimizerOptions,
+    ) -> Result<Self, ParallelError> {
+        let (group, is_first) = ranks.squares_group();
+        let counted = |unit: &UnitInfo| {
+            // Ranks with other experts have the same of the rest of a unit with experts.
+            let has_rest = if unit.num_experts > 0 { table.expert_place().rank == 0 } else { is_first };
+            let mut runs: Vec<Range<usize>> = Vec::new();
+            for info in &table.parameters()[unit.parameters.clone()] {
+                let is_here = if info.expert.is_some() { table.has(info) } else { has_rest };
+                // What balances loads is no gradient, and what stays as it is needs none.
+                let is_updated = info.class != ParameterClass::Balance && !optimizer.is_frozen(&info.name);
+                if !is_here || !info.is_counted() || !is_updated {
+                    continue;
+                }
+                let range = info.range();
+                match runs.last_mut() {
+                    Some(run) if run.end == range.start => run.end = range.end,
+                    _ => runs.push(range),
+                }
+            }
+            runs
+        };
+        let len = table.units().len() * ExactSum::LEN;
+        let sums = Some(Exchanged::new_for_host(group, device, DType::F64, len)?);
+        Ok(Squares { counted: table.units().iter().map(counted).collect(), sums, device: device.clone() })
+    }
+
+    /// Takes the squares of a unit's `gradient`, of whose elements `part` are here, on the device `on`.
+    pub(crate) fn take(
+        &mut self,
+        unit: usize,
+        (gradient, part): (View<'_>, Range<usize>),
+        on: &Device,
+    ) -> Result<(), ParallelError> {
+        let (counted, mut sum) = (&self.counted[unit], sum_of(&mut self.sums, unit));
+        self.device.zero(sum.reborrow());
+        change_on(sum, &self.device, on, Category::Communication, |mut sum| {
+            for run in counted {
+                let (start, end) = (run.start.max(part.start), run.end.min(part.end));
+                if start < end {
+                    let run = gradient.part(start - part.start, [end - start].into());
+                    on.add_squares(run, sum.reborrow());
+                }
+            }
+            Ok::<_, ParallelError>(())
+        })
+    }
+
+    /// Sets the squares of a unit that lies elsewhere to zeros, which change no sum.
+    pub(crate) fn skip(&mut self, unit: usize) {
+        self.device.zero(sum_of(&mut self.sums, unit));
+    }
+
+    /// The sum of all squares over the ranks of these groups, one group after the other.
+    pub(crate) fn sum(
+        &mut self,
+        groups: &[&Arc<Group>],
+        waiting: &mut Waiting,
+    ) -> Result<f64, ParallelError> {
+        let sums = self.sums.take().expect("squares are summed once a step");
+        let len = sums.len();
+        let (mut buffer, part) = sums.leave(&self.device, 0..len, 0..0);
+        for group in groups {
+            buffer = waiting.wait(group.all_reduce(buffer, ReduceOp::Sum))?;
+        }
+        let mut sums = Exchanged::arrive(buffer.into_memory(), part, &self.device);
+        let mut sum = ExactSum::default();
+        for windows in sums.host_elements::<f64>().chunks_exact(ExactSum::LEN) {
+            sum.add(windows);
+            sum.carry();
+        }
+        self.sums = Some(sums);
+        Ok(sum.value())
+    }
+}
+
+fn sum_of(sums: &mut Option<Exchanged>, unit: usize) -> ViewMut<'_> {
+    let sums = sums.as_mut().expect("squares are summed once a step");
+    sums.part_mut(unit * ExactSum::LEN..(unit + 1) * ExactSum::LEN)
+}

@@ -1,0 +1,229 @@
+//! How the gradient of a unit is summed over the ranks: in f32 where it lies, rounded to 16 bits, as integers level by level,
+//! or compressed.
+
+use crate::error::ParallelError;
+use crate::gradients::compressed::Compressed;
+use crate::gradients::hierarchical::Hierarchical;
+use crate::gradients::summed_vector::{Summation, Vector};
+use crate::memory::counted::Counted;
+use crate::memory::pool::Pool;
+use crate::memory::vector::{Exchanged, Exchanging};
+use crate::memory::waiting::Waiting;
+use crate::offload::Movable;
+use std::sync::Arc;
+use trireme_base::{DType, ReduceOp};
+use trireme_comm::{Fusion, Group, TransportKind};
+use trireme_tensor::{Category, Device, View};
+
+/// The reduction of one unit's gradient, step after step.
+pub(crate) enum Reduction {
+    /// In f32: in the gradient's own memory, or with others if it is short.
+    Plain { exchange: Summation, under_way: Option<Exchanging> },
+    /// In 16 bits, in memory beside it.
+    Rounded(Vector),
+    /// In integers, within hosts and then across them, in memory beside it.
+    Hierarchical(Hierarchical),
+    /// In what a codec makes of it, in memory beside it.
+    Compressed(Compressed),
+}
+
+/// Makes the reductions of units whose gradients are exchanged among the same ranks, as far as they are not compressed.
+pub(crate) struct Reductions {
+    exchange: Summation,
+    /// In 16 bits: the memory of rounded gradients, and whether each unit takes its own at once.
+    rounded: Option<(Pool, bool)>,
+}
+
+impl Reductions {
+    /// Reductions after which all ranks of `group` have the sums. Short gradients travel together, up to `fusion_bytes` at a time; with 0 each
+    /// travels alone. So does each in a world that shares memory: there a message costs no more than the copies that it would save. Memory for
+    /// gradients of `lens` elements, in the order of their reductions, is taken ahead.
+    pub(crate) fn all_reduce(
+        dtype: DType,
+        group: &Arc<Group>,
+        fusion_bytes: usize,
+        lens: &[usize],
+        counted: &Counted,
+    ) -> Result<Self, ParallelError> {
+        let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
+        let len_max = if shares_memory { 0 } else { fusion_bytes / dtype.size() };
+        let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
+        let num_bytes = fusion.reserve(dtype, lens.iter().copied())?;
+        counted.take(Category::Communication, num_bytes)?;
+        counted.map(group.peer_bytes_mapped(num_bytes))?;
+        let pool = |category| Pool::new(group, counted.device(), dtype, category, true);
+        let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), true));
+        Ok(Reductions { exchange: Summation::AllReduce(fusion), rounded })
+    }
+
+    /// Reductions after which each rank of `group` has its shard of a sum. If rounded sums `stay`, they are stored until the next step.
+    pub(crate) fn reduce_scatter(dtype: DType, group: &Arc<Group>, stay: bool, device: &Device) -> Self {
+        let category = if stay { Category::Gradients } else { Category::Communication };
+        let pool = || Pool::new(group, device, dtype, category, true);
+        let rounded = (dtype != DType::F32).then(|| (pool(), false));
+        Reductions { exchange: Summation::ReduceScatter(Arc::clone(group)), rounded }
+    }
+
+    /// The reduction of a gradient of `len` elements.
+    pub(crate) fn reduction(&self, len: usize) -> Result<Reduction, ParallelError> {
+        let Some((pool, takes_memory)) = &self.rounded else {
+            return Ok(Reduction::Plain { exchange: self.exchange.clone(), under_way: None });
+        };
+        let mut vector = Vector::new(len, &self.exchange, pool);
+        if *takes_memory {
+            vector.restore()?;
+        }
+        Ok(Reduction::Rounded(vector))
+    }
+}
+
+impl Reduction {
+    /// Starts the reduction of this rank's `sum`; gives it back if it is not what is reduced.
+    pub(crate) fn start(
+        &mut self,
+        sum: Exchanged,
+        device: &Device,
+    ) -> Result<Option<Exchanged>, ParallelError> {
+        match self {
+            Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum, device)),
+            Reduction::Rounded(rounded) => {
+                rounded.round(sum.view(), device)?;
+                rounded.reduce();
+                return Ok(Some(sum));
+            }
+            Reduction::Hierarchical(hierarchical) => hierarchical.start(sum, 0)?,
+            Reduction::Compressed(compressed) => compressed.start(sum)?,
+        }
+        Ok(None)
+    }
+
+    /// Sends what waits for more: all gradients of a step have been given.
+    pub(crate) fn flush(&self) {
+        match self {
+            Reduction::Plain { exchange, .. } => exchange.flush(),
+            Reduction::Rounded(rounded) => rounded.flush(),
+            Reduction::Hierarchical(_) | Reduction::Compressed(_) => (),
+        }
+    }
+
+    /// Waits for the message under way. Tells whether the sum over all ranks is there: in `wide`, or here if it is rounded. If
+    /// not, it takes another message, which is then under way.
+    pub(crate) fn advance(
+        &mut self,
+        wide: &mut Option<Exchanged>,
+        device: &Device,
+        waiting: &mut Waiting,
+    ) -> Result<bool, ParallelError> {
+        *wide = match self {
+            Reduction::Plain { under_way, .. } => {
+                let under_way = under_way.take().expect("a reduction was started");
+                Some(under_way.wait(device, waiting)?)
+            }
+            Reduction::Rounded(rounded) => {
+                rounded.wait(waiting)?;
+                return Ok(true);
+            }
+            Reduction::Hierarchical(hierarchical) => hierarchical.advance(waiting)?,
+            Reduction::Compressed(compressed) => compressed.advance(waiting)?,
+        };
+        Ok(wide.is_some())
+    }
+
+    /// The sum, which is in `wide` if it is not rounded.
+    pub(crate) fn view<'a>(&'a self, wide: &'a Option<Exchanged>) -> View<'a> {
+        match self {
+            Reduction::Rounded(rounded) => rounded.view(),
+            _ => wide.as_ref().expect("a gradient is read after its reduction").view(),
+        }
+    }
+
+    /// Whether the last sum was rounded by what lies beside each element, so that ranks that hold other parts of parameters may have other
+    /// bits.
+    pub(crate) fn is_rounded_apart(&self) -> bool {
+        match self {
+            Reduction::Plain { .. } | Reduction::Rounded(_) => false,
+            Reduction::Hierarchical(_) => true,
+            Reduction::Compressed(compressed) => compressed.is_in_messages(),
+        }
+    }
+
+    pub(crate) fn compressed(&self) -> Option<&Compressed> {
+        if let Reduction::Compressed(compressed) = self { Some(compressed) } else { None }
+    }
+
+    pub(crate) fn compressed_mut(&mut self) -> Option<&mut Compressed> {
+        if let Reduction::Compressed(compressed) = self { Some(compressed) } else { None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_base::{Bf16, F16};
+    use trireme_tensor::DeviceOptions;
+    use trireme_testkit::run_ranks;
+
+    const LEN: usize = 1000;
+
+    /// What a rank gives: numbers that every rounding changes; and on single ranks, what f16 or no float can hold.
+    fn value(rank: usize, index: usize) -> f32 {
+        match (rank, index) {
+            (1, 3) => 70_000.0,
+            (1, 4) => f32::INFINITY,
+            (0, 5) => f32::NAN,
+            (_, 6) => 40_000.0,
+            _ => ((rank * 31 + index * 17) % 101) as f32 / 7.0 - 3.0,
+        }
+    }
+
+    /// The canonical tree over four ranks, rounded at every node.
+    fn oracle(index: usize, round: &impl Fn(f32) -> f32) -> f32 {
+        let leaf = |rank| round(value(rank, index));
+        round(round(leaf(0) + leaf(1)) + round(leaf(2) + leaf(3)))
+    }
+
+    fn check(dtype: DType, round: impl Fn(f32) -> f32) {
+        let ranks = run_ranks(4, |group| {
+            let group = Arc::new(group);
+            let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
+            let counted = Counted::new(&device);
+            let reductions = Reductions::all_reduce(dtype, &group, 0, &[], &counted).unwrap();
+            let mut reduction = reductions.reduction(LEN).unwrap();
+            let mut vector = Exchanged::new_for_host(&group, &device, DType::F32, LEN).unwrap();
+            let mut found = Vec::new();
+            // The second round finds the buffers of the first.
+            for _ in 0..2 {
+                let values: Vec<f32> = (0..LEN).map(|index| value(group.rank().0, index)).collect();
+                device.upload(&values, vector.view_mut());
+                let mut wide = reduction.start(vector, &device).unwrap();
+                assert_eq!(wide.is_some(), dtype != DType::F32, "what was rounded is given back");
+                assert!(reduction.advance(&mut wide, &device, &mut Waiting::default()).unwrap());
+                let sum = reduction.view(&wide);
+                let mut widened = vec![0.0_f32; LEN];
+                let mut converted = device.zeros([LEN].into(), DType::F32, Category::Gradients).unwrap();
+                device.convert(sum, converted.view_mut());
+                device.download(converted.view(), &mut widened);
+                found = widened;
+                vector = wide.expect("a rounded sum leaves it as it was");
+            }
+            found
+        });
+        for sums in &ranks {
+            for (index, &sum) in sums.iter().enumerate() {
+                let expected = oracle(index, &round);
+                let is_same = sum.to_bits() == expected.to_bits() || (sum.is_nan() && expected.is_nan());
+                assert!(is_same, "{dtype}, {index}: {sum} instead of {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_rounded_at_every_node_and_overflow_for_all() {
+        check(DType::F32, |x| x);
+        check(DType::Bf16, |x| Bf16::from_f32(x).to_f32());
+        check(DType::F16, |x| F16::from_f32(x).to_f32());
+        let f16 = |x| F16::from_f32(x).to_f32();
+        assert!([3, 4, 6].into_iter().all(|index| oracle(index, &f16) == f32::INFINITY));
+        assert!(oracle(5, &f16).is_nan());
+    }
+}

@@ -1,0 +1,99 @@
+//! A rank's shard of a unit's gradient: the sum over microbatches of what the shards' ranks have reduced, and then over
+//! replicas.
+
+use crate::error::ParallelError;
+use crate::gradients::summed_vector::{Summation, Vector};
+use crate::gradients::tree::TreeSum;
+use crate::gradients::{Gradient, add};
+use crate::layout::ranks::StateRanks;
+use crate::memory::across_devices::bring;
+use crate::memory::pool::Pool;
+use crate::memory::waiting::Waiting;
+use crate::offload::Movable;
+use crate::step::Determinism;
+use std::sync::Arc;
+use trireme_base::{DType, ReduceOp};
+use trireme_comm::Fusion;
+use trireme_tensor::{Category, Device, View};
+
+/// The shard of one unit's gradient. Its memory comes from a pool that all units share, so where it is released, it goes from unit to unit.
+pub(crate) struct ShardSum {
+    determinism: Determinism,
+    /// The device that stores the shard.
+    device: Device,
+    memory: Vector,
+    sum: TreeSum<Gradient>,
+}
+
+/// Makes the shards of units whose state is distributed among the same ranks.
+pub(crate) struct ShardSums {
+    determinism: Determinism,
+    exchange: Summation,
+    pool: Pool,
+}
+
+impl ShardSums {
+    /// Shards in `dtype`, which is f32 where several terms are added, on `device`.
+    pub(crate) fn new(dtype: DType, determinism: Determinism, ranks: &StateRanks, device: &Device) -> Self {
+        let group = &ranks.replicas;
+        let exchange = Summation::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
+        ShardSums { determinism, exchange, pool: Pool::new(group, device, dtype, Category::Gradients, true) }
+    }
+
+    /// A shard of `len` elements. It takes no memory before the first term.
+    pub(crate) fn shard(&self, len: usize) -> ShardSum {
+        ShardSum {
+            determinism: self.determinism,
+            device: self.pool.device().clone(),
+            memory: Vector::new(len, &self.exchange, &self.pool),
+            sum: TreeSum::new(),
+        }
+    }
+}
+
+impl ShardSum {
+    /// Adds the shard of a microbatch, which is on the device `from`, in the canonical order.
+    pub(crate) fn add(&mut self, shard: View<'_>, from: &Device) -> Result<(), ParallelError> {
+        let (len, device) = (self.memory.len(), &self.device);
+        let shard = bring(shard, from, device, Category::Communication)?;
+        let mut term = if self.sum.is_empty() {
+            Gradient::Reducible(self.memory.take()?)
+        } else {
+            Gradient::Partial(device.empty([len].into(), DType::F32, Category::Gradients)?)
+        };
+        device.convert(shard.view(), term.view_mut(len));
+        drop(shard);
+        self.sum.push(term, |left, right| add(device, len, left, right));
+        if self.determinism == Determinism::Run {
+            let sum = self.sum.finish(|left, right| add(device, len, left, right));
+            self.sum.push(sum.expect("a term was added"), |_, _| unreachable!("one term has no neighbour"));
+        }
+        Ok(())
+    }
+
+    /// Starts the sum over the replicas of what was added.
+    pub(crate) fn reduce(&mut self) {
+        let (len, device) = (self.memory.len(), &self.device);
+        let sum = self.sum.finish(|left, right| add(device, len, left, right));
+        let Some(Gradient::Reducible(buffer)) = sum else {
+            unreachable!("the first term is what ranks reduce, and sums grow to the left")
+        };
+        self.memory.put(buffer);
+        self.memory.reduce();
+    }
+
+    /// Waits for the sum over the replicas.
+    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        self.memory.wait(waiting)
+    }
+
+    /// The sum.
+    pub(crate) fn view(&self) -> View<'_> {
+        self.memory.view()
+    }
+
+    /// The memory of the sum.
+    pub(crate) fn memory(&mut self) -> &mut dyn Movable {
+        &mut self.memory
+    }
+}

@@ -1,0 +1,204 @@
+use crate::error::ParallelError;
+use crate::memory::counted::Counted;
+use crate::memory::vector::{DevicePart, Exchanged};
+use std::sync::{Arc, Mutex, PoisonError};
+use trireme_base::{DType, Pending};
+use trireme_comm::{Buffer, Group, PageSize, Untyped};
+use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
+
+/// Vectors that kernels work with and a group exchanges, whose memory is used again, so that steps allocate nothing.
+pub(crate) struct Pool {
+    group: Arc<Group>,
+    dtype: DType,
+    category: Category,
+    /// Whether peers read the buffers.
+    is_exchanged: bool,
+    page_size: PageSize,
+    /// Whether vectors have memory of the group.
+    has_buffers: bool,
+    shared: Arc<Shared>,
+}
+
+/// What clones have in common. Buffers that were taken go no later than this.
+struct Shared {
+    free: Mutex<Vec<(usize, Pending<Buffer<Untyped>>)>>,
+    counted: Counted,
+}
+
+impl Clone for Pool {
+    fn clone(&self) -> Self {
+        Pool { group: Arc::clone(&self.group), shared: Arc::clone(&self.shared), ..*self }
+    }
+}
+
+impl Pool {
+    /// An empty pool of vectors with elements of `dtype`, which are counted as `category`; and what this rank maps of its peers' ones, if they are
+    /// exchanged as they are.
+    pub(crate) fn new(
+        group: &Arc<Group>,
+        device: &Device,
+        dtype: DType,
+        category: Category,
+        is_exchanged: bool,
+    ) -> Self {
+        let shared = Shared { free: Mutex::default(), counted: Counted::new(device) };
+        // What goes to nobody needs no memory to pass through.
+        let has_buffers = group.world_size() > 1;
+        let (group, page_size) = (Arc::clone(group), PageSize::Base);
+        Pool { group, dtype, category, is_exchanged, page_size, has_buffers, shared: Arc::new(shared) }
+    }
+
+    /// The same in huge pages: for what is exchanged many times in a step.
+    pub(crate) fn in_huge_pages(self) -> Self {
+        Pool { page_size: PageSize::Huge, ..self }
+    }
+
+    /// The same for vectors that the host works with, or another group, even if this group has one rank.
+    pub(crate) fn with_buffers(self) -> Self {
+        Pool { has_buffers: true, ..self }
+    }
+
+    /// Whether both have the same vectors.
+    pub(crate) fn is_clone_of(&self, other: &Pool) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// The type of the elements.
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The group that exchanges them.
+    pub(crate) fn group(&self) -> &Arc<Group> {
+        &self.group
+    }
+
+    /// The device whose kernels work with them.
+    pub(crate) fn device(&self) -> &Device {
+        self.shared.counted.device()
+    }
+
+    /// A vector of `len` elements with unspecified contents.
+    pub(crate) fn take(&self, len: usize) -> Result<Exchanged, ParallelError> {
+        let own = self.take_own(len)?;
+        Ok(Exchanged::new(self.take_buffer(self.buffer_len(len))?, own))
+    }
+
+    /// Memory of the device for `len` elements, unless there is some of the group that kernels reach.
+    fn take_own(&self, len: usize) -> Result<Option<Tensor>, ParallelError> {
+        let device = self.device();
+        let take = || device.empty([len].into(), self.dtype, self.category);
+        Ok((!device.reaches_host() || !self.has_buffers).then(take).transpose()?)
+    }
+
+    /// Elements of the group's memory that a vector of `len` elements has.
+    fn buffer_len(&self, len: usize) -> usize {
+        if self.has_buffers { len } else { 0 }
+    }
+
+    /// Memory of the group for `len` elements, with unspecified contents, which no kernel works with.
+    pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<Untyped>>, ParallelError> {
+        let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(index) = free.iter().position(|(other, _)| *other == len) {
+            return Ok(free.swap_remove(index).1);
+        }
+        let (own, mapped) = self.num_bytes(len);
+        self.shared.counted.take(self.category, own)?;
+        self.shared.counted.map(mapped)?;
+        // The group would give a page to no elements.
+        Ok(Pending::new(match len {
+            0 => Buffer::private_of(self.dtype, 0)?,
+            _ => self.group.buffer_of(self.dtype, len, self.page_size)?,
+        }))
+    }
+
+    /// A vector of what a group brings into memory of this pool for `len` elements.
+    #[track_caller]
+    pub(crate) fn adopt(
+        &self,
+        buffer: Pending<Buffer<Untyped>>,
+        len: usize,
+    ) -> Result<Exchanged, ParallelError> {
+        let part = DevicePart::new(self.take_own(len)?, 0..len);
+        Ok(Exchanged::arrive(buffer, part, self.device()))
+    }
+
+    /// Memory of the group for `len` elements, for the group to exchange. It reads `values` in it, from element `at` on, after the kernels that
+    /// were issued so far.
+    pub(crate) fn send(
+        &self,
+        device: &Device,
+        (values, at): (View<'_>, usize),
+        len: usize,
+    ) -> Result<Buffer<Untyped>, ParallelError> {
+        let mut buffer = self.take_buffer(len)?;
+        device.download_later(values, &mut buffer, at * self.dtype.size());
+        Ok(Buffer::pending(buffer, self.dtype, len))
+    }
+
+    /// Brings what a group exchanges in memory for `len` elements, from element `at` on, to `result`, where kernels that are issued from now
+    /// on read it; the memory of the group is given back.
+    #[track_caller]
+    pub(crate) fn receive(
+        &self,
+        device: &Device,
+        (mut buffer, len): (Pending<Buffer<Untyped>>, usize),
+        at: usize,
+        result: ViewMut<'_>,
+    ) {
+        device.upload_later(&mut buffer, at * self.dtype.size(), result);
+        device.wait_for(&buffer.event());
+        self.give_buffer(len, buffer);
+    }
+
+    /// Bytes of a buffer, and of what is mapped of its peers.
+    fn num_bytes(&self, len: usize) -> (usize, usize) {
+        let own = len * self.dtype.size();
+        (own, if self.is_exchanged { self.group.peer_bytes_mapped_in(own, self.page_size) } else { 0 })
+    }
+
+    /// Gives a vector back.
+    pub(crate) fn give(&self, vector: Exchanged) {
+        let len = self.buffer_len(vector.len());
+        self.give_buffer(len, vector.into_buffer());
+    }
+
+    /// Gives memory of the group for `len` elements back.
+    pub(crate) fn give_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
+        self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
+    }
+
+    /// Gives a vector back that is not used again.
+    pub(crate) fn discard(&self, vector: Exchanged) {
+        let (own, mapped) = self.num_bytes(self.buffer_len(vector.len()));
+        drop(vector);
+        self.shared.counted.give(self.category, own);
+        self.shared.counted.unmap(mapped);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_tensor::DeviceOptions;
+    use trireme_testkit::run_ranks;
+
+    /// Bytes of a vector of 1000 f32 on the device, and in memory of the group.
+    fn bytes(group: Group, page_size: PageSize) -> [usize; 2] {
+        let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+        let pool = Pool::new(&Arc::new(group), &device, DType::F32, Category::Gradients, true);
+        let pool = if page_size == PageSize::Huge { pool.in_huge_pages() } else { pool };
+        let vector = pool.take(1000).unwrap();
+        let buffer_len = vector.into_buffer().wait().len();
+        [device.memory().usage(Category::Gradients).peak, buffer_len * size_of::<f32>()]
+    }
+
+    #[test]
+    fn what_goes_to_nobody_lies_on_the_device() {
+        assert_eq!(bytes(trireme_comm::single(), PageSize::Base), [4032, 0]);
+        for page_size in [PageSize::Base, PageSize::Huge] {
+            let found = run_ranks(2, |group| bytes(group, page_size));
+            assert!(found.iter().all(|[_, of_group]| *of_group == 4000), "{found:?}");
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! Vectors that kernels work with and ranks exchange.
+
+use crate::error::ParallelError;
+use crate::memory::waiting::Waiting;
+use std::fmt;
+use std::ops::Range;
+use trireme_base::{DType, HostMemory, Pending};
+use trireme_comm::{Buffer, Element, FusedWork, Group, PageSize, Untyped};
+use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
+
+/// A vector that kernels work with and ranks exchange.
+///
+/// Where kernels reach the host's memory and there is somebody to exchange it with, it lies in memory of the group, and nothing is copied. Elsewhere it lies on the device, and
+/// passes through memory of the group, to which and from which it is copied beside the kernels.
+pub(crate) struct Exchanged {
+    /// The group's memory; none if the vector lies on the device and has nowhere to go.
+    buffer: Pending<Buffer<Untyped>>,
+    /// The device's memory, where the group's is not.
+    own: Option<Tensor>,
+}
+
+/// The device's memory of a vector that a group exchanges, and which elements come back to it.
+pub(crate) struct DevicePart {
+    own: Option<Tensor>,
+    arriving: Range<usize>,
+}
+
+impl DevicePart {
+    pub(crate) fn new(own: Option<Tensor>, arriving: Range<usize>) -> Self {
+        DevicePart { own, arriving }
+    }
+}
+
+/// A vector that is being exchanged.
+pub(crate) struct Exchanging {
+    work: FusedWork<Untyped>,
+    dtype: DType,
+    /// Elements of the group's memory.
+    len: usize,
+    part: DevicePart,
+}
+
+impl Exchanged {
+    pub(crate) fn new(buffer: Pending<Buffer<Untyped>>, own: Option<Tensor>) -> Self {
+        Exchanged { buffer, own }
+    }
+
+    /// A vector that the host reads after each exchange.
+    pub(crate) fn new_for_host(
+        group: &Group,
+        device: &Device,
+        dtype: DType,
+        len: usize,
+    ) -> Result<Self, ParallelError> {
+        let is_apart = !device.reaches_host();
+        let own = is_apart.then(|| device.zeros([len].into(), dtype, Category::Communication)).transpose()?;
+        Ok(Exchanged { buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?), own })
+    }
+
+    /// The group's memory; that of the device is given back.
+    pub(crate) fn into_buffer(self) -> Pending<Buffer<Untyped>> {
+        self.buffer
+    }
+
+    /// Number of elements.
+    pub(crate) fn len(&self) -> usize {
+        match &self.own {
+            Some(own) => own.shape().num_elements(),
+            None => self.here().len(),
+        }
+    }
+
+    fn here(&self) -> &Buffer<Untyped> {
+        self.buffer.get().expect("no copies work with memory that kernels reach")
+    }
+
+    /// All elements, for kernels.
+    pub(crate) fn view(&self) -> View<'_> {
+        match &self.own {
+            Some(own) => own.view(),
+            None => {
+                let buffer = self.here();
+                View::from_bytes(buffer.bytes(), buffer.dtype(), [buffer.len()].into())
+            }
+        }
+    }
+
+    /// As [`view`](Exchanged::view), to write.
+    pub(crate) fn view_mut(&mut self) -> ViewMut<'_> {
+        match &mut self.own {
+            Some(own) => own.view_mut(),
+            None => {
+                let buffer = self.buffer.get_mut().expect("no copies work with memory that kernels reach");
+                let (dtype, shape) = (buffer.dtype(), [buffer.len()].into());
+                ViewMut::from_bytes(buffer.bytes_mut(), dtype, shape)
+            }
+        }
+    }
+
+    /// Some elements, for kernels.
+    pub(crate) fn part(&self, range: Range<usize>) -> View<'_> {
+        self.view().part(range.start, [range.len()].into())
+    }
+
+    /// As [`part`](Exchanged::part), to write.
+    pub(crate) fn part_mut(&mut self, range: Range<usize>) -> ViewMut<'_> {
+        self.view_mut().into_part(range.start, [range.len()].into())
+    }
+
+    /// Hands the vector to a group, which reads `leaving` after the kernels that were issued so far; `arriving` is what comes back.
+    pub(crate) fn leave(
+        self,
+        device: &Device,
+        leaving: Range<usize>,
+        arriving: Range<usize>,
+    ) -> (Buffer<Untyped>, DevicePart) {
+        let Exchanged { mut buffer, own } = self;
+        let Some(own) = own else {
+            return (buffer.wait(), DevicePart { own: None, arriving });
+        };
+        let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());
+        let (len, arriving) = if has_buffer { (own.shape().num_elements(), arriving) } else { (0, 0..0) };
+        if has_buffer && !leaving.is_empty() {
+            let part = own.view().part(leaving.start, [leaving.len()].into());
+            device.download_later(part, &mut buffer, leaving.start * own.dtype().size());
+        }
+        (Buffer::pending(buffer, own.dtype(), len), DevicePart { own: Some(own), arriving })
+    }
+
+    /// Takes the vector back from a group. Kernels that are issued from now on read what has come.
+    #[track_caller]
+    pub(crate) fn arrive(mut buffer: Pending<Buffer<Untyped>>, part: DevicePart, device: &Device) -> Self {
+        let DevicePart { mut own, arriving } = part;
+        if let Some(own) = own.as_mut().filter(|_| !arriving.is_empty()) {
+            let first = arriving.start * own.dtype().size();
+            let part = own.view_mut().into_part(arriving.start, [arriving.len()].into());
+            device.upload_later(&mut buffer, first, part);
+            device.wait_for(&buffer.event());
+        }
+        Exchanged { buffer, own }
+    }
+
+    /// Lets a group exchange the vector.
+    pub(crate) fn exchange<W: Into<FusedWork<Untyped>>>(
+        self,
+        device: &Device,
+        leaving: Range<usize>,
+        arriving: Range<usize>,
+        start: impl FnOnce(Buffer<Untyped>) -> W,
+    ) -> Exchanging {
+        let (buffer, part) = self.leave(device, leaving, arriving);
+        let (dtype, len) = (buffer.dtype(), buffer.len());
+        Exchanging { work: start(buffer).into(), dtype, len, part }
+    }
+
+    /// The elements on the host, after the kernels that were issued so far.
+    pub(crate) fn download<T: Element>(&mut self, device: &Device) -> &mut [T] {
+        let buffer = self.buffer.wait_mut().elements_mut();
+        if let Some(own) = &self.own {
+            device.download(own.view(), buffer);
+        }
+        buffer
+    }
+
+    /// The host's memory of the elements, with what an earlier [`download`](Exchanged::download) or exchange has left there.
+    pub(crate) fn host_elements<T: Element>(&mut self) -> &mut [T] {
+        self.buffer.wait_mut().elements_mut()
+    }
+
+    /// Brings the [host's memory](Exchanged::host_elements) to the device.
+    pub(crate) fn upload<T: Element>(&mut self, device: &Device) {
+        if let Some(own) = &mut self.own {
+            device.upload(self.buffer.wait_mut().elements::<T>(), own.view_mut());
+        }
+    }
+}
+
+impl Exchanging {
+    /// Waits for the exchange of a vector that is passed on to another group, which only reads it, and not to kernels.
+    pub(crate) fn wait_on_host(
+        self,
+        waiting: &mut Waiting,
+    ) -> Result<(Buffer<Untyped>, DevicePart), ParallelError> {
+        let mut buffer = waiting.wait_fused(self.work)?;
+        buffer.wait();
+        Ok((buffer, DevicePart { arriving: 0..0, ..self.part }))
+    }
+
+    /// Takes the vector back for kernels, which read it after the exchange.
+    #[track_caller]
+    pub(crate) fn wait(self, device: &Device, waiting: &mut Waiting) -> Result<Exchanged, ParallelError> {
+        let Exchanging { work, dtype, len, part } = self;
+        Ok(Exchanged::arrive(waiting.wait_on_device(work, (dtype, len), device)?, part, device))
+    }
+
+    /// Waits for the exchange of a vector of the [host](Exchanged::new_for_host), and takes it back.
+    pub(crate) fn take_to_host(self, waiting: &mut Waiting) -> Result<Exchanged, ParallelError> {
+        let (buffer, part) = self.wait_on_host(waiting)?;
+        Ok(Exchanged { buffer: Pending::new(buffer), own: part.own })
+    }
+}
+
+impl fmt::Debug for Exchanged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.own.is_some() {
+            "Exchanged(on the device)"
+        } else {
+            "Exchanged(in the group's memory)"
+        })
+    }
+}

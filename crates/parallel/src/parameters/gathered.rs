@@ -1,0 +1,253 @@
+//! Whole units, gathered from the shards of the ranks.
+
+use crate::error::ParallelError;
+use crate::layout::ranks::RankGrid;
+use crate::memory::across_devices::bring;
+use crate::memory::pool::Pool;
+use crate::memory::vector::{Exchanged, Exchanging};
+use crate::memory::waiting::Waiting;
+use crate::parameters::quantized::PackedGathering;
+use crate::parameters::replicated::Holders;
+use crate::parameters::secondary::SecondaryShards;
+use crate::step::ZeroPlusPlus;
+use std::fmt;
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_comm::Group;
+use trireme_schedule::collective::block;
+use trireme_schedule::{Outline, StateClass};
+use trireme_tensor::{Category, Device, ParameterTable, Values, View, ViewMut};
+
+/// Whole units in one type of float, gathered from shards.
+pub(crate) struct Gathered {
+    table: Arc<ParameterTable>,
+    device: Device,
+    units: Vec<Whole>,
+    /// The ranks that have the shards of each unit.
+    groups: Vec<Arc<Group>>,
+    is_kept: bool,
+    pool: Pool,
+    /// How units that are not near are gathered as integers.
+    packed: Option<PackedGathering>,
+    /// Parameters of which several ranks would then have different values, for they are rounded by what lies beside them.
+    rounded_apart: Holders,
+    /// Where units are near.
+    secondary: Option<SecondaryShards>,
+}
+
+#[derive(Default)]
+enum Whole {
+    #[default]
+    Absent,
+    Present(Exchanged),
+    Gathering(Exchanging),
+    /// As integers, which have come from other hosts.
+    Packed(Exchanging),
+}
+
+impl Gathered {
+    pub(crate) fn new(
+        table: &Arc<ParameterTable>,
+        outline: &Outline,
+        spared: ZeroPlusPlus,
+        ranks: &RankGrid,
+        (device, dtype): (&Device, DType),
+    ) -> Result<Self, ParallelError> {
+        let is_kept = !outline.state.is_sharded(StateClass::Parameters);
+        let category = if is_kept { Category::Parameters } else { Category::Communication };
+        let pool = Pool::new(ranks.shards(), device, dtype, category, true);
+        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, device, ranks, &pool) };
+        (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
+        // On one host shards are as near as copies of them would be.
+        if let Some(levels) = ranks.levels() {
+            let has_secondary = spared.secondary_shards && levels.across.world_size() > 1;
+            if spared.quantized_weights {
+                gathered.packed = Some(PackedGathering::new(levels, device));
+                gathered.rounded_apart = Holders::of_all(table, ranks, device, dtype);
+            }
+            gathered.secondary = has_secondary
+                .then(|| SecondaryShards::new(table, outline, levels, device, dtype))
+                .transpose()?;
+        }
+        Ok(gathered)
+    }
+
+    /// No unit is there. Memory of those that are comes from `pool`, of the ranks that have the shards.
+    pub(crate) fn absent(
+        table: &Arc<ParameterTable>,
+        device: &Device,
+        ranks: &RankGrid,
+        pool: &Pool,
+    ) -> Self {
+        let group = |unit| Arc::clone(&ranks.state_of(unit).shards);
+        Gathered {
+            groups: table.units().iter().map(group).collect(),
+            table: Arc::clone(table),
+            device: device.clone(),
+            units: table.units().iter().map(|_| Whole::default()).collect(),
+            is_kept: false,
+            pool: pool.clone(),
+            packed: None,
+            rounded_apart: Holders::none(table),
+            secondary: None,
+        }
+    }
+
+    /// Starts to gather a unit as it is from the shards.
+    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole, ParallelError> {
+        let info = &self.table.units()[unit];
+        let mut whole = match std::mem::take(&mut self.units[unit]) {
+            Whole::Present(whole) => whole,
+            _ => self.pool.take(info.padded_len())?,
+        };
+        let (group, len) = (&self.groups[unit], whole.len());
+        if let Some(shard) = shard {
+            let own = info.shard(group.rank().0, group.world_size());
+            self.device.convert(shard, whole.part_mut(own));
+        }
+        let own = block(group.rank(), group.world_size(), len);
+        Ok(Whole::Gathering(whole.exchange(&self.device, own, 0..len, |whole| group.all_gather(whole))))
+    }
+    /// Whether units stay when they were gathered.
+    pub(crate) fn are_kept(&self) -> bool {
+        self.is_kept
+    }
+
+    /// Takes memory for a unit that stays, or releases it.
+    pub(crate) fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError> {
+        if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
+            self.pool.discard(whole);
+        }
+        if holds && self.is_kept {
+            self.units[unit] = Whole::Present(self.pool.take(self.table.units()[unit].padded_len())?);
+        }
+        Ok(())
+    }
+
+    /// Starts to gather a unit, to which this rank gives `shard` of the device next to it, or what is in its place already.
+    pub(crate) fn unshard(
+        &mut self,
+        unit: usize,
+        shard: Option<(View<'_>, &Device)>,
+    ) -> Result<(), ParallelError> {
+        let category = Category::Communication;
+        let brought = shard.map(|(shard, from)| bring(shard, from, &self.device, category)).transpose()?;
+        let shard = brought.as_ref().map(Values::view);
+        let info = &self.table.units()[unit];
+        self.units[unit] = match (&self.secondary, &self.packed, shard) {
+            (Some(secondary), ..) if secondary.has(unit) => {
+                Whole::Gathering(secondary.gather(unit, self.pool.take(info.padded_len())?))
+            }
+            (_, Some(packed), Some(shard)) => Whole::Packed(packed.start(info, shard)?),
+            (_, _, shard) => self.gather(unit, shard)?,
+        };
+        Ok(())
+    }
+
+    /// Waits until a unit can be read.
+    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        let whole = match std::mem::take(&mut self.units[unit]) {
+            Whole::Gathering(under_way) => under_way.wait(&self.device, waiting)?,
+            Whole::Packed(messages) => {
+                let info = &self.table.units()[unit];
+                let mut whole = self.pool.take(info.padded_len())?;
+                let packed = self.packed.as_ref().expect("it was packed by this");
+                packed.finish(info, messages, &mut whole, waiting)?;
+                let all = (whole.part_mut(0..info.num_elements), 0..info.num_elements);
+                self.rounded_apart.copy_first(&self.device, unit, all, waiting)?;
+                whole
+            }
+            other => {
+                self.units[unit] = other;
+                return Ok(());
+            }
+        };
+        if let Some(secondary) = self.secondary.as_mut().filter(|secondary| !secondary.has(unit)) {
+            secondary.keep(unit, &whole);
+        }
+        self.units[unit] = Whole::Present(whole);
+        Ok(())
+    }
+
+    /// Releases a gathered unit.
+    pub(crate) fn reshard(&mut self, unit: usize) {
+        if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
+            self.pool.give(whole);
+        }
+    }
+
+    /// What was kept of a unit to gather it again is out of date.
+    pub(crate) fn forget(&mut self, unit: usize) {
+        if let Some(secondary) = &mut self.secondary {
+            secondary.forget(unit);
+        }
+    }
+
+    /// The elements of a gathered unit.
+    ///
+    /// # Panics
+    /// If it is not there.
+    pub(crate) fn view(&self, unit: usize) -> View<'_> {
+        let len = self.table.units()[unit].num_elements;
+        match &self.units[unit] {
+            Whole::Present(whole) => whole.part(0..len),
+            _ => panic!("unit {unit} is read while it is not there"),
+        }
+    }
+
+    /// As [`view`](Gathered::view), to write.
+    pub(crate) fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
+        let len = self.table.units()[unit].num_elements;
+        match &mut self.units[unit] {
+            Whole::Present(whole) => whole.part_mut(0..len),
+            _ => panic!("unit {unit} is written while it is not there"),
+        }
+    }
+}
+
+impl fmt::Debug for Gathered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let present = self.units.iter().map(|whole| matches!(whole, Whole::Present(_)));
+        write!(f, "Gathered({:?})", present.collect::<Vec<_>>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::ranks::Degrees;
+    use trireme_base::Cut;
+    use trireme_schedule::lowering::lay_out;
+    use trireme_schedule::{Chain, StateLayout, single};
+    use trireme_tensor::{DeviceOptions, Initial, Parameter};
+    use trireme_testkit::run_ranks_on;
+
+    #[test]
+    fn integers_of_a_parameter_are_alike_on_all_ranks_that_hold_it() {
+        let found = run_ranks_on(&[0, 0, 0, 0, 1, 1, 1, 1], |group| {
+            let degrees = Degrees { shards: 4, tensor: 2, ..Degrees::ONE };
+            let mut ranks = RankGrid::new(group, degrees).unwrap();
+            let place = ranks.tensor_place();
+            let mut table = ParameterTable::of_place(place);
+            table.begin_unit("unit");
+            table.add(Parameter::vector("norm", 64, Initial::ZEROS));
+            table.add(Parameter::matrix("cut", &[64, 8], Initial::ZEROS).with_cut(Cut::along(0)));
+            ranks.split_by_hosts().unwrap();
+            ranks.split_holders(&table).unwrap();
+            let (table, own) = (Arc::new(table), ranks.shards().rank().0);
+            let outline = lay_out(single::program(&Chain::of_units(1), 1), StateLayout::zero(3)).outline;
+            let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+            let spared = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
+            let mut wholes = Gathered::new(&table, &outline, spared, &ranks, (&device, DType::F32)).unwrap();
+            // What is cut is larger on one rank of the axis, and so are the steps in which all of a block is rounded.
+            let value =
+                |index: usize| if index < 64 { index as f32 / 7.0 } else { 100.0 * (1 + place.rank) as f32 };
+            let shard: Vec<f32> = table.units()[0].shard(own, 4).map(value).collect();
+            let view = View::from_f32s(&shard, [shard.len()].into());
+            wholes.unshard(0, Some((view, &device))).unwrap();
+            wholes.ensure(0, &mut Waiting::default()).unwrap();
+            device.read::<u32>(wholes.view(0).part(0, [64].into()))
+        });
+        assert!(found.chunks(2).all(|pair| pair[0] == pair[1]));
+    }
+}

@@ -1,0 +1,206 @@
+//! Parameters of a rank: what it steps, and what its operations read.
+
+pub(crate) mod gathered;
+pub(crate) mod quantized;
+pub(crate) mod replicated;
+mod secondary;
+
+use crate::error::ParallelError;
+use crate::layout::ranks::RankGrid;
+use crate::memory::waiting::Waiting;
+use crate::step::ZeroPlusPlus;
+use gathered::Gathered;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_schedule::{Outline, StateClass};
+use trireme_tensor::{
+    Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, Tensor,
+    View, ViewMut,
+};
+
+/// The parameters of a rank.
+///
+/// Operations read whole units at any time, or, if parameters are sharded, those that are gathered. What the rank updates is its part,
+/// in f32.
+#[derive(Debug)]
+pub(crate) struct RankParameters {
+    table: Arc<ParameterTable>,
+    /// What this rank updates of each unit, without what fills up leaves.
+    parts: Vec<Range<usize>>,
+    /// What it steps, unless that lies within whole units.
+    shards: Option<Parameters>,
+    /// What operations read, unless that is what is stepped.
+    wholes: Option<Gathered>,
+    /// A unit of another rank of the pipeline that a unit here reads, in the type in which operations read units here.
+    copy: Option<(usize, Tensor)>,
+    device: Device,
+}
+
+impl RankParameters {
+    /// Zeros, of which this rank updates `parts`; nothing where a rank has all parameters and does not train: those are
+    /// [taken over](RankParameters::take_over). Gathered parameters are in `precision`, and `spared` counts where `ranks` are split
+    /// by hosts; shards apart from them lie on a device of their own.
+    pub(crate) fn new(
+        (table, parts): (&Arc<ParameterTable>, Vec<Range<usize>>),
+        outline: &Outline,
+        (precision, spared): (Precision, ZeroPlusPlus),
+        ranks: &RankGrid,
+        (device, shards_device): (&Device, &Device),
+    ) -> Result<Self, ParallelError> {
+        let state = &outline.state;
+        let is_kept = !state.is_sharded(StateClass::Parameters);
+        // One shard is the whole.
+        let is_whole = is_kept && ranks.updating(outline).world_size() == 1;
+        let gathered = || Gathered::new(table, outline, spared, ranks, (device, precision.dtype()));
+        let wholes = (!is_whole).then(gathered).transpose()?;
+        let shards = match precision {
+            // A rank that does not train takes over parameters that are there.
+            _ if is_whole && !state.is_trained() => None,
+            _ if is_whole => Some(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?),
+            Precision::F32 if is_kept => None,
+            _ => {
+                // Beside narrow copies that stay, what is stepped is state of the optimizer, as the ZeRO paper counts.
+                let is_master = precision != Precision::F32;
+                let category = if is_master { Category::Optimizer } else { Category::Parameters };
+                let moves = state.moves(state.class_of_weights());
+                let make = if moves { Parameters::without_memory } else { Parameters::zeros_of };
+                Some(make(table, parts.clone(), shards_device, category)?)
+            }
+        };
+        let is_copied = |(reader, owner): &&(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
+        let mut copy = None;
+        if let Some(&(_, unit)) = outline.chain.ties.iter().find(is_copied) {
+            let shape = [table.units()[unit].num_elements].into();
+            let dtype = if is_whole { DType::F32 } else { precision.dtype() };
+            copy = Some((unit, device.empty(shape, dtype, Category::Parameters)?));
+        }
+        let (table, device) = (Arc::clone(table), device.clone());
+        Ok(RankParameters { table, parts, shards, wholes, copy, device })
+    }
+
+    /// Takes over the parameters of a rank that has all of them and does not train.
+    pub(crate) fn take_over(&mut self, all: Parameters) {
+        assert!(self.wholes.is_none(), "the rank has all parameters");
+        self.shards = Some(all);
+    }
+
+    /// Writes the unit that lies elsewhere.
+    pub(crate) fn copy_mut(&mut self) -> ViewMut<'_> {
+        self.copy.as_mut().expect("a unit that lies elsewhere is read here").1.view_mut()
+    }
+
+    /// The device that what this rank steps lies on.
+    pub(crate) fn shard_device(&self) -> &Device {
+        self.shards.as_ref().map_or(&self.device, Parameters::device)
+    }
+
+    /// The elements of each unit's flat buffer that this rank steps.
+    pub(crate) fn parts(&self) -> &[Range<usize>] {
+        &self.parts
+    }
+
+    /// What this rank steps of a unit, in f32.
+    pub(crate) fn shard(&self, unit: usize) -> View<'_> {
+        match &self.shards {
+            Some(shards) => shards.flat(unit),
+            None => self.whole(unit).part(self.parts[unit].start, self.shape(unit)),
+        }
+    }
+
+    /// As [`shard`](RankParameters::shard), to write; whole copies are as they were.
+    pub(crate) fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
+        let (start, shape) = (self.parts[unit].start, self.shape(unit));
+        if let Some(shards) = &mut self.shards {
+            self.wholes.iter_mut().for_each(|wholes| wholes.forget(unit));
+            return shards.flat_mut(unit);
+        }
+        let wholes = self.wholes.as_mut().expect("what is stepped lies within whole units");
+        wholes.view_mut(unit).into_part(start, shape)
+    }
+
+    /// The memory of what this rank steps of a unit, if it is apart from what operations read.
+    pub(crate) fn memory(&mut self, unit: usize) -> Option<&mut Tensor> {
+        let shards = self.shards.as_mut().filter(|_| self.wholes.is_some());
+        shards.map(|shards| shards.memory_mut(unit))
+    }
+
+    fn shape(&self, unit: usize) -> Shape {
+        [self.parts[unit].len()].into()
+    }
+
+    /// Calls `write` with the description of each parameter of a unit of which this rank steps something, which of its
+    /// elements that is, and zeros in their place, in order. What it makes of them becomes the values.
+    pub(crate) fn load<E>(
+        &mut self,
+        unit: usize,
+        mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (table, parts) = (Arc::clone(&self.table), self.parts.clone());
+        let device = self.shard_device().clone();
+        table.held(&parts).filter(|(info, ..)| info.unit == unit).try_for_each(|(info, held, within)| {
+            let values = self.shard_mut(unit).into_part(within.start, [within.len()].into());
+            device.fill(values, |values| write(info, held, values))
+        })
+    }
+
+    /// Steps `part` of a unit from now on, and reads all of it if this rank of the pipeline `holds` it; what was here of it is given
+    /// back. It is zeros then, also the whole until it is gathered.
+    pub(crate) fn set_part(
+        &mut self,
+        unit: usize,
+        part: Range<usize>,
+        holds: bool,
+    ) -> Result<(), ParallelError> {
+        self.parts[unit] = part.clone();
+        if let Some(wholes) = &mut self.wholes {
+            wholes.hold(unit, holds)?;
+        }
+        if let Some(shards) = &mut self.shards {
+            shards.set_part(unit, part)?;
+        }
+        Ok(())
+    }
+
+    /// Starts to gather a unit. Collective over the shards.
+    pub(crate) fn unshard(&mut self, unit: usize) -> Result<(), ParallelError> {
+        let shard = self.shards.as_ref().map(|shards| (shards.flat(unit), shards.device()));
+        self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
+    }
+
+    /// Gives back what was gathered of a unit.
+    pub(crate) fn reshard(&mut self, unit: usize) {
+        self.wholes.as_mut().expect("only what was gathered is given back").reshard(unit);
+    }
+
+    /// Waits until a unit can be read.
+    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
+    }
+
+    /// Drops copies that are out of date once shards are loaded, on all ranks alike: one may have written nothing of a unit.
+    pub(crate) fn forget(&mut self) {
+        if let Some(wholes) = &mut self.wholes {
+            (0..self.parts.len()).for_each(|unit| wholes.forget(unit));
+        }
+    }
+
+    /// Whether there are whole copies that stay, beside the shards.
+    pub(crate) fn are_wholes_kept(&self) -> bool {
+        self.wholes.as_ref().is_some_and(|wholes| wholes.are_kept())
+    }
+
+    fn whole(&self, unit: usize) -> View<'_> {
+        self.wholes.as_ref().expect("what is stepped lies within whole units").view(unit)
+    }
+}
+
+impl ParameterSource for RankParameters {
+    fn unit(&self, unit: usize) -> View<'_> {
+        match (&self.copy, &self.wholes, &self.shards) {
+            (Some((copied, values)), ..) if *copied == unit => values.view(),
+            (_, None, Some(shards)) => shards.unit(unit),
+            _ => self.whole(unit),
+        }
+    }
+}

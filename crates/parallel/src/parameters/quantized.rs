@@ -1,0 +1,90 @@
+//! Whole units that are gathered as integers, first across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023,
+//! section 3.1): what a host needs of others comes to it once.
+
+use crate::error::ParallelError;
+use crate::layout::ranks::Levels;
+use crate::memory::pool::Pool;
+use crate::memory::vector::{Exchanged, Exchanging};
+use crate::memory::waiting::Waiting;
+use trireme_base::DType;
+use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
+
+/// Finer than a 16-bit float is to a sum of them, and half as long.
+pub(crate) const PARAMETER_FORMAT: IntegerFormat = IntegerFormat::Int8;
+
+/// Bytes between the messages of two shards of a unit: the longest one fits, whatever the number of shards.
+pub(crate) fn slot_bytes(unit: &UnitInfo, num_shards: usize, format: IntegerFormat) -> usize {
+    format.num_bytes(unit.padded_len().div_ceil(num_shards))
+}
+
+/// Gathers units of which each rank gives its shard as a message of integers.
+///
+/// A unit of `P` bytes as integers sends `(H - 1) / H * P` across the border of each of `H` hosts, in all directions, and takes
+/// two steps.
+pub(crate) struct PackedGathering {
+    /// Shards in the order of messages: by their ranks' numbers on their hosts, then by hosts.
+    order: Vec<usize>,
+    own: usize,
+    device: Device,
+    /// Messages of one rank of each host.
+    of_hosts: Pool,
+    /// Messages of all ranks.
+    all: Pool,
+}
+
+impl PackedGathering {
+    pub(crate) fn new(levels: &Levels, device: &Device) -> Self {
+        let (within, across) = (&levels.within, &levels.across);
+        let (num_local, num_hosts) = (within.world_size(), across.world_size());
+        let order =
+            (0..num_local * num_hosts).map(|place| levels.shard(place % num_hosts, place / num_hosts));
+        PackedGathering {
+            order: order.collect(),
+            own: levels.shard(across.rank().0, within.rank().0),
+            device: device.clone(),
+            of_hosts: Pool::new(across, device, DType::U8, Category::Communication, true).with_buffers(),
+            all: Pool::new(within, device, DType::U8, Category::Communication, true).with_buffers(),
+        }
+    }
+
+    /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
+    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Exchanging, ParallelError> {
+        let (across, slot_bytes) =
+            (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
+        let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
+        let num_bytes = PARAMETER_FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
+        let first = across.rank().0 * slot_bytes;
+        self.device.quantize(shard, PARAMETER_FORMAT, messages.part_mut(first..first + num_bytes));
+        let len = messages.len();
+        let gather = |messages| across.all_gather(messages);
+        Ok(messages.exchange(&self.device, first..first + slot_bytes, 0..len, gather))
+    }
+
+    /// Waits for the messages of other hosts, exchanges them within this one, and writes the values of all. Collective.
+    pub(crate) fn finish(
+        &self,
+        unit: &UnitInfo,
+        of_hosts: Exchanging,
+        whole: &mut Exchanged,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
+        let all = self.all.take(slot_bytes * self.order.len())?;
+        let len = all.len();
+        // What came from other hosts goes on within this one as it came.
+        let (of_hosts, of_hosts_part) = of_hosts.wait_on_host(waiting)?;
+        let (all, all_part) = all.leave(&self.device, 0..0, 0..len);
+        let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;
+        let of_hosts = Exchanged::arrive(of_hosts.into_memory(), of_hosts_part, &self.device);
+        let all = Exchanged::arrive(all.into_memory(), all_part, &self.device);
+        for (place, &shard) in self.order.iter().enumerate() {
+            let part = unit.shard(shard, self.order.len());
+            let first = place * slot_bytes;
+            let message = all.part(first..first + PARAMETER_FORMAT.num_bytes(part.len()));
+            self.device.dequantize(message, PARAMETER_FORMAT, whole.part_mut(part));
+        }
+        self.of_hosts.give(of_hosts);
+        self.all.give(all);
+        Ok(())
+    }
+}

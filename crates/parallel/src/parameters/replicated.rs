@@ -1,0 +1,154 @@
+//! Parameters that several ranks of the tensor axis hold, and what makes their gradients and values the same on these ranks.
+
+use crate::error::ParallelError;
+use crate::layout::ranks::RankGrid;
+use crate::memory::pool::Pool;
+use crate::memory::waiting::Waiting;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use trireme_base::{DType, Rank, ReduceOp};
+use trireme_comm::Buffer;
+use trireme_model::Rehearsal;
+use trireme_tensor::{Category, Device, ParameterTable, ViewMut};
+
+/// Some parameters that several ranks of the tensor axis, or with different experts, hold, with vectors through which they exchange them.
+pub(crate) struct Holders {
+    /// For each unit.
+    units: Vec<Vec<Run>>,
+}
+
+/// Neighbouring parameters that the same ranks hold.
+struct Run {
+    /// Of the unit's flat buffer.
+    range: Range<usize>,
+    pool: Pool,
+}
+
+impl Holders {
+    /// Those of whose gradients a rank makes only a term.
+    pub(crate) fn of_terms(
+        table: &ParameterTable,
+        rehearsal: &Rehearsal,
+        ranks: &RankGrid,
+        device: &Device,
+    ) -> Self {
+        let mut terms: Vec<usize> = rehearsal.units.iter().flat_map(|unit| unit.grad_terms.clone()).collect();
+        terms.sort_unstable();
+        terms.dedup();
+        let mut found = Self::new(table, &terms, ranks, device, DType::F32);
+        found.add_beside_experts(table, ranks, device);
+        found
+    }
+
+    /// What all ranks with different experts hold of units with experts: each has seen other tokens.
+    fn add_beside_experts(&mut self, table: &ParameterTable, ranks: &RankGrid, device: &Device) {
+        let Some(group) = ranks.experts() else { return };
+        let pool = Pool::new(group, device, DType::F32, Category::Communication, true);
+        for info in table.parameters() {
+            if table.units()[info.unit].num_experts == 0 || info.expert.is_some() {
+                continue;
+            }
+            let (runs, range) = (&mut self.units[info.unit], info.range());
+            match runs.last_mut() {
+                Some(run) if run.pool.is_clone_of(&pool) && run.range.end == range.start => {
+                    run.range.end = range.end;
+                }
+                _ => runs.push(Run { range, pool: pool.clone() }),
+            }
+        }
+    }
+
+    /// All that several ranks hold.
+    pub(crate) fn of_all(table: &ParameterTable, ranks: &RankGrid, device: &Device, dtype: DType) -> Self {
+        let is_shared = |index: &usize| table.parameters()[*index].num_holders() > 1;
+        let shared: Vec<usize> = (0..table.parameters().len()).filter(is_shared).collect();
+        Self::new(table, &shared, ranks, device, dtype)
+    }
+
+    /// None.
+    pub(crate) fn none(table: &ParameterTable) -> Self {
+        Holders { units: table.units().iter().map(|_| Vec::new()).collect() }
+    }
+
+    /// The parameters `chosen`, in their order.
+    fn new(
+        table: &ParameterTable,
+        chosen: &[usize],
+        ranks: &RankGrid,
+        device: &Device,
+        dtype: DType,
+    ) -> Self {
+        let mut pools: BTreeMap<usize, Pool> = BTreeMap::new();
+        let mut found = Self::none(table);
+        let mut last = None;
+        for &index in chosen {
+            let info = &table.parameters()[index];
+            let num_holders = info.num_holders();
+            let new = || Pool::new(ranks.holders(num_holders), device, dtype, Category::Communication, true);
+            let pool = pools.entry(num_holders).or_insert_with(new);
+            let (runs, range) = (&mut found.units[info.unit], info.range());
+            match runs.last_mut() {
+                Some(run) if last == Some(num_holders) && run.range.end == range.start => {
+                    run.range.end = range.end;
+                }
+                _ => runs.push(Run { range, pool: pool.clone() }),
+            }
+            last = Some(num_holders);
+        }
+        found
+    }
+
+    /// Whether a unit has such parameters.
+    pub(crate) fn has(&self, unit: usize) -> bool {
+        !self.units[unit].is_empty()
+    }
+
+    /// Adds up what ranks have of a unit's flat buffer `values`: one all-reduce for each run of parameters.
+    pub(crate) fn sum(
+        &self,
+        device: &Device,
+        unit: usize,
+        mut values: ViewMut<'_>,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        for Run { range, pool } in &self.units[unit] {
+            let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
+            let buffer = pool.send(device, (terms.reborrow().as_view(), 0), range.len())?;
+            let sum = pool.group().all_reduce(buffer, ReduceOp::Sum);
+            let buffer = waiting.wait_on_device(sum, (pool.dtype(), range.len()), device)?;
+            pool.receive(device, (buffer, range.len()), 0, terms);
+        }
+        Ok(())
+    }
+
+    /// Gives all ranks what the first of them has of a unit's `values`, which are the elements `part` of its flat buffer: one broadcast for
+    /// each run of parameters.
+    pub(crate) fn copy_first(
+        &self,
+        device: &Device,
+        unit: usize,
+        (mut values, part): (ViewMut<'_>, Range<usize>),
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        for Run { range, pool } in &self.units[unit] {
+            let (start, end) = (range.start.max(part.start), range.end.min(part.end));
+            if start >= end {
+                continue;
+            }
+            let (group, len) = (pool.group(), end - start);
+            let mut own = values.reborrow().into_part(start - part.start, [len].into());
+            let is_first = group.rank() == Rank::ROOT;
+            let buffer = match is_first {
+                true => pool.send(device, (own.reborrow().as_view(), 0), len)?,
+                false => Buffer::pending(pool.take_buffer(len)?, pool.dtype(), len),
+            };
+            let buffer =
+                waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), (pool.dtype(), len), device)?;
+            match is_first {
+                true => pool.give_buffer(len, buffer),
+                false => pool.receive(device, (buffer, len), 0, own),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,66 @@
+//! Copies of whole units that the ranks of a host shard (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
+
+use crate::error::ParallelError;
+use crate::layout::ranks::Levels;
+use crate::memory::vector::{Exchanged, Exchanging};
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_comm::Group;
+use trireme_schedule::Outline;
+use trireme_tensor::{Category, Device, ParameterTable, Tensor};
+
+/// This rank's share of its host's copies of all units, which lie there from a unit's first gathering until it is stepped.
+pub(crate) struct SecondaryShards {
+    host: Arc<Group>,
+    device: Device,
+    /// Elements of the units' flat buffers.
+    parts: Vec<Range<usize>>,
+    shards: Vec<Tensor>,
+    is_there: Vec<bool>,
+}
+
+impl SecondaryShards {
+    /// Takes memory for shares in `dtype`: all parameters of this rank's units over the ranks of a host.
+    pub(crate) fn new(
+        table: &ParameterTable,
+        outline: &Outline,
+        levels: &Levels,
+        device: &Device,
+        dtype: DType,
+    ) -> Result<Self, ParallelError> {
+        let host = Arc::clone(&levels.within);
+        let parts = table.shards(host.rank().0, host.world_size());
+        let shard = |(unit, part): (usize, &Range<usize>)| {
+            let len = if outline.holds(unit) { part.len() } else { 0 };
+            device.empty([len].into(), dtype, Category::Parameters)
+        };
+        let shards = parts.iter().enumerate().map(shard).collect::<Result<_, _>>()?;
+        let is_there = vec![false; parts.len()];
+        Ok(SecondaryShards { host, device: device.clone(), parts, shards, is_there })
+    }
+
+    /// Whether the host has a copy of a unit.
+    pub(crate) fn has(&self, unit: usize) -> bool {
+        self.is_there[unit]
+    }
+
+    /// Starts to gather a unit from its host's copy. Collective over the ranks of the host.
+    pub(crate) fn gather(&self, unit: usize, mut whole: Exchanged) -> Exchanging {
+        let (shard, part, len) = (&self.shards[unit], self.parts[unit].clone(), whole.len());
+        self.device.convert(shard.view(), whole.part_mut(part.clone()));
+        whole.exchange(&self.device, part, 0..len, |whole| self.host.all_gather(whole))
+    }
+
+    /// Keeps this rank's share of a unit that was gathered.
+    pub(crate) fn keep(&mut self, unit: usize, whole: &Exchanged) {
+        let shard = &mut self.shards[unit];
+        self.device.convert(whole.part(self.parts[unit].clone()), shard.view_mut());
+        self.is_there[unit] = true;
+    }
+
+    /// What was kept of a unit is out of date.
+    pub(crate) fn forget(&mut self, unit: usize) {
+        self.is_there[unit] = false;
+    }
+}
