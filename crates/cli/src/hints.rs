@@ -49,6 +49,14 @@ fn parallel(error: &ParallelError) -> Option<String> {
         ParallelError::LossScaleExhausted { .. } => {
             "try [training] dtype = \"bf16\", a lower [optimizer] lr, or loss_scale = 0 if it is set"
         }
+        ParallelError::UnequalHosts { .. } => {
+            "start the same number of workers on each host, or remove [parallelism] zero_quantized_weights, zero_hpz and \
+             zero_quantized_gradients"
+        }
+        ParallelError::UnlikeHosts { .. } => {
+            "choose degrees that divide the number of workers of a host, or remove [parallelism] zero_quantized_weights, zero_hpz \
+             and zero_quantized_gradients"
+        }
         ParallelError::RoundedBesideLoads { .. } => "remove [parallelism] zero_quantized_gradients",
         _ => return None,
     };
@@ -81,15 +89,20 @@ fn device(error: &DeviceError) -> Option<String> {
     Some(hint.to_owned())
 }
 
+/// What to try against the reason for which a worker was refused.
+pub(crate) fn refusal(reason: &str) -> Option<&'static str> {
+    reason.contains("secret").then_some("the secret is in TRIREME_SECRET or [comm] secret_file")
+}
+
 fn comm(error: &CommError) -> Option<String> {
     let hint = match error {
         CommError::SecretMissing { .. } => {
             "set TRIREME_SECRET or [comm] secret_file to the same random text on all workers (openssl rand -hex 32), or set \
              [comm] require_secret = false if anybody on that network may join"
         }
-        CommError::Refused { reason, .. } if reason.contains("secret") => {
-            "the secret is in TRIREME_SECRET or [comm] secret_file"
-        }
+        CommError::Refused { reason, .. } => refusal(reason)?,
+        CommError::RanksMissing { refused, .. } => refused.iter().find_map(|reason| refusal(reason))?,
+        CommError::Split { reason, .. } if reason.contains("none of the ports") => "widen [comm] ports",
         CommError::TlsUnavailable => {
             "build this program with --features tls, or remove [comm] tls_certificate"
         }
@@ -127,6 +140,7 @@ fn checkpoint(error: &CheckpointError) -> Option<String> {
 mod tests {
     use super::*;
     use anyhow::Context;
+    use std::time::Duration;
 
     #[test]
     fn hints_are_found_through_all_that_wraps_an_error() {
@@ -142,5 +156,15 @@ mod tests {
             assert!(hint(&error).is_some_and(|hint| hint.contains("tls_certificate")), "{error:?}");
         }
         assert_eq!(hint(&anyhow::anyhow!("something else")), None);
+    }
+
+    #[test]
+    fn a_refusal_for_the_secret_names_its_keys_at_both_ends() {
+        let reason = "it does not know the secret of this job, which all workers need";
+        let (address, waited) = (String::new(), Duration::ZERO);
+        let refused = [reason.to_owned()].into();
+        let missing = CommError::RanksMissing { missing: Vec::new(), address, waited, refused };
+        assert_eq!(comm(&missing).as_deref(), refusal(reason));
+        assert!(refusal(reason).is_some() && refusal("another job uses this port").is_none());
     }
 }

@@ -1,3 +1,4 @@
+use crate::element::has_element;
 use crate::transport::shm::Region;
 use crate::{CommError, Content, Element, Untyped};
 use std::io;
@@ -31,7 +32,11 @@ impl Buffer<Untyped> {
     ///
     /// # Errors
     /// As [`private`](Buffer::private).
+    ///
+    /// # Panics
+    /// If `dtype` has no [`Element`].
     pub fn private_of(dtype: DType, len: usize) -> Result<Self, CommError> {
+        assert!(has_element(dtype), "groups do not send {dtype}");
         Ok(Buffer::from_storage(Storage::heap(dtype, len)?))
     }
 
@@ -56,9 +61,15 @@ impl Buffer<Untyped> {
 
 impl<T: Content> Buffer<T> {
     /// A vector of `len` elements of `dtype` that a device may still work with. A group reads and writes it after the device's event.
+    ///
+    /// # Panics
+    /// Here or when a group waits for it, if it has another type or fewer elements.
     pub fn pending(buffer: Pending<Buffer<T>>, dtype: DType, len: usize) -> Self {
         match buffer.try_take() {
-            Ok(buffer) => buffer,
+            Ok(buffer) => {
+                buffer.storage.check(dtype, len * dtype.size());
+                buffer
+            }
             Err(buffer) => {
                 let event = buffer.event();
                 let memory = PendingMemory { event, wait: Box::new(move || buffer.wait().into_storage()) };
@@ -222,9 +233,20 @@ impl Storage {
     /// Waits until then.
     pub(crate) fn wait(&mut self) {
         self.memory = match std::mem::replace(&mut self.memory, Memory::Heap(Vec::new())) {
-            Memory::Pending(pending) => (pending.wait)().memory,
+            Memory::Pending(pending) => {
+                let there = (pending.wait)();
+                there.check(self.dtype, self.num_bytes.max(self.whole_bytes));
+                there.memory
+            }
             here => here,
         };
+    }
+
+    /// Panics unless it has elements of `dtype`, and at least so many bytes.
+    fn check(&self, dtype: DType, num_bytes: usize) {
+        let capacity = self.num_bytes.max(self.whole_bytes);
+        assert_eq!(self.dtype, dtype, "the type of the elements");
+        assert!(num_bytes <= capacity, "{num_bytes} bytes of {capacity}");
     }
 
     /// The address of the first byte. It does not refer to the bytes, so peers may touch them meanwhile.

@@ -121,6 +121,11 @@ integer_element!(u64, DType::U64);
 integer_element!(i32, DType::I32);
 integer_element!(i64, DType::I64);
 
+/// Whether there is an [`Element`] of this type.
+pub(crate) fn has_element(dtype: DType) -> bool {
+    dtype != DType::U16
+}
+
 /// Evaluates an expression for the element type that a dtype names.
 macro_rules! for_element {
     ($dtype:expr, $type:ident => $expression:expr) => {

@@ -43,16 +43,12 @@ pub enum ParallelError {
     Swap(#[from] SwapError),
     /// A replica has not equally many ranks on each of its hosts.
     #[error(
-        "the hosts of replica {replica} have {ranks:?} of its ranks, but ZeRO++ needs the same number on each host. \
-         Start the same number of workers on each host, or remove the keys zero_quantized_weights, zero_hpz and \
-         zero_quantized_gradients"
+        "the hosts of replica {replica} have {ranks:?} of its ranks, but ZeRO++ needs the same number on each host"
     )]
     UnequalHosts { replica: usize, ranks: Vec<usize> },
     /// The replicas lie on hosts in different ways.
     #[error(
-        "replica {replica} lies on {num_hosts} hosts, but replica 0 on {expected}, and ZeRO++ needs all to be spread alike. Choose \
-         degrees that divide the number of workers of a host, or remove the keys zero_quantized_weights, zero_hpz and \
-         zero_quantized_gradients"
+        "replica {replica} lies on {num_hosts} hosts, but replica 0 on {expected}, and ZeRO++ needs all to be spread alike"
     )]
     UnlikeHosts { replica: usize, num_hosts: usize, expected: usize },
     /// Gradients are to be rounded beside counts of loads.

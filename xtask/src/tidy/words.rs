@@ -2,7 +2,7 @@ use super::finding::Finding;
 use super::rust_text::{Line, RustFile, contains_word};
 
 /// Crates that are functions of their arguments alone.
-const PURE_CRATES: [&str; 3] = ["plan", "planner", "schedule"];
+const PURE_CRATES: [&str; 4] = ["codec", "plan", "planner", "schedule"];
 
 /// Crates that talk to a person; `testkit` says which tests are skipped.
 const COMMAND_CRATES: [&str; 3] = ["cli", "testkit", "xtask"];
@@ -74,15 +74,21 @@ const RULES: &[Rule] = &[
     },
     Rule {
         words: &[
+            "[activation_checkpoint]",
             "[checkpoint]",
             "[comm]",
             "[data]",
+            "[experts]",
+            "[generate]",
+            "[launch]",
             "[lr_scheduler]",
             "[memory]",
+            "[metrics]",
             "[model]",
             "[offload]",
             "[optimizer]",
             "[parallelism]",
+            "[run]",
             "[training]",
         ],
         within: Within::Strings,

@@ -298,6 +298,12 @@ impl fmt::Display for Summary<'_> {
         for note in report.notes() {
             writeln!(f, "  note: {note}")?;
         }
+        if report.num_literal_names > 0 {
+            writeln!(
+                f,
+                "  hint: [data] special_tokens_in_messages or --special-tokens-in-messages says what such names are"
+            )?;
+        }
         writeln!(
             f,
             "\nTo train on it, add this to the config (the model's vocabulary must be at least as large):"

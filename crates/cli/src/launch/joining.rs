@@ -4,6 +4,7 @@ use super::WorkerEnvironment;
 use super::slurm::node_address;
 use super::worker_processes::is_under_launcher;
 use crate::hang;
+use crate::hints;
 use crate::remarks::{remark, set_rank};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,12 @@ pub(crate) fn join_options(
     secret_file: Option<&Path>,
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
-    let on_refusal = OnRefusal::new(|refusal| remark(&format!("warning: refused a connection: {refusal}")));
+    let on_refusal = OnRefusal::new(|refusal| {
+        remark(&format!("warning: refused a connection: {refusal}"));
+        if let Some(hint) = hints::refusal(&refusal.to_string()) {
+            remark(&format!("hint: {hint}"));
+        }
+    });
     // One worker of a host reports whom it waits for, and rank 0 always.
     let tells = environment.local_rank == 0 || environment.rank == Rank::ROOT;
     let on_note = LineListener::new(|line| remark(&format!("note: {line}")));

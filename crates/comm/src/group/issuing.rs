@@ -155,12 +155,15 @@ impl Group {
         })
     }
 
-    /// Issues an operation out of place.
+    /// Issues an operation out of place. The output has the type of the input.
     pub(crate) fn issue_pair<T: Content>(
         &self,
         operation: Operation,
         (mut input, mut output): (Buffer<T>, Buffer<T>),
     ) -> Work<(Buffer<T>, Buffer<T>)> {
+        if let Err(error) = check_types(operation, &input, &output) {
+            return Work::ready(Err(error));
+        }
         let Some(executor) = &self.executor else {
             if !self.is_dry() {
                 input.wait();
@@ -183,6 +186,9 @@ impl Group {
         (mut input, mut output): (Buffer<T>, Buffer<T>),
         lens: BlockLens,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
+        if let Err(error) = check_types(operation, &input, &output) {
+            return Work::ready(Err(error));
+        }
         let Some(executor) = &self.executor else {
             let [sent, received] = lens.totals(self.rank, self.world_size);
             if !self.is_dry() {
@@ -202,4 +208,17 @@ impl Group {
             _ => unreachable!("an operation gives back the payload it took"),
         })
     }
+}
+
+/// Refuses vectors of two types: what is written to the output is as long as its elements would be in the type of the input.
+fn check_types<T: Content>(
+    operation: Operation,
+    input: &Buffer<T>,
+    output: &Buffer<T>,
+) -> Result<(), CommError> {
+    if input.dtype() == output.dtype() {
+        return Ok(());
+    }
+    let what = format!("an input of {} and an output of {}", input.dtype(), output.dtype());
+    Err(CommError::Lengths { operation: operation.name(), what })
 }

@@ -4,6 +4,7 @@ mod issuing;
 mod splitting;
 
 use crate::buffer::Storage;
+use crate::element::has_element;
 use crate::engine::Engine;
 use crate::messages::Messenger;
 use crate::queue::Queue;
@@ -318,12 +319,16 @@ impl Group {
     ///
     /// # Errors
     /// As [`buffer`](Group::buffer).
+    ///
+    /// # Panics
+    /// If `dtype` has no [`Element`].
     pub fn buffer_of(
         &self,
         dtype: DType,
         len: usize,
         page_size: PageSize,
     ) -> Result<Buffer<Untyped>, CommError> {
+        assert!(has_element(dtype), "groups do not send {dtype}");
         Ok(Buffer::from_storage(self.storage(dtype, len, page_size)?))
     }
 

@@ -3,8 +3,8 @@
 use crate::support::operations::{Pair, Place, bits, check, compare, in_place, kinds, out_of_place};
 use crate::support::oracle::Value;
 use crate::support::{TRANSPORTS, on_hosts, on_ranks, small_pieces};
-use trireme_base::{Bf16, F16, Rank, ReduceOp};
-use trireme_comm::{CommError, Group, GroupOptions, TransportKind, Work};
+use trireme_base::{Bf16, DType, F16, Rank, ReduceOp};
+use trireme_comm::{CommError, Group, GroupOptions, PageSize, TransportKind, Work};
 
 /// Around the borders of short_bytes_max, pieces, cache lines and blocks of up to five ranks.
 const LENGTHS: [usize; 9] = [0, 1, 3, 5, 16, 17, 64, 101, 1000];
@@ -213,6 +213,12 @@ fn lengths_that_do_not_fit_are_refused_and_the_group_goes_on() {
             refused(by_hosts(2, 2, &[1, usize::MAX, 1, 1]));
             refused(by_hosts(2, 2, &[0, usize::MAX / 4, 1, 0]));
             assert!(matches!(group.all_to_all(buffer(3)).wait(), Err(CommError::Lengths { .. })));
+            let of = |dtype| group.buffer_of(dtype, 4, PageSize::Base).expect("memory");
+            let narrow = group.all_reduce_into(of(DType::F32), of(DType::U8), ReduceOp::Sum).wait();
+            assert!(matches!(narrow, Err(CommError::Lengths { .. })), "{transport}: {narrow:?}");
+            let lens = [2, 2];
+            let narrow = group.all_to_all_variable(of(DType::F32), &lens, of(DType::U8), &lens).wait();
+            assert!(matches!(narrow, Err(CommError::Lengths { .. })), "{transport}: {narrow:?}");
             let no_root = group.reduce(buffer(3), ReduceOp::Sum, Rank(2)).wait();
             assert!(matches!(no_root, Err(CommError::NoSuchRoot { root: Rank(2), world_size: 2, .. })));
             group.barrier().wait().expect("the group goes on");

@@ -7,7 +7,7 @@ use serde_json::Value;
 use trireme_base::{json_text, parse_json};
 
 impl ModelConfig {
-    /// Reads the text of a `config.json` whose `model_type` is a [family](Family) of Trireme's.
+    /// Reads the text of a `config.json` whose `model_type` is a [family](crate::config::Family) of Trireme's.
     pub fn from_json(text: &str) -> Result<Self, ModelError> {
         let value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
         let Value::Object(map) = &value else { return Err(wrong("config.json", &value, "an object")) };

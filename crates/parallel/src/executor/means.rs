@@ -48,8 +48,8 @@ pub(super) struct Means {
     /// then term, then microbatch; then what the rank asks for.
     reports: Option<Exchanged>,
     under_way: Option<Exchanging>,
-    /// Accounts for the numbers, and for buffers of validations, until the executor ends.
-    counted: Vec<Counted>,
+    /// Accounts for the numbers.
+    _counted: Counted,
     device: Device,
     tree: TreeSum<f64>,
     /// Mean losses by step.
@@ -119,7 +119,7 @@ impl Means {
             num_taken: 0,
             reports,
             under_way: None,
-            counted: vec![counted],
+            _counted: counted,
             device: device.clone(),
             tree: TreeSum::new(),
             losses: vec![0.0; num_steps],
@@ -220,11 +220,6 @@ impl Means {
         self.device.zero(gathered.view_mut());
         self.reports = Some(gathered);
         Ok(&self.losses)
-    }
-
-    /// Counts memory until the executor ends.
-    pub(super) fn count(&mut self, counted: Counted) {
-        self.counted.push(counted);
     }
 
     /// Sends these bits with the reports: what this rank asks all ranks for.

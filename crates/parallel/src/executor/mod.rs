@@ -37,6 +37,7 @@ use crate::gradients::Gradients;
 use crate::gradients::norm::Squares;
 use crate::layout::placement::Placements;
 use crate::layout::ranks::RankGrid;
+use crate::memory::counted::Counted;
 use crate::memory::waiting::Waiting;
 use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::RankParameters;
@@ -117,6 +118,8 @@ struct Passes {
     axes: UnitAxes,
     fp8: Option<AgreedScales>,
     in_flight: InFlight,
+    /// Accounts for buffers of validations until the executor ends.
+    validation_memory: Vec<Counted>,
 }
 
 impl Executor {

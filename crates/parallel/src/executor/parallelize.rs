@@ -122,7 +122,12 @@ impl Executor {
             forward_program: forward_program(outline)?,
             timeline: Timeline::new(program.actions.len()),
             moves: Moves::new(offload, &program, device),
-            passes: Passes { axes, fp8, in_flight: InFlight::new(outline, &rehearsal) },
+            passes: Passes {
+                axes,
+                fp8,
+                in_flight: InFlight::new(outline, &rehearsal),
+                validation_memory: Vec::new(),
+            },
             optimization: Optimization {
                 optimizer,
                 device: optimizer_device,

@@ -204,7 +204,8 @@ impl Executor {
     pub fn validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>, ParallelError> {
         let len = batches.num_batches() * 2 * self.rehearsal.reports().count();
         let group = self.ranks.world();
-        self.means.count(Counted::of_buffer(&self.device, group, len * size_of::<f64>())?);
+        let counted = Counted::of_buffer(&self.device, group, len * size_of::<f64>())?;
+        self.passes.validation_memory.push(counted);
         Ok(group.buffer(len)?)
     }
 

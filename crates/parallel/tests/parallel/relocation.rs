@@ -4,7 +4,7 @@ use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, SHAPE, batches, cut_anew
 use trireme_comm::Group;
 use trireme_model::ModelConfig;
 use trireme_optim::{OptimizerName, OptimizerSettings};
-use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan, ValidationBatches};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Precision};
@@ -41,6 +41,8 @@ fn start(group: Group, is_tied: bool, layout: &Layout<'_>) -> Executor {
 fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Found {
     let (mut steps, mut evaluated) = (Vec::new(), Vec::new());
     let device = executor.device().clone();
+    // Counted until the executor ends, whatever moves.
+    let _reports = executor.validation_reports(&ValidationBatches::new(10, 4)).unwrap();
     for part in 0..=cuts.len() as u64 {
         if let (Some(cut), Some(_)) = ((part as usize).checked_sub(1).map(|cut| cuts[cut]), layout.pipeline) {
             executor.relocate(cut_anew(&executor, cut, layout)).unwrap();
