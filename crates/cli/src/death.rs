@@ -1,8 +1,8 @@
-//! How processes end that do not end well.
+//! Abnormal ends of processes.
 
 use std::fmt;
 
-/// How a process ended that did not end well.
+/// The abnormal end of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Death {
     /// It exited with this code, which is not 0.

@@ -1,4 +1,4 @@
-//! Which keys of the config, variables and options help against an error. The libraries know none of them.
+//! Remedies for errors that are keys of the config, environment variables or options of the command, which libraries do not name.
 
 use std::error::Error;
 use trireme_checkpoint::{CONFIG_FILE, CheckpointError};
@@ -9,7 +9,7 @@ use trireme_parallel::ParallelError;
 use trireme_tensor::DeviceError;
 use trireme_train::TrainError;
 
-/// What to try against an error, if it or one of its causes is known.
+/// Returns the remedy for an error, or for the first of its causes that has one.
 pub(crate) fn hint(error: &anyhow::Error) -> Option<String> {
     error.chain().find_map(of_cause)
 }
@@ -89,7 +89,7 @@ fn device(error: &DeviceError) -> Option<String> {
     Some(hint.to_owned())
 }
 
-/// What to try against the reason for which a worker was refused.
+/// Returns the remedy for the reason for which a worker was refused.
 pub(crate) fn refusal(reason: &str) -> Option<&'static str> {
     reason.contains("secret").then_some("the secret is in TRIREME_SECRET or [comm] secret_file")
 }

@@ -1,4 +1,4 @@
-use crate::{Buffer, CommError, Content, Group, Outcome, PageSize, Work};
+use crate::{Buffer, CommError, Group, Outcome, PageSize, Untyped, Work};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use trireme_base::{DType, Pending, ReduceOp};
@@ -13,49 +13,49 @@ use trireme_base::{DType, Pending, ReduceOp};
 ///
 /// Costs a copy of each vector into the batch and one back; a vector of more than half of `len_max` goes alone, without.
 /// Repeated steps of the same vectors allocate nothing.
-pub struct Fusion<T> {
+pub struct Fusion {
     group: Arc<Group>,
     op: ReduceOp,
     len_max: usize,
-    state: Arc<Mutex<State<T>>>,
+    state: Arc<Mutex<State>>,
 }
 
-struct State<T> {
-    open: Arc<Mutex<Batch<T>>>,
+struct State {
+    open: Arc<Mutex<Batch>>,
     /// Batches whose vectors their owners have got back.
-    free: Vec<Arc<Mutex<Batch<T>>>>,
+    free: Vec<Arc<Mutex<Batch>>>,
     /// Memory for batches.
-    spare: Vec<Buffer<T>>,
+    spare: Vec<Buffer<Untyped>>,
 }
 
-struct Batch<T> {
-    memory: Progress<T>,
+struct Batch {
+    memory: Progress,
     len: usize,
     /// Vectors whose owners have not got them back.
     num_vectors: usize,
 }
 
-enum Progress<T> {
+enum Progress {
     /// Vectors are still taken in; there is no memory before the first.
-    Open(Option<Buffer<T>>),
-    Issued(Work<Buffer<T>>),
-    Ended(Result<Buffer<T>, CommError>),
+    Open(Option<Buffer<Untyped>>),
+    Issued(Work<Buffer<Untyped>>),
+    Ended(Result<Buffer<Untyped>, CommError>),
     /// The last owner has taken the memory back.
     Spent,
 }
 
 /// A vector that is reduced alone or in a batch; `wait` gives it back.
 #[must_use = "a vector's reduction, or its failure, is seen by waiting for it"]
-pub struct FusedWork<T> {
-    part: Part<T>,
+pub struct FusedWork {
+    part: Part,
 }
 
-enum Part<T> {
-    Alone(Work<Buffer<T>>),
-    OfBatch { fusion: Fusion<T>, batch: Arc<Mutex<Batch<T>>>, range: Range<usize>, vector: Buffer<T> },
+enum Part {
+    Alone(Work<Buffer<Untyped>>),
+    OfBatch { fusion: Fusion, batch: Arc<Mutex<Batch>>, range: Range<usize>, vector: Buffer<Untyped> },
 }
 
-impl<T: Content> Fusion<T> {
+impl Fusion {
     /// Reductions of `group` by `op`, in batches of at most `len_max` elements.
     pub fn new(group: Arc<Group>, op: ReduceOp, len_max: usize) -> Self {
         let state = State { open: Batch::new(), free: Vec::new(), spare: Vec::new() };
@@ -63,9 +63,8 @@ impl<T: Content> Fusion<T> {
     }
 
     /// Memory for a batch of elements of `dtype`.
-    fn memory(&self, dtype: DType) -> Result<Buffer<T>, CommError> {
-        let memory = self.group.buffer_of(dtype, self.len_max, PageSize::Base)?;
-        Ok(Buffer::from_storage(memory.into_storage()))
+    fn memory(&self, dtype: DType) -> Result<Buffer<Untyped>, CommError> {
+        self.group.buffer_of(dtype, self.len_max, PageSize::Base)
     }
 
     /// Takes memory for the batches that vectors of `dtype` and these lengths make, in this order; how many bytes. Without it, they
@@ -106,7 +105,7 @@ impl<T: Content> Fusion<T> {
     ///
     /// # Errors
     /// From the work: [`CommError::Allocate`] if there is no memory for a batch, and whatever ends a group.
-    pub fn all_reduce(&self, mut vector: Buffer<T>) -> FusedWork<T> {
+    pub fn all_reduce(&self, mut vector: Buffer<Untyped>) -> FusedWork {
         if !self.fuses(vector.len()) {
             self.close(&mut lock(&self.state));
             return self.group.all_reduce(vector, self.op).into();
@@ -132,7 +131,7 @@ impl<T: Content> Fusion<T> {
         self.close(&mut lock(&self.state));
     }
 
-    fn put(&self, state: &mut State<T>, batch: &mut Batch<T>, vector: &Buffer<T>) -> Result<(), CommError> {
+    fn put(&self, state: &mut State, batch: &mut Batch, vector: &Buffer<Untyped>) -> Result<(), CommError> {
         let Progress::Open(memory) = &mut batch.memory else {
             unreachable!("an open batch takes vectors in")
         };
@@ -155,7 +154,7 @@ impl<T: Content> Fusion<T> {
     }
 
     /// Issues the open batch, if anything is in it.
-    fn close(&self, state: &mut State<T>) {
+    fn close(&self, state: &mut State) {
         let mut batch = lock(&state.open);
         let Progress::Open(memory) = &mut batch.memory else { unreachable!("the open batch is open") };
         let Some(mut memory) = memory.take() else { return };
@@ -168,10 +167,10 @@ impl<T: Content> Fusion<T> {
     /// The part of a batch that belongs to one vector, once the batch has ended.
     fn finish(
         &self,
-        batch: &Arc<Mutex<Batch<T>>>,
+        batch: &Arc<Mutex<Batch>>,
         range: Range<usize>,
-        mut vector: Buffer<T>,
-    ) -> Result<Buffer<T>, CommError> {
+        mut vector: Buffer<Untyped>,
+    ) -> Result<Buffer<Untyped>, CommError> {
         {
             let mut state = lock(&self.state);
             if Arc::ptr_eq(&state.open, batch) {
@@ -211,14 +210,14 @@ impl<T: Content> Fusion<T> {
     }
 }
 
-impl<T> Clone for Fusion<T> {
+impl Clone for Fusion {
     fn clone(&self) -> Self {
         let (group, state) = (Arc::clone(&self.group), Arc::clone(&self.state));
         Fusion { group, op: self.op, len_max: self.len_max, state }
     }
 }
 
-impl<T> Batch<T> {
+impl Batch {
     fn new() -> Arc<Mutex<Self>> {
         Arc::new(Mutex::new(Batch::empty()))
     }
@@ -228,12 +227,12 @@ impl<T> Batch<T> {
     }
 }
 
-impl<T: Content> FusedWork<T> {
+impl FusedWork {
     /// Blocks until the vector has been reduced.
     ///
     /// # Errors
     /// As [`Work::wait`].
-    pub fn wait(self) -> Result<Buffer<T>, CommError> {
+    pub fn wait(self) -> Result<Buffer<Untyped>, CommError> {
         match self.part {
             Part::Alone(work) => work.wait(),
             Part::OfBatch { fusion, batch, range, vector } => fusion.finish(&batch, range, vector),
@@ -241,7 +240,7 @@ impl<T: Content> FusedWork<T> {
     }
 
     /// As [`Work::into_pending`]. A vector of a batch is waited for here and now, because the host copies it.
-    pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<T>>, Outcome) {
+    pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<Untyped>>, Outcome) {
         match self.part {
             Part::Alone(work) => work.into_pending(dtype, len),
             part @ Part::OfBatch { .. } => Work::ready(FusedWork { part }.wait()).into_pending(dtype, len),
@@ -250,8 +249,8 @@ impl<T: Content> FusedWork<T> {
 }
 
 /// A vector that travels alone.
-impl<T> From<Work<Buffer<T>>> for FusedWork<T> {
-    fn from(work: Work<Buffer<T>>) -> Self {
+impl From<Work<Buffer<Untyped>>> for FusedWork {
+    fn from(work: Work<Buffer<Untyped>>) -> Self {
         FusedWork { part: Part::Alone(work) }
     }
 }

@@ -1,4 +1,4 @@
-//! Functions of the caller that are told of events.
+//! Callbacks for events.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What a step recomputes and which state leaves the device, so that the step fits into memory at every place of a pipeline.
+//! Chooses recomputation and offloading, so that a step fits into memory at every pipeline rank.
 
 use crate::offload::{MemoryBounds, Placing, fit_places};
 use crate::recomputation::{fit_keeps, fit_keeps_in_flight};
@@ -7,7 +7,7 @@ use crate::usage::{DryRun, Prediction};
 use trireme_base::{Bytes, UnitPasses};
 use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, Tier};
 
-/// What decides on the memory of a step and does not change its bits.
+/// The choices that change a step's memory, but not its bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryChoices {
     /// What each unit's forward pass keeps.
@@ -16,7 +16,7 @@ pub struct MemoryChoices {
     pub state: StateLayout,
 }
 
-/// What may be chosen.
+/// The choices that are open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Open {
     /// Whether units may keep less than they are given to keep.
@@ -25,8 +25,8 @@ pub struct Open {
     pub classes: Vec<StateClass>,
 }
 
-/// A step that is to fit into memory. Workers at each place of the pipeline, of which there is one without a pipeline, are to stay within
-/// the bounds. `E` is the error of a dry run.
+/// The search for memory choices with which workers at each place of the pipeline, of which there is one without a pipeline, stay
+/// within the bounds. `E` is the error of a dry run.
 pub struct Fitting<'a, E> {
     /// The state at a place.
     pub sizes: &'a dyn Fn(usize) -> Result<StateSizes, E>,
@@ -52,7 +52,7 @@ impl<E> Fitting<'_, E> {
     /// more is recomputed than is needed beside that.
     ///
     /// # Errors
-    /// What dry runs return.
+    /// The error of a dry run.
     pub fn choose(&self, given: MemoryChoices, open: &Open) -> Result<(MemoryChoices, Vec<String>), E> {
         let (mut choices, mut reasons) = (given, Vec::new());
         let mut fits = false;

@@ -83,6 +83,13 @@ pub enum ParameterClass {
     Balance,
 }
 
+impl ParameterClass {
+    /// Whether a gradient of the loss updates parameters of this class: one that can be rounded and counts in the norm.
+    pub fn has_gradient(self) -> bool {
+        self != ParameterClass::Balance
+    }
+}
+
 /// The values of a parameter before training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Initial {

@@ -7,7 +7,7 @@ use crate::stages::{StageChoice, cut_evenly, cut_stages};
 use trireme_base::{Rank, UnitPasses};
 use trireme_comm::{CONTROL_BYTES_MAX, CommError, Group};
 use trireme_schedule::pipeline::Schedule;
-use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
+use trireme_schedule::{Keep, StateLayout, Tier};
 
 /// What of a step is open once its layout is known, and does not change its bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,13 +134,7 @@ fn given_state(config: &Config) -> StateLayout {
     };
     let offload = config.offload();
     let state = StateLayout { fetch_ahead: offload.prefetch, ..config.parallelism().state_layout() };
-    let tiers = [
-        (StateClass::Optimizer, offload.optimizer),
-        (StateClass::Parameters, offload.parameters),
-        (StateClass::Gradients, offload.gradients),
-        (StateClass::Activations, offload.activations),
-    ];
-    tiers.into_iter().fold(state, |state, (class, given)| state.with_tier(class, tier(given)))
+    offload.tiers().into_iter().fold(state, |state, (class, given)| state.with_tier(class, tier(given)))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Notices about what a layout means for results.
+//! Notices about the effect of settings on results.
 
 use crate::config::{Config, Fp8, QuantizedGradients};
 use crate::dataset::Dataset;

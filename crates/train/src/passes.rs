@@ -1,4 +1,4 @@
-//! What passes of a model are on a worker.
+//! The dry pass of a model on a worker.
 
 use crate::config::Config;
 use crate::device::device_options;

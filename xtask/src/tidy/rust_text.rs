@@ -16,7 +16,7 @@ pub(crate) struct RustFile {
 pub(crate) struct Line {
     pub(crate) code: String,
     pub(crate) comment: String,
-    /// The contents of string literals, without what is escaped.
+    /// The contents of string literals, without escaped characters.
     pub(crate) literal: String,
 }
 

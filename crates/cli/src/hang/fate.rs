@@ -1,9 +1,9 @@
-//! What is seen of workers from outside.
+//! Worker processes that ended or stopped.
 
 use crate::death::Death;
 use std::collections::BTreeMap;
 
-/// What is seen of a worker's process from outside, by its rank.
+/// The processes of workers that ended or stopped, by rank.
 pub(crate) type Fates = BTreeMap<usize, Fate>;
 
 /// What is seen of a worker's process from outside.

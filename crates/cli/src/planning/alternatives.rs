@@ -140,7 +140,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let moved: Vec<Change> = if open.is_empty() { Vec::new() } else { [open].into() };
     // Whatever can leave where all of the state is set apart, even on one worker.
     let all_moved: Change = std::iter::once("parallelism.zero_stage=3".to_owned())
-        .chain(places(config).iter().map(|(class, _)| format!("offload.{}=auto", class.name())))
+        .chain(config.offload().tiers().iter().map(|(class, _)| format!("offload.{}=auto", class.name())))
         .collect();
     let halves = std::iter::successors(Some(training.local_batch_size / 2), |half| Some(half / 2));
     let smaller: Vec<Change> = halves
@@ -230,20 +230,15 @@ fn unrepeated(mut change: Change) -> Change {
     change
 }
 
-/// Classes of state, and where the config has them.
-fn places(config: &Config) -> [(StateClass, Tier); 4] {
-    let offload = config.offload();
-    [
-        (StateClass::Optimizer, offload.optimizer),
-        (StateClass::Parameters, offload.parameters),
-        (StateClass::Gradients, offload.gradients),
-        (StateClass::Activations, offload.activations),
-    ]
-}
-
 /// Classes of state that the config has with the host.
 fn on_host(config: &Config) -> Vec<StateClass> {
-    places(config).into_iter().filter(|(_, tier)| *tier == Tier::Host).map(|(class, _)| class).collect()
+    config
+        .offload()
+        .tiers()
+        .into_iter()
+        .filter(|(_, tier)| *tier == Tier::Host)
+        .map(|(class, _)| class)
+        .collect()
 }
 
 /// Classes of state that stay on the device and could leave it as it is.
@@ -252,7 +247,7 @@ fn stays(config: &Config) -> Vec<StateClass> {
     let can_leave = |&(class, tier): &(StateClass, Tier)| {
         tier == Tier::Device && state.can_live(class, StateTier::Host, 1)
     };
-    places(config).into_iter().filter(can_leave).map(|(class, _)| class).collect()
+    config.offload().tiers().into_iter().filter(can_leave).map(|(class, _)| class).collect()
 }
 
 fn change(keys: &[&str]) -> Change {

@@ -39,16 +39,16 @@ impl ProcessBytes {
     }
 }
 
-/// What one worker takes of its host.
+/// Host memory of one worker.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WorkerBytes {
     process: ProcessBytes,
-    /// What the first worker takes in addition while it writes a sample.
+    /// Additional memory of worker 0 while it generates the sample.
     sampling: ProcessBytes,
 }
 
 impl WorkerBytes {
-    /// Of the worker `rank`, whose part of the model is in `table`.
+    /// Returns the memory of worker `rank`, whose part of the model is `table`.
     pub(super) fn new(prediction: &Prediction, table: &ParameterTable, rank: usize, config: &Config) -> Self {
         WorkerBytes {
             process: process_bytes(prediction, config),
@@ -82,7 +82,7 @@ impl HostBytes {
         }
     }
 
-    /// Adds `num_workers`, each of which takes as much as this one.
+    /// Adds `num_workers` workers of this size.
     pub(super) fn add(&mut self, worker: WorkerBytes, num_workers: usize) {
         if num_workers > 0 {
             self.sum = self.sum.plus(worker.process.times(num_workers));

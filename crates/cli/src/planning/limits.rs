@@ -1,4 +1,4 @@
-//! What each worker has to stay within.
+//! Memory limits of a worker.
 
 use super::job::Workers;
 use crate::host::{MemoryLimit, Pages};

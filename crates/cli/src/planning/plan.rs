@@ -1,4 +1,4 @@
-//! The plan of a worker: its step, and what that takes.
+//! A worker's plan: its step program, with the predicted memory and time.
 
 use super::choices::open_choices;
 use super::host_bytes::{HostBytes, WorkerBytes};

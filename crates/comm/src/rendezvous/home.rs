@@ -1,11 +1,9 @@
-//! What this process's end of a world needs to make further groups of its ranks.
-
 use super::key::Key;
 use crate::transport::link::Tls;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 
-/// What this process's end of a world needs to make further groups of its ranks.
+/// The state that splitting a group needs: key, addresses, ports and TLS.
 #[derive(Clone)]
 pub(crate) struct Home {
     pub(super) key: Key,

@@ -1,4 +1,4 @@
-//! What a rank needs to join a world.
+//! The context of a rank's attempt to join a world.
 
 use super::key::Key;
 use super::refusals::Refusals;

@@ -1,4 +1,4 @@
-//! Where a rank can be met.
+//! The address of a rank.
 
 use super::wire::{ip_to_words, words_to_ip};
 use std::net::SocketAddr;

@@ -2,24 +2,28 @@
 
 use crate::support::{TRANSPORTS, on_ranks, small_pieces};
 use std::sync::Arc;
-use trireme_base::{Rank, ReduceOp};
-use trireme_comm::{Buffer, CommError, Fusion, Group};
+use trireme_base::{DType, Rank, ReduceOp};
+use trireme_comm::{Buffer, CommError, Fusion, Group, PageSize, Untyped};
 
 const LEN_MAX: usize = 100;
 /// Empty, short, half a batch, more than half, more than a batch.
 const LENGTHS: [usize; 12] = [0, 1, 30, 30, 30, 30, 50, 51, 7, 250, 0, 3];
 
-fn vector(group: &Group, number: usize) -> Buffer<f32> {
-    let mut buffer = group.buffer::<f32>(LENGTHS[number]).expect("memory");
+fn zeros(group: &Group, len: usize) -> Buffer<Untyped> {
+    group.buffer_of(DType::F32, len, PageSize::Base).expect("memory")
+}
+
+fn vector(group: &Group, number: usize) -> Buffer<Untyped> {
+    let mut buffer = zeros(group, LENGTHS[number]);
     let rank = group.rank().0;
-    for (index, value) in buffer.iter_mut().enumerate() {
+    for (index, value) in buffer.elements_mut::<f32>().iter_mut().enumerate() {
         *value = 1.0 / (3 + rank * 17 + number * 5 + index) as f32;
     }
     buffer
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|value| value.to_bits()).collect()
+fn bits(vector: &Buffer<Untyped>) -> Vec<u32> {
+    vector.elements::<f32>().iter().map(|value| value.to_bits()).collect()
 }
 
 #[test]
@@ -65,8 +69,7 @@ fn few_operations_carry_many_vectors() {
             let fusion = Fusion::new(Arc::clone(&group), ReduceOp::Sum, LEN_MAX);
             let before = group.statistics().num_operations;
             // Ten of each batch's elements stay empty: three vectors of thirty are a batch.
-            let works: Vec<_> =
-                (0..9).map(|_| fusion.all_reduce(group.buffer::<f32>(30).expect("memory"))).collect();
+            let works: Vec<_> = (0..9).map(|_| fusion.all_reduce(zeros(&group, 30))).collect();
             for work in works {
                 drop(work.wait().expect("reduced"));
             }
@@ -84,7 +87,7 @@ fn a_failure_reaches_every_vector_of_a_batch() {
             }
             let group = Arc::new(group);
             let fusion = Fusion::new(Arc::clone(&group), ReduceOp::Sum, LEN_MAX);
-            let works = [1, 2, 3].map(|len| fusion.all_reduce(group.buffer::<f32>(len).expect("memory")));
+            let works = [1, 2, 3].map(|len| fusion.all_reduce(zeros(&group, len)));
             for work in works {
                 assert!(matches!(work.wait(), Err(CommError::PeerLeft { rank: Rank(1), .. })), "{transport}");
             }

@@ -32,33 +32,26 @@ impl ModelConfig {
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     let is_exact = reader.get("activation_function") == Some(&json!("gelu"));
     let (hidden_size, num_heads) = (reader.size("n_embd")?, reader.size("n_head")?);
-    Ok(ModelConfig {
-        family: FAMILY,
+    let sizes = ModelSizes {
         vocab_size: reader.size("vocab_size")?,
         hidden_size,
         num_layers: reader.size("n_layer")?,
         num_heads,
         num_kv_heads: num_heads,
-        head_dim: hidden_size / num_heads,
         intermediate_size: reader.optional_size("n_inner")?.unwrap_or(4 * hidden_size),
         max_position_embeddings: reader.size("n_positions")?,
         norm_epsilon: reader.narrow_number("layer_norm_epsilon", 1e-5)?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", true)?,
-        rope: None,
-        latent: None,
-        experts: None,
-        qkv_bias: true,
-        attention_output_bias: true,
-        mlp_bias: true,
+        initializer_range: reader.narrow_number("initializer_range", 0.02)?,
+    };
+    Ok(ModelConfig {
         activation: if is_exact { Activation::ExactGelu } else { Activation::Gelu },
         attention: AttentionConfig {
             scale: (!reader.flag("scale_attn_weights", true)?).then_some(1.0),
             scales_by_layer: reader.flag("scale_attn_by_inverse_layer_idx", false)?,
             ..AttentionConfig::default()
         },
-        logit_soft_cap: None,
-        initializer_range: reader.narrow_number("initializer_range", 0.02)?,
-        dropout: 0.0,
+        ..ModelConfig::gpt2(&sizes)
     })
 }
 

@@ -23,8 +23,8 @@ use crate::config::Family;
 
 /// Every family.
 const FAMILIES: &[Family] = &[
-    Family::GPT2,
-    Family::LLAMA,
+    gpt2::FAMILY,
+    llama::FAMILY,
     mistral::FAMILY,
     qwen2::FAMILY,
     qwen3::FAMILY,
@@ -33,10 +33,3 @@ const FAMILIES: &[Family] = &[
     qwen3_moe::FAMILY,
     deepseek_v3::FAMILY,
 ];
-
-impl Family {
-    /// Learned positions, layer normalisation, GELU, biases (Radford et al. 2019).
-    pub const GPT2: Family = gpt2::FAMILY;
-    /// Rotary positions, RMS normalisation, SwiGLU, grouped-query attention (Touvron et al. 2023).
-    pub const LLAMA: Family = llama::FAMILY;
-}

@@ -1,4 +1,4 @@
-//! What callers read of an executor, and load into it.
+//! Accessors of the executor.
 
 use super::{ActionTime, Executor};
 use crate::executor::fp8_scales::AgreedScales;

@@ -89,7 +89,7 @@ impl Executor {
         }
         let tensor = Arc::clone(self.ranks.tensor());
         for (unit, info) in table.units().iter().enumerate() {
-            let group = self.ranks.state_of(info).updating(&self.program.outline);
+            let group = Arc::clone(self.ranks.state_of(info).updating(&self.program.outline));
             let mut buffer = group.buffer::<f32>(info.padded_len())?;
             let owner = self.program.outline.rank_of(unit);
             if self.program.outline.holds(unit) {
@@ -106,7 +106,7 @@ impl Executor {
                 continue;
             }
             let mut parts = gather_from(&tensor, buffer)?;
-            if let Some(experts) = self.ranks.experts().filter(|_| info.num_experts > 0) {
+            if let Some(experts) = self.ranks.experts().filter(|_| info.has_experts()) {
                 parts = gather_from(experts, parts)?;
             }
             if let Some(all) = &mut all {
@@ -127,7 +127,7 @@ impl Executor {
         of_holders.extend(holders.map(|number| (number, Hash::default())));
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {
             let bits = executor.shard_device().read::<u32>(executor.parameters.shard(unit));
-            let has_experts = table.units()[unit].num_experts > 0;
+            let has_experts = table.units()[unit].has_experts();
             if has_experts { &mut with_experts } else { &mut of_all }.add(&bits);
             let part = &executor.parameters.parts()[unit];
             for info in &table.parameters()[table.units()[unit].parameters.clone()] {
@@ -144,8 +144,7 @@ impl Executor {
         })?;
         let outline = &self.program.outline;
         self.compare(self.ranks.state().alike(outline), of_all)?;
-        let of_experts = self.ranks.expert_state().unwrap_or(self.ranks.state());
-        self.compare(of_experts.alike(outline), with_experts)?;
+        self.compare(self.ranks.states().of_experts().alike(outline), with_experts)?;
         self.ranks.experts().map_or(Ok(()), |experts| self.compare(experts, beside_experts))?;
         of_holders.into_iter().try_for_each(|(number, hash)| self.compare(self.ranks.holders(number), hash))
     }
@@ -197,7 +196,7 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>, ParallelE
 /// of the ranks that have these.
 fn joined(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
     let degree = table.place().degree;
-    let has_experts = table.units()[unit].num_experts > 0;
+    let has_experts = table.units()[unit].has_experts();
     let len = parts.len() / degree / if has_experts { table.expert_place().degree } else { 1 };
     let mut values = vec![0.0; whole.units()[unit].num_elements];
     for index in table.units()[unit].parameters.clone() {

@@ -35,6 +35,7 @@ use crate::axis::UnitAxes;
 use crate::error::ParallelError;
 use crate::gradients::Gradients;
 use crate::gradients::norm::Squares;
+use crate::layout::per_experts::PerExperts;
 use crate::layout::placement::Placements;
 use crate::layout::ranks::RankGrid;
 use crate::memory::counted::Counted;
@@ -48,7 +49,7 @@ use hashes::HashRecorder;
 use in_flight::InFlight;
 use means::{Means, report_place};
 use pending_messages::Messages;
-use shard_exchange::ShardExchanges;
+use shard_exchange::ShardExchange;
 use std::sync::Arc;
 use timeline::Timeline;
 use trireme_comm::{CommError, ProgramLine};
@@ -58,7 +59,7 @@ use trireme_schedule::{Action, Program};
 use trireme_tensor::{Device, ParameterSource};
 use versions::Updates;
 
-/// One rank's share of a model, and what runs its programs.
+/// Runs step programs on one rank's part of a model.
 ///
 /// [`Executor::new`] says what each axis of the ranks contributes.
 pub struct Executor {
@@ -94,7 +95,7 @@ struct Optimization {
     optimizer: Optimizer,
     /// The device that stores its state, and that it works on.
     device: Device,
-    exchanges: ShardExchanges,
+    exchanges: PerExperts<ShardExchange>,
     /// Parameters of whose gradients this rank computes a partial sum only.
     grad_terms: Holders,
     loss_scaler: LossScaler,
@@ -102,7 +103,7 @@ struct Optimization {
     hashes: HashRecorder,
 }
 
-/// State that is not always on the device.
+/// Offloaded state.
 struct Moves {
     options: OffloadOptions,
     offloaded: Offloaded,
@@ -112,7 +113,7 @@ struct Moves {
     is_squared: Vec<bool>,
 }
 
-/// What passes of units work with.
+/// The context of units' passes.
 struct Passes {
     /// The ranks with which units exchange values.
     axes: UnitAxes,

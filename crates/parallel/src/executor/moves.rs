@@ -49,7 +49,7 @@ impl Executor {
                     };
                     // Without a capacity, all tokens may come to the experts of one rank.
                     let units = self.model.table().units();
-                    let is_uneven = units[unit].num_experts > 0 && !self.rehearsal.units[unit].has_capacity();
+                    let is_uneven = units[unit].has_experts() && !self.rehearsal.units[unit].has_capacity();
                     let experts = self.ranks.experts().filter(|_| is_uneven);
                     let num_ranks = experts.map_or(1, |group| group.world_size());
                     self.moves.offloaded.expect(state, num_bytes * num_ranks);

@@ -10,7 +10,7 @@ use crate::axis::UnitAxes;
 use crate::error::ParallelError;
 use crate::executor::fp8_scales::AgreedScales;
 use crate::executor::hashes::HashRecorder;
-use crate::executor::shard_exchange::ShardExchanges;
+use crate::executor::shard_exchange::ShardExchange;
 use crate::gradients::Gradients;
 use crate::gradients::norm::Squares;
 use crate::layout::placement::Placements;
@@ -104,7 +104,7 @@ impl Executor {
         };
         let stepped = if state.is_trained() { parts.clone() } else { vec![0..0; parts.len()] };
         let optimizer = make(optimizer, table, &stepped, &optimizer_device)?;
-        let exchanges = ShardExchanges::new(&ranks, outline, &optimizer_device, device);
+        let exchanges = ShardExchange::of_units(&ranks, outline, &optimizer_device, device);
         let devices = (device, offload.device_of(&state, state.class_of_weights(), device));
         let precision = (options.gather_precision(), options.zero_plus_plus);
         let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;

@@ -11,7 +11,7 @@ use super::pending_messages::Messages;
 use super::timeline::Timeline;
 use super::{Executor, Optimization};
 use crate::error::ParallelError;
-use crate::executor::shard_exchange::ShardExchanges;
+use crate::executor::shard_exchange::ShardExchange;
 use crate::gradients::Gradients;
 use crate::layout::placement::Placements;
 use crate::memory::counted::Counted;
@@ -70,7 +70,7 @@ impl Executor {
         self.passes.in_flight = InFlight::new(outline, &self.rehearsal);
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
         let on = &self.optimization.device;
-        self.optimization.exchanges = ShardExchanges::new(&self.ranks, outline, on, &self.device);
+        self.optimization.exchanges = ShardExchange::of_units(&self.ranks, outline, on, &self.device);
         let requests = self.means.requests();
         self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device)?.with_requests(requests);
         self.timeline = Timeline::new(self.program.actions.len());

@@ -1,4 +1,5 @@
 use crate::error::ParallelError;
+use crate::layout::per_experts::PerExperts;
 use crate::layout::ranks::{RankGrid, StateRanks};
 use crate::memory::pool::Pool;
 use std::ops::Range;
@@ -8,7 +9,7 @@ use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
 
 /// What an optimizer exchanges with those of the other shards, if the update is sharded.
-pub(crate) struct ShardExchange {
+pub(super) struct ShardExchange {
     /// What updates run on.
     device: Device,
     /// Of those of the other shards, and of the tensor axis.
@@ -17,30 +18,19 @@ pub(crate) struct ShardExchange {
     parts: Pool,
 }
 
-/// What updates of all units exchange.
-pub(crate) struct ShardExchanges {
-    own: ShardExchange,
-    /// For units with experts, where ranks have different ones.
-    experts: Option<ShardExchange>,
-}
-
-impl ShardExchanges {
-    /// For updates on `device`; memory for messages is counted on `counted`.
-    pub(crate) fn new(ranks: &RankGrid, outline: &Outline, device: &Device, counted: &Device) -> Self {
-        let exchange = |state: &StateRanks| ShardExchange::new(ranks, state, outline, device, counted);
-        ShardExchanges { own: exchange(ranks.state()), experts: ranks.expert_state().map(exchange) }
-    }
-
-    /// What updates of units with experts exchange, or of others.
-    pub(crate) fn of_units(&mut self, have_experts: bool) -> &mut ShardExchange {
-        match &mut self.experts {
-            Some(exchange) if have_experts => exchange,
-            _ => &mut self.own,
-        }
-    }
-}
-
 impl ShardExchange {
+    /// The exchanges of the updates of all units on `device`; memory for messages is counted on `counted`.
+    pub(super) fn of_units(
+        ranks: &RankGrid,
+        outline: &Outline,
+        device: &Device,
+        counted: &Device,
+    ) -> PerExperts<Self> {
+        let state = ranks.states();
+        let exchange = |state: &StateRanks| ShardExchange::new(ranks, state, outline, device, counted);
+        PerExperts { shared: exchange(&state.shared), experts: state.experts.as_ref().map(exchange) }
+    }
+
     /// For updates on `device` of units whose state lies among `state`; memory for messages is counted on `counted`.
     fn new(
         ranks: &RankGrid,
@@ -49,7 +39,7 @@ impl ShardExchange {
         device: &Device,
         counted: &Device,
     ) -> Self {
-        let (group, tensor) = (&state.updating(outline), ranks.tensor());
+        let (group, tensor) = (state.updating(outline), ranks.tensor());
         let pool = |group, dtype| Pool::new(group, counted, dtype, Category::Communication, true);
         let sums = [group, tensor].map(|group| pool(group, DType::F64));
         let [wholes, parts] = [group, tensor].map(|group| pool(group, DType::F32));

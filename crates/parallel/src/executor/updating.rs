@@ -80,9 +80,8 @@ impl Executor {
     ) -> Result<(), ParallelError> {
         self.await_outcomes()?;
         let is_momentum = self.is_momentum(unit, settings.step);
-        let has_experts = self.model.table().units()[unit].num_experts > 0;
         let Optimization { optimizer, device, exchanges, hashes, .. } = &mut self.optimization;
-        let (exchange, device) = (exchanges.of_units(has_experts), &*device);
+        let (exchange, device) = (exchanges.of_mut(&self.model.table().units()[unit]), &*device);
         let Executor { gradients, parameters, ranks, .. } = self;
         let category = Category::Communication;
         let sum = bring(gradients.for_update(unit), gradients.update_device(unit), device, category)?;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use trireme_base::{HostMemory, RandomKey, ReduceOp};
 use trireme_codec::{Bucket, CompressionError, CompressionStatistics, Compressor, Matrix, Round, StateCopy};
 use trireme_comm::{Buffer, Group, PageSize, Untyped, Work};
-use trireme_tensor::{Category, Device, ParameterClass, ParameterInfo, ParameterTable};
+use trireme_tensor::{Category, Device, ParameterInfo, ParameterTable};
 
 /// The compressed reduction of one unit's gradient, step after step.
 pub(crate) struct Compressed {
@@ -229,7 +229,7 @@ struct Exact {
 impl Exact {
     fn new(table: &ParameterTable, unit: usize) -> Option<Self> {
         let parameters = &table.parameters()[table.units()[unit].parameters.clone()];
-        let exact = parameters.iter().filter(|parameter| parameter.class == ParameterClass::Balance);
+        let exact = parameters.iter().filter(|parameter| !parameter.class.has_gradient());
         let elements: Vec<_> = exact.map(ParameterInfo::range).collect();
         (!elements.is_empty()).then_some(Exact { elements, sum: None })
     }

@@ -1,4 +1,4 @@
-//! The memory that gradients take from the beginning, by what ranks shard and how they exchange it.
+//! Allocation of gradients, by how ranks shard and reduce them.
 
 use super::layout::GradientLayout;
 use super::{Gradients, UnitGradient};
@@ -9,7 +9,7 @@ use crate::gradients::reduction::{Reduction, Reductions};
 use crate::gradients::shard_sum::ShardSums;
 use crate::gradients::tied::TiedGradients;
 use crate::gradients::tree::TreeSum;
-use crate::layout::ranks::{RankGrid, StateRanks};
+use crate::layout::ranks::RankGrid;
 use crate::memory::counted::Counted;
 use crate::memory::pool::Pool;
 use crate::memory::waiting::Waiting;
@@ -20,18 +20,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_schedule::Outline;
-use trireme_tensor::{Category, Device, ParameterClass, ParameterTable, UnitInfo};
-
-/// Units whose state is distributed among the same ranks: those with experts, where ranks have different ones, or all others.
-struct UnitKind<'a> {
-    ranks: &'a StateRanks,
-    reductions: Reductions,
-    shards: ShardSums,
-}
+use trireme_tensor::{Category, Device, ParameterTable, UnitInfo};
 
 impl Gradients {
-    /// Takes memory for what stays of every unit's gradient. Shards are on a device of their own; parts of tied gradients come from the pool of
-    /// messages.
+    /// Allocates the gradients of all units. Shards are on `shards_device`; parts of tied gradients come from the pool `messages`.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
@@ -57,33 +49,25 @@ impl Gradients {
         };
         let counted = Counted::new(device);
         let len = |(unit, info): (usize, &UnitInfo)| if is_held[unit] { info.num_elements } else { 0 };
-        let kind = |has_experts: Option<bool>| -> Result<UnitKind<'_>, ParallelError> {
-            let units = table.units().iter().enumerate();
-            let units = units.filter(|(_, info)| has_experts.is_none_or(|has| has == (info.num_experts > 0)));
-            let units: Vec<(usize, &UnitInfo)> = units.collect();
-            let ranks = units.first().map_or(ranks.state(), |(_, info)| ranks.state_of(info));
-            let (dtype, group) = (layout.dtype, layout.group(ranks));
+        let sums = ranks.states().try_map(|state| -> Result<_, ParallelError> {
+            let (dtype, group) = (layout.dtype, layout.group(state));
             let reductions = match layout.is_scattered() {
-                true => Reductions::reduce_scatter(dtype, group, !layout.has_shards(ranks), device),
+                true => Reductions::reduce_scatter(dtype, group, !layout.has_shards(state), device),
                 false => {
                     // Backward starts with the last unit.
-                    let uncompressed =
-                        units.into_iter().rev().filter(|(unit, _)| compressed[*unit].is_none());
-                    let lens: Vec<usize> = uncompressed.map(len).collect();
+                    let units = table.units().iter().enumerate().rev();
+                    let reduced = units.filter(|(unit, info)| {
+                        std::ptr::eq(ranks.state_of(info), state) && compressed[*unit].is_none()
+                    });
+                    let lens: Vec<usize> = reduced.map(len).collect();
                     Reductions::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
                 }
             };
-            let shards = ShardSums::new(layout.shard_dtype(), options.determinism, ranks, shards_device);
-            Ok(UnitKind { ranks, reductions, shards })
-        };
-        let kinds = match ranks.experts() {
-            None => vec![kind(None)?],
-            Some(_) => vec![kind(Some(false))?, kind(Some(true))?],
-        };
+            Ok((reductions, ShardSums::new(layout.shard_dtype(), options.determinism, state, shards_device)))
+        })?;
         let mut units = Vec::with_capacity(table.units().len());
         for ((index, info), compressed) in table.units().iter().enumerate().zip(compressed) {
-            let UnitKind { ranks, reductions, shards } =
-                &kinds[usize::from(info.num_experts > 0).min(kinds.len() - 1)];
+            let (ranks, (reductions, shards)) = (ranks.state_of(info), sums.of(info));
             let num_elements = len((index, info));
             let len = if is_held[index] && layout.is_scattered() { info.padded_len() } else { num_elements };
             let own = match is_held[index] {
@@ -110,7 +94,7 @@ impl Gradients {
                 own,
             });
         }
-        drop(kinds);
+        drop(sums);
         Ok(Gradients {
             device: device.clone(),
             shards_device: shards_device.clone(),
@@ -132,7 +116,7 @@ impl Gradients {
         })
     }
 
-    /// Releases all memory, in which there is nothing between steps, before that of other gradients is taken.
+    /// Releases all memory of gradients, which hold no values between steps.
     pub(crate) fn release(&mut self) {
         self.units.clear();
         self.pool = Pool::new(self.ranks.world(), &self.device, DType::F32, Category::Gradients, false);
@@ -152,7 +136,7 @@ fn hierarchy(
     let Some((levels, format)) = ranks.levels().zip(options.zero_plus_plus.quantized_gradients) else {
         return Ok(None);
     };
-    match table.parameters().iter().find(|info| info.class == ParameterClass::Balance) {
+    match table.parameters().iter().find(|info| !info.class.has_gradient()) {
         Some(info) => Err(ParallelError::RoundedBesideLoads { parameter: info.name.clone() }),
         None => Ok(Some(Arc::new(Hierarchy::new(levels, format, device)))),
     }

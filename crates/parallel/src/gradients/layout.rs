@@ -1,5 +1,3 @@
-//! What ranks store of gradients, and in which precision they exchange them.
-
 use crate::layout::ranks::{RankGrid, StateRanks};
 use crate::memory::pool::Pool;
 use crate::step::ExecutorOptions;
@@ -10,18 +8,18 @@ use trireme_comm::Group;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device};
 
-/// What ranks store of gradients, and in which precision they exchange them.
+/// The portion of gradients that a rank stores, and the precision in which ranks reduce them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GradientLayout {
-    /// Ranks store shards of gradients only.
+    /// Whether ranks store only shards of gradients.
     pub(super) shards_gradients: bool,
-    /// Ranks update shards.
+    /// Whether ranks update shards.
     shards_optimizer: bool,
-    /// Gradients are exchanged as integers, within hosts and then across them.
+    /// Whether gradients are reduced as integers, within hosts and then across them.
     is_hierarchical: bool,
-    /// The type in which gradients are exchanged otherwise.
+    /// The dtype in which gradients are reduced otherwise.
     pub(super) dtype: DType,
-    /// Several sums over the shards' ranks are added in a step.
+    /// Whether a step adds several reduce-scattered sums.
     sums_shards: bool,
 }
 
@@ -75,7 +73,7 @@ impl GradientLayout {
         self.shards_gradients || self.is_scattered() && ranks.replicas.world_size() > 1
     }
 
-    /// The type of these shards.
+    /// The dtype of a gradient shard.
     pub(super) fn shard_dtype(&self) -> DType {
         if self.sums_shards { DType::F32 } else { self.dtype }
     }

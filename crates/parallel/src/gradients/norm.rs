@@ -10,7 +10,7 @@ use std::sync::Arc;
 use trireme_base::{DType, ReduceOp};
 use trireme_comm::Group;
 use trireme_optim::OptimizerOptions;
-use trireme_tensor::{Category, Device, ExactSum, ParameterClass, ParameterTable, UnitInfo, View, ViewMut};
+use trireme_tensor::{Category, Device, ExactSum, ParameterTable, UnitInfo, View, ViewMut};
 
 /// Exact sums of the squares of the gradient of each unit, of what this rank counts: one that holds it with others leaves it to the first of them. As they are exact, their
 /// sum over all ranks is the same however gradients lie.
@@ -32,12 +32,12 @@ impl Squares {
         let (group, is_first) = ranks.squares_group();
         let counted = |unit: &UnitInfo| {
             // Ranks with other experts have the same of the rest of a unit with experts.
-            let has_rest = if unit.num_experts > 0 { table.expert_place().rank == 0 } else { is_first };
+            let has_rest = if unit.has_experts() { table.expert_place().rank == 0 } else { is_first };
             let mut runs: Vec<Range<usize>> = Vec::new();
             for info in &table.parameters()[unit.parameters.clone()] {
                 let is_here = if info.expert.is_some() { table.has(info) } else { has_rest };
                 // What balances loads is no gradient, and what stays as it is needs none.
-                let is_updated = info.class != ParameterClass::Balance && !optimizer.is_frozen(&info.name);
+                let is_updated = info.class.has_gradient() && !optimizer.is_frozen(&info.name);
                 if !is_here || !info.is_counted() || !is_updated {
                     continue;
                 }

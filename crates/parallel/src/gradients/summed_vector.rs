@@ -8,7 +8,7 @@ use crate::memory::waiting::Waiting;
 use crate::offload::Movable;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
-use trireme_comm::{Fusion, Group, Untyped};
+use trireme_comm::{Fusion, Group};
 use trireme_schedule::collective::block;
 use trireme_tensor::{Category, Device, View, ViewMut};
 
@@ -16,7 +16,7 @@ use trireme_tensor::{Category, Device, View, ViewMut};
 #[derive(Clone)]
 pub(crate) enum Summation {
     /// All have the sum; short vectors travel together.
-    AllReduce(Fusion<Untyped>),
+    AllReduce(Fusion),
     /// Each has its shard of the sum, in its place.
     ReduceScatter(Arc<Group>),
 }

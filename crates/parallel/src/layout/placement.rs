@@ -39,8 +39,7 @@ impl Placements {
                 Placement::OneOf { rank: owner % of_shards, num: of_shards }
             }
             (Axis::DATA_SHARD, None) if is_sharded => {
-                let has_experts = table.units()[info.unit].num_experts > 0;
-                let num = if has_experts { degree / of_shards } else { degree };
+                let num = if table.units()[info.unit].has_experts() { degree / of_shards } else { degree };
                 Placement::Ragged { bounds: shard_bounds(table, info, num) }
             }
             (Axis::TENSOR, _) => info.cut.filter(|_| degree > 1).map_or(Placement::Replicate, Placement::Cut),

@@ -1,6 +1,7 @@
 //! The ranks of a world, as a grid of stages, replicas and shards.
 
 use crate::error::ParallelError;
+use crate::layout::per_experts::PerExperts;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, Rank};
 use trireme_comm::{Group, ProgramLine};
@@ -112,18 +113,16 @@ pub struct RankGrid {
     world: Arc<Group>,
     /// The ranks that run the other units for the same microbatches.
     pipeline: Arc<Group>,
-    /// Those among which the state of units without experts lies.
-    state: StateRanks,
-    /// The ranks with different experts, and those among which the state of units with this rank's experts lies; `None` if every rank has all experts.
-    experts: Option<(Arc<Group>, StateRanks)>,
+    /// Those among which the state of units lies.
+    state: PerExperts<StateRanks>,
+    /// The ranks with different experts; `None` if every rank has all experts.
+    experts: Option<Arc<Group>>,
     /// The ranks among which keys and values of the same sequences travel.
     ring: Arc<Group>,
     /// The ranks that exchange positions of the same sequences for heads.
     heads: Arc<Group>,
     /// The ranks that have parts of the same parameters.
     tensor: Arc<Group>,
-    /// This rank.
-    own: Arc<Group>,
     levels: Option<Levels>,
     /// The ranks of the tensor axis that hold the same elements of a parameter, by their number.
     holders: Vec<Arc<Group>>,
@@ -140,15 +139,14 @@ pub struct StateRanks {
     pub shards: Arc<Group>,
     /// Those with this rank's shard.
     pub replicas: Arc<Group>,
+    /// This rank alone.
+    own: Arc<Group>,
 }
 
 impl StateRanks {
     /// The ranks that update a unit together: each its shard of it, or this rank all of it.
-    pub(crate) fn updating(&self, outline: &Outline) -> Arc<Group> {
-        match outline.state.is_sharded(StateClass::Optimizer) {
-            true => Arc::clone(&self.shards),
-            false => Arc::new(self.shards.singleton()),
-        }
+    pub(crate) fn updating(&self, outline: &Outline) -> &Arc<Group> {
+        if outline.state.is_sharded(StateClass::Optimizer) { &self.shards } else { &self.own }
     }
 
     /// The ranks that update what this rank updates.
@@ -225,7 +223,7 @@ impl RankGrid {
         let context = groups.along("context", &[Axis::CONTEXT])?;
         let tensor = groups.along("tensor", &[Axis::TENSOR])?;
         let own = groups.along("own", &[])?;
-        let state = StateRanks { data, shards, replicas };
+        let shared = StateRanks { data, shards, replicas, own: Arc::clone(&own) };
         let mut groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
         let (world, heads) = (Arc::clone(&groups[0]), degrees.heads);
         let ring = part(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
@@ -251,11 +249,14 @@ impl RankGrid {
                 data: along("expert data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD])?,
                 shards: along("expert shards", &[Axis::DATA_SHARD])?,
                 replicas: along("expert replicas", &[Axis::DATA_REPLICATE])?,
+                own: Arc::clone(&own),
             };
             Ok::<_, ParallelError>((axis, state))
         });
-        let experts = experts.transpose()?;
-        if let Some((axis, StateRanks { data, shards, replicas })) = &experts {
+        let (experts, of_experts) = experts.transpose()?.unzip();
+        if let Some((axis, StateRanks { data, shards, replicas, .. })) =
+            experts.as_ref().zip(of_experts.as_ref())
+        {
             [axis, data, shards, replicas].into_iter().for_each(|group| add_once(&mut groups, group));
         }
         let mesh = degrees.state_mesh(world.world_size());
@@ -265,12 +266,11 @@ impl RankGrid {
             degrees,
             world,
             pipeline,
-            state,
+            state: PerExperts { shared, experts: of_experts },
             experts,
             ring,
             heads,
             tensor,
-            own,
             levels,
             holders: Vec::new(),
             groups,
@@ -326,10 +326,10 @@ impl RankGrid {
                 return Err(ParallelError::UnlikeHosts { replica, num_hosts, expected });
             }
         }
-        let levels = self.levels.insert(Levels::new(&self.state.shards)?);
+        let levels = self.levels.insert(Levels::new(&self.state.shared.shards)?);
         let made = [&levels.within, &levels.across]
             .into_iter()
-            .filter(|group| !Arc::ptr_eq(group, &self.state.shards));
+            .filter(|group| !Arc::ptr_eq(group, &self.state.shared.shards));
         self.groups.extend(made.cloned());
         Ok(())
     }
@@ -351,30 +351,27 @@ impl RankGrid {
 
     /// The ranks that run the same units for other microbatches, or for other positions of the same ones.
     pub fn data(&self) -> &Arc<Group> {
-        &self.state.data
+        &self.state.shared.data
     }
 
     /// The ranks among which the state of units without experts lies.
     pub(crate) fn state(&self) -> &StateRanks {
+        &self.state.shared
+    }
+
+    /// The ranks among which the state of units lies.
+    pub(crate) fn states(&self) -> &PerExperts<StateRanks> {
         &self.state
     }
 
     /// The ranks among which the state of a unit lies.
     pub fn state_of(&self, unit: &UnitInfo) -> &StateRanks {
-        match &self.experts {
-            Some((_, state)) if unit.num_experts > 0 => state,
-            _ => &self.state,
-        }
-    }
-
-    /// The ranks among which the state of units with this rank's experts lies, if other ranks have other ones.
-    pub(crate) fn expert_state(&self) -> Option<&StateRanks> {
-        self.experts.as_ref().map(|(_, state)| state)
+        self.state.of(unit)
     }
 
     /// The ranks with different experts, if they are several.
     pub fn experts(&self) -> Option<&Arc<Group>> {
-        self.experts.as_ref().map(|(axis, _)| axis)
+        self.experts.as_ref()
     }
 
     /// Among the ranks that together have all of the state of a pipeline's place once: the larger of those of a replica and those with different
@@ -395,12 +392,12 @@ impl RankGrid {
 
     /// The ranks that shard a replica with this one.
     pub fn shards(&self) -> &Arc<Group> {
-        &self.state.shards
+        &self.state.shared.shards
     }
 
     /// The ranks that hold the same shard as this one.
     pub fn replicas(&self) -> &Arc<Group> {
-        &self.state.replicas
+        &self.state.shared.replicas
     }
 
     /// This rank's place among those that see different samples.
@@ -437,11 +434,6 @@ impl RankGrid {
     /// The ranks as a mesh on which the training state lies: those of the context axis are shards or replicas like others.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
-    }
-
-    /// The ranks that update a unit together: each its shard of it, or this rank all of it.
-    pub(crate) fn updating(&self, outline: &Outline) -> &Arc<Group> {
-        if outline.state.is_sharded(StateClass::Optimizer) { self.shards() } else { &self.own }
     }
 
     /// Says which line of a program issues what the groups are given from now on.

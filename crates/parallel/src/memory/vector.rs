@@ -33,7 +33,7 @@ impl DevicePart {
 
 /// A vector that is being exchanged.
 pub(crate) struct Exchanging {
-    work: FusedWork<Untyped>,
+    work: FusedWork,
     dtype: DType,
     /// Elements of the group's memory.
     len: usize,
@@ -141,7 +141,7 @@ impl Exchanged {
     }
 
     /// Lets a group exchange the vector.
-    pub(crate) fn exchange<W: Into<FusedWork<Untyped>>>(
+    pub(crate) fn exchange<W: Into<FusedWork>>(
         self,
         device: &Device,
         leaving: Range<usize>,

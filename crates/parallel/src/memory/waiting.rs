@@ -1,6 +1,6 @@
 use std::time::{Duration, Instant};
 use trireme_base::{DType, Pending};
-use trireme_comm::{Buffer, CommError, Content, FusedWork, Outcome, Work};
+use trireme_comm::{Buffer, CommError, FusedWork, Outcome, Untyped, Work};
 use trireme_tensor::Device;
 
 /// How long a rank waits for communication with nothing else to do, and the operations that its kernels wait for.
@@ -17,18 +17,18 @@ impl Waiting {
     }
 
     /// Waits for a vector that may be reduced with others.
-    pub(crate) fn wait_fused<T: Content>(&mut self, work: FusedWork<T>) -> Result<Buffer<T>, CommError> {
+    pub(crate) fn wait_fused(&mut self, work: FusedWork) -> Result<Buffer<Untyped>, CommError> {
         self.during(|| work.wait())
     }
 
     /// A vector of `len` elements of `dtype`, for kernels of `device`. If the device works later, its kernels wait for the operation, and
     /// [`await_outcomes`](Waiting::await_outcomes) returns its failure.
-    pub(crate) fn wait_on_device<T: Content>(
+    pub(crate) fn wait_on_device(
         &mut self,
-        work: impl Into<FusedWork<T>>,
+        work: impl Into<FusedWork>,
         (dtype, len): (DType, usize),
         device: &Device,
-    ) -> Result<Pending<Buffer<T>>, CommError> {
+    ) -> Result<Pending<Buffer<Untyped>>, CommError> {
         let work = work.into();
         // An empty vector brings nothing.
         if device.reaches_host() || len == 0 {
@@ -77,7 +77,7 @@ impl Waiting {
 mod tests {
     use super::*;
     use trireme_base::{Rank, ReduceOp};
-    use trireme_comm::{GroupOptions, inproc_world_on};
+    use trireme_comm::{GroupOptions, PageSize, inproc_world_on};
     use trireme_tensor::{BackendKind, DetachedOptions, DeviceOptions};
     use trireme_testkit::run_ranks;
 
@@ -91,7 +91,7 @@ mod tests {
         run_ranks(2, |group| {
             let (device, mut waiting) = (detached(), Waiting::default());
             let mut sum = || {
-                let vector = group.buffer::<f32>(10).unwrap();
+                let vector = group.buffer_of(DType::F32, 10, PageSize::Base).unwrap();
                 waiting
                     .wait_on_device(group.all_reduce(vector, ReduceOp::Sum), (DType::F32, 10), &device)
                     .unwrap();
@@ -111,7 +111,7 @@ mod tests {
         std::thread::scope(|scope| {
             for group in inproc_world_on(&[0, 0], &options) {
                 scope.spawn(move || {
-                    let vector = group.buffer::<f32>(10).unwrap();
+                    let vector = group.buffer_of(DType::F32, 10, PageSize::Base).unwrap();
                     if group.rank() != Rank::ROOT {
                         group.barrier().wait().unwrap();
                         group.send(vector, Rank::ROOT).wait().unwrap();

@@ -51,7 +51,7 @@ impl RankParameters {
         let state = &outline.state;
         let is_kept = !state.is_sharded(StateClass::Parameters);
         // One shard is the whole.
-        let is_whole = is_kept && ranks.updating(outline).world_size() == 1;
+        let is_whole = is_kept && ranks.state().updating(outline).world_size() == 1;
         let gathered = || Gathered::new(table, outline, spared, ranks, (device, precision.dtype()));
         let wholes = (!is_whole).then(gathered).transpose()?;
         let shards = match precision {

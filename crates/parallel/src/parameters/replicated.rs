@@ -11,7 +11,7 @@ use trireme_comm::Buffer;
 use trireme_model::Rehearsal;
 use trireme_tensor::{Category, Device, ParameterTable, ViewMut};
 
-/// Some parameters that several ranks of the tensor axis, or with different experts, hold, with vectors through which they exchange them.
+/// Parameters that are replicated across the tensor or expert axis, with the buffers used to keep the replicas equal.
 pub(crate) struct Holders {
     /// For each unit.
     units: Vec<Vec<Run>>,
@@ -45,7 +45,7 @@ impl Holders {
         let Some(group) = ranks.experts() else { return };
         let pool = Pool::new(group, device, DType::F32, Category::Communication, true);
         for info in table.parameters() {
-            if table.units()[info.unit].num_experts == 0 || info.expert.is_some() {
+            if !table.units()[info.unit].has_experts() || info.expert.is_some() {
                 continue;
             }
             let (runs, range) = (&mut self.units[info.unit], info.range());

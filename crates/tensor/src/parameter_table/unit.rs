@@ -43,6 +43,11 @@ pub struct UnitInfo {
 }
 
 impl UnitInfo {
+    /// Whether it has parameters of experts.
+    pub fn has_experts(&self) -> bool {
+        self.num_experts > 0
+    }
+
     /// Elements of a leaf: the last leaves may have fewer, or none.
     pub fn leaf_len(&self) -> usize {
         self.num_elements.div_ceil(LEAVES)

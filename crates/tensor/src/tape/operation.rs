@@ -1,4 +1,4 @@
-//! What an operation is, and what its passes work with.
+//! The trait `Operation`, and the contexts of its passes.
 
 use super::{Sharding, Tape, TensorAxis};
 use crate::device::DeviceError;

@@ -1,4 +1,4 @@
-//! What checks between keys work with.
+//! Checks that involve several keys.
 
 use super::mistake::{Mistake, Place};
 use super::reader::Loose;

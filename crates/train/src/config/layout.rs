@@ -4,6 +4,7 @@ use super::choice::{ActivationCheckpointMode, HugePages, QuantizedGradients, Tie
 use super::section::config_section;
 use super::value::{ByteLimit, above_up_to};
 use std::path::PathBuf;
+use trireme_schedule::StateClass;
 use trireme_schedule::pipeline::Kind;
 
 config_section! {
@@ -161,5 +162,17 @@ config_section! {
         folder: PathBuf = PathBuf::new();
         /// Seconds after which an unfinished disk transfer ends the run.
         timeout_seconds: f64 = 60.0, within above_up_to(0.0, 86_400.0);
+    }
+}
+
+impl Offload {
+    /// Where the config has each class of state.
+    pub fn tiers(&self) -> [(StateClass, Tier); 4] {
+        [
+            (StateClass::Optimizer, self.optimizer),
+            (StateClass::Parameters, self.parameters),
+            (StateClass::Gradients, self.gradients),
+            (StateClass::Activations, self.activations),
+        ]
     }
 }

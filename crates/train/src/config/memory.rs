@@ -131,9 +131,7 @@ pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
 
 /// Whether something lives on disk, or may.
 pub(super) fn is_on_disk(offload: &Offload) -> bool {
-    let Offload { optimizer, parameters, gradients, activations, .. } = offload;
-    let tiers = [optimizer, parameters, gradients, activations];
-    tiers.into_iter().any(|tier| matches!(tier, Tier::Disk | Tier::Auto))
+    offload.tiers().into_iter().any(|(_, tier)| matches!(tier, Tier::Disk | Tier::Auto))
 }
 
 /// Whether activations of uneven loads may go to files.

@@ -2,7 +2,7 @@
 
 use super::checks::{Checks, changed_keys};
 use super::choice::{Fp8, QuantizedGradients, Tier};
-use super::layout::{Offload, Parallelism};
+use super::layout::Parallelism;
 use super::memory::degrees;
 use super::sections::Sections;
 use super::value::Interval;
@@ -274,21 +274,11 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
         "all workers agree on fp8 scales after each step, but these workers do not synchronize there; remove this \
          key, or use a schedule that drains".to_owned()
     });
-    for (key, tier) in tiers(offload) {
-        checks.require(tier == Tier::Device, &[&format!("offload.{key}"), SCHEDULE], || {
+    for (class, tier) in offload.tiers() {
+        checks.require(tier == Tier::Device, &[&format!("offload.{}", class.name()), SCHEDULE], || {
             "state stays in memory for all steps between two drains; remove this key, or use a schedule that drains".to_owned()
         });
     }
-}
-
-/// Where each class of state is to live, by key.
-fn tiers(offload: &Offload) -> [(&'static str, Tier); 4] {
-    [
-        ("optimizer", offload.optimizer),
-        ("parameters", offload.parameters),
-        ("gradients", offload.gradients),
-        ("activations", offload.activations),
-    ]
 }
 
 impl Parallelism {

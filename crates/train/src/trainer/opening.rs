@@ -1,4 +1,4 @@
-//! How a rank opens a run: what can refuse it comes before what is written.
+//! Opens a run on a rank. Every check comes before the first write.
 
 use super::{Trainer, TrainerOptions, stepping};
 use crate::agreement::{Facts, agree};
@@ -132,7 +132,7 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
     notice_fp8(config, observer);
 }
 
-/// The model on this rank, and how its steps are run.
+/// The executor of this rank, with the choices for its steps.
 struct Built {
     executor: Executor,
     choices: StepChoices,

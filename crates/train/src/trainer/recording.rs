@@ -1,4 +1,4 @@
-//! What a run writes about its steps, and tells its user.
+//! Metrics, traces and notices of a run.
 
 use super::Trainer;
 use crate::error::TrainError;

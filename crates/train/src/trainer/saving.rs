@@ -1,4 +1,4 @@
-//! When a run saves a checkpoint, and what happens to the run where that fails.
+//! Saving of checkpoints during a run.
 
 use super::Trainer;
 use crate::checkpointing::{untidy_notice, write_checkpoint};

@@ -92,7 +92,7 @@ pub(super) fn with_length(config: Config, version: Option<u64>, process: Process
     Ok(config.with_data_folder(folder))
 }
 
-/// Refuses a model, a plan or settings that do not fit the corpus; the plan, unless a launcher of ours has planned.
+/// Checks model, plan and settings against the corpus. Returns the plan; `None` if our launcher has planned already.
 pub(super) fn check(
     config: &Config,
     corpus: &Corpus,
@@ -131,7 +131,7 @@ pub(super) fn check_weights(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Refuses what does not fit the machine; the plan, unless a launcher of ours has planned.
+/// Checks the plan against the machine. Returns the plan; `None` if our launcher has planned already.
 pub(super) fn check_plan(job: Job<'_>) -> Result<Option<Plan>> {
     if error_log().is_some() {
         return Ok(None);

@@ -1,4 +1,4 @@
-//! What the parts of `trireme train` know of this process.
+//! This process, as the files of `trireme train` see it.
 
 use crate::host::HostShare;
 use crate::planning::{Source, Workers};

@@ -68,7 +68,7 @@ pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Resu
     Ok(())
 }
 
-/// What the trainer of this rank works with. Collective. Binds the process to its share of the host's cores.
+/// Returns the options of this rank's trainer, and binds the process to its cores. Collective.
 fn trainer_options(
     job: Job<'_>,
     plan: &Plan,
@@ -117,7 +117,7 @@ fn with_alternatives(error: TrainError, job: Job<'_>, plan: &Plan) -> Error {
     }
 }
 
-/// What rank 0 says about a run that has ended: its memory, its loss, a sample, and what to do next. Collective; the others have nothing to say.
+/// Returns rank 0's closing report: memory, loss, a sample and the next commands. Empty on other ranks. Collective.
 fn last_lines(
     job: Job<'_>,
     plan: Plan,

@@ -1,10 +1,10 @@
-//! What links have in common.
+//! Types that all links share.
 
 /// The connection is of no more use: it ended, broke, or carries what it cannot.
 #[derive(Debug)]
 pub(crate) struct Broken;
 
-/// What somebody waits for at a link.
+/// The direction in which a thread waits for a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Interest {
     /// That bytes can be sent.

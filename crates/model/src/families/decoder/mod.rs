@@ -6,7 +6,7 @@ mod builder;
 pub(super) use builder::build;
 
 use crate::config::{
-    AttentionConfig, Family, ModelConfig, Reader, SlidingWindow, read_rope, shortest, wrong,
+    AttentionConfig, Family, ModelConfig, ModelSizes, Reader, SlidingWindow, read_rope, shortest, wrong,
 };
 use crate::error::ModelError;
 use serde_json::{Value, json};
@@ -70,29 +70,23 @@ pub(super) fn read_decoder(
     let given_kv_heads = reader.optional_size("num_key_value_heads")?;
     let default_kv_heads = defaults.num_kv_heads.filter(|_| !reader.has("num_key_value_heads"));
     let head_dim = defaults.head_dim.unwrap_or((hidden_size / num_heads).max(1));
-    Ok(ModelConfig {
-        family,
+    let sizes = ModelSizes {
         vocab_size: reader.size("vocab_size")?,
         hidden_size,
         num_layers: reader.size("num_hidden_layers")?,
         num_heads,
         num_kv_heads: given_kv_heads.or(default_kv_heads).unwrap_or(num_heads),
-        head_dim: reader.optional_size("head_dim")?.unwrap_or(head_dim),
         intermediate_size: reader.size("intermediate_size")?,
         max_position_embeddings: reader.size("max_position_embeddings")?,
-        latent: None,
-        experts: None,
         norm_epsilon: reader.narrow_number("rms_norm_eps", defaults.norm_epsilon.unwrap_or(1e-6))?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", defaults.tie_word_embeddings)?,
-        rope: Some(read_rope(reader, defaults.theta.unwrap_or(10_000.0))?),
-        qkv_bias: false,
-        attention_output_bias: false,
-        mlp_bias: false,
-        activation: Activation::Silu,
-        attention: AttentionConfig::default(),
-        logit_soft_cap: None,
         initializer_range: reader.narrow_number("initializer_range", 0.02)?,
-        dropout: 0.0,
+    };
+    Ok(ModelConfig {
+        head_dim: reader.optional_size("head_dim")?.unwrap_or(head_dim),
+        rope: Some(read_rope(reader, defaults.theta.unwrap_or(10_000.0))?),
+        activation: Activation::Silu,
+        ..ModelConfig::plain(family, &sizes)
     })
 }
 

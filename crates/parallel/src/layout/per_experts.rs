@@ -1,0 +1,33 @@
+use trireme_tensor::UnitInfo;
+
+/// A value for units whose parameters all ranks have, and one for units with experts, if ranks have different experts.
+#[derive(Debug, Clone)]
+pub(crate) struct PerExperts<T> {
+    pub(crate) shared: T,
+    pub(crate) experts: Option<T>,
+}
+
+impl<T> PerExperts<T> {
+    /// The value for a unit.
+    pub(crate) fn of(&self, unit: &UnitInfo) -> &T {
+        self.experts.as_ref().filter(|_| unit.has_experts()).unwrap_or(&self.shared)
+    }
+
+    /// The value for a unit, to change.
+    pub(crate) fn of_mut(&mut self, unit: &UnitInfo) -> &mut T {
+        self.experts.as_mut().filter(|_| unit.has_experts()).unwrap_or(&mut self.shared)
+    }
+
+    /// The value for units with experts.
+    pub(crate) fn of_experts(&self) -> &T {
+        self.experts.as_ref().unwrap_or(&self.shared)
+    }
+
+    /// The results of a function that takes the values in turn.
+    pub(crate) fn try_map<'a, U, E>(
+        &'a self,
+        mut map: impl FnMut(&'a T) -> Result<U, E>,
+    ) -> Result<PerExperts<U>, E> {
+        Ok(PerExperts { shared: map(&self.shared)?, experts: self.experts.as_ref().map(map).transpose()? })
+    }
+}
