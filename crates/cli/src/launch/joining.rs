@@ -24,10 +24,8 @@ pub(crate) fn join_options(
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
     let on_refusal = OnRefusal::new(|refusal| {
-        remark(&format!("warning: refused a connection: {refusal}"));
-        if let Some(hint) = hints::refusal(&refusal.to_string()) {
-            remark(&format!("hint: {hint}"));
-        }
+        let hint = hints::refusal(&refusal.to_string()).map_or(String::new(), |hint| format!("; {hint}"));
+        remark(&format!("warning: refused a connection: {refusal}{hint}"));
     });
     // One worker of a host reports whom it waits for, and rank 0 always.
     let tells = environment.local_rank == 0 || environment.rank == Rank::ROOT;
