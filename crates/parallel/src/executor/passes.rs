@@ -196,7 +196,7 @@ impl Executor {
         self.gradients.close(unit);
     }
 
-    /// A buffer of all ranks for the reports of a validation: for each batch, sum and rows of each [report](Rehearsal::reports). It is
+    /// A buffer of all ranks for the reports of a validation: for each batch, sum and rows of each [report](trireme_model::Rehearsal::reports). It is
     /// counted as communication until the executor ends.
     ///
     /// # Errors
@@ -209,7 +209,7 @@ impl Executor {
         Ok(group.buffer(len)?)
     }
 
-    /// What units [report](Rehearsal::reports) of a batch without training, in order; zeros for those that lie elsewhere. The batch
+    /// What units [report](trireme_model::Rehearsal::reports) of a batch without training, in order; zeros for those that lie elsewhere. The batch
     /// may have fewer samples than a microbatch. Collective over the ranks of a pipeline, which give the same batch, and where parameters
     /// are sharded: a rank without a batch takes part in gathering them. Ranks with different experts all need one.
     ///
