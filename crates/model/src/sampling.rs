@@ -12,6 +12,9 @@ pub struct Sampling {
     /// Only the likeliest tokens that together reach this probability remain; 1 keeps all
     /// (Holtzman et al. 2020, "nucleus sampling").
     pub top_p: f32,
+    /// Only tokens that are at least this fraction as likely as the likeliest remain, from 0 (keeps all) to 1 (Nguyen et al. 2024,
+    /// "min-p sampling").
+    pub min_p: f32,
 }
 
 impl Sampling {
@@ -38,6 +41,10 @@ impl Sampling {
         let mut kept = 0.0;
         let mut num_kept = 0;
         for (_, weight) in &tokens {
+            // The likeliest has weight 1.
+            if *weight < self.min_p {
+                break;
+            }
             kept += f64::from(*weight);
             num_kept += 1;
             if kept >= f64::from(self.top_p) * total {
@@ -71,13 +78,17 @@ mod tests {
 
     #[test]
     fn limits_keep_the_likeliest_tokens() {
-        let all = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0 };
+        let all = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
         assert_eq!(draws(all), [0, 1, 2, 3]);
         assert_eq!(draws(Sampling { temperature: 0.0, ..all }), [1]);
         assert_eq!(draws(Sampling { top_k: 2, ..all }), [1, 2]);
         // The likeliest has probability 0.64, the two likeliest 0.88 together.
         assert_eq!(draws(Sampling { top_p: 0.6, ..all }), [1]);
         assert_eq!(draws(Sampling { top_p: 0.7, ..all }), [1, 2]);
+        // The second is e times less likely than the likeliest, the third as much again.
+        assert_eq!(draws(Sampling { min_p: 0.4, ..all }), [1]);
+        assert_eq!(draws(Sampling { min_p: 0.3, ..all }), [1, 2]);
+        assert_eq!(draws(Sampling { min_p: 1.0, top_p: 0.9, ..all }), [1]);
         assert_eq!(draws(Sampling { temperature: 0.01, ..all }), [1]);
     }
 }

@@ -71,6 +71,9 @@ pub(crate) struct GenerateArgs {
     /// Choose only among the fewest tokens whose total probability reaches this value.
     #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f32,
+    /// Choose only among tokens that are at least this fraction as likely as the likeliest; 0 means all.
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.0, allow_negative_numbers = true)]
+    min_p: f32,
     /// Seed for sampling.
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -95,6 +98,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     }
     if !(args.top_p > 0.0 && args.top_p <= 1.0) {
         bail!("--top-p is {}; it must be above 0 and at most 1", args.top_p);
+    }
+    if !(args.min_p >= 0.0 && args.min_p <= 1.0) {
+        bail!("--min-p is {}; it must be 0 to 1", args.min_p);
     }
     if args.stop.iter().any(String::is_empty) {
         bail!("--stop is empty, so no text could be generated before it; give a text, or leave it out");
@@ -127,7 +133,12 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         let settings = SampleSettings {
             prompt: prompt.clone(),
             num_tokens: args.num_tokens,
-            sampling: Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p },
+            sampling: Sampling {
+                temperature: args.temperature,
+                top_k: args.top_k,
+                top_p: args.top_p,
+                min_p: args.min_p,
+            },
             seed: args.seed,
             stop_at_end: !args.ignore_end,
             stop: stop.clone(),

@@ -152,6 +152,7 @@ fn arguments_that_cannot_be() {
     tells(&scene.refused_without_trace("generate nowhere"), &["nowhere"]);
     tells(&scene.refused_without_trace("generate . --temperature -1 "), &["--temperature is -1"]);
     tells(&scene.refused_without_trace("generate . --top-p 2"), &["--top-p is 2"]);
+    tells(&scene.refused_without_trace("generate . --min-p=-1"), &["--min-p is -1"]);
     tells(&scene.refused_without_trace("checkpoint list ."), &["contains no checkpoints"]);
     tells(&scene.refused_without_trace("checkpoint export nowhere out"), &["nowhere"]);
     tells(&scene.refused_without_trace("config --explain optimiser"), &["did you mean [optimizer]?"]);

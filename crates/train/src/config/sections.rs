@@ -512,6 +512,8 @@ config_section! {
         top_k: usize = 0, within 0..=1 << 24;
         /// Choose only among the fewest tokens whose total probability reaches this value.
         top_p: f64 = 1.0, within above_up_to(0.0, 1.0);
+        /// Choose only among tokens that are at least this fraction as likely as the likeliest; 0 means all.
+        min_p: f64 = 0.0, within 0.0..=1.0;
         /// Seed for sampling.
         seed: u64 = 0, within 0..;
     }

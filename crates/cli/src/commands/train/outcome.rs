@@ -147,6 +147,7 @@ pub(super) fn sample_text(
             temperature: generate.temperature as f32,
             top_k: generate.top_k,
             top_p: generate.top_p as f32,
+            min_p: generate.min_p as f32,
         },
         seed: generate.seed,
         stop_at_end: false,
