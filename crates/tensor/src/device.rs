@@ -4,7 +4,6 @@ mod attention;
 mod blocks;
 mod counting;
 mod detached;
-mod echo;
 mod elementwise;
 mod error;
 mod experts;
@@ -43,7 +42,6 @@ use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
 use counting::Counting;
 use detached::Detached;
-use echo::Echo;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use timing::TimingCpu;
@@ -72,8 +70,6 @@ pub enum BackendKind {
     Cpu,
     /// A CPU that behaves like an accelerator: kernels run later, and the host does not reach its memory.
     Detached(DetachedOptions),
-    /// A CPU that says which kernels it runs.
-    Echo,
 }
 
 /// Hardware that owns memory and runs kernels; cheap to clone.
@@ -120,10 +116,6 @@ impl Device {
             BackendKind::Cpu => {
                 let arena = reserve(options.page_source, &counter)?;
                 Ok(Self::new(Arc::clone(&cpu) as _, cpu, options, arena, counter))
-            }
-            BackendKind::Echo => {
-                let arena = reserve(options.page_source, &counter)?;
-                Ok(Self::new(Arc::new(Echo(Arc::clone(&cpu))), cpu, options, arena, counter))
             }
             BackendKind::Detached(detached) => {
                 let arena = Arena::detached(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;

@@ -15,7 +15,6 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
     let backend = match config.training().device {
         DeviceName::Cpu => BackendKind::Cpu,
-        DeviceName::Echo => BackendKind::Echo,
         DeviceName::Detached => {
             BackendKind::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
         }

@@ -130,8 +130,6 @@ config_choice! {
         Cpu = "cpu",
         /// A CPU that behaves like an accelerator.
         Detached = "detached",
-        /// A CPU that says which kernels it runs.
-        Echo = "echo",
     }
 }
 
@@ -139,7 +137,7 @@ impl DeviceName {
     /// Devices of this kind that a host has.
     pub fn num_devices(self) -> usize {
         match self {
-            DeviceName::Cpu | DeviceName::Detached | DeviceName::Echo => 1,
+            DeviceName::Cpu | DeviceName::Detached => 1,
         }
     }
 }
