@@ -1,8 +1,9 @@
 use super::blocks::Blocks;
+use super::flat::direct_work;
 use super::hierarchy::{Members, Phase, for_each_phase, leaders_of};
 use super::{
-    Algorithm, Collective, CollectiveKind, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, algorithms_for,
-    is_canonical, simulate,
+    Algorithm, Collective, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, algorithms_for, is_canonical,
+    simulate,
 };
 
 /// What a message costs.
@@ -184,7 +185,6 @@ impl<'a> Predictor<'a> {
         simulate(&programs, hosts, self.element_bytes, model)
     }
 
-    /// Direct algorithms: synchronisations, and bytes that the busiest rank reads and writes in others' memory.
     fn direct(&self, collective: Collective, world_size: usize) -> f64 {
         let Some(cost) = self.model.direct else { return f64::INFINITY };
         if world_size == 1 {
@@ -192,15 +192,7 @@ impl<'a> Predictor<'a> {
         }
         let whole = (collective.len * self.element_bytes) as f64;
         let own = whole / world_size as f64;
-        let (num_synchronisations, bytes) = match collective.kind {
-            CollectiveKind::AllReduce | CollectiveKind::AllToAll => (2.0, 2.0 * (whole - own)),
-            CollectiveKind::Reduce | CollectiveKind::Broadcast => (2.0, whole),
-            CollectiveKind::AllGather | CollectiveKind::ReduceScatter | CollectiveKind::Gather => {
-                (2.0, whole - own)
-            }
-            CollectiveKind::Scatter => (2.0, own),
-            CollectiveKind::Barrier => (1.0, 0.0),
-        };
+        let (num_synchronisations, bytes) = direct_work(collective.kind, whole, own);
         num_synchronisations * cost.synchronisation_seconds + bytes * cost.seconds_per_byte
     }
 }

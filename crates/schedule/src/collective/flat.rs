@@ -75,3 +75,16 @@ impl FlatAlgorithm {
         })
     }
 }
+
+/// The synchronisations of a direct algorithm, and the bytes that the busiest rank reads and writes in others' memory, for vectors of `whole`
+/// bytes and blocks of `own`.
+pub(super) fn direct_work(kind: CollectiveKind, whole: f64, own: f64) -> (f64, f64) {
+    use CollectiveKind as C;
+    match kind {
+        C::AllReduce | C::AllToAll => (2.0, 2.0 * (whole - own)),
+        C::Reduce | C::Broadcast => (2.0, whole),
+        C::AllGather | C::ReduceScatter | C::Gather => (2.0, whole - own),
+        C::Scatter => (2.0, own),
+        C::Barrier => (1.0, 0.0),
+    }
+}

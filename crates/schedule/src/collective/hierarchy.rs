@@ -128,10 +128,12 @@ pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) 
     let are_equal = hosts.ranks_per_host().is_some();
     // Blocks of a host are one range only if its ranks follow each other.
     let suit_hosts = match (collective.kind, hierarchy.leaders) {
-        (C::AllToAll, _) | (C::Gather | C::Scatter, Leaders::All) => false,
-        (C::AllGather | C::ReduceScatter | C::Gather | C::Scatter, _) => are_equal && hosts.are_runs(),
-        (_, Leaders::All) => are_equal,
-        (_, Leaders::One) => true,
+        (C::AllGather | C::ReduceScatter, _) | (C::Gather | C::Scatter, Leaders::One) => {
+            are_equal && hosts.are_runs()
+        }
+        (C::AllReduce | C::Reduce | C::Broadcast | C::Barrier, Leaders::All) => are_equal,
+        (C::AllReduce | C::Reduce | C::Broadcast | C::Barrier, Leaders::One) => true,
+        _ => false,
     };
     let level_fits = has_levels && suit_hosts && hierarchy.across != FlatAlgorithm::Direct;
     level_fits && all_phases(collective, hierarchy, hosts, Phase::fits)
@@ -208,7 +210,7 @@ impl Phases<'_> {
             C::Gather => (gather(), None),
             C::Scatter => (None, scatter()),
             C::Barrier => (on_whole(C::Barrier.with_len(0)), on_whole(C::Barrier.with_len(0))),
-            C::AllToAll => unreachable!("no hierarchy fits"),
+            _ => unreachable!("no hierarchy fits"),
         };
         before.into_iter().for_each(&mut *visit);
         if leader == self.rank {
@@ -274,7 +276,7 @@ impl Phases<'_> {
                 visit(self.within(C::Barrier.with_len(0), 0..0));
                 visit(on_own(C::Barrier.with_len(0)));
             }
-            C::Gather | C::Scatter | C::AllToAll => unreachable!("no hierarchy fits"),
+            _ => unreachable!("no hierarchy fits"),
         }
     }
 
