@@ -80,21 +80,6 @@ impl Group {
         self.checked_pair(operation, (input, output))
     }
 
-    /// Replaces each rank's elements by those of the rank before it, and those of rank 0 by those of the last rank.
-    pub fn shift<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        self.issue(Operation::of(CollectiveKind::Shift.with_len(buffer.len()), buffer.dtype()), buffer)
-    }
-
-    /// As [`shift`](Group::shift), from the input to the output, which is as long.
-    pub fn shift_into<T: Content>(
-        &self,
-        input: Buffer<T>,
-        output: Buffer<T>,
-    ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let operation = Operation::of(CollectiveKind::Shift.with_len(input.len()), input.dtype());
-        self.checked_pair(operation, (input, output))
-    }
-
     /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn all_gather<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
         self.issue(Operation::of(CollectiveKind::AllGather.with_len(buffer.len()), buffer.dtype()), buffer)

@@ -7,7 +7,7 @@ impl FlatAlgorithm {
     /// Whether this algorithm does `collective` among the ranks of these blocks.
     pub(super) fn fits(self, collective: Collective, blocks: &Blocks) -> bool {
         match self {
-            FlatAlgorithm::Direct => blocks.are_contiguous() && collective.kind != CollectiveKind::Shift,
+            FlatAlgorithm::Direct => blocks.are_contiguous(),
             _ => self.maker(collective, blocks).is_some(),
         }
     }
@@ -70,7 +70,6 @@ impl FlatAlgorithm {
             (C::Scatter, A::Linear) => linear::scatter,
             (C::AllToAll, A::Pairwise) => all_to_all::pairwise,
             (C::AllToAll, A::Bruck) => all_to_all::bruck,
-            (C::Shift, A::Ring) => ring::shift,
             (C::Barrier, A::Dissemination) => barrier::dissemination,
             _ => return None,
         })
@@ -86,7 +85,6 @@ pub(super) fn direct_work(kind: CollectiveKind, whole: f64, own: f64) -> (f64, f
         C::Reduce | C::Broadcast => (2.0, whole),
         C::AllGather | C::ReduceScatter | C::Gather => (2.0, whole - own),
         C::Scatter => (2.0, own),
-        C::Shift => unreachable!("no rank reads the memory of another one"),
         C::Barrier => (1.0, 0.0),
     }
 }

@@ -23,8 +23,6 @@ named! {
         Scatter = "scatter",
         /// Block `j` of rank `i` becomes block `i` of rank `j`.
         AllToAll = "all_to_all",
-        /// Every rank gets the vector of the rank before it, and rank 0 that of the last one.
-        Shift = "shift",
         /// No rank leaves before every rank has entered.
         Barrier = "barrier",
     }
@@ -79,7 +77,6 @@ impl CollectiveKind {
             CollectiveKind::Gather => (Block, Whole, Some(Target), false),
             CollectiveKind::Scatter => (Whole, Block, Some(Source), false),
             CollectiveKind::AllToAll => (Blocks, Blocks, None, false),
-            CollectiveKind::Shift => (Whole, Whole, None, false),
             CollectiveKind::Barrier => (Nothing, Nothing, None, false),
         };
         DataFlow { input, output, root, reduces }

@@ -22,12 +22,3 @@ pub(super) fn all_gather(own: &Own, steps: &mut Vec<Step>) {
         steps.push(Step::both(send, Incoming::copy(own.before(1), block(step))));
     }
 }
-
-/// Each rank passes its whole vector on.
-pub(super) fn shift(own: &Own, steps: &mut Vec<Step>) {
-    let whole = || own.blocks.of(0).start..own.blocks.of(own.world_size() - 1).end;
-    if own.world_size() > 1 {
-        let send = Outgoing::new(own.after(1), whole());
-        steps.push(Step::both(send, Incoming::copy(own.before(1), whole())));
-    }
-}

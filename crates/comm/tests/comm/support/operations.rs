@@ -20,7 +20,6 @@ pub(crate) enum Kind {
     Gather(Rank),
     Scatter(Rank),
     AllToAll,
-    Shift,
 }
 
 /// Where buffers lie.
@@ -46,7 +45,6 @@ impl Kind {
             Kind::Gather(root) => CollectiveKind::Gather.with_root(root, len),
             Kind::Scatter(root) => CollectiveKind::Scatter.with_root(root, len),
             Kind::AllToAll => CollectiveKind::AllToAll.with_len(len),
-            Kind::Shift => CollectiveKind::Shift.with_len(len),
         }
     }
 
@@ -70,7 +68,6 @@ pub(crate) fn kinds(world_size: usize) -> Vec<Kind> {
         Kind::ReduceScatter(ReduceOp::Max),
         Kind::AllGather,
         Kind::AllToAll,
-        Kind::Shift,
     ];
     for root in [0, world_size - 1].map(Rank) {
         kinds.extend([
@@ -102,7 +99,6 @@ pub(crate) fn result<T: Value>(
         Kind::ReduceScatter(op) => (owner == rank).then(|| expected(op, world_size, index)),
         Kind::Gather(root) => (root.0 == rank).then(|| T::of(owner, index)),
         Kind::Scatter(root) => (owner == rank).then(|| T::of(root.0, index)),
-        Kind::Shift => Some(T::of((rank + world_size - 1) % world_size, index)),
         Kind::AllToAll => {
             let within = index - block(Rank(owner), world_size, len).start;
             Some(T::of(owner, block(Rank(rank), world_size, len).start + within))
@@ -168,7 +164,6 @@ pub(crate) fn in_place<T: Value>(group: &Group, kind: Kind, place: Place, len: u
         Kind::Gather(root) => group.gather(buffer, root),
         Kind::Scatter(root) => group.scatter(buffer, root),
         Kind::AllToAll => group.all_to_all(buffer),
-        Kind::Shift => group.shift(buffer),
     }
 }
 
@@ -198,7 +193,6 @@ pub(crate) fn out_of_place<T: Value>(
             (group.scatter_into(input(0..at_root(root, len)), output(own.len()), root), own.start)
         }
         Kind::AllToAll => (group.all_to_all_into(input(0..len), output(len)), 0),
-        Kind::Shift => (group.shift_into(input(0..len), output(len)), 0),
         Kind::Broadcast(root) => (group.broadcast_into(input(0..at_root(root, len)), output(len), root), 0),
     }
 }

@@ -30,7 +30,6 @@ pub(super) fn inputs(
         | CollectiveKind::Reduce
         | CollectiveKind::ReduceScatter
         | CollectiveKind::AllToAll
-        | CollectiveKind::Shift
         | CollectiveKind::Barrier => true,
         CollectiveKind::Broadcast | CollectiveKind::Scatter => collective.root() == Some(Rank(rank)),
         CollectiveKind::AllGather | CollectiveKind::Gather => {
@@ -66,7 +65,6 @@ pub(super) fn expected(
         CollectiveKind::Gather if rank == root.0 => (0..len, gathered()),
         CollectiveKind::Reduce | CollectiveKind::Gather => nothing,
         CollectiveKind::Broadcast => (0..len, all[root.0].clone()),
-        CollectiveKind::Shift => (0..len, all[(rank + world_size - 1) % world_size].clone()),
         CollectiveKind::Scatter => (own.clone(), all[root.0][own].to_vec()),
         CollectiveKind::AllGather => (0..len, gathered()),
         CollectiveKind::ReduceScatter => (own.clone(), canonical(&all)[own].to_vec()),
@@ -107,7 +105,6 @@ pub(super) fn collectives(world_size: usize, len: usize) -> Vec<Collective> {
         CollectiveKind::AllGather.with_len(len),
         CollectiveKind::ReduceScatter.with_len(len),
         CollectiveKind::AllToAll.with_len(len * world_size),
-        CollectiveKind::Shift.with_len(len),
         CollectiveKind::Barrier.with_len(0),
     ];
     let some_roots = [0, 1, world_size / 2, world_size - 1];

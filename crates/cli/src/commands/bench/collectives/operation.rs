@@ -38,7 +38,6 @@ pub(super) enum Op {
     Reduce,
     Gather,
     Scatter,
-    Shift,
     Barrier,
     /// A message from rank 0 to rank 1 and back; reports the one-way time.
     Send,
@@ -65,7 +64,7 @@ impl Op {
             | Op::AllToAllVariable
             | Op::Gather
             | Op::Scatter => (n - 1.0) / n,
-            Op::Broadcast | Op::Reduce | Op::Shift | Op::Barrier | Op::Send => 1.0,
+            Op::Broadcast | Op::Reduce | Op::Barrier | Op::Send => 1.0,
         }
     }
 
@@ -73,7 +72,7 @@ impl Op {
     fn len(self, world_size: usize, len: usize) -> usize {
         match self {
             Op::Barrier => 0,
-            Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Shift | Op::Send => len,
+            Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Send => len,
             Op::AllToAllVariable => len - len % num_units(world_size),
             Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Gather | Op::Scatter => {
                 len - len % world_size
@@ -124,9 +123,7 @@ impl<'a, T: Number> Bench<'a, T> {
         let (own, world_size) = (group.rank(), group.world_size());
         let len = op.len(world_size, bytes / size_of::<T>());
         let (input, output) = match (op, op.collective(len)) {
-            (Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Shift | Op::Barrier | Op::Send, _) => {
-                (len, None)
-            }
+            (Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Barrier | Op::Send, _) => (len, None),
             (_, Some(collective)) => {
                 let [input, output] = collective.lens(own, world_size);
                 (input, Some(output))
@@ -180,7 +177,6 @@ impl<'a, T: Number> Bench<'a, T> {
         let work = match (self.op, group.rank()) {
             (Op::AllReduce, _) => group.all_reduce(vector, ReduceOp::Sum),
             (Op::Broadcast, _) => group.broadcast(vector, Rank::ROOT),
-            (Op::Shift, _) => group.shift(vector),
             (Op::Reduce, _) => group.reduce(vector, ReduceOp::Sum, Rank::ROOT),
             (Op::Send, Rank(0)) => {
                 let sent = group.send(vector, Rank(1)).wait()?;
@@ -235,7 +231,6 @@ impl<'a, T: Number> Bench<'a, T> {
             (Op::AllReduce, None) => all_are(input, total),
             (Op::Reduce, None) => rank != Rank::ROOT || all_are(input, total),
             (Op::Broadcast, None) => all_are(input, 1.0),
-            (Op::Shift, None) => all_are(input, ((rank.0 + world_size - 1) % world_size) as f64 + 1.0),
             (Op::Send, None) => rank.0 > 1 || all_are(input, 1.0),
             (Op::ReduceScatter, Some(output)) => all_are(output, total),
             (Op::AllGather | Op::AllToAll, Some(output)) => blocks(output),
