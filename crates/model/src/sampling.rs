@@ -41,7 +41,7 @@ impl Sampling {
         let mut kept = 0.0;
         let mut num_kept = 0;
         for (_, weight) in &tokens {
-            // The likeliest has weight 1.
+            // The likeliest has weight 1, so it is always kept.
             if *weight < self.min_p {
                 break;
             }

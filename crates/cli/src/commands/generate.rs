@@ -100,7 +100,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         bail!("--top-p is {}; it must be above 0 and at most 1", args.top_p);
     }
     if !(args.min_p >= 0.0 && args.min_p <= 1.0) {
-        bail!("--min-p is {}; it must be 0 to 1", args.min_p);
+        bail!("--min-p is {}; it must be from 0 to 1", args.min_p);
     }
     if args.stop.iter().any(String::is_empty) {
         bail!("--stop is empty, so no text could be generated before it; give a text, or leave it out");
