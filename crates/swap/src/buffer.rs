@@ -3,8 +3,7 @@ use crate::{ALIGNMENT, SwapError};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard};
-use trireme_base::Bytes;
-use trireme_base::HUGE_PAGE_BYTES;
+use trireme_base::{Bytes, HUGE_PAGE_BYTES};
 
 /// Memory that a transfer can take: it begins at a multiple of [`ALIGNMENT`].
 ///
@@ -95,9 +94,7 @@ impl LentBuffer {
 
 /// The memory of a file's buffers, used again by capacity.
 #[derive(Debug, Default)]
-pub(crate) struct Pool {
-    shelf: Mutex<Shelf>,
-}
+pub(crate) struct Pool(Mutex<Shelf>);
 
 #[derive(Debug, Default)]
 struct Shelf {
@@ -126,7 +123,7 @@ impl Pool {
     }
 
     fn lock(&self) -> MutexGuard<'_, Shelf> {
-        self.shelf.lock().expect("no thread panics while it holds the shelf")
+        self.0.lock().expect("no thread panics while it holds the shelf")
     }
 }
 

@@ -5,21 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::Bytes;
 
-/// Which way bytes go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// From disk to memory.
-    Read,
-    /// From memory to disk.
-    Write,
-}
-
-impl fmt::Display for Direction {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Direction::Read => "read",
-            Direction::Write => "write",
-        })
+trireme_base::named! {
+    /// Which way bytes go.
+    pub enum Direction {
+        /// From disk to memory.
+        Read = "read",
+        /// From memory to disk.
+        Write = "write",
     }
 }
 
@@ -52,47 +44,25 @@ pub enum SwapError {
     Options { what: String },
     /// No file could be made.
     #[error("cannot create a swap file in {}; it must be a folder on a disk where this user may write", folder.display())]
-    Create {
-        folder: PathBuf,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Create { folder: PathBuf, source: Arc<io::Error> },
     /// The disk has too little space, or does not give it.
     #[error(
         "cannot reserve {asked} for the swap file in {}: only {free} are free; free space there, choose a folder on \
          another disk, or offload less to disk", folder.display()
     )]
-    Space {
-        folder: PathBuf,
-        asked: Bytes,
-        free: Bytes,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Space { folder: PathBuf, asked: Bytes, free: Bytes, source: Arc<io::Error> },
     /// There is no memory for a buffer.
     #[error("cannot allocate {bytes} of memory for a transfer; use smaller blocks, or fewer at a time")]
-    Memory {
-        bytes: Bytes,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Memory { bytes: Bytes, source: Arc<io::Error> },
     /// A thread could not be started.
     #[error("cannot start a thread for the swap file")]
-    Start {
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Start { source: Arc<io::Error> },
     /// The system refused a read or a write.
     #[error(
         "cannot {} {access} of the swap file in {}; look for disk errors in the kernel log (dmesg), or choose a \
          folder on another disk", access.direction, folder.display()
     )]
-    Refused {
-        access: Access,
-        folder: PathBuf,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Refused { access: Access, folder: PathBuf, source: Arc<io::Error> },
     /// The system moved fewer bytes than asked.
     #[error(
         "the {} of {access} of the swap file in {} ended after {moved} bytes; was the file truncated, or is the disk \
@@ -113,14 +83,8 @@ pub enum SwapError {
     )]
     Timeout { access: Access, folder: PathBuf, timeout: Duration },
     /// io_uring itself failed.
-    #[error(
-        "io_uring failed for the swap file in {}; choose a method that uses threads", folder.display()
-    )]
-    Ring {
-        folder: PathBuf,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    #[error("io_uring failed for the swap file in {}; choose a method that uses threads", folder.display())]
+    Ring { folder: PathBuf, source: Arc<io::Error> },
     /// A thread of the file panicked.
     #[error("a thread serving the swap file in {} panicked; see its message", folder.display())]
     Panicked { folder: PathBuf },

@@ -77,7 +77,7 @@ impl SwapFile {
         let description = SwapDescription { folder, size, is_reserved, method, refused };
         // From here on a drop ends the threads that were started.
         let mut swap = SwapFile { queue, pool: Arc::default(), description, threads: Vec::new() };
-        swap.threads = workers::start(&swap.queue, &swap.description.folder, file, ring, options.num_threads)
+        swap.threads = workers::start(&swap.queue, file, ring, options.num_threads)
             .map_err(|source| SwapError::Start { source: Arc::new(source) })?;
         Ok(swap)
     }

@@ -5,24 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::Bytes;
 
-/// How bytes get to the disk and back, the fastest first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Method {
-    /// Direct IO, through io_uring, by one thread.
-    Ring,
-    /// Direct IO, by threads that each wait for a part.
-    DirectThreads,
-    /// By threads, through the page cache: it takes memory, which is what offloading is to save.
-    BufferedThreads,
-}
-
-impl fmt::Display for Method {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Method::Ring => "direct IO through io_uring",
-            Method::DirectThreads => "direct IO by threads",
-            Method::BufferedThreads => "IO through the page cache by threads",
-        })
+trireme_base::named! {
+    /// How bytes get to the disk and back, the fastest first.
+    pub enum Method {
+        /// Direct IO, through io_uring, by one thread.
+        Ring = "direct IO through io_uring",
+        /// Direct IO, by threads that each wait for a part.
+        DirectThreads = "direct IO by threads",
+        /// By threads, through the page cache: it takes memory, which is what offloading is to save.
+        BufferedThreads = "IO through the page cache by threads",
     }
 }
 

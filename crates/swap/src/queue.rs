@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 pub(crate) struct Queue {
-    folder: PathBuf,
+    pub(crate) folder: PathBuf,
     part_bytes: usize,
     timeout: Duration,
     interceptor: Option<Arc<dyn Interceptor>>,
@@ -102,10 +102,8 @@ impl Queue {
         let Some((began, access)) = state.oldest_running() else { return self.timeout };
         let remaining = self.timeout.saturating_sub(began.elapsed());
         if remaining.is_zero() && state.failure.is_none() {
-            self.fail(
-                state,
-                SwapError::Timeout { access, folder: self.folder.clone(), timeout: self.timeout },
-            );
+            let (folder, timeout) = (self.folder.clone(), self.timeout);
+            self.fail(state, SwapError::Timeout { access, folder, timeout });
         }
         remaining
     }
@@ -113,25 +111,22 @@ impl Queue {
     /// The next operation, ready for the system, once there is one; none when the file is closed or has failed.
     pub(crate) fn next(&self) -> Option<Operation> {
         let mut state = self.lock();
-        let mut operation = loop {
-            match state.next_operation(self.part_bytes) {
-                Some(operation) => break operation,
-                None if state.failure.is_some() => return None,
-                None => {
-                    state = self.submitted.wait(state).expect("no thread panics while it holds the queue")
-                }
+        loop {
+            if let Some(operation) = state.next_operation(self.part_bytes) {
+                drop(state);
+                return Some(operation.prepared());
             }
-        };
-        drop(state);
-        operation.prepare();
-        Some(operation)
+            if state.failure.is_some() {
+                return None;
+            }
+            state = self.submitted.wait(state).expect("no thread panics while it holds the queue");
+        }
     }
 
     /// The next operation, ready for the system, if there is one.
     pub(crate) fn try_next(&self) -> Option<Operation> {
-        let mut operation = self.lock().next_operation(self.part_bytes)?;
-        operation.prepare();
-        Some(operation)
+        let operation = self.lock().next_operation(self.part_bytes)?;
+        Some(operation.prepared())
     }
 
     /// Takes note of what the system said of an operation.
@@ -159,11 +154,8 @@ impl Queue {
     fn judge(&self, operation: &Operation, result: io::Result<usize>) -> Result<(), SwapError> {
         let Operation { access, checksum: expected, ref part, .. } = *operation;
         let folder = || self.folder.clone();
-        let moved = result.map_err(|source| SwapError::Refused {
-            access,
-            folder: folder(),
-            source: Arc::new(source),
-        })?;
+        let refused = |source| SwapError::Refused { access, folder: folder(), source: Arc::new(source) };
+        let moved = result.map_err(refused)?;
         if moved != access.bytes {
             return Err(SwapError::Short { access, moved, folder: folder() });
         }
@@ -225,9 +217,10 @@ impl Queue {
 
 impl Operation {
     /// Takes the checksum of what will be written, which needs no lock.
-    fn prepare(&mut self) {
+    fn prepared(mut self) -> Self {
         if self.access.direction == Direction::Write {
             self.checksum = crc32c::crc32c(&self.part);
         }
+        self
     }
 }

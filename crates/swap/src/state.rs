@@ -37,6 +37,7 @@ pub(crate) struct Block {
     pub(crate) is_busy: bool,
 }
 
+#[derive(Default)]
 pub(crate) struct State {
     pub(crate) blocks: Vec<Block>,
     slots: Slab<Slot>,
@@ -78,10 +79,7 @@ impl State {
             blocks,
             slots: Slab::with_capacity(NUM_PENDING),
             waiting: VecDeque::with_capacity(NUM_PENDING),
-            cutting: None,
-            failure: None,
-            num_workers: 0,
-            statistics: SwapStatistics::default(),
+            ..State::default()
         }
     }
 
@@ -154,18 +152,16 @@ impl State {
     fn end_if_done(&mut self, index: usize) -> bool {
         let has_failed = self.failure.is_some();
         let slot = &mut self.slots[index];
-        let is_done = match &slot.phase {
-            Phase::Running(running) => {
-                running.num_ended == running.num_handed_out
-                    && (has_failed || running.buffer.memory.is_cut_up())
-            }
-            _ => false,
+        let phase = std::mem::replace(&mut slot.phase, Phase::Ended(None));
+        let is_done = |running: &Running| {
+            running.num_ended == running.num_handed_out && (has_failed || running.buffer.memory.is_cut_up())
         };
-        if !is_done {
-            return false;
-        }
-        let Phase::Running(running) = std::mem::replace(&mut slot.phase, Phase::Ended(None)) else {
-            unreachable!("it was running")
+        let running = match phase {
+            Phase::Running(running) if is_done(&running) => running,
+            other => {
+                slot.phase = other;
+                return false;
+            }
         };
         let buffer = running.buffer.reclaim().expect("who ends a part has dropped it");
         slot.phase = Phase::Ended((!has_failed).then_some(buffer));
@@ -193,10 +189,9 @@ impl State {
     /// The result of the transfer in `index`, whose slot is then free; none while it runs.
     pub(crate) fn take_result(&mut self, index: usize) -> Option<Result<AlignedBuffer, SwapError>> {
         let slot = &mut self.slots[index];
-        if let Phase::Ended(Some(_)) = slot.phase {
-            let Phase::Ended(Some(buffer)) = std::mem::replace(&mut slot.phase, Phase::Ended(None)) else {
-                unreachable!("it was just seen")
-            };
+        if let Phase::Ended(buffer) = &mut slot.phase
+            && let Some(buffer) = buffer.take()
+        {
             self.slots.remove(index);
             return Some(Ok(buffer));
         }

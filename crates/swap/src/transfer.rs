@@ -1,7 +1,6 @@
 use crate::queue::Queue;
 use crate::{AlignedBuffer, SwapError};
 use std::fmt;
-use std::mem;
 use std::sync::Arc;
 
 /// A read or a write that was issued and may not have ended; [`wait`](Transfer::wait) gives its buffer back.
@@ -9,26 +8,22 @@ use std::sync::Arc;
 /// Dropping it does not cancel it: the buffer goes back to its file when the system is done with it.
 #[must_use = "a transfer's buffer, or its failure, is seen by waiting for it"]
 pub struct Transfer {
-    state: State,
+    /// Absent once the result was taken.
+    state: Option<State>,
 }
 
 enum State {
     Ready(Result<AlignedBuffer, SwapError>),
-    Pending {
-        queue: Arc<Queue>,
-        slot: usize,
-    },
-    /// The result has been taken.
-    Taken,
+    Pending { queue: Arc<Queue>, slot: usize },
 }
 
 impl Transfer {
     pub(crate) fn ready(result: Result<AlignedBuffer, SwapError>) -> Self {
-        Transfer { state: State::Ready(result) }
+        Transfer { state: Some(State::Ready(result)) }
     }
 
     pub(crate) fn pending(queue: &Arc<Queue>, slot: usize) -> Self {
-        Transfer { state: State::Pending { queue: Arc::clone(queue), slot } }
+        Transfer { state: Some(State::Pending { queue: Arc::clone(queue), slot }) }
     }
 
     /// Blocks until the transfer has ended. After a read the buffer holds the block, after a write what it held.
@@ -37,18 +32,17 @@ impl Transfer {
     /// This transfer's failure, or that of another one of the file; at the latest when a transfer has been with
     /// the system for the file's timeout, even if the system never answers.
     pub fn wait(mut self) -> Result<AlignedBuffer, SwapError> {
-        match mem::replace(&mut self.state, State::Taken) {
+        match self.state.take().expect("only this method takes the result, and it takes the transfer, too") {
             State::Ready(result) => result,
             State::Pending { queue, slot } => queue.wait(slot),
-            State::Taken => unreachable!("only this method takes the result, and it takes the transfer, too"),
         }
     }
 
     /// Whether [`wait`](Transfer::wait) would return at once.
     pub fn is_done(&self) -> bool {
         match &self.state {
-            State::Pending { queue, slot } => queue.is_done(*slot),
-            State::Ready(_) | State::Taken => true,
+            Some(State::Pending { queue, slot }) => queue.is_done(*slot),
+            Some(State::Ready(_)) | None => true,
         }
     }
 }
@@ -61,7 +55,7 @@ impl fmt::Debug for Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        if let State::Pending { queue, slot } = &self.state {
+        if let Some(State::Pending { queue, slot }) = &self.state {
             queue.abandon(*slot);
         }
     }

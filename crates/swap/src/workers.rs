@@ -5,7 +5,6 @@ use crate::raw::Ring;
 use crate::{Direction, SwapError};
 use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use trireme_base::spawn_thread;
@@ -13,50 +12,45 @@ use trireme_base::spawn_thread;
 /// Starts the thread of `ring`, or without one `num_threads` that make calls on `file`; they end when the queue does.
 pub(crate) fn start(
     queue: &Arc<Queue>,
-    folder: &Path,
     file: File,
     ring: Option<Ring>,
     num_threads: usize,
 ) -> io::Result<Vec<JoinHandle<()>>> {
     if let Some(ring) = ring {
-        return Ok(vec![spawn(folder, queue, move |queue| serve_ring(queue, ring))?]);
+        return Ok(vec![spawn(queue, move |queue| serve_ring(queue, ring))?]);
     }
     let file = Arc::new(file);
     let start = |_| {
         let file = Arc::clone(&file);
-        spawn(folder, queue, move |queue| serve_by_calls(queue, &file))
+        spawn(queue, move |queue| serve_by_calls(queue, &file))
     };
     (0..num_threads).map(start).collect()
 }
 
 /// A thread that runs `serve`, and fails the file if that fails or panics.
 fn spawn(
-    folder: &Path,
     queue: &Arc<Queue>,
     serve: impl FnOnce(&Queue) -> io::Result<()> + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
     queue.enter();
-    let worker = Worker { queue: Arc::clone(queue), folder: folder.to_owned() };
+    let worker = Worker(Arc::clone(queue));
     spawn_thread("swap", move || {
-        if let Err(source) = serve(&worker.queue) {
-            let folder = worker.folder.clone();
-            worker.queue.abort(SwapError::Ring { folder, source: Arc::new(source) });
+        let Worker(queue) = &worker;
+        if let Err(source) = serve(queue) {
+            queue.abort(SwapError::Ring { folder: queue.folder.clone(), source: Arc::new(source) });
         }
     })
 }
 
 /// The presence of a thread at the queue.
-struct Worker {
-    queue: Arc<Queue>,
-    folder: PathBuf,
-}
+struct Worker(Arc<Queue>);
 
 impl Drop for Worker {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.queue.abort(SwapError::Panicked { folder: self.folder.clone() });
+            self.0.abort(SwapError::Panicked { folder: self.0.folder.clone() });
         }
-        self.queue.leave();
+        self.0.leave();
     }
 }
 

@@ -1,6 +1,7 @@
 use crate::Direction;
 use crate::queue::Operation;
 use io_uring::{IoUring, Probe, opcode, types};
+use slab::Slab;
 use std::fs::File;
 use std::io;
 use std::mem;
@@ -11,8 +12,8 @@ pub(crate) struct Ring {
     ring: IoUring,
     file: File,
     /// The operations that the kernel has, each at the index that its completion will name.
-    in_flight: Vec<Option<Operation>>,
-    free: Vec<usize>,
+    in_flight: Slab<Operation>,
+    depth: usize,
 }
 
 impl Ring {
@@ -27,26 +28,27 @@ impl Ring {
         if !probe.is_supported(opcode::Read::CODE) || !probe.is_supported(opcode::Write::CODE) {
             return Err(io::Error::other("this kernel's io_uring does not support reads and writes"));
         }
-        Ok(Ring { ring, file, in_flight: (0..depth).map(|_| None).collect(), free: (0..depth).collect() })
+        Ok(Ring { ring, file, in_flight: Slab::with_capacity(depth), depth })
     }
 
     /// How many operations it takes at a time.
     pub(crate) fn depth(&self) -> usize {
-        self.in_flight.len()
+        self.depth
     }
 
     pub(crate) fn has_room(&self) -> bool {
-        !self.free.is_empty()
+        self.in_flight.len() < self.depth
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.free.len() == self.depth()
+        self.in_flight.is_empty()
     }
 
     /// Hands an operation to the kernel, for which there must be room.
     pub(crate) fn submit(&mut self, operation: Operation) -> io::Result<()> {
-        let index = self.free.pop().expect("the ring has room");
-        let operation = self.in_flight[index].insert(operation);
+        assert!(self.has_room(), "the ring has room");
+        let index = self.in_flight.insert(operation);
+        let operation = &mut self.in_flight[index];
         let file = types::Fd(self.file.as_raw_fd());
         let (len, memory) = (operation.part.len() as u32, operation.part.as_mut_ptr());
         let offset = operation.access.offset;
@@ -70,8 +72,8 @@ impl Ring {
         }
         for completion in self.ring.completion() {
             let index = completion.user_data() as usize;
-            let operation = self.in_flight[index].take().expect("the kernel ends what was submitted, once");
-            self.free.push(index);
+            let operation =
+                self.in_flight.try_remove(index).expect("the kernel ends what was submitted, once");
             let result = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
             ended.push((operation, result));
@@ -83,6 +85,6 @@ impl Ring {
 impl Drop for Ring {
     /// What the kernel has not ended may still be written to: its memory is never given back.
     fn drop(&mut self) {
-        self.in_flight.drain(..).flatten().for_each(mem::forget);
+        self.in_flight.drain().for_each(mem::forget);
     }
 }
