@@ -2,7 +2,7 @@
 
 use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::Cpu;
-use crate::kernels::{FactoredPart, OperandMut, Pieces, SharedSlice, StateDType, StateRef, StateSlice};
+use crate::kernels::{FactoredPart, OperandMut, Pieces, SharedSlice, StateDType, StateSlice};
 use crate::parameter_table::{ParameterInfo, UnitInfo};
 use crate::tensor::Tensor;
 use std::ops::Range;
@@ -63,14 +63,15 @@ impl OptimizerState {
     pub fn read(&self, pieces: &Pieces, range: Range<usize>, device: &Device, out: &mut [f32]) {
         let (elements, blocks) = pieces.span(range.clone());
         let values = self.values.view().part(elements.start, [elements.len()].into());
-        let read = |state: StateRef<'_>, out| pieces.read_state(device.cpu_features(), range, state, out);
+        let read = |state: StateSlice<'_>, out| pieces.read_state(device.cpu_features(), range, state, out);
         match self.dtype {
             StateDType::F32 => device.download(values, &mut out[..elements.len()]),
-            StateDType::Bf16 => read(StateRef::Bf16(&device.read(values)), out),
+            StateDType::Bf16 => read(StateSlice::Bf16(SharedSlice::new(&mut device.read(values))), out),
             StateDType::Int8 => {
                 let steps = self.steps.view().part(blocks.start, [blocks.len()].into());
-                let (codes, steps) = (&device.read(values)[..], &device.read(steps)[..]);
-                read(StateRef::Int8 { codes, steps, is_square: self.is_square }, out);
+                let (mut codes, mut steps) = (device.read(values), device.read(steps));
+                let (codes, steps) = (SharedSlice::new(&mut codes), SharedSlice::new(&mut steps));
+                read(StateSlice::Int8 { codes, steps, is_square: self.is_square }, out);
             }
         }
     }
@@ -94,8 +95,8 @@ impl OptimizerState {
             }
             StateDType::Int8 => {
                 let (mut codes, mut steps) = (vec![0; len], vec![0.0_f32; blocks.len()]);
-                let (codes_slice, steps_slice) = (SharedSlice::new(&mut codes), SharedSlice::new(&mut steps));
-                write(StateSlice::Int8 { codes: codes_slice, steps: steps_slice, is_square });
+                let of_codes = SharedSlice::new(&mut codes);
+                write(StateSlice::Int8 { codes: of_codes, steps: SharedSlice::new(&mut steps), is_square });
                 device.upload(&codes, own);
                 device.upload(&steps, self.steps.view_mut().into_part(blocks.start, [blocks.len()].into()));
             }

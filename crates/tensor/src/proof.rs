@@ -191,7 +191,7 @@ impl Case {
             if self.transposes == Transposes::NT { (inner, true) } else { (cols, false) };
         let left = Matrix::row_major(L::floats(&left), left_cols, left_transposed);
         let right = Matrix::row_major(R::floats(&right), right_cols, right_transposed);
-        let epilogue = if self.before.is_some() { Epilogue::Accumulate } else { Epilogue::Overwrite };
+        let epilogue = Epilogue { accumulate: self.before.is_some(), ..Epilogue::OVERWRITE };
         // What a kernel reads and must not shows as NaN.
         let mut out = vec![self.before.unwrap_or(f32::NAN); rows * cols];
         let mut scratch = vec![u32::MAX; cpu.matmul_scratch(self.precision, self.size, left)];

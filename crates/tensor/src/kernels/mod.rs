@@ -17,7 +17,7 @@ pub(crate) use cpu::embedding::Bags;
 pub use cpu::exact_sum::ExactSum;
 pub use cpu::experts::{ChosenGroups, RoutingRule};
 pub use cpu::matmul::GroupLimit;
-pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice, Update};
+pub(crate) use cpu::optimizer::{Access, FactoredPart, StateSlice, Update};
 pub use cpu::optimizer::{FactoredStep, LeafRun, Piece, Pieces, StateDType, StepScale, rules as updates};
 pub use cpu::peak::Unit;
 pub use cpu::quantized::IntegerFormat;

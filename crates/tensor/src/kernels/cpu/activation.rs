@@ -151,10 +151,8 @@ impl Cpu {
     /// `y = activation(x)`.
     pub(crate) fn activate<T: Element>(&self, activation: Activation, x: &[T], y: &mut [T]) {
         assert_eq!(x.len(), y.len());
-        let out = SharedSlice::new(y);
-        with_curve!(activation => |C| self.for_row_blocks(x.len(), 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            forward::<T, C>(self.features, &x[first..first + len], unsafe { out.range(first, len) });
+        with_curve!(activation => |C| self.for_each_block(y, |first, y| {
+            forward::<T, C>(self.features, &x[first..first + y.len()], y);
         }));
     }
 
@@ -173,13 +171,9 @@ impl Cpu {
     /// `y = activation(gate) * up` for rows `gate | up` of `2 cols` elements (Shazeer, "GLU variants improve transformer", 2020).
     pub(crate) fn gate<T: Element>(&self, activation: Activation, gate_up: &[T], y: &mut [T], cols: usize) {
         assert_eq!(gate_up.len(), 2 * y.len());
-        let out = SharedSlice::new(y);
-        with_curve!(activation => |C| self.for_row_blocks(gate_up.len() / (2 * cols), cols, |first, rows| {
-            for row in first..first + rows {
-                let (gate, up) = gate_up[row * 2 * cols..(row + 1) * 2 * cols].split_at(cols);
-                // SAFETY: rows do not overlap.
-                gated_forward::<T, C>(self.features, gate, up, unsafe { out.range(row * cols, cols) });
-            }
+        with_curve!(activation => |C| self.for_each_row(y, cols, |row, y| {
+            let (gate, up) = gate_up[row * 2 * cols..(row + 1) * 2 * cols].split_at(cols);
+            gated_forward::<T, C>(self.features, gate, up, y);
         }));
     }
 

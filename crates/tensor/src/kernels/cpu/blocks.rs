@@ -60,23 +60,13 @@ impl Cpu {
         (y, dims): (&mut [T], [usize; 4]),
     ) {
         assert!(x.len() == y.len() && y.len() == dims.iter().product::<usize>());
-        if y.is_empty() {
-            return;
-        }
         let cols = dims[3];
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(dims[0] * dims[1] * dims[2], cols, |first, num| {
-            for row in first..first + num {
-                // SAFETY: rows do not overlap.
-                let out = unsafe { out.range(row * cols, cols) };
-                let places = [row / dims[2] / dims[1], row / dims[2] % dims[1], row % dims[2]];
-                let start = places.iter().zip(strides).map(|(place, stride)| place * stride).sum();
-                match strides[3] {
-                    1 => out.copy_from_slice(&x[start..start + cols]),
-                    stride => {
-                        out.iter_mut().zip(x[start..].iter().step_by(stride)).for_each(|(y, x)| *y = *x)
-                    }
-                }
+        self.for_each_row(y, cols, |row, out| {
+            let places = [row / dims[2] / dims[1], row / dims[2] % dims[1], row % dims[2]];
+            let start = places.iter().zip(strides).map(|(place, stride)| place * stride).sum();
+            match strides[3] {
+                1 => out.copy_from_slice(&x[start..start + cols]),
+                stride => out.iter_mut().zip(x[start..].iter().step_by(stride)).for_each(|(y, x)| *y = *x),
             }
         });
     }
@@ -91,17 +81,12 @@ impl Cpu {
         y: &mut [T],
     ) {
         assert!(x.len() == outer * dim * inner && y.len() == outer * inner);
-        let out = SharedSlice::new(y);
         if inner == 1 {
-            self.for_row_blocks(outer, dim, |first, num| {
-                // SAFETY: blocks do not overlap.
-                let out = unsafe { out.range(first, num) };
-                for (row, y) in (first..).zip(out) {
-                    sum_elements(self.features, &x[row * dim..(row + 1) * dim], factor, y);
-                }
+            return self.for_each_reduced_row(y, 1, dim, |row, y| {
+                sum_elements(self.features, &x[row * dim..(row + 1) * dim], factor, &mut y[0]);
             });
-            return;
         }
+        let out = SharedSlice::new(y);
         let num_blocks = inner.div_ceil(COLUMN_BLOCK);
         self.threads.run(outer * num_blocks, &|task| {
             let (outer, first) = (task / num_blocks, task % num_blocks * COLUMN_BLOCK);
@@ -121,14 +106,9 @@ impl Cpu {
         y: &mut [T],
     ) {
         assert!(y.len() == outer * dim * inner && x.len() == outer * inner);
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(outer * dim, inner, |first, num| {
-            for block in first..first + num {
-                // SAFETY: blocks do not overlap.
-                let out = unsafe { out.range(block * inner, inner) };
-                let start = block / dim * inner;
-                scale_block(self.features, &x[start..start + inner], factor, out);
-            }
+        self.for_each_row(y, inner, |block, out| {
+            let start = block / dim * inner;
+            scale_block(self.features, &x[start..start + inner], factor, out);
         });
     }
 
@@ -138,14 +118,9 @@ impl Cpu {
     /// If an id is that of no row.
     pub(crate) fn gather_rows<T: Copy + Send + Sync>(&self, x: &[T], ids: &[u32], cols: usize, y: &mut [T]) {
         assert_eq!(y.len(), ids.len() * cols);
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(ids.len(), cols, |first, num| {
-            for (row, &id) in (first..).zip(&ids[first..first + num]) {
-                // SAFETY: rows do not overlap.
-                let out = unsafe { out.range(row * cols, cols) };
-                let start = id as usize * cols;
-                out.copy_from_slice(&x[start..start + cols]);
-            }
+        self.for_each_row(y, cols, |row, out| {
+            let start = ids[row] as usize * cols;
+            out.copy_from_slice(&x[start..start + cols]);
         });
     }
 }

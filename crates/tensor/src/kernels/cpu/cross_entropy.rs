@@ -1,8 +1,8 @@
 //! Softmax cross-entropy over rows of logits, a chunk of the vocabulary at a time.
 
+use super::Cpu;
 use super::element::Element;
 use super::simd::{exp, for_each_simd_level, max_of, sum_map};
-use super::{Cpu, SharedSlice};
 
 /// What is known of a row after some chunks, in this order: the largest logit, the sum of `exp(logit - largest)`, and
 /// the target's logit (Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018).
@@ -51,20 +51,15 @@ impl Cpu {
     ) {
         let (rows, cols) = (targets.len(), chunk.len);
         assert!(logits.len() == rows * cols && statistics.len() == rows * STATISTICS);
-        let statistics = SharedSlice::new(statistics);
-        self.for_row_blocks(rows, cols, |first, num_rows| {
-            for (row, &target) in targets.iter().enumerate().skip(first).take(num_rows) {
-                let logits = &logits[row * cols..(row + 1) * cols];
-                // SAFETY: rows do not overlap.
-                let saved = unsafe { statistics.range(row * STATISTICS, STATISTICS) };
-                if chunk.first == 0 {
-                    // Not negative infinity: a chunk of such logits would be NaN, the difference of two.
-                    saved.copy_from_slice(&[f32::MIN, 0.0, 0.0]);
-                }
-                (saved[0], saved[1]) = row_statistics(self.features, logits, saved[0], saved[1]);
-                if let Some(column) = chunk.column(target) {
-                    saved[2] = logits[column];
-                }
+        self.for_each_reduced_row(statistics, STATISTICS, cols, |row, saved| {
+            let logits = &logits[row * cols..(row + 1) * cols];
+            if chunk.first == 0 {
+                // Not negative infinity: a chunk of such logits would be NaN, the difference of two.
+                saved.copy_from_slice(&[f32::MIN, 0.0, 0.0]);
+            }
+            (saved[0], saved[1]) = row_statistics(self.features, logits, saved[0], saved[1]);
+            if let Some(column) = chunk.column(targets[row]) {
+                saved[2] = logits[column];
             }
         });
     }
@@ -102,27 +97,19 @@ impl Cpu {
         assert!(logits.len() == rows * cols && gradient.len() == logits.len());
         assert_eq!(statistics.len(), rows * STATISTICS);
         assert!(weights.is_none_or(|weights| weights.len() == rows));
-        let gradient = SharedSlice::new(gradient);
-        self.for_row_blocks(rows, cols, |first, num_rows| {
-            for (row, &target) in targets.iter().enumerate().skip(first).take(num_rows) {
-                let (max, sum) = (statistics[row * STATISTICS], statistics[row * STATISTICS + 1]);
-                let logits = &logits[row * cols..(row + 1) * cols];
-                // SAFETY: rows do not overlap.
-                let gradient = unsafe { gradient.range(row * cols, cols) };
-                let scale = match weights.map(|weights| weights[row]) {
-                    // Whatever the logits are.
-                    Some(0.0) => {
-                        gradient.fill(T::from_f32(0.0));
-                        continue;
-                    }
-                    Some(weight) => scale * weight,
-                    None => scale,
-                };
-                row_gradient(self.features, logits, max, scale / sum, gradient);
-                if let Some(column) = chunk.column(target) {
-                    let weight = exp(logits[column] - max) * (scale / sum);
-                    gradient[column] = T::from_f32(weight - scale);
-                }
+        self.for_each_row(gradient, cols, |row, gradient| {
+            let (max, sum) = (statistics[row * STATISTICS], statistics[row * STATISTICS + 1]);
+            let logits = &logits[row * cols..(row + 1) * cols];
+            let scale = match weights.map(|weights| weights[row]) {
+                // Whatever the logits are.
+                Some(0.0) => return gradient.fill(T::from_f32(0.0)),
+                Some(weight) => scale * weight,
+                None => scale,
+            };
+            row_gradient(self.features, logits, max, scale / sum, gradient);
+            if let Some(column) = chunk.column(targets[row]) {
+                let weight = exp(logits[column] - max) * (scale / sum);
+                gradient[column] = T::from_f32(weight - scale);
             }
         });
     }

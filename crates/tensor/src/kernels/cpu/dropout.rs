@@ -37,8 +37,7 @@ impl Cpu {
         let threshold = (f64::from(rate) * 2.0_f64.powi(32)) as u32;
         let scale = 1.0 / (1.0 - rate);
         // Rows without words between them are one.
-        let row_len = if words.len == words.stride { 1 } else { words.len };
-        let stride = if words.len == words.stride { 1 } else { words.stride };
+        let (row_len, stride) = if words.len == words.stride { (1, 1) } else { (words.len, words.stride) };
         let num_rows = x.len() / row_len.max(1);
         let x = SharedSlice::new(x);
         self.for_row_blocks(num_rows, row_len, |start, num| {

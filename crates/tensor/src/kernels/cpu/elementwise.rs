@@ -1,8 +1,8 @@
 //! Functions of single elements, computed in f32.
 
+use super::Cpu;
 use super::element::Element;
 use super::simd::{for_each_simd_level, sum_zip};
-use super::{Cpu, SharedSlice};
 
 for_each_simd_level! {
     fn map_block<T: Element, F: Fn(f32) -> f32>(x: &[T], y: &mut [T], function: &F) {
@@ -50,10 +50,8 @@ impl Cpu {
     /// `y = function(x)`.
     pub(crate) fn map<T: Element>(&self, x: &[T], y: &mut [T], function: impl Fn(f32) -> f32 + Sync) {
         assert_eq!(x.len(), y.len());
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(x.len(), 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            map_block(self.features, &x[first..first + len], unsafe { out.range(first, len) }, &function);
+        self.for_each_block(y, |first, y| {
+            map_block(self.features, &x[first..first + y.len()], y, &function);
         });
     }
 
@@ -65,22 +63,15 @@ impl Cpu {
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
         assert!(left.len() == y.len() && right.len() == y.len());
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(left.len(), 1, |first, len| {
-            let (left, right) = (&left[first..first + len], &right[first..first + len]);
-            // SAFETY: blocks do not overlap.
-            zip_block(self.features, left, right, unsafe { out.range(first, len) }, &function);
+        self.for_each_block(y, |first, y| {
+            let range = first..first + y.len();
+            zip_block(self.features, &left[range.clone()], &right[range], y, &function);
         });
     }
 
     /// `y = function(y)`.
     pub(crate) fn map_in_place<T: Element>(&self, y: &mut [T], function: impl Fn(f32) -> f32 + Sync) {
-        let len = y.len();
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(len, 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            map_block_in_place(self.features, unsafe { out.range(first, len) }, &function);
-        });
+        self.for_each_block(y, |_, y| map_block_in_place(self.features, y, &function));
     }
 
     /// `y = function(y, x)`.
@@ -91,10 +82,9 @@ impl Cpu {
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
         assert_eq!(x.len(), y.len());
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(x.len(), 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            update_block(self.features, unsafe { out.range(first, len) }, &x[first..first + len], &function);
+        self.for_each_block(y, |first, y| {
+            let x = &x[first..first + y.len()];
+            update_block(self.features, y, x, &function);
         });
     }
 
@@ -108,16 +98,10 @@ impl Cpu {
     ) {
         assert!(x.len() == y.len() && residual.is_none_or(|residual| residual.len() == y.len()));
         assert!(bias.is_none_or(|bias| bias.len() == cols));
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(x.len() / cols.max(1), cols, |first, num| {
-            for row in first..first + num {
-                let range = row * cols..(row + 1) * cols;
-                let residual = residual.map(|residual| &residual[range.clone()]);
-                // SAFETY: rows do not overlap.
-                add_bias_row(self.features, &x[range], bias, residual, unsafe {
-                    out.range(row * cols, cols)
-                });
-            }
+        self.for_each_row(y, cols, |row, y| {
+            let range = row * cols..(row + 1) * cols;
+            let residual = residual.map(|residual| &residual[range.clone()]);
+            add_bias_row(self.features, &x[range], bias, residual, y);
         });
     }
 
@@ -130,31 +114,9 @@ impl Cpu {
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
         assert!(left.len() == sums.len() * cols && right.len() == left.len());
-        let out = SharedSlice::new(sums);
-        self.for_row_blocks(left.len() / cols.max(1), cols, |first, num| {
-            // SAFETY: rows do not overlap.
-            let sums = unsafe { out.range(first, num) };
-            for (row, sum) in (first..).zip(sums) {
-                let range = row * cols..(row + 1) * cols;
-                *sum = sum_row(self.features, &left[range.clone()], &right[range], &function);
-            }
-        });
-    }
-
-    /// Calls `compute` with each row of `cols` elements of `out`, and its number.
-    pub(crate) fn for_each_row(
-        &self,
-        out: &mut [f32],
-        cols: usize,
-        compute: impl Fn(usize, &mut [f32]) + Sync,
-    ) {
-        let num_rows = out.len() / cols.max(1);
-        let out = SharedSlice::new(out);
-        self.for_row_blocks(num_rows, cols, |first, num| {
-            for row in first..first + num {
-                // SAFETY: rows do not overlap.
-                compute(row, unsafe { out.range(row * cols, cols) });
-            }
+        self.for_each_reduced_row(sums, 1, cols, |row, sum| {
+            let range = row * cols..(row + 1) * cols;
+            sum[0] = sum_row(self.features, &left[range.clone()], &right[range], &function);
         });
     }
 }

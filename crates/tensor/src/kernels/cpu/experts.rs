@@ -168,25 +168,20 @@ impl Cpu {
         (ids, dy): (&[u32], &[f32]),
         dx: &mut [f32],
     ) {
-        let (k, dx) = (rule.num_choices, SharedSlice::new(dx));
-        self.for_row_blocks(x.len() / cols, cols, |first, num| {
-            for row in first..first + num {
-                // SAFETY: rows do not overlap.
-                let dx = unsafe { dx.range(row * cols, cols) };
-                let (x, ids, dy) =
-                    (&x[row * cols..], &ids[row * k..(row + 1) * k], &dy[row * k..(row + 1) * k]);
-                dx.fill(0.0);
-                if ids[0] as usize == cols {
-                    continue;
-                }
-                let value = |id: u32| x[id as usize];
-                let (factor, sum) = rule.factor(ids.iter().map(|&id| value(id)));
-                let mean = match rule.normalizes {
-                    true => ids.iter().zip(dy).map(|(&id, dy)| dy * value(id)).sum::<f32>() / sum,
-                    false => 0.0,
-                };
-                ids.iter().zip(dy).for_each(|(&id, dy)| dx[id as usize] = (dy - mean) * factor);
+        let k = rule.num_choices;
+        self.for_each_row(dx, cols, |row, dx| {
+            let (x, ids, dy) = (&x[row * cols..], &ids[row * k..(row + 1) * k], &dy[row * k..(row + 1) * k]);
+            dx.fill(0.0);
+            if ids[0] as usize == cols {
+                return;
             }
+            let value = |id: u32| x[id as usize];
+            let (factor, sum) = rule.factor(ids.iter().map(|&id| value(id)));
+            let mean = match rule.normalizes {
+                true => ids.iter().zip(dy).map(|(&id, dy)| dy * value(id)).sum::<f32>() / sum,
+                false => 0.0,
+            };
+            ids.iter().zip(dy).for_each(|(&id, dy)| dx[id as usize] = (dy - mean) * factor);
         });
     }
 
@@ -224,16 +219,10 @@ impl Cpu {
         y: &mut [Y],
     ) {
         assert_eq!(y.len(), order.len() * cols);
-        let y = SharedSlice::new(y);
-        self.for_row_blocks(order.len(), cols, |first, num| {
-            for (place, &choice) in (first..).zip(&order[first..first + num]) {
-                // SAFETY: rows do not overlap.
-                let y = unsafe { y.range(place * cols, cols) };
-                let choice = choice as usize;
-                let weight = weights.map_or(1.0, |weights| weights[choice]);
-                let x = &x[choice / num_choices * cols..][..cols];
-                scale_row(self.features, x, weight, y);
-            }
+        self.for_each_row(y, cols, |place, y| {
+            let choice = order[place] as usize;
+            let weight = weights.map_or(1.0, |weights| weights[choice]);
+            scale_row(self.features, &x[choice / num_choices * cols..][..cols], weight, y);
         });
     }
 
@@ -280,15 +269,10 @@ impl Cpu {
         y: &[Y],
         products: &mut [f32],
     ) {
-        let out = SharedSlice::new(products);
-        self.for_row_blocks(places.len(), cols, |first, num| {
-            // SAFETY: blocks do not overlap.
-            let out = unsafe { out.range(first, num) };
-            for (choice, product) in (first..).zip(out) {
-                let x = &x[places[choice] as usize * cols..][..cols];
-                let y = &y[choice / num_choices * cols..][..cols];
-                *product = row_product(self.features, x, y);
-            }
+        self.for_each_reduced_row(products, 1, cols, |choice, product| {
+            let x = &x[places[choice] as usize * cols..][..cols];
+            let y = &y[choice / num_choices * cols..][..cols];
+            product[0] = row_product(self.features, x, y);
         });
     }
 }

@@ -3,9 +3,9 @@
 //! No machine code for fp8 is needed: adding a power of two whose unit in the last place is fp8's, and taking it away again,
 //! rounds to nearest even. There are no branches, so the loop becomes SIMD code.
 
+use super::Cpu;
 use super::element::Element;
 use super::simd::for_each_simd_level;
-use super::{Cpu, SharedSlice};
 use crate::fp8::Fp8Format;
 use std::sync::atomic::{AtomicU32, Ordering};
 use trireme_base::Bf16;
@@ -85,12 +85,9 @@ impl Cpu {
         scale_exponent: i32,
     ) -> f32 {
         assert_eq!(x.len(), y.len());
-        let (out, rounding) = (SharedSlice::new(y), Rounding::new(format, scale_exponent));
-        let amax = AtomicU32::new(0);
-        self.for_row_blocks(x.len(), 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            let y = unsafe { out.range(first, len) };
-            let found = quantize(self.features, &x[first..first + len], y, rounding);
+        let (amax, rounding) = (AtomicU32::new(0), Rounding::new(format, scale_exponent));
+        self.for_each_block(y, |first, y| {
+            let found = quantize(self.features, &x[first..first + y.len()], y, rounding);
             // The largest is the largest in whatever order blocks come.
             amax.fetch_max(found, Ordering::Relaxed);
         });

@@ -130,4 +130,49 @@ impl Cpu {
             task(first, block.min(rows - first));
         });
     }
+
+    /// Runs `task(first, elements)` over chunks of `len` elements of `out`; the last one may be shorter.
+    pub(crate) fn for_each_chunk<T: Send>(
+        &self,
+        out: &mut [T],
+        len: usize,
+        task: impl Fn(usize, &mut [T]) + Sync,
+    ) {
+        let num_elements = out.len();
+        let out = SharedSlice::new(out);
+        self.threads.run(num_elements.div_ceil(len), &|index| {
+            let first = index * len;
+            // SAFETY: chunks do not overlap.
+            task(first, unsafe { out.range(first, len.min(num_elements - first)) });
+        });
+    }
+
+    /// Runs `task(first, elements)` over blocks of `out`, for kernels of single elements.
+    pub(crate) fn for_each_block<T: Send>(&self, out: &mut [T], task: impl Fn(usize, &mut [T]) + Sync) {
+        self.for_each_chunk(out, TASK_ELEMENTS, task);
+    }
+
+    /// Runs `task(row, elements)` over the rows of `cols` elements of `out`.
+    pub(crate) fn for_each_row<T: Send>(
+        &self,
+        out: &mut [T],
+        cols: usize,
+        task: impl Fn(usize, &mut [T]) + Sync,
+    ) {
+        self.for_each_reduced_row(out, cols, cols, task);
+    }
+
+    /// As [`for_each_row`](Cpu::for_each_row), where a row takes as much work as `num_read` elements.
+    pub(crate) fn for_each_reduced_row<T: Send>(
+        &self,
+        out: &mut [T],
+        cols: usize,
+        num_read: usize,
+        task: impl Fn(usize, &mut [T]) + Sync,
+    ) {
+        let cols = cols.max(1);
+        self.for_each_chunk(out, rows_per_task(num_read) * cols, |first, rows| {
+            (first / cols..).zip(rows.chunks_exact_mut(cols)).for_each(|(row, out)| task(row, out));
+        });
+    }
 }

@@ -119,24 +119,11 @@ impl Cpu {
         let cols = weight.len();
         let rows = x.len() / cols;
         assert!(x.len() == dx.len() && x.len() == dy.len() && x.len() == rows * cols);
-        let dx = SharedSlice::new(dx);
-        self.for_row_blocks(rows, cols, |first, num_rows| {
-            for row in first..first + num_rows {
-                let range = row * cols..(row + 1) * cols;
-                let saved = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
-                // SAFETY: rows do not overlap.
-                let dx = unsafe { dx.range(row * cols, cols) };
-                backward_row(
-                    self.features,
-                    &x[range.clone()],
-                    weight,
-                    &dy[range],
-                    saved,
-                    centred,
-                    dx,
-                    accumulate,
-                );
-            }
+        self.for_each_row(dx, cols, |row, dx| {
+            let range = row * cols..(row + 1) * cols;
+            let (x, dy) = (&x[range.clone()], &dy[range]);
+            let saved = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
+            backward_row(self.features, x, weight, dy, saved, centred, dx, accumulate);
         });
     }
 
@@ -151,11 +138,7 @@ impl Cpu {
     ) {
         let cols = d_weight.len();
         assert!(x.len() == dy.len() && x.len().is_multiple_of(cols));
-        let d_weight = SharedSlice::new(d_weight);
-        self.threads.run(cols.div_ceil(COLUMN_BLOCK), &|block| {
-            let first = block * COLUMN_BLOCK;
-            // SAFETY: blocks do not overlap.
-            let out = unsafe { d_weight.range(first, COLUMN_BLOCK.min(cols - first)) };
+        self.for_each_chunk(d_weight, COLUMN_BLOCK, |first, out| {
             weight_block(self.features, x, dy, statistics, cols, first, out, accumulate);
         });
     }

@@ -11,11 +11,10 @@ pub use factored::FactoredStep;
 pub(crate) use factored::{FactoredPart, Factors};
 pub(crate) use orthogonalize::OrthogonalizeScratch;
 pub use pieces::{Piece, Pieces};
-pub(crate) use rules::Access;
-pub(crate) use rules::Update;
+pub(crate) use rules::{Access, Update};
 pub use scales::{LeafRun, StepScale};
 pub use state::StateDType;
-pub(crate) use state::{StateRef, StateSlice};
+pub(crate) use state::StateSlice;
 
 #[cfg(test)]
 mod tests;

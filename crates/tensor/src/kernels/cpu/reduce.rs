@@ -1,8 +1,8 @@
 //! Sums down the columns of a matrix and over whole buffers, and conversions.
 
+use super::Cpu;
 use super::element::Element;
 use super::simd::for_each_simd_level;
-use super::{Cpu, SharedSlice};
 
 /// Columns one task sums: a few registers, whole cache lines.
 pub(crate) const COLUMN_BLOCK: usize = 64;
@@ -71,11 +71,7 @@ impl Cpu {
     pub(crate) fn column_sums<T: Element>(&self, x: &[T], out: &mut [f32], accumulate: bool) {
         let cols = out.len();
         assert!(cols > 0 && x.len().is_multiple_of(cols));
-        let out = SharedSlice::new(out);
-        self.threads.run(cols.div_ceil(COLUMN_BLOCK), &|block| {
-            let first = block * COLUMN_BLOCK;
-            // SAFETY: blocks do not overlap.
-            let out = unsafe { out.range(first, COLUMN_BLOCK.min(cols - first)) };
+        self.for_each_chunk(out, COLUMN_BLOCK, |first, out| {
             column_block(self.features, x, cols, first, out, accumulate);
         });
     }
@@ -83,41 +79,26 @@ impl Cpu {
     /// `y = x`, elementwise, rounded to nearest even.
     pub(crate) fn convert<T: Element, U: Element>(&self, x: &[T], y: &mut [U]) {
         assert_eq!(x.len(), y.len());
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(x.len(), 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            convert(self.features, &x[first..first + len], unsafe { out.range(first, len) });
-        });
+        self.for_each_block(y, |first, y| convert(self.features, &x[first..first + y.len()], y));
     }
 
     /// `y = P(x)`, elementwise, in f32.
     pub(crate) fn round<T: Element, P: Element>(&self, x: &[T], y: &mut [f32]) {
         assert_eq!(x.len(), y.len());
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(x.len(), 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            round::<T, P>(self.features, &x[first..first + len], unsafe { out.range(first, len) });
-        });
+        self.for_each_block(y, |first, y| round::<T, P>(self.features, &x[first..first + y.len()], y));
     }
 
     /// `x *= factor`, elementwise.
     pub(crate) fn scale(&self, x: &mut [f32], factor: f32) {
-        let len = x.len();
-        let shared = SharedSlice::new(x);
-        self.for_row_blocks(len, 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            scale(self.features, unsafe { shared.range(first, len) }, factor);
-        });
+        self.for_each_block(x, |_, x| scale(self.features, x, factor));
     }
 
     /// `out = factor * out + term_factor * term`, elementwise.
     pub(crate) fn combine(&self, out: &mut [f32], factor: f32, term: &[f32], term_factor: f32) {
         assert_eq!(out.len(), term.len());
-        let shared = SharedSlice::new(out);
-        self.for_row_blocks(term.len(), 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            let out = unsafe { shared.range(first, len) };
-            combine(self.features, out, factor, &term[first..first + len], term_factor);
+        self.for_each_block(out, |first, out| {
+            let term = &term[first..first + out.len()];
+            combine(self.features, out, factor, term, term_factor);
         });
     }
 }

@@ -1,8 +1,8 @@
 //! Softmax of rows.
 
+use super::Cpu;
 use super::element::Element;
 use super::simd::{LANES, exp, for_each_simd_level, sum_lanes};
-use super::{Cpu, SharedSlice};
 
 for_each_simd_level! {
     fn forward_row<T: Element>(x: &[T], y: &mut [T]) {
@@ -29,26 +29,16 @@ impl Cpu {
     /// Softmax of each row of `cols` elements. A row of nothing but negative infinity gives NaN.
     pub(crate) fn softmax<T: Element>(&self, x: &[T], cols: usize, y: &mut [T]) {
         assert_eq!(x.len(), y.len());
-        let out = SharedSlice::new(y);
-        self.for_row_blocks(x.len() / cols.max(1), cols, |first, num| {
-            for row in first..first + num {
-                // SAFETY: rows do not overlap.
-                let out = unsafe { out.range(row * cols, cols) };
-                forward_row(self.features, &x[row * cols..(row + 1) * cols], out);
-            }
+        self.for_each_row(y, cols, |row, y| {
+            forward_row(self.features, &x[row * cols..(row + 1) * cols], y);
         });
     }
 
     /// In place: `dy`, the gradient of the softmax `y`, becomes that of its input.
     pub(crate) fn softmax_backward<T: Element>(&self, y: &[T], cols: usize, dy: &mut [T]) {
         assert_eq!(y.len(), dy.len());
-        let out = SharedSlice::new(dy);
-        self.for_row_blocks(y.len() / cols.max(1), cols, |first, num| {
-            for row in first..first + num {
-                // SAFETY: rows do not overlap.
-                let out = unsafe { out.range(row * cols, cols) };
-                backward_row(self.features, &y[row * cols..(row + 1) * cols], out);
-            }
+        self.for_each_row(dy, cols, |row, dy| {
+            backward_row(self.features, &y[row * cols..(row + 1) * cols], dy);
         });
     }
 }

@@ -95,34 +95,24 @@ impl Cpu {
     ) {
         let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;
         let (cols, dim, half) = (shape.qkv_cols(), shape.head_dim(), rotary_dim / 2);
-        let num_rows = qkv.len() / cols;
-        let qkv = SharedSlice::new(qkv);
-        self.for_row_blocks(num_rows, cols, |first, num| {
-            for row in first..first + num {
-                let angles = rotary.angles(row, seq_len, half);
-                // SAFETY: rows do not overlap.
-                let out = unsafe { qkv.range(row * cols, cols) };
-                let (out_queries, out) = out.split_at_mut(num_heads * dim);
-                let (out_keys, out_values) = out.split_at_mut(num_heads * dim);
-                let queries = queries[row * num_heads * dim..].chunks_exact(dim);
-                let keys_values = keys_values[row * shape.kv_cols()..].chunks_exact(plain + value_dim);
-                let shared = &shared_key[row * rotary_dim..][..rotary_dim];
-                let (rotated, others) = out_keys[plain..].split_at_mut(rotary_dim);
-                shape.rotate(shared, angles, rotated);
-                others
-                    .chunks_mut(dim)
-                    .filter(|rest| rest.len() == dim)
-                    .for_each(|rest| rest[plain..].copy_from_slice(rotated));
-                let heads = queries.zip(out_queries.chunks_exact_mut(dim));
-                for (query, out) in heads {
-                    out[..plain].copy_from_slice(&query[..plain]);
-                    shape.rotate(&query[plain..], angles, &mut out[plain..]);
-                }
-                let heads = out_keys.chunks_exact_mut(dim).zip(out_values.chunks_exact_mut(value_dim));
-                for (key_value, (key, value)) in keys_values.zip(heads) {
-                    key[..plain].copy_from_slice(&key_value[..plain]);
-                    value.copy_from_slice(&key_value[plain..]);
-                }
+        self.for_each_row(qkv, cols, |row, out| {
+            let angles = rotary.angles(row, seq_len, half);
+            let (out_queries, out) = out.split_at_mut(num_heads * dim);
+            let (out_keys, out_values) = out.split_at_mut(num_heads * dim);
+            let queries = queries[row * num_heads * dim..].chunks_exact(dim);
+            let keys_values = keys_values[row * shape.kv_cols()..].chunks_exact(plain + value_dim);
+            let shared = &shared_key[row * rotary_dim..][..rotary_dim];
+            let (rotated, others) = out_keys[plain..].split_at_mut(rotary_dim);
+            shape.rotate(shared, angles, rotated);
+            others.chunks_exact_mut(dim).for_each(|rest| rest[plain..].copy_from_slice(rotated));
+            for (query, out) in queries.zip(out_queries.chunks_exact_mut(dim)) {
+                out[..plain].copy_from_slice(&query[..plain]);
+                shape.rotate(&query[plain..], angles, &mut out[plain..]);
+            }
+            let heads = out_keys.chunks_exact_mut(dim).zip(out_values.chunks_exact_mut(value_dim));
+            for (key_value, (key, value)) in keys_values.zip(heads) {
+                key[..plain].copy_from_slice(&key_value[..plain]);
+                value.copy_from_slice(&key_value[plain..]);
             }
         });
     }

@@ -75,34 +75,19 @@ impl<V> AttentionOutput<V> {
     }
 }
 
-/// Where rows of results go.
+/// Where rows of results go, which tasks write.
 pub(crate) enum Results<'a, T> {
     /// To elements, rounded.
-    Elements(&'a mut [T]),
+    Elements(SharedSlice<'a, T>),
     /// To what is there for other keys, in f32.
-    Sums(&'a mut [f32]),
+    Sums(SharedSlice<'a, f32>),
 }
 
 impl<T: Element> Results<'_, T> {
     fn len(&self) -> usize {
         match self {
-            Results::Elements(elements) => elements.len(),
-            Results::Sums(sums) => sums.len(),
-        }
-    }
-}
-
-/// Rows of results that tasks write, `stride` elements apart.
-enum ResultRows<'a, T> {
-    Elements(SharedSlice<'a, T>),
-    Sums(SharedSlice<'a, f32>),
-}
-
-impl<'a, T: Element> ResultRows<'a, T> {
-    fn new(results: Results<'a, T>) -> Self {
-        match results {
-            Results::Elements(elements) => ResultRows::Elements(SharedSlice::new(elements)),
-            Results::Sums(sums) => ResultRows::Sums(SharedSlice::new(sums)),
+            Results::Elements(elements) => elements.len,
+            Results::Sums(sums) => sums.len,
         }
     }
 
@@ -111,7 +96,7 @@ impl<'a, T: Element> ResultRows<'a, T> {
     /// # Safety
     /// No one else reaches these rows.
     unsafe fn load(&self, rows: &mut [f32], (start, stride): (usize, usize), dim: usize) -> bool {
-        let ResultRows::Sums(sums) = self else { return false };
+        let Results::Sums(sums) = self else { return false };
         for (row, to) in rows.chunks_exact_mut(dim).enumerate() {
             // SAFETY: the caller has the row.
             to.copy_from_slice(unsafe { sums.range(start + row * stride, dim) });
@@ -119,7 +104,7 @@ impl<'a, T: Element> ResultRows<'a, T> {
         true
     }
 
-    /// Rounds rows of `dim` elements, or writes them over what [`load`](ResultRows::load) has found.
+    /// Rounds rows of `dim` elements, or writes them over what [`load`](Results::load) has found.
     ///
     /// # Safety
     /// No one else reaches these rows.
@@ -129,8 +114,8 @@ impl<'a, T: Element> ResultRows<'a, T> {
             // SAFETY: the caller has the row.
             unsafe {
                 match self {
-                    ResultRows::Elements(out) => round_row(cpu.features, from, out.range(start, dim)),
-                    ResultRows::Sums(out) => out.range(start, dim).copy_from_slice(from),
+                    Results::Elements(out) => round_row(cpu.features, from, out.range(start, dim)),
+                    Results::Sums(out) => out.range(start, dim).copy_from_slice(from),
                 }
             }
         }
@@ -231,9 +216,7 @@ for_each_simd_level! {
             }
         }
     }
-}
 
-for_each_simd_level! {
     fn round_row<T: Element>(sums: &[f32], out: &mut [T]) {
         out.iter_mut().zip(sums).for_each(|(out, &sum)| *out = T::from_f32(sum));
     }
@@ -252,15 +235,10 @@ impl Cpu {
         let rotated = shape.value_col(0);
         let half = shape.head_dim / 2;
         let direction = if inverse { -1.0 } else { 1.0 };
-        let qkv = SharedSlice::new(qkv);
-        self.for_row_blocks(shape.rows(), cols, |first, num_rows| {
-            for row in first..first + num_rows {
-                let start = rotary.positions.at(row % shape.seq_len) * half;
-                let (cos, sin) = (&rotary.cos[start..start + half], &rotary.sin[start..start + half]);
-                // SAFETY: rows do not overlap.
-                let row = unsafe { qkv.range(row * cols, rotated) };
-                rotate_row(self.features, row, shape.head_dim, cos, sin, direction);
-            }
+        self.for_each_row(qkv, cols, |row, qkv| {
+            let start = rotary.positions.at(row % shape.seq_len) * half;
+            let (cos, sin) = (&rotary.cos[start..start + half], &rotary.sin[start..start + half]);
+            rotate_row(self.features, &mut qkv[..rotated], shape.head_dim, cos, sin, direction);
         });
     }
 
@@ -338,7 +316,7 @@ impl Cpu {
         let num_earlier = cache.len;
         let scope = AttentionScope::after(num_earlier, shape, rule);
         let view = |_| KeyView { scope, end: usize::MAX, document_starts: None };
-        let y = Results::Elements(y);
+        let y = Results::Elements(SharedSlice::new(y));
         self.attend((shape, num_earlier), &view, y, log_sums, scratch, &|sequence, head| {
             let (kv_head, first) = (head / shape.heads_per_kv_head(), sequence * capacity);
             let queries = queries.from(sequence * shape.seq_len, head * shape.head_dim);
@@ -361,8 +339,7 @@ impl Cpu {
         let dims = [head_dim, value_dim];
         let (micro, out_cols) = (Micro::new(self.features, T::PRECISION), shape.output_cols());
         let scratch_len = self.scratch_len::<T>(shape, num_earlier, false);
-        let (y, log_sums, scratch) =
-            (ResultRows::new(y), SharedSlice::new(log_sums), SharedSlice::new(scratch));
+        let (log_sums, scratch) = (SharedSlice::new(log_sums), SharedSlice::new(scratch));
         let parts = seq_len.div_ceil(TASK_QUERIES);
         self.threads.run_on_threads(shape.batch * num_heads * parts, &|thread, task| {
             let (sequence_head, first) = (task / parts, task % parts * TASK_QUERIES);
@@ -415,7 +392,6 @@ impl Cpu {
         assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(Results::len));
         assert_eq!(y.len(), shape.rows() * out_cols);
         let [query_rows, key_value_rows] = inputs.matrices(layout);
-        let (d_queries, d_keys_values) = (ResultRows::new(d_queries), d_keys_values.map(ResultRows::new));
         let d_keys_values = d_keys_values.as_ref().unwrap_or(&d_queries);
         let scratch = SharedSlice::new(scratch);
         let scratch_len = self.scratch_len::<T>(shape, 0, true);

@@ -89,10 +89,10 @@ impl<T: Element> Inputs<T> {
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, false)];
-        cpu.attention(inputs, of, Results::Elements(&mut y), &mut log_sums, &mut scratch);
+        cpu.attention(inputs, of, Results::Elements(SharedSlice::new(&mut y)), &mut log_sums, &mut scratch);
         let mut d_qkv = narrow::<T>(&vec![f32::NAN; qkv.len()]);
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        let grads = (Results::Elements(&mut d_qkv), None);
+        let grads = (Results::Elements(SharedSlice::new(&mut d_qkv)), None);
         cpu.attention_backward(inputs, of, (&y, &log_sums, dy), grads, &mut scratch);
         [widen(&y), log_sums, widen(&d_qkv)]
     }
@@ -108,10 +108,13 @@ impl<T: Element> Inputs<T> {
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        cpu.attention(inputs, of, Results::Elements(&mut y), &mut log_sums, &mut scratch);
+        cpu.attention(inputs, of, Results::Elements(SharedSlice::new(&mut y)), &mut log_sums, &mut scratch);
         let [mut d_queries, mut d_keys_values] =
             [&queries, &keys_values].map(|x| narrow::<T>(&vec![f32::NAN; x.len()]));
-        let grads = (Results::Elements(&mut d_queries), Some(Results::Elements(&mut d_keys_values)));
+        let grads = (
+            Results::Elements(SharedSlice::new(&mut d_queries)),
+            Some(Results::Elements(SharedSlice::new(&mut d_keys_values))),
+        );
         cpu.attention_backward(inputs, of, (&y, &log_sums, dy), grads, &mut scratch);
         let (queries, keys_values) = (widen(&d_queries), widen(&d_keys_values));
         let rows = queries.chunks_exact(shape.query_cols()).zip(keys_values.chunks_exact(shape.kv_cols()));

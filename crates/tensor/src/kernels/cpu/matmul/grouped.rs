@@ -66,14 +66,8 @@ impl Cpu {
             let size = Product { rows: rows.len(), ..size };
             let block = Matrix { values: right.values.from(group * block_len), ..right };
             let out = out.range(rows.start * size.cols..rows.end * size.cols);
-            self.matmul(
-                precision,
-                size,
-                (left.from(rows.start, 0), block),
-                out,
-                Epilogue::Overwrite,
-                scratch,
-            );
+            let factors = (left.from(rows.start, 0), block);
+            self.matmul(precision, size, factors, out, Epilogue::OVERWRITE, scratch);
         }
         out.range(end_of(starts) * size.cols..size.rows * size.cols).zero();
     }
@@ -95,7 +89,14 @@ impl Cpu {
         scratch: &mut [u32],
     ) {
         let block_len = size.rows * size.cols;
-        let mut product = |rows: Range<usize>, out: &mut [f32], epilogue: Epilogue<'_>| {
+        let mut product = |rows: Range<usize>, out: &mut [f32], accumulate: bool| {
+            if rows.is_empty() {
+                if !accumulate {
+                    out.fill(0.0);
+                }
+                return;
+            }
+            let epilogue = Epilogue { accumulate, ..Epilogue::OVERWRITE };
             let size = Product { inner: rows.len(), ..size };
             let factors = (left.from(0, rows.start), right.from(rows.start, 0));
             self.matmul(precision, size, factors, FloatsMut::F32(out), epilogue, scratch);
@@ -104,12 +105,7 @@ impl Cpu {
         for out in out.chunks_exact_mut(block_len.max(1)) {
             if num_parts == 1 {
                 let rows = parts.next().expect("each group has a part");
-                match (rows.is_empty(), accumulate) {
-                    (false, false) => product(rows, out, Epilogue::Overwrite),
-                    (false, true) => product(rows, out, Epilogue::Accumulate),
-                    (true, false) => out.fill(0.0),
-                    (true, true) => {}
-                }
+                product(rows, out, accumulate);
                 continue;
             }
             // A binary counter over as many terms as the largest power of two, of which the first ones are sums of two parts: the sums that wait are of as many terms
@@ -120,12 +116,7 @@ impl Cpu {
                 let is_pair = term < num_parts - num_terms;
                 for _ in 0..1 + usize::from(is_pair) {
                     let rows = parts.next().expect("each group has its parts");
-                    let own = &mut sums[num_waiting * block_len..][..block_len];
-                    if rows.is_empty() {
-                        own.fill(0.0)
-                    } else {
-                        product(rows, own, Epilogue::Overwrite)
-                    }
+                    product(rows, &mut sums[num_waiting * block_len..][..block_len], false);
                     num_waiting += 1;
                 }
                 for _ in 0..usize::from(is_pair) + (term + 1).trailing_zeros() as usize {

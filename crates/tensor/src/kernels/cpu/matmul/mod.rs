@@ -31,25 +31,20 @@ pub(crate) use kernel::Micro;
 pub(crate) use matrix::{Matrix, Product};
 use pack::Span;
 pub(crate) use tile::Tile;
-use tile::{TILE_COLS, TILE_ROWS, TileEpilogue, rounded_tile};
+use tile::{TILE_COLS, TILE_ROWS, rounded_tile};
 
 /// Columns of the right factor that are packed at a time; bounds the memory.
 const GROUP_COLS: usize = 2048;
 
-/// What the result is added to.
+/// What a result, or a part of it, is added to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Epilogue<'a> {
-    /// Nothing: the result replaces the destination.
-    Overwrite,
-    /// The destination's values, which are f32.
-    Accumulate,
-    /// Optional vectors and matrices: a bias for each column, a residual of the result's shape.
-    Add {
-        /// One value a column.
-        bias: Option<&'a [f32]>,
-        /// Row-major, of the result's shape.
-        residual: Option<&'a [f32]>,
-    },
+pub(crate) struct Epilogue<'a> {
+    /// Whether to the destination's values, which are f32; else the result replaces them.
+    pub(crate) accumulate: bool,
+    /// One value a column.
+    pub(crate) bias: Option<&'a [f32]>,
+    /// From the first element on, with the row stride of the result.
+    pub(crate) residual: Option<&'a [f32]>,
 }
 
 impl Cpu {
@@ -71,18 +66,18 @@ impl Cpu {
         &self,
         precision: Precision,
         size: Product,
-        (left, right): (Matrix<'_>, Matrix<'_>),
+        factors: (Matrix<'_>, Matrix<'_>),
         out: FloatsMut<'_>,
         epilogue: Epilogue<'_>,
         scratch: &mut [u32],
     ) {
         let cols = size.cols;
         assert_eq!(Some(out.len()), size.rows.checked_mul(cols), "the result is {} x {cols}", size.rows);
-        assert!(left.covers(size.rows, size.inner), "{left:?} {size:?}");
+        assert!(factors.0.covers(size.rows, size.inner), "{:?} {size:?}", factors.0);
         match out {
             FloatsMut::F32(out) => {
                 let out = SharedSlice::new(out);
-                self.for_tiles(precision, size, (left, right), scratch, |at| {
+                self.for_tiles(precision, size, factors, scratch, |at| {
                     // SAFETY: tiles do not overlap, and this task alone has this one.
                     let mut tile = unsafe { Tile::new(&out, at.row * cols + at.col, cols, at.size) };
                     let epilogue = epilogue.from(at.row, at.col, cols);
@@ -90,12 +85,8 @@ impl Cpu {
                     tile.finish(self.features, &epilogue);
                 });
             }
-            FloatsMut::Bf16(out) => {
-                self.matmul_rounded(precision, size, (left, right), out, epilogue, scratch)
-            }
-            FloatsMut::F16(out) => {
-                self.matmul_rounded(precision, size, (left, right), out, epilogue, scratch)
-            }
+            FloatsMut::Bf16(out) => self.matmul_rounded(precision, size, factors, out, epilogue, scratch),
+            FloatsMut::F16(out) => self.matmul_rounded(precision, size, factors, out, epilogue, scratch),
         }
     }
 
@@ -103,14 +94,14 @@ impl Cpu {
         &self,
         precision: Precision,
         size: Product,
-        (left, right): (Matrix<'_>, Matrix<'_>),
+        factors: (Matrix<'_>, Matrix<'_>),
         out: &mut [T],
         epilogue: Epilogue<'_>,
         scratch: &mut [u32],
     ) {
         let cols = size.cols;
         let out = SharedSlice::new(out);
-        self.for_tiles(precision, size, (left, right), scratch, |at| {
+        self.for_tiles(precision, size, factors, scratch, |at| {
             let (place, epilogue) = ((at.row * cols + at.col, cols), epilogue.from(at.row, at.col, cols));
             // SAFETY: tiles do not overlap, and this task alone has this one.
             unsafe { rounded_tile(&out, place, at.size, (at.left, at.right), &epilogue) };
@@ -224,18 +215,19 @@ fn packs_left(micro: Micro, size: Product, left: Matrix<'_>) -> bool {
 }
 
 impl<'a> Epilogue<'a> {
+    pub(crate) const OVERWRITE: Epilogue<'static> =
+        Epilogue { accumulate: false, bias: None, residual: None };
+
     /// The epilogue of the part of a result of width `cols` that begins at `(row, col)`.
-    fn from(&self, row: usize, col: usize, cols: usize) -> TileEpilogue<'a> {
-        match *self {
-            Epilogue::Overwrite => TileEpilogue::default(),
-            Epilogue::Accumulate => TileEpilogue { accumulate: true, ..TileEpilogue::default() },
-            Epilogue::Add { bias, residual } => TileEpilogue {
-                accumulate: false,
-                bias: bias.map(|bias| &bias[col..]),
-                residual: residual.map(|residual| &residual[row * cols + col..]),
-                residual_stride: cols,
-            },
-        }
+    fn from(self, row: usize, col: usize, cols: usize) -> Self {
+        let (bias, residual) = (self.bias.map(|bias| &bias[col..]), self.residual);
+        Epilogue { bias, residual: residual.map(|residual| &residual[row * cols + col..]), ..self }
+    }
+
+    /// Bias and residual of `cols` elements of a row, where rows begin `stride` elements apart.
+    fn of_row(&self, row: usize, stride: usize, cols: usize) -> (Option<&'a [f32]>, Option<&'a [f32]>) {
+        let residual = self.residual.map(|residual| &residual[row * stride..][..cols]);
+        (self.bias.map(|bias| &bias[..cols]), residual)
     }
 }
 

@@ -121,11 +121,11 @@ impl Operands {
             };
             let empty = vec![f32::NAN; self.before.len()];
             let accumulated = match T::DTYPE {
-                DType::F32 => product(&self.before, Epilogue::Accumulate),
+                DType::F32 => product(&self.before, Epilogue { accumulate: true, ..Epilogue::OVERWRITE }),
                 _ => Vec::new(),
             };
-            let added = Epilogue::Add { bias, residual };
-            [product(&empty, Epilogue::Overwrite), product(&empty, added), accumulated]
+            let added = Epilogue { bias, residual, ..Epilogue::OVERWRITE };
+            [product(&empty, Epilogue::OVERWRITE), product(&empty, added), accumulated]
         })
     }
 
@@ -245,7 +245,7 @@ fn a_result_whose_size_overflows_is_no_empty_one() {
     let empty = Matrix::row_major(Floats::F32(&[]), 0, false);
     let (factors, out) = ((empty, empty), FloatsMut::F32(&mut []));
     let cpu = cpu(CpuFeatures::Portable, 1);
-    cpu.matmul(Precision::F32, size, factors, out, Epilogue::Overwrite, &mut []);
+    cpu.matmul(Precision::F32, size, factors, out, Epilogue::OVERWRITE, &mut []);
 }
 
 #[test]
@@ -347,7 +347,7 @@ fn one_wrong_stride_would_be_seen() {
             levels().flat_map(|level| Precision::ALL.map(|precision| (level, precision)))
         {
             let mut out = [0.0_f32; 4];
-            multiply(&cpu(features, 1), (precision, size), (left, right), &mut out, Epilogue::Overwrite);
+            multiply(&cpu(features, 1), (precision, size), (left, right), &mut out, Epilogue::OVERWRITE);
             assert_eq!(out, expected, "{features} {precision}");
         }
     }
@@ -369,7 +369,13 @@ fn an_element_has_the_same_bits_at_an_edge_and_within() {
                 let from = |row: usize| before[row * size.1..][..cols].iter().copied();
                 let mut out: Vec<f32> = (0..rows).flat_map(from).collect();
                 let size = Product { rows, cols, inner };
-                multiply(&cpu(level, 1), (precision, size), factors, &mut out, Epilogue::Accumulate);
+                multiply(
+                    &cpu(level, 1),
+                    (precision, size),
+                    factors,
+                    &mut out,
+                    Epilogue { accumulate: true, ..Epilogue::OVERWRITE },
+                );
                 out
             };
             let (whole, cut) = (product(64, 96), product(33, 70));

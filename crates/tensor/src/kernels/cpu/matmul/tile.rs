@@ -1,5 +1,6 @@
 //! Rectangles of a result, each made by one task.
 
+use super::Epilogue;
 use super::factors::{LeftFactor, RightPanels};
 use super::kernel::MicroTile;
 use super::matrix::Product;
@@ -42,26 +43,6 @@ for_each_simd_level! {
         if let Some(residual) = residual {
             out.iter_mut().zip(residual).for_each(|(out, &residual)| *out += residual);
         }
-    }
-}
-
-/// What a tile is added to.
-#[derive(Clone, Copy, Default)]
-pub(super) struct TileEpilogue<'a> {
-    pub(super) accumulate: bool,
-    pub(super) bias: Option<&'a [f32]>,
-    /// From the tile's first element on, in rows of `residual_stride`.
-    pub(super) residual: Option<&'a [f32]>,
-    pub(super) residual_stride: usize,
-}
-
-impl<'a> TileEpilogue<'a> {
-    fn bias(&self, cols: usize) -> Option<&'a [f32]> {
-        self.bias.map(|bias| &bias[..cols])
-    }
-
-    fn residual(&self, row: usize, cols: usize) -> Option<&'a [f32]> {
-        self.residual.map(|residual| &residual[row * self.residual_stride..][..cols])
     }
 }
 
@@ -165,13 +146,13 @@ impl<'a> Tile<'a> {
     }
 
     /// Adds what the epilogue adds after the product.
-    pub(super) fn finish(&mut self, features: CpuFeatures, epilogue: &TileEpilogue<'_>) {
+    pub(super) fn finish(&mut self, features: CpuFeatures, epilogue: &Epilogue<'_>) {
         if epilogue.bias.is_none() && epilogue.residual.is_none() {
             return;
         }
-        let cols = self.size.cols;
         for row in 0..self.size.rows {
-            add_row(features, self.row(row), epilogue.bias(cols), epilogue.residual(row, cols));
+            let (bias, residual) = epilogue.of_row(row, self.row_stride, self.size.cols);
+            add_row(features, self.row(row), bias, residual);
         }
     }
 }
@@ -185,7 +166,7 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     (offset, row_stride): (usize, usize),
     size: Product,
     (left, right): (LeftFactor<'_>, RightPanels<'_>),
-    epilogue: &TileEpilogue<'_>,
+    epilogue: &Epilogue<'_>,
 ) {
     assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
     let mut sums = [const { MaybeUninit::<f32>::uninit() }; TILE_ROWS * TILE_COLS];
@@ -194,7 +175,7 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     for row in 0..size.rows {
         // SAFETY: in bounds by the assertion; the caller has the rectangle.
         let out = unsafe { out.range(offset + row * row_stride, size.cols) };
-        let (bias, residual) = (epilogue.bias(size.cols), epilogue.residual(row, size.cols));
+        let (bias, residual) = epilogue.of_row(row, row_stride, size.cols);
         put_row(right.micro.features, tile.row(row), bias, residual, out);
     }
 }

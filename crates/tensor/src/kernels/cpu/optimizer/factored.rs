@@ -111,17 +111,12 @@ fn segments(piece: &Piece, offset: usize, cols: usize) -> impl Iterator<Item = (
 impl Cpu {
     /// Sums of the squares of gradients over each row of a matrix, of what is here of it.
     pub(crate) fn row_squares(&self, part: &FactoredPart, grads: &[f32], scale: f32, sums: &mut [f64]) {
-        let (cols, num_rows) = (part.cols, sums.len());
-        let shared = SharedSlice::new(sums);
-        self.for_row_blocks(num_rows, cols, |first, num_rows| {
-            // SAFETY: blocks of rows do not overlap.
-            let sums = unsafe { shared.range(first, num_rows) };
-            for (row, sum) in (first..).zip(sums) {
-                let range = part.offset + row * cols..part.offset + (row + 1) * cols;
-                let mut leaf =
-                    |leaf| f64::from(square_sum(self.features, &grads[part.share(&range, leaf)], scale));
-                *sum = leaf_sum(part.leaves(range.clone()), 0.0, &mut leaf, &|a, b| a + b);
-            }
+        let cols = part.cols;
+        self.for_each_reduced_row(sums, 1, cols, |row, sum| {
+            let range = part.offset + row * cols..part.offset + (row + 1) * cols;
+            let mut leaf =
+                |leaf| f64::from(square_sum(self.features, &grads[part.share(&range, leaf)], scale));
+            sum[0] = leaf_sum(part.leaves(range.clone()), 0.0, &mut leaf, &|a, b| a + b);
         });
     }
 
@@ -131,10 +126,8 @@ impl Cpu {
         // From the buffer to the matrix.
         let (to_matrix, to_buffer) =
             (|index| index + part.buffer - part.offset, |index| index + part.offset - part.buffer);
-        let shared = SharedSlice::new(sums);
-        self.threads.run(cols.div_ceil(COLUMNS), &|block| {
-            let first = block * COLUMNS;
-            let width = COLUMNS.min(cols - first);
+        self.for_each_chunk(&mut sums[..cols], COLUMNS, |first, columns| {
+            let width = columns.len();
             let mut leaf = |leaf: usize| {
                 let here = part.share(held, leaf);
                 let (start, end) = (to_matrix(here.start), to_matrix(here.end));
@@ -155,8 +148,7 @@ impl Cpu {
                 left
             };
             let total = leaf_sum(part.leaves(held.clone()), [0.0; COLUMNS], &mut leaf, &add);
-            // SAFETY: blocks of columns do not overlap.
-            unsafe { shared.range(first, width) }.copy_from_slice(&total[..width]);
+            columns.copy_from_slice(&total[..width]);
         });
     }
 

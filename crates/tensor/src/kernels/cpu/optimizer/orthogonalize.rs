@@ -92,7 +92,7 @@ impl Cpu {
         self.scale(matrix, 1.0 / (norm as f32 + NORM_EPSILON));
         let [a, b, c] = QUINTIC;
         let mut multiply = |size, factors: (Matrix<'_>, Matrix<'_>), out: &mut [f32]| {
-            self.matmul(precision, size, factors, FloatsMut::F32(out), Epilogue::Overwrite, words);
+            self.matmul(precision, size, factors, FloatsMut::F32(out), Epilogue::OVERWRITE, words);
         };
         for _ in 0..num_steps {
             multiply(round.gram(), round.gram_factors(Floats::F32(matrix)), gram);

@@ -1,7 +1,7 @@
 //! What goes over the elements of a unit: pieces that are updated alike.
 
 use super::rules::Update;
-use super::state::{BLOCK_LEN, PieceState, StateRef, StateSlice, num_blocks};
+use super::state::{BLOCK_LEN, PieceState, StateSlice, num_blocks};
 use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::{Cpu, SharedSlice, TASK_ELEMENTS};
 use std::ops::Range;
@@ -163,20 +163,14 @@ impl Pieces {
         &self,
         features: CpuFeatures,
         range: Range<usize>,
-        state: StateRef<'_>,
-        mut out: &mut [f32],
+        state: StateSlice<'_>,
+        out: &mut [f32],
     ) {
-        let (elements, blocks) = self.span(range.clone());
-        for index in range {
-            let piece = self.pieces[index];
-            let first = piece.state - elements.start;
-            let state = state.piece(first..first + piece.len, self.blocks[index] - blocks.start);
-            let (here, rest) = out.split_at_mut(piece.len);
-            for (block, out) in here.chunks_mut(BLOCK_LEN).enumerate() {
+        self.for_each_state(range, state, |_, place, state| {
+            for (block, out) in out[place].chunks_mut(BLOCK_LEN).enumerate() {
                 state.load(features, block, out);
             }
-            out = rest;
-        }
+        });
     }
 
     /// Sets the state of the pieces `range`; what was read from one of its kind comes back as it was. `state` begins with what the
@@ -186,20 +180,30 @@ impl Pieces {
         features: CpuFeatures,
         range: Range<usize>,
         state: StateSlice<'_>,
-        mut values: &[f32],
+        values: &[f32],
+    ) {
+        self.for_each_state(range, state, |piece, place, mut state| {
+            for (block, values) in values[place].chunks(BLOCK_LEN).enumerate() {
+                state.store(features, block, values, 0, piece.position + block * BLOCK_LEN);
+            }
+        });
+    }
+
+    /// Calls `visit` with each of the pieces `range`, its elements among those of all of them, and its part of their `state`.
+    fn for_each_state(
+        &self,
+        range: Range<usize>,
+        state: StateSlice<'_>,
+        mut visit: impl FnMut(&Piece, Range<usize>, PieceState<'_>),
     ) {
         let (elements, blocks) = self.span(range.clone());
         for index in range {
-            let piece = self.pieces[index];
+            let piece = &self.pieces[index];
             let first = piece.state - elements.start;
             let place = first..first + piece.len;
             // SAFETY: the last piece's is gone.
-            let mut state = unsafe { state.piece(place, self.blocks[index] - blocks.start) };
-            let (here, rest) = values.split_at(piece.len);
-            for (block, values) in here.chunks(BLOCK_LEN).enumerate() {
-                state.store(features, block, values, 0, piece.position + block * BLOCK_LEN);
-            }
-            values = rest;
+            let state = unsafe { state.piece(place.clone(), self.blocks[index] - blocks.start) };
+            visit(piece, place, state);
         }
     }
 }
@@ -234,8 +238,8 @@ impl Walk<'_> {
             let g = if g.is_empty() { g } else { &g[start..start + p.len()] };
             let [first, second] = &mut buffers;
             let (first, second) = (&mut first[..p.len()], &mut second[..p.len()]);
-            states[0].as_ref().load(features, block, first);
-            states[1].as_ref().load(features, block, second);
+            states[0].load(features, block, first);
+            states[1].load(features, block, second);
             let sums = widen(run(p, g, first, second));
             (total[0], total[1]) = (total[0] + sums[0], total[1] + sums[1]);
             let position = position + start;

@@ -89,46 +89,6 @@ impl<'a> StateSlice<'a> {
     }
 }
 
-/// The state of one piece, to read.
-#[derive(Clone, Copy)]
-pub(crate) enum StateRef<'a> {
-    Absent,
-    F32(&'a [f32]),
-    Bf16(&'a [Bf16]),
-    Int8 { codes: &'a [u8], steps: &'a [f32], is_square: bool },
-}
-
-impl<'a> StateRef<'a> {
-    /// The elements `range`, whose first block is `block`.
-    pub(super) fn piece(self, range: Range<usize>, block: usize) -> Self {
-        match self {
-            StateRef::Absent => StateRef::Absent,
-            StateRef::F32(values) => StateRef::F32(&values[range]),
-            StateRef::Bf16(values) => StateRef::Bf16(&values[range]),
-            StateRef::Int8 { codes, steps, is_square } => {
-                let steps = &steps[block..block + num_blocks(range.len())];
-                StateRef::Int8 { codes: &codes[range], steps, is_square }
-            }
-        }
-    }
-
-    /// Writes a block to f32s.
-    pub(super) fn load(self, features: CpuFeatures, block: usize, out: &mut [f32]) {
-        let range = block * BLOCK_LEN..block * BLOCK_LEN + out.len();
-        match self {
-            StateRef::Absent => {}
-            StateRef::F32(values) => out.copy_from_slice(&values[range]),
-            StateRef::Bf16(values) => load_bf16(features, &values[range], out),
-            StateRef::Int8 { codes, steps, is_square: true } => {
-                load_roots(features, &codes[range], steps[block], out);
-            }
-            StateRef::Int8 { codes, steps, is_square: false } => {
-                load_signed(features, &codes[range], steps[block], out);
-            }
-        }
-    }
-}
-
 /// The state of one piece.
 pub(super) enum PieceState<'a> {
     Absent,
@@ -138,14 +98,18 @@ pub(super) enum PieceState<'a> {
 }
 
 impl PieceState<'_> {
-    /// The same, to read.
-    pub(super) fn as_ref(&self) -> StateRef<'_> {
+    /// Writes a block to f32s.
+    pub(super) fn load(&self, features: CpuFeatures, block: usize, out: &mut [f32]) {
+        let range = block * BLOCK_LEN..block * BLOCK_LEN + out.len();
         match self {
-            PieceState::Absent => StateRef::Absent,
-            PieceState::F32(values) => StateRef::F32(values),
-            PieceState::Bf16(values) => StateRef::Bf16(values),
-            PieceState::Int8 { codes, steps, is_square } => {
-                StateRef::Int8 { codes, steps, is_square: *is_square }
+            PieceState::Absent => {}
+            PieceState::F32(values) => out.copy_from_slice(&values[range]),
+            PieceState::Bf16(values) => load_bf16(features, &values[range], out),
+            PieceState::Int8 { codes, steps, is_square: true } => {
+                load_roots(features, &codes[range], steps[block], out);
+            }
+            PieceState::Int8 { codes, steps, is_square: false } => {
+                load_signed(features, &codes[range], steps[block], out);
             }
         }
     }

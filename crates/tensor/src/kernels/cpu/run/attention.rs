@@ -1,7 +1,7 @@
 use super::Cpu;
 use crate::kernels::call::AttentionCall;
 use crate::kernels::cpu::element::{Element, with_element};
-use crate::kernels::{AttentionInputs, AttentionOutput, CacheSpan, Operand, Results};
+use crate::kernels::{AttentionInputs, AttentionOutput, CacheSpan, Operand, Results, SharedSlice};
 
 impl Cpu {
     fn inputs<T: Element>(&self, inputs: AttentionInputs<Operand>) -> AttentionInputs<&[T], &[u32]> {
@@ -37,7 +37,7 @@ impl Cpu {
             AttentionCall::Attention { inputs, mut y, mut log_sums, mut scratch, shape, scope } => {
                 let (log_sums, scratch) = (log_sums.f32s(self), scratch.f32s(self));
                 with_element!(inputs.queries.dtype() => |T| {
-                    let y = Results::Elements(y.elements(self));
+                    let y = Results::Elements(SharedSlice::new(y.elements(self)));
                     self.attention::<T>(self.inputs(inputs), (shape, scope), y, log_sums, scratch);
                 });
             }
@@ -45,7 +45,7 @@ impl Cpu {
                 let (log_sums, scratch) = (log_sums.f32s(self), scratch.f32s(self));
                 let y = y.f32s(self);
                 with_element!(inputs.queries.dtype() => |T| {
-                    let y = Results::Sums(y);
+                    let y = Results::Sums(SharedSlice::new(y));
                     self.attention::<T>(self.inputs(inputs), (shape, scope), y, log_sums, scratch);
                 });
             }
@@ -77,8 +77,8 @@ impl Cpu {
                 let (of, scratch) = ((shape, scope), scratch.f32s(self));
                 with_element!(inputs.queries.dtype() => |T| {
                     let d_keys_values =
-                        d_keys_values.as_mut().map(|grad| Results::Elements(grad.elements(self)));
-                    let grads = (Results::Elements(d_queries.elements(self)), d_keys_values);
+                        d_keys_values.as_mut().map(|grad| Results::Elements(SharedSlice::new(grad.elements(self))));
+                    let grads = (Results::Elements(SharedSlice::new(d_queries.elements(self))), d_keys_values);
                     self.attention_backward::<T>(self.inputs(inputs), of, self.output(output), grads, scratch);
                 });
             }
@@ -94,7 +94,7 @@ impl Cpu {
                 let (of, scratch) = ((shape, scope), scratch.f32s(self));
                 let grads = (d_queries.f32s(self), d_keys_values.f32s(self));
                 with_element!(inputs.queries.dtype() => |T| {
-                    let grads = (Results::Sums(grads.0), Some(Results::Sums(grads.1)));
+                    let grads = (Results::Sums(SharedSlice::new(grads.0)), Some(Results::Sums(SharedSlice::new(grads.1))));
                     self.attention_backward::<T>(self.inputs(inputs), of, self.output(output), grads, scratch);
                 });
             }

@@ -22,10 +22,8 @@ impl Cpu {
             Matrix::row_major(factor.floats(self), factor.shape().cols(), is_transposed)
         };
         let factors = (matrix(left, transposed[0]), matrix(right, transposed[1]));
-        let epilogue = match accumulate {
-            true => Epilogue::Accumulate,
-            false => Epilogue::Add { bias: self.optional_f32s(bias), residual: self.optional_f32s(residual) },
-        };
+        let [bias, residual] = [bias, residual].map(|operand| self.optional_f32s(operand));
+        let epilogue = Epilogue { accumulate, bias, residual };
         self.matmul(precision, size, factors, out.floats(self), epilogue, scratch.u32s(self));
     }
 }

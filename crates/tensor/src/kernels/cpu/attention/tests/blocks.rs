@@ -47,14 +47,23 @@ impl<T: Element> Inputs<T> {
             });
             for (&keys, inputs) in blocks.iter().zip(inputs.clone()) {
                 let of = (part, scope(keys));
-                cpu.attention(inputs, of, Results::Sums(&mut sums), &mut log_sums, &mut scratch);
+                cpu.attention(
+                    inputs,
+                    of,
+                    Results::Sums(SharedSlice::new(&mut sums)),
+                    &mut log_sums,
+                    &mut scratch,
+                );
             }
             let y = narrow::<T>(&sums);
             let mut d_queries = vec![0.0; queries.len()];
             for (&keys, inputs) in blocks.iter().zip(inputs) {
                 let mut d_keys_values =
                     take(&found[2], shape.qkv_cols(), rows_of(keys), q_cols..shape.qkv_cols());
-                let grads = (Results::Sums(&mut d_queries), Some(Results::Sums(&mut d_keys_values)));
+                let grads = (
+                    Results::Sums(SharedSlice::new(&mut d_queries)),
+                    Some(Results::Sums(SharedSlice::new(&mut d_keys_values))),
+                );
                 let of = (part, scope(keys));
                 cpu.attention_backward(inputs, of, (&y, &log_sums, &dy), grads, &mut scratch);
                 for (row, grads) in rows_of(keys).zip(d_keys_values.chunks_exact(kv_cols)) {

@@ -32,19 +32,9 @@ impl Kept {
         }
     }
 
-    fn as_ref(&self) -> StateRef<'_> {
-        match self.dtype {
-            StateDType::F32 => unreachable!("f32 is no narrow state"),
-            StateDType::Bf16 => StateRef::Bf16(&self.narrow),
-            StateDType::Int8 => {
-                StateRef::Int8 { codes: &self.codes, steps: &self.steps, is_square: self.is_square }
-            }
-        }
-    }
-
-    fn read(&self, cpu: &Cpu, pieces: &Pieces, len: usize) -> Vec<f32> {
+    fn read(&mut self, cpu: &Cpu, pieces: &Pieces, len: usize) -> Vec<f32> {
         let mut values = vec![f32::NAN; len];
-        pieces.read_state(cpu.features, 0..pieces.as_slice().len(), self.as_ref(), &mut values);
+        pieces.read_state(cpu.features, 0..pieces.as_slice().len(), self.slice(), &mut values);
         values
     }
 }
