@@ -23,6 +23,7 @@ pub use crate::memory::PageSource;
 pub(crate) use attention::CacheViews;
 pub use detached::DetachedOptions;
 pub use error::DeviceError;
+pub(crate) use error::Result;
 pub use matmul::{MatmulEpilogue, Transpose};
 pub use optimizer::{FactoredMoments, UpdatePass};
 pub use recorded::RecordedCalls;
@@ -103,7 +104,7 @@ impl Device {
     ///
     /// # Errors
     /// If its threads or its memory cannot be had.
-    pub fn open(options: DeviceOptions) -> Result<Self, DeviceError> {
+    pub fn open(options: DeviceOptions) -> Result<Self> {
         let num_threads = num_threads(options)?;
         let refused = |source| DeviceError::Threads { num_threads, source };
         let processor = || {
@@ -131,7 +132,7 @@ impl Device {
     ///
     /// # Errors
     /// As [`open`](Device::open).
-    pub fn cpu(options: DeviceOptions) -> Result<Self, DeviceError> {
+    pub fn cpu(options: DeviceOptions) -> Result<Self> {
         Device::open(DeviceOptions { backend: BackendKind::Cpu, ..options })
     }
 
@@ -139,7 +140,7 @@ impl Device {
     ///
     /// # Errors
     /// As [`open`](Device::open).
-    pub fn timed(options: DeviceOptions) -> Result<(Self, CallTimer), DeviceError> {
+    pub fn timed(options: DeviceOptions) -> Result<(Self, CallTimer)> {
         let device = Device::cpu(options)?;
         let backend = Arc::new(TimingCpu::new(Arc::clone(&device.cpu)));
         Ok((Device { backend: Arc::clone(&backend) as _, ..device }, CallTimer(backend)))
@@ -147,7 +148,7 @@ impl Device {
 
     /// A device that counts what [`Device::open`] with these options would take and compute, and does neither: its memory is
     /// never touched, and its kernels do not run. What runs on it tells its own size.
-    pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
+    pub fn counting(options: DeviceOptions) -> Result<Self> {
         let cpu = Cpu::new(ThreadPool::unstarted(num_threads(options)?), features(options));
         let counter = Arc::new(MemoryCounter::new(options.budget));
         let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
@@ -299,7 +300,7 @@ impl Device {
     ///
     /// # Errors
     /// If its memory cannot be reserved.
-    pub fn host(&self) -> Result<Device, DeviceError> {
+    pub fn host(&self) -> Result<Device> {
         let counter = Arc::new(MemoryCounter::new(None));
         let cpu = Arc::clone(&self.cpu);
         let (backend, arena): (Arc<dyn Backend>, _) = match self.is_counting() {
@@ -343,7 +344,7 @@ impl Device {
 
     /// Refuses what can never fit, before any of it is taken: `num_bytes` for `category`, if that is more than all the
     /// memory of the device.
-    pub fn check_room(&self, num_bytes: usize, category: Category) -> Result<(), DeviceError> {
+    pub fn check_room(&self, num_bytes: usize, category: Category) -> Result<()> {
         Ok(self.arena.check_room(num_bytes, category)?)
     }
 
@@ -362,24 +363,24 @@ impl Device {
     ///
     /// # Errors
     /// If its size cannot be addressed, or there is no memory for it.
-    pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
+    pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
         Tensor::take(&self.arena, (shape, dtype), category)
     }
 
     /// A tensor of zeros.
-    pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
+    pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
         let mut tensor = self.empty(shape, dtype, category)?;
         self.zero(tensor.view_mut());
         Ok(tensor)
     }
 
     /// An f32 tensor for activations, with unspecified contents.
-    pub(crate) fn activation(&self, shape: impl Into<Shape>) -> Result<Tensor, DeviceError> {
+    pub(crate) fn activation(&self, shape: impl Into<Shape>) -> Result<Tensor> {
         self.activation_of(shape, DType::F32)
     }
 
     /// A tensor for activations, with unspecified contents.
-    pub(crate) fn activation_of(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+    pub(crate) fn activation_of(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.empty(shape.into(), dtype, Category::Activations)
     }
 
@@ -402,14 +403,14 @@ fn features(options: DeviceOptions) -> CpuFeatures {
     options.features_max.map_or(detected, |most| most.min(detected))
 }
 
-fn reserve(page_source: PageSource, counter: &Arc<MemoryCounter>) -> Result<Arena, DeviceError> {
+fn reserve(page_source: PageSource, counter: &Arc<MemoryCounter>) -> Result<Arena> {
     Arena::reserve(page_source, Arc::clone(counter)).map_err(|error| match page_source {
         PageSource::Transparent => DeviceError::Reserve(error),
         PageSource::Reserved => DeviceError::ReserveHuge(error),
     })
 }
 
-fn num_threads(options: DeviceOptions) -> Result<usize, DeviceError> {
+fn num_threads(options: DeviceOptions) -> Result<usize> {
     match options.num_threads {
         0 => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
         num_threads if num_threads > Device::THREADS_MAX => Err(DeviceError::TooManyThreads { num_threads }),

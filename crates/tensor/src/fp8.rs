@@ -10,7 +10,7 @@
 //! and hardware that keeps fewer than f32's digits of it (about 14 bits on Hopper: DeepSeek-AI, "DeepSeek-V3 technical report",
 //! 2024, section 3.3.2).
 
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterTable};
 use crate::tensor::{Tensor, View};
 use std::fmt;
@@ -189,12 +189,7 @@ impl Fp8Layer<'_> {
     /// A copy of `values`, rounded as `operand`; bf16.
     ///
     /// Where nothing is known of earlier steps, the scale is that of the values themselves (*current scaling*).
-    pub(crate) fn quantize(
-        &self,
-        device: &Device,
-        operand: Operand,
-        values: View<'_>,
-    ) -> Result<Tensor, DeviceError> {
+    pub(crate) fn quantize(&self, device: &Device, operand: Operand, values: View<'_>) -> Result<Tensor> {
         let place = self.layer * OPERANDS + operand as usize;
         let history_max = f32::from_bits(self.scales.history_max[place].load(Ordering::Relaxed));
         let reference = (history_max > 0.0).then_some(history_max);
@@ -226,11 +221,7 @@ impl Fp8State {
     ///
     /// # Panics
     /// As [`new`](Fp8State::new).
-    pub fn of_matrices(
-        recipe: Fp8Recipe,
-        table: &ParameterTable,
-        device: &Device,
-    ) -> Result<Self, DeviceError> {
+    pub fn of_matrices(recipe: Fp8Recipe, table: &ParameterTable, device: &Device) -> Result<Self> {
         Fp8State::new(recipe, table.matrices().iter().map(|span| span.first).collect(), device)
     }
 
@@ -241,11 +232,7 @@ impl Fp8State {
     ///
     /// # Panics
     /// If the history has no room for a step.
-    pub fn new(
-        recipe: Fp8Recipe,
-        mut layers: Vec<ParameterId>,
-        device: &Device,
-    ) -> Result<Self, DeviceError> {
+    pub fn new(recipe: Fp8Recipe, mut layers: Vec<ParameterId>, device: &Device) -> Result<Self> {
         assert!(recipe.amax_history_len > 0, "scales follow from at least one step");
         layers.sort_unstable();
         let num_operands = layers.len() * OPERANDS;

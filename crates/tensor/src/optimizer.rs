@@ -1,6 +1,6 @@
 //! What optimizers keep from step to step.
 
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::{FactoredPart, OperandMut, Pieces, SharedSlice, StateDType, StateSlice};
 use crate::parameter_table::{ParameterInfo, UnitInfo};
@@ -21,12 +21,7 @@ pub struct OptimizerState {
 impl OptimizerState {
     /// Zeros for the elements of `pieces`. `is_square` says that they are second moments: never negative, and of which the
     /// root counts.
-    pub fn zeros(
-        pieces: &Pieces,
-        dtype: StateDType,
-        is_square: bool,
-        device: &Device,
-    ) -> Result<Self, DeviceError> {
+    pub fn zeros(pieces: &Pieces, dtype: StateDType, is_square: bool, device: &Device) -> Result<Self> {
         let (values_dtype, num_blocks) = match dtype {
             StateDType::F32 => (DType::F32, 0),
             StateDType::Bf16 => (DType::Bf16, 0),

@@ -1,6 +1,6 @@
 //! Parameters in flat buffers, one buffer a unit.
 
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterInfo, ParameterSpan, ParameterTable};
 use crate::tensor::{Tensor, View, ViewMut};
 use std::fmt;
@@ -35,11 +35,7 @@ pub struct Parameters {
 
 impl Parameters {
     /// Zeros, counted as `category`.
-    pub fn zeros(
-        table: &Arc<ParameterTable>,
-        device: &Device,
-        category: Category,
-    ) -> Result<Self, DeviceError> {
+    pub fn zeros(table: &Arc<ParameterTable>, device: &Device, category: Category) -> Result<Self> {
         Self::zeros_of(table, table.shards(0, 1), device, category)
     }
 
@@ -52,7 +48,7 @@ impl Parameters {
         parts: Vec<Range<usize>>,
         device: &Device,
         category: Category,
-    ) -> Result<Self, DeviceError> {
+    ) -> Result<Self> {
         assert_eq!(parts.len(), table.units().len(), "one part for each unit");
         let num_elements = parts.iter().map(Range::len).fold(0_usize, usize::saturating_add);
         device.check_room(num_elements.saturating_mul(size_of::<f32>()), category)?;
@@ -68,14 +64,14 @@ impl Parameters {
         parts: Vec<Range<usize>>,
         device: &Device,
         category: Category,
-    ) -> Result<Self, DeviceError> {
+    ) -> Result<Self> {
         assert_eq!(parts.len(), table.units().len(), "one part for each unit");
         let flat = |part: &Range<usize>| {
             let mut flat = device.empty([part.len()].into(), DType::F32, category)?;
             flat.release();
             Ok(flat)
         };
-        let flats = parts.iter().map(flat).collect::<Result<_, DeviceError>>()?;
+        let flats = parts.iter().map(flat).collect::<Result<_>>()?;
         Ok(Parameters { table: Arc::clone(table), parts, flats, device: device.clone(), category })
     }
 
@@ -122,7 +118,7 @@ impl Parameters {
     ///
     /// # Errors
     /// If there is no memory for it; nothing is there of the unit then.
-    pub fn set_part(&mut self, unit: usize, part: Range<usize>) -> Result<(), DeviceError> {
+    pub fn set_part(&mut self, unit: usize, part: Range<usize>) -> Result<()> {
         self.flats[unit].release();
         self.flats[unit] = self.device.zeros([part.len()].into(), DType::F32, self.category)?;
         self.parts[unit] = part;
@@ -172,7 +168,7 @@ impl ParameterSource for Parameters {
 mod tests {
     use super::*;
     use crate::declaration::{Initial, Parameter};
-    use crate::device::DeviceOptions;
+    use crate::device::{DeviceError, DeviceOptions};
 
     #[test]
     fn tables_beyond_all_addresses_are_refused_in_words() {

@@ -10,7 +10,7 @@ pub use crate::timing::Timing;
 pub use bound::{Limit, Peaks};
 pub use trireme_base::{Cost, Traffic};
 
-use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
+use crate::device::{Device, DeviceError, MatmulEpilogue, Result, Transpose};
 use crate::kernels::CpuFeatures;
 use crate::precision::Precision;
 use crate::shape::Shape;
@@ -138,7 +138,7 @@ impl Probe {
     ///
     /// # Errors
     /// If the device has not as much memory.
-    pub fn stream(&self, traffic: Traffic) -> Result<Timing, DeviceError> {
+    pub fn stream(&self, traffic: Traffic) -> Result<Timing> {
         let shape = [traffic.extent().div_ceil(size_of::<u32>())].into();
         let mut memory = self.device.empty(shape, DType::U32, Category::Activations)?;
         let Ok(timing) = self.time(|_| self.device.stream(traffic, memory.view_mut()));
@@ -155,7 +155,7 @@ impl Probe {
         precision: Precision,
         transposes: Transposes,
         sizes: ProductSizes,
-    ) -> Result<Timing, DeviceError> {
+    ) -> Result<Timing> {
         let ProductSizes { rows, cols, inner } = sizes;
         let activation = precision.dtype();
         let (left_shape, right_shape, right_dtype, out_dtype, epilogue) = match transposes {
@@ -182,7 +182,7 @@ impl Probe {
         [left, right]: [&Tensor; 2],
         out: &mut Tensor,
         epilogue: MatmulEpilogue<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let (left_transpose, right_transpose) = transposes.split();
         let (left, right) = ((left.view(), left_transpose), (right.view(), right_transpose));
         self.device.matmul(precision, left, right, out.view_mut(), epilogue)
@@ -193,7 +193,7 @@ impl Probe {
     }
 
     /// A tensor of normal values of standard deviation 0.5.
-    fn random(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+    fn random(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
         let mut values = self.device.empty(shape, DType::F32, Category::Activations)?;
         self.device.fill(values.view_mut(), |values| {

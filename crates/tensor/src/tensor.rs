@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::{DeviceError, Result};
 use crate::kernels::cpu::arena::{Arena, Block, OutOfMemory};
 use crate::kernels::{Operand, OperandMut};
 use crate::lent_memory::LentMemory;
@@ -67,7 +67,7 @@ impl Tensor {
         arena: &Arc<Arena>,
         (shape, dtype): (Shape, DType),
         category: Category,
-    ) -> Result<Self, DeviceError> {
+    ) -> Result<Self> {
         let unaddressable = DeviceError::Unaddressable { shape, dtype, category };
         let num_bytes = shape.num_bytes(dtype).ok_or(unaddressable)?;
         Ok(Tensor { memory: Memory::take(arena, num_bytes, category)?, shape, dtype })
@@ -131,7 +131,7 @@ impl Tensor {
     ///
     /// # Errors
     /// If there is none.
-    pub fn restore(&mut self) -> Result<(), DeviceError> {
+    pub fn restore(&mut self) -> Result<()> {
         let Memory::Block(block) = &mut self.memory else { return Ok(()) };
         match block.retake() {
             Err(OutOfMemory::Budget(error)) => {

@@ -1,6 +1,6 @@
 //! Times repeated runs of a function.
 
-use crate::device::DeviceError;
+use crate::device::{DeviceError, Result};
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
@@ -68,10 +68,10 @@ impl Ran for () {
     }
 }
 
-impl Ran for Result<(), DeviceError> {
+impl Ran for Result<()> {
     type Error = DeviceError;
 
-    fn result(self) -> Result<(), DeviceError> {
+    fn result(self) -> Result<()> {
         self
     }
 }

@@ -1,6 +1,6 @@
 //! Values as their readers need them.
 
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View};
 use trireme_base::{Category, DType};
@@ -19,7 +19,7 @@ impl<'a> Values<'a> {
     ///
     /// # Errors
     /// If there is no memory for converted values.
-    pub fn in_f32(device: &Device, stored: View<'a>, category: Category) -> Result<Self, DeviceError> {
+    pub fn in_f32(device: &Device, stored: View<'a>, category: Category) -> Result<Self> {
         if stored.dtype() == DType::F32 {
             return Ok(Values::Stored(stored));
         }
@@ -32,7 +32,7 @@ impl<'a> Values<'a> {
     ///
     /// # Errors
     /// If there is no memory for rounded values.
-    pub fn rounded(device: &Device, precision: Precision, stored: View<'a>) -> Result<Self, DeviceError> {
+    pub fn rounded(device: &Device, precision: Precision, stored: View<'a>) -> Result<Self> {
         if precision == Precision::F32 && stored.dtype() == DType::F32 {
             return Ok(Values::Stored(stored));
         }

@@ -1,6 +1,6 @@
 //! Attention and rotary positions on a device.
 
-use super::{Device, DeviceError};
+use super::{Device, Result};
 use crate::kernels::call::AttentionCall;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::{
@@ -57,7 +57,7 @@ impl Device {
         (shape, rule): (AttentionShape, AttentionRule),
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let dtype = inputs.queries.dtype();
         assert_eq!(y.dtype(), dtype);
         let mut scratch = self.attention_scratch(dtype, shape, false)?;
@@ -84,7 +84,7 @@ impl Device {
         (shape, scope): (AttentionShape, AttentionScope),
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, false)?;
         self.issue(AttentionCall::AttentionBlock {
             inputs: operands(inputs),
@@ -97,12 +97,7 @@ impl Device {
         Ok(())
     }
 
-    fn attention_scratch(
-        &self,
-        dtype: DType,
-        shape: AttentionShape,
-        backward: bool,
-    ) -> Result<Tensor, DeviceError> {
+    fn attention_scratch(&self, dtype: DType, shape: AttentionShape, backward: bool) -> Result<Tensor> {
         let len = with_element!(dtype => |T| self.cpu.attention_scratch::<T>(shape, 0, backward));
         self.activation([len])
     }
@@ -119,7 +114,7 @@ impl Device {
         cache: CacheViews<'_>,
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let CacheViews { keys, values, capacity, len } = cache;
         let mut scratch = self.activation([self.cpu.attention_scratch::<f32>(shape, len, false)])?;
         self.issue(AttentionCall::AttentionCached {
@@ -148,7 +143,7 @@ impl Device {
         (shape, rule): (AttentionShape, AttentionRule),
         output: AttentionOutput<View<'_>>,
         (d_queries, d_keys_values): (ViewMut<'_>, Option<ViewMut<'_>>),
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let dtype = inputs.queries.dtype();
         assert_eq!(d_queries.dtype(), dtype);
         let mut scratch = self.attention_scratch(dtype, shape, true)?;
@@ -174,7 +169,7 @@ impl Device {
         (shape, scope): (AttentionShape, AttentionScope),
         output: AttentionOutput<View<'_>>,
         (d_queries, d_keys_values): (ViewMut<'_>, ViewMut<'_>),
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, true)?;
         self.issue(AttentionCall::AttentionBlockBackward {
             inputs: operands(inputs),

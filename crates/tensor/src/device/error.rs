@@ -4,6 +4,9 @@ use crate::memory::OverBudget;
 use crate::shape::Shape;
 use trireme_base::{Category, DType};
 
+/// A result whose error is a [`DeviceError`], unless another one is given.
+pub(crate) type Result<T, E = DeviceError> = std::result::Result<T, E>;
+
 /// A device refused.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]

@@ -1,6 +1,6 @@
 //! Products of groups of rows on a device.
 
-use super::{Device, DeviceError, Transpose};
+use super::{Device, Result, Transpose};
 use crate::kernels::GroupLimit;
 use crate::kernels::call::GroupedCall;
 use crate::kernels::cpu::matmul::Product;
@@ -28,7 +28,7 @@ impl Device {
         left: View<'_>,
         (right, transpose): (View<'_>, Transpose),
         out: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let (rows, inner, cols) = (left.shape().rows(), left.shape().cols(), out.shape().cols());
         let (num_groups, all) = (num_groups(starts), right.shape().rows());
         assert!(all.is_multiple_of(num_groups), "{num_groups} groups of {all} rows");
@@ -72,7 +72,7 @@ impl Device {
         (left, right): (View<'_>, View<'_>),
         out: ViewMut<'_>,
         accumulate: bool,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let (inner, rows, cols) = (left.shape().rows(), left.shape().cols(), right.shape().cols());
         assert_eq!(right.shape().rows(), inner, "{:?}", right.shape());
         assert_eq!(out.shape(), [num_groups * rows, cols].into(), "blocks of groups");

@@ -1,6 +1,6 @@
 //! Products of matrices on a device.
 
-use super::{Device, DeviceError};
+use super::{Device, Result};
 use crate::kernels::call::MatmulCall;
 use crate::kernels::cpu::element::Floats;
 use crate::kernels::cpu::matmul::{Matrix, Product};
@@ -51,7 +51,7 @@ impl Device {
         right: (View<'_>, Transpose),
         out: ViewMut<'_>,
         epilogue: MatmulEpilogue<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let ((rows, inner), (right_inner, cols)) = (sides(&left), sides(&right));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.0.shape(), right.0.shape());
         assert_eq!([out.shape().rows(), out.shape().cols()], [rows, cols], "a product of {rows} x {cols}");
@@ -80,7 +80,7 @@ impl Device {
         precision: Precision,
         size: Product,
         left: &(View<'_>, Transpose),
-    ) -> Result<Tensor, DeviceError> {
+    ) -> Result<Tensor> {
         self.activation_of([self.product_scratch_words(precision, size, left)], DType::U32)
     }
 

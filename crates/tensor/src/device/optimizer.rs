@@ -1,6 +1,6 @@
 //! Optimizer updates on a device.
 
-use super::{Device, DeviceError};
+use super::{Device, Result};
 use crate::kernels::call::OptimizerCall;
 use crate::kernels::{FactoredStep, LeafRun, Operand, Pieces, StepScale, Update};
 use crate::optimizer::{FactoredMatrix, OptimizerState};
@@ -155,12 +155,7 @@ impl Device {
     ///
     /// # Errors
     /// If there is no scratch memory.
-    pub fn orthogonalize(
-        &self,
-        matrix: ViewMut<'_>,
-        num_steps: usize,
-        precision: Precision,
-    ) -> Result<(), DeviceError> {
+    pub fn orthogonalize(&self, matrix: ViewMut<'_>, num_steps: usize, precision: Precision) -> Result<()> {
         let shape = matrix.shape();
         let (rows, cols) = (shape.rows(), shape.cols());
         let side = rows.min(cols);

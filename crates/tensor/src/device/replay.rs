@@ -1,6 +1,6 @@
 //! Replay of recorded kernel calls on newly allocated memory.
 
-use super::{Device, DeviceError, RecordedCalls};
+use super::{Device, RecordedCalls, Result};
 use crate::kernels::call::{Access, Call, Operands};
 use crate::kernels::{Operand, OperandMut};
 use crate::tensor::Tensor;
@@ -13,7 +13,7 @@ impl RecordedCalls {
     ///
     /// # Errors
     /// If the device has no memory for the operands.
-    pub fn replay(&self, call: &KernelCall, device: &Device) -> Result<Option<Replay>, DeviceError> {
+    pub fn replay(&self, call: &KernelCall, device: &Device) -> Result<Option<Replay>> {
         let Some(call) = self.lock().get(call).cloned() else { return Ok(None) };
         let mut has_indices = false;
         let mut ranges = Vec::new();

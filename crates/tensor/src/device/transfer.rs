@@ -1,6 +1,6 @@
 //! What passes between the host and the memory of a device.
 
-use super::{Device, DeviceError};
+use super::{Device, Result};
 use crate::kernels::OperandMut;
 use crate::kernels::backend::{DeviceSide, copy_later};
 use crate::kernels::cpu::Cpu;
@@ -37,7 +37,7 @@ impl Device {
     ///
     /// # Panics
     /// If this is no host.
-    pub fn pinned_memory(&self, num_bytes: usize, category: Category) -> Result<PinnedMemory, DeviceError> {
+    pub fn pinned_memory(&self, num_bytes: usize, category: Category) -> Result<PinnedMemory> {
         assert!(self.reaches_host, "pinned memory is taken from the host beside a device");
         let block = self.arena.take(num_bytes, category)?;
         let memory = OperandMut::new(block.operand(([num_bytes].into(), DType::U8)));

@@ -1,7 +1,7 @@
 //! Lower bounds of the time of a kernel.
 
 use super::{Probe, Unit};
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::precision::Precision;
 use std::fmt;
 use trireme_base::Cost;
@@ -48,7 +48,7 @@ impl Probe {
     ///
     /// # Errors
     /// If the device has not as much memory as the kernel goes through.
-    pub fn bound(&self, peaks: Peaks, cost: &Cost) -> Result<(f64, Limit), DeviceError> {
+    pub fn bound(&self, peaks: Peaks, cost: &Cost) -> Result<(f64, Limit)> {
         let bounds = [
             (cost.product_operations as f64 / peaks.products, Limit::Products),
             (cost.other_operations as f64 / peaks.arithmetic, Limit::Arithmetic),

@@ -10,7 +10,7 @@ use super::{
     AllGatherRows, Argument, Op, Operation, OperationContext, PendingExchange, Recorder, Sharding, SplitRows,
     Tape, TensorAxis, Var,
 };
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View};
 use crate::values::Values;
@@ -40,20 +40,20 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for them.
-    pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor, DeviceError> {
+    pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor> {
         let gather = self.start_gather(part)?;
         self.finish_on_axis(gather)
     }
 
     /// Starts [`gather_rows`](OperationContext::gather_rows).
-    pub(super) fn start_gather(&self, part: View<'_>) -> Result<PendingValue, DeviceError> {
+    pub(super) fn start_gather(&self, part: View<'_>) -> Result<PendingValue> {
         let axis = self.expect_axis();
         let exchange = axis.ops.start(self.device(), ExchangeKind::AllGather, part)?;
         Ok(PendingValue::Travelling(exchange, axis.whole_shape(part.shape()), part.dtype()))
     }
 
     /// What a rank gets by an exchange that it has started.
-    pub(super) fn finish_on_axis(&self, value: PendingValue) -> Result<Tensor, DeviceError> {
+    pub(super) fn finish_on_axis(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Here(tensor) => Ok(tensor),
             PendingValue::Travelling(exchange, shape, dtype) => {
@@ -65,7 +65,7 @@ impl OperationContext<'_> {
     }
 
     /// As [`finish_on_axis`](OperationContext::finish_on_axis), for a reader that drops the value soon.
-    pub(super) fn finish_temporary(&self, value: PendingValue) -> Result<Tensor, DeviceError> {
+    pub(super) fn finish_temporary(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Here(tensor) => Ok(tensor),
             PendingValue::Travelling(exchange, shape, dtype) => {
@@ -78,11 +78,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// As [`gather_rows`](OperationContext::gather_rows).
-    pub(super) fn all_rows<'a>(
-        &self,
-        values: View<'a>,
-        sharding: Sharding,
-    ) -> Result<Values<'a>, DeviceError> {
+    pub(super) fn all_rows<'a>(&self, values: View<'a>, sharding: Sharding) -> Result<Values<'a>> {
         Ok(match sharding {
             Sharding::Rows => Values::Converted(self.finish_temporary(self.start_gather(values)?)?),
             _ => Values::Stored(values),
@@ -93,7 +89,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn split_rows(&self, whole: View<'_>) -> Result<Tensor, DeviceError> {
+    pub fn split_rows(&self, whole: View<'_>) -> Result<Tensor> {
         let axis = self.expect_axis();
         let mut part = self.empty(axis.part_shape(whole.shape())?, whole.dtype())?;
         let first = axis.place().rank * part.shape().num_elements();
@@ -105,13 +101,13 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for the sum.
-    pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor, DeviceError> {
+    pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor> {
         let sum = self.start_sum(term, sharding)?;
         self.finish_on_axis(sum)
     }
 
     /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks). The memory of the term is free from then on.
-    pub(super) fn start_sum(&self, term: Tensor, sharding: Sharding) -> Result<PendingValue, DeviceError> {
+    pub(super) fn start_sum(&self, term: Tensor, sharding: Sharding) -> Result<PendingValue> {
         let Some(axis) = self.axis() else { return Ok(PendingValue::Here(term)) };
         let (kind, shape) = match sharding {
             Sharding::Rows => (ExchangeKind::ReduceScatter, axis.part_shape(term.shape())?),
@@ -126,7 +122,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is none.
-    pub(super) fn empty_term(&self, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
+    pub(super) fn empty_term(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         match self.axis() {
             Some(axis) => axis.ops.empty_term(self.device(), shape, dtype),
             None => self.empty(shape, dtype),
@@ -137,7 +133,7 @@ impl OperationContext<'_> {
 impl Recorder<'_> {
     /// Gathers inputs in rows for an operation that needs all rows, and splits replicated inputs where others are in rows. The inputs are the
     /// arguments from `first` on; returns where they begin afterwards.
-    pub(super) fn adapt(&mut self, op: &dyn Operation, first: usize) -> Result<usize, DeviceError> {
+    pub(super) fn adapt(&mut self, op: &dyn Operation, first: usize) -> Result<usize> {
         let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(first) };
         let of = |tape: &Tape, argument: &Argument| tape.values[argument.value].sharding;
         let mut arguments: SmallVec<[Argument; 4]> = self.tape.arguments.drain(first..).collect();
@@ -175,7 +171,7 @@ impl Recorder<'_> {
     ///
     /// # Errors
     /// If there is no memory for them, and as [`AxisOps::start`](super::AxisOps::start).
-    pub fn all_rows(&mut self, value: Var) -> Result<Var, DeviceError> {
+    pub fn all_rows(&mut self, value: Var) -> Result<Var> {
         match self.tape.values[value.0].sharding {
             Sharding::Rows => self.apply(&AllGatherRows, [value]),
             _ => Ok(value),
@@ -189,7 +185,7 @@ impl Recorder<'_> {
     ///
     /// # Panics
     /// If ranks have parts of it that belong to their parts of parameters.
-    pub fn between_units(&mut self, value: Var) -> Result<Var, DeviceError> {
+    pub fn between_units(&mut self, value: Var) -> Result<Var> {
         let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(value) };
         let found = &self.tape.values[value.0];
         match (found.sharding, axis.between_units(found.shape, found.dtype)) {

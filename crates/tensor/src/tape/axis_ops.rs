@@ -1,6 +1,6 @@
 //! How values travel between ranks while a unit runs.
 
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
 use smallvec::SmallVec;
@@ -39,30 +39,20 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`DeviceError::Exchange`] if a rank fails, and if there is no memory for what travels.
-    fn start(
-        &self,
-        device: &Device,
-        kind: ExchangeKind,
-        values: View<'_>,
-    ) -> Result<PendingExchange, DeviceError>;
+    fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange>;
 
     /// Ends an exchange: kernels that are issued later find in `result`, of the type of the values, what this rank gets by it. It may be
     /// the memory of the values.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
-    fn finish(
-        &self,
-        device: &Device,
-        exchange: PendingExchange,
-        result: ViewMut<'_>,
-    ) -> Result<(), DeviceError>;
+    fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
     /// Memory for a term of a sum that [`start_sum`](AxisOps::start_sum) starts, with unspecified contents.
     ///
     /// # Errors
     /// If there is none.
-    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
+    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
         device.activation_of(shape, dtype)
     }
 
@@ -71,12 +61,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
-    fn start_sum(
-        &self,
-        device: &Device,
-        kind: ExchangeKind,
-        term: Tensor,
-    ) -> Result<PendingExchange, DeviceError> {
+    fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         self.start(device, kind, term.view())
     }
 
@@ -91,7 +76,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         exchange: PendingExchange,
         shape: Shape,
         dtype: DType,
-    ) -> Result<Tensor, DeviceError> {
+    ) -> Result<Tensor> {
         let mut result = device.activation_of(shape, dtype)?;
         self.finish(device, exchange, result.view_mut())?;
         Ok(result)
@@ -101,19 +86,14 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
-    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError>;
+    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>>;
 
     /// Starts to send rows to every rank, and to receive rows from every one: the elements that `runs` lists, of `values` on each rank. As many are under way
     /// as there is memory for, whatever loads are; [`send_rest`](AxisOps::send_rest) sends the others.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
-    fn start_rows(
-        &self,
-        device: &Device,
-        runs: ExchangedRuns,
-        values: View<'_>,
-    ) -> Result<PendingExchange, DeviceError>;
+    fn start_rows(&self, device: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange>;
 
     /// Sends the rest of an exchange of rows, of the same `values`. Part of what arrives is written to `result`, of the same type. Afterwards `values` may be overwritten.
     ///
@@ -125,18 +105,13 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         exchange: &PendingExchange,
         values: View<'_>,
         result: ViewMut<'_>,
-    ) -> Result<(), DeviceError>;
+    ) -> Result<()>;
 
     /// Ends an exchange of rows that has [sent all](AxisOps::send_rest): kernels that are issued later find what comes in `result`.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
-    fn finish_rows(
-        &self,
-        device: &Device,
-        exchange: PendingExchange,
-        result: ViewMut<'_>,
-    ) -> Result<(), DeviceError>;
+    fn finish_rows(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
     /// An exchange from its start to its end.
     ///
@@ -148,7 +123,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         kind: ExchangeKind,
         values: View<'_>,
         result: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let exchange = self.start(device, kind, values)?;
         self.finish(device, exchange, result)
     }
@@ -230,49 +205,33 @@ impl AxisOps for AloneOnAxis {
         self.place
     }
 
-    fn start(
-        &self,
-        _: &Device,
-        kind: ExchangeKind,
-        values: View<'_>,
-    ) -> Result<PendingExchange, DeviceError> {
+    fn start(&self, _: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange> {
         let num_parts = if kind == ExchangeKind::AllGather { self.place.degree } else { 1 };
         self.note(kind, num_parts * values.num_bytes());
         Ok(PendingExchange::new(0))
     }
 
-    fn finish(&self, _: &Device, _: PendingExchange, _: ViewMut<'_>) -> Result<(), DeviceError> {
+    fn finish(&self, _: &Device, _: PendingExchange, _: ViewMut<'_>) -> Result<()> {
         Ok(())
     }
 
     /// As if all ranks had the same numbers.
-    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
+    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>> {
         self.note(ExchangeKind::AllGather, self.place.degree * size_of_val(own));
         Ok(own.repeat(self.place.degree))
     }
 
-    fn start_rows(
-        &self,
-        _: &Device,
-        runs: ExchangedRuns,
-        values: View<'_>,
-    ) -> Result<PendingExchange, DeviceError> {
+    fn start_rows(&self, _: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange> {
         let len: usize = runs.sent.iter().flatten().map(Range::len).sum();
         self.note(ExchangeKind::AllToAll, len * values.dtype().size());
         Ok(PendingExchange::new(0))
     }
 
-    fn send_rest(
-        &self,
-        _: &Device,
-        _: &PendingExchange,
-        _: View<'_>,
-        _: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    fn send_rest(&self, _: &Device, _: &PendingExchange, _: View<'_>, _: ViewMut<'_>) -> Result<()> {
         Ok(())
     }
 
-    fn finish_rows(&self, _: &Device, _: PendingExchange, _: ViewMut<'_>) -> Result<(), DeviceError> {
+    fn finish_rows(&self, _: &Device, _: PendingExchange, _: ViewMut<'_>) -> Result<()> {
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use super::operation::Halves;
 use super::value::Value;
 use super::{BackwardContext, GradSink, Node, OperationContext, ReadBy, Sharding, Tape, VarId, cast, copy};
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
 use crate::shape::Shape;
@@ -18,8 +18,8 @@ use trireme_base::{Category, DType};
 pub fn write_grad(
     sink: &mut dyn GradSink,
     span: &ParameterSpan,
-    write: impl FnOnce(ViewMut<'_>, bool) -> Result<(), DeviceError>,
-) -> Result<(), DeviceError> {
+    write: impl FnOnce(ViewMut<'_>, bool) -> Result<()>,
+) -> Result<()> {
     let target = sink.target(span)?;
     write(target.view, target.accumulate)?;
     sink.grad_ready(span);
@@ -35,7 +35,7 @@ pub fn add_to_grad(
     sink: &mut dyn GradSink,
     span: &ParameterSpan,
     add: impl FnOnce(ViewMut<'_>),
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     write_grad(sink, span, |mut out, accumulate| {
         if !accumulate {
             device.zero(out.reborrow());
@@ -56,7 +56,7 @@ impl Tape {
         parameters: &dyn ParameterSource,
         outputs: impl IntoIterator<Item = (VarId, Tensor)>,
         sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         self.begin_backward(outputs)?;
         for index in (0..self.nodes.len()).rev() {
             if self.reach(index)? {
@@ -83,7 +83,7 @@ impl Tape {
         &mut self,
         parameters: &dyn ParameterSource,
         outputs: impl IntoIterator<Item = (VarId, Tensor)>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         self.begin_backward(outputs)?;
         for index in (0..self.nodes.len()).rev() {
             if self.reach(index)? {
@@ -109,7 +109,7 @@ impl Tape {
         &mut self,
         parameters: &dyn ParameterSource,
         sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         for index in (0..self.nodes.len()).rev() {
             if self.nodes[index].op.get().has_parameters() && self.is_reached(index) {
                 let op = self.nodes[index].op.clone();
@@ -131,16 +131,13 @@ impl Tape {
         sink.expect_terms(self.pass.axes.tensor.is_some() && op.get().makes_grad_terms(sharding));
     }
 
-    fn begin_backward(
-        &mut self,
-        outputs: impl IntoIterator<Item = (VarId, Tensor)>,
-    ) -> Result<(), DeviceError> {
+    fn begin_backward(&mut self, outputs: impl IntoIterator<Item = (VarId, Tensor)>) -> Result<()> {
         outputs.into_iter().try_for_each(|(VarId(value), grad)| self.add_grad(value, grad))
     }
 
     /// Whether backward of a node runs. If nothing has read the outputs of one with parameters, their gradients are zero: each
     /// parameter gets a gradient.
-    fn reach(&mut self, index: usize) -> Result<bool, DeviceError> {
+    fn reach(&mut self, index: usize) -> Result<bool> {
         let is_reached = self.is_reached(index);
         let Node { op, outputs, .. } = &self.nodes[index];
         let operation = op.get();
@@ -166,7 +163,7 @@ impl Tape {
 
     /// Gives the gradient of a node's output to the inputs that have the same: itself to the last, unless the weight half
     /// is still to read it.
-    fn pass_grad(&mut self, index: usize, done: Halves) -> Result<(), DeviceError> {
+    fn pass_grad(&mut self, index: usize, done: Halves) -> Result<()> {
         let Node { op, outputs, .. } = &self.nodes[index];
         let (output, stays) = (outputs.start, done == Halves::Input && op.get().has_parameters());
         let mut inputs = std::mem::take(&mut self.passing);
@@ -187,7 +184,7 @@ impl Tape {
     ///
     /// A sum of gradients has the type of its value. A single gradient of a value of 16 bits may be f32; it is rounded
     /// before an operation reads it that does not [take it so](super::Operation::takes_f32_grads).
-    fn add_grad(&mut self, value: usize, grad: Tensor) -> Result<(), DeviceError> {
+    fn add_grad(&mut self, value: usize, grad: Tensor) -> Result<()> {
         let value = &mut self.values[value];
         if !value.requires_grad {
             return Ok(());
@@ -207,7 +204,7 @@ impl Tape {
     }
 
     /// As [`add_grad`](Tape::add_grad) with the gradient of `output`, which stays.
-    fn add_grad_of(&mut self, value: usize, output: usize) -> Result<(), DeviceError> {
+    fn add_grad_of(&mut self, value: usize, output: usize) -> Result<()> {
         let grad = self.values[output].grad.take().expect("the node was reached");
         if self.values[value].requires_grad {
             let copied = copy(&self.device, &grad)?;
@@ -311,7 +308,7 @@ impl<'a> BackwardContext<'a> {
     ///
     /// # Errors
     /// If there is no memory for a copy.
-    pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor, DeviceError> {
+    pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor> {
         let by = self.tape.nodes[self.node].op.get().reads_input(index);
         let place = self.argument(index);
         let tape = &mut *self.common.tape;
@@ -398,7 +395,7 @@ impl<'a> BackwardContext<'a> {
     ///
     /// # Panics
     /// If it has not as many elements as the input.
-    pub fn add_grad(&mut self, index: usize, grad: Tensor) -> Result<(), DeviceError> {
+    pub fn add_grad(&mut self, index: usize, grad: Tensor) -> Result<()> {
         let argument = self.argument(index);
         self.tape.add_grad(argument, grad)
     }

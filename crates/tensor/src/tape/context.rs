@@ -3,7 +3,7 @@
 use super::{
     AxisOps, ExpertAxis, OperationContext, PendingExchange, PendingMean, Randomness, ShadowedExperts,
 };
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
 use crate::parameters::ParameterSource;
@@ -85,7 +85,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for them.
-    pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<Values<'_>, DeviceError> {
+    pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<Values<'_>> {
         Values::rounded(&self.tape.device, self.tape.pass.precision, self.parameters.span(span))
     }
 
@@ -93,7 +93,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for converted ones.
-    pub fn in_f32<'a>(&self, values: View<'a>) -> Result<Values<'a>, DeviceError> {
+    pub fn in_f32<'a>(&self, values: View<'a>) -> Result<Values<'a>> {
         Values::in_f32(&self.tape.device, values, Category::Activations)
     }
 
@@ -101,7 +101,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is none.
-    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.tape.device.empty(shape.into(), dtype, Category::Activations)
     }
 
@@ -109,7 +109,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is no memory.
-    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
@@ -117,7 +117,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn scalar(&self, value: f64) -> Result<Tensor, DeviceError> {
+    pub fn scalar(&self, value: f64) -> Result<Tensor> {
         let mut scalar = self.empty([1], DType::F64)?;
         self.tape.device.upload(&[value], scalar.view_mut());
         Ok(scalar)
@@ -132,7 +132,7 @@ impl OperationContext<'_> {
     ///
     /// # Panics
     /// If `sum` is not one f64.
-    pub fn add_loss(&mut self, sum: Tensor, num_rows: usize) -> Result<(), DeviceError> {
+    pub fn add_loss(&mut self, sum: Tensor, num_rows: usize) -> Result<()> {
         assert_eq!((sum.dtype(), sum.shape()), (DType::F64, [1].into()), "a loss is one f64");
         let (weight, device) = (f64::from(self.loss_weight), &self.tape.device);
         match &mut self.tape.loss {

@@ -6,7 +6,7 @@
 
 use super::value::Value;
 use super::{Argument, ContextAxis, Op, Operand, Operation, OperationContext, Recorder, Tape, Var};
-use crate::device::DeviceError;
+use crate::device::{DeviceError, Result};
 use smallvec::SmallVec;
 use std::ops::Range;
 use trireme_base::{AxisPlace, ContextPlace, Positions};
@@ -48,11 +48,7 @@ impl Recorder<'_> {
     ///
     /// # Errors
     /// If the operation is wrong where ranks have parts of the positions, and what an exchange meets with.
-    pub(super) fn exchange_for_heads(
-        &mut self,
-        op: &dyn Operation,
-        first: usize,
-    ) -> Result<usize, DeviceError> {
+    pub(super) fn exchange_for_heads(&mut self, op: &dyn Operation, first: usize) -> Result<usize> {
         let Some(axis) = &self.tape.pass.axes.context else { return Ok(first) };
         let inputs = self.tape.arguments[first..].iter().map(|argument| &self.tape.values[argument.value]);
         // Dim 1 of fewer dims could be the last one, over which operations work; but not where data has a number for each position.
@@ -81,11 +77,7 @@ impl Recorder<'_> {
     }
 
     /// Exchanges heads of the only output for positions, where inputs were exchanged; the outputs.
-    pub(super) fn exchange_for_positions(
-        &mut self,
-        op: &Op,
-        outputs: Range<usize>,
-    ) -> Result<Range<usize>, DeviceError> {
+    pub(super) fn exchange_for_positions(&mut self, op: &Op, outputs: Range<usize>) -> Result<Range<usize>> {
         let has_heads = self.tape.pass.axes.context.as_ref().is_some_and(|axis| axis.heads.is_some());
         let Some(exchange) = op.get().head_exchange(Operand::Output, 1).filter(|_| has_heads) else {
             return Ok(outputs);

@@ -5,7 +5,7 @@ use super::{
     Argument, Arguments, ForwardContext, Metric, Node, Op, OperationContext, ReadBy, Recording, Sharding,
     Tape, Var, copy,
 };
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::parameters::ParameterSource;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
@@ -26,7 +26,7 @@ impl Recorder<'_> {
     ///
     /// # Panics
     /// If it takes another number of inputs, or makes another number of outputs.
-    pub fn apply(&mut self, op: impl Into<Op>, inputs: impl Arguments) -> Result<Var, DeviceError> {
+    pub fn apply(&mut self, op: impl Into<Op>, inputs: impl Arguments) -> Result<Var> {
         let mut outputs = self.apply_many(op, inputs)?;
         assert_eq!(outputs.len(), 1, "the operation has another number of outputs");
         Ok(outputs.next().expect("there is one"))
@@ -39,12 +39,7 @@ impl Recorder<'_> {
     ///
     /// # Panics
     /// If it takes another number of inputs, or has an output.
-    pub fn apply_loss(
-        &mut self,
-        op: impl Into<Op>,
-        inputs: impl Arguments,
-        weight: f32,
-    ) -> Result<(), DeviceError> {
+    pub fn apply_loss(&mut self, op: impl Into<Op>, inputs: impl Arguments, weight: f32) -> Result<()> {
         assert!(self.apply_all(op.into(), inputs, weight)?.is_empty(), "a loss has no output");
         Ok(())
     }
@@ -62,7 +57,7 @@ impl Recorder<'_> {
         name: &'static str,
         op: impl Into<Op>,
         inputs: impl Arguments,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let recording = std::mem::replace(&mut self.tape.recording, Recording::Off);
         let done = self.report(name, op.into(), inputs);
         self.tape.recording = recording;
@@ -83,7 +78,7 @@ impl Recorder<'_> {
         op: impl Into<Op>,
         inputs: impl Arguments,
         weight: f32,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         self.report(name, op.into(), inputs)?;
         if self.tape.recording == Recording::On {
             self.tape.nodes.last_mut().expect("it is recorded").loss_weight = weight;
@@ -91,7 +86,7 @@ impl Recorder<'_> {
         Ok(())
     }
 
-    fn report(&mut self, name: &'static str, op: Op, inputs: impl Arguments) -> Result<(), DeviceError> {
+    fn report(&mut self, name: &'static str, op: Op, inputs: impl Arguments) -> Result<()> {
         let loss = self.tape.loss.take();
         let outputs = self.apply_all(op, inputs, 1.0);
         let found = std::mem::replace(&mut self.tape.loss, loss);
@@ -128,16 +123,11 @@ impl Recorder<'_> {
         &mut self,
         op: O,
         inputs: A,
-    ) -> Result<impl ExactSizeIterator<Item = Var> + use<O, A>, DeviceError> {
+    ) -> Result<impl ExactSizeIterator<Item = Var> + use<O, A>> {
         Ok(self.apply_all(op.into(), inputs, 1.0)?.map(Var))
     }
 
-    fn apply_all(
-        &mut self,
-        op: Op,
-        inputs: impl Arguments,
-        loss_weight: f32,
-    ) -> Result<Range<usize>, DeviceError> {
+    fn apply_all(&mut self, op: Op, inputs: impl Arguments, loss_weight: f32) -> Result<Range<usize>> {
         let first = self.tape.arguments.len();
         inputs.append_to(&mut self.tape.arguments);
         let first = self.adapt(op.get(), first)?;
@@ -183,11 +173,7 @@ impl DerefMut for ForwardContext<'_> {
 
 impl ForwardContext<'_> {
     /// Runs a new node's operation, and appends the node if the tape records; its outputs.
-    fn first(
-        tape: &mut Tape,
-        parameters: &dyn ParameterSource,
-        mut node: Node,
-    ) -> Result<Range<usize>, DeviceError> {
+    fn first(tape: &mut Tape, parameters: &dyn ParameterSource, mut node: Node) -> Result<Range<usize>> {
         let operation = node.op.get();
         let sharding = tape.output_sharding(operation, &tape.arguments[node.inputs.clone()]);
         let mut cx = ForwardContext {
@@ -230,7 +216,7 @@ impl ForwardContext<'_> {
     }
 
     /// Runs the operation of a node again, for outputs that were given back.
-    fn again(tape: &mut Tape, parameters: &dyn ParameterSource, index: usize) -> Result<(), DeviceError> {
+    fn again(tape: &mut Tape, parameters: &dyn ParameterSource, index: usize) -> Result<()> {
         let node = &tape.nodes[index];
         let (op, inputs) = (node.op.clone(), node.inputs.clone());
         let (next_output, next_saved) = (node.outputs.start, node.saved.start);
@@ -293,7 +279,7 @@ impl ForwardContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for a copy.
-    pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor, DeviceError> {
+    pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor> {
         match self.take_input(index) {
             Some(tensor) => Ok(tensor),
             None => self.copy_input(index),
@@ -304,7 +290,7 @@ impl ForwardContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn copy_input(&self, index: usize) -> Result<Tensor, DeviceError> {
+    pub fn copy_input(&self, index: usize) -> Result<Tensor> {
         copy(&self.tape.device, self.value(index).tensor())
     }
 
@@ -314,7 +300,7 @@ impl ForwardContext<'_> {
         term: Tensor,
         bias: Option<View<'_>>,
         residual: Option<View<'_>>,
-    ) -> Result<Tensor, DeviceError> {
+    ) -> Result<Tensor> {
         let sum = self.start_sum(term, self.output_sharding())?;
         if bias.is_none() && residual.is_none() {
             return self.finish_on_axis(sum);
@@ -353,7 +339,7 @@ impl ForwardContext<'_> {
     ///
     /// # Errors
     /// If there is none.
-    pub fn empty_to_save(&mut self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+    pub fn empty_to_save(&mut self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let index = self.next_saved;
         match self.tape.tensors.get_mut(index).and_then(Option::take) {
             Some(saved) => Ok(saved),
@@ -387,7 +373,7 @@ impl Tape {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<(), DeviceError> {
+    pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<()> {
         for index in 0..self.nodes.len() {
             let node = &self.nodes[index];
             let is_missing = |value: &Value| value.tensor.is_none() && value.num_reads > 0;

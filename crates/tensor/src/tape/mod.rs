@@ -37,7 +37,7 @@ pub use pass_axes::{ContextAxis, PassAxes, Sharding, TensorAxis};
 pub use pass_state::{PassState, Randomness};
 pub use value::{Argument, Arguments, Var, VarId};
 
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::precision::Precision;
 use crate::tensor::Tensor;
 use std::ops::Range;
@@ -200,7 +200,7 @@ impl Tape {
     ///
     /// # Panics
     /// If it was taken before.
-    pub fn take_output(&mut self, output: &Var) -> Result<Tensor, DeviceError> {
+    pub fn take_output(&mut self, output: &Var) -> Result<Tensor> {
         match &self.values[output.0] {
             Value { num_reads: 0, is_input: false, .. } => Ok(self.take_value(output.id())),
             value => copy(&self.device, value.tensor()),
@@ -225,7 +225,7 @@ impl Tape {
     ///
     /// # Errors
     /// If there is no memory for zeros or another type.
-    pub fn take_grad_or_zeros(&mut self, place: VarId) -> Result<Tensor, DeviceError> {
+    pub fn take_grad_or_zeros(&mut self, place: VarId) -> Result<Tensor> {
         let Value { shape, dtype, .. } = self.values[place.0];
         match self.take_grad(place) {
             Some(grad) => cast(&self.device, grad, dtype),
@@ -269,7 +269,7 @@ fn checked(pass: PassState) -> PassState {
 }
 
 /// The same elements as `dtype`: the tensor itself, if they are so already.
-fn cast(device: &Device, tensor: Tensor, dtype: DType) -> Result<Tensor, DeviceError> {
+fn cast(device: &Device, tensor: Tensor, dtype: DType) -> Result<Tensor> {
     if tensor.dtype() == dtype {
         return Ok(tensor);
     }
@@ -279,7 +279,7 @@ fn cast(device: &Device, tensor: Tensor, dtype: DType) -> Result<Tensor, DeviceE
 }
 
 /// A tensor of its own with the same elements.
-fn copy(device: &Device, tensor: &Tensor) -> Result<Tensor, DeviceError> {
+fn copy(device: &Device, tensor: &Tensor) -> Result<Tensor> {
     let mut copy = device.empty(tensor.shape(), tensor.dtype(), Category::Activations)?;
     device.copy(tensor.view(), copy.view_mut());
     Ok(copy)

@@ -1,7 +1,7 @@
 //! The trait `Operation`, and the contexts of its passes.
 
 use super::{Sharding, Tape, TensorAxis};
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
 use crate::tensor::ViewMut;
@@ -21,23 +21,19 @@ pub trait Operation: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// If the device has no memory for them.
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError>;
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()>;
 
     /// Gives each input that [wants one](BackwardContext::requires_grad) its gradient. Not called if no output has a gradient.
     ///
     /// # Errors
     /// If the device has no memory for them.
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError>;
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()>;
 
     /// Gives `sink` the gradients of the parameters. Called after the input half of the same operation.
     ///
     /// # Errors
     /// If the device or the sink has no memory.
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let _ = (cx, sink);
         Ok(())
     }
@@ -46,7 +42,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Those of the halves.
-    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         self.backward_input(cx)?;
         self.backward_weight(cx, sink)
     }
@@ -121,7 +117,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
 /// What an [`Operation`] says whose outputs have no gradient: orders, counts, and means for metrics. A position's values depend on no other one.
 macro_rules! has_no_gradient {
     () => {
-        fn backward_input(&self, _: &mut $crate::tape::BackwardContext<'_>) -> Result<(), DeviceError> {
+        fn backward_input(&self, _: &mut $crate::tape::BackwardContext<'_>) -> $crate::device::Result<()> {
             Ok(())
         }
 
@@ -191,7 +187,7 @@ pub trait GradSink {
     ///
     /// # Errors
     /// If there is no memory for it.
-    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError>;
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>>;
 
     /// The contribution is written.
     fn grad_ready(&mut self, span: &ParameterSpan);

@@ -1,7 +1,7 @@
 //! The axes of a pass: ranks that have parts of parameters, of positions, or of the experts.
 
 use super::{AxisOps, ExpertAxis};
-use crate::device::DeviceError;
+use crate::device::{DeviceError, Result};
 use crate::shape::Shape;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, DType};
@@ -60,7 +60,7 @@ impl TensorAxis {
     ///
     /// # Errors
     /// If it does not divide.
-    pub(super) fn part_shape(&self, whole: Shape) -> Result<Shape, DeviceError> {
+    pub(super) fn part_shape(&self, whole: Shape) -> Result<Shape> {
         let (dim, degree) = (rows_dim(whole), self.place().degree);
         let len = whole.dims()[dim];
         if !len.is_multiple_of(degree) {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::declaration::{Initial, Parameter};
-use crate::device::DeviceOptions;
+use crate::device::{DeviceError, DeviceOptions};
 use crate::kernels::{Activation, AttentionRule};
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::parameters::Parameters;
@@ -21,7 +21,7 @@ struct Grads {
 }
 
 impl GradSink for Grads {
-    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>> {
         let view = self.sum.flat_mut(span.unit).into_part(span.offset, span.shape);
         Ok(GradTarget { view, accumulate: true })
     }

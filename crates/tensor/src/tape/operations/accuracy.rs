@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{ForwardContext, Operation, has_no_gradient};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
@@ -13,7 +13,7 @@ impl Operation for Accuracy {
         2..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();
         let (mut hits, mut num_hits) = (cx.empty([shape.rows()], DType::F32)?, cx.empty([1], DType::F64)?);
         let scores = cx.in_f32(cx.input(0))?;

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
@@ -12,7 +12,7 @@ impl Operation for Add {
         2..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let sum = |left, right| left + right;
         let dtypes = [0, 1].map(|index| cx.input(index).dtype());
         let dtype = if dtypes[0] == dtypes[1] { dtypes[0] } else { DType::F32 };
@@ -38,7 +38,7 @@ impl Operation for Add {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         cx.pass_grad(0);
         cx.pass_grad(1);
         Ok(())

@@ -1,6 +1,6 @@
 use super::exchange_heads::{ExchangeHeads, HeadGroup};
 use super::ring_attention::RingAttention;
-use crate::device::{CacheViews, Device, DeviceError};
+use crate::device::{CacheViews, Device, DeviceError, Result};
 use crate::kernels::{AttentionInputs, AttentionOutput, AttentionRule, AttentionShape, Rotary};
 use crate::shape::Shape;
 use crate::tape::{
@@ -50,12 +50,7 @@ impl RotaryTable {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn new(
-        device: &Device,
-        positions: usize,
-        frequencies: &[f64],
-        amplitude: f32,
-    ) -> Result<Self, DeviceError> {
+    pub fn new(device: &Device, positions: usize, frequencies: &[f64], amplitude: f32) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, frequencies.to_vec(), (amplitude, None))
     }
 
@@ -68,7 +63,7 @@ impl RotaryTable {
         positions: usize,
         frequencies: &[f64],
         scaling: DynamicScaling,
-    ) -> Result<Self, DeviceError> {
+    ) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, frequencies.to_vec(), (1.0, Some(scaling)))
     }
 
@@ -77,7 +72,7 @@ impl RotaryTable {
         positions: usize,
         frequencies: Vec<f64>,
         (amplitude, scaling): (f32, Option<DynamicScaling>),
-    ) -> Result<Self, DeviceError> {
+    ) -> Result<Self> {
         let shape = [positions, frequencies.len()].into();
         let mut cos = device.empty(shape, DType::F32, Category::Parameters)?;
         let mut sin = device.empty(shape, DType::F32, Category::Parameters)?;
@@ -102,7 +97,7 @@ impl RotaryTable {
     ///
     /// # Errors
     /// If there is no memory for them.
-    pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self, DeviceError> {
+    pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, self.frequencies.clone(), (self.amplitude, self.scaling))
     }
 
@@ -124,12 +119,7 @@ impl KeyValueCache {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn new(
-        device: &Device,
-        batch: usize,
-        capacity: usize,
-        attention: &Attention,
-    ) -> Result<Self, DeviceError> {
+    pub fn new(device: &Device, batch: usize, capacity: usize, attention: &Attention) -> Result<Self> {
         let of_heads =
             |head_dim: usize| device.activation([batch, capacity, attention.num_kv_heads * head_dim]);
         let (keys, values) = (of_heads(attention.head_dim)?, of_heads(attention.value_dim)?);
@@ -263,7 +253,7 @@ impl Operation for Attention {
         1..=4
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (num_inputs, dtype) = (cx.num_inputs(), cx.input(0).dtype());
         let views = given(num_inputs, |index| cx.input(index));
         let (shape, is_apart) = (self.shape_of(cx, &views), views.keys_values.is_some());
@@ -293,7 +283,7 @@ impl Operation for Attention {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let views = given(cx.num_inputs(), |index| match index {
             0 => cx.saved(1).unwrap_or_else(|| cx.input(0)),
             _ => cx.input(index),
@@ -344,7 +334,7 @@ fn rotate(
     cx: &mut ForwardContext<'_>,
     shape: AttentionShape,
     rotary: &RotaryTable,
-) -> Result<Option<Tensor>, DeviceError> {
+) -> Result<Option<Tensor>> {
     let (device, positions) = (cx.device().clone(), cx.positions_of_heads(shape.seq_len));
     if let Some(qkv) = cx.input_mut(0) {
         device.rotary(qkv, shape, rotary.at(positions), false);
@@ -368,7 +358,7 @@ impl Recorder<'_> {
         attention: &Attention,
         qkv: Var,
         cache: &mut KeyValueCache,
-    ) -> Result<Var, DeviceError> {
+    ) -> Result<Var> {
         let (tape, _) = self.unrecorded();
         let shape = attention.shape(tape.values[qkv.0].tensor().shape(), None);
         let sharding = tape.values[qkv.0].sharding;

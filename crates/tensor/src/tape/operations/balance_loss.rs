@@ -1,5 +1,5 @@
 use super::router_z_loss::{row_weights, weight_of};
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy, has_no_gradient};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
@@ -27,11 +27,7 @@ pub struct PeakLoad {
 
 /// Computes by how much each expert was chosen more often than with even loads, as a part of an even load (`[num_experts]`, f32), on all ranks of the context
 /// axis; 0 for all if nothing was chosen.
-fn relative_excess(
-    cx: &OperationContext<'_>,
-    ids: View<'_>,
-    num_experts: usize,
-) -> Result<Tensor, DeviceError> {
+fn relative_excess(cx: &OperationContext<'_>, ids: View<'_>, num_experts: usize) -> Result<Tensor> {
     let mut loads = cx.empty([num_experts], DType::F32)?;
     cx.device().expert_loads(ids, loads.view_mut());
     if let Some(axis) = cx.context() {
@@ -55,7 +51,7 @@ impl Operation for BalanceLoss {
         2..=3
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();
         let excess = relative_excess(cx, cx.input(1), shape.cols())?;
         let mut values = cx.empty([shape.rows(), 1], DType::F32)?;
@@ -74,7 +70,7 @@ impl Operation for BalanceLoss {
         cx.add_loss(sum, shape.rows())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let shape = cx.input_shape(0);
         let scale = cx.loss_scale() / shape.rows() as f32;
         let mut grad = cx.empty(shape, DType::F32)?;
@@ -105,7 +101,7 @@ impl Operation for BalanceLoss {
 }
 
 impl Operation for PeakLoad {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let excess = relative_excess(cx, cx.input(0), self.num_experts)?;
         let mut peak = cx.empty([1, 1], DType::F32)?;
         cx.device().for_each_row([excess.view()], peak.view_mut(), 1, move |[excess], _, peak| {

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::Blocks;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::ops::RangeInclusive;
@@ -15,7 +15,7 @@ impl Operation for Concat {
         1..=usize::MAX
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();
         let size = (0..cx.num_inputs()).map(|index| cx.input(index).shape().dims()[self.dim]).sum();
         let mut y = cx.empty(shape.with_dim(self.dim, size), cx.input(0).dtype())?;
@@ -34,7 +34,7 @@ impl Operation for Concat {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let [outer, size, inner] = cx.grad().shape().around(self.dim);
         let mut offset = 0;
         for index in 0..cx.num_inputs() {

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
 /// `x`, of any floats, in the tape's precision: for data, which comes in f32.
@@ -6,7 +6,7 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 pub struct Convert;
 
 impl Operation for Convert {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let dtype = cx.precision().dtype();
         let y = match cx.input(0).dtype() == dtype {
             true => cx.take_or_copy_input(0)?,
@@ -20,7 +20,7 @@ impl Operation for Convert {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         cx.pass_grad(0);
         Ok(())
     }

@@ -1,5 +1,5 @@
 use super::loss::sum_of_losses;
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
@@ -17,7 +17,7 @@ fn whole(shape: Shape) -> VocabularyChunk {
 }
 
 /// The statistics of all rows.
-fn statistics(device: &Device, logits: View<'_>, classes: View<'_>) -> Result<Tensor, DeviceError> {
+fn statistics(device: &Device, logits: View<'_>, classes: View<'_>) -> Result<Tensor> {
     let mut statistics = device.activation([logits.shape().rows(), STATISTICS])?;
     device.softmax_statistics(logits, classes, whole(logits.shape()), statistics.view_mut());
     Ok(statistics)
@@ -28,7 +28,7 @@ impl Operation for CrossEntropy {
         2..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if cx.is_recording() {
             return Ok(());
         }
@@ -39,7 +39,7 @@ impl Operation for CrossEntropy {
         cx.add_loss(sum, statistics.shape().rows())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let (shape, classes) = (cx.input_shape(0), cx.input(1));
         let values = cx.in_f32(cx.input(0))?;
         let logits = values.view();

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::cpu::dropout::WordRows;
 use crate::tape::{
     BackwardContext, ForwardContext, Operation, OperationContext, Randomness, ReadBy, Sharding, TensorAxis,
@@ -77,7 +77,7 @@ impl Dropout {
 }
 
 impl Operation for Dropout {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.take_or_copy_input(0)?;
         if cx.is_recording() {
             self.drop(cx, &mut y, cx.output_sharding());
@@ -86,7 +86,7 @@ impl Operation for Dropout {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut grad = cx.take_output_grad();
         self.drop(cx, &mut grad, cx.output_sharding());
         cx.add_grad(0, grad)

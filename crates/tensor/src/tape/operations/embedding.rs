@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::Bags;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
@@ -22,7 +22,7 @@ pub struct Embedding {
 impl Embedding {
     /// Rows of this rank's part of the table, of which the other ranks have the others: their sum is exact in any precision, for one
     /// term of it is not zero.
-    fn forward_in_parts(&self, cx: &ForwardContext<'_>) -> Result<Tensor, DeviceError> {
+    fn forward_in_parts(&self, cx: &ForwardContext<'_>) -> Result<Tensor> {
         let (ids, device) = (cx.input(0), cx.device());
         let (seq_len, cols) = (ids.shape().cols(), self.tokens.shape.cols());
         let mut rows = cx.empty([ids.shape().rows(), seq_len, cols], DType::F32)?;
@@ -61,7 +61,7 @@ impl Embedding {
 }
 
 impl Operation for Embedding {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if self.tokens.part.is_some() {
             let y = self.forward_in_parts(cx)?;
             cx.output(y);
@@ -78,15 +78,11 @@ impl Operation for Embedding {
     }
 
     /// Tokens have no gradient.
-    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<()> {
         Ok(())
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let dy = cx.all_rows(cx.grad(), cx.output_sharding())?;
         let bags = Bags::of_single_ids(cx.input(0)).of_part(self.tokens.part);
         add_to_grad(cx.device(), sink, &self.tokens, |out| {

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::Bags;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
@@ -33,7 +33,7 @@ impl Operation for EmbeddingBag {
         if self.is_padded { 2..=2 } else { 1..=1 }
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let bags = self.bags(cx.input(0), self.is_padded.then(|| cx.input(1)));
         let shape = [cx.input(0).shape().rows(), self.table.shape.cols()];
         let mut y = cx.empty(shape, DType::F32)?;
@@ -46,15 +46,11 @@ impl Operation for EmbeddingBag {
     }
 
     /// Ids have no gradient.
-    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<()> {
         Ok(())
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let bags = self.bags(cx.input(0), self.is_padded.then(|| cx.input(1)));
         add_to_grad(cx.device(), sink, &self.table, |out| {
             cx.device().embedding_bag_backward(bags, cx.grad(), out)

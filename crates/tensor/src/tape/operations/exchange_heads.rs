@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::{DeviceError, Result};
 use crate::kernels::Blocks;
 use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext, ReadBy};
 use crate::tensor::{Tensor, View};
@@ -28,12 +28,7 @@ pub struct HeadGroup {
 }
 
 impl ExchangeHeads {
-    fn exchange(
-        &self,
-        cx: &OperationContext<'_>,
-        x: View<'_>,
-        to_heads: bool,
-    ) -> Result<Tensor, DeviceError> {
+    fn exchange(&self, cx: &OperationContext<'_>, x: View<'_>, to_heads: bool) -> Result<Tensor> {
         let heads = cx.context().and_then(|axis| axis.heads.as_ref());
         let heads = heads.expect("only several ranks exchange heads");
         let degree = heads.place().degree;
@@ -44,12 +39,7 @@ impl ExchangeHeads {
         if to_heads { self.to_heads(cx, heads, x) } else { self.to_positions(cx, heads, x) }
     }
 
-    fn to_heads(
-        &self,
-        cx: &OperationContext<'_>,
-        heads: &Arc<dyn AxisOps>,
-        x: View<'_>,
-    ) -> Result<Tensor, DeviceError> {
+    fn to_heads(&self, cx: &OperationContext<'_>, heads: &Arc<dyn AxisOps>, x: View<'_>) -> Result<Tensor> {
         let (device, AxisPlace { degree, .. }) = (cx.device(), heads.place());
         let &[batch, len, cols] = x.shape().dims() else {
             panic!("{:?} is not [batch, len, cols]", x.shape())
@@ -79,7 +69,7 @@ impl ExchangeHeads {
         cx: &OperationContext<'_>,
         heads: &Arc<dyn AxisOps>,
         x: View<'_>,
-    ) -> Result<Tensor, DeviceError> {
+    ) -> Result<Tensor> {
         let (device, AxisPlace { degree, .. }) = (cx.device(), heads.place());
         let &[batch, all_len, own_cols] = x.shape().dims() else {
             panic!("{:?} is not [batch, len, cols]", x.shape())
@@ -128,13 +118,13 @@ fn sequences(degree: usize, len: usize, batch: usize) -> impl Iterator<Item = (B
 }
 
 impl Operation for ExchangeHeads {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let exchanged = self.exchange(cx, cx.input(0), self.to_heads)?;
         cx.output(exchanged);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let grad = self.exchange(cx, cx.grad(), !self.to_heads)?;
         cx.add_grad(0, grad)
     }

@@ -1,7 +1,7 @@
 //! Rows of tokens on their way to the ranks that have their experts, and back (Lepikhin et al., "GShard", 2020, section 3.3), without padding.
 
 use super::experts::Capacity;
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::parameter_table::ParameterId;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, has_no_gradient};
@@ -54,14 +54,14 @@ pub struct DispatchRows(pub ExpertExchange);
 #[derive(Debug)]
 pub struct ReturnRows(pub ExpertExchange);
 
-fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor, DeviceError> {
+fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor> {
     let mut tensor = device.activation_of(Shape::new(shape), DType::U32)?;
     device.upload(numbers, tensor.view_mut());
     Ok(tensor)
 }
 
 impl Operation for GatherLoads {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let loads = self.0.gather(cx, cx.input(0), cx.input(1).shape())?;
         let (device, (table, shape)) = (cx.device(), loads.table());
         let [starts, segments] = loads.starts();
@@ -86,7 +86,7 @@ impl Operation for DispatchRows {
         3..=3
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let loads = self.0.read(cx, cx.input(1), cx.input(2).shape());
         let first = loads.chunks().next().expect("ranks have experts");
         let runs = loads.runs(cx.input(0).shape().cols(), &first);
@@ -97,7 +97,7 @@ impl Operation for DispatchRows {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let (exchange, mut grad) = (cx.take_rows_in_flight(), cx.take_output_grad());
         cx.expert_axis().finish_rows(cx.device(), exchange, grad.view_mut())?;
         cx.add_grad(0, grad)
@@ -117,14 +117,14 @@ impl Operation for ReturnRows {
         3..=3
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (exchange, mut rows) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
         cx.expert_axis().finish_rows(cx.device(), exchange, rows.view_mut())?;
         cx.output(rows);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let loads = self.0.read(cx, cx.input(1), cx.input_shape(2));
         let last = loads.chunks().next_back().expect("ranks have experts");
         let runs = loads.runs(cx.grad().shape().cols(), &last);

@@ -1,7 +1,7 @@
 //! How many choices of each expert each rank has, and which rows travel for that.
 
 use super::expert_exchange::ExpertExchange;
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::shape::Shape;
 use crate::tape::{ExchangedRuns, OperationContext, Runs};
 use crate::tensor::View;
@@ -27,12 +27,7 @@ pub(super) struct Loads {
 
 impl ExpertExchange {
     /// Tells all ranks how many choices this one has of each expert; `places` are those of its choices.
-    pub(super) fn gather(
-        self,
-        cx: &OperationContext<'_>,
-        starts: View<'_>,
-        places: Shape,
-    ) -> Result<Loads, DeviceError> {
+    pub(super) fn gather(self, cx: &OperationContext<'_>, starts: View<'_>, places: Shape) -> Result<Loads> {
         let own: Vec<u32> = match cx.device().is_counting() {
             true => self.even_row(places),
             false => {

@@ -1,6 +1,6 @@
 //! Tokens by the experts that were chosen for them.
 
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::GroupLimit;
 use crate::shape::Shape;
 use crate::tape::{
@@ -68,7 +68,7 @@ pub struct CombineRows {
 }
 
 impl Operation for GroupRows {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let ids = cx.input(0);
         let limit = self.capacity.map_or(GroupLimit::NONE, |capacity| capacity.limit(ids.shape()));
         let mut starts = cx.empty([self.num_groups + 1], DType::U32)?;
@@ -87,7 +87,7 @@ impl Operation for DroppedChoices {
         2..=3
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let weights = (cx.num_inputs() > 2).then(|| cx.input(2));
         let mut sum = cx.empty([1], DType::F64)?;
         cx.device().rows_of_no_group(cx.input(0), cx.input(1), weights, sum.view_mut());
@@ -103,7 +103,7 @@ impl Operation for SpreadRows {
         3..=3
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, order, num_choices) = (cx.input(0), cx.input(1), cx.input(2).shape().cols());
         let mut rows = cx.empty([1, order.shape().num_elements(), x.shape().cols()], x.dtype())?;
         cx.device().spread_rows(x, (order, num_choices, None), rows.view_mut());
@@ -111,7 +111,7 @@ impl Operation for SpreadRows {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
         cx.device().combine_rows(cx.grad(), (cx.input(2), None), None, dx.view_mut());
         cx.add_grad(0, dx)
@@ -131,7 +131,7 @@ impl Operation for CombineRows {
         4..=5
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, places, weights) = (cx.input(0), cx.input(2), cx.input(3));
         let (residual, shape) =
             ((cx.num_inputs() > 4).then(|| cx.input(4)), places.shape().with_cols(x.shape().cols()));
@@ -150,7 +150,7 @@ impl Operation for CombineRows {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let num_choices = cx.input(2).shape().cols();
         let dy =
             cx.all_rows(cx.grad(), if self.adds_up { cx.output_sharding() } else { Sharding::Replicated })?;

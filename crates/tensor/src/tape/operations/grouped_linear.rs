@@ -1,6 +1,6 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
 use super::linear::factor;
-use crate::device::{DeviceError, Transpose};
+use crate::device::{Result, Transpose};
 use crate::fp8::Operand;
 use crate::parameter_table::ParameterSpan;
 use crate::shape::Shape;
@@ -55,7 +55,7 @@ impl GroupedLinear {
         groups: (View<'_>, View<'_>),
         x: View<'_>,
         y: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let activated = activate(cx.device(), self.activation, x)?;
         let input = (activated.as_ref().map_or(x, Tensor::view), Operand::Input);
         self.multiply(cx, groups, input, Transpose::Yes, y)
@@ -68,7 +68,7 @@ impl GroupedLinear {
         groups: (View<'_>, View<'_>),
         dy: View<'_>,
         d_activated: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         self.multiply(cx, groups, (dy, Operand::OutputGrad), Transpose::No, d_activated)
     }
 
@@ -80,7 +80,7 @@ impl GroupedLinear {
         (rows, operand): (View<'_>, Operand),
         transpose: Transpose,
         out: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let device = cx.device();
         let rows = factor(device, cx.fp8_layer(self.weight.first), operand, rows)?;
         let weight = factor(device, cx.fp8_layer(self.weight.first), Operand::Weight, weight)?;
@@ -95,7 +95,7 @@ impl GroupedLinear {
         (starts, num_groups): (View<'_>, usize),
         (dy, input): (View<'_>, View<'_>),
         (out, accumulate): (ViewMut<'_>, bool),
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let device = cx.device();
         // Rounded again rather than kept: the scale is still that of the step.
         let input = factor(device, cx.fp8_layer(self.weight.first), Operand::Input, input)?;
@@ -110,7 +110,7 @@ impl Operation for GroupedLinear {
         2..=3
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, starts) = (cx.input(0), cx.input(1));
         let mut y = cx.empty(x.shape().with_cols(self.outputs()), cx.precision().dtype())?;
         self.product(cx, (starts, cx.parameter(&self.weight)), x, y.view_mut())?;
@@ -118,7 +118,7 @@ impl Operation for GroupedLinear {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         if !cx.requires_grad(0) && self.activation == InputActivation::Identity {
             return Ok(());
         }
@@ -129,11 +129,7 @@ impl Operation for GroupedLinear {
         activation_grad(cx, self.activation, d_activated)
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         write_grad(sink, &self.weight, |out, accumulate| {
             let input = match self.activation {
                 InputActivation::Identity => cx.input(0),

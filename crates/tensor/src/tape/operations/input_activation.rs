@@ -1,4 +1,4 @@
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::kernels::Activation;
 use crate::tape::{BackwardContext, ReadBy};
 use crate::tensor::{Tensor, View, ViewMut};
@@ -29,7 +29,7 @@ pub(super) fn activation_grad(
     cx: &mut BackwardContext<'_>,
     activation: InputActivation,
     mut d_activated: Tensor,
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     if activation == InputActivation::Identity {
         return cx.add_grad(0, d_activated);
     }
@@ -64,11 +64,7 @@ pub(super) fn grad_and_output<T>(activation: InputActivation, x: T, d_activated:
 }
 
 /// What a layer's products read for `x`; `None` for `x` itself.
-pub(super) fn activate(
-    device: &Device,
-    activation: InputActivation,
-    x: View<'_>,
-) -> Result<Option<Tensor>, DeviceError> {
+pub(super) fn activate(device: &Device, activation: InputActivation, x: View<'_>) -> Result<Option<Tensor>> {
     Ok(match activation {
         InputActivation::Identity => None,
         InputActivation::Of(activation) => {

@@ -1,5 +1,5 @@
 use super::attention::RotaryTable;
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::LatentHeadShape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::ops::RangeInclusive;
@@ -23,7 +23,7 @@ impl Operation for LatentHeads {
         3..=3
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let inputs = [cx.input(0), cx.input(1), cx.input(2)];
         let (shape, dtype) = (inputs[0].shape(), inputs[0].dtype());
         for (input, cols) in
@@ -38,7 +38,7 @@ impl Operation for LatentHeads {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let dtype = cx.input_dtype(0);
         let grad = |input| cx.empty(cx.input_shape(input), dtype);
         let (mut d_queries, mut d_keys_values, mut d_shared) = (grad(0)?, grad(1)?, grad(2)?);

@@ -1,6 +1,6 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
 use crate::declaration::{Initial, Parameter};
-use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
+use crate::device::{Device, MatmulEpilogue, Result, Transpose};
 use crate::fp8::{Fp8Layer, Operand};
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
@@ -104,7 +104,7 @@ impl Linear {
     }
 
     /// Gradient of what the matrix is applied to, from `dy` as products read it: the sum of what ranks make of it, if they do.
-    fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue, DeviceError> {
+    fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
         let is_term = self.role() == Role::ColumnParallel;
         let (shape, dtype) = (dy.shape().with_cols(inputs), cx.input_dtype(0));
@@ -118,11 +118,7 @@ impl Linear {
 
     /// The input half, up to a gradient that travels: only that of an input that the product reads as it is.
     /// `is_divided` is whether the weight half runs later.
-    fn input_half(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        is_divided: bool,
-    ) -> Result<Option<PendingValue>, DeviceError> {
+    fn input_half(&self, cx: &mut BackwardContext<'_>, is_divided: bool) -> Result<Option<PendingValue>> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let mut dy = self.all_grads(cx, is_divided)?;
         if let Values::Converted(rounded) = factor(cx.device(), fp8, Operand::OutputGrad, dy.view())? {
@@ -155,10 +151,7 @@ impl Linear {
     }
 
     /// Ends the input half.
-    fn end_input_half(
-        cx: &mut BackwardContext<'_>,
-        d_input: Option<PendingValue>,
-    ) -> Result<(), DeviceError> {
+    fn end_input_half(cx: &mut BackwardContext<'_>, d_input: Option<PendingValue>) -> Result<()> {
         let Some(d_input) = d_input else { return Ok(()) };
         let d_input = cx.finish_on_axis(d_input)?;
         cx.add_grad(0, d_input)
@@ -170,7 +163,7 @@ impl Linear {
         cx: &mut BackwardContext<'_>,
         sink: &mut dyn GradSink,
         rows: Option<PendingValue>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let (activated, rounded) = self.kept_places();
         write_grad(sink, &self.weight, |out, accumulate| {
@@ -198,7 +191,7 @@ impl Linear {
 
     /// The gradient of all rows that the product has made, in the tape's precision if it is gathered; in memory that it may keep, if
     /// it `is_kept` for the weight half.
-    fn all_grads<'a>(&self, cx: &'a BackwardContext<'_>, is_kept: bool) -> Result<Values<'a>, DeviceError> {
+    fn all_grads<'a>(&self, cx: &'a BackwardContext<'_>, is_kept: bool) -> Result<Values<'a>> {
         let (dy, dtype) = (cx.grad(), cx.precision().dtype());
         if self.role() != Role::RowParallel || cx.output_sharding() != Sharding::Rows {
             return Ok(Values::Stored(dy));
@@ -229,7 +222,7 @@ pub(super) fn factor<'a>(
     fp8: Option<Fp8Layer<'_>>,
     operand: Operand,
     values: View<'a>,
-) -> Result<Values<'a>, DeviceError> {
+) -> Result<Values<'a>> {
     Ok(match fp8 {
         None => Values::Stored(values),
         Some(layer) => Values::Converted(layer.quantize(device, operand, values)?),
@@ -241,7 +234,7 @@ impl Operation for Linear {
         1..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, device) = (cx.all_rows(cx.input(0), self.read_sharding(cx.input_sharding(0)))?, cx.device());
         let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
         let is_term = self.role() == Role::RowParallel;
@@ -272,22 +265,18 @@ impl Operation for Linear {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let d_input = self.input_half(cx, true)?;
         Self::end_input_half(cx, d_input)
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         self.weight_half(cx, sink, None)
     }
 
     /// The rows of the input travel while its gradient is computed (Korthikanti et al., 2022, section 4.2.2), and that gradient while the
     /// weight's is.
-    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let is_read_as_it_is = self.activation == InputActivation::Identity;
         let has_part = self.read_sharding(cx.input_sharding(0)) == Sharding::Rows;
         let rows = (is_read_as_it_is && has_part).then(|| cx.start_gather(cx.input(0))).transpose()?;
@@ -326,7 +315,7 @@ pub(super) fn weight_grad(
     dy: View<'_>,
     out: ViewMut<'_>,
     accumulate: bool,
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     let epilogue = if accumulate { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
     let (left, right) = match layout {
         WeightLayout::InputsFirst => (input, dy),

@@ -1,5 +1,5 @@
 use super::linear::weight_grad;
-use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
+use crate::device::{Device, MatmulEpilogue, Result, Transpose};
 use crate::kernels::Blocks;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::kernels::tanh;
@@ -70,7 +70,7 @@ impl LossHead {
         parameters: &dyn ParameterSource,
         x: View<'_>,
         chunk: VocabularyChunk,
-    ) -> Result<Tensor, DeviceError> {
+    ) -> Result<Tensor> {
         let mut logits = device.activation(x.shape().with_cols(chunk.len))?;
         let weight = (parameters.span(&self.chunk_span(chunk)), Transpose::Yes);
         let (left, epilogue) = ((x, Transpose::No), MatmulEpilogue::Overwrite);
@@ -83,7 +83,7 @@ impl LossHead {
     }
 
     /// The logits of the whole vocabulary, of which ranks have `part`s that are filled up to the same length.
-    fn all_logits(&self, device: &Device, axis: &TensorAxis, part: &Tensor) -> Result<Tensor, DeviceError> {
+    fn all_logits(&self, device: &Device, axis: &TensorAxis, part: &Tensor) -> Result<Tensor> {
         let (rows, cols, degree) = (part.shape().rows(), part.shape().cols(), axis.place().degree);
         let mut parts = device.activation([degree, rows, cols])?;
         axis.ops.exchange(device, ExchangeKind::AllGather, part.view(), parts.view_mut())?;
@@ -104,7 +104,7 @@ impl LossHead {
         cx: &OperationContext<'_>,
         x: View<'_>,
         targets: View<'_>,
-    ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+    ) -> Result<(Tensor, Option<Tensor>)> {
         let (device, precision, parameters) = (cx.device(), cx.precision(), cx.parameters());
         let rows = x.shape().rows();
         let mut statistics = device.activation([rows, STATISTICS])?;
@@ -129,7 +129,7 @@ pub(super) fn sum_of_losses(
     cx: &OperationContext<'_>,
     statistics: &Tensor,
     weights: Option<View<'_>>,
-) -> Result<Tensor, DeviceError> {
+) -> Result<Tensor> {
     let mut sum = cx.empty([1], DType::F64)?;
     cx.device().sum_losses(statistics.view(), weights, sum.view_mut());
     Ok(sum)
@@ -144,7 +144,7 @@ impl Recorder<'_> {
     ///
     /// # Panics
     /// If the tape records.
-    pub fn logits(&mut self, head: &LossHead, x: &Var) -> Result<Var, DeviceError> {
+    pub fn logits(&mut self, head: &LossHead, x: &Var) -> Result<Var> {
         let (len, vocabulary_start) = (head.weight.shape.rows(), head.vocabulary().1);
         let whole = VocabularyChunk { first: 0, len, vocabulary_start };
         let (tape, parameters) = self.unrecorded();
@@ -164,7 +164,7 @@ impl Operation for LossHead {
         2..=3
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if cx.is_recording() {
             return Ok(());
         }
@@ -179,7 +179,7 @@ impl Operation for LossHead {
     }
 
     /// Gradients of the mean loss over the rows, times the loss scale.
-    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
         let (statistics, mut whole) = self.statistics_again(cx, x.view())?;
         let mut dx = self.empty_input_grad(cx, x.view())?;
@@ -196,7 +196,7 @@ impl Operation for LossHead {
     }
 
     /// Of several chunks the weight half makes the logits again.
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
         let (statistics, mut whole) = self.statistics_again(cx, x.view())?;
         let is_one_chunk = whole.is_some();
@@ -217,11 +217,7 @@ impl Operation for LossHead {
         Ok(())
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
         let mut target = self.target(cx.device(), sink)?;
         for chunk in self.chunks(x.view().shape().rows()) {
@@ -263,27 +259,23 @@ impl LossHead {
         (cx.num_inputs() == 3).then(|| cx.input(2).part(0, [rows].into()))
     }
 
-    fn add_losses(&self, cx: &mut BackwardContext<'_>, statistics: &Tensor) -> Result<(), DeviceError> {
+    fn add_losses(&self, cx: &mut BackwardContext<'_>, statistics: &Tensor) -> Result<()> {
         let rows = statistics.shape().rows();
         let sum = sum_of_losses(cx, statistics, self.weights(cx, rows))?;
         cx.add_loss(sum, rows)
     }
 
-    fn statistics_again(
-        &self,
-        cx: &BackwardContext<'_>,
-        x: View<'_>,
-    ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+    fn statistics_again(&self, cx: &BackwardContext<'_>, x: View<'_>) -> Result<(Tensor, Option<Tensor>)> {
         self.statistics(cx, x, self.targets(cx, x))
     }
 
     /// Memory for the gradient of `x`: sums over the vocabulary, so f32 until they are complete.
-    fn empty_input_grad(&self, cx: &BackwardContext<'_>, x: View<'_>) -> Result<Tensor, DeviceError> {
+    fn empty_input_grad(&self, cx: &BackwardContext<'_>, x: View<'_>) -> Result<Tensor> {
         cx.empty(x.shape(), DType::F32)
     }
 
     /// Gives the input its gradient, of which `dx` is what this rank's part of the vocabulary makes.
-    fn give_input_grad(&self, cx: &mut BackwardContext<'_>, mut dx: Tensor) -> Result<(), DeviceError> {
+    fn give_input_grad(&self, cx: &mut BackwardContext<'_>, mut dx: Tensor) -> Result<()> {
         let (sharding, dtype) = (cx.input_sharding(0), cx.precision().dtype());
         if self.weight.part.is_some() {
             if dtype != DType::F32 {
@@ -299,7 +291,7 @@ impl LossHead {
     }
 
     /// Where the gradient of the weight goes; zeros where rows fill up this rank's part.
-    fn target<'a>(&self, device: &Device, sink: &'a mut dyn GradSink) -> Result<GradTarget<'a>, DeviceError> {
+    fn target<'a>(&self, device: &Device, sink: &'a mut dyn GradSink) -> Result<GradTarget<'a>> {
         let mut target = sink.target(&self.weight)?;
         let (rows, cols) = (self.vocabulary().0, self.weight.shape.cols());
         let num_more = self.weight.shape.rows() - rows;
@@ -316,7 +308,7 @@ impl LossHead {
         (x, statistics): (View<'_>, View<'_>),
         chunk: VocabularyChunk,
         logits: Option<Tensor>,
-    ) -> Result<Tensor, DeviceError> {
+    ) -> Result<Tensor> {
         let (device, precision) = (cx.device(), cx.precision());
         let logits = match logits {
             Some(logits) => logits,
@@ -344,7 +336,7 @@ impl LossHead {
         gradient: &Tensor,
         chunk: VocabularyChunk,
         dx: &mut Tensor,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let weight = (cx.parameter(&self.chunk_span(chunk)), Transpose::No);
         let epilogue = if chunk.first == 0 { MatmulEpilogue::Overwrite } else { MatmulEpilogue::Accumulate };
         let left = (gradient.view(), Transpose::No);
@@ -357,7 +349,7 @@ impl LossHead {
         (x, gradient): (View<'_>, View<'_>),
         chunk: VocabularyChunk,
         target: &mut GradTarget<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let span = self.chunk_span(chunk);
         let out = target.view.reborrow().into_part(span.offset - self.weight.offset, span.shape);
         let layout = WeightLayout::OutputsFirst;

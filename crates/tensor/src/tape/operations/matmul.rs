@@ -1,4 +1,4 @@
-use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
+use crate::device::{Device, MatmulEpilogue, Result, Transpose};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
@@ -48,7 +48,7 @@ fn multiply(
     (left, left_size, left_transpose): Factor<'_>,
     (right, right_size, right_transpose): Factor<'_>,
     (out, out_size): (&mut Tensor, [usize; 2]),
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     for index in 0..num_matrices {
         let out = out.view_mut().into_part(index * out_size[0] * out_size[1], out_size.into());
         let left = (matrix(left, left_size, index), left_transpose);
@@ -67,7 +67,7 @@ impl Operation for MatMul {
         2..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (left, right) = (cx.input(0), cx.input(1));
         let Sizes { num_matrices, rows, inner, cols } = Sizes::new(left.shape(), right.shape());
         let mut y = cx.empty(left.shape().with_cols(cols), cx.precision().dtype())?;
@@ -82,7 +82,7 @@ impl Operation for MatMul {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let Sizes { num_matrices, rows, inner, cols } = Sizes::new(cx.input_shape(0), cx.input_shape(1));
         if cx.requires_grad(0) {
             let mut grad = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;

@@ -1,6 +1,6 @@
 //! Losses of single elements.
 
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext};
 use crate::tensor::{Tensor, View};
 use std::fmt;
@@ -26,14 +26,14 @@ pub struct MeanLoss<L>(pub L);
 
 impl<L: ElementLoss> MeanLoss<L> {
     /// Adds the sum over the rows of their means.
-    fn add_means(&self, cx: &mut OperationContext<'_>, sums: Tensor, cols: usize) -> Result<(), DeviceError> {
+    fn add_means(&self, cx: &mut OperationContext<'_>, sums: Tensor, cols: usize) -> Result<()> {
         let mut sum = cx.empty([1], DType::F64)?;
         cx.device().sum_elements(sums.view(), cols as f64, sum.view_mut());
         cx.add_loss(sum, sums.shape().num_elements())
     }
 
     /// The sum of each row.
-    fn sums(&self, device: &Device, x: View<'_>, target: View<'_>) -> Result<Tensor, DeviceError> {
+    fn sums(&self, device: &Device, x: View<'_>, target: View<'_>) -> Result<Tensor> {
         let mut sums = device.activation([x.shape().rows()])?;
         let loss = self.0.clone();
         let value = move |x, target| loss.value(x, target);
@@ -47,7 +47,7 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         2..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if cx.is_recording() {
             return Ok(());
         }
@@ -56,7 +56,7 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         self.add_means(cx, sums, cols)
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let shape = cx.input_shape(0);
         let sums = self.sums(cx.device(), cx.input(0), cx.input(1))?;
         self.add_means(cx, sums, shape.cols())?;

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::RangeInclusive;
 
@@ -11,14 +11,14 @@ impl Operation for Mul {
         2..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
         cx.device().zip((cx.input(0), cx.input(1)), y.view_mut(), 1, |left, right| left * right);
         cx.output(y);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         if cx.requires_grad(0) {
             let mut grad = cx.empty(cx.grad().shape(), cx.grad().dtype())?;
             cx.device().zip((cx.grad(), cx.input(1)), grad.view_mut(), 1, |dy, right| dy * right);

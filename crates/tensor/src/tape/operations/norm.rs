@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
@@ -28,7 +28,7 @@ impl Norm {
     }
 
     /// What columns are multiplied by.
-    fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<Values<'a>, DeviceError> {
+    fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<Values<'a>> {
         let weight = cx.parameter_in_f32(&self.weight)?;
         if self.weight_offset == 0.0 {
             return Ok(weight);
@@ -41,7 +41,7 @@ impl Norm {
 }
 
 impl Operation for Norm {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();
         let mut statistics = cx.empty_to_save([shape.rows(), 2], DType::F32)?;
         let mut y = cx.empty(shape, cx.precision().dtype())?;
@@ -57,7 +57,7 @@ impl Operation for Norm {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         if !cx.requires_grad(0) {
             return Ok(());
         }
@@ -83,11 +83,7 @@ impl Operation for Norm {
         Ok(())
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         if let Some(bias) = &self.bias {
             write_grad(sink, bias, |out, accumulate| {
                 cx.device().column_sums(cx.grad(), out, accumulate);

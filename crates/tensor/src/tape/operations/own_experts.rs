@@ -5,7 +5,7 @@ use super::expert_loads::Loads;
 use super::grouped_linear::GroupedLinear;
 use super::input_activation::{InputActivation, differentiate, grad_and_output};
 use super::shadowed_experts::{self, KeptOfShadows, SavedOfShadows, Shadows};
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingExchange, ReadBy,
     write_grad,
@@ -61,7 +61,7 @@ impl OwnExperts {
         [into, back]: [(View<'_>, View<'_>); 2],
         (dy, dx): (View<'_>, ViewMut<'_>),
         [mut inner, mut d_activated]: [ViewMut<'_>; 2],
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         self.back.input_grad(cx, back, dy, d_activated.reborrow())?;
         differentiate(cx.device(), self.back.activation, inner.reborrow(), d_activated.reborrow());
         let [d_inner, _] = grad_and_output(self.back.activation, inner, d_activated);
@@ -87,12 +87,7 @@ fn starts_of(starts: View<'_>, groups: Range<usize>) -> View<'_> {
 }
 
 /// Memory for the rows of all chunks.
-fn rows_of_all_chunks(
-    cx: &OperationContext<'_>,
-    loads: &Loads,
-    cols: usize,
-    dtype: DType,
-) -> Result<Tensor, DeviceError> {
+fn rows_of_all_chunks(cx: &OperationContext<'_>, loads: &Loads, cols: usize, dtype: DType) -> Result<Tensor> {
     cx.empty([1, loads.chunks().map(|chunk| loads.room(&chunk)).sum(), cols], dtype)
 }
 
@@ -111,8 +106,8 @@ fn stream(
     first: PendingExchange,
     chunks: impl Iterator<Item = Range<usize>>,
     (outside, come, go): (&mut Tensor, &mut Tensor, &mut Tensor),
-    mut compute: impl FnMut(&Range<usize>, View<'_>, ViewMut<'_>) -> Result<(), DeviceError>,
-) -> Result<PendingExchange, DeviceError> {
+    mut compute: impl FnMut(&Range<usize>, View<'_>, ViewMut<'_>) -> Result<()>,
+) -> Result<PendingExchange> {
     let (axis, device, cols) = (cx.expert_axis(), cx.device(), outside.shape().cols());
     let num_choices = outside.shape().rows();
     zero(cx, outside.view_mut(), num_choices - loads.num_dropped()..num_choices);
@@ -148,7 +143,7 @@ impl Operation for OwnExperts {
         5..=5
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         assert_eq!(self.into.activation, InputActivation::Identity, "the first layer reads rows as they are");
         let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
         let loads = self.exchange.read(cx, cx.input(LOADS), cx.input(PLACES).shape());
@@ -178,7 +173,7 @@ impl Operation for OwnExperts {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_output_grad());
         let mut inner = cx.take_saved(INNER);
         let has_shadows = self.exchange.num_shadowed > 0;
@@ -214,11 +209,7 @@ impl Operation for OwnExperts {
         cx.add_grad(0, outside)
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
         let kept = |place: usize| cx.kept(place).expect("the input half has kept it");
         let kept_of_shadows = |place: usize| kept(KEPT_OF_SHADOWS + place);

@@ -1,6 +1,6 @@
 //! Functions of single elements.
 
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::fmt;
 
@@ -21,7 +21,7 @@ pub trait Pointwise: fmt::Debug + Clone + Send + Sync + 'static {
 }
 
 impl<F: Pointwise> Operation for F {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
         let function = self.clone();
         cx.device().map(cx.input(0), y.view_mut(), F::OPERATIONS, move |x| function.value(x));
@@ -29,7 +29,7 @@ impl<F: Pointwise> Operation for F {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut grad = cx.take_output_grad();
         let read = if F::DERIVATIVE_OF_OUTPUT { cx.output(0) } else { cx.input(0) };
         let function = self.clone();

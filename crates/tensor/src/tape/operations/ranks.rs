@@ -1,6 +1,6 @@
 //! What brings values from one sharding on the tensor axis to another.
 
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis};
 
 /// All rows of a value that lies in rows. Its readers compute the same on every rank.
@@ -8,13 +8,13 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Sharding, 
 pub struct AllGatherRows;
 
 impl Operation for AllGatherRows {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let whole = cx.gather_rows(cx.input(0))?;
         cx.output(whole);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let part = cx.split_rows(cx.grad())?;
         cx.add_grad(0, part)
     }
@@ -37,13 +37,13 @@ impl Operation for AllGatherRows {
 pub struct SplitRows;
 
 impl Operation for SplitRows {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let part = cx.split_rows(cx.input(0))?;
         cx.output(part);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let whole = cx.gather_rows(cx.grad())?;
         cx.add_grad(0, whole)
     }
@@ -67,7 +67,7 @@ impl Operation for SplitRows {
 pub struct CopyToRanks;
 
 impl Operation for CopyToRanks {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let copy = match cx.input_sharding(0) {
             Sharding::Rows => cx.gather_rows(cx.input(0))?,
             _ => cx.take_or_copy_input(0)?,
@@ -76,7 +76,7 @@ impl Operation for CopyToRanks {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let (term, sharding) = (cx.take_output_grad(), cx.input_sharding(0));
         let sum = cx.sum_over_ranks(term, sharding)?;
         cx.add_grad(0, sum)
@@ -104,7 +104,7 @@ impl Operation for CopyToRanks {
 pub struct SumOverRanks;
 
 impl Operation for SumOverRanks {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::Cut;
         assert!(is_term, "every rank has all of what it would add up");
         let term = cx.take_or_copy_input(0)?;
@@ -113,7 +113,7 @@ impl Operation for SumOverRanks {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         cx.pass_grad(0);
         Ok(())
     }

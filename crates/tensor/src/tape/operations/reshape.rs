@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
@@ -36,14 +36,14 @@ impl Reshape {
 }
 
 impl Operation for Reshape {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = self.shape(cx.input(0).shape());
         let y = cx.take_or_copy_input(0)?;
         cx.output(y.reshaped(shape));
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let grad = cx.take_output_grad().reshaped(cx.input_shape(0));
         cx.add_grad(0, grad)
     }

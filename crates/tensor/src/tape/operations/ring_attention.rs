@@ -6,7 +6,7 @@
 //!
 //! Cost, of `degree` ranks: keys and values are sent `degree - 1` times in forward and in backward, and their gradients, in f32, `degree` times.
 
-use crate::device::DeviceError;
+use crate::device::{DeviceError, Result};
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, Blocks,
 };
@@ -50,7 +50,7 @@ impl RingAttention {
         &self,
         cx: &OperationContext<'_>,
         views: &AttentionInputs<View<'a>>,
-    ) -> Result<[Values<'a>; 2], DeviceError> {
+    ) -> Result<[Values<'a>; 2]> {
         if let Some(keys_values) = views.keys_values {
             return Ok([Values::Stored(views.queries), Values::Stored(keys_values)]);
         }
@@ -77,18 +77,13 @@ impl RingAttention {
         cx: &OperationContext<'_>,
         block: View<'_>,
         step: usize,
-    ) -> Result<Option<PendingExchange>, DeviceError> {
+    ) -> Result<Option<PendingExchange>> {
         let shift = || self.ops.start(cx.device(), ExchangeKind::Shift, block);
         (step + 1 < self.degree()).then(shift).transpose()
     }
 
     /// The keys and values of the rank before, while those that are here were sent on.
-    fn next(
-        &self,
-        cx: &OperationContext<'_>,
-        shift: PendingExchange,
-        block: View<'_>,
-    ) -> Result<Tensor, DeviceError> {
+    fn next(&self, cx: &OperationContext<'_>, shift: PendingExchange, block: View<'_>) -> Result<Tensor> {
         let mut next = cx.empty(block.shape(), block.dtype())?;
         self.ops.finish(cx.device(), shift, next.view_mut())?;
         Ok(next)
@@ -100,7 +95,7 @@ impl RingAttention {
         cx: &OperationContext<'_>,
         views: AttentionInputs<View<'_>>,
         log_sums: &mut Tensor,
-    ) -> Result<Tensor, DeviceError> {
+    ) -> Result<Tensor> {
         let (device, [batch, len, ..]) = (cx.device(), self.sizes());
         let [queries, mut block] = self.apart(cx, &views)?;
         let mut sums = cx.zeros([batch, len, self.shape.output_cols()], DType::F32)?;
@@ -126,7 +121,7 @@ impl RingAttention {
         cx: &OperationContext<'_>,
         views: AttentionInputs<View<'_>>,
         output: AttentionOutput<View<'_>>,
-    ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+    ) -> Result<(Tensor, Option<Tensor>)> {
         let (device, dtype, [batch, len, q_cols, kv_cols]) =
             (cx.device(), views.queries.dtype(), self.sizes());
         let [queries, mut block] = self.apart(cx, &views)?;

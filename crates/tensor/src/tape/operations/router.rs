@@ -1,5 +1,5 @@
 use super::linear::{WeightLayout, weight_grad};
-use crate::device::{DeviceError, MatmulEpilogue, Transpose};
+use crate::device::{MatmulEpilogue, Result, Transpose};
 use crate::parameter_table::ParameterSpan;
 use crate::precision::Precision;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
@@ -17,7 +17,7 @@ pub struct Router {
 }
 
 impl Operation for Router {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, weight) = (cx.input(0), cx.parameter_in_f32(&self.weight)?);
         let mut logits = cx.empty(x.shape().with_cols(self.weight.shape.rows()), DType::F32)?;
         let (left, right) = ((x, Transpose::No), (weight.view(), Transpose::Yes));
@@ -27,7 +27,7 @@ impl Operation for Router {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         if !cx.requires_grad(0) {
             return Ok(());
         }
@@ -39,11 +39,7 @@ impl Operation for Router {
         cx.add_grad(0, dx)
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         write_grad(sink, &self.weight, |out, accumulate| {
             let (layout, dy) = (WeightLayout::OutputsFirst, cx.grad());
             weight_grad(cx.device(), Precision::F32, layout, cx.input(0), dy, out, accumulate)

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, has_no_gradient};
 use crate::tensor::View;
 use std::ops::RangeInclusive;
@@ -35,7 +35,7 @@ fn add_mean(
     cx: &mut ForwardContext<'_>,
     operations: usize,
     value: impl Fn(&[f32]) -> f32 + Send + Sync + 'static,
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     let shape = cx.input(0).shape();
     let (rows, cols) = (shape.rows(), shape.cols());
     let mut values = cx.empty([rows, 1], DType::F32)?;
@@ -53,11 +53,11 @@ impl Operation for RouterZLoss {
         1..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         add_mean(cx, trireme_base::Cost::EXP + 3, |logits| log_sum(logits).powi(2))
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let shape = cx.input_shape(0);
         let (scale, cols) = (2.0 * cx.loss_scale() / shape.rows() as f32, shape.cols());
         let mut grad = cx.empty(shape, DType::F32)?;
@@ -87,7 +87,7 @@ impl Operation for RouterEntropy {
         1..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         add_mean(cx, trireme_base::Cost::EXP + 4, |scores| {
             let sum: f32 = scores.iter().sum();
             let term = |part: f32| if part > 0.0 { -part * part.ln() } else { 0.0 };

@@ -1,4 +1,4 @@
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::tensor::{Tensor, View};
@@ -16,14 +16,14 @@ pub struct ScatterAddRows {
     pub num_rows: usize,
 }
 
-fn gather(device: &Device, x: View<'_>, ids: View<'_>, shape: Shape) -> Result<Tensor, DeviceError> {
+fn gather(device: &Device, x: View<'_>, ids: View<'_>, shape: Shape) -> Result<Tensor> {
     let mut y = device.activation_of(shape, x.dtype())?;
     device.gather_rows(x, ids, y.view_mut());
     Ok(y)
 }
 
 /// Adds in f32, in the order of the rows, and rounds each sum once.
-fn scatter_add(device: &Device, x: View<'_>, ids: View<'_>, num_rows: usize) -> Result<Tensor, DeviceError> {
+fn scatter_add(device: &Device, x: View<'_>, ids: View<'_>, num_rows: usize) -> Result<Tensor> {
     let shape = Shape::from([num_rows, x.shape().cols()]);
     let mut sums = device.zeros(shape, DType::F32, Category::Activations)?;
     if x.dtype() == DType::F32 {
@@ -43,7 +43,7 @@ impl Operation for GatherRows {
         2..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let ids = cx.input(1);
         let shape = ids.shape().and_cols(cx.input(0).shape().cols());
         let y = gather(cx.device(), cx.input(0), ids, shape)?;
@@ -51,7 +51,7 @@ impl Operation for GatherRows {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let grad = scatter_add(cx.device(), cx.grad(), cx.input(1), cx.input_shape(0).rows())?;
         cx.add_grad(0, grad)
     }
@@ -66,13 +66,13 @@ impl Operation for ScatterAddRows {
         2..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let y = scatter_add(cx.device(), cx.input(0), cx.input(1), self.num_rows)?;
         cx.output(y);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let grad = gather(cx.device(), cx.grad(), cx.input(1), cx.input_shape(0))?;
         cx.add_grad(0, grad)
     }

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
 /// `factor * x`, for `x` of any shape and type of floats; the result has both.
@@ -6,7 +6,7 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 pub struct Scale(pub f32);
 
 impl Operation for Scale {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
         let factor = self.0;
         cx.device().map(cx.input(0), y.view_mut(), 1, move |x| factor * x);
@@ -14,7 +14,7 @@ impl Operation for Scale {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut grad = cx.take_output_grad();
         let factor = self.0;
         cx.device().map_in_place(grad.view_mut(), 1, move |dy| factor * dy);

@@ -5,7 +5,7 @@ use super::expert_loads::Loads;
 use super::grouped_linear::GroupedLinear;
 use super::input_activation::grad_and_output;
 use super::own_experts::{OwnExperts, zero};
-use crate::device::DeviceError;
+use crate::device::{DeviceError, Result};
 use crate::tape::{ExchangedRuns, OperationContext, PendingExchange, Runs};
 use crate::tensor::{Tensor, View, ViewMut};
 use smallvec::{SmallVec, smallvec};
@@ -55,7 +55,7 @@ impl Shadows {
         experts: &OwnExperts,
         cx: &OperationContext<'_>,
         loads: &Loads,
-    ) -> Result<Option<Shadows>, DeviceError> {
+    ) -> Result<Option<Shadows>> {
         if experts.exchange.num_shadowed == 0 {
             return Ok(None);
         }
@@ -66,12 +66,7 @@ impl Shadows {
     }
 
     /// The matrices of both layers, when they have come.
-    fn finish(
-        self,
-        experts: &OwnExperts,
-        cx: &OperationContext<'_>,
-        loads: &Loads,
-    ) -> Result<[Tensor; 2], DeviceError> {
+    fn finish(self, experts: &OwnExperts, cx: &OperationContext<'_>, loads: &Loads) -> Result<[Tensor; 2]> {
         let finish = |layer: &GroupedLinear, exchange: PendingExchange| {
             let (axis, device, weight) = (cx.expert_axis(), cx.device(), cx.parameter(&layer.weight));
             let mut shadows = cx.empty(layer.shape_of(loads.shadowed().count()), weight.dtype())?;
@@ -90,7 +85,7 @@ impl Shadows {
         cx: &OperationContext<'_>,
         loads: &Loads,
         rows: &mut Tensor,
-    ) -> Result<SavedOfShadows, DeviceError> {
+    ) -> Result<SavedOfShadows> {
         let (x, starts) = (taken(cx, loads, rows.view())?, starts(cx, loads)?);
         let empty = |cols: usize| cx.empty(x.shape().with_cols(cols), rows.dtype());
         let (mut inner, mut made) = (empty(experts.into.outputs())?, empty(experts.back.outputs())?);
@@ -109,7 +104,7 @@ impl Shadows {
         loads: &Loads,
         starts: View<'_>,
         (grad, mut inner): (&mut Tensor, Tensor),
-    ) -> Result<KeptOfShadows, DeviceError> {
+    ) -> Result<KeptOfShadows> {
         let dy = taken(cx, loads, grad.view())?;
         let empty = |cols: usize| cx.empty(dy.shape().with_cols(cols), grad.dtype());
         let mut d_activated = empty(experts.back.weight.shape.cols())?;
@@ -151,7 +146,7 @@ fn runs(layer: &GroupedLinear, loads: &Loads) -> ExchangedRuns {
 }
 
 /// Where the rows of each shadowed expert begin, and the last ones end.
-fn starts(cx: &OperationContext<'_>, loads: &Loads) -> Result<Tensor, DeviceError> {
+fn starts(cx: &OperationContext<'_>, loads: &Loads) -> Result<Tensor> {
     let ends = loads.shadowed_rows().scan(0, |end, rows| {
         *end += rows.len() as u32;
         Some(*end)
@@ -172,7 +167,7 @@ fn rows_of_shadows(loads: &Loads) -> impl Iterator<Item = (Range<usize>, Range<u
 }
 
 /// Takes this rank's rows of shadowed experts from all of its rows, by expert: `[1, room, cols]`.
-fn taken(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>) -> Result<Tensor, DeviceError> {
+fn taken(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>) -> Result<Tensor> {
     let room = loads.shadowed_room();
     let mut taken = cx.empty([1, room, rows.shape().cols()], rows.dtype())?;
     let mut end = 0;
@@ -198,7 +193,7 @@ pub(super) fn start_sum(
     cx: &OperationContext<'_>,
     loads: &Loads,
     (starts, [dy, input]): (View<'_>, [View<'_>; 2]),
-) -> Result<PendingExchange, DeviceError> {
+) -> Result<PendingExchange> {
     let num_shadows = loads.shadowed().count();
     let (axis, device) = (cx.expert_axis(), cx.device());
     let mut term = axis.empty_term(device, layer.shape_of(num_shadows), DType::F32)?;
@@ -213,7 +208,7 @@ pub(super) fn finish_sum(
     loads: &Loads,
     sum: PendingExchange,
     (mut out, accumulate): (ViewMut<'_>, bool),
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     let (device, len) = (cx.device(), layer.matrix_len());
     let sum = cx.expert_axis().finish_temporary(
         device,

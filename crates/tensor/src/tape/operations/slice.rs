@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::Blocks;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::ops::Range;
@@ -13,7 +13,7 @@ pub struct Slice {
 }
 
 impl Operation for Slice {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let x = cx.input(0);
         let [outer, size, inner] = x.shape().around(self.dim);
         assert!(self.range.end <= size, "{:?} of dim {} of {:?}", self.range, self.dim, x.shape());
@@ -25,7 +25,7 @@ impl Operation for Slice {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let shape = cx.input_shape(0);
         let [outer, size, inner] = shape.around(self.dim);
         let mut grad = cx.zeros(shape, cx.grad().dtype())?;

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
 /// Softmax over the last dim of `x`, of any shape and type of floats; the result has both. A row of nothing but negative infinity
@@ -7,14 +7,14 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 pub struct Softmax;
 
 impl Operation for Softmax {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
         cx.device().softmax(cx.input(0), y.view_mut());
         cx.output(y);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut grad = cx.take_output_grad();
         cx.device().softmax_backward(cx.output(0), grad.view_mut());
         cx.add_grad(0, grad)

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
 /// The sum over one dim of `x`, of any shape and floats; the dim is then of size 1.
@@ -15,7 +15,7 @@ pub struct Mean {
     pub dim: usize,
 }
 
-fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<(), DeviceError> {
+fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let x = cx.input(0);
     let dims = x.shape().around(dim);
     let mut y = cx.empty(x.shape().with_dim(dim, 1), x.dtype())?;
@@ -24,7 +24,7 @@ fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) ->
     Ok(())
 }
 
-fn backward(cx: &mut BackwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<(), DeviceError> {
+fn backward(cx: &mut BackwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let shape = cx.input_shape(0);
     let dims = shape.around(dim);
     let mut grad = cx.empty(shape, cx.grad().dtype())?;
@@ -42,11 +42,11 @@ fn inverse(size: usize) -> f32 {
 }
 
 impl Operation for Sum {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         forward(cx, self.dim, one)
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         backward(cx, self.dim, one)
     }
 
@@ -56,11 +56,11 @@ impl Operation for Sum {
 }
 
 impl Operation for Mean {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         forward(cx, self.dim, inverse)
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         backward(cx, self.dim, inverse)
     }
 

@@ -1,4 +1,4 @@
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::kernels::RoutingRule;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
@@ -33,7 +33,7 @@ impl Operation for TopK {
         1..=2
     }
 
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape().with_cols(self.rule.num_choices);
         let (mut values, mut ids) = (cx.empty(shape, DType::F32)?, cx.empty(shape, DType::U32)?);
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
@@ -46,18 +46,14 @@ impl Operation for TopK {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut dx = cx.empty(cx.input_shape(0), DType::F32)?;
         let found = [cx.output(1), cx.grad()];
         cx.device().top_k_backward(cx.input(0), self.rule, found, dx.view_mut());
         cx.add_grad(0, dx)
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut BackwardContext<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let Some(bias) = &self.bias else { return Ok(()) };
         write_grad(sink, bias, |out, accumulate| {
             cx.device().excess_loads(cx.output(1), out, accumulate);

@@ -1,4 +1,4 @@
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, Result};
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::tensor::{View, ViewMut};
@@ -28,14 +28,14 @@ impl Transpose {
 }
 
 impl Operation for Transpose {
-    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(self.shape(cx.input(0).shape()), cx.input(0).dtype())?;
         self.run(cx.device(), cx.input(0), y.view_mut());
         cx.output(y);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut grad = cx.empty(cx.input_shape(0), cx.grad().dtype())?;
         self.run(cx.device(), cx.grad(), grad.view_mut());
         cx.add_grad(0, grad)

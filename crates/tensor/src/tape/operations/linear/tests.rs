@@ -54,7 +54,7 @@ fn transposed(x: &[f64], cols: usize) -> Vec<f64> {
 struct Grads(Parameters);
 
 impl GradSink for Grads {
-    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>> {
         let view = self.0.flat_mut(span.unit).into_part(span.offset, span.shape);
         Ok(GradTarget { view, accumulate: false })
     }
