@@ -56,9 +56,7 @@ impl Parameter {
         );
         Parameter { cut: Some(cut), ..self }
     }
-}
 
-impl Parameter {
     /// The same, of one of the `num_experts` of its unit: ranks of the expert axis have equally many experts each, and nothing of the others.
     ///
     /// # Panics

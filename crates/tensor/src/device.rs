@@ -45,7 +45,6 @@ use counting::Counting;
 use detached::Detached;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use timing::TimingCpu;
 use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
 
 /// How to open a device.
@@ -89,6 +88,7 @@ pub struct Device {
     cost: Arc<Mutex<Cost>>,
     journal: Arc<OnceLock<Journal>>,
     recorded: Arc<OnceLock<RecordedCalls>>,
+    timer: Option<CallTimer>,
     /// Whether kernels reach the host's memory.
     reaches_host: bool,
 }
@@ -141,9 +141,8 @@ impl Device {
     /// # Errors
     /// As [`open`](Device::open).
     pub fn timed(options: DeviceOptions) -> Result<(Self, CallTimer)> {
-        let device = Device::cpu(options)?;
-        let backend = Arc::new(TimingCpu::new(Arc::clone(&device.cpu)));
-        Ok((Device { backend: Arc::clone(&backend) as _, ..device }, CallTimer(backend)))
+        let timer = CallTimer::default();
+        Ok((Device { timer: Some(timer.clone()), ..Device::cpu(options)? }, timer))
     }
 
     /// A device that counts what [`Device::open`] with these options would take and compute, and does neither: its memory is
@@ -167,9 +166,18 @@ impl Device {
             true => Arc::clone(&counter),
             false => Arc::new(MemoryCounter::new(None)),
         };
-        let (arena, cost) = (Arc::new(arena), Arc::default());
-        let (journal, recorded) = (Arc::default(), Arc::default());
-        Device { backend, cpu, arena, counter, staging, cost, journal, recorded, reaches_host }
+        Device {
+            backend,
+            cpu,
+            arena: Arc::new(arena),
+            counter,
+            staging,
+            cost: Arc::default(),
+            journal: Arc::default(),
+            recorded: Arc::default(),
+            timer: None,
+            reaches_host,
+        }
     }
 
     /// Whether kernels work in the host's memory, too: then the host and the device are one space, and nothing is copied between them.
@@ -246,6 +254,9 @@ impl Device {
         if let Some(recorded) = self.recorded.get() {
             recorded.note(&call);
         }
+        if let Some(timer) = &self.timer {
+            timer.time(&call, &self.cpu);
+        }
         self.backend.run(call);
     }
 
@@ -260,8 +271,8 @@ impl Device {
         function: impl Fn(&Cpu, [Operand; N], OperandMut) + Send + Sync + 'static,
     ) {
         self.count(name, cost);
-        let (inputs, output) = (inputs.map(|input| input.operand()), output.into_operand());
-        if let Some(cpu) = self.backend.as_cpu() {
+        let (inputs, output) = (inputs.map(View::operand), output.into_operand());
+        if let Some(cpu) = self.backend.as_cpu().filter(|_| self.timer.is_none()) {
             return function(cpu, inputs, output);
         }
         let function: Function = Arc::new(move |cpu, inputs, output| {
@@ -302,17 +313,15 @@ impl Device {
     /// If its memory cannot be reserved.
     pub fn host(&self) -> Result<Device> {
         let counter = Arc::new(MemoryCounter::new(None));
-        let cpu = Arc::clone(&self.cpu);
         let (backend, arena): (Arc<dyn Backend>, _) = match self.is_counting() {
             true => {
                 let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
                 (Arc::clone(&self.backend), arena)
             }
-            false => (Arc::clone(&cpu) as _, reserve(self.arena.page_source(), &counter)?),
+            false => (Arc::clone(&self.cpu) as _, reserve(self.arena.page_source(), &counter)?),
         };
-        let (arena, staging, journal) = (Arc::new(arena), Arc::clone(&counter), Arc::clone(&self.journal));
-        let (cost, recorded) = (Arc::default(), Arc::clone(&self.recorded));
-        Ok(Device { backend, cpu, arena, counter, staging, cost, journal, recorded, reaches_host: true })
+        let (arena, staging, cost) = (Arc::new(arena), Arc::clone(&counter), Arc::default());
+        Ok(Device { backend, arena, counter, staging, cost, timer: None, reaches_host: true, ..self.clone() })
     }
 
     /// Gives memory that is not in use back to the system, after something that took much of it for once. A detached device keeps it.

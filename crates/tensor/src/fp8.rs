@@ -13,7 +13,6 @@
 use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterTable};
 use crate::tensor::{Tensor, View};
-use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{Category, DType};
@@ -53,21 +52,13 @@ impl Fp8Format {
     }
 }
 
-/// Which formats factors are rounded to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fp8Formats {
-    /// E4M3 for all.
-    E4m3,
-    /// E4M3 for inputs and weights, and E5M2, which has more range and fewer digits, for gradients.
-    Hybrid,
-}
-
-impl fmt::Display for Fp8Formats {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Fp8Formats::E4m3 => "e4m3",
-            Fp8Formats::Hybrid => "hybrid",
-        })
+trireme_base::named! {
+    /// Which formats factors are rounded to.
+    pub enum Fp8Formats {
+        /// E4M3 for all.
+        E4m3 = "e4m3",
+        /// E4M3 for inputs and weights, and E5M2, which has more range and fewer digits, for gradients.
+        Hybrid = "hybrid",
     }
 }
 

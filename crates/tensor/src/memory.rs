@@ -15,21 +15,44 @@ pub enum PageSource {
     Reserved,
 }
 
+/// Bytes in use now and at most so far.
+#[derive(Debug, Default)]
+struct Gauge {
+    current: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Gauge {
+    fn add(&self, bytes: usize) {
+        let now = self.current.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    fn subtract(&self, bytes: usize) {
+        self.current.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn usage(&self) -> MemoryUsage {
+        MemoryUsage { current: self.current.load(Ordering::Relaxed), peak: self.peak.load(Ordering::Relaxed) }
+    }
+
+    fn restart_peak(&self) {
+        self.peak.store(self.usage().current, Ordering::Relaxed);
+    }
+}
+
 /// Bytes in use now and at most so far, by category and of all together; and the bound on them.
 #[derive(Debug)]
 pub struct MemoryCounter {
-    current: [AtomicUsize; NUM_CATEGORIES],
-    peak: [AtomicUsize; NUM_CATEGORIES],
-    total: AtomicUsize,
-    peak_total: AtomicUsize,
-    /// What each category held at that peak.
+    of_category: [Gauge; NUM_CATEGORIES],
+    total: Gauge,
+    /// What each category held at the peak of the total.
     at_peak: [AtomicUsize; NUM_CATEGORIES],
     /// The part of the total that is memory of others, which count it as well.
     mapped: AtomicUsize,
     peak_own: AtomicUsize,
     /// The part of the total that is memory of this process outside of the device's arena.
-    outside: AtomicUsize,
-    peak_outside: AtomicUsize,
+    outside: Gauge,
     budget: Option<usize>,
 }
 
@@ -51,12 +74,10 @@ pub struct MemoryUsage {
     Bytes(self.excess() as u64),
     describe(in_use)
 )]
+#[expect(missing_docs, reason = "the message explains the fields")]
 pub struct OverBudget {
-    /// What it was for.
     pub category: Category,
-    /// Bytes asked for.
     pub requested: usize,
-    /// The bound on all categories together.
     pub budget: usize,
     /// Bytes that each category holds, in the order of [`Category::ALL`].
     pub in_use: [usize; NUM_CATEGORIES],
@@ -78,17 +99,13 @@ pub(crate) fn describe(in_use: &[usize; NUM_CATEGORIES]) -> String {
 impl MemoryCounter {
     /// Nothing is in use, and no more than `budget` bytes ever will be.
     pub(crate) fn new(budget: Option<usize>) -> Self {
-        let zeros = || std::array::from_fn(|_| AtomicUsize::new(0));
         MemoryCounter {
-            current: zeros(),
-            peak: zeros(),
-            total: AtomicUsize::new(0),
-            peak_total: AtomicUsize::new(0),
-            at_peak: zeros(),
+            of_category: Default::default(),
+            total: Gauge::default(),
+            at_peak: Default::default(),
             mapped: AtomicUsize::new(0),
             peak_own: AtomicUsize::new(0),
-            outside: AtomicUsize::new(0),
-            peak_outside: AtomicUsize::new(0),
+            outside: Gauge::default(),
             budget,
         }
     }
@@ -103,25 +120,23 @@ impl MemoryCounter {
     /// # Errors
     /// If the budget has no room for them; nothing is counted then.
     pub fn take(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
-        let total = self.total.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let total = self.total.current.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         if let Some(budget) = self.budget.filter(|&budget| total > budget) {
-            self.total.fetch_sub(bytes, Ordering::Relaxed);
+            self.total.subtract(bytes);
             return Err(OverBudget { category, requested: bytes, budget, in_use: self.in_use() });
         }
-        let slot = category as usize;
-        let now = self.current[slot].fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak[slot].fetch_max(now, Ordering::Relaxed);
+        self.of_category[category as usize].add(bytes);
         let own = total.saturating_sub(self.mapped.load(Ordering::Relaxed));
         self.peak_own.fetch_max(own, Ordering::Relaxed);
-        if self.peak_total.fetch_max(total, Ordering::Relaxed) < total {
+        if self.total.peak.fetch_max(total, Ordering::Relaxed) < total {
             self.keep_as_peak();
         }
         Ok(())
     }
 
     fn keep_as_peak(&self) {
-        for (at_peak, current) in self.at_peak.iter().zip(&self.current) {
-            at_peak.store(current.load(Ordering::Relaxed), Ordering::Relaxed);
+        for (at_peak, current) in self.at_peak.iter().zip(self.in_use()) {
+            at_peak.store(current, Ordering::Relaxed);
         }
     }
 
@@ -150,55 +165,42 @@ impl MemoryCounter {
     /// As [`take`](MemoryCounter::take).
     pub fn take_outside(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.take(category, bytes)?;
-        let outside = self.outside.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak_outside.fetch_max(outside, Ordering::Relaxed);
+        self.outside.add(bytes);
         Ok(())
     }
 
     /// Counts such memory that was given back.
     pub fn give_outside(&self, category: Category, bytes: usize) {
-        self.outside.fetch_sub(bytes, Ordering::Relaxed);
+        self.outside.subtract(bytes);
         self.give(category, bytes);
     }
 
     /// Counts `bytes` given back by `category`.
     pub fn give(&self, category: Category, bytes: usize) {
-        self.current[category as usize].fetch_sub(bytes, Ordering::Relaxed);
-        self.total.fetch_sub(bytes, Ordering::Relaxed);
+        self.of_category[category as usize].subtract(bytes);
+        self.total.subtract(bytes);
     }
 
     /// The reading of one category.
     pub fn usage(&self, category: Category) -> MemoryUsage {
-        let slot = category as usize;
-        MemoryUsage {
-            current: self.current[slot].load(Ordering::Relaxed),
-            peak: self.peak[slot].load(Ordering::Relaxed),
-        }
+        self.of_category[category as usize].usage()
     }
 
     /// The reading of all categories together. Its peak is less than the sum of theirs where they peak at different times.
     pub fn total(&self) -> MemoryUsage {
-        MemoryUsage {
-            current: self.total.load(Ordering::Relaxed),
-            peak: self.peak_total.load(Ordering::Relaxed),
-        }
+        self.total.usage()
     }
 
     /// As [`total`](MemoryCounter::total), without memory of other processes that this one maps.
     pub fn own(&self) -> MemoryUsage {
         let mapped = self.mapped.load(Ordering::Relaxed);
-        MemoryUsage {
-            current: self.total.load(Ordering::Relaxed).saturating_sub(mapped),
-            peak: self.peak_own.load(Ordering::Relaxed),
-        }
+        let current = self.total().current.saturating_sub(mapped);
+        MemoryUsage { current, peak: self.peak_own.load(Ordering::Relaxed) }
     }
 
     /// The part of [`own`](MemoryCounter::own) that is not the device's own memory.
     pub fn outside(&self) -> MemoryUsage {
-        MemoryUsage {
-            current: self.outside.load(Ordering::Relaxed),
-            peak: self.peak_outside.load(Ordering::Relaxed),
-        }
+        self.outside.usage()
     }
 
     /// What each category held when the total was at its peak, in the order of [`Category::ALL`].
@@ -208,12 +210,9 @@ impl MemoryCounter {
 
     /// Lets peaks begin again at what is in use now.
     pub fn restart_peaks(&self) {
-        for (peak, current) in self.peak.iter().zip(&self.current) {
-            peak.store(current.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        self.peak_total.store(self.total.load(Ordering::Relaxed), Ordering::Relaxed);
+        let gauges = self.of_category.iter().chain([&self.total, &self.outside]);
+        gauges.for_each(Gauge::restart_peak);
         self.peak_own.store(self.own().current, Ordering::Relaxed);
-        self.peak_outside.store(self.outside().current, Ordering::Relaxed);
         self.keep_as_peak();
     }
 

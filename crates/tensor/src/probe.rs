@@ -15,7 +15,8 @@ use crate::kernels::CpuFeatures;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use crate::timing::{Ran, time_runs};
+use crate::timing::time_runs;
+use std::convert::Infallible;
 use std::fmt;
 use std::time::{Duration, Instant};
 use trireme_base::{Category, DType, RandomKey};
@@ -23,37 +24,25 @@ use trireme_base::{Category, DType, RandomKey};
 /// A unit runs this long at least before it is timed, so that to wake threads up takes no share of it.
 const UNIT_DURATION_MIN: Duration = Duration::from_millis(1);
 
-/// Which factors of a product are read transposed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transposes {
-    /// None: `y = x W`, as forward has it.
-    NN,
-    /// The right one: `dx = dy W^T`, the gradient of the input.
-    NT,
-    /// The left one: `dW += x^T dy`, the gradient of the weight.
-    TN,
+trireme_base::named! {
+    /// Which factors of a product are read transposed, of those that training needs.
+    pub enum Transposes {
+        /// None: `y = x W`, as forward has it.
+        NN = "NN",
+        /// The right one: `dx = dy W^T`, the gradient of the input.
+        NT = "NT",
+        /// The left one: `dW += x^T dy`, the gradient of the weight.
+        TN = "TN",
+    }
 }
 
 impl Transposes {
-    /// All that training needs.
-    pub const ALL: [Transposes; 3] = [Transposes::NN, Transposes::NT, Transposes::TN];
-
     fn split(self) -> (Transpose, Transpose) {
         match self {
             Transposes::NN => (Transpose::No, Transpose::No),
             Transposes::NT => (Transpose::No, Transpose::Yes),
             Transposes::TN => (Transpose::Yes, Transpose::No),
         }
-    }
-}
-
-impl fmt::Display for Transposes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Transposes::NN => "NN",
-            Transposes::NT => "NT",
-            Transposes::TN => "TN",
-        })
     }
 }
 
@@ -130,7 +119,10 @@ impl Probe {
             rounds *= 2;
         }
         let mut operations = 0;
-        let Ok(timing) = self.time(|_| operations = self.device.run_unit(unit, rounds));
+        let Ok(timing) = time_runs(self.duration, |_| {
+            operations = self.device.run_unit(unit, rounds);
+            Ok::<_, Infallible>(())
+        });
         operations as f64 / timing.best
     }
 
@@ -141,8 +133,10 @@ impl Probe {
     pub fn stream(&self, traffic: Traffic) -> Result<Timing> {
         let shape = [traffic.extent().div_ceil(size_of::<u32>())].into();
         let mut memory = self.device.empty(shape, DType::U32, Category::Activations)?;
-        let Ok(timing) = self.time(|_| self.device.stream(traffic, memory.view_mut()));
-        Ok(timing)
+        time_runs(self.duration, |_| {
+            self.device.stream(traffic, memory.view_mut());
+            Ok(())
+        })
     }
 
     /// Times a product of factors that lie in memory as those of training do: activations in `precision`, weights in
@@ -172,24 +166,11 @@ impl Probe {
         let left = self.random(left_shape, activation)?;
         let right = self.random(right_shape, right_dtype)?;
         let mut out = self.random([rows, cols], out_dtype)?;
-        self.time(|_| self.run_product(precision, transposes, [&left, &right], &mut out, epilogue))
-    }
-
-    fn run_product(
-        &self,
-        precision: Precision,
-        transposes: Transposes,
-        [left, right]: [&Tensor; 2],
-        out: &mut Tensor,
-        epilogue: MatmulEpilogue<'_>,
-    ) -> Result<()> {
         let (left_transpose, right_transpose) = transposes.split();
-        let (left, right) = ((left.view(), left_transpose), (right.view(), right_transpose));
-        self.device.matmul(precision, left, right, out.view_mut(), epilogue)
-    }
-
-    fn time<R: Ran>(&self, run: impl FnMut(&mut Instant) -> R) -> Result<Timing, R::Error> {
-        time_runs(self.duration, run)
+        time_runs(self.duration, |_| {
+            let (left, right) = ((left.view(), left_transpose), (right.view(), right_transpose));
+            self.device.matmul(precision, left, right, out.view_mut(), epilogue)
+        })
     }
 
     /// A tensor of normal values of standard deviation 0.5.

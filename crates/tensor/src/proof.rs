@@ -73,18 +73,13 @@ impl fmt::Display for ProductKernel {
     "element {row},{col} of a product of {sizes} ({transposes}) is {found:e}, but the portable kernel computes \
      {expected:e}"
 )]
+#[expect(missing_docs, reason = "the message explains the fields")]
 pub struct WrongProduct {
-    /// Sizes of the product.
     pub sizes: ProductSizes,
-    /// Which factors were read transposed.
     pub transposes: Transposes,
-    /// Row of the element.
     pub row: usize,
-    /// Column of the element.
     pub col: usize,
-    /// The element.
     pub found: f32,
-    /// What the portable kernel computes.
     pub expected: f32,
 }
 

@@ -235,7 +235,7 @@ impl<'a> View<'a> {
     }
 
     /// What a kernel reads.
-    pub(crate) fn operand(&self) -> Operand {
+    pub(crate) fn operand(self) -> Operand {
         self.operand
     }
 

@@ -1,7 +1,5 @@
 //! Times repeated runs of a function.
 
-use crate::device::{DeviceError, Result};
-use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 /// Minimum number of runs for a median, if they take no longer than [`RUNS_MIN_DURATION`].
@@ -28,10 +26,10 @@ impl Timing {
 }
 
 /// Times `run` for about `duration`, after one untimed run. A run is timed from the instant that `run` last set.
-pub(crate) fn time_runs<R: Ran>(
+pub(crate) fn time_runs<E>(
     duration: Duration,
-    mut run: impl FnMut(&mut Instant) -> R,
-) -> Result<Timing, R::Error> {
+    mut run: impl FnMut(&mut Instant) -> Result<(), E>,
+) -> Result<Timing, E> {
     seconds_of(&mut run)?;
     let began = Instant::now();
     let mut seconds = Vec::with_capacity(NUM_RUNS_MAX);
@@ -46,32 +44,9 @@ pub(crate) fn time_runs<R: Ran>(
 }
 
 /// Seconds of one run, from the instant that it leaves.
-fn seconds_of<R: Ran>(run: &mut impl FnMut(&mut Instant) -> R) -> Result<f64, R::Error> {
+fn seconds_of<E>(run: &mut impl FnMut(&mut Instant) -> Result<(), E>) -> Result<f64, E> {
     let mut start = Instant::now();
-    run(&mut start).result()?;
+    run(&mut start)?;
     // A clock may stand still for less than its resolution; speeds stay finite.
     Ok(start.elapsed().max(Duration::from_nanos(1)).as_secs_f64())
-}
-
-/// What kernels return: some need memory, and may fail.
-pub(crate) trait Ran {
-    type Error;
-
-    fn result(self) -> Result<(), Self::Error>;
-}
-
-impl Ran for () {
-    type Error = Infallible;
-
-    fn result(self) -> Result<(), Infallible> {
-        Ok(())
-    }
-}
-
-impl Ran for Result<()> {
-    type Error = DeviceError;
-
-    fn result(self) -> Result<()> {
-        self
-    }
 }

@@ -212,7 +212,7 @@ impl Lane {
             }
         };
         let number = lock(&self.pending).insert(Started { kind, len, vector, sent });
-        Ok(PendingExchange::new(number))
+        Ok(PendingExchange(number))
     }
 
     fn finish(
@@ -260,7 +260,7 @@ impl Lane {
         exchange: &PendingExchange,
         waiting: &mut Waiting,
     ) -> Result<(Pending<Buffer<Untyped>>, usize, ExchangeKind), ParallelError> {
-        let Started { kind, len, vector, sent } = lock(&self.pending).remove(exchange.number());
+        let Started { kind, len, vector, sent } = lock(&self.pending).remove(exchange.0);
         let vector = waiting.wait_on_device(vector, (self.dtype(), len), device)?;
         if let Some(sent) = sent {
             let sent = waiting.wait_on_device(sent, (self.dtype(), len), device)?;

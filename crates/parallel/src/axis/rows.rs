@@ -101,7 +101,7 @@ impl Lane {
         while started.next_round < started.num_rounds.min(rounds_under_way) {
             self.start_round(device, &mut started, values);
         }
-        Ok(PendingExchange::new(lock(&self.rows).insert(started)))
+        Ok(PendingExchange(lock(&self.rows).insert(started)))
     }
 
     /// As [`AxisOps::send_rest`](trireme_tensor::tape::AxisOps::send_rest).
@@ -114,7 +114,7 @@ impl Lane {
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         let mut rows = lock(&self.rows);
-        let started = &mut rows[exchange.number()];
+        let started = &mut rows[exchange.0];
         self.keep_own(device, &started.runs, values, result.reborrow());
         while started.next_round < started.num_rounds {
             let end = started.next_round - started.rounds_under_way + 1;
@@ -132,7 +132,7 @@ impl Lane {
         result: ViewMut<'_>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        let mut started = lock(&self.rows).remove(exchange.number());
+        let mut started = lock(&self.rows).remove(exchange.0);
         let end = started.num_rounds;
         assert_eq!(started.next_round, end, "all was sent");
         self.finish_rounds_before(device, &mut started, end, result, waiting)?;

@@ -19,7 +19,7 @@ impl Device {
         rotary: Rotary<View<'_>>,
         inverse: bool,
     ) {
-        let (qkv, rotary) = (qkv.into_operand(), rotary.map(|angles| angles.operand()));
+        let (qkv, rotary) = (qkv.into_operand(), rotary.map(View::operand));
         self.issue(AttentionCall::Rotary { qkv, rotary, shape, inverse });
     }
 
@@ -31,7 +31,7 @@ impl Device {
         rotary: Rotary<View<'_>>,
         qkv: ViewMut<'_>,
     ) {
-        let (inputs, rotary) = (inputs.map(|input| input.operand()), rotary.map(|angles| angles.operand()));
+        let (inputs, rotary) = (inputs.map(View::operand), rotary.map(View::operand));
         self.issue(AttentionCall::LatentHeads { inputs, rotary, qkv: qkv.into_operand(), shape });
     }
 
@@ -43,7 +43,7 @@ impl Device {
         rotary: Rotary<View<'_>>,
         grads: [ViewMut<'_>; 3],
     ) {
-        let (rotary, grads) = (rotary.map(|angles| angles.operand()), grads.map(ViewMut::into_operand));
+        let (rotary, grads) = (rotary.map(View::operand), grads.map(ViewMut::into_operand));
         self.issue(AttentionCall::LatentHeadsBackward { grad: grad.operand(), rotary, grads, shape });
     }
 
@@ -61,14 +61,9 @@ impl Device {
         let dtype = inputs.queries.dtype();
         assert_eq!(y.dtype(), dtype);
         let mut scratch = self.attention_scratch(dtype, shape, false)?;
-        self.issue(AttentionCall::Attention {
-            inputs: operands(inputs),
-            y: y.into_operand(),
-            log_sums: log_sums.into_operand(),
-            scratch: scratch.view_mut().into_operand(),
-            shape,
-            scope: AttentionScope::whole(shape, rule),
-        });
+        let (inputs, scope) = (operands(inputs), AttentionScope::whole(shape, rule));
+        let [y, log_sums, scratch] = [y, log_sums, scratch.view_mut()].map(ViewMut::into_operand);
+        self.issue(AttentionCall::Attention { inputs, y, log_sums, scratch, shape, scope });
         Ok(())
     }
 
@@ -86,14 +81,9 @@ impl Device {
         log_sums: ViewMut<'_>,
     ) -> Result<()> {
         let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, false)?;
-        self.issue(AttentionCall::AttentionBlock {
-            inputs: operands(inputs),
-            y: y.into_operand(),
-            log_sums: log_sums.into_operand(),
-            scratch: scratch.view_mut().into_operand(),
-            shape,
-            scope,
-        });
+        let inputs = operands(inputs);
+        let [y, log_sums, scratch] = [y, log_sums, scratch.view_mut()].map(ViewMut::into_operand);
+        self.issue(AttentionCall::AttentionBlock { inputs, y, log_sums, scratch, shape, scope });
         Ok(())
     }
 
@@ -149,7 +139,7 @@ impl Device {
         let mut scratch = self.attention_scratch(dtype, shape, true)?;
         self.issue(AttentionCall::AttentionBackward {
             inputs: operands(inputs),
-            output: output.map(|view| view.operand()),
+            output: output.map(View::operand),
             d_queries: d_queries.into_operand(),
             d_keys_values: d_keys_values.map(ViewMut::into_operand),
             scratch: scratch.view_mut().into_operand(),
@@ -173,7 +163,7 @@ impl Device {
         let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, true)?;
         self.issue(AttentionCall::AttentionBlockBackward {
             inputs: operands(inputs),
-            output: output.map(|view| view.operand()),
+            output: output.map(View::operand),
             d_queries: d_queries.into_operand(),
             d_keys_values: d_keys_values.into_operand(),
             scratch: scratch.view_mut().into_operand(),
@@ -185,7 +175,7 @@ impl Device {
 }
 
 fn operands(inputs: AttentionInputs<View<'_>>) -> AttentionInputs<Operand> {
-    inputs.map(|view| view.operand(), |view| view.operand())
+    inputs.map(View::operand, View::operand)
 }
 
 /// Keys and values of earlier positions, `[batch, capacity, key_cols]` and `[batch, capacity, value_cols]`.

@@ -176,7 +176,7 @@ impl Device {
         y: ViewMut<'_>,
     ) {
         assert!(x.shape() == y.shape() && residual.is_none_or(|residual| residual.shape() == y.shape()));
-        let [bias, residual] = [bias, residual].map(|view| view.map(|view| view.operand()));
+        let [bias, residual] = [bias, residual].map(|view| view.map(View::operand));
         self.issue(ElementwiseCall::AddBias { x: x.operand(), bias, residual, y: y.into_operand() });
     }
 

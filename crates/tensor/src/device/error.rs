@@ -25,11 +25,7 @@ pub enum DeviceError {
     TooManyThreads { num_threads: usize },
     /// Its threads could not be started.
     #[error("cannot start {num_threads} kernel threads: {source}; use fewer")]
-    Threads {
-        num_threads: usize,
-        #[source]
-        source: std::io::Error,
-    },
+    Threads { num_threads: usize, source: std::io::Error },
     /// A tensor would have more bytes than a process can address.
     #[error(
         "a tensor of shape {shape:?} in {dtype} for {category} exceeds the address space; use smaller \

@@ -30,7 +30,7 @@ impl Device {
         assert_eq!((values.shape().cols(), ids.shape()), (k, values.shape()));
         let has_row = |weights: View<'_>| weights.shape().num_elements() == x.shape().rows();
         assert!(row_weights.is_none_or(has_row), "{row_weights:?} of {:?}", x.shape());
-        let [bias, row_weights] = [bias, row_weights].map(|view| view.map(|view| view.operand()));
+        let [bias, row_weights] = [bias, row_weights].map(|view| view.map(View::operand));
         let (x, values, ids) = (x.operand(), values.into_operand(), ids.into_operand());
         self.issue(ExpertCall::TopK { x, bias, row_weights, values, ids, rule });
     }
@@ -43,7 +43,7 @@ impl Device {
         [ids, dy]: [View<'_>; 2],
         dx: ViewMut<'_>,
     ) {
-        let [x, ids, dy] = [x, ids, dy].map(|view| view.operand());
+        let [x, ids, dy] = [x, ids, dy].map(View::operand);
         self.issue(ExpertCall::TopKBackward { x, ids, dy, dx: dx.into_operand(), rule });
     }
 
@@ -75,7 +75,7 @@ impl Device {
         (order, num_choices, weights): (View<'_>, usize, Option<View<'_>>),
         y: ViewMut<'_>,
     ) {
-        let weights = weights.map(|weights| weights.operand());
+        let weights = weights.map(View::operand);
         let (x, order, y) = (x.operand(), order.operand(), y.into_operand());
         self.issue(ExpertCall::SpreadRows { x, order, weights, y, num_choices });
     }
@@ -96,7 +96,7 @@ impl Device {
         assert!(weights.is_none_or(is_of_choices), "{weights:?} for {:?}", places.shape());
         let is_of_tokens = |residual: View<'_>| residual.shape() == y.shape();
         assert!(residual.is_none_or(is_of_tokens), "{residual:?} for {:?}", y.shape());
-        let [weights, residual] = [weights, residual].map(|view| view.map(|view| view.operand()));
+        let [weights, residual] = [weights, residual].map(|view| view.map(View::operand));
         let (x, places, y) = (x.operand(), places.operand(), y.into_operand());
         self.issue(ExpertCall::CombineRows { x, places, weights, residual, y });
     }
@@ -108,7 +108,7 @@ impl Device {
     /// If a place is that of no row.
     pub(crate) fn row_products(&self, x: View<'_>, places: View<'_>, y: View<'_>, products: ViewMut<'_>) {
         assert_eq!(products.shape(), places.shape());
-        let [x, places, y] = [x, places, y].map(|view| view.operand());
+        let [x, places, y] = [x, places, y].map(View::operand);
         self.issue(ExpertCall::RowProducts { x, places, y, products: products.into_operand() });
     }
 }

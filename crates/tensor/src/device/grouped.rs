@@ -39,7 +39,7 @@ impl Device {
         assert_eq!(out.shape().rows(), rows, "{:?}", out.shape());
         let size = Product { rows, cols, inner };
         let mut scratch = self.product_scratch(precision, size, &(left, Transpose::No))?;
-        let [starts, left, right] = [starts, left, right].map(|view| view.operand());
+        let [starts, left, right] = [starts, left, right].map(View::operand);
         let (out, scratch) = (out.into_operand(), scratch.view_mut().into_operand());
         self.issue(GroupedCall::GroupedMatmul {
             starts,
@@ -88,13 +88,15 @@ impl Device {
         // Blocks of parts that wait for their neighbours.
         let num_sums = if num_parts == 1 { 0 } else { num_parts.ilog2() as usize + 1 };
         let mut sums = self.activation([num_sums * rows * cols])?;
+        let [starts, left, right] = [starts, left, right].map(View::operand);
+        let [out, scratch, sums] = [out, scratch.view_mut(), sums.view_mut()].map(ViewMut::into_operand);
         self.issue(GroupedCall::GroupedTransposedMatmul {
-            starts: starts.operand(),
-            left: left.operand(),
-            right: right.operand(),
-            out: out.into_operand(),
-            scratch: scratch.view_mut().into_operand(),
-            sums: sums.view_mut().into_operand(),
+            starts,
+            left,
+            right,
+            out,
+            scratch,
+            sums,
             precision,
             num_parts,
             accumulate,
@@ -137,7 +139,7 @@ impl Device {
         let has_token = |weights: View<'_>| weights.shape().num_elements() == places.shape().rows();
         assert!(weights.is_none_or(has_token), "{weights:?} for {:?}", places.shape());
         let (starts, places, out) = (starts.operand(), places.operand(), out.into_operand());
-        let weights = weights.map(|weights| weights.operand());
+        let weights = weights.map(View::operand);
         self.issue(GroupedCall::RowsOfNoGroup { starts, places, weights, out });
     }
 }

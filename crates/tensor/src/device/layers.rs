@@ -20,7 +20,7 @@ impl Device {
         y: ViewMut<'_>,
         statistics: ViewMut<'_>,
     ) {
-        let (x, weight, bias) = (x.operand(), weight.operand(), bias.map(|bias| bias.operand()));
+        let (x, weight, bias) = (x.operand(), weight.operand(), bias.map(View::operand));
         let (y, statistics) = (y.into_operand(), statistics.into_operand());
         self.issue(LayerCall::Norm { x, weight, bias, y, statistics, kind });
     }
@@ -34,7 +34,7 @@ impl Device {
         dx: ViewMut<'_>,
         accumulate: bool,
     ) {
-        let [x, weight, statistics, dy] = [x, weight, statistics, dy].map(|view| view.operand());
+        let [x, weight, statistics, dy] = [x, weight, statistics, dy].map(View::operand);
         let dx = dx.into_operand();
         self.issue(LayerCall::NormBackwardInput { x, weight, statistics, dy, dx, kind, accumulate });
     }
@@ -48,7 +48,7 @@ impl Device {
         d_weight: ViewMut<'_>,
         accumulate: bool,
     ) {
-        let [x, dy, statistics] = [x, dy, statistics].map(|view| view.operand());
+        let [x, dy, statistics] = [x, dy, statistics].map(View::operand);
         let d_weight = d_weight.into_operand();
         self.issue(LayerCall::NormBackwardWeight { x, dy, statistics, d_weight, accumulate });
     }
@@ -72,8 +72,7 @@ impl Device {
         at: Positions,
         out: ViewMut<'_>,
     ) {
-        let (ids, table, positions) =
-            (ids.operand(), table.operand(), positions.map(|positions| positions.operand()));
+        let (ids, table, positions) = (ids.operand(), table.operand(), positions.map(View::operand));
         self.issue(LayerCall::Embedding { ids, table, positions, out: out.into_operand(), precision, at });
     }
 
@@ -85,13 +84,13 @@ impl Device {
         table: View<'_>,
         out: ViewMut<'_>,
     ) {
-        let (bags, table, out) = (bags.map(|ids| ids.operand()), table.operand(), out.into_operand());
+        let (bags, table, out) = (bags.map(View::operand), table.operand(), out.into_operand());
         self.issue(LayerCall::EmbeddingBag { bags, table, out, precision });
     }
 
     /// Adds the rows of `dy`, `[bags, cols]`, to the gradient of the table of [`Device::embedding_bag`].
     pub(crate) fn embedding_bag_backward(&self, bags: Bags<View<'_>>, dy: View<'_>, d_table: ViewMut<'_>) {
-        let (bags, dy, d_table) = (bags.map(|ids| ids.operand()), dy.operand(), d_table.into_operand());
+        let (bags, dy, d_table) = (bags.map(View::operand), dy.operand(), d_table.into_operand());
         self.issue(LayerCall::EmbeddingBagBackward { bags, dy, d_table });
     }
 
@@ -134,8 +133,8 @@ impl Device {
         (scale, weights): (f32, Option<View<'_>>),
         gradient: ViewMut<'_>,
     ) {
-        let [logits, targets, statistics] = [logits, targets, statistics].map(|view| view.operand());
-        let (weights, gradient) = (weights.map(|weights| weights.operand()), gradient.into_operand());
+        let [logits, targets, statistics] = [logits, targets, statistics].map(View::operand);
+        let (weights, gradient) = (weights.map(View::operand), gradient.into_operand());
         self.issue(LayerCall::CrossEntropyGradient {
             logits,
             targets,

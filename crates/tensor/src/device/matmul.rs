@@ -63,8 +63,8 @@ impl Device {
         self.issue(MatmulCall::Matmul {
             left: left.0.operand(),
             right: right.0.operand(),
-            bias: bias.map(|bias| bias.operand()),
-            residual: residual.map(|residual| residual.operand()),
+            bias: bias.map(View::operand),
+            residual: residual.map(View::operand),
             out: out.into_operand(),
             scratch: scratch.view_mut().into_operand(),
             precision,

@@ -48,16 +48,14 @@ impl Device {
     ) {
         assert!(states.len() <= 2, "an update has at most two states");
         let UpdatePass { pieces, updates, scales, noise, sums } = pass;
-        assert!(
-            scales.is_none_or(|scales| scales.shape().num_elements() == updates.len()),
-            "a scale for each"
-        );
+        let is_for_each = |scales: View<'_>| scales.shape().num_elements() == updates.len();
+        assert!(scales.is_none_or(is_for_each), "a scale for each");
         let mut operands = [const { None }; 2];
         operands.iter_mut().zip(states).for_each(|(operands, state)| *operands = Some(state.operands()));
         self.issue(OptimizerCall::Update {
             parameters: parameters.into_operand(),
             grads: grads.operand(),
-            scales: scales.map(|scales| scales.operand()),
+            scales: scales.map(View::operand),
             sums: sums.map(ViewMut::into_operand),
             states: operands,
             pieces: Arc::clone(pieces),
@@ -91,7 +89,7 @@ impl Device {
         let len = scales.len();
         let lens = [of_parameter.shape(), of_update.shape(), out.shape()].map(|shape| shape.num_elements());
         assert_eq!(lens, [len; 3], "sums and scales of {len} parameters");
-        let [of_parameter, of_update] = [of_parameter, of_update].map(|view| view.operand());
+        let [of_parameter, of_update] = [of_parameter, of_update].map(View::operand);
         let (out, scales) = (out.into_operand(), Arc::clone(scales));
         self.issue(OptimizerCall::StepScales { of_parameter, of_update, out, scales });
     }
@@ -182,7 +180,7 @@ impl Device {
 
 impl FactoredMoments<'_> {
     fn operands(self) -> [Operand; 3] {
-        [self.rows, self.cols, self.row_mean].map(|moments| moments.operand())
+        [self.rows, self.cols, self.row_mean].map(View::operand)
     }
 }
 

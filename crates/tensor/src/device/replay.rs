@@ -2,10 +2,11 @@
 
 use super::{Device, RecordedCalls, Result};
 use crate::kernels::call::{Access, Call, Operands};
+use crate::kernels::cpu::element::{Element, with_element};
 use crate::kernels::{Operand, OperandMut};
 use crate::tensor::Tensor;
 use std::ops::Range;
-use trireme_base::{Bf16, Category, DType, F16, KernelCall, RandomKey};
+use trireme_base::{Category, DType, KernelCall, RandomKey};
 
 impl RecordedCalls {
     /// Prepares a call to be run any number of times on `device`, with operands of its own: normal values in floats, zeros elsewhere.
@@ -88,17 +89,10 @@ fn fill(device: &Device, operand: &Operand) {
         let values = &values[..FILLED_MAX.min(num_elements - start)];
         let bytes = start * dtype.size()..(start + values.len()) * dtype.size();
         let to = OperandMut::new(operand.part(bytes, ([values.len()].into(), dtype)));
-        match dtype {
-            DType::F32 => device.backend.upload(bytemuck::cast_slice(values), to),
-            DType::Bf16 => {
-                let values: Vec<Bf16> = values.iter().map(|&value| Bf16::from_f32(value)).collect();
-                device.backend.upload(bytemuck::cast_slice(&values), to);
-            }
-            _ => {
-                let values: Vec<F16> = values.iter().map(|&value| F16::from_f32(value)).collect();
-                device.backend.upload(bytemuck::cast_slice(&values), to);
-            }
-        }
+        with_element!(dtype => |T| {
+            let values: Vec<T> = values.iter().map(|&value| T::from_f32(value)).collect();
+            device.backend.upload(bytemuck::cast_slice(&values), to);
+        });
     }
 }
 

@@ -25,7 +25,7 @@ impl Device {
     /// With `weights`, f32 and one a row, each is multiplied by its own; a row of weight 0 adds nothing.
     pub(crate) fn sum_losses(&self, statistics: View<'_>, weights: Option<View<'_>>, out: ViewMut<'_>) {
         let (statistics, out) = (statistics.operand(), out.into_operand());
-        let weights = weights.map(|weights| weights.operand());
+        let weights = weights.map(View::operand);
         self.issue(SumCall::SumLosses { statistics, weights, out });
     }
 

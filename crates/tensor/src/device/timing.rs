@@ -1,34 +1,45 @@
 //! Times the kernels of a program on the operands that the program gives them.
 
-use crate::kernels::backend::{Backend, HostCopy};
+use crate::kernels::OperandMut;
+use crate::kernels::backend::Backend;
 use crate::kernels::call::{Access, Call, Operands};
 use crate::kernels::cpu::Cpu;
-use crate::kernels::{Operand, OperandMut};
 use crate::shape::Shape;
 use crate::timing::{Timing, time_runs};
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::fmt;
-use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use trireme_base::{Cost, Event};
+use trireme_base::Cost;
 
 /// Times the kernels of a [device](super::Device::timed).
-#[derive(Debug, Clone)]
-pub struct CallTimer(pub(super) Arc<TimingCpu>);
+#[derive(Clone, Default)]
+pub struct CallTimer(Arc<Mutex<Option<Timings>>>);
 
 impl CallTimer {
+    fn lock(&self) -> MutexGuard<'_, Option<Timings>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Times a call while the timer is started.
+    pub(super) fn time(&self, call: &Call, cpu: &Cpu) {
+        if let Some(timings) = &mut *self.lock() {
+            timings.time(call, cpu);
+        }
+    }
+
     /// Starts timing. The first call of each kernel with given shapes, if `only` occurs in its name or shapes, is repeated for `duration`,
     /// at least three times, with the values that it was given; the program gets those of one run. `report` is called after each; it must
     /// not use this timer. Kernels of [hosts](super::Device::host) are not timed.
     pub fn start(&self, duration: Duration, only: &str, report: impl FnMut(&TimedCall) + Send + 'static) {
         let (only, report) = (only.to_owned(), Box::new(report));
-        *self.0.lock() = Some(Timings { duration, only, report, places: BTreeMap::new(), calls: Vec::new() });
+        *self.lock() = Some(Timings { duration, only, report, places: BTreeMap::new(), calls: Vec::new() });
     }
 
     /// Stops timing, and returns the kernels in the order of their first calls.
     pub fn finish(&self) -> Vec<TimedCall> {
-        self.0.lock().take().map_or_else(Vec::new, |timings| timings.calls)
+        self.lock().take().map_or_else(Vec::new, |timings| timings.calls)
     }
 }
 
@@ -47,12 +58,6 @@ pub struct TimedCall {
     pub timing: Timing,
 }
 
-/// A backend that runs kernels on the CPU, and times them while its timer is started.
-pub(super) struct TimingCpu {
-    cpu: Arc<Cpu>,
-    timings: Mutex<Option<Timings>>,
-}
-
 struct Timings {
     duration: Duration,
     only: String,
@@ -60,16 +65,6 @@ struct Timings {
     /// Index in `calls` of each kernel with its shapes.
     places: BTreeMap<(&'static str, String, Cost), usize>,
     calls: Vec<TimedCall>,
-}
-
-impl TimingCpu {
-    pub(super) fn new(cpu: Arc<Cpu>) -> Self {
-        TimingCpu { cpu, timings: Mutex::new(None) }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Timings>> {
-        self.timings.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Timings {
@@ -99,6 +94,7 @@ impl Timings {
             let call = call.clone();
             *start = Instant::now();
             cpu.run(call);
+            Ok::<_, Infallible>(())
         });
         restore();
         let timed = TimedCall { kernel, shapes, cost, num_calls: 1, timing };
@@ -122,37 +118,8 @@ fn shapes_of(call: &Call) -> String {
     shapes.into_iter().filter(|shapes| !shapes.is_empty()).collect::<Vec<_>>().join(" -> ")
 }
 
-impl Backend for TimingCpu {
-    fn run(&self, call: Call) {
-        if let Some(timings) = &mut *self.lock() {
-            timings.time(&call, &self.cpu);
-        }
-        self.cpu.run(call);
-    }
-
-    fn upload(&self, from: &[u8], to: OperandMut) {
-        self.cpu.upload(from, to);
-    }
-
-    fn download(&self, from: Operand, to: &mut [u8]) {
-        self.cpu.download(from, to);
-    }
-
-    fn copy(&self, copy: HostCopy) -> Event {
-        self.cpu.copy(copy)
-    }
-
-    fn record(&self) -> Event {
-        self.cpu.record()
-    }
-
-    fn wait_for(&self, event: &Event, caller: &'static Location<'static>) {
-        self.cpu.wait_for(event, caller);
-    }
-}
-
-impl fmt::Debug for TimingCpu {
+impl fmt::Debug for CallTimer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TimingCpu").field("cpu", &self.cpu).finish_non_exhaustive()
+        f.debug_struct("CallTimer").finish_non_exhaustive()
     }
 }

@@ -35,8 +35,7 @@ impl fmt::Debug for WaitSite {
 ///
 /// To add one, implement this trait, and open a device with it by a [`BackendKind`](crate::BackendKind) of its own.
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
-    /// The processor on which a device calls functions and copies directly. `None` if all must pass through this backend, to be queued,
-    /// counted or timed.
+    /// The processor on which a device calls functions and copies directly. `None` if all must pass through this backend, to be queued or counted.
     fn as_cpu(&self) -> Option<&Cpu> {
         None
     }

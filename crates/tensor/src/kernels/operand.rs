@@ -109,10 +109,7 @@ impl Operand {
         unsafe { std::slice::from_raw_parts(start.as_ptr(), self.num_bytes) }
     }
 
-    /// All elements.
-    ///
-    /// # Panics
-    /// If they are no `T`.
+    /// All elements; panics if they are no `T`.
     pub(crate) fn elements<T: Element>(self, cpu: &Cpu) -> &[T] {
         assert_eq!(self.dtype, T::DTYPE);
         bytemuck::cast_slice(self.bytes(cpu))
@@ -123,37 +120,25 @@ impl Operand {
         self.elements(cpu)
     }
 
-    /// All elements.
-    ///
-    /// # Panics
-    /// If they are no u32.
+    /// All elements; panics if they are no u32.
     pub(crate) fn u32s(self, cpu: &Cpu) -> &[u32] {
         assert_eq!(self.dtype, DType::U32);
         self.words(cpu)
     }
 
-    /// All elements.
-    ///
-    /// # Panics
-    /// If they are no f64.
+    /// All elements; panics if they are no f64.
     pub(crate) fn f64s(self, cpu: &Cpu) -> &[f64] {
         assert_eq!(self.dtype, DType::F64);
         self.words(cpu)
     }
 
-    /// Elements as whole numbers of their size, to copy them.
-    ///
-    /// # Panics
-    /// If they are of another size.
+    /// Elements as whole numbers of their size, to copy them; panics if they are of another size.
     pub(crate) fn words<W: Pod>(self, cpu: &Cpu) -> &[W] {
         assert_eq!(self.dtype.size(), size_of::<W>());
         bytemuck::cast_slice(self.bytes(cpu))
     }
 
-    /// All elements.
-    ///
-    /// # Panics
-    /// If they are no floats that kernels compute with.
+    /// All elements; panics if they are no floats that kernels compute with.
     pub(crate) fn floats(self, cpu: &Cpu) -> Floats<'_> {
         match self.dtype {
             DType::Bf16 => Floats::Bf16(self.elements(cpu)),
@@ -209,10 +194,7 @@ impl OperandMut {
         unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.0.num_bytes) }
     }
 
-    /// All elements.
-    ///
-    /// # Panics
-    /// If they are no `T`.
+    /// All elements; panics if they are no `T`.
     pub(crate) fn elements<'c, T: Element>(&'c mut self, cpu: &'c Cpu) -> &'c mut [T] {
         assert_eq!(self.0.dtype, T::DTYPE);
         bytemuck::cast_slice_mut(self.bytes(cpu))
@@ -223,19 +205,13 @@ impl OperandMut {
         self.elements(cpu)
     }
 
-    /// All elements.
-    ///
-    /// # Panics
-    /// If they are no u32.
+    /// All elements; panics if they are no u32.
     pub(crate) fn u32s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u32] {
         assert_eq!(self.0.dtype, DType::U32);
         self.words(cpu)
     }
 
-    /// All elements.
-    ///
-    /// # Panics
-    /// If they are no f64.
+    /// All elements; panics if they are no f64.
     pub(crate) fn f64s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [f64] {
         assert_eq!(self.0.dtype, DType::F64);
         self.words(cpu)
@@ -247,10 +223,7 @@ impl OperandMut {
         bytemuck::cast_slice_mut(self.bytes(cpu))
     }
 
-    /// All elements.
-    ///
-    /// # Panics
-    /// If they are no floats that kernels compute with.
+    /// All elements; panics if they are no floats that kernels compute with.
     pub(crate) fn floats<'c>(&'c mut self, cpu: &'c Cpu) -> FloatsMut<'c> {
         match self.0.dtype {
             DType::Bf16 => FloatsMut::Bf16(self.elements(cpu)),

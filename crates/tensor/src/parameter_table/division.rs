@@ -63,18 +63,14 @@ pub enum ExpertsError {
      nearest possible degree: {}",
     groups(*.num_groups), join(.nearest)
 )]
+#[expect(missing_docs, reason = "the message explains the fields")]
 pub struct UncuttableError {
-    /// The first such parameter.
+    /// Of the first such parameter.
     pub name: String,
-    /// The dim that is cut.
     pub dim: usize,
-    /// Groups, of each of which a rank gets its part.
     pub num_groups: usize,
-    /// Pieces that are not cut, in each group.
     pub num_granules: usize,
-    /// Elements of such a piece.
     pub granule: usize,
-    /// The ranks.
     pub degree: usize,
     /// Numbers of ranks that can cut all parameters: the next smaller and the next larger one, if there is one.
     pub nearest: Vec<usize>,

@@ -3,7 +3,6 @@
 use super::{Probe, Unit};
 use crate::device::Result;
 use crate::precision::Precision;
-use std::fmt;
 use trireme_base::Cost;
 
 /// Floating-point operations a second of the units that a step runs on.
@@ -15,24 +14,15 @@ pub struct Peaks {
     pub arithmetic: f64,
 }
 
-/// What bounds a kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Limit {
-    /// The unit that makes products.
-    Products,
-    /// The unit that makes other f32 arithmetic.
-    Arithmetic,
-    /// Memory, as far from the processor as the operands are.
-    Memory,
-}
-
-impl fmt::Display for Limit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Limit::Products => "products",
-            Limit::Arithmetic => "arithmetic",
-            Limit::Memory => "memory",
-        })
+trireme_base::named! {
+    /// What bounds a kernel.
+    pub enum Limit {
+        /// The unit that makes products.
+        Products = "products",
+        /// The unit that makes other f32 arithmetic.
+        Arithmetic = "arithmetic",
+        /// Memory, as far from the processor as the operands are.
+        Memory = "memory",
     }
 }
 

@@ -9,24 +9,10 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind, UnitAxis};
 
-/// An exchange that a rank has started, and is to finish.
+/// An exchange that a rank has started, and is to finish, by the number that the implementation of [`AxisOps`] knows it by.
 #[derive(Debug)]
 #[must_use = "what is started is to be finished"]
-pub struct PendingExchange {
-    number: usize,
-}
-
-impl PendingExchange {
-    /// The one that an implementation of [`AxisOps`] knows by a number.
-    pub fn new(number: usize) -> Self {
-        PendingExchange { number }
-    }
-
-    /// The number.
-    pub fn number(&self) -> usize {
-        self.number
-    }
-}
+pub struct PendingExchange(pub usize);
 
 /// One rank of an axis, and how values travel along it. All ranks of the axis start the same exchanges in the same order; several may be
 /// pending. After an error the axis is not used again.
@@ -208,7 +194,7 @@ impl AxisOps for AloneOnAxis {
     fn start(&self, _: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange> {
         let num_parts = if kind == ExchangeKind::AllGather { self.place.degree } else { 1 };
         self.note(kind, num_parts * values.num_bytes());
-        Ok(PendingExchange::new(0))
+        Ok(PendingExchange(0))
     }
 
     fn finish(&self, _: &Device, _: PendingExchange, _: ViewMut<'_>) -> Result<()> {
@@ -224,7 +210,7 @@ impl AxisOps for AloneOnAxis {
     fn start_rows(&self, _: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange> {
         let len: usize = runs.sent.iter().flatten().map(Range::len).sum();
         self.note(ExchangeKind::AllToAll, len * values.dtype().size());
-        Ok(PendingExchange::new(0))
+        Ok(PendingExchange(0))
     }
 
     fn send_rest(&self, _: &Device, _: &PendingExchange, _: View<'_>, _: ViewMut<'_>) -> Result<()> {

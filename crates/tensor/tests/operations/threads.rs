@@ -84,7 +84,7 @@ impl AxisOps for Threads {
         };
         let mut results = self.results.lock().unwrap();
         results.push(result);
-        Ok(PendingExchange::new(results.len() - 1))
+        Ok(PendingExchange(results.len() - 1))
     }
 
     fn finish(
@@ -93,7 +93,7 @@ impl AxisOps for Threads {
         exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let found = self.results.lock().unwrap()[exchange.number()].take();
+        let found = self.results.lock().unwrap()[exchange.0].take();
         let found = found.unwrap_or_else(|| {
             let sent = self.shared.sent.lock().unwrap();
             let is_empty = |sent: &mut Vec<VecDeque<_>>| sent[self.place.rank].is_empty();

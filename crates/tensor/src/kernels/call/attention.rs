@@ -11,22 +11,17 @@ use trireme_base::Cost;
 kernel_calls! {
     /// Attention and rotary positions.
     AttentionCall {
-        /// Rotates query and key heads in place.
         "rotary" => Rotary { qkv: OperandMut, rotary: Rotary<Operand>; shape: AttentionShape, inverse: bool }
-        /// Rows of heads of latent attention.
         "latent_heads" => LatentHeads {
             inputs: [Operand; 3], rotary: Rotary<Operand>, qkv: OperandMut; shape: LatentHeadShape
         }
-        /// The gradients of the inputs of latent heads.
         "latent_heads_backward" => LatentHeadsBackward {
             grad: Operand, rotary: Rotary<Operand>, grads: [OperandMut; 3]; shape: LatentHeadShape
         }
-        /// Attention.
         "attention" => Attention {
             inputs: AttentionInputs<Operand>, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
             shape: AttentionShape, scope: AttentionScope
         }
-        /// Takes some keys into attention, whose results are f32.
         "attention_block" => AttentionBlock {
             inputs: AttentionInputs<Operand>, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
             shape: AttentionShape, scope: AttentionScope
@@ -36,12 +31,10 @@ kernel_calls! {
             qkv: Operand, keys: OperandMut, values: OperandMut, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
             shape: AttentionShape, rule: AttentionRule, capacity: usize, len: usize
         }
-        /// Gradient of attention.
         "attention_backward" => AttentionBackward {
             inputs: AttentionInputs<Operand>, output: AttentionOutput<Operand>, d_queries: OperandMut, d_keys_values: Option<OperandMut>,
             scratch: OperandMut; shape: AttentionShape, scope: AttentionScope
         }
-        /// Adds the gradients of a block of attention, in f32.
         "attention_block_backward" => AttentionBlockBackward {
             inputs: AttentionInputs<Operand>, output: AttentionOutput<Operand>, d_queries: OperandMut, d_keys_values: OperandMut,
             scratch: OperandMut; shape: AttentionShape, scope: AttentionScope
@@ -142,17 +135,12 @@ impl Operands for AttentionInputs<Operand> {
 
 impl Operands for AttentionOutput<Operand> {
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
-        AttentionOutput {
-            y: self.y.with_operands(replace),
-            log_sums: self.log_sums.with_operands(replace),
-            dy: self.dy.with_operands(replace),
-        }
+        self.map(|operand| operand.with_operands(replace))
     }
 }
 
 impl Operands for Rotary<Operand> {
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
-        let (cos, sin) = (self.cos.with_operands(replace), self.sin.with_operands(replace));
-        Rotary { cos, sin, positions: self.positions }
+        self.map(|operand| operand.with_operands(replace))
     }
 }

@@ -7,7 +7,6 @@ use trireme_base::Cost;
 kernel_calls! {
     /// Elements in another order or place, sums over a dim, and softmax.
     BlockCall {
-        /// Copies `num_blocks` blocks of `len` elements from `x` to `y`.
         "copy_blocks" => CopyBlocks { x: Operand, y: OperandMut; from: Blocks, to: Blocks, num_blocks: usize, len: usize }
         /// Permutes the dims of `x`: `strides` are the strides in `x` of the `dims` of `y`.
         "permute" => Permute { x: Operand, y: OperandMut; strides: [usize; 4], dims: [usize; 4] }
@@ -15,11 +14,8 @@ kernel_calls! {
         "sum_dim" => SumDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
         /// `y[o, d, i] = factor * x[o, i]`, for `y` of `dims`, `[outer, dim, inner]`.
         "spread_dim" => SpreadDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
-        /// `y[i] = x[ids[i]]`, of rows.
         "gather_rows" => GatherRows { x: Operand, ids: Operand, y: OperandMut }
-        /// Softmax of each row.
         "softmax" => Softmax { x: Operand, y: OperandMut }
-        /// Replaces `dy`, the gradient of the output `y` of a softmax, by the gradient of its input.
         "softmax_backward" => SoftmaxBackward { y: Operand, dy: OperandMut }
     }
 }

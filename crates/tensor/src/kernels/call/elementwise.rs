@@ -8,25 +8,15 @@ use trireme_base::{Cost, RandomKey};
 kernel_calls! {
     /// Functions of single elements. Those that write `x` or `dy` work in place.
     ElementwiseCall {
-        /// Sets all elements to 0.
         "zero" => Zero { x: OperandMut }
-        /// `y = x`, rounded to the type of `y`.
         "convert" => Convert { x: Operand, y: OperandMut }
-        /// `y = x`, of one type.
         "copy" => Copy { x: Operand, y: OperandMut }
-        /// `y = activation(x)`.
         "activate" => Activate { x: Operand, y: OperandMut; activation: Activation }
-        /// `x` becomes `activation(x)`, and `dy` the gradient of `x`.
         "activate_backward" => ActivateBackward { x: OperandMut, dy: OperandMut; activation: Activation }
-        /// `y = activation(gate) * up`, for rows `gate | up`.
         "gate" => Gate { gate_up: Operand, y: OperandMut; activation: Activation }
-        /// `gate_up` becomes its gradient, and `dy` the output.
         "gate_backward" => GateBackward { gate_up: OperandMut, dy: OperandMut; activation: Activation }
-        /// Sets elements of `x` to 0 where their words are small, and scales the others.
         "dropout" => Dropout { x: OperandMut; key: RandomKey, words: WordRows, rate: f32 }
-        /// `out += term`.
         "add_assign" => AddAssign { out: OperandMut, term: Operand }
-        /// `y = x + bias + residual`, for rows as long as `bias`.
         "add_bias" => AddBias { x: Operand, bias: Option<Operand>, residual: Option<Operand>, y: OperandMut }
     }
 }

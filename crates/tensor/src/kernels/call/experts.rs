@@ -7,23 +7,16 @@ use trireme_base::Cost;
 kernel_calls! {
     /// Kernels that route tokens to experts.
     ExpertCall {
-        /// The experts that are chosen for each row.
         "top_k" => TopK {
             x: Operand, bias: Option<Operand>, row_weights: Option<Operand>, values: OperandMut, ids: OperandMut; rule: RoutingRule
         }
-        /// Computes the gradient of the scores `x` from `dy`, the gradient of the chosen values.
         "top_k_backward" => TopKBackward { x: Operand, ids: Operand, dy: Operand, dx: OperandMut; rule: RoutingRule }
-        /// Counts how often each expert occurs.
         "expert_loads" => ExpertLoads { ids: Operand, out: OperandMut }
-        /// Computes how far the load of each expert exceeds an even load.
         "excess_loads" => ExcessLoads { ids: Operand, out: OperandMut; accumulate: bool }
-        /// The rows of tokens, for each of their choices.
         "spread_rows" => SpreadRows { x: Operand, order: Operand, weights: Option<Operand>, y: OperandMut; num_choices: usize }
-        /// Sums the rows of each token's choices.
         "combine_rows" => CombineRows {
             x: Operand, places: Operand, weights: Option<Operand>, residual: Option<Operand>, y: OperandMut
         }
-        /// The gradient of the weights of a combination.
         "row_products" => RowProducts { x: Operand, places: Operand, y: Operand, products: OperandMut }
     }
 }

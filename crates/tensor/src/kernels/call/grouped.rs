@@ -8,7 +8,6 @@ use trireme_base::Cost;
 kernel_calls! {
     /// Products of groups of rows, and the ordering of rows by group.
     GroupedCall {
-        /// For each group its rows of `left`, times its block of `right`.
         "grouped_matmul" => GroupedMatmul {
             starts: Operand, left: Operand, right: Operand, out: OperandMut, scratch: OperandMut; precision: Precision, is_transposed: bool
         }
@@ -18,9 +17,7 @@ kernel_calls! {
             starts: Operand, left: Operand, right: Operand, out: OperandMut, scratch: OperandMut, sums: OperandMut;
             precision: Precision, num_parts: usize, accumulate: bool
         }
-        /// Orders rows by group.
         "group_rows" => GroupRows { groups: Operand, starts: OperandMut, order: OperandMut, places: OperandMut; limit: GroupLimit }
-        /// Counts the choices that are of no group.
         "rows_of_no_group" => RowsOfNoGroup { starts: Operand, places: Operand, weights: Option<Operand>, out: OperandMut }
     }
 }

@@ -12,35 +12,24 @@ kernel_calls! {
     /// Normalisations, embeddings and cross-entropies. Gradients of inputs and weights are written, or added if the call accumulates.
     /// Gradients of embedding tables are always added.
     LayerCall {
-        /// Normalises each row of `x`.
         "norm" => Norm { x: Operand, weight: Operand, bias: Option<Operand>, y: OperandMut, statistics: OperandMut; kind: NormKind }
-        /// Gradient of a normalisation with respect to its input.
         "norm_backward_input" => NormBackwardInput {
             x: Operand, weight: Operand, statistics: Operand, dy: Operand, dx: OperandMut; kind: NormKind, accumulate: bool
         }
-        /// Gradient of a normalisation with respect to its weight.
         "norm_backward_weight" => NormBackwardWeight {
             x: Operand, dy: Operand, statistics: Operand, d_weight: OperandMut; accumulate: bool
         }
-        /// `y = x` rounded to a precision, in f32.
         "round" => Round { x: Operand, y: OperandMut; precision: Precision }
-        /// Rows of a table and of positions.
         "embedding" => Embedding {
             ids: Operand, table: Operand, positions: Option<Operand>, out: OperandMut; precision: Precision, at: Positions
         }
-        /// Sums of rows of a table.
         "embedding_bag" => EmbeddingBag { bags: Bags<Operand>, table: Operand, out: OperandMut; precision: Precision }
-        /// Adds the rows of `dy` to the gradient of the table.
         "embedding_bag_backward" => EmbeddingBagBackward { bags: Bags<Operand>, dy: Operand, d_table: OperandMut }
-        /// Adds the rows of `dy` to the gradient of the positions.
         "position_backward" => PositionBackward { dy: Operand, d_positions: OperandMut; at: Positions }
-        /// Takes a chunk of logits into the statistics of their rows.
         "softmax_statistics" => SoftmaxStatistics {
             logits: Operand, targets: Operand, statistics: OperandMut; chunk: VocabularyChunk
         }
-        /// Statistics of rows from those of the parts of the vocabulary.
         "merge_statistics" => MergeStatistics { parts: Operand, statistics: OperandMut }
-        /// Gradient of the losses with respect to a chunk of logits.
         "cross_entropy_gradient" => CrossEntropyGradient {
             logits: Operand, targets: Operand, statistics: Operand, weights: Option<Operand>, gradient: OperandMut;
             chunk: VocabularyChunk, scale: f32
@@ -112,7 +101,6 @@ impl LayerCall {
 
 impl Operands for Bags<Operand> {
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
-        let (ids, lens) = (self.ids.with_operands(replace), self.lens.with_operands(replace));
-        Bags { ids, lens, ..*self }
+        self.map(|operand| operand.with_operands(replace))
     }
 }

@@ -1,7 +1,8 @@
 //! Kernel calls as values: a kernel, its operands, and its other arguments.
 //!
 //! [`Device`](crate::Device) checks the shapes of views and builds a call from them; a backend runs it. The name, the cost and the operands are
-//! derived from the call, so each kernel is described once. A file holds the calls of one area.
+//! derived from the call, so each kernel is described once. A file holds the calls of one area. What a kernel computes is said at the method of `Device`
+//! that has its name.
 
 mod attention;
 mod blocks;

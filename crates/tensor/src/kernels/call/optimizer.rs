@@ -14,24 +14,17 @@ use trireme_base::{Cost, DType};
 kernel_calls! {
     /// Updates of optimizers. The moments of a factored matrix are those of rows and columns, and the mean of those of rows.
     OptimizerCall {
-        /// Updates parameters and states by gradients, piece by piece.
         "update" => Update {
             parameters: OperandMut, grads: Operand, scales: Option<Operand>, sums: Option<OperandMut>, states: [Option<StateOperands>; 2];
             pieces: Arc<Pieces>, updates: Arc<Vec<Update>>, noise: u32
         }
-        /// Adds up the sums of pieces over runs.
         "leaf_sums" => LeafSums { sums: Operand, out: OperandMut; runs: Arc<Vec<LeafRun>> }
-        /// The scale of each parameter.
         "step_scales" => StepScales { of_parameter: Operand, of_update: Operand, out: OperandMut; scales: Arc<Vec<StepScale>> }
-        /// Sums of squares over rows and columns.
         "factored_sums" => FactoredSums { grads: Operand, sums: OperandMut; part: FactoredPart, scale: f32 }
-        /// Moves second moments towards means of squares.
         "factored_moments" => FactoredMoments { sums: Operand, moments: OperandMut; num_terms: usize, mixing: f32 }
-        /// Sums of the squares of a factored update.
         "factored_squares" => FactoredSquares {
             moments: [Operand; 3], grads: Operand, sums: OperandMut; pieces: Arc<Pieces>, step: FactoredStep
         }
-        /// A factored update.
         "factored_update" => FactoredUpdate {
             moments: [Operand; 3], lr: Operand, parameters: OperandMut, grads: Operand; pieces: Arc<Pieces>, step: FactoredStep
         }

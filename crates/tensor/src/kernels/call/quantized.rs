@@ -8,13 +8,9 @@ use trireme_base::Cost;
 kernel_calls! {
     /// Rounding to integers and to 8-bit floats.
     QuantizedCall {
-        /// Writes the message of `x` as bytes.
         "quantize" => Quantize { x: Operand, message: OperandMut; format: IntegerFormat }
-        /// Writes the values of a message.
         "dequantize" => Dequantize { message: Operand, y: OperandMut; format: IntegerFormat }
-        /// Adds the values of a message.
         "add_dequantized" => AddDequantized { message: Operand, y: OperandMut; format: IntegerFormat }
-        /// `y = fp8(x * s) / s`; takes the largest finite `|x|` into `amax`.
         "quantize_fp8" => QuantizeFp8 { x: Operand, y: OperandMut, amax: Option<OperandMut>; scale: Fp8Scale }
     }
 }

@@ -7,17 +7,11 @@ use trireme_base::{Cost, DType};
 kernel_calls! {
     /// Sums.
     SumCall {
-        /// Sums the rows of `x`.
         "column_sums" => ColumnSums { x: Operand, out: OperandMut; accumulate: bool }
-        /// Adds the squares of the elements of `x` to an exact sum.
         "add_squares" => AddSquares { x: Operand, sum: OperandMut }
-        /// Sum of the elements of `x`, divided by `divisor`.
         "sum_elements" => SumElements { x: Operand, out: OperandMut; divisor: f64 }
-        /// Weighted sum of the losses of rows, by their statistics.
         "sum_losses" => SumLosses { statistics: Operand, weights: Option<Operand>, out: OperandMut }
-        /// Writes 1 for each row whose class has the first of the largest scores, else 0.
         "hits" => Hits { scores: Operand, classes: Operand, hits: OperandMut }
-        /// `out = weight * term`, or `out += (weight * term) * ratio`.
         "add_term" => AddTerm { term: Operand, out: OperandMut; weight: f64, ratio: Option<f64> }
     }
 }

@@ -36,7 +36,7 @@ impl<V> Bags<V> {
     }
 
     /// Replaces each array by the result of a function of it.
-    pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> Bags<U> {
+    pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> Bags<U> {
         let Bags { bag_len, takes_mean, part, .. } = self;
         Bags { ids: array(self.ids), lens: self.lens.map(array), bag_len, takes_mean, part }
     }

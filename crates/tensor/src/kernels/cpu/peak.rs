@@ -3,25 +3,25 @@
 use super::simd::{CpuFeatures, for_each_simd_level};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
-use std::fmt;
 use trireme_base::Traffic;
 
 /// Words of memory that one task of [`Cpu::stream`] goes through.
 const STREAM_BLOCK: usize = 16 * 1024;
 
-/// A unit of the processor that products of matrices run on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Unit {
-    /// A multiplication and an addition of f32 in the narrowest registers (128 bits on x86-64).
-    MulAdd128,
-    /// Fused multiply-adds of f32 in 256-bit registers (AVX2, FMA).
-    Fma256,
-    /// Fused multiply-adds of f32 in 512-bit registers (AVX-512).
-    Fma512,
-    /// Products of bf16 pairs in 512-bit registers (`vdpbf16ps`, AVX512-BF16).
-    DotBf16,
-    /// Products of tiles of bf16 (`tdpbf16ps`, AMX).
-    TileBf16,
+trireme_base::named! {
+    /// A unit of the processor that products of matrices run on.
+    pub enum Unit {
+        /// A multiplication and an addition of f32 in the narrowest registers (128 bits on x86-64).
+        MulAdd128 = "mul+add 128",
+        /// Fused multiply-adds of f32 in 256-bit registers (AVX2, FMA).
+        Fma256 = "fma 256",
+        /// Fused multiply-adds of f32 in 512-bit registers (AVX-512).
+        Fma512 = "fma 512",
+        /// Products of bf16 pairs in 512-bit registers (AVX512-BF16).
+        DotBf16 = "vdpbf16ps",
+        /// Products of tiles of bf16 (AMX).
+        TileBf16 = "tdpbf16ps",
+    }
 }
 
 impl Unit {
@@ -36,15 +36,9 @@ impl Unit {
         }
     }
 
-    /// The lowest SIMD level that has the unit.
+    /// The lowest SIMD level that has the unit: each one brings one.
     pub fn features(self) -> CpuFeatures {
-        match self {
-            Unit::MulAdd128 => CpuFeatures::Portable,
-            Unit::Fma256 => CpuFeatures::Avx2,
-            Unit::Fma512 => CpuFeatures::Avx512,
-            Unit::DotBf16 => CpuFeatures::Avx512Bf16,
-            Unit::TileBf16 => CpuFeatures::AmxBf16,
-        }
+        CpuFeatures::ALL[self as usize]
     }
 
     /// Floating-point operations in one round of [`run`].
@@ -56,18 +50,6 @@ impl Unit {
             Unit::DotBf16 => 24 * 16 * 4,
             Unit::TileBf16 => 4 * 16 * 16 * 32 * 2,
         }
-    }
-}
-
-impl fmt::Display for Unit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Unit::MulAdd128 => "mul+add 128",
-            Unit::Fma256 => "fma 256",
-            Unit::Fma512 => "fma 512",
-            Unit::DotBf16 => "vdpbf16ps",
-            Unit::TileBf16 => "tdpbf16ps",
-        })
     }
 }
 
@@ -216,10 +198,9 @@ mod tests {
 
     #[test]
     fn every_unit_of_the_machine_runs() {
-        let units = [Unit::MulAdd128, Unit::Fma256, Unit::Fma512, Unit::DotBf16, Unit::TileBf16];
         for num_threads in [1, 3] {
             let cpu = cpu(num_threads);
-            for unit in units.into_iter().filter(|unit| unit.features() <= cpu.features) {
+            for unit in Unit::ALL.into_iter().filter(|unit| unit.features() <= cpu.features) {
                 assert_eq!(cpu.run_unit(unit, 10), num_threads as u64 * 10 * unit.operations());
             }
         }

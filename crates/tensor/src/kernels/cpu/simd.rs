@@ -2,33 +2,24 @@
 
 use super::element::Element;
 use super::matmul::amx;
-use std::fmt;
 
-/// SIMD levels that kernels are compiled for, from the narrowest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum CpuFeatures {
-    /// The target's baseline (SSE2 on x86-64).
-    Portable,
-    /// 256-bit registers, fused multiply-add.
-    Avx2,
-    /// 512-bit registers.
-    Avx512,
-    /// AVX-512 with products of bf16 pairs (`vdpbf16ps`).
-    Avx512Bf16,
-    /// Also tiles with products of bf16 (AMX).
-    AmxBf16,
+trireme_base::named! {
+    /// SIMD levels that kernels are compiled for, from the narrowest.
+    pub enum CpuFeatures {
+        /// The target's baseline (SSE2 on x86-64).
+        Portable = "portable",
+        /// 256-bit registers, fused multiply-add.
+        Avx2 = "avx2",
+        /// 512-bit registers.
+        Avx512 = "avx512",
+        /// AVX-512 with products of bf16 pairs (`vdpbf16ps`).
+        Avx512Bf16 = "avx512_bf16",
+        /// Also tiles with products of bf16 (AMX).
+        AmxBf16 = "amx_bf16",
+    }
 }
 
 impl CpuFeatures {
-    /// Every level, from the narrowest.
-    pub const ALL: [CpuFeatures; 5] = [
-        CpuFeatures::Portable,
-        CpuFeatures::Avx2,
-        CpuFeatures::Avx512,
-        CpuFeatures::Avx512Bf16,
-        CpuFeatures::AmxBf16,
-    ];
-
     /// The widest level that this machine has.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -49,18 +40,6 @@ impl CpuFeatures {
             }
         }
         CpuFeatures::Portable
-    }
-}
-
-impl fmt::Display for CpuFeatures {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            CpuFeatures::Portable => "portable",
-            CpuFeatures::Avx2 => "avx2",
-            CpuFeatures::Avx512 => "avx512",
-            CpuFeatures::Avx512Bf16 => "avx512_bf16",
-            CpuFeatures::AmxBf16 => "amx_bf16",
-        })
     }
 }
 

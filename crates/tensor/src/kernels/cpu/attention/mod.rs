@@ -70,7 +70,7 @@ pub(crate) struct AttentionOutput<V> {
 
 impl<V> AttentionOutput<V> {
     /// Replaces each array by the result of a function of it.
-    pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> AttentionOutput<U> {
+    pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> AttentionOutput<U> {
         AttentionOutput { y: array(self.y), log_sums: array(self.log_sums), dy: array(self.dy) }
     }
 }
@@ -186,7 +186,7 @@ pub(crate) struct Rotary<V> {
 
 impl<V> Rotary<V> {
     /// Replaces each array by the result of a function of it.
-    pub(crate) fn map<U>(self, array: impl Fn(V) -> U) -> Rotary<U> {
+    pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> Rotary<U> {
         Rotary { cos: array(self.cos), sin: array(self.sin), positions: self.positions }
     }
 }
