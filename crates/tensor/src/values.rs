@@ -5,7 +5,7 @@ use crate::precision::Precision;
 use crate::tensor::{Tensor, View};
 use trireme_base::{Category, DType};
 
-/// Values as they are stored, or converted for a reader that needs another type.
+/// Values as they are stored, or converted for a reader that needs another type, which fails if there is no memory for it.
 #[derive(Debug)]
 pub enum Values<'a> {
     /// As they are.
@@ -16,9 +16,6 @@ pub enum Values<'a> {
 
 impl<'a> Values<'a> {
     /// `stored` in f32. Memory for it counts as `category`.
-    ///
-    /// # Errors
-    /// If there is no memory for converted values.
     pub fn in_f32(device: &Device, stored: View<'a>, category: Category) -> Result<Self> {
         if stored.dtype() == DType::F32 {
             return Ok(Values::Stored(stored));
@@ -29,9 +26,6 @@ impl<'a> Values<'a> {
     }
 
     /// `stored`, in f32, rounded to `precision`.
-    ///
-    /// # Errors
-    /// If there is no memory for rounded values.
     pub fn rounded(device: &Device, precision: Precision, stored: View<'a>) -> Result<Self> {
         if precision == Precision::F32 && stored.dtype() == DType::F32 {
             return Ok(Values::Stored(stored));

@@ -90,10 +90,7 @@ struct State {
 }
 
 impl Detached {
-    /// Starts the thread, which runs kernels on `cpu`.
-    ///
-    /// # Errors
-    /// If the system refuses to.
+    /// Starts the thread, which runs kernels on `cpu`. Fails if the system refuses to.
     pub(crate) fn start(cpu: Cpu, options: DetachedOptions) -> std::io::Result<Self> {
         let mut random = Random::new(RandomKey::new(options.seed, "order of streams"), 0);
         let eagerness = EAGERNESS[random.below(EAGERNESS.len() as u64) as usize];
@@ -124,8 +121,8 @@ impl Detached {
 }
 
 impl Backend for Detached {
-    /// # Panics
-    /// If the kernel races with a copy: one of them writes memory that the other one works with, and the kernel does not wait for the copy.
+    /// Panics if the kernel races with a copy: one of them writes memory that the other one works with, and the kernel does not
+    /// wait for the copy.
     fn run(&self, call: Call) {
         self.queue.check_races(&call);
         self.queue.push(Stream::Compute, Job::Run(Box::new(call)));

@@ -45,10 +45,8 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Runs a kernel, after those that were issued before.
-    ///
-    /// # Panics
-    /// If operands do not fit each other: here, or on the thread that runs the kernel.
+    /// Runs a kernel, after those that were issued before. Panics if operands do not fit each other: here, or on the thread that
+    /// runs the kernel.
     fn run(&self, call: Call);
 
     /// Copies bytes of the host into memory of the device, after the kernels that were issued before. The bytes may be overwritten
@@ -99,10 +97,7 @@ impl DeviceSide {
         }
     }
 
-    /// Copies to or from memory of the host on a processor that reaches both.
-    ///
-    /// # Panics
-    /// If `host` has another number of bytes.
+    /// Copies to or from memory of the host on a processor that reaches both. Panics if `host` has another number of bytes.
     pub(crate) fn copy(&mut self, cpu: &Cpu, host: &mut [u8]) {
         match self {
             DeviceSide::From(operand) => host.copy_from_slice(operand.bytes(cpu)),
@@ -113,10 +108,7 @@ impl DeviceSide {
 
 /// Memory of the host that is lent to a copy.
 pub(crate) trait HostPart: Send {
-    /// The bytes to copy.
-    ///
-    /// # Panics
-    /// If an earlier copy still works with them.
+    /// The bytes to copy. Panics if an earlier copy still works with them.
     fn bytes(&mut self) -> &mut [u8];
 
     /// Gives the memory back, which a copy does once it has run. The memory of a copy that fails is lost.

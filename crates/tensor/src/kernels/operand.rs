@@ -72,10 +72,7 @@ impl Operand {
         own.start < other.end && other.start < own.end
     }
 
-    /// The bytes `range`, as an array of a shape and type.
-    ///
-    /// # Panics
-    /// If they lie outside.
+    /// The bytes `range`, as an array of a shape and type. Panics if they lie outside.
     pub(crate) fn part(&self, range: Range<usize>, of: (Shape, DType)) -> Self {
         assert!(range.start <= range.end && range.end <= self.num_bytes, "{range:?} of {}", self.num_bytes);
         // SAFETY: within the memory by the line above.
@@ -83,10 +80,7 @@ impl Operand {
         Operand::new(start, range.len(), of, self.is_detached)
     }
 
-    /// Where `cpu` reaches it.
-    ///
-    /// # Panics
-    /// If it does not.
+    /// Where `cpu` reaches it. Panics if it does not.
     fn reach(&self, cpu: &Cpu) -> NonNull<u8> {
         match cpu.mapping() {
             Some(mapping) if self.num_bytes > 0 => mapping.translate(self.start, self.num_bytes),

@@ -37,9 +37,6 @@ impl OperationContext<'_> {
     }
 
     /// The rows of all ranks, of a value of which this rank has `part`.
-    ///
-    /// # Errors
-    /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for them.
     pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor> {
         let gather = self.start_gather(part)?;
         self.finish_on_axis(gather)
@@ -74,10 +71,8 @@ impl OperationContext<'_> {
         }
     }
 
-    /// All rows of a value, of which this rank has `values`, for a reader that drops them soon.
-    ///
-    /// # Errors
-    /// As [`gather_rows`](OperationContext::gather_rows).
+    /// All rows of a value, of which this rank has `values`, for a reader that drops them soon. Fails as
+    /// [`gather_rows`](OperationContext::gather_rows).
     pub(super) fn all_rows<'a>(&self, values: View<'a>, sharding: Sharding) -> Result<Values<'a>> {
         Ok(match sharding {
             Sharding::Rows => Values::Converted(self.finish_temporary(self.start_gather(values)?)?),
@@ -86,9 +81,6 @@ impl OperationContext<'_> {
     }
 
     /// This rank's part of the rows of a value that all ranks have.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn split_rows(&self, whole: View<'_>) -> Result<Tensor> {
         let axis = self.expect_axis();
         let mut part = self.empty(axis.part_shape(whole.shape())?, whole.dtype())?;
@@ -98,9 +90,6 @@ impl OperationContext<'_> {
     }
 
     /// The sum over the ranks of values of which each has a term: all of it, or its part of the rows. The term itself on a single rank.
-    ///
-    /// # Errors
-    /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for the sum.
     pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor> {
         let sum = self.start_sum(term, sharding)?;
         self.finish_on_axis(sum)
@@ -118,10 +107,7 @@ impl OperationContext<'_> {
         Ok(PendingValue::Travelling(exchange, shape, dtype))
     }
 
-    /// Memory for a term of such a sum, with unspecified contents.
-    ///
-    /// # Errors
-    /// If there is none.
+    /// Memory for a term of such a sum, with unspecified contents. Fails if there is none.
     pub(super) fn empty_term(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         match self.axis() {
             Some(axis) => axis.ops.empty_term(self.device(), shape, dtype),
@@ -168,9 +154,6 @@ impl Recorder<'_> {
     }
 
     /// All rows of a value, for several operations that need them: each would gather them by itself.
-    ///
-    /// # Errors
-    /// If there is no memory for them, and as [`AxisOps::start`](super::AxisOps::start).
     pub fn all_rows(&mut self, value: Var) -> Result<Var> {
         match self.tape.values[value.0].sharding {
             Sharding::Rows => self.apply(&AllGatherRows, [value]),
@@ -179,9 +162,6 @@ impl Recorder<'_> {
     }
 
     /// A value as it passes from unit to unit.
-    ///
-    /// # Errors
-    /// If there is no memory for it, and as [`AxisOps::start`](super::AxisOps::start).
     ///
     /// # Panics
     /// If ranks have parts of it that belong to their parts of parameters.

@@ -15,47 +15,33 @@ use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind, UnitAxis};
 pub struct PendingExchange(pub usize);
 
 /// One rank of an axis, and how values travel along it. All ranks of the axis start the same exchanges in the same order; several may be
-/// pending. After an error the axis is not used again.
+/// pending. Methods fail with [`DeviceError::Exchange`] if a rank fails, and if there is no memory for what travels; after an error the axis is
+/// not used again.
 pub trait AxisOps: fmt::Debug + Send + Sync {
     /// Which rank this is.
     fn place(&self) -> AxisPlace;
 
     /// Starts an exchange of `values`: all of them, or this rank's part if the parts of all ranks are gathered. No kernel
     /// writes to them until it [ends](AxisOps::finish); their memory may be given back, for the device reuses none that a copy works with.
-    ///
-    /// # Errors
-    /// [`DeviceError::Exchange`] if a rank fails, and if there is no memory for what travels.
     fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange>;
 
     /// Ends an exchange: kernels that are issued later find in `result`, of the type of the values, what this rank gets by it. It may be
     /// the memory of the values.
-    ///
-    /// # Errors
-    /// As [`start`](AxisOps::start).
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
     /// Memory for a term of a sum that [`start_sum`](AxisOps::start_sum) starts, with unspecified contents.
-    ///
-    /// # Errors
-    /// If there is none.
     fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
         device.activation_of(shape, dtype)
     }
 
     /// As [`start`](AxisOps::start), of a sum, with a term that nobody else reads. A term in [memory for it](AxisOps::empty_term) that other
     /// ranks reach is not copied.
-    ///
-    /// # Errors
-    /// As [`start`](AxisOps::start).
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         self.start(device, kind, term.view())
     }
 
     /// As [`finish`](AxisOps::finish), into a tensor of this shape that may lie in the exchange's own memory, without a copy. Drop it soon:
     /// later exchanges use that memory again.
-    ///
-    /// # Errors
-    /// As [`start`](AxisOps::start).
     fn finish_temporary(
         &self,
         device: &Device,
@@ -69,22 +55,13 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     }
 
     /// What every rank has of numbers, `own` of this one: one rank's after the other. The host waits for it.
-    ///
-    /// # Errors
-    /// As [`start`](AxisOps::start).
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>>;
 
     /// Starts to send rows to every rank, and to receive rows from every one: the elements that `runs` lists, of `values` on each rank. As many are under way
     /// as there is memory for, whatever loads are; [`send_rest`](AxisOps::send_rest) sends the others.
-    ///
-    /// # Errors
-    /// As [`start`](AxisOps::start).
     fn start_rows(&self, device: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange>;
 
     /// Sends the rest of an exchange of rows, of the same `values`. Part of what arrives is written to `result`, of the same type. Afterwards `values` may be overwritten.
-    ///
-    /// # Errors
-    /// As [`start`](AxisOps::start).
     fn send_rest(
         &self,
         device: &Device,
@@ -94,15 +71,9 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     ) -> Result<()>;
 
     /// Ends an exchange of rows that has [sent all](AxisOps::send_rest): kernels that are issued later find what comes in `result`.
-    ///
-    /// # Errors
-    /// As [`start`](AxisOps::start).
     fn finish_rows(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
     /// An exchange from its start to its end.
-    ///
-    /// # Errors
-    /// As [`start`](AxisOps::start).
     fn exchange(
         &self,
         device: &Device,

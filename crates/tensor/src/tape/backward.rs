@@ -48,9 +48,6 @@ pub fn add_to_grad(
 impl Tape {
     /// Runs backward. `outputs` are what it starts from, with their gradients: the unit's outputs, or none if the unit has a
     /// loss.
-    ///
-    /// # Errors
-    /// If there is no memory for gradients.
     pub fn backward(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -76,9 +73,6 @@ impl Tape {
     ///
     /// What the weight halves read stays: inputs of linear layers and of normalisations, and the gradients of their results. A
     /// gradient that is also passed along a residual is copied.
-    ///
-    /// # Errors
-    /// If there is no memory for gradients.
     pub fn backward_input(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -102,9 +96,6 @@ impl Tape {
     }
 
     /// Runs the weight halves of backward, after [`backward_input`](Tape::backward_input).
-    ///
-    /// # Errors
-    /// If there is no memory for them.
     pub fn backward_weight(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -305,9 +296,6 @@ impl<'a> BackwardContext<'a> {
     }
 
     /// The value of an input for the input half to compute in: its memory if nobody else reads it, else a copy.
-    ///
-    /// # Errors
-    /// If there is no memory for a copy.
     pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor> {
         let by = self.tape.nodes[self.node].op.get().reads_input(index);
         let place = self.argument(index);
@@ -350,10 +338,8 @@ impl<'a> BackwardContext<'a> {
         grad.expect("backward runs where the output has a gradient")
     }
 
-    /// What forward has saved, for the input half to compute in its memory.
-    ///
-    /// # Panics
-    /// If forward has saved nothing at this place, or it was taken.
+    /// What forward has saved, for the input half to compute in its memory. Panics if forward has saved nothing at this place, or
+    /// it was taken.
     pub(super) fn take_saved(&mut self, index: usize) -> Tensor {
         let place = self.tape.nodes[self.node].saved.start + index;
         assert!(self.tape.nodes[self.node].saved.contains(&place), "nothing was saved as {index}");
@@ -389,9 +375,6 @@ impl<'a> BackwardContext<'a> {
     }
 
     /// Gives an input its gradient, or a term of it. Dropped if the input requires none.
-    ///
-    /// # Errors
-    /// If there is no memory to convert it to the type of the input.
     ///
     /// # Panics
     /// If it has not as many elements as the input.

@@ -14,18 +14,12 @@ use crate::values::Values;
 use trireme_base::{Category, DType};
 
 impl OperationContext<'_> {
-    /// The ranks with different experts.
-    ///
-    /// # Panics
-    /// If the tape has no expert axis.
+    /// The ranks with different experts. Panics if the tape has no expert axis.
     pub(super) fn expert_axis(&self) -> &dyn AxisOps {
         &*self.experts().ops
     }
 
-    /// The experts of which all of them have shadows.
-    ///
-    /// # Panics
-    /// As [`expert_axis`](OperationContext::expert_axis).
+    /// The experts of which all of them have shadows. Panics as [`expert_axis`](OperationContext::expert_axis).
     pub(super) fn shadowed_experts(&self) -> &ShadowedExperts {
         &self.experts().shadowed
     }
@@ -82,41 +76,26 @@ impl OperationContext<'_> {
     }
 
     /// Parameters in f32, rounded to the precision: the same values on every layout.
-    ///
-    /// # Errors
-    /// If there is no memory for them.
     pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<Values<'_>> {
         Values::rounded(&self.tape.device, self.tape.pass.precision, self.parameters.span(span))
     }
 
     /// Values in f32.
-    ///
-    /// # Errors
-    /// If there is no memory for converted ones.
     pub fn in_f32<'a>(&self, values: View<'a>) -> Result<Values<'a>> {
         Values::in_f32(&self.tape.device, values, Category::Activations)
     }
 
     /// Memory for a result or for scratch, with unspecified contents.
-    ///
-    /// # Errors
-    /// If there is none.
     pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.tape.device.empty(shape.into(), dtype, Category::Activations)
     }
 
     /// As [`empty`](OperationContext::empty), of zeros.
-    ///
-    /// # Errors
-    /// If there is no memory.
     pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
     /// One f64, such as a sum that the host has made.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn scalar(&self, value: f64) -> Result<Tensor> {
         let mut scalar = self.empty([1], DType::F64)?;
         self.tape.device.upload(&[value], scalar.view_mut());
@@ -126,9 +105,6 @@ impl OperationContext<'_> {
     /// Adds `sum / num_rows`, times the term's weight, to the loss, or reports it as a [metric](super::Recorder::apply_metric). `sum` is
     /// one f64, that over `num_rows` rows: for a loss as many in every pass over a microbatch of the same size, because its gradient is
     /// a mean over them; for a metric as many as there are.
-    ///
-    /// # Errors
-    /// If there is no memory for a sum.
     ///
     /// # Panics
     /// If `sum` is not one f64.

@@ -43,11 +43,9 @@ impl OperationContext<'_> {
 }
 
 impl Recorder<'_> {
-    /// Exchanges positions of inputs for heads, where the operation wants that. The inputs are the arguments from `first` on; returns
-    /// where they begin afterwards.
-    ///
-    /// # Errors
-    /// If the operation is wrong where ranks have parts of the positions, and what an exchange meets with.
+    /// Exchanges positions of inputs for heads, where the operation wants that. The inputs are the arguments from `first` on;
+    /// returns where they begin afterwards. Fails if the operation is wrong where ranks have parts of the positions, or an
+    /// exchange fails.
     pub(super) fn exchange_for_heads(&mut self, op: &dyn Operation, first: usize) -> Result<usize> {
         let Some(axis) = &self.tape.pass.axes.context else { return Ok(first) };
         let inputs = self.tape.arguments[first..].iter().map(|argument| &self.tape.values[argument.value]);

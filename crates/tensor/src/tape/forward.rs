@@ -12,7 +12,8 @@ use crate::tensor::{Tensor, View, ViewMut};
 use std::ops::{Deref, DerefMut, Range};
 use trireme_base::DType;
 
-/// Runs operations forward, and records them if the tape does.
+/// Runs operations forward, and records them if the tape does. Methods fail if there is no memory for what they compute, and where values are exchanged
+/// with other ranks as [`AxisOps::start`](super::AxisOps::start).
 pub struct Recorder<'a> {
     pub(super) tape: &'a mut Tape,
     parameters: &'a dyn ParameterSource,
@@ -20,9 +21,6 @@ pub struct Recorder<'a> {
 
 impl Recorder<'_> {
     /// Runs an operation with one output.
-    ///
-    /// # Errors
-    /// If there is no memory for what it computes.
     ///
     /// # Panics
     /// If it takes another number of inputs, or makes another number of outputs.
@@ -34,9 +32,6 @@ impl Recorder<'_> {
 
     /// Runs an operation that has no output, but adds to the loss: `weight` times the mean over its rows.
     ///
-    /// # Errors
-    /// If there is no memory for what it computes.
-    ///
     /// # Panics
     /// If it takes another number of inputs, or has an output.
     pub fn apply_loss(&mut self, op: impl Into<Op>, inputs: impl Arguments, weight: f32) -> Result<()> {
@@ -46,9 +41,6 @@ impl Recorder<'_> {
 
     /// Runs an operation that adds to the loss, and reports what it adds as a metric instead: the mean over the rows of a step,
     /// on all ranks. The operation is not recorded. What is reported twice under a name is one mean over the rows of both.
-    ///
-    /// # Errors
-    /// If there is no memory for what it computes.
     ///
     /// # Panics
     /// If it takes another number of inputs, has an output, or adds nothing.
@@ -66,9 +58,6 @@ impl Recorder<'_> {
 
     /// As [`apply_metric`](Recorder::apply_metric), with `weight` times the gradient of the mean: a loss that helps in training, and is no part of the one
     /// that is reported. It is known after forward.
-    ///
-    /// # Errors
-    /// As those of [`apply_metric`](Recorder::apply_metric).
     ///
     /// # Panics
     /// As [`apply_metric`](Recorder::apply_metric).
@@ -114,9 +103,6 @@ impl Recorder<'_> {
 
     /// Runs an operation; its outputs, in order.
     ///
-    /// # Errors
-    /// If there is no memory for what it computes.
-    ///
     /// # Panics
     /// If it takes another number of inputs.
     pub fn apply_many<O: Into<Op>, A: Arguments>(
@@ -147,10 +133,7 @@ impl Recorder<'_> {
         self.exchange_for_positions(&op, outputs)
     }
 
-    /// The tape, for what is never differentiated.
-    ///
-    /// # Panics
-    /// If it records.
+    /// The tape, for what is never differentiated. Panics if it records.
     pub(super) fn unrecorded(&mut self) -> (&mut Tape, &dyn ParameterSource) {
         assert_eq!(self.tape.recording, Recording::Off, "this runs forward only");
         (self.tape, self.parameters)
@@ -276,9 +259,6 @@ impl ForwardContext<'_> {
     }
 
     /// As [`take_input`](ForwardContext::take_input), or a copy if something still reads the input.
-    ///
-    /// # Errors
-    /// If there is no memory for a copy.
     pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor> {
         match self.take_input(index) {
             Some(tensor) => Ok(tensor),
@@ -287,9 +267,6 @@ impl ForwardContext<'_> {
     }
 
     /// A copy of the value of an input.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn copy_input(&self, index: usize) -> Result<Tensor> {
         copy(&self.tape.device, self.value(index).tensor())
     }
@@ -336,9 +313,6 @@ impl ForwardContext<'_> {
     }
 
     /// Memory for what [`save`](ForwardContext::save) will take, with unspecified contents: when the operation runs again, the same.
-    ///
-    /// # Errors
-    /// If there is none.
     pub fn empty_to_save(&mut self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let index = self.next_saved;
         match self.tape.tensors.get_mut(index).and_then(Option::take) {
@@ -370,9 +344,6 @@ impl Tape {
     }
 
     /// Computes again what [`keep_products`](Tape::keep_products) has given back, with the same bits.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<()> {
         for index in 0..self.nodes.len() {
             let node = &self.nodes[index];

@@ -53,7 +53,7 @@ pub enum Recording {
     Off,
 }
 
-/// The record of one unit's forward pass.
+/// The record of one unit's forward pass. Methods fail if there is no memory for what they return or compute.
 #[derive(Debug)]
 pub struct Tape {
     device: Device,
@@ -195,9 +195,6 @@ impl Tape {
     /// Takes the unit's output off the tape: a copy if backward reads it, or if it was put on the tape from outside and may be taken
     /// off once more.
     ///
-    /// # Errors
-    /// If there is no memory for a copy.
-    ///
     /// # Panics
     /// If it was taken before.
     pub fn take_output(&mut self, output: &Var) -> Result<Tensor> {
@@ -222,9 +219,6 @@ impl Tape {
     }
 
     /// Takes the gradient of a value in the type of the value; zeros if backward gave it none.
-    ///
-    /// # Errors
-    /// If there is no memory for zeros or another type.
     pub fn take_grad_or_zeros(&mut self, place: VarId) -> Result<Tensor> {
         let Value { shape, dtype, .. } = self.values[place.0];
         match self.take_grad(place) {

@@ -15,33 +15,21 @@ use std::sync::Arc;
 /// those of parameters. The halves run one after the other, or all input halves of a tape before all weight halves, with the
 /// same bits.
 ///
-/// A new operation is one type that implements this trait, in any crate.
+/// A new operation is one type that implements this trait, in any crate. Its passes fail if the device or the sink has no memory for what they make.
 pub trait Operation: fmt::Debug + Send + Sync {
     /// Computes the outputs, and hands each to [`ForwardContext::output`].
-    ///
-    /// # Errors
-    /// If the device has no memory for them.
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()>;
 
     /// Gives each input that [wants one](BackwardContext::requires_grad) its gradient. Not called if no output has a gradient.
-    ///
-    /// # Errors
-    /// If the device has no memory for them.
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()>;
 
     /// Gives `sink` the gradients of the parameters. Called after the input half of the same operation.
-    ///
-    /// # Errors
-    /// If the device or the sink has no memory.
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let _ = (cx, sink);
         Ok(())
     }
 
     /// Both halves. To be implemented only if one of them makes what the other can use at once, or if values can travel while they compute.
-    ///
-    /// # Errors
-    /// Those of the halves.
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         self.backward_input(cx)?;
         self.backward_weight(cx, sink)
@@ -142,7 +130,8 @@ pub enum Operand {
 }
 
 /// The common context of an operation's forward and backward: the device, parameters and the [state of the pass](super::PassState). [`ForwardContext`]
-/// and [`BackwardContext`] dereference to it.
+/// and [`BackwardContext`] dereference to it. Methods of all three fail if there is no memory for what they return or make, and those that exchange values
+/// with other ranks as [`AxisOps::start`](super::AxisOps::start).
 pub struct OperationContext<'a> {
     pub(super) tape: &'a mut Tape,
     pub(super) parameters: &'a dyn ParameterSource,

@@ -55,11 +55,9 @@ impl TensorAxis {
         if is_sharded { self.between_layers() } else { Sharding::Replicated }
     }
 
-    /// The shape of a rank's part of the rows of a value of this shape: the last dim but one is shorter. Only the number of elements is
-    /// that of the rows: `[batch, seq_len / degree, cols]` are consecutive rows of all sequences, not the same positions of each.
-    ///
-    /// # Errors
-    /// If it does not divide.
+    /// The shape of a rank's part of the rows of a value of this shape: the last dim but one is shorter. Only the number of
+    /// elements is that of the rows: `[batch, seq_len / degree, cols]` are consecutive rows of all sequences, not the same
+    /// positions of each. Fails if it does not divide.
     pub(super) fn part_shape(&self, whole: Shape) -> Result<Shape> {
         let (dim, degree) = (rows_dim(whole), self.place().degree);
         let len = whole.dims()[dim];

@@ -252,10 +252,7 @@ impl Block {
         self.offset.expect("memory is here when it is worked with")
     }
 
-    /// All of it, as an array of a shape and type.
-    ///
-    /// # Panics
-    /// If its memory was given back.
+    /// All of it, as an array of a shape and type. Panics if its memory was given back.
     pub(crate) fn operand(&self, of: (Shape, DType)) -> Operand {
         Operand::new(self.start(), self.len, of, self.arena.memory.is_detached())
     }

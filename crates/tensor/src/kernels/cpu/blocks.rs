@@ -112,10 +112,7 @@ impl Cpu {
         });
     }
 
-    /// `y[i] = x[ids[i]]`, of rows of `cols` elements.
-    ///
-    /// # Panics
-    /// If an id is that of no row.
+    /// `y[i] = x[ids[i]]`, of rows of `cols` elements. Panics if an id is that of no row.
     pub(crate) fn gather_rows<T: Copy + Send + Sync>(&self, x: &[T], ids: &[u32], cols: usize, y: &mut [T]) {
         assert_eq!(y.len(), ids.len() * cols);
         self.for_each_row(y, cols, |row, out| {

@@ -26,10 +26,8 @@ impl<V> Bags<V> {
         Bags { ids, bag_len: 1, lens: None, takes_mean: false, part: None }
     }
 
-    /// Restricts the ids to the part of a table that a rank of the tensor axis stores.
-    ///
-    /// # Panics
-    /// If the table is not cut by its rows.
+    /// Restricts the ids to the part of a table that a rank of the tensor axis stores. Panics if the table is not cut by its
+    /// rows.
     pub(crate) fn of_part(self, part: Option<SpanPart>) -> Self {
         assert!(part.is_none_or(|part| part.dim == 0), "a table is cut by its rows");
         Bags { part: part.map(|part| (part.start, part.len)), ..self }
@@ -103,10 +101,7 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// `out[i]` is the sum of the rows `P(table[id])` of bag `i`, times its factor.
-    ///
-    /// # Panics
-    /// If an id lies outside of the table.
+    /// `out[i]` is the sum of the rows `P(table[id])` of bag `i`, times its factor. Panics if an id lies outside of the table.
     pub(crate) fn embedding_bag<T: Element, P: Element>(
         &self,
         bags: Bags<&[u32]>,
@@ -119,10 +114,8 @@ impl Cpu {
         });
     }
 
-    /// `d_table[id] += dy[i] * factor` for the ids of each bag `i`, in order; columns are divided among tasks.
-    ///
-    /// # Panics
-    /// If there are not as many rows as bags, or an id lies outside of the table.
+    /// `d_table[id] += dy[i] * factor` for the ids of each bag `i`, in order; columns are divided among tasks. Panics if there
+    /// are not as many rows as bags, or an id lies outside of the table.
     pub(crate) fn embedding_bag_backward(
         &self,
         bags: Bags<&[u32]>,
@@ -140,9 +133,7 @@ impl Cpu {
     }
 
     /// `out[i] = P(table[ids[i]]) + P(positions[at(i % at.len())])`, in sequences of `at.len()`; `out` is `ids.len() x cols`.
-    ///
-    /// # Panics
-    /// If there are no ids, an id lies outside of the table or a position outside of `positions`.
+    /// Panics if there are no ids, an id lies outside of the table or a position outside of `positions`.
     pub(crate) fn embedding<T: Element, P: Element>(
         &self,
         ids: &[u32],

@@ -121,12 +121,10 @@ fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32)
 }
 
 impl Cpu {
-    /// For each row of `cols` scores `x` the experts of [`RoutingRule::num_choices`] largest ones, with `bias` added for the comparison; from the
-    /// largest on, of equal ones the first. `values` become their scores, as the rule says, and `ids` tell which they are. A row whose weight
-    /// is 0 is given to no expert: its values are 0, and its ids are `cols`.
-    ///
-    /// # Panics
-    /// If rows have fewer elements.
+    /// For each row of `cols` scores `x` the experts of [`RoutingRule::num_choices`] largest ones, with `bias` added for the
+    /// comparison; from the largest on, of equal ones the first. `values` become their scores, as the rule says, and `ids` tell
+    /// which they are. A row whose weight is 0 is given to no expert: its values are 0, and its ids are `cols`. Panics if rows
+    /// have fewer elements.
     pub(crate) fn top_k(
         &self,
         (x, cols): (&[f32], usize),
@@ -185,20 +183,15 @@ impl Cpu {
         });
     }
 
-    /// Counts how often each expert occurs in `ids`, exactly up to 2^24. The id `out.len()` is that of no expert.
-    ///
-    /// # Panics
-    /// If an id is larger.
+    /// Counts how often each expert occurs in `ids`, exactly up to 2^24. The id `out.len()` is that of no expert. Panics if an id
+    /// is larger.
     pub(crate) fn expert_loads(&self, ids: &[u32], out: &mut [f32]) {
         out.fill(0.0);
         chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
 
-    /// Computes how often each expert occurs in `ids`, less its part if all occurred equally often; written or added. The id `out.len()`
-    /// is that of no expert.
-    ///
-    /// # Panics
-    /// If an id is larger.
+    /// Computes how often each expert occurs in `ids`, less its part if all occurred equally often; written or added. The id
+    /// `out.len()` is that of no expert. Panics if an id is larger.
     pub(crate) fn excess_loads(&self, ids: &[u32], out: &mut [f32], accumulate: bool) {
         let even = chosen(ids, out.len()).count() as f32 / out.len() as f32;
         if !accumulate {
@@ -208,10 +201,8 @@ impl Cpu {
         chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
 
-    /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`, of rows of `cols` elements: those of tokens, for each of their choices.
-    ///
-    /// # Panics
-    /// If a choice is of no token.
+    /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`, of rows of `cols` elements: those of tokens, for each of
+    /// their choices. Panics if a choice is of no token.
     pub(crate) fn spread_rows<X: Element, Y: Element>(
         &self,
         (x, cols): (&[X], usize),
@@ -258,10 +249,8 @@ impl Cpu {
         });
     }
 
-    /// `products[c] = sum of x[places[c]] y[c / num_choices]`, of rows of `cols` elements: for each choice of a token that of its rows.
-    ///
-    /// # Panics
-    /// If a place is that of no row.
+    /// `products[c] = sum of x[places[c]] y[c / num_choices]`, of rows of `cols` elements: for each choice of a token that of its
+    /// rows. Panics if a place is that of no row.
     pub(crate) fn row_products<X: Element, Y: Element>(
         &self,
         (x, cols): (&[X], usize),

@@ -97,20 +97,14 @@ impl Mapping {
         self.detached.is_some()
     }
 
-    /// The address of byte `offset`, as the host knows it.
-    ///
-    /// # Panics
-    /// If it lies outside.
+    /// The address of byte `offset`, as the host knows it. Panics if it lies outside.
     pub(super) fn address(&self, offset: usize) -> NonNull<u8> {
         assert!(offset <= self.num_bytes, "byte {offset} of {}", self.num_bytes);
         // SAFETY: within the mapping, or at its end, by the line above.
         unsafe { self.start.add(offset) }
     }
 
-    /// Where kernels find the bytes that the host knows at `start`.
-    ///
-    /// # Panics
-    /// If they lie outside.
+    /// Where kernels find the bytes that the host knows at `start`. Panics if they lie outside.
     pub(crate) fn translate(&self, start: NonNull<u8>, num_bytes: usize) -> NonNull<u8> {
         let offset = start.addr().get().checked_sub(self.start.addr().get());
         let offset =

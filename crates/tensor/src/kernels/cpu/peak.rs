@@ -54,11 +54,8 @@ impl Unit {
 }
 
 impl Cpu {
-    /// Lets a unit do nothing but its operation, `rounds` times on each thread at once; returns how many
-    /// floating-point operations that were.
-    ///
-    /// # Panics
-    /// If the SIMD level has no such unit.
+    /// Lets a unit do nothing but its operation, `rounds` times on each thread at once; returns how many floating-point
+    /// operations that were. Panics if the SIMD level has no such unit.
     pub(crate) fn run_unit(&self, unit: Unit, rounds: u64) -> u64 {
         assert!(self.features >= unit.features(), "{unit} is beyond {}", self.features);
         let num_threads = self.threads.num_threads();
@@ -66,11 +63,8 @@ impl Cpu {
         num_threads as u64 * rounds * unit.operations()
     }
 
-    /// Goes through memory as plain loops do that compute next to nothing: updates one part in place, copies from one
-    /// to another, and only reads or only writes what is left over.
-    ///
-    /// # Panics
-    /// If `memory` has fewer words than the traffic.
+    /// Goes through memory as plain loops do that compute next to nothing: updates one part in place, copies from one to another,
+    /// and only reads or only writes what is left over. Panics if `memory` has fewer words than the traffic.
     pub(crate) fn stream(&self, traffic: Traffic, memory: &mut [u32]) {
         let words = |bytes: usize| bytes / size_of::<u32>();
         let (updated, memory) = memory.split_at_mut(words(traffic.updated));

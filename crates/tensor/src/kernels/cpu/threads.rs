@@ -61,10 +61,7 @@ impl ThreadPool {
     /// Maximum number of threads.
     pub(crate) const SIZE_MAX: usize = 1 << 12;
 
-    /// A pool of `num_threads`, the caller included.
-    ///
-    /// # Errors
-    /// If the system refuses to start a thread.
+    /// A pool of `num_threads`, the caller included. Fails if the system refuses to start a thread.
     pub(crate) fn new(num_threads: usize) -> std::io::Result<Self> {
         let mut pool = ThreadPool::unstarted(num_threads);
         for index in 1..num_threads {
@@ -91,11 +88,9 @@ impl ThreadPool {
         self.num_threads
     }
 
-    /// Runs `task(0) … task(num_tasks - 1)`, each once, in any order and on any thread; returns when
-    /// all have ended. A panic in a task is passed on. Allocates nothing.
-    ///
-    /// # Panics
-    /// If another kernel runs: tasks must not call `run`, and a device serves one thread at a time.
+    /// Runs `task(0) … task(num_tasks - 1)`, each once, in any order and on any thread; returns when all have ended. A panic in a
+    /// task is passed on. Allocates nothing. Panics if another kernel runs: tasks must not call `run`, and a device serves one
+    /// thread at a time.
     pub(crate) fn run(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync + '_)) {
         self.run_on_threads(num_tasks, &|_, index| task(index));
     }

@@ -11,7 +11,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use trireme_base::{Category, DType, Positions};
 
-/// Cosines and sines for every position of a rotary embedding, `[positions, head_dim / 2]` each.
+/// Cosines and sines for every position of a rotary embedding, `[positions, head_dim / 2]` each. Tables are not made if there is no memory for them.
 #[derive(Debug)]
 pub struct RotaryTable {
     cos: Tensor,
@@ -47,17 +47,11 @@ impl DynamicScaling {
 impl RotaryTable {
     /// The table for `positions`; `frequencies` holds the angle per position of each of the `head_dim / 2` pairs. Cosines and sines are multiplied by `amplitude`, and
     /// so is what they rotate.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn new(device: &Device, positions: usize, frequencies: &[f64], amplitude: f32) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, frequencies.to_vec(), (amplitude, None))
     }
 
     /// The same, where `frequencies` are those of short tables, and depend on the number of positions.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn dynamic(
         device: &Device,
         positions: usize,
@@ -94,9 +88,6 @@ impl RotaryTable {
     }
 
     /// The table for another number of positions.
-    ///
-    /// # Errors
-    /// If there is no memory for them.
     pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, self.frequencies.clone(), (self.amplitude, self.scaling))
     }
@@ -106,7 +97,7 @@ impl RotaryTable {
     }
 }
 
-/// Keys and values of the positions that a layer has seen, for generation.
+/// Keys and values of the positions that a layer has seen, for generation. A cache is not made if there is no memory for it.
 #[derive(Debug)]
 pub struct KeyValueCache {
     keys: Tensor,
@@ -116,9 +107,6 @@ pub struct KeyValueCache {
 
 impl KeyValueCache {
     /// An empty cache of an attention for `batch` sequences of up to `capacity` positions.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn new(device: &Device, batch: usize, capacity: usize, attention: &Attention) -> Result<Self> {
         let of_heads =
             |head_dim: usize| device.activation([batch, capacity, attention.num_kv_heads * head_dim]);
@@ -347,9 +335,6 @@ fn rotate(
 
 impl Recorder<'_> {
     /// As [`Attention`] for rows that follow the positions of `cache`, which takes them in.
-    ///
-    /// # Errors
-    /// If there is no memory for the result.
     ///
     /// # Panics
     /// If the tape records, its precision is not f32, or the cache is full.

@@ -139,9 +139,6 @@ impl Recorder<'_> {
     /// Logits of every row of `x` (`[.., cols]`): `[.., vocabulary]`, f32. For generation and tests; training never holds them
     /// all.
     ///
-    /// # Errors
-    /// If there is no memory for them.
-    ///
     /// # Panics
     /// If the tape records.
     pub fn logits(&mut self, head: &LossHead, x: &Var) -> Result<Var> {

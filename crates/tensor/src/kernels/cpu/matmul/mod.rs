@@ -57,11 +57,8 @@ impl Cpu {
 
     /// `out = left right + epilogue`, `out` row-major and contiguous; factors are rounded to `precision` as they are packed.
     ///
-    /// Cost: `2 rows cols inner` floating-point operations.
-    ///
-    /// # Panics
-    /// If an operand is too small for the sizes, `scratch` smaller than [`Cpu::matmul_scratch`], or a 16-bit result is to be
-    /// accumulated.
+    /// Cost: `2 rows cols inner` floating-point operations. Panics if an operand is too small for the sizes, `scratch` smaller
+    /// than [`Cpu::matmul_scratch`], or a 16-bit result is to be accumulated.
     pub(crate) fn matmul(
         &self,
         precision: Precision,

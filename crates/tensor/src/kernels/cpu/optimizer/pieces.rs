@@ -144,10 +144,7 @@ impl Cpu {
 }
 
 impl Pieces {
-    /// The elements of a state that the pieces `range` have, and their blocks.
-    ///
-    /// # Panics
-    /// If the state has something between them.
+    /// The elements of a state that the pieces `range` have, and their blocks. Panics if the state has something between them.
     pub(crate) fn span(&self, range: Range<usize>) -> (Range<usize>, Range<usize>) {
         let Some(last) = range.clone().last() else { return (0..0, 0..0) };
         let (first, piece) = (range.start, self.pieces[last]);

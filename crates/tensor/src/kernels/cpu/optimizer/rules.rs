@@ -390,10 +390,8 @@ pub(crate) struct ElementCost {
 }
 
 impl Update {
-    /// The same with its learning rate times `scale`.
-    ///
-    /// # Panics
-    /// If it is none of those whose rate depends on sums over the parameter.
+    /// The same with its learning rate times `scale`. Panics if it is none of those whose rate depends on sums over the
+    /// parameter.
     pub(super) fn scaled(self, scale: f32) -> Self {
         match self {
             Update::Lars(step) => Update::Lars(LarsStep { lr: step.lr * scale, ..step }),
