@@ -47,8 +47,9 @@ impl Device {
         self.issue(AttentionCall::LatentHeadsBackward { grad: grad.operand(), rotary, grads, shape });
     }
 
-    /// Attention, whose rows are the positions of `batch` sequences: `y` is `[rows, output_cols]`, `log_sums`
-    /// `[batch, num_heads, seq_len]`. Fails if there is no scratch memory.
+    /// Attention, whose rows are the positions of `batch` sequences: `y` is `[rows, output_cols]`, `log_sums` `[batch, num_heads, seq_len]`.
+    ///
+    /// Fails if there is no scratch memory.
     pub(crate) fn attention(
         &self,
         inputs: AttentionInputs<View<'_>>,
@@ -65,9 +66,11 @@ impl Device {
         Ok(())
     }
 
-    /// Takes some keys into attention: `y`, in f32, and `log_sums`, shaped as in [`Device::attention`], hold the results for
-    /// other keys, or zeros and negative infinity; they become those for all. Over all keys, block by block, it is the same as
-    /// attention, in another order of sums. Fails if there is no scratch memory.
+    /// Takes some keys into attention: `y`, in f32, and `log_sums`, shaped as in [`Device::attention`], hold the results for other keys, or
+    /// zeros and negative infinity; they become those for all. Over all keys, block by block, it is the same as attention, in another order
+    /// of sums.
+    ///
+    /// Fails if there is no scratch memory.
     pub(crate) fn attention_block(
         &self,
         inputs: AttentionInputs<View<'_>>,
@@ -87,9 +90,10 @@ impl Device {
         self.activation([len])
     }
 
-    /// Causal attention after the positions of a cache, which takes the new keys and values: they are
-    /// `[batch, capacity, key_cols]` and `[.., value_cols]`, `y` `[rows, output_cols]`; all in f32. Fails if there is no scratch
-    /// memory.
+    /// Causal attention after the positions of a cache, which takes the new keys and values: they are `[batch, capacity, key_cols]` and `[.., value_cols]`, `y`
+    /// `[rows, output_cols]`; all in f32.
+    ///
+    /// Fails if there is no scratch memory.
     pub(crate) fn attention_cached(
         &self,
         qkv: View<'_>,
@@ -115,8 +119,10 @@ impl Device {
         Ok(())
     }
 
-    /// Gradient of [`Device::attention`] with respect to the queries, and to keys and values if they lie apart. Gradients have
-    /// the shapes of what they are gradients of. Fails if there is no scratch memory.
+    /// Gradient of [`Device::attention`] with respect to the queries, and to keys and values if they lie apart. Gradients
+    /// have the shapes of what they are gradients of.
+    ///
+    /// Fails if there is no scratch memory.
     pub(crate) fn attention_backward(
         &self,
         inputs: AttentionInputs<View<'_>>,
@@ -139,8 +145,9 @@ impl Device {
         Ok(())
     }
 
-    /// Adds the gradients of [`Device::attention_block`] with respect to queries, keys and values, in f32. `output` is that for
-    /// all keys. Fails if there is no scratch memory.
+    /// Adds the gradients of [`Device::attention_block`] with respect to queries, keys and values, in f32. `output` is that for all keys.
+    ///
+    /// Fails if there is no scratch memory.
     pub(crate) fn attention_block_backward(
         &self,
         inputs: AttentionInputs<View<'_>>,

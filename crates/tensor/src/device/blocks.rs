@@ -6,7 +6,9 @@ use crate::kernels::call::BlockCall;
 use crate::tensor::{View, ViewMut};
 
 impl Device {
-    /// Copies `num_blocks` blocks of `len` elements from `x` to `y`. Panics if a block lies outside, or the types differ.
+    /// Copies `num_blocks` blocks of `len` elements from `x` to `y`.
+    ///
+    /// Panics if a block lies outside, or the types differ.
     pub(crate) fn copy_blocks(
         &self,
         (x, from): (View<'_>, Blocks),
@@ -34,7 +36,9 @@ impl Device {
         self.issue(BlockCall::SpreadDim { x: x.operand(), y: y.into_operand(), dims, factor });
     }
 
-    /// `y[i] = x[ids[i]]`, of rows. Panics if an id is that of no row.
+    /// `y[i] = x[ids[i]]`, of rows.
+    ///
+    /// Panics if an id is that of no row.
     pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.dtype(), y.dtype());
         self.issue(BlockCall::GatherRows { x: x.operand(), ids: ids.operand(), y: y.into_operand() });

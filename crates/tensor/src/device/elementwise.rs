@@ -164,7 +164,9 @@ impl Device {
         self.issue(ElementwiseCall::AddAssign { out: out.into_operand(), term: term.operand() });
     }
 
-    /// `y = x + bias + residual`, of rows as long as `bias`; `bias` and `residual` are f32. Panics if the shapes differ.
+    /// `y = x + bias + residual`, of rows as long as `bias`; `bias` and `residual` are f32.
+    ///
+    /// Panics if the shapes differ.
     pub(crate) fn add_bias(
         &self,
         x: View<'_>,

@@ -6,11 +6,12 @@ use crate::kernels::{ChosenGroups, RoutingRule};
 use crate::tensor::{View, ViewMut};
 
 impl Device {
-    /// For each row of `x` (`[rows, cols]`, f32) the experts that are chosen for it: their scores as `values`
-    /// (`[rows, num_choices]`, f32), as the rule says, and which they are as `ids` (u32). `bias`
-    /// (`[cols]`, f32) is added to scores where they are compared. The largest comes first, and of equal ones the first. A row whose weight in `row_weights`
-    /// (`[rows]`, f32) is 0 is given to no expert: its values are 0, and its ids are `cols`. Panics if rows have fewer elements,
-    /// or if groups are unequal, too many, or too few to have so many experts.
+    /// For each row of `x` (`[rows, cols]`, f32) the experts that are chosen for it: their scores as `values` (`[rows, num_choices]`, f32), as the
+    /// rule says, and which they are as `ids` (u32). `bias` (`[cols]`, f32) is added to scores where they are compared. The largest comes
+    /// first, and of equal ones the first. A row whose weight in `row_weights` (`[rows]`, f32) is 0 is given to no expert: its values are 0, and its ids
+    /// are `cols`.
+    ///
+    /// Panics if rows have fewer elements, or if groups are unequal, too many, or too few to have so many experts.
     pub(crate) fn top_k(
         &self,
         x: View<'_>,
@@ -45,20 +46,25 @@ impl Device {
         self.issue(ExpertCall::TopKBackward { x, ids, dy, dx: dx.into_operand(), rule });
     }
 
-    /// Counts how often each expert occurs in `ids` (u32), as `out`
-    /// (`[num_experts]`, f32), exactly up to 2^24. The id `num_experts` is that of no expert. Panics if an id is larger.
+    /// Counts how often each expert occurs in `ids` (u32), as `out` (`[num_experts]`, f32), exactly up to 2^24. The id `num_experts` is that of no
+    /// expert.
+    ///
+    /// Panics if an id is larger.
     pub(crate) fn expert_loads(&self, ids: View<'_>, out: ViewMut<'_>) {
         self.issue(ExpertCall::ExpertLoads { ids: ids.operand(), out: out.into_operand() });
     }
 
-    /// Computes how often each expert occurs in `ids` (u32), less its part if all occurred equally often, as `out`
-    /// (`[num_experts]`, f32), or adds it to that. The id `num_experts` is that of no expert. Panics if an id is larger.
+    /// Computes how often each expert occurs in `ids` (u32), less its part if all occurred equally often, as `out` (`[num_experts]`, f32), or adds it to
+    /// that. The id `num_experts` is that of no expert.
+    ///
+    /// Panics if an id is larger.
     pub(crate) fn excess_loads(&self, ids: View<'_>, out: ViewMut<'_>, accumulate: bool) {
         self.issue(ExpertCall::ExcessLoads { ids: ids.operand(), out: out.into_operand(), accumulate });
     }
 
-    /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`: the rows of tokens, for each of their choices. Panics if
-    /// a choice is of no token.
+    /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`: the rows of tokens, for each of their choices.
+    ///
+    /// Panics if a choice is of no token.
     pub(crate) fn spread_rows(
         &self,
         x: View<'_>,
@@ -70,9 +76,10 @@ impl Device {
         self.issue(ExpertCall::SpreadRows { x, order, weights, y, num_choices });
     }
 
-    /// `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]`, of rows, in the order of the
-    /// choices; in f32, rounded once. Weights and residual are f32. Panics if a place is that of no row, or weights and residual
-    /// are not of the shapes of places and `y`.
+    /// `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]`, of rows, in the order of the choices; in f32,
+    /// rounded once. Weights and residual are f32.
+    ///
+    /// Panics if a place is that of no row, or weights and residual are not of the shapes of places and `y`.
     pub(crate) fn combine_rows(
         &self,
         x: View<'_>,
@@ -90,7 +97,9 @@ impl Device {
     }
 
     /// `products[t, c] = sum of x[places[t, c]] y[t]`, of rows, as f32: the gradient of the weights of
-    /// [`combine_rows`](Device::combine_rows). Panics if a place is that of no row.
+    /// [`combine_rows`](Device::combine_rows).
+    ///
+    /// Panics if a place is that of no row.
     pub(crate) fn row_products(&self, x: View<'_>, places: View<'_>, y: View<'_>, products: ViewMut<'_>) {
         assert_eq!(products.shape(), places.shape());
         let [x, places, y] = [x, places, y].map(View::operand);

@@ -53,7 +53,9 @@ impl Device {
         self.issue(LayerCall::NormBackwardWeight { x, dy, statistics, d_weight, accumulate });
     }
 
-    /// `y = x` rounded to `precision`, in f32. Panics if the shapes differ.
+    /// `y = x` rounded to `precision`, in f32.
+    ///
+    /// Panics if the shapes differ.
     pub(crate) fn round(&self, precision: Precision, x: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.shape(), y.shape());
         self.issue(LayerCall::Round { x: x.operand(), y: y.into_operand(), precision });

@@ -32,8 +32,10 @@ impl Device {
         self.issue(QuantizedCall::AddDequantized { message, y, format });
     }
 
-    /// `y = fp8(x * s) / s` for the scale `s`, elementwise, rounded to nearest even and saturated; `y` is bf16. The largest
-    /// finite `|x|` is taken into `amax`, an f32, unless it holds a larger one. Panics if the shapes differ.
+    /// `y = fp8(x * s) / s` for the scale `s`, elementwise, rounded to nearest even and saturated; `y` is bf16. The largest finite
+    /// `|x|` is taken into `amax`, an f32, unless it holds a larger one.
+    ///
+    /// Panics if the shapes differ.
     pub(crate) fn quantize_fp8(
         &self,
         x: View<'_>,
