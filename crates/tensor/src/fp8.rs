@@ -207,11 +207,7 @@ pub struct Fp8State {
 impl Fp8State {
     /// The state of a model all of whose [matrices](ParameterTable::matrices) are weights of linear layers in fp8.
     ///
-    /// # Errors
-    /// As [`new`](Fp8State::new).
-    ///
-    /// # Panics
-    /// As [`new`](Fp8State::new).
+    /// Fails and panics as [`new`](Fp8State::new).
     pub fn of_matrices(recipe: Fp8Recipe, table: &ParameterTable, device: &Device) -> Result<Self> {
         Fp8State::new(recipe, table.matrices().iter().map(|span| span.first).collect(), device)
     }

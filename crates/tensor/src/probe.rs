@@ -152,16 +152,14 @@ impl Probe {
     ) -> Result<Timing> {
         let ProductSizes { rows, cols, inner } = sizes;
         let activation = precision.dtype();
-        let (left_shape, right_shape, right_dtype, out_dtype, epilogue) = match transposes {
-            Transposes::NN => {
-                ([rows, inner], [inner, cols], DType::F32, activation, MatmulEpilogue::Overwrite)
-            }
-            Transposes::NT => {
-                ([rows, inner], [cols, inner], DType::F32, activation, MatmulEpilogue::Overwrite)
-            }
-            Transposes::TN => {
-                ([inner, rows], [inner, cols], activation, DType::F32, MatmulEpilogue::Accumulate)
-            }
+        let (left_shape, right_shape) = match transposes {
+            Transposes::NN => ([rows, inner], [inner, cols]),
+            Transposes::NT => ([rows, inner], [cols, inner]),
+            Transposes::TN => ([inner, rows], [inner, cols]),
+        };
+        let (right_dtype, out_dtype, epilogue) = match transposes {
+            Transposes::NN | Transposes::NT => (DType::F32, activation, MatmulEpilogue::Overwrite),
+            Transposes::TN => (activation, DType::F32, MatmulEpilogue::Accumulate),
         };
         let left = self.random(left_shape, activation)?;
         let right = self.random(right_shape, right_dtype)?;

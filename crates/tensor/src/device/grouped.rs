@@ -60,11 +60,7 @@ impl Device {
     ///
     /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group but the first.
     ///
-    /// # Errors
-    /// As [`grouped_matmul`](Device::grouped_matmul).
-    ///
-    /// # Panics
-    /// As [`grouped_matmul`](Device::grouped_matmul).
+    /// Fails and panics as [`grouped_matmul`](Device::grouped_matmul).
     pub fn grouped_transposed_matmul(
         &self,
         precision: Precision,

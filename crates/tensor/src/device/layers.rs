@@ -93,11 +93,6 @@ impl Device {
         self.issue(LayerCall::EmbeddingBagBackward { bags, dy, d_table });
     }
 
-    /// `d_table[ids[i]] += dy[i]`.
-    pub(crate) fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, d_table: ViewMut<'_>) {
-        self.embedding_bag_backward(Bags::of_single_ids(ids), dy, d_table);
-    }
-
     /// `d_positions[at(t)] += sum over sequences of dy[sequence, t]`.
     pub(crate) fn position_backward(&self, dy: View<'_>, at: Positions, d_positions: ViewMut<'_>) {
         let (dy, d_positions) = (dy.operand(), d_positions.into_operand());

@@ -50,10 +50,10 @@ pub trait Operation: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Which halves of backward read the value of an input.
+    /// Which halves of backward read the value of an input. A tape may have given other values back.
     fn reads_input(&self, input: usize) -> ReadBy {
         let _ = input;
-        ReadBy { input_half: true, weight_half: self.has_parameters() }
+        ReadBy::NEITHER
     }
 
     /// Which halves of backward read the value of an output.
@@ -107,10 +107,6 @@ macro_rules! has_no_gradient {
     () => {
         fn backward_input(&self, _: &mut $crate::tape::BackwardContext<'_>) -> $crate::device::Result<()> {
             Ok(())
-        }
-
-        fn reads_input(&self, _: usize) -> $crate::tape::ReadBy {
-            $crate::tape::ReadBy::NEITHER
         }
 
         fn takes_positions(&self) -> bool {
@@ -214,6 +210,8 @@ pub struct ReadBy {
 }
 
 impl ReadBy {
+    /// Both halves read the value.
+    pub const BOTH: ReadBy = ReadBy { input_half: true, weight_half: true };
     /// Backward does not read the value.
     pub const NEITHER: ReadBy = ReadBy { input_half: false, weight_half: false };
     /// Only the input half reads the value.

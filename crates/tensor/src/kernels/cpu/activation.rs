@@ -148,7 +148,6 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// `y = activation(x)`.
     pub(crate) fn activate<T: Element>(&self, activation: Activation, x: &[T], y: &mut [T]) {
         assert_eq!(x.len(), y.len());
         with_curve!(activation => |C| self.for_each_block(y, |first, y| {

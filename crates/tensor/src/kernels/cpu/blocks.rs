@@ -34,7 +34,6 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Copies blocks of `len` elements from `x` to `y`.
     pub(crate) fn copy_blocks<T: Copy + Send + Sync>(
         &self,
         (x, from): (&[T], Blocks),
@@ -53,7 +52,6 @@ impl Cpu {
         });
     }
 
-    /// Reads `x` in another order of its dims: `strides` are those of `x`, of the dims of `y`.
     pub(crate) fn permute<T: Copy + Send + Sync>(
         &self,
         (x, strides): (&[T], [usize; 4]),
@@ -97,7 +95,6 @@ impl Cpu {
         });
     }
 
-    /// `y[o, d, i] = factor * x[o, i]`, for `y` of `[outer, dim, inner]`.
     pub(crate) fn spread_dim<T: Element>(
         &self,
         x: &[T],
@@ -112,7 +109,6 @@ impl Cpu {
         });
     }
 
-    /// `y[i] = x[ids[i]]`, of rows of `cols` elements. Panics if an id is that of no row.
     pub(crate) fn gather_rows<T: Copy + Send + Sync>(&self, x: &[T], ids: &[u32], cols: usize, y: &mut [T]) {
         assert_eq!(y.len(), ids.len() * cols);
         self.for_each_row(y, cols, |row, out| {

@@ -64,7 +64,6 @@ impl Cpu {
         });
     }
 
-    /// The `statistics` of the whole vocabulary, from those of its parts, which follow each other in `parts`.
     pub(crate) fn merge_statistics(&self, parts: &[f32], statistics: &mut [f32]) {
         let len = statistics.len();
         assert!(len > 0 && parts.len().is_multiple_of(len));

@@ -32,7 +32,6 @@ pub(crate) struct WordRows {
 }
 
 impl Cpu {
-    /// Sets each element to 0 where its word of the stream lies below `rate` of its range, else divides it by `1 - rate`.
     pub(crate) fn dropout<T: Element>(&self, x: &mut [T], key: RandomKey, words: WordRows, rate: f32) {
         let threshold = (f64::from(rate) * 2.0_f64.powi(32)) as u32;
         let scale = 1.0 / (1.0 - rate);

@@ -47,7 +47,6 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// `y = function(x)`.
     pub(crate) fn map<T: Element>(&self, x: &[T], y: &mut [T], function: impl Fn(f32) -> f32 + Sync) {
         assert_eq!(x.len(), y.len());
         self.for_each_block(y, |first, y| {
@@ -55,7 +54,6 @@ impl Cpu {
         });
     }
 
-    /// `y = function(left, right)`.
     pub(crate) fn zip<T: Element>(
         &self,
         (left, right): (&[T], &[T]),
@@ -69,12 +67,10 @@ impl Cpu {
         });
     }
 
-    /// `y = function(y)`.
     pub(crate) fn map_in_place<T: Element>(&self, y: &mut [T], function: impl Fn(f32) -> f32 + Sync) {
         self.for_each_block(y, |_, y| map_block_in_place(self.features, y, &function));
     }
 
-    /// `y = function(y, x)`.
     pub(crate) fn zip_in_place<T: Element, U: Element>(
         &self,
         y: &mut [T],
@@ -88,7 +84,6 @@ impl Cpu {
         });
     }
 
-    /// `y = x + bias + residual`, for rows that are as long as `bias`.
     pub(crate) fn add_bias<T: Element, U: Element>(
         &self,
         x: &[T],
@@ -105,7 +100,6 @@ impl Cpu {
         });
     }
 
-    /// `sums[row] = sum of function(left, right)` over the elements of each row of `cols` elements.
     pub(crate) fn zip_sum_rows<T: Element, U: Element>(
         &self,
         (left, right): (&[T], &[U]),

@@ -152,7 +152,6 @@ impl Cpu {
         });
     }
 
-    /// `d_positions[at(t)] += sum over sequences of dy[sequence, t]`.
     pub(crate) fn position_backward(&self, dy: &[f32], at: Positions, cols: usize, d_positions: &mut [f32]) {
         for (start, run) in at.runs() {
             let shared = SharedSlice::new(&mut d_positions[run.start * cols..run.end * cols]);

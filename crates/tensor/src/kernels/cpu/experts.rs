@@ -121,10 +121,6 @@ fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32)
 }
 
 impl Cpu {
-    /// For each row of `cols` scores `x` the experts of [`RoutingRule::num_choices`] largest ones, with `bias` added for the
-    /// comparison; from the largest on, of equal ones the first. `values` become their scores, as the rule says, and `ids` tell
-    /// which they are. A row whose weight is 0 is given to no expert: its values are 0, and its ids are `cols`. Panics if rows
-    /// have fewer elements.
     pub(crate) fn top_k(
         &self,
         (x, cols): (&[f32], usize),
@@ -158,7 +154,6 @@ impl Cpu {
         });
     }
 
-    /// The gradient of rows of `cols` elements from that of their largest ones, `dy`; `x` and `ids` are those of [`top_k`](Cpu::top_k).
     pub(crate) fn top_k_backward(
         &self,
         (x, cols): (&[f32], usize),
@@ -183,15 +178,11 @@ impl Cpu {
         });
     }
 
-    /// Counts how often each expert occurs in `ids`, exactly up to 2^24. The id `out.len()` is that of no expert. Panics if an id
-    /// is larger.
     pub(crate) fn expert_loads(&self, ids: &[u32], out: &mut [f32]) {
         out.fill(0.0);
         chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
 
-    /// Computes how often each expert occurs in `ids`, less its part if all occurred equally often; written or added. The id
-    /// `out.len()` is that of no expert. Panics if an id is larger.
     pub(crate) fn excess_loads(&self, ids: &[u32], out: &mut [f32], accumulate: bool) {
         let even = chosen(ids, out.len()).count() as f32 / out.len() as f32;
         if !accumulate {
@@ -201,8 +192,6 @@ impl Cpu {
         chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
 
-    /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`, of rows of `cols` elements: those of tokens, for each of
-    /// their choices. Panics if a choice is of no token.
     pub(crate) fn spread_rows<X: Element, Y: Element>(
         &self,
         (x, cols): (&[X], usize),
@@ -217,8 +206,6 @@ impl Cpu {
         });
     }
 
-    /// `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]`, of rows of `cols` elements, in the order of
-    /// the choices; in f32, rounded once.
     pub(crate) fn combine_rows<X: Element, Y: Element>(
         &self,
         (x, cols): (&[X], usize),
@@ -249,8 +236,6 @@ impl Cpu {
         });
     }
 
-    /// `products[c] = sum of x[places[c]] y[c / num_choices]`, of rows of `cols` elements: for each choice of a token that of its
-    /// rows. Panics if a place is that of no row.
     pub(crate) fn row_products<X: Element, Y: Element>(
         &self,
         (x, cols): (&[X], usize),

@@ -3,6 +3,8 @@
 //! Bits do not depend on the number of threads: work is cut into tasks by shape alone, and no sum
 //! is split between tasks. Nor do they depend on the SIMD level outside of matrix products: sums run in
 //! sixteen fixed lanes, whatever the register width.
+//!
+//! What a kernel computes is said at the method of [`Device`](crate::Device) that has its name.
 
 pub(crate) mod activation;
 pub(crate) mod arena;

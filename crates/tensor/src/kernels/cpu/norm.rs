@@ -81,7 +81,6 @@ pub(crate) struct Normalised<'a> {
 }
 
 impl Cpu {
-    /// Normalises each row of `x`; `statistics` receives [`STATISTICS`] values a row.
     pub(crate) fn norm<T: Element>(
         &self,
         x: &[f32],
@@ -107,7 +106,6 @@ impl Cpu {
         });
     }
 
-    /// Gradient of [`Cpu::norm`] with respect to `x`, written to `dx` or added to it.
     pub(crate) fn norm_backward_input<T: Element>(
         &self,
         rows: Normalised<'_>,
@@ -127,7 +125,6 @@ impl Cpu {
         });
     }
 
-    /// Gradient of [`Cpu::norm`] with respect to the weight; the bias' is the column sum of `dy`.
     pub(crate) fn norm_backward_weight<T: Element>(
         &self,
         x: &[f32],

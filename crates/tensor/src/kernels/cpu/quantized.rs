@@ -137,7 +137,6 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Writes the message of `x`, rounded to nearest even.
     pub(crate) fn quantize(&self, x: &[f32], format: IntegerFormat, message: &mut [u8]) {
         assert_eq!(message.len(), format.num_bytes(x.len()), "a message of {} elements", x.len());
         let out = SharedSlice::new(message);
@@ -148,12 +147,10 @@ impl Cpu {
         });
     }
 
-    /// Writes the values of a message.
     pub(crate) fn dequantize<T: Element>(&self, message: &[u8], format: IntegerFormat, y: &mut [T]) {
         self.read_message(message, format, y, |message, y| dequantize(self.features, message, format, y));
     }
 
-    /// `y += x` for the values `x` of a message.
     pub(crate) fn add_dequantized(&self, message: &[u8], format: IntegerFormat, y: &mut [f32]) {
         self.read_message(message, format, y, |message, y| {
             add_dequantized(self.features, message, format, y)

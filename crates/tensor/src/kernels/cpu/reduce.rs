@@ -67,7 +67,6 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Sums the rows of `x` into `out`, one value a column.
     pub(crate) fn column_sums<T: Element>(&self, x: &[T], out: &mut [f32], accumulate: bool) {
         let cols = out.len();
         assert!(cols > 0 && x.len().is_multiple_of(cols));
@@ -76,13 +75,11 @@ impl Cpu {
         });
     }
 
-    /// `y = x`, elementwise, rounded to nearest even.
     pub(crate) fn convert<T: Element, U: Element>(&self, x: &[T], y: &mut [U]) {
         assert_eq!(x.len(), y.len());
         self.for_each_block(y, |first, y| convert(self.features, &x[first..first + y.len()], y));
     }
 
-    /// `y = P(x)`, elementwise, in f32.
     pub(crate) fn round<T: Element, P: Element>(&self, x: &[T], y: &mut [f32]) {
         assert_eq!(x.len(), y.len());
         self.for_each_block(y, |first, y| round::<T, P>(self.features, &x[first..first + y.len()], y));

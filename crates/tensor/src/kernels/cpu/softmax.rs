@@ -26,7 +26,6 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Softmax of each row of `cols` elements. A row of nothing but negative infinity gives NaN.
     pub(crate) fn softmax<T: Element>(&self, x: &[T], cols: usize, y: &mut [T]) {
         assert_eq!(x.len(), y.len());
         self.for_each_row(y, cols, |row, y| {
@@ -34,7 +33,6 @@ impl Cpu {
         });
     }
 
-    /// In place: `dy`, the gradient of the softmax `y`, becomes that of its input.
     pub(crate) fn softmax_backward<T: Element>(&self, y: &[T], cols: usize, dy: &mut [T]) {
         assert_eq!(y.len(), dy.len());
         self.for_each_row(dy, cols, |row, dy| {

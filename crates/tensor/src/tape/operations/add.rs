@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
@@ -42,10 +42,6 @@ impl Operation for Add {
         cx.pass_grad(0);
         cx.pass_grad(1);
         Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_rows(&self, _: usize) -> bool {

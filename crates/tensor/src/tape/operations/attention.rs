@@ -312,6 +312,10 @@ impl Operation for Attention {
         })
     }
 
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::INPUT_HALF
+    }
+
     fn reads_output(&self, _: usize) -> ReadBy {
         ReadBy::INPUT_HALF
     }

@@ -1,6 +1,6 @@
 use crate::device::Result;
 use crate::kernels::Blocks;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::RangeInclusive;
 
 /// Joins any number of values of one type along one dim. Panics if another dim differs.
@@ -49,10 +49,6 @@ impl Operation for Concat {
             offset += len;
         }
         Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_positions(&self) -> bool {

@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 
 /// `x`, of any floats, in the tape's precision: for data, which comes in f32.
 #[derive(Debug)]
@@ -23,10 +23,6 @@ impl Operation for Convert {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         cx.pass_grad(0);
         Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_rows(&self, _: usize) -> bool {

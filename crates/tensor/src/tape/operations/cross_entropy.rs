@@ -2,7 +2,7 @@ use super::loss::sum_of_losses;
 use crate::device::{Device, Result};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 
@@ -59,6 +59,10 @@ impl Operation for CrossEntropy {
         cx.add_grad(0, grad)?;
         let sum = sum_of_losses(cx, &statistics, None)?;
         cx.add_loss(sum, statistics.shape().rows())
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::INPUT_HALF
     }
 
     fn takes_positions(&self) -> bool {

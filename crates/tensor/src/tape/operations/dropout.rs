@@ -1,7 +1,7 @@
 use crate::device::Result;
 use crate::kernels::cpu::dropout::WordRows;
 use crate::tape::{
-    BackwardContext, ForwardContext, Operation, OperationContext, Randomness, ReadBy, Sharding, TensorAxis,
+    BackwardContext, ForwardContext, Operation, OperationContext, Randomness, Sharding, TensorAxis,
 };
 use crate::tensor::Tensor;
 use trireme_base::{AxisPlace, RandomKey};
@@ -90,10 +90,6 @@ impl Operation for Dropout {
         let mut grad = cx.take_output_grad();
         self.drop(cx, &mut grad, cx.output_sharding());
         cx.add_grad(0, grad)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_rows(&self, _: usize) -> bool {

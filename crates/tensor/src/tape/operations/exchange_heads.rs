@@ -1,6 +1,6 @@
 use crate::device::{DeviceError, Result};
 use crate::kernels::Blocks;
-use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext, ReadBy};
+use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext};
 use crate::tensor::{Tensor, View};
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ExchangeKind};
@@ -127,10 +127,6 @@ impl Operation for ExchangeHeads {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let grad = self.exchange(cx, cx.grad(), !self.to_heads)?;
         cx.add_grad(0, grad)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_positions(&self) -> bool {

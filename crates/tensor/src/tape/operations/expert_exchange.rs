@@ -103,10 +103,6 @@ impl Operation for DispatchRows {
         cx.add_grad(0, grad)
     }
 
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
     fn takes_positions(&self) -> bool {
         true
     }

@@ -147,7 +147,7 @@ impl Operation for GroupedLinear {
     fn reads_input(&self, input: usize) -> ReadBy {
         match input {
             0 => self.activation.read_by(),
-            1 => ReadBy { input_half: true, weight_half: true },
+            1 => ReadBy::BOTH,
             _ => ReadBy::WEIGHT_HALF,
         }
     }

@@ -1,7 +1,7 @@
 use super::attention::RotaryTable;
 use crate::device::Result;
 use crate::kernels::LatentHeadShape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -49,10 +49,6 @@ impl Operation for LatentHeads {
             cx.add_grad(input, grad)?;
         }
         Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_positions(&self) -> bool {

@@ -8,8 +8,8 @@ use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, OperationContext, Pointwise, Recorder,
-    Sharding, Tanh, TensorAxis, Var, WeightLayout,
+    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, OperationContext, Pointwise, ReadBy,
+    Recorder, Sharding, Tanh, TensorAxis, Var, WeightLayout,
 };
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
@@ -178,8 +178,9 @@ impl Operation for LossHead {
     /// Gradients of the mean loss over the rows, times the loss scale.
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
-        let (statistics, mut whole) = self.statistics_again(cx, x.view())?;
-        let mut dx = self.empty_input_grad(cx, x.view())?;
+        let (statistics, mut whole) = self.statistics(cx, x.view(), self.targets(cx, x.view()))?;
+        // Sums over the vocabulary, so f32 until they are complete.
+        let mut dx = cx.empty(x.view().shape(), DType::F32)?;
         let mut target = self.target(cx.device(), sink)?;
         for chunk in self.chunks(x.view().shape().rows()) {
             let gradient = self.logits_grad(cx, (x.view(), statistics.view()), chunk, whole.take())?;
@@ -195,9 +196,10 @@ impl Operation for LossHead {
     /// Of several chunks the weight half makes the logits again.
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
-        let (statistics, mut whole) = self.statistics_again(cx, x.view())?;
+        let (statistics, mut whole) = self.statistics(cx, x.view(), self.targets(cx, x.view()))?;
         let is_one_chunk = whole.is_some();
-        let mut dx = self.empty_input_grad(cx, x.view())?;
+        // Sums over the vocabulary, so f32 until they are complete.
+        let mut dx = cx.empty(x.view().shape(), DType::F32)?;
         let mut kept = None;
         for chunk in self.chunks(x.view().shape().rows()) {
             let gradient = self.logits_grad(cx, (x.view(), statistics.view()), chunk, whole.take())?;
@@ -235,6 +237,10 @@ impl Operation for LossHead {
         true
     }
 
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::BOTH
+    }
+
     fn takes_rows(&self, input: usize) -> bool {
         input == 0
     }
@@ -260,15 +266,6 @@ impl LossHead {
         let rows = statistics.shape().rows();
         let sum = sum_of_losses(cx, statistics, self.weights(cx, rows))?;
         cx.add_loss(sum, rows)
-    }
-
-    fn statistics_again(&self, cx: &BackwardContext<'_>, x: View<'_>) -> Result<(Tensor, Option<Tensor>)> {
-        self.statistics(cx, x, self.targets(cx, x))
-    }
-
-    /// Memory for the gradient of `x`: sums over the vocabulary, so f32 until they are complete.
-    fn empty_input_grad(&self, cx: &BackwardContext<'_>, x: View<'_>) -> Result<Tensor> {
-        cx.empty(x.shape(), DType::F32)
     }
 
     /// Gives the input its gradient, of which `dx` is what this rank's part of the vocabulary makes.

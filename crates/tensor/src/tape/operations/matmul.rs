@@ -1,7 +1,7 @@
 use crate::device::{Device, MatmulEpilogue, Result, Transpose};
 use crate::precision::Precision;
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 
@@ -107,5 +107,9 @@ impl Operation for MatMul {
             cx.add_grad(1, grad)?;
         }
         Ok(())
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::INPUT_HALF
     }
 }

@@ -1,7 +1,7 @@
 //! Losses of single elements.
 
 use crate::device::{Device, Result};
-use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext};
+use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy};
 use crate::tensor::{Tensor, View};
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -66,6 +66,10 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         let derivative = move |x, target| scale * loss.derivative(x, target);
         cx.device().zip((cx.input(0), cx.input(1)), grad.view_mut(), L::OPERATIONS + 1, derivative);
         cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::INPUT_HALF
     }
 
     fn takes_positions(&self) -> bool {

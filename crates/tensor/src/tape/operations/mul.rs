@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::ops::RangeInclusive;
 
 /// `left * right`, element by element, of values of one shape and type of floats; the product has both.
@@ -30,6 +30,10 @@ impl Operation for Mul {
             cx.add_grad(1, grad)?;
         }
         Ok(())
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::INPUT_HALF
     }
 
     fn takes_rows(&self, _: usize) -> bool {

@@ -103,7 +103,7 @@ impl Operation for Norm {
     }
 
     fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy { input_half: true, weight_half: true }
+        ReadBy::BOTH
     }
 
     fn takes_f32_grads(&self) -> bool {

@@ -255,7 +255,7 @@ impl Operation for OwnExperts {
 
     fn reads_input(&self, input: usize) -> ReadBy {
         match input {
-            LOADS => ReadBy { input_half: true, weight_half: true },
+            LOADS => ReadBy::BOTH,
             STARTS => ReadBy::INPUT_HALF,
             PARTS => ReadBy::WEIGHT_HALF,
             _ => ReadBy::NEITHER,

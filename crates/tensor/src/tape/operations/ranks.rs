@@ -1,7 +1,7 @@
 //! What brings values from one sharding on the tensor axis to another.
 
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis};
+use crate::tape::{BackwardContext, ForwardContext, Operation, Sharding, TensorAxis};
 
 /// All rows of a value that lies in rows. Its readers compute the same on every rank.
 #[derive(Debug)]
@@ -17,10 +17,6 @@ impl Operation for AllGatherRows {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let part = cx.split_rows(cx.grad())?;
         cx.add_grad(0, part)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_rows(&self, _: usize) -> bool {
@@ -46,10 +42,6 @@ impl Operation for SplitRows {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let whole = cx.gather_rows(cx.grad())?;
         cx.add_grad(0, whole)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_positions(&self) -> bool {
@@ -86,10 +78,6 @@ impl Operation for CopyToRanks {
         true
     }
 
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
     fn takes_positions(&self) -> bool {
         true
     }
@@ -116,10 +104,6 @@ impl Operation for SumOverRanks {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         cx.pass_grad(0);
         Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_positions(&self) -> bool {

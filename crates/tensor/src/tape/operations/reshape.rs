@@ -1,6 +1,6 @@
 use crate::device::Result;
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 
 /// The same elements with other dims, at most four. Panics if the number of elements differs. Copies them only if somebody else
 /// reads `x`.
@@ -46,10 +46,6 @@ impl Operation for Reshape {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let grad = cx.take_output_grad().reshaped(cx.input_shape(0));
         cx.add_grad(0, grad)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_positions(&self) -> bool {

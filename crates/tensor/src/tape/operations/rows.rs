@@ -1,4 +1,5 @@
 use crate::device::{Device, Result};
+use crate::kernels::Bags;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::tensor::{Tensor, View};
@@ -26,13 +27,14 @@ fn gather(device: &Device, x: View<'_>, ids: View<'_>, shape: Shape) -> Result<T
 fn scatter_add(device: &Device, x: View<'_>, ids: View<'_>, num_rows: usize) -> Result<Tensor> {
     let shape = Shape::from([num_rows, x.shape().cols()]);
     let mut sums = device.zeros(shape, DType::F32, Category::Activations)?;
+    let bags = Bags::of_single_ids(ids);
     if x.dtype() == DType::F32 {
-        device.embedding_backward(ids, x, sums.view_mut());
+        device.embedding_bag_backward(bags, x, sums.view_mut());
         return Ok(sums);
     }
     let mut converted = device.activation(x.shape())?;
     device.convert(x, converted.view_mut());
-    device.embedding_backward(ids, converted.view(), sums.view_mut());
+    device.embedding_bag_backward(bags, converted.view(), sums.view_mut());
     let mut rounded = device.activation_of(shape, x.dtype())?;
     device.convert(sums.view(), rounded.view_mut());
     Ok(rounded)

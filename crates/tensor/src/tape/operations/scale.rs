@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 
 /// `factor * x`, for `x` of any shape and type of floats; the result has both.
 #[derive(Debug, Clone, Copy)]
@@ -19,10 +19,6 @@ impl Operation for Scale {
         let factor = self.0;
         cx.device().map_in_place(grad.view_mut(), 1, move |dy| factor * dy);
         cx.add_grad(0, grad)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_rows(&self, _: usize) -> bool {

@@ -1,6 +1,6 @@
 use crate::device::Result;
 use crate::kernels::Blocks;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::Range;
 
 /// A range of one dim of `x`, of any shape and type. Panics if the range does not lie within the dim.
@@ -34,10 +34,6 @@ impl Operation for Slice {
         let from = Blocks { offset: 0, stride: len };
         cx.device().copy_blocks((cx.grad(), from), (grad.view_mut(), to), (outer, len));
         cx.add_grad(0, grad)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 
     fn takes_positions(&self) -> bool {

@@ -20,10 +20,6 @@ impl Operation for Softmax {
         cx.add_grad(0, grad)
     }
 
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
-    }
-
     fn reads_output(&self, _: usize) -> ReadBy {
         ReadBy::INPUT_HALF
     }

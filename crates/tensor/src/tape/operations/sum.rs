@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 
 /// The sum over one dim of `x`, of any shape and floats; the dim is then of size 1.
 #[derive(Debug, Clone, Copy)]
@@ -15,6 +15,7 @@ pub struct Mean {
     pub dim: usize,
 }
 
+/// `factor` is that of a dim of a size.
 fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let x = cx.input(0);
     let dims = x.shape().around(dim);
@@ -32,39 +33,22 @@ fn backward(cx: &mut BackwardContext<'_>, dim: usize, factor: fn(usize) -> f32) 
     cx.add_grad(0, grad)
 }
 
-/// Of a sum over a dim of this size.
-fn one(_: usize) -> f32 {
-    1.0
-}
-
-fn inverse(size: usize) -> f32 {
-    1.0 / size as f32
-}
-
 impl Operation for Sum {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        forward(cx, self.dim, one)
+        forward(cx, self.dim, |_| 1.0)
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
-        backward(cx, self.dim, one)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
+        backward(cx, self.dim, |_| 1.0)
     }
 }
 
 impl Operation for Mean {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        forward(cx, self.dim, inverse)
+        forward(cx, self.dim, |size| 1.0 / size as f32)
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
-        backward(cx, self.dim, inverse)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
+        backward(cx, self.dim, |size| 1.0 / size as f32)
     }
 }

@@ -1,6 +1,6 @@
 use crate::device::{Device, Result};
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use crate::tensor::{View, ViewMut};
 
 /// Exchanges two dims of `x`, of any shape and type. The elements are copied.
@@ -39,9 +39,5 @@ impl Operation for Transpose {
         let mut grad = cx.empty(cx.input_shape(0), cx.grad().dtype())?;
         self.run(cx.device(), cx.grad(), grad.view_mut());
         cx.add_grad(0, grad)
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::NEITHER
     }
 }

@@ -223,7 +223,6 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Rotates the query and key heads of `qkv` in place; `inverse` turns the other way, which is the gradient.
     pub(crate) fn rotary<T: Element>(
         &self,
         qkv: &mut [T],

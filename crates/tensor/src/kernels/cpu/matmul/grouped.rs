@@ -174,8 +174,6 @@ impl Cpu {
         starts[0] = 0;
     }
 
-    /// Counts the rows of no group by their `places`, as the one element of `out`: each by the weight of its `num_choices` neighbours in `weights`,
-    /// or as 1 without weights.
     pub(crate) fn rows_of_no_group(
         &self,
         starts: &[u32],

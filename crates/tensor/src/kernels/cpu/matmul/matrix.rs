@@ -1,4 +1,4 @@
-//! Matrices in memory, and sizes of products.
+//! Matrices in memory, sizes of products, and what is added to them.
 
 use crate::kernels::cpu::element::Floats;
 
@@ -46,4 +46,32 @@ pub(crate) struct Product {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) inner: usize,
+}
+
+/// What a result, or a part of it, is added to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Epilogue<'a> {
+    /// Whether to the destination's values, which are f32; else the result replaces them.
+    pub(crate) accumulate: bool,
+    /// One value a column.
+    pub(crate) bias: Option<&'a [f32]>,
+    /// From the first element on, with the row stride of the result.
+    pub(crate) residual: Option<&'a [f32]>,
+}
+
+impl<'a> Epilogue<'a> {
+    pub(crate) const OVERWRITE: Epilogue<'static> =
+        Epilogue { accumulate: false, bias: None, residual: None };
+
+    /// The epilogue of the part of a result of width `cols` that begins at `(row, col)`.
+    pub(super) fn from(self, row: usize, col: usize, cols: usize) -> Self {
+        let (bias, residual) = (self.bias.map(|bias| &bias[col..]), self.residual);
+        Epilogue { bias, residual: residual.map(|residual| &residual[row * cols + col..]), ..self }
+    }
+
+    /// Bias and residual of `cols` elements of a row, where rows begin `stride` elements apart.
+    pub(super) fn of_row(&self, row: usize, stride: usize, cols: usize) -> [Option<&'a [f32]>; 2] {
+        let residual = self.residual.map(|residual| &residual[row * stride..][..cols]);
+        [self.bias.map(|bias| &bias[..cols]), residual]
+    }
 }

@@ -28,24 +28,13 @@ pub(crate) use factors::{LeftFactor, RightPanels};
 use factors::{PackedLeft, pack_panel};
 pub use grouped::GroupLimit;
 pub(crate) use kernel::Micro;
-pub(crate) use matrix::{Matrix, Product};
+pub(crate) use matrix::{Epilogue, Matrix, Product};
 use pack::Span;
 pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, rounded_tile};
 
 /// Columns of the right factor that are packed at a time; bounds the memory.
 const GROUP_COLS: usize = 2048;
-
-/// What a result, or a part of it, is added to.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Epilogue<'a> {
-    /// Whether to the destination's values, which are f32; else the result replaces them.
-    pub(crate) accumulate: bool,
-    /// One value a column.
-    pub(crate) bias: Option<&'a [f32]>,
-    /// From the first element on, with the row stride of the result.
-    pub(crate) residual: Option<&'a [f32]>,
-}
 
 impl Cpu {
     /// 32-bit words of scratch memory that [`Cpu::matmul`] needs.
@@ -209,23 +198,6 @@ struct TileTask<'a> {
 /// rows.
 fn packs_left(micro: Micro, size: Product, left: Matrix<'_>) -> bool {
     size.cols > TILE_COLS && !pack::can_stay(micro, left, size.inner)
-}
-
-impl<'a> Epilogue<'a> {
-    pub(crate) const OVERWRITE: Epilogue<'static> =
-        Epilogue { accumulate: false, bias: None, residual: None };
-
-    /// The epilogue of the part of a result of width `cols` that begins at `(row, col)`.
-    fn from(self, row: usize, col: usize, cols: usize) -> Self {
-        let (bias, residual) = (self.bias.map(|bias| &bias[col..]), self.residual);
-        Epilogue { bias, residual: residual.map(|residual| &residual[row * cols + col..]), ..self }
-    }
-
-    /// Bias and residual of `cols` elements of a row, where rows begin `stride` elements apart.
-    fn of_row(&self, row: usize, stride: usize, cols: usize) -> (Option<&'a [f32]>, Option<&'a [f32]>) {
-        let residual = self.residual.map(|residual| &residual[row * stride..][..cols]);
-        (self.bias.map(|bias| &bias[..cols]), residual)
-    }
 }
 
 #[cfg(test)]

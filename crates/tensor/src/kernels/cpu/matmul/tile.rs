@@ -1,9 +1,8 @@
 //! Rectangles of a result, each made by one task.
 
-use super::Epilogue;
 use super::factors::{LeftFactor, RightPanels};
 use super::kernel::MicroTile;
-use super::matrix::Product;
+use super::matrix::{Epilogue, Product};
 use super::pack::{self, LeftBuffer, Span};
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::element::Element;
@@ -151,7 +150,7 @@ impl<'a> Tile<'a> {
             return;
         }
         for row in 0..self.size.rows {
-            let (bias, residual) = epilogue.of_row(row, self.row_stride, self.size.cols);
+            let [bias, residual] = epilogue.of_row(row, self.row_stride, self.size.cols);
             add_row(features, self.row(row), bias, residual);
         }
     }
@@ -175,7 +174,7 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     for row in 0..size.rows {
         // SAFETY: in bounds by the assertion; the caller has the rectangle.
         let out = unsafe { out.range(offset + row * row_stride, size.cols) };
-        let (bias, residual) = epilogue.of_row(row, row_stride, size.cols);
+        let [bias, residual] = epilogue.of_row(row, row_stride, size.cols);
         put_row(right.micro.features, tile.row(row), bias, residual, out);
     }
 }

@@ -152,7 +152,6 @@ impl Cpu {
         });
     }
 
-    /// The moments of rows, or of columns, after a step with these sums of the squares of `num_terms` gradients each.
     pub(crate) fn factored_moments(&self, sums: &[f64], num_terms: usize, mixing: f32, moments: &mut [f32]) {
         assert_eq!(sums.len(), moments.len(), "a sum for each moment");
         let mixing = f64::from(mixing);
@@ -162,7 +161,6 @@ impl Cpu {
         }
     }
 
-    /// For each piece, the sum of the squares of its update.
     pub(crate) fn factored_squares(
         &self,
         pieces: &Pieces,
@@ -187,7 +185,6 @@ impl Cpu {
         });
     }
 
-    /// One update of a matrix with the one learning rate `lr`.
     pub(crate) fn factored_update(
         &self,
         pieces: &Pieces,

@@ -74,7 +74,6 @@ impl Cpu {
         gram.max(num_words(round.square(), square)).max(product)
     }
 
-    /// Replaces a matrix of `rows x cols` by one with the same singular vectors whose singular values are about 1.
     pub(crate) fn orthogonalize(
         &self,
         (matrix, [rows, cols]): (&mut [f32], [usize; 2]),
