@@ -89,7 +89,6 @@ pub struct Device {
     journal: Arc<OnceLock<Journal>>,
     recorded: Arc<OnceLock<RecordedCalls>>,
     timer: Option<CallTimer>,
-    /// Whether kernels reach the host's memory.
     reaches_host: bool,
 }
 
@@ -354,7 +353,7 @@ impl Device {
     /// Refuses what can never fit, before any of it is taken: `num_bytes` for `category`, if that is more than all the
     /// memory of the device.
     pub fn check_room(&self, num_bytes: usize, category: Category) -> Result<()> {
-        Ok(self.arena.check_room(num_bytes, category)?)
+        self.arena.check_room(num_bytes, category)
     }
 
     /// Lets activations that the budget has no room for lie elsewhere from now on. Activations leave `reserved` bytes of the budget free, which is what

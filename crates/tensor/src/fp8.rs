@@ -27,7 +27,6 @@ pub(crate) enum Fp8Format {
 }
 
 impl Fp8Format {
-    /// Bits of fraction.
     pub(crate) const fn fraction_bits(self) -> u32 {
         match self {
             Fp8Format::E4m3 => 3,
@@ -138,7 +137,6 @@ pub(crate) enum Operand {
     OutputGrad,
 }
 
-/// Number of [`Operand`]s of a layer.
 const OPERANDS: usize = 3;
 
 /// Scales of a step, and the amaxes found in it: what tapes share.
@@ -157,7 +155,6 @@ pub struct Fp8Scales {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp8Layer<'a> {
     scales: &'a Fp8Scales,
-    /// Place of the layer.
     layer: usize,
     /// Whether amaxes count for the scales to come.
     observes: bool,

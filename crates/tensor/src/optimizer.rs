@@ -98,7 +98,6 @@ impl OptimizerState {
         }
     }
 
-    /// Its arrays, for kernels.
     pub(crate) fn operands(&mut self) -> StateOperands {
         let OptimizerState { dtype, is_square, values, steps } = self;
         let (values, steps) = (values.view_mut().into_operand(), steps.view_mut().into_operand());

@@ -1,5 +1,5 @@
 use crate::device::{DeviceError, Result};
-use crate::kernels::cpu::arena::{Arena, Block, OutOfMemory};
+use crate::kernels::cpu::arena::{Arena, Block};
 use crate::kernels::{Operand, OperandMut};
 use crate::lent_memory::LentMemory;
 use crate::shape::Shape;
@@ -46,7 +46,7 @@ impl Drop for LentGuard {
 
 impl Memory {
     /// The arena's, or what lies elsewhere if its budget has no room.
-    fn take(arena: &Arc<Arena>, num_bytes: usize, category: Category) -> Result<Self, OutOfMemory> {
+    fn take(arena: &Arc<Arena>, num_bytes: usize, category: Category) -> Result<Self> {
         let overflow =
             || arena.overflow(num_bytes, category).map(|memory| Memory::Lent(LentGuard(Some(memory))));
         if arena.is_overflowing(num_bytes, category)
@@ -55,14 +55,13 @@ impl Memory {
             return Ok(memory);
         }
         match arena.take(num_bytes, category) {
-            Err(OutOfMemory::Budget(error)) => overflow().ok_or(error.into()),
+            Err(DeviceError::OverBudget(error)) => overflow().ok_or(error.into()),
             taken => Ok(Memory::Block(taken?)),
         }
     }
 }
 
 impl Tensor {
-    /// In memory of an arena.
     pub(crate) fn take(
         arena: &Arc<Arena>,
         (shape, dtype): (Shape, DType),
@@ -134,12 +133,12 @@ impl Tensor {
     pub fn restore(&mut self) -> Result<()> {
         let Memory::Block(block) = &mut self.memory else { return Ok(()) };
         match block.retake() {
-            Err(OutOfMemory::Budget(error)) => {
+            Err(DeviceError::OverBudget(error)) => {
                 let memory = block.arena().overflow(block.len(), block.category()).ok_or(error)?;
                 self.memory = Memory::Lent(LentGuard(Some(memory)));
                 Ok(())
             }
-            taken => Ok(taken?),
+            taken => taken,
         }
     }
 
@@ -234,7 +233,6 @@ impl<'a> View<'a> {
         self.operand.dtype()
     }
 
-    /// What a kernel reads.
     pub(crate) fn operand(self) -> Operand {
         self.operand
     }
@@ -300,7 +298,6 @@ impl<'a> ViewMut<'a> {
         self.operand.dtype()
     }
 
-    /// What a kernel writes.
     pub(crate) fn into_operand(self) -> OperandMut {
         self.operand
     }

@@ -178,7 +178,6 @@ fn operands(inputs: AttentionInputs<View<'_>>) -> AttentionInputs<Operand> {
 pub(crate) struct CacheViews<'a> {
     pub(crate) keys: ViewMut<'a>,
     pub(crate) values: ViewMut<'a>,
-    /// Positions there is room for.
     pub(crate) capacity: usize,
     /// Positions already held.
     pub(crate) len: usize,

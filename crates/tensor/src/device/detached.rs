@@ -32,8 +32,8 @@ pub struct DetachedOptions {
 }
 
 enum Job {
-    Run(Box<Call>),
-    Copy(Box<dyn FnOnce(&Cpu) + Send>),
+    /// A kernel or a copy.
+    Run(Box<dyn FnOnce(&Cpu) + Send>),
     Wait(Event),
     Complete(Arc<Latch>),
 }
@@ -125,7 +125,7 @@ impl Backend for Detached {
     /// wait for the copy.
     fn run(&self, call: Call) {
         self.queue.check_races(&call);
-        self.queue.push(Stream::Compute, Job::Run(Box::new(call)));
+        self.queue.push(Stream::Compute, Job::Run(Box::new(move |cpu| cpu.run(call))));
     }
 
     fn upload(&self, from: &[u8], mut to: OperandMut) {
@@ -217,7 +217,7 @@ impl Queue {
 
     /// Issues a copy, and returns its position among the jobs of the stream.
     fn copy(&self, stream: Stream, copy: impl FnOnce(&Cpu) + Send + 'static) -> u64 {
-        self.push(stream, Job::Copy(Box::new(copy)))[stream as usize]
+        self.push(stream, Job::Run(Box::new(copy)))[stream as usize]
     }
 
     /// An event that is done when all that was issued to a stream so far has run.
@@ -312,9 +312,8 @@ impl Queue {
     /// Runs jobs until the device is closed and no more can run.
     fn serve(&self, cpu: &Cpu) {
         while let Some(job) = self.next() {
-            let run: Box<dyn FnOnce(&Cpu) + Send> = match job {
-                Job::Run(call) => Box::new(move |cpu| cpu.run(*call)),
-                Job::Copy(copy) => copy,
+            let run = match job {
+                Job::Run(run) => run,
                 Job::Wait(event) => {
                     if let Some(cause) = event.failure() {
                         self.fail(cause);
@@ -391,7 +390,7 @@ impl State {
 
     fn is_ready(&self, stream: usize) -> bool {
         match self.streams[stream].front() {
-            Some(Job::Run(_) | Job::Copy(_) | Job::Complete(_)) => true,
+            Some(Job::Run(_) | Job::Complete(_)) => true,
             Some(Job::Wait(event)) => event.is_done(),
             None => false,
         }

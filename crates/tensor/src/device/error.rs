@@ -1,4 +1,3 @@
-use crate::kernels::cpu::arena::OutOfMemory;
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::memory::OverBudget;
 use crate::shape::Shape;
@@ -62,16 +61,4 @@ pub enum DeviceError {
     /// Its budget is used up.
     #[error(transparent)]
     OverBudget(#[from] OverBudget),
-}
-
-impl From<OutOfMemory> for DeviceError {
-    fn from(error: OutOfMemory) -> Self {
-        match error {
-            OutOfMemory::Machine { .. } | OutOfMemory::Refused { .. } => {
-                DeviceError::OutOfMemory(error.to_string())
-            }
-            OutOfMemory::HugePages { .. } => DeviceError::HugePages(error.to_string()),
-            OutOfMemory::Budget(error) => DeviceError::OverBudget(error),
-        }
-    }
 }

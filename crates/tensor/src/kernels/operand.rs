@@ -43,7 +43,6 @@ impl Operand {
         Operand { start, num_bytes, dtype, shape, is_detached }
     }
 
-    /// Host memory.
     pub(crate) fn of_host(bytes: &[u8], of: (Shape, DType)) -> Self {
         Operand::new(NonNull::from(bytes).cast(), bytes.len(), of, false)
     }
@@ -60,7 +59,6 @@ impl Operand {
         self.num_bytes
     }
 
-    /// Returns the address range of the operand.
     pub(crate) fn addresses(&self) -> Range<usize> {
         let start = self.start.addr().get();
         start..start + self.num_bytes
@@ -92,7 +90,6 @@ impl Operand {
         }
     }
 
-    /// All bytes.
     pub(crate) fn bytes(self, cpu: &Cpu) -> &[u8] {
         let start = self.reach(cpu);
         // SAFETY: `start` is where `cpu` reaches as many bytes of a view that was borrowed when the kernel was issued, of memory that is
@@ -109,7 +106,6 @@ impl Operand {
         bytemuck::cast_slice(self.bytes(cpu))
     }
 
-    /// As [`elements`](Operand::elements).
     pub(crate) fn f32s(self, cpu: &Cpu) -> &[f32] {
         self.elements(cpu)
     }
@@ -148,7 +144,6 @@ impl OperandMut {
         OperandMut(operand)
     }
 
-    /// Host memory.
     pub(crate) fn of_host(bytes: &mut [u8], of: (Shape, DType)) -> Self {
         let num_bytes = bytes.len();
         OperandMut(Operand::new(NonNull::from(bytes).cast(), num_bytes, of, false))
@@ -181,7 +176,6 @@ impl OperandMut {
         OperandMut(self.0.part(range, of))
     }
 
-    /// All bytes.
     pub(crate) fn bytes<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u8] {
         let start = self.0.reach(cpu);
         // SAFETY: as in `Operand::bytes`, of a view that was borrowed to be written: nothing else reads or writes there now.
@@ -194,7 +188,6 @@ impl OperandMut {
         bytemuck::cast_slice_mut(self.bytes(cpu))
     }
 
-    /// As [`elements`](OperandMut::elements).
     pub(crate) fn f32s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [f32] {
         self.elements(cpu)
     }

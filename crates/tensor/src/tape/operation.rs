@@ -144,7 +144,6 @@ pub struct ForwardContext<'a> {
     pub(super) next_saved: usize,
     /// Of a node whose operation runs again: where its outputs and saved tensors end.
     pub(super) ends: Option<[usize; 2]>,
-    /// What ranks have of the outputs.
     pub(super) sharding: Sharding,
     pub(super) operation: &'a dyn Operation,
 }
@@ -153,7 +152,6 @@ pub struct ForwardContext<'a> {
 pub struct BackwardContext<'a> {
     pub(super) common: OperationContext<'a>,
     pub(super) node: usize,
-    /// The halves that run.
     pub(super) running: Halves,
 }
 

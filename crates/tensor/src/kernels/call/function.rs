@@ -17,7 +17,6 @@ pub(crate) struct FunctionCall {
     pub(crate) function: Function,
 }
 
-/// Computes an output from inputs.
 pub(crate) type Function = Arc<dyn Fn(&Cpu, &[Operand], OperandMut) + Send + Sync>;
 
 impl FunctionCall {

@@ -45,7 +45,6 @@ pub(crate) trait Operands: Sized {
     /// Returns a copy in which each operand is replaced by the result of `replace`.
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self;
 
-    /// Calls `visit` with every operand.
     fn for_each_operand(&self, visit: &mut dyn FnMut(&Operand, Access)) {
         self.with_operands(&mut |operand, access| {
             visit(operand, access);
@@ -145,7 +144,6 @@ macro_rules! areas {
         })*
 
         impl Call {
-            /// The name of the kernel.
             pub(crate) fn name(&self) -> &'static str {
                 match self {
                     $(Call::$area(call) => call.name(),)*

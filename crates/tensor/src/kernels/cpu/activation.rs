@@ -18,7 +18,6 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Floating-point operations of an element.
     pub(crate) fn num_operations(self) -> usize {
         match self {
             Activation::Gelu => Cost::EXP + 8,

@@ -4,12 +4,13 @@
 //! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
 //! every request finds its block, and nothing is allocated.
 
+use crate::device::{DeviceError, Result};
 use crate::kernels::backend::Backend;
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::{Operand, OperandMut};
 use crate::lent_memory::{LentMemory, Overflow};
-use crate::memory::{MemoryCounter, OverBudget, PageSource, describe};
+use crate::memory::{MemoryCounter, PageSource, describe};
 use crate::shape::Shape;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -39,32 +40,6 @@ struct Blocks {
     accessible: usize,
 }
 
-/// No block of the size asked for.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum OutOfMemory {
-    /// It is more than the machine has.
-    #[error(
-        "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use \
-         smaller batches, shorter sequences, or a machine with more memory"
-    )]
-    Machine { requested: Bytes, category: Category, reserved: Bytes, in_use: String },
-    /// The system gives no more memory to this process.
-    #[error(
-        "out of memory: the system refuses {requested} for {category} ({in_use}): {source}; if the machine has as much, see whether \
-         `ulimit -d`, `ulimit -v` or the setting vm.overcommit_memory = 2 keeps it back"
-    )]
-    Refused { requested: Bytes, category: Category, in_use: String, source: std::io::Error },
-    /// The host's pool of huge pages is used up, the control group may have no more of it, or the system is too old to say so.
-    #[error(
-        "out of memory: the pool of huge pages has too few left for {requested} of {category} ({in_use}): {source}; reserve more of them \
-         (vm.nr_hugepages), or use transparent huge pages, which are all that Linux before 5.14 supports"
-    )]
-    HugePages { requested: Bytes, category: Category, in_use: String, source: std::io::Error },
-    /// It is more than the budget.
-    #[error(transparent)]
-    Budget(#[from] OverBudget),
-}
-
 impl Arena {
     /// Hands out as much memory as the machine has, or as many addresses as the process may have; takes none of it.
     pub(crate) fn reserve(page_source: PageSource, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
@@ -74,16 +49,17 @@ impl Arena {
     /// As [`reserve`](Arena::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write. It is handed
     /// out in the order of a backend's work, once it has [one](Arena::order_by).
     pub(crate) fn detached(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        let memory = Mapping::detached()?;
-        let num_bytes = memory.num_bytes();
-        Ok(Self::new(memory, num_bytes, counter))
+        Ok(Self::accessible(Mapping::detached()?, counter))
     }
 
     /// An arena of a device that only counts, whose blocks may be larger than the machine's memory.
     pub(crate) fn counting(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        let memory = Mapping::counting()?;
+        Ok(Self::accessible(Mapping::counting()?, counter))
+    }
+
+    fn accessible(memory: Mapping, counter: Arc<MemoryCounter>) -> Self {
         let num_bytes = memory.num_bytes();
-        Ok(Self::new(memory, num_bytes, counter))
+        Self::new(memory, num_bytes, counter)
     }
 
     fn new(memory: Mapping, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
@@ -127,22 +103,39 @@ impl Arena {
         self.memory.page_source()
     }
 
-    /// The memory itself.
     pub(crate) fn mapping(&self) -> &Arc<Mapping> {
         &self.memory
     }
 
     /// Refuses early what can never fit.
-    pub(crate) fn check_room(&self, len: usize, category: Category) -> Result<(), OutOfMemory> {
+    pub(crate) fn check_room(&self, len: usize, category: Category) -> Result<()> {
         if len <= self.memory.num_bytes() { Ok(()) } else { Err(self.out_of_memory(len, category)) }
     }
 
-    fn out_of_memory(&self, len: usize, category: Category) -> OutOfMemory {
-        OutOfMemory::Machine {
-            requested: Bytes(len as u64),
-            category,
-            reserved: Bytes(self.memory.num_bytes() as u64),
-            in_use: describe(&self.counter.in_use()),
+    /// More is asked for than the machine has.
+    fn out_of_memory(&self, len: usize, category: Category) -> DeviceError {
+        let [requested, reserved] = [len, self.memory.num_bytes()].map(|bytes| Bytes(bytes as u64));
+        let in_use = describe(&self.counter.in_use());
+        DeviceError::OutOfMemory(format!(
+            "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use \
+             smaller batches, shorter sequences, or a machine with more memory"
+        ))
+    }
+
+    /// The system gives no more memory to this process, or the host's pool of huge pages is used up, the control group may have no more of it, or
+    /// the system is too old to say so.
+    fn refused(&self, len: usize, category: Category, source: rustix::io::Errno) -> DeviceError {
+        let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
+        let source = std::io::Error::from(source);
+        match self.memory.page_source() {
+            PageSource::Transparent => DeviceError::OutOfMemory(format!(
+                "out of memory: the system refuses {requested} for {category} ({in_use}): {source}; if the machine has as much, see whether \
+                 `ulimit -d`, `ulimit -v` or the setting vm.overcommit_memory = 2 keeps it back"
+            )),
+            PageSource::Reserved => DeviceError::HugePages(format!(
+                "out of memory: the pool of huge pages has too few left for {requested} of {category} ({in_use}): {source}; reserve more of them \
+                 (vm.nr_hugepages), or use transparent huge pages, which are all that Linux before 5.14 supports"
+            )),
         }
     }
 
@@ -161,12 +154,12 @@ impl Arena {
     }
 
     /// Takes a block of `len` bytes, with whatever its last user left in it.
-    pub(crate) fn take(self: &Arc<Self>, len: usize, category: Category) -> Result<Block, OutOfMemory> {
+    pub(crate) fn take(self: &Arc<Self>, len: usize, category: Category) -> Result<Block> {
         let offset = Some(self.take_offset(len, category)?);
         Ok(Block { arena: Arc::clone(self), offset, len, category })
     }
 
-    fn take_offset(&self, len: usize, category: Category) -> Result<usize, OutOfMemory> {
+    fn take_offset(&self, len: usize, category: Category) -> Result<usize> {
         // No length that is asked for may overflow on its way to being refused.
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
@@ -179,12 +172,7 @@ impl Arena {
         if let Err(source) = self.make_accessible(&mut blocks, offset + padded) {
             blocks.free.give(offset, padded);
             self.counter.give(category, padded);
-            let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
-            let source = source.into();
-            return Err(match self.memory.page_source() {
-                PageSource::Transparent => OutOfMemory::Refused { requested, category, in_use, source },
-                PageSource::Reserved => OutOfMemory::HugePages { requested, category, in_use, source },
-            });
+            return Err(self.refused(len, category, source));
         }
         drop(blocks);
         if let Some(backend) = self.backend.get() {
@@ -241,7 +229,7 @@ impl Block {
     }
 
     /// Takes memory again, with whatever its last user left in it.
-    pub(crate) fn retake(&mut self) -> Result<(), OutOfMemory> {
+    pub(crate) fn retake(&mut self) -> Result<()> {
         if self.offset.is_none() {
             self.offset = Some(self.arena.take_offset(self.len, self.category)?);
         }

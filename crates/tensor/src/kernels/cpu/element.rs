@@ -15,7 +15,6 @@ pub(crate) trait Element: Pod + Send + Sync + PartialEq + std::fmt::Debug {
     /// Elements in memory, as a factor of a product.
     fn floats(values: &[Self]) -> Floats<'_>;
 
-    /// The value.
     fn to_f32(self) -> f32;
 
     /// The nearest value, ties to even.
@@ -176,7 +175,6 @@ impl Floats<'_> {
         with_floats!(self => |x| x.len())
     }
 
-    /// The elements from `start` on.
     pub(crate) fn from(&self, start: usize) -> Self {
         match *self {
             Floats::F32(x) => Floats::F32(&x[start..]),
@@ -195,7 +193,6 @@ impl FloatsMut<'_> {
         }
     }
 
-    /// Sets all elements to 0.
     pub(crate) fn zero(&mut self) {
         match self {
             FloatsMut::F32(x) => x.fill(0.0),
@@ -204,7 +201,6 @@ impl FloatsMut<'_> {
         }
     }
 
-    /// Some of the elements.
     pub(crate) fn range(&mut self, range: Range<usize>) -> FloatsMut<'_> {
         match self {
             FloatsMut::F32(x) => FloatsMut::F32(&mut x[range]),

@@ -30,7 +30,6 @@ for_each_simd_level! {
 pub(crate) struct Chosen<'a> {
     /// The row of each choice of each token.
     pub(crate) places: &'a [u32],
-    /// Choices of a token.
     pub(crate) num_choices: usize,
     /// What each chosen row is multiplied by, if by anything.
     pub(crate) weights: Option<&'a [f32]>,

@@ -58,7 +58,6 @@ struct Job {
 unsafe impl Send for Job {}
 
 impl ThreadPool {
-    /// Maximum number of threads.
     pub(crate) const SIZE_MAX: usize = 1 << 12;
 
     /// A pool of `num_threads`, the caller included. Fails if the system refuses to start a thread.

@@ -16,7 +16,6 @@ fn whole(shape: Shape) -> VocabularyChunk {
     VocabularyChunk { first: 0, len: shape.cols(), vocabulary_start: 0 }
 }
 
-/// The statistics of all rows.
 fn statistics(device: &Device, logits: View<'_>, classes: View<'_>) -> Result<Tensor> {
     let mut statistics = device.activation([logits.shape().rows(), STATISTICS])?;
     device.softmax_statistics(logits, classes, whole(logits.shape()), statistics.view_mut());

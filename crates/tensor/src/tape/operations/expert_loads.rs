@@ -63,7 +63,6 @@ impl ExpertExchange {
         Loads { table, is_shadowed, place: cx.expert_axis().place(), exchange: self, is_bounded }
     }
 
-    /// Numbers in a row of the table.
     fn row_len(self) -> usize {
         self.num_experts + NUM_OTHERS
     }
@@ -126,7 +125,6 @@ impl Loads {
         [of_ranks(0), of_ranks(1)]
     }
 
-    /// Choices of this rank.
     fn num_choices(&self) -> usize {
         self.row(self.place.rank)[self.exchange.num_experts] as usize
     }

@@ -43,7 +43,6 @@ impl GroupedLinear {
         [num_groups * self.outputs(), self.weight.shape.cols()].into()
     }
 
-    /// Elements of a matrix.
     pub(super) fn matrix_len(&self) -> usize {
         self.shape_of(1).num_elements()
     }

@@ -150,7 +150,6 @@ impl Linear {
         Ok(travelling)
     }
 
-    /// Ends the input half.
     fn end_input_half(cx: &mut BackwardContext<'_>, d_input: Option<PendingValue>) -> Result<()> {
         let Some(d_input) = d_input else { return Ok(()) };
         let d_input = cx.finish_on_axis(d_input)?;

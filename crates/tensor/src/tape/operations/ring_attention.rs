@@ -89,7 +89,6 @@ impl RingAttention {
         Ok(next)
     }
 
-    /// The output.
     pub(super) fn forward(
         &self,
         cx: &OperationContext<'_>,

@@ -25,7 +25,6 @@ pub(super) fn row_weights(input: Option<View<'_>>) -> View<'_> {
     input.unwrap_or_else(|| View::from_f32s(&[], [0].into()))
 }
 
-/// Returns the weight of a row.
 pub(super) fn weight_of(weights: &[f32], row: usize) -> f32 {
     weights.get(row).copied().unwrap_or(1.0)
 }

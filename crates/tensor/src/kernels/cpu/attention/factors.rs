@@ -38,7 +38,6 @@ impl KeysValues<'_> {
         if backward { keys + values + key_blocks } else { keys + value_blocks }
     }
 
-    /// Packs them for forward.
     pub(super) fn forward_factors<'a>(&self, micro: Micro, words: &'a mut [u32]) -> ForwardFactors<'a> {
         let [dim, value_dim] = self.dims;
         let (keys, values) = words.split_at_mut(RightPanels::num_words(micro, dim, self.num_keys));
@@ -48,7 +47,6 @@ impl KeysValues<'_> {
         }
     }
 
-    /// Packs them for backward.
     pub(super) fn backward_factors<'a>(&self, micro: Micro, words: &'a mut [u32]) -> BackwardFactors<'a> {
         let [dim, value_dim] = self.dims;
         let num_words = |dim: usize| RightPanels::num_words(micro, dim, self.num_keys);

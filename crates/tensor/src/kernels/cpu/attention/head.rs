@@ -11,7 +11,6 @@ use std::ops::Range;
 /// Queries in a block of scores: with [`KEY_BLOCK`] keys 64 KiB in f32, which stays in the second-level cache.
 pub(super) const QUERY_BLOCK: usize = 64;
 
-/// Scores of a block.
 const NUM_SCORES: usize = QUERY_BLOCK * KEY_BLOCK;
 
 /// What a thread works in, a block of queries after the other.
@@ -130,7 +129,6 @@ struct SoftRow {
 /// What backward needs of a row of scores.
 #[derive(Clone, Copy)]
 struct SavedRow {
-    /// Logarithm of the sum of exponentials.
     log_sum: f32,
     /// The row's output times its gradient.
     delta: f32,

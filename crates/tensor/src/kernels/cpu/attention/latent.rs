@@ -48,7 +48,6 @@ impl LatentHeadShape {
         if self.is_interleaved { [2 * index, 2 * index + 1] } else { [index, index + half] }
     }
 
-    /// Writes `x`, rotated by `angles`.
     fn rotate<T: Element>(&self, x: &[T], (cos, sin): (&[f32], &[f32]), out: &mut [T]) {
         let (first, second) = out.split_at_mut(self.rotary_dim / 2);
         for (index, ((a, b), (cos, sin))) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)).enumerate()
@@ -76,7 +75,6 @@ impl LatentHeadShape {
 }
 
 impl<'a> Rotary<&'a [f32]> {
-    /// Of a row.
     fn angles(&self, row: usize, seq_len: usize, half: usize) -> (&'a [f32], &'a [f32]) {
         let start = self.positions.at(row % seq_len) * half;
         (&self.cos[start..start + half], &self.sin[start..start + half])

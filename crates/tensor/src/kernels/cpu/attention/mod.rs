@@ -176,9 +176,7 @@ impl<'a, T: Element> AttentionInputs<&'a [T], &'a [u32]> {
 /// Cosines and sines of a rotary embedding: row `p` holds `head_dim / 2` values for position `p`. They are views, operands or slices.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rotary<V> {
-    /// Cosines.
     pub(crate) cos: V,
-    /// Sines.
     pub(crate) sin: V,
     /// Positions of the rows of each sequence.
     pub(crate) positions: Positions,
@@ -196,9 +194,7 @@ impl<V> Rotary<V> {
 pub(crate) struct CacheSpan<'a> {
     /// Keys, after rotation.
     pub(crate) keys: &'a mut [f32],
-    /// Values.
     pub(crate) values: &'a mut [f32],
-    /// Positions there is room for.
     pub(crate) capacity: usize,
     /// Positions already held.
     pub(crate) len: usize,

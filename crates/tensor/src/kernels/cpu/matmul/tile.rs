@@ -89,7 +89,6 @@ impl<'a> Tile<'a> {
         tile
     }
 
-    /// A row of the rectangle.
     pub(crate) fn row(&mut self, row: usize) -> &mut [f32] {
         assert!(row < self.size.rows);
         // SAFETY: the row lies in the result, as `new` checked, and the tile borrows it mutably.

@@ -14,7 +14,6 @@ const COLUMNS: usize = 64;
 /// What is here of a matrix.
 #[derive(Debug, Clone)]
 pub(crate) struct FactoredPart {
-    /// Length of a row.
     pub(crate) cols: usize,
     /// First element of the matrix within its unit's flat buffer.
     pub(crate) offset: usize,

@@ -52,7 +52,6 @@ impl StateDType {
     }
 }
 
-/// Blocks of a piece.
 pub(crate) fn num_blocks(len: usize) -> usize {
     len.div_ceil(BLOCK_LEN)
 }
@@ -89,7 +88,6 @@ impl<'a> StateSlice<'a> {
     }
 }
 
-/// The state of one piece.
 pub(super) enum PieceState<'a> {
     Absent,
     F32(&'a mut [f32]),
