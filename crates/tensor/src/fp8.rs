@@ -27,27 +27,16 @@ pub(crate) enum Fp8Format {
 }
 
 impl Fp8Format {
-    pub(crate) const fn fraction_bits(self) -> u32 {
+    /// Bits of fraction, exponent of the smallest normal value, and the largest finite value.
+    pub(crate) const fn limits(self) -> (u32, i32, f32) {
         match self {
-            Fp8Format::E4m3 => 3,
-            Fp8Format::E5m2 => 2,
+            Fp8Format::E4m3 => (3, -6, 448.0),
+            Fp8Format::E5m2 => (2, -14, 57_344.0),
         }
     }
 
-    /// Exponent of the smallest normal value.
-    pub(crate) const fn exponent_min(self) -> i32 {
-        match self {
-            Fp8Format::E4m3 => -6,
-            Fp8Format::E5m2 => -14,
-        }
-    }
-
-    /// The largest finite value.
     pub(crate) const fn max(self) -> f32 {
-        match self {
-            Fp8Format::E4m3 => 448.0,
-            Fp8Format::E5m2 => 57_344.0,
-        }
+        self.limits().2
     }
 }
 

@@ -5,7 +5,7 @@
 
 mod bound;
 
-pub use crate::kernels::Unit;
+pub use crate::kernels::{ProductSizes, Unit};
 pub use crate::timing::Timing;
 pub use bound::{Limit, Peaks};
 pub use trireme_base::{Cost, Traffic};
@@ -17,7 +17,6 @@ use crate::shape::Shape;
 use crate::tensor::Tensor;
 use crate::timing::time_runs;
 use std::convert::Infallible;
-use std::fmt;
 use std::time::{Duration, Instant};
 use trireme_base::{Category, DType, RandomKey};
 
@@ -43,31 +42,6 @@ impl Transposes {
             Transposes::NT => (Transpose::No, Transpose::Yes),
             Transposes::TN => (Transpose::Yes, Transpose::No),
         }
-    }
-}
-
-/// Sizes of a product: `rows x inner` times `inner x cols`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ProductSizes {
-    /// Rows of the result.
-    pub rows: usize,
-    /// Columns of the result.
-    pub cols: usize,
-    /// Terms of each sum.
-    pub inner: usize,
-}
-
-impl ProductSizes {
-    /// Floating-point operations: a multiplication and an addition a term.
-    pub fn operations(&self) -> f64 {
-        2.0 * self.rows as f64 * self.cols as f64 * self.inner as f64
-    }
-}
-
-impl fmt::Display for ProductSizes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ProductSizes { rows, cols, inner } = self;
-        f.pad(&format!("{rows}x{cols}x{inner}"))
     }
 }
 

@@ -1,12 +1,12 @@
 //! Kernels for products prove themselves: what they compute is compared with what the portable kernel computes.
 
 use crate::kernels::cpu::element::{Element, FloatsMut, with_element};
-use crate::kernels::cpu::matmul::{Epilogue, Matrix, Product};
+use crate::kernels::cpu::matmul::{Epilogue, Matrix, ProductSizes};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::cpu::{Cpu, f32_error};
 use crate::kernels::{CpuFeatures, Unit};
 use crate::precision::Precision;
-use crate::probe::{ProductSizes, Transposes};
+use crate::probe::Transposes;
 use std::fmt;
 use trireme_base::DType;
 
@@ -108,7 +108,7 @@ fn compare(
     for [rows, cols, inner] in SIZES {
         for transposes in Transposes::ALL {
             for (index, &dtypes) in dtypes.iter().enumerate() {
-                let size = Product { rows, cols, inner };
+                let size = ProductSizes { rows, cols, inner };
                 let case = Case::new(precision, size, transposes, dtypes, index % 2 == 1);
                 case.check(&expected(&case), &found(&case))?;
             }
@@ -123,7 +123,7 @@ fn compare(
 /// whatever order terms are summed.
 struct Case {
     precision: Precision,
-    size: Product,
+    size: ProductSizes,
     transposes: Transposes,
     dtypes: (DType, DType),
     left: Vec<f32>,
@@ -135,12 +135,12 @@ struct Case {
 impl Case {
     fn new(
         precision: Precision,
-        size: Product,
+        size: ProductSizes,
         transposes: Transposes,
         dtypes: (DType, DType),
         accumulates: bool,
     ) -> Self {
-        let Product { rows, cols, inner } = size;
+        let ProductSizes { rows, cols, inner } = size;
         let (mut left, mut right) = (vec![0.0; rows * inner], vec![0.0; inner * cols]);
         let mut case = Case {
             precision,
@@ -178,7 +178,7 @@ impl Case {
     }
 
     fn product_of<L: Element, R: Element>(&self, cpu: &Cpu) -> Vec<f32> {
-        let Product { rows, cols, inner } = self.size;
+        let ProductSizes { rows, cols, inner } = self.size;
         let (left, right) = (narrow::<L>(&self.left), narrow::<R>(&self.right));
         let (left_cols, left_transposed) =
             if self.transposes == Transposes::TN { (rows, true) } else { (inner, false) };
@@ -196,7 +196,7 @@ impl Case {
     }
 
     fn check(&self, expected: &[f32], found: &[f32]) -> Result<(), WrongProduct> {
-        let Product { rows, cols, inner } = self.size;
+        let cols = self.size.cols;
         for (index, (&expected, &found)) in expected.iter().zip(found).enumerate() {
             let (row, col) = (index / cols, index % cols);
             let is_exact = row % 2 == 0 && col % 2 == 0;
@@ -205,7 +205,7 @@ impl Case {
             {
                 continue;
             }
-            let (sizes, transposes) = (ProductSizes { rows, cols, inner }, self.transposes);
+            let (sizes, transposes) = (self.size, self.transposes);
             return Err(WrongProduct { sizes, transposes, row, col, found, expected });
         }
         Ok(())

@@ -16,7 +16,7 @@ pub(crate) use cpu::blocks::Blocks;
 pub(crate) use cpu::embedding::Bags;
 pub use cpu::exact_sum::ExactSum;
 pub use cpu::experts::{ChosenGroups, RoutingRule};
-pub use cpu::matmul::GroupLimit;
+pub use cpu::matmul::{GroupLimit, ProductSizes};
 pub(crate) use cpu::optimizer::{Access, FactoredPart, StateSlice, Update};
 pub use cpu::optimizer::{FactoredStep, LeafRun, Piece, Pieces, StateDType, StepScale, rules as updates};
 pub use cpu::peak::Unit;

@@ -184,13 +184,11 @@ impl ParameterTable {
     /// The first parameter that they cannot cut.
     pub fn check_degree(&self, degree: usize) -> Result<(), UncuttableError> {
         let cuts = |info: &ParameterInfo| Some((info.cut?, info.whole.dims()[info.cut?.dim]));
-        let can_cut = |degree: usize| {
-            let mut cuts = self.parameters.iter().filter_map(cuts);
-            degree > 0 && cuts.all(|(cut, len)| cut.num_holders(len, degree).is_some())
+        let is_cut = |info: &ParameterInfo, degree: usize| {
+            cuts(info).is_none_or(|(cut, len)| degree > 0 && cut.num_holders(len, degree).is_some())
         };
-        let refusing = self.parameters.iter().find(|info| {
-            cuts(info).is_some_and(|(cut, len)| degree == 0 || cut.num_holders(len, degree).is_none())
-        });
+        let can_cut = |degree: usize| self.parameters.iter().all(|info| is_cut(info, degree));
+        let refusing = self.parameters.iter().find(|info| !is_cut(info, degree));
         let Some(info) = refusing else { return Ok(()) };
         let (cut, len) = cuts(info).expect("it is cut");
         let num_granules = cut.num_granules(len);

@@ -36,12 +36,13 @@ struct Rounding {
 
 impl Rounding {
     fn new(format: Fp8Format, scale_exponent: i32) -> Self {
+        let (fraction_bits, exponent_min, max) = format.limits();
         Rounding {
             scale: power_of_two(scale_exponent),
             inverse_scale: power_of_two(-scale_exponent),
-            max: format.max(),
-            normal_min: power_of_two(format.exponent_min()).to_bits(),
-            to_rounder: (FRACTION_BITS - format.fraction_bits()) << FRACTION_BITS,
+            max,
+            normal_min: power_of_two(exponent_min).to_bits(),
+            to_rounder: (FRACTION_BITS - fraction_bits) << FRACTION_BITS,
         }
     }
 

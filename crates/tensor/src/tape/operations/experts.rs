@@ -154,23 +154,16 @@ impl Operation for CombineRows {
         let num_choices = cx.input(2).shape().cols();
         let dy =
             cx.all_rows(cx.grad(), if self.adds_up { cx.output_sharding() } else { Sharding::Replicated })?;
-        let d_weights = match cx.requires_grad(3) {
-            true => {
-                let mut d_weights = cx.empty(cx.input_shape(3), DType::F32)?;
-                cx.device().row_products(cx.input(0), cx.input(2), dy.view(), d_weights.view_mut());
-                Some(d_weights)
-            }
-            false => None,
-        };
-        let dx = match cx.requires_grad(0) {
-            true => {
-                let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
-                let of_choices = (cx.input(1), num_choices, Some(cx.input(3)));
-                cx.device().spread_rows(dy.view(), of_choices, dx.view_mut());
-                Some(dx)
-            }
-            false => None,
-        };
+        let like =
+            |input| cx.requires_grad(input).then(|| cx.empty(cx.input_shape(input), cx.input_dtype(input)));
+        let [mut d_weights, mut dx] = [like(3).transpose()?, like(0).transpose()?];
+        if let Some(d_weights) = &mut d_weights {
+            cx.device().row_products(cx.input(0), cx.input(2), dy.view(), d_weights.view_mut());
+        }
+        if let Some(dx) = &mut dx {
+            let of_choices = (cx.input(1), num_choices, Some(cx.input(3)));
+            cx.device().spread_rows(dy.view(), of_choices, dx.view_mut());
+        }
         drop(dy);
         for (input, grad) in [(3, d_weights), (0, dx)] {
             grad.map_or(Ok(()), |grad| cx.add_grad(input, grad))?;

@@ -4,7 +4,7 @@ use super::factors::{BackwardFactors, ForwardFactors, KEY_BLOCK};
 use super::rule::{AttentionRule, KeyView, all_seen};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
-use crate::kernels::cpu::matmul::{LeftFactor, Matrix, Micro, Product, RightPanels, Tile};
+use crate::kernels::cpu::matmul::{LeftFactor, Matrix, Micro, ProductSizes, RightPanels, Tile};
 use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip, tanh};
 use std::ops::Range;
 
@@ -246,7 +246,7 @@ impl Head<'_> {
                 scale_rows(cpu.features, out, rows, |row| row.factor);
             }
             let weights = LeftFactor::InMemory(block(weights, pair.num_keys));
-            let size = Product { rows: num_queries, cols: self.dims[1], inner: pair.num_keys };
+            let size = ProductSizes { rows: num_queries, cols: self.dims[1], inner: pair.num_keys };
             let values = factors.values.block(pair.first_key - self.first_packed);
             Tile::whole(out, size).multiply(weights, values, !is_first);
             is_first = false;
@@ -263,7 +263,7 @@ impl Head<'_> {
 
     /// Raw scores of a pair, rows of `num_keys`.
     fn scores(&self, pair: BlockPair<'_>, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
-        let size = Product { rows: pair.seen.len(), cols: pair.num_keys, inner: self.dims[0] };
+        let size = ProductSizes { rows: pair.seen.len(), cols: pair.num_keys, inner: self.dims[0] };
         let queries = LeftFactor::InMemory(self.queries.from(pair.first_query, 0));
         let keys = keys_transposed.from(pair.first_key - self.first_packed);
         Tile::whole(scores, size).multiply(queries, keys, false);
@@ -303,7 +303,7 @@ impl Head<'_> {
             let (weights, d_scores) = (&mut scratch.weights[..len], &mut scratch.d_scores[..len]);
             self.scores(pair, factors.keys_transposed, scores);
             self.cap(cpu, scores);
-            let size = Product { rows: num_queries, cols: num_keys, inner: value_dim };
+            let size = ProductSizes { rows: num_queries, cols: num_keys, inner: value_dim };
             let values = factors.values_transposed.from(first_key);
             Tile::whole(d_weights, size).multiply(LeftFactor::InMemory(dy), values, false);
             soften_backward(
@@ -321,12 +321,12 @@ impl Head<'_> {
                 (&mut *grads.values, weights, dy_panels, value_dim),
                 (&mut *grads.keys, d_scores, queries, dim),
             ] {
-                let size = Product { rows: num_keys, cols, inner: num_queries };
+                let size = ProductSizes { rows: num_keys, cols, inner: num_queries };
                 let rows = first_key * cols..(first_key + num_keys) * cols;
                 let left = LeftFactor::InMemory(left.transposed());
                 Tile::whole(&mut grads[rows], size).multiply(left, right, true);
             }
-            let to_queries = Product { rows: num_queries, cols: dim, inner: num_keys };
+            let to_queries = ProductSizes { rows: num_queries, cols: dim, inner: num_keys };
             let (left, right) = (LeftFactor::InMemory(d_scores), factors.keys.block(first_key));
             Tile::whole(&mut grads.queries[..num_queries * dim], to_queries).multiply(left, right, !is_first);
             is_first = false;

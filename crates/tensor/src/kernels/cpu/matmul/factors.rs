@@ -1,7 +1,7 @@
 //! Packed factors of a product.
 
 use super::kernel::{Left, Micro};
-use super::matrix::{Matrix, Product};
+use super::matrix::{Matrix, ProductSizes};
 use super::pack::{self, Span};
 use crate::kernels::cpu::SharedSlice;
 use std::ops::Range;
@@ -74,7 +74,7 @@ pub(crate) struct PackedLeft<'a> {
 }
 
 impl PackedLeft<'_> {
-    pub(super) fn num_words(micro: Micro, size: Product) -> usize {
+    pub(super) fn num_words(micro: Micro, size: ProductSizes) -> usize {
         size.rows.div_ceil(micro.rows) * Self::panel_words(micro, size.inner)
     }
 

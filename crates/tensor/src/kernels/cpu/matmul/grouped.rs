@@ -5,7 +5,7 @@
 //!
 //! A device that only counts has no numbers in the starts of groups: nothing is done on it.
 
-use super::{Epilogue, Matrix, Product};
+use super::{Epilogue, Matrix, ProductSizes};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::FloatsMut;
 use crate::precision::Precision;
@@ -51,14 +51,14 @@ impl Cpu {
     /// Cost: that of `size`. Panics as [`Cpu::matmul`], and if `starts` are not those of groups of so many rows.
     pub(crate) fn grouped_matmul(
         &self,
-        (precision, size): (Precision, Product),
+        (precision, size): (Precision, ProductSizes),
         starts: &[u32],
         (left, right, block_len): (Matrix<'_>, Matrix<'_>, usize),
         mut out: FloatsMut<'_>,
         scratch: &mut [u32],
     ) {
         for (group, rows) in groups(starts, size.rows).filter(|(_, rows)| !rows.is_empty()) {
-            let size = Product { rows: rows.len(), ..size };
+            let size = ProductSizes { rows: rows.len(), ..size };
             let block = Matrix { values: right.values.from(group * block_len), ..right };
             let out = out.range(rows.start * size.cols..rows.end * size.cols);
             let factors = (left.from(rows.start, 0), block);
@@ -74,7 +74,7 @@ impl Cpu {
     /// Cost: that of `size`, whose inner dim is that of all rows. Panics as [`grouped_matmul`](Cpu::grouped_matmul).
     pub(crate) fn grouped_transposed_matmul(
         &self,
-        (precision, size): (Precision, Product),
+        (precision, size): (Precision, ProductSizes),
         (starts, num_parts, sums): (&[u32], usize, &mut [f32]),
         (left, right): (Matrix<'_>, Matrix<'_>),
         (out, accumulate): (&mut [f32], bool),
@@ -89,7 +89,7 @@ impl Cpu {
                 return;
             }
             let epilogue = Epilogue { accumulate, ..Epilogue::OVERWRITE };
-            let size = Product { inner: rows.len(), ..size };
+            let size = ProductSizes { inner: rows.len(), ..size };
             let factors = (left.from(0, rows.start), right.from(rows.start, 0));
             self.matmul(precision, size, factors, FloatsMut::F32(out), epilogue, scratch);
         };

@@ -1,6 +1,7 @@
 //! Matrices in memory, sizes of products, and what is added to them.
 
 use crate::kernels::cpu::element::Floats;
+use std::fmt;
 
 /// A matrix in memory: element `(i, j)` is `values[i * row_stride + j * col_stride]`; one of the strides is 1.
 #[derive(Clone, Copy, Debug)]
@@ -41,11 +42,28 @@ impl<'a> Matrix<'a> {
 }
 
 /// Sizes of a product: `rows x inner` times `inner x cols`.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Product {
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) inner: usize,
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductSizes {
+    /// Rows of the result.
+    pub rows: usize,
+    /// Columns of the result.
+    pub cols: usize,
+    /// Terms of each sum.
+    pub inner: usize,
+}
+
+impl ProductSizes {
+    /// Floating-point operations: a multiplication and an addition a term.
+    pub fn operations(&self) -> f64 {
+        2.0 * self.rows as f64 * self.cols as f64 * self.inner as f64
+    }
+}
+
+impl fmt::Display for ProductSizes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ProductSizes { rows, cols, inner } = self;
+        f.pad(&format!("{rows}x{cols}x{inner}"))
+    }
 }
 
 /// What a result, or a part of it, is added to.

@@ -28,7 +28,8 @@ pub(crate) use factors::{LeftFactor, RightPanels};
 use factors::{PackedLeft, pack_panel};
 pub use grouped::GroupLimit;
 pub(crate) use kernel::Micro;
-pub(crate) use matrix::{Epilogue, Matrix, Product};
+pub use matrix::ProductSizes;
+pub(crate) use matrix::{Epilogue, Matrix};
 use pack::Span;
 pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, rounded_tile};
@@ -38,7 +39,7 @@ const GROUP_COLS: usize = 2048;
 
 impl Cpu {
     /// 32-bit words of scratch memory that [`Cpu::matmul`] needs.
-    pub(crate) fn matmul_scratch(&self, precision: Precision, size: Product, left: Matrix<'_>) -> usize {
+    pub(crate) fn matmul_scratch(&self, precision: Precision, size: ProductSizes, left: Matrix<'_>) -> usize {
         let micro = Micro::new(self.features, precision);
         let left = if packs_left(micro, size, left) { PackedLeft::num_words(micro, size) } else { 0 };
         left + RightPanels::num_words(micro, size.inner, size.cols.min(GROUP_COLS))
@@ -51,7 +52,7 @@ impl Cpu {
     pub(crate) fn matmul(
         &self,
         precision: Precision,
-        size: Product,
+        size: ProductSizes,
         factors: (Matrix<'_>, Matrix<'_>),
         out: FloatsMut<'_>,
         epilogue: Epilogue<'_>,
@@ -79,7 +80,7 @@ impl Cpu {
     fn matmul_rounded<T: Element>(
         &self,
         precision: Precision,
-        size: Product,
+        size: ProductSizes,
         factors: (Matrix<'_>, Matrix<'_>),
         out: &mut [T],
         epilogue: Epilogue<'_>,
@@ -98,12 +99,12 @@ impl Cpu {
     fn for_tiles(
         &self,
         precision: Precision,
-        size: Product,
+        size: ProductSizes,
         (left, right): (Matrix<'_>, Matrix<'_>),
         scratch: &mut [u32],
         task: impl Fn(TileTask<'_>) + Sync,
     ) {
-        let Product { rows, cols, inner } = size;
+        let ProductSizes { rows, cols, inner } = size;
         let micro = Micro::new(self.features, precision);
         assert!(right.covers(inner, cols), "{right:?} {size:?}");
         let group_words = RightPanels::num_words(micro, inner, cols.min(GROUP_COLS));
@@ -116,7 +117,7 @@ impl Cpu {
             let tile_rows = tile_rows(rows, micro.rows, col_tiles, self.threads.num_threads());
             self.threads.run(rows.div_ceil(tile_rows) * col_tiles, &|index| {
                 let (row, right_col) = (index / col_tiles * tile_rows, index % col_tiles * TILE_COLS);
-                let size = Product {
+                let size = ProductSizes {
                     rows: tile_rows.min(rows - row),
                     cols: TILE_COLS.min(group_cols - right_col),
                     inner,
@@ -133,7 +134,7 @@ impl Cpu {
     fn pack_left<'a>(
         &self,
         micro: Micro,
-        size: Product,
+        size: ProductSizes,
         left: Matrix<'_>,
         words: &'a mut [u32],
     ) -> PackedLeft<'a> {
@@ -189,14 +190,14 @@ fn tile_rows(rows: usize, panel_rows: usize, col_tiles: usize, num_threads: usiz
 struct TileTask<'a> {
     row: usize,
     col: usize,
-    size: Product,
+    size: ProductSizes,
     left: LeftFactor<'a>,
     right: RightPanels<'a>,
 }
 
 /// Whether a left factor is packed once for all tiles: if it cannot be read where it lies, and several tiles read the same
 /// rows.
-fn packs_left(micro: Micro, size: Product, left: Matrix<'_>) -> bool {
+fn packs_left(micro: Micro, size: ProductSizes, left: Matrix<'_>) -> bool {
     size.cols > TILE_COLS && !pack::can_stay(micro, left, size.inner)
 }
 

@@ -15,19 +15,18 @@ pub(super) const SIDE: usize = 16;
 /// Words that may be written beyond the end of a left panel.
 pub(super) const SLACK: usize = SIDE;
 
-/// Memory for a panel of a left factor.
-pub(super) type LeftBuffer = StackWords<{ INNER_BLOCK * ROWS_MAX + SLACK }>;
-
-/// Words that are zeroed when they are first asked for: most products need few of them.
-pub(super) struct StackWords<const N: usize> {
-    words: [MaybeUninit<u32>; N],
+/// Memory for a panel of a left factor. Words are zeroed when they are first asked for: most products need few of them.
+pub(super) struct LeftBuffer {
+    words: [MaybeUninit<u32>; Self::LEN],
     num_zeroed: usize,
 }
 
-impl<const N: usize> StackWords<N> {
+impl LeftBuffer {
+    const LEN: usize = INNER_BLOCK * ROWS_MAX + SLACK;
+
     #[inline(always)]
     pub(super) fn new() -> Self {
-        StackWords { words: [const { MaybeUninit::uninit() }; N], num_zeroed: 0 }
+        LeftBuffer { words: [const { MaybeUninit::uninit() }; Self::LEN], num_zeroed: 0 }
     }
 
     pub(super) fn get(&mut self, len: usize) -> &mut [u32] {

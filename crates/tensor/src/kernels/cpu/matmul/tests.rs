@@ -13,7 +13,7 @@ use trireme_base::{Bf16, DType, F16};
 /// What a product is made of, and what is added to it.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    size: Product,
+    size: ProductSizes,
     left_transposed: bool,
     right_transposed: bool,
     kind: Kind,
@@ -25,7 +25,7 @@ impl Case {
     /// One of the four layouts, with all that can be added.
     fn new((rows, cols, inner): (usize, usize, usize), layout: usize, kind: Kind) -> Self {
         Case {
-            size: Product { rows, cols, inner },
+            size: ProductSizes { rows, cols, inner },
             left_transposed: layout & 1 == 1,
             right_transposed: layout & 2 == 2,
             kind,
@@ -72,7 +72,7 @@ type Results = [Vec<f32>; 3];
 
 impl Operands {
     fn new(case: Case) -> Self {
-        let Product { rows, cols, inner } = case.size;
+        let ProductSizes { rows, cols, inner } = case.size;
         Operands {
             case,
             left: random(rows * inner, "left"),
@@ -141,7 +141,7 @@ impl Operands {
             }
         };
         let (left, right) = (round(&self.left, left), round(&self.right, right));
-        let Product { rows, cols, inner } = self.case.size;
+        let ProductSizes { rows, cols, inner } = self.case.size;
         let sum = |index: usize| {
             let (row, col) = (index / cols, index % cols);
             let terms = (0..inner)
@@ -156,7 +156,7 @@ impl Operands {
 
 fn multiply<T: Element>(
     cpu: &Cpu,
-    (precision, size): (Precision, Product),
+    (precision, size): (Precision, ProductSizes),
     factors: (Matrix<'_>, Matrix<'_>),
     out: &mut [T],
     epilogue: Epilogue<'_>,
@@ -178,7 +178,7 @@ fn plus(sum: &Exact, terms: [f32; 2]) -> Exact {
 
 fn check(case: Case) {
     let operands = Operands::new(case);
-    let (sums, Product { cols, inner, .. }) = (operands.sums(), case.size);
+    let (sums, ProductSizes { cols, inner, .. }) = (operands.sums(), case.size);
     for (features, [plain, added, accumulated]) in operands.run() {
         let what = |what| (what, features, case);
         with_element!(case.kind.3 => |T| {
@@ -241,7 +241,7 @@ fn sums_of_narrow_results_begin_in_memory_that_nothing_has_written() {
 #[test]
 #[should_panic(expected = "the result is 4294967296 x 4294967296")]
 fn a_result_whose_size_overflows_is_no_empty_one() {
-    let size = Product { rows: 1 << 32, cols: 1 << 32, inner: 0 };
+    let size = ProductSizes { rows: 1 << 32, cols: 1 << 32, inner: 0 };
     let empty = Matrix::row_major(Floats::F32(&[]), 0, false);
     let (factors, out) = ((empty, empty), FloatsMut::F32(&mut []));
     let cpu = cpu(CpuFeatures::Portable, 1);
@@ -339,7 +339,7 @@ fn one_wrong_stride_would_be_seen() {
     // By hand, so that a broken helper does not pass unseen.
     let left = [1.0, 2.0, 3.0, 4.0];
     let identity = [1.0, 0.0, 0.0, 1.0];
-    let size = Product { rows: 2, cols: 2, inner: 2 };
+    let size = ProductSizes { rows: 2, cols: 2, inner: 2 };
     for (transposed, expected) in [(false, [1.0, 2.0, 3.0, 4.0]), (true, [1.0, 3.0, 2.0, 4.0])] {
         let left = Matrix::row_major(Floats::F32(&left), 2, transposed);
         let right = Matrix::row_major(Floats::F32(&identity), 2, false);
@@ -368,7 +368,7 @@ fn an_element_has_the_same_bits_at_an_edge_and_within() {
             let product = |rows: usize, cols: usize| {
                 let from = |row: usize| before[row * size.1..][..cols].iter().copied();
                 let mut out: Vec<f32> = (0..rows).flat_map(from).collect();
-                let size = Product { rows, cols, inner };
+                let size = ProductSizes { rows, cols, inner };
                 multiply(
                     &cpu(level, 1),
                     (precision, size),

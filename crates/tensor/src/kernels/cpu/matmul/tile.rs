@@ -2,7 +2,7 @@
 
 use super::factors::{LeftFactor, RightPanels};
 use super::kernel::MicroTile;
-use super::matrix::{Epilogue, Product};
+use super::matrix::{Epilogue, ProductSizes};
 use super::pack::{self, LeftBuffer, Span};
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::element::Element;
@@ -49,7 +49,7 @@ for_each_simd_level! {
 pub(crate) struct Tile<'a> {
     start: *mut f32,
     row_stride: usize,
-    size: Product,
+    size: ProductSizes,
     elements: PhantomData<&'a mut [f32]>,
 }
 
@@ -62,7 +62,7 @@ impl<'a> Tile<'a> {
         out: &SharedSlice<'a, f32>,
         offset: usize,
         row_stride: usize,
-        size: Product,
+        size: ProductSizes,
     ) -> Self {
         assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
         // SAFETY: in bounds by the line above.
@@ -70,7 +70,7 @@ impl<'a> Tile<'a> {
     }
 
     /// A tile that is a whole buffer.
-    pub(crate) fn whole(out: &'a mut [f32], size: Product) -> Self {
+    pub(crate) fn whole(out: &'a mut [f32], size: ProductSizes) -> Self {
         assert_eq!(out.len(), size.rows * size.cols);
         Tile { start: out.as_mut_ptr(), row_stride: size.cols, size, elements: PhantomData }
     }
@@ -78,7 +78,7 @@ impl<'a> Tile<'a> {
     /// The product of two factors, in memory that nothing has written yet.
     fn of_product(
         memory: &'a mut [MaybeUninit<f32>],
-        size: Product,
+        size: ProductSizes,
         (left, right): (LeftFactor<'_>, RightPanels<'_>),
     ) -> Self {
         assert!(size.rows * size.cols <= memory.len());
@@ -108,7 +108,7 @@ impl<'a> Tile<'a> {
     ///
     /// The right factor may have more terms than the product, if all of them are one block of the inner dim: the first ones count.
     pub(crate) fn multiply(&mut self, left: LeftFactor<'_>, right: RightPanels<'_>, accumulate: bool) {
-        let Product { rows, cols, inner } = self.size;
+        let ProductSizes { rows, cols, inner } = self.size;
         let micro = right.micro;
         if inner == 0 && !accumulate {
             for row in 0..rows {
@@ -162,7 +162,7 @@ impl<'a> Tile<'a> {
 pub(super) unsafe fn rounded_tile<T: Element>(
     out: &SharedSlice<'_, T>,
     (offset, row_stride): (usize, usize),
-    size: Product,
+    size: ProductSizes,
     (left, right): (LeftFactor<'_>, RightPanels<'_>),
     epilogue: &Epilogue<'_>,
 ) {
@@ -179,6 +179,6 @@ pub(super) unsafe fn rounded_tile<T: Element>(
 }
 
 /// Elements from the first of a rectangle to its last.
-fn extent(row_stride: usize, size: Product) -> usize {
+fn extent(row_stride: usize, size: ProductSizes) -> usize {
     if size.rows == 0 || size.cols == 0 { 0 } else { (size.rows - 1) * row_stride + size.cols }
 }

@@ -2,7 +2,7 @@
 
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::{Floats, FloatsMut};
-use crate::kernels::cpu::matmul::{Epilogue, Matrix, Product};
+use crate::kernels::cpu::matmul::{Epilogue, Matrix, ProductSizes};
 use crate::precision::Precision;
 
 /// Coefficients of the iteration: odd polynomials whose repetition brings singular values from 0 to 1 near 1, the small ones fast.
@@ -39,16 +39,16 @@ impl Round {
         self.rows.min(self.cols)
     }
 
-    fn gram(&self) -> Product {
-        Product { rows: self.side(), cols: self.side(), inner: self.rows.max(self.cols) }
+    fn gram(&self) -> ProductSizes {
+        ProductSizes { rows: self.side(), cols: self.side(), inner: self.rows.max(self.cols) }
     }
 
-    fn square(&self) -> Product {
-        Product { rows: self.side(), cols: self.side(), inner: self.side() }
+    fn square(&self) -> ProductSizes {
+        ProductSizes { rows: self.side(), cols: self.side(), inner: self.side() }
     }
 
-    fn product(&self) -> Product {
-        Product { rows: self.rows, cols: self.cols, inner: self.side() }
+    fn product(&self) -> ProductSizes {
+        ProductSizes { rows: self.rows, cols: self.cols, inner: self.side() }
     }
 
     fn gram_factors<'a>(&self, x: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {

@@ -433,27 +433,26 @@ impl Update {
                     NONE
                 })
             };
+            (with $c:ident = $corrected:expr; $($each:tt)+) => {{
+                let $c = $corrected;
+                each!($($each)+)
+            }};
         }
         match *self {
             Update::AdamW(step) => {
-                let c = Corrected::of(step);
-                each!(|p, g, m, v| adamw(features, p, g, m, v, c))
+                each!(with c = Corrected::of(step); |p, g, m, v| adamw(features, p, g, m, v, c))
             }
             Update::Adam(step) => {
-                let c = Corrected::of(step);
-                each!(|p, g, m, v| adam(features, p, g, m, v, c))
+                each!(with c = Corrected::of(step); |p, g, m, v| adam(features, p, g, m, v, c))
             }
             Update::CountedAdam(step) => {
-                let c = Corrected::new(step);
-                each!(|p, g, m, v| adamw(features, p, g, m, v, c))
+                each!(with c = Corrected::new(step); |p, g, m, v| adamw(features, p, g, m, v, c))
             }
             Update::FrozenAdam(step) => {
-                let c = Corrected::new(step);
-                each!(|p, g, m, v| frozen_adam(features, p, g, m, v, c))
+                each!(with c = Corrected::new(step); |p, g, m, v| frozen_adam(features, p, g, m, v, c))
             }
             Update::FromMomentum(step) => {
-                let c = Corrected::new(step);
-                each!(|p, g, m, v| from_momentum(features, p, g, m, v, c))
+                each!(with c = Corrected::new(step); |p, g, m, v| from_momentum(features, p, g, m, v, c))
             }
             Update::ToMomentum(step) => each!(|p, _g, m, _v| to_momentum(features, p, m, step)),
             Update::Momentum(step) => each!(|p, g, m, _v| momentum(features, p, g, m, step)),
@@ -465,8 +464,7 @@ impl Update {
                 walk.run(p, g, |p, g, m, v| lamb_moments(features, p, g, m, v, c))
             }
             Update::Lamb(step) => {
-                let c = Corrected::of(step);
-                each!(|p, _g, m, v| lamb(features, p, m, v, c))
+                each!(with c = Corrected::of(step); |p, _g, m, v| lamb(features, p, m, v, c))
             }
             Update::RmsMoment(step) => walk.run(p, g, |_, g, v, _| [rms_moment(features, g, v, step), 0.0]),
             Update::Rms(step) => each!(|p, g, v, _w| rms(features, p, g, v, step)),

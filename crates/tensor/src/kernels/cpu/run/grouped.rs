@@ -1,6 +1,6 @@
 use super::Cpu;
 use crate::kernels::call::GroupedCall;
-use crate::kernels::cpu::matmul::{Matrix, Product};
+use crate::kernels::cpu::matmul::{Matrix, ProductSizes};
 
 impl Cpu {
     pub(super) fn run_grouped(&self, call: GroupedCall) {
@@ -15,7 +15,7 @@ impl Cpu {
                 is_transposed,
             } => {
                 let (rows, inner, cols) = (left.shape().rows(), left.shape().cols(), out.shape().cols());
-                let size = Product { rows, cols, inner };
+                let size = ProductSizes { rows, cols, inner };
                 let left = Matrix::row_major(left.floats(self), inner, false);
                 let row_len = if is_transposed { inner } else { cols };
                 let right = Matrix::row_major(right.floats(self), row_len, is_transposed);
@@ -35,7 +35,7 @@ impl Cpu {
                 accumulate,
             } => {
                 let (inner, rows, cols) = (left.shape().rows(), left.shape().cols(), right.shape().cols());
-                let size = Product { rows, cols, inner };
+                let size = ProductSizes { rows, cols, inner };
                 let left = Matrix::row_major(left.floats(self), rows, true);
                 let right = Matrix::row_major(right.floats(self), cols, false);
                 let (out, scratch) = ((out.f32s(self), accumulate), scratch.u32s(self));

@@ -62,7 +62,7 @@ fn what_is_not_finite_reaches_its_row_or_column_only() {
 
 /// A product of 1 x `values.len()` with as many times `other`.
 fn sum_of(features: CpuFeatures, precision: Precision, values: &[f32], other: f32) -> f32 {
-    let size = Product { rows: 1, cols: 1, inner: values.len() };
+    let size = ProductSizes { rows: 1, cols: 1, inner: values.len() };
     let others = vec![other; values.len()];
     let factors = (
         Matrix::row_major(Floats::F32(values), values.len(), false),
