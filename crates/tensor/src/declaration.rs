@@ -48,12 +48,8 @@ impl Parameter {
     pub fn with_cut(self, cut: Cut) -> Self {
         let Cut { dim, num_groups, granule, .. } = cut;
         let whole = num_groups.saturating_mul(granule);
-        assert!(
-            self.dims.get(dim).is_some_and(|&len| whole > 0 && len.is_multiple_of(whole)),
-            "{} of {:?} cannot be cut as {cut:?}",
-            self.name,
-            self.dims
-        );
+        let has_whole = self.dims.get(dim).is_some_and(|&len| whole > 0 && len.is_multiple_of(whole));
+        assert!(has_whole, "{} of {:?} cannot be cut as {cut:?}", self.name, self.dims);
         Parameter { cut: Some(cut), ..self }
     }
 

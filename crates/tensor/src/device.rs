@@ -128,17 +128,13 @@ impl Device {
     }
 
     /// The CPU: [`open`](Device::open) of these options, whatever backend they name.
-    ///
-    /// # Errors
-    /// As [`open`](Device::open).
+    /// Fails as [`open`](Device::open).
     pub fn cpu(options: DeviceOptions) -> Result<Self> {
         Device::open(DeviceOptions { backend: BackendKind::Cpu, ..options })
     }
 
     /// Opens the CPU as [`cpu`](Device::cpu) does, and returns a timer of its kernels with it.
-    ///
-    /// # Errors
-    /// As [`open`](Device::open).
+    /// Fails as [`open`](Device::open).
     pub fn timed(options: DeviceOptions) -> Result<(Self, CallTimer)> {
         let timer = CallTimer::default();
         Ok((Device { timer: Some(timer.clone()), ..Device::cpu(options)? }, timer))

@@ -42,7 +42,7 @@ impl Gauge {
 }
 
 /// Bytes in use now and at most so far, by category and of all together; and the bound on them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct MemoryCounter {
     of_category: [Gauge; NUM_CATEGORIES],
     total: Gauge,
@@ -99,15 +99,7 @@ pub(crate) fn describe(in_use: &[usize; NUM_CATEGORIES]) -> String {
 impl MemoryCounter {
     /// Nothing is in use, and no more than `budget` bytes ever will be.
     pub(crate) fn new(budget: Option<usize>) -> Self {
-        MemoryCounter {
-            of_category: Default::default(),
-            total: Gauge::default(),
-            at_peak: Default::default(),
-            mapped: AtomicUsize::new(0),
-            peak_own: AtomicUsize::new(0),
-            outside: Gauge::default(),
-            budget,
-        }
+        MemoryCounter { budget, ..MemoryCounter::default() }
     }
 
     /// Bytes that are never passed, if there is such a bound.
@@ -141,9 +133,7 @@ impl MemoryCounter {
     }
 
     /// As [`take`](MemoryCounter::take), for memory of another process that this one maps.
-    ///
-    /// # Errors
-    /// As [`take`](MemoryCounter::take).
+    /// Fails as [`take`](MemoryCounter::take).
     pub fn take_mapped(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.mapped.fetch_add(bytes, Ordering::Relaxed);
         let taken = self.take(category, bytes);
@@ -160,9 +150,7 @@ impl MemoryCounter {
     }
 
     /// As [`take`](MemoryCounter::take), for memory that is not the device's own: of a group, or of the process.
-    ///
-    /// # Errors
-    /// As [`take`](MemoryCounter::take).
+    /// Fails as [`take`](MemoryCounter::take).
     pub fn take_outside(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.take(category, bytes)?;
         self.outside.add(bytes);

@@ -328,9 +328,7 @@ impl<'a> ViewMut<'a> {
     }
 
     /// As [`rows`](ViewMut::rows), for as long as the whole.
-    ///
-    /// # Panics
-    /// As [`rows`](ViewMut::rows).
+    /// Panics as [`rows`](ViewMut::rows).
     pub fn into_rows(self, first: usize, num_rows: usize) -> ViewMut<'a> {
         let cols = self.shape().cols();
         self.into_part(first * cols, [num_rows, cols].into())

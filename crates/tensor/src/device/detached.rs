@@ -208,10 +208,8 @@ impl Queue {
                 let has_run = copy.has_run.load(Ordering::Acquire);
                 conflicts && !is_awaited && !has_run && copy.operand.overlaps(operand)
             };
-            assert!(
-                !state.copies.iter().any(races),
-                "the kernel {name} does not wait for a copy of its memory"
-            );
+            let has_race = state.copies.iter().any(races);
+            assert!(!has_race, "the kernel {name} does not wait for a copy of its memory");
         });
     }
 
@@ -433,11 +431,5 @@ fn message(panic: &(dyn Any + Send)) -> String {
 impl fmt::Debug for Detached {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Detached").field("options", &self.queue.options).finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for Queue {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Queue")
     }
 }

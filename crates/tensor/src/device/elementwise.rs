@@ -193,18 +193,13 @@ impl Device {
         assert_eq!(left.shape(), right.shape());
         let read_bytes = left.num_bytes() + right.num_bytes();
         let cost = each(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes());
-        self.issue_function(
-            "zip_sum_rows",
-            cost,
-            [left, right],
-            sums,
-            move |cpu, [left, right], mut sums| {
-                let cols = left.shape().cols();
-                with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
-                    let operands = (left.elements(cpu), right.elements(cpu));
-                    cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(cpu), &function);
-                }));
-            },
-        );
+        let inputs = [left, right];
+        self.issue_function("zip_sum_rows", cost, inputs, sums, move |cpu, [left, right], mut sums| {
+            let cols = left.shape().cols();
+            with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
+                let operands = (left.elements(cpu), right.elements(cpu));
+                cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(cpu), &function);
+            }));
+        });
     }
 }

@@ -149,18 +149,8 @@ impl ParameterTable {
         // Saturates, as shapes do: a device refuses to hold so many.
         info.num_elements = info.num_elements.saturating_add(shape.num_elements());
         info.parameters.end += 1;
-        self.parameters.push(ParameterInfo {
-            name,
-            whole,
-            shape,
-            initial,
-            class,
-            cut,
-            place,
-            expert,
-            unit,
-            offset,
-        });
+        let info = ParameterInfo { name, whole, shape, initial, class, cut, place, expert, unit, offset };
+        self.parameters.push(info);
         ParameterSpan { unit, offset, shape, first, num_parameters: 1, part }
     }
 

@@ -6,7 +6,6 @@ use super::{
 use crate::device::{Device, Result};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
-use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View};
@@ -68,11 +67,6 @@ impl OperationContext<'_> {
     /// precision, such as [`Device::matmul`]; others read [`parameter_in_f32`](OperationContext::parameter_in_f32).
     pub fn parameter(&self, span: &ParameterSpan) -> View<'_> {
         self.parameters.span(span)
-    }
-
-    /// A source of all parameters.
-    pub fn parameters(&self) -> &dyn ParameterSource {
-        self.parameters
     }
 
     /// Parameters in f32, rounded to the precision: the same values on every layout.

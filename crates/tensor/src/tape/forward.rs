@@ -58,9 +58,7 @@ impl Recorder<'_> {
 
     /// As [`apply_metric`](Recorder::apply_metric), with `weight` times the gradient of the mean: a loss that helps in training, and is no part of the one
     /// that is reported. It is known after forward.
-    ///
-    /// # Panics
-    /// As [`apply_metric`](Recorder::apply_metric).
+    /// Panics as [`apply_metric`](Recorder::apply_metric).
     pub fn apply_auxiliary_loss(
         &mut self,
         name: &'static str,
@@ -292,11 +290,8 @@ impl ForwardContext<'_> {
     /// Hands over the next output.
     pub fn output(&mut self, tensor: Tensor) {
         let index = self.next_output;
-        assert!(
-            self.ends.is_none_or(|[end, _]| index < end),
-            "{:?} makes other outputs again",
-            self.operation
-        );
+        let is_expected = self.ends.is_none_or(|[end, _]| index < end);
+        assert!(is_expected, "{:?} makes other outputs again", self.operation);
         self.next_output += 1;
         if let Some(value) = self.tape.values.get_mut(index) {
             value.tensor = Some(tensor);
@@ -324,11 +319,8 @@ impl ForwardContext<'_> {
     /// Saves a tensor for backward, as the next one.
     pub fn save(&mut self, tensor: Tensor) {
         let index = self.next_saved;
-        assert!(
-            self.ends.is_none_or(|[_, end]| index < end),
-            "{:?} saves other tensors again",
-            self.operation
-        );
+        let is_expected = self.ends.is_none_or(|[_, end]| index < end);
+        assert!(is_expected, "{:?} saves other tensors again", self.operation);
         self.next_saved += 1;
         match self.tape.tensors.get_mut(index) {
             Some(slot) => *slot = Some(tensor),

@@ -147,9 +147,7 @@ impl Tape {
     }
 
     /// Clears the tape and prepares it for another pass. It keeps its capacity.
-    ///
-    /// # Panics
-    /// As [`new`](Tape::new).
+    /// Panics as [`new`](Tape::new).
     pub fn for_pass(mut self, pass: PassState) -> Self {
         self.clear();
         self.pass = checked(pass);

@@ -64,13 +64,8 @@ impl Arena {
 
     fn new(memory: Mapping, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
         let blocks = Mutex::new(Blocks { free: FreeList::new(memory.num_bytes()), accessible });
-        Arena {
-            memory: Arc::new(memory),
-            blocks,
-            counter,
-            backend: OnceLock::new(),
-            overflow: OnceLock::new(),
-        }
+        let (memory, backend, overflow) = (Arc::new(memory), OnceLock::new(), OnceLock::new());
+        Arena { memory, blocks, counter, backend, overflow }
     }
 
     /// Hands memory out in the order of this backend's work from now on.

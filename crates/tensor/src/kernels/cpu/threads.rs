@@ -25,6 +25,7 @@ pub(crate) struct ThreadPool {
     num_threads: usize,
 }
 
+#[derive(Default)]
 struct Shared {
     state: Mutex<State>,
     /// Wakes sleeping workers: a new job or the end.
@@ -72,15 +73,7 @@ impl ThreadPool {
 
     /// A pool whose threads are not started. Only its size may be used: [`run`](ThreadPool::run) panics.
     pub(crate) fn unstarted(num_threads: usize) -> Self {
-        let shared = Arc::new(Shared {
-            state: Mutex::default(),
-            job_posted: Condvar::new(),
-            job_left: Condvar::new(),
-            num_jobs: AtomicU64::new(0),
-            next_task: AtomicUsize::new(0),
-        });
-        let (running, workers) = (Mutex::new(()), Vec::new());
-        ThreadPool { running, shared, workers, num_threads }
+        ThreadPool { running: Mutex::new(()), shared: Arc::default(), workers: Vec::new(), num_threads }
     }
 
     pub(crate) fn num_threads(&self) -> usize {

@@ -44,16 +44,9 @@ impl Operation for CrossEntropy {
         let logits = values.view();
         let statistics = statistics(cx.device(), logits, classes)?;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
-        let scale = cx.loss_scale() / shape.rows() as f32;
-        let saved = statistics.view();
-        cx.device().cross_entropy_gradient(
-            logits,
-            classes,
-            whole(shape),
-            saved,
-            (scale, None),
-            grad.view_mut(),
-        );
+        let scale = (cx.loss_scale() / shape.rows() as f32, None);
+        let (saved, chunk) = (statistics.view(), whole(shape));
+        cx.device().cross_entropy_gradient(logits, classes, chunk, saved, scale, grad.view_mut());
         drop(values);
         cx.add_grad(0, grad)?;
         let sum = sum_of_losses(cx, &statistics, None)?;

@@ -44,18 +44,12 @@ impl Embedding {
         let first_row = first_row * cx.axis().map_or(0, |axis| axis.place().rank);
         let at = cx.positions(seq_len);
         let mut sum = cx.empty(y.shape(), DType::F32)?;
-        device.for_each_row(
-            [y.view(), positions.view()],
-            sum.view_mut(),
-            1,
-            move |[y, positions], row, sum| {
-                let position = at.at((first_row + row) % seq_len);
-                let (y, positions) = (&y[row * cols..], &positions[position * cols..]);
-                sum.iter_mut()
-                    .zip(y.iter().zip(positions))
-                    .for_each(|(sum, (y, position))| *sum = y + position);
-            },
-        );
+        let inputs = [y.view(), positions.view()];
+        device.for_each_row(inputs, sum.view_mut(), 1, move |[y, positions], row, sum| {
+            let position = at.at((first_row + row) % seq_len);
+            let terms = y[row * cols..].iter().zip(&positions[position * cols..]);
+            sum.iter_mut().zip(terms).for_each(|(sum, (y, position))| *sum = y + position);
+        });
         Ok(sum)
     }
 }

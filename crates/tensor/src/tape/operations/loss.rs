@@ -105,7 +105,7 @@ impl LossHead {
         x: View<'_>,
         targets: View<'_>,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let (device, precision, parameters) = (cx.device(), cx.precision(), cx.parameters());
+        let (device, precision, parameters) = (cx.device(), cx.precision(), cx.parameters);
         let rows = x.shape().rows();
         let mut statistics = device.activation([rows, STATISTICS])?;
         let mut whole = None;
@@ -309,7 +309,7 @@ impl LossHead {
             None => {
                 // The statistics were made of the same logits.
                 device.count_repeated(&[2, x.shape().num_elements(), chunk.len]);
-                self.chunk_logits((device, precision), cx.parameters(), x, chunk)?
+                self.chunk_logits((device, precision), cx.parameters, x, chunk)?
             }
         };
         let scale = cx.loss_scale() / x.shape().rows() as f32;

@@ -4,7 +4,7 @@ use super::expert_exchange::ExpertExchange;
 use super::expert_loads::Loads;
 use super::grouped_linear::GroupedLinear;
 use super::input_activation::{InputActivation, differentiate, grad_and_output};
-use super::shadowed_experts::{self, KeptOfShadows, SavedOfShadows, Shadows};
+use super::shadowed_experts::{self, Shadows};
 use crate::device::Result;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingExchange, ReadBy,
@@ -122,11 +122,8 @@ fn stream(
         zero(cx, come.view_mut(), rows.start + loads.num_rows(&chunk)..rows.end);
         let next = chunks.peek().map(|next| loads.runs(cols, next));
         coming = next.map(|runs| axis.start_rows(device, runs, outside.view())).transpose()?;
-        compute(
-            &chunk,
-            come.view().rows(rows.start, rows.len()),
-            go.view_mut().into_rows(rows.start, rows.len()),
-        )?;
+        let (x, y) = (come.view(), go.view_mut());
+        compute(&chunk, x.rows(rows.start, rows.len()), y.into_rows(rows.start, rows.len()))?;
         if let Some(before) = going.take() {
             axis.send_rest(device, &before, go.view(), outside.view_mut())?;
             axis.finish_rows(device, before, outside.view_mut())?;
@@ -166,9 +163,7 @@ impl Operation for OwnExperts {
             shadows.map(|shadows| shadows.forward(self, cx, &loads, &mut outside)).transpose()?;
         cx.leave_rows_in_flight(last);
         [received, inner].into_iter().for_each(|tensor| cx.save(tensor));
-        if let Some(SavedOfShadows { x, starts, inner }) = of_shadows {
-            [x, starts, inner].into_iter().for_each(|tensor| cx.save(tensor));
-        }
+        of_shadows.into_iter().flatten().for_each(|tensor| cx.save(tensor));
         cx.output(outside);
         Ok(())
     }
@@ -177,7 +172,8 @@ impl Operation for OwnExperts {
         let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_output_grad());
         let mut inner = cx.take_saved(INNER);
         let has_shadows = self.exchange.num_shadowed > 0;
-        let inner_of_shadows = has_shadows.then(|| cx.take_saved(SAVED_OF_SHADOWS + SavedOfShadows::INNER));
+        let inner_of_shadows =
+            has_shadows.then(|| cx.take_saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_INNER));
         let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
         let shadows = Shadows::start(self, cx, &loads)?;
         let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, outside.dtype());
@@ -196,16 +192,15 @@ impl Operation for OwnExperts {
         let last = stream(cx, &loads, first, loads.chunks().rev(), tensors, compute)?;
         drop(d_received);
         let of_shadows = shadows.zip(inner_of_shadows).map(|(shadows, inner)| {
-            let starts = cx.saved(SAVED_OF_SHADOWS + SavedOfShadows::STARTS).expect("forward has saved it");
+            let starts =
+                cx.saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_STARTS).expect("forward has saved it");
             shadows.backward(self, cx, &loads, starts, (&mut outside, inner))
         });
         let of_shadows = of_shadows.transpose()?;
         cx.leave_rows_in_flight(last);
         let [d_inner, activated] = grad_and_output(self.back.activation, inner, d_activated);
         [d_made, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
-        if let Some(KeptOfShadows { dy, d_inner, activated }) = of_shadows {
-            [dy, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
-        }
+        of_shadows.into_iter().flatten().for_each(|tensor| cx.keep(tensor));
         cx.add_grad(0, outside)
     }
 
@@ -218,8 +213,14 @@ impl Operation for OwnExperts {
         let has_shadows = self.exchange.num_shadowed > 0;
         // The gradient of the outputs, and what is multiplied with, of own experts' rows, and of those of shadows.
         let of_shadows = has_shadows.then(|| {
-            let back = [kept_of_shadows(KeptOfShadows::DY), kept_of_shadows(KeptOfShadows::ACTIVATED)];
-            let into = [kept_of_shadows(KeptOfShadows::D_INNER), saved_of_shadows(SavedOfShadows::X)];
+            let back = [
+                kept_of_shadows(shadowed_experts::KEPT_DY),
+                kept_of_shadows(shadowed_experts::KEPT_ACTIVATED),
+            ];
+            let into = [
+                kept_of_shadows(shadowed_experts::KEPT_D_INNER),
+                saved_of_shadows(shadowed_experts::SAVED_X),
+            ];
             (back, into)
         });
         let (of_back, of_into) = of_shadows.unzip();
@@ -228,7 +229,7 @@ impl Operation for OwnExperts {
         let num_parts = loads.axis_place().degree;
         for (layer, factors, of_shadows) in [back, into] {
             let sum = of_shadows.map(|factors| {
-                let starts = saved_of_shadows(SavedOfShadows::STARTS);
+                let starts = saved_of_shadows(shadowed_experts::SAVED_STARTS);
                 shadowed_experts::start_sum(layer, cx, &loads, (starts, factors))
             });
             let sum = sum.transpose()?;

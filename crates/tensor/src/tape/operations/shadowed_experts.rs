@@ -15,39 +15,17 @@ use trireme_base::{AxisPlace, DType, ExchangeKind};
 /// Matrices of both layers on their way.
 pub(super) struct Shadows([PendingExchange; 2]);
 
-/// What backward needs of shadows' forward.
-pub(super) struct SavedOfShadows {
-    /// This rank's rows of shadowed experts, by expert.
-    pub(super) x: Tensor,
-    /// Where those of each expert begin, and the last ones end.
-    pub(super) starts: Tensor,
-    /// What the activation reads.
-    pub(super) inner: Tensor,
-}
+/// Places of what backward needs of shadows' forward: this rank's rows of shadowed experts, by expert; where those of each expert begin, and the
+/// last ones end; and what the activation reads.
+pub(super) const SAVED_X: usize = 0;
+pub(super) const SAVED_STARTS: usize = 1;
+pub(super) const SAVED_INNER: usize = 2;
 
-impl SavedOfShadows {
-    /// Places, in this order.
-    pub(super) const X: usize = 0;
-    pub(super) const STARTS: usize = 1;
-    pub(super) const INNER: usize = 2;
-}
-
-/// What the weight half needs of the input half of shadows' backward.
-pub(super) struct KeptOfShadows {
-    /// The gradient of the outputs of the second layer.
-    pub(super) dy: Tensor,
-    /// That of those of the first one.
-    pub(super) d_inner: Tensor,
-    /// The output of the activation.
-    pub(super) activated: Tensor,
-}
-
-impl KeptOfShadows {
-    /// Places, in this order.
-    pub(super) const DY: usize = 0;
-    pub(super) const D_INNER: usize = 1;
-    pub(super) const ACTIVATED: usize = 2;
-}
+/// Places of what the weight half needs of the input half of shadows' backward: the gradients of the outputs of the second layer, and of the first
+/// one; and the output of the activation.
+pub(super) const KEPT_DY: usize = 0;
+pub(super) const KEPT_D_INNER: usize = 1;
+pub(super) const KEPT_ACTIVATED: usize = 2;
 
 impl Shadows {
     /// Starts to send the matrices of own experts, and to receive those of others; `None` if no expert is shadowed.
@@ -78,14 +56,14 @@ impl Shadows {
         Ok([finish(&experts.into, into)?, finish(&experts.back, back)?])
     }
 
-    /// Replaces this rank's rows of shadowed experts by what shadows make of them.
+    /// Replaces this rank's rows of shadowed experts by what shadows make of them; returns what backward needs.
     pub(super) fn forward(
         self,
         experts: &OwnExperts,
         cx: &OperationContext<'_>,
         loads: &Loads,
         rows: &mut Tensor,
-    ) -> Result<SavedOfShadows> {
+    ) -> Result<[Tensor; 3]> {
         let (x, starts) = (taken(cx, loads, rows.view())?, starts(cx, loads)?);
         let empty = |cols: usize| cx.empty(x.shape().with_cols(cols), rows.dtype());
         let (mut inner, mut made) = (empty(experts.into.outputs())?, empty(experts.back.outputs())?);
@@ -93,10 +71,10 @@ impl Shadows {
         experts.into.product(cx, (starts.view(), into.view()), x.view(), inner.view_mut())?;
         experts.back.product(cx, (starts.view(), back.view()), inner.view(), made.view_mut())?;
         put_back(cx, loads, made.view(), rows.view_mut());
-        Ok(SavedOfShadows { x, starts, inner })
+        Ok([x, starts, inner])
     }
 
-    /// Replaces the gradients of what shadows have made of this rank's rows by those of the rows.
+    /// Replaces the gradients of what shadows have made of this rank's rows by those of the rows; returns what the weight half needs.
     pub(super) fn backward(
         self,
         experts: &OwnExperts,
@@ -104,7 +82,7 @@ impl Shadows {
         loads: &Loads,
         starts: View<'_>,
         (grad, mut inner): (&mut Tensor, Tensor),
-    ) -> Result<KeptOfShadows> {
+    ) -> Result<[Tensor; 3]> {
         let dy = taken(cx, loads, grad.view())?;
         let empty = |cols: usize| cx.empty(dy.shape().with_cols(cols), grad.dtype());
         let mut d_activated = empty(experts.back.weight.shape.cols())?;
@@ -115,7 +93,7 @@ impl Shadows {
         experts.inner_grads(cx, layers, (dy.view(), dx.view_mut()), of_activation)?;
         put_back(cx, loads, dx.view(), grad.view_mut());
         let [d_inner, activated] = grad_and_output(experts.back.activation, inner, d_activated);
-        Ok(KeptOfShadows { dy, d_inner, activated })
+        Ok([dy, d_inner, activated])
     }
 }
 
@@ -210,12 +188,8 @@ pub(super) fn finish_sum(
     (mut out, accumulate): (ViewMut<'_>, bool),
 ) -> Result<()> {
     let (device, len) = (cx.device(), layer.matrix_len());
-    let sum = cx.expert_axis().finish_temporary(
-        device,
-        sum,
-        layer.shape_of(loads.shadowed().count()),
-        DType::F32,
-    )?;
+    let shape = layer.shape_of(loads.shadowed().count());
+    let sum = cx.expert_axis().finish_temporary(device, sum, shape, DType::F32)?;
     for (shadow, (owner, expert)) in loads.shadowed().enumerate() {
         if owner == loads.axis_place().rank {
             let of_shadow = sum.view().part(shadow * len, layer.shape_of(1));

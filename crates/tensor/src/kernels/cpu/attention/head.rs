@@ -285,8 +285,8 @@ impl Head<'_> {
         let rows = &mut rows[..num_queries];
         for (index, (row, &log_sum)) in rows.iter_mut().zip(output.log_sums).enumerate() {
             let range = index * output.cols..index * output.cols + value_dim;
-            *row =
-                SavedRow { log_sum, delta: dot(cpu.features, &output.y[range.clone()], &output.dy[range]) };
+            let delta = dot(cpu.features, &output.y[range.clone()], &output.dy[range]);
+            *row = SavedRow { log_sum, delta };
         }
         let dy = block(output.dy, output.cols);
         let query_words = RightPanels::num_words(micro, QUERY_BLOCK, dim);
@@ -306,16 +306,8 @@ impl Head<'_> {
             let size = ProductSizes { rows: num_queries, cols: num_keys, inner: value_dim };
             let values = factors.values_transposed.from(first_key);
             Tile::whole(d_weights, size).multiply(LeftFactor::InMemory(dy), values, false);
-            soften_backward(
-                cpu.features,
-                scores,
-                d_weights,
-                pair,
-                self.keys.scope.rule,
-                rows,
-                weights,
-                d_scores,
-            );
+            let rule = self.keys.scope.rule;
+            soften_backward(cpu.features, scores, d_weights, pair, rule, rows, weights, d_scores);
             let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
             for (grads, left, right, cols) in [
                 (&mut *grads.values, weights, dy_panels, value_dim),

@@ -42,14 +42,8 @@ pub(super) struct Left<'a> {
 impl<'a> Left<'a> {
     /// Words of `num_terms` elements each; strides in elements.
     pub(super) fn new<T>(source: &'a [T], row_stride: usize, term_stride: usize, num_terms: usize) -> Self {
-        let size = size_of::<T>();
-        let word_bytes = term_stride * num_terms * size;
-        Left {
-            start: source.as_ptr().cast(),
-            row_bytes: row_stride * size,
-            word_bytes,
-            lifetime: PhantomData,
-        }
+        let [row_bytes, word_bytes] = [row_stride, term_stride * num_terms].map(|len| len * size_of::<T>());
+        Left { start: source.as_ptr().cast(), row_bytes, word_bytes, lifetime: PhantomData }
     }
 }
 
