@@ -3,7 +3,7 @@
 use crate::buffer::AlignedBuffer;
 use crate::raw::Part;
 use crate::state::{Block, State};
-use crate::{Access, Direction, Interceptor, SwapError, SwapOptions, SwapStatistics};
+use crate::{Access, Direction, SwapError, SwapOptions, SwapStatistics};
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -11,9 +11,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) struct Queue {
     pub(crate) folder: PathBuf,
-    part_bytes: usize,
-    timeout: Duration,
-    interceptor: Option<Arc<dyn Interceptor>>,
+    options: SwapOptions,
     state: Mutex<State>,
     /// There may be something for a worker to do.
     submitted: Condvar,
@@ -36,9 +34,7 @@ impl Queue {
     pub(crate) fn new(folder: PathBuf, blocks: Vec<Block>, options: &SwapOptions) -> Self {
         Queue {
             folder,
-            part_bytes: options.part_bytes,
-            timeout: options.timeout,
-            interceptor: options.interceptor.clone(),
+            options: options.clone(),
             state: Mutex::new(State::new(blocks)),
             submitted: Condvar::new(),
             ended: Condvar::new(),
@@ -99,10 +95,10 @@ impl Queue {
 
     /// Fails the file if the oldest transfer has had its time; otherwise how long it still has.
     fn expire(&self, state: &mut State) -> Duration {
-        let Some((began, access)) = state.oldest_running() else { return self.timeout };
-        let remaining = self.timeout.saturating_sub(began.elapsed());
+        let Some((began, access)) = state.oldest_running() else { return self.options.timeout };
+        let remaining = self.options.timeout.saturating_sub(began.elapsed());
         if remaining.is_zero() && state.failure.is_none() {
-            let (folder, timeout) = (self.folder.clone(), self.timeout);
+            let (folder, timeout) = (self.folder.clone(), self.options.timeout);
             self.fail(state, SwapError::Timeout { access, folder, timeout });
         }
         remaining
@@ -112,7 +108,7 @@ impl Queue {
     pub(crate) fn next(&self) -> Option<Operation> {
         let mut state = self.lock();
         loop {
-            if let Some(operation) = state.next_operation(self.part_bytes) {
+            if let Some(operation) = state.next_operation(self.options.part_bytes) {
                 drop(state);
                 return Some(operation.prepared());
             }
@@ -125,13 +121,13 @@ impl Queue {
 
     /// The next operation, ready for the system, if there is one.
     pub(crate) fn try_next(&self) -> Option<Operation> {
-        let operation = self.lock().next_operation(self.part_bytes)?;
+        let operation = self.lock().next_operation(self.options.part_bytes)?;
         Some(operation.prepared())
     }
 
     /// Takes note of what the system said of an operation.
     pub(crate) fn end(&self, operation: Operation, result: io::Result<usize>) {
-        let result = match &self.interceptor {
+        let result = match &self.options.interceptor {
             Some(interceptor) => interceptor.result(&operation.access, result),
             None => result,
         };
