@@ -15,8 +15,8 @@ use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind, UnitAxis};
 pub struct PendingExchange(pub usize);
 
 /// One rank of an axis, and how values travel along it. All ranks of the axis start the same exchanges in the same order; several may be
-/// pending. Methods fail with [`DeviceError::Exchange`] if a rank fails, and if there is no memory for what travels; after an error the axis is
-/// not used again.
+/// pending. Methods fail with [`DeviceError::Exchange`](crate::DeviceError::Exchange) if a rank fails, and if there is no memory for what
+/// travels; after an error the axis is not used again.
 pub trait AxisOps: fmt::Debug + Send + Sync {
     /// Which rank this is.
     fn place(&self) -> AxisPlace;
