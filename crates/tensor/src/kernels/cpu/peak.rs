@@ -36,9 +36,15 @@ impl Unit {
         }
     }
 
-    /// The lowest SIMD level that has the unit: each one brings one.
+    /// The lowest SIMD level that has the unit.
     pub fn features(self) -> CpuFeatures {
-        CpuFeatures::ALL[self as usize]
+        match self {
+            Unit::MulAdd128 => CpuFeatures::Portable,
+            Unit::Fma256 => CpuFeatures::Avx2,
+            Unit::Fma512 => CpuFeatures::Avx512,
+            Unit::DotBf16 => CpuFeatures::Avx512Bf16,
+            Unit::TileBf16 => CpuFeatures::AmxBf16,
+        }
     }
 
     /// Floating-point operations in one round of [`run`].
