@@ -12,35 +12,14 @@ use trireme_plan::{Extent, PlacementError};
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum CheckpointError {
-    /// A file or folder could not be read.
     #[error("cannot read {}", path.display())]
-    Read {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// A file or folder could not be written.
+    Read { path: PathBuf, source: io::Error },
     #[error("cannot write {}; check the free space and the permissions", path.display())]
-    Write {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// A file or folder could not be renamed.
+    Write { path: PathBuf, source: io::Error },
     #[error("cannot rename {} to {}", from.display(), to.display())]
-    Rename {
-        from: PathBuf,
-        to: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// A folder could not be removed.
+    Rename { from: PathBuf, to: PathBuf, source: io::Error },
     #[error("cannot remove {}", path.display())]
-    Remove {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    Remove { path: PathBuf, source: io::Error },
     /// Neither a folder nor the name of a model that is on this machine.
     #[error(
         "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory. The Hugging Face cache in {} has no model \
@@ -50,33 +29,27 @@ pub enum CheckpointError {
         name.display()
     )]
     NoSuchModel { name: PathBuf, cache: PathBuf },
-    /// A model of the Hugging Face cache whose download was interrupted.
     #[error(
         "the model {name} is incomplete in the Hugging Face cache: {} lacks {missing}, so its download was interrupted. Finish it in Python with \
          huggingface_hub.snapshot_download(\"{name}\"), or name the model {name} in a build with `--features hub`",
         path.display()
     )]
     Incomplete { name: String, path: PathBuf, missing: String },
-    /// A model cannot be fetched from the hub.
     #[error(
         "cannot fetch the model {}: {reason}; set HF_TOKEN if it is private, HF_ENDPOINT to use a mirror, or HF_HUB_OFFLINE=1 to fetch nothing",
         name.display()
     )]
     Fetch { name: PathBuf, reason: String },
-    /// There is nothing at the path.
     #[error(
         "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory{}",
         path.display(),
         beside(path)
     )]
     NoSuchFolder { path: PathBuf },
-    /// The folder holds no checkpoint and no model.
     #[error("{} contains {found}; expected {expected}", path.display())]
     NothingToOpen { path: PathBuf, found: &'static str, expected: &'static str },
-    /// A file is not what its format demands.
     #[error("{} is damaged: {reason}; use another copy", path.display())]
     Damaged { path: PathBuf, reason: String },
-    /// Another rank has read a damaged part of a checkpoint.
     #[error("{} is damaged, according to rank {rank}: {reason}", path.display())]
     DamagedElsewhere { path: PathBuf, rank: Rank, reason: String },
     /// This rank has another checkpoint under the path that rank 0 has opened.
@@ -94,34 +67,22 @@ pub enum CheckpointError {
     /// Another rank cannot use the checkpoint, although that does not make it damaged.
     #[error("{} cannot be used on rank {rank}: {reason}", path.display())]
     UnusableElsewhere { path: PathBuf, rank: Rank, reason: String },
-    /// A newer or unknown version of the format.
     #[error("{} has format version {found}; this program reads version {known}", path.display())]
     FormatVersion { path: PathBuf, found: u64, known: u64 },
-    /// A tensor that is not stored.
     #[error("tensor '{name}' is not stored in {}", path.display())]
     NoSuchTensor { name: String, path: PathBuf },
-    /// Elements outside of a tensor.
     #[error("{extent:?} is not within tensor '{name}' of shape {shape:?}")]
     OutsideTensor { name: String, shape: Vec<usize>, extent: Extent },
-    /// A buffer that does not fit the elements.
     #[error("tensor '{name}' has {expected} bytes, but the buffer has {found}")]
     WrongLength { name: String, expected: usize, found: usize },
-    /// A tensor could not be brought to be written.
     #[error("cannot fetch tensor '{name}' from its location")]
-    Source {
-        name: String,
-        #[source]
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
-    /// A dtype that cannot be read into any of the program's dtypes.
+    Source { name: String, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("tensor '{name}' is stored as {dtype}, which cannot be read; convert it to F32, F16 or BF16")]
     UnreadableDType { name: String, dtype: StoredDType },
-    /// A value that the dtype of an export cannot represent.
     #[error(
         "tensor '{name}' has the value {value}, which {dtype} cannot represent; export it in another dtype, such as bf16 or f32"
     )]
     Unrepresentable { name: String, value: f64, dtype: DType },
-    /// Quantized weights.
     #[error(
         "the weights in {} are quantized (quantization_config with quant_method {method}; '{name}' is stored as {dtype}), which is not \
          supported; dequantize them first (in Python: AutoModelForCausalLM.from_pretrained(folder), dequantize(), \
@@ -138,21 +99,16 @@ pub enum CheckpointError {
     /// Stored tensors that are not those expected; every difference is listed.
     #[error("{} does not contain the expected tensors{}:{}", path.display(), prefix_hint(mismatches), list(mismatches))]
     Mismatches { path: PathBuf, mismatches: Vec<Mismatch> },
-    /// Two stored tensors would get the same name.
     #[error("tensors '{first}' and '{second}' both map to '{name}'")]
     SameName { name: String, first: String, second: String },
-    /// A tensor cannot be saved under this name.
     #[error("'{name}' is not a valid tensor name in a checkpoint: {reason}")]
     TensorName { name: String, reason: &'static str },
-    /// A file cannot be stored under this name.
     #[error(
         "'{name}' is not a valid file name in a checkpoint; use a plain name that the checkpoint does not use itself"
     )]
     FileName { name: String },
-    /// A placement that does not fit the mesh.
     #[error("cannot save a tensor")]
     Placement(#[from] PlacementError),
-    /// A mesh of another size than the group.
     #[error("a mesh of {mesh} ranks does not match a group of {group}")]
     MeshSize { mesh: usize, group: usize },
     /// More state or parts than a manifest may describe.
@@ -160,25 +116,18 @@ pub enum CheckpointError {
         "the checkpoint's manifest would have {bytes} bytes, more than {bytes_max}; store large state in tensors"
     )]
     ManifestTooLarge { bytes: usize, bytes_max: u64 },
-    /// The folder already holds a complete checkpoint that is not older.
     #[error(
         "cannot save step {step}: {} is complete and not older; resume from it, move it away, or use another folder",
         existing.display()
     )]
     NotNewer { step: u64, existing: PathBuf },
-    /// The ranks do not save the same thing.
     #[error(
         "rank {rank} does not save the same step, mesh and tensors as rank 0; all ranks must call save together"
     )]
     RanksDisagree { rank: Rank },
     /// This rank's part of a save failed; earlier checkpoints are untouched.
     #[error("the checkpoint of step {step} was not saved: it failed on this rank, {rank}")]
-    SaveFailedHere {
-        step: u64,
-        rank: Rank,
-        #[source]
-        source: Box<CheckpointError>,
-    },
+    SaveFailedHere { step: u64, rank: Rank, source: Box<CheckpointError> },
     /// Another rank's part of a save failed; earlier checkpoints are untouched.
     #[error("the checkpoint of step {step} was not saved: it failed on rank {rank}: {reason}")]
     SaveFailedElsewhere { step: u64, rank: Rank, reason: String, is_out_of_space: bool },
@@ -187,18 +136,11 @@ pub enum CheckpointError {
     #[error(
         "whether the checkpoint of step {step} was saved is not known: the ranks could not exchange their results"
     )]
-    Exchange {
-        step: u64,
-        #[source]
-        source: CommError,
-    },
-    /// A folder that is not to be overwritten.
+    Exchange { step: u64, source: CommError },
     #[error("{} is not empty; choose another folder, or pass --force to replace it", path.display())]
     TargetExists { path: PathBuf },
-    /// A folder within a run.
     #[error("{} is inside the run or checkpoint {}; choose a folder outside of it", path.display(), run.display())]
     TargetInRun { path: PathBuf, run: PathBuf },
-    /// A folder that would be replaced, but is not an export.
     #[error(
         "{} was not replaced: it contains {}, which no export writes; choose another folder, or remove this one \
          yourself",

@@ -9,20 +9,13 @@ pub(super) const FILE_BYTES_MAX: u64 = 1 << 20;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ConfigError {
-    /// The file cannot be read.
     #[error("cannot read the config {}", path.display())]
-    Read {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// The file is too large to be a config.
+    Read { path: PathBuf, source: io::Error },
     #[error("the config {} has more than {} bytes; is it the right file?", path.display(), FILE_BYTES_MAX)]
     TooLarge { path: PathBuf },
     /// The text holds mistakes: all of them, in the order of the text, those of `--set` last.
     #[error("{}", list(mistakes))]
     Invalid { mistakes: Vec<Mistake> },
-    /// Nothing to explain under this name.
     #[error("no section is named '{section}', and no key mentions it; {hint}")]
     UnknownSection { section: String, hint: String },
 }

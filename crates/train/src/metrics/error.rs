@@ -8,19 +8,12 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum MetricsError {
-    /// A file of metrics cannot be opened.
     #[error("cannot open the metrics file {}", path.display())]
-    Open {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// More metrics than a record holds.
+    Open { path: PathBuf, source: io::Error },
     #[error(
         "the model reports {found} metrics, but a run has at most {most}; report several units under one name"
     )]
     TooMany { found: usize, most: usize },
-    /// A metric whose name cannot be used.
     #[error(
         "a unit reports the metric {name:?}; use 1 to {most} letters, digits, '_', '-', '.' and '/', other than \"loss\", and \
          not beginning with \"validation_\""
@@ -28,25 +21,15 @@ pub enum MetricsError {
     Name { name: &'static str, most: usize },
     /// A record cannot be written, as on a full disk.
     #[error("cannot write to the metrics file {}", path.display())]
-    Write {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// Nobody can listen at an address.
+    Write { path: PathBuf, source: io::Error },
     #[error("cannot serve metrics on {address}; choose another [metrics] prometheus_port")]
-    Listen {
-        address: SocketAddr,
-        #[source]
-        source: io::Error,
-    },
+    Listen { address: SocketAddr, source: io::Error },
     /// A record is longer than readers expect.
     #[error(
         "a record for {} would have {found} bytes, but at most {most} are read; set [metrics] hash_interval = 0, as the model has too many tensors",
         path.display()
     )]
     TooLong { path: PathBuf, found: usize, most: usize },
-    /// Records of an earlier run cannot be read.
     #[error("line {line} of {} is not a step record; move the file away to continue without it", path.display())]
     Damaged { path: PathBuf, line: usize },
 }

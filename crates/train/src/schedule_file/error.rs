@@ -28,25 +28,19 @@ impl fmt::Display for ScheduleSizes {
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ScheduleFileError {
-    /// The file cannot be read.
     #[error("cannot read the file")]
     Read(#[source] io::Error),
-    /// The file is too large to be a schedule.
     #[error("it has more than {FILE_BYTES_MAX} bytes; is it the right file?")]
     TooLarge,
-    /// The text is no schedule.
     #[error(transparent)]
     Parse(#[from] ParseError),
-    /// The schedule is made for another pipeline.
     #[error(
         "it is for {found}, but the pipeline of this run has {expected}; change the file, or [parallelism] \
          pipeline_parallel_degree and [training] global_batch_size"
     )]
     SizesDiffer { found: ScheduleSizes, expected: ScheduleSizes },
-    /// A worker has nothing to do.
     #[error("worker {rank} has no stage; give it one, or lower [parallelism] pipeline_parallel_degree")]
     Idle { rank: usize },
-    /// Other steps, or other versions of weights.
     #[error(
         "it has {}, but the config asks for {}; change the file, or [parallelism] pipeline_parallel_schedule (\"pipedream\" for stashed weights, \
          \"pipedream-2bw\" for double-buffered ones, \"1f1b\" for one step and drained ones) and pipeline_parallel_drain_interval",
