@@ -20,7 +20,8 @@ pub struct Checkpoint {
     fingerprint: u32,
     step: u64,
     state: serde_json::Value,
-    files: BTreeMap<String, FileEntry>,
+    /// Each file with what the manifest says of it, the manifest aside.
+    pub(crate) files: BTreeMap<String, FileEntry>,
     tensors: StoredTensors,
 }
 
@@ -88,11 +89,6 @@ impl Checkpoint {
         self.tensors.renamed(keep).expect("names that stay differ")
     }
 
-    /// Each file with what the manifest says of it, the manifest aside.
-    pub(crate) fn file_entries(&self) -> &BTreeMap<String, FileEntry> {
-        &self.files
-    }
-
     /// Name and size in bytes of each file, the manifest aside.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         self.files.iter().map(|(name, entry)| (name.as_str(), entry.size))
@@ -109,7 +105,9 @@ impl Checkpoint {
         let contents = read_bounded(&path, entry.size)?;
         let crc32 = crc32fast::hash(&contents);
         if (contents.len() as u64, crc32) != (entry.size, entry.crc32) {
-            return Err(changed(&path, crc32, entry.crc32));
+            let written = entry.crc32;
+            let reason = format!("its checksum is {crc32:08x}, but was {written:08x} when written");
+            return Err(damaged(&path, reason));
         }
         Ok(Some(contents))
     }
@@ -155,8 +153,4 @@ fn locate(
         tensors.insert(name, StoredTensor::new(dtype, shape, parts));
     }
     Ok(tensors)
-}
-
-fn changed(path: &Path, found: u32, written: u32) -> CheckpointError {
-    damaged(path, format!("its checksum is {found:08x}, but was {written:08x} when written"))
 }

@@ -1,6 +1,5 @@
 use crate::StoredDType;
 use std::collections::BTreeSet;
-use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -184,55 +183,18 @@ impl CheckpointError {
 const EIO: i32 = 5;
 
 /// One difference between the tensors stored and the tensors expected.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub enum Mismatch {
-    /// Expected, but not stored.
-    Missing {
-        /// The tensor.
-        name: String,
-        /// The shape expected.
-        shape: Vec<usize>,
-    },
+    #[error("missing: '{name}' of shape {shape:?}")]
+    Missing { name: String, shape: Vec<usize> },
     /// Stored, but not expected.
-    Extra {
-        /// The tensor.
-        name: String,
-        /// The shape stored.
-        shape: Vec<usize>,
-    },
-    /// Stored in another shape.
-    Shape {
-        /// The tensor.
-        name: String,
-        /// The shape expected.
-        expected: Vec<usize>,
-        /// The shape stored.
-        stored: Vec<usize>,
-    },
-    /// Stored in a dtype that does not read as the one expected.
-    DType {
-        /// The tensor.
-        name: String,
-        /// The dtype expected.
-        expected: DType,
-        /// The dtype stored.
-        stored: StoredDType,
-    },
-}
-
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Mismatch::Missing { name, shape } => write!(f, "missing: '{name}' of shape {shape:?}"),
-            Mismatch::Extra { name, shape } => write!(f, "unexpected: '{name}' of shape {shape:?}"),
-            Mismatch::Shape { name, expected, stored } => {
-                write!(f, "'{name}' has shape {stored:?}, expected {expected:?}")
-            }
-            Mismatch::DType { name, expected, stored } => {
-                write!(f, "'{name}' is stored as {stored}, which cannot be read as {expected}")
-            }
-        }
-    }
+    #[error("unexpected: '{name}' of shape {shape:?}")]
+    Extra { name: String, shape: Vec<usize> },
+    #[error("'{name}' has shape {stored:?}, expected {expected:?}")]
+    Shape { name: String, expected: Vec<usize>, stored: Vec<usize> },
+    #[error("'{name}' is stored as {stored}, which cannot be read as {expected}")]
+    DType { name: String, expected: DType, stored: StoredDType },
 }
 
 /// Lines a message lists before it counts the rest.

@@ -51,7 +51,8 @@ pub struct ModelExport<'a> {
 /// writing.
 pub fn export(model: &ModelExport<'_>, out: &Path) -> Result<(), CheckpointError> {
     check_target(out, model.force)?;
-    let out = &without_trailing_separator(out);
+    // Without a separator at the end, for the name of a sibling: `out/` and `out` are the same folder.
+    let out = &out.components().collect::<PathBuf>();
     let aside = with_partial_suffix(out);
     let result = write_aside(model, &aside).and_then(|()| publish(&aside, out, model.force));
     if result.is_err() {
@@ -117,11 +118,6 @@ fn is_export_file(name: &str) -> bool {
         })
     };
     MODEL_FILES.contains(&name) || [MODEL_FILE, INDEX_FILE].contains(&name) || is_shard()
-}
-
-/// A name for a sibling: `out/` and `out` are the same folder.
-fn without_trailing_separator(path: &Path) -> PathBuf {
-    path.components().collect()
 }
 
 fn with_partial_suffix(path: &Path) -> PathBuf {

@@ -26,21 +26,11 @@ pub(crate) enum FileStep {
     /// Creates a folder and those above it.
     CreateFolder(PathBuf),
     /// Writes a file, replacing an older one, and waits until it is on the disk.
-    WriteFile {
-        /// The file.
-        path: PathBuf,
-        /// All it shall hold.
-        contents: Vec<u8>,
-    },
+    WriteFile { path: PathBuf, contents: Vec<u8> },
     /// Waits until the names in a folder are on the disk.
     SyncFolder(PathBuf),
     /// Gives a file or folder another name in the same folder.
-    Rename {
-        /// The old name.
-        from: PathBuf,
-        /// The new name.
-        to: PathBuf,
-    },
+    Rename { from: PathBuf, to: PathBuf },
     /// Removes a file, or a folder with all it holds.
     Remove(PathBuf),
 }

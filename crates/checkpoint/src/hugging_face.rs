@@ -14,9 +14,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_plan::Extent;
 
-/// Tensors of files, by name.
-type Tensors = BTreeMap<String, StoredTensor>;
-
 /// An open model directory: `config.json`, and `model.safetensors` or shards with
 /// `model.safetensors.index.json`. The headers have been read and checked, the tensors have not.
 #[derive(Debug, Clone)]
@@ -134,7 +131,10 @@ fn read_shards(folder: &Path) -> Result<(StoredTensors, HashMap<String, String>)
 }
 
 /// Adds the tensors of one file; its notes.
-fn add_file(path: &Path, tensors: &mut Tensors) -> Result<HashMap<String, String>, CheckpointError> {
+fn add_file(
+    path: &Path,
+    tensors: &mut BTreeMap<String, StoredTensor>,
+) -> Result<HashMap<String, String>, CheckpointError> {
     let file: Arc<Path> = path.into();
     let header = read_header(path)?;
     for (name, entry) in header.entries {

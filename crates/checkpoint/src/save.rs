@@ -220,7 +220,9 @@ impl Saving<'_> {
         }
         for (index, file) in files.iter().enumerate() {
             let repeated = files[..index].iter().any(|earlier| earlier.name == file.name);
-            if !is_plain_name(file.name) || is_own_file(file.name) || repeated {
+            // The checkpoint itself may write files of these names.
+            let is_own = file.name == MANIFEST_FILE || file.name.starts_with(SHARD);
+            if !is_plain_name(file.name) || is_own || repeated {
                 return Err(CheckpointError::FileName { name: file.name.to_owned() });
             }
         }
@@ -354,11 +356,6 @@ fn shard_name(rank: usize) -> String {
 }
 
 const SHARD: &str = "shard-";
-
-/// Whether the checkpoint itself may write a file of this name.
-fn is_own_file(name: &str) -> bool {
-    name == MANIFEST_FILE || name.starts_with(SHARD)
-}
 
 /// Where `part`, a part of one of the boxes `held`, begins among the elements of all of them.
 fn position_in_any(held: &[Extent], part: &Extent) -> usize {

@@ -73,7 +73,7 @@ impl Checkpoint {
             }
         }
         let mut pieces = Vec::new();
-        for (name, entry) in self.file_entries() {
+        for (name, entry) in &self.files {
             let path = self.path().join(name);
             let mut parts = spans.remove(&*path).unwrap_or_default();
             parts.sort_by_key(|span| (span.bytes.start, span.bytes.end));

@@ -3,19 +3,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::RandomKey;
 
-/// In which order the windows of a source are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Order {
-    Shuffled(Shuffle),
-    Sequential,
-}
-
-impl Order {
-    fn new(num_windows: u64, seed: Option<u64>) -> Self {
-        seed.map_or(Order::Sequential, |seed| Order::Shuffled(Shuffle::new(num_windows, seed)))
-    }
-}
-
 /// One sample: the tokens `start..start + len` of the file, in pass `epoch` over its source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
@@ -89,7 +76,8 @@ impl Windows {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct SourceWindows {
     windows: Windows,
-    order: Order,
+    /// The order in which they are read, if it is not that of the file.
+    order: Option<Shuffle>,
     /// How many samples of a block it has.
     num_places: u64,
 }
@@ -128,21 +116,13 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Every epoch reads each window once, in an order that depends on `seed` and the epoch.
+    /// The windows of one stream of tokens. With a `seed`, every epoch reads each window once, in an order that depends on the seed and the
+    /// epoch. Without one, every epoch reads the windows in the order of the file: window `i` starts at token `(i mod num_windows) × seq_len`.
     ///
     /// # Errors
     /// If `num_tokens` are too few for one window.
-    pub fn shuffled(num_tokens: u64, seq_len: usize, seed: u64) -> Result<Self, DataError> {
-        Self::of_one(Windows::stream(0..num_tokens, seq_len), num_tokens, seq_len, Some(seed))
-    }
-
-    /// Every epoch reads the windows in the order of the file: window `i` starts at token
-    /// `(i mod num_windows) × seq_len`. For validation, and for comparisons with other frameworks.
-    ///
-    /// # Errors
-    /// If `num_tokens` are too few for one window.
-    pub fn sequential(num_tokens: u64, seq_len: usize) -> Result<Self, DataError> {
-        Self::of_one(Windows::stream(0..num_tokens, seq_len), num_tokens, seq_len, None)
+    pub fn stream(num_tokens: u64, seq_len: usize, seed: Option<u64>) -> Result<Self, DataError> {
+        Self::of_one(Windows::stream(0..num_tokens, seq_len), num_tokens, seq_len, seed)
     }
 
     /// The windows of a file, in a shuffled order if there is a seed; of sources by their weights, if there are any.
@@ -185,7 +165,7 @@ impl Sampler {
         if windows.len() == 0 || num_tokens < 2 {
             return Err(DataError::TooFewTokens { num_tokens, seq_len });
         }
-        let order = Order::new(windows.len(), seed);
+        let order = seed.map(|seed| Shuffle::new(windows.len(), seed));
         let sources = vec![SourceWindows { windows, order, num_places: BLOCK }];
         Ok(Sampler { sources, block: Arc::default(), seq_len })
     }
@@ -210,8 +190,8 @@ impl Sampler {
         let num_windows = source.windows.len();
         let epoch = index / num_windows;
         let window = match source.order {
-            Order::Shuffled(shuffle) => shuffle.place(index),
-            Order::Sequential => index % num_windows,
+            Some(shuffle) => shuffle.place(index),
+            None => index % num_windows,
         };
         match &source.windows {
             Windows::Stream { first, .. } => {
@@ -339,8 +319,8 @@ mod tests {
         fn windows_lie_inside_the_file(tokens in 2_u64..u64::MAX / 2, seq_len in 1_usize..5000, index: u64) {
             prop_assume!(tokens > seq_len as u64);
             for sampler in [
-                Sampler::shuffled(tokens, seq_len, 1).unwrap(),
-                Sampler::sequential(tokens, seq_len).unwrap(),
+                Sampler::stream(tokens, seq_len, Some(1)).unwrap(),
+                Sampler::stream(tokens, seq_len, None).unwrap(),
             ] {
                 let window = sampler.window(index);
                 prop_assert!(window.start + (seq_len as u64) < tokens);
@@ -353,7 +333,7 @@ mod tests {
     #[test]
     fn epochs_and_seeds_have_their_own_order() {
         let order = |seed, epoch: u64| -> Vec<u64> {
-            let sampler = Sampler::shuffled(101 * 8 + 1, 8, seed).unwrap();
+            let sampler = Sampler::stream(101 * 8 + 1, 8, Some(seed)).unwrap();
             (0..101).map(|position| sampler.window(epoch * 101 + position).start).collect()
         };
         assert_eq!(order(1, 0), order(1, 0));
@@ -384,24 +364,24 @@ mod tests {
     #[test]
     fn the_order_never_changes() {
         // Resuming an old run depends on it.
-        let sampler = Sampler::shuffled(1001, 10, 42).unwrap();
+        let sampler = Sampler::stream(1001, 10, Some(42)).unwrap();
         let starts: Vec<u64> = (98..104).map(|index| sampler.window(index).start).collect();
         assert_eq!(starts, [110, 530, 670, 80, 720, 110]);
     }
 
     #[test]
     fn sequential_windows_wrap_at_the_last_whole_one() {
-        let sampler = Sampler::sequential(26, 5).unwrap();
+        let sampler = Sampler::stream(26, 5, None).unwrap();
         assert_eq!(sampler.num_windows(), 5);
         assert_eq!(sampler.window(4), Window { epoch: 0, start: 20, len: 6 });
         assert_eq!(sampler.window(5), Window { epoch: 1, start: 0, len: 6 });
-        assert_eq!(Sampler::sequential(25, 5).unwrap().num_windows(), 4);
+        assert_eq!(Sampler::stream(25, 5, None).unwrap().num_windows(), 4);
     }
 
     #[test]
     fn too_few_tokens_are_refused() {
         for (tokens, seq_len) in [(0, 1), (1, 1), (8, 8), (5, 0)] {
-            let error = Sampler::shuffled(tokens, seq_len, 0).unwrap_err();
+            let error = Sampler::stream(tokens, seq_len, Some(0)).unwrap_err();
             assert!(matches!(error, DataError::TooFewTokens { .. }), "{error}");
         }
     }

@@ -35,7 +35,6 @@ impl Facts {
         Facts(keys.chain([version, level]).collect())
     }
 
-    /// One more, which must be the same as well.
     pub(crate) fn insert(&mut self, name: &str, value: String) {
         self.0.insert(name.to_owned(), value);
     }
@@ -64,7 +63,6 @@ impl Facts {
         Ok(Facts(BTreeMap::from([("weights in model.init_from".to_owned(), value)])))
     }
 
-    /// These facts and others.
     pub(crate) fn and(mut self, others: Facts) -> Self {
         self.0.extend(others.0);
         self

@@ -9,7 +9,6 @@ use crate::config::Config;
 use crate::error::TrainError;
 use crate::programs::proven_programs;
 use crate::stages::{StageChoice, counted_costs, stages_of};
-use std::fmt::Write;
 use std::ops::Range;
 use trireme_base::{Rank, UnitPasses};
 use trireme_parallel::{ActionTime, Executor};
@@ -231,7 +230,6 @@ fn slowest(told: &[Vec<u8>], num_units: usize) -> Vec<UnitTimes> {
     times
 }
 
-/// Reads what rank 0 has decided.
 fn read_move(step: u64, bytes: &[u8], present: &StepChoices) -> Option<Move> {
     let (before, rest) = bytes.split_first_chunk::<8>()?;
     let (after, choices) = rest.split_first_chunk::<8>()?;
@@ -248,16 +246,11 @@ fn read_move(step: u64, bytes: &[u8], present: &StepChoices) -> Option<Move> {
 
 /// `0-3 | 4-7`.
 fn cut_text(stages: &[StageChoice]) -> String {
-    let mut text = String::new();
-    for (index, StageChoice { units, .. }) in stages.iter().enumerate() {
-        let bar = if index > 0 { " | " } else { "" };
-        match units.len() {
-            1 => write!(text, "{bar}{}", units.start),
-            _ => write!(text, "{bar}{}-{}", units.start, units.end - 1),
-        }
-        .expect("a text takes what is written");
-    }
-    text
+    let text = |StageChoice { units, .. }: &StageChoice| match units.len() {
+        1 => units.start.to_string(),
+        _ => format!("{}-{}", units.start, units.end - 1),
+    };
+    stages.iter().map(text).collect::<Vec<_>>().join(" | ")
 }
 
 #[cfg(test)]

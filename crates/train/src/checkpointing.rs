@@ -31,7 +31,7 @@ pub(crate) const TOKENIZER: &str = "tokenizer";
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
 /// counter, so the seed and the next sample are all of the generator's state.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct TrainingState {
     /// Steps done.
     pub(crate) step: u64,
@@ -39,7 +39,6 @@ pub(crate) struct TrainingState {
     pub(crate) next_sample: u64,
     /// Tokens trained on; 0 where samples have none.
     pub(crate) tokens: u64,
-    /// Seed of the run.
     pub(crate) seed: u64,
     /// The [identity](crate::Dataset::identity) of the samples.
     pub(crate) samples: BTreeMap<String, String>,
@@ -79,11 +78,10 @@ impl Validations {
     /// Takes in the loss after a step. Whether it is the lowest so far.
     pub(crate) fn add(&mut self, step: u64, loss: f64) -> bool {
         let is_best = loss.is_finite() && (self.best_step.is_none() || loss < f64::from_bits(self.best_loss));
-        match is_best {
-            true => {
-                (self.best_step, self.best_loss, self.num_since) = (Some(step), loss.to_bits(), 0);
-            }
-            false => self.num_since += 1,
+        if is_best {
+            (self.best_step, self.best_loss, self.num_since) = (Some(step), loss.to_bits(), 0);
+        } else {
+            self.num_since += 1;
         }
         is_best
     }
@@ -104,11 +102,9 @@ impl Validations {
 /// A fact about samples that is not the same in a checkpoint and in the run that resumes from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Difference {
-    /// The name of the fact.
     pub(crate) what: String,
     /// The value in the checkpoint.
     pub(crate) found: String,
-    /// The value in this run.
     pub(crate) expected: String,
 }
 

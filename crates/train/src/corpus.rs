@@ -200,9 +200,7 @@ enum Place {
 
 /// The corpus of the checkpoint to resume from.
 struct ResumedCorpus {
-    /// The checkpoint.
     path: PathBuf,
-    /// Identity of its samples.
     samples: BTreeMap<String, String>,
 }
 

@@ -135,7 +135,7 @@ impl LanguageTask {
         let tokenizer_sha256 = corpus.tokenizer_sha256()?;
         let Corpus { train, validation, report, .. } = corpus;
         let (model, mut notices) = model_config(config, train.tokens.vocabulary_size())?;
-        if pretrained.as_ref().is_some_and(Pretrained::has_no_tokenizer)
+        if pretrained.as_ref().is_some_and(|pretrained| pretrained.tokenizer.is_none())
             && !config.model().allow_other_tokenizer
         {
             notices.push(format!("cannot tell whether the model has the tokenizer of {}", folder.display()));

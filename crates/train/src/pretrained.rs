@@ -47,7 +47,7 @@ pub(crate) struct Pretrained {
     /// As the config names it.
     path: PathBuf,
     source: ModelSource,
-    tokenizer: Option<Arc<Tokenizer>>,
+    pub(crate) tokenizer: Option<Arc<Tokenizer>>,
 }
 
 impl Pretrained {
@@ -66,11 +66,6 @@ impl Pretrained {
     pub(crate) fn tokenizer_with(&self, sha256: &str) -> Result<Option<&Arc<Tokenizer>>, TrainError> {
         let Some(tokenizer) = &self.tokenizer else { return Ok(None) };
         Ok((tokenizer.sha256()? == sha256).then_some(tokenizer))
-    }
-
-    /// Whether it comes without a tokenizer.
-    pub(crate) fn has_no_tokenizer(&self) -> bool {
-        self.tokenizer.is_none()
     }
 
     /// The files that describe it and its tokenizer, but its `config.json` and the tokenizer itself.

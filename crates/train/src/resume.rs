@@ -12,7 +12,7 @@ use crate::observer::Observer;
 use crate::task::Task;
 use crate::weights::{checked_weights, part, read_boxes, read_held};
 use serde::de::Error as _;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::error::Error;
 use std::fs;
 use std::path::Path;
@@ -38,16 +38,10 @@ pub(crate) fn resume(
     observer: &mut dyn Observer,
 ) -> Result<(TrainingState, Option<Checkpoint>), TrainError> {
     let beginning = TrainingState {
-        step: 0,
-        next_sample: 0,
-        tokens: 0,
         seed: config.training().seed,
         samples: train.identity(),
         loss_scaler: executor.loss_scaler().state(),
-        compression: None,
-        validations: Validations::default(),
-        earlier_norms: Vec::new(),
-        optimizer_starts: BTreeMap::new(),
+        ..TrainingState::default()
     };
     let checkpoint = find_resume(config, executor.group(), observer)?;
     let state = match &checkpoint {

@@ -68,7 +68,7 @@ pub struct WorkerPlan {
 }
 
 /// What a run has come to.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct RunSummary {
     /// Steps done, those of earlier runs included.
     pub step: u64,
@@ -145,15 +145,7 @@ impl<'a> Trainer<'a> {
     pub fn run_until(&mut self, end: u64) -> Result<RunSummary, TrainError> {
         let training = self.config.training();
         self.observer.begin(&self.facts());
-        let mut summary = RunSummary {
-            step: self.state.step,
-            loss: None,
-            validation_loss: None,
-            checkpoint: None,
-            best_validation: None,
-            stopped_by: None,
-            seconds_to_first_step: None,
-        };
+        let mut summary = RunSummary { step: self.state.step, ..RunSummary::default() };
         self.notice_ended();
         let mut initial = self.validate_at_start()?;
         if training.steps == 0 && self.is_new {

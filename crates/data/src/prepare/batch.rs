@@ -19,35 +19,18 @@ pub(super) struct Batch {
     pub(super) input_bytes_read: u64,
 }
 
+/// A text that is tokenized on its own.
 #[derive(Debug)]
-struct Piece {
+pub(super) struct Piece {
     /// In bytes of the batch's text.
     end: usize,
-    ends_document: bool,
-    /// Which of the inputs it is of.
-    source: usize,
-    /// What counts in the loss, in bytes of the piece; all of it without.
-    answers: Option<Vec<Range<usize>>>,
-    /// As [`Answered::literal`].
-    literal: Vec<usize>,
-    /// Whether the tokenizer's special tokens go before it.
-    adds_beginning: bool,
-    /// Whether the tokenizer's special tokens go after it.
-    adds_end: bool,
-}
-
-/// A text that is tokenized on its own.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct PieceText<'a> {
-    pub(super) text: &'a str,
-    /// Whether its document ends with it.
     pub(super) ends_document: bool,
     /// Which of the inputs it is of.
     pub(super) source: usize,
-    /// What counts in the loss, in bytes; all of it without.
-    pub(super) answers: Option<&'a [Range<usize>]>,
+    /// What counts in the loss, in bytes of the piece; all of it without.
+    pub(super) answers: Option<Vec<Range<usize>>>,
     /// As [`Answered::literal`].
-    pub(super) literal: &'a [usize],
+    pub(super) literal: Vec<usize>,
     /// Whether the tokenizer's special tokens go before it.
     pub(super) adds_beginning: bool,
     /// Whether the tokenizer's special tokens go after it.
@@ -63,15 +46,13 @@ impl Batch {
         self.pieces.is_empty()
     }
 
-    /// The pieces in order.
-    pub(super) fn pieces(&self) -> impl Iterator<Item = PieceText<'_>> {
+    /// The pieces in order, with their texts.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = (&str, &Piece)> {
         let mut start = 0;
         self.pieces.iter().map(move |piece| {
             let text = &self.text[start..piece.end];
             start = piece.end;
-            let Piece { ends_document, source, adds_beginning, adds_end, .. } = *piece;
-            let (answers, literal) = (piece.answers.as_deref(), &piece.literal[..]);
-            PieceText { text, ends_document, source, answers, literal, adds_beginning, adds_end }
+            (text, piece)
         })
     }
 
@@ -196,9 +177,9 @@ mod tests {
         while !document.is_empty() {
             let mut batch = Batch::default();
             document.move_piece(&mut batch, 0, SpaceAtCut::Keep);
-            for piece in batch.pieces() {
-                assert!(piece.text.len() <= PIECE_BYTES_MAX);
-                joined.push_str(piece.text);
+            for (text, piece) in batch.pieces() {
+                assert!(text.len() <= PIECE_BYTES_MAX);
+                joined.push_str(text);
                 num_beginnings += usize::from(piece.adds_beginning);
                 num_ends += usize::from(piece.ends_document && piece.adds_end);
             }

@@ -334,7 +334,7 @@ fn choose_tokenizer(
         num_read.store(batch.input_bytes_read, Ordering::Relaxed);
         Some(batch)
     });
-    let pieces = |batch: Batch| batch.pieces().map(|piece| piece.text.to_owned()).collect::<Vec<_>>();
+    let pieces = |batch: Batch| batch.pieces().map(|(text, _)| text.to_owned()).collect::<Vec<_>>();
     let (done, is_done) = mpsc::channel::<()>();
     let advance = || progress.advance(Phase::TrainTokenizer, num_read.load(Ordering::Relaxed), inputs.bytes);
     let tokenizer = thread::scope(|scope| {

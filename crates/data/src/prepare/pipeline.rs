@@ -1,7 +1,8 @@
-use super::batch::{Batch, PieceText};
+use super::batch::Batch;
 use super::reader::{CorpusReader, ReadCounts};
 use crate::{DataError, TokenFileWriter, Tokenizer};
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::panic::resume_unwind;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
@@ -77,7 +78,7 @@ pub(super) fn tokenize(
             let work = move || tokenize_batches(tokenizer, &batch_receiver, &result_sender);
             spawn_scoped_thread(scope, &format!("tokenizer-{index}"), work).map_err(failed)?;
         }
-        let read = move || deal(&mut reader, &batches).map(|()| reader.into_counts());
+        let read = move || deal(&mut reader, &batches).map(|()| reader.counts);
         let reading = spawn_scoped_thread(scope, "reader", read).map_err(failed)?;
         let written = write_in_order(&results, writers, &mut on_progress);
         // Stops the other threads where writing failed: they find nobody to take their results.
@@ -113,18 +114,18 @@ fn tokenize_batches(
 fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, DataError> {
     let mut found = TokenBatch { input_bytes_read: batch.input_bytes_read, ..TokenBatch::default() };
     let ending = tokenizer.ending();
-    for piece in batch.pieces() {
+    for (text, piece) in batch.pieces() {
         let start = found.tokens.len();
         if piece.adds_beginning {
             found.tokens.extend_from_slice(tokenizer.beginning());
             found.loss_mask.resize(found.tokens.len(), u32::from(piece.answers.is_none()));
         }
-        let is_end_counted = match piece.answers {
+        let is_end_counted = match &piece.answers {
             None => {
-                tokenizer.encode(piece.text, &mut found.tokens)?;
+                tokenizer.encode(text, &mut found.tokens)?;
                 true
             }
-            Some(_) => push_answered(tokenizer, piece, &mut found)?,
+            Some(answers) => push_answered(tokenizer, (text, &piece.literal), answers, &mut found)?,
         };
         found.loss_mask.resize(found.tokens.len(), 1);
         // The record may have written the end itself.
@@ -143,12 +144,12 @@ fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, Da
 /// Adds a document with answers: tokens that have a part of an answer count. Returns whether an answer is at the document's end.
 fn push_answered(
     tokenizer: &Tokenizer,
-    piece: PieceText<'_>,
+    (text, literal): (&str, &[usize]),
+    answers: &[Range<usize>],
     found: &mut TokenBatch,
 ) -> Result<bool, DataError> {
-    let answers = piece.answers.unwrap_or_default();
     let mut places = Vec::new();
-    tokenizer.encode_with_literal(piece.text, piece.literal, &mut found.tokens, &mut places)?;
+    tokenizer.encode_with_literal(text, literal, &mut found.tokens, &mut places)?;
     let mut next = 0;
     for place in places {
         while answers.get(next).is_some_and(|answer| answer.end <= place.start) {
@@ -157,7 +158,7 @@ fn push_answered(
         let is_answer = answers.get(next).is_some_and(|answer| answer.start < place.end);
         found.loss_mask.push(u32::from(is_answer));
     }
-    Ok(answers.last().is_some_and(|answer| answer.end == piece.text.len()))
+    Ok(answers.last().is_some_and(|answer| answer.end == text.len()))
 }
 
 /// Takes the results in the order in which the batches were dealt; the first thread without one marks the

@@ -53,7 +53,7 @@ pub(super) struct CorpusReader<'a> {
     takes_answers: bool,
     files: std::slice::Iter<'a, InputFile>,
     open: Option<OpenFile<'a>>,
-    counts: ReadCounts,
+    pub(super) counts: ReadCounts,
     bytes_read: u64,
 }
 
@@ -89,20 +89,15 @@ impl<'a> CorpusReader<'a> {
         space_at_cut: SpaceAtCut,
         takes_answers: bool,
     ) -> Self {
-        let files = inputs.files.iter();
         CorpusReader {
             options,
             space_at_cut,
             takes_answers,
-            files,
+            files: inputs.files.iter(),
             open: None,
             counts: ReadCounts::default(),
             bytes_read: 0,
         }
-    }
-
-    pub(super) fn into_counts(self) -> ReadCounts {
-        self.counts
     }
 
     /// Whether the first record of any file has answers.

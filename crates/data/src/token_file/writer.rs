@@ -58,7 +58,7 @@ impl TokenFileWriter {
             document_ends: BufWriter::new(document_ends),
             last_document_end: 0,
         };
-        writer.write_bytes(&[0; HEADER_BYTES])?;
+        writer.file.write_all(&[0; HEADER_BYTES]).map_err(|source| write_error(path, source))?;
         Ok(writer)
     }
 
@@ -141,10 +141,6 @@ impl TokenFileWriter {
         }
         self.block.clear();
         Ok(())
-    }
-
-    fn write_bytes(&mut self, bytes: &[u8]) -> Result<(), DataError> {
-        self.file.write_all(bytes).map_err(|source| write_error(&self.path, source))
     }
 
     /// Copies the document table behind the tokens and adds the checksum table; returns the CRC-32 of both.

@@ -17,7 +17,7 @@ const ENTRIES_MAX: usize = 1 << 20;
 const ADDED_TOKENS_MAX: usize = 1 << 16;
 
 /// The parts of a `tokenizer.json` that are checked. Entries of the vocabulary are counted and not stored.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 #[serde(default)]
 struct Parts {
     normalizer: Value,
@@ -25,14 +25,6 @@ struct Parts {
     decoder: Value,
     added_tokens: NumEntries,
     model: ModelEntries,
-}
-
-impl Default for Parts {
-    fn default() -> Self {
-        let (normalizer, pre_tokenizer, decoder) = (Value::Null, Value::Null, Value::Null);
-        let (added_tokens, model) = (NumEntries(0), ModelEntries::default());
-        Parts { normalizer, pre_tokenizer, decoder, added_tokens, model }
-    }
 }
 
 #[derive(Default, Deserialize)]

@@ -10,22 +10,57 @@ use super::{Config, Fp8, ModelSource, Subject};
 use super::{compression, optimizer};
 use trireme_tensor::Precision;
 
-/// Every key with its type, default and meaning, of one section or of all.
-pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
-    let defaults = Sections::default();
-    let Some(name) = section else {
-        let all: Vec<String> = defaults.all().map(|(name, section)| explain_section(name, section)).collect();
-        return Ok(all.join("\n"));
-    };
-    match (defaults.get(name), explain_dotted(&defaults, name)) {
-        (Some(section), _) => Ok(explain_section(name, section)),
-        (None, Some(key)) => Ok(key),
-        (None, None) => match search(&defaults, name) {
-            found if found.is_empty() => {
-                Err(ConfigError::UnknownSection { section: name.to_owned(), hint: section_hint(name) })
+impl Config {
+    /// Every key with its type, default and meaning, of one section or of all, in the form of a config file; for any other word, the keys whose name
+    /// or meaning has it, or that other systems call so.
+    pub fn explain(section: Option<&str>) -> Result<String, ConfigError> {
+        let defaults = Sections::default();
+        let Some(name) = section else {
+            let all: Vec<String> =
+                defaults.all().map(|(name, section)| explain_section(name, section)).collect();
+            return Ok(all.join("\n"));
+        };
+        match (defaults.get(name), explain_dotted(&defaults, name)) {
+            (Some(section), _) => Ok(explain_section(name, section)),
+            (None, Some(key)) => Ok(key),
+            (None, None) => match search(&defaults, name) {
+                found if found.is_empty() => {
+                    Err(ConfigError::UnknownSection { section: name.to_owned(), hint: section_hint(name) })
+                }
+                found => Ok(found),
+            },
+        }
+    }
+
+    /// The config as a file from which [`Config::load`] reads the same config again.
+    pub fn to_toml(&self) -> String {
+        let sections = self.sections.all().map(|(name, section)| {
+            let keys = section.keys();
+            let lines = keys.iter().filter(|key| counts(self, name, key)).filter_map(assignment);
+            format!("\n[{name}]\n{}{}", lines.collect::<String>(), write_lists(name, section))
+        });
+        format!(
+            "# The resolved config of this run; `trireme config --explain` describes the keys.\n{}",
+            sections.collect::<String>()
+        )
+    }
+
+    /// Every key that counts, as `section.key`, with its value.
+    pub fn values(&self) -> Vec<(String, String)> {
+        let mut values = Vec::new();
+        let text = |key: Key| key.value.map_or_else(|| "not set".to_owned(), |value| value.to_string());
+        for (name, section) in self.sections.all() {
+            let keys = section.keys().into_iter().filter(|key| counts(self, name, key));
+            values.extend(keys.map(|key| (format!("{name}.{}", key.name), text(key))));
+            for (list, tables) in section.lists() {
+                for (index, table) in tables.tables().into_iter().enumerate() {
+                    let keys = table.keys().into_iter();
+                    values
+                        .extend(keys.map(|key| (format!("{name}.{list}[{index}].{}", key.name), text(key))));
+                }
             }
-            found => Ok(found),
-        },
+        }
+        values
     }
 }
 
@@ -104,36 +139,6 @@ fn assignment(key: &Key) -> Option<String> {
 
 fn comment(docs: &[&str]) -> String {
     docs.iter().map(|line| format!("#{line}\n")).collect()
-}
-
-/// The config as a file that reads as the same config.
-pub(super) fn write(config: &Config) -> String {
-    let sections = config.sections.all().map(|(name, section)| {
-        let keys = section.keys();
-        let lines = keys.iter().filter(|key| counts(config, name, key)).filter_map(assignment);
-        format!("\n[{name}]\n{}{}", lines.collect::<String>(), write_lists(name, section))
-    });
-    format!(
-        "# The resolved config of this run; `trireme config --explain` describes the keys.\n{}",
-        sections.collect::<String>()
-    )
-}
-
-/// Every key that counts, as `section.key`, with its value.
-pub(super) fn values(config: &Config) -> Vec<(String, String)> {
-    let mut values = Vec::new();
-    let text = |key: Key| key.value.map_or_else(|| "not set".to_owned(), |value| value.to_string());
-    for (name, section) in config.sections.all() {
-        let keys = section.keys().into_iter().filter(|key| counts(config, name, key));
-        values.extend(keys.map(|key| (format!("{name}.{}", key.name), text(key))));
-        for (list, tables) in section.lists() {
-            for (index, table) in tables.tables().into_iter().enumerate() {
-                let keys = table.keys().into_iter();
-                values.extend(keys.map(|key| (format!("{name}.{list}[{index}].{}", key.name), text(key))));
-            }
-        }
-    }
-    values
 }
 
 fn write_lists(name: &str, section: &dyn Section) -> String {

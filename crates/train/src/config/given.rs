@@ -7,6 +7,7 @@ use toml_edit::{DocumentMut, Item, Table, Value};
 /// The text of the config file, with the overrides and the run's name in it; none if `text` is no TOML.
 pub(super) fn given(config: &Config, text: &str, path: &Path, overrides: &[String]) -> Option<String> {
     let mut document: DocumentMut = text.parse().ok()?;
+    let mut has_name = document.get("run").is_some_and(|run| run.get("name").is_some());
     let mut set = |section: &str, key: &str, value: Value| {
         let table = document.entry(section).or_insert_with(|| Item::Table(Table::new()));
         // What follows the value, such as a comment, stays.
@@ -19,7 +20,6 @@ pub(super) fn given(config: &Config, text: &str, path: &Path, overrides: &[Strin
             None => table[key] = Item::Value(value),
         }
     };
-    let mut has_name = config_has_name(text);
     for option in overrides {
         let (name, raw) = option.split_once('=')?;
         let (section, key) = name.split_once('.')?;
@@ -39,11 +39,6 @@ pub(super) fn given(config: &Config, text: &str, path: &Path, overrides: &[Strin
         "# The config of this run as it was given in {}, with the options of the command line in it.\n{document}",
         path.display()
     ))
-}
-
-fn config_has_name(text: &str) -> bool {
-    let document: Result<DocumentMut, _> = text.parse();
-    document.is_ok_and(|document| document.get("run").is_some_and(|run| run.get("name").is_some()))
 }
 
 /// Whether the value of a key is a text.

@@ -1,9 +1,9 @@
-//! Reads, explains and writes configs.
+//! Reads configs.
 
 use super::mistake::FILE_BYTES_MAX;
 use super::reader::{self, Loose};
 use super::sections::Sections;
-use super::{Config, ConfigError, Subject, explain, file_values, given, validate};
+use super::{Config, ConfigError, Subject, file_values, given, validate};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
@@ -87,22 +87,6 @@ impl Config {
         let loose = Loose::read(text, path, overrides);
         validate::validate(loose, subject, path, world_size)
             .map_err(|mistakes| ConfigError::Invalid { mistakes })
-    }
-
-    /// Every key with its type, default and meaning, of one section or of all, in the form of a config file; for any other word, the keys whose name
-    /// or meaning has it, or that other systems call so.
-    pub fn explain(section: Option<&str>) -> Result<String, ConfigError> {
-        explain::explain(section)
-    }
-
-    /// The config as a file from which [`Config::load`] reads the same config again.
-    pub fn to_toml(&self) -> String {
-        explain::write(self)
-    }
-
-    /// Every key that counts, as `section.key`, with its value.
-    pub fn values(&self) -> Vec<(String, String)> {
-        explain::values(self)
     }
 }
 

@@ -205,16 +205,12 @@ impl Loose {
 
     fn refuse_section(&mut self, given: Given, name: &str) {
         self.doubtful.extend(nearest(name, Sections::NAMES).map(str::to_owned));
-        self.refuse(given, unknown_section(name));
+        self.refuse(given, format!("unknown section; {}", section_hint(name)));
     }
 
     fn refuse(&mut self, given: Given, explanation: String) {
         self.mistakes.push(Mistake { place: given.place, text: given.text, explanation });
     }
-}
-
-fn unknown_section(name: &str) -> String {
-    format!("unknown section; {}", section_hint(name))
 }
 
 /// What to say of sections to someone who wrote `name`.

@@ -121,10 +121,7 @@ impl HashWriter {
 
     /// Tries for the last time to write what waits.
     pub(crate) fn finish(&mut self) -> Result<(), MetricsError> {
-        match self.0.file.is_waiting() {
-            true => self.0.file.append(&[]).map_err(Unwritten::into_error),
-            false => Ok(()),
-        }
+        self.0.file.finish()
     }
 }
 

@@ -65,7 +65,8 @@ pub struct MetricsFiles {
 pub struct MetricsWriter {
     json_lines: Option<JsonLines>,
     event_file: Option<EventFile>,
-    prometheus: Option<PrometheusEndpoint>,
+    /// Shows the last record as well.
+    pub(crate) prometheus: Option<PrometheusEndpoint>,
     /// Whether some records wait for the disk.
     is_waiting: bool,
 }
@@ -93,11 +94,6 @@ impl MetricsWriter {
         let event_file =
             files.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
         Ok(MetricsWriter { json_lines, event_file, prometheus: None, is_waiting: false })
-    }
-
-    /// Shows the last record there as well.
-    pub(crate) fn with_prometheus(self, prometheus: Option<PrometheusEndpoint>) -> Self {
-        MetricsWriter { prometheus, ..self }
     }
 
     /// Writes the record of a step to each file. What a full disk does not take waits in memory.
@@ -135,9 +131,7 @@ impl MetricsWriter {
     pub fn finish(&mut self) -> Result<(), MetricsError> {
         let json_lines = self.json_lines.as_mut().map(|json_lines| &mut json_lines.file);
         let event_file = self.event_file.as_mut().map(|event_file| &mut event_file.file);
-        let is_waiting = |file: &&mut RecordFile| file.is_waiting();
-        let files = json_lines.into_iter().chain(event_file).filter(is_waiting);
-        let outcomes = files.map(|file| file.append(&[]).map_err(Unwritten::into_error));
+        let outcomes = json_lines.into_iter().chain(event_file).map(RecordFile::finish);
         // `fold` visits every file, where collecting would stop at the first error.
         outcomes.fold(Ok(()), Result::and)
     }

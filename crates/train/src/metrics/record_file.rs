@@ -49,6 +49,14 @@ impl RecordFile {
         }
     }
 
+    /// Tries for the last time to write what waits.
+    pub(super) fn finish(&mut self) -> Result<(), MetricsError> {
+        match self.is_waiting() {
+            true => self.append(&[]).map_err(Unwritten::into_error),
+            false => Ok(()),
+        }
+    }
+
     /// Whether records wait.
     pub(super) fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
@@ -65,7 +73,6 @@ pub(super) enum Unwritten {
 }
 
 impl Unwritten {
-    /// The reason alone.
     pub(super) fn into_error(self) -> MetricsError {
         match self {
             Unwritten::Waits(error) | Unwritten::Refused(error) => error,

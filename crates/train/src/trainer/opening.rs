@@ -75,8 +75,9 @@ impl<'a> Trainer<'a> {
         notice_passes(config, &*train, observer);
         let (metrics, hashes) = match is_root {
             true => {
-                let (metrics, hashes) = open_files(config, &options, &executor, state.step)?;
-                (Some(metrics.with_prometheus(prometheus)), hashes)
+                let (mut metrics, hashes) = open_files(config, &options, &executor, state.step)?;
+                metrics.prometheus = prometheus;
+                (Some(metrics), hashes)
             }
             false => (None, None),
         };

@@ -220,7 +220,7 @@ impl Tokens {
             return Ok(Tokens::Random { vocab_size: vocab_size as u64, seed: args.seed });
         };
         let file = TokenFile::open_flat_u16(path, vocab_size)?;
-        let sampler = Sampler::sequential(file.num_tokens(), args.seq)?;
+        let sampler = Sampler::stream(file.num_tokens(), args.seq, None)?;
         Ok(Tokens::File { file, sampler })
     }
 
