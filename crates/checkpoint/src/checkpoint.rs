@@ -124,7 +124,6 @@ fn check_sizes(folder: &Path, files: &BTreeMap<String, FileEntry>) -> Result<(),
     Ok(())
 }
 
-/// Finds the tensors' parts in the files.
 fn locate(
     folder: &Path,
     entries: BTreeMap<String, TensorEntry>,

@@ -197,7 +197,6 @@ pub enum Mismatch {
     DType { name: String, expected: DType, stored: StoredDType },
 }
 
-/// Lines a message lists before it counts the rest.
 const LISTED_MAX: usize = 20;
 
 fn list(mismatches: &[Mismatch]) -> String {

@@ -178,13 +178,10 @@ fn publish(aside: &Path, out: &Path, force: bool) -> Result<(), CheckpointError>
     FileStep::Remove(replaced).execute()
 }
 
-/// A tensor to write.
 struct Exported<'a> {
     name: &'a str,
     tensor: &'a StoredTensor,
-    /// The dtype that it is read in.
     read_dtype: DType,
-    /// The dtype that it is written in.
     dtype: DType,
     bytes: u64,
 }

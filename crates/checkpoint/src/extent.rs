@@ -9,7 +9,6 @@ pub(crate) fn checked_num_elements(shape: &[usize]) -> Option<usize> {
     Some(if shape.contains(&0) { 0 } else { nonzero })
 }
 
-/// Whether `extent` is a box within a tensor of `shape`.
 pub(crate) fn lies_within(extent: &Extent, shape: &[usize]) -> bool {
     extent.start.len() == shape.len()
         && extent.shape.len() == shape.len()

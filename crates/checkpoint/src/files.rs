@@ -36,7 +36,6 @@ pub(crate) enum FileStep {
 }
 
 impl FileStep {
-    /// Makes the change.
     pub(crate) fn execute(&self) -> Result<(), CheckpointError> {
         self.execute_with_progress(&|| {})
     }
@@ -83,17 +82,14 @@ fn write_synced(path: &Path, contents: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Makes an [`io::Error`] that of writing `path`.
 pub(crate) fn writing(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     move |source| CheckpointError::Write { path: path.to_owned(), source }
 }
 
-/// Makes an [`io::Error`] that of reading `path`.
 pub(crate) fn reading(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     move |source| CheckpointError::Read { path: path.to_owned(), source }
 }
 
-/// The error of a file that breaks its format.
 pub(crate) fn damaged(path: &Path, reason: impl ToString) -> CheckpointError {
     CheckpointError::Damaged { path: path.to_owned(), reason: reason.to_string() }
 }
@@ -126,7 +122,6 @@ pub(crate) fn is_plain_name(name: &str) -> bool {
         && !name.contains(['\\', '\0'])
 }
 
-/// The folder that holds `path`.
 pub(crate) fn parent_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,

@@ -22,7 +22,6 @@ const NAME_BYTES_MAX: u64 = 64;
 
 const STEP: &str = "step-";
 
-/// The name of the checkpoint of `step`.
 pub(crate) fn step_name(step: u64) -> String {
     format!("{STEP}{step}")
 }
@@ -32,7 +31,6 @@ pub(crate) fn step_name(step: u64) -> String {
 pub(crate) struct FolderNames {
     /// Steps with a folder of their own, ascending.
     pub(crate) steps: Vec<u64>,
-    /// Names of unfinished folders.
     pub(crate) leftovers: Vec<String>,
 }
 

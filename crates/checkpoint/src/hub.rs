@@ -6,7 +6,6 @@ use hf_hub::api::sync::ApiBuilder;
 use std::env;
 use std::path::{Path, PathBuf};
 
-/// Whether nothing may be fetched.
 pub(crate) fn is_offline() -> bool {
     env::var_os("HF_HUB_OFFLINE").is_some_and(|value| value != "0" && !value.is_empty())
 }

@@ -60,7 +60,6 @@ pub(crate) fn cached_name(folder: &Path) -> Option<String> {
     Some(name.replacen("--", "/", 1))
 }
 
-/// Whether `path` looks like a model's name.
 pub(crate) fn is_model_name(path: &Path) -> bool {
     let is_part = |part: &str| {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);

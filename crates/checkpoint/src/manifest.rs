@@ -10,7 +10,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use trireme_plan::Extent;
 
-/// The manifest's name in a checkpoint's folder.
 pub(crate) const MANIFEST_FILE: &str = "checkpoint.json";
 
 const FORMAT: &str = "trireme-checkpoint";
@@ -22,7 +21,6 @@ const FORMAT_VERSION: u64 = 1;
 pub(crate) struct Manifest {
     format: String,
     format_version: u64,
-    /// The optimizer step after which it was written.
     pub(crate) step: u64,
     /// What the caller of save wants back.
     pub(crate) state: serde_json::Value,
@@ -46,7 +44,6 @@ pub(crate) struct TensorEntry {
 pub(crate) struct PartEntry {
     pub(crate) file: String,
     pub(crate) extent: Extent,
-    /// CRC-32 of the part's bytes.
     pub(crate) crc32: u32,
 }
 
@@ -75,7 +72,6 @@ impl Manifest {
         Manifest { format: FORMAT.to_owned(), format_version: FORMAT_VERSION, step, state, tensors, files }
     }
 
-    /// The manifest's text, which ends with its own checksum.
     pub(crate) fn to_text(&self) -> String {
         seal(&serde_json::to_string(self).expect("a manifest is JSON"))
     }

@@ -8,10 +8,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use trireme_base::parse_json;
 
-/// Name of the weights file of a model in one file.
 pub(crate) const MODEL_FILE: &str = "model.safetensors";
 
-/// Name of the file that maps tensors to weights files.
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// Files of a model directory that describe the model or its tokenizer and travel with the weights. All but
@@ -35,11 +33,9 @@ pub(crate) const MODEL_FILES: [&str; 11] = [
 pub(crate) struct ShardIndex {
     #[serde(default)]
     pub(crate) metadata: serde_json::Value,
-    /// Each tensor's file.
     pub(crate) weight_map: BTreeMap<String, String>,
 }
 
-/// Whether a folder has PyTorch pickle files.
 pub(crate) fn has_pickles(folder: &Path) -> bool {
     ["pytorch_model.bin", "pytorch_model.bin.index.json"].iter().any(|name| folder.join(name).exists())
 }
@@ -57,7 +53,6 @@ pub(crate) fn missing_weights(folder: &Path) -> Result<Option<String>, Checkpoin
     Ok((!has_pickles(folder)).then(|| MODEL_FILE.to_owned()))
 }
 
-/// The index of a model in several files.
 pub(crate) fn read_index(folder: &Path) -> Result<ShardIndex, CheckpointError> {
     let path = folder.join(INDEX_FILE);
     parse_json(&read_bounded(&path, JSON_BYTES_MAX)?)

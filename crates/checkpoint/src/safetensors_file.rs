@@ -28,7 +28,6 @@ const WRITE_BUFFER_BYTES: usize = 1 << 20;
 /// The disk is waited for after so many bytes: after gigabytes, a slow one would not show for minutes that it works.
 const SYNC_BYTES: u64 = 256 << 20;
 
-/// Where a tensor lies in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct HeaderEntry {
     pub(crate) dtype: StoredDType,
@@ -37,10 +36,8 @@ pub(crate) struct HeaderEntry {
     pub(crate) offset: u64,
 }
 
-/// What a file's header says.
 #[derive(Debug)]
 pub(crate) struct Header {
-    /// Each tensor's place.
     pub(crate) entries: BTreeMap<String, HeaderEntry>,
     /// What is noted beside the tensors.
     pub(crate) metadata: HashMap<String, String>,

@@ -113,7 +113,6 @@ struct Saving<'a> {
     snapshot: &'a Snapshot<'a>,
 }
 
-/// What each rank says before anything is written.
 #[derive(Serialize, Deserialize)]
 struct Opening {
     /// Of all that the ranks must agree on.
@@ -122,7 +121,6 @@ struct Opening {
     partial_name: Option<String>,
 }
 
-/// What each rank says of the file it wrote.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Shard {
     file: FileEntry,
@@ -130,7 +128,6 @@ struct Shard {
     part_crc32s: Vec<u32>,
 }
 
-/// How a rank's part of a save failed.
 #[derive(Debug, Serialize, Deserialize)]
 struct Failure {
     reason: String,
@@ -290,7 +287,6 @@ impl Saving<'_> {
         steps.iter().try_for_each(|step| step.execute_with_progress(&|| self.beat()))
     }
 
-    /// Reports progress to the ranks that wait for this one.
     fn beat(&self) {
         self.group.heartbeat().beat();
     }

@@ -24,7 +24,6 @@ pub enum Packing {
     Documents,
 }
 
-/// The windows of a range of tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Windows {
     /// So many from a first token on, of the same length.
@@ -72,7 +71,6 @@ impl Windows {
     }
 }
 
-/// The windows of one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct SourceWindows {
     windows: Windows,

@@ -57,7 +57,6 @@ impl Facts {
         Facts(facts)
     }
 
-    /// The weights that the run begins with.
     pub(crate) fn of_weights(weights: &StoredTensors) -> Result<Self, TrainError> {
         let value = format!("checksum {:08x}", weights.fingerprint()?);
         Ok(Facts(BTreeMap::from([("weights in model.init_from".to_owned(), value)])))

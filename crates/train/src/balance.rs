@@ -141,7 +141,6 @@ pub(crate) struct Move {
     pub(crate) reason: String,
 }
 
-/// Watches over a run's balance.
 pub(crate) struct Balance {
     interval: u64,
     threshold: f64,
@@ -159,7 +158,6 @@ impl Balance {
         (interval > 0).then_some(Balance { interval, threshold, passes, times })
     }
 
-    /// Takes in the times of the step that the executor has just run.
     pub(crate) fn observe(&mut self, executor: &Executor) {
         self.times.observe(executor.program(), executor.timeline());
     }

@@ -40,7 +40,6 @@ pub(crate) struct TrainingState {
     /// Tokens trained on; 0 where samples have none.
     pub(crate) tokens: u64,
     pub(crate) seed: u64,
-    /// The [identity](crate::Dataset::identity) of the samples.
     pub(crate) samples: BTreeMap<String, String>,
     /// The loss scale and the steps skipped for it; versions without f16 have none, and skipped none.
     #[serde(default)]
@@ -48,7 +47,6 @@ pub(crate) struct TrainingState {
     /// Whose state is among the tensors, in checkpoints of runs that compress gradients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) compression: Option<CompressionState>,
-    /// What validations have found so far.
     #[serde(default)]
     pub(crate) validations: Validations,
     /// The norms that the next steps clip by, as the bits of f64, in pipelines that do not drain.
@@ -60,7 +58,6 @@ pub(crate) struct TrainingState {
     pub(crate) optimizer_starts: BTreeMap<String, u64>,
 }
 
-/// What the validations of a run have found.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Validations {
     /// Identifies the samples that were validated; earlier versions did not state it.
@@ -115,7 +112,6 @@ impl fmt::Display for Difference {
     }
 }
 
-/// The first difference between two identities of samples.
 fn difference(found: &BTreeMap<String, String>, expected: &BTreeMap<String, String>) -> Option<Difference> {
     let names: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();
     let name = names.into_iter().find(|&name| found.get(name) != expected.get(name))?;
@@ -126,12 +122,10 @@ fn difference(found: &BTreeMap<String, String>, expected: &BTreeMap<String, Stri
 }
 
 impl TrainingState {
-    /// Returns the number of updates in the steps that are done.
     pub(crate) fn num_updates(&self) -> u64 {
         self.step - self.loss_scaler.skipped_steps
     }
 
-    /// Reads the state of a checkpoint of `step`.
     pub(crate) fn read(state: &serde_json::Value, step: u64) -> Result<Self, serde_json::Error> {
         let mut state = state.clone();
         if let Value::Object(members) = &mut state
@@ -254,7 +248,6 @@ fn optimizer_starts(executor: &Executor) -> BTreeMap<String, u64> {
     starts.filter(|(_, start)| *start > 0).collect()
 }
 
-/// Bytes of the weights and the optimizer's state in a checkpoint.
 pub(crate) fn checkpoint_bytes(executor: &Executor) -> u64 {
     let size = |shape: &[usize], dtype: DType| shape.iter().product::<usize>() as u64 * dtype.size() as u64;
     let parameters = executor.placements().tensors().iter().map(|tensor| size(&tensor.shape, tensor.dtype));
@@ -264,7 +257,6 @@ pub(crate) fn checkpoint_bytes(executor: &Executor) -> u64 {
     parameters.chain(states).sum()
 }
 
-/// What a tensor of a checkpoint is.
 #[derive(Debug, Clone, Copy)]
 enum Entry {
     /// By its place in the model's table.
@@ -282,7 +274,6 @@ struct RunTensors<'a> {
     executor: &'a mut Executor,
     entries: &'a [Entry],
     tensors: &'a [TensorPlacement],
-    /// What was brought last.
     brought: Option<(StateClass, usize)>,
 }
 
@@ -365,7 +356,6 @@ impl TensorSource for RunTensors<'_> {
     }
 }
 
-/// The name of a state of the optimizer in a checkpoint.
 pub(crate) fn state_name(info: &StateInfo<'_>) -> String {
     format!("{OPTIMIZER_PREFIX}{}.{}", info.name, info.parameter.name)
 }

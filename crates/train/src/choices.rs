@@ -77,7 +77,6 @@ impl StepChoices {
         numbers.flatten().chain(keeps).chain(texts).collect()
     }
 
-    /// Reads the message, if it is one.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (num_units, rest) = bytes.split_first_chunk::<8>()?;
         let (num_stages, rest) = rest.split_first_chunk::<8>()?;

@@ -73,7 +73,6 @@ impl CompressionState {
         if self.is_momentum { "momentum" } else { "gradients" }
     }
 
-    /// Refuses what no run has saved.
     pub(crate) fn check(&self) -> Result<(), String> {
         if !self.loss_scale.is_power_of_two() {
             return Err(format!("{} is not a valid loss scale of compressed gradients", self.loss_scale));
@@ -82,7 +81,6 @@ impl CompressionState {
     }
 }
 
-/// The compressors of all ranks of the pipeline, and what they keep.
 pub(crate) struct CompressorStates {
     num_compressed: usize,
     states: Vec<CompressorState>,
@@ -120,7 +118,6 @@ impl CompressorStates {
         Ok(all)
     }
 
-    /// How they lie in a checkpoint.
     pub(crate) fn placements(&self, mesh: &Mesh) -> Vec<TensorPlacement> {
         self.states.iter().map(|state| state.placement(mesh)).collect()
     }
@@ -220,7 +217,6 @@ pub(crate) fn read_compressors(
     Ok(())
 }
 
-/// Why the state does not fit this run.
 fn check_fits(
     saved: &CompressionState,
     stored: &StoredTensors,

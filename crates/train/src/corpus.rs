@@ -198,14 +198,12 @@ enum Place {
     },
 }
 
-/// The corpus of the checkpoint to resume from.
 struct ResumedCorpus {
     path: PathBuf,
     samples: BTreeMap<String, String>,
 }
 
 impl ResumedCorpus {
-    /// Refuses a corpus that the checkpoint was not trained on.
     fn check(&self, corpus: &Corpus) -> Result<(), TrainError> {
         let identity = corpus_identity(&corpus.train, &corpus.report.sources);
         for name in [CORPUS, LOSS_MASK, WEIGHTS] {

@@ -54,7 +54,6 @@ pub struct Sample<'a> {
 }
 
 impl<'a> Sample<'a> {
-    /// Returns the sample in this row of a batch.
     pub(crate) fn of(batch: &'a mut HostBatch, row: usize) -> Self {
         Sample { batch, row }
     }
@@ -76,7 +75,6 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// The tensors of a batch.
 pub(crate) fn batch_specs(dataset: &dyn Dataset, num_samples: usize) -> Vec<TensorSpec> {
     dataset.sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
 }

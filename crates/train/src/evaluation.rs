@@ -12,7 +12,6 @@ use trireme_model::{
 use trireme_parallel::Executor;
 use trireme_tensor::Device;
 
-/// Sequences that are evaluated together.
 const BATCH_SIZE: usize = 8;
 
 /// A model that tells how likely it finds texts.
@@ -215,14 +214,12 @@ impl Sequence {
         Ok(sequence)
     }
 
-    /// The tokens that count.
     fn counted_tokens(&self) -> impl Iterator<Item = u32> {
         let targets = self.tokens.iter().zip(&self.counted).skip(1);
         targets.filter(|(_, counted)| **counted == 1).map(|(token, _)| *token)
     }
 }
 
-/// The windows of all tokens.
 fn windows(tokens: &TokenFile, seq_len: usize, whole_documents: bool) -> Result<Vec<Window>, TrainError> {
     if whole_documents {
         let sampler = Sampler::new(tokens, &[], (seq_len, Packing::Documents), None)?;

@@ -30,7 +30,6 @@ use trireme_tensor::{Device, ParameterTable};
 #[derive(Debug)]
 pub struct LanguageTask {
     model: ModelConfig,
-    /// The model's `config.json`.
     model_json: String,
     notices: Vec<String>,
     tokenizer: Arc<Tokenizer>,
@@ -107,7 +106,6 @@ impl Sequences {
         all.map(|(name, dtype)| TensorSpec::new(name, &[self.seq_len], dtype)).collect()
     }
 
-    /// Returns whether sequences may end with padding.
     fn has_padding(&self) -> bool {
         self.packing == Packing::Documents
     }
@@ -292,7 +290,6 @@ fn with_ends(model_json: &str, tokenizer: &Tokenizer) -> String {
     json_text(&json) + "\n"
 }
 
-/// The chat template in a corpus' folder, if there is one.
 fn chat_template_of(folder: &Path) -> Result<Option<Vec<u8>>, DataError> {
     let path = folder.join(CHAT_TEMPLATE_FILE);
     let mut template = Vec::new();
@@ -347,7 +344,6 @@ impl TokenWindows {
         })
     }
 
-    /// Returns the place in the token file of the sample of this index.
     pub(crate) fn window(&self, index: u64) -> Window {
         self.sampler.window(index)
     }

@@ -107,7 +107,6 @@ pub(crate) fn model_config_json(config: &Config, model: &ModelConfig) -> Result<
     }
 }
 
-/// The model that the keys of `[model]` describe.
 fn inline_model(config: &Config, architecture: Architecture, vocabulary_size: usize) -> ModelConfig {
     let model = config.model();
     let sizes = ModelSizes {

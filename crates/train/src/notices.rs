@@ -50,7 +50,6 @@ pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
     }
 }
 
-/// Says what fp8 means for results, if the run trains in it.
 pub(crate) fn notice_fp8(config: &Config, observer: &mut dyn Observer) {
     if config.training().fp8 != Fp8::Off {
         observer.notice(FP8_NOTICE);

@@ -28,7 +28,6 @@ pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<Opti
     }
 }
 
-/// The learning-rate schedule of a run.
 pub(crate) fn lr_schedule(config: &Config) -> LrSchedule {
     let scheduler = config.lr_scheduler();
     LrSchedule {

@@ -86,7 +86,6 @@ impl Pretrained {
     }
 }
 
-/// Whether the text becomes tokens by the model's own tokenizer.
 fn takes_its_tokenizer(config: &Config) -> bool {
     let data = config.data();
     !data.inputs.is_empty() && data.tokenizer == config::Tokenizer::Auto && data.train_bpe == 0
@@ -194,7 +193,6 @@ pub fn chat_template_alone(name: Option<&Path>) -> Result<Option<ChatTemplate>, 
     chosen_chat_template(name, Path::new(""), |_| Ok(None))
 }
 
-/// The chat template for the inputs of a config, if there is one.
 pub(crate) fn chat_template(
     config: &Config,
     model: Option<&Pretrained>,

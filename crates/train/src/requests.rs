@@ -40,23 +40,19 @@ impl Requests {
         self.0.fetch_or(TIME_LIMIT, Ordering::Relaxed);
     }
 
-    /// Asks for a checkpoint.
     pub(crate) fn checkpoint(&self) {
         self.0.fetch_or(CHECKPOINT, Ordering::Relaxed);
     }
 
-    /// Asks for a checkpoint no more.
     pub(crate) fn forget_checkpoint(&self) {
         self.0.fetch_and(!CHECKPOINT, Ordering::Relaxed);
     }
 }
 
-/// What ranks have asked for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Requested(pub(crate) u32);
 
 impl Requested {
-    /// Whether a checkpoint.
     pub(crate) fn checkpoint(self) -> bool {
         self.0 & CHECKPOINT != 0
     }

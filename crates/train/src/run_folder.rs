@@ -24,7 +24,6 @@ pub const FLIGHT_RECORDER_FOLDER: &str = "flight-recorder";
 /// The resolved config, in a run's folder and in a checkpoint.
 pub const CONFIG_TOML: &str = "config.toml";
 
-/// The config as it was given, in a run's folder.
 const GIVEN_FILE: &str = "config.given.toml";
 
 /// Writes the run's description, with a `comment` on its program and the config as it was `given`, and opens its metrics.

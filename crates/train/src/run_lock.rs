@@ -24,7 +24,6 @@ pub struct RunLock {
     path: PathBuf,
     /// The run's folder and those above it, as far as they were not there; the innermost first.
     folders_made: Vec<PathBuf>,
-    /// Holds the lock.
     _file: File,
 }
 

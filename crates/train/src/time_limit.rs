@@ -40,7 +40,6 @@ impl TimeLimit {
         }
     }
 
-    /// Takes note of a checkpoint.
     pub(crate) fn add_save(&mut self, took: Duration) {
         self.between_steps += took;
         self.longest_save = Some(self.longest_save.map_or(took, |longest| longest.max(took)));

@@ -131,7 +131,6 @@ pub struct Trainer<'a> {
     time_limit: Option<TimeLimit>,
     /// What the user was told of once.
     reported: Vec<String>,
-    /// Kept locked while the run lasts.
     _lock: Option<RunLock>,
 }
 

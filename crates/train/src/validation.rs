@@ -74,7 +74,6 @@ impl Validation {
         Ok(Some(validated))
     }
 
-    /// Number of samples.
     pub(crate) fn num_samples(&self) -> usize {
         self.batches.num_samples()
     }

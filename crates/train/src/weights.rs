@@ -24,7 +24,6 @@ pub struct LoadedModel {
 /// The weights of a model, not loaded yet.
 pub(crate) struct ModelWeights {
     source: ModelSource,
-    /// What the model is built from.
     pub(crate) config: ModelConfig,
     /// As of [`LoadedModel`].
     pub(crate) notices: Vec<String>,

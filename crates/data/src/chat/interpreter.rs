@@ -30,14 +30,12 @@ pub(super) struct Program<'a> {
     pub(super) now: i64,
 }
 
-/// Messages and what to render of them.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Task<'a> {
     pub(super) messages: Cow<'a, [Value]>,
     pub(super) output: Output,
 }
 
-/// The texts that a [`Task`] asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Output {
     /// The conversation as one text.
@@ -46,7 +44,6 @@ pub(super) enum Output {
     Samples { first: usize },
 }
 
-/// A compiled chat template.
 #[derive(Debug)]
 pub(super) struct Interpreter {
     environment: Environment<'static>,

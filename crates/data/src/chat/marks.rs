@@ -4,16 +4,13 @@ use super::text::Answered;
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 
-/// Precedes text that the model should learn.
 pub(super) const ANSWER_BEGINS: char = '\u{10fff0}';
-/// Follows text that the model should learn.
 pub(super) const ANSWER_ENDS: char = '\u{10fff1}';
 
 /// Stands within a text that reads like the name of a special token, after its first character: the message contained that text, so it
 /// is not the token.
 const LITERAL: char = '\u{10fff2}';
 
-/// All marks.
 pub(super) const MARKS: [char; 3] = [ANSWER_BEGINS, ANSWER_ENDS, LITERAL];
 
 /// Whether a string within a value contains a character that serves as a mark.

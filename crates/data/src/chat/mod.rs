@@ -65,7 +65,6 @@ pub struct ChatTemplate {
     end_of_answer: OnceLock<Result<Option<String>, ()>>,
 }
 
-/// The place where a template runs.
 #[derive(Debug)]
 enum Runner {
     Here(Box<Interpreter>),
@@ -294,7 +293,6 @@ fn refused(path: &Path, reason: String) -> DataError {
     DataError::ChatTemplate { path: path.to_owned(), source: reason.into() }
 }
 
-/// The special tokens that a `tokenizer_config.json` names.
 fn special_tokens_in(config: &Value) -> BTreeMap<String, String> {
     let token = |name: &str| Some((name.to_owned(), named_token(config, name)?.to_owned()));
     SPECIAL_TOKENS.into_iter().filter_map(token).collect()

@@ -43,12 +43,10 @@ pub fn isolate_chat_templates(arguments: &'static [&'static str]) {
     let _ = ARGUMENTS.set(arguments);
 }
 
-/// Whether [`isolate_chat_templates`] was called.
 pub(super) fn is_available() -> bool {
     ARGUMENTS.get().is_some()
 }
 
-/// A child process that runs one template.
 #[derive(Debug)]
 pub(super) struct Process {
     child: Child,
@@ -87,7 +85,6 @@ impl Process {
         self.exchange(task)
     }
 
-    /// Whether the process waits for tasks.
     pub(super) fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }

@@ -8,7 +8,6 @@ use std::io::{self, BufRead, BufReader, Chain, Cursor, Read, Seek};
 use std::path::{Path, PathBuf};
 use trireme_base::{Bytes, quoted};
 
-/// How a file is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Compression {
     /// Not at all.
@@ -85,7 +84,6 @@ impl Members {
         }
     }
 
-    /// Describes bytes after the last member.
     fn trailing_bytes(&self, position: u64) -> io::Error {
         let path = quoted(&self.path.to_string_lossy());
         io::Error::other(format!(
@@ -154,7 +152,6 @@ impl Read for Frames {
     }
 }
 
-/// Describes why a frame cannot be read.
 fn frame_error(error: FrameDecoderError, path: &Path) -> io::Error {
     let FrameDecoderError::WindowSizeTooBig { requested, .. } = error else { return io::Error::other(error) };
     let (window, window_max) = (Bytes(requested), Bytes(DEFAULT_MAX_WINDOW_SIZE));

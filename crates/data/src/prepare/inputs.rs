@@ -6,7 +6,6 @@ use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// How the text lies in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
     /// The whole file is one document.
@@ -48,7 +47,6 @@ impl Inputs {
         Self::of(&options.inputs, options)
     }
 
-    /// The files of some inputs.
     pub(super) fn of(paths: &[PathBuf], options: &PrepareOptions) -> Result<Self, DataError> {
         let mut inputs = Inputs::default();
         // The output may lie inside an input folder, and must not become input.

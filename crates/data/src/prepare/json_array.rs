@@ -18,7 +18,6 @@ pub(super) struct JsonArray {
 pub(super) enum ArrayError {
     /// The array is not well formed, in words.
     Malformed(&'static str),
-    /// An element is longer than it may be.
     TooLong,
 }
 

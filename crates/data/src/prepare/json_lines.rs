@@ -3,7 +3,6 @@ use serde_json::Value;
 use std::borrow::Cow;
 use std::fmt;
 
-/// Names in a message, at most.
 const NAMES_SHOWN_MAX: usize = 8;
 
 /// What a line has under the field's name.

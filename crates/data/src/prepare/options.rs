@@ -8,7 +8,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 
-/// Stands for the standard input.
 pub(super) const STDIN: &str = "-";
 
 /// One thread reads for all; it could not feed more than this.

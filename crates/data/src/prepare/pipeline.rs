@@ -43,7 +43,6 @@ impl Writers {
     }
 }
 
-/// The tokens of one batch.
 #[derive(Default)]
 struct TokenBatch {
     tokens: Vec<u32>,

@@ -27,11 +27,9 @@ pub(super) enum RecordError {
     Conversation(String),
     /// It is a conversation, and nothing says how that becomes a text.
     NoTemplate,
-    /// It is a question with choices.
     Question,
 }
 
-/// Reads lines.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Records<'a> {
     /// The field with the text.

@@ -47,7 +47,6 @@ pub struct ForeignForms {
 }
 
 impl ForeignForms {
-    /// Adds the numbers of `other`.
     pub(super) fn add(&mut self, other: Self) {
         self.num_share_gpt += other.num_share_gpt;
         self.num_alpaca += other.num_alpaca;

@@ -32,7 +32,6 @@ pub(super) fn replace_lone_surrogates<'a>(json: &'a str, num_replaced: &mut u64)
     }
 }
 
-/// A half of a pair of UTF-16 surrogates.
 enum Half {
     Leading,
     Trailing,

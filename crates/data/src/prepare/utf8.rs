@@ -33,7 +33,6 @@ impl Utf8Decoder {
         Utf8Decoder { invalid, held: Vec::new(), offset, num_replaced: 0 }
     }
 
-    /// Sequences that became U+FFFD so far.
     pub(super) fn num_replaced(&self) -> u64 {
         self.num_replaced
     }

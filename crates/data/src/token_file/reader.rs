@@ -327,7 +327,6 @@ impl TokenFile {
         Ok(())
     }
 
-    /// Checks the ids of the tokens from index `start` on.
     fn check_ids(&self, start: u64, ids: &[u32]) -> Result<(), DataError> {
         let vocabulary_size = self.vocabulary_size;
         match (start..).zip(ids).find(|&(_, &id)| id as usize >= vocabulary_size) {

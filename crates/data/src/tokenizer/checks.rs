@@ -34,7 +34,6 @@ struct ModelEntries {
     merges: NumEntries,
 }
 
-/// The length of a list or an object.
 #[derive(Default)]
 struct NumEntries(usize);
 

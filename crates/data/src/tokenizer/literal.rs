@@ -68,7 +68,6 @@ impl Tokenizer {
         special.map(|(&id, token)| (id, &*token.content))
     }
 
-    /// Returns the names of all special tokens.
     pub(crate) fn special_token_names(&self) -> Vec<String> {
         self.special_tokens().map(|(_, name)| name.to_owned()).collect()
     }

@@ -358,7 +358,6 @@ fn config_in(folder: &Path) -> Result<Vec<u8>, DataError> {
     if path.is_file() { read(&path) } else { Ok(Vec::new()) }
 }
 
-/// Name and content of the one file of a tokenizer in `folder`.
 fn the_only_file<E: From<DataError>>(
     folder: &Path,
     read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, E>,

@@ -5,7 +5,6 @@ use super::reader::Loose;
 use super::section::Section;
 use std::path::Path;
 
-/// Checks between keys that have been read.
 pub(super) struct Checks<'a> {
     pub(super) path: &'a Path,
     pub(super) loose: &'a Loose,

@@ -76,7 +76,6 @@ pub(super) fn check_compression(checks: &mut Checks<'_>) {
     }
 }
 
-/// Holds an optimizer that exchanges momentum against the rest of the run.
 fn check_momentum(checks: &mut Checks<'_>) {
     let Sections { comm, training, parallelism, .. } = &checks.loose.sections;
     let mut require = |holds, keys: &[&str], text: &str| checks.require(holds, keys, || text.to_owned());
@@ -113,7 +112,6 @@ fn check_momentum(checks: &mut Checks<'_>) {
     );
 }
 
-/// Holds a codec against the rest of the run.
 fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
     let Sections { comm, training, optimizer, .. } = &checks.loose.sections;
     checks.require(

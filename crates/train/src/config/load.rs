@@ -90,7 +90,6 @@ impl Config {
     }
 }
 
-/// The text of a config file.
 fn read_file(path: &Path) -> Result<String, ConfigError> {
     let unreadable = |source| ConfigError::Read { path: path.to_owned(), source };
     let mut text = String::new();

@@ -129,7 +129,6 @@ pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
     );
 }
 
-/// Whether something lives on disk, or may.
 pub(super) fn is_on_disk(offload: &Offload) -> bool {
     offload.tiers().into_iter().any(|(_, tier)| matches!(tier, Tier::Disk | Tier::Auto))
 }
@@ -142,7 +141,6 @@ pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &M
     parallelism.expert_parallel_degree > 1 && has_budget && experts.spill && !is_bounded
 }
 
-/// Checks where pages of tensors may come from.
 pub(super) fn check_huge_pages(checks: &mut Checks<'_>) {
     let Sections { memory, training, .. } = &checks.loose.sections;
     let is_cpu = training.device == DeviceName::Cpu;

@@ -23,7 +23,6 @@ pub enum ConfigError {
 /// Characters of the offending text that a message quotes.
 const TEXT_CHARS_MAX: usize = 200;
 
-/// Mistakes that a message lists before it counts the rest.
 const LISTED_MAX: usize = 20;
 
 fn list(mistakes: &[Mistake]) -> String {

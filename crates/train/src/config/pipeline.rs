@@ -282,12 +282,10 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
 }
 
 impl Parallelism {
-    /// Whether there is a pipeline that does not drain between steps.
     pub(super) fn is_asynchronous(&self) -> bool {
         self.pipeline_parallel_degree > 1 && !self.pipeline_parallel_schedule.is_synchronous()
     }
 
-    /// Stages of a worker of the pipeline.
     pub(super) fn stages_per_rank(&self) -> usize {
         let usual = match self.pipeline_parallel_schedule {
             Kind::BreadthFirst => 2,
@@ -300,7 +298,6 @@ impl Parallelism {
         }
     }
 
-    /// Stages of the model; 1 without a pipeline.
     pub(super) fn num_stages(&self) -> usize {
         self.pipeline_parallel_degree * self.stages_per_rank()
     }

@@ -17,7 +17,6 @@ pub(super) trait Section {
     /// Its keys in the order in which they are explained and written.
     fn keys(&self) -> Vec<Key>;
 
-    /// Sets one key.
     fn read_key(&mut self, name: &str, value: &DeValue<'_>) -> Result<(), KeyError>;
 
     /// Its lists of tables, each written as `[[section.name]]`, by name.
@@ -33,19 +32,15 @@ pub(super) trait Section {
 
 /// A list of tables with the same keys.
 pub(super) trait TableList {
-    /// The tables.
     fn tables(&self) -> Vec<&dyn Section>;
 
     /// A table as it is before any key is set.
     fn default_table(&self) -> Box<dyn Section>;
 
-    /// Takes all tables away.
     fn clear(&mut self);
 
-    /// Adds a table.
     fn push(&mut self);
 
-    /// The last table.
     fn last_mut(&mut self) -> &mut dyn Section;
 }
 
@@ -97,7 +92,6 @@ pub(super) enum Attribute {
 
 /// Why a key was not set.
 pub(super) enum KeyError {
-    /// The section has no such key.
     Unknown,
     /// The value does not fit; what was expected instead.
     Unfit(String),
@@ -219,7 +213,6 @@ macro_rules! config_sections {
             /// Names of the sections, in the order in which they are explained and written.
             pub(super) const NAMES: &'static [&'static str] = &[$(stringify!($name)),+];
 
-            /// The section of this name.
             pub(super) fn get(&self, name: &str) -> Option<&dyn Section> {
                 match name {
                     $(stringify!($name) => Some(&self.$name),)+
@@ -235,7 +228,6 @@ macro_rules! config_sections {
                 }
             }
 
-            /// Every section with its name.
             pub(super) fn all(&self) -> impl Iterator<Item = (&'static str, &dyn Section)> {
                 [$((stringify!($name), &self.$name as &dyn Section)),+].into_iter()
             }

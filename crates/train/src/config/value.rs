@@ -8,7 +8,6 @@ use std::time::Duration;
 use toml::de::DeValue;
 use trireme_base::Bytes;
 
-/// A type that a key of the config can have.
 pub(super) trait Value: Sized {
     /// What may be written, to stand after "expected".
     fn expected() -> String;
@@ -20,7 +19,6 @@ pub(super) trait Value: Sized {
     fn write(&self) -> Option<toml::Value>;
 }
 
-/// Reads a value that must lie in `range`.
 pub(super) fn read_within<T>(value: &DeValue<'_>, range: &impl RangeBounds<T>) -> Result<T, String>
 where
     T: Value + PartialOrd + Display,

@@ -79,7 +79,6 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Writes the scalars of a step as one event.
     pub(super) fn write(&mut self, record: &StepRecord, wall_time: Duration) -> Result<(), Unwritten> {
         self.write_event(wall_time, record.step, |event, summary| {
             record.scalars(|group, name, value| put_scalar(summary, group, name, value as f32));

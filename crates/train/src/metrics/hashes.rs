@@ -94,7 +94,6 @@ fn units(table: &ParameterTable, gradients: Option<&[u64]>, parameters: &[u64]) 
     table.units().iter().map(unit).collect()
 }
 
-/// Writes `hashes.jsonl`.
 #[derive(Debug)]
 pub(crate) struct HashWriter(JsonLines);
 
@@ -119,7 +118,6 @@ impl HashWriter {
         }
     }
 
-    /// Tries for the last time to write what waits.
     pub(crate) fn finish(&mut self) -> Result<(), MetricsError> {
         self.0.file.finish()
     }

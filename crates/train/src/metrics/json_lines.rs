@@ -36,7 +36,6 @@ impl JsonLines {
         Ok(JsonLines { file, line: Vec::with_capacity(RECORD_BYTES), line_bytes_max })
     }
 
-    /// Appends one line.
     pub(super) fn write(&mut self, record: &impl Serialize) -> Result<(), Unwritten> {
         self.line.clear();
         serde_json::to_writer(&mut self.line, record).expect("a record of numbers and names is JSON");

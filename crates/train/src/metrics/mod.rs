@@ -32,7 +32,6 @@ pub const LINE_BYTES_MAX: usize = 1 << 16;
 /// A run has at most this many metrics of units, so that a record fits its buffer.
 const METRICS_MAX: usize = 64;
 
-/// Bytes of the name of a metric at most.
 const METRIC_NAME_MAX: usize = 48;
 
 /// Refuses metrics of units that cannot be told from the rest of a record, or are too many.

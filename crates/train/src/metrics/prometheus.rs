@@ -19,13 +19,10 @@ use trireme_base::spawn_thread;
 /// Prometheus' text format (<https://prometheus.io/docs/instrumenting/exposition_formats>).
 const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Connections that are served at a time.
 const CONNECTIONS_MAX: usize = 16;
 
-/// How long a connection may last.
 const CONNECTION_MAX: Duration = Duration::from_secs(2);
 
-/// Bytes of a request that are read at most.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 
 /// Time after which connections are accepted again when the system has refused one.
@@ -146,7 +143,6 @@ fn wait(listener: &TcpListener, connections: &VecDeque<Connection>) -> io::Resul
     }
 }
 
-/// A client that has connected.
 struct Connection {
     /// Does not block.
     stream: TcpStream,

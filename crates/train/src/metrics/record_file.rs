@@ -57,7 +57,6 @@ impl RecordFile {
         }
     }
 
-    /// Whether records wait.
     pub(super) fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
@@ -68,7 +67,6 @@ impl RecordFile {
 pub(super) enum Unwritten {
     /// It is in memory, and is written with the next record.
     Waits(MetricsError),
-    /// It is lost.
     Refused(MetricsError),
 }
 

@@ -14,7 +14,6 @@ use trireme_schedule::{Action, Outline, Stream};
 
 /// What this version writes and reads.
 const FORMAT: u32 = 3;
-/// A file that is longer is not read.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 /// More than any run writes.
 const STEPS_MAX: usize = 64;
@@ -205,7 +204,6 @@ pub fn read(folder: &Path) -> Result<Vec<TracedStep>, TrainError> {
     steps(&text).map_err(|what| TrainError::DamagedTrace { path, what })
 }
 
-/// The steps, or what is wrong.
 fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
     if text.len() as u64 > FILE_BYTES_MAX {
         return Err(format!("it is longer than {FILE_BYTES_MAX} bytes"));

@@ -124,7 +124,6 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Says what the settings mean for results.
 fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer) {
     task.notices().iter().for_each(|notice| observer.notice(notice));
     let num_reducing = config.data_parallel_degree() * config.parallelism().context_parallel_degree;
