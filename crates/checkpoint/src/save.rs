@@ -6,10 +6,10 @@ use crate::extent::intersection;
 use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix, remove};
 use crate::folder::{FolderNames, step_name};
 use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PartEntry, TensorEntry};
-use crate::publication::{Publication, begin_steps};
+use crate::publication::{Publication, begin_steps, leftover_steps};
 use crate::safetensors_file::{SafetensorsWriter, stored};
 use crate::save_plan::{PART_BYTES_MAX, WritePart, part_name, plan_save};
-use crate::tidying::{remove_leftovers, tidy_after};
+use crate::tidying::{tidy_after, try_all};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -238,7 +238,7 @@ impl Saving<'_> {
                 Err(_) => {}
             }
         }
-        remove_leftovers(self.folder, &names, untidy, &|| self.beat());
+        try_all(&leftover_steps(self.folder, &names.leftovers), untidy, &|| self.beat());
         self.execute(&begin_steps(self.folder, partial_name))
     }
 

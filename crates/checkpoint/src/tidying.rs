@@ -23,7 +23,7 @@ pub fn tidy(
     let mut untidy = Vec::new();
     match FolderNames::read(folder) {
         Ok(names) => {
-            remove_leftovers(folder, &names, &mut untidy, on_progress);
+            try_all(&leftover_steps(folder, &names.leftovers), &mut untidy, on_progress);
             tidy_after(folder, newest, &names, keep_latest_k, &mut untidy, on_progress);
         }
         Err(error) => untidy.push(error),
@@ -38,16 +38,6 @@ pub fn tidy(
 /// If the name cannot be written.
 pub fn mark_best(folder: &Path, step: u64) -> Result<(), CheckpointError> {
     mark(folder, BEST_FILE, step).iter().try_for_each(FileStep::execute)
-}
-
-/// Removes what crashes have left unfinished.
-pub(crate) fn remove_leftovers(
-    folder: &Path,
-    names: &FolderNames,
-    untidy: &mut Vec<CheckpointError>,
-    on_progress: &dyn Fn(),
-) {
-    try_all(&leftover_steps(folder, &names.leftovers), untidy, on_progress);
 }
 
 /// Names the checkpoint of `step` as the latest, and removes those that are too old beside it.
@@ -65,7 +55,7 @@ pub(crate) fn tidy_after(
 
 /// Makes changes that need not succeed; adds the failures to `untidy`. A list that fails leaves none of the files that it
 /// wrote under a name of their own.
-fn try_all(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>, on_progress: &dyn Fn()) {
+pub(crate) fn try_all(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>, on_progress: &dyn Fn()) {
     for steps in lists {
         if let Err(error) = steps.iter().try_for_each(|step| step.execute_with_progress(on_progress)) {
             untidy.push(error);

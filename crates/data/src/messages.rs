@@ -40,9 +40,7 @@ fn part_text(part: &Value) -> Result<&str, String> {
 }
 
 /// Converts a ShareGPT record to messages with the roles that chat templates know.
-///
-/// # Errors
-/// If a message has no `value`, or is from another speaker than a human, a model or the system.
+/// Fails if a message has no `value`, or is from another speaker than a human, a model or the system.
 pub(crate) fn of_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String> {
     let message = |(index, turn): (usize, &Value)| {
         let refuse = |reason: String| Err(format!("message {} {reason}", index + 1));
@@ -71,9 +69,7 @@ pub(crate) fn of_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String
 }
 
 /// Converts an Alpaca record to messages: the instruction with its input, and the output as the answer.
-///
-/// # Errors
-/// If it has a `history`, or an `input` or `system` that is not a text.
+/// Fails if it has a `history`, or an `input` or `system` that is not a text.
 pub(crate) fn of_alpaca(record: &Value, instruction: &str, output: &str) -> Result<Vec<Value>, String> {
     let optional = |name: &str| match &record[name] {
         Value::Null => Ok(""),

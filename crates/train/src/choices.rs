@@ -33,7 +33,7 @@ impl StepChoices {
     pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
         let keeps = given_keeps(config, passes);
         let schedule = read_schedule(config)?;
-        let num_stages = schedule.as_ref().map_or(config.num_stages(), Schedule::num_stages);
+        let num_stages = schedule.as_ref().map_or(config.parallelism().num_stages(), Schedule::num_stages);
         let stages = cut_stages(config, num_stages, passes, &keeps)?;
         Ok(StepChoices { keeps, state: given_state(config), stages, schedule })
     }

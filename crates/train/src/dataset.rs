@@ -80,9 +80,7 @@ pub(crate) fn batch_specs(dataset: &dyn Dataset, num_samples: usize) -> Vec<Tens
 }
 
 /// Reads the samples from `first` on, as many as `batch` has, and copies the positions that this rank has of them to the device.
-///
-/// # Errors
-/// If there is no memory for them, or a sample cannot be read.
+/// Fails if there is no memory for them, or a sample cannot be read.
 pub(crate) fn read_batch(
     dataset: &mut dyn Dataset,
     device: &Device,

@@ -71,7 +71,7 @@ pub use resume::{earlier_run, resume_point};
 pub use run_folder::{CONFIG_TOML, FLIGHT_RECORDER_FOLDER};
 pub use run_lock::RunLock;
 pub use sample::{Ended, SampleSettings, sample};
-pub use schedule_file::{ScheduleFileError, ScheduleSizes};
+pub use schedule_file::ScheduleFileError;
 pub use stages::{StageChoice, pipeline_costs};
 pub use task::{Samples, Task, TaskFile};
 pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan};

@@ -42,7 +42,7 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
 pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
     let optimizer = config.optimizer();
     let has_nu = optimizer.name.settings().contains(&"nu");
-    if config.is_asynchronous() && has_nu && optimizer.settings.nu == 1.0 {
+    if config.parallelism().is_asynchronous() && has_nu && optimizer.settings.nu == 1.0 {
         observer.notice(
             "this schedule applies stale gradients; a smaller [optimizer] nu, such as 0.78, and a longer warm-up \
              cope with them better",

@@ -92,9 +92,7 @@ fn takes_its_tokenizer(config: &Config) -> bool {
 }
 
 /// The tokenizer for the inputs of a config.
-///
-/// # Errors
-/// If the run begins with a model of another tokenizer, or of none where the config leaves it to the model.
+/// Fails if the run begins with a model of another tokenizer, or of none where the config leaves it to the model.
 pub(crate) fn tokenizer_choice(
     config: &Config,
     model: Option<&Pretrained>,

@@ -31,11 +31,11 @@ pub fn pipeline_schedule(
     let sizes = Sizes {
         num_ranks,
         num_microbatches: config.num_microbatches(),
-        stages_per_rank: config.stages_per_rank(),
+        stages_per_rank: parallelism.stages_per_rank(),
         num_steps: config.steps_per_program(),
     };
     let usual = (kind == Kind::Automatic).then_some(num_ranks);
-    let bounds = activation_bounds(config, stages, config.stages_per_rank(), usual);
+    let bounds = activation_bounds(config, stages, parallelism.stages_per_rank(), usual);
     let made = pipeline::generate(kind, sizes, &pipeline_costs(stages)?, bounds.as_deref());
     made.map_err(|error| match error {
         GenerateError::Memory { kind, rank, needed, bound, remedy } => {
@@ -54,7 +54,7 @@ pub fn base_programs(
     chain: &Chain,
     choices: &StepChoices,
 ) -> Result<Vec<Program>, TrainError> {
-    if config.is_asynchronous() && !chain.ties.is_empty() {
+    if config.parallelism().is_asynchronous() && !chain.ties.is_empty() {
         return Err(TrainError::TiedVersions);
     }
     let StepChoices { stages, schedule: given, .. } = choices;

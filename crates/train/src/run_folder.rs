@@ -2,9 +2,7 @@
 
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::metrics::{
-    HASHES_FILE, HashWriter, METRICS_FILE, MetricsFiles, MetricsWriter, PrometheusEndpoint,
-};
+use crate::metrics::{HASHES_FILE, HashWriter, METRICS_FILE, MetricsWriter, PrometheusEndpoint};
 use crate::observer::Observer;
 use crate::trace::TRACE_FILE;
 use std::fs;
@@ -41,9 +39,7 @@ pub(crate) fn open(
     }
     write_program(config, executor.program(), comment)?;
     write_choices(config, executor.group())?;
-    let metrics = config.metrics();
-    let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };
-    Ok(MetricsWriter::open(&folder, which, resumed_step)?)
+    Ok(MetricsWriter::open(&folder, config.metrics(), resumed_step)?)
 }
 
 /// Opens the run's file of hashes, if the config wants them. Hashes of an earlier part of the run are cut after `resumed_step` in any case.

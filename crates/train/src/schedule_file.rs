@@ -2,7 +2,7 @@
 
 mod error;
 
-pub use error::{ScheduleFileError, ScheduleSizes};
+pub use error::ScheduleFileError;
 
 use crate::config::Config;
 use crate::error::TrainError;
@@ -17,19 +17,13 @@ use trireme_schedule::pipeline::{Costs, PassFault, Schedule, ScheduleError, draw
 /// right edge.
 const PICTURE_COLUMNS: usize = 64;
 
-/// The schedule that a config gives in a file, if it does.
-///
-/// # Errors
-/// If the file cannot be read, or has something else in it.
+/// The schedule that a config gives in a file, if it does. Fails if the file cannot be read, or has something else in it.
 pub(crate) fn read_schedule(config: &Config) -> Result<Option<Schedule>, TrainError> {
     let Some(path) = schedule_path(config) else { return Ok(None) };
     read(path).map(Some).map_err(|source| TrainError::ScheduleFile { path: path.to_owned(), source })
 }
 
-/// Proves a schedule from the config's file for stages with these costs.
-///
-/// # Errors
-/// If it is of another pipeline, or must not run.
+/// Proves a schedule from the config's file for stages with these costs. Fails if it is of another pipeline, or must not run.
 pub(crate) fn check_schedule(
     config: &Config,
     stages: &[StageChoice],
@@ -67,13 +61,8 @@ fn check(
     if found != expected {
         return Err(ScheduleFileError::StepsDiffer { found, expected });
     }
-    let (found, expected) = (
-        ScheduleSizes { num_ranks: schedule.num_ranks(), num_microbatches: schedule.num_microbatches },
-        ScheduleSizes {
-            num_ranks: config.parallelism().pipeline_parallel_degree,
-            num_microbatches: config.num_microbatches(),
-        },
-    );
+    let found = (schedule.num_ranks(), schedule.num_microbatches);
+    let expected = (config.parallelism().pipeline_parallel_degree, config.num_microbatches());
     if found != expected {
         return Err(ScheduleFileError::SizesDiffer { found, expected });
     }

@@ -47,9 +47,7 @@ impl StageChoice {
 }
 
 /// So many stages of a config's pipeline, as given or [evenly cut](cut_evenly); none without one.
-///
-/// # Errors
-/// If there are fewer units than stages, or than given.
+/// Fails if there are fewer units than stages, or than given.
 pub(crate) fn cut_stages(
     config: &Config,
     num_stages: usize,

@@ -11,8 +11,8 @@ use trireme_codec::CodecName;
 use trireme_model::{Model, ModelError, TensorSpec};
 use trireme_tensor::{Device, ParameterTable};
 use trireme_testkit::{CountingAllocator, build_classifier, classifier_sample, run_ranks_on};
-use trireme_train::config::{Config, Subject};
-use trireme_train::metrics::{MetricsFiles, MetricsWriter};
+use trireme_train::config::{Config, Metrics, Subject};
+use trireme_train::metrics::MetricsWriter;
 use trireme_train::{Dataset, Sample, Silent, Task, TrainError, Trainer};
 
 #[global_allocator]
@@ -167,8 +167,7 @@ fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
         };
         let metrics = folder.path().join(format!("metrics-{rank}"));
         std::fs::create_dir(&metrics).unwrap();
-        let files = MetricsFiles { jsonl: true, tensorboard: true };
-        let mut metrics = MetricsWriter::open(&metrics, files, 0).unwrap();
+        let mut metrics = MetricsWriter::open(&metrics, &Metrics::default(), 0).unwrap();
         let mut run = |num_steps| {
             for _ in 0..num_steps {
                 metrics.write(trainer.step().unwrap()).unwrap();

@@ -46,7 +46,7 @@ impl Drawing {
         text += &format!(
             "bubble: {bubble:.1} % of all ranks' time is idle, with floating-point operations as time\n"
         );
-        if config.is_asynchronous() {
+        if config.parallelism().is_asynchronous() {
             let list =
                 |numbers: Vec<usize>| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             let (versions, staleness) = (self.schedule.versions_kept(), self.schedule.staleness());

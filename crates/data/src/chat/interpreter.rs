@@ -52,10 +52,7 @@ pub(super) struct Interpreter {
 }
 
 impl Interpreter {
-    /// Compiles a template.
-    ///
-    /// # Errors
-    /// If it is not valid.
+    /// Compiles a template. Fails if it is not valid.
     pub(super) fn new(program: &Program<'_>) -> Result<Self, String> {
         let mut environment = Environment::new();
         // As transformers has it.

@@ -55,9 +55,7 @@ pub(super) struct Process {
 
 impl Process {
     /// Starts the process, in which the template is compiled.
-    ///
-    /// # Errors
-    /// If the template is not valid or exceeds a limit, or the process cannot be started.
+    /// Fails if the template is not valid or exceeds a limit, or the process cannot be started.
     pub(super) fn start(program: &Program<'_>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("cannot start a process to run it: {error}");
         let (socket, of_child) = UnixStream::pair().map_err(failed)?;

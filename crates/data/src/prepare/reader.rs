@@ -7,7 +7,7 @@ use super::json_lines::reason;
 use super::records::{Record, RecordError, Records};
 use super::report::ForeignForms;
 use super::surrogates::replace_lone_surrogates;
-use super::utf8::{InvalidAt, InvalidUtf8, Utf8Decoder};
+use super::utf8::{InvalidUtf8, Utf8Decoder};
 use crate::DataError;
 use crate::chat::{Answered, Samples};
 use crate::tokenizer::SpaceAtCut;
@@ -226,7 +226,7 @@ impl OpenFile<'_> {
         let length = bytes.len();
         self.at_end = length == 0;
         let decoded = self.decoder.push(bytes, self.at_end, self.document.buffer());
-        decoded.map_err(|at| invalid_utf8(self.file, &at))?;
+        decoded.map_err(|offset| invalid_utf8(self.file, offset))?;
         self.input.consume(length);
         Ok(length as u64)
     }
@@ -236,7 +236,7 @@ impl OpenFile<'_> {
         let start =
             if self.array.is_some() { self.read_element(&mut raw)? } else { self.read_line(&mut raw)? };
         let mut text = String::with_capacity(raw.len());
-        self.decoder.push(&raw, true, &mut text).map_err(|at| invalid_utf8(self.file, &at))?;
+        self.decoder.push(&raw, true, &mut text).map_err(|offset| invalid_utf8(self.file, offset))?;
         // Files that were joined have one at the beginning of a line.
         let object = text[start..].trim_ascii_end().trim_start_matches('\u{feff}');
         if object.is_empty() {
@@ -344,6 +344,6 @@ fn read_error(file: &InputFile, source: io::Error) -> DataError {
     DataError::Read { path: file.shown.clone(), source }
 }
 
-fn invalid_utf8(file: &InputFile, at: &InvalidAt) -> DataError {
-    DataError::InvalidUtf8 { path: file.shown.clone(), offset: at.0 }
+fn invalid_utf8(file: &InputFile, offset: u64) -> DataError {
+    DataError::InvalidUtf8 { path: file.shown.clone(), offset }
 }

@@ -87,7 +87,7 @@ impl Staging {
 
     fn move_files(&self, old: &[&str], names: &[&str], mark: &str) -> io::Result<()> {
         for name in [mark].iter().chain(old) {
-            remove_if_there(&self.folder.join(name))?;
+            if_there(fs::remove_file(self.folder.join(name)))?;
         }
         // The old set must be gone from the disk before the first new file can be there.
         self.locked.sync_all()?;
@@ -100,10 +100,7 @@ impl Staging {
     }
 
     fn remove_leftovers(&self) -> io::Result<()> {
-        match fs::remove_dir_all(self.folder.join(STAGING_FOLDER)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        if_there(fs::remove_dir_all(self.folder.join(STAGING_FOLDER)))
     }
 }
 
@@ -128,8 +125,9 @@ pub(super) fn is_interrupted(folder: &Path, mark: &str) -> io::Result<bool> {
     Ok(!folder.join(mark).try_exists()? && folder.join(STAGING_FOLDER).try_exists()?)
 }
 
-fn remove_if_there(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
+/// The result of removing something that need not be there.
+fn if_there(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }

@@ -24,10 +24,6 @@ pub(super) struct Utf8Decoder {
     num_replaced: u64,
 }
 
-/// The offset of the first invalid sequence, counted from where the decoder started.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct InvalidAt(pub(super) u64);
-
 impl Utf8Decoder {
     pub(super) fn new(invalid: InvalidUtf8, offset: u64) -> Self {
         Utf8Decoder { invalid, held: Vec::new(), offset, num_replaced: 0 }
@@ -37,9 +33,9 @@ impl Utf8Decoder {
         self.num_replaced
     }
 
-    /// Appends the text of `bytes` to `out`; unless they are the `last`, an unfinished character waits for
-    /// more.
-    pub(super) fn push(&mut self, bytes: &[u8], last: bool, out: &mut String) -> Result<(), InvalidAt> {
+    /// Appends the text of `bytes` to `out`; unless they are the `last`, an unfinished character waits for more. The error is the offset of
+    /// an invalid sequence that is to be refused, counted from where the decoder started.
+    pub(super) fn push(&mut self, bytes: &[u8], last: bool, out: &mut String) -> Result<(), u64> {
         let mut joined = std::mem::take(&mut self.held);
         let bytes = if joined.is_empty() {
             bytes
@@ -65,7 +61,7 @@ impl Utf8Decoder {
                 break;
             }
             if self.invalid == InvalidUtf8::Refuse {
-                return Err(InvalidAt(self.offset));
+                return Err(self.offset);
             }
             out.push(char::REPLACEMENT_CHARACTER);
             self.num_replaced += 1;
@@ -84,7 +80,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn decode(bytes: &[u8], piece: usize, invalid: InvalidUtf8) -> Result<(String, u64), InvalidAt> {
+    fn decode(bytes: &[u8], piece: usize, invalid: InvalidUtf8) -> Result<(String, u64), u64> {
         let mut decoder = Utf8Decoder::new(invalid, 0);
         let mut text = String::new();
         for bytes in bytes.chunks(piece) {
@@ -116,7 +112,7 @@ mod tests {
             prop_assert_eq!(text.matches('\u{FFFD}').count() as u64, num_replaced);
             prop_assert_eq!(text, whole);
             let refused = decode(&bytes, piece, InvalidUtf8::Refuse).err();
-            let invalid_at = str::from_utf8(&bytes).err().map(|error| InvalidAt(error.valid_up_to() as u64));
+            let invalid_at = str::from_utf8(&bytes).err().map(|error| error.valid_up_to() as u64);
             prop_assert_eq!(refused, invalid_at);
         }
     }

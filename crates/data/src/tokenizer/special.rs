@@ -7,9 +7,7 @@ use tokenizers::{Encoding, PostProcessor, Token};
 const TOKENS_AROUND_MAX: usize = 16;
 
 /// The special tokens that the post-processor of a tokenizer puts before and after a text.
-///
-/// # Errors
-/// If it adds too many or unknown tokens, or does not keep the text as it is.
+/// Fails if it adds too many or unknown tokens, or does not keep the text as it is.
 pub(super) fn around_text(
     tokenizer: &tokenizers::Tokenizer,
     vocabulary_size: usize,

@@ -174,19 +174,9 @@ impl Config {
         self.degrees().model_place(rank)
     }
 
-    /// Stages of a worker of the pipeline.
-    pub fn stages_per_rank(&self) -> usize {
-        self.parallelism().stages_per_rank()
-    }
-
-    /// Whether there is a pipeline that does not drain between steps.
-    pub fn is_asynchronous(&self) -> bool {
-        self.parallelism().is_asynchronous()
-    }
-
     /// Steps of a program: 1, unless the pipeline does not drain between steps.
     pub fn steps_per_program(&self) -> usize {
-        match self.is_asynchronous() {
+        match self.parallelism().is_asynchronous() {
             true => self.parallelism().pipeline_parallel_drain_interval as usize,
             false => 1,
         }
@@ -195,11 +185,6 @@ impl Config {
     /// Whether activations of uneven loads of experts may go to files.
     pub fn may_spill(&self) -> bool {
         may_spill(self.parallelism(), self.experts(), self.memory())
-    }
-
-    /// Stages of the model; 1 without a pipeline.
-    pub fn num_stages(&self) -> usize {
-        self.parallelism().num_stages()
     }
 
     /// Workers that shard one replica of the training state; 1 if nothing is sharded.

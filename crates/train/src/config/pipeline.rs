@@ -282,11 +282,13 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
 }
 
 impl Parallelism {
-    pub(super) fn is_asynchronous(&self) -> bool {
+    /// Whether there is a pipeline that does not drain between steps.
+    pub fn is_asynchronous(&self) -> bool {
         self.pipeline_parallel_degree > 1 && !self.pipeline_parallel_schedule.is_synchronous()
     }
 
-    pub(super) fn stages_per_rank(&self) -> usize {
+    /// Stages of a worker of the pipeline.
+    pub fn stages_per_rank(&self) -> usize {
         let usual = match self.pipeline_parallel_schedule {
             Kind::BreadthFirst => 2,
             schedule => *schedule.stages_per_rank().start(),
@@ -298,7 +300,8 @@ impl Parallelism {
         }
     }
 
-    pub(super) fn num_stages(&self) -> usize {
+    /// Stages of the model; 1 without a pipeline.
+    pub fn num_stages(&self) -> usize {
         self.pipeline_parallel_degree * self.stages_per_rank()
     }
 }

@@ -104,10 +104,7 @@ impl HashWriter {
         Ok(HashWriter(lines))
     }
 
-    /// Writes a record. What a full disk does not take waits in memory.
-    ///
-    /// # Errors
-    /// If more waits than memory is meant to hold.
+    /// Writes a record. What a full disk does not take waits in memory. Fails if more waits than memory is meant to hold.
     pub(crate) fn write(&mut self, record: &HashRecord) -> Result<Written, MetricsError> {
         let has_waited = self.0.file.is_waiting();
         match self.0.write(record) {

@@ -17,6 +17,7 @@ pub use hashes::{Bits, HASH_LINE_BYTES_MAX, HASHES_FILE, HashRecord, TensorBits,
 pub(crate) use prometheus::PrometheusEndpoint;
 pub use record::{MemoryPeakBytes, MetricValues, StepRecord};
 
+use crate::config::Metrics;
 use event_file::EventFile;
 use json_lines::JsonLines;
 use record_file::{RecordFile, Unwritten};
@@ -50,15 +51,6 @@ pub(crate) fn check_names(names: &[&'static str]) -> Result<(), MetricsError> {
     }
 }
 
-/// Which files to write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MetricsFiles {
-    /// `metrics.jsonl`.
-    pub jsonl: bool,
-    /// `events.out.tfevents.*`.
-    pub tensorboard: bool,
-}
-
 /// Writes the records of a run into its folder.
 #[derive(Debug)]
 pub struct MetricsWriter {
@@ -82,16 +74,16 @@ pub enum Written {
 }
 
 impl MetricsWriter {
-    /// Opens the files in `folder`, which exists, to continue after `resumed_step`: 0 for a new run.
+    /// Opens the files that the config wants in `folder`, which exists, to continue after `resumed_step`: 0 for a new run.
     ///
     /// `metrics.jsonl` keeps the records up to that step and loses later ones, which the run is about to
     /// write again. Event files of TensorBoard cannot be cut, as a reader may hold them open: a new one
     /// starts, which tells the reader to forget the steps after `resumed_step`.
-    pub fn open(folder: &Path, files: MetricsFiles, resumed_step: u64) -> Result<Self, MetricsError> {
+    pub fn open(folder: &Path, config: &Metrics, resumed_step: u64) -> Result<Self, MetricsError> {
         let open = || JsonLines::open(folder.join(METRICS_FILE), resumed_step, LINE_BYTES_MAX);
-        let json_lines = files.jsonl.then(open).transpose()?;
+        let json_lines = config.jsonl.then(open).transpose()?;
         let event_file =
-            files.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
+            config.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
         Ok(MetricsWriter { json_lines, event_file, prometheus: None, is_waiting: false })
     }
 
@@ -149,8 +141,8 @@ mod tests {
     fn writes_the_files_that_are_asked_for() {
         for (jsonl, tensorboard) in [(true, true), (true, false), (false, true), (false, false)] {
             let folder = tempfile::tempdir().unwrap();
-            let mut writer =
-                MetricsWriter::open(folder.path(), MetricsFiles { jsonl, tensorboard }, 0).unwrap();
+            let config = Metrics { jsonl, tensorboard, ..Metrics::default() };
+            let mut writer = MetricsWriter::open(folder.path(), &config, 0).unwrap();
             writer.write(&StepRecord { step: 1, ..StepRecord::default() }).unwrap();
             let names = || std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
             let count =
@@ -164,8 +156,7 @@ mod tests {
     #[test]
     fn the_last_attempt_reaches_every_file() {
         let folder = tempfile::tempdir().unwrap();
-        let files = MetricsFiles { jsonl: true, tensorboard: true };
-        let mut writer = MetricsWriter::open(folder.path(), files, 0).unwrap();
+        let mut writer = MetricsWriter::open(folder.path(), &Metrics::default(), 0).unwrap();
         let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
         let json_lines = &mut writer.json_lines.as_mut().unwrap().file;
         *json_lines = RecordFile::new("metrics.jsonl".into(), full(), 0, 0);
@@ -184,8 +175,7 @@ mod tests {
     #[test]
     fn a_missing_folder_is_an_error_that_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
-        let files = MetricsFiles { jsonl: true, tensorboard: true };
-        let error = MetricsWriter::open(&folder.path().join("missing"), files, 0).unwrap_err();
+        let error = MetricsWriter::open(&folder.path().join("missing"), &Metrics::default(), 0).unwrap_err();
         assert!(error.to_string().ends_with("missing/metrics.jsonl"), "{error}");
     }
 

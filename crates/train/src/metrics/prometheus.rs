@@ -57,10 +57,7 @@ impl fmt::Debug for PrometheusEndpoint {
 }
 
 impl PrometheusEndpoint {
-    /// Listens at this address.
-    ///
-    /// # Errors
-    /// If it is in use, or not this machine's.
+    /// Listens at this address. Fails if it is in use, or not this machine's.
     pub(crate) fn open(address: SocketAddr) -> Result<Self, MetricsError> {
         let refuse = |source| MetricsError::Listen { address, source };
         let listener = TcpListener::bind(address).map_err(refuse)?;

@@ -1,28 +1,11 @@
 //! Why the schedule of a file cannot be run.
 
-use std::fmt;
 use std::io;
 use trireme_schedule::ParseError;
 use trireme_schedule::pipeline::WeightVersions;
 
 /// The largest file that is read: enough for as many passes as a schedule may have.
 pub(super) const FILE_BYTES_MAX: u64 = 64 << 20;
-
-/// What a schedule is made for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ScheduleSizes {
-    /// Ranks of the pipeline.
-    pub num_ranks: usize,
-    /// Microbatches of a step.
-    pub num_microbatches: usize,
-}
-
-impl fmt::Display for ScheduleSizes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ScheduleSizes { num_ranks, num_microbatches } = self;
-        write!(f, "workers {num_ranks}, microbatches {num_microbatches}")
-    }
-}
 
 /// Why the schedule of a file cannot be run.
 #[derive(Debug, thiserror::Error)]
@@ -35,10 +18,15 @@ pub enum ScheduleFileError {
     #[error(transparent)]
     Parse(#[from] ParseError),
     #[error(
-        "it is for {found}, but the pipeline of this run has {expected}; change the file, or [parallelism] \
-         pipeline_parallel_degree and [training] global_batch_size"
+        "it is for workers {}, microbatches {}, but the pipeline of this run has workers {}, microbatches {}; change the file, or [parallelism] \
+         pipeline_parallel_degree and [training] global_batch_size",
+        found.0, found.1, expected.0, expected.1
     )]
-    SizesDiffer { found: ScheduleSizes, expected: ScheduleSizes },
+    SizesDiffer {
+        /// Ranks of the pipeline, and microbatches of a step, of the file.
+        found: (usize, usize),
+        expected: (usize, usize),
+    },
     #[error("worker {rank} has no stage; give it one, or lower [parallelism] pipeline_parallel_degree")]
     Idle { rank: usize },
     #[error(
