@@ -149,7 +149,7 @@ fn locate(
             let (file, offset) = (Arc::clone(path), found.offset);
             parts.push(StoredPart { file, offset, extent: entry.extent, crc32: Some(entry.crc32) });
         }
-        tensors.insert(name, StoredTensor::new(dtype, shape, parts));
+        tensors.insert(name, StoredTensor { dtype, shape, parts });
     }
     Ok(tensors)
 }

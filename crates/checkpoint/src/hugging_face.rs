@@ -140,7 +140,7 @@ fn add_file(
     for (name, entry) in header.entries {
         let (file, extent) = (Arc::clone(&file), Extent::whole(&entry.shape));
         let part = StoredPart { file, offset: entry.offset, extent, crc32: None };
-        let tensor = StoredTensor::new(entry.dtype, entry.shape, vec![part]);
+        let tensor = StoredTensor { dtype: entry.dtype, shape: entry.shape, parts: vec![part] };
         if tensors.contains_key(&name) {
             return Err(damaged(path, format!("it contains '{name}', which an earlier file also contains")));
         }

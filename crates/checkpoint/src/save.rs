@@ -138,10 +138,6 @@ impl Failure {
     fn of(error: &CheckpointError) -> Self {
         Failure { reason: with_sources(error), is_out_of_space: error.is_out_of_space() }
     }
-
-    fn unreadable(error: &serde_json::Error) -> Self {
-        Failure { reason: format!("its message cannot be read: {error}"), is_out_of_space: false }
-    }
 }
 
 impl Saving<'_> {
@@ -189,7 +185,12 @@ impl Saving<'_> {
         })?;
         let gathered = gathered.map_err(|source| CheckpointError::Exchange { step, source })?;
         let messages = gathered.iter().enumerate().map(|(rank, bytes)| {
-            let unreadable = |error| Err(Failure::unreadable(&error));
+            let unreadable = |error| {
+                Err(Failure {
+                    reason: format!("its message cannot be read: {error}"),
+                    is_out_of_space: false,
+                })
+            };
             let theirs: Result<M, Failure> = serde_json::from_slice(bytes).unwrap_or_else(unreadable);
             theirs.map_err(|Failure { reason, is_out_of_space }| {
                 let rank = Rank(rank);

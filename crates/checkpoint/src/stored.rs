@@ -28,9 +28,10 @@ const COMPARED_ELEMENTS: usize = 4 << 20;
 /// A tensor as it lies in files.
 #[derive(Debug, Clone)]
 pub struct StoredTensor {
-    dtype: StoredDType,
-    shape: Vec<usize>,
-    parts: Vec<StoredPart>,
+    pub(crate) dtype: StoredDType,
+    pub(crate) shape: Vec<usize>,
+    /// They hold each element once.
+    pub(crate) parts: Vec<StoredPart>,
 }
 
 /// A box of a tensor, row-major in one file.
@@ -70,11 +71,6 @@ impl StoredPart {
 }
 
 impl StoredTensor {
-    /// `parts` must hold each element once.
-    pub(crate) fn new(dtype: StoredDType, shape: Vec<usize>, parts: Vec<StoredPart>) -> Self {
-        StoredTensor { dtype, shape, parts }
-    }
-
     /// Shape of the whole tensor.
     pub fn shape(&self) -> &[usize] {
         &self.shape

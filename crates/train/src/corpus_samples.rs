@@ -74,7 +74,7 @@ impl CorpusSamples {
         let window = self.windows.window(index);
         self.windows.begin(index, 1)?;
         let weighs_losses = self.windows.sample().iter().any(|spec| spec.name == LOSS_WEIGHTS);
-        let mut sample = Sample::of(&mut self.batch, 0);
+        let mut sample = Sample { batch: &mut self.batch, row: 0 };
         self.windows.read(index, &mut sample)?;
         let mut tokens = sample.u32s(TOKENS).to_vec();
         tokens.extend(sample.u32s(TARGETS).last());

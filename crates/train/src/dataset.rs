@@ -49,15 +49,11 @@ pub trait Dataset: Send {
 /// A sample to be written: its part of each tensor of a batch.
 #[derive(Debug)]
 pub struct Sample<'a> {
-    batch: &'a mut HostBatch,
-    row: usize,
+    pub(crate) batch: &'a mut HostBatch,
+    pub(crate) row: usize,
 }
 
-impl<'a> Sample<'a> {
-    pub(crate) fn of(batch: &'a mut HostBatch, row: usize) -> Self {
-        Sample { batch, row }
-    }
-
+impl Sample<'_> {
     /// The sample's elements of the f32 tensor of this name.
     ///
     /// # Panics
@@ -89,7 +85,7 @@ pub(crate) fn read_batch(
     context: ContextPlace,
 ) -> Result<Batch, TrainError> {
     for row in 0..batch.num_samples() {
-        dataset.read(first + row as u64, &mut Sample::of(batch, row))?;
+        dataset.read(first + row as u64, &mut Sample { batch, row })?;
     }
     Ok(batch.upload_positions(device, context)?)
 }

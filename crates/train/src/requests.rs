@@ -17,15 +17,11 @@ pub enum StoppedBy {
 }
 
 /// Asks all ranks of a run for something, from any thread of any of them. They hear of it together, at the end of a step.
+/// The requests travel in these [bits](trireme_parallel::Executor::requests).
 #[derive(Debug, Clone)]
-pub struct Requests(Arc<AtomicU32>);
+pub struct Requests(pub(crate) Arc<AtomicU32>);
 
 impl Requests {
-    /// Those that travel in these [bits](trireme_parallel::Executor::requests).
-    pub(crate) fn new(bits: Arc<AtomicU32>) -> Self {
-        Requests(bits)
-    }
-
     /// Asks for a checkpoint and the end of the run, because of a signal.
     ///
     /// # Panics
@@ -73,7 +69,7 @@ mod tests {
     #[test]
     fn requests_are_told_apart() {
         let bits = Arc::new(AtomicU32::new(0));
-        let requests = Requests::new(Arc::clone(&bits));
+        let requests = Requests(Arc::clone(&bits));
         let requested = || Requested(bits.load(Ordering::Relaxed));
         assert_eq!((requested().checkpoint(), requested().stop()), (false, None));
         requests.checkpoint();

@@ -315,10 +315,7 @@ fn restore(
         if stateless.contains(&info.parameter.name) {
             return Ok(());
         }
-        let part = match info.is_like_parameter {
-            true => part(info.parameter),
-            false => Part::whole(info.shape.dims()),
-        };
+        let part = if info.is_like_parameter { part(info.parameter) } else { Part::whole(info.shape.dims()) };
         read_boxes(checkpoint.tensors(), &state_name(info), &part, info.held.clone(), values)
     })?;
     if let Some(fp8) = executor.fp8_state_mut() {

@@ -73,10 +73,7 @@ enum Runner {
 
 impl Runner {
     fn start(program: &Program<'_>) -> Result<Self, String> {
-        match process::is_available() {
-            true => Process::start(program).map(Runner::Child),
-            false => Self::here(program),
-        }
+        if process::is_available() { Process::start(program).map(Runner::Child) } else { Self::here(program) }
     }
 
     fn here(program: &Program<'_>) -> Result<Self, String> {

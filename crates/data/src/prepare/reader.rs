@@ -142,7 +142,7 @@ impl<'a> CorpusReader<'a> {
             if open.at_end && open.document.is_empty() {
                 self.counts.num_files += 1;
                 self.bytes_read += if is_plain { 0 } else { open.file.bytes };
-                self.counts.num_replaced += open.decoder.num_replaced();
+                self.counts.num_replaced += open.decoder.num_replaced;
                 self.counts.foreign_forms.num_arrays += u64::from(open.array.is_some());
             } else {
                 self.open = Some(open);

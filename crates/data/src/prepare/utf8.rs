@@ -21,16 +21,13 @@ pub(super) struct Utf8Decoder {
     held: Vec<u8>,
     /// Bytes decoded so far, without those held.
     offset: u64,
-    num_replaced: u64,
+    /// Sequences that became U+FFFD so far.
+    pub(super) num_replaced: u64,
 }
 
 impl Utf8Decoder {
     pub(super) fn new(invalid: InvalidUtf8, offset: u64) -> Self {
         Utf8Decoder { invalid, held: Vec::new(), offset, num_replaced: 0 }
-    }
-
-    pub(super) fn num_replaced(&self) -> u64 {
-        self.num_replaced
     }
 
     /// Appends the text of `bytes` to `out`; unless they are the `last`, an unfinished character waits for more. The error is the offset of
@@ -87,7 +84,7 @@ mod tests {
             decoder.push(bytes, false, &mut text)?;
         }
         decoder.push(&[], true, &mut text)?;
-        Ok((text, decoder.num_replaced()))
+        Ok((text, decoder.num_replaced))
     }
 
     fn bytes_near_utf8() -> impl Strategy<Value = Vec<u8>> {

@@ -51,10 +51,7 @@ impl RecordFile {
 
     /// Tries for the last time to write what waits.
     pub(super) fn finish(&mut self) -> Result<(), MetricsError> {
-        match self.is_waiting() {
-            true => self.append(&[]).map_err(Unwritten::into_error),
-            false => Ok(()),
-        }
+        if self.is_waiting() { self.append(&[]).map_err(Unwritten::into_error) } else { Ok(()) }
     }
 
     pub(super) fn is_waiting(&self) -> bool {

@@ -89,7 +89,7 @@ impl<'a> Trainer<'a> {
             config,
             observer,
             is_new: resumed.is_none(),
-            requests: Requests::new(executor.requests()),
+            requests: Requests(executor.requests()),
             saved_at: Instant::now(),
             time_limit: ends_at.map(|end| TimeLimit::new(Instant::now(), end, config.checkpoint().enable)),
             options,
