@@ -90,10 +90,8 @@ impl Runner {
 
 impl PartialEq for ChatTemplate {
     fn eq(&self, other: &Self) -> bool {
-        let parts = |template: &Self| {
-            (template.source.clone(), template.special_tokens.clone(), template.literal_names.clone())
-        };
-        parts(self) == parts(other)
+        (&self.source, &self.special_tokens, &self.literal_names)
+            == (&other.source, &other.special_tokens, &other.literal_names)
     }
 }
 
@@ -269,7 +267,7 @@ impl ChatTemplate {
         match runner.as_mut().expect("it was started") {
             Runner::Here(interpreter) => interpreter.run(task),
             // The process still runs if the template itself refused the messages.
-            Runner::Child(process) => process.run(task).map_err(|reason| match process.is_running() {
+            Runner::Child(process) => process.exchange(task).map_err(|reason| match process.is_running() {
                 true => reason,
                 false => of_template(reason),
             }),

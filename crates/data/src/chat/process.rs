@@ -4,7 +4,6 @@
 //! costs: thirty steps can double a text thirty times. Only the system can bound that, per process.
 
 use super::interpreter::{Interpreter, Program, Task};
-use super::text::Answered;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -75,19 +74,15 @@ impl Process {
         Ok(process)
     }
 
-    /// Renders the texts that a task asks for.
-    ///
-    /// # Errors
-    /// As [`Interpreter::run`], and if the template exceeds a limit; the process has ended then.
-    pub(super) fn run(&mut self, task: &Task<'_>) -> Result<Vec<Answered>, String> {
-        self.exchange(task)
-    }
-
     pub(super) fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    fn exchange<T: DeserializeOwned>(&mut self, request: &impl Serialize) -> Result<T, String> {
+    /// Sends the program or a [`Task`], and returns what [`Interpreter::new`] or [`Interpreter::run`] answers there.
+    ///
+    /// # Errors
+    /// As these, and if the template exceeds a limit; the process has ended then.
+    pub(super) fn exchange<T: DeserializeOwned>(&mut self, request: &impl Serialize) -> Result<T, String> {
         let answer = send(&mut self.socket, request).and_then(|()| receive(&mut self.socket));
         match answer {
             Ok(Some(answer)) => answer,

@@ -70,7 +70,7 @@ impl Batch {
         });
     }
 
-    fn push(&mut self, text: &str, begins_document: bool, ends_document: bool, source: usize) {
+    fn push(&mut self, text: &str, adds_beginning: bool, ends_document: bool, source: usize) {
         self.text.push_str(text);
         self.pieces.push(Piece {
             end: self.text.len(),
@@ -78,7 +78,7 @@ impl Batch {
             source,
             answers: None,
             literal: Vec::new(),
-            adds_beginning: begins_document,
+            adds_beginning,
             adds_end: ends_document,
         });
     }

@@ -10,7 +10,6 @@ use trireme_base::{Bytes, quoted};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Compression {
-    /// Not at all.
     None,
     /// By gzip, in one or several members.
     Gzip,

@@ -1,6 +1,6 @@
 use super::format::{
-    BLOCK_BYTES, CHECKSUM_ENTRY_BYTES, DOCUMENT_ENTRY_BYTES, HEADER_BYTES, Header, VOCABULARY_SIZE_MAX,
-    u32_at, u64_at,
+    BLOCK_BYTES, CHECKSUM_ENTRY_BYTES, DOCUMENT_ENTRY_BYTES, HEADER_BYTES, Header, Layout,
+    VOCABULARY_SIZE_MAX, u32_at, u64_at,
 };
 use crate::DataError;
 use std::fs::{File, Metadata};
@@ -67,16 +67,10 @@ impl TokenFile {
         let start = &mut start[..metadata.len().min(HEADER_BYTES as u64) as usize];
         file.read_exact_at(start, 0).map_err(|source| DataError::Read { path: path.to_owned(), source })?;
         let (header, layout) = Header::parse(start, metadata.len(), path)?;
-        let checksum = header.tables_checksum;
-        let tables = Tables { documents: layout.documents, checksums: layout.checksums, checksum };
-        let file = Self::new(
-            path,
-            file,
-            &metadata,
-            (header.dtype, header.vocabulary_size),
-            layout.tokens,
-            Some(tables),
-        );
+        let Layout { tokens, documents, checksums } = layout;
+        let tables = Tables { documents, checksums, checksum: header.tables_checksum };
+        let ids = (header.dtype, header.vocabulary_size);
+        let file = Self::new(path, file, &metadata, ids, tokens, Some(tables));
         file.verify_tables()?;
         Ok(file)
     }
@@ -329,13 +323,11 @@ impl TokenFile {
 
     fn check_ids(&self, start: u64, ids: &[u32]) -> Result<(), DataError> {
         let vocabulary_size = self.vocabulary_size;
-        match (start..).zip(ids).find(|&(_, &id)| id as usize >= vocabulary_size) {
-            None => Ok(()),
-            Some((index, &id)) => {
-                let path = self.path.clone();
-                Err(DataError::TokenOutsideVocabulary { path, index, id, vocabulary_size })
-            }
-        }
+        let Some((index, &id)) = (start..).zip(ids).find(|&(_, &id)| id as usize >= vocabulary_size) else {
+            return Ok(());
+        };
+        let path = self.path.clone();
+        Err(DataError::TokenOutsideVocabulary { path, index, id, vocabulary_size })
     }
 
     /// Calls `visit` with the bytes of `range`, in order, in parts of 64 KiB.

@@ -39,32 +39,22 @@ fn omit_first_space(pre_tokenizer: &mut PreTokenizerWrapper) {
 impl Tokenizer {
     /// The special tokens that begin a text, as the post-processor says; often none, or one.
     pub fn beginning(&self) -> &[u32] {
-        match &self.kind {
-            Kind::Bytes => &[],
-            Kind::HuggingFace(inner) => &inner.beginning,
-        }
+        self.hugging_face().map_or(&[], |inner| &inner.beginning)
     }
 
     /// The tokens that [`prepare`](crate::prepare) puts after a document: those of the post-processor, and
     /// [`end_of_document`](Self::end_of_document) unless it is the last of them.
     pub(crate) fn ending(&self) -> Vec<u32> {
-        let after: &[u32] = match &self.kind {
-            Kind::Bytes => &[],
-            Kind::HuggingFace(inner) => &inner.ending,
-        };
+        let after: &[u32] = self.hugging_face().map_or(&[], |inner| &inner.ending);
         let end = self.end_of_document().filter(|end| after.last() != Some(end));
         after.iter().copied().chain(end).collect()
     }
 
     /// The special tokens with their names. A name is not empty.
     fn special_tokens(&self) -> impl Iterator<Item = (u32, &str)> {
-        let inner = match &self.kind {
-            Kind::Bytes => None,
-            Kind::HuggingFace(inner) => Some(inner),
-        };
-        let added = inner.map(|inner| inner.tokenizer.get_added_vocabulary().get_added_tokens_decoder());
-        let special =
-            added.into_iter().flatten().filter(|(_, token)| token.special && !token.content.is_empty());
+        let inner = self.hugging_face().into_iter();
+        let added = inner.flat_map(|inner| inner.tokenizer.get_added_vocabulary().get_added_tokens_decoder());
+        let special = added.filter(|(_, token)| token.special && !token.content.is_empty());
         special.map(|(&id, token)| (id, &*token.content))
     }
 
@@ -84,9 +74,8 @@ impl Tokenizer {
         out: &mut Vec<u32>,
         places: &mut Vec<Range<usize>>,
     ) -> Result<(), DataError> {
-        let inner = match &self.kind {
-            Kind::HuggingFace(inner) if !literal.is_empty() => inner,
-            _ => return self.encode_with_places(text, out, places),
+        let Some(inner) = self.hugging_face().filter(|_| !literal.is_empty()) else {
+            return self.encode_with_places(text, out, places);
         };
         let (mut ids, mut spans) = (Vec::new(), Vec::new());
         self.encode_with_places(text, &mut ids, &mut spans)?;
@@ -158,9 +147,6 @@ impl Tokenizer {
 
     /// The `eos_token` of the `tokenizer_config.json`, if the tokenizer does not have it.
     pub(crate) fn unknown_end(&self) -> Option<&str> {
-        match &self.kind {
-            Kind::Bytes => None,
-            Kind::HuggingFace(inner) => inner.unknown_end.as_deref(),
-        }
+        self.hugging_face()?.unknown_end.as_deref()
     }
 }

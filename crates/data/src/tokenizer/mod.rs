@@ -188,20 +188,21 @@ impl Tokenizer {
         }
     }
 
+    fn hugging_face(&self) -> Option<&HuggingFace> {
+        match &self.kind {
+            Kind::Bytes => None,
+            Kind::HuggingFace(inner) => Some(inner),
+        }
+    }
+
     /// Every id lies below this: one more than the largest id there is.
     pub fn vocabulary_size(&self) -> usize {
-        match &self.kind {
-            Kind::Bytes => BYTES_END_OF_DOCUMENT as usize + 1,
-            Kind::HuggingFace(inner) => inner.vocabulary_size,
-        }
+        self.hugging_face().map_or(BYTES_END_OF_DOCUMENT as usize + 1, |inner| inner.vocabulary_size)
     }
 
     /// The id that [`prepare`](crate::prepare) puts after each document, if the tokenizer has one.
     pub fn end_of_document(&self) -> Option<u32> {
-        match &self.kind {
-            Kind::Bytes => Some(BYTES_END_OF_DOCUMENT),
-            Kind::HuggingFace(inner) => inner.end_of_document,
-        }
+        self.hugging_face().map_or(Some(BYTES_END_OF_DOCUMENT), |inner| inner.end_of_document)
     }
 
     /// Appends the tokens of `text` to `out`.
