@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, iter};
 
-/// Where the list is.
 const LIST: &str = "docs/kernels.md";
 
 /// Methods that issue kernels.
@@ -39,7 +38,6 @@ pub(crate) struct KernelsArgs {
     check: bool,
 }
 
-/// Runs `cargo xtask kernels`.
 pub(crate) fn run(args: &KernelsArgs, root: &Path) -> Result<()> {
     let (page, path) = (page(&kernels(root)?, &traces(root)?)?, root.join(LIST));
     if args.check {
@@ -128,7 +126,6 @@ fn read_traces(folder: &Path) -> Result<Traces> {
     Ok(traces)
 }
 
-/// The whole page.
 fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
     let mut page = String::from(
         "# Kernels\n\nWhat a backend must provide: the kernels that methods of `Device` issue, with the types of the elements that they read \

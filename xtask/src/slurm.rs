@@ -51,10 +51,8 @@ const PAGE: &str = "docs/launchers/slurm.md";
 /// What the job trains.
 const COMMAND: &str = "trireme train books.toml";
 
-/// Something that must hold.
 type Check = fn(&Cluster) -> Result<()>;
 
-/// What is checked, by name.
 const CHECKS: [(&str, Check); 7] = [
     ("two tasks on nodes that only Slurm knows", two_tasks),
     ("four tasks that are placed in turns", four_tasks_in_turns),

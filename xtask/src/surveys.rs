@@ -19,7 +19,6 @@ pub(crate) struct SurveysArgs {
     binary: Option<PathBuf>,
 }
 
-/// Runs `cargo xtask surveys`.
 pub(crate) fn run(args: &SurveysArgs, root: &Path) -> Result<()> {
     let cargo = || {
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));

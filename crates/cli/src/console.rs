@@ -123,7 +123,6 @@ pub(crate) struct Console {
     pace: Pace,
 }
 
-/// How fast steps follow each other.
 #[derive(Debug, Default)]
 struct Pace {
     /// When the first step ended.
@@ -344,14 +343,12 @@ impl Observer for Console {
 pub(crate) struct Measuring(ProgressBar);
 
 impl Measuring {
-    /// Names nothing yet.
     pub(crate) fn new() -> Self {
         let style =
             ProgressStyle::with_template("measuring {wide_msg}").expect("the template is well formed");
         Measuring(ProgressBar::new_spinner().with_style(style))
     }
 
-    /// Names what comes next.
     pub(crate) fn tell(&self, what: &str) {
         self.0.set_message(what.to_owned());
         self.0.tick();

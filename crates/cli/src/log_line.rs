@@ -16,7 +16,6 @@ pub(crate) struct LogLine<'a> {
     pub(crate) left: Option<Duration>,
 }
 
-/// A name and its value.
 struct Field {
     name: String,
     value: String,

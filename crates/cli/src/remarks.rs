@@ -89,7 +89,6 @@ pub(crate) fn set_rank(rank: Rank, is_shared: bool) {
     Channel::change(|channel| (channel.rank, channel.is_shared) = (Some(rank), is_shared));
 }
 
-/// Sets the format of later remarks and lines.
 pub(crate) fn set_format(format: LogFormat) {
     Channel::change(|channel| channel.format = format);
 }
@@ -102,7 +101,6 @@ pub(crate) fn set_log(rank: Rank, log: Option<File>) {
     early.into_iter().flatten().for_each(|line| write(log.as_deref(), &line));
 }
 
-/// The format of remarks and lines.
 pub(crate) fn format() -> LogFormat {
     Channel::current().format
 }

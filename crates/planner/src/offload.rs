@@ -49,9 +49,7 @@ impl MemoryBounds {
 /// Bytes that a step moves between the device, or the host where that updates, and other places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Traffic {
-    /// To and from the host's memory.
     pub(crate) host: u64,
-    /// To and from disks.
     pub(crate) disk: u64,
 }
 
@@ -64,11 +62,8 @@ impl Traffic {
 /// How state lies, and what that takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Placing {
-    /// How state lies.
     pub(crate) state: StateLayout,
-    /// What a step moves.
     pub(crate) traffic: Traffic,
-    /// What a step takes.
     pub(crate) prediction: Prediction,
 }
 

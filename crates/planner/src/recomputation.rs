@@ -13,7 +13,6 @@ use trireme_schedule::{Action, Keep};
 /// Bytes that activations may take while a unit's passes run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Room {
-    /// During forward.
     pub(crate) forward: usize,
     /// During recomputation and backward.
     pub(crate) backward: usize,
@@ -141,7 +140,6 @@ pub(crate) fn choose_keeps(passes: &[UnitPasses], room: &[Room]) -> Option<Choic
 /// A choice for a prefix of the units.
 #[derive(Debug, Clone, Copy, Default)]
 struct Node {
-    /// Bytes that it keeps.
     kept: usize,
     /// Operations that it makes again.
     operations: u64,

@@ -54,7 +54,6 @@ impl Programs {
         self.open_mpi.as_ref().map(|open_mpi| open_mpi.version.as_str())
     }
 
-    /// Whether there is something to run.
     pub(super) fn has(&self, program: Program) -> bool {
         program != Program::OpenMpi || self.open_mpi.is_some()
     }

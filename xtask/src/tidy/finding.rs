@@ -28,7 +28,6 @@ impl Finding {
         Finding { is_refused: false, ..Finding::refuse(path, line, what, remedy) }
     }
 
-    /// Whether it must not stay.
     pub(crate) fn is_refused(&self) -> bool {
         self.is_refused
     }

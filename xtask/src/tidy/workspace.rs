@@ -10,7 +10,6 @@ const FOLDERS: [&str; 8] = [".cargo", ".ci", "configs", "crates", "docs", "examp
 /// The document with the table of dependencies.
 const ARCHITECTURE_FILE: &str = "ARCHITECTURE.md";
 
-/// A file as it was read.
 #[derive(Debug)]
 pub(crate) struct TextFile {
     /// Relative to the workspace, with `/` between names.

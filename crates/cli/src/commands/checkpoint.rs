@@ -61,7 +61,6 @@ enum CheckpointCommand {
     },
 }
 
-/// Runs `trireme checkpoint`.
 pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
     let mut out = Output;
     match &args.command {

@@ -28,14 +28,12 @@ pub(crate) struct ManArgs {
     folder: PathBuf,
 }
 
-/// Runs `trireme completions`.
 pub(crate) fn completions(args: &CompletionsArgs, mut command: Command) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "trireme", &mut script);
     Ok(Output.write_all(&script)?)
 }
 
-/// Runs `trireme man`.
 pub(crate) fn man(args: &ManArgs, command: Command) -> Result<()> {
     let folder = &args.folder;
     std::fs::create_dir_all(folder)

@@ -23,7 +23,6 @@ pub(crate) struct ConfigArgs {
     explain: Option<Option<String>>,
 }
 
-/// Runs `trireme config`.
 pub(crate) fn run(args: &ConfigArgs) -> Result<()> {
     let text = match &args.explain {
         Some(section) => Config::explain(section.as_deref())?,

@@ -76,7 +76,6 @@ struct ShowArgs {
     overrides: Vec<String>,
 }
 
-/// Runs `trireme data`.
 pub(crate) fn run(args: &DataArgs) -> Result<()> {
     match &args.command {
         DataCommand::Show(args) => show(args),

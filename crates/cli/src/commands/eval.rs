@@ -64,7 +64,6 @@ pub(crate) struct EvalArgs {
     threads: usize,
 }
 
-/// Runs `trireme eval`.
 pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let simd = Simd::choose(Proof::Cached)?;
     simd.warn();

@@ -46,7 +46,6 @@ struct Document {
     reports: Vec<RankReport>,
 }
 
-/// Runs `trireme flight-recorder`.
 pub(crate) fn run(args: &FlightRecorderArgs) -> Result<()> {
     let folder = args.run_folder.join(FLIGHT_RECORDER_FOLDER);
     let mut reports = read_reports(&folder)

@@ -91,7 +91,6 @@ pub(crate) struct GenerateArgs {
     threads: usize,
 }
 
-/// Runs `trireme generate`.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if !(args.temperature.is_finite() && args.temperature >= 0.0) {
         bail!("--temperature is {}; it must be 0 or more", args.temperature);
@@ -228,7 +227,6 @@ fn end_tokens(source: &ModelSource, vocab_size: usize) -> Result<(Vec<u32>, Vec<
     Ok((found.into_iter().collect(), warnings))
 }
 
-/// The texts to continue.
 fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<Prompt>> {
     let rendered = |messages: &[Value]| {
         let missing = || {

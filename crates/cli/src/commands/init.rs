@@ -39,7 +39,6 @@ pub(crate) struct InitArgs {
     folder: PathBuf,
 }
 
-/// Runs `trireme init`.
 pub(crate) fn run(args: &InitArgs) -> Result<()> {
     let folder = &args.folder;
     let paths = [DEFAULT_CONFIG, TEXT_FILE].map(|name| folder.join(name));

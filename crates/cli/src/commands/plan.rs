@@ -97,7 +97,6 @@ struct TimedReport {
     unmeasured: Vec<&'static str>,
 }
 
-/// Runs `trireme plan`.
 pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> Result<()> {
     check_config_path(&args.config)?;
     let mut overrides = args.overrides.clone();

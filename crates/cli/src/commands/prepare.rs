@@ -100,7 +100,6 @@ enum OnInvalidUtf8 {
     Refuse,
 }
 
-/// Runs `trireme prepare`.
 pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
     let options = options(args)?;
     let mut out = Output;

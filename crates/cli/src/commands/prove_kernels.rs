@@ -21,7 +21,6 @@ pub(crate) struct ProveKernelsArgs {
     kernels: Vec<String>,
 }
 
-/// Runs `trireme prove-kernels`.
 pub(crate) fn run(args: &ProveKernelsArgs) -> Result<()> {
     // Its death is nothing to keep a memory image of.
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;

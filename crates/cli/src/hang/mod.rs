@@ -17,7 +17,6 @@ pub(crate) struct Hang {
     /// What ended this worker.
     #[source]
     pub(crate) failure: Error,
-    /// The table's lines.
     table: Vec<String>,
 }
 

@@ -32,7 +32,6 @@ pub(crate) fn identity(file: &Path) -> (u64, u64) {
 
 /// A tree of control groups that has the controller.
 struct Hierarchy {
-    /// Where it is mounted.
     mount_point: PathBuf,
     /// This process's group, relative to that.
     group: PathBuf,

@@ -13,7 +13,6 @@ const CPU: Controller =
 pub(crate) struct CpuLimit {
     /// Seconds of computing in a second.
     pub(crate) num_cores: f64,
-    /// The file that sets it.
     pub(crate) file: PathBuf,
 }
 

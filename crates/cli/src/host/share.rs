@@ -70,7 +70,6 @@ impl<T> Bound<T> {
 pub(crate) struct HostShare {
     /// Workers that share memory segments of this host.
     pub(crate) num_workers: usize,
-    /// All limits on its memory.
     pub(crate) limits: Vec<SharedLimit>,
     /// Processors that it may use, where those that several workers may use count in equal parts.
     pub(crate) num_cpus: f64,

@@ -36,17 +36,12 @@ const DEFAULT_MASTER_PORT: u16 = 29_500;
 /// What a worker must know of its world to join it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct WorkerEnvironment {
-    /// This worker.
     pub(crate) rank: Rank,
-    /// Number of workers.
     pub(crate) world_size: usize,
-    /// This worker among those of its host.
     pub(crate) local_rank: usize,
-    /// Number of workers on this host.
     pub(crate) local_world_size: usize,
     /// Name or address of the host on which rank 0 listens.
     pub(crate) master_addr: String,
-    /// The TCP port on which rank 0 listens.
     pub(crate) master_port: u16,
 }
 

@@ -13,45 +13,25 @@ pub(crate) enum LaunchError {
     #[error(
         "{present} is set but {missing} is not; set both, or unset {present} to let this command start the workers"
     )]
-    MissingVariable {
-        /// A variable that is set.
-        present: &'static str,
-        /// What belongs to it.
-        missing: &'static str,
-    },
+    MissingVariable { present: &'static str, missing: &'static str },
     /// A variable does not hold what it should.
     #[error("the environment variable {variable} is '{value}'; expected {expected}")]
-    UnfitVariable {
-        /// The variable.
-        variable: &'static str,
-        /// Its value.
-        value: String,
-        /// What should be there.
-        expected: String,
-    },
+    UnfitVariable { variable: &'static str, value: String, expected: String },
     /// Two variables cannot both be right.
     #[error(
         "the environment variables {first} = {first_value} and {second} = {second_value} contradict each other; \
          correct one, or unset the ones that do not apply"
     )]
     ContradictoryVariables {
-        /// One variable.
         first: &'static str,
-        /// Its value.
         first_value: usize,
-        /// The other variable.
         second: &'static str,
-        /// Its value.
         second_value: usize,
     },
-    /// A log file cannot be made.
     #[error("cannot write the log of rank {rank} to {}", path.display())]
     Log {
-        /// The worker.
         rank: Rank,
-        /// Its log.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -62,32 +42,24 @@ pub(crate) enum LaunchError {
     Port {
         /// The port, 0 for any.
         port: u16,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// No secret could be made for the workers.
     #[error("cannot generate a secret for the workers")]
     Secret {
-        /// Why.
         #[source]
         source: CommError,
     },
-    /// A worker could not be started.
     #[error("cannot start rank {rank} as {program}")]
     Start {
-        /// The worker.
         rank: Rank,
-        /// The program.
         program: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// The operating system refused what watching over processes needs.
     #[error("cannot monitor the workers")]
     Watch {
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -95,31 +67,21 @@ pub(crate) enum LaunchError {
     /// itself the loss of a peer.
     #[error("{}{}", describe_death(*rank, death, left, log, last_lines), indented(table))]
     WorkerDied {
-        /// The worker that died.
         rank: Rank,
-        /// How it died.
         death: Death,
         /// Workers that SIGKILL has not ended.
         left: Vec<Rank>,
-        /// Where its log is.
         log: PathBuf,
-        /// The end of its log.
         last_lines: Vec<String>,
         /// Where all workers were, if this is a failure between them.
         table: Vec<String>,
     },
     /// A signal, such as that of Ctrl-C, ended the launcher and so its workers.
     #[error("interrupted by {}", signal_name(*signal))]
-    Interrupted {
-        /// The signal.
-        signal: i32,
-    },
+    Interrupted { signal: i32 },
     /// The run was asked to end by a signal, and has ended in good order. It has said so.
     #[error("stopped by {}", signal_name(*signal))]
-    Stopped {
-        /// The signal.
-        signal: i32,
-    },
+    Stopped { signal: i32 },
     /// The launcher is no more, and so this worker has no reason to be.
     #[error("the launcher of this worker has exited")]
     LauncherGone,

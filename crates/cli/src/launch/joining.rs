@@ -81,7 +81,6 @@ pub(crate) fn before_joining<T>(
 #[derive(Debug, thiserror::Error)]
 #[error("{failure:#}")]
 pub(crate) struct NotJoined {
-    /// Why.
     pub(crate) failure: anyhow::Error,
     options: Box<JoinOptions>,
 }

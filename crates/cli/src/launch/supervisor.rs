@@ -150,7 +150,6 @@ struct Watch<'a> {
     signals: &'a Receiver<i32>,
     recorder_folder: &'a Path,
     on_signal: OnSignal,
-    /// Prints a line.
     tell: &'a dyn Fn(&str),
 }
 

@@ -72,7 +72,6 @@ struct Worker {
 }
 
 impl WorkerProcesses {
-    /// No workers yet.
     pub(super) fn new() -> Self {
         WorkerProcesses { workers: Vec::new(), patience: None }
     }
@@ -119,7 +118,6 @@ impl WorkerProcesses {
         Ok(())
     }
 
-    /// Whether any worker has not ended.
     pub(super) fn are_running(&self) -> bool {
         self.workers.iter().any(|worker| worker.status.is_none())
     }

@@ -10,7 +10,6 @@ use trireme_schedule::{StateClass, Tier as StateTier};
 use trireme_tensor::Precision;
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
 
-/// How many changes are told.
 const NUM_TOLD: usize = 3;
 
 /// No other change is tried after so long: an error should not keep its reader waiting.

@@ -79,7 +79,6 @@ impl Drawing {
         draw_text(&self.schedule, &self.timeline, columns_max)
     }
 
-    /// The same as an SVG document.
     pub(crate) fn svg(&self, title: &str) -> String {
         draw_svg(&self.schedule, &self.timeline, title)
     }

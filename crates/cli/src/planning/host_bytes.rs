@@ -39,7 +39,6 @@ impl ProcessBytes {
     }
 }
 
-/// Host memory of one worker.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WorkerBytes {
     process: ProcessBytes,
@@ -62,7 +61,6 @@ impl WorkerBytes {
 pub(super) struct HostBytes {
     /// All of this host, and the process that starts them.
     sum: ProcessBytes,
-    /// The largest of them.
     largest: ProcessBytes,
     /// What the first worker takes beyond that for the sample.
     sampling: ProcessBytes,
@@ -71,7 +69,6 @@ pub(super) struct HostBytes {
 }
 
 impl HostBytes {
-    /// Of the process that starts the workers.
     pub(super) fn of_launcher(workers: Workers<'_>) -> Self {
         HostBytes {
             sum: ProcessBytes { ordinary: launcher_bytes(workers), reserved: 0 },
@@ -91,12 +88,10 @@ impl HostBytes {
         }
     }
 
-    /// The limit of this index.
     pub(super) fn limit(&self, index: usize) -> &MemoryLimit {
         &self.limits[index].limit
     }
 
-    /// The workers that share the limit of this index.
     pub(super) fn num_sharing(&self, index: usize) -> usize {
         self.limits[index].num_sharing.unwrap_or(self.num_workers)
     }

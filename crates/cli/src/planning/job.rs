@@ -48,7 +48,6 @@ impl Source<'_> {
     }
 }
 
-/// A run to plan.
 #[derive(Clone, Copy)]
 pub(crate) struct Job<'a> {
     pub(crate) config: &'a Config,
@@ -118,7 +117,6 @@ impl Blueprint<'_> {
 pub(crate) struct Workers<'a> {
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// On this host.
     pub(super) local_world_size: usize,
     pub(super) num_threads: usize,
     /// The SIMD level of their kernels, on which scratch memory depends.

@@ -31,7 +31,6 @@ use trireme_tensor::Device;
 use trireme_train::config::{self, Config, ModelSource};
 use trireme_train::{Sequences, model_config};
 
-/// The language model of a config.
 pub(crate) fn language_model(config: &Config) -> Result<ModelConfig> {
     Ok(model_config(config, vocabulary_size(config)?)?.0)
 }

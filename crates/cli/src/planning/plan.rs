@@ -23,7 +23,6 @@ use trireme_train::{
     new_executor, optimizer_options, proven_programs, step_programs,
 };
 
-/// How long a step takes.
 pub(crate) struct PredictedTime {
     pub(crate) time: StepTime,
     /// Kernels and operations that were not measured, and count as if they took no time.
@@ -43,10 +42,8 @@ pub(crate) enum Limit {
 
 /// A step of a run, and what it takes of one worker's memory.
 pub(crate) struct Plan {
-    /// The worker.
     pub(crate) rank: usize,
     pub(crate) model: Model,
-    /// What the passes of each unit take.
     pub(crate) passes: Vec<UnitPasses>,
     pub(crate) program: Program,
     pub(crate) choices: StepChoices,
@@ -232,7 +229,6 @@ impl Plan {
         }
     }
 
-    /// What the trainer is told of it.
     pub(crate) fn worker_plan(&self, step_seconds: Option<f64>) -> WorkerPlan {
         let total = self.prediction.total();
         let moment = self.prediction.moment(&self.program);

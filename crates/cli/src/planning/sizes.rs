@@ -42,7 +42,6 @@ pub(super) fn state_sizes(
     Ok(StateSizes { units, gather_bytes, gradient_bytes: gradient_dtype.size() })
 }
 
-/// The tensors of a microbatch.
 pub(super) fn batch_memory(rehearsal: &Rehearsal) -> Vec<BatchMemory> {
     let memory = |tensor: &BatchTensor| BatchMemory { bytes: tensor.bytes, readers: tensor.readers.clone() };
     rehearsal.batch.iter().map(memory).collect()

@@ -37,7 +37,6 @@ pub(crate) enum Proof {
 /// A SIMD level, and why it was chosen.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Simd {
-    /// What kernels use.
     pub(crate) level: CpuFeatures,
     /// The highest level of the machine, or that the user allows.
     pub(crate) most: CpuFeatures,
@@ -49,7 +48,6 @@ pub(crate) struct Simd {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Excluded {
     pub(crate) kernel: ProductKernel,
-    /// What was wrong.
     pub(crate) reason: String,
 }
 
@@ -116,7 +114,6 @@ impl Simd {
         })
     }
 
-    /// Shows the warnings.
     pub(crate) fn warn(&self) {
         self.warnings().for_each(|line| remark(&line));
     }
@@ -130,7 +127,6 @@ impl Simd {
         }
     }
 
-    /// Why it is this level.
     pub(crate) fn reason(&self) -> &'static str {
         if self.level < self.most {
             "the highest level whose matmul kernels match the portable ones"

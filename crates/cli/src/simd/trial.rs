@@ -34,7 +34,6 @@ pub(super) enum Verdict {
 /// Longer reasons are cut.
 pub(super) const REASON_CHARS_MAX: usize = 300;
 
-/// How to try a kernel.
 pub(crate) struct Trial {
     /// Its name, without a line break.
     pub(crate) kernel: String,
@@ -45,7 +44,6 @@ pub(crate) struct Trial {
 /// Signals by which the system ends a process for what it executed, and for nothing else.
 const FAULTS: [Signal; 6] = [Signal::ILL, Signal::SEGV, Signal::BUS, Signal::FPE, Signal::TRAP, Signal::SYS];
 
-/// What a child does.
 pub(crate) fn try_kernels<'a>(
     trials: impl IntoIterator<Item = &'a Trial>,
     out: &mut impl Write,

@@ -32,7 +32,6 @@ struct Measurement {
     write_bytes_per_second: f64,
 }
 
-/// Runs `trireme bench disk`.
 pub(super) fn run(args: &DiskArgs) -> Result<()> {
     let Bandwidth { read, write, description } =
         measure_bandwidth(&args.folder, args.block_bytes, &SwapOptions::default())?;

@@ -158,7 +158,6 @@ impl KernelReport {
     }
 }
 
-/// A step to measure.
 struct Step {
     model: String,
     config: ModelConfig,
@@ -166,7 +165,6 @@ struct Step {
     seq: usize,
 }
 
-/// Runs `trireme bench kernels`.
 pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
     let steps = steps(args)?;
     let num_threads = match args.threads {
@@ -291,7 +289,6 @@ fn measure(
     })
 }
 
-/// Prints Markdown.
 fn print(report: &Report) -> Result<()> {
     let Report { features, threads, copy_bytes_per_second, .. } = report;
     writeln!(

@@ -101,7 +101,6 @@ struct Step {
     step_seconds_predicted: Option<f64>,
 }
 
-/// Runs `trireme bench layouts`.
 pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     let layouts: Vec<&str> = match &args.layouts[..] {
         [] => LAYOUTS.to_vec(),

@@ -27,7 +27,6 @@ enum BenchCommand {
     Step(step::StepArgs),
 }
 
-/// Runs `trireme bench`.
 pub(crate) fn run(args: &BenchArgs, started: Instant) -> Result<()> {
     match &args.command {
         BenchCommand::Collectives(args) => collectives::run(args, started),

@@ -125,7 +125,6 @@ struct ScheduleReport {
     total_ms: f64,
 }
 
-/// Runs `trireme bench schedule`.
 pub(super) fn run(args: &ScheduleArgs) -> Result<()> {
     let measuring = Measuring::new();
     let mut schedules = Vec::new();

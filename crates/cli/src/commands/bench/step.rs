@@ -172,7 +172,6 @@ struct Measurement {
     disk_bytes_written: u64,
 }
 
-/// Runs `trireme bench step`.
 pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
     if args.batch == 0 || args.seq == 0 || args.workers == 0 || args.steps == 0 {
         bail!("--batch, --seq, --workers and --steps must be at least 1");
@@ -208,7 +207,6 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
     }
 }
 
-/// Where tokens come from.
 enum Tokens {
     File { file: TokenFile, sampler: Sampler },
     Random { vocab_size: u64, seed: u64 },
@@ -237,7 +235,6 @@ impl Tokens {
     }
 }
 
-/// Reads the batches of steps.
 pub(super) struct Batches {
     tokens: Tokens,
     samples: HostBatch,

@@ -8,7 +8,6 @@ use trireme_schedule::collective::{Algorithm, Collective, CollectiveKind, CostMo
 const SMALLEST_BYTES: usize = 1 << 10;
 const LARGEST_BYTES: usize = 64 << 20;
 
-/// How an operation is done.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Choice {
     pub(super) operation: String,

@@ -29,7 +29,6 @@ const INSTRUCTION_SETS: [&str; 16] = [
 /// The machine as far as the system tells of it; its fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 pub(super) struct Machine {
-    /// Name of the processor.
     pub(super) processor: Option<String>,
     pub(super) architecture: &'static str,
     /// Logical ones that are online.
@@ -38,7 +37,6 @@ pub(super) struct Machine {
     pub(super) num_cores_available: usize,
     /// How many cores' time the control group of this process allows, if it limits that.
     pub(super) cpu_limit_cores: Option<f64>,
-    /// The file that says so.
     pub(super) cpu_limit_file: Option<PathBuf>,
     pub(super) threads_per_core: usize,
     /// Maker and name of a virtual machine.
@@ -49,13 +47,11 @@ pub(super) struct Machine {
     pub(super) memory_available_bytes: Option<u64>,
     /// The limit of this process's control group, if that is less.
     pub(super) memory_limit_bytes: Option<u64>,
-    /// The file that sets it.
     pub(super) memory_limit_file: Option<PathBuf>,
     /// When the system gives huge pages: always, madvise or never.
     pub(super) huge_pages: Option<String>,
     /// Memory that the host has set aside in huge pages of 2 MiB, for `[memory] huge_pages = "reserved"`.
     pub(super) huge_pages_reserved_bytes: u64,
-    /// Size of /dev/shm.
     pub(super) dev_shm_bytes: Option<u64>,
     /// Processes that ran or wanted to, mean over the last minute.
     pub(super) load: Option<f64>,

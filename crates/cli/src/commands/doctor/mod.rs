@@ -190,7 +190,6 @@ impl UsedKernel {
     }
 }
 
-/// Runs `trireme doctor`.
 pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     if args.cluster {
         return cluster::run(&args.config, args.json, started);

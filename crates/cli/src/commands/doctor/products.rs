@@ -105,7 +105,6 @@ fn measure_kernel(
     })
 }
 
-/// Prints a table for each size.
 pub(super) fn print(figures: &[ProductFigure]) -> Result<()> {
     let mut last = None;
     for figure in figures {

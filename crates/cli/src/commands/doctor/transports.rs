@@ -120,7 +120,6 @@ fn find_out(transport: TransportChoice, workers: usize, costs: GivenCosts) -> an
     found.into_iter().reduce(slower).context("there is at least one worker")
 }
 
-/// One worker's part.
 fn work(options: &JoinOptions) -> Result<Findings, CommError> {
     let group = join(options)?;
     let mut buffer = group.buffer::<f32>(NUM_ELEMENTS)?;

@@ -92,7 +92,6 @@ fn kind(rank: usize, action: Action) -> Kind {
 
 /// What a rank did in a step, as parts of the step's time.
 pub(super) struct Shares {
-    /// Passes.
     pub(super) passes: f64,
     /// Waiting for activations and gradients, and taking over those that have come.
     pub(super) waiting: f64,
@@ -100,7 +99,6 @@ pub(super) struct Shares {
     pub(super) sending: f64,
     /// Waiting for the end of all reductions.
     pub(super) reducing: f64,
-    /// Updates.
     pub(super) updates: f64,
 }
 
@@ -127,7 +125,6 @@ impl Shares {
         Shares { passes, waiting, sending, reducing, updates }
     }
 
-    /// Everything else.
     pub(super) fn other(&self) -> f64 {
         let Shares { passes, waiting, sending, reducing, updates } = self;
         1.0 - passes - waiting - sending - reducing - updates

@@ -20,7 +20,6 @@ pub(super) struct Point {
     pub(super) loss: f64,
 }
 
-/// The losses of a run.
 pub(super) struct Curves {
     pub(super) title: String,
     pub(super) training: Vec<Point>,
@@ -30,7 +29,6 @@ pub(super) struct Curves {
 }
 
 impl Curves {
-    /// The document.
     pub(super) fn to_svg(&self) -> String {
         let training = thinned(&self.training);
         let scale = Scale::new(training.iter().chain(&self.validation), self.baseline);

@@ -40,7 +40,6 @@ pub(crate) struct DiffArgs {
 #[error("the runs differ")]
 pub(crate) struct RunsDiffer;
 
-/// Runs `trireme report diff`.
 pub(super) fn run(args: &DiffArgs) -> Result<()> {
     let folders = [&*args.run, &*args.other_run];
     let (equal, difference) = first_difference(folders)?;

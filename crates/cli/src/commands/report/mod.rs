@@ -30,7 +30,6 @@ enum ReportCommand {
     Trace(trace::TraceArgs),
 }
 
-/// Runs `trireme report`.
 pub(crate) fn run(args: &ReportArgs) -> Result<()> {
     match &args.command {
         ReportCommand::Run(args) => run::run(args),

@@ -31,7 +31,6 @@ pub(crate) struct RunArgs {
     svg: Option<PathBuf>,
 }
 
-/// Runs `trireme report run`.
 pub(super) fn run(args: &RunArgs) -> Result<()> {
     let records = Records::read(&args.run_folder)?;
     let (first, last, unit) = (records.first(), records.last(), records.unit());

@@ -58,7 +58,6 @@ pub(crate) struct TraceArgs {
     svg: Option<PathBuf>,
 }
 
-/// Runs `trireme report trace`.
 pub(super) fn run(args: &TraceArgs) -> Result<()> {
     let steps = read(&args.run_folder)?;
     let comparisons = steps.iter().map(Comparison::new).collect::<Result<Vec<_>>>()?;
@@ -90,7 +89,6 @@ pub(super) fn run(args: &TraceArgs) -> Result<()> {
     Ok(Output.write_all(text.as_bytes())?)
 }
 
-/// The drawing of a step.
 pub(super) fn to_svg(run_folder: &Path, drawn: &Comparison) -> String {
     draw_svg_together(&headline(run_folder, drawn), &pictures(drawn, &titles(drawn)), "ns")
 }

@@ -30,7 +30,6 @@ impl<'a> Process<'a> {
     }
 }
 
-/// The folder of the logs of a run.
 pub(super) fn log_folder(config: &Config) -> PathBuf {
     config.run_folder().join("logs")
 }

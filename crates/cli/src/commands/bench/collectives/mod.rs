@@ -20,7 +20,6 @@ use trireme_base::{Bf16, Bytes, F16, Rank};
 use trireme_comm::{Group, GroupOptions, JoinOptions};
 use trireme_train::config::{Bind, HugePages};
 
-/// Runs `trireme bench collectives`.
 pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
     if args.workers == 0 || args.factor < 2 || args.min_bytes == 0 || args.iters == 0 {
         bail!("--workers, --min-bytes and --iters must be at least 1, and --factor at least 2");

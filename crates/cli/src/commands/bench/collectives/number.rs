@@ -25,7 +25,6 @@ pub(super) trait Number: Element {
     /// The nearest one.
     fn of(value: f64) -> Self;
 
-    /// Its value.
     fn value(self) -> f64;
 
     /// Whether it is this number, as near as sums of its type come to it.

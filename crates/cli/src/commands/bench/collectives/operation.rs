@@ -159,7 +159,6 @@ impl<'a, T: Number> Bench<'a, T> {
         }
     }
 
-    /// Does it once.
     pub(super) fn call(&mut self) -> Result<()> {
         let (input, output) = self.vectors.take().context("every call gives its vectors back")?;
         self.vectors = Some(match output {

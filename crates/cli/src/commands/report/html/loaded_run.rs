@@ -58,7 +58,6 @@ pub(super) enum Drawing {
     Missing(String),
 }
 
-/// Reads all runs.
 pub(super) fn load(folders: &[PathBuf]) -> Result<Vec<LoadedRun>> {
     folders.iter().zip(names(folders)).map(|(folder, name)| load_run(folder, name)).collect()
 }

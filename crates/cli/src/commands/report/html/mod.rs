@@ -47,7 +47,6 @@ pub(crate) struct HtmlArgs {
     force: bool,
 }
 
-/// Runs `trireme report html`.
 pub(super) fn run(args: &HtmlArgs) -> Result<()> {
     check_target(&args.out, args.force)?;
     if args.run_folders.len() > NUM_HUES {

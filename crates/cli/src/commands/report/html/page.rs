@@ -21,7 +21,6 @@ pub(super) const BEGINNING: &str = "<!doctype html>
 const STYLE: &str = include_str!("style.css");
 const SCRIPT: &str = include_str!("script.js");
 
-/// The page about the runs.
 pub(super) fn page(runs: &[LoadedRun]) -> String {
     let names: Vec<String> = runs.iter().map(|run| escape_markup(&run.name)).collect();
     let title = names.join(", ");
