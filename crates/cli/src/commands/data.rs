@@ -108,10 +108,7 @@ fn show(args: &ShowArgs) -> Result<()> {
     for index in shown {
         let view = samples.read(index)?;
         let pieces = pieces(&view, &tokenizer)?;
-        let text = match args.tokens {
-            true => table(&view, &pieces),
-            false => marks.text(&view, &pieces),
-        };
+        let text = if args.tokens { table(&view, &pieces) } else { marks.text(&view, &pieces) };
         write!(Output, "{}\n{text}\n", heading(index, &view))?;
     }
     let num_counted = num_samples.min(COUNTED_SAMPLES_MAX);

@@ -119,25 +119,17 @@ struct Count {
 }
 
 impl Count {
-    fn contradicts(self, other: Count) -> LaunchError {
-        LaunchError::ContradictoryVariables {
+    /// Refuses numbers that do not compare as they must.
+    fn must(self, compare: fn(&usize, &usize) -> bool, other: Count) -> Result<(), LaunchError> {
+        if compare(&self.value, &other.value) {
+            return Ok(());
+        }
+        Err(LaunchError::ContradictoryVariables {
             first: self.variable,
             first_value: self.value,
             second: other.variable,
             second_value: other.value,
-        }
-    }
-
-    fn must_be_below(self, other: Count) -> Result<(), LaunchError> {
-        if self.value < other.value { Ok(()) } else { Err(self.contradicts(other)) }
-    }
-
-    fn must_be_at_most(self, other: Count) -> Result<(), LaunchError> {
-        if self.value <= other.value { Ok(()) } else { Err(self.contradicts(other)) }
-    }
-
-    fn must_equal(self, other: Count) -> Result<(), LaunchError> {
-        if self.value == other.value { Ok(()) } else { Err(self.contradicts(other)) }
+        })
     }
 }
 
@@ -192,15 +184,15 @@ impl Family {
     }
 
     fn check(&self, variables: &Variables<'_>) -> Result<(), LaunchError> {
-        self.rank.must_be_below(self.world_size)?;
+        self.rank.must(usize::lt, self.world_size)?;
         if let Some((rank, size)) = self.local {
-            rank.must_be_below(size)?;
-            size.must_be_at_most(self.world_size)?;
-            rank.must_be_at_most(self.rank)?;
+            rank.must(usize::lt, size)?;
+            size.must(usize::le, self.world_size)?;
+            rank.must(usize::le, self.rank)?;
         }
         // Scripts export it beside the variables of another launcher.
         if let Some(value) = variables.number("WORLD_SIZE", WORLD_SIZE_MAX)? {
-            Count { variable: "WORLD_SIZE", value }.must_equal(self.world_size)?;
+            Count { variable: "WORLD_SIZE", value }.must(usize::eq, self.world_size)?;
         }
         Ok(())
     }
@@ -259,7 +251,7 @@ fn slurm(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
     // Another MPI's launcher inside of a SLURM job starts its own processes by srun.
     for (variable, count) in [("PMI_RANK", rank), ("PMI_SIZE", world_size)] {
         if let Some(value) = variables.number(variable, WORLD_SIZE_MAX)? {
-            Count { variable, value }.must_equal(count)?;
+            Count { variable, value }.must(usize::eq, count)?;
         }
     }
     let local_rank = variables.count("SLURM_LOCALID", "SLURM_PROCID")?;

@@ -29,12 +29,7 @@ pub(crate) enum LaunchError {
         second_value: usize,
     },
     #[error("cannot write the log of rank {rank} to {}", path.display())]
-    Log {
-        rank: Rank,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    Log { rank: Rank, path: PathBuf, source: io::Error },
     /// No TCP port could be had for the workers to meet.
     #[error(
         "cannot use TCP port {port} of 127.0.0.1; set [launch] master_port to another one, or to 0 for any free port"
@@ -42,25 +37,19 @@ pub(crate) enum LaunchError {
     Port {
         /// The port, 0 for any.
         port: u16,
-        #[source]
         source: io::Error,
     },
     #[error("cannot generate a secret for the workers")]
     Secret {
-        #[source]
+        #[from]
         source: CommError,
     },
     #[error("cannot start rank {rank} as {program}")]
-    Start {
-        rank: Rank,
-        program: String,
-        #[source]
-        source: io::Error,
-    },
+    Start { rank: Rank, program: String, source: io::Error },
     /// The operating system refused what watching over processes needs.
     #[error("cannot monitor the workers")]
     Watch {
-        #[source]
+        #[from]
         source: io::Error,
     },
     /// A worker died, and the others have been ended. Of several deaths this is the first that was not

@@ -100,10 +100,10 @@ pub(crate) fn run_local_workers(
     command: impl FnMut(Rank) -> Command,
 ) -> Result<(), LaunchError> {
     // Those of an earlier run would be taken for this one's.
-    remove_reports(world.recorder_folder).map_err(|source| LaunchError::Watch { source })?;
+    remove_reports(world.recorder_folder)?;
     let (sender, signals) = channel();
     // Before the first worker starts: none may end unseen, and no Ctrl-C may leave one behind.
-    let _forwarder = SignalForwarder::start(sender).map_err(|source| LaunchError::Watch { source })?;
+    let _forwarder = SignalForwarder::start(sender)?;
     let workers = start_workers(world, command)?;
     let watch = Watch {
         workers,
@@ -121,7 +121,7 @@ fn start_workers(
 ) -> Result<WorkerProcesses, LaunchError> {
     let port = master_port(world.master_port)
         .map_err(|source| LaunchError::Port { port: world.master_port, source })?;
-    let secret = Secret::random().map_err(|source| LaunchError::Secret { source })?;
+    let secret = Secret::random()?;
     let mut workers = WorkerProcesses::new();
     for rank in (0..world.num_workers).map(Rank) {
         let mut command = command(rank);
@@ -156,7 +156,7 @@ struct Watch<'a> {
 impl Watch<'_> {
     fn until_all_have_ended(mut self) -> Result<(), LaunchError> {
         loop {
-            self.reap()?;
+            self.workers.reap()?;
             if self.workers.stopped_by().is_some() {
                 return self.end_after_stop(None);
             }
@@ -191,7 +191,7 @@ impl Watch<'_> {
         // A worker that is suspended takes part in the checkpoint again.
         self.workers.send(Signal::CONT);
         loop {
-            self.reap()?;
+            self.workers.reap()?;
             match (self.workers.stopped_by(), self.workers.dead()) {
                 (Some(signal), _) if !self.workers.are_running() => {
                     return Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) });
@@ -219,7 +219,7 @@ impl Watch<'_> {
             let signal = self.next_signal(None).expect("without a deadline a signal comes");
             if signal != SIGCHLD && is_urgent(signal) && second.note(Instant::now()) {
                 // The notice promises an end at once. The workers may not have received the second signal, and would save first.
-                self.workers.kill().map_err(|source| LaunchError::Watch { source })?;
+                self.workers.kill()?;
                 return Err(LaunchError::Interrupted { signal });
             }
         }
@@ -238,16 +238,12 @@ impl Watch<'_> {
         }
     }
 
-    fn reap(&mut self) -> Result<(), LaunchError> {
-        self.workers.reap().map_err(|source| LaunchError::Watch { source })
-    }
-
     /// Finds the cause of a first death, ends the other workers, and reports that cause.
     fn end_after_death(mut self, mut rank: Rank, mut death: Death) -> Result<(), LaunchError> {
         let deadline = Instant::now() + CAUSE_GRACE;
         // A follower may be seen before the one it has followed.
         while is_follower(death) && self.workers.are_running() && self.next_signal(Some(deadline)).is_some() {
-            self.reap()?;
+            self.workers.reap()?;
             (rank, death) = self.workers.dead().expect("the dead stay dead");
         }
         let table = self.table(rank, death)?;
@@ -284,7 +280,7 @@ impl Watch<'_> {
             if is_over || !matches!(self.next_signal(next_look), None | Some(SIGCHLD)) {
                 return Ok(hang::lines(&Diagnosis::of(&reports), &self.workers.fates()));
             }
-            self.reap()?;
+            self.workers.reap()?;
         }
     }
 
@@ -313,15 +309,15 @@ impl Watch<'_> {
         self.workers.kill_stopped();
         self.workers.send(Signal::TERM);
         self.wait_for_all(TERMINATE_GRACE)?;
-        self.workers.kill().map_err(|source| LaunchError::Watch { source })
+        Ok(self.workers.kill()?)
     }
 
     /// Waits until all workers have ended, for `grace` at most; a further signal to end cuts that short.
     fn wait_for_all(&mut self, grace: Duration) -> Result<(), LaunchError> {
         let deadline = Instant::now() + grace;
-        self.reap()?;
+        self.workers.reap()?;
         while self.workers.are_running() && self.next_signal(Some(deadline)) == Some(SIGCHLD) {
-            self.reap()?;
+            self.workers.reap()?;
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 use super::job::{Job, Workers};
 use super::plan::{Limit, Plan};
 use anyhow::{Result, bail};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Category};
 use trireme_parallel::Determinism;
@@ -126,6 +127,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
             ["selective", "block"].map(|mode| change(&[&format!("activation_checkpoint.mode={mode}")])).into()
         }
     };
+    let only_if = |applies: bool, key: &str| Vec::from_iter(applies.then(|| change(&[key])));
     let shares = (stage + 1..=3).filter(|_| config.world_size() > 1);
     let sharded: Vec<Change> =
         shares.map(|stage| change(&[&format!("parallelism.zero_stage={stage}")])).collect();
@@ -146,15 +148,9 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         .take_while(|&half| half > 0)
         .map(|half| change(&[&format!("training.local_batch_size={half}"), &global]))
         .collect();
-    let narrow: Vec<Change> = match training.dtype {
-        Precision::F32 => [change(&["training.dtype=bf16"])].into(),
-        _ => Vec::new(),
-    };
+    let narrow = only_if(training.dtype == Precision::F32, "training.dtype=bf16");
     // Sums that need not have the same bits on every layout keep fewer parts.
-    let unordered: Vec<Change> = match training.determinism {
-        Determinism::Layout => [change(&["training.determinism=run"])].into(),
-        Determinism::Run => Vec::new(),
-    };
+    let unordered = only_if(training.determinism == Determinism::Layout, "training.determinism=run");
     let workers = (1..=3).map(|power| config.world_size() << power);
     let workers = workers
         .map(|workers| change(&[&format!("launch.workers={workers}"), "parallelism.zero_stage=3", &global]));
@@ -164,10 +160,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let fewer = fewer.take_while(|&workers| may_start_workers && workers > 0);
     let fewer_workers: Vec<Change> =
         fewer.map(|workers| change(&[&format!("launch.workers={workers}"), &global])).collect();
-    let unsampled: Vec<Change> = match config.generate().num_tokens {
-        0 => Vec::new(),
-        _ => [change(&["generate.num_tokens=0"])].into(),
-    };
+    let unsampled = only_if(config.generate().num_tokens > 0, "generate.num_tokens=0");
     let strongest = |family: &[Change]| family.last().cloned().unwrap_or_default();
     let [recompute, shard, moves, shrink, reorder, narrowed, alone] =
         [&recomputed, &sharded, &moved, &smaller, &unordered, &narrow, &fewer_workers].map(|f| strongest(f));
@@ -220,24 +213,15 @@ fn combinations<const N: usize>(means: [(u32, Change); N]) -> Vec<Change> {
 
 /// A change that several changes were joined to: keys that they share, once.
 fn unrepeated(mut change: Change) -> Change {
-    let mut seen = Vec::new();
-    change.retain(|key| {
-        let is_new = !seen.contains(key);
-        seen.push(key.clone());
-        is_new
-    });
+    let mut seen = BTreeSet::new();
+    change.retain(|key| seen.insert(key.clone()));
     change
 }
 
 /// Classes of state that the config has with the host.
 fn on_host(config: &Config) -> Vec<StateClass> {
-    config
-        .offload()
-        .tiers()
-        .into_iter()
-        .filter(|(_, tier)| *tier == Tier::Host)
-        .map(|(class, _)| class)
-        .collect()
+    let on_host = config.offload().tiers().into_iter().filter(|(_, tier)| *tier == Tier::Host);
+    on_host.map(|(class, _)| class).collect()
 }
 
 /// Classes of state that stay on the device and could leave it as it is.

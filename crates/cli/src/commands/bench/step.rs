@@ -337,13 +337,11 @@ pub(super) fn build(
         settings: OptimizerSettings { freeze_step: 1, ..OptimizerSettings::DEFAULT },
         ..OptimizerOptions::new(optimizer)
     };
-    let moves = match args.offload.is_empty() {
-        true => OffloadOptions::none(device),
-        false => {
-            let (host, folder) = (device.host()?, args.offload_folder.clone());
-            OffloadOptions { host, folder, ..OffloadOptions::none(device) }
-        }
-    };
+    let mut moves = OffloadOptions::none(device);
+    if !args.offload.is_empty() {
+        moves.host = device.host()?;
+        moves.folder = args.offload_folder.clone();
+    }
     let chain = chain(model.table(), &rehearsal, Determinism::Layout);
     let keep = |unit| if chain.keeps(unit) { args.keep } else { Keep::All };
     let keeps: Vec<Keep> = (0..chain.num_units).map(keep).collect();

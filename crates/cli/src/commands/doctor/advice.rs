@@ -2,8 +2,7 @@
 
 use super::machine::Machine;
 use super::{ExcludedKernel, Uses};
-use crate::host::CpuLimit;
-use crate::host::{MemoryLimit, Pages};
+use crate::host::{CpuLimit, MemoryLimit, Pages};
 use serde::Serialize;
 use trireme_base::Bytes;
 use trireme_tensor::CpuFeatures;

@@ -188,13 +188,10 @@ fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
         let _ = fs::create_dir_all(folder);
     }
     group.barrier().wait()?;
-    let own = match is_first {
-        true => Some(
-            disk(folder, group)
-                .map_err(|error| format!("rank {} cannot use {}: {error}", group.rank(), folder.display())),
-        ),
-        false => None,
-    };
+    let own = is_first.then(|| {
+        disk(folder, group)
+            .map_err(|error| format!("rank {} cannot use {}: {error}", group.rank(), folder.display()))
+    });
     let all = tell_all(group, &own)?;
     if group.rank() == Rank::ROOT {
         // Unless a run has files there.

@@ -1,7 +1,6 @@
 //! What the system tells of the machine.
 
-use crate::host::CpuLimit;
-use crate::host::MemoryLimit;
+use crate::host::{CpuLimit, MemoryLimit};
 use serde::Serialize;
 use std::fs;
 use std::path::{Path, PathBuf};

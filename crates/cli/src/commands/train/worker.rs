@@ -202,10 +202,7 @@ fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
     }
     let is_root = group.rank() == Rank::ROOT;
     // Hosts may differ in their memory and their files, and workers must not differ in what they do.
-    let own = match is_root {
-        true => Some(fitting(None)?),
-        false => None,
-    };
+    let own = if is_root { Some(fitting(None)?) } else { None };
     let chosen = StepChoices::of_root(own.as_ref().map(|plan| &plan.choices), group)?;
     match (own, chosen) {
         (Some(plan), _) => Ok(plan),

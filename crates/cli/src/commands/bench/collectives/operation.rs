@@ -18,10 +18,8 @@ pub(super) enum Place {
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Place::Arena => "arena",
-            Place::Private => "private",
-        })
+        let value = clap::ValueEnum::to_possible_value(self).expect("every place has a name");
+        f.write_str(value.get_name())
     }
 }
 
