@@ -22,6 +22,19 @@ pub(crate) fn virtual_environment(root: &Path, folder: &Path) -> Result<PathBuf>
     Ok(python)
 }
 
+/// Cargo, in the root of the workspace.
+pub(crate) fn cargo(root: &Path) -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    cargo.current_dir(root);
+    cargo
+}
+
+/// Builds Trireme in `release/trireme` of the target folder, which is returned.
+pub(crate) fn build(root: &Path) -> Result<PathBuf> {
+    succeed(cargo(root).args(["build", "--release", "--bin", "trireme"]))?;
+    Ok(std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder)))
+}
+
 /// Runs a command and shows what it prints on the error output: the standard output is for the tables.
 pub(crate) fn succeed(command: &mut Command) -> Result<()> {
     let status = command

@@ -1,6 +1,6 @@
 //! Models that travel to transformers and back.
 
-use crate::commands::{succeed, virtual_environment};
+use crate::commands::{build, virtual_environment};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,9 +22,7 @@ pub(crate) struct ForeignArgs {
 
 /// Runs `cargo xtask foreign`; whether all is the same.
 pub(crate) fn run(args: &ForeignArgs, root: &Path) -> Result<bool> {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder));
-    let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-    succeed(Command::new(cargo).args(["build", "--release", "--bin", "trireme"]).current_dir(root))?;
+    let target = build(root)?;
     let python = match &args.python {
         Some(python) => python.clone(),
         None => virtual_environment(root, &target.join("peers-venv"))?,

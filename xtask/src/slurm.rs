@@ -1,7 +1,7 @@
 //! `cargo xtask slurm`: runs under a real Slurm, of which two nodes are on this machine. Whatever Slurm does to a run, it ends with the losses of
 //! an undisturbed one, and no step that was reported is computed again.
 
-use crate::commands::{output, succeed};
+use crate::commands::{build, output};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
@@ -65,9 +65,7 @@ const CHECKS: [(&str, Check); 7] = [
 
 /// Runs `cargo xtask slurm`; whether all checks pass.
 pub(crate) fn run(args: &SlurmArgs, root: &Path) -> Result<bool> {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder));
-    let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-    succeed(Command::new(cargo).args(["build", "--release", "--bin", "trireme"]).current_dir(root))?;
+    let target = build(root)?;
     let cluster = Cluster::start(target.join("release/trireme"), script_of(&root.join(PAGE))?)?;
     let mut all_pass = true;
     for (name, check) in CHECKS {

@@ -1,9 +1,8 @@
 //! `cargo xtask surveys`: the claims of surveys, computed by Trireme, as docs/surveys.md.
 
-use crate::commands::succeed;
+use crate::commands::{build, cargo, succeed};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 const HELP: &str = "\
 Builds Trireme, goes through large models in dry runs, and trains small ones on
@@ -20,22 +19,12 @@ pub(crate) struct SurveysArgs {
 }
 
 pub(crate) fn run(args: &SurveysArgs, root: &Path) -> Result<()> {
-    let cargo = || {
-        let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-        command.current_dir(root);
-        command
-    };
     let binary = match &args.binary {
         Some(binary) => {
             std::path::absolute(binary).with_context(|| format!("cannot find {}", binary.display()))?
         }
-        None => {
-            succeed(cargo().args(["build", "--release", "--bin", "trireme"]))?;
-            let target =
-                std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder));
-            target.join("release/trireme")
-        }
+        None => build(root)?.join("release/trireme"),
     };
     let test = ["test", "--package", "trireme", "--test", "surveys", "--", "--ignored", "--exact"];
-    succeed(cargo().args(test).arg("the_document_is_written").env("TRIREME_SURVEYS_BINARY", binary))
+    succeed(cargo(root).args(test).arg("the_document_is_written").env("TRIREME_SURVEYS_BINARY", binary))
 }

@@ -1,7 +1,7 @@
 //! The programs that are compared: making them ready, and running them.
 
 use super::rows::{Program, Run};
-use crate::commands::{output, succeed, virtual_environment};
+use crate::commands::{build, output, succeed, virtual_environment};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::fs;
@@ -26,12 +26,9 @@ struct OpenMpi {
 impl Programs {
     /// Builds Trireme, and installs PyTorch into the target folder unless `python` has it already.
     pub(super) fn prepare(root: &Path, python: Option<PathBuf>) -> Result<Self> {
-        let target =
-            std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder));
+        let target = build(root)?;
         let folder = target.join("compare");
         fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-        succeed(Command::new(cargo).args(["build", "--release", "--bin", "trireme"]).current_dir(root))?;
         let python = match python {
             // Commands run in the root; a bare name is looked up in PATH.
             Some(python) if python.exists() => std::path::absolute(python)?,

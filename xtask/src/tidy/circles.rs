@@ -82,9 +82,9 @@ impl Reader<'_> {
     fn visit_module(&mut self, path: Path, file: String, items: &[syn::Item]) {
         let before = std::mem::replace(&mut self.current, path);
         self.modules.insert(self.current.clone(), Module { file, ..Module::default() });
-        let items: Vec<&syn::Item> = items.iter().filter(|item| !is_test(attributes(item))).collect();
+        let items: Vec<&syn::Item> = items.iter().filter(|item| !is_test(head(item).0)).collect();
         for item in &items {
-            if let Some(name) = declared(item) {
+            if let Some(name) = head(item).1 {
                 let module = self.module();
                 let is_module = matches!(item, syn::Item::Mod(_));
                 let names = if is_module { &mut module.children } else { &mut module.items };
@@ -179,35 +179,21 @@ fn is_test(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(is_test)
 }
 
-fn attributes(item: &syn::Item) -> &[syn::Attribute] {
+/// The attributes of an item, and the name that it declares in its module.
+fn head(item: &syn::Item) -> (&[syn::Attribute], Option<&syn::Ident>) {
     match item {
-        syn::Item::Const(item) => &item.attrs,
-        syn::Item::Enum(item) => &item.attrs,
-        syn::Item::Fn(item) => &item.attrs,
-        syn::Item::Impl(item) => &item.attrs,
-        syn::Item::Mod(item) => &item.attrs,
-        syn::Item::Static(item) => &item.attrs,
-        syn::Item::Struct(item) => &item.attrs,
-        syn::Item::Trait(item) => &item.attrs,
-        syn::Item::Type(item) => &item.attrs,
-        syn::Item::Use(item) => &item.attrs,
-        _ => &[],
-    }
-}
-
-/// The name that an item declares in its module.
-fn declared(item: &syn::Item) -> Option<&syn::Ident> {
-    match item {
-        syn::Item::Const(item) => Some(&item.ident),
-        syn::Item::Enum(item) => Some(&item.ident),
-        syn::Item::Fn(item) => Some(&item.sig.ident),
-        syn::Item::Macro(item) => item.ident.as_ref(),
-        syn::Item::Mod(item) => Some(&item.ident),
-        syn::Item::Static(item) => Some(&item.ident),
-        syn::Item::Struct(item) => Some(&item.ident),
-        syn::Item::Trait(item) => Some(&item.ident),
-        syn::Item::Type(item) => Some(&item.ident),
-        _ => None,
+        syn::Item::Const(item) => (&item.attrs, Some(&item.ident)),
+        syn::Item::Enum(item) => (&item.attrs, Some(&item.ident)),
+        syn::Item::Fn(item) => (&item.attrs, Some(&item.sig.ident)),
+        syn::Item::Impl(item) => (&item.attrs, None),
+        syn::Item::Macro(item) => (&[], item.ident.as_ref()),
+        syn::Item::Mod(item) => (&item.attrs, Some(&item.ident)),
+        syn::Item::Static(item) => (&item.attrs, Some(&item.ident)),
+        syn::Item::Struct(item) => (&item.attrs, Some(&item.ident)),
+        syn::Item::Trait(item) => (&item.attrs, Some(&item.ident)),
+        syn::Item::Type(item) => (&item.attrs, Some(&item.ident)),
+        syn::Item::Use(item) => (&item.attrs, None),
+        _ => (&[], None),
     }
 }
 

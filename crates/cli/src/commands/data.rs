@@ -133,10 +133,7 @@ fn config(path: &Path, overrides: &[String]) -> Result<Config> {
         Some(found) => found,
         None => {
             let _lock = RunLock::of_run(&config)?;
-            let display = Display::new(Heartbeat::new());
-            let made = ensure_corpus::<TrainError>(&config, &display, |_| Ok(()));
-            display.clear();
-            made?
+            ensure_corpus::<TrainError>(&config, &Display::new(Heartbeat::new()), |_| Ok(()))?
         }
     };
     let folder = corpus_folder(&config.data().folder, found.version);

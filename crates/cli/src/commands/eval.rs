@@ -124,10 +124,7 @@ fn corpus(
         validation_fraction: 0.0,
         ..PrepareOptions::new(args.data.clone(), scratch.path().join("corpus"))
     };
-    let display = Display::new(Heartbeat::new());
-    let prepared = prepare(&options, &display);
-    display.clear();
-    prepared?;
+    prepare(&options, &Display::new(Heartbeat::new()))?;
     Ok((Corpus::open(&options.out)?, Some(scratch)))
 }
 

@@ -115,10 +115,7 @@ pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
                 run.display()
             );
         }
-        let progress = Display::new(Heartbeat::new());
-        let prepared = prepare(&options, &progress);
-        progress.clear();
-        prepared?
+        prepare(&options, &Display::new(Heartbeat::new()))?
     };
     write!(out, "{}", Summary { report: &report, out: &options.out })?;
     Ok(())
@@ -213,9 +210,10 @@ impl Display {
         });
         Display { heartbeat, bar, shown: Mutex::new(Shown { phase: None, last_line: Instant::now() }) }
     }
+}
 
-    /// Takes the bar away.
-    pub(crate) fn clear(&self) {
+impl Drop for Display {
+    fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }

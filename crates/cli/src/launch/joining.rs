@@ -96,10 +96,10 @@ impl NotJoined {
     /// Tells the other workers. Takes some seconds at most.
     pub(crate) fn tell_others(&self) {
         let told = match self.failure.downcast_ref() {
-            None => &Vec::new(),
             Some(CommError::RankFailed { told, .. }) => told,
             // Found on this host, before rank 0 has let this rank in.
-            Some(
+            None
+            | Some(
                 CommError::Options { .. }
                 | CommError::Interface { .. }
                 | CommError::ListenForPeers { .. }

@@ -1,6 +1,7 @@
 //! A run to plan: its config, its model, and its workers.
 
 use crate::host::{HostShare, SharedLimit};
+use crate::numbers::counted;
 use std::fmt;
 use std::path::Path;
 use trireme_base::{ContextPlace, Rank};
@@ -80,16 +81,11 @@ impl Blueprint<'_> {
         context: ContextPlace,
     ) -> Result<Vec<TensorSpec>, TrainError> {
         let num_samples = config.training().local_batch_size;
-        let whole: Vec<TensorSpec> = match self {
-            Blueprint::Language { sequences, .. } => {
-                sequences.sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
-            }
-            Blueprint::Task { sample, .. } => sample.iter().map(|spec| spec.in_batch(num_samples)).collect(),
+        let (sample, has_positions): (Vec<TensorSpec>, bool) = match self {
+            Blueprint::Language { sequences, .. } => (sequences.sample(), true),
+            Blueprint::Task { task, sample } => (sample.to_vec(), task.has_positions()),
         };
-        let has_positions = match self {
-            Blueprint::Language { .. } => true,
-            Blueprint::Task { task, .. } => task.has_positions(),
-        };
+        let whole: Vec<TensorSpec> = sample.iter().map(|spec| spec.in_batch(num_samples)).collect();
         positions_of_batch(&whole, context, has_positions)
     }
 
@@ -200,7 +196,6 @@ impl<'a> Workers<'a> {
 
 impl fmt::Display for Workers<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let workers = if self.world_size == 1 { "worker" } else { "workers" };
-        write!(f, "{} {workers} x {} threads", self.world_size, self.num_threads)
+        write!(f, "{} x {} threads", counted(self.world_size, "worker"), self.num_threads)
     }
 }

@@ -115,17 +115,12 @@ impl Plan {
         let program = |place: usize, choices: &StepChoices| lowered(base[place].clone(), choices);
         let places = workers.by_place(config);
         let mesh = config.degrees().state_mesh(workers.world_size);
+        let (of_model, settings) = ((model.table(), &rehearsal), (&options, &optimizer));
         let sizes = |place: usize| {
             let outline = &program(place, &given).outline;
             let placements = Placements::new(model.table(), outline, mesh.clone());
             let parts = placements.parts(model.table(), Rank(places[place].0.rank));
-            state_sizes(
-                (model.table(), &rehearsal),
-                (&options, &optimizer),
-                (&parts, num_shards),
-                outline,
-                &device,
-            )
+            state_sizes(of_model, settings, (&parts, num_shards), outline, &device)
         };
         let bounds = limits::bounds(config, workers);
         let validation = job.blueprint.validation(config)?;
@@ -147,13 +142,12 @@ impl Plan {
             program: &|place, choices| program(place, &with(choices)),
             run: &run,
         };
-        let (choices, mut reasons) = match is_open {
-            true => {
-                let given = MemoryChoices { keeps: given.keeps.clone(), state: given.state };
-                let (choices, reasons) = fitting.choose(given, &open_choices(config))?;
-                (with(&choices), reasons)
-            }
-            false => (given.clone(), Vec::new()),
+        let (choices, mut reasons) = if is_open {
+            let given = MemoryChoices { keeps: given.keeps.clone(), state: given.state };
+            let (choices, reasons) = fitting.choose(given, &open_choices(config))?;
+            (with(&choices), reasons)
+        } else {
+            (given.clone(), Vec::new())
         };
         reasons.extend(limits::budget_notice(config, workers, bounds));
         let place = workers.rank / config.workers_per_place();
@@ -275,15 +269,11 @@ fn dry_run(
     let found = executor.dry_run(validation).map_err(TrainError::from)?;
     let lines: Vec<CategoryBytes> = found.lines.into_iter().map(CategoryBytes::new).collect();
     let at_peak = CategoryBytes::new(found.at_peak);
+    let besides_activations = lines.iter().chain([&at_peak]).map(CategoryBytes::besides_activations).max();
     let prediction = Prediction {
         peaks: CategoryBytes::new(found.peaks),
         at_peak,
-        besides_activations: lines
-            .iter()
-            .chain([&at_peak])
-            .map(CategoryBytes::besides_activations)
-            .max()
-            .unwrap_or(0),
+        besides_activations: besides_activations.unwrap_or(0),
         line: found.line,
         host: found.host,
         own: found.own,

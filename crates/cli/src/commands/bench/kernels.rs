@@ -200,8 +200,7 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
         );
     }
     if args.json {
-        writeln!(Output, "{}", serde_json::to_string_pretty(&report)?)?;
-        return Ok(());
+        return Ok(writeln!(Output, "{}", serde_json::to_string_pretty(&report)?)?);
     }
     print(&report)
 }

@@ -137,8 +137,7 @@ pub(super) fn run(args: &ScheduleArgs) -> Result<()> {
     let ScheduleArgs { ranks, microbatches, repeats, .. } = *args;
     let report = Report { version, ranks, microbatches, repeats, schedules };
     if args.json {
-        writeln!(Output, "{}", serde_json::to_string(&report)?)?;
-        return Ok(());
+        return Ok(writeln!(Output, "{}", serde_json::to_string(&report)?)?);
     }
     print(&report)
 }

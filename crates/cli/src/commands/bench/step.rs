@@ -485,8 +485,7 @@ fn peak_rss_bytes() -> Result<u64> {
 
 fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
     if args.json {
-        writeln!(Output, "{}", serde_json::to_string(measurement)?)?;
-        return Ok(());
+        return Ok(writeln!(Output, "{}", serde_json::to_string(measurement)?)?);
     }
     let Measurement { model, params, world_size, threads, batch_per_rank, seq, .. } = measurement;
     writeln!(

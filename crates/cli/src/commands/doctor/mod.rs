@@ -240,8 +240,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     let warnings = advice::warnings(&machine, &uses, cfg!(debug_assertions));
     let report = Report { version: env!("CARGO_PKG_VERSION"), machine, uses, products, warnings };
     if args.json {
-        writeln!(Output, "{}", serde_json::to_string_pretty(&report)?)?;
-        return Ok(());
+        return Ok(writeln!(Output, "{}", serde_json::to_string_pretty(&report)?)?);
     }
     print_machine(&report.machine)?;
     print_uses(&report.uses)?;

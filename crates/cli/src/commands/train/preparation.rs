@@ -35,11 +35,8 @@ pub(super) fn prepare_run(
         check_plan(Job { config, source, blueprint, workers })?;
         return Ok(None);
     }
-    let display = Display::new(heartbeat);
     let check = |corpus: &Corpus| check(config, corpus, source, workers).map(drop);
-    let corpus = ensure_corpus(config, &display, check);
-    display.clear();
-    let RunCorpus { version, state } = corpus?;
+    let RunCorpus { version, state } = ensure_corpus(config, &Display::new(heartbeat), check)?;
     // Under a launcher of ours, the launcher has said so.
     if error_log().is_none() {
         match state {

@@ -96,8 +96,7 @@ fn print_header(args: &CollectivesArgs, group: &Group) -> Result<()> {
 
 fn print(args: &CollectivesArgs, measurement: &Measurement) -> Result<()> {
     if args.json {
-        writeln!(Output, "{}", serde_json::to_string(measurement)?)?;
-        return Ok(());
+        return Ok(writeln!(Output, "{}", serde_json::to_string(measurement)?)?);
     }
     let Measurement { op, bytes, median_us, algbw_gbps, busbw_gbps, algorithm, .. } = measurement;
     let algorithm = algorithm.as_deref().unwrap_or_default();
