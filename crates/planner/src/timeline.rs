@@ -76,6 +76,7 @@ impl Channels {
 }
 
 /// What a rank does.
+#[derive(Default)]
 struct RankEntries {
     entries: Vec<Entry>,
     /// The entry of each action.
@@ -91,17 +92,7 @@ struct RankEntries {
 
 impl RankEntries {
     fn new(rank: usize, program: &Program, ticks: &dyn Fn(Action) -> u64, channels: &mut Channels) -> Self {
-        let (entries, actions) = (Vec::new(), Vec::with_capacity(program.actions.len()));
-        let (gathered, fetched, received) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        let mut made = RankEntries {
-            entries,
-            actions,
-            gathered,
-            fetched,
-            received,
-            last: [None; NUM_STREAMS],
-            num_issued: 0,
-        };
+        let mut made = RankEntries::default();
         let is_asynchronous = program.outline.asynchronous.is_some();
         let mut has_met = false;
         for &action in &program.actions {

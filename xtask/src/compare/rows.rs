@@ -143,6 +143,11 @@ impl Step {
         format!("{} --steps {num_steps} --warmup {num_warmup_steps}", self.shape())
     }
 
+    /// A row whose two sides run this step.
+    fn row(self, name: &'static str, quantity: Quantity) -> Row {
+        Row::new(name, quantity, self.trireme(), self.pytorch())
+    }
+
     fn trireme(self) -> Run {
         let arguments = format!("bench step {} --workers {} --json", self.arguments(), self.num_workers);
         Run { program: Program::Trireme, arguments }
@@ -205,46 +210,16 @@ pub(super) fn rows(effort: Effort) -> Vec<Row> {
     let open_mpi = || Peer::new("Open MPI", open_mpi.clone());
 
     Vec::from([
-        Row::new(
-            "gpt2-11m, bf16, 1 process × 2 threads, tokens/s",
-            TOKENS_PER_SECOND,
-            gpt2.trireme(),
-            gpt2.pytorch(),
-        )
-        .bounded_by(gpt2),
-        Row::new(
-            "gpt2-11m, bf16, 2 workers × 1 thread, tokens/s",
-            TOKENS_PER_SECOND,
-            gpt2_by_two.trireme(),
-            gpt2_by_two.pytorch(),
-        ),
-        Row::new(
-            "llama-12m, bf16, 1 process × 2 threads, tokens/s",
-            TOKENS_PER_SECOND,
-            llama.trireme(),
-            llama.pytorch(),
-        )
-        .bounded_by(llama),
-        Row::new(
-            "gpt2-124m, bf16, 1 process × 2 threads, tokens/s",
-            TOKENS_PER_SECOND,
-            gpt2_124m.trireme(),
-            gpt2_124m.pytorch(),
-        )
-        .bounded_by(gpt2_124m),
-        Row::new(
-            "gpt2-11m, f32, 1 process × 2 threads, tokens/s",
-            TOKENS_PER_SECOND,
-            gpt2_f32.trireme(),
-            gpt2_f32.pytorch(),
-        )
-        .bounded_by(gpt2_f32),
-        Row::new(
-            "gpt2-11m, f32, 2 workers × 1 thread, tokens/s",
-            TOKENS_PER_SECOND,
-            gpt2_by_two_f32.trireme(),
-            gpt2_by_two_f32.pytorch(),
-        ),
+        gpt2.row("gpt2-11m, bf16, 1 process × 2 threads, tokens/s", TOKENS_PER_SECOND).bounded_by(gpt2),
+        gpt2_by_two.row("gpt2-11m, bf16, 2 workers × 1 thread, tokens/s", TOKENS_PER_SECOND),
+        llama.row("llama-12m, bf16, 1 process × 2 threads, tokens/s", TOKENS_PER_SECOND).bounded_by(llama),
+        gpt2_124m
+            .row("gpt2-124m, bf16, 1 process × 2 threads, tokens/s", TOKENS_PER_SECOND)
+            .bounded_by(gpt2_124m),
+        gpt2_f32
+            .row("gpt2-11m, f32, 1 process × 2 threads, tokens/s", TOKENS_PER_SECOND)
+            .bounded_by(gpt2_f32),
+        gpt2_by_two_f32.row("gpt2-11m, f32, 2 workers × 1 thread, tokens/s", TOKENS_PER_SECOND),
         Row::new(
             "gpt2-11m, bf16, 2 workers, tokens/s",
             TOKENS_PER_SECOND,
@@ -269,18 +244,8 @@ pub(super) fn rows(effort: Effort) -> Vec<Row> {
             all_reduce("shm"),
             [gloo(), open_mpi()],
         ),
-        Row::new(
-            "from the command to the end of the first step, 2 workers, seconds",
-            FIRST_STEP,
-            gpt2_by_two.trireme(),
-            gpt2_by_two.pytorch(),
-        ),
-        Row::new(
-            "peak memory of 1 process × 2 threads, bf16, MiB",
-            PEAK_MEMORY,
-            gpt2.trireme(),
-            gpt2.pytorch(),
-        ),
+        gpt2_by_two.row("from the command to the end of the first step, 2 workers, seconds", FIRST_STEP),
+        gpt2.row("peak memory of 1 process × 2 threads, bf16, MiB", PEAK_MEMORY),
         Row::new(
             "size of the installation, MiB",
             INSTALLATION,
