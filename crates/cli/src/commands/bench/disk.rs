@@ -1,6 +1,6 @@
 use crate::console::Output;
 use anyhow::Result;
-use serde::Serialize;
+use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
 use trireme_swap::{Bandwidth, SwapOptions, measure_bandwidth};
@@ -11,7 +11,7 @@ use trireme_swap::{Bandwidth, SwapOptions, measure_bandwidth};
 /// Bypasses the page cache where the system allows it. Transfers in both directions at once share the disk and take
 /// about the sum of both times. The file is deleted when the command exits.
 #[derive(Debug, clap::Args)]
-pub(super) struct DiskArgs {
+pub(crate) struct DiskArgs {
     /// Folder on the disk to measure.
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     folder: PathBuf,
@@ -23,30 +23,19 @@ pub(super) struct DiskArgs {
     json: bool,
 }
 
-#[derive(Debug, Serialize)]
-struct Measurement {
-    folder: PathBuf,
-    method: String,
-    block_bytes: usize,
-    read_bytes_per_second: f64,
-    write_bytes_per_second: f64,
-}
-
 pub(super) fn run(args: &DiskArgs) -> Result<()> {
     let Bandwidth { read, write, description } =
         measure_bandwidth(&args.folder, args.block_bytes, &SwapOptions::default())?;
     if args.json {
-        let measurement = Measurement {
-            folder: args.folder.clone(),
-            method: description.method.to_string(),
-            block_bytes: args.block_bytes,
-            read_bytes_per_second: read,
-            write_bytes_per_second: write,
-        };
-        writeln!(Output, "{}", serde_json::to_string(&measurement)?)?;
-    } else {
-        writeln!(Output, "{description}")?;
-        writeln!(Output, "read {:.2} GB/s, write {:.2} GB/s", read / 1e9, write / 1e9)?;
+        let measurement = json!({
+            "folder": args.folder,
+            "method": description.method.to_string(),
+            "block_bytes": args.block_bytes,
+            "read_bytes_per_second": read,
+            "write_bytes_per_second": write,
+        });
+        return Ok(writeln!(Output, "{measurement}")?);
     }
-    Ok(())
+    writeln!(Output, "{description}")?;
+    Ok(writeln!(Output, "read {:.2} GB/s, write {:.2} GB/s", read / 1e9, write / 1e9)?)
 }

@@ -3,7 +3,7 @@
 use super::seconds;
 use super::step::{Batches, StepArgs, build, parse_precision, read_model};
 use crate::console::{Measuring, Output};
-use crate::simd::{Proof, Simd};
+use crate::simd::device_options;
 use anyhow::{Result, bail};
 use serde::Serialize;
 use std::io::Write;
@@ -14,8 +14,8 @@ use trireme_comm::single;
 use trireme_model::ModelConfig;
 use trireme_optim::OptimizerName;
 use trireme_parallel::{GradNorm, StepPlan};
-use trireme_tensor::probe::{Limit, Probe, Traffic, Unit};
-use trireme_tensor::{CallTimer, Device, DeviceOptions, Precision, TimedCall};
+use trireme_tensor::probe::{Probe, Traffic, Unit};
+use trireme_tensor::{CallTimer, Device, Precision, TimedCall};
 
 /// Name, config.json and batch of the steps in docs/performance.md.
 const STEPS: [(&str, &str, [usize; 2]); 2] = [
@@ -140,24 +140,6 @@ struct KernelReport {
     fraction_of_bound: f64,
 }
 
-impl KernelReport {
-    fn new(call: TimedCall, (bound, limit): (f64, Limit)) -> Self {
-        let TimedCall { kernel, shapes, cost, num_calls, timing } = call;
-        KernelReport {
-            name: kernel,
-            shape: shapes,
-            calls: num_calls,
-            operations: cost.operations(),
-            moved_bytes: cost.traffic.moved(),
-            limit: limit.to_string(),
-            bound_us: bound * 1e6,
-            median_us: timing.median * 1e6,
-            best_us: timing.best * 1e6,
-            fraction_of_bound: bound / timing.median,
-        }
-    }
-}
-
 struct Step {
     model: String,
     config: ModelConfig,
@@ -171,11 +153,7 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
         0 => trireme_train::share_of_cores(1),
         threads => threads,
     };
-    let simd = Simd::choose(Proof::Cached)?;
-    simd.warn();
-    let features_max = Some(simd.level);
-    let options = DeviceOptions { num_threads, features_max, ..DeviceOptions::default() };
-    let (device, timer) = Device::timed(options)?;
+    let (device, timer) = Device::timed(device_options(num_threads)?)?;
     let probe = Probe::new(&device, args.seconds);
     let measuring = Arc::new(Measuring::new());
     measuring.tell("memory");
@@ -265,8 +243,20 @@ fn measure(
     let timed = timer.finish();
     outcome?;
     let kernel = |call: TimedCall| {
-        let bound = probe.bound(peaks, &call.cost)?;
-        anyhow::Ok(KernelReport::new(call, bound))
+        let TimedCall { kernel, shapes, cost, num_calls, timing } = call;
+        let (bound, limit) = probe.bound(peaks, &cost)?;
+        anyhow::Ok(KernelReport {
+            name: kernel,
+            shape: shapes,
+            calls: num_calls,
+            operations: cost.operations(),
+            moved_bytes: cost.traffic.moved(),
+            limit: limit.to_string(),
+            bound_us: bound * 1e6,
+            median_us: timing.median * 1e6,
+            best_us: timing.best * 1e6,
+            fraction_of_bound: bound / timing.median,
+        })
     };
     let kernels: Vec<KernelReport> = timed.into_iter().map(kernel).collect::<Result<_>>()?;
     let total = |time: fn(&KernelReport) -> f64| {
@@ -309,19 +299,10 @@ fn print(report: &Report) -> Result<()> {
         let (names, shapes) = (width(|kernel| kernel.name), width(|kernel| &kernel.shape));
         writeln!(
             Output,
-            "| {:<names$} | {:<shapes$} | {:>5} | {:>7} | {:>7} | {:>9} | {:<10} | {:>9} | {:>5} | {:>9} |",
-            "kernel",
-            "shapes",
-            "calls",
-            "GFLOP",
-            "MB",
-            "bound, us",
-            "by",
-            "measured",
-            "% of bound",
-            "ms per step"
+            "| {:<names$} | {:<shapes$} | calls |   GFLOP |      MB | bound, us | by         |  measured | % of bound | ms per step |\n\
+             |---|---|---:|---:|---:|---:|---|---:|---:|---:|",
+            "kernel", "shapes"
         )?;
-        writeln!(Output, "|---|---|---:|---:|---:|---:|---|---:|---:|---:|")?;
         for kernel in &step.kernels {
             writeln!(
                 Output,

@@ -1,5 +1,6 @@
 //! `trireme bench layouts`.
 
+use crate::commands::read_file;
 use crate::console::{Measuring, Output};
 use crate::statistics::median;
 use crate::temporary::temporary_folder;
@@ -63,7 +64,7 @@ const LAYOUTS: [&str; 27] = [
 /// Compare predicted and measured step times of several layouts on this machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
-pub(super) struct LayoutsArgs {
+pub(crate) struct LayoutsArgs {
     /// Config file.
     config: PathBuf,
     /// Overrides that make a layout, separated by spaces. May be repeated. By default, a list of layouts of one, two and
@@ -125,8 +126,8 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     drop(measuring);
     let compared = layouts.iter().zip(found).map(|(layout, times)| {
         let ratio = median(times[0].iter().zip(&times[1]).map(|(predicted, measured)| predicted / measured));
-        let [predicted, measured] = times.map(median);
-        Compared { layout, predicted_step_seconds: predicted, measured_step_seconds: measured, ratio }
+        let [predicted_step_seconds, measured_step_seconds] = times.map(median);
+        Compared { layout, predicted_step_seconds, measured_step_seconds, ratio }
     });
     let compared: Vec<Compared<'_>> = compared.collect();
     if args.json {
@@ -140,8 +141,7 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
         writeln!(Output, "{predicted_step_seconds:8.4}s {measured_step_seconds:8.4}s {ratio:6.3}  {layout}")?;
     }
     let near = compared.iter().filter(|layout| (layout.ratio - 1.0).abs() <= 0.1).count();
-    writeln!(Output, "{near} of {} within 10 %", compared.len())?;
-    Ok(())
+    Ok(writeln!(Output, "{near} of {} within 10 %", compared.len())?)
 }
 
 /// What a layout changes in the config, with what all runs have in common.
@@ -180,14 +180,12 @@ fn train(args: &LayoutsArgs, layout: &str, runs: &Path) -> Result<[f64; 2]> {
 }
 
 fn read_times(path: &Path) -> Result<[f64; 2]> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let steps = text.lines().filter_map(|line| serde_json::from_str::<Step>(line).ok());
-    let steps: Vec<Step> = steps.collect();
+    let text = read_file(path)?;
+    let steps: Vec<Step> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let predicted = steps.first().and_then(|step| step.step_seconds_predicted);
     let predicted = predicted.context("the run has predicted no step time")?;
-    let measured = steps.iter().skip(3).map(|step| step.step_seconds);
     if steps.len() <= 3 {
         bail!("{} has only {} steps", path.display(), steps.len());
     }
-    Ok([predicted, median(measured)])
+    Ok([predicted, median(steps[3..].iter().map(|step| step.step_seconds))])
 }

@@ -10,15 +10,8 @@ mod step;
 use anyhow::Result;
 use std::time::{Duration, Instant};
 
-/// Measure the speed of this machine and this build.
-#[derive(Debug, clap::Args)]
-pub(crate) struct BenchArgs {
-    #[command(subcommand)]
-    command: BenchCommand,
-}
-
 #[derive(Debug, clap::Subcommand)]
-enum BenchCommand {
+pub(crate) enum BenchCommand {
     Collectives(collectives::CollectivesArgs),
     Disk(disk::DiskArgs),
     Kernels(kernels::KernelsArgs),
@@ -27,8 +20,8 @@ enum BenchCommand {
     Step(step::StepArgs),
 }
 
-pub(crate) fn run(args: &BenchArgs, started: Instant) -> Result<()> {
-    match &args.command {
+pub(crate) fn run(command: &BenchCommand, started: Instant) -> Result<()> {
+    match command {
         BenchCommand::Collectives(args) => collectives::run(args, started),
         BenchCommand::Disk(args) => disk::run(args),
         BenchCommand::Kernels(args) => kernels::run(args),

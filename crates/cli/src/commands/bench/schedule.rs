@@ -4,6 +4,7 @@ use crate::console::{Measuring, Output};
 use crate::statistics::median;
 use anyhow::Result;
 use serde::Serialize;
+use serde_json::json;
 use std::io::Write;
 use std::time::Instant;
 use trireme_schedule::lowering::{lay_out, recompute};
@@ -40,7 +41,7 @@ Examples:
 /// Time the generation and validation of pipeline schedules.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
-pub(super) struct ScheduleArgs {
+pub(crate) struct ScheduleArgs {
     /// Number of pipeline ranks.
     #[arg(long, value_name = "P", default_value_t = 64, value_parser = in_range(1, 1 << 12))]
     ranks: usize,
@@ -99,17 +100,8 @@ fn parse_choice(text: &str) -> Result<Choice, String> {
     Kind::named(text).map(Choice::One).ok_or_else(|| format!("expected all, or one of {}", names()))
 }
 
-/// What is printed; the fields are the keys of `--json`.
-#[derive(Debug, Serialize)]
-struct Report {
-    version: &'static str,
-    ranks: usize,
-    microbatches: usize,
-    repeats: usize,
-    schedules: Vec<ScheduleReport>,
-}
-
-#[derive(Debug, Serialize)]
+/// The figures of a schedule: of one repeat, or the medians of all. The fields are keys of `--json`.
+#[derive(Debug, Clone, Copy, Serialize)]
 struct ScheduleReport {
     schedule: &'static str,
     stages_per_rank: usize,
@@ -133,13 +125,17 @@ pub(super) fn run(args: &ScheduleArgs) -> Result<()> {
         schedules.push(measure(kind, args)?);
     }
     drop(measuring);
-    let version = env!("CARGO_PKG_VERSION");
-    let ScheduleArgs { ranks, microbatches, repeats, .. } = *args;
-    let report = Report { version, ranks, microbatches, repeats, schedules };
-    if args.json {
-        return Ok(writeln!(Output, "{}", serde_json::to_string(&report)?)?);
+    if !args.json {
+        return print(args, &schedules);
     }
-    print(&report)
+    let report = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "ranks": args.ranks,
+        "microbatches": args.microbatches,
+        "repeats": args.repeats,
+        "schedules": schedules,
+    });
+    Ok(writeln!(Output, "{report}")?)
 }
 
 fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
@@ -163,21 +159,15 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     for _ in 0..args.repeats {
         made.push(make(kind, sizes, &costs, args)?);
     }
-    let Made { units_per_stage, actions_per_rank, actions, .. } = made[0];
-    let [generate_ms, check_ms, programs_ms, lower_ms, prove_ms] =
-        std::array::from_fn(|phase| median(made.iter().map(|made| made.phases_ms[phase])));
+    let median_of = |phase: fn(&ScheduleReport) -> f64| median(made.iter().map(phase));
     Ok(ScheduleReport {
-        schedule: kind.name(),
-        stages_per_rank,
-        units_per_stage,
-        actions_per_rank,
-        actions,
-        generate_ms,
-        check_ms,
-        programs_ms,
-        lower_ms,
-        prove_ms,
-        total_ms: median(made.iter().map(|made| made.phases_ms.iter().sum())),
+        generate_ms: median_of(|made| made.generate_ms),
+        check_ms: median_of(|made| made.check_ms),
+        programs_ms: median_of(|made| made.programs_ms),
+        lower_ms: median_of(|made| made.lower_ms),
+        prove_ms: median_of(|made| made.prove_ms),
+        total_ms: median_of(|made| made.total_ms),
+        ..made[0]
     })
 }
 
@@ -187,16 +177,7 @@ fn stage_costs(stage: usize) -> StageCosts {
     StageCosts::of(18 + 2 * stage % 5, 18 + 3 * stage % 5, 18 + stage % 4)
 }
 
-/// What was made once, and how long that took.
-struct Made {
-    units_per_stage: usize,
-    actions_per_rank: usize,
-    actions: usize,
-    /// In the order of the report.
-    phases_ms: [f64; 5],
-}
-
-fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<Made> {
+fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<ScheduleReport> {
     let mut begin = Instant::now();
     let mut lap_ms = || std::mem::replace(&mut begin, Instant::now()).elapsed().as_secs_f64() * 1e3;
     let schedule = pipeline::generate(kind, sizes, costs, None)?;
@@ -221,11 +202,18 @@ fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<
     validate_pipeline(&programs)?;
     let prove_ms = lap_ms();
     let lengths = || programs.iter().map(|program| program.actions.len());
-    Ok(Made {
+    Ok(ScheduleReport {
+        schedule: kind.name(),
+        stages_per_rank: sizes.stages_per_rank,
         units_per_stage,
         actions_per_rank: lengths().max().unwrap_or(0),
         actions: lengths().sum(),
-        phases_ms: [generate_ms, check_ms, programs_ms, lower_ms, prove_ms],
+        generate_ms,
+        check_ms,
+        programs_ms,
+        lower_ms,
+        prove_ms,
+        total_ms: generate_ms + check_ms + programs_ms + lower_ms + prove_ms,
     })
 }
 
@@ -248,24 +236,14 @@ fn keeps(num_units: usize, recompute: usize) -> Vec<Keep> {
     (0..num_units).map(keep).collect()
 }
 
-fn print(report: &Report) -> Result<()> {
-    let Report { ranks, microbatches, repeats, .. } = report;
+fn print(args: &ScheduleArgs, schedules: &[ScheduleReport]) -> Result<()> {
+    let ScheduleArgs { ranks, microbatches, repeats, .. } = args;
     writeln!(
         Output,
-        "{ranks} ranks, {microbatches} microbatches; milliseconds, medians of {repeats}\n\n{:<17} {:>6} {:>5} {:>12} \
-         {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}",
-        "schedule",
-        "stages",
-        "units",
-        "actions/rank",
-        "generate",
-        "check",
-        "programs",
-        "lower",
-        "prove",
-        "total"
+        "{ranks} ranks, {microbatches} microbatches; milliseconds, medians of {repeats}\n\n\
+         schedule          stages units actions/rank  generate    check  programs    lower    prove    total"
     )?;
-    for schedule in &report.schedules {
+    for schedule in schedules {
         writeln!(
             Output,
             "{:<17} {:>6} {:>5} {:>12} {:>9.1} {:>8.1} {:>9.1} {:>8.1} {:>8.1} {:>8.1}",

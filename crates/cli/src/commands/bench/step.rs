@@ -1,5 +1,6 @@
 //! `trireme bench step`.
 
+use crate::commands::read_file;
 use crate::console::Output;
 use crate::host::HostShare;
 use crate::launch::{WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world};
@@ -266,8 +267,7 @@ impl Batches {
 
 pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
     let path = folder.join("config.json");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    ModelConfig::from_json(&text).with_context(|| path.display().to_string())
+    ModelConfig::from_json(&read_file(&path)?).with_context(|| path.display().to_string())
 }
 
 impl StepArgs {

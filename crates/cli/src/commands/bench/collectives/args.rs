@@ -3,6 +3,7 @@
 use super::number::Dtype;
 use super::operation::{Op, Place};
 use crate::commands::costs::CostArgs;
+use crate::numbers::size_with_unit;
 use std::time::Duration;
 use trireme_comm::TransportChoice;
 use trireme_schedule::collective::Algorithm;
@@ -105,16 +106,9 @@ pub(crate) struct CollectivesArgs {
     pub(super) costs: CostArgs,
 }
 
-/// Reads a number of bytes.
 fn size(text: &str) -> Result<usize, String> {
-    let (digits, unit) = match text.strip_suffix(['K', 'M', 'G']) {
-        Some(digits) => (digits, 1 << (10 * (1 + "KMG".find(&text[digits.len()..]).unwrap_or(0)))),
-        None => (text, 1),
-    };
-    let number: Option<usize> = digits.parse().ok();
-    number
-        .and_then(|number| number.checked_mul(unit))
-        .ok_or_else(|| "expected bytes, such as 4096, 4K or 64M".to_owned())
+    let bytes = size_with_unit(text).and_then(|bytes| usize::try_from(bytes).ok());
+    bytes.ok_or_else(|| "expected bytes, such as 4096, 4K or 64M".to_owned())
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! How one operation at one size is timed.
 
 use super::args::CollectivesArgs;
-use super::number::Number;
+use super::number::{Number, name};
 use super::operation::{Bench, Op};
 use crate::statistics::median;
 use anyhow::{Result, bail};
@@ -36,14 +36,13 @@ pub(super) fn measure<T: Number>(
 ) -> Result<Measurement> {
     let mut bench = Bench::<T>::new(group, op, args.memory, bytes)?;
     let bytes = bench.bytes();
-    group.set_line(format_args!("bench {op} of {}", Bytes(bytes as u64)));
+    group.set_line(format_args!("bench {} of {}", name(op), Bytes(bytes as u64)));
     bench.call()?;
     if !bench.is_right() {
-        bail!("{op} of {bytes} bytes gave a wrong result");
+        bail!("{} of {bytes} bytes gave a wrong result", name(op));
     }
     bench.clear();
-    let trials = times(group, op, &mut bench, args.warmup.max(1))?;
-    let trial = median(trials);
+    let trial = median(times(group, op, &mut bench, args.warmup.max(1))?);
     // Every worker must run the same number of iterations.
     let iters = ((args.seconds.as_secs_f64() / trial) as usize).clamp(5.min(args.iters), args.iters);
     let median = median(times(group, op, &mut bench, iters)?);
@@ -51,16 +50,16 @@ pub(super) fn measure<T: Number>(
     let world_size = group.world_size();
     Ok(Measurement {
         peer: "trireme",
-        op: op.to_string(),
+        op: name(op),
         bytes,
-        dtype: args.dtype.to_string(),
+        dtype: name(args.dtype),
         world_size,
         iters,
         median_us: median * 1e6,
         algbw_gbps: bandwidth,
         busbw_gbps: bandwidth * op.bus_factor(world_size),
         transport: group.transport().to_string(),
-        memory: args.memory.to_string(),
+        memory: name(args.memory),
         algorithm: bench.algorithm(),
     })
 }

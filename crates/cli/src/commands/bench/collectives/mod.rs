@@ -12,7 +12,7 @@ use crate::host::HostShare;
 use crate::launch::{WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world};
 use anyhow::{Context, Result, bail};
 use measuring::{Measurement, measure};
-use number::{Dtype, Number};
+use number::{Dtype, Number, name};
 use operation::Op;
 use std::io::Write;
 use std::time::Instant;
@@ -79,19 +79,14 @@ fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
 }
 
 fn print_header(args: &CollectivesArgs, group: &Group) -> Result<()> {
-    let CollectivesArgs { dtype, memory, .. } = args;
-    writeln!(
+    let (dtype, memory) = (name(args.dtype), name(args.memory));
+    Ok(writeln!(
         Output,
-        "{} workers over {}, vectors of {dtype} in {memory} memory",
+        "{} workers over {}, vectors of {dtype} in {memory} memory\n          \
+         operation         size       median   bandwidth         bus",
         group.world_size(),
         group.transport()
-    )?;
-    writeln!(
-        Output,
-        "{:>19} {:>12} {:>12} {:>11} {:>11}",
-        "operation", "size", "median", "bandwidth", "bus"
-    )?;
-    Ok(())
+    )?)
 }
 
 fn print(args: &CollectivesArgs, measurement: &Measurement) -> Result<()> {
@@ -104,6 +99,5 @@ fn print(args: &CollectivesArgs, measurement: &Measurement) -> Result<()> {
     let line = format!(
         "{op:>19} {size:>12} {median_us:>9.1} us {algbw_gbps:>6.2} GB/s {busbw_gbps:>6.2} GB/s  {algorithm}"
     );
-    writeln!(Output, "{}", line.trim_end())?;
-    Ok(())
+    Ok(writeln!(Output, "{}", line.trim_end())?)
 }

@@ -1,4 +1,3 @@
-use std::fmt;
 use trireme_base::{Bf16, F16};
 use trireme_comm::Element;
 
@@ -13,11 +12,9 @@ pub(super) enum Dtype {
     I64,
 }
 
-impl fmt::Display for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = clap::ValueEnum::to_possible_value(self).expect("every type has a name");
-        f.write_str(value.get_name())
-    }
+/// The name of a value on the command line.
+pub(super) fn name(value: impl clap::ValueEnum) -> String {
+    value.to_possible_value().expect("no value is hidden").get_name().to_owned()
 }
 
 /// An element that can be compared with what it should be.
@@ -34,33 +31,23 @@ pub(super) trait Number: Element {
     }
 }
 
-macro_rules! primitive {
-    ($($type:ty),+) => {$(
+macro_rules! number {
+    ($type:ty, $of:expr, $value:expr) => {
         impl Number for $type {
             fn of(value: f64) -> Self {
-                value as $type
+                $of(value)
             }
 
             fn value(self) -> f64 {
-                self as f64
+                $value(self)
             }
         }
-    )+};
+    };
 }
 
-macro_rules! half {
-    ($($type:ty),+) => {$(
-        impl Number for $type {
-            fn of(value: f64) -> Self {
-                <$type>::from_f32(value as f32)
-            }
-
-            fn value(self) -> f64 {
-                f64::from(self.to_f32())
-            }
-        }
-    )+};
-}
-
-primitive!(f32, f64, i32, i64);
-half!(F16, Bf16);
+number!(f32, |value| value as f32, f64::from);
+number!(f64, f64::from, f64::from);
+number!(i32, |value| value as i32, f64::from);
+number!(i64, |value| value as i64, |value| value as f64);
+number!(F16, |value| F16::from_f32(value as f32), |value: F16| value.to_f32().into());
+number!(Bf16, |value| Bf16::from_f32(value as f32), |value: Bf16| value.to_f32().into());

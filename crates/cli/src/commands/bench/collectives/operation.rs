@@ -1,8 +1,7 @@
 //! The operations: what vectors they take, how they are called, and what must come of it.
 
-use super::number::Number;
+use super::number::{Number, name};
 use anyhow::{Context, Result};
-use std::fmt;
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::collective::{Collective, CollectiveKind, block};
@@ -14,13 +13,6 @@ pub(super) enum Place {
     Arena,
     /// Heap memory.
     Private,
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = clap::ValueEnum::to_possible_value(self).expect("every place has a name");
-        f.write_str(value.get_name())
-    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -56,13 +48,8 @@ impl Op {
         let n = world_size as f64;
         match self {
             Op::AllReduce => 2.0 * (n - 1.0) / n,
-            Op::AllGather
-            | Op::ReduceScatter
-            | Op::AllToAll
-            | Op::AllToAllVariable
-            | Op::Gather
-            | Op::Scatter => (n - 1.0) / n,
             Op::Broadcast | Op::Reduce | Op::Barrier | Op::Send => 1.0,
+            _ => (n - 1.0) / n,
         }
     }
 
@@ -72,24 +59,14 @@ impl Op {
             Op::Barrier => 0,
             Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Send => len,
             Op::AllToAllVariable => len - len % num_units(world_size),
-            Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Gather | Op::Scatter => {
-                len - len % world_size
-            }
+            _ => len - len % world_size,
         }
     }
 
     /// The operation as algorithms are chosen for it, if there are several.
     fn collective(self, len: usize) -> Option<Collective> {
-        let kind =
-            CollectiveKind::named(&self.to_string()).filter(|kind| *kind != CollectiveKind::Barrier)?;
+        let kind = CollectiveKind::named(&name(self)).filter(|kind| *kind != CollectiveKind::Barrier)?;
         Some(kind.with_root(Rank::ROOT, len))
-    }
-}
-
-impl fmt::Display for Op {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = clap::ValueEnum::to_possible_value(self).expect("every operation has a name");
-        f.write_str(value.get_name())
     }
 }
 
@@ -188,7 +165,7 @@ impl<'a, T: Number> Bench<'a, T> {
                 group.barrier().wait()?;
                 return Ok(vector);
             }
-            (op, _) => unreachable!("{op} is out of place"),
+            (op, _) => unreachable!("{op:?} is out of place"),
         };
         Ok(work.wait()?)
     }
@@ -202,7 +179,7 @@ impl<'a, T: Number> Bench<'a, T> {
             Op::AllToAllVariable => group.all_to_all_variable(input, lens, output, lens),
             Op::Gather => group.gather_into(input, output, Rank::ROOT),
             Op::Scatter => group.scatter_into(input, output, Rank::ROOT),
-            op => unreachable!("{op} is in place"),
+            op => unreachable!("{op:?} is in place"),
         }
     }
 
