@@ -7,9 +7,9 @@ use crate::hints::hint;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
 use crate::log_line::LogLine;
 use crate::numbers::{counted, duration};
-use crate::remarks::{LOG_MAX, format, formatted, log, object, remark, set_log, stamped};
+use crate::remarks::{Channel, LOG_MAX, remark, set_log};
 use console::Term;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use signal_hook::consts::SIGINT;
 use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
@@ -63,7 +63,8 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
         error.downcast_ref(),
         Some(LaunchError::Interrupted { signal: SIGINT } | LaunchError::Stopped { .. })
     ) || error.is::<RunsDiffer>();
-    let is_logged = || launch::error_log().is_some_and(|log| is_logged(log, formatted(&text).into_owned()));
+    let line = || Channel::current().formatted(&text).into_owned();
+    let is_logged = || launch::error_log().is_some_and(|log| is_logged(log, line()));
     if !is_known && !is_logged() {
         remark(&text);
     }
@@ -191,18 +192,20 @@ impl Console {
 
     /// Prints a line, above the bar if there is one.
     pub(crate) fn line(&mut self, text: &str) {
-        let text = formatted(text);
+        let channel = Channel::current();
+        let text = channel.formatted(text);
         self.print(&text);
-        log(&text);
+        channel.log(&text);
     }
 
     /// Writes a line to this rank's log alone.
     pub(crate) fn log(&mut self, text: &str) {
-        let text = formatted(text);
+        let channel = Channel::current();
+        let text = channel.formatted(text);
         if !self.is_root() {
             self.print(&text);
         }
-        log(&text);
+        channel.log(&text);
     }
 
     fn print(&mut self, text: &str) {
@@ -210,7 +213,7 @@ impl Console {
             return;
         }
         // The output of the other ranks is a log.
-        let stamped = (!self.is_root()).then(|| stamped(text));
+        let stamped = (!self.is_root()).then(|| Channel::current().stamped(text));
         let text = stamped.as_deref().unwrap_or(text);
         // A run goes on when nobody looks any more: the line is in the log as well.
         let print = || drop(writeln!(Output, "{text}"));
@@ -222,16 +225,17 @@ impl Console {
 
     /// Prints the line of a step, as wide as the terminal, if there is one; the log has all of it.
     fn record(&mut self, line: LogLine<'_>) {
-        if format() == LogFormat::Json {
-            let object = object("record", line.record);
+        let channel = Channel::current();
+        if channel.format == LogFormat::Json {
+            let object = channel.object("record", line.record);
             self.print(&object);
-            return log(&object);
+            return channel.log(&object);
         }
         match std::io::stdout().is_terminal() {
             true => self.print(&line.fitted(usize::from(Term::stdout().size().1))),
             false => self.print(&line.plain()),
         }
-        log(&line.plain());
+        channel.log(&line.plain());
     }
 
     /// Takes the bar away.
@@ -299,12 +303,11 @@ impl Observer for Console {
             )),
             step => self.line(&format!("resuming after step {step} of {}", facts.steps)),
         }
-        let has_bar = self.is_root() && format() == LogFormat::Text && std::io::stderr().is_terminal();
+        let is_text = Channel::current().format == LogFormat::Text;
+        let has_bar = self.is_root() && is_text && std::io::stderr().is_terminal();
         if has_bar && facts.resumed_step < facts.steps {
-            let template = "{wide_bar} {pos}/{len}  {msg}";
-            let style = ProgressStyle::with_template(template).expect("the template is well formed");
-            let bar = ProgressBar::new(facts.steps).with_style(style).with_position(facts.resumed_step);
-            self.bar = Some(bar);
+            let bar = progress_bar(Some(facts.steps), "{wide_bar} {pos}/{len}  {msg}");
+            self.bar = Some(bar.with_position(facts.resumed_step));
         }
     }
 
@@ -339,14 +342,18 @@ impl Observer for Console {
     }
 }
 
+/// A bar on the error output; nothing where that is no terminal.
+pub(crate) fn progress_bar(len: Option<u64>, template: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template(template).expect("the template is well formed");
+    ProgressBar::with_draw_target(len, ProgressDrawTarget::stderr()).with_style(style)
+}
+
 /// A line on the terminal that names what is being measured; nothing where there is no terminal.
 pub(crate) struct Measuring(ProgressBar);
 
 impl Measuring {
     pub(crate) fn new() -> Self {
-        let style =
-            ProgressStyle::with_template("measuring {wide_msg}").expect("the template is well formed");
-        Measuring(ProgressBar::new_spinner().with_style(style))
+        Measuring(progress_bar(None, "measuring {wide_msg}"))
     }
 
     pub(crate) fn tell(&self, what: &str) {

@@ -1,5 +1,6 @@
 //! Abnormal ends of processes.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// The abnormal end of a process.
@@ -9,6 +10,18 @@ pub(crate) enum Death {
     Exit(i32),
     /// This signal killed it.
     Signal(i32),
+}
+
+/// The processes of workers that ended or stopped, by rank.
+pub(crate) type Fates = BTreeMap<usize, Fate>;
+
+/// What is seen of a worker's process from outside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// It has ended, and not well.
+    Dead(Death),
+    /// It does not run, until a signal continues it.
+    Stopped,
 }
 
 impl fmt::Display for Death {

@@ -10,11 +10,11 @@ use trireme_tensor::DeviceError;
 use trireme_train::TrainError;
 
 /// Returns the remedy for an error, or for the first of its causes that has one.
-pub(crate) fn hint(error: &anyhow::Error) -> Option<String> {
+pub(crate) fn hint(error: &anyhow::Error) -> Option<&'static str> {
     error.chain().find_map(of_cause)
 }
 
-fn of_cause(cause: &(dyn Error + 'static)) -> Option<String> {
+fn of_cause(cause: &(dyn Error + 'static)) -> Option<&'static str> {
     cause
         .downcast_ref::<TrainError>()
         .and_then(train)
@@ -26,7 +26,7 @@ fn of_cause(cause: &(dyn Error + 'static)) -> Option<String> {
         .or_else(|| cause.downcast_ref().and_then(checkpoint))
 }
 
-fn train(error: &TrainError) -> Option<String> {
+fn train(error: &TrainError) -> Option<&'static str> {
     match error {
         TrainError::Parallel(error) => parallel(error),
         TrainError::Model(error) => model(error),
@@ -38,8 +38,8 @@ fn train(error: &TrainError) -> Option<String> {
     }
 }
 
-fn parallel(error: &ParallelError) -> Option<String> {
-    let hint = match error {
+fn parallel(error: &ParallelError) -> Option<&'static str> {
+    Some(match error {
         ParallelError::Device(error) => return device(error),
         ParallelError::Model(error) => return model(error),
         ParallelError::Comm(error) => return comm(error),
@@ -59,16 +59,15 @@ fn parallel(error: &ParallelError) -> Option<String> {
         }
         ParallelError::RoundedBesideLoads { .. } => "remove [parallelism] zero_quantized_gradients",
         _ => return None,
-    };
-    Some(hint.to_owned())
+    })
 }
 
-fn model(error: &ModelError) -> Option<String> {
+fn model(error: &ModelError) -> Option<&'static str> {
     if let ModelError::Device(error) = error { device(error) } else { None }
 }
 
-fn device(error: &DeviceError) -> Option<String> {
-    let hint = match error {
+fn device(error: &DeviceError) -> Option<&'static str> {
+    Some(match error {
         DeviceError::ReserveHuge(_) | DeviceError::HugePages(_) => {
             "set [memory] huge_pages = \"transparent\""
         }
@@ -85,8 +84,7 @@ fn device(error: &DeviceError) -> Option<String> {
         DeviceError::NeedsAllPositions { .. } => "set [parallelism] context_parallel_degree = 1",
         DeviceError::Exchange(error) => return error.downcast_ref().and_then(parallel),
         _ => return None,
-    };
-    Some(hint.to_owned())
+    })
 }
 
 /// Returns the remedy for the reason for which a worker was refused.
@@ -94,8 +92,8 @@ pub(crate) fn refusal(reason: &str) -> Option<&'static str> {
     reason.contains("secret").then_some("the secret is in TRIREME_SECRET or [comm] secret_file")
 }
 
-fn comm(error: &CommError) -> Option<String> {
-    let hint = match error {
+fn comm(error: &CommError) -> Option<&'static str> {
+    Some(match error {
         CommError::SecretMissing { .. } => {
             "set TRIREME_SECRET or [comm] secret_file to the same random text on all workers (openssl rand -hex 32), or set \
              [comm] require_secret = false if anybody on that network may join"
@@ -111,26 +109,24 @@ fn comm(error: &CommError) -> Option<String> {
         }
         CommError::ListenForPeers { .. } => "check [comm] interface and ports",
         _ => return None,
-    };
-    Some(hint.to_owned())
+    })
 }
 
-fn data(error: &DataError) -> Option<String> {
-    let hint = match error {
+fn data(error: &DataError) -> Option<&'static str> {
+    Some(match error {
         DataError::NoTokens => "to train a tokenizer on the text, set [data] train_bpe, or give --train-bpe",
         DataError::JsonField { .. } => "[data] field or --field names the field of the text",
         DataError::NoChatTemplate { .. } => {
             "set [data] chat_template, or give --chat-template: `chatml`, or a file"
         }
         _ => return None,
-    };
-    Some(hint.to_owned())
+    })
 }
 
-fn checkpoint(error: &CheckpointError) -> Option<String> {
+fn checkpoint(error: &CheckpointError) -> Option<&'static str> {
     match error {
         CheckpointError::NothingToOpen { path, .. } if path.join(CONFIG_FILE).is_file() => {
-            Some("to train the model from random weights, set [model] config".to_owned())
+            Some("to train the model from random weights, set [model] config")
         }
         _ => None,
     }
@@ -164,7 +160,7 @@ mod tests {
         let (address, waited) = (String::new(), Duration::ZERO);
         let refused = [reason.to_owned()].into();
         let missing = CommError::RanksMissing { missing: Vec::new(), address, waited, refused };
-        assert_eq!(comm(&missing).as_deref(), refusal(reason));
+        assert_eq!(comm(&missing), refusal(reason));
         assert!(refusal(reason).is_some() && refusal("another job uses this port").is_none());
     }
 }

@@ -75,15 +75,23 @@ enum Command {
     Init(commands::init::InitArgs),
     Train(commands::train::TrainArgs),
     Prepare(commands::prepare::PrepareArgs),
-    Data(commands::data::DataArgs),
+    /// Look into prepared corpora.
+    #[command(subcommand)]
+    Data(commands::data::DataCommand),
     Generate(commands::generate::GenerateArgs),
     Eval(commands::eval::EvalArgs),
-    Checkpoint(commands::checkpoint::CheckpointArgs),
+    /// Inspect checkpoints, and export models from them.
+    #[command(subcommand)]
+    Checkpoint(commands::checkpoint::CheckpointCommand),
     Config(commands::config::ConfigArgs),
     Plan(commands::plan::PlanArgs),
-    Report(commands::report::ReportArgs),
+    /// Show the results of a run.
+    #[command(subcommand)]
+    Report(commands::report::ReportCommand),
     Doctor(commands::doctor::DoctorArgs),
-    Bench(commands::bench::BenchArgs),
+    /// Measure the speed of this machine and this build.
+    #[command(subcommand)]
+    Bench(commands::bench::BenchCommand),
     FlightRecorder(commands::flight_recorder::FlightRecorderArgs),
     Completions(commands::completions::CompletionsArgs),
     Man(commands::completions::ManArgs),
@@ -112,7 +120,9 @@ enum TaskCommand {
     Train(commands::train::TrainArgs),
     #[command(after_help = "")]
     Plan(commands::plan::PlanArgs),
-    Report(commands::report::ReportArgs),
+    /// Show the results of a run.
+    #[command(subcommand)]
+    Report(commands::report::ReportCommand),
     #[command(hide = true)]
     ProveKernels(commands::prove_kernels::ProveKernelsArgs),
 }

@@ -22,6 +22,17 @@ pub(crate) fn grouped(number: u64) -> String {
     }
 }
 
+/// Bytes of a size such as `4096`, `48K` or `1M`.
+pub(crate) fn size_with_unit(text: &str) -> Option<u64> {
+    let (digits, unit) = match text.split_at_checked(text.len().checked_sub(1)?)? {
+        (digits, "K") => (digits, 1 << 10),
+        (digits, "M") => (digits, 1 << 20),
+        (digits, "G") => (digits, 1 << 30),
+        _ => (text, 1),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(unit)
+}
+
 /// Such as `1 question` and `2 questions`.
 pub(crate) fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })

@@ -27,16 +27,16 @@ static EARLY: Mutex<Option<Vec<String>>> = Mutex::new(Some(Vec::new()));
 
 /// Where remarks and the lines of a log go, and how.
 #[derive(Clone)]
-struct Channel {
+pub(crate) struct Channel {
     rank: Option<Rank>,
     /// Whether several ranks share standard error.
     is_shared: bool,
-    format: LogFormat,
+    pub(crate) format: LogFormat,
     log: Option<Arc<File>>,
 }
 
 impl Channel {
-    fn current() -> Self {
+    pub(crate) fn current() -> Self {
         CHANNEL.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -44,15 +44,16 @@ impl Channel {
         change(&mut CHANNEL.write().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Formats a text; objects have the time.
-    fn formatted<'a>(&self, text: &'a str) -> Cow<'a, str> {
+    /// Formats a text: as it is, or as a JSON object with the time.
+    pub(crate) fn formatted<'a>(&self, text: &'a str) -> Cow<'a, str> {
         match self.format {
             LogFormat::Json => self.object("message", text.trim()).into(),
             LogFormat::Text => printable(text),
         }
     }
 
-    fn object(&self, name: &str, value: impl Serialize) -> String {
+    /// A JSON object with one member besides time, host and rank.
+    pub(crate) fn object(&self, name: &str, value: impl Serialize) -> String {
         let mut object = json!({ "time": clock::now(), "host": host_name() });
         if let Some(rank) = self.rank {
             object["rank"] = json!(rank.0);
@@ -61,16 +62,19 @@ impl Channel {
         object.to_string()
     }
 
-    /// Adds the time to each line of a text that has been formatted.
-    fn stamped(&self, formatted: &str) -> String {
-        match self.format {
-            LogFormat::Text => {
-                let now = clock::now();
-                let lines = formatted.lines().filter(|line| !line.is_empty());
-                lines.map(|line| format!("{now} {line}")).collect::<Vec<_>>().join("\n")
-            }
-            LogFormat::Json => formatted.to_owned(),
+    /// Adds the time to each line of a formatted text; objects have it.
+    pub(crate) fn stamped(&self, formatted: &str) -> String {
+        if self.format == LogFormat::Json {
+            return formatted.to_owned();
         }
+        let now = clock::now();
+        let lines = formatted.lines().filter(|line| !line.is_empty());
+        lines.map(|line| format!("{now} {line}")).collect::<Vec<_>>().join("\n")
+    }
+
+    /// Writes a formatted text to this rank's log, with times.
+    pub(crate) fn log(&self, formatted: &str) {
+        write(self.log.as_deref(), &self.stamped(formatted));
     }
 
     /// Inserts rank and host after `error:`, `warning:` or `note:` if ranks share standard error.
@@ -101,10 +105,6 @@ pub(crate) fn set_log(rank: Rank, log: Option<File>) {
     early.into_iter().flatten().for_each(|line| write(log.as_deref(), &line));
 }
 
-pub(crate) fn format() -> LogFormat {
-    Channel::current().format
-}
-
 /// Writes an error, a warning or a note.
 pub(crate) fn remark(text: &str) {
     let channel = Channel::current();
@@ -130,27 +130,6 @@ pub(crate) fn remark(text: &str) {
             }
         }
     }
-}
-
-/// Formats a text: as it is, or as a JSON object.
-pub(crate) fn formatted(text: &str) -> Cow<'_, str> {
-    Channel::current().formatted(text)
-}
-
-/// A JSON object with one member besides time, host and rank.
-pub(crate) fn object(name: &str, value: impl Serialize) -> String {
-    Channel::current().object(name, value)
-}
-
-/// Adds the time to each line of a formatted text; objects have it.
-pub(crate) fn stamped(formatted: &str) -> String {
-    Channel::current().stamped(formatted)
-}
-
-/// Writes a formatted text to this rank's log, with times.
-pub(crate) fn log(formatted: &str) {
-    let channel = Channel::current();
-    write(channel.log.as_deref(), &channel.stamped(formatted));
 }
 
 fn write(log: Option<&File>, line: &str) {

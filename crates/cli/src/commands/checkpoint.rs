@@ -3,7 +3,7 @@
 use crate::console::Output;
 use crate::remarks::remark;
 use anyhow::{Context, bail};
-use clap::{Args, Subcommand};
+use clap::Subcommand;
 use serde::Serialize;
 use std::fmt;
 use std::io::Write;
@@ -18,15 +18,8 @@ use trireme_model::{ModelConfig, canonical_names};
 use trireme_tensor::{Device, DeviceOptions};
 use trireme_train::{TOKENIZER_NOTE, model_tokenizer};
 
-/// Inspect checkpoints, and export models from them.
-#[derive(Debug, Args)]
-pub(crate) struct CheckpointArgs {
-    #[command(subcommand)]
-    command: CheckpointCommand,
-}
-
 #[derive(Debug, Subcommand)]
-enum CheckpointCommand {
+pub(crate) enum CheckpointCommand {
     /// Show the contents of a checkpoint or model directory.
     Inspect {
         /// A checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face model directory.
@@ -61,9 +54,9 @@ enum CheckpointCommand {
     },
 }
 
-pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
+pub(crate) fn run(command: &CheckpointCommand) -> anyhow::Result<()> {
     let mut out = Output;
-    match &args.command {
+    match command {
         CheckpointCommand::Inspect { path, json, verify } => inspect(path, *json, *verify, &mut out),
         CheckpointCommand::Export { path, out: target, max_shard_size, dtype, force } => {
             write_model(path, target, (*max_shard_size, *dtype, *force), &mut out)
@@ -311,8 +304,8 @@ mod tests {
 
     #[derive(Parser)]
     struct Cli {
-        #[command(flatten)]
-        args: CheckpointArgs,
+        #[command(subcommand)]
+        command: CheckpointCommand,
     }
 
     /// A run with one checkpoint of a weight and its optimizer state.
@@ -404,7 +397,7 @@ mod tests {
     #[test]
     fn sizes_are_parsed_and_wrong_ones_refused() {
         let parse = |size| Cli::try_parse_from(["checkpoint", "export", "a", "b", "--max-shard-size", size]);
-        let CheckpointCommand::Export { max_shard_size, .. } = parse("100MiB").unwrap().args.command else {
+        let CheckpointCommand::Export { max_shard_size, .. } = parse("100MiB").unwrap().command else {
             panic!("an export was asked for");
         };
         assert_eq!(max_shard_size, Bytes(100 << 20));

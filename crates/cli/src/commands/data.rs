@@ -36,15 +36,8 @@ The model reads all tokens, and learns to predict those that are marked. On a te
 green and the others grey, in two shades that tell tokens apart. Elsewhere, or with NO_COLOR set,
 they stand in \u{27e6}brackets\u{27e7}. Special tokens are shown by name, and ends of lines as \u{21b5}.";
 
-/// Look into prepared corpora.
-#[derive(Debug, Args)]
-pub(crate) struct DataArgs {
-    #[command(subcommand)]
-    command: DataCommand,
-}
-
 #[derive(Debug, Subcommand)]
-enum DataCommand {
+pub(crate) enum DataCommand {
     Show(ShowArgs),
 }
 
@@ -55,7 +48,7 @@ enum DataCommand {
 /// are, as `trireme train` would do it.
 #[derive(Debug, Args)]
 #[command(after_help = SHOW_EXAMPLES)]
-struct ShowArgs {
+pub(crate) struct ShowArgs {
     /// Folder of a prepared corpus, or config file.
     #[arg(value_name = "CORPUS|CONFIG", default_value = DEFAULT_CONFIG)]
     path: PathBuf,
@@ -76,10 +69,9 @@ struct ShowArgs {
     overrides: Vec<String>,
 }
 
-pub(crate) fn run(args: &DataArgs) -> Result<()> {
-    match &args.command {
-        DataCommand::Show(args) => show(args),
-    }
+pub(crate) fn run(command: &DataCommand) -> Result<()> {
+    let DataCommand::Show(args) = command;
+    show(args)
 }
 
 fn show(args: &ShowArgs) -> Result<()> {

@@ -1,13 +1,13 @@
 //! `trireme eval`: how good a model is.
 
 use super::prepare::Display;
-use crate::console::Output;
+use crate::console::{Output, progress_bar};
 use crate::numbers::counted;
 use crate::remarks::remark;
-use crate::simd::{Proof, Simd};
+use crate::simd::device_options;
 use crate::temporary::temporary_folder;
 use anyhow::{Result, anyhow, bail};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use trireme_checkpoint::ModelSource;
 use trireme_data::{
     ChatTemplate, Corpus, PrepareOptions, Question, REPORT_FILE, Tokenizer, TokenizerChoice, prepare,
 };
-use trireme_tensor::{Device, DeviceOptions};
+use trireme_tensor::Device;
 use trireme_train::{Evaluation, Evaluator, chat_template_for, model_tokenizer};
 
 const EXAMPLES: &str = "\
@@ -65,10 +65,7 @@ pub(crate) struct EvalArgs {
 }
 
 pub(crate) fn run(args: &EvalArgs) -> Result<()> {
-    let simd = Simd::choose(Proof::Cached)?;
-    simd.warn();
-    let (num_threads, features_max) = (args.threads, Some(simd.level));
-    let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
+    let device = Device::cpu(device_options(args.threads)?)?;
     let source = ModelSource::open(&args.model)?;
     let tokenizer = model_tokenizer(&source)?;
     let tokenizer = Arc::new(tokenizer.ok_or_else(|| anyhow!("{} has no tokenizer", args.model.display()))?);
@@ -128,11 +125,8 @@ fn corpus(
     Ok((Corpus::open(&options.out)?, Some(scratch)))
 }
 
-fn bar(what: &str) -> ProgressBar {
-    let style = ProgressStyle::with_template("evaluating {wide_bar} {pos}/{len} {msg}  {eta} left");
-    ProgressBar::no_length()
-        .with_style(style.expect("the template is well formed"))
-        .with_message(what.to_owned())
+fn bar(what: &'static str) -> ProgressBar {
+    progress_bar(None, "evaluating {wide_bar} {pos}/{len} {msg}  {eta} left").with_message(what)
 }
 
 fn evaluate(evaluator: &mut Evaluator, corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Evaluation> {

@@ -1,11 +1,12 @@
 //! `trireme flight-recorder`.
 
 use crate::console::Output;
-use crate::hang::{self, Fates};
+use crate::death::Fates;
+use crate::hang;
 use anyhow::{Context, Result, bail};
-use serde::Serialize;
+use serde_json::json;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use trireme_comm::{Diagnosis, OperationState, RankReport, read_reports};
 use trireme_train::FLIGHT_RECORDER_FOLDER;
 
@@ -39,13 +40,6 @@ pub(crate) struct FlightRecorderArgs {
     json: bool,
 }
 
-/// What is printed; the fields are the keys of `--json`.
-#[derive(Serialize)]
-struct Document {
-    diagnosis: Diagnosis,
-    reports: Vec<RankReport>,
-}
-
 pub(crate) fn run(args: &FlightRecorderArgs) -> Result<()> {
     let folder = args.run_folder.join(FLIGHT_RECORDER_FOLDER);
     let mut reports = read_reports(&folder)
@@ -57,20 +51,17 @@ pub(crate) fn run(args: &FlightRecorderArgs) -> Result<()> {
         ([], Some(rank), _) => bail!("{} has no report from rank {rank}", folder.display()),
         ([], None, _) => bail!("{} has no reports", folder.display()),
         (_, _, true) => {
-            let document = Document { diagnosis: Diagnosis::of(&reports), reports };
-            writeln!(Output, "{}", serde_json::to_string_pretty(&document)?)?;
+            let document = json!({ "diagnosis": Diagnosis::of(&reports), "reports": reports });
+            writeln!(Output, "{document:#}")?;
         }
         ([report, ..], Some(_), false) => print_operations(report)?,
-        (_, None, false) => print_table(&reports, &folder)?,
+        (_, None, false) => {
+            for line in hang::lines(&Diagnosis::of(&reports), &Fates::new()) {
+                writeln!(Output, "{line}")?;
+            }
+            writeln!(Output, "reports: {}", folder.display())?;
+        }
     }
-    Ok(())
-}
-
-fn print_table(reports: &[RankReport], folder: &Path) -> Result<()> {
-    for line in hang::lines(&Diagnosis::of(reports), &Fates::new()) {
-        writeln!(Output, "{line}")?;
-    }
-    writeln!(Output, "reports: {}", folder.display())?;
     Ok(())
 }
 

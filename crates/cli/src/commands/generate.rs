@@ -1,12 +1,12 @@
 //! `trireme generate`.
 
+use super::read_file;
 use crate::console::Output;
 use crate::remarks::remark;
-use crate::simd::{Proof, Simd};
+use crate::simd::device_options;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
-use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
 use trireme_base::parse_json;
@@ -14,7 +14,7 @@ use trireme_checkpoint::ModelSource;
 use trireme_data::{ChatTemplate, Prompt, Tokenizer, with_text_contents};
 use trireme_model::{ModelConfig, Sampling};
 use trireme_parallel::Executor;
-use trireme_tensor::{Device, DeviceOptions};
+use trireme_tensor::Device;
 use trireme_train::{
     Ended, LoadedModel, SampleSettings, chat_template_for, load_model, model_tokenizer, sample,
 };
@@ -104,10 +104,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if args.stop.iter().any(String::is_empty) {
         bail!("--stop is empty, so no text could be generated before it; give a text, or leave it out");
     }
-    let simd = Simd::choose(Proof::Cached)?;
-    simd.warn();
-    let (num_threads, features_max) = (args.threads, Some(simd.level));
-    let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
+    let device = Device::cpu(device_options(args.threads)?)?;
     let LoadedModel { mut executor, config, notices } =
         load_model(&args.path, args.allow_non_finite, &device)?;
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
@@ -249,7 +246,7 @@ fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<P
     };
     let mut prompts = args.prompt.iter().map(|text| prompt(text)).collect::<Result<Vec<_>>>()?;
     if let Some(path) = &args.prompt_file {
-        let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = read_file(path)?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         if path.extension().is_some_and(|extension| extension == "jsonl") {
             let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());

@@ -1,10 +1,11 @@
 //! `trireme init`: a first config and text.
 
+use super::write_file;
 use crate::console::Output;
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use trireme_base::quoted;
 
 /// The config that `trireme train` reads if none is named.
@@ -47,12 +48,8 @@ pub(crate) fn run(args: &InitArgs) -> Result<()> {
     }
     fs::create_dir_all(folder).with_context(|| format!("cannot create the folder {}", folder.display()))?;
     let [config, text] = paths;
-    write(&text, &TEXTS.concat())?;
-    write(&config, CONFIG)?;
+    write_file(&text, &TEXTS.concat())?;
+    write_file(&config, CONFIG)?;
     writeln!(Output, "written: {} and {}", config.display(), text.display())?;
     Ok(writeln!(Output, "next step:\n  cd {} && trireme train", quoted(&folder.to_string_lossy()))?)
-}
-
-fn write(path: &Path, contents: &str) -> Result<()> {
-    fs::write(path, contents).with_context(|| format!("cannot write {}", path.display()))
 }

@@ -17,12 +17,20 @@ pub(crate) mod prove_kernels;
 pub(crate) mod report;
 pub(crate) mod train;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Endings of files that people train on.
 const DATA_EXTENSIONS: [&str; 6] = ["gz", "jsonl", "ndjson", "parquet", "txt", "zst"];
+
+fn write_file(path: &Path, contents: &str) -> Result<()> {
+    fs::write(path, contents).with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn read_file(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
 
 /// Refuses what cannot be a config, with what might have been meant.
 fn check_config_path(path: &Path) -> Result<()> {
@@ -42,25 +50,21 @@ fn check_config_path(path: &Path) -> Result<()> {
     if path.exists() {
         return Ok(());
     }
-    let here =
-        configs_in(path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")));
-    let configs = match here.is_empty() {
-        true => "begin with `trireme init DIR`".to_owned(),
-        false => format!(
-            "its folder has {}",
-            here.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
-        ),
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let configs = match &configs_in(folder)[..] {
+        [] => "begin with `trireme init DIR`".to_owned(),
+        here => format!("its folder has {}", here.join(", ")),
     };
     bail!("the config {} does not exist; {configs}", path.display())
 }
 
 /// The first few configs in a folder.
-fn configs_in(folder: &Path) -> Vec<PathBuf> {
+fn configs_in(folder: &Path) -> Vec<String> {
     const NUM_SHOWN_MAX: usize = 5;
     let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let mut found: Vec<PathBuf> =
         entries.filter(|path| path.extension().is_some_and(|end| end == "toml")).collect();
     found.sort();
     found.truncate(NUM_SHOWN_MAX);
-    found.iter().map(|path| path.strip_prefix(".").unwrap_or(path).to_owned()).collect()
+    found.iter().map(|path| path.strip_prefix(".").unwrap_or(path).display().to_string()).collect()
 }

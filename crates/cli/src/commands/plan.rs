@@ -1,8 +1,8 @@
 //! `trireme plan`.
 
-use super::check_config_path;
 use super::init::DEFAULT_CONFIG;
 use super::train::world_options;
+use super::{check_config_path, write_file};
 use crate::console::{Output, columns, parameters};
 use crate::host::SharedLimit;
 use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
@@ -10,15 +10,16 @@ use crate::planning::{
     Blueprint, Drawing, Job, Plan, PlanReport, PredictedTime, Source, Workers, language_model, sequences_of,
 };
 use crate::simd::{Proof, Simd};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use serde::Serialize;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::Bytes;
 use trireme_comm::{Group, single};
 use trireme_planner::{StepTime, table};
-use trireme_train::config::{Config, Subject};
+use trireme_schedule::pipeline::{draw_svg, draw_text};
+use trireme_train::config::Subject;
 use trireme_train::{Samples, Task};
 
 const EXAMPLES: &str = "\
@@ -122,18 +123,18 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
         }
         workers = workers.on_hosts(&config, per_host);
     }
-    match own {
+    let (sample, model);
+    let blueprint = match own {
         Some(task) => {
-            let sample = Samples::open(task, &config)?.train.sample();
-            let blueprint = Blueprint::Task { task, sample: &sample };
-            show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
+            sample = Samples::open(task, &config)?.train.sample();
+            Blueprint::Task { task, sample: &sample }
         }
         None => {
-            let model = language_model(&config)?;
-            let blueprint = Blueprint::Language { model: &model, sequences: sequences_of(&config) };
-            show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
+            model = language_model(&config)?;
+            Blueprint::Language { model: &model, sequences: sequences_of(&config) }
         }
-    }
+    };
+    show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
 }
 
 /// A worker measures; the command itself shows what a step takes, and starts the workers.
@@ -148,12 +149,10 @@ fn show_all(
         let options = world_options(config, &environment)?;
         return work_in_world(options, recorder_folder(), |world| show_time(args, job, &plan, world));
     }
-    match (args.json, args.time) {
-        (true, false) => {
-            return Ok(writeln!(Output, "{}", serde_json::to_string(&plan.report(job)?)?)?);
-        }
-        (true, true) => (),
-        (false, _) => show(args, job, &plan)?,
+    if !args.json {
+        show(args, job, &plan)?;
+    } else if !args.time {
+        return Ok(writeln!(Output, "{}", serde_json::to_string(&plan.report(job)?)?)?);
     }
     plan.check(job)?;
     match config.world_size() {
@@ -190,15 +189,17 @@ fn show_time(args: &PlanArgs, job: Job<'_>, plan: &Plan, world: Group) -> Result
 fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
     let Job { config, workers, .. } = job;
     let drawing = Drawing::new(config, plan)?;
-    if args.save_schedule.is_some() {
-        refuse_to_save(config)?;
+    let has_pipeline = config.parallelism().pipeline_parallel_degree > 1;
+    // Its one stage could not be read again as a schedule of one's own.
+    if args.save_schedule.is_some() && !has_pipeline {
+        bail!("--save-schedule needs a pipeline; set parallelism.pipeline_parallel_degree");
     }
     let mut text = String::new();
     if args.program {
         text += &format!("{}\n", plan.program);
     }
     text += &format!("{}; {workers}\n\n", parameters(plan.model.table().whole().num_elements()));
-    if config.parallelism().pipeline_parallel_degree > 1 {
+    if has_pipeline {
         text += &format!("{}\nrank {}, which needs the most memory:\n", drawing.summary(config), plan.rank);
     }
     let mesh = config.degrees().mesh(config.world_size());
@@ -214,24 +215,14 @@ fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
     }
     text.extend(plan.reasons.iter().map(|reason| format!("{reason}\n")));
     if args.draw {
-        text += &format!("\n{}", drawing.text(columns()));
+        text += &format!("\n{}", draw_text(&drawing.schedule, &drawing.timeline, columns()));
     }
-    let title = format!("{}: a step of {workers}", args.config.display());
-    save(args.svg.as_deref(), || drawing.svg(&title))?;
-    save(args.save_schedule.as_deref(), || drawing.schedule_text())?;
+    if let Some(path) = &args.svg {
+        let title = format!("{}: a step of {workers}", args.config.display());
+        write_file(path, &draw_svg(&drawing.schedule, &drawing.timeline, &title))?;
+    }
+    if let Some(path) = &args.save_schedule {
+        write_file(path, &drawing.schedule.to_string())?;
+    }
     Ok(Output.write_all(text.as_bytes())?)
-}
-
-/// What cannot be read again as a schedule of one's own.
-fn refuse_to_save(config: &Config) -> Result<()> {
-    if config.parallelism().pipeline_parallel_degree == 1 {
-        bail!("--save-schedule needs a pipeline; set parallelism.pipeline_parallel_degree");
-    }
-    Ok(())
-}
-
-/// Writes what was asked for, if it was.
-fn save(path: Option<&Path>, text: impl FnOnce() -> String) -> Result<()> {
-    let Some(path) = path else { return Ok(()) };
-    std::fs::write(path, text()).with_context(|| format!("cannot write {}", path.display()))
 }

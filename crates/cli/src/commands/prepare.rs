@@ -1,10 +1,11 @@
 //! `trireme prepare`: text to token files.
 
-use crate::console::Output;
+use crate::console::{Output, progress_bar};
+use crate::numbers::counted;
 use crate::remarks::remark;
 use anyhow::{anyhow, bail};
 use clap::{Args, ValueEnum};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::num::NonZeroUsize;
@@ -192,23 +193,16 @@ pub(crate) struct Display {
     /// Tells ranks that wait for this one that it works.
     heartbeat: Heartbeat,
     bar: Option<ProgressBar>,
-    shown: Mutex<Shown>,
-}
-
-#[derive(Debug)]
-struct Shown {
-    phase: Option<Phase>,
-    last_line: Instant,
+    /// The phase that is shown, and the time of the last line.
+    shown: Mutex<(Option<Phase>, Instant)>,
 }
 
 impl Display {
     /// Nothing shown yet. Progress beats a heartbeat.
     pub(crate) fn new(heartbeat: Heartbeat) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("{msg:<31} {wide_bar} {percent:>3}%  time left {eta}");
-            ProgressBar::no_length().with_style(style.expect("the template is well formed"))
-        });
-        Display { heartbeat, bar, shown: Mutex::new(Shown { phase: None, last_line: Instant::now() }) }
+        let template = "{msg:<31} {wide_bar} {percent:>3}%  time left {eta}";
+        let bar = std::io::stderr().is_terminal().then(|| progress_bar(None, template));
+        Display { heartbeat, bar, shown: Mutex::new((None, Instant::now())) }
     }
 }
 
@@ -224,7 +218,8 @@ impl Progress for Display {
     fn advance(&self, phase: Phase, done: u64, total: u64) {
         self.heartbeat.beat();
         let mut shown = self.shown.lock().expect("no thread panics while it shows progress");
-        let is_new_phase = shown.phase.replace(phase) != Some(phase);
+        let (shown_phase, last_line) = &mut *shown;
+        let is_new_phase = shown_phase.replace(phase) != Some(phase);
         match &self.bar {
             Some(bar) => {
                 if is_new_phase {
@@ -234,8 +229,8 @@ impl Progress for Display {
                 }
                 bar.set_position(done);
             }
-            None if shown.last_line.elapsed() >= LINE_INTERVAL => {
-                shown.last_line = Instant::now();
+            None if last_line.elapsed() >= LINE_INTERVAL => {
+                *last_line = Instant::now();
                 let percent = done.saturating_mul(100) / total.max(1);
                 remark(&format!("{}: {percent}%", title(phase)));
             }
@@ -270,20 +265,11 @@ impl fmt::Display for Summary<'_> {
         if let Some(validation) = report.validation {
             line(f, VALIDATION_FILE, validation)?;
         }
-        writeln!(
-            f,
-            "  read {} {}, {}; skipped {}",
-            report.num_files,
-            if report.num_files == 1 { "file" } else { "files" },
-            Bytes(report.input_bytes),
-            report.skipped
-        )?;
-        if report.num_invalid_utf8_replaced > 0 {
-            writeln!(
-                f,
-                "  replaced {} invalid UTF-8 sequences with U+FFFD",
-                report.num_invalid_utf8_replaced
-            )?;
+        let files = counted(report.num_files as usize, "file");
+        writeln!(f, "  read {files}, {}; skipped {}", Bytes(report.input_bytes), report.skipped)?;
+        let num_replaced = report.num_invalid_utf8_replaced;
+        if num_replaced > 0 {
+            writeln!(f, "  replaced {num_replaced} invalid UTF-8 sequences with U+FFFD")?;
         }
         writeln!(f, "  tokenizer {}, vocabulary {}", report.tokenizer, report.vocabulary_size)?;
         if report.has_loss_mask {

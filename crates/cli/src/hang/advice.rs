@@ -1,5 +1,4 @@
-use super::fate::{Fate, Fates};
-use crate::death::Death;
+use crate::death::{Death, Fate, Fates};
 use trireme_base::ranks;
 use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
 

@@ -1,12 +1,11 @@
 //! What happened between the workers when something went wrong: one table, and what to try.
 
 mod advice;
-mod fate;
 mod table;
 
-pub(crate) use fate::{Fate, Fates};
 pub(crate) use table::{described, lines, plain};
 
+use crate::death::Fates;
 use anyhow::Error;
 use trireme_comm::{Diagnosis, FlightRecorder, Occasion, Source};
 

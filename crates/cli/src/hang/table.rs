@@ -1,6 +1,5 @@
 use super::advice::advice;
-use super::fate::{Fate, Fates};
-use crate::death::Death;
+use crate::death::{Death, Fate, Fates, signal_name};
 use trireme_base::{Bytes, ranks};
 use trireme_comm::{
     Diagnosis, Difference, Direction, Disagreement, Finding, OperationReport, OperationState, Place, Side,
@@ -58,9 +57,7 @@ fn state(finding: &Finding, fate: Option<&Fate>) -> String {
     let operation = finding.place.as_ref().and_then(|place| place.operation.as_ref());
     match (fate, finding.source, operation) {
         (Some(Fate::Stopped), ..) => "stopped".to_owned(),
-        (Some(Fate::Dead(Death::Signal(signal))), ..) => {
-            format!("killed by {}", crate::death::signal_name(*signal))
-        }
+        (Some(Fate::Dead(Death::Signal(signal))), ..) => format!("killed by {}", signal_name(*signal)),
         (Some(Fate::Dead(Death::Exit(code))), Source::Nothing | Source::Earlier, _) => {
             format!("exited with {code}")
         }

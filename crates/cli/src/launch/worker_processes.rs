@@ -1,8 +1,7 @@
 use super::LaunchError;
 use super::error::stopped_by;
 use crate::bounded::within;
-use crate::death::Death;
-use crate::hang::{Fate, Fates};
+use crate::death::{Death, Fate, Fates};
 use crate::remarks::message;
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use std::borrow::Cow;

@@ -3,14 +3,14 @@
 use super::plan::Plan;
 use anyhow::Result;
 use std::ops::Range;
-use trireme_schedule::pipeline::{Schedule, Timeline, draw_svg, draw_text, simulate};
+use trireme_schedule::pipeline::{Schedule, Timeline, simulate};
 use trireme_train::config::Config;
 use trireme_train::{StageChoice, pipeline_costs, pipeline_schedule};
 
 /// The stages of a run, and when their passes run.
 pub(crate) struct Drawing {
-    schedule: Schedule,
-    timeline: Timeline,
+    pub(crate) schedule: Schedule,
+    pub(crate) timeline: Timeline,
     /// The units of each stage, and what it has of all floating-point operations.
     shares: Vec<(Range<usize>, f64)>,
 }
@@ -26,11 +26,6 @@ impl Drawing {
         Ok(Drawing { schedule, timeline, shares: stages.into_iter().map(share).collect() })
     }
 
-    /// The idle share of all ranks' time.
-    pub(crate) fn bubble(&self) -> f64 {
-        self.timeline.bubble()
-    }
-
     /// What the stages are and how much time is lost, in a line for each rank and one for all; and whether that stays.
     pub(crate) fn summary(&self, config: &Config) -> String {
         let mut text = String::new();
@@ -42,7 +37,7 @@ impl Drawing {
             let stages: Vec<String> = self.schedule.stages_of(rank).map(stage).collect();
             text += &format!("pipeline rank {rank}: {}\n", stages.join(", "));
         }
-        let bubble = 100.0 * self.bubble();
+        let bubble = 100.0 * self.timeline.bubble();
         text += &format!(
             "bubble: {bubble:.1} % of all ranks' time is idle, with floating-point operations as time\n"
         );
@@ -67,19 +62,5 @@ impl Drawing {
                 )
             }
         }
-    }
-
-    /// Each rank's passes, in the form that a config's `pipeline_parallel_schedule_file` has.
-    pub(crate) fn schedule_text(&self) -> String {
-        self.schedule.to_string()
-    }
-
-    /// The grid of ranks and time, at most so many columns wide.
-    pub(crate) fn text(&self, columns_max: usize) -> String {
-        draw_text(&self.schedule, &self.timeline, columns_max)
-    }
-
-    pub(crate) fn svg(&self, title: &str) -> String {
-        draw_svg(&self.schedule, &self.timeline, title)
     }
 }

@@ -93,14 +93,6 @@ impl<'a> Exerciser<'a> {
         Ok(())
     }
 
-    /// As [`repeat_swept`](Exerciser::repeat_swept), of what cannot fail.
-    fn repeat_call(&self, mut call: impl FnMut()) -> Result<()> {
-        self.repeat_swept(|| {
-            call();
-            Ok(())
-        })
-    }
-
     /// As [`repeat`](Exerciser::repeat), of what finds nothing in caches.
     fn repeat_swept(&self, run: impl FnMut() -> Result<()>) -> Result<()> {
         let prepare = || {
@@ -160,7 +152,10 @@ impl<'a> Exerciser<'a> {
                 _ if is_timed => {}
                 _ => {
                     if let Some(mut replay) = calls.replay(call, self.device)? {
-                        self.repeat_call(|| replay.issue())?;
+                        self.repeat_swept(|| {
+                            replay.issue();
+                            Ok(())
+                        })?;
                     }
                 }
             }

@@ -63,8 +63,7 @@ impl Plan {
         let executor = dry_executor(job, &rehearsal, self.program.clone())?;
         let entries = executor.dry_entries().map_err(TrainError::from)?;
         let has_pipeline = job.config.parallelism().pipeline_parallel_degree > 1;
-        let pipeline_bubble =
-            has_pipeline.then(|| Drawing::new(job.config, self)).transpose()?.map(|drawing| drawing.bubble());
+        let drawing = has_pipeline.then(|| Drawing::new(job.config, self)).transpose()?;
         Ok(PlanReport {
             num_parameters: self.model.table().whole().num_elements(),
             num_workers: job.workers.world_size,
@@ -74,7 +73,7 @@ impl Plan {
             fits: self.passed().is_none(),
             product_operations: product_operations(&self.program, &entries),
             exchanges: exchanges(&entries, job.workers),
-            pipeline_bubble,
+            pipeline_bubble: drawing.map(|drawing| drawing.timeline.bubble()),
         })
     }
 }
@@ -98,10 +97,8 @@ fn product_operations(program: &Program, entries: &StepEntries) -> ProductOperat
 }
 
 fn exchanges(entries: &StepEntries, workers: Workers<'_>) -> Vec<Exchange> {
-    let num_hosts = |ranks: &[Rank]| {
-        let hosts: BTreeSet<usize> = ranks.iter().map(|rank| rank.0 / workers.local_world_size).collect();
-        hosts.len()
-    };
+    let host = |rank: &Rank| rank.0 / workers.local_world_size;
+    let num_hosts = |ranks: &[Rank]| ranks.iter().map(host).collect::<BTreeSet<_>>().len();
     let mut counts = BTreeMap::new();
     for entry in entries.actions.iter().flatten() {
         let JournalEntry::Issue(_, issued) = entry else { continue };
@@ -117,12 +114,9 @@ fn exchanges(entries: &StepEntries, workers: Workers<'_>) -> Vec<Exchange> {
         };
         *counts.entry(kind).or_insert(0) += 1;
     }
-    let exchange = |((operation, num_ranks, num_hosts, bytes), count)| Exchange {
-        operation,
-        num_ranks,
-        num_hosts,
-        bytes,
-        count,
+    let exchange = |(kind, count)| {
+        let (operation, num_ranks, num_hosts, bytes) = kind;
+        Exchange { operation, num_ranks, num_hosts, bytes, count }
     };
     counts.into_iter().map(exchange).collect()
 }

@@ -13,11 +13,12 @@ use crate::launch::LaunchError;
 use crate::machine_cache::MachineCache;
 use crate::remarks::remark;
 use anyhow::Result;
+use serde::{Serialize, Serializer};
 use std::process::Command;
 use trial::{REASON_CHARS_MAX, Verdict, Verdicts};
 use trireme_tensor::probe::{Unit, why_absent};
 use trireme_tensor::proof::ProductKernel;
-use trireme_tensor::{CpuFeatures, Precision};
+use trireme_tensor::{CpuFeatures, DeviceOptions, Precision};
 
 /// The highest level that the user allows.
 const LEVEL_VARIABLE: &str = "TRIREME_SIMD";
@@ -44,11 +45,17 @@ pub(crate) struct Simd {
     pub(crate) excluded: Vec<Excluded>,
 }
 
-/// A kernel that has not proven itself.
-#[derive(Debug, Clone, PartialEq)]
+/// A kernel that has not proven itself: it computes something else than the portable one, or the system kills it. The fields are keys of
+/// `trireme doctor --json`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Excluded {
+    #[serde(serialize_with = "serialize_text")]
     pub(crate) kernel: ProductKernel,
     pub(crate) reason: String,
+}
+
+fn serialize_text<S: Serializer>(kernel: &ProductKernel, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(kernel)
 }
 
 impl Simd {
@@ -138,6 +145,13 @@ impl Simd {
             "the highest level of this machine; its matmul kernels match the portable ones"
         }
     }
+}
+
+/// The options of a device with so many threads, for a command of one process; warns of kernels that are not used.
+pub(crate) fn device_options(num_threads: usize) -> Result<DeviceOptions> {
+    let simd = Simd::choose(Proof::Cached)?;
+    simd.warn();
+    Ok(DeviceOptions { num_threads, features_max: Some(simd.level), ..DeviceOptions::default() })
 }
 
 /// Whether verdicts, which come from a file, are of these kernels and fit to be shown.

@@ -1,8 +1,9 @@
 //! What will hurt on this machine, and what to do about it.
 
+use super::Uses;
 use super::machine::Machine;
-use super::{ExcludedKernel, Uses};
 use crate::host::{CpuLimit, MemoryLimit, Pages};
+use crate::simd::Excluded;
 use serde::Serialize;
 use trireme_base::Bytes;
 use trireme_tensor::CpuFeatures;
@@ -94,7 +95,7 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
             "Linux supports it since 5.16, unless the container's system call filter blocks it.",
         );
     }
-    for ExcludedKernel { kernel, reason } in &uses.excluded {
+    for Excluded { kernel, reason } in &uses.excluded {
         warn(
             format!("{kernel} are not used, because {reason}"),
             "No computation uses them. Please report this with the output of `trireme doctor --json`.",
@@ -113,6 +114,8 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
 mod tests {
     use super::super::transports::TransportFigure;
     use super::*;
+    use trireme_tensor::Precision;
+    use trireme_tensor::proof::ProductKernel;
 
     /// A machine with two cores of its own, and what is used of it.
     fn quiet() -> (Machine, Uses) {
@@ -191,8 +194,8 @@ mod tests {
             ),
             (
                 after(|_, uses| {
-                    let (kernel, reason) = ("f32 products on fma 512".to_owned(), "1 is 2".to_owned());
-                    uses.excluded.push(ExcludedKernel { kernel, reason });
+                    let kernel = ProductKernel::of(CpuFeatures::Avx512, Precision::F32);
+                    uses.excluded.push(Excluded { kernel, reason: "1 is 2".to_owned() });
                 }),
                 "f32 products on fma 512 are not used, because 1 is 2",
             ),

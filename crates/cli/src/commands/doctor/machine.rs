@@ -1,6 +1,7 @@
 //! What the system tells of the machine.
 
 use crate::host::{CpuLimit, MemoryLimit};
+use crate::numbers::size_with_unit;
 use serde::Serialize;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -140,7 +141,7 @@ impl System<'_> {
             let name = format!("L{}{kind}", number(text("level").trim())?);
             Some(Cache {
                 name,
-                bytes: size(text("size").trim())?,
+                bytes: size_with_unit(text("size").trim())?,
                 num_cores: list_len(text("shared_cpu_list").trim()),
             })
         };
@@ -156,17 +157,6 @@ fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
 
 fn number(text: &str) -> Option<u64> {
     text.trim().parse().ok()
-}
-
-/// Bytes of a size such as `48K` or `1M`.
-fn size(text: &str) -> Option<u64> {
-    let unit = match text.chars().last()? {
-        'K' => 1 << 10,
-        'M' => 1 << 20,
-        'G' => 1 << 30,
-        _ => 1,
-    };
-    number(text.trim_end_matches(['K', 'M', 'G']))?.checked_mul(unit)
 }
 
 /// Length of a list such as `0-3,8`.

@@ -17,8 +17,8 @@ use advice::Advice;
 use anyhow::{Context, Result, bail};
 use choices::HostsFigure;
 use machine::Machine;
-use products::ProductFigure;
 use serde::Serialize;
+use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -120,16 +120,6 @@ fn parse_sizes(text: &str) -> Result<ProductSizes, String> {
     }
 }
 
-/// What is printed; the fields are the keys of `--json`.
-#[derive(Debug, Serialize)]
-struct Report {
-    version: &'static str,
-    machine: Machine,
-    uses: Uses,
-    products: Vec<ProductFigure>,
-    warnings: Vec<Advice>,
-}
-
 /// What Trireme uses of the machine.
 #[derive(Debug, Serialize)]
 struct Uses {
@@ -140,18 +130,11 @@ struct Uses {
     binding: String,
     products: Vec<UsedKernel>,
     /// Kernels that have not proven themselves.
-    excluded: Vec<ExcludedKernel>,
+    excluded: Vec<Excluded>,
     transports: Vec<TransportFigure>,
     /// What several hosts would choose, if that was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     hosts: Option<HostsFigure>,
-}
-
-/// A kernel that computes something else than the portable one, or that the system kills.
-#[derive(Debug, Serialize)]
-struct ExcludedKernel {
-    kernel: String,
-    reason: String,
 }
 
 /// What makes products of a precision.
@@ -226,7 +209,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
         threads,
         binding: HostShare::preview(args.workers),
         products: Precision::ALL.map(|precision| UsedKernel::of(&simd, precision)).into(),
-        excluded: excluded(&simd),
+        excluded: simd.excluded.clone(),
         transports,
         hosts,
     };
@@ -238,25 +221,23 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     let products = products::measure(sizes, threads, args.seconds, &simd, &measuring)?;
     drop(measuring);
     let warnings = advice::warnings(&machine, &uses, cfg!(debug_assertions));
-    let report = Report { version: env!("CARGO_PKG_VERSION"), machine, uses, products, warnings };
     if args.json {
-        return Ok(writeln!(Output, "{}", serde_json::to_string_pretty(&report)?)?);
+        let report = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "machine": machine,
+            "uses": uses,
+            "products": products,
+            "warnings": warnings,
+        });
+        return Ok(writeln!(Output, "{report:#}")?);
     }
-    print_machine(&report.machine)?;
-    print_uses(&report.uses)?;
-    products::print(&report.products)?;
-    for Advice { problem, advice } in &report.warnings {
+    print_machine(&machine)?;
+    print_uses(&uses)?;
+    products::print(&products)?;
+    for Advice { problem, advice } in &warnings {
         writeln!(Output, "\nwarning: {problem}\n  {advice}")?;
     }
     Ok(())
-}
-
-fn excluded(simd: &Simd) -> Vec<ExcludedKernel> {
-    let describe = |excluded: &Excluded| ExcludedKernel {
-        kernel: excluded.kernel.to_string(),
-        reason: excluded.reason.clone(),
-    };
-    simd.excluded.iter().map(describe).collect()
 }
 
 fn print_machine(machine: &Machine) -> Result<()> {

@@ -4,7 +4,7 @@ use super::record_lines::RecordLines;
 use crate::console::Output;
 use crate::hang::plain;
 use crate::remarks::remark;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use std::cmp::Ordering;
 use std::fmt;
 use std::io::Write;
@@ -159,7 +159,7 @@ impl Step {
 
 /// The steps of a run's file of hashes, in order.
 struct Steps {
-    lines: RecordLines<HashRecord>,
+    lines: RecordLines,
     ahead: Option<HashRecord>,
 }
 
@@ -167,13 +167,19 @@ impl Steps {
     fn open(folder: &Path) -> Result<Self> {
         let advice =
             "expected the folder of a run, such as runs/NAME, trained with [metrics] hash_interval = 1";
-        let mut lines =
-            RecordLines::open(folder.join(HASHES_FILE), ("record of hashes", HASH_LINE_BYTES_MAX), advice)?;
-        let ahead = lines.next().transpose()?;
-        if ahead.is_none() {
+        let lines = RecordLines::open(folder, HASHES_FILE, HASH_LINE_BYTES_MAX, advice)?;
+        let mut steps = Steps { lines, ahead: None };
+        steps.ahead = steps.read()?;
+        if steps.ahead.is_none() {
             bail!("{} has no recorded hashes yet", folder.display());
         }
-        Ok(Steps { lines, ahead })
+        Ok(steps)
+    }
+
+    fn read(&mut self) -> Result<Option<HashRecord>> {
+        let Some((_, line)) = self.lines.read()? else { return Ok(None) };
+        let record = serde_json::from_slice(line);
+        record.map(Some).with_context(|| format!("{} is not a record of hashes", self.lines.place()))
     }
 
     fn next(&mut self) -> Result<Option<Step>> {
@@ -192,7 +198,7 @@ impl Steps {
                 Ordering::Equal if record.loss.is_some() => step.trained = Some(record),
                 Ordering::Equal => step.started = Some(record),
             }
-            next = self.lines.next().transpose()?;
+            next = self.read()?;
         }
         Ok(Some(step))
     }

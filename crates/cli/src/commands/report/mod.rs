@@ -1,6 +1,5 @@
 //! `trireme report`.
 
-mod baseline;
 mod breakdown;
 mod comparison;
 mod curves;
@@ -15,23 +14,16 @@ mod trace;
 use anyhow::Result;
 pub(crate) use diff::RunsDiffer;
 
-/// Show the results of a run.
-#[derive(Debug, clap::Args)]
-pub(crate) struct ReportArgs {
-    #[command(subcommand)]
-    command: ReportCommand,
-}
-
 #[derive(Debug, clap::Subcommand)]
-enum ReportCommand {
+pub(crate) enum ReportCommand {
     Run(run::RunArgs),
     Html(html::HtmlArgs),
     Diff(diff::DiffArgs),
     Trace(trace::TraceArgs),
 }
 
-pub(crate) fn run(args: &ReportArgs) -> Result<()> {
-    match &args.command {
+pub(crate) fn run(command: &ReportCommand) -> Result<()> {
+    match command {
         ReportCommand::Run(args) => run::run(args),
         ReportCommand::Html(args) => html::run(args),
         ReportCommand::Diff(args) => diff::run(args),

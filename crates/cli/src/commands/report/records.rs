@@ -1,17 +1,16 @@
 //! The records of a run, as reports read them.
 
+use super::record_lines::RecordLines;
 use crate::numbers::counted;
 use crate::remarks::remark;
 use crate::statistics::median;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use serde::{Deserialize, Deserializer};
-use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
-use trireme_base::open_regular;
-use trireme_train::metrics::{METRICS_FILE, MemoryPeakBytes};
-
-/// No record comes near this length.
-const LINE_BYTES_MAX: u64 = 1 << 16;
+use trireme_data::{Corpus, bigram_baseline};
+use trireme_train::CONFIG_TOML;
+use trireme_train::config::Config;
+use trireme_train::metrics::{LINE_BYTES_MAX, METRICS_FILE, MemoryPeakBytes};
 
 /// What reports read of a line of `metrics.jsonl`. Numbers that are not finite are `null` there.
 #[derive(Debug, Deserialize)]
@@ -83,10 +82,9 @@ impl Records {
     /// Reads the records in a run's folder. Lines that are not step records are skipped with a warning. The last line may be one that is being
     /// written.
     pub(super) fn read(run_folder: &Path) -> Result<Self> {
-        let path = records_file(run_folder);
-        let (records, skipped) = read_records(&path, run_folder)?;
+        let (records, skipped) = read_records(run_folder)?;
         let skipped = skipped.map(|Skipped { num_lines, first }| {
-            let lines = counted(num_lines, "line");
+            let (lines, path) = (counted(num_lines, "line"), records_file(run_folder));
             format!("skipped {lines} of {} without a step record; the first is line {first}", path.display())
         });
         match skipped {
@@ -147,34 +145,15 @@ struct Skipped {
     first: usize,
 }
 
-/// Reads the records of the file at `path` in a run's folder, and counts the lines that are none.
-fn read_records(path: &Path, run_folder: &Path) -> Result<(Vec<Record>, Option<Skipped>)> {
-    let unreadable = || format!("cannot read {}", path.display());
-    let file = match open_regular(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => bail!(
-            "{} has no metrics.jsonl; expected the folder of a run, such as runs/NAME, with [metrics] jsonl = true",
-            run_folder.display()
-        ),
-        file => file.with_context(unreadable)?,
-    };
-    let mut reader = BufReader::new(file);
+/// Reads the records in a run's folder, and counts the lines that are none.
+fn read_records(run_folder: &Path) -> Result<(Vec<Record>, Option<Skipped>)> {
+    let advice = "expected the folder of a run, such as runs/NAME, with [metrics] jsonl = true";
+    let mut lines = RecordLines::open(run_folder, METRICS_FILE, LINE_BYTES_MAX, advice)?;
     let (mut records, mut skipped) = (Vec::new(), None);
-    let mut line = Vec::new();
-    for number in 1.. {
-        line.clear();
-        (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).with_context(unreadable)?;
-        let is_whole = line.ends_with(b"\n");
-        if !is_whole && (line.len() as u64) < LINE_BYTES_MAX {
-            break;
-        }
-        match serde_json::from_slice(&line) {
-            Ok(record) if is_whole => records.push(record),
+    while let Some((number, line)) = lines.read()? {
+        match serde_json::from_slice(line) {
+            Ok(record) if line.ends_with(b"\n") => records.push(record),
             _ => skipped.get_or_insert(Skipped { num_lines: 0, first: number }).num_lines += 1,
-        }
-        // The rest of a line that is longer than any record.
-        while !line.is_empty() && !line.ends_with(b"\n") {
-            line.clear();
-            (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).with_context(unreadable)?;
         }
     }
     Ok((records, skipped))
@@ -183,6 +162,14 @@ fn read_records(path: &Path, run_folder: &Path) -> Result<(Vec<Record>, Option<S
 /// The file in a run's folder that holds its records.
 pub(super) fn records_file(run_folder: &Path) -> PathBuf {
     run_folder.join(METRICS_FILE)
+}
+
+/// What counting pairs of tokens achieves on the run's text, if that can be found from here.
+pub(super) fn baseline(run_folder: &Path) -> Option<f64> {
+    let path = Some(run_folder.join(CONFIG_TOML)).filter(|path| path.is_file())?;
+    let config = Config::load(&path, &[], None).ok()?;
+    let corpus = Corpus::open(&config.data().folder).ok()?;
+    bigram_baseline(&corpus.train.tokens, &corpus.validation?.tokens).ok()
 }
 
 #[cfg(test)]
@@ -204,10 +191,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = records_file(folder.path());
         let record = |step: u64| format!("{{\"step\":{step},\"memory_peak_bytes\":{{}}}}\n");
-        let long = " ".repeat(3 * LINE_BYTES_MAX as usize);
+        let long = " ".repeat(3 * LINE_BYTES_MAX);
         let text = [&record(1)[..], "\0\0{\n", "\n", &long, "\n", &record(5), "{\"step\":6"].concat();
         std::fs::write(&path, text).unwrap();
-        let (records, skipped) = read_records(&path, folder.path()).unwrap();
+        let (records, skipped) = read_records(folder.path()).unwrap();
         let steps: Vec<u64> = records.iter().map(|record| record.step).collect();
         assert_eq!((steps, skipped), (vec![1, 5], Some(Skipped { num_lines: 3, first: 2 })));
         std::fs::write(&path, long).unwrap();

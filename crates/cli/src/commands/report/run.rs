@@ -1,12 +1,12 @@
 //! `trireme report run`.
 
-use super::baseline::baseline;
 use super::breakdown::Breakdown;
 use super::curves::{Curves, Point};
-use super::records::Records;
+use super::records::{Records, baseline};
+use crate::commands::write_file;
 use crate::console::Output;
 use crate::remarks::remark;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use std::io::Write;
 use std::path::PathBuf;
 use trireme_base::{Bytes, with_sources};
@@ -79,7 +79,7 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
             validation: records.validations().map(|(step, loss)| Point { step, loss }).collect(),
             baseline,
         };
-        std::fs::write(path, curves.to_svg()).with_context(|| format!("cannot write {}", path.display()))?;
+        write_file(path, &curves.to_svg())?;
         writeln!(out, "written: {}", path.display())?;
     }
     Ok(())

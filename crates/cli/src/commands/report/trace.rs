@@ -1,8 +1,9 @@
 //! `trireme report trace`.
 
 use super::comparison::{Comparison, Shares};
+use crate::commands::write_file;
 use crate::console::{Output, columns};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use trireme_schedule::pipeline::{Picture, draw_svg_together, draw_text_together};
@@ -67,12 +68,12 @@ pub(super) fn run(args: &TraceArgs) -> Result<()> {
     };
     let Some(drawn) = drawn else {
         let numbers: Vec<String> = steps.iter().map(|step| step.step.to_string()).collect();
-        bail!("{} does not contain this step; it has {}", path(args), listed(&numbers));
+        let listed = if numbers.is_empty() { "none".to_owned() } else { numbers.join(", ") };
+        bail!("{} does not contain this step; it has {listed}", args.run_folder.join(TRACE_FILE).display());
     };
     let titles = titles(drawn);
     let columns = columns();
-    let longest = drawn.measured_time.max(drawn.simulated_time);
-    let per_column = longest as f64 / columns as f64;
+    let per_column = drawn.measured_time.max(drawn.simulated_time) as f64 / columns as f64;
     let mut text = format!("{}\n", headline(&args.run_folder, drawn));
     text += draw_text_together(&pictures(drawn, &titles), columns).trim_end();
     text += &format!(
@@ -83,22 +84,13 @@ pub(super) fn run(args: &TraceArgs) -> Result<()> {
         steps_table(&comparisons)
     );
     if let Some(path) = &args.svg {
-        std::fs::write(path, to_svg(&args.run_folder, drawn))
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        write_file(path, &to_svg(&args.run_folder, drawn))?;
     }
     Ok(Output.write_all(text.as_bytes())?)
 }
 
 pub(super) fn to_svg(run_folder: &Path, drawn: &Comparison) -> String {
     draw_svg_together(&headline(run_folder, drawn), &pictures(drawn, &titles(drawn)), "ns")
-}
-
-fn path(args: &TraceArgs) -> String {
-    args.run_folder.join(TRACE_FILE).display().to_string()
-}
-
-fn listed(numbers: &[String]) -> String {
-    if numbers.is_empty() { "none".to_owned() } else { numbers.join(", ") }
 }
 
 fn headline(run_folder: &Path, drawn: &Comparison) -> String {

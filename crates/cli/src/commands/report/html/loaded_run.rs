@@ -1,7 +1,6 @@
-use super::super::baseline::baseline;
 use super::super::breakdown::Breakdown;
 use super::super::comparison::Comparison;
-use super::super::records::{Records, records_file};
+use super::super::records::{Records, baseline, records_file};
 use super::super::trace::to_svg;
 use anyhow::Result;
 use std::collections::BTreeMap;
