@@ -154,15 +154,7 @@ impl Scene {
     }
 
     fn train(&self) -> Command {
-        let mut command = Command::new(&self.binary);
-        self.prepare_training(&mut command);
-        command
-    }
-
-    /// Appends the arguments of the run.
-    fn prepare_training(&self, command: &mut Command) {
-        command.args(["train", "job.toml", "--workers", &self.num_workers.to_string()]);
-        command.current_dir(&self.folder).stdin(Stdio::null());
+        self.command(&["train", "job.toml", "--workers", &self.num_workers.to_string()])
     }
 
     /// Runs with the calls of the `expressions` traced to [`LOG`].
@@ -172,8 +164,9 @@ impl Scene {
         for expression in expressions {
             command.args(["-e", expression]);
         }
-        self.prepare_training(command.arg("--").arg(&self.binary));
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let train = self.train();
+        command.arg("--").arg(train.get_program()).args(train.get_args()).current_dir(&self.folder);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.process_group(0).spawn();
         let child = child.context("cannot run strace, which injects the faults; install it")?;
         let group = Pid::from_child(&child);

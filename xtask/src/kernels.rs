@@ -1,5 +1,4 @@
-//! `cargo xtask kernels`: the list of kernels that a backend must provide. The methods of `Device` say what they are, and a run of the
-//! suites shows what tests them.
+//! `cargo xtask kernels`: the list of kernels that a backend must provide, from the methods of `Device` and a run of the suites.
 
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};

@@ -23,8 +23,7 @@ fn parts(unix_seconds: u64) -> Option<(String, String)> {
         return None;
     }
     let (days, seconds) = (unix_seconds / 86_400, unix_seconds % 86_400);
-    // Howard Hinnant, "chrono-compatible low-level date algorithms": years begin in March, so that leap days are their last days, and
-    // are counted in eras of 400 years.
+    // Howard Hinnant, "chrono-compatible low-level date algorithms": years begin in March, in eras of 400; leap days are their last.
     let days = days + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;

@@ -21,8 +21,7 @@ use trireme_train::config::{LogFormat, Metrics};
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts, TrainError};
 
-/// Standard output, for what a command was asked to print. A reader that has seen enough, such as `head`, is
-/// no error.
+/// Standard output, for what a command was asked to print. A reader that has seen enough, such as `head`, is no error.
 pub(crate) struct Output;
 
 impl Write for Output {

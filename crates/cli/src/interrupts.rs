@@ -64,8 +64,7 @@ pub(crate) fn stopping_notice(signal: i32) -> String {
 /// Whether nothing handles the signals of this process yet.
 static UNHANDLED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| Arc::new(AtomicBool::new(true)));
 
-/// Lets signals end this process from its start on if it is the first one of a container: the kernel drops signals that such a process does not handle
-/// (pid_namespaces(7)), so one that waits for other ranks would not end before it is killed.
+/// Lets signals end this process if it is the first one of a container, for which the kernel drops unhandled signals (pid_namespaces(7)).
 pub(crate) fn end_as_first_process() -> io::Result<()> {
     if std::process::id() != 1 {
         return Ok(());

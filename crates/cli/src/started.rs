@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 /// Hands the launcher's start on to its workers: nanoseconds on the clock that counts from boot.
 pub(crate) const STARTED_VARIABLE: &str = "TRIREME_STARTED";
 
-/// Now, or when the launcher started that has started this process. Called first in `main`: the process itself may be older, because
-/// `cargo run` becomes the program that it has built.
+/// Now, or the start of the launcher of this process. Called first in `main`; the process may be older: `cargo run` becomes the program.
 pub(crate) fn command_started() -> Instant {
     let since_boot =
         std::env::var(STARTED_VARIABLE).ok().and_then(|text| text.parse().ok()).map(Duration::from_nanos);

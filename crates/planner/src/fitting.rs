@@ -25,8 +25,7 @@ pub struct Open {
     pub classes: Vec<StateClass>,
 }
 
-/// The search for memory choices with which workers at each place of the pipeline, of which there is one without a pipeline, stay
-/// within the bounds. `E` is the error of a dry run.
+/// The search for memory choices with which workers at each place of the pipeline stay within the bounds. `E` is the error of a dry run.
 pub struct Fitting<'a, E> {
     /// The state at a place.
     pub sizes: &'a dyn Fn(usize) -> Result<StateSizes, E>,

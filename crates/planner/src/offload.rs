@@ -20,9 +20,6 @@ pub struct MemoryBounds {
 }
 
 impl MemoryBounds {
-    /// No bounds.
-    pub const NONE: MemoryBounds = MemoryBounds { device: usize::MAX, host: usize::MAX, machine: usize::MAX };
-
     /// Bytes by which a step passes the bound that it passes most; 0 if it fits.
     pub fn excess(&self, prediction: &Prediction) -> usize {
         self.device_excess(prediction).max(prediction.host.saturating_sub(self.host))

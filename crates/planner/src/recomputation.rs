@@ -10,9 +10,9 @@ use crate::usage::{DryRun, Prediction};
 use trireme_base::UnitPasses;
 use trireme_schedule::{Action, Keep};
 
-/// Bytes that activations may take while a unit's passes run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Room {
+/// Bytes while a unit's passes run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct PassBytes {
     pub(crate) forward: usize,
     /// During recomputation and backward.
     pub(crate) backward: usize,
@@ -53,7 +53,11 @@ pub(crate) fn fit_keeps<E>(
     let mut last: Option<(Vec<Keep>, usize)> = None;
     let mut num_runs = 0;
     while num_runs < NUM_ATTEMPTS && room_total > 0 {
-        let room: Vec<Room> = others.iter().map(|others| others.room(room_total)).collect();
+        let room = |others: &PassBytes| PassBytes {
+            forward: room_total.saturating_sub(others.forward),
+            backward: room_total.saturating_sub(others.backward),
+        };
+        let room: Vec<PassBytes> = others.iter().map(room).collect();
         let Some(choice) = choose_keeps(passes, &room) else { break };
         if let Some((_, excess)) = last.as_ref().filter(|(keeps, _)| *keeps == choice.keeps) {
             // It was reckoned with less room than there was.
@@ -81,21 +85,9 @@ fn inputs_only(passes: &[UnitPasses]) -> Choice {
     Choice { keeps: passes.iter().map(keep).collect(), operations: operations.fold(0, u64::saturating_add) }
 }
 
-/// What is in use beside activations during a unit's passes, at most.
-#[derive(Debug, Clone, Copy, Default)]
-struct Others {
-    forward: usize,
-    backward: usize,
-}
-
-impl Others {
-    fn room(&self, total: usize) -> Room {
-        Room { forward: total.saturating_sub(self.forward), backward: total.saturating_sub(self.backward) }
-    }
-}
-
-fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<Others> {
-    let mut others = vec![Others::default(); num_units];
+/// What is in use beside activations during each unit's passes, at most.
+fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<PassBytes> {
+    let mut others = vec![PassBytes::default(); num_units];
     for (&action, peaks) in run.program.actions.iter().zip(&run.lines) {
         // The tensors of microbatches are activations that no unit keeps: each until its first reader has run backward.
         let tensors = |is_one: &dyn Fn(&BatchMemory) -> bool| -> usize {
@@ -122,7 +114,7 @@ fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<Others> 
 /// Dynamic programming over prefixes of the units: of a prefix, only how much it keeps and makes again counts for what comes
 /// after, so of all choices for it the ones stay that no other beats in both. Backward of a unit works beside what the units
 /// below keep. Cost: the square of the units, times the choices that stay.
-pub(crate) fn choose_keeps(passes: &[UnitPasses], room: &[Room]) -> Option<Choice> {
+pub(crate) fn choose_keeps(passes: &[UnitPasses], room: &[PassBytes]) -> Option<Choice> {
     let mut search = Search { passes, room, nodes: vec![Node::default()], fronts: Vec::new() };
     search.fronts = vec![Vec::new(); passes.len() + 1];
     search.fronts[0].push(0);
@@ -153,7 +145,8 @@ struct Node {
 
 struct Search<'a> {
     passes: &'a [UnitPasses],
-    room: &'a [Room],
+    /// Bytes that activations may take.
+    room: &'a [PassBytes],
     nodes: Vec<Node>,
     /// For each length of a prefix, choices for it.
     fronts: Vec<Vec<usize>>,

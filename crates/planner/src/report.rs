@@ -4,8 +4,7 @@ use crate::usage::{CategoryBytes, Prediction};
 use trireme_base::{Bytes, Category};
 use trireme_schedule::Program;
 
-/// A row for each category and one for the total; a column for each of `columns`, which holds a heading, the categories' peaks
-/// and the peak of the total.
+/// A row for each category and one for the total; each of `columns` is a heading, the categories' peaks and the peak of the total.
 pub fn table(columns: &[(&str, CategoryBytes, usize)]) -> String {
     let width = |heading: &str| heading.len().max(10) + 2;
     let mut text = format!("{:<14}", "memory");
@@ -41,7 +40,7 @@ mod tests {
 
     #[test]
     fn a_row_for_each_category() {
-        let peaks = CategoryBytes::new([1 << 20, 1 << 10, 0, 5, 7]);
+        let peaks = CategoryBytes([1 << 20, 1 << 10, 0, 5, 7]);
         let text = table(&[("predicted", peaks, 1 << 20), ("measured on rank 0", peaks, 9)]);
         let expected = "\
 memory           predicted  measured on rank 0

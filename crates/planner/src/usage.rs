@@ -3,16 +3,11 @@
 use trireme_base::Category;
 use trireme_schedule::Program;
 
-/// Bytes by what they are for.
+/// Bytes of each category, in the order of [`Category::ALL`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct CategoryBytes([usize; Category::ALL.len()]);
+pub struct CategoryBytes(pub [usize; Category::ALL.len()]);
 
 impl CategoryBytes {
-    /// Bytes of each category, in the order of [`Category::ALL`].
-    pub fn new(bytes: [usize; Category::ALL.len()]) -> Self {
-        CategoryBytes(bytes)
-    }
-
     /// Bytes of one category.
     pub fn get(&self, category: Category) -> usize {
         self.0[category as usize]
@@ -42,8 +37,7 @@ pub struct Prediction {
     pub besides_activations: usize,
     /// The host's memory that state takes, which lives there or passes through it, at most.
     pub host: usize,
-    /// The peak of all categories, without memory of other ranks that this one maps: what the rank adds to the memory in use
-    /// on its machine.
+    /// The peak of all categories that the rank adds to the memory in use on its machine: without memory of other ranks that it maps.
     pub own: usize,
     /// What the rank holds between steps, counted as `own`.
     pub own_between_steps: usize,

@@ -19,8 +19,7 @@ struct Row {
     dependencies: BTreeSet<String>,
 }
 
-/// The table of `architecture` and the manifests say the same: a crate depends on all that its row lists, and on no
-/// other crate of the workspace; its tests on these and on the test crate.
+/// A crate depends on all that its row in the table of `architecture` lists, and on no other crate; its tests also on the test crate.
 pub(crate) fn check(architecture: &TextFile, members: &[Member]) -> Vec<Finding> {
     let table = read_table(&architecture.text);
     let mut findings = Vec::new();

@@ -8,7 +8,7 @@ pub(crate) struct Finding {
     line: usize,
     what: String,
     remedy: String,
-    is_refused: bool,
+    pub(crate) is_refused: bool,
 }
 
 impl Finding {
@@ -26,10 +26,6 @@ impl Finding {
     /// Something that may stay if there is a reason.
     pub(crate) fn warn(path: &str, line: usize, what: impl Into<String>, remedy: impl Into<String>) -> Self {
         Finding { is_refused: false, ..Finding::refuse(path, line, what, remedy) }
-    }
-
-    pub(crate) fn is_refused(&self) -> bool {
-        self.is_refused
     }
 }
 
@@ -51,6 +47,6 @@ mod tests {
         assert_eq!(refused.to_string(), "a.rs:3: a tab; use spaces");
         let warned = Finding::warn("a.rs", 1, "500 lines", "split it");
         assert_eq!(warned.to_string(), "a.rs:1: warning: 500 lines; split it");
-        assert!(refused.is_refused() && !warned.is_refused());
+        assert!(refused.is_refused && !warned.is_refused);
     }
 }

@@ -19,7 +19,7 @@ use workspace::Workspace;
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let findings = check(root)?;
     findings.iter().for_each(|finding| println!("{finding}"));
-    let num_refused = findings.iter().filter(|finding| finding.is_refused()).count();
+    let num_refused = findings.iter().filter(|finding| finding.is_refused).count();
     println!("tidy: {num_refused} to fix, {} to consider", findings.len() - num_refused);
     Ok(num_refused == 0)
 }
@@ -49,7 +49,7 @@ mod tests {
     fn the_workspace_is_tidy() {
         let findings = super::check(crate::workspace_root()).expect("the workspace can be read");
         let refused: Vec<String> =
-            findings.iter().filter(|finding| finding.is_refused()).map(ToString::to_string).collect();
+            findings.iter().filter(|finding| finding.is_refused).map(ToString::to_string).collect();
         assert!(refused.is_empty(), "{} to fix:\n{}", refused.len(), refused.join("\n"));
     }
 }

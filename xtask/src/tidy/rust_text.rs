@@ -1,7 +1,6 @@
 //! Rust source split into code, comments and strings, line by line.
 
-/// A Rust source file. Literals of strings and characters are left out of the code, so that a word in one is not
-/// taken for a call or a keyword.
+/// A Rust source file. Literals are left out of the code, so that a word in one is not taken for a call or a keyword.
 #[derive(Debug)]
 pub(crate) struct RustFile {
     /// Relative to the workspace.

@@ -155,8 +155,7 @@ fn write_model(
     Ok(())
 }
 
-/// Returns the weights to export. An index may name weights that the model does not need, such as a tied output layer; they are left out if no
-/// file contains them.
+/// Returns the weights to export. Weights in no file that the model does not need, such as a tied output layer, are left out.
 fn exported_weights(source: &ModelSource, files: &[ExtraFile<'_>]) -> anyhow::Result<StoredTensors> {
     let weights = source.weights();
     let config = files.iter().find(|file| file.name == trireme_checkpoint::CONFIG_FILE);

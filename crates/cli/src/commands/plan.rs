@@ -7,11 +7,11 @@ use crate::console::{Output, columns, parameters};
 use crate::host::SharedLimit;
 use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
 use crate::planning::{
-    Blueprint, Drawing, Job, Plan, PlanReport, PredictedTime, Source, Workers, language_model, sequences_of,
+    Blueprint, Drawing, Job, Plan, PredictedTime, Source, Workers, language_model, sequences_of,
 };
 use crate::simd::{Proof, Simd};
 use anyhow::{Result, bail};
-use serde::Serialize;
+use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -88,16 +88,6 @@ pub(crate) struct PlanArgs {
     save_schedule: Option<PathBuf>,
 }
 
-/// The object that `--json` prints with `--time`.
-#[derive(Debug, Serialize)]
-struct TimedReport {
-    #[serde(flatten)]
-    plan: PlanReport,
-    step_seconds: f64,
-    samples_per_second: f64,
-    unmeasured: Vec<&'static str>,
-}
-
 pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> Result<()> {
     check_config_path(&args.config)?;
     let mut overrides = args.overrides.clone();
@@ -170,9 +160,11 @@ fn show_time(args: &PlanArgs, job: Job<'_>, plan: &Plan, world: Group) -> Result
     let StepTime { seconds, computing } = time;
     let samples_per_second = job.config.training().global_batch_size as f64 / seconds;
     if args.json {
-        let timed =
-            TimedReport { plan: plan.report(job)?, step_seconds: seconds, samples_per_second, unmeasured };
-        return Ok(writeln!(Output, "{}", serde_json::to_string(&timed)?)?);
+        let mut report = json!(plan.report(job)?);
+        report["step_seconds"] = json!(seconds);
+        report["samples_per_second"] = json!(samples_per_second);
+        report["unmeasured"] = json!(unmeasured);
+        return Ok(writeln!(Output, "{report}")?);
     }
     let busiest = computing.iter().copied().fold(0.0, f64::max);
     writeln!(

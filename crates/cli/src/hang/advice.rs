@@ -4,12 +4,16 @@ use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
 
 /// What to try, by the first cause that is seen.
 pub(super) fn advice(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
+    let difference = diagnosis.disagreement.as_ref().map(|found| found.difference);
     let found = [
         of_processes(diagnosis, fates),
-        diagnosis.disagreement.as_ref().and_then(|found| of_difference(found.difference)),
+        difference.and_then(of_difference).map(str::to_owned),
         of_crossed_groups(&diagnosis.findings),
         of_missing_ranks(diagnosis),
-        of_program_lines(diagnosis),
+        difference.filter(|difference| *difference == Difference::Line).map(|_| {
+            "the ranks are at different lines of their programs: compare their configs and their program.txt"
+                .to_owned()
+        }),
         of_slow_transfers(diagnosis),
     ];
     found.into_iter().flatten().next()
@@ -33,28 +37,15 @@ fn of_processes(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
     })
 }
 
-fn of_difference(difference: Difference) -> Option<String> {
-    Some(
-        match difference {
-            Difference::Order | Difference::Operation => {
-                "all ranks must issue the same operations in the same order: compare their configs, their \
-                 program.txt and their trireme versions"
-            }
-            Difference::Dtype => "compare [training] dtype and reduce_dtype of these ranks",
-            Difference::Size => {
-                "compare the models and [training] of these ranks, and their trireme versions"
-            }
-            Difference::Line => return None,
+fn of_difference(difference: Difference) -> Option<&'static str> {
+    Some(match difference {
+        Difference::Order | Difference::Operation => {
+            "all ranks must issue the same operations in the same order: compare their configs, their \
+             program.txt and their trireme versions"
         }
-        .to_owned(),
-    )
-}
-
-fn of_program_lines(diagnosis: &Diagnosis) -> Option<String> {
-    let differs = diagnosis.disagreement.as_ref().is_some_and(|found| found.difference == Difference::Line);
-    differs.then(|| {
-        "the ranks are at different lines of their programs: compare their configs and their program.txt"
-            .to_owned()
+        Difference::Dtype => "compare [training] dtype and reduce_dtype of these ranks",
+        Difference::Size => "compare the models and [training] of these ranks, and their trireme versions",
+        Difference::Line => return None,
     })
 }
 
@@ -100,16 +91,15 @@ fn is_waiting(diagnosis: &Diagnosis, rank: usize) -> bool {
 fn of_slow_transfers(diagnosis: &Diagnosis) -> Option<String> {
     let is_in_operation = |finding: &&Finding| {
         let operation = finding.place.as_ref().and_then(|place| place.operation.as_ref());
-        operation.is_some_and(|operation| {
-            matches!(operation.state, OperationState::Running | OperationState::Failed)
-        })
+        operation.is_some_and(|found| matches!(found.state, OperationState::Running | OperationState::Failed))
     };
     let slow: Vec<usize> =
         diagnosis.findings.iter().filter(is_in_operation).map(|finding| finding.rank).collect();
-    (!slow.is_empty()).then(|| {
-        format!(
-            "look at the logs of {}: they have exchanged no data for the whole timeout; if such pauses are normal on this network, raise [comm] timeout_seconds (bench: --timeout)",
-            ranks(slow)
-        )
-    })
+    if slow.is_empty() {
+        return None;
+    }
+    Some(format!(
+        "look at the logs of {}: they have exchanged no data for the whole timeout; if such pauses are normal on this network, raise [comm] timeout_seconds (bench: --timeout)",
+        ranks(slow)
+    ))
 }

@@ -11,8 +11,7 @@ pub(crate) struct Controller {
     pub(crate) files_of_version_1: &'static [&'static str],
 }
 
-/// The files of a controller with what they hold, in the groups that this process belongs to and in those around them. They are read below `root`,
-/// which is `/` except in tests.
+/// The files of a controller with what they hold, in this process's groups and those around them. `root` is `/` except in tests.
 pub(crate) fn settings(root: &Path, controller: &Controller) -> impl Iterator<Item = (PathBuf, String)> {
     let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
     let (groups, mounts) = (text("proc/self/cgroup"), text("proc/self/mountinfo"));
@@ -24,8 +23,7 @@ pub(crate) fn settings(root: &Path, controller: &Controller) -> impl Iterator<It
     })
 }
 
-/// What tells a file that sets a limit from others of this machine: its file system, and its number there. 0 if that is unknown, so that all such
-/// files count as one.
+/// The file system of a file that sets a limit, and its number there. 0 if that is unknown, so that all such files count as one.
 pub(crate) fn identity(file: &Path) -> (u64, u64) {
     fs::metadata(file).map_or((0, 0), |file| (file.dev(), file.ino()))
 }

@@ -17,8 +17,7 @@ pub(crate) struct CpuLimit {
 }
 
 impl CpuLimit {
-    /// The limits of the control groups that this process belongs to, from the innermost on. They are read from the files below `root`, which is `/`
-    /// except in tests.
+    /// The limits of this process's control groups, from the innermost on, read from the files below `root`: `/` except in tests.
     pub(crate) fn all(root: &Path) -> Vec<Self> {
         let limits = settings(root, &CPU).filter_map(|(file, text)| {
             let period = || {

@@ -60,10 +60,8 @@ impl SharedLimit {
 }
 
 impl MemoryLimit {
-    /// All limits that apply to this process, outer ones after inner ones. Control groups are read from the files below `root`, which is `/` except in
-    /// tests.
-    ///
-    /// Memory that other programs use at the moment does not lower them: the same run gets the same limits every time.
+    /// All limits that apply to this process, outer ones after inner ones. `root` is `/` except in tests. Memory that other programs use
+    /// does not lower them: the same run gets the same limits every time.
     pub(crate) fn all(root: &Path, huge_pages: HugePages) -> Vec<Self> {
         let mut limits = Self::of_groups(root, &MEMORY, Pages::Ordinary);
         limits.push(Self::of_machine(root));

@@ -52,8 +52,7 @@ pub(crate) enum LaunchError {
         #[from]
         source: io::Error,
     },
-    /// A worker died, and the others have been ended. Of several deaths this is the first that was not
-    /// itself the loss of a peer.
+    /// A worker died, and the others have been ended. Of several deaths this is the first that was not itself the loss of a peer.
     #[error("{}{}", describe_death(*rank, death, left, log, last_lines), indented(table))]
     WorkerDied {
         rank: Rank,

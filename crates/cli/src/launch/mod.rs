@@ -1,5 +1,4 @@
-//! How a process comes to be a worker of a world: by the environment that a launcher has set, or by starting
-//! the workers of this host itself.
+//! How a process comes to be a worker of a world: by a launcher's environment, or by starting the workers of this host itself.
 
 mod command_workers;
 mod environment;

@@ -8,8 +8,7 @@ use std::time::Duration;
 /// How long Slurm's controller has to tell the address of a node.
 const SCONTROL_MAX: Duration = Duration::from_secs(20);
 
-/// The address of a node of a Slurm job whose name only Slurm resolves (`NodeAddr`); the name itself if the system resolves it, or Slurm does not know
-/// more.
+/// The address of a node whose name only Slurm resolves (`NodeAddr`); the name itself if the system resolves it or Slurm does not know more.
 pub(super) fn node_address(name: &str) -> String {
     let is_known = (name, 0).to_socket_addrs().is_ok();
     let ask = |name: String| {

@@ -84,17 +84,15 @@ pub(crate) fn worker_command(started: Instant, simd: Option<&Simd>) -> io::Resul
 /// Starts a worker for each rank with the command that `command` makes, and waits until all have ended.
 ///
 /// The commands get torchrun's variables, and a secret that is made for this world. What a worker prints goes to its log; what rank 0 prints, to
-/// where this process prints. If a worker dies, the others are ended: within 1 second the cause is found,
-/// then SIGTERM leaves them 2 seconds, then they are killed. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the workers, too, at once or
-/// [when they have saved](OnSignal).
-/// No worker is left when this returns, unless the kernel does not let it end, as on a file system that hangs: that is
-/// waited for 2 seconds. The process should end then: these signals no longer end it.
+/// where this process prints. If a worker dies, the others are ended: within 1 second the cause is found, then SIGTERM leaves them 2 seconds,
+/// then they are killed. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the workers, too, at once or [when they have saved](OnSignal).
+/// No worker is left when this returns, unless the kernel does not let it end within 2 seconds, as on a file system that hangs. The process
+/// should end then: these signals no longer end it.
 ///
 /// When one dies, the others have 1.5 seconds to report where they are, and the error tells it. What cannot be read within
 /// 1 second is left out, and the death is printed then, before anything else is waited for.
 ///
-/// Call it from the main thread: workers that call [`die_with_parent`](super::die_with_parent) end with the
-/// thread that has started them.
+/// Call it from the main thread: workers that call [`die_with_parent`](super::die_with_parent) end with the thread that has started them.
 pub(crate) fn run_local_workers(
     world: LocalWorld<'_>,
     command: impl FnMut(Rank) -> Command,
@@ -105,14 +103,7 @@ pub(crate) fn run_local_workers(
     // Before the first worker starts: none may end unseen, and no Ctrl-C may leave one behind.
     let _forwarder = SignalForwarder::start(sender)?;
     let workers = start_workers(world, command)?;
-    let watch = Watch {
-        workers,
-        signals: &signals,
-        recorder_folder: world.recorder_folder,
-        on_signal: world.on_signal,
-        tell: &remark,
-    };
-    watch.until_all_have_ended()
+    Watch { world, workers, signals: &signals, tell: &remark }.until_all_have_ended()
 }
 
 fn start_workers(
@@ -138,18 +129,16 @@ fn start_workers(
     Ok(workers)
 }
 
-/// The given port if it is free, or any free one for 0. Between this look and the bind of rank 0 another
-/// process may take it; rank 0 then says so.
+/// The given port if it is free, or any free one for 0. Another process may take it before rank 0 binds, which then says so.
 fn master_port(port: u16) -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", port))?.local_addr()?.port())
 }
 
 /// Workers, and the signals that reach this process meanwhile.
 struct Watch<'a> {
+    world: LocalWorld<'a>,
     workers: WorkerProcesses,
     signals: &'a Receiver<i32>,
-    recorder_folder: &'a Path,
-    on_signal: OnSignal,
     tell: &'a dyn Fn(&str),
 }
 
@@ -169,7 +158,7 @@ impl Watch<'_> {
             }
             match self.next_signal(None) {
                 Some(SIGCHLD) | None => {}
-                Some(signal) if self.on_signal == OnSignal::Save => {
+                Some(signal) if self.world.on_signal == OnSignal::Save => {
                     (self.tell)(&stopping_notice(signal));
                     self.workers.send(Signal::USR1);
                     return self.end_after_stop(Some(signal));
@@ -251,8 +240,7 @@ impl Watch<'_> {
         Err(self.workers.report(rank, death, table))
     }
 
-    /// What the workers report after the death of `rank`, put together; nothing if that worker ended for a reason of its
-    /// own, which it has told.
+    /// The table of what workers report after the death of `rank`; empty if it ended for a reason of its own, which it has told.
     fn table(&mut self, rank: Rank, death: Death) -> Result<Vec<String>, LaunchError> {
         let deadline = Instant::now() + REPORT_GRACE;
         loop {
@@ -260,7 +248,7 @@ impl Watch<'_> {
                 Ok(reports) => reports,
                 Err(error) => {
                     // At once, because ending workers that wait for this file system may take long.
-                    let folder = self.recorder_folder.display();
+                    let folder = self.world.recorder_folder.display();
                     (self.tell)(&format!(
                         "warning: rank {rank} {death}; cannot tell what the workers last did, because {folder} cannot be \
                          read: {error}"
@@ -289,7 +277,7 @@ impl Watch<'_> {
     /// # Errors
     /// If the file system does not respond, or no thread can be started to find out.
     fn reports(&self) -> io::Result<Vec<RankReport>> {
-        let (folder, num_workers) = (self.recorder_folder.to_owned(), self.workers.len());
+        let (folder, num_workers) = (self.world.recorder_folder.to_owned(), self.world.num_workers);
         within(READ_MAX, move || {
             (0..num_workers).filter_map(|rank| RankReport::read(&folder, rank).ok()).collect()
         })

@@ -142,13 +142,7 @@ fn interrupted_by(scene: &Scene, sent: &[i32]) -> LaunchError {
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(scene.world(2), |_| scene.shell(FOREVER)).unwrap();
     sent.iter().for_each(|signal| sender.send(*signal).unwrap());
-    let watch = Watch {
-        workers,
-        signals: &signals,
-        recorder_folder: scene.folder.path(),
-        on_signal: OnSignal::End,
-        tell: &|_| {},
-    };
+    let watch = Watch { world: scene.world(2), workers, signals: &signals, tell: &|_| {} };
     watch.until_all_have_ended().unwrap_err()
 }
 
@@ -182,13 +176,8 @@ fn asked_by(scene: &Scene, on_request: [&str; 2], send: impl FnOnce(Sender<i32>)
         thread::yield_now();
     }
     send(sender);
-    let watch = Watch {
-        workers,
-        signals: &signals,
-        recorder_folder: scene.folder.path(),
-        on_signal: OnSignal::Save,
-        tell: &|_| {},
-    };
+    let world = LocalWorld { on_signal: OnSignal::Save, ..scene.world(2) };
+    let watch = Watch { world, workers, signals: &signals, tell: &|_| {} };
     let error = watch.until_all_have_ended().unwrap_err();
     scene.assert_all_gone();
     error
@@ -282,13 +271,7 @@ fn reports_and_logs_that_are_pipes_are_passed_over() {
     let workers = start_workers(scene.world(2), |rank| scene.shell(scripts[rank.0])).unwrap();
     let told = RefCell::new(Vec::new());
     let tell = |line: &str| told.borrow_mut().push(line.to_owned());
-    let watch = Watch {
-        workers,
-        signals: &signals,
-        recorder_folder: scene.folder.path(),
-        on_signal: OnSignal::End,
-        tell: &tell,
-    };
+    let watch = Watch { world: scene.world(2), workers, signals: &signals, tell: &tell };
     let LaunchError::WorkerDied { rank: Rank(1), death: Death::Signal(9), last_lines, table, .. } =
         watch.until_all_have_ended().unwrap_err()
     else {

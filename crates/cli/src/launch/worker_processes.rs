@@ -32,8 +32,7 @@ const READ_MAX: Duration = Duration::from_secs(1);
 /// Tells rank 0 which file is its log.
 const ERROR_LOG_VARIABLE: &str = "TRIREME_ERROR_LOG";
 
-/// Makes a worker that a launcher has started die with the launcher, however that dies. Every other process
-/// is left as it is. Call it before anything else, from a thread that lives as long as the process.
+/// Makes a worker of a launcher die with it; other processes stay as they are. Call it first, from a thread that lives as long as the process.
 pub(crate) fn die_with_parent() -> Result<(), LaunchError> {
     let Ok(launcher) = std::env::var(LAUNCHER_VARIABLE) else { return Ok(()) };
     set_parent_process_death_signal(Some(Signal::KILL))
@@ -47,8 +46,7 @@ pub(crate) fn is_under_launcher() -> bool {
     std::env::var_os(LAUNCHER_VARIABLE).is_some()
 }
 
-/// Where this process should write its last words: none but rank 0 under a launcher of ours, whose output is
-/// the launcher's and not its log. The launcher shows the end of the log.
+/// The log for the last words of rank 0 under a launcher of ours, whose output is the launcher's. The launcher shows the log's end.
 pub(crate) fn error_log() -> Option<PathBuf> {
     std::env::var_os(ERROR_LOG_VARIABLE).map(PathBuf::from)
 }
@@ -73,11 +71,6 @@ struct Worker {
 impl WorkerProcesses {
     pub(super) fn new() -> Self {
         WorkerProcesses { workers: Vec::new(), patience: None }
-    }
-
-    /// How many were started.
-    pub(super) fn len(&self) -> usize {
-        self.workers.len()
     }
 
     /// Starts the worker `rank` with `command`, and appends what it prints to `log`. Rank 0 prints to
@@ -241,8 +234,7 @@ pub(super) fn is_follower(death: Death) -> bool {
     death == Death::Exit(i32::from(LOST_PEER_EXIT_CODE))
 }
 
-/// The error at the end of what a file holds from `start` on, or the last few lines; without control
-/// characters.
+/// The error at the end of what a file holds from `start` on, or the last few lines; without control characters.
 fn last_lines(path: &Path, start: u64) -> io::Result<Vec<String>> {
     const LINES_MAX: usize = 5;
     /// What is shown of the end.

@@ -64,8 +64,7 @@ pub(super) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
     format!("{refusal}\n{}", changes(job, taken, limit))
 }
 
-/// Config changes that fit, for a job that takes `now` of what is limited: at most three, each with what it takes. If none
-/// fits, the one that takes the least.
+/// At most three config changes that fit, for a job that takes `now` of what is limited; if none fits, the one that takes the least.
 pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
     let (mut tried, mut told) = (Vec::new(), Vec::new());
     let mut smallest: Option<(usize, Change)> = None;

@@ -15,8 +15,7 @@ use trireme_optim::{Optimizer, StepSettings, WholeUnits};
 use trireme_tensor::{Device, Parameters, RecordedCalls, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
 
-/// Bytes of other memory that are gone over before what is timed: more than most processors have caches. Between two uses of a parameter or
-/// gradient a step goes over all others.
+/// Bytes of other memory that are read before what is timed: more than most caches hold, as between two uses of a parameter in a step.
 const SWEPT_BYTES: usize = 128 << 20;
 
 /// Calls kernels, and notes how long each takes.
@@ -43,10 +42,8 @@ impl<'a> Exerciser<'a> {
         device.keep_journal(&journal);
         let swept = || {
             let shape = [SWEPT_BYTES / DType::F32.size()].into();
-            Ok::<_, anyhow::Error>(RefCell::new((
-                others.clone(),
-                others.zeros(shape, DType::F32, Category::Activations)?,
-            )))
+            let memory = others.zeros(shape, DType::F32, Category::Activations)?;
+            anyhow::Ok(RefCell::new((others.clone(), memory)))
         };
         let swept = is_active.then(swept).transpose()?;
         Ok(Exerciser { device, journal, world, is_active, swept, samples: RefCell::default() })
@@ -121,7 +118,12 @@ impl<'a> Exerciser<'a> {
         let options = optimizer_options(job.config, table)?;
         let mut optimizer = Optimizer::new(&options, table, &only, self.device)?;
         let mut parameters = Parameters::zeros_of(table, only, self.device, Category::Parameters)?;
-        let grads = self.floats(parts[longest].len())?;
+        let shape = [parts[longest].len()].into();
+        let mut grads = self.device.empty(shape, DType::F32, Category::Activations)?;
+        self.device.fill(grads.view_mut(), |values| {
+            RandomKey::new(0, "probe").fill_normal(values, 1.0);
+            anyhow::Ok(())
+        })?;
         let mut step = 0;
         self.repeat_swept(|| {
             step += 1;
@@ -189,15 +191,6 @@ impl<'a> Exerciser<'a> {
             }
             Ok(())
         })
-    }
-
-    fn floats(&self, len: usize) -> Result<Tensor> {
-        let mut tensor = self.device.empty([len].into(), DType::F32, Category::Activations)?;
-        self.device.fill(tensor.view_mut(), |values| {
-            RandomKey::new(0, "probe").fill_normal(values, 1.0);
-            anyhow::Ok(())
-        })?;
-        Ok(tensor)
     }
 
     /// What each call took. Where workers share cores, a call is either interrupted or not, so the mean counts.

@@ -1,7 +1,6 @@
 //! What a run takes before it runs: `train` says what it would do, the planner says how much that takes.
 
 mod alternatives;
-mod choices;
 mod drawing;
 mod exerciser;
 mod host_bytes;
@@ -16,11 +15,9 @@ mod sizes;
 mod tests;
 
 pub(crate) use alternatives::changes;
-pub(crate) use choices::open_choices;
 pub(crate) use drawing::Drawing;
 pub(crate) use job::{Blueprint, Job, Source, Workers};
-pub(crate) use plan::{Limit, Plan, PredictedTime};
-pub(crate) use report::PlanReport;
+pub(crate) use plan::{Limit, Plan, PredictedTime, open_choices};
 
 use anyhow::Result;
 use trireme_base::Category;
@@ -71,5 +68,5 @@ fn vocabulary_size(config: &Config) -> Result<usize> {
 /// What a device has held at most, by category and together.
 pub(crate) fn measured(device: &Device) -> (CategoryBytes, usize) {
     let peaks = Category::ALL.map(|category| device.memory().usage(category).peak);
-    (CategoryBytes::new(peaks), device.memory().total().peak)
+    (CategoryBytes(peaks), device.memory().total().peak)
 }

@@ -1,6 +1,5 @@
 //! A worker's plan: its step program, with the predicted memory and time.
 
-use super::choices::open_choices;
 use super::host_bytes::{HostBytes, WorkerBytes};
 use super::job::{Job, Workers};
 use super::limits;
@@ -12,11 +11,11 @@ use trireme_comm::Group;
 use trireme_model::{Model, Rehearsal};
 use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
 use trireme_planner::{
-    CategoryBytes, DryRun, Fitting, MemoryBounds, MemoryChoices, Prediction, StepTime, step_time,
+    CategoryBytes, DryRun, Fitting, MemoryBounds, MemoryChoices, Open, Prediction, StepTime, step_time,
 };
 use trireme_schedule::Program;
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
-use trireme_train::config::Config;
+use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     StepChoices, TrainError, WorkerPlan, base_programs, device_options, executor_options, lowered,
@@ -204,10 +203,8 @@ impl Plan {
 
     /// The limit that it passes, if any.
     pub(crate) fn passed(&self) -> Option<Limit> {
-        [Limit::Device, Limit::Offload, Limit::Host(self.on_host.nearest())].into_iter().find(|&limit| {
-            let (taken, bound) = self.taken(limit);
-            taken > bound
-        })
+        let limits = [Limit::Device, Limit::Offload, Limit::Host(self.on_host.nearest())];
+        limits.into_iter().find(|&limit| matches!(self.taken(limit), (taken, bound) if taken > bound))
     }
 
     /// The predicted peak of each category of the device's memory, and of their sum.
@@ -235,6 +232,13 @@ impl Plan {
             comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }
     }
+}
+
+/// The memory choices whose keys are `auto`, which are left to the planner.
+pub(crate) fn open_choices(config: &Config) -> Open {
+    let open = config.offload().tiers().into_iter().filter(|(_, tier)| *tier == Tier::Auto);
+    let keeps = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
+    Open { keeps, classes: open.map(|(class, _)| class).collect() }
 }
 
 /// The model of a job, and what its passes are.
@@ -267,11 +271,11 @@ fn dry_run(
 ) -> Result<DryRun> {
     let executor = dry_executor(job, rehearsal, program.clone())?;
     let found = executor.dry_run(validation).map_err(TrainError::from)?;
-    let lines: Vec<CategoryBytes> = found.lines.into_iter().map(CategoryBytes::new).collect();
-    let at_peak = CategoryBytes::new(found.at_peak);
+    let lines: Vec<CategoryBytes> = found.lines.into_iter().map(CategoryBytes).collect();
+    let at_peak = CategoryBytes(found.at_peak);
     let besides_activations = lines.iter().chain([&at_peak]).map(CategoryBytes::besides_activations).max();
     let prediction = Prediction {
-        peaks: CategoryBytes::new(found.peaks),
+        peaks: CategoryBytes(found.peaks),
         at_peak,
         besides_activations: besides_activations.unwrap_or(0),
         line: found.line,

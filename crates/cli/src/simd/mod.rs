@@ -2,8 +2,7 @@
 //!
 //! Before a command computes, each kernel is compared with the portable one, in a child process, because the system may kill
 //! whoever runs it (`trial`). The results are kept for this processor and this program (`MachineCache`). A kernel that could not be
-//! tried is not used, and the next command tries again. `TRIREME_SIMD` chooses a
-//! lower level. A launcher chooses for its workers.
+//! tried is not used, and the next command tries again. `TRIREME_SIMD` chooses a lower level. A launcher chooses for its workers.
 
 mod trial;
 
@@ -45,8 +44,7 @@ pub(crate) struct Simd {
     pub(crate) excluded: Vec<Excluded>,
 }
 
-/// A kernel that has not proven itself: it computes something else than the portable one, or the system kills it. The fields are keys of
-/// `trireme doctor --json`.
+/// A kernel that computes something else than the portable one, or that the system kills; its fields are keys of `doctor --json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Excluded {
     #[serde(serialize_with = "serialize_text")]

@@ -25,8 +25,7 @@ pub(super) enum Verdict {
     Proven,
     /// It computes something else or is killed for what it executes, and why this is known.
     Wrong(String),
-    /// The trial failed for a reason that may lie outside the kernel, such as a limit on memory. A later trial may succeed, so
-    /// this is never cached.
+    /// The trial failed, perhaps for a reason outside the kernel, such as a limit on memory. Never cached: a later trial may succeed.
     #[serde(skip)]
     Untried(String),
 }
@@ -114,8 +113,7 @@ fn read(printed: &[u8], names: &[String], verdicts: &mut Verdicts) -> Option<Str
     tried
 }
 
-/// What the end of a child says about the kernel that it was trying. A failed allocation aborts, and a busy machine may exceed
-/// a limit on time, so only faults are certain.
+/// The verdict on the kernel that a child was trying. Only faults are certain: a failed allocation aborts, a busy machine may exceed a limit.
 fn verdict_of_death(status: ExitStatus) -> Verdict {
     match status.signal() {
         Some(signal) if FAULTS.iter().any(|fault| fault.as_raw() == signal) => {

@@ -57,7 +57,7 @@ fn predict(sizes: &StateSizes, program: &Program) -> Prediction {
     add(StateClass::Activations, 640 * num_moved, 640 * (blocks.len() - num_moved));
     let mut at_peak = [0; 5];
     at_peak[0] = device;
-    Prediction { at_peak: CategoryBytes::new(at_peak), own: device, host, ..Prediction::default() }
+    Prediction { at_peak: CategoryBytes(at_peak), own: device, host, ..Prediction::default() }
 }
 
 fn program(num_units: usize, state: StateLayout) -> Program {
@@ -97,7 +97,7 @@ fn fit(num_units: usize, stage: usize, class: StateClass, less: usize, host: usi
     let program = |state| program(num_units, state);
     let run = |state| Ok::<_, Infallible>(predict(&sizes, &program(state)));
     let all = run(given).unwrap().total();
-    let bounds = MemoryBounds { device: all - less, host, ..MemoryBounds::NONE };
+    let bounds = MemoryBounds { device: all - less, host, machine: usize::MAX };
     let found = fit_places(&sizes, (given, &[class]), bounds, program, run).unwrap();
     let holds = bounds.hold(&found.prediction);
     (found, holds)

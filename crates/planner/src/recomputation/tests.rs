@@ -71,7 +71,7 @@ fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
 
 fn of_activations(num_bytes: usize) -> CategoryBytes {
     let bytes = |category| if category == Category::Activations { num_bytes } else { 0 };
-    CategoryBytes::new(Category::ALL.map(bytes))
+    CategoryBytes(Category::ALL.map(bytes))
 }
 
 /// Sizes that passes can have: what is made is there with what it is made of.
@@ -149,7 +149,7 @@ proptest! {
         let budget = smallest + ((largest - smallest) as f64 * part) as usize - usize::from(part < 0.05);
         let fitting = choices.iter().filter(|choice| total(choice) <= budget);
         let expected = fitting.map(|choice| operations(&passes, choice)).min();
-        let bounds = MemoryBounds { device: budget, ..MemoryBounds::NONE };
+        let bounds = MemoryBounds { device: budget, host: usize::MAX, machine: usize::MAX };
         let found = fit_keeps(&passes, &batch(&passes), bounds, |keeps| Ok::<_, Infallible>(run(&passes, keeps)));
         let (choice, found) = found.unwrap();
         prop_assert_eq!(found.total(), total(&choice.keeps));
@@ -173,7 +173,7 @@ proptest! {
         let given = vec![Keep::All; passes.len()];
         let (least, all) = (total(&inputs_only(&passes).keeps), total(&given));
         let budget = (least as f64 + (all as f64 - least as f64) * part) as usize;
-        let bounds = MemoryBounds { device: budget, ..MemoryBounds::NONE };
+        let bounds = MemoryBounds { device: budget, host: usize::MAX, machine: usize::MAX };
         let run = |keeps: &[Keep]| Ok::<_, Infallible>(run(&passes, keeps));
         let (choice, found) = fit_keeps_in_flight(&passes, &given, bounds, run).unwrap();
         prop_assert_eq!(found.total(), total(&choice.keeps));
@@ -204,7 +204,7 @@ fn more_memory_makes_less_again() {
     let mut passes = vec![block; 10];
     (passes[0], passes[9]) = (embedding, head);
     let operations = |total: usize| {
-        let room = vec![Room { forward: total, backward: total }; passes.len()];
+        let room = vec![PassBytes { forward: total, backward: total }; passes.len()];
         choose_keeps(&passes, &room).map(|choice| choice.operations)
     };
     assert_eq!(operations(8 * 100 + 150), Some(0));

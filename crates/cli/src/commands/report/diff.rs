@@ -204,8 +204,7 @@ impl Steps {
     }
 }
 
-/// Returns a description of the first difference of two runs in a step, in the order of cause and effect: loss, gradients from the last unit to
-/// the first, parameters.
+/// Describes the first difference in a step, in the order of cause and effect: loss, gradients from the last unit to the first, parameters.
 fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &Equal) -> Result<Option<String>> {
     let step = steps[0].step;
     if let [Some(left), Some(right)] = [&steps[0].trained, &steps[1].trained]

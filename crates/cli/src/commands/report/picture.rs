@@ -56,8 +56,7 @@ impl StepPicture {
     }
 }
 
-/// The pass of a stage that an action is a part of, of units that have been updated so often. What recomputation takes belongs to
-/// backward.
+/// The pass of a stage that an action is a part of, of units that have been updated so often. Recomputation belongs to backward.
 fn pass_of(action: Action, outline: &Outline, num_updates: &mut [usize]) -> Option<Pass> {
     let is_of = |unit: usize| outline.stages.iter().position(|stage| stage.units.contains(&unit));
     let stage = is_of(action.unit()).unwrap_or(0);

@@ -79,8 +79,7 @@ impl Record {
 pub(super) struct Records(Vec<Record>);
 
 impl Records {
-    /// Reads the records in a run's folder. Lines that are not step records are skipped with a warning. The last line may be one that is being
-    /// written.
+    /// Reads the records in a run's folder. Lines that are not step records are skipped with a warning.
     pub(super) fn read(run_folder: &Path) -> Result<Self> {
         let (records, skipped) = read_records(run_folder)?;
         let skipped = skipped.map(|Skipped { num_lines, first }| {

@@ -14,8 +14,7 @@ use trireme_train::{Samples, check_corpus_inputs, current_corpus, earlier_run, m
 /// How much of inputs that are not prepared is read.
 const CHECKED_BYTES_MAX: u64 = 64 << 20;
 
-/// Checks what `train` checks before its first step, and prints what it would do. Nothing is written; of texts that are not
-/// prepared, the first 64 MiB are read.
+/// Checks what `train` checks before its first step, and prints what it would do. Writes nothing, and reads 64 MiB of unprepared texts.
 pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
     if let Some(earlier) = earlier_run(config)? {
         return Err(earlier.into());

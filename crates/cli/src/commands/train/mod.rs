@@ -117,7 +117,9 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
             if environment.local_rank == 0 {
                 simd.warn();
             }
-            work(config, &environment, process)
+            let options = before_joining(Some(&environment), || world_options(&config, &environment))?;
+            let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
+            work_in_world(options, Some(recorder_folder), |group| prepare_and_train(config, group, process))
         }
         None => {
             simd.warn();
@@ -190,13 +192,6 @@ pub(crate) fn world_options(config: &Config, environment: &WorkerEnvironment) ->
         },
         ..join_options(environment, comm.secret_file.as_deref())?
     })
-}
-
-/// One worker of a world that a launcher has started.
-fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -> Result<()> {
-    let options = before_joining(Some(environment), || world_options(&config, environment))?;
-    let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
-    work_in_world(options, Some(recorder_folder), |group| prepare_and_train(config, group, process))
 }
 
 fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Result<()> {

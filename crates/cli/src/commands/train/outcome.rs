@@ -39,8 +39,8 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
     let first = num_categories + 2;
     let mut columns = vec![("predicted", predicted.peaks, predicted.total()), ("measured", peaks, total)];
     if all.len() > 1 {
-        let worst = CategoryBytes::new(std::array::from_fn(most));
-        let foreseen = CategoryBytes::new(std::array::from_fn(|index| most(first + index)));
+        let worst = CategoryBytes(std::array::from_fn(most));
+        let foreseen = CategoryBytes(std::array::from_fn(|index| most(first + index)));
         columns = vec![
             ("predicted", foreseen, most(first + num_categories)),
             ("on rank 0", peaks, total),

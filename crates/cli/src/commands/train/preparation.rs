@@ -37,41 +37,27 @@ pub(super) fn prepare_run(
     }
     let check = |corpus: &Corpus| check(config, corpus, source, workers).map(drop);
     let RunCorpus { version, state } = ensure_corpus(config, &Display::new(heartbeat), check)?;
-    // Under a launcher of ours, the launcher has said so.
-    if error_log().is_none() {
-        match state {
-            CorpusState::Kept => remark(
-                "warning: the inputs have changed, but the run resumes with the corpus that it began with; to train on \
-                 the new text, start again with --resume never",
-            ),
-            CorpusState::Made => {
-                let folder = corpus_folder(&config.data().folder, version);
-                if version > 1 {
-                    remark(&format!(
-                        "note: the corpus is in {}, next to the one that an earlier run used",
-                        folder.display()
-                    ));
-                }
-            }
-            CorpusState::Current => {}
+    match state {
+        // The launcher has said so.
+        _ if error_log().is_some() => {}
+        CorpusState::Kept => remark(
+            "warning: the inputs have changed, but the run resumes with the corpus that it began with; to train on \
+             the new text, start again with --resume never",
+        ),
+        CorpusState::Made if version > 1 => {
+            let folder = corpus_folder(&config.data().folder, version);
+            let folder = folder.display();
+            remark(&format!("note: the corpus is in {folder}, next to the one that an earlier run used"));
         }
+        CorpusState::Made | CorpusState::Current => {}
     }
     Ok(Some(version))
 }
 
-fn with_corpus(config: Config, version: Option<u64>) -> Config {
-    match version {
-        None => config,
-        Some(version) => {
-            let folder = corpus_folder(&config.data().folder, version);
-            config.with_data_folder(folder)
-        }
-    }
-}
-
 /// The config with the corpus, and with the steps of as many passes over it as it asks for.
 pub(super) fn with_length(config: Config, version: Option<u64>, process: Process<'_>) -> Result<Config> {
-    let config = with_corpus(config, version);
+    let folder = version.map(|version| corpus_folder(&config.data().folder, version));
+    let config = folder.into_iter().fold(config, Config::with_data_folder);
     if config.training().epochs == 0.0 {
         return Ok(config);
     }

@@ -95,7 +95,7 @@ fn spills_instead(config: &ModelConfig, case: &Case) {
             let device = Device::open(case.device_options(Some(budget))).unwrap();
             let spill = Arc::new(Spill::new(std::env::temp_dir()));
             let lines = dry.lines.iter().chain([&dry.at_peak]);
-            let reserved = lines.map(|&bytes| CategoryBytes::new(bytes).besides_activations()).max().unwrap();
+            let reserved = lines.map(|&bytes| CategoryBytes(bytes).besides_activations()).max().unwrap();
             if spills {
                 device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, reserved);
             }

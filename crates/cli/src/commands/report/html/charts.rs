@@ -59,14 +59,8 @@ fn losses(runs: &[LoadedRun]) -> Chart {
         Unit::Tokens => "nats per token",
         Unit::Samples => "mean over samples",
     };
-    Chart {
-        title: "Loss",
-        unit: unit.to_owned(),
-        last_step: last_step(runs),
-        is_from_zero: false,
-        curves,
-        levels: baselines(runs),
-    }
+    let (unit, last_step, levels) = (unit.to_owned(), last_step(runs), baselines(runs));
+    Chart { title: "Loss", unit, last_step, is_from_zero: false, curves, levels }
 }
 
 /// A level for each baseline, which runs on the same text have in common.
@@ -97,12 +91,6 @@ fn one_curve_a_run(
         Curve { run, name: loaded.name.clone(), look: Look::Thin, points: thinned(&values) }
     };
     let curves = runs.iter().enumerate().map(curve).collect();
-    Chart {
-        title,
-        unit: unit.to_owned(),
-        last_step: last_step(runs),
-        is_from_zero: true,
-        curves,
-        levels: Vec::new(),
-    }
+    let (unit, last_step) = (unit.to_owned(), last_step(runs));
+    Chart { title, unit, last_step, is_from_zero: true, curves, levels: Vec::new() }
 }

@@ -24,8 +24,7 @@ const POINTS_MAX: usize = 300;
 /// A larger number would leave no finite scale. What is drawn of a run comes nowhere near it.
 const VALUE_MAX: f64 = 1e100;
 
-/// Takes neighbours together until there are few points. The lowest and the highest value of each point are kept: a spike of one
-/// step stays visible.
+/// Takes neighbours together until there are few points, which keep their lowest and highest values: a spike of one step stays visible.
 pub(super) fn thinned(values: &[(u64, Option<f64>)]) -> Thinned {
     let steps_per_point = values.len().div_ceil(POINTS_MAX).max(1);
     let mut parts = vec![Vec::new()];
