@@ -57,7 +57,6 @@ struct Scene {
     num_workers: NonZeroUsize,
 }
 
-/// A fault at one call.
 struct Injection<'a> {
     call: &'a str,
     fault: &'a str,
@@ -65,11 +64,8 @@ struct Injection<'a> {
     number: usize,
 }
 
-/// What a run with a fault came to.
 enum Outcome {
-    /// The fault ended it.
     Ended,
-    /// It went to its end all the same.
     Survived,
     /// No thread made so many calls.
     NotReached,

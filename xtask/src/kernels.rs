@@ -64,7 +64,6 @@ impl Kernel {
     }
 }
 
-/// All kernels, by name.
 fn kernels(root: &Path) -> Result<Vec<Kernel>> {
     let read =
         |path: &Path| fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()));

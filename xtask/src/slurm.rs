@@ -48,7 +48,6 @@ generate = { num_tokens = 0 }
 /// The page whose first `sh` block is the job script.
 const PAGE: &str = "docs/launchers/slurm.md";
 
-/// What the job trains.
 const COMMAND: &str = "trireme train books.toml";
 
 type Check = fn(&Cluster) -> Result<()>;
@@ -386,7 +385,6 @@ fn task_killed(cluster: &Cluster) -> Result<()> {
     cluster.ensure_undisturbed("killed", STEPS)
 }
 
-/// The process of a task of this cluster.
 fn task(cluster: &Cluster, rank: usize) -> Result<Pid> {
     let wanted =
         [format!("SLURM_PROCID={rank}"), format!("SLURM_CONF={}", cluster.path("slurm.conf").display())];

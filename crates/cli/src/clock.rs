@@ -17,7 +17,6 @@ pub(crate) fn now() -> String {
     parts(seconds).map_or_else(String::new, |(date, time)| format!("{date}T{time}Z"))
 }
 
-/// The date and the time of the day.
 fn parts(unix_seconds: u64) -> Option<(String, String)> {
     if unix_seconds > SECONDS_MAX {
         return None;

@@ -237,7 +237,6 @@ impl Console {
         channel.log(&line.plain());
     }
 
-    /// Takes the bar away.
     pub(crate) fn finish(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();

@@ -3,12 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// The abnormal end of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Death {
     /// It exited with this code, which is not 0.
     Exit(i32),
-    /// This signal killed it.
     Signal(i32),
 }
 

@@ -74,7 +74,6 @@ pub(crate) fn end_as_first_process() -> io::Result<()> {
     })
 }
 
-/// Handles the signals of this process.
 #[derive(Debug, Clone)]
 pub(crate) struct Interrupts(Arc<Mutex<Option<Requests>>>);
 

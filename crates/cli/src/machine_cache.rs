@@ -41,7 +41,6 @@ struct Identity {
     program: String,
 }
 
-/// The file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Document<T> {
@@ -67,7 +66,6 @@ impl MachineCache {
         Some(MachineCache { path, identity })
     }
 
-    /// A file of this machine's results at a path.
     #[cfg(test)]
     pub(crate) fn at(path: &Path) -> Self {
         let identity = Identity::of_this_process().expect("the system identifies the machine");

@@ -22,12 +22,10 @@ const THREAD_PEAK_MAX: f64 = 1e15;
 /// FLOP/s of one thread, by the unit that multiplies and the number of threads that were busy at a time.
 type ThreadPeaks = BTreeMap<String, f64>;
 
-/// The peak of a worker, and how it was found.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct WorkerPeak {
     /// In the training dtype.
     pub(crate) flops: f64,
-    /// A line for the log.
     pub(crate) note: String,
 }
 

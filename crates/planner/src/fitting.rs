@@ -168,7 +168,6 @@ impl<E> Fitting<'_, E> {
     }
 }
 
-/// The units whose activations leave, in order.
 fn moved_units(program: &Program) -> Vec<usize> {
     let moved = |action: &Action| match action {
         Action::Evict(state) if state.class == StateClass::Activations => Some(state.unit),

@@ -59,7 +59,6 @@ pub fn step_time(ranks: &[StepEntries], data_degree: usize, rates: &dyn Rates) -
     Ok(StepTime { seconds, computing: entries.iter().zip(&found).map(computing).collect() })
 }
 
-/// Where ranks meet.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Channel {
     Group(Arc<[Rank]>),
@@ -111,7 +110,6 @@ impl Places<'_> {
     }
 }
 
-/// What a rank does in all steps.
 struct RankEntries {
     entries: Vec<Entry>,
     /// Those of each step.
@@ -155,7 +153,6 @@ impl RankEntries {
     }
 }
 
-/// Kernels that follow each other.
 fn computation(kernels: &mut Vec<&KernelCall>, places: &Places<'_>) -> Option<Entry> {
     let kernels = std::mem::take(kernels);
     let seconds = |load| kernels.iter().map(|call| places.rates.kernel(call, load)).sum();

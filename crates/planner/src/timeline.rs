@@ -75,7 +75,6 @@ impl Channels {
     }
 }
 
-/// What a rank does.
 #[derive(Default)]
 struct RankEntries {
     entries: Vec<Entry>,

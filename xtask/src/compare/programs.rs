@@ -8,7 +8,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The programs, ready to run.
 pub(super) struct Programs {
     root: PathBuf,
     binary: PathBuf,
@@ -46,7 +45,6 @@ impl Programs {
         })
     }
 
-    /// Version of Open MPI, where it is installed.
     pub(super) fn open_mpi_version(&self) -> Option<&str> {
         self.open_mpi.as_ref().map(|open_mpi| open_mpi.version.as_str())
     }
@@ -55,7 +53,6 @@ impl Programs {
         program != Program::OpenMpi || self.open_mpi.is_some()
     }
 
-    /// The JSON objects that a command prints.
     pub(super) fn run(&self, run: &Run) -> Result<Vec<Value>> {
         let mut command = match run.program {
             Program::TriremeBinary => {

@@ -18,7 +18,6 @@ impl Progress {
         Progress { bar, num_commands, num_begun: 0 }
     }
 
-    /// The next command begins.
     pub(super) fn begin(&mut self, text: &str) {
         match &self.bar {
             Some(bar) => {

@@ -29,7 +29,6 @@ impl Spread {
     }
 }
 
-/// A peer beside our side.
 #[derive(Debug, PartialEq)]
 pub(super) struct Comparison {
     /// The best variant.

@@ -40,7 +40,6 @@ pub(super) enum Program {
 /// A number in what commands print, and how the table shows it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Quantity {
-    /// Key in a JSON object.
     pub(super) key: &'static str,
     /// The object is the one with this many `bytes`, or the first one.
     pub(super) bytes: Option<u64>,
@@ -66,7 +65,6 @@ const SHORT_VECTOR: Quantity =
     Quantity { key: "median_us", bytes: Some(4 << 10), num_decimals: 1, ..FIRST_STEP };
 const LONG_VECTOR: Quantity = Quantity { bytes: Some(64 << 20), scale: 1e3, ..SHORT_VECTOR };
 
-/// A row of the table.
 #[derive(Debug, Clone)]
 pub(super) struct Row {
     pub(super) name: &'static str,
@@ -99,7 +97,6 @@ impl Peer {
     }
 }
 
-/// How long to measure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Effort {
     /// Timed steps of a training run, and those before them.

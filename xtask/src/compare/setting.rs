@@ -11,7 +11,6 @@ use std::fmt;
 use std::path::Path;
 use std::process::Command;
 
-/// Where the comparison ran.
 #[derive(Debug)]
 pub(super) struct Setting {
     machine: String,

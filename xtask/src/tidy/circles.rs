@@ -16,10 +16,8 @@ type Path = Vec<String>;
 /// A module, inline ones included.
 #[derive(Default)]
 struct Module {
-    /// The file that contains it.
     file: String,
     children: BTreeSet<String>,
-    /// Names of the items that are declared here.
     items: BTreeSet<String>,
     /// Imported names, with the paths that they stand for.
     imports: BTreeMap<String, Path>,

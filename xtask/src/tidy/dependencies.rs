@@ -13,7 +13,6 @@ const TEST_CRATE: &str = "testkit";
 const COMMAND_LINE_CRATES: [&str; 2] = ["anyhow", "clap"];
 const COMMAND_CRATES: [&str; 2] = ["cli", "xtask"];
 
-/// A row of the table.
 struct Row {
     line: usize,
     dependencies: BTreeSet<String>,

@@ -18,14 +18,11 @@ pub(crate) struct Member {
     table: Table,
     /// Dependencies of the code itself and of its build script.
     pub(crate) dependencies: Vec<Dependency>,
-    /// Dependencies of tests.
     pub(crate) dev_dependencies: Vec<Dependency>,
 }
 
-/// An entry among a crate's dependencies.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Dependency {
-    /// Name of the package.
     pub(crate) package: String,
     /// Folder's name of the crate, where it is one of the workspace.
     pub(crate) member: Option<String>,

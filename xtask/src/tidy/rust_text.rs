@@ -10,7 +10,6 @@ pub(crate) struct RustFile {
     first_test_line: usize,
 }
 
-/// One line of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Line {
     pub(crate) code: String,

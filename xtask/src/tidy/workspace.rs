@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 /// Folders whose files are checked; what else lies in a checkout (builds, runs, a user's texts) is not ours.
 const FOLDERS: [&str; 8] = [".cargo", ".ci", "configs", "crates", "docs", "examples", "peers", "xtask"];
 
-/// The document with the table of dependencies.
 const ARCHITECTURE_FILE: &str = "ARCHITECTURE.md";
 
 #[derive(Debug)]

@@ -65,7 +65,6 @@ pub(crate) fn run(command: &CheckpointCommand) -> anyhow::Result<()> {
     }
 }
 
-/// A dtype that `--dtype` takes.
 fn float_dtype(text: &str) -> Result<DType, &'static str> {
     let known = [DType::F32, DType::Bf16, DType::F16];
     known.into_iter().find(|dtype| dtype.to_string() == text).ok_or("expected f32, bf16 or f16")

@@ -148,7 +148,6 @@ fn heading(index: u64, view: &SampleView) -> String {
     )
 }
 
-/// A token as it is shown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Piece {
     /// Its text, or the name of a special token. A character that consists of several tokens belongs to the last of them.
@@ -194,9 +193,7 @@ fn padding_line(view: &SampleView) -> String {
 /// The marks of learned tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Marks {
-    /// By escape sequences of terminals.
     Colors,
-    /// By brackets around them.
     Brackets,
 }
 
@@ -256,7 +253,6 @@ fn end_line(text: &mut String) {
     }
 }
 
-/// Writes a line for each token.
 fn table(view: &SampleView, pieces: &[Piece]) -> String {
     let mut text = format!("{:>8} {:>8}  {:<7}  token\n", "position", "id", "learned");
     let rows = view.tokens.iter().zip(&view.is_learned).zip(pieces).enumerate();

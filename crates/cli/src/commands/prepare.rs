@@ -198,7 +198,6 @@ pub(crate) struct Display {
 }
 
 impl Display {
-    /// Nothing shown yet. Progress beats a heartbeat.
     pub(crate) fn new(heartbeat: Heartbeat) -> Self {
         let template = "{msg:<31} {wide_bar} {percent:>3}%  time left {eta}";
         let bar = std::io::stderr().is_terminal().then(|| progress_bar(None, template));
@@ -247,7 +246,6 @@ fn title(phase: Phase) -> &'static str {
     }
 }
 
-/// What a preparation made, and what to do with it.
 struct Summary<'a> {
     report: &'a PrepareReport,
     out: &'a Path,

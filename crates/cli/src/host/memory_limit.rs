@@ -97,12 +97,10 @@ impl MemoryLimit {
         MemoryLimit { bytes, file: None, pages: Pages::Ordinary }
     }
 
-    /// Whether it is that of the pool.
     pub(crate) fn is_pool(&self) -> bool {
         self.file.as_ref().is_some_and(|file| file.ends_with(POOL))
     }
 
-    /// The host's pool of huge pages.
     pub(crate) fn of_pool(root: &Path) -> Self {
         let num_pages = fs::read_to_string(root.join(POOL)).ok().and_then(|text| text.trim().parse().ok());
         MemoryLimit {

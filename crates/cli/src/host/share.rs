@@ -37,7 +37,6 @@ struct Bound<T> {
     limit: T,
 }
 
-/// What sets a limit.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 enum Setter {
     Machine,
@@ -65,7 +64,6 @@ impl<T> Bound<T> {
     }
 }
 
-/// A worker's share of its host.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct HostShare {
     /// Workers that share memory segments of this host.
@@ -216,7 +214,6 @@ pub(crate) fn load_average() -> f64 {
     text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0)
 }
 
-/// The processors that this process may run on.
 fn allowed_cpus() -> Vec<usize> {
     let Ok(allowed) = sched_getaffinity(None) else {
         // More CPUs than a set has.

@@ -111,7 +111,6 @@ impl Variables<'_> {
     }
 }
 
-/// A number and the variable that it is from.
 #[derive(Clone, Copy)]
 struct Count {
     variable: &'static str,
@@ -133,7 +132,6 @@ impl Count {
     }
 }
 
-/// What one family of variables says.
 struct Family {
     rank: Count,
     world_size: Count,

@@ -44,7 +44,6 @@ const TERMINATE_GRACE: Duration = Duration::from_secs(2);
 /// How long the workers have to end by themselves after Ctrl-C, which reaches them as well.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
 
-/// A world whose workers are all on this host.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LocalWorld<'a> {
     /// Number of workers, at least 1.
@@ -55,7 +54,6 @@ pub(crate) struct LocalWorld<'a> {
     pub(crate) log_folder: &'a Path,
     /// Folder of the reports that the workers' flight recorders write, if they do; it need not exist.
     pub(crate) recorder_folder: &'a Path,
-    /// What a signal to this process means.
     pub(crate) on_signal: OnSignal,
 }
 
@@ -134,7 +132,6 @@ fn master_port(port: u16) -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", port))?.local_addr()?.port())
 }
 
-/// Workers, and the signals that reach this process meanwhile.
 struct Watch<'a> {
     world: LocalWorld<'a>,
     workers: WorkerProcesses,

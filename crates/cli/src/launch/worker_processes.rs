@@ -155,7 +155,6 @@ impl WorkerProcesses {
         }
     }
 
-    /// Sends `signal` to every worker that has not ended.
     pub(super) fn send(&self, signal: Signal) {
         for worker in self.workers.iter().filter(|worker| worker.status.is_none()) {
             // A child that has not been waited for keeps its id, so this reaches it or nobody.
@@ -170,7 +169,6 @@ impl WorkerProcesses {
         self.wait(until)
     }
 
-    /// Waits until every worker has ended.
     fn wait(&mut self, until: Instant) -> io::Result<()> {
         loop {
             self.reap()?;

@@ -106,7 +106,6 @@ pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
     }
 }
 
-/// The plan with a change, if the config allows it.
 fn planned(job: Job<'_>, change: &Change) -> Option<Plan> {
     let Job { source, workers, .. } = job;
     let config = source.load(change).ok()?;

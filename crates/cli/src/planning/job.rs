@@ -28,7 +28,6 @@ pub(crate) struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// The file with the overrides in it.
     pub(crate) fn given(&self, config: &Config) -> Result<String, ConfigError> {
         config.given(self.path, self.overrides)
     }
@@ -149,7 +148,6 @@ impl<'a> Workers<'a> {
         Workers { local_world_size, num_threads, shares_memory, num_sharing, ..self }
     }
 
-    /// Those of a group.
     pub(crate) fn of(config: &Config, group: &Group, share: &'a HostShare, features: CpuFeatures) -> Self {
         let local_world_size = share.num_workers;
         let num_sharing = match group.transport() {

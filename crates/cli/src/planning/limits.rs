@@ -12,7 +12,6 @@ pub(super) const GAPS: usize = 32;
 /// What a process takes that is not counted: its heap, its threads, what the kernel holds for it, a checkpoint's writer.
 pub(super) const PROCESS_BYTES: usize = 16 << 20;
 
-/// What the process takes that starts the workers of this host.
 pub(super) fn launcher_bytes(workers: Workers<'_>) -> usize {
     if workers.local_world_size > 1 { PROCESS_BYTES } else { 0 }
 }
@@ -49,7 +48,6 @@ fn tightest(workers: Workers<'_>) -> (usize, &MemoryLimit) {
     limits.rev().min_by_key(|(share, _)| *share).expect("the machine is always a limit")
 }
 
-/// Says that a budget promises more than there is.
 pub(super) fn budget_notice(config: &Config, workers: Workers<'_>, bounds: MemoryBounds) -> Option<String> {
     let budget = config.memory().device_budget.0.filter(|budget| budget.0 > bounds.machine as u64)?;
     Some(format!(

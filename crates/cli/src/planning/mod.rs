@@ -65,7 +65,6 @@ fn vocabulary_size(config: &Config) -> Result<usize> {
     })
 }
 
-/// What a device has held at most, by category and together.
 pub(crate) fn measured(device: &Device) -> (CategoryBytes, usize) {
     let peaks = Category::ALL.map(|category| device.memory().usage(category).peak);
     (CategoryBytes(peaks), device.memory().total().peak)

@@ -24,7 +24,6 @@ pub(super) const NUM_ROUNDS: usize = 5;
 /// Blocks by which the bandwidth of a disk is measured, as long as those in which state moves.
 const DISK_BLOCK_BYTES: usize = 16 << 20;
 
-/// What things take on this machine.
 pub(super) struct Probed {
     /// Workers that computed at a time, rising.
     loads: Vec<usize>,
@@ -101,7 +100,6 @@ impl Probed {
         Ok(is_root.then_some(found))
     }
 
-    /// Kernels and operations of steps that were not measured.
     pub(super) fn unmeasured(&self, stages: &[StepEntries]) -> Vec<&'static str> {
         let name = |entry: &JournalEntry| match entry {
             JournalEntry::Kernel(call) if self.nearest(call).is_none() => Some(call.kernel),

@@ -45,13 +45,10 @@ struct ProductOperations {
 struct Exchange {
     /// `all_reduce`, `send`, `disk_read` and so on.
     operation: &'static str,
-    /// Workers that take part.
     num_ranks: usize,
-    /// Hosts of these workers.
     num_hosts: usize,
     /// Bytes of the vector or message of one operation.
     bytes: usize,
-    /// Number of such operations.
     count: usize,
 }
 

@@ -25,10 +25,8 @@ const LEVEL_VARIABLE: &str = "TRIREME_SIMD";
 /// Tells a worker the level that its launcher has chosen.
 const CHOSEN_VARIABLE: &str = "TRIREME_SIMD_CHOSEN";
 
-/// Whether results of an earlier command count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Proof {
-    /// They do.
     Cached,
     /// All kernels are tried again.
     Fresh,
@@ -102,7 +100,6 @@ impl Simd {
         Simd { level, most, excluded }
     }
 
-    /// For the environment of a worker.
     pub(crate) fn variable(&self) -> (&'static str, String) {
         (CHOSEN_VARIABLE, self.level.to_string())
     }
@@ -171,7 +168,6 @@ fn kernels() -> Vec<ProductKernel> {
     all.filter(|kernel| !kernel.is_portable()).collect()
 }
 
-/// The trials of this machine's kernels.
 pub(crate) fn trials() -> Vec<Trial> {
     let trial = |kernel: ProductKernel| Trial {
         kernel: kernel.to_string(),
@@ -180,7 +176,6 @@ pub(crate) fn trials() -> Vec<Trial> {
     kernels().into_iter().map(trial).collect()
 }
 
-/// Tries kernels in child processes.
 fn prove(names: &[String]) -> Verdicts {
     let command = |names: &[String]| {
         let mut command = Command::new(std::env::current_exe()?);

@@ -14,10 +14,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
 use trireme_base::name_limits;
 
-/// Verdicts on kernels, by their names.
 pub(super) type Verdicts = BTreeMap<String, Verdict>;
 
-/// What a trial says about a kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Verdict {

@@ -74,7 +74,6 @@ fn in_range(min: u64, max: u64) -> impl clap::builder::TypedValueParser<Value = 
     RangedU64ValueParser::<u64>::new().range(min..=max).map(|number| number as usize)
 }
 
-/// Which schedules to time.
 #[derive(Debug, Clone, Copy)]
 enum Choice {
     All,

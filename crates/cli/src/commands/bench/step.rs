@@ -467,7 +467,6 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     )
 }
 
-/// The facts of every rank.
 fn gather(world: &Group, facts: &[f64; 4]) -> Result<Vec<[f64; 4]>> {
     let mine: Vec<u8> = facts.iter().flat_map(|fact| fact.to_le_bytes()).collect();
     let number = |bytes: &[u8]| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes);

@@ -110,7 +110,6 @@ impl Machine {
     }
 }
 
-/// The files by which the system tells of itself.
 struct System<'a> {
     root: &'a Path,
 }

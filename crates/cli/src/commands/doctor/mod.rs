@@ -120,7 +120,6 @@ fn parse_sizes(text: &str) -> Result<ProductSizes, String> {
     }
 }
 
-/// What Trireme uses of the machine.
 #[derive(Debug, Serialize)]
 struct Uses {
     features: String,
@@ -137,7 +136,6 @@ struct Uses {
     hosts: Option<HostsFigure>,
 }
 
-/// What makes products of a precision.
 #[derive(Debug, Serialize)]
 struct UsedKernel {
     precision: String,

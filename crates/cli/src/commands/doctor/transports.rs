@@ -37,7 +37,6 @@ pub(super) struct TransportFigure {
     pub(super) costs: Option<CostModel>,
 }
 
-/// What the workers find out together.
 struct Findings {
     all_reduce_seconds: f64,
     costs: CostModel,

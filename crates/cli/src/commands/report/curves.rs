@@ -71,7 +71,6 @@ fn thinned(points: &[Point]) -> Vec<Point> {
     points.chunks(points.len().div_ceil(COLUMNS_MAX).max(1)).map(mean).collect()
 }
 
-/// Where steps and losses lie in the picture.
 struct Scale {
     steps: Ticks,
     losses: Ticks,

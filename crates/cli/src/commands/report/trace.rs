@@ -117,7 +117,6 @@ fn pictures<'a>(drawn: &'a Comparison, titles: &'a [String; 2]) -> [Picture<'a>;
     })
 }
 
-/// What each rank's time went to.
 fn ranks_table(shares: &[Shares]) -> String {
     let mut text = "rank    passes   waiting   sending  reducing   updates     other\n".to_owned();
     for (rank, shares) in shares.iter().enumerate() {
@@ -129,7 +128,6 @@ fn ranks_table(shares: &[Shares]) -> String {
     text
 }
 
-/// Measured and simulated times of all steps.
 fn steps_table(comparisons: &[Comparison]) -> String {
     let mut text = "    step    measured   simulated   ratio  bubble measured  simulated\n".to_owned();
     for comparison in comparisons {

@@ -134,7 +134,6 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     }
 }
 
-/// Starts the workers of this host and waits for them.
 fn launch(config: &Config, started: Instant, simd: &Simd) -> Result<()> {
     let log_folder = log_folder(config);
     std::fs::create_dir_all(&log_folder)
@@ -167,7 +166,6 @@ fn resumable_step(config: &Config) -> Option<u64> {
     Some(checkpoints.last()?.0)
 }
 
-/// How a worker of a config joins the others.
 pub(crate) fn world_options(config: &Config, environment: &WorkerEnvironment) -> Result<JoinOptions> {
     let comm = config.comm();
     Ok(JoinOptions {

@@ -98,7 +98,6 @@ pub(super) fn stopped(config: &Config, summary: &RunSummary) -> Vec<String> {
     lines
 }
 
-/// Where everything is, and what to try next.
 pub(super) fn whereabouts(config: &Config, summary: &RunSummary, learns_answers: bool) -> Vec<String> {
     let folder = config.run_folder();
     let folder = folder.display();
@@ -132,7 +131,6 @@ pub(super) fn whereabouts(config: &Config, summary: &RunSummary, learns_answers:
     lines
 }
 
-/// The text that `[generate]` asks for.
 pub(super) fn sample_text(
     config: &Config,
     language: &LanguageTask,

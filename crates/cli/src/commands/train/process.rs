@@ -10,13 +10,11 @@ use trireme_tensor::CpuFeatures;
 use trireme_train::Task;
 use trireme_train::config::Config;
 
-/// This process, as `trireme train` was called in it.
 #[derive(Clone, Copy)]
 pub(super) struct Process<'a> {
     pub(super) source: Source<'a>,
     /// What this worker may take of its host.
     pub(super) share: &'a HostShare,
-    /// When the command started.
     pub(super) started: Instant,
     /// The SIMD level of its kernels.
     pub(super) features: CpuFeatures,

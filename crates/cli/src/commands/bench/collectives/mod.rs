@@ -52,7 +52,6 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
     })
 }
 
-/// Measures every operation at every size.
 fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
     if args.ops.contains(&Op::Send) && group.world_size() < 2 {
         bail!("send needs two workers; set --workers to 2 or more");

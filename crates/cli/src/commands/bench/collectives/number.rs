@@ -1,7 +1,6 @@
 use trireme_base::{Bf16, F16};
 use trireme_comm::Element;
 
-/// The type of the elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Dtype {
     F32,

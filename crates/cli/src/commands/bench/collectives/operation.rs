@@ -38,7 +38,6 @@ impl Op {
     pub(super) const COMMON: [Op; 5] =
         [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::AllToAll, Op::Broadcast];
 
-    /// Whether it works on vectors.
     pub(super) fn has_sizes(self) -> bool {
         self != Op::Barrier
     }
@@ -116,7 +115,6 @@ impl<'a, T: Number> Bench<'a, T> {
         Ok(Bench { group, op, len, vectors: Some((input, output.map(buffer).transpose()?)), block_lens })
     }
 
-    /// Bytes of the whole vector.
     pub(super) fn bytes(&self) -> usize {
         self.len * size_of::<T>()
     }

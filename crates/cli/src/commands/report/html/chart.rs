@@ -16,10 +16,8 @@ const BOTTOM: f64 = 42.0;
 /// A curve with more points is drawn without dots.
 const DOTS_MAX: usize = 40;
 
-/// How a curve is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Look {
-    /// A thin line.
     Thin,
     /// A thick line with a dot at each point, if they are few.
     Dotted,
@@ -130,7 +128,6 @@ impl Look {
     }
 }
 
-/// Where steps and values lie in the picture.
 struct Frame {
     steps: Ticks,
     values: Ticks,

@@ -63,7 +63,6 @@ pub(super) fn facts_table(runs: &[LoadedRun]) -> String {
     html + "</tbody></table></div>\n"
 }
 
-/// What the config says of the model.
 fn model(run: &LoadedRun) -> Option<String> {
     let text = |key: &str| run.keys.get(key).map(|value| value.trim_matches('"').to_owned());
     let Some(architecture) = text("model.architecture") else {

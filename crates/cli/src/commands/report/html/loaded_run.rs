@@ -16,7 +16,6 @@ use trireme_train::trace::{TRACE_FILE, read};
 /// A page shows no longer drawing: those of thousands of passes are for a viewer of their own.
 const DRAWING_BYTES_MAX: usize = 400_000;
 
-/// What a page tells of a run.
 pub(super) struct LoadedRun {
     /// Short, but another one for each folder.
     pub(super) name: String,
@@ -38,7 +37,6 @@ pub(super) struct LoadedRun {
 }
 
 impl LoadedRun {
-    /// What the page lacks of the run.
     pub(super) fn lacks(&self) -> Vec<String> {
         let mut lacks = Vec::new();
         if self.keys.is_empty() {
@@ -53,7 +51,6 @@ impl LoadedRun {
 
 pub(super) enum Drawing {
     Svg(String),
-    /// Why there is no drawing.
     Missing(String),
 }
 

@@ -19,7 +19,6 @@ const RUN_HEIGHT: f64 = MEASURED_HEIGHT + PREDICTED_HEIGHT + 3.0;
 /// Between categories.
 const GAP: f64 = 8.0;
 
-/// What a run has in the figure.
 struct Bars<'a> {
     name: &'a str,
     colour: String,

@@ -34,7 +34,6 @@ pub(super) fn page(runs: &[LoadedRun]) -> String {
     html + &format!("<script>\n{SCRIPT}</script>\n</body>\n</html>\n")
 }
 
-/// The parts of a traced step's time, as a table.
 fn times_table(breakdown: &Breakdown) -> String {
     let row = |(name, part): (&str, f64)| format!("<tr><th>{name}</th><td>{:.1} %</td></tr>\n", 100.0 * part);
     let rows: String = breakdown.parts().into_iter().map(row).collect();
