@@ -53,10 +53,8 @@ pub(crate) fn worker_peak(
     let num_busy = ranks.iter().map(|rank| shares[rank.0]).sum::<f64>().round() as usize;
     let num_busy = num_busy.clamp(1, share_of_cores(1));
     let is_configured = config.metrics().peak_flops > 0.0;
-    let measured = match ranks.first() == Some(&group.rank()) && !is_configured {
-        true => Some(thread_peak(unit, num_busy, cache)?),
-        false => None,
-    };
+    let measures = ranks.first() == Some(&group.rank()) && !is_configured;
+    let measured = measures.then(|| thread_peak(unit, num_busy, cache)).transpose()?;
     let found = tell_all(group, &measured)?;
     let Some((thread_peak, how)) = ranks.first().and_then(|first| found[first.0].clone()) else {
         return Ok(None);

@@ -67,12 +67,11 @@ pub(crate) struct Placing {
 /// The places of the classes in `open` with which a step takes no more than `bounds`, and moves least; `program` makes the program of a
 /// choice, and `run` finds what that takes. The other classes stay where `given` has them.
 ///
-/// Which state is idle for how long follows from the program: of activations the first blocks' are, for theirs are kept
-/// first and used last, so as many blocks as are needed leave, from the first on (Huang et al., "SwapAdvisor", 2020, swaps by
-/// the same lifetimes, found by search); parameters, gradients and the optimizer's state are idle through all passes of other units,
-/// and leave as classes. Combinations of places are tried in the order of what they move at least, until the rest moves more
-/// than one that fits. Cost: at most 81 runs, times the logarithm of the blocks.
-/// If nothing fits, the places that pass their bounds least.
+/// Which state is idle for how long follows from the program: of activations the first blocks' are, for theirs are kept first and
+/// used last, so as many blocks as are needed leave, from the first on (Huang et al., "SwapAdvisor", 2020, swaps by the same
+/// lifetimes, found by search); parameters, gradients and the optimizer's state are idle through all passes of other units, and
+/// leave as classes. Combinations of places are tried in the order of what they move at least, until the rest moves more than one
+/// that fits. Cost: at most 81 runs, times the logarithm of the blocks. If nothing fits, the places that pass their bounds least.
 ///
 /// # Errors
 /// Those of `run`.

@@ -150,8 +150,7 @@ fn write_model(
     let written = open(target)?;
     let totals = Totals::new(&written.weights(), |_| true);
     let line = format!("{} -> {}: {totals}", source.path().display(), target.display());
-    writeln!(out, "{}", printable(&line))?;
-    Ok(())
+    Ok(writeln!(out, "{}", printable(&line))?)
 }
 
 /// Returns the weights to export. Weights in no file that the model does not need, such as a tied output layer, are left out.

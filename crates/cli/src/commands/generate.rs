@@ -61,8 +61,7 @@ pub(crate) struct GenerateArgs {
     /// Maximum number of tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 256)]
     num_tokens: usize,
-    /// Divides the logits: below 1 gives more likely text, above 1 more varied text; 0 always chooses the likeliest
-    /// token.
+    /// Divides the logits: below 1 gives more likely text, above 1 more varied text; 0 always chooses the likeliest token.
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
     /// Choose only among this many of the likeliest tokens; 0 means all.

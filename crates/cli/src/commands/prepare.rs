@@ -118,8 +118,7 @@ pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
         }
         prepare(&options, &Display::new(Heartbeat::new()))?
     };
-    write!(out, "{}", Summary { report: &report, out: &options.out })?;
-    Ok(())
+    Ok(write!(out, "{}", Summary { report: &report, out: &options.out })?)
 }
 
 fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
@@ -132,10 +131,7 @@ fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
         }
         None => tokenizer(&args.tokenizer, template)?,
     };
-    let validation_fraction = match args.validation.is_empty() {
-        true => args.validation_fraction.unwrap_or(defaults.validation_fraction),
-        false => 0.0,
-    };
+    let fraction = args.validation_fraction.unwrap_or(defaults.validation_fraction);
     Ok(PrepareOptions {
         tokenizer,
         chat_template,
@@ -148,7 +144,7 @@ fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
             OnInvalidUtf8::Replace => InvalidUtf8::Replace,
             OnInvalidUtf8::Refuse => InvalidUtf8::Refuse,
         },
-        validation_fraction,
+        validation_fraction: if args.validation.is_empty() { fraction } else { 0.0 },
         num_threads: args.threads.unwrap_or(defaults.num_threads),
         ..defaults
     })

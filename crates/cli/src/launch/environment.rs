@@ -13,9 +13,8 @@
 //! torchrun's own store may keep listening on `MASTER_PORT` (`TORCHELASTIC_USE_AGENT_STORE`); the workers then meet at the
 //! next port.
 //!
-//! `MASTER_ADDR` and `MASTER_PORT` may be set beside any family; alone they make no worker. Without them the
-//! workers meet on the first host of SLURM's list, or on this one if all are here, at a port that
-//! follows from the job's name.
+//! `MASTER_ADDR` and `MASTER_PORT` may be set beside any family; alone they make no worker. Without them the workers meet on the
+//! first host of SLURM's list, or on this one if all are here, at a port that follows from the job's name.
 //!
 //! SLURM sets some of its variables where nobody asked for a worker. A batch script has `SLURM_PROCID` = 0 and
 //! all of `SLURM_NTASKS`, but `ENVIRONMENT` = `BATCH` and no `SLURM_STEP_ID`, which `srun` sets for its tasks;

@@ -118,46 +118,46 @@ fn planned(job: Job<'_>, change: &Change) -> Option<Plan> {
 fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let (training, stage) = (config.training(), config.parallelism().zero_stage);
     let global = format!("training.global_batch_size={}", training.global_batch_size);
-    let recomputed: Vec<Change> = match config.activation_checkpoint().mode {
-        ActivationCheckpointMode::Auto | ActivationCheckpointMode::Block => Vec::new(),
-        ActivationCheckpointMode::Selective => [change(&["activation_checkpoint.mode=block"])].into(),
-        _ => {
-            ["selective", "block"].map(|mode| change(&[&format!("activation_checkpoint.mode={mode}")])).into()
-        }
+    let stage_3 = "parallelism.zero_stage=3".to_owned();
+    let modes: &[&str] = match config.activation_checkpoint().mode {
+        ActivationCheckpointMode::Auto | ActivationCheckpointMode::Block => &[],
+        ActivationCheckpointMode::Selective => &["block"],
+        _ => &["selective", "block"],
     };
-    let only_if = |applies: bool, key: &str| Vec::from_iter(applies.then(|| change(&[key])));
+    let recomputed: Vec<Change> =
+        modes.iter().map(|mode| vec![format!("activation_checkpoint.mode={mode}")]).collect();
+    let only_if = |applies: bool, key: &str| Vec::from_iter(applies.then(|| vec![key.to_owned()]));
+    let unless_empty = |change: Change| Vec::from_iter(Some(change).filter(|change| !change.is_empty()));
     let shares = (stage + 1..=3).filter(|_| config.world_size() > 1);
-    let sharded: Vec<Change> =
-        shares.map(|stage| change(&[&format!("parallelism.zero_stage={stage}")])).collect();
+    let sharded: Vec<Change> = shares.map(|stage| vec![format!("parallelism.zero_stage={stage}")]).collect();
     // What is there to leave, of the classes that the stage sets apart.
-    let open: Vec<String> =
-        stays(config).iter().map(|class| format!("offload.{}=auto", class.name())).collect();
+    let open = stays(config).iter().map(|class| format!("offload.{}=auto", class.name())).collect();
+    let moved = unless_empty(open);
     // What is with the host could be on a disk.
-    let onto_disk: Change =
-        on_host(config).iter().map(|class| format!("offload.{}=disk", class.name())).collect();
-    let onto_disk: Vec<Change> = if onto_disk.is_empty() { Vec::new() } else { [onto_disk].into() };
-    let moved: Vec<Change> = if open.is_empty() { Vec::new() } else { [open].into() };
+    let onto_disk = on_host(config).iter().map(|class| format!("offload.{}=disk", class.name())).collect();
+    let onto_disk = unless_empty(onto_disk);
     // Whatever can leave where all of the state is set apart, even on one worker.
-    let all_moved: Change = std::iter::once("parallelism.zero_stage=3".to_owned())
+    let all_moved: Change = std::iter::once(stage_3.clone())
         .chain(config.offload().tiers().iter().map(|(class, _)| format!("offload.{}=auto", class.name())))
         .collect();
     let halves = std::iter::successors(Some(training.local_batch_size / 2), |half| Some(half / 2));
     let smaller: Vec<Change> = halves
         .take_while(|&half| half > 0)
-        .map(|half| change(&[&format!("training.local_batch_size={half}"), &global]))
+        .map(|half| vec![format!("training.local_batch_size={half}"), global.clone()])
         .collect();
     let narrow = only_if(training.dtype == Precision::F32, "training.dtype=bf16");
     // Sums that need not have the same bits on every layout keep fewer parts.
     let unordered = only_if(training.determinism == Determinism::Layout, "training.determinism=run");
-    let workers = (1..=3).map(|power| config.world_size() << power);
-    let workers = workers
-        .map(|workers| change(&[&format!("launch.workers={workers}"), "parallelism.zero_stage=3", &global]));
-    let more_workers: Vec<Change> = if may_start_workers { workers.collect() } else { Vec::new() };
+    let more_workers: Vec<Change> = (1..=3)
+        .filter(|_| may_start_workers)
+        .map(|power| config.world_size() << power)
+        .map(|workers| vec![format!("launch.workers={workers}"), stage_3.clone(), global.clone()])
+        .collect();
     // On one host, fewer workers hold fewer copies of the state.
     let fewer = std::iter::successors(Some(config.world_size() / 2), |half| Some(half / 2));
     let fewer = fewer.take_while(|&workers| may_start_workers && workers > 0);
     let fewer_workers: Vec<Change> =
-        fewer.map(|workers| change(&[&format!("launch.workers={workers}"), &global])).collect();
+        fewer.map(|workers| vec![format!("launch.workers={workers}"), global.clone()]).collect();
     let unsampled = only_if(config.generate().num_tokens > 0, "generate.num_tokens=0");
     let strongest = |family: &[Change]| family.last().cloned().unwrap_or_default();
     let [recompute, shard, moves, shrink, reorder, narrowed, alone] =
@@ -229,10 +229,6 @@ fn stays(config: &Config) -> Vec<StateClass> {
         tier == Tier::Device && state.can_live(class, StateTier::Host, 1)
     };
     config.offload().tiers().into_iter().filter(can_leave).map(|(class, _)| class).collect()
-}
-
-fn change(keys: &[&str]) -> Change {
-    keys.iter().map(|key| (*key).to_owned()).collect()
 }
 
 #[cfg(test)]

@@ -268,8 +268,7 @@ fn print_machine(machine: &Machine) -> Result<()> {
         "/dev/shm",
         format!("{} (not needed: workers share memory through memfd)", size(machine.dev_shm_bytes)),
     )?;
-    line("load", known(machine.load.map(|load| format!("{load:.2} in the last minute"))))?;
-    Ok(())
+    Ok(line("load", known(machine.load.map(|load| format!("{load:.2} in the last minute"))))?)
 }
 
 fn print_uses(uses: &Uses) -> Result<()> {

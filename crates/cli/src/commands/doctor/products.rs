@@ -132,6 +132,5 @@ pub(super) fn print(figures: &[ProductFigure]) -> Result<()> {
         }
         writeln!(Output)?;
     }
-    writeln!(Output, "* used for training")?;
-    Ok(())
+    Ok(writeln!(Output, "* used for training")?)
 }

@@ -77,10 +77,8 @@ fn trainer_options(
     console: &mut Console,
 ) -> Result<TrainerOptions> {
     let (Job { config, source, .. }, Process { share, started, features, .. }) = (job, process);
-    let step_seconds = match config.metrics().predict_step_time {
-        true => predicted_seconds(job, plan, group, console)?,
-        false => None,
-    };
+    let predicts = config.metrics().predict_step_time;
+    let step_seconds = if predicts { predicted_seconds(job, plan, group, console)? } else { None };
     // Before this process is bound to some of the host's cores.
     let cache = MachineCache::of_this_machine("peaks");
     let peak = worker_peak(config, share, features, group, cache)?;
