@@ -53,8 +53,10 @@ const COMMAND: &str = "trireme train books.toml";
 type Check = fn(&Cluster) -> Result<()>;
 
 const CHECKS: [(&str, Check); 7] = [
-    ("two tasks on nodes that only Slurm knows", two_tasks),
-    ("four tasks that are placed in turns", four_tasks_in_turns),
+    ("two tasks on nodes that only Slurm knows", |slurm| slurm.run("two", &["--ntasks=2"])),
+    ("four tasks that are placed in turns", |slurm| {
+        slurm.run("four", &["--ntasks=4", "--distribution=cyclic"])
+    }),
     ("a job that is queued again", requeued),
     ("a job that makes way for another", preempted),
     ("a job that is cancelled", cancelled),
@@ -244,6 +246,13 @@ impl Cluster {
         Ok(output(&mut sbatch)?.trim().to_owned())
     }
 
+    /// Runs 40 steps on both nodes, with these options of srun.
+    fn run(&self, run: &str, options: &[&str]) -> Result<()> {
+        let train = self.train(run, 40);
+        output(self.slurm("srun").arg("--nodes=2").args(options).args(train.split_whitespace()))?;
+        self.ensure_undisturbed(run, 40)
+    }
+
     fn printed(&self, run: &str) -> String {
         fs::read_to_string(self.path(&format!("{run}.out"))).unwrap_or_default()
     }
@@ -321,19 +330,6 @@ fn script_of(page: &Path) -> Result<String> {
     let text = fs::read_to_string(page).with_context(|| page.display().to_string())?;
     let block = text.split_once("```sh\n").and_then(|(_, rest)| rest.split_once("```\n"));
     Ok(block.with_context(|| format!("{} has no script", page.display()))?.0.to_owned())
-}
-
-fn two_tasks(cluster: &Cluster) -> Result<()> {
-    let train = cluster.train("two", 40);
-    output(cluster.slurm("srun").args(["--nodes=2", "--ntasks=2"]).args(train.split_whitespace()))?;
-    cluster.ensure_undisturbed("two", 40)
-}
-
-fn four_tasks_in_turns(cluster: &Cluster) -> Result<()> {
-    let train = cluster.train("four", 40);
-    let placed = ["--nodes=2", "--ntasks=4", "--distribution=cyclic"];
-    output(cluster.slurm("srun").args(placed).args(train.split_whitespace()))?;
-    cluster.ensure_undisturbed("four", 40)
 }
 
 fn requeued(cluster: &Cluster) -> Result<()> {

@@ -118,7 +118,7 @@ fn verify_source(source: &ModelSource) -> anyhow::Result<()> {
 fn write_model(
     path: &Path,
     target: &Path,
-    (max_shard_size, dtype, force): (Bytes, Option<DType>, bool),
+    (Bytes(shard_bytes_max), dtype, force): (Bytes, Option<DType>, bool),
     out: &mut impl Write,
 ) -> anyhow::Result<()> {
     let source = open(path)?;
@@ -138,14 +138,8 @@ fn write_model(
         files.iter().map(|(name, contents)| ExtraFile { name, contents }).collect();
     let tensors = exported_weights(&source, &files)?;
     let notes: Vec<_> = sha256.iter().map(|sha256| (TOKENIZER_NOTE, &sha256[..])).collect();
-    let model = ModelExport {
-        tensors: &tensors,
-        files: &files,
-        dtype,
-        notes: &notes,
-        shard_bytes_max: max_shard_size.0,
-        force,
-    };
+    let model =
+        ModelExport { tensors: &tensors, files: &files, dtype, notes: &notes, shard_bytes_max, force };
     export(&model, target).with_context(|| format!("exporting {}", source.path().display()))?;
     let written = open(target)?;
     let totals = Totals::new(&written.weights(), |_| true);

@@ -32,13 +32,11 @@ impl CostArgs {
     }
 }
 
-fn pair(text: &str) -> Result<(f64, f64), String> {
+fn pair(text: &str) -> Result<(f64, f64), &'static str> {
     let number = |text: &str| text.parse().ok().filter(|number: &f64| *number > 0.0 && *number <= 1e6);
     let pair =
         text.split_once(':').and_then(|(latency, bandwidth)| Some((number(latency)?, number(bandwidth)?)));
-    pair.ok_or_else(|| {
-        "expected microseconds and gigabytes per second, both above 0, such as 40:1.2".to_owned()
-    })
+    pair.ok_or("expected microseconds and gigabytes per second, both above 0, such as 40:1.2")
 }
 
 #[cfg(test)]

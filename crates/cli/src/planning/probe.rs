@@ -90,11 +90,8 @@ impl Probed {
                 _ => None,
             })
             .collect();
-        let is_disk = |issued: &&&Issued| link(issued).is_none();
-        let disk = match issued.iter().find(is_disk) {
-            Some(_) => disk(&config.offload().folder)?,
-            None => [0.0; 2],
-        };
+        let uses_disk = issued.iter().any(|issued| link(issued).is_none());
+        let disk = if uses_disk { disk(&config.offload().folder)? } else { [0.0; 2] };
         let links = measure_links(job, issued.into_iter().filter_map(link).collect(), world)?;
         let found = Probed { loads, kernels, links, disk, num_undisturbed };
         Ok(is_root.then_some(found))

@@ -113,29 +113,25 @@ pub(crate) struct StepArgs {
     json: bool,
 }
 
-pub(super) fn parse_precision(text: &str) -> Result<Precision, String> {
-    Precision::ALL
-        .into_iter()
-        .find(|precision| precision.to_string() == text)
-        .ok_or_else(|| "expected f32, bf16 or f16".to_owned())
+pub(super) fn parse_precision(text: &str) -> Result<Precision, &'static str> {
+    let mut known = Precision::ALL.into_iter();
+    known.find(|precision| precision.to_string() == text).ok_or("expected f32, bf16 or f16")
 }
 
-fn parse_offload(text: &str) -> Result<(StateClass, Tier), String> {
+fn parse_offload(text: &str) -> Result<(StateClass, Tier), &'static str> {
     let parse = |(class, name): (&str, &str)| Some((StateClass::named(class)?, Tier::named(name)?));
     let parsed = text.split_once('=').and_then(parse);
-    parsed.ok_or_else(|| "expected a class of state and its tier, such as optimizer=disk".to_owned())
+    parsed.ok_or("expected a class of state and its tier, such as optimizer=disk")
 }
 
-fn parse_keep(text: &str) -> Result<Keep, String> {
+fn parse_keep(text: &str) -> Result<Keep, &'static str> {
     let keep = Keep::named(text).filter(|keep| *keep != Keep::Nothing);
-    keep.ok_or_else(|| "expected all, products or input".to_owned())
+    keep.ok_or("expected all, products or input")
 }
 
-fn parse_fp8(text: &str) -> Result<Fp8Formats, String> {
-    [Fp8Formats::E4m3, Fp8Formats::Hybrid]
-        .into_iter()
-        .find(|formats| formats.to_string() == text)
-        .ok_or_else(|| "expected e4m3 or hybrid".to_owned())
+fn parse_fp8(text: &str) -> Result<Fp8Formats, &'static str> {
+    let mut known = [Fp8Formats::E4m3, Fp8Formats::Hybrid].into_iter();
+    known.find(|formats| formats.to_string() == text).ok_or("expected e4m3 or hybrid")
 }
 
 /// What is printed; the keys are those of common PyTorch timing scripts, units last.

@@ -255,11 +255,8 @@ fn slow_disks(disks: &[DiskFigure]) -> Vec<String> {
     let usual = median(disks.iter().map(|disk| disk.written_bytes_per_second));
     let slow = disks.iter().filter(|disk| disk.written_bytes_per_second * SLOWNESS_MAX < usual);
     let line = |disk: &DiskFigure| {
-        let (speed, usual) = (disk.written_bytes_per_second / 1e9, usual / 1e9);
-        format!(
-            "the host of rank {} writes {speed:.2} GB/s to the run's folder, others {usual:.2} GB/s",
-            disk.rank
-        )
+        let (rank, speed, usual) = (disk.rank, disk.written_bytes_per_second / 1e9, usual / 1e9);
+        format!("the host of rank {rank} writes {speed:.2} GB/s to the run's folder, others {usual:.2} GB/s")
     };
     slow.map(line).collect()
 }
@@ -280,11 +277,8 @@ fn print(report: &Report, folder: &Path, group: &Group) -> Result<()> {
     }
     for LinkFigure { ranks: [first, second], latency_seconds, bytes_per_second } in &report.links {
         let (latency, bandwidth) = (latency_seconds * 1e6, bytes_per_second / 1e9);
-        writeln!(
-            Output,
-            "  link {:<20} {latency:.1} us, {bandwidth:.2} GB/s",
-            format!("{first} - {second}")
-        )?;
+        let ranks = format!("{first} - {second}");
+        writeln!(Output, "  link {ranks:<20} {latency:.1} us, {bandwidth:.2} GB/s")?;
     }
     for disk in &report.disks {
         writeln!(

@@ -156,10 +156,7 @@ impl UsedKernel {
                 return format!("{} unavailable: {why}", other.unit);
             }
             let excluded = simd.excluded.iter().find(|excluded| excluded.kernel == other);
-            let why = match excluded {
-                Some(excluded) => &excluded.reason,
-                None => simd.reason_of_lower(),
-            };
+            let why = excluded.map_or(simd.reason_of_lower(), |excluded| &*excluded.reason);
             format!("{} unused: {why}", other.unit)
         };
         UsedKernel {
@@ -188,12 +185,11 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
         0 => machine.num_cores_available,
         threads => threads,
     };
-    Device::cpu(DeviceOptions { num_threads: threads, ..DeviceOptions::default() }).context(
-        match args.threads {
-            0 => "training cannot run on this machine".to_owned(),
-            threads => format!("cannot measure with --threads {threads}"),
-        },
-    )?;
+    let options = DeviceOptions { num_threads: threads, ..DeviceOptions::default() };
+    Device::cpu(options).with_context(|| match args.threads {
+        0 => "training cannot run on this machine".to_owned(),
+        threads => format!("cannot measure with --threads {threads}"),
+    })?;
     let measuring = Measuring::new();
     measuring.tell("transports between workers");
     let transports = transports::check(args.workers, args.costs.given());

@@ -45,19 +45,11 @@ struct Findings {
 
 impl fmt::Display for TransportFigure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let size = Bytes(self.all_reduce_bytes);
-        match (self.all_reduce_seconds, &self.error) {
-            (Some(seconds), _) => {
-                write!(
-                    f,
-                    "works: all_reduce of {size} among {} workers in {:.1} ms",
-                    self.workers,
-                    seconds * 1e3
-                )?;
-            }
-            (None, Some(error)) => return write!(f, "cannot be used: {error}"),
-            (None, None) => unreachable!("a try succeeds or fails"),
-        }
+        let Some(seconds) = self.all_reduce_seconds else {
+            return write!(f, "cannot be used: {}", self.error.as_deref().unwrap_or_default());
+        };
+        let (size, workers) = (Bytes(self.all_reduce_bytes), self.workers);
+        write!(f, "works: all_reduce of {size} among {workers} workers in {:.1} ms", seconds * 1e3)?;
         if let (Some(latency), Some(per_byte)) = (self.message_latency_seconds, self.message_seconds_per_byte)
         {
             write!(f, "; messages {:.1} us and {:.1} GB/s", latency * 1e6, 1e-9 / per_byte)?;
@@ -74,10 +66,8 @@ pub(super) fn check(workers: usize, costs: GivenCosts) -> Vec<TransportFigure> {
 }
 
 fn try_transport(transport: TransportChoice, workers: usize, costs: GivenCosts) -> TransportFigure {
-    let (findings, error) = match find_out(transport, workers, costs) {
-        Ok(findings) => (Some(findings), None),
-        Err(error) => (None, Some(format!("{error:#}"))),
-    };
+    let found = find_out(transport, workers, costs);
+    let (error, findings) = (found.as_ref().err().map(|error| format!("{error:#}")), found.ok());
     TransportFigure {
         name: transport.to_string(),
         error,

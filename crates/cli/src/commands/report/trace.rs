@@ -133,14 +133,10 @@ fn steps_table(comparisons: &[Comparison]) -> String {
     for comparison in comparisons {
         let times = [comparison.measured_time, comparison.simulated_time];
         let [measured, simulated] = times.map(|nanoseconds| time(nanoseconds as f64));
-        let bubbles = [&comparison.measured, &comparison.simulated].map(|picture| 100.0 * picture.bubble);
-        text += &format!(
-            "{:8}{measured:>12}{simulated:>12}{:8.3}{:15.1} %{:9.1} %\n",
-            comparison.step,
-            comparison.ratio(),
-            bubbles[0],
-            bubbles[1]
-        );
+        let (step, ratio) = (comparison.step, comparison.ratio());
+        text += &format!("{step:8}{measured:>12}{simulated:>12}{ratio:8.3}");
+        let [measured, simulated] = [&comparison.measured, &comparison.simulated];
+        text += &format!("{:15.1} %{:9.1} %\n", 100.0 * measured.bubble, 100.0 * simulated.bubble);
     }
     text
 }

@@ -105,9 +105,9 @@ pub(crate) struct CollectivesArgs {
     pub(super) costs: CostArgs,
 }
 
-fn size(text: &str) -> Result<usize, String> {
+fn size(text: &str) -> Result<usize, &'static str> {
     let bytes = size_with_unit(text).and_then(|bytes| usize::try_from(bytes).ok());
-    bytes.ok_or_else(|| "expected bytes, such as 4096, 4K or 64M".to_owned())
+    bytes.ok_or("expected bytes, such as 4096, 4K or 64M")
 }
 
 #[cfg(test)]

@@ -27,10 +27,8 @@ pub(super) fn configs(runs: &[LoadedRun]) -> String {
         _ => format!("{} keys that are the same in all runs", shared.len()),
     };
     if !shared.is_empty() {
-        html += &format!(
-            "<details><summary>{summary}</summary>\n{}</details>\n",
-            table(&shared, &[first], false)
-        );
+        let table = table(&shared, &[first], false);
+        html += &format!("<details><summary>{summary}</summary>\n{table}</details>\n");
     }
     html
 }
