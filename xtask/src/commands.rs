@@ -51,9 +51,9 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("cannot start {}", line(command)))?;
     if !output.status.success() {
         let errors = String::from_utf8_lossy(&output.stderr);
-        let last: Vec<&str> = errors.lines().rev().take(5).collect();
-        let last: Vec<&str> = last.into_iter().rev().collect();
-        bail!("{} failed: {}\n{}", line(command), output.status, last.join("\n"));
+        let lines: Vec<&str> = errors.lines().collect();
+        let last = lines[lines.len().saturating_sub(5)..].join("\n");
+        bail!("{} failed: {}\n{last}", line(command), output.status);
     }
     String::from_utf8(output.stdout)
         .with_context(|| format!("{} printed something that is not text", line(command)))

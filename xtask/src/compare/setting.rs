@@ -105,22 +105,16 @@ pub(super) fn show_bounds(bounds: &[Bound], rows: &[Row], rounds: &[Round]) -> S
         return String::new();
     };
     let mut shown = format!(
-        "- Measured bounds: a copy that no cache holds moves {fastest:.1} GB/s. The kernels of a step cannot be faster than:\n\n"
-    );
-    shown.push_str(
-        "| step | peak of products | bound, tokens/s | Trireme, of the bound |\n|---|---|---|---|\n",
+        "- Measured bounds: a copy that no cache holds moves {fastest:.1} GB/s. The kernels of a step cannot be faster than:\n\n\
+         | step | peak of products | bound, tokens/s | Trireme, of the bound |\n|---|---|---|---|\n"
     );
     for bound in bounds {
         let Bound { step, unit, peak_gflops, tokens_per_second, .. } = bound;
         let row = rows.iter().find(|row| row.bound == Some(*step));
         let reached = row.and_then(|row| ours(rounds, row));
         let reached = reached.map_or("failed".to_owned(), |ours| format!("{:.2}", ours / tokens_per_second));
-        shown.push_str(&format!(
-            "| {}, {} | {unit} {peak_gflops:.0} GFLOP/s | {} | {reached} |\n",
-            step.model,
-            step.dtype,
-            with_separators(*tokens_per_second, 0)
-        ));
+        let (Step { model, dtype, .. }, bound) = (step, with_separators(*tokens_per_second, 0));
+        shown += &format!("| {model}, {dtype} | {unit} {peak_gflops:.0} GFLOP/s | {bound} | {reached} |\n");
     }
     shown
 }

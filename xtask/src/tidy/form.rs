@@ -9,10 +9,7 @@ const NUM_LINES_MAX: usize = 600;
 
 /// Files end with one newline, have no tabs and no spaces at the ends of lines, and Rust files are not too long.
 pub(crate) fn check(file: &TextFile) -> Vec<Finding> {
-    let mut findings = check_lines(file);
-    findings.extend(check_end(file));
-    findings.extend(check_length(file));
-    findings
+    check_lines(file).into_iter().chain(check_end(file)).chain(check_length(file)).collect()
 }
 
 fn check_lines(file: &TextFile) -> Vec<Finding> {
@@ -33,11 +30,11 @@ fn check_lines(file: &TextFile) -> Vec<Finding> {
 
 fn check_end(file: &TextFile) -> Option<Finding> {
     let text = &file.text;
-    let problem = match () {
-        () if text.is_empty() => "the file is empty",
-        () if !text.ends_with('\n') => "no newline at the end of the file",
-        () if text.ends_with("\n\n") => "empty lines at the end of the file",
-        () => return None,
+    let problem = match &**text {
+        "" => "the file is empty",
+        text if !text.ends_with('\n') => "no newline at the end of the file",
+        text if text.ends_with("\n\n") => "empty lines at the end of the file",
+        _ => return None,
     };
     let line = text.split('\n').count();
     Some(Finding::refuse(&file.path, line, problem, "end the file with one newline"))

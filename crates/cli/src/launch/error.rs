@@ -109,11 +109,7 @@ fn describe_death(
     }
     text.push_str(&format!(". Its log is {}", log.display()));
     if !last_lines.is_empty() {
-        text.push_str(", which ends with:");
-    }
-    for line in last_lines {
-        text.push_str("\n    ");
-        text.push_str(line);
+        text += &format!(", which ends with:\n    {}", last_lines.join("\n    "));
     }
     text
 }

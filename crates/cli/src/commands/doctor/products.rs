@@ -108,25 +108,14 @@ fn measure_kernel(
 pub(super) fn print(figures: &[ProductFigure]) -> Result<()> {
     let mut last = None;
     for figure in figures {
-        let ProductFigure { rows, cols, inner, .. } = figure;
+        let ProductFigure { precision, unit, threads, peak_gflops, rows, cols, inner, .. } = figure;
         if last.replace((rows, cols, inner)) != Some((rows, cols, inner)) {
             writeln!(Output, "\nmatmul {rows}x{cols}x{inner}, in GFLOP/s and percent of the unit's peak")?;
             let heads = figure.transposes.iter().map(|figure| format!("{:>14}", figure.transposes));
-            writeln!(
-                Output,
-                "  {:<16} {:>11} {:>9}{}",
-                "kernel",
-                "threads",
-                "peak",
-                heads.collect::<String>()
-            )?;
+            writeln!(Output, "  kernel               threads      peak{}", heads.collect::<String>())?;
         }
         let mark = if figure.is_used { '*' } else { ' ' };
-        write!(
-            Output,
-            "{mark} {:<4} {:<11} {:>11} {:>9.1}",
-            figure.precision, figure.unit, figure.threads, figure.peak_gflops
-        )?;
+        write!(Output, "{mark} {precision:<4} {unit:<11} {threads:>11} {peak_gflops:>9.1}")?;
         for TransposeFigure { gflops_best, fraction_of_peak, .. } in &figure.transposes {
             write!(Output, " {gflops_best:>7.1} {:>4.0}%", fraction_of_peak * 100.0)?;
         }

@@ -2,7 +2,7 @@
 
 use super::breakdown::Breakdown;
 use super::curves::{Curves, Point};
-use super::records::{Records, baseline};
+use super::records::{Record, Records, baseline};
 use crate::commands::write_file;
 use crate::console::Output;
 use crate::remarks::remark;
@@ -40,14 +40,8 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
         |value: Option<f64>| value.map_or_else(|| "not finite".to_owned(), |value| format!("{value:.4}"));
     let amount = last.amount(unit).map(|amount| format!(", {}: {amount}", unit.plural()));
     writeln!(out, "steps: {}{}", last.step, amount.unwrap_or_default())?;
-    writeln!(
-        out,
-        "loss: {} at step {}, {} at step {}",
-        number(first.loss),
-        first.step,
-        number(last.loss),
-        last.step
-    )?;
+    let at_step = |record: &Record| format!("{} at step {}", number(record.loss), record.step);
+    writeln!(out, "loss: {}, {}", at_step(first), at_step(last))?;
     if let Some((step, loss)) = records.best_validation() {
         writeln!(out, "best validation loss: {loss:.4} at step {step}")?;
     }

@@ -73,12 +73,8 @@ impl Chart {
         for curve in self.drawn() {
             frame.push_curve(&mut svg, curve);
         }
-        let legend = self.legend();
-        Some(format!(
-            "<figure>\n<h3>{}</h3>\n{}<figcaption>{legend}</figcaption>\n</figure>\n",
-            escape_markup(self.title),
-            svg.finish()
-        ))
+        let (title, svg, legend) = (escape_markup(self.title), svg.finish(), self.legend());
+        Some(format!("<figure>\n<h3>{title}</h3>\n{svg}<figcaption>{legend}</figcaption>\n</figure>\n"))
     }
 
     /// Curves with at least one point.

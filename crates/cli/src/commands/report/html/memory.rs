@@ -67,11 +67,8 @@ fn figure(runs: &[Bars<'_>]) -> Option<String> {
             push_bars(&mut svg, &scale, run, category, top + RUN_HEIGHT * index as f64);
         }
     }
-    Some(format!(
-        "<figure>\n<h3>Memory</h3>\n{}<figcaption>{}</figcaption>\n</figure>\n",
-        svg.finish(),
-        legend(runs)
-    ))
+    let (svg, legend) = (svg.finish(), legend(runs));
+    Some(format!("<figure>\n<h3>Memory</h3>\n{svg}<figcaption>{legend}</figcaption>\n</figure>\n"))
 }
 
 struct Scale {
