@@ -36,13 +36,8 @@ impl Programs {
         };
         let open_mpi = OpenMpi::prepare(root, &folder)?;
         let compiled_folder = folder.join("inductor");
-        Ok(Programs {
-            root: root.to_owned(),
-            binary: target.join("release/trireme"),
-            python,
-            compiled_folder,
-            open_mpi,
-        })
+        let (root, binary) = (root.to_owned(), target.join("release/trireme"));
+        Ok(Programs { root, binary, python, compiled_folder, open_mpi })
     }
 
     pub(super) fn open_mpi_version(&self) -> Option<&str> {

@@ -84,11 +84,7 @@ impl<'a> Mount<'a> {
         let (place, file_system) = line.split_once(" - ")?;
         let mut place = place.split(' ').skip(3);
         let mut file_system = file_system.split(' ');
-        Some(Mount {
-            root: place.next()?,
-            point: place.next()?,
-            kind: file_system.next()?,
-            options: file_system.nth(1)?,
-        })
+        let (root, point) = (place.next()?, place.next()?);
+        Some(Mount { root, point, kind: file_system.next()?, options: file_system.nth(1)? })
     }
 }

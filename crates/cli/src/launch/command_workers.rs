@@ -16,18 +16,13 @@ const RECORDER_VARIABLE: &str = "TRIREME_FLIGHT_RECORDER";
 /// recorders' reports stay in a folder like that of a run. `simd` is what the workers' kernels use, if they have any.
 pub(crate) fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> Result<()> {
     let folder = temporary_folder("trireme-workers-")?;
-    let recorder_folder = folder.path().join(FLIGHT_RECORDER_FOLDER);
-    let world = LocalWorld {
-        num_workers,
-        master_port: 0,
-        log_folder: folder.path(),
-        recorder_folder: &recorder_folder,
-        on_signal: OnSignal::End,
-    };
+    let (log_folder, recorder_folder) = (folder.path(), &folder.path().join(FLIGHT_RECORDER_FOLDER));
+    let on_signal = OnSignal::End;
+    let world = LocalWorld { num_workers, master_port: 0, log_folder, recorder_folder, on_signal };
     let command = worker_command(started, simd)?;
     let ended = run_local_workers(world, |_| {
         let mut worker = command();
-        worker.env(RECORDER_VARIABLE, &recorder_folder);
+        worker.env(RECORDER_VARIABLE, recorder_folder);
         worker
     });
     // Of a worker's death the error names the log; else nobody will look for it.

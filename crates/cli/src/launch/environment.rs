@@ -122,12 +122,9 @@ impl Count {
         if compare(&self.value, &other.value) {
             return Ok(());
         }
-        Err(LaunchError::ContradictoryVariables {
-            first: self.variable,
-            first_value: self.value,
-            second: other.variable,
-            second_value: other.value,
-        })
+        let Count { variable: first, value: first_value } = self;
+        let Count { variable: second, value: second_value } = other;
+        Err(LaunchError::ContradictoryVariables { first, first_value, second, second_value })
     }
 }
 
@@ -170,14 +167,8 @@ impl Family {
             Some(port) => port as u16,
             None => self.job.as_deref().map_or(DEFAULT_MASTER_PORT, port_of_job),
         };
-        Ok(WorkerEnvironment {
-            rank: Rank(self.rank.value),
-            world_size: self.world_size.value,
-            local_rank,
-            local_world_size,
-            master_addr,
-            master_port,
-        })
+        let (rank, world_size) = (Rank(self.rank.value), self.world_size.value);
+        Ok(WorkerEnvironment { rank, world_size, local_rank, local_world_size, master_addr, master_port })
     }
 
     fn check(&self, variables: &Variables<'_>) -> Result<(), LaunchError> {

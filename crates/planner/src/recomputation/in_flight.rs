@@ -96,11 +96,9 @@ impl Upgrade {
             return Vec::new();
         }
         let (forward, renewal) = (passes.forward_cost.operations(), passes.renewal_cost.operations());
-        let upgrade = |keep, operations: u64, [from, to]: [usize; 2]| Upgrade {
-            unit,
-            keep,
-            operations,
-            bytes: in_flight * to.saturating_sub(from),
+        let upgrade = |keep, operations: u64, [from, to]: [usize; 2]| {
+            let bytes = in_flight * to.saturating_sub(from);
+            Upgrade { unit, keep, operations, bytes }
         };
         let products =
             upgrade(Keep::Products, forward.saturating_sub(renewal), [passes.input, passes.products]);

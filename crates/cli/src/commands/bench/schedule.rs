@@ -142,17 +142,13 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
         0 => *kind.stages_per_rank().start(),
         given => given,
     };
-    let (num_ranks, num_microbatches) = (args.ranks, args.microbatches);
-    let sizes = match kind.is_synchronous() {
-        true => Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 },
+    let num_ranks = args.ranks;
+    let (num_microbatches, num_steps) = match kind.is_synchronous() {
+        true => (args.microbatches, 1),
         // As many steps as there are, of the fewest microbatches that keep the pipeline full.
-        false => Sizes {
-            num_ranks,
-            num_microbatches: num_ranks,
-            stages_per_rank,
-            num_steps: num_microbatches.div_ceil(num_ranks),
-        },
+        false => (num_ranks, args.microbatches.div_ceil(num_ranks)),
     };
+    let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
     let costs = Costs::new((0..num_ranks * stages_per_rank).map(stage_costs).collect(), 1)?;
     let mut made = Vec::new();
     for _ in 0..args.repeats {

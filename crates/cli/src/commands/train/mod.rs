@@ -103,13 +103,8 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     })?;
     let num_local =
         environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);
-    let process = Process {
-        source,
-        share: &HostShare::of_equals(num_local, config.memory().huge_pages),
-        started,
-        features: simd.level,
-        own,
-    };
+    let share = HostShare::of_equals(num_local, config.memory().huge_pages);
+    let process = Process { source, share: &share, started, features: simd.level, own };
     match environment {
         _ if args.dry_run && !is_ours => bail!("--dry-run needs no launcher; start the command by itself"),
         _ if args.dry_run => dry_run::dry_run(&config, process),

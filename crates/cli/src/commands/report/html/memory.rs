@@ -30,12 +30,8 @@ struct Bars<'a> {
 pub(super) fn memory_chart<'a>(runs: &'a [LoadedRun]) -> Option<String> {
     let bars = |(index, run): (usize, &'a LoadedRun)| {
         let last = run.records.last();
-        Bars {
-            name: &run.name,
-            colour: run_colour(index),
-            measured: last.memory_peak_bytes,
-            predicted: last.memory_predicted_bytes,
-        }
+        let (measured, predicted) = (last.memory_peak_bytes, last.memory_predicted_bytes);
+        Bars { name: &run.name, colour: run_colour(index), measured, predicted }
     };
     let bars: Vec<Bars<'a>> = runs.iter().enumerate().map(bars).collect();
     figure(&bars)
