@@ -165,21 +165,12 @@ fn show(args: &EvalArgs, found: &Evaluation, seq_len: usize) -> Result<()> {
     Ok(writeln!(Output, "bits per byte: {bits} ({} bytes)", found.num_bytes)?)
 }
 
-/// How many questions were answered, and how sure that number is.
-struct Score {
-    mean: f64,
-    /// Unknown from one question.
-    standard_error: Option<f64>,
-}
-
-impl Score {
-    fn of(answered: &[bool]) -> Self {
-        let count = answered.len() as f64;
-        let mean = answered.iter().filter(|answered| **answered).count() as f64 / count;
-        let squares: f64 = answered.iter().map(|&answered| (f64::from(answered) - mean).powi(2)).sum();
-        let standard_error = (count > 1.0).then(|| (squares / (count - 1.0)).sqrt() / count.sqrt());
-        Score { mean, standard_error }
-    }
+/// The share of questions that were answered, and its standard error, which is unknown from one question.
+fn score(answered: &[bool]) -> (f64, Option<f64>) {
+    let count = answered.len() as f64;
+    let mean = answered.iter().filter(|answered| **answered).count() as f64 / count;
+    let squares: f64 = answered.iter().map(|&answered| (f64::from(answered) - mean).powi(2)).sum();
+    (mean, (count > 1.0).then(|| (squares / (count - 1.0)).sqrt() / count.sqrt()))
 }
 
 fn answer(
@@ -206,24 +197,24 @@ fn answer(
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let (accuracy, normalized) = (Score::of(&likeliest), Score::of(&likeliest_per_character));
+    let (accuracy, normalized) = (score(&likeliest), score(&likeliest_per_character));
     if args.json {
         let found = json!({
-            "acc": accuracy.mean,
-            "acc_stderr": accuracy.standard_error,
-            "acc_norm": normalized.mean,
-            "acc_norm_stderr": normalized.standard_error,
+            "acc": accuracy.0,
+            "acc_stderr": accuracy.1,
+            "acc_norm": normalized.0,
+            "acc_norm_stderr": normalized.1,
             "num_questions": questions.len(),
             "log_likelihoods": all,
         });
         return Ok(writeln!(Output, "{found}")?);
     }
-    let line = |name: &str, Score { mean, standard_error }: &Score| {
+    let line = |name: &str, (mean, standard_error): (f64, Option<f64>)| {
         let error = standard_error.map_or_else(String::new, |error| format!(" +- {:.2} %", 100.0 * error));
         format!("{name}: {:.2} %{error}", 100.0 * mean)
     };
-    writeln!(Output, "{} ({})", line("acc", &accuracy), counted(questions.len(), "question"))?;
-    Ok(writeln!(Output, "{} (by likelihood per character)", line("acc_norm", &normalized))?)
+    writeln!(Output, "{} ({})", line("acc", accuracy), counted(questions.len(), "question"))?;
+    Ok(writeln!(Output, "{} (by likelihood per character)", line("acc_norm", normalized))?)
 }
 
 /// The first of the largest.

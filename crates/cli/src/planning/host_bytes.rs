@@ -2,6 +2,7 @@
 
 use super::job::Workers;
 use super::limits::{GAPS, PROCESS_BYTES, launcher_bytes};
+use super::plan::Plan;
 use crate::host::{MemoryLimit, Pages, SharedLimit};
 use trireme_planner::Prediction;
 use trireme_tensor::ParameterTable;
@@ -39,23 +40,6 @@ impl ProcessBytes {
     }
 }
 
-#[derive(Debug, Clone, Copy)]
-pub(super) struct WorkerBytes {
-    process: ProcessBytes,
-    /// Additional memory of worker 0 while it generates the sample.
-    sampling: ProcessBytes,
-}
-
-impl WorkerBytes {
-    /// Returns the memory of worker `rank`, whose part of the model is `table`.
-    pub(super) fn new(prediction: &Prediction, table: &ParameterTable, rank: usize, config: &Config) -> Self {
-        WorkerBytes {
-            process: process_bytes(prediction, config),
-            sampling: sampling_bytes(prediction, table, rank, config),
-        }
-    }
-}
-
 /// What the workers of a host take, and the limits on it.
 #[derive(Debug)]
 pub(super) struct HostBytes {
@@ -79,12 +63,13 @@ impl HostBytes {
         }
     }
 
-    /// Adds `num_workers` workers of this size.
-    pub(super) fn add(&mut self, worker: WorkerBytes, num_workers: usize) {
+    /// Adds `num_workers` workers of which one has this plan.
+    pub(super) fn add(&mut self, plan: &Plan, config: &Config, num_workers: usize) {
         if num_workers > 0 {
-            self.sum = self.sum.plus(worker.process.times(num_workers));
-            self.largest = self.largest.combine(worker.process, usize::max);
-            self.sampling = self.sampling.plus(worker.sampling);
+            let process = process_bytes(&plan.prediction, config);
+            self.sum = self.sum.plus(process.times(num_workers));
+            self.largest = self.largest.combine(process, usize::max);
+            self.sampling = self.sampling.plus(sampling_bytes(plan, config));
         }
     }
 
@@ -128,15 +113,11 @@ fn process_bytes(prediction: &Prediction, config: &Config) -> ProcessBytes {
 
 /// What the first worker takes beyond that while it writes a sample after the last step: with its state it holds all parameters, and the unit
 /// that is being gathered, from all ranks of the tensor axis.
-fn sampling_bytes(
-    prediction: &Prediction,
-    part: &ParameterTable,
-    rank: usize,
-    config: &Config,
-) -> ProcessBytes {
-    if config.generate().num_tokens == 0 || rank != 0 {
+fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
+    if config.generate().num_tokens == 0 || plan.rank != 0 {
         return ProcessBytes::default();
     }
+    let (prediction, part) = (&plan.prediction, plan.model.table());
     let whole = part.whole();
     let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
     let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));

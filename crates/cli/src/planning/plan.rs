@@ -1,6 +1,6 @@
 //! A worker's plan: its step program, with the predicted memory and time.
 
-use super::host_bytes::{HostBytes, WorkerBytes};
+use super::host_bytes::HostBytes;
 use super::job::{Job, Workers};
 use super::limits;
 use super::probe::Probed;
@@ -66,11 +66,11 @@ impl Plan {
             workers.by_place(config).into_iter().filter(|(_, num_workers)| *num_workers > 0)
         {
             if place(worker) == place(workers) {
-                on_host.add(plan.worker_bytes(config), num_workers);
+                on_host.add(&plan, config, num_workers);
             } else {
                 let chosen = Some(plan.choices.clone());
                 let plan = Plan::of_worker(Job { workers: worker, ..job }, chosen)?;
-                on_host.add(plan.worker_bytes(config), num_workers);
+                on_host.add(&plan, config, num_workers);
             }
         }
         plan.on_host = on_host;
@@ -85,10 +85,10 @@ impl Plan {
         let (worker, num_workers) = places.next().expect("a pipeline has a place");
         let mut largest = Plan::of_worker(Job { workers: worker, ..job }, None)?;
         let mut on_host = HostBytes::of_launcher(workers);
-        on_host.add(largest.worker_bytes(config), num_workers);
+        on_host.add(&largest, config, num_workers);
         for (worker, num_workers) in places {
             let plan = Plan::of_worker(Job { workers: worker, ..job }, Some(largest.choices.clone()))?;
-            on_host.add(plan.worker_bytes(config), num_workers);
+            on_host.add(&plan, config, num_workers);
             if need(&plan) > need(&largest) {
                 largest = Plan { reasons: largest.reasons, ..plan };
             }
@@ -154,10 +154,6 @@ impl Plan {
             dry_run(job, &rehearsal, program(place, &choices), validation)?;
         let (rank, on_host) = (workers.rank, HostBytes::of_launcher(workers));
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host, reasons })
-    }
-
-    fn worker_bytes(&self, config: &Config) -> WorkerBytes {
-        WorkerBytes::new(&self.prediction, self.model.table(), self.rank, config)
     }
 
     /// How long a step takes on this machine, whose kernels and links the workers of the job measure for some seconds; `world` is

@@ -70,9 +70,8 @@ pub(super) struct Cache {
 impl Machine {
     /// Reads what there is below `root`, which is `/` but for tests. What the system does not tell stays unknown.
     pub(super) fn read(root: &Path) -> Self {
-        let system = System { root };
-        let processor = system.text("proc/cpuinfo");
-        let memory = system.text("proc/meminfo");
+        let text = |path: &str| text(root, path);
+        let (processor, memory) = (text("proc/cpuinfo"), text("proc/meminfo"));
         let bytes = |key| Some(number(field(&memory, key)?.strip_suffix("kB")?)? * 1024);
         let flags = field(&processor, "flags").or(field(&processor, "Features")).unwrap_or_default();
         let has = |flag: &str| flags.split_whitespace().any(|found| found == flag);
@@ -93,59 +92,51 @@ impl Machine {
             cpu_limit_cores: cpu_limit.as_ref().map(|limit| limit.num_cores),
             cpu_limit_file: cpu_limit.map(|limit| limit.file),
             threads_per_core,
-            hypervisor: has("hypervisor").then(|| system.hypervisor()),
+            hypervisor: has("hypervisor").then(|| hypervisor(root)),
             instruction_sets: INSTRUCTION_SETS.into_iter().filter(|set| has(set)).collect(),
-            caches: system.caches(),
+            caches: caches(root),
             memory_bytes,
             memory_available_bytes: bytes("MemAvailable"),
             memory_limit_bytes: limit.as_ref().map(|limit| limit.bytes),
             memory_limit_file: limit.and_then(|limit| limit.file),
-            huge_pages: chosen(&system.text("sys/kernel/mm/transparent_hugepage/enabled")),
+            huge_pages: chosen(&text("sys/kernel/mm/transparent_hugepage/enabled")),
             huge_pages_reserved_bytes: MemoryLimit::of_pool(root).bytes,
             dev_shm_bytes: rustix::fs::statvfs(root.join("dev/shm"))
                 .ok()
                 .map(|files| files.f_frsize.saturating_mul(files.f_blocks)),
-            load: system.text("proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
+            load: text("proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
         }
     }
 }
 
-struct System<'a> {
-    root: &'a Path,
+/// A file's text; empty if there is no such file.
+fn text(root: &Path, path: &str) -> String {
+    fs::read(root.join(path))
+        .map_or_else(|_| String::new(), |text| String::from_utf8_lossy(&text).into_owned())
 }
 
-impl System<'_> {
-    /// A file's text; empty if there is no such file.
-    fn text(&self, path: impl AsRef<Path>) -> String {
-        fs::read(self.root.join(path))
-            .map_or_else(|_| String::new(), |text| String::from_utf8_lossy(&text).into_owned())
+fn hypervisor(root: &Path) -> String {
+    let known = ["sys_vendor", "product_name"].map(|name| text(root, &format!("sys/class/dmi/id/{name}")));
+    match known.map(|text| text.trim().to_owned()) {
+        [maker, name] if maker.is_empty() && name.is_empty() => "unknown".to_owned(),
+        [maker, name] => format!("{maker} {name}").trim().to_owned(),
     }
+}
 
-    fn hypervisor(&self) -> String {
-        let known = ["sys_vendor", "product_name"].map(|name| self.text(format!("sys/class/dmi/id/{name}")));
-        match known.map(|text| text.trim().to_owned()) {
-            [maker, name] if maker.is_empty() && name.is_empty() => "unknown".to_owned(),
-            [maker, name] => format!("{maker} {name}").trim().to_owned(),
-        }
-    }
-
-    fn caches(&self) -> Vec<Cache> {
-        let cache = |index: usize| {
-            let text = |name| self.text(format!("sys/devices/system/cpu/cpu0/cache/index{index}/{name}"));
-            let kind = match text("type").trim() {
-                "Data" => "d",
-                "Instruction" => "i",
-                _ => "",
-            };
-            let name = format!("L{}{kind}", number(text("level").trim())?);
-            Some(Cache {
-                name,
-                bytes: size_with_unit(text("size").trim())?,
-                num_cores: list_len(text("shared_cpu_list").trim()),
-            })
+fn caches(root: &Path) -> Vec<Cache> {
+    let cache = |index: usize| {
+        let folder = format!("sys/devices/system/cpu/cpu0/cache/index{index}");
+        let text = |name| text(root, &format!("{folder}/{name}")).trim().to_owned();
+        let kind = match &*text("type") {
+            "Data" => "d",
+            "Instruction" => "i",
+            _ => "",
         };
-        (0..16).map_while(cache).filter(|cache| !cache.name.ends_with('i')).collect()
-    }
+        let name = format!("L{}{kind}", number(&text("level"))?);
+        let bytes = size_with_unit(&text("size"))?;
+        Some(Cache { name, bytes, num_cores: list_len(&text("shared_cpu_list")) })
+    };
+    (0..16).map_while(cache).filter(|cache| !cache.name.ends_with('i')).collect()
 }
 
 /// The value of a line `key : value`.
