@@ -181,17 +181,14 @@ fn moved_units(program: &Program) -> Vec<usize> {
 
 /// `units 0-3 keep all, units 4-6 keep their input`.
 fn describe_keeps(keeps: &[Keep]) -> String {
-    let mut runs: Vec<(usize, usize, Keep)> = Vec::new();
-    for (unit, &keep) in keeps.iter().enumerate() {
-        match runs.last_mut() {
-            Some((_, last, same)) if *same == keep => *last = unit,
-            _ => runs.push((unit, unit, keep)),
-        }
-    }
-    let run = |&(first, last, keep): &(usize, usize, Keep)| {
-        let units =
-            if first == last { format!("unit {first} keeps") } else { format!("units {first}-{last} keep") };
-        format!("{units} {}", keep.name())
+    let mut first = 0;
+    let describe = |run: &[Keep]| {
+        let units = match run.len() {
+            1 => format!("unit {first} keeps"),
+            len => format!("units {first}-{} keep", first + len - 1),
+        };
+        first += run.len();
+        format!("{units} {}", run[0].name())
     };
-    runs.iter().map(run).collect::<Vec<_>>().join(", ")
+    keeps.chunk_by(|left, right| left == right).map(describe).collect::<Vec<_>>().join(", ")
 }

@@ -41,17 +41,13 @@ fn show(number: f64, quantity: Quantity) -> String {
 
 /// The number with a comma before each group of three digits.
 pub(super) fn with_separators(number: f64, num_decimals: usize) -> String {
-    let text = format!("{number:.num_decimals$}");
-    let num_digits = text.find('.').unwrap_or(text.len());
-    let (digits, fraction) = text.split_at(num_digits);
-    let mut shown = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (num_digits - index).is_multiple_of(3) {
-            shown.push(',');
-        }
-        shown.push(digit);
+    let mut text = format!("{number:.num_decimals$}");
+    let mut place = text.find('.').unwrap_or(text.len());
+    while place > 3 {
+        place -= 3;
+        text.insert(place, ',');
     }
-    shown + fraction
+    text
 }
 
 /// The median, and the range if there is one.

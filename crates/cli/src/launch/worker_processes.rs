@@ -148,9 +148,8 @@ impl WorkerProcesses {
 
     /// Kills the workers that are stopped, who would not hear any other signal.
     pub(super) fn kill_stopped(&self) {
-        for worker in
-            self.workers.iter().filter(|worker| worker.status.is_none() && is_stopped(&worker.child))
-        {
+        let running = self.workers.iter().filter(|worker| worker.status.is_none());
+        for worker in running.filter(|worker| is_stopped(&worker.child)) {
             let _ = kill_process(Pid::from_child(&worker.child), Signal::KILL);
         }
     }
