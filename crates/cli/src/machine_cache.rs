@@ -2,11 +2,12 @@
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
+use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
+use trireme_base::open_regular;
 
 /// Longer files are not read; ours have a few KiB.
 const FILE_BYTES_MAX: u64 = 64 << 10;
@@ -74,10 +75,8 @@ impl MachineCache {
 
     /// The results, if the file has such of this machine and program. The caller checks their values: other programs can write the file.
     pub(crate) fn read<T: DeserializeOwned>(&self) -> Option<T> {
-        let text = read_up_to(&self.path, FILE_BYTES_MAX + 1)?;
-        if text.len() as u64 > FILE_BYTES_MAX {
-            return None;
-        }
+        let text = read_up_to(&self.path, FILE_BYTES_MAX + 1);
+        let text = text.filter(|text| text.len() as u64 <= FILE_BYTES_MAX)?;
         let Document { identity, results } = serde_json::from_str(&text).ok()?;
         (identity == self.identity).then_some(results)
     }
@@ -113,12 +112,8 @@ impl Identity {
 
 /// The beginning of a text file; none of what is no file.
 fn read_up_to(path: &Path, num_bytes: u64) -> Option<String> {
-    // Opening a pipe would wait for its other end.
-    if !fs::metadata(path).ok()?.is_file() {
-        return None;
-    }
     let mut bytes = Vec::new();
-    File::open(path).ok()?.take(num_bytes).read_to_end(&mut bytes).ok()?;
+    open_regular(path).ok()?.take(num_bytes).read_to_end(&mut bytes).ok()?;
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
