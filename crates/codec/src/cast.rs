@@ -48,7 +48,6 @@ impl<T: Half> Codec for Rounded<T> {
     }
 }
 
-/// A 16-bit float.
 pub(super) trait Half: Pod + Debug + Send + Sync {
     fn round(value: f32) -> Self;
     fn widen(self) -> f32;

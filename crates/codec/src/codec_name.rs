@@ -48,7 +48,6 @@ impl CodecName {
         }
     }
 
-    /// The codecs that have an option.
     pub(super) fn owners(option: &str) -> Vec<CodecName> {
         CodecName::ALL.into_iter().filter(|codec| codec.options().contains(&option)).collect()
     }

@@ -47,7 +47,6 @@ pub struct Compression {
     normalize: Option<f32>,
 }
 
-/// A codec with its options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Method {
     None,
@@ -167,7 +166,6 @@ impl Compression {
         self.warmup_steps
     }
 
-    /// How step `step`, from 0, is compressed.
     fn method_at(&self, step: u64) -> Method {
         let is_warming_up = step < self.warmup_steps && self.method.last_ratio().is_none();
         if is_warming_up { self.warmup_method } else { self.method }
@@ -268,7 +266,6 @@ fn ratio_at(last: f64, warmup_steps: u64, step: u64) -> f64 {
     warmup_ratios(last).nth(interval as usize).unwrap_or(last)
 }
 
-/// The ratios of a warm-up's intervals.
 fn warmup_ratios(last: f64) -> impl Iterator<Item = f64> {
     const FIRST: f64 = 0.25;
     std::iter::successors(Some(FIRST), |ratio| Some(ratio / 4.0)).take_while(move |&ratio| ratio > last)

@@ -5,32 +5,25 @@ use trireme_base::Rank;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum CompressionError {
-    /// An option of another codec.
     #[error("compression {codec} has no option {option}; {owners} has it")]
     ForeignOption { codec: CodecName, option: &'static str, owners: String },
-    /// An option that cannot be.
     #[error("compression {codec}: {option} is {value}, but must be {allowed}")]
     Option { codec: CodecName, option: &'static str, value: String, allowed: &'static str },
-    /// Matrices that do not lie in their bucket one after another.
     #[error(
         "the matrix of {rows} x {cols} at element {offset} does not fit into a bucket of {len} elements, or overlaps \
          the matrix before it"
     )]
     Matrix { offset: usize, rows: usize, cols: usize, len: usize },
-    /// More elements than a codec can number.
     #[error(
         "compression {codec} addresses elements with 32 bits, but a bucket has {len}; make the units smaller"
     )]
     BucketTooLong { codec: CodecName, len: usize },
-    /// A round's result has the wrong length.
     #[error("the result of round {round} of compression {codec} has {found} bytes instead of {expected}")]
     ResultLength { codec: CodecName, round: usize, found: usize, expected: usize },
-    /// A rank's message is none that the codec makes.
     #[error(
         "rank {rank} sent a message that {codec} does not produce: {what}; do all ranks run the same version?"
     )]
     Message { rank: Rank, codec: CodecName, what: String },
-    /// A kept state belongs to another compression, or is damaged.
     #[error(
         "the saved state does not match compression {codec}: {what}; start without it, or with the options that \
          created it"

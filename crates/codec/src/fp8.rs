@@ -7,7 +7,6 @@
 use super::numbers::{INFINITY_BITS, exponent, largest_finite_magnitude, magnitude_bits, power_of_two};
 use super::{Codec, CompressionError, Turn};
 
-/// A format of 8-bit floats, with a sign.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fp8Format {
     /// 4 bits of exponent, 3 of fraction: from 2^-9 to 448.
@@ -40,14 +39,12 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
     const SHIFT: u32 = 23 - FRACTION_BITS;
     /// From the exponent of a code to that of an f32, in place.
     const REBIAS: u32 = (127 - Self::BIAS) << 23;
-    /// Bits of the smallest normal value.
     const NORMAL_MIN: u32 = (128 - Self::BIAS) << 23;
     /// The distance of values below the normal ones.
     const UNIT: f32 = power_of_two(1 - Self::BIAS as i32 - FRACTION_BITS as i32);
     /// A number whose unit in the last place is `UNIT`.
     const ANCHOR: f32 = Self::UNIT * power_of_two(23);
 
-    /// [`value`](Self::value) of every code.
     const VALUES: &[f32; 256] = &{
         let mut values = [0.0; 256];
         let mut code = 0;

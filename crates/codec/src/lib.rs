@@ -64,7 +64,6 @@ trait Codec: Send + Sync + std::fmt::Debug {
         None
     }
 
-    /// The same, to be replaced.
     fn kept_mut(&mut self) -> Option<(&'static str, &mut [f32])> {
         None
     }

@@ -28,7 +28,6 @@ pub(super) struct Layout {
     plain_len: usize,
 }
 
-/// A matrix and its two factors.
 #[derive(Debug)]
 struct Factored {
     matrix: Matrix,

@@ -56,7 +56,6 @@ pub(super) fn settle(values: &mut [f32]) -> f32 {
     (squares.iter().sum::<f64>() + rest).sqrt() as f32
 }
 
-/// Sum of products.
 pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
     let ((x_chunks, x_rest), (y_chunks, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
     let mut sums = [0.0; LANES];

@@ -72,7 +72,6 @@ fn take_signs(means: Means, values: &mut [f32]) -> u8 {
     signs
 }
 
-/// Adds a block of a message.
 fn add(means: Means, signs: &[u8], sums: &mut [f32]) {
     let value = |byte: u8, bit: usize| if byte >> bit & 1 == 1 { means.minus } else { means.plus };
     let (bytes, rest) = sums.as_chunks_mut::<8>();

@@ -133,7 +133,6 @@ fn pack(bits: Bits, codes: &[i8; PIECE_LEN], bytes: &mut [u8]) {
     }
 }
 
-/// Adds a block of a message.
 fn add(bits: Bits, unit: f32, codes: &[u8], sums: &mut [f32]) {
     match bits {
         Bits::Eight => {

@@ -230,7 +230,6 @@ impl Storage {
         }
     }
 
-    /// Waits until then.
     pub(crate) fn wait(&mut self) {
         self.memory = match std::mem::replace(&mut self.memory, Memory::Heap(Vec::new())) {
             Memory::Pending(pending) => {

@@ -17,7 +17,6 @@ pub(crate) struct Call {
     pub(crate) timeout: Duration,
 }
 
-/// What an operation cost.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Cost {
     pub(crate) payload_bytes: u64,

@@ -15,15 +15,12 @@ use crate::call::BlockLens;
 use crate::{Buffer, CommError, Content, Group, Operation, Work};
 use std::sync::Arc;
 use trireme_base::{Rank, ReduceOp};
-use trireme_schedule::collective::CollectiveKind;
+use trireme_schedule::collective::{Collective, CollectiveKind};
 
 impl Group {
     /// Replaces each element by the reduction of all ranks' elements.
     pub fn all_reduce<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
-        self.issue(
-            Operation::reduction_of(CollectiveKind::AllReduce.with_len(buffer.len()), op, buffer.dtype()),
-            buffer,
-        )
+        self.in_place(CollectiveKind::AllReduce.with_len(buffer.len()), Some(op), buffer)
     }
 
     /// The reduction of all ranks' inputs, as long as they are.
@@ -33,17 +30,12 @@ impl Group {
         output: Buffer<T>,
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = input.len();
-        let operation = Operation::reduction_of(CollectiveKind::AllReduce.with_len(len), op, input.dtype());
-        self.checked_pair(operation, (input, output))
+        self.out_of_place(CollectiveKind::AllReduce.with_len(input.len()), Some(op), (input, output))
     }
 
     /// Replaces the root's elements by the reduction of all ranks' elements.
     pub fn reduce<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(
-            Operation::reduction_of(CollectiveKind::Reduce.with_root(root, buffer.len()), op, buffer.dtype()),
-            buffer,
-        )
+        self.in_place(CollectiveKind::Reduce.with_root(root, buffer.len()), Some(op), buffer)
     }
 
     /// The reduction of all ranks' inputs at the root, as long as they are; the other outputs are empty.
@@ -54,18 +46,12 @@ impl Group {
         op: ReduceOp,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = input.len();
-        let operation =
-            Operation::reduction_of(CollectiveKind::Reduce.with_root(root, len), op, input.dtype());
-        self.checked_pair(operation, (input, output))
+        self.out_of_place(CollectiveKind::Reduce.with_root(root, input.len()), Some(op), (input, output))
     }
 
     /// Replaces each rank's elements by those of `root`.
     pub fn broadcast<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(
-            Operation::of(CollectiveKind::Broadcast.with_root(root, buffer.len()), buffer.dtype()),
-            buffer,
-        )
+        self.in_place(CollectiveKind::Broadcast.with_root(root, buffer.len()), None, buffer)
     }
 
     /// The root's input, as long as the outputs; the other inputs are empty. The root gets its output, too.
@@ -75,14 +61,12 @@ impl Group {
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = output.len();
-        let operation = Operation::of(CollectiveKind::Broadcast.with_root(root, len), input.dtype());
-        self.checked_pair(operation, (input, output))
+        self.out_of_place(CollectiveKind::Broadcast.with_root(root, output.len()), None, (input, output))
     }
 
     /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn all_gather<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        self.issue(Operation::of(CollectiveKind::AllGather.with_len(buffer.len()), buffer.dtype()), buffer)
+        self.in_place(CollectiveKind::AllGather.with_len(buffer.len()), None, buffer)
     }
 
     /// The inputs of all ranks, one after the other; a rank's input is its block of the output.
@@ -91,17 +75,12 @@ impl Group {
         input: Buffer<T>,
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = output.len();
-        let operation = Operation::of(CollectiveKind::AllGather.with_len(len), input.dtype());
-        self.checked_pair(operation, (input, output))
+        self.out_of_place(CollectiveKind::AllGather.with_len(output.len()), None, (input, output))
     }
 
     /// Replaces this rank's block by the reduction of all ranks' elements there.
     pub fn reduce_scatter<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
-        self.issue(
-            Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(buffer.len()), op, buffer.dtype()),
-            buffer,
-        )
+        self.in_place(CollectiveKind::ReduceScatter.with_len(buffer.len()), Some(op), buffer)
     }
 
     /// This rank's block of the reduction of all ranks' inputs.
@@ -111,18 +90,12 @@ impl Group {
         output: Buffer<T>,
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = input.len();
-        let operation =
-            Operation::reduction_of(CollectiveKind::ReduceScatter.with_len(len), op, input.dtype());
-        self.checked_pair(operation, (input, output))
+        self.out_of_place(CollectiveKind::ReduceScatter.with_len(input.len()), Some(op), (input, output))
     }
 
     /// Fills the root's vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn gather<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(
-            Operation::of(CollectiveKind::Gather.with_root(root, buffer.len()), buffer.dtype()),
-            buffer,
-        )
+        self.in_place(CollectiveKind::Gather.with_root(root, buffer.len()), None, buffer)
     }
 
     /// The inputs of all ranks, all of one length, one after the other at the root; the other outputs are empty.
@@ -133,16 +106,12 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len() * self.world_size();
-        let operation = Operation::of(CollectiveKind::Gather.with_root(root, len), input.dtype());
-        self.checked_pair(operation, (input, output))
+        self.out_of_place(CollectiveKind::Gather.with_root(root, len), None, (input, output))
     }
 
     /// Replaces each rank's block by that of the root's vector.
     pub fn scatter<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(
-            Operation::of(CollectiveKind::Scatter.with_root(root, buffer.len()), buffer.dtype()),
-            buffer,
-        )
+        self.in_place(CollectiveKind::Scatter.with_root(root, buffer.len()), None, buffer)
     }
 
     /// This rank's block of the root's input, all of one length; the other inputs are empty.
@@ -153,17 +122,12 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len() * self.world_size();
-        let operation = Operation::of(CollectiveKind::Scatter.with_root(root, len), input.dtype());
-        self.checked_pair(operation, (input, output))
+        self.out_of_place(CollectiveKind::Scatter.with_root(root, len), None, (input, output))
     }
 
     /// Swaps blocks: the `j`-th of rank `i` becomes the `i`-th of rank `j`. The length is a multiple of the world size.
     pub fn all_to_all<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let operation = Operation::of(CollectiveKind::AllToAll.with_len(buffer.len()), buffer.dtype());
-        match self.check_equal_blocks(operation, buffer.len()) {
-            Ok(()) => self.issue(operation, buffer),
-            Err(error) => Work::ready(Err(error)),
-        }
+        self.in_place(CollectiveKind::AllToAll.with_len(buffer.len()), None, buffer)
     }
 
     /// The `i`-th block of the output is this rank's block of rank `i`'s input. The length is a multiple of the world
@@ -173,12 +137,7 @@ impl Group {
         input: Buffer<T>,
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = input.len();
-        let operation = Operation::of(CollectiveKind::AllToAll.with_len(len), input.dtype());
-        match self.check_equal_blocks(operation, len) {
-            Ok(()) => self.checked_pair(operation, (input, output)),
-            Err(error) => Work::ready(Err(error)),
-        }
+        self.out_of_place(CollectiveKind::AllToAll.with_len(input.len()), None, (input, output))
     }
 
     /// As [`all_to_all_into`](Group::all_to_all_into), with `send_lens[j]` elements for rank `j` one after the other in
@@ -252,39 +211,42 @@ impl Group {
         self.issue_variable(operation, (input, output), lens)
     }
 
-    fn check_equal_blocks(&self, operation: Operation, len: usize) -> Result<(), CommError> {
-        if len.is_multiple_of(self.world_size()) {
-            return Ok(());
-        }
-        let what = format!("{len} elements cannot be divided into {} equal blocks", self.world_size());
-        Err(CommError::Lengths { operation: operation.name(), what })
-    }
-
-    fn check_root(&self, operation: Operation) -> Result<(), CommError> {
+    /// Refuses a root that the group lacks, and an all-to-all of unequal blocks.
+    fn check(&self, operation: Operation) -> Result<(), CommError> {
+        let (world_size, (_, len)) = (self.world_size(), operation.elements());
         match operation.root() {
-            Some(root) if root.0 >= self.world_size() => {
-                Err(CommError::NoSuchRoot { operation, root, world_size: self.world_size() })
+            Some(root) if root.0 >= world_size => Err(CommError::NoSuchRoot { operation, root, world_size }),
+            None if operation.is(CollectiveKind::AllToAll) && !len.is_multiple_of(world_size) => {
+                let what = format!("{len} elements cannot be divided into {world_size} equal blocks");
+                Err(CommError::Lengths { operation: operation.name(), what })
             }
             _ => Ok(()),
         }
     }
 
-    fn checked_root<T: Content>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        match self.check_root(operation) {
+    fn in_place<T: Content>(
+        &self,
+        collective: Collective,
+        op: Option<ReduceOp>,
+        buffer: Buffer<T>,
+    ) -> Work<Buffer<T>> {
+        let operation = Operation::new(collective, op, buffer.dtype());
+        match self.check(operation) {
             Ok(()) => self.issue(operation, buffer),
             Err(error) => Work::ready(Err(error)),
         }
     }
 
-    fn checked_pair<T: Content>(
+    fn out_of_place<T: Content>(
         &self,
-        operation: Operation,
+        collective: Collective,
+        op: Option<ReduceOp>,
         (input, output): (Buffer<T>, Buffer<T>),
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        if let Err(error) = self.check_root(operation) {
+        let operation = Operation::new(collective, op, input.dtype());
+        if let Err(error) = self.check(operation) {
             return Work::ready(Err(error));
         }
-        let collective = operation.collective().expect("operations on two vectors are collectives");
         let [input_len, output_len] = collective.lens(self.rank(), self.world_size());
         if (input.len(), output.len()) != (input_len, output_len) {
             let what = format!(

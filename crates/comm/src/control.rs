@@ -29,7 +29,6 @@ const WARN_MAX: Duration = Duration::from_secs(30);
 /// How long to look for the reason of a broken data connection on the control connection beside it.
 const REASON_WAIT: Duration = Duration::from_secs(1);
 
-/// The control connections of one rank.
 pub(crate) struct Control {
     peers: Vec<Peer>,
     /// Readable when any connection is.
@@ -172,7 +171,6 @@ impl Control {
         Ok(())
     }
 
-    /// Notes that bytes have moved.
     pub(crate) fn has_moved(&mut self) {
         let now = Instant::now();
         self.moved = Some(now);
@@ -221,7 +219,6 @@ impl Control {
         }
     }
 
-    /// Tells the peers where this rank is.
     pub(crate) fn tell_place(&mut self, sequence: u64, place: Option<ToldPlace>) {
         self.tell(Notice { sequence, event: Event::Place(place) });
     }
@@ -355,7 +352,6 @@ impl Control {
         matches!(self.peers[rank.0].link, Link::Own)
     }
 
-    /// Peers that are not known to have begun `call`.
     fn missing(&self, call: &Call) -> Vec<Rank> {
         let is_missing =
             |(rank, peer): &(usize, &Peer)| peer.num_begun <= call.sequence && !self.is_own(Rank(*rank));

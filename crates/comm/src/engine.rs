@@ -11,7 +11,6 @@ const LOOK_AROUND_INTERVAL: Duration = Duration::from_millis(1);
 /// How often to look what the peers say while there is nothing to do, at most.
 pub(crate) const LOOK_INTERVAL_MAX: Duration = Duration::from_millis(500);
 
-/// Executes a group's operations, one at a time.
 pub(crate) struct Engine {
     control: Control,
     transport: Box<dyn Transport>,

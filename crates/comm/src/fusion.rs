@@ -24,7 +24,6 @@ struct State {
     open: Arc<Mutex<Batch>>,
     /// Batches whose vectors their owners have got back.
     free: Vec<Arc<Mutex<Batch>>>,
-    /// Memory for batches.
     spare: Vec<Buffer<Untyped>>,
 }
 
@@ -96,7 +95,6 @@ impl Fusion {
         Ok(num_batches * self.len_max * dtype.size())
     }
 
-    /// Whether a vector travels with others.
     fn fuses(&self, len: usize) -> bool {
         len <= self.len_max / 2 && self.len_max > 0
     }

@@ -21,7 +21,6 @@ pub(crate) enum OperationKind {
 }
 
 impl OperationKind {
-    /// The kinds that are not collectives.
     const OTHERS: [OperationKind; 4] = [
         OperationKind::AllToAllVariable,
         OperationKind::AllToAllVariableByHosts,
@@ -29,17 +28,14 @@ impl OperationKind {
         OperationKind::Message,
     ];
 
-    /// All kinds.
     fn all() -> impl Iterator<Item = OperationKind> {
         CollectiveKind::ALL.into_iter().map(OperationKind::Collective).chain(Self::OTHERS)
     }
 
-    /// The kind of this [name](OperationKind::name).
     pub(crate) fn named(name: &str) -> Option<Self> {
         Self::all().find(|kind| kind.name() == name)
     }
 
-    /// The name, as users call it.
     fn name(self) -> &'static str {
         match self {
             OperationKind::Collective(kind) => kind.name(),
@@ -128,7 +124,7 @@ impl Operation {
         Operation::new(collective, Some(op), dtype)
     }
 
-    const fn new(collective: Collective, op: Option<ReduceOp>, dtype: DType) -> Self {
+    pub(crate) const fn new(collective: Collective, op: Option<ReduceOp>, dtype: DType) -> Self {
         let (kind, root) = (OperationKind::Collective(collective.kind), collective.root());
         Operation { kind, op, root, dtype, len: collective.len }
     }
@@ -194,17 +190,14 @@ impl Operation {
         self.root
     }
 
-    /// Whether the input of a rank is its block.
     pub(crate) fn input_is_block(self) -> bool {
         self.kind.collective().is_some_and(|kind| kind.data_flow().input == Data::Block)
     }
 
-    /// Whether the output of a rank is its block.
     pub(crate) fn output_is_block(self) -> bool {
         self.kind.collective().is_some_and(|kind| kind.data_flow().output == Data::Block)
     }
 
-    /// Whether the operation is a collective of this kind.
     pub(crate) fn is(self, kind: CollectiveKind) -> bool {
         self.kind == OperationKind::Collective(kind)
     }

@@ -34,7 +34,6 @@ pub(crate) struct Queue {
     state: Mutex<State>,
     /// There may be something for the communication thread to do.
     submitted: Condvar,
-    /// Some operation has ended.
     finished: Condvar,
 }
 
@@ -49,7 +48,6 @@ struct State {
     engine: Option<Engine>,
     slots: Slab<Slot>,
     waiting: VecDeque<usize>,
-    /// What ended the group.
     failure: Option<CommError>,
     /// The group has been dropped: nothing more will be issued.
     closed: bool,
@@ -66,7 +64,6 @@ struct Slot {
     recipient: Recipient,
 }
 
-/// Who gets the result of an operation.
 enum Recipient {
     /// Whoever waits at the ticket.
     Ticket,
@@ -114,7 +111,6 @@ impl Queue {
         }
     }
 
-    /// Issues an operation, to be executed in the background.
     pub(crate) fn submit(self: &Arc<Self>, operation: Operation, payload: Payload) -> Ticket {
         let (dtype, len) = operation.elements();
         let ticket = self.enqueue(operation, payload);
@@ -343,7 +339,6 @@ impl Ticket {
         self.queue.submitted.notify_one();
     }
 
-    /// Where the group's operations are noted.
     pub(crate) fn recorder(&self) -> &GroupRecorder {
         &self.queue.recorder
     }

@@ -111,7 +111,6 @@ impl Selection {
         self.lock()[usize::from(self.measured.get().is_some())].iter().map(choice).collect()
     }
 
-    /// How many they are.
     pub(crate) fn num_choices(&self) -> usize {
         self.lock()[usize::from(self.measured.get().is_some())].len()
     }

@@ -1,6 +1,5 @@
 //! Fixed-size messages: little-endian words.
 
-/// The words as bytes.
 pub(crate) fn to_bytes<const WORDS: usize, const BYTES: usize>(words: [u64; WORDS]) -> [u8; BYTES] {
     const { assert!(BYTES == 8 * WORDS) };
     let mut bytes = [0; BYTES];
@@ -10,7 +9,6 @@ pub(crate) fn to_bytes<const WORDS: usize, const BYTES: usize>(words: [u64; WORD
     bytes
 }
 
-/// The words that [`to_bytes`] wrote.
 pub(crate) fn from_bytes<const WORDS: usize, const BYTES: usize>(bytes: &[u8; BYTES]) -> [u64; WORDS] {
     const { assert!(BYTES == 8 * WORDS) };
     let mut words = [0; WORDS];

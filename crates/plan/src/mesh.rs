@@ -41,10 +41,8 @@ pub struct Mesh {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum MeshError {
-    /// A degree of zero.
     #[error("the degree of axis {axis} is 0; it must be at least 1")]
     ZeroDegree { axis: Axis },
-    /// The same axis twice.
     #[error("axis {axis} occurs twice")]
     RepeatedAxis { axis: Axis },
 }

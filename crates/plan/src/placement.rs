@@ -224,21 +224,16 @@ impl HeldBox {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum PlacementError {
-    /// Not one placement for each axis.
     #[error("tensor '{name}' has {placements} placements on a mesh of {axes} axes")]
     WrongNumber { name: String, placements: usize, axes: usize },
-    /// Bounds that are none of the tensor's.
     #[error(
         "tensor '{name}' is cut at {bounds:?} into {degree} runs, which does not fit its {num_elements} elements"
     )]
     WrongBounds { name: String, bounds: Vec<usize>, degree: usize, num_elements: usize },
-    /// A dim that so many ranks cannot cut.
     #[error("tensor '{name}' is cut by {degree} ranks as {cut:?}, which does not fit {len} elements")]
     WrongCut { name: String, cut: Cut, len: usize, degree: usize },
-    /// A rank that the axis lacks.
     #[error("tensor '{name}' is placed on rank {rank} of an axis of {degree}")]
     NoSuchRank { name: String, rank: usize, degree: usize },
-    /// A dim that the tensor lacks.
     #[error("tensor '{name}' of shape {shape:?} has no dim {dim} to shard")]
     NoSuchDim { name: String, shape: Vec<usize>, dim: usize },
 }

@@ -61,44 +61,18 @@ pub struct StateOf {
 /// One thing a rank does within a step. Units and microbatches are counted from 0; a microbatch by its place
 /// among those of this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "the variants explain the fields")]
 pub enum Action {
     /// `F u m`, or `F u m keep input`: forward of a unit for a microbatch.
-    Forward {
-        /// Unit.
-        unit: usize,
-        /// Microbatch.
-        microbatch: usize,
-        /// What backward is left.
-        keep: Keep,
-    },
+    Forward { unit: usize, microbatch: usize, keep: Keep },
     /// `R u m`: makes again what forward of a unit did not keep.
-    Recompute {
-        /// Unit.
-        unit: usize,
-        /// Microbatch.
-        microbatch: usize,
-    },
+    Recompute { unit: usize, microbatch: usize },
     /// `B u m`: backward of a unit for a microbatch; adds to the unit's gradient.
-    Backward {
-        /// Unit.
-        unit: usize,
-        /// Microbatch.
-        microbatch: usize,
-    },
+    Backward { unit: usize, microbatch: usize },
     /// `I u m`: the half of backward that makes the gradient of the unit's input.
-    BackwardInput {
-        /// Unit.
-        unit: usize,
-        /// Microbatch.
-        microbatch: usize,
-    },
+    BackwardInput { unit: usize, microbatch: usize },
     /// `W u m`: the other half, which adds to the unit's gradient.
-    BackwardWeight {
-        /// Unit.
-        unit: usize,
-        /// Microbatch.
-        microbatch: usize,
-    },
+    BackwardWeight { unit: usize, microbatch: usize },
     /// `SEND_F u m`: starts to send a message to the rank that it is for ([`Outline::peer`](crate::Outline::peer)).
     Send(Message),
     /// `RECV_F u m`: starts to receive a message from the rank that has made it. What reads it waits for it.
@@ -106,27 +80,15 @@ pub enum Action {
     /// `UNSHARD u`: starts to gather a unit's parameters from the nearest complete copy: the shards of the data-parallel ranks,
     /// or what ranks of the host have kept of an earlier gathering since the unit's last `STEP`. What reads them waits for
     /// them.
-    Unshard {
-        /// Unit.
-        unit: usize,
-    },
+    Unshard { unit: usize },
     /// `RESHARD u`: gives the gathered parameters of a unit back; the shard stays.
-    Reshard {
-        /// Unit.
-        unit: usize,
-    },
+    Reshard { unit: usize },
     /// `REDUCE_GRAD u`: starts the reduction over the data-parallel ranks of what backward has added to a unit's
     /// gradient since the last one.
-    ReduceGrad {
-        /// Unit.
-        unit: usize,
-    },
+    ReduceGrad { unit: usize },
     /// `UNSHARD_GRAD u`: starts to gather a unit's gradient from the shards of the data-parallel ranks, once all of its
     /// reductions have ended. `STEP` waits for it, and gives it back.
-    UnshardGrad {
-        /// Unit.
-        unit: usize,
-    },
+    UnshardGrad { unit: usize },
     /// `FETCH optimizer u`, `FETCH activations u m`: starts to bring state back from where it lives. What works with it waits
     /// for it.
     Fetch(StateOf),
@@ -135,20 +97,11 @@ pub enum Action {
     /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first of a program waits for every
     /// reduction, for the gradients' global norm needs all of them. In a pipeline that does not drain between updates, the first of
     /// each update waits for the reductions of this rank.
-    Step {
-        /// Unit.
-        unit: usize,
-    },
+    Step { unit: usize },
     /// `STASH u`: keeps a copy of a unit's parameters as they are, for passes that read them after the next `STEP`.
-    Stash {
-        /// Unit.
-        unit: usize,
-    },
+    Stash { unit: usize },
     /// `UNSTASH u`: gives the oldest copy of a unit's parameters back, which no later pass reads.
-    Unstash {
-        /// Unit.
-        unit: usize,
-    },
+    Unstash { unit: usize },
 }
 
 /// What an action occupies. Order within a stream is the program's; across streams it follows the data.

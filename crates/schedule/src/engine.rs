@@ -130,7 +130,6 @@ enum Side {
     Expects,
 }
 
-/// Something that runs.
 struct Running<'a> {
     what: What,
     host: usize,
@@ -164,7 +163,6 @@ struct JobState<'a> {
     has_begun: bool,
     ran: Interval,
     has_arrived: bool,
-    /// Ranks that wait for it.
     awaited_by: Vec<usize>,
 }
 
@@ -186,12 +184,10 @@ struct Engine<'a> {
     streams: Vec<VecDeque<usize>>,
     running: Vec<Option<Running<'a>>>,
     free_slots: Vec<usize>,
-    /// The load of each host.
     loads: Vec<usize>,
     /// The times when what runs in slots ends, as bits, which sort as times do. Of two at the same time, the one that began first comes
     /// first. An entry whose end has changed is stale.
     ends: BinaryHeap<Reverse<(u64, usize, usize)>>,
-    /// Whether lengths depend on loads.
     has_loads: bool,
     num_ends: usize,
     found: Vec<Vec<Interval>>,

@@ -145,7 +145,6 @@ impl Group {
         }
     }
 
-    /// Issues an operation on a vector.
     pub(crate) fn issue<T: Content>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
         let Some(executor) = &self.executor else { return self.dry_work(operation, buffer) };
         let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));

@@ -57,7 +57,6 @@ pub struct Group {
     dry: Option<Dry>,
 }
 
-/// What a dry group notes.
 #[derive(Clone)]
 struct Dry {
     journal: Arc<OnceLock<Journal>>,
@@ -72,7 +71,6 @@ struct Executor {
 }
 
 impl Group {
-    /// Starts a rank's communication thread.
     pub(crate) fn start(
         parts: Parts,
         home: Home,

@@ -20,7 +20,6 @@ pub(super) const ROOM: usize = 256;
 
 /// A message that was issued.
 pub(super) struct Parcel {
-    /// Who waits for it.
     pub(super) slot: usize,
     peer: Rank,
     direction: Direction,
@@ -28,13 +27,11 @@ pub(super) struct Parcel {
     storage: Storage,
     /// When it was issued, or its memory came back from a device.
     issued: Instant,
-    /// Its number in the flight recorder.
     number: u64,
     /// When bytes of it last moved.
     moved: Option<Instant>,
     /// When the peer was last asked how it is.
     asked: Option<Instant>,
-    /// The user was told that it takes long.
     has_warned: bool,
 }
 
@@ -64,9 +61,7 @@ pub(super) struct Courier {
     links: Vec<Option<Link>>,
     lanes: Vec<Lanes>,
     timeout: Duration,
-    /// Whether frames have checksums.
     checksums: bool,
-    /// When deadlines were checked last.
     checked: Instant,
     piece: Vec<CacheLine>,
     patience: Patience,
@@ -134,7 +129,6 @@ impl Courier {
         waiting.push_back(parcel);
     }
 
-    /// Whether there is nothing to move.
     pub(super) fn is_idle(&self) -> bool {
         self.lanes.iter().all(|lanes| lanes.outgoing.waiting.is_empty() && lanes.incoming.waiting.is_empty())
     }

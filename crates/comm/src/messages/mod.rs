@@ -22,7 +22,6 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 use trireme_base::{Rank, spawn_thread};
 
-/// One rank's messages.
 pub(crate) struct Messenger {
     office: Arc<Office>,
     thread: Option<JoinHandle<()>>,
@@ -36,7 +35,6 @@ pub(crate) struct Office {
     submitted: Condvar,
     /// Some message has ended, or the courier is back.
     finished: Condvar,
-    /// Wakes the courier.
     bell: OwnedFd,
 }
 
@@ -75,7 +73,6 @@ pub(crate) struct Receipt {
 }
 
 impl Messenger {
-    /// Starts a rank's courier.
     pub(crate) fn start(
         own: Rank,
         links: Vec<Option<Link>>,
@@ -152,7 +149,6 @@ impl Messenger {
         self.office.abort(failure);
     }
 
-    /// Where the messages of this rank are.
     pub(crate) fn office(&self) -> &Arc<Office> {
         &self.office
     }

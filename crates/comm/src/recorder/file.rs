@@ -13,14 +13,12 @@ const WORLD_SIZE_MAX: usize = 1 << 16;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ReadReportsError {
-    /// The folder or a file cannot be read.
     #[error("cannot read the flight recorder report {}", path.display())]
     Read {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// A file is no report.
     #[error("{} is not a flight recorder report: {what}", path.display())]
     NoReport { path: PathBuf, what: String },
 }

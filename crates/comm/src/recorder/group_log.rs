@@ -11,7 +11,6 @@ use std::thread::ThreadId;
 use std::time::Instant;
 use trireme_base::Rank;
 
-/// What is known of one group.
 pub(super) struct GroupLog {
     pub(super) name: String,
     pub(super) own: Rank,

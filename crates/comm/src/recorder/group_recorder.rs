@@ -1,6 +1,6 @@
 use super::FlightRecorder;
 use super::group_log::{GroupLog, Issuer};
-use super::report::{Direction, Occasion, OperationState, Place, RankReport, ToldPlace};
+use super::report::{Direction, Occasion, OperationState, ToldPlace};
 use super::ring::{Issued, Record};
 use super::text::{GroupName, Line};
 use crate::call::Call;
@@ -25,7 +25,6 @@ impl Drop for Wait<'_> {
     }
 }
 
-/// Records what one group does.
 #[derive(Clone)]
 pub(crate) struct GroupRecorder {
     recorder: FlightRecorder,
@@ -82,39 +81,22 @@ impl GroupRecorder {
         };
         let number = state.num_issued;
         state.num_issued += 1;
-        state.operations.add(Record {
-            number,
-            sequence: number,
-            operation,
-            peer: None,
-            issued,
-            started: None,
-            ended: None,
-            has_failed: false,
-        });
+        state.operations.add(Record::issued(number, number, operation, issued));
         Ok(issued)
     }
 
-    /// Notes that the execution of an operation begins.
     pub(crate) fn begin(&self, call: &Call, issued: Issued) {
         let mut state = self.log.lock();
         match state.operations.find(call.sequence) {
             Some(record) => record.started = Some(call.started),
             // There was no room for it when it was issued; now all before it have ended.
             None => state.operations.add(Record {
-                number: call.sequence,
-                sequence: call.sequence,
-                operation: call.operation,
-                peer: None,
-                issued,
                 started: Some(call.started),
-                ended: None,
-                has_failed: false,
+                ..Record::issued(call.sequence, call.sequence, call.operation, issued)
             }),
         }
     }
 
-    /// Notes how an operation has ended.
     pub(crate) fn end(&self, call: &Call, ended: Instant, result: &Result<(), CommError>) {
         let mut state = self.log.lock();
         if let Some(record) = state.operations.find(call.sequence) {
@@ -146,7 +128,6 @@ impl GroupRecorder {
         progress.map_or(since, |at| at.max(since)).elapsed()
     }
 
-    /// Notes that `member` must be asked for its progress.
     pub(crate) fn ask(&self, member: Rank) {
         self.log.lock().is_asked[member.0] = true;
     }
@@ -233,16 +214,8 @@ impl GroupRecorder {
         self.recorder.heartbeat().beat_at(at);
         let number = state.num_messages;
         state.num_messages += 1;
-        state.messages.add(Record {
-            number,
-            sequence,
-            operation,
-            peer: Some((direction, peer)),
-            issued,
-            started: None,
-            ended: None,
-            has_failed: false,
-        });
+        let peer = Some((direction, peer));
+        state.messages.add(Record { peer, ..Record::issued(number, sequence, operation, issued) });
         number
     }
 
@@ -253,7 +226,6 @@ impl GroupRecorder {
         }
     }
 
-    /// Notes that a message has ended well.
     pub(crate) fn end_message(&self, number: u64) {
         if let Some(record) = self.log.lock().messages.find(number) {
             record.ended = Some(Instant::now());
@@ -286,9 +258,7 @@ impl GroupRecorder {
 
     /// Where this rank is, for its peers.
     pub(crate) fn told_place(&self) -> Option<ToldPlace> {
-        let report: RankReport = self.recorder.report();
-        let place: Place = report.place();
-        ToldPlace::of(&place)
+        ToldPlace::of(&self.recorder.report().place())
     }
 
     /// Says that an operation takes long, and for whom it waits.
@@ -296,15 +266,12 @@ impl GroupRecorder {
         let whom = match missing {
             [] => "for the end of an operation that all ranks have begun,".to_owned(),
             [one] => format!("for rank {}", self.in_world(*one)),
-            several => {
-                format!("for {}", ranks(several.iter().map(|rank| self.in_world(*rank))))
-            }
+            several => format!("for {}", ranks(several.iter().map(|rank| self.in_world(*rank)))),
         };
         let line = self.log.lock().operations.find(call.sequence).map(|record| record.issued.line);
         self.tell_of_wait(call, &whom, "operation", line);
     }
 
-    /// Says that a message takes long.
     pub(crate) fn tell_of_message_stall(
         &self,
         call: &Call,

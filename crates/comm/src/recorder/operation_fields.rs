@@ -31,7 +31,6 @@ impl From<Operation> for OperationFields {
     }
 }
 
-/// The fields describe no operation.
 #[derive(Debug, thiserror::Error)]
 #[error("'{0}' with these fields is no operation")]
 pub(crate) struct NoOperation(String);

@@ -31,6 +31,12 @@ pub(super) struct Record {
 }
 
 impl Record {
+    /// An operation that has not begun.
+    pub(super) fn issued(number: u64, sequence: u64, operation: Operation, issued: Issued) -> Self {
+        let (peer, started, ended, has_failed) = (None, None, None, false);
+        Record { number, sequence, operation, peer, issued, started, ended, has_failed }
+    }
+
     fn is_pending(&self) -> bool {
         self.ended.is_none()
     }
@@ -61,7 +67,6 @@ impl Ring {
         place.as_mut().filter(|record| record.number == number)
     }
 
-    /// In the order of issue.
     pub(super) fn records(&self) -> Vec<Record> {
         let mut records: Vec<Record> = self.0.iter().flatten().copied().collect();
         records.sort_by_key(|record| record.number);
@@ -74,16 +79,8 @@ mod tests {
     use super::*;
 
     fn record(number: u64) -> Record {
-        Record {
-            number,
-            sequence: number,
-            operation: Operation::BARRIER,
-            peer: None,
-            issued: Issued { line: Line::EMPTY, at: Instant::now() },
-            started: None,
-            ended: None,
-            has_failed: false,
-        }
+        let issued = Issued { line: Line::EMPTY, at: Instant::now() };
+        Record::issued(number, number, Operation::BARRIER, issued)
     }
 
     #[test]

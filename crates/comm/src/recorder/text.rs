@@ -10,7 +10,6 @@ pub(crate) struct Text<const BYTES: usize> {
 /// The line of a program that an operation belongs to.
 pub(crate) type Line = Text<56>;
 
-/// The name of a group.
 pub(crate) type GroupName = Text<24>;
 
 impl<const BYTES: usize> Text<BYTES> {

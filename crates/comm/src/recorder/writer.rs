@@ -49,7 +49,6 @@ impl ReportWriter {
         self.0.hand_over(|state| state.report = Some(report));
     }
 
-    /// Has the listener told of a stall.
     pub(super) fn tell_of_stall(&self, line: String) {
         self.0.hand_over(|state| state.stalls.push(line));
     }
@@ -84,7 +83,6 @@ impl Mailbox {
         self.changed.notify_all();
     }
 
-    /// The writing thread.
     fn serve(&self, options: &RecorderOptions) {
         let mut state = self.lock();
         loop {

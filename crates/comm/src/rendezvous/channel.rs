@@ -17,7 +17,6 @@ pub(super) struct Channel {
     num_received: u64,
 }
 
-/// Which end of a channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
     /// That of rank 0.

@@ -25,7 +25,6 @@ pub(super) struct Doorway<'a, I> {
     listener: BorrowedFd<'a>,
     key: &'a Key,
     refusals: &'a Refusals,
-    /// How many visitors there may be.
     num_visitors_max: usize,
     /// The oldest first.
     visitors: VecDeque<Visitor<I>>,

@@ -24,7 +24,6 @@ const CONNECTION: &str = "trireme: key of the connection";
 pub(super) trait Introduction: Sized {
     /// How the message begins.
     const MAGIC: [u8; 8];
-    /// Bytes of the message.
     const BYTES: usize;
 
     /// Reads an introduction; `None` if the bytes are none.
@@ -95,7 +94,6 @@ pub(super) enum Finding<I> {
 /// Somebody who has proved to have the key.
 pub(super) struct Member<I> {
     pub(super) introduction: I,
-    /// This side's proof.
     pub(super) welcome: Tag,
     /// The key for this connection alone.
     pub(super) key: Key,
@@ -109,7 +107,6 @@ impl<I: Introduction> Examination<I> {
         Examination { key, challenge, opened: None }
     }
 
-    /// Bytes of the turn that is to be heard.
     pub(super) fn turn_bytes(&self) -> usize {
         match self.opened {
             None => I::BYTES + NONCE_BYTES,

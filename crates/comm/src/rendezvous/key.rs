@@ -6,7 +6,6 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use std::io;
 
-/// Bytes of a tag.
 pub(super) const TAG_BYTES: usize = 32;
 /// Bytes of a number that is used once.
 pub(super) const NONCE_BYTES: usize = 32;

@@ -82,7 +82,6 @@ pub(super) struct Members<'a> {
 }
 
 impl Members<'_> {
-    /// How many connections with a member serve a purpose.
     fn num_connections(&self, member: usize, purpose: Purpose) -> usize {
         match (self.routes[member], purpose) {
             _ if member == self.own.0 => 0,

@@ -24,7 +24,6 @@ pub(super) struct Table {
     pub(super) session: Nonce,
     /// Whether to try shared memory first.
     pub(super) tries_shm: bool,
-    /// One place per rank.
     pub(super) places: Vec<Place>,
 }
 
@@ -78,7 +77,6 @@ impl Message {
         }
     }
 
-    /// Whether a message with this header reports a failure.
     pub(super) fn is_failure(header: &[u8; HEADER_BYTES]) -> bool {
         let [_, kind, _] = words::from_bytes(header);
         kind == FAILURE

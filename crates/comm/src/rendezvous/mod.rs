@@ -83,7 +83,6 @@ const TIMEOUT_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 const LOOK_UP_PAUSE: Duration = Duration::from_millis(500);
 /// How long a rank that has failed tries to find rank 0, to tell it.
 const FAILURE_REPORT_MAX: Duration = Duration::from_secs(10);
-/// Refuses options that cannot be.
 pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
     let JoinOptions { rank, world_size, master_port, join_timeout, .. } = options;
     if !(1..=WORLD_SIZE_MAX).contains(world_size) {
@@ -103,7 +102,6 @@ pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
     check_group_options(&options.group)
 }
 
-/// Refuses options out of their bounds.
 pub(crate) fn check_group_options(options: &GroupOptions) -> Result<(), CommError> {
     check_timeout("timeout", options.timeout)?;
     let (pause, limit) = (options.network_pause, GroupOptions::NETWORK_PAUSE_MAX);
@@ -140,7 +138,6 @@ fn refuse(what: String) -> Result<(), CommError> {
     Err(CommError::Options { what })
 }
 
-/// Joins a world of at least two ranks.
 pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     if options.transport == TransportChoice::Mpi {
         MpiProcess::start(options.rank, options.world_size)?;
@@ -345,7 +342,6 @@ fn order_by_host(places: &[Place]) -> Vec<usize> {
     order
 }
 
-/// Says how ranks were renumbered.
 fn order_note(order: &[usize]) -> String {
     let renamed = order.iter().enumerate().filter(|(rank, came_as)| rank != *came_as);
     let texts: Vec<String> =

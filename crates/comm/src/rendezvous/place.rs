@@ -3,7 +3,6 @@
 use super::wire::{ip_to_words, words_to_ip};
 use std::net::SocketAddr;
 
-/// Words of a place on the wire.
 pub(super) const PLACE_WORDS: usize = 6;
 
 /// Where the other ranks find one.

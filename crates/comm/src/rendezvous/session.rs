@@ -22,7 +22,6 @@ pub(super) struct Session<'a> {
     refusals: &'a Refusals,
 }
 
-/// A connection between two members.
 pub(super) struct Accepted {
     pub(super) socket: OwnedFd,
     pub(super) from: Rank,

@@ -15,7 +15,6 @@ pub(super) const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 /// Between two attempts to reach another rank.
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-/// Waits until `socket` is ready for `flags`.
 pub(super) fn wait_for<'a>(
     socket: impl AsFd,
     flags: PollFlags,
@@ -40,7 +39,6 @@ pub(super) fn wait_for_any<'a>(polled: &mut [PollFd<'_>], limit: impl Into<WaitL
     }
 }
 
-/// Fills `bytes` from a stream socket.
 pub(super) fn receive_exact<'a>(
     socket: impl AsFd,
     mut bytes: &mut [u8],
@@ -59,7 +57,6 @@ pub(super) fn receive_exact<'a>(
     Ok(())
 }
 
-/// Sends all of `bytes` to a stream socket.
 pub(super) fn send_all<'a>(
     socket: impl AsFd,
     mut bytes: &[u8],
@@ -113,7 +110,6 @@ pub(super) fn ip_to_words(ip: IpAddr) -> [u64; 2] {
     [(bits >> 64) as u64, bits as u64]
 }
 
-/// What [`ip_to_words`] wrote.
 pub(super) fn words_to_ip([high, low]: [u64; 2]) -> IpAddr {
     Ipv6Addr::from_bits(u128::from(high) << 64 | u128::from(low)).to_canonical()
 }

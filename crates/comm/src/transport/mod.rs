@@ -23,7 +23,6 @@ pub(crate) fn check_control_bytes(rank: Rank, bytes: u64) -> Result<usize, CommE
     len.ok_or(CommError::ControlDataTooLong { rank, bytes, bytes_max })
 }
 
-/// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// Collective operations.

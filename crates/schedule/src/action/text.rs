@@ -83,7 +83,6 @@ impl fmt::Display for Action {
     }
 }
 
-/// An action in words; see [`Action::words`].
 struct Words(Action);
 
 impl fmt::Display for Words {

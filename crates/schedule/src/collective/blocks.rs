@@ -83,17 +83,14 @@ impl Blocks {
         Blocks { len, num_blocks, first: local_rank, stride: ranks_per_host, run: 1 }
     }
 
-    /// How many ranks have blocks.
     pub(super) fn world_size(&self) -> usize {
         self.num_blocks / self.stride
     }
 
-    /// Whether the blocks of consecutive ranks touch.
     pub(super) fn are_contiguous(&self) -> bool {
         self.stride == self.run
     }
 
-    /// The block of a rank.
     pub(super) fn of(&self, rank: usize) -> Range<usize> {
         let first = self.first + rank * self.stride;
         let at = |index| border(index, self.num_blocks, self.len);

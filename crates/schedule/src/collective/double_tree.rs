@@ -88,7 +88,6 @@ struct Edge {
     colour: usize,
 }
 
-/// All edges of a rank.
 struct Edges {
     /// To its parents.
     up: [Option<Edge>; 2],

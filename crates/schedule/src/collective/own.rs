@@ -13,7 +13,6 @@ pub(super) struct Own {
 }
 
 impl Own {
-    /// Returns the number of ranks.
     pub(super) fn world_size(&self) -> usize {
         self.blocks.world_size()
     }

@@ -101,7 +101,6 @@ impl Costs {
         self.send
     }
 
-    /// Ticks of a pass.
     pub(super) fn ticks(&self, pass: Pass) -> u64 {
         let stage = &self.stages[pass.stage];
         match pass.kind {

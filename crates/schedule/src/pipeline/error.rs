@@ -2,12 +2,11 @@ use super::pass::Pass;
 use super::schedule::PASSES_MAX;
 use std::fmt;
 
-/// A place in a schedule.
+/// A place in a schedule: `index` is among the rank's passes, from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub struct Place {
-    /// Rank.
     pub rank: usize,
-    /// Place among the rank's passes, from 0.
     pub index: usize,
 }
 
@@ -17,16 +16,13 @@ impl fmt::Display for Place {
     }
 }
 
-/// A rank that waits, and for what.
+/// A rank that waits at `place` to do `pass`, which needs the result of `needs` from `for_rank`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(missing_docs, reason = "messages explain the fields")]
 pub struct Wait {
-    /// Where it stands.
     pub place: Place,
-    /// What it would do next.
     pub pass: Pass,
-    /// Whose result that needs.
     pub needs: Pass,
-    /// The rank that it waits for.
     pub for_rank: usize,
 }
 
@@ -54,30 +50,23 @@ impl fmt::Display for Ring {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ScheduleError {
-    /// No rank, stage, microbatch or step, or more passes than are worked with.
     #[error(
         "a schedule has {ranks} ranks, {stages} stages and {steps} steps of {microbatches} microbatches; it needs at \
          least one of each, and at most {PASSES_MAX} passes"
     )]
     Sizes { ranks: usize, stages: usize, microbatches: usize, steps: usize },
-    /// Costs of another number of stages.
     #[error("costs are given for {found} stages, but the schedule has {expected}")]
     CostsDiffer { expected: usize, found: usize },
-    /// Bounds of another number of ranks.
     #[error("activation bounds are given for {found} ranks, but the schedule has {expected}")]
     BoundsDiffer { expected: usize, found: usize },
-    /// A stage lies on a rank that does not exist.
     #[error(
         "stage {stage} is placed on rank {rank}, but there are only {num_ranks} ranks; ranks count from 0"
     )]
     Placement { stage: usize, rank: usize, num_ranks: usize },
-    /// A pass that must not be where it is.
     #[error("{place}: '{pass}' {fault}")]
     Pass { place: Place, pass: Pass, fault: PassFault },
-    /// Never done.
     #[error("rank {rank} lacks the pass '{missing}'; add it to that rank")]
     Missing { rank: usize, missing: Pass },
-    /// Ranks wait for each other, or for one that has ended.
     #[error("deadlock: {0}")]
     Deadlock(Ring),
 }
@@ -86,32 +75,26 @@ pub enum ScheduleError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum PassFault {
-    /// A stage or microbatch that does not exist.
     #[error("is out of range: there are {num_stages} stages and {num_microbatches} microbatches")]
     OutOfRange { num_stages: usize, num_microbatches: usize },
-    /// Its stage lies on another rank: this one.
     #[error("belongs to a stage on rank {0}; move it there")]
     WrongRank(usize),
     /// The same thing done twice; backward does both of its halves.
     #[error("repeats all or part of an earlier pass")]
     Repeated,
-    /// This one, of the same stage, must come first.
     #[error("comes before '{0}', whose result it needs")]
     TooEarly(Pass),
-    /// More activations than memory was planned for.
     #[error("raises the activations on this rank to {held}; the bound is {bound}")]
     TooManyActivations {
         /// What the rank would hold, in the unit of the costs.
         held: u64,
         bound: u64,
     },
-    /// A gradient, or a loss, to which that of this pass should be added first.
     #[error("comes before '{0}'; gradients and losses must be summed in microbatch order")]
     SumMisordered(Pass),
-    /// An update where none belongs: in a schedule that drains, or not after the last backward of a step.
+    /// Also any update in a schedule that drains.
     #[error("does not come after all gradients of a step of its rank's stages")]
     UpdateMisplaced,
-    /// A microbatch reads weights that are not there yet, or not any more.
     #[error("needs version {version} of its weights, but the stage has only {newest} and the one before")]
     NoSuchVersion {
         /// The version that it reads: the updates that made it.

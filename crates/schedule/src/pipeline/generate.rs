@@ -12,19 +12,15 @@ use super::validate::check_activations;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum GenerateError {
-    /// No rank, stage, microbatch or step, or more passes than are worked with.
     #[error(
         "a pipeline needs at least one rank, stage, microbatch and step, and at most {PASSES_MAX} passes; requested: \
          {0:?}. If it has more, use fewer microbatches, or fewer steps between drains"
     )]
     Sizes(Sizes),
-    /// The schedule is for other sizes.
     #[error("schedule '{kind}' needs {needed}, not {found}; {remedy}")]
     Unfit { kind: Kind, needed: String, found: usize, remedy: String },
-    /// Costs or bounds of another pipeline.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// The schedule holds more activations than there is memory for.
     #[error("schedule '{kind}' holds {needed} of activations on rank {rank}, but only {bound} fit; {remedy}")]
     Memory {
         kind: Kind,

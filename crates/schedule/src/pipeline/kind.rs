@@ -37,16 +37,12 @@ named! {
     }
 }
 
-/// The passes of a rank.
 pub(super) type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
 
-/// The passes, stages and limits of a schedule.
 pub(super) struct Recipe {
     /// The passes of each rank; `None` if they depend on costs.
     pub(super) passes: Option<PassesOfRank>,
-    /// The ranks of the stages.
     pub(super) placement: Placement,
-    /// The possible numbers of stages per rank.
     pub(super) stages_per_rank: RangeInclusive<usize>,
     /// The schedules to suggest for one stage per rank, if that is too few.
     pub(super) for_one_stage: &'static str,
@@ -54,7 +50,6 @@ pub(super) struct Recipe {
     pub(super) microbatches_min: fn(usize) -> usize,
     /// The schedule to suggest for fewer microbatches.
     pub(super) for_few_microbatches: &'static str,
-    /// Which version of its weights a stage reads.
     pub(super) weights: WeightVersions,
 }
 
@@ -80,7 +75,6 @@ impl Recipe {
 }
 
 impl Kind {
-    /// Returns the schedule's passes, stages and limits.
     pub(super) const fn recipe(self) -> Recipe {
         match self {
             Kind::GPipe => Recipe::new(gpipe::passes),

@@ -102,7 +102,6 @@ impl<'a> Versions<'a> {
         Versions { read, last_reader, num_taken: 0, num_updates: BTreeMap::new() }
     }
 
-    /// The weights that the next pass reads.
     fn take(&mut self, kind: PassKind, stage: usize) -> Weights {
         let (place, version) = (self.num_taken, self.read[self.num_taken]);
         self.num_taken += 1;

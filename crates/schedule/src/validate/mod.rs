@@ -15,28 +15,22 @@ pub use pipeline::validate_pipeline;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ProgramError {
-    /// An action that must not be where it is.
     #[error("action {index} ({}) {fault}", .action.words())]
     Action { index: usize, action: Action, fault: ActionFault },
-    /// A unit reads parameters of another one, and both read versions of their own.
     #[error("unit {reader} reads the parameters of unit {owner}, but may need a different version of them")]
     TiedVersions { reader: usize, owner: usize },
-    /// Stages that do not make up the model, or lie on ranks that are not there.
     #[error(
         "the stages in the program of pipeline rank {rank} do not cover {num_units} units on {num_ranks} ranks in order"
     )]
     Stages { rank: usize, num_units: usize, num_ranks: usize },
-    /// Ranks of a pipeline wait for each other.
     #[error(
         "deadlock: pipeline rank {rank} waits at action {index} ({}) for rank {peer}, which {}",
         .action.words(),
         .next.map_or_else(|| "has finished".to_owned(), |next| format!("waits at: {}", next.words()))
     )]
     Deadlock { rank: usize, index: usize, action: Action, peer: usize, next: Option<Action> },
-    /// Never done.
     #[error("the program lacks an action: {}", .missing.words())]
     Missing { missing: Action },
-    /// Two ranks issue collectives of one group in different orders: a deadlock.
     #[error("collective {place} of rank {rank} is '{found}', but rank 0 issues '{expected}'")]
     OrdersDiffer { rank: usize, place: usize, found: String, expected: String },
 }
@@ -45,25 +39,18 @@ pub enum ProgramError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ActionFault {
-    /// A unit or microbatch that does not exist.
     #[error("is out of range: the program has {num_units} units and {num_microbatches} microbatches")]
     OutOfRange { num_units: usize, num_microbatches: usize },
-    /// The same thing done twice.
     #[error("repeats an earlier action")]
     Repeated,
-    /// This one must come first.
     #[error("comes before the action it depends on ({})", .0.words())]
     TooEarly(Action),
-    /// Something for another rank of the pipeline than this one, the program's.
     #[error("does not belong to pipeline rank {0}")]
     Elsewhere(usize),
-    /// A part of training in a program that only runs forward.
     #[error("is only valid in programs that train")]
     Untrained,
-    /// Versions of parameters in a program that drains before its update, and so has one.
     #[error("is only valid in pipelines that do not drain between updates")]
     Versioned,
-    /// More microbatches in flight than memory was planned for.
     #[error("brings the unit to {in_flight} microbatches in flight; the bound is {bound}")]
     TooManyInFlight { in_flight: usize, bound: usize },
 }

@@ -44,7 +44,6 @@ fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), 
     Err(ProgramError::Stages { rank, num_units: *num_units, num_ranks })
 }
 
-/// A message that a rank is at.
 struct NextMessage {
     /// Place in the rank's program.
     index: usize,

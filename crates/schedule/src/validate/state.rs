@@ -42,7 +42,6 @@ struct Unit {
     /// By microbatch.
     activations: Vec<Activations>,
     parameters: Parameters,
-    /// Whether it lies on this rank.
     is_held: bool,
     /// Microbatches whose activations it holds.
     in_flight: usize,

@@ -6,7 +6,6 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// A connected stream socket.
 pub(crate) struct SocketLink {
     socket: OwnedFd,
     /// What long payloads are sent by without copies, as long as the kernel does that.

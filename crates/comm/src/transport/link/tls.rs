@@ -36,7 +36,6 @@ pub(crate) struct Tls {
 }
 
 impl Tls {
-    /// Reads the files that the options name.
     pub(crate) fn read(options: &TlsOptions) -> Result<Self, CommError> {
         let TlsOptions { certificate, key, authority, name } = options;
         let in_file =
@@ -118,7 +117,6 @@ fn read_authorities(path: &Path) -> io::Result<RootCertStore> {
     Ok(roots)
 }
 
-/// An encrypted stream socket.
 pub(crate) struct TlsLink {
     socket: OwnedFd,
     connection: Connection,

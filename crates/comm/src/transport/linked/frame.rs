@@ -2,10 +2,8 @@ use crate::call::Call;
 use crate::operation::Operation;
 use crate::words;
 
-/// Bytes of a frame's header on the wire.
 pub(super) const HEADER_BYTES: usize = 40;
 
-/// Bytes of a frame's checksum on the wire.
 pub(super) const CHECKSUM_BYTES: usize = 4;
 
 /// `TRIRFRM1`: a frame of this protocol, first version.

@@ -58,7 +58,6 @@ impl<'a> Memories<'a> {
         Memories { scratch, ..self }
     }
 
-    /// Where a span's bytes are.
     pub(crate) fn place(&self, span: &Span) -> Place {
         let element_bytes = self.dtype.size();
         let first = if span.memory == Memory::Vector { self.first } else { 0 };

@@ -45,7 +45,6 @@ pub(crate) struct Linked {
     arena: Option<Arc<Arena>>,
     selection: Selection,
     patience: Patience,
-    /// Whether frames have checksums.
     checksums: bool,
     /// Where a piece of a message lies before it is reduced.
     piece: Vec<CacheLine>,
@@ -93,7 +92,6 @@ impl Linked {
         block(self.rank, self.world_size(), len)
     }
 
-    /// Executes `self.steps`.
     fn run_steps(
         &mut self,
         call: &Call,

@@ -120,7 +120,6 @@ impl Communicator {
         }
     }
 
-    /// The largest tag.
     pub(super) fn tag_max(&self) -> u32 {
         self.tag_max
     }

@@ -205,12 +205,10 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    /// Where the region begins in its arena.
     pub(crate) fn offset(&self) -> usize {
         self.range.start
     }
 
-    /// Whether the region lies in `arena`.
     pub(crate) fn is_in(&self, arena: &Arc<Arena>) -> bool {
         Arc::ptr_eq(&self.arena, arena)
     }

@@ -74,7 +74,6 @@ pub(crate) struct SharedMemory {
     own: usize,
     /// The members, by ascending rank.
     members: Vec<Rank>,
-    /// The members' areas.
     areas: Vec<Area>,
     arena: Arc<Arena>,
     /// Keeps the own area's memory.

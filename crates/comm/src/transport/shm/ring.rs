@@ -69,7 +69,6 @@ impl RingSender {
         Ok(len)
     }
 
-    /// Whether anything can be written.
     pub(crate) fn has_room(&self) -> Result<bool, Corrupt> {
         Ok(self.room()? > 0)
     }

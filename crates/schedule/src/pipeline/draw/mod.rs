@@ -44,7 +44,6 @@ fn turns(schedule: &Schedule) -> Vec<usize> {
     schedule.stage_ranks.iter().map(&mut turn).collect()
 }
 
-/// The kinds of passes that a schedule has.
 fn kinds(schedule: &Schedule) -> impl Iterator<Item = PassKind> + '_ {
     let has = |kind: &PassKind| schedule.ranks.iter().flatten().any(|pass| pass.kind == *kind);
     PassKind::ALL.into_iter().filter(has)
