@@ -8,6 +8,7 @@ pub enum Round {
     AllReduce {
         /// Type of the elements: f32, f16 or bf16.
         dtype: DType,
+        /// Number of elements.
         len: usize,
     },
     /// Every rank gives bytes, and all get the bytes of all ranks, in rank order.

@@ -27,7 +27,12 @@ pub struct Span {
 pub enum Step {
     /// At most one message out and one in, which travel at the same time. What is sent are the elements as they
     /// were before the step, even where the received message changes them.
-    Exchange { send: Option<Outgoing>, receive: Option<Incoming> },
+    Exchange {
+        /// The message to send.
+        send: Option<Outgoing>,
+        /// The message to wait for.
+        receive: Option<Incoming>,
+    },
     /// Copies elements within the rank; the spans do not overlap.
     Copy {
         /// From here.
