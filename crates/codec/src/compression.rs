@@ -70,27 +70,17 @@ impl Method {
     }
 }
 
-/// Why a step of a bucket is sent as f32 after all.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum UncompressedReason {
-    /// The codec is `none`.
-    NoCodec,
-    /// There is nobody to send to.
-    OneRank,
-    /// The run's first steps are to be uncompressed.
-    WarmUp,
-    /// The codec would send no fewer bytes: the bucket is too short, or the ranks are too many for its all-gather.
-    NoGain,
-}
-
-impl fmt::Display for UncompressedReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            UncompressedReason::NoCodec => "no compression",
-            UncompressedReason::OneRank => "a single rank sends nothing",
-            UncompressedReason::WarmUp => "warm-up",
-            UncompressedReason::NoGain => "compression would not save any bytes",
-        })
+trireme_base::named! {
+    /// Why a step of a bucket is sent as f32 after all.
+    pub enum UncompressedReason {
+        /// The codec is `none`.
+        NoCodec = "no compression",
+        /// There is nobody to send to.
+        OneRank = "a single rank sends nothing",
+        /// The run's first steps are to be uncompressed.
+        WarmUp = "warm-up",
+        /// The codec would send no fewer bytes: the bucket is too short, or the ranks are too many for its all-gather.
+        NoGain = "compression would not save any bytes",
     }
 }
 

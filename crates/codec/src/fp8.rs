@@ -29,8 +29,7 @@ struct Code<const FRACTION_BITS: u32>;
 
 impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
     const BIAS: u32 = (1 << (6 - FRACTION_BITS)) - 1;
-    /// E4M3 uses the highest exponent for numbers, but for one code; E5M2 keeps it for infinity and NaN, as IEEE 754
-    /// does.
+    /// E4M3 uses the highest exponent for numbers, but for one code; E5M2 keeps it for infinity and NaN, as IEEE 754 does.
     const HAS_INFINITY: bool = FRACTION_BITS == 2;
     const LARGEST: u32 = if Self::HAS_INFINITY { 0x7b } else { 0x7e };
     const INFINITY: u32 = Self::LARGEST + 1;

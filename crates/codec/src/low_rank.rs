@@ -13,8 +13,7 @@ use super::{Bucket, Codec, CompressionError, Matrix, Round, Turn};
 use std::ops::Range;
 use trireme_base::RandomKey;
 
-/// A column that keeps no larger part of its length, once what the columns before it say is taken away, is rounding
-/// errors.
+/// A column that keeps no larger part of its length, once what the columns before it say is taken away, is rounding errors.
 const INDEPENDENT_PART_MIN: f32 = 1e-5;
 
 /// Where the factors of a bucket's matrices lie in the messages.

@@ -1,5 +1,4 @@
-//! Loops over f32s that several codecs need, written so that they become SIMD code: sums run in lanes, in one fixed
-//! order.
+//! Loops over f32s that several codecs need, written so that they become SIMD code: sums run in lanes, in one fixed order.
 
 /// Bits of an infinity; those of finite magnitudes are smaller, those of NaN larger.
 pub(super) const INFINITY_BITS: u32 = 0x7f80_0000;

@@ -10,8 +10,7 @@ pub struct CompressorSizes {
     pub state_bytes: usize,
     /// Bytes that its codec works with besides.
     pub scratch_bytes: usize,
-    /// The rounds of each kind of step that there is, in the order of the steps; for their messages, the caller has
-    /// memory.
+    /// The rounds of each kind of step that there is, in the order of the steps; for their messages, the caller has memory.
     pub rounds: Vec<Vec<Round>>,
 }
 

@@ -13,7 +13,7 @@ use trireme_base::{DType, Event, HostMemory, Pending};
 /// [`Group::buffer`](crate::Group::buffer) makes it in memory of the kind that the group's transport handles best,
 /// [`Buffer::private`] on the heap, where every group takes it, but through copies if its ranks share memory.
 pub struct Buffer<T> {
-    storage: Storage,
+    pub(crate) storage: Storage,
     element: PhantomData<T>,
 }
 
@@ -72,10 +72,8 @@ impl<T: Content> Buffer<T> {
             }
             Err(buffer) => {
                 let event = buffer.event();
-                let memory = PendingMemory { event, wait: Box::new(move || buffer.wait().into_storage()) };
-                let memory = Memory::Pending(memory);
-                let num_bytes = len * dtype.size();
-                Buffer::from_storage(Storage { memory, dtype, num_bytes, whole_bytes: num_bytes })
+                let memory = PendingMemory { event, wait: Box::new(move || buffer.wait().storage) };
+                Buffer::from_storage(Storage::new(Memory::Pending(memory), dtype, len * dtype.size()))
             }
         }
     }
@@ -107,28 +105,8 @@ impl<T: Content> Buffer<T> {
         self.storage.wait();
     }
 
-    /// Makes the vector shorter, or as long again as it was made.
-    ///
-    /// # Panics
-    /// If there is not so much memory.
-    pub(crate) fn set_len(&mut self, len: usize) {
-        self.storage.set_len(len * self.dtype().size());
-    }
-
     pub(crate) fn from_storage(storage: Storage) -> Self {
         Buffer { storage, element: PhantomData }
-    }
-
-    pub(crate) fn into_storage(self) -> Storage {
-        self.storage
-    }
-
-    pub(crate) fn storage(&self) -> &Storage {
-        &self.storage
-    }
-
-    pub(crate) fn storage_mut(&mut self) -> &mut Storage {
-        &mut self.storage
     }
 }
 
@@ -166,7 +144,7 @@ impl<T: Content> HostMemory for Buffer<T> {
 
 /// The elements of a [`Buffer`], whatever their type.
 pub(crate) struct Storage {
-    memory: Memory,
+    pub(crate) memory: Memory,
     dtype: DType,
     num_bytes: usize,
     /// How long it is when it is not [shortened](Storage::shorten).
@@ -206,16 +184,11 @@ impl CacheLine {
 impl Storage {
     pub(crate) fn heap(dtype: DType, len: usize) -> Result<Self, CommError> {
         let num_bytes = len.saturating_mul(dtype.size());
-        let memory = Memory::Heap(CacheLine::zeroed(num_bytes)?);
-        Ok(Storage { memory, dtype, num_bytes, whole_bytes: num_bytes })
+        Ok(Storage::new(Memory::Heap(CacheLine::zeroed(num_bytes)?), dtype, num_bytes))
     }
 
-    pub(crate) fn shared(region: Region, dtype: DType, num_bytes: usize) -> Self {
-        Storage { memory: Memory::Shared(region), dtype, num_bytes, whole_bytes: num_bytes }
-    }
-
-    pub(crate) fn memory(&self) -> &Memory {
-        &self.memory
+    pub(crate) fn new(memory: Memory, dtype: DType, num_bytes: usize) -> Self {
+        Storage { memory, dtype, num_bytes, whole_bytes: num_bytes }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -267,17 +240,6 @@ impl Storage {
     /// Makes it as long as before it was [shortened](Storage::shorten), if it was.
     pub(crate) fn lengthen(&mut self) {
         self.num_bytes = self.num_bytes.max(self.whole_bytes);
-    }
-
-    fn set_len(&mut self, num_bytes: usize) {
-        self.wait();
-        let num_bytes_max = match &self.memory {
-            Memory::Pending(_) => unreachable!("it was waited for"),
-            Memory::Heap(lines) => size_of_val(&lines[..]),
-            Memory::Shared(region) => region.len(),
-        };
-        assert!(num_bytes <= num_bytes_max, "{num_bytes} bytes fit into {num_bytes_max}");
-        self.num_bytes = num_bytes;
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {

@@ -130,8 +130,7 @@ impl Group {
         self.in_place(CollectiveKind::AllToAll.with_len(buffer.len()), None, buffer)
     }
 
-    /// The `i`-th block of the output is this rank's block of rank `i`'s input. The length is a multiple of the world
-    /// size.
+    /// The `i`-th block of the output is this rank's block of rank `i`'s input. The length is a multiple of the world size.
     pub fn all_to_all_into<T: Content>(
         &self,
         input: Buffer<T>,

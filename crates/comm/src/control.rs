@@ -5,7 +5,7 @@
 
 mod peer;
 
-use crate::call::Call;
+use crate::call::{Call, Cost};
 use crate::error::{CommError, Crossing};
 use crate::notice::{Event, NOTICE_BYTES, Notice};
 use crate::recorder::{GATHER_MAX, GroupRecorder, ToldPlace};
@@ -30,6 +30,8 @@ const WARN_MAX: Duration = Duration::from_secs(30);
 const REASON_WAIT: Duration = Duration::from_secs(1);
 
 pub(crate) struct Control {
+    /// The cost of the operation in flight so far.
+    pub(crate) cost: Cost,
     peers: Vec<Peer>,
     /// Readable when any connection is.
     epoll: OwnedFd,
@@ -78,6 +80,7 @@ impl Control {
             });
         }
         Ok(Control {
+            cost: Cost::default(),
             peers,
             epoll,
             told_waiting: 0,

@@ -126,46 +126,19 @@ pub(crate) fn has_element(dtype: DType) -> bool {
     dtype != DType::U16
 }
 
-/// Evaluates an expression for the element type that a dtype names.
-macro_rules! for_element {
-    ($dtype:expr, $type:ident => $expression:expr) => {
+/// Calls a function for the element type that a dtype names.
+macro_rules! call_for_element {
+    ($dtype:expr, $function:ident($($argument:expr),*)) => {
         match $dtype {
-            DType::F32 => {
-                type $type = f32;
-                $expression
-            }
-            DType::F64 => {
-                type $type = f64;
-                $expression
-            }
-            DType::F16 => {
-                type $type = F16;
-                $expression
-            }
-            DType::Bf16 => {
-                type $type = Bf16;
-                $expression
-            }
-            DType::U8 => {
-                type $type = u8;
-                $expression
-            }
-            DType::U32 => {
-                type $type = u32;
-                $expression
-            }
-            DType::U64 => {
-                type $type = u64;
-                $expression
-            }
-            DType::I32 => {
-                type $type = i32;
-                $expression
-            }
-            DType::I64 => {
-                type $type = i64;
-                $expression
-            }
+            DType::F32 => $function::<f32>($($argument),*),
+            DType::F64 => $function::<f64>($($argument),*),
+            DType::F16 => $function::<F16>($($argument),*),
+            DType::Bf16 => $function::<Bf16>($($argument),*),
+            DType::U8 => $function::<u8>($($argument),*),
+            DType::U32 => $function::<u32>($($argument),*),
+            DType::U64 => $function::<u64>($($argument),*),
+            DType::I32 => $function::<i32>($($argument),*),
+            DType::I64 => $function::<i64>($($argument),*),
             DType::U16 => unreachable!("u16 is no Element, so no buffer of it exists"),
         }
     };
@@ -177,7 +150,7 @@ macro_rules! for_element {
 /// # Panics
 /// If the lengths differ, the bytes are not whole, aligned elements, or `dtype` has no [`Element`].
 pub(crate) fn reduce_into(own: &mut [u8], other: &[u8], dtype: DType, op: ReduceOp, side: Side) {
-    for_element!(dtype, T => reduce_typed::<T>(own, other, op, side))
+    call_for_element!(dtype, reduce_typed(own, other, op, side))
 }
 
 /// Reduces `left` and `right` into `out`, all made of elements of `dtype`.
@@ -185,15 +158,14 @@ pub(crate) fn reduce_into(own: &mut [u8], other: &[u8], dtype: DType, op: Reduce
 /// # Panics
 /// As [`reduce_into`].
 pub(crate) fn combine_into(out: &mut [u8], left: &[u8], right: &[u8], dtype: DType, op: ReduceOp) {
-    for_element!(dtype, T => combine_typed::<T>(out, left, right, op))
+    call_for_element!(dtype, combine_typed(out, left, right, op))
 }
 
 /// Turns sums over `num_ranks` ranks into means, if `op` is one.
 pub(crate) fn finish_mean(sums: &mut [u8], dtype: DType, op: ReduceOp, num_ranks: usize) {
-    if op != ReduceOp::Mean {
-        return;
+    if op == ReduceOp::Mean {
+        call_for_element!(dtype, divide(sums, num_ranks))
     }
-    for_element!(dtype, T => divide::<T>(sums, num_ranks))
 }
 
 fn reduce_typed<T: Element>(own: &mut [u8], other: &[u8], op: ReduceOp, side: Side) {

@@ -63,10 +63,10 @@ impl Engine {
         let call = Call { is_awaited, operation, sequence, started, timeout };
         self.next_sequence += 1;
         self.recorder.begin(&call, issued);
-        let mut cost = Cost::default();
-        let result = self
-            .check_peers(&call)
-            .and_then(|()| self.transport.execute(&call, payload, &mut self.control, &mut cost));
+        self.control.cost = Cost::default();
+        let result =
+            self.check_peers(&call).and_then(|()| self.transport.execute(&call, payload, &mut self.control));
+        let cost = self.control.cost;
         self.statistics.num_operations += 1;
         self.statistics.payload_bytes += cost.payload_bytes;
         let ended = Instant::now();

@@ -7,24 +7,17 @@ use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::{Rank, ranges};
 
-/// Why communication failed. Cheap to clone: the failure of one operation is also that of all after it. A `sequence` is a
-/// position in the group's sequence of operations, from 0.
+/// Why communication failed. Cheap to clone: the failure of one operation is also that of all after it. Operations are
+/// numbered from 0 (`sequence`) within their group.
 #[derive(Debug, Clone, thiserror::Error)]
-#[expect(missing_docs, reason = "messages explain the fields")]
+#[expect(missing_docs, reason = "messages explain variants and fields")]
 pub enum CommError {
     #[error("{what}")]
     Options { what: String },
     #[error("cannot resolve the rendezvous address '{address}'; check master_addr (MASTER_ADDR)")]
-    Resolve {
-        address: String,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Resolve { address: String, source: Arc<io::Error> },
     #[error("the workers would listen on {address}, where others can connect, but have no secret")]
-    SecretMissing {
-        /// Where a worker would listen, or look for rank 0.
-        address: IpAddr,
-    },
+    SecretMissing { address: IpAddr },
     #[error(
         "a secret has {} to {} characters, but this one has {bytes}; use the output of `openssl rand -hex 32`",
         Secret::BYTES_MIN,
@@ -32,56 +25,27 @@ pub enum CommError {
     )]
     SecretUnfit { bytes: usize },
     #[error("cannot read the secret from {}", path.display())]
-    SecretFile {
-        path: PathBuf,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    SecretFile { path: PathBuf, source: Arc<io::Error> },
     #[error("cannot use {} for TLS", path.display())]
-    TlsFile {
-        path: PathBuf,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    TlsFile { path: PathBuf, source: Arc<io::Error> },
     #[error("this program was built without TLS")]
     TlsUnavailable,
     #[error("the system provides no random numbers")]
-    Random {
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Random { source: Arc<io::Error> },
     #[error("cannot listen on the network interface '{interface}'")]
-    Interface {
-        interface: String,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Interface { interface: String, source: Arc<io::Error> },
     #[error(
         "rank 0 cannot listen on {address}; if another program uses the port, choose another master_port \
          (MASTER_PORT); master_addr must be an address of this host"
     )]
-    Listen {
-        address: String,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Listen { address: String, source: Arc<io::Error> },
     #[error("cannot listen on {ip} for the other ranks")]
-    ListenForPeers {
-        ip: IpAddr,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    ListenForPeers { ip: IpAddr, source: Arc<io::Error> },
     #[error(
         "rank {rank} did not reach rank 0 at {address} within {waited:?}; is rank 0 running, and is the address \
          correct?"
     )]
-    Unreachable {
-        rank: Rank,
-        address: String,
-        waited: Duration,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Unreachable { rank: Rank, address: String, waited: Duration, source: Arc<io::Error> },
     #[error("rank 0 at {address} rejected rank {rank}: {reason}")]
     Refused { rank: Rank, address: String, reason: String },
     #[error("rank {rank} failed before all ranks had joined: {reason}")]
@@ -98,11 +62,7 @@ pub enum CommError {
     )]
     RanksMissing { missing: Vec<Rank>, address: String, waited: Duration, refused: Vec<String> },
     #[error("the rendezvous failed while {doing}")]
-    Rendezvous {
-        doing: String,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Rendezvous { doing: String, source: Arc<io::Error> },
     #[error("the shm transport cannot be used: {reason}; choose transport auto or tcp")]
     ShmUnavailable { reason: String },
     #[error("the mpi transport cannot be used: {reason}")]
@@ -110,21 +70,11 @@ pub enum CommError {
     #[error("cannot split the group: rank {rank} failed while {doing}: {reason}")]
     Split { rank: Rank, doing: String, reason: String },
     #[error("cannot watch the connections to the other ranks; there may be too many open files (ulimit -n)")]
-    Watch {
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Watch { source: Arc<io::Error> },
     #[error("cannot start the communication thread")]
-    Spawn {
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Spawn { source: Arc<io::Error> },
     #[error("cannot allocate a communication buffer of {bytes} bytes")]
-    Allocate {
-        bytes: usize,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Allocate { bytes: usize, source: Arc<io::Error> },
     #[error("{operation} names rank {root}, but the group has {world_size} ranks")]
     NoSuchRoot { operation: Operation, root: Rank, world_size: usize },
     #[error("the vectors given to {operation} do not fit: {what}")]
@@ -163,12 +113,7 @@ pub enum CommError {
     #[error("rank {rank} violated the protocol during operation {sequence}, {operation}: {what}")]
     Protocol { rank: Rank, operation: Operation, sequence: u64, what: String },
     #[error("waiting for peers failed during operation {sequence}, {operation}")]
-    Wait {
-        operation: Operation,
-        sequence: u64,
-        #[source]
-        source: Arc<io::Error>,
-    },
+    Wait { operation: Operation, sequence: u64, source: Arc<io::Error> },
     #[error("this rank panicked while using the group; see the panic message")]
     Panicked,
 }

@@ -13,6 +13,7 @@ use trireme_base::{DType, Pending, ReduceOp};
 ///
 /// Costs a copy of each vector into the batch and one back; a vector of more than half of `len_max` goes alone, without.
 /// Repeated steps of the same vectors allocate nothing.
+#[derive(Clone)]
 pub struct Fusion {
     group: Arc<Group>,
     op: ReduceOp,
@@ -142,9 +143,9 @@ impl Fusion {
             }
         };
         if !self.group.is_dry() {
-            let vector = vector.storage().bytes();
+            let vector = vector.storage.bytes();
             let first = batch.len * memory.dtype().size();
-            memory.storage_mut().bytes_mut()[first..first + vector.len()].copy_from_slice(vector);
+            memory.storage.bytes_mut()[first..first + vector.len()].copy_from_slice(vector);
         }
         batch.len += vector.len();
         batch.num_vectors += 1;
@@ -156,7 +157,7 @@ impl Fusion {
         let mut batch = lock(&state.open);
         let Progress::Open(memory) = &mut batch.memory else { unreachable!("the open batch is open") };
         let Some(mut memory) = memory.take() else { return };
-        memory.set_len(batch.len);
+        memory.storage.shorten(batch.len * memory.dtype().size());
         batch.memory = Progress::Issued(self.group.all_reduce(memory, self.op));
         drop(batch);
         state.open = state.free.pop().unwrap_or_else(Batch::new);
@@ -169,12 +170,11 @@ impl Fusion {
         range: Range<usize>,
         mut vector: Buffer<Untyped>,
     ) -> Result<Buffer<Untyped>, CommError> {
-        {
-            let mut state = lock(&self.state);
-            if Arc::ptr_eq(&state.open, batch) {
-                self.close(&mut state);
-            }
+        let mut state = lock(&self.state);
+        if Arc::ptr_eq(&state.open, batch) {
+            self.close(&mut state);
         }
+        drop(state);
         let shared = batch;
         let mut batch = lock(shared);
         batch.memory = match std::mem::replace(&mut batch.memory, Progress::Spent) {
@@ -186,8 +186,8 @@ impl Fusion {
             Ok(memory) => {
                 if !self.group.is_dry() {
                     let size = memory.dtype().size();
-                    let sums = &memory.storage().bytes()[range.start * size..range.end * size];
-                    vector.storage_mut().bytes_mut().copy_from_slice(sums);
+                    let sums = &memory.storage.bytes()[range.start * size..range.end * size];
+                    vector.storage.bytes_mut().copy_from_slice(sums);
                 }
                 Ok(vector)
             }
@@ -197,7 +197,7 @@ impl Fusion {
         if batch.num_vectors == 0
             && let Progress::Ended(Ok(mut memory)) = std::mem::replace(&mut batch.memory, Progress::Spent)
         {
-            memory.set_len(self.len_max);
+            memory.storage.lengthen();
             *batch = Batch::empty();
             drop(batch);
             let mut state = lock(&self.state);
@@ -205,13 +205,6 @@ impl Fusion {
             state.free.push(Arc::clone(shared));
         }
         outcome
-    }
-}
-
-impl Clone for Fusion {
-    fn clone(&self) -> Self {
-        let (group, state) = (Arc::clone(&self.group), Arc::clone(&self.state));
-        Fusion { group, op: self.op, len_max: self.len_max, state }
     }
 }
 

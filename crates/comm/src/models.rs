@@ -8,7 +8,7 @@
 #[expect(clippy::duplicate_mod, dead_code, reason = "a second time, for the models, which use a part of it")]
 mod queue;
 
-use crate::call::{Call, Cost, Payload};
+use crate::call::{Call, Payload};
 use crate::control::Control;
 use crate::engine::Engine;
 use crate::messages::{Messenger, Office};
@@ -112,13 +112,7 @@ struct InOrder {
 }
 
 impl Transport for InOrder {
-    fn execute(
-        &mut self,
-        call: &Call,
-        _: &mut Payload,
-        _: &mut Control,
-        _: &mut Cost,
-    ) -> Result<(), CommError> {
+    fn execute(&mut self, call: &Call, _: &mut Payload, _: &mut Control) -> Result<(), CommError> {
         let (_, number) = call.operation.elements();
         let mut num_executed = self.executed.num.lock().unwrap();
         assert_eq!(*num_executed, number, "operations are executed in the order of issue");

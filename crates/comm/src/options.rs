@@ -149,8 +149,7 @@ pub struct JoinOptions {
 }
 
 impl JoinOptions {
-    /// The options of one rank, the rest at their defaults: rendezvous at 127.0.0.1:29500 within 60 s,
-    /// automatic transport.
+    /// The options of one rank, the rest at their defaults: rendezvous at 127.0.0.1:29500 within 60 s, automatic transport.
     pub fn new(rank: Rank, world_size: usize) -> Self {
         JoinOptions {
             rank,
@@ -240,32 +239,20 @@ impl FromStr for TransportChoice {
     }
 }
 
-/// What carries a group's data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum TransportKind {
-    /// Nothing: a world of one.
-    Single,
-    /// Socket pairs between threads of one process.
-    Inproc,
-    /// Shared memory between processes of one host.
-    Shm,
-    /// TCP connections.
-    Tcp,
-    /// Shared memory between the processes of each host, TCP connections between hosts.
-    ShmAndTcp,
-    /// MPI.
-    Mpi,
-}
-
-impl fmt::Display for TransportKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            TransportKind::Single => "single",
-            TransportKind::Inproc => "inproc",
-            TransportKind::Shm => "shm",
-            TransportKind::Tcp => "tcp",
-            TransportKind::ShmAndTcp => "shm+tcp",
-            TransportKind::Mpi => "mpi",
-        })
+trireme_base::named! {
+    /// What carries a group's data.
+    pub enum TransportKind {
+        /// Nothing: a world of one.
+        Single = "single",
+        /// Socket pairs between threads of one process.
+        Inproc = "inproc",
+        /// Shared memory between processes of one host.
+        Shm = "shm",
+        /// TCP connections.
+        Tcp = "tcp",
+        /// Shared memory between the processes of each host, TCP connections between hosts.
+        ShmAndTcp = "shm+tcp",
+        /// MPI.
+        Mpi = "mpi",
     }
 }

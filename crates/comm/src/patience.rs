@@ -28,8 +28,7 @@ impl Patience {
         Patience { num_looks: NUM_LOOKS_MAX, num_tries: 0 }
     }
 
-    /// Looks for a while; whether `has_come` has said so. `has_nothing_else` is whether this rank computes nothing
-    /// meanwhile.
+    /// Looks for a while; whether `has_come` has said so. `has_nothing_else` is whether this rank computes nothing meanwhile.
     pub(crate) fn look(&mut self, has_nothing_else: bool, mut has_come: impl FnMut() -> bool) -> bool {
         let num_looks =
             if has_nothing_else { self.num_looks } else { self.num_looks.max(NUM_LOOKS_BESIDE_MIN) };

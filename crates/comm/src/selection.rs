@@ -48,8 +48,7 @@ impl Choice {
 
 type Chosen = HashMap<(Collective, usize), Algorithm>;
 
-/// Chooses algorithms, the same ones on all ranks: what is asked for where it fits, else what is predicted to be the
-/// fastest.
+/// Chooses algorithms, the same ones on all ranks: what is asked for where it fits, else what is predicted to be the fastest.
 #[derive(Clone)]
 pub(crate) struct Selection {
     hosts: Hosts,

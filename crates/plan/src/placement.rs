@@ -9,8 +9,7 @@ use trireme_base::{AxisPlace, Cut, DType, Rank, Segment};
 pub enum Placement {
     /// Every rank of the axis holds the same values.
     Replicate,
-    /// The ranks hold consecutive parts of dim `dim`, in rank order; the first
-    /// `size % degree` parts are one longer.
+    /// The ranks hold consecutive parts of dim `dim`, in rank order; the first `size % degree` parts are one longer.
     Shard {
         /// The dim that is cut.
         dim: usize,

@@ -1,9 +1,8 @@
 //! How operations and messages get from their callers to the threads that execute them.
 
 use super::Group;
-use crate::buffer::Storage;
 use crate::call::{BlockLens, Payload};
-use crate::messages::{Messenger, Receipt};
+use crate::recorder::Direction;
 use crate::transport::check_control_bytes;
 use crate::{Buffer, CommError, Content, Operation, Work};
 use std::sync::Arc;
@@ -62,7 +61,7 @@ impl Group {
     /// # Panics
     /// If the vector is shorter.
     pub fn send_first<T: Content>(&self, buffer: Buffer<T>, len: usize, to: Rank) -> Work<Buffer<T>> {
-        self.message("send", (buffer, len), to, Messenger::send)
+        self.message(Direction::Send, (buffer, len), to)
     }
 
     /// Fills the vector with what another rank [sends](Group::send).
@@ -82,42 +81,42 @@ impl Group {
     /// # Panics
     /// If the vector is shorter.
     pub fn receive_first<T: Content>(&self, buffer: Buffer<T>, len: usize, from: Rank) -> Work<Buffer<T>> {
-        self.message("receive", (buffer, len), from, Messenger::receive)
+        self.message(Direction::Receive, (buffer, len), from)
     }
 
     fn message<T: Content>(
         &self,
-        name: &'static str,
-        (buffer, len): (Buffer<T>, usize),
+        direction: Direction,
+        (mut buffer, len): (Buffer<T>, usize),
         peer: Rank,
-        issue: fn(&Messenger, Rank, Operation, Storage) -> Receipt,
     ) -> Work<Buffer<T>> {
         assert!(len <= buffer.len(), "the first {len} of {} elements", buffer.len());
-        match &self.messenger {
-            None if self.is_dry() && peer != self.rank && peer.0 < self.world_size => {
-                let bytes = len * buffer.dtype().size();
-                let peer = self.dry.as_ref().map_or(peer, |dry| dry.members[peer.0]);
-                self.dry_issued(buffer, || match name {
-                    "send" => Issued::Send { to: peer, bytes },
-                    _ => Issued::Receive { from: peer, bytes },
+        let is_send = direction == Direction::Send;
+        let is_peer = peer != self.rank && peer.0 < self.world_size;
+        let num_bytes = len * buffer.dtype().size();
+        match (&self.messenger, &self.dry) {
+            (None, Some(dry)) if is_peer => {
+                let (peer, bytes) = (dry.members[peer.0], num_bytes);
+                self.dry_issued(buffer, || match direction {
+                    Direction::Send => Issued::Send { to: peer, bytes },
+                    Direction::Receive => Issued::Receive { from: peer, bytes },
                 })
             }
-            Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
+            (Some(messenger), _) if is_peer => {
                 let operation = Operation::message(buffer.dtype(), len);
-                let num_bytes = len * buffer.dtype().size();
-                if name == "send" {
+                if is_send {
                     self.message_bytes.fetch_add(num_bytes as u64, Ordering::Relaxed);
                 }
-                let mut storage = buffer.into_storage();
-                storage.shorten(num_bytes);
-                let receipt = issue(messenger, peer, operation, storage);
+                buffer.storage.shorten(num_bytes);
+                let receipt = messenger.submit(direction, peer, operation, buffer.storage);
                 Work::message(receipt, |mut storage| {
                     storage.lengthen();
                     Buffer::from_storage(storage)
                 })
             }
             _ => {
-                let (operation, rank, world_size) = (name, peer, self.world_size);
+                let operation = if is_send { "send" } else { "receive" };
+                let (rank, world_size) = (peer, self.world_size);
                 Work::ready(Err(CommError::NoSuchPeer { operation, rank, world_size }))
             }
         }
@@ -147,7 +146,7 @@ impl Group {
 
     pub(crate) fn issue<T: Content>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
         let Some(executor) = &self.executor else { return self.dry_work(operation, buffer) };
-        let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));
+        let ticket = executor.queue.submit(operation, Payload::Vector(buffer.storage));
         Work::queued(ticket, |payload| match payload {
             Payload::Vector(storage) => Buffer::from_storage(storage),
             _ => unreachable!("an operation gives back the payload it took"),
@@ -166,11 +165,11 @@ impl Group {
         let Some(executor) = &self.executor else {
             if !self.is_dry() {
                 input.wait();
-                output.storage_mut().bytes_mut().copy_from_slice(input.storage().bytes());
+                output.storage.bytes_mut().copy_from_slice(input.storage.bytes());
             }
             return self.dry_work(operation, (input, output));
         };
-        let payload = Payload::Pair { input: input.into_storage(), output: output.into_storage() };
+        let payload = Payload::Pair { input: input.storage, output: output.storage };
         let ticket = executor.queue.submit(operation, payload);
         Work::queued(ticket, |payload| match payload {
             Payload::Pair { input, output } => (Buffer::from_storage(input), Buffer::from_storage(output)),
@@ -193,12 +192,11 @@ impl Group {
             if !self.is_dry() {
                 input.wait();
                 let [received, sent] = [received, sent].map(|len| len * input.dtype().size());
-                output.storage_mut().bytes_mut()[..received]
-                    .copy_from_slice(&input.storage().bytes()[..sent]);
+                output.storage.bytes_mut()[..received].copy_from_slice(&input.storage.bytes()[..sent]);
             }
             return self.dry_work_of(operation, sent.max(received), (input, output));
         };
-        let payload = Payload::Variable { input: input.into_storage(), output: output.into_storage(), lens };
+        let payload = Payload::Variable { input: input.storage, output: output.storage, lens };
         let ticket = executor.queue.submit(operation, payload);
         Work::queued(ticket, |payload| match payload {
             Payload::Variable { input, output, .. } => {

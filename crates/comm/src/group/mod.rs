@@ -3,7 +3,7 @@
 mod issuing;
 mod splitting;
 
-use crate::buffer::Storage;
+use crate::buffer::{Memory, Storage};
 use crate::element::has_element;
 use crate::engine::Engine;
 use crate::messages::Messenger;
@@ -38,10 +38,10 @@ pub struct Group {
     transport: TransportKind,
     hosts: Hosts,
     /// Where buffers lie best; on the heap if there is none.
-    arena: Option<Arc<Arena>>,
-    peer_arenas: Vec<Option<PeerArena>>,
-    home: Home,
-    options: GroupOptions,
+    pub(crate) arena: Option<Arc<Arena>>,
+    pub(crate) peer_arenas: Vec<Option<PeerArena>>,
+    pub(crate) home: Home,
+    pub(crate) options: GroupOptions,
     selection: Selection,
     /// What communication in this world costs, once that was measured.
     costs: Arc<OnceLock<CostModel>>,
@@ -92,18 +92,12 @@ impl Group {
             world_size: hosts.world_size(),
             transport: fabric.kind,
             hosts,
-            arena: fabric.arena,
             peer_arenas: fabric.peer_arenas,
-            home,
-            options: options.clone(),
             selection: fabric.selection,
             costs,
-            recorder: recorder.recorder().clone(),
-            num_splits: AtomicU64::new(0),
-            executor: Some(Executor { queue, thread: Some(thread), recorder }),
             messenger: Some(messenger),
-            message_bytes: AtomicU64::new(0),
-            dry: None,
+            executor: Some(Executor { queue, thread: Some(thread), recorder: recorder.clone() }),
+            ..Group::alone(fabric.arena, home, options, recorder.recorder().clone())
         })
     }
 
@@ -272,22 +266,6 @@ impl Group {
         self.messenger.as_ref()?.office().failure()
     }
 
-    pub(crate) fn arena(&self) -> Option<&Arc<Arena>> {
-        self.arena.as_ref()
-    }
-
-    pub(crate) fn peer_arenas(&self) -> &[Option<PeerArena>] {
-        &self.peer_arenas
-    }
-
-    pub(crate) fn options(&self) -> &GroupOptions {
-        &self.options
-    }
-
-    pub(crate) fn home(&self) -> &Home {
-        &self.home
-    }
-
     /// This rank.
     pub fn rank(&self) -> Rank {
         self.rank
@@ -335,29 +313,25 @@ impl Group {
             bytes: len.saturating_mul(dtype.size()),
             source: Arc::new(source),
         };
-        let num_bytes = len
-            .checked_mul(dtype.size())
-            .ok_or_else(|| fail(std::io::Error::from(std::io::ErrorKind::OutOfMemory)))?;
+        let num_bytes = len.checked_mul(dtype.size());
+        let num_bytes = num_bytes.ok_or_else(|| fail(std::io::ErrorKind::OutOfMemory.into()))?;
         match &self.arena {
             None => Storage::heap(dtype, len),
             Some(arena) => {
                 let region = arena.allocate(num_bytes, page_size).map_err(fail)?;
-                Ok(Storage::shared(region, dtype, num_bytes))
+                Ok(Storage::new(Memory::Shared(region), dtype, num_bytes))
             }
         }
     }
 
-    /// Bytes of memory that the group itself takes besides buffers: what ranks of a host meet by, and the rings between
-    /// them.
+    /// Bytes of memory that the group itself takes besides buffers: what ranks of a host meet by, and the rings between them.
     pub fn fixed_bytes(&self) -> usize {
         let shares_memory = match self.is_dry() {
             true => matches!(self.transport, TransportKind::Shm | TransportKind::ShmAndTcp),
             false => self.arena.is_some() && self.executor.is_some(),
         };
-        match shares_memory {
-            true => area_bytes(self.hosts.ranks(self.hosts.host_of(self.rank)).len()),
-            false => 0,
-        }
+        let num_near = self.hosts.ranks(self.hosts.host_of(self.rank)).len();
+        if shares_memory { area_bytes(num_near) } else { 0 }
     }
 
     /// Bytes of its peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` the part

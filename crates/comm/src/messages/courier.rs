@@ -181,14 +181,8 @@ impl Courier {
         });
         let moved = outgoing.advance(link, &memories).map_err(|_| call.peer_lost(peer));
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
-        if has_moved {
-            parcel.moved = Some(Instant::now());
-            self.recorder.recorder().heartbeat().beat();
-        }
-        if outgoing.is_done() {
-            self.recorder.end_message(number);
-            self.ended.extend(lane.end());
-        }
+        let is_done = outgoing.is_done();
+        self.ended.extend(lane.note(has_moved, is_done, &self.recorder));
         Ok(has_moved)
     }
 
@@ -216,14 +210,8 @@ impl Courier {
                 Trouble::Refused(failure) => failure,
             });
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
-        if has_moved {
-            parcel.moved = Some(Instant::now());
-            self.recorder.recorder().heartbeat().beat();
-        }
-        if incoming.is_done() {
-            self.recorder.end_message(number);
-            self.ended.extend(lane.end());
-        }
+        let is_done = incoming.is_done();
+        self.ended.extend(lane.note(has_moved, is_done, &self.recorder));
         Ok(has_moved)
     }
 
@@ -332,7 +320,17 @@ impl Lanes {
 }
 
 impl<T> Lane<T> {
-    fn end(&mut self) -> Option<(usize, Storage)> {
+    /// Notes what has come of the first message: whether bytes of it moved, and its end.
+    fn note(&mut self, has_moved: bool, is_done: bool, recorder: &GroupRecorder) -> Option<(usize, Storage)> {
+        let parcel = self.waiting.front_mut()?;
+        if has_moved {
+            parcel.moved = Some(Instant::now());
+            recorder.recorder().heartbeat().beat();
+        }
+        if !is_done {
+            return None;
+        }
+        recorder.end_message(parcel.number);
         self.moving = None;
         self.num_begun += 1;
         self.waiting.pop_front().map(|parcel| (parcel.slot, parcel.storage))

@@ -106,15 +106,14 @@ impl Messenger {
         Ok(Messenger { office, thread: Some(thread) })
     }
 
-    pub(crate) fn send(&self, to: Rank, operation: Operation, storage: Storage) -> Receipt {
-        self.submit(to, Direction::Send, operation, storage)
-    }
-
-    pub(crate) fn receive(&self, from: Rank, operation: Operation, storage: Storage) -> Receipt {
-        self.submit(from, Direction::Receive, operation, storage)
-    }
-
-    fn submit(&self, peer: Rank, direction: Direction, operation: Operation, storage: Storage) -> Receipt {
+    /// Issues a message to or from `peer`.
+    pub(crate) fn submit(
+        &self,
+        direction: Direction,
+        peer: Rank,
+        operation: Operation,
+        storage: Storage,
+    ) -> Receipt {
         let office = &self.office;
         let mut state = office.lock();
         let failure = state.failure.clone();
@@ -398,7 +397,7 @@ mod tests {
         let (messenger, world) = without_links();
         let send = || {
             let operation = Operation::message(DType::U8, 1);
-            messenger.send(Rank(1), operation, Storage::heap(DType::U8, 1).unwrap())
+            messenger.submit(Direction::Send, Rank(1), operation, Storage::heap(DType::U8, 1).unwrap())
         };
         let (first, second) = (send(), send());
         // Panics here, unless the courier's own thread was quicker.
@@ -422,7 +421,8 @@ mod tests {
         assert!(panicked.is_err());
         assert!(matches!(office.failure(), Some(CommError::Panicked)));
         let operation = Operation::message(DType::U8, 1);
-        let sent = messenger.send(Rank(1), operation, Storage::heap(DType::U8, 1).unwrap());
+        let sent =
+            messenger.submit(Direction::Send, Rank(1), operation, Storage::heap(DType::U8, 1).unwrap());
         assert!(matches!(sent.wait(), Err(CommError::Panicked)));
         assert!(matches!(world.issue(Operation::BARRIER), Err(CommError::Panicked)));
     }

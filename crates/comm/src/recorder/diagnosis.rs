@@ -5,7 +5,6 @@ use super::report::{
 use crate::Operation;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::fmt;
 
 /// What the reports of some ranks tell of their world together.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -62,21 +61,23 @@ pub struct Disagreement {
     pub sides: Vec<Side>,
 }
 
-/// What differs between operations that should be the same.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Difference {
-    /// The same operations come in another order.
-    Order,
-    /// The operations, their reductions or roots, or the lines of the program that issued them.
-    Operation,
-    /// The type of the elements.
-    Dtype,
-    /// The number of elements.
-    Size,
-    /// The line of the program; the operations are the same. Ranks at different places of a pipeline have different programs: of these, the steps
-    /// are compared.
-    Line,
+trireme_base::named! {
+    /// What differs between operations that should be the same.
+    #[derive(Serialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Difference {
+        /// The same operations come in another order.
+        Order = "order",
+        /// The operations, their reductions or roots, or the lines of the program that issued them.
+        Operation = "operation",
+        /// The type of the elements.
+        Dtype = "dtype",
+        /// The number of elements.
+        Size = "size",
+        /// The line of the program; the operations are the same. Ranks at different places of a pipeline have different programs: of these, the
+        /// steps are compared.
+        Line = "program line",
+    }
 }
 
 /// What some ranks issued.
@@ -88,18 +89,6 @@ pub struct Side {
     pub line: String,
     /// Who.
     pub ranks: Vec<usize>,
-}
-
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Difference::Order => "order",
-            Difference::Operation => "operation",
-            Difference::Dtype => "dtype",
-            Difference::Size => "size",
-            Difference::Line => "program line",
-        })
-    }
 }
 
 /// A group by its name and members.

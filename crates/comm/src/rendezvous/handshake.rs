@@ -72,8 +72,7 @@ pub(super) fn proof(key: &Key, opening: &[u8], challenge: &Nonce) -> Tag {
     key.tag(CONNECTING, &[opening, challenge])
 }
 
-/// Accepts: hears one turn of the other side after the other. It reads no sockets, so that it can be tested by the
-/// million.
+/// Accepts: hears one turn of the other side after the other. It reads no sockets, so that it can be tested by the million.
 pub(super) struct Examination<I> {
     key: Key,
     challenge: Nonce,

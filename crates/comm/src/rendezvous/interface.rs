@@ -5,8 +5,7 @@ use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
-/// The address of the interface that the options name, of the same family as `addresses` if it has one; none if they
-/// name none.
+/// The address of the interface that the options name, of the same family as `addresses` if it has one; none if they name none.
 pub(super) fn address(options: &JoinOptions, addresses: &[SocketAddr]) -> Result<Option<IpAddr>, CommError> {
     let Some(interface) = &options.interface else { return Ok(None) };
     let fail = |source| CommError::Interface { interface: interface.clone(), source: Arc::new(source) };

@@ -1,7 +1,6 @@
 //! The connections between all pairs of a group's members. Of each pair the higher one connects and introduces itself.
 
 use super::encryption::encrypt;
-
 use super::key::Key;
 use super::local::{check_user, connect_local, receive_arena, send_arena};
 use super::place::Place;

@@ -83,6 +83,7 @@ const TIMEOUT_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 const LOOK_UP_PAUSE: Duration = Duration::from_millis(500);
 /// How long a rank that has failed tries to find rank 0, to tell it.
 const FAILURE_REPORT_MAX: Duration = Duration::from_secs(10);
+
 pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
     let JoinOptions { rank, world_size, master_port, join_timeout, .. } = options;
     if !(1..=WORLD_SIZE_MAX).contains(world_size) {
@@ -247,8 +248,7 @@ struct Connecting<'a> {
 }
 
 impl Connecting<'_> {
-    /// Shares memory with the ranks of this host, and connects to the others by TCP; the reasons why not if some rank
-    /// could not.
+    /// Shares memory with the ranks of this host, and connects to the others by TCP; the reasons why not if some rank could not.
     fn share_memory(&mut self, deadline: Instant) -> Result<Result<Parts, String>, CommError> {
         let hosts = match self.options.transport {
             TransportChoice::Shm => Hosts::single(self.options.world_size),

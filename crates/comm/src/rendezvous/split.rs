@@ -136,7 +136,7 @@ impl Preparation {
     fn new(parent: &Group, membership: &Membership) -> io::Result<Self> {
         let ids: Vec<usize> = membership.ranks.iter().map(|&rank| parent.hosts().host_of(rank)).collect();
         let hosts = Hosts::new(&ids);
-        let memory = match parent.arena() {
+        let memory = match &parent.arena {
             None => None,
             Some(arena) => {
                 let num_members = hosts.ranks(hosts.host_of(membership.own)).len();
@@ -145,9 +145,9 @@ impl Preparation {
             }
         };
         let meeting = u64::from_ne_bytes(random_bytes()?);
-        let tcp = match parent.home().addresses {
+        let tcp = match parent.home.addresses {
             Some([own, _]) if parent.transport() != TransportKind::Shm => {
-                Some(listen_at(own, parent.home().ports.as_ref())?)
+                Some(listen_at(own, parent.home.ports.as_ref())?)
             }
             _ => None,
         };
@@ -174,7 +174,7 @@ impl Preparation {
             true => vec![Route::Local; membership.ranks.len()],
             false => mesh::routes(&self.hosts, membership.own, within),
         };
-        let seen = |place: Place| match parent.home().addresses {
+        let seen = |place: Place| match parent.home.addresses {
             Some([_, root]) => place.seen_with(root),
             None => place,
         };
@@ -185,23 +185,23 @@ impl Preparation {
             routes: &routes,
             arena: None,
             arena_bytes_min: 0,
-            tls: parent.home().tls.as_ref(),
-            network_pause: parent.options().network_pause,
+            tls: parent.home.tls.as_ref(),
+            network_pause: parent.options.network_pause,
             sockets_per_peer: match parent.transport() {
                 TransportKind::Mpi => 1,
-                _ => parent.options().sockets_per_peer,
+                _ => parent.options.sockets_per_peer,
             },
         };
         // A world's own options for refusals are gone by now; strangers are turned away in silence.
         let refusals = Refusals::silent();
         let session = Session::new(
-            &parent.home().key,
+            &parent.home.key,
             &offers[0].nonce,
             membership.own,
             membership.ranks.len(),
             &refusals,
         );
-        let deadline = Instant::now() + parent.options().timeout.max(2 * LOCAL_CONNECT_MAX);
+        let deadline = Instant::now() + parent.options.timeout.max(2 * LOCAL_CONNECT_MAX);
         let failure = || parent.failure().map(io::Error::other);
         let limit = WaitLimit::unless(deadline, &failure);
         let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, limit)?;
@@ -209,7 +209,7 @@ impl Preparation {
             let is_near = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
             let peers = membership.ranks.iter().enumerate();
             let peers = peers
-                .map(|(index, rank)| parent.peer_arenas()[rank.0].clone().filter(|_| is_near(Rank(index))));
+                .map(|(index, rank)| parent.peer_arenas[rank.0].clone().filter(|_| is_near(Rank(index))));
             let offsets: Vec<usize> = offers.iter().map(|offer| offer.area_offset).collect();
             memory.with_areas(peers.collect(), &offsets, &self.hosts, membership.own)
         });
@@ -247,7 +247,7 @@ mod tests {
             let offers = agree(&victim, "preparing to connect", Ok(prepared.offer.encode())).unwrap();
             let offers: Vec<Offer> = offers.iter().map(|offer| Offer::decode(offer).unwrap()).collect();
             let refusals = Refusals::silent();
-            let session = Session::new(&victim.home().key, &offers[0].nonce, Rank(2), 3, &refusals);
+            let session = Session::new(&victim.home.key, &offers[0].nonce, Rank(2), 3, &refusals);
             let soon = Instant::now() + Duration::from_secs(20);
             let made = [0, 1].map(|lower| {
                 let socket = local::connect_local(offers[lower].place.meeting, soon).unwrap();

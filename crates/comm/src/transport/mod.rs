@@ -9,7 +9,7 @@ pub(crate) mod shm;
 pub(crate) use fabric::{OwnMemory, Parts};
 
 use crate::CommError;
-use crate::call::{Call, Cost, Payload};
+use crate::call::{Call, Payload};
 use crate::control::Control;
 use trireme_base::Rank;
 
@@ -43,13 +43,8 @@ impl Purpose {
 /// mismatch. While it waits it calls [`Control::tick`], which ends the wait when a peer is lost.
 pub(crate) trait Transport: Send {
     /// Executes one operation on this rank's payload.
-    fn execute(
-        &mut self,
-        call: &Call,
-        payload: &mut Payload,
-        control: &mut Control,
-        cost: &mut Cost,
-    ) -> Result<(), CommError>;
+    fn execute(&mut self, call: &Call, payload: &mut Payload, control: &mut Control)
+    -> Result<(), CommError>;
 
     /// The operation failed on this rank: memory that others may still read or write must not be used again, and what the
     /// payload has of it is taken out.

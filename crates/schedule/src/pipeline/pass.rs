@@ -39,8 +39,7 @@ pub struct Pass {
     pub kind: PassKind,
     /// Stage, counted from 0 along the model.
     pub stage: usize,
-    /// Microbatch, counted from 0 through all steps of the schedule; for an update, the last one whose gradient it
-    /// applies.
+    /// Microbatch, counted from 0 through all steps of the schedule; for an update, the last one whose gradient it applies.
     pub microbatch: usize,
 }
 

@@ -44,8 +44,7 @@ impl Schedule {
         self.ranks.iter().map(|passes| passes.iter().map(&mut version).collect()).collect()
     }
 
-    /// For each stage, the most updates between the weights that a gradient was taken at and those that it is applied
-    /// to.
+    /// For each stage, the most updates between the weights that a gradient was taken at and those that it is applied to.
     pub fn staleness(&self) -> Vec<usize> {
         let mut staleness = vec![0; self.num_stages()];
         let versions = self.versions_read();

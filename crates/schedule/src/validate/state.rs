@@ -155,11 +155,8 @@ impl<'a> State<'a> {
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
         for (index, &action) in actions.iter().enumerate() {
-            self.take(action, in_flight_max).map_err(|fault| ProgramError::Action {
-                index,
-                action,
-                fault,
-            })?;
+            let refuse = |fault| ProgramError::Action { index, action, fault };
+            self.take(action, in_flight_max).map_err(refuse)?;
         }
         Ok(())
     }

@@ -125,10 +125,8 @@ impl Link {
 
     /// Says that the caller is about to sleep; whether it need not, because what it waits for is there.
     pub(crate) fn prepare_sleep(&mut self, interest: Interest) -> Result<bool, Broken> {
-        match self {
-            Link::Socket(_) | Link::Tls(_) | Link::Mpi(_) | Link::Striped(_) => Ok(false),
-            Link::Ring(link) => link.prepare_sleep(interest),
-        }
+        let Link::Ring(link) = self else { return Ok(false) };
+        link.prepare_sleep(interest)
     }
 
     /// The caller is awake again.
@@ -153,10 +151,8 @@ impl Link {
 
     /// How long to sleep at most, if nothing wakes the sleeper when bytes have come.
     pub(crate) fn nap(&self) -> Option<Duration> {
-        match self {
-            Link::Socket(_) | Link::Tls(_) | Link::Ring(_) | Link::Striped(_) => None,
-            Link::Mpi(link) => Some(link.nap()),
-        }
+        let Link::Mpi(link) = self else { return None };
+        Some(link.nap())
     }
 
     /// Whether looking again soon costs less than sleeping.
@@ -181,9 +177,6 @@ impl Link {
 
     /// Whether what somebody waits for is there, as far as that can be seen without the kernel.
     pub(crate) fn is_ready(&self, interest: Interest) -> bool {
-        match self {
-            Link::Ring(link) => link.is_ready(interest),
-            Link::Socket(_) | Link::Tls(_) | Link::Mpi(_) | Link::Striped(_) => false,
-        }
+        matches!(self, Link::Ring(link) if link.is_ready(interest))
     }
 }

@@ -1,6 +1,6 @@
 use super::{Linked, Memories, reserve};
 use crate::CommError;
-use crate::call::{Call, Cost};
+use crate::call::Call;
 use crate::control::Control;
 use crate::transport::check_control_bytes;
 use trireme_base::{DType, Rank};
@@ -13,10 +13,9 @@ impl Linked {
         call: &Call,
         blocks: &mut [Vec<u8>],
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         if let Some(shared) = self.shared_by_all() {
-            return shared.gather_blocks(call, blocks, control, cost);
+            return shared.gather_blocks(call, blocks, control);
         }
         let own = self.rank.0;
         let mut lengths = vec![0_u64; self.world_size()];
@@ -25,7 +24,7 @@ impl Linked {
         self.steps.clear();
         all_gather_pairwise(self.rank, &places, &mut self.steps);
         let bytes = bytemuck::cast_slice_mut(&mut lengths);
-        self.run_steps(call, &mut Memories::new(bytes, DType::U8, None), control, cost)?;
+        self.run_steps(call, &mut Memories::new(bytes, DType::U8, None), control)?;
 
         let mut places = Vec::with_capacity(lengths.len());
         let mut end = 0;
@@ -39,7 +38,7 @@ impl Linked {
         gathered[places[own].clone()].copy_from_slice(&blocks[own]);
         self.steps.clear();
         all_gather_pairwise(self.rank, &places, &mut self.steps);
-        let result = self.run_steps(call, &mut Memories::new(gathered, DType::U8, None), control, cost);
+        let result = self.run_steps(call, &mut Memories::new(gathered, DType::U8, None), control);
         if result.is_ok() {
             for (block, place) in blocks.iter_mut().zip(places) {
                 *block = gathered[place].to_vec();

@@ -1,7 +1,7 @@
 use super::memories::Memories;
 use super::transit::{Incoming, Outgoing, Trouble};
 use crate::CommError;
-use crate::call::{Call, Cost};
+use crate::call::Call;
 use crate::control::{Control, TICK};
 use crate::patience::Patience;
 use crate::transport::link::{Broken, Interest, Link};
@@ -47,7 +47,6 @@ impl<'a> Exchange<'a> {
         piece: &mut [u8],
         patience: &mut Patience,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         loop {
             let mut has_moved = false;
@@ -56,7 +55,7 @@ impl<'a> Exchange<'a> {
                     .advance(link_to(links, outgoing.to), memories)
                     .map_err(|Broken| control.reason_of_break(outgoing.to, self.call))?;
                 if outgoing.is_done() {
-                    cost.payload_bytes += outgoing.place.len() as u64;
+                    control.cost.payload_bytes += outgoing.place.len() as u64;
                 }
             }
             self.outgoing.take_if(|outgoing| outgoing.is_done());
@@ -78,7 +77,7 @@ impl<'a> Exchange<'a> {
                 patience.has_succeeded();
                 control.has_moved();
             } else if !self.look(links, piece.len(), patience) {
-                self.wait(links, piece.len(), control, cost)?;
+                self.wait(links, piece.len(), control)?;
             }
         }
     }
@@ -113,7 +112,6 @@ impl<'a> Exchange<'a> {
         links: &mut [Option<Link>],
         piece_bytes: usize,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let since = Instant::now();
         let interests = self.interests(piece_bytes);
@@ -129,7 +127,7 @@ impl<'a> Exchange<'a> {
         for (rank, interest) in interests.into_iter().flatten() {
             link_to(links, rank).end_sleep(interest);
         }
-        cost.waiting += since.elapsed();
+        control.cost.waiting += since.elapsed();
         control.tick(self.call)
     }
 

@@ -14,7 +14,7 @@ mod tests;
 mod transit;
 
 use crate::buffer::{CacheLine, Storage};
-use crate::call::{BlockLens, Call, Cost, Payload};
+use crate::call::{BlockLens, Call, Payload};
 use crate::control::Control;
 use crate::element::finish_mean;
 use crate::patience::Patience;
@@ -97,7 +97,6 @@ impl Linked {
         call: &Call,
         memories: &mut Memories<'_>,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);
         for step in &self.steps {
@@ -111,7 +110,6 @@ impl Linked {
                         piece,
                         &mut self.patience,
                         control,
-                        cost,
                     )?;
                 }
             }
@@ -126,7 +124,6 @@ impl Linked {
         (mut slot, first): (Slot<'_>, usize),
         algorithm: Algorithm,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, len) = call.operation.elements();
         let collective = call.operation.collective().expect("operations in place are collectives");
@@ -138,20 +135,19 @@ impl Linked {
                     self.steps.clear();
                     let of_segment = CollectiveKind::AllReduce.with_len(segment.len());
                     steps(of_segment, algorithm, &self.hosts, self.rank, &mut self.steps);
-                    self.work_steps(call, &mut slot.part(bytes), 0, control, cost)?;
+                    self.work_steps(call, &mut slot.part(bytes), 0, control)?;
                 }
             }
             (Algorithm::Flat(_), _) => {
                 self.steps.clear();
                 steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
-                self.work_steps(call, &mut slot, first, control, cost)?;
+                self.work_steps(call, &mut slot, first, control)?;
             }
             (Algorithm::Hierarchical(levels), _) => {
                 let mut list = std::mem::take(&mut self.phases);
                 list.clear();
                 phases(collective, levels, &self.hosts, self.rank, &mut list);
-                let result =
-                    list.iter().try_for_each(|phase| self.phase(call, phase, &mut slot, control, cost));
+                let result = list.iter().try_for_each(|phase| self.phase(call, phase, &mut slot, control));
                 self.phases = list;
                 result?;
             }
@@ -167,7 +163,7 @@ impl Linked {
         }
         if call.operation.root().is_some() {
             // Who has only sent knows nothing of the others: a mismatch must reach it, too.
-            self.barrier_by_links(call, control, cost)?;
+            self.barrier_by_links(call, control)?;
         }
         Ok(())
     }
@@ -179,22 +175,21 @@ impl Linked {
         phase: &Phase,
         slot: &mut Slot<'_>,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
         match (&mut self.shared, phase.algorithm) {
             (Some(shared), FlatAlgorithm::Direct) if phase.collective.kind == CollectiveKind::Barrier => {
-                shared.barrier(call, control, cost)
+                shared.barrier(call, control)
             }
             (Some(shared), FlatAlgorithm::Direct) => {
                 let bytes = phase.range.start * dtype.size()..phase.range.end * dtype.size();
                 let operands = Operands { input: slot.part(bytes), output: None };
-                shared.execute(call, call.operation.part(phase.collective), operands, control, cost)
+                shared.execute(call, call.operation.part(phase.collective), operands, control)
             }
             _ => {
                 self.steps.clear();
                 phase.steps(&self.hosts, self.rank, &mut self.steps);
-                self.work_steps(call, slot, 0, control, cost)
+                self.work_steps(call, slot, 0, control)
             }
         }
     }
@@ -206,14 +201,13 @@ impl Linked {
         slot: &mut Slot<'_>,
         first: usize,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
         let mut scratch = std::mem::take(&mut self.scratch);
         let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
         let memories = Memories::new(slot.bytes(), dtype, call.operation.reduction());
         let mut memories = memories.with_first(first).with_scratch(scratch_bytes);
-        let result = self.run_steps(call, &mut memories, control, cost);
+        let result = self.run_steps(call, &mut memories, control);
         self.scratch = scratch;
         result
     }
@@ -225,7 +219,6 @@ impl Linked {
         (mut input, mut output): (Slot<'_>, Slot<'_>),
         algorithm: Algorithm,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, len) = call.operation.elements();
         let collective = call.operation.collective().expect("operations on vectors are collectives");
@@ -235,10 +228,10 @@ impl Linked {
         // With a linear algorithm a rank touches nothing but its own block, unless it is the root.
         let has_own_only = !is_root && algorithm == Algorithm::Flat(FlatAlgorithm::Linear);
         if has_own_only && call.operation.input_is_block() {
-            return self.in_place(call, (input, own.start), algorithm, control, cost);
+            return self.in_place(call, (input, own.start), algorithm, control);
         }
         if has_own_only && call.operation.output_is_block() {
-            return self.in_place(call, (output, own.start), algorithm, control, cost);
+            return self.in_place(call, (output, own.start), algorithm, control);
         }
         let mut vector = std::mem::take(&mut self.vector);
         let is_whole = output.len() == len * dtype.size();
@@ -251,7 +244,7 @@ impl Linked {
         } else if collective.has_input(self.rank) {
             slot.bytes().copy_from_slice(input.bytes());
         }
-        let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control, cost);
+        let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control);
         if call.operation.output_is_block() && !is_whole && result.is_ok() {
             let block: &[u8] = bytemuck::cast_slice(&vector);
             output.bytes().copy_from_slice(&block[own_bytes]);
@@ -265,7 +258,6 @@ impl Linked {
         call: &Call,
         (input, output): (&mut Storage, Option<&mut Storage>),
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let collective = call.operation.collective().expect("operations on vectors are collectives");
         let (dtype, _) = call.operation.elements();
@@ -275,10 +267,10 @@ impl Linked {
         let output = output.map(|output| Slot::new(output, arena.as_ref()));
         match (algorithm, &mut self.shared, output) {
             (Algorithm::Flat(FlatAlgorithm::Direct), Some(shared), output) => {
-                shared.execute(call, call.operation, Operands { input, output }, control, cost)
+                shared.execute(call, call.operation, Operands { input, output }, control)
             }
-            (_, _, None) => self.in_place(call, (input, 0), algorithm, control, cost),
-            (_, _, Some(output)) => self.out_of_place(call, (input, output), algorithm, control, cost),
+            (_, _, None) => self.in_place(call, (input, 0), algorithm, control),
+            (_, _, Some(output)) => self.out_of_place(call, (input, output), algorithm, control),
         }
     }
 
@@ -288,7 +280,6 @@ impl Linked {
         (input, output): (&Storage, &mut Storage),
         lens: &BlockLens,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
         self.steps.clear();
@@ -306,28 +297,23 @@ impl Linked {
             (scratch_len(&self.steps) * dtype.size(), input.bytes().len() + output.bytes().len());
         let scratch_bytes = reserve(&mut scratch, if len == 0 { 0 } else { len.max(room) })?;
         let memories = Memories::new(output.bytes_mut(), dtype, None).with_input(input.bytes());
-        let result = self.run_steps(call, &mut memories.with_scratch(scratch_bytes), control, cost);
+        let result = self.run_steps(call, &mut memories.with_scratch(scratch_bytes), control);
         self.scratch = scratch;
         result
     }
 
-    fn barrier(&mut self, call: &Call, control: &mut Control, cost: &mut Cost) -> Result<(), CommError> {
+    fn barrier(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         match self.shared_by_all() {
-            Some(shared) => shared.barrier(call, control, cost),
-            None => self.barrier_by_links(call, control, cost),
+            Some(shared) => shared.barrier(call, control),
+            None => self.barrier_by_links(call, control),
         }
     }
 
-    fn barrier_by_links(
-        &mut self,
-        call: &Call,
-        control: &mut Control,
-        cost: &mut Cost,
-    ) -> Result<(), CommError> {
+    fn barrier_by_links(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         self.steps.clear();
         let algorithm = Algorithm::Flat(FlatAlgorithm::Dissemination);
         steps(CollectiveKind::Barrier.with_len(0), algorithm, &self.hosts, self.rank, &mut self.steps);
-        self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control, cost)
+        self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control)
     }
 
     /// The shared memory, if all ranks of the group share it.
@@ -343,16 +329,13 @@ impl Transport for Linked {
         call: &Call,
         payload: &mut Payload,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         match payload {
-            Payload::Nothing => self.barrier(call, control, cost),
-            Payload::Blocks(blocks) => self.gather_blocks(call, blocks, control, cost),
-            Payload::Vector(storage) => self.vectors(call, (storage, None), control, cost),
-            Payload::Pair { input, output } => self.vectors(call, (input, Some(output)), control, cost),
-            Payload::Variable { input, output, lens } => {
-                self.variable(call, (input, output), lens, control, cost)
-            }
+            Payload::Nothing => self.barrier(call, control),
+            Payload::Blocks(blocks) => self.gather_blocks(call, blocks, control),
+            Payload::Vector(storage) => self.vectors(call, (storage, None), control),
+            Payload::Pair { input, output } => self.vectors(call, (input, Some(output)), control),
+            Payload::Variable { input, output, lens } => self.variable(call, (input, output), lens, control),
         }
     }
 

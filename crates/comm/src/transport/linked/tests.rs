@@ -54,7 +54,7 @@ fn outcome_with(
     let mut watch = Control::new(row(own_control), recorder).expect("an epoll instance");
     let mut peer = Peer { data, control };
     act(&mut peer);
-    linked.execute(&call(operation), payload, &mut watch, &mut Cost::default())
+    linked.execute(&call(operation), payload, &mut watch)
 }
 
 const SUM: Operation =

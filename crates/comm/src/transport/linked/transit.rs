@@ -123,8 +123,7 @@ impl Incoming {
         }
     }
 
-    /// Receives what has come and puts it in its place; whether that was anything. `unsent` is not written
-    /// to.
+    /// Receives what has come and puts it in its place; whether that was anything. `unsent` is not written to.
     pub(crate) fn advance(
         &mut self,
         call: &Call,

@@ -1,7 +1,7 @@
 use super::atomics::{AtomicU32, AtomicU64, Ordering, fence};
 use super::futex;
 use crate::CommError;
-use crate::call::{Call, Cost};
+use crate::call::Call;
 use crate::control::Control;
 use crate::operation::{OPERATION_WORDS, Operation};
 use crate::patience::Patience;
@@ -9,8 +9,7 @@ use rustix::io::Errno;
 use std::time::Instant;
 use trireme_base::Rank;
 
-/// What a rank tells its peers, at the start of its area. Only its owner writes to it, but for
-/// `num_sleepers`.
+/// What a rank tells its peers, at the start of its area. Only its owner writes to it, but for `num_sleepers`.
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct Board {
@@ -148,7 +147,6 @@ impl Board {
         call: &Call,
         patience: &mut Patience,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         if self.has_come(meeting) {
             return Ok(());
@@ -159,7 +157,7 @@ impl Board {
         if !has_come && result.is_ok() {
             control.has_moved();
         }
-        cost.waiting += since.elapsed();
+        control.cost.waiting += since.elapsed();
         result
     }
 

@@ -54,7 +54,7 @@ pub(crate) use mapping::PeerArena;
 pub(crate) use ring::{Corrupt, RingReceiver, RingSender};
 
 use crate::buffer::{Memory, Storage};
-use crate::call::{Call, Cost};
+use crate::call::Call;
 use crate::control::Control;
 use crate::patience::Patience;
 use crate::transport::check_control_bytes;
@@ -118,7 +118,7 @@ impl<'a> Slot<'a> {
 
     /// A buffer of a group whose buffers lie in `arena`.
     pub(crate) fn new(storage: &'a mut Storage, arena: Option<&Arc<Arena>>) -> Self {
-        let offset = match (storage.memory(), arena) {
+        let offset = match (&storage.memory, arena) {
             (Memory::Shared(region), Some(arena)) if region.is_in(arena) => Some(region.offset()),
             _ => None,
         };
@@ -198,13 +198,8 @@ impl SharedMemory {
     }
 
     /// Returns when all members have come.
-    pub(crate) fn barrier(
-        &mut self,
-        call: &Call,
-        control: &mut Control,
-        cost: &mut Cost,
-    ) -> Result<(), CommError> {
-        self.meet_with(call, Post::STAGED, control, cost)
+    pub(crate) fn barrier(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
+        self.meet_with(call, Post::STAGED, control)
     }
 
     /// Gives every member a few bytes of every member.
@@ -213,7 +208,6 @@ impl SharedMemory {
         call: &Call,
         blocks: &mut [Vec<u8>],
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let bytes = &blocks[self.own];
         let length = bytes.len() as u64;
@@ -225,7 +219,7 @@ impl SharedMemory {
             std::ptr::copy_nonoverlapping(length.to_ne_bytes().as_ptr(), stage, HEAD_BYTES);
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), stage.add(HEAD_BYTES), bytes.len());
         }
-        self.meet_with(call, Post::STAGED, control, cost)?;
+        self.meet_with(call, Post::STAGED, control)?;
         for member in self.others() {
             let mut length = [0; HEAD_BYTES];
             let head = self.areas[member].stage(turn, HEAD_BYTES);
@@ -243,7 +237,7 @@ impl SharedMemory {
                 );
             }
             blocks[member] = block;
-            cost.payload_bytes += len as u64;
+            control.cost.payload_bytes += len as u64;
         }
         Ok(())
     }
@@ -256,26 +250,25 @@ impl SharedMemory {
         operation: Operation,
         operands: Operands<'_>,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, len) = operation.elements();
         if len * dtype.size() <= self.short_bytes_max {
-            return self.staged(call, operation, operands, control, cost);
+            return self.staged(call, operation, operands, control);
         }
-        self.meet_with(call, post_of(operation, &operands), control, cost)?;
+        self.meet_with(call, post_of(operation, &operands), control)?;
         if !self.collect_views(call, operation)? {
-            return self.staged(call, operation, operands, control, cost);
+            return self.staged(call, operation, operands, control);
         }
         match operation.reduction() {
             Some(op) if !operation.output_is_block() => {
-                self.reduce_owned((dtype, op), len, operation.root(), cost);
+                self.reduce_owned((dtype, op), len, operation.root(), &mut control.cost);
             }
             None if operation.is(CollectiveKind::AllToAll) && operands.output.is_none() => {
-                self.swap_blocks(dtype, len, cost);
+                self.swap_blocks(dtype, len, &mut control.cost);
             }
-            _ => self.pull_from_vectors(operation, operands, cost),
+            _ => self.pull_from_vectors(operation, operands, &mut control.cost),
         }
-        self.meet(call, control, cost)
+        self.meet(call, control)
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -289,15 +282,9 @@ impl SharedMemory {
     }
 
     /// Posts the operation, waits for everyone to post theirs, and compares.
-    fn meet_with(
-        &mut self,
-        call: &Call,
-        post: Post,
-        control: &mut Control,
-        cost: &mut Cost,
-    ) -> Result<(), CommError> {
+    fn meet_with(&mut self, call: &Call, post: Post, control: &mut Control) -> Result<(), CommError> {
         self.areas[self.own].board().post(self.num_meetings.wrapping_add(1), call, post);
-        self.meet(call, control, cost)?;
+        self.meet(call, control)?;
         for member in 0..self.members.len() {
             let board = self.areas[member].board();
             self.posts[member] =
@@ -307,11 +294,11 @@ impl SharedMemory {
     }
 
     /// Waits until all have come here, and sees what they wrote before.
-    fn meet(&mut self, call: &Call, control: &mut Control, cost: &mut Cost) -> Result<(), CommError> {
+    fn meet(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         self.num_meetings = self.num_meetings.wrapping_add(1);
         self.areas[self.own].board().arrive(self.num_meetings);
         for member in self.others() {
-            self.areas[member].board().wait(self.num_meetings, call, &mut self.patience, control, cost)?;
+            self.areas[member].board().wait(self.num_meetings, call, &mut self.patience, control)?;
         }
         Ok(())
     }

@@ -2,8 +2,7 @@ use super::atomics::{AtomicU32, AtomicU64, Ordering, fence};
 use super::place::Place;
 use std::ops::Range;
 
-/// One direction between two ranks of a host: a queue of bytes with one writer and one reader. Zero memory is an
-/// empty ring.
+/// One direction between two ranks of a host: a queue of bytes with one writer and one reader. Zero memory is an empty ring.
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct State {
@@ -59,8 +58,7 @@ impl RingSender {
         let mut rest = &bytes[..len];
         for piece in pieces(self.written, len) {
             let (from, after) = rest.split_at(piece.len());
-            // SAFETY: the reader has read these bytes, or never got any here: it does not touch them until `written`
-            // says so.
+            // SAFETY: the reader has read these bytes, or never got any here: it does not touch them until `written` says so.
             unsafe { self.place.write(piece.start, from) };
             rest = after;
         }

@@ -6,7 +6,7 @@ use super::pull::{Contribution, Part, Pull, contribution, pulls, staging};
 use super::view::View;
 use super::{Operands, SharedMemory};
 use crate::buffer::CacheLine;
-use crate::call::{Call, Cost};
+use crate::call::Call;
 use crate::control::Control;
 use crate::{CommError, Operation};
 use std::ops::Range;
@@ -25,7 +25,6 @@ impl SharedMemory {
         operation: Operation,
         mut operands: Operands<'_>,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, len) = operation.elements();
         let num_members = self.members.len();
@@ -40,7 +39,7 @@ impl SharedMemory {
             && num_members >= 3
             && len > window_len
         {
-            return self.staged_by_shares(call, operation, op, operands, control, cost);
+            return self.staged_by_shares(call, operation, op, operands, control);
         }
         let mut inputs = std::mem::take(&mut self.inputs);
         let mut first = 0;
@@ -48,7 +47,7 @@ impl SharedMemory {
             let window = first..end.min(first + window_len);
             let turn = self.next_stage();
             self.fill_stage(operation, &operands, &window, turn, window_len);
-            self.meet_with(call, Post::STAGED, control, cost)?;
+            self.meet_with(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             for pull in pulls(operation, self.own, num_members, out_of_place) {
                 let part = match pull {
@@ -59,7 +58,16 @@ impl SharedMemory {
                 for member in 0..num_members {
                     inputs.push(self.view_of_stage(operation, member, part, &window, turn, window_len));
                 }
-                self.pull(pull, len, dtype, operation.reduction(), window.clone(), &inputs, output, cost);
+                self.pull(
+                    pull,
+                    len,
+                    dtype,
+                    operation.reduction(),
+                    window.clone(),
+                    &inputs,
+                    output,
+                    &mut control.cost,
+                );
             }
             first = window.end;
             if first >= end {
@@ -78,7 +86,6 @@ impl SharedMemory {
         op: ReduceOp,
         mut operands: Operands<'_>,
         control: &mut Control,
-        cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, len) = operation.elements();
         let num_members = self.members.len();
@@ -89,7 +96,7 @@ impl SharedMemory {
             let window = first..len.min(first + window_len);
             let turn = self.next_stage();
             self.fill_stage(operation, &operands, &window, turn, window_len);
-            self.meet_with(call, Post::STAGED, control, cost)?;
+            self.meet_with(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             inputs.clear();
             for member in 0..num_members {
@@ -108,16 +115,16 @@ impl SharedMemory {
                     std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
                 });
             }
-            self.meet(call, control, cost)?;
+            self.meet(call, control)?;
             for member in self.others() {
                 let share = share(member);
                 let (from, to) = (inputs[member].bytes(&share), output.bytes(&share));
                 // SAFETY: the member has put its results there, and does not touch them before this one has come to
                 // the meeting of the next window; the output is this member's own.
                 unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, share.len()) };
-                cost.payload_bytes += share.len() as u64;
+                control.cost.payload_bytes += share.len() as u64;
             }
-            cost.payload_bytes += (share(self.own).len() * (num_members - 1)) as u64;
+            control.cost.payload_bytes += (share(self.own).len() * (num_members - 1)) as u64;
         }
         self.inputs = inputs;
         Ok(())

@@ -131,8 +131,7 @@ fn is_alike(pass: Pass, other: Pass) -> bool {
     (pass.kind, pass.stage) == (other.kind, other.stage)
 }
 
-/// One critical path, from its end to its begin: for each rank that it crosses, the passes that the rank runs without
-/// a gap.
+/// One critical path, from its end to its begin: for each rank that it crosses, the passes that the rank runs without a gap.
 fn critical_blocks(
     schedule: &Schedule,
     spans: &[Vec<Span>],
