@@ -57,7 +57,7 @@ impl Ring {
             self.0.resize(NUM_KEPT as usize, None);
         }
         let place = &mut self.0[(record.number % NUM_KEPT) as usize];
-        if place.is_none_or(|earlier| !earlier.is_pending()) {
+        if place.is_none_or(|earlier| earlier.ended.is_some()) {
             *place = Some(record);
         }
     }

@@ -12,45 +12,30 @@ use std::time::Instant;
 pub(super) struct Channel {
     stream: TcpStream,
     key: Key,
-    end: End,
+    sent: &'static str,
+    received: &'static str,
     num_sent: u64,
     num_received: u64,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum End {
-    /// That of rank 0.
-    Center,
-    /// That of another rank.
-    Ray,
-}
-
-impl End {
-    /// The purpose of the tags on messages from this end.
-    fn purpose(self) -> &'static str {
-        match self {
-            End::Center => "trireme: message from rank 0",
-            End::Ray => "trireme: message to rank 0",
-        }
-    }
-
-    fn other(self) -> Self {
-        match self {
-            End::Center => End::Ray,
-            End::Ray => End::Center,
-        }
-    }
-}
+/// The purposes of the tags on messages.
+const FROM_ROOT: &str = "trireme: message from rank 0";
+const TO_ROOT: &str = "trireme: message to rank 0";
 
 impl Channel {
-    /// The own end of a connection whose handshake gave `key`.
-    pub(super) fn new(stream: TcpStream, key: Key, end: End) -> Self {
-        Channel { stream, key, end, num_sent: 0, num_received: 0 }
+    /// The end of rank 0, of a connection whose handshake gave `key`.
+    pub(super) fn at_root(stream: TcpStream, key: Key) -> Self {
+        Channel { stream, key, sent: FROM_ROOT, received: TO_ROOT, num_sent: 0, num_received: 0 }
+    }
+
+    /// The end of another rank, of a connection whose handshake gave `key`.
+    pub(super) fn to_root(stream: TcpStream, key: Key) -> Self {
+        Channel { stream, key, sent: TO_ROOT, received: FROM_ROOT, num_sent: 0, num_received: 0 }
     }
 
     pub(super) fn send(&mut self, message: &Message, deadline: Instant) -> io::Result<()> {
         let mut bytes = message.encode();
-        let tag = self.key.tag(self.end.purpose(), &[&self.num_sent.to_le_bytes(), &bytes]);
+        let tag = self.key.tag(self.sent, &[&self.num_sent.to_le_bytes(), &bytes]);
         bytes.extend(tag);
         self.num_sent += 1;
         send_all(&self.stream, &bytes, deadline)
@@ -62,7 +47,7 @@ impl Channel {
         let mut tag = [0; TAG_BYTES];
         receive_exact(&self.stream, &mut tag, deadline)?;
         let parts: [&[u8]; 2] = [&self.num_received.to_le_bytes(), &bytes];
-        if !self.key.verify(self.end.other().purpose(), &parts, &tag) {
+        if !self.key.verify(self.received, &parts, &tag) {
             let why = "a message was altered on the way";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }

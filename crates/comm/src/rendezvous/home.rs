@@ -16,15 +16,6 @@ pub(crate) struct Home {
 }
 
 impl Home {
-    pub(super) fn new(
-        key: Key,
-        addresses: [SocketAddr; 2],
-        ports: Option<RangeInclusive<u16>>,
-        tls: Option<Tls>,
-    ) -> Self {
-        Home { key, addresses: Some(addresses), ports, tls }
-    }
-
     /// Of ranks that are threads of one process.
     pub(crate) fn inproc() -> Self {
         Home { key: Key::of(None), addresses: None, ports: None, tls: None }

@@ -1,6 +1,6 @@
 //! Rank 0's side: listens, and lets in who belongs.
 
-use super::channel::{Channel, End};
+use super::channel::Channel;
 use super::doorway::Doorway;
 use super::hello::Hello;
 use super::joining::Joining;
@@ -79,7 +79,7 @@ pub(super) fn gather(joining: &Joining<'_>, listener: &TcpListener) -> Result<Ve
         stream.set_nodelay(true).map_err(wrap)?;
         let hello = guest.introduction;
         let rank = hello.rank as usize;
-        let mut channel = Channel::new(stream, guest.key, End::Center);
+        let mut channel = Channel::at_root(stream, guest.key);
         if hello.has_failed() {
             let (rank, reason) = (Rank(rank), reason_of(&mut channel, options));
             let text = format!("rank {rank} failed before all ranks had joined: {reason}");
@@ -227,7 +227,7 @@ mod tests {
     fn come(address: SocketAddr, rank: usize) -> Channel {
         let place = Place { host: 0, meeting: 0, address };
         match introduced(address, &Hello::of(&member(rank), place)) {
-            (stream, Reception::Welcome(key)) => Channel::new(stream, key, End::Ray),
+            (stream, Reception::Welcome(key)) => Channel::to_root(stream, key),
             (_, Reception::TurnedAway(reason)) => panic!("{reason}"),
         }
     }
@@ -261,7 +261,7 @@ mod tests {
                 let (stream, reception) = introduced(address, &failed);
                 let Reception::Welcome(key) = reception else { panic!("a rank that has failed is heard") };
                 let report = Message::Report(Err("no such folder".to_owned()));
-                Channel::new(stream, key, End::Ray).send(&report, soon()).expect("sent");
+                Channel::to_root(stream, key).send(&report, soon()).expect("sent");
                 let told = early.receive(3, soon()).expect("told");
                 assert!(matches!(told, Message::TurnedAway(reason) if reason.contains("no such folder")));
             },

@@ -109,12 +109,13 @@ pub(super) fn connect(
         let cell = |member| (0..members.num_connections(member, purpose)).map(|_| None).collect();
         (0..num_members).map(cell).collect()
     };
-    let mut growing =
-        Growing { rows: Purpose::ALL.map(row), arenas: (0..num_members).map(|_| None).collect() };
+    let (rows, arenas) = (Purpose::ALL.map(row), (0..num_members).map(|_| None).collect());
+    let mut growing = Growing { session, members, limit, rows, arenas };
     for lower in 0..members.own.0 {
         for purpose in Purpose::ALL {
             for index in 0..members.num_connections(lower, purpose) {
-                call(session, members, lower, Errand { purpose, index }, &mut growing, limit)
+                growing
+                    .call(lower, Errand { purpose, index })
                     .map_err(|error| in_context(error, format!("connecting to rank {lower}")))?;
             }
         }
@@ -130,7 +131,8 @@ pub(super) fn connect(
             (Route::Tcp, None) => return Err(invalid("this rank does not listen for TCP connections")),
         };
         while let Some(absent) = awaited.clone().find(|&higher| growing.misses(higher)) {
-            answer(&mut gate, members, route, &mut growing, limit)
+            growing
+                .answer(&mut gate, route)
                 .map_err(|error| in_context(error, format!("waiting for rank {absent} to connect")))?;
         }
     }
@@ -138,12 +140,15 @@ pub(super) fn connect(
 }
 
 /// A mesh while it is made: of each member, the connections for each purpose.
-struct Growing {
+struct Growing<'a> {
+    session: &'a Session<'a>,
+    members: &'a Members<'a>,
+    limit: WaitLimit<'a>,
     rows: [Vec<Vec<Option<Connection>>>; 3],
     arenas: Vec<Option<PeerArena>>,
 }
 
-impl Growing {
+impl Growing<'_> {
     /// The place of a connection, if it is to be made.
     fn place(&mut self, member: usize, errand: Errand) -> Option<&mut Option<Connection>> {
         self.rows[errand.purpose as usize][member].get_mut(errand.index)
@@ -161,135 +166,108 @@ impl Growing {
         };
         Mesh { rows: self.rows.map(|row| row.into_iter().map(joined).collect()), arenas: self.arenas }
     }
-}
 
-/// Connects to a lower member for one errand.
-fn call(
-    session: &Session<'_>,
-    members: &Members<'_>,
-    lower: usize,
-    errand: Errand,
-    growing: &mut Growing,
-    limit: WaitLimit<'_>,
-) -> io::Result<()> {
-    let purpose = errand.purpose;
-    let (socket, key) = reach(session, members, lower, errand, limit)?;
-    let connection = match members.routes[lower] {
-        Route::Tcp => {
-            let socket = tuned(socket, purpose, members.network_pause)?;
-            encrypted(socket, members, purpose, Side::Connecting, &key, limit)?
-        }
-        Route::Local => {
-            if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
-                send_arena(&socket, arena)?;
-                let memory = receive_arena(&socket, limit)?;
-                growing.arenas[lower] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
-            }
-            Connection::Plain(socket)
-        }
-    };
-    *growing.place(lower, errand).expect("connections are made as they are counted") = Some(connection);
-    Ok(())
-}
+    /// Connects to a lower member for one errand.
+    fn call(&mut self, lower: usize, errand: Errand) -> io::Result<()> {
+        let (socket, key) = self.reach(lower, errand)?;
+        self.establish(lower, errand, Side::Connecting, socket, &key)
+    }
 
-/// Connects to a lower member and introduces this rank.
-fn reach(
-    session: &Session<'_>,
-    members: &Members<'_>,
-    lower: usize,
-    errand: Errand,
-    limit: WaitLimit<'_>,
-) -> io::Result<(OwnedFd, Key)> {
-    let place = &members.places[lower];
-    loop {
-        let socket: OwnedFd = match members.routes[lower] {
-            Route::Tcp => {
-                let left = limit.deadline.saturating_duration_since(Instant::now());
-                let left = left.clamp(Duration::from_millis(1), ATTEMPT_MAX);
-                let at = |error| in_context(error, format!("at {}", place.address));
-                match TcpStream::connect_timeout(&place.address, left) {
-                    Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                        limit.check().map_err(at)?;
-                        continue;
+    /// Connects to a lower member and introduces this rank.
+    fn reach(&self, lower: usize, errand: Errand) -> io::Result<(OwnedFd, Key)> {
+        let (place, limit) = (&self.members.places[lower], self.limit);
+        loop {
+            let socket: OwnedFd = match self.members.routes[lower] {
+                Route::Tcp => {
+                    let left = limit.deadline.saturating_duration_since(Instant::now());
+                    let left = left.clamp(Duration::from_millis(1), ATTEMPT_MAX);
+                    let at = |error| in_context(error, format!("at {}", place.address));
+                    match TcpStream::connect_timeout(&place.address, left) {
+                        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                            limit.check().map_err(at)?;
+                            continue;
+                        }
+                        connected => connected.map_err(at)?.into(),
                     }
-                    connected => connected.map_err(at)?.into(),
+                }
+                Route::Local => {
+                    let socket = match connect_local(place.meeting, limit.next_look()) {
+                        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                            limit.check()?;
+                            continue;
+                        }
+                        connected => connected?,
+                    };
+                    check_user(&socket)?;
+                    socket
+                }
+            };
+            match self.session.introduce(&socket, Rank(lower), errand.to_word(), limit) {
+                // Among many who connect, the other rank may have hung up to make room.
+                Err(error) if has_hung_up(&error) && pauses(limit.deadline) => {}
+                introduced => return Ok((socket, introduced?)),
+            }
+        }
+    }
+
+    /// Takes the next connection of a higher member.
+    fn answer(&mut self, gate: &mut Gate<'_>, route: Route) -> io::Result<()> {
+        let (members, limit) = (self.members, self.limit);
+        let mut is_expected = |from: Rank, word: u64| {
+            Errand::of(word).is_some_and(|errand| {
+                from > members.own
+                    && members.routes[from.0] == route
+                    && self.place(from.0, errand).is_some_and(|place| place.is_none())
+            })
+        };
+        let accepted = loop {
+            match gate.next(limit.next_look(), &mut is_expected) {
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => limit.check()?,
+                accepted => break accepted?,
+            }
+        };
+        if route == Route::Local {
+            check_user(&accepted.socket)?;
+        }
+        let errand = Errand::of(accepted.purpose).expect("only known errands are expected");
+        self.establish(accepted.from.0, errand, Side::Accepting, accepted.socket, &accepted.key)
+    }
+
+    /// Makes a connection with a member out of a socket whose introduction gave `key`. What carries data by TCP is encrypted, if
+    /// that was asked for; notices say no more than which operation a rank is in.
+    fn establish(
+        &mut self,
+        member: usize,
+        errand: Errand,
+        side: Side,
+        socket: OwnedFd,
+        key: &Key,
+    ) -> io::Result<()> {
+        let (members, limit, purpose) = (self.members, self.limit, errand.purpose);
+        let connection = match members.routes[member] {
+            Route::Tcp => {
+                let socket = tuned(socket, purpose, members.network_pause)?;
+                match members.tls.filter(|_| purpose != Purpose::Control) {
+                    Some(tls) => Connection::Encrypted(Box::new(encrypt(socket, tls, side, key, limit)?)),
+                    None => Connection::Plain(socket),
                 }
             }
             Route::Local => {
-                let socket = match connect_local(place.meeting, limit.next_look()) {
-                    Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                        limit.check()?;
-                        continue;
+                if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
+                    if side == Side::Connecting {
+                        send_arena(&socket, arena)?;
                     }
-                    connected => connected?,
-                };
-                check_user(&socket)?;
-                socket
+                    let memory = receive_arena(&socket, limit)?;
+                    if side == Side::Accepting {
+                        send_arena(&socket, arena)?;
+                    }
+                    self.arenas[member] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
+                }
+                Connection::Plain(socket)
             }
         };
-        match session.introduce(&socket, Rank(lower), errand.to_word(), limit) {
-            // Among many who connect, the other rank may have hung up to make room.
-            Err(error) if has_hung_up(&error) && pauses(limit.deadline) => {}
-            introduced => return Ok((socket, introduced?)),
-        }
-    }
-}
-
-/// Takes the next connection of a higher member.
-fn answer(
-    gate: &mut Gate<'_>,
-    members: &Members<'_>,
-    route: Route,
-    growing: &mut Growing,
-    limit: WaitLimit<'_>,
-) -> io::Result<()> {
-    let mut is_expected = |from: Rank, word: u64| {
-        Errand::of(word).is_some_and(|errand| {
-            from > members.own
-                && members.routes[from.0] == route
-                && growing.place(from.0, errand).is_some_and(|place| place.is_none())
-        })
-    };
-    let accepted = loop {
-        match gate.next(limit.next_look(), &mut is_expected) {
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => limit.check()?,
-            accepted => break accepted?,
-        }
-    };
-    let errand = Errand::of(accepted.purpose).expect("only known errands are expected");
-    let purpose = errand.purpose;
-    let connection = match route {
-        Route::Tcp => {
-            let socket = tuned(accepted.socket, purpose, members.network_pause)?;
-            encrypted(socket, members, purpose, Side::Accepting, &accepted.key, limit)?
-        }
-        Route::Local => {
-            check_user(&accepted.socket)?;
-            if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
-                let memory = receive_arena(&accepted.socket, limit)?;
-                send_arena(&accepted.socket, arena)?;
-                growing.arenas[accepted.from.0] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
-            }
-            Connection::Plain(accepted.socket)
-        }
-    };
-    *growing.place(accepted.from.0, errand).expect("only connections to be made are expected") =
-        Some(connection);
-    Ok(())
-}
-
-/// Encrypts a connection that carries data, if that was asked for. Notices say no more than which operation a rank is in.
-fn encrypted(
-    socket: OwnedFd,
-    members: &Members<'_>,
-    purpose: Purpose,
-    side: Side,
-    key: &Key,
-    limit: WaitLimit<'_>,
-) -> io::Result<Connection> {
-    match members.tls.filter(|_| purpose != Purpose::Control) {
-        Some(tls) => Ok(Connection::Encrypted(Box::new(encrypt(socket, tls, side, key, limit)?))),
-        None => Ok(Connection::Plain(socket)),
+        *self.place(member, errand).expect("it is one of the connections to be made") = Some(connection);
+        Ok(())
     }
 }
 

@@ -205,7 +205,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         _ => connecting.by_tcp(deadline)?,
     };
     let key = key.derive("trireme: key of split groups", &[&table.session]);
-    let home = Home::new(key, [own, root], options.ports.clone(), tls);
+    let home = Home { key, addresses: Some([own, root]), ports: options.ports.clone(), tls };
     let recorder = FlightRecorder::start(options.rank, options.world_size, &options.flight_recorder)?;
     let members = (0..options.world_size).map(Rank).collect();
     let world = recorder.group("world".to_owned(), options.rank, members);

@@ -1,6 +1,6 @@
 //! The connections between rank 0 and everyone else, over which they agree how to connect.
 
-use super::channel::{Channel, End};
+use super::channel::Channel;
 use super::handshake::{Reception, introduce};
 use super::hello::Hello;
 use super::joining::{Joining, check_secret, look_up};
@@ -119,7 +119,7 @@ impl Joining<'_> {
             let patience = self.deadline.min(Instant::now() + INTRODUCTION_MAX);
             match introduce(&stream, &hello.encode(), self.key, patience) {
                 Ok(Reception::Welcome(key)) => {
-                    return Ok((Channel::new(stream, key, End::Ray), address, listener));
+                    return Ok((Channel::to_root(stream, key), address, listener));
                 }
                 Ok(Reception::TurnedAway(reason)) => {
                     let (rank, address) = (self.options.rank, address.to_string());
@@ -146,7 +146,7 @@ impl Joining<'_> {
         let Ok((stream, _)) = self.reach() else { return };
         let hello = Hello::of_failed(self.options);
         if let Ok(Reception::Welcome(key)) = introduce(&stream, &hello.encode(), self.key, self.deadline) {
-            let mut channel = Channel::new(stream, key, End::Ray);
+            let mut channel = Channel::to_root(stream, key);
             let _ = channel.send(&Message::Report(Err(with_sources(error))), self.deadline);
         }
     }
@@ -344,8 +344,8 @@ mod tests {
         let rays = [1, 2].map(|rank| {
             let stream = TcpStream::connect(address).expect("connected");
             let accepted = listener.accept().expect("a connection").0;
-            channels.push(Channel::new(accepted, Key::of(None), End::Center));
-            let center = Channel::new(stream, Key::of(None), End::Ray);
+            channels.push(Channel::at_root(accepted, Key::of(None)));
+            let center = Channel::to_root(stream, Key::of(None));
             Star::Ray { center, address, rank: Rank(rank), world_size: 3 }
         });
         (Star::Center { channels }, rays)
