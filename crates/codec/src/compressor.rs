@@ -26,7 +26,7 @@ pub struct Compressor {
     rank: usize,
     world_size: usize,
     key: RandomKey,
-    codec: Box<dyn Codec>,
+    pub(super) codec: Box<dyn Codec>,
     /// Compresses the steps of the warm-up, if that is asked for.
     warmup_codec: Box<dyn Codec>,
     pub(super) state: State,
@@ -261,14 +261,6 @@ impl Compressor {
         self.rounds = self.compression.rounds(bucket, self.world_size, step);
         self.uncompressed_reason = self.compression.uncompressed_reason(bucket, self.world_size, step);
         self.next = Next::Write { round: 0 };
-    }
-
-    pub(super) fn codec(&self) -> &dyn Codec {
-        &*self.codec
-    }
-
-    pub(super) fn codec_mut(&mut self) -> &mut dyn Codec {
-        &mut *self.codec
     }
 }
 

@@ -58,8 +58,7 @@ pub struct StateOf {
     pub microbatch: usize,
 }
 
-/// One thing a rank does within a step. Units and microbatches are counted from 0; a microbatch by its place
-/// among those of this rank.
+/// One action of a rank within a step. Units and microbatches count from 0, microbatches among those of this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "the variants explain the fields")]
 pub enum Action {
@@ -77,20 +76,17 @@ pub enum Action {
     Send(Message),
     /// `RECV_F u m`: starts to receive a message from the rank that has made it. What reads it waits for it.
     Receive(Message),
-    /// `UNSHARD u`: starts to gather a unit's parameters from the nearest complete copy: the shards of the data-parallel ranks,
-    /// or what ranks of the host have kept of an earlier gathering since the unit's last `STEP`. What reads them waits for
-    /// them.
+    /// `UNSHARD u`: starts to gather a unit's parameters from their shards, or from a copy that ranks of the host have kept since
+    /// the unit's last `STEP`. Readers wait for them.
     Unshard { unit: usize },
     /// `RESHARD u`: gives the gathered parameters of a unit back; the shard stays.
     Reshard { unit: usize },
-    /// `REDUCE_GRAD u`: starts the reduction over the data-parallel ranks of what backward has added to a unit's
-    /// gradient since the last one.
+    /// `REDUCE_GRAD u`: starts the data-parallel reduction of what backward has added to a unit's gradient since the last one.
     ReduceGrad { unit: usize },
     /// `UNSHARD_GRAD u`: starts to gather a unit's gradient from the shards of the data-parallel ranks, once all of its
     /// reductions have ended. `STEP` waits for it, and gives it back.
     UnshardGrad { unit: usize },
-    /// `FETCH optimizer u`, `FETCH activations u m`: starts to bring state back from where it lives. What works with it waits
-    /// for it.
+    /// `FETCH optimizer u`, `FETCH activations u m`: starts to bring state back from where it lives. Its users wait for it.
     Fetch(StateOf),
     /// `EVICT optimizer u`, `EVICT activations u m`: starts to bring state back to where it lives, and frees its memory.
     Evict(StateOf),

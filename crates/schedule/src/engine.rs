@@ -1,9 +1,8 @@
 //! The discrete-event engine: ranks that compute, and jobs beside them, in simulated time.
 //!
-//! A rank goes through its [entries](Entry) in order. It computes, starts jobs on streams and waits for jobs. A job may need
-//! several ranks to come to it, as a collective does. Jobs of a stream follow each other. A job may arrive later than it
-//! leaves its streams, as a message does. What shares a host may be slower the more of it there is: a [`Length`] says how
-//! long something takes under each load.
+//! A rank goes through its [entries](Entry) in order: it computes, starts jobs on streams and waits for jobs. Several ranks may
+//! have to start a job, as a collective. Jobs of a stream follow each other, and a job may arrive later than it leaves its streams,
+//! as a message does. Under load a host may be slower: a [`Length`] is a time for each load.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -121,8 +120,7 @@ pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
     Ok(engine.found)
 }
 
-/// How a rank joins the jobs of a channel: each side counts them for itself, so that a rank may expect what it starts. That is a message to a
-/// rank for which it stands as well.
+/// How a rank joins the jobs of a channel. Each side counts for itself, so a rank may expect what it starts: a message to itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Side {
     #[default]

@@ -58,13 +58,11 @@ pub struct StateLayout {
     /// How many passes of units before its own the parameters of a unit begin to be gathered. 0 gathers when they are needed, and
     /// holds the fewest at a time.
     pub gather_ahead: usize,
-    /// Whether parameters that forward has gathered stay until backward has read them, which saves a gathering and holds all
-    /// of them at a time.
+    /// Whether parameters gathered for forward stay until backward has read them: one gathering less, but all are held at a time.
     pub keep_gathered: bool,
     /// How many uses of a class ahead of its own use state that is away begins to be fetched.
     pub fetch_ahead: usize,
-    /// How many units' activations leave: of those that [keep](crate::Chain::keeps) some the first, which wait longest for their
-    /// backward pass.
+    /// How many units' activations leave: the first of those that [keep](crate::Chain::keeps) some, which wait longest for backward.
     pub num_moved: usize,
 }
 
@@ -159,8 +157,7 @@ impl StateLayout {
         self.of(class).tier != Tier::Device
     }
 
-    /// Whether programs fetch and evict a class: state on a disk, and activations off the device. Other state on the host is used
-    /// there.
+    /// Whether programs fetch and evict a class: state on a disk, and activations off the device. Other state is used on the host.
     pub fn moves(&self, class: StateClass) -> bool {
         match self.of(class).tier {
             Tier::Device => false,

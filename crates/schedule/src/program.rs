@@ -160,9 +160,8 @@ impl Outline {
         reader.into_iter().chain(tied)
     }
 
-    /// The units whose gradients backward of `unit` adds to where they are: its own, and without a pipeline that of the unit whose
-    /// parameters it reads. In a pipeline several microbatches are under way, and what it has for the other unit waits for
-    /// backward of that one for the same microbatch.
+    /// The units whose gradients backward of `unit` adds to directly: its own, and without a pipeline that of the unit whose
+    /// parameters it reads. In a pipeline, the part for the other unit waits for that unit's backward of the same microbatch.
     pub fn writes(&self, unit: usize) -> impl Iterator<Item = usize> + '_ {
         let ties =
             self.chain.ties.iter().filter(move |(reader, _)| *reader == unit && self.stages.is_empty());

@@ -5,9 +5,8 @@ use crate::program::{Chain, Outline, Program};
 
 /// The program of a rank that runs all units for each of its microbatches in turn, with all of the training state.
 ///
-/// A unit's gradient is reduced as soon as the last microbatch has added to it, while backward continues below.
-/// Without data parallelism the reductions are still there, over a group of one: there is no second kind of program.
-/// Whatever else a layout asks for is put into it by [`lowering`](crate::lowering).
+/// A unit's gradient is reduced after the last microbatch, while backward continues below; without data parallelism over a group of
+/// one. Whatever else a layout asks for is put into it by [`lowering`](crate::lowering).
 pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
     let num_units = chain.num_units;
     let mut actions = Vec::with_capacity(2 * num_units * (num_microbatches + 1));
@@ -25,8 +24,7 @@ pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
     Program { outline, actions }
 }
 
-/// The program of a rank that runs its units of `training` forward for one microbatch and keeps nothing, for evaluation and
-/// generation.
+/// The program of a rank that runs its units of `training` forward for one microbatch and keeps nothing (evaluation, generation).
 pub fn forward_only(training: &Outline) -> Program {
     let Outline { chain, stages, rank, .. } = training.clone();
     let num_units = chain.num_units;

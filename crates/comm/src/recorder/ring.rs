@@ -36,10 +36,6 @@ impl Record {
         let (peer, started, ended, has_failed) = (None, None, None, false);
         Record { number, sequence, operation, peer, issued, started, ended, has_failed }
     }
-
-    fn is_pending(&self) -> bool {
-        self.ended.is_none()
-    }
 }
 
 /// The last records. Those that have not ended are never overwritten.

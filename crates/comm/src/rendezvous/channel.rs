@@ -12,8 +12,8 @@ use std::time::Instant;
 pub(super) struct Channel {
     stream: TcpStream,
     key: Key,
-    sent: &'static str,
-    received: &'static str,
+    /// Of the messages that this end sends, and of those that it receives.
+    purposes: &'static [&'static str; 2],
     num_sent: u64,
     num_received: u64,
 }
@@ -25,17 +25,17 @@ const TO_ROOT: &str = "trireme: message to rank 0";
 impl Channel {
     /// The end of rank 0, of a connection whose handshake gave `key`.
     pub(super) fn at_root(stream: TcpStream, key: Key) -> Self {
-        Channel { stream, key, sent: FROM_ROOT, received: TO_ROOT, num_sent: 0, num_received: 0 }
+        Channel { stream, key, purposes: &[FROM_ROOT, TO_ROOT], num_sent: 0, num_received: 0 }
     }
 
     /// The end of another rank, of a connection whose handshake gave `key`.
     pub(super) fn to_root(stream: TcpStream, key: Key) -> Self {
-        Channel { stream, key, sent: TO_ROOT, received: FROM_ROOT, num_sent: 0, num_received: 0 }
+        Channel { stream, key, purposes: &[TO_ROOT, FROM_ROOT], num_sent: 0, num_received: 0 }
     }
 
     pub(super) fn send(&mut self, message: &Message, deadline: Instant) -> io::Result<()> {
         let mut bytes = message.encode();
-        let tag = self.key.tag(self.sent, &[&self.num_sent.to_le_bytes(), &bytes]);
+        let tag = self.key.tag(self.purposes[0], &[&self.num_sent.to_le_bytes(), &bytes]);
         bytes.extend(tag);
         self.num_sent += 1;
         send_all(&self.stream, &bytes, deadline)
@@ -47,7 +47,7 @@ impl Channel {
         let mut tag = [0; TAG_BYTES];
         receive_exact(&self.stream, &mut tag, deadline)?;
         let parts: [&[u8]; 2] = [&self.num_received.to_le_bytes(), &bytes];
-        if !self.key.verify(self.received, &parts, &tag) {
+        if !self.key.verify(self.purposes[1], &parts, &tag) {
             let why = "a message was altered on the way";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
@@ -94,9 +94,9 @@ mod tests {
     }
 
     /// What a message becomes on the wire as number `index` from `end`.
-    fn sealed(message: &Message, end: End, index: u64) -> Vec<u8> {
+    fn sealed(message: &Message, end: fn(TcpStream, Key) -> Channel, index: u64) -> Vec<u8> {
         let [one, mut other] = streams();
-        let mut channel = Channel::new(one, Key::of(None), end);
+        let mut channel = end(one, Key::of(None));
         channel.num_sent = index;
         channel.send(message, soon()).expect("sent");
         drop(channel);
@@ -108,7 +108,7 @@ mod tests {
     fn is_taken(wire: &[u8]) -> bool {
         let [mut one, other] = streams();
         one.write_all(wire).expect("sent");
-        match Channel::new(other, Key::of(None), End::Center).receive(4, soon()) {
+        match Channel::at_root(other, Key::of(None)).receive(4, soon()) {
             Ok(_) => true,
             Err(error) => {
                 let kinds = [io::ErrorKind::PermissionDenied, io::ErrorKind::InvalidData];
@@ -121,20 +121,20 @@ mod tests {
     #[test]
     fn messages_arrive_in_order_and_from_the_other_end_only() {
         let message = Message::Report(Err("why".to_owned()));
-        let wire = sealed(&message, End::Ray, 0);
+        let wire = sealed(&message, Channel::to_root, 0);
         assert!(is_taken(&wire));
-        assert!(!is_taken(&sealed(&message, End::Ray, 1)), "one was left out");
-        assert!(!is_taken(&sealed(&message, End::Center, 0)), "an own message came back");
+        assert!(!is_taken(&sealed(&message, Channel::to_root, 1)), "one was left out");
+        assert!(!is_taken(&sealed(&message, Channel::at_root, 0)), "an own message came back");
         let [mut one, other] = streams();
         one.write_all(&[wire.clone(), wire].concat()).expect("sent");
-        let mut channel = Channel::new(other, Key::of(None), End::Center);
+        let mut channel = Channel::at_root(other, Key::of(None));
         assert_eq!(channel.receive(4, soon()).expect("the first"), message);
         assert!(channel.receive(4, soon()).is_err(), "the same again");
     }
 
     #[test]
     fn no_bit_can_be_changed() {
-        let wire = sealed(&Message::Report(Err("why".to_owned())), End::Ray, 0);
+        let wire = sealed(&Message::Report(Err("why".to_owned())), Channel::to_root, 0);
         // The length is left: a longer message is waited for.
         for bit in (0..8 * 16).chain(8 * 24..8 * wire.len()) {
             let mut changed = wire.clone();

@@ -318,7 +318,11 @@ mod tests {
         let errand = Errand { purpose: Purpose::Messages, index: 0 };
         let deadline = Instant::now() + Duration::from_secs(20);
         std::thread::scope(|scope| {
-            let reached = scope.spawn(|| reach(&session(1), &members, 0, errand, deadline.into()).map(drop));
+            let reached = scope.spawn(|| {
+                let (session, limit) = (&session(1), deadline.into());
+                let (rows, arenas) = (Default::default(), Vec::new());
+                Growing { session, members: &members, limit, rows, arenas }.reach(0, errand).map(drop)
+            });
             drop(listener.accept().unwrap());
             let accepting = scope.spawn(|| {
                 let session = session(0);

@@ -1,15 +1,13 @@
 use trireme_base::named;
 
 named! {
-    /// What a message between the ranks of a pipeline brings. Messages of a unit's parameters have no microbatch, but the others have.
-    /// Names stand behind `SEND_` and `RECV_` in programs.
+    /// The content of a message between ranks of a pipeline; its name follows `SEND_` or `RECV_`. Parameters have no microbatch.
     pub enum MessageKind {
         /// What forward of the unit has made, for the unit above.
         Activation = "F",
         /// The gradient of the unit's input, for the unit below.
         Gradient = "B",
-        /// What another unit, which reads the parameters of this one, has for their gradient. Whatever completes that gradient adds
-        /// to it.
+        /// The partial gradient of this unit's parameters from another unit that reads them, to be added to the gradient.
         TiedGradient = "GRAD",
         /// The unit's parameters, for another unit that reads them.
         Parameters = "PARAM",

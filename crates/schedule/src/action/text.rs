@@ -6,8 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 
 impl Action {
-    /// The action in words, such as `backward, unit 4, microbatch 1`, for messages to users. Its [`Display`](fmt::Display) is
-    /// the compact form of programs, `B 4 1`.
+    /// The action in words for users, such as `backward, unit 4, microbatch 1`. [`Display`](fmt::Display) writes `B 4 1`.
     pub fn words(self) -> impl fmt::Display {
         Words(self)
     }

@@ -4,9 +4,8 @@ use super::{Incoming, Outgoing, Span, Step};
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// All-gather of blocks of any lengths: at step `k` a rank sends its block to the rank `k` after it and
-/// receives from the rank `k` before it. `blocks[r]` is where the block of rank `r` lies in everyone's
-/// buffer.
+/// All-gather of blocks of any lengths: at step `k` a rank sends its block to the rank `k` after it and receives from the rank `k`
+/// before it. `blocks[r]` is where the block of rank `r` lies in every buffer.
 ///
 /// Appends the steps of `rank` to `steps`.
 ///

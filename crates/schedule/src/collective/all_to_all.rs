@@ -60,9 +60,8 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
 /// mixture-of-experts inference and training to power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive
 /// mixture-of-experts at scale", 2023).
 ///
-/// First a rank gives each rank of its host what it has for the ranks with that one's local rank on all hosts, block by block,
-/// so that blocks for one host come to lie side by side. Then ranks with the same local rank swap what their hosts have for
-/// them, in one message.
+/// First a rank gives each rank of its host its blocks for the ranks with that local rank on all hosts, so that blocks for one host
+/// lie side by side. Then ranks with the same local rank swap the blocks of their hosts in one message.
 ///
 /// Appends the steps of `rank` to `steps`, on `H` hosts of `L` ranks: `H` copies, `H (L - 1)` exchanges within the host and
 /// `H - 1` across hosts, where the pairwise algorithm has `(H - 1) L`. The bytes that leave a host are those of its blocks

@@ -2,11 +2,9 @@ use super::hosts::{Hosts, assert_member};
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// The block of `rank` when `len` elements are split as evenly as they can be: the first `len % world_size` blocks
-/// have one element more.
+/// The block of `rank` in an even split of `len` elements: the first `len % world_size` blocks have one element more.
 ///
-/// This is where a rank's share of a vector lies in every collective that distributes one. The blocks of consecutive
-/// ranks are themselves an even split of the elements they cover.
+/// A rank's share in every collective that distributes a vector. Blocks of consecutive ranks evenly split what they cover.
 ///
 /// # Panics
 /// If `rank` is not below `world_size`.
@@ -18,12 +16,10 @@ pub fn block(rank: Rank, world_size: usize, len: usize) -> Range<usize> {
 /// Bytes of a segment: what stays in cache from one step to the next, on both sides of a link.
 const SEGMENT_BYTES: usize = 1 << 20;
 
-/// The parts of a vector that an all-reduce over links within one host takes one after the other: as few as can be of at
-/// most 1 MiB, and as even as they can be. A longer vector would leave the caches between any two steps. Between hosts
-/// it is one part: there each step more costs a latency, and caches are no bound.
+/// The parts in which an all-reduce over links within one host takes a vector: as few and as even as possible, of at most 1 MiB,
+/// because a longer vector leaves the caches between steps. Between hosts it is one part: each step more costs a latency.
 ///
-/// Costs the steps of the algorithm for each part, and as many bytes as one would. Elements are reduced as the algorithm
-/// does it in a vector of the part's length, so canonical algorithms stay canonical.
+/// Costs the steps of the algorithm for each part, and the same bytes. Canonical algorithms stay canonical.
 pub fn segments(
     hosts: &Hosts,
     len: usize,
@@ -40,8 +36,7 @@ pub fn segments(
 /// synchronisations it reads this range of every rank's buffer, reduces it in the order of
 /// [`canonical_terms`](super::canonical_terms) and writes the result into every rank's buffer.
 ///
-/// The ranges of all ranks follow each other and cover `0..len`; their inner borders are multiples of
-/// `granule` elements, so that no two ranks write the same cache line.
+/// The ranges cover `0..len` in rank order; inner borders are multiples of `granule`, so that no two ranks write one cache line.
 ///
 /// # Panics
 /// If `rank` is not below `world_size`, or `granule` is 0.
@@ -56,8 +51,7 @@ fn border(index: usize, num_blocks: usize, len: usize) -> usize {
     share * index + rest.min(index)
 }
 
-/// Where the blocks of the ranks of one operation lie: out of an even split, each takes `run` blocks, and its next
-/// neighbour begins `stride` blocks further on.
+/// The blocks of an operation's ranks in an even split: each rank takes `run` blocks, the next begins `stride` blocks later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Blocks {
     pub(super) len: usize,

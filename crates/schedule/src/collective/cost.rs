@@ -74,9 +74,8 @@ pub fn predict(
     Predictor::new(collective, hosts, element_bytes, model).predict(algorithm)
 }
 
-/// The algorithm that is [predicted](predict) to be the fastest, the first of equals; among the
-/// [canonical](is_canonical) ones only, if `canonical_only`. All ranks that call this with the same arguments choose the
-/// same.
+/// The fastest algorithm by [prediction](predict), the first of equals; with `canonical_only` among the [canonical](is_canonical)
+/// ones. Deterministic, so all ranks with the same arguments choose the same.
 ///
 /// Takes milliseconds with dozens of ranks: an executor keeps the choice.
 pub fn choose(
@@ -152,7 +151,7 @@ impl<'a> Predictor<'a> {
             return *seconds;
         }
         let simulated = |hosts: Hosts, model: &CostModel| {
-            self.simulated(phase.algorithm, phase.collective, phase.blocks(), &hosts, model)
+            self.simulated(phase.algorithm, phase.collective, phase.blocks, &hosts, model)
         };
         let seconds = match num_sharing {
             None if phase.algorithm == FlatAlgorithm::Direct => self.direct(phase.collective, count),

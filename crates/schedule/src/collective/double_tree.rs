@@ -18,9 +18,8 @@ pub(super) fn num_chunks(len: usize) -> usize {
 
 /// All-reduce: up both trees, then down both.
 ///
-/// Time is cut into slots, the same on all ranks, in which a rank sends at most one message and receives at most one:
-/// an edge of colour `c` carries a chunk in every slot that is `c` modulo 2, beginning when the subtree below it can
-/// have reduced the first.
+/// All ranks share time slots, in each of which a rank sends and receives at most one message: an edge of colour `c` carries a
+/// chunk in every slot that is `c` modulo 2, once the subtree below it can have reduced the first.
 pub(super) fn all_reduce(own: &Own, steps: &mut Vec<Step>) {
     all_reduce_by(num_chunks(own.blocks.len), own, steps);
 }
@@ -164,9 +163,8 @@ impl Trees {
         })
     }
 
-    /// 0 or 1, so that two edges between which a rank has to choose differ: those to its two parents, and those to its
-    /// two children. So an edge is bound to at most two others, and all form chains and rings, in which colours take
-    /// turns. The lowest edge of a chain has colour 0.
+    /// 0 or 1, so that the edges to a rank's two parents differ, and those to its two children. Each edge is thus bound to at most
+    /// two others; along the resulting chains and rings colours alternate. The lowest edge of a chain has colour 0.
     fn colour(&self, edge: (usize, usize)) -> usize {
         let mut lowest = (edge, 0);
         for first_end in [End::Child, End::Parent] {

@@ -3,19 +3,17 @@ use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 
-/// All-reduce for long vectors: reduce-scatter by vector halving and distance doubling,
-/// then the mirror of it (Thakur, Rabenseifner, Gropp: "Optimization of collective communication
-/// operations in MPICH", 2005, on reduce and allreduce), with neighbours paired first so that the order is
-/// canonical. A rank of a folded pair sends `len` elements more.
+/// All-reduce for long vectors: reduce-scatter by vector halving and distance doubling, then its mirror (Thakur, Rabenseifner,
+/// Gropp: "Optimization of collective communication operations in MPICH", 2005, on reduce and allreduce). Neighbours pair first, so
+/// the order is canonical. A rank of a folded pair sends `len` elements more.
 pub(super) fn all_reduce_halving_doubling(own: &Own, steps: &mut Vec<Step>) {
     let first = steps.len();
     halve(own, &Folding::new(own.world_size(), 0), steps);
     mirror(first..steps.len(), steps);
 }
 
-/// All-reduce for short vectors: partners at doubling distances exchange whole vectors
-/// (same paper), which takes half the steps of [`all_reduce_halving_doubling`] and gives the same
-/// bits.
+/// All-reduce for short vectors: partners at doubling distances exchange whole vectors (same paper): half the steps of
+/// [`all_reduce_halving_doubling`], and the same bits.
 pub(super) fn all_reduce_recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     let (folding, first, whole) = (Folding::new(own.world_size(), 0), steps.len(), || 0..own.blocks.len);
     let leaf = folding.fold(own.rank, whole, steps);
@@ -47,9 +45,8 @@ pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
     }
 }
 
-/// Reduce-scatter in canonical order: partners at doubling distances exchange, of all blocks that both still
-/// work on, those that the other one's side keeps (recursive halving with neighbours first). These lie apart, so each
-/// is a message of its own. The second rank of a folded pair hands in its whole vector and gets its block.
+/// Reduce-scatter in canonical order (recursive halving, neighbours first): partners at doubling distances exchange the blocks that
+/// the other one's side keeps, one message each. The second rank of a folded pair hands in its vector and gets its block.
 ///
 /// The blocks must touch if the number of ranks is no power of two.
 pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {

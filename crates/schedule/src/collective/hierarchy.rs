@@ -16,7 +16,8 @@ pub struct Phase {
     pub algorithm: FlatAlgorithm,
     /// The part of the whole vector that it is done on.
     pub range: Range<usize>,
-    blocks: Blocks,
+    /// Where the members' blocks lie in `range`.
+    pub(super) blocks: Blocks,
 }
 
 /// Some ranks of a world of several hosts.
@@ -80,11 +81,6 @@ impl Phase {
         }
     }
 
-    /// Where the members' blocks lie in `range`.
-    pub(super) fn blocks(&self) -> Blocks {
-        self.blocks
-    }
-
     fn fits(&self) -> bool {
         self.algorithm.fits(self.collective, &self.blocks)
     }
@@ -118,7 +114,16 @@ pub(super) fn for_each_phase(
     rank: Rank,
     visit: &mut dyn FnMut(Phase),
 ) {
-    Phases { collective, hierarchy, hosts, rank }.visit(visit);
+    let phases = Phases { collective, hierarchy, hosts, rank };
+    let mut visit = |phase: Phase| {
+        if phase.members.len(hosts) > 1 {
+            visit(phase);
+        }
+    };
+    match hierarchy.leaders {
+        Leaders::One => phases.visit_by_one(&mut visit),
+        Leaders::All => phases.visit_by_all(&mut visit),
+    }
 }
 
 /// Whether there are two levels, and an algorithm for each phase.
@@ -175,18 +180,6 @@ struct Phases<'a> {
 }
 
 impl Phases<'_> {
-    fn visit(&self, visit: &mut dyn FnMut(Phase)) {
-        let mut visit = |phase: Phase| {
-            if phase.members.len(self.hosts) > 1 {
-                visit(phase);
-            }
-        };
-        match self.hierarchy.leaders {
-            Leaders::One => self.visit_by_one(&mut visit),
-            Leaders::All => self.visit_by_all(&mut visit),
-        }
-    }
-
     /// A host's leader has all that its host has, and speaks with the other leaders.
     fn visit_by_one(&self, visit: &mut dyn FnMut(Phase)) {
         use CollectiveKind as C;
@@ -310,17 +303,13 @@ impl FlatAlgorithm {
     /// How this algorithm, chosen for one level of `whole`, does the phase `part` of it: halving and doubling have one
     /// half each of an all-reduce, and nothing but binomial trees gathers and scatters on the way.
     fn part(self, whole: Collective, part: Collective) -> FlatAlgorithm {
+        use CollectiveKind as C;
         use FlatAlgorithm as A;
-        let is_same = whole.kind == part.kind;
         match (whole.kind, self, part.kind) {
-            _ if is_same || self == A::Direct => self,
-            (CollectiveKind::AllReduce, A::HalvingDoubling, CollectiveKind::ReduceScatter) => {
-                A::RecursiveHalving
-            }
-            (CollectiveKind::AllReduce, A::HalvingDoubling, CollectiveKind::AllGather) => {
-                A::RecursiveDoubling
-            }
-            (_, _, CollectiveKind::Gather | CollectiveKind::Scatter) => A::BinomialTree,
+            _ if whole.kind == part.kind || self == A::Direct => self,
+            (C::AllReduce, A::HalvingDoubling, C::ReduceScatter) => A::RecursiveHalving,
+            (C::AllReduce, A::HalvingDoubling, C::AllGather) => A::RecursiveDoubling,
+            (_, _, C::Gather | C::Scatter) => A::BinomialTree,
             _ => self,
         }
     }

@@ -2,8 +2,7 @@ use trireme_base::Rank;
 
 /// Which host each rank of a group is on.
 ///
-/// Hosts are numbered from 0 in the order of their lowest ranks; a rank's number on its host counts the lower ranks
-/// there.
+/// Hosts are numbered from 0 by their lowest ranks; a rank's local rank counts the lower ranks on its host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hosts {
     host_of: Vec<usize>,

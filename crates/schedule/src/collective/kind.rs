@@ -100,9 +100,8 @@ impl CollectiveKind {
 
 /// A collective on vectors of `len` elements, one on each rank.
 ///
-/// Collectives work in place. [`block`](super::block) is the
-/// range of a rank's share, before (all-gather, gather) or after (reduce-scatter, scatter) the operation. The other elements
-/// of a vector are unspecified after a reduce, reduce-scatter, gather or scatter.
+/// Collectives work in place. [`block`](super::block) is a rank's share, before (all-gather, gather) or after (reduce-scatter,
+/// scatter) the operation. Other elements are unspecified after a reduce, reduce-scatter, gather or scatter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Collective {
     /// The kind.

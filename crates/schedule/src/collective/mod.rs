@@ -55,8 +55,7 @@ use blocks::Blocks;
 use hosts::assert_member;
 use trireme_base::Rank;
 
-/// Whether `algorithm` does `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all ranks that it works
-/// among on one host.
+/// Whether `algorithm` does `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all its ranks on one host.
 pub fn fits(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
     match algorithm {
         Algorithm::Flat(FlatAlgorithm::Direct) => hosts.num_hosts() == 1,
@@ -75,8 +74,7 @@ pub fn algorithms_for(collective: Collective, hosts: &Hosts) -> Vec<Algorithm> {
     all.filter(|&algorithm| fits(collective, algorithm, hosts)).collect()
 }
 
-/// Whether every reduction follows the canonical order, so that the bits are those of all other canonical
-/// algorithms; operations that do not reduce have no order to keep.
+/// Whether all reductions follow the canonical order, as all operations do that do not reduce: equal bits by all such algorithms.
 pub fn is_canonical(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
     match algorithm {
         Algorithm::Flat(flat) => flat.is_canonical(collective),

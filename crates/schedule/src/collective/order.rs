@@ -57,8 +57,7 @@ fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<Ter
     }
 }
 
-/// How ranks become the leaves of a balanced tree: the first `extra` leaves are pairs of neighbours. The root stands for its
-/// leaf even if it is the second rank of a pair, else the first does.
+/// The ranks as leaves of a balanced tree: the first `extra` leaves are pairs of neighbours, led by the root or their first rank.
 pub(super) struct Folding {
     pub(super) num_leaves: usize,
     pub(super) extra: usize,

@@ -2,9 +2,8 @@ use super::own::Own;
 use super::{Action, Incoming, Outgoing, Side, Step};
 use trireme_base::Rank;
 
-/// Reduce-scatter around a ring (Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of
-/// workstations", 2009): each block starts behind its owner and goes around to it, and each rank on the way adds its
-/// elements as the right operand.
+/// Reduce-scatter around a ring (Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009):
+/// each block starts behind its owner and goes around to it, and each rank on the way adds its elements as the right operand.
 pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {
     let block = |distance| own.blocks.of(own.before(distance)).into();
     for step in 1..own.world_size() {

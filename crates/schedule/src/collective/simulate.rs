@@ -5,10 +5,9 @@ use trireme_base::Rank;
 
 /// Seconds from the common start until the last rank has done its steps; `programs[r]` are those of rank `r`.
 ///
-/// A message of `b` bytes takes `latency_seconds + b * seconds_per_byte`, and occupies its sender and its receiver all the
-/// while (Hockney: "The communication challenge for MPP", 1994); a sender does not wait for its receiver. All ranks of a
-/// host share one link to other hosts, which carries one message out and one in at a time. Reducing and copying take their
-/// time by bytes.
+/// A message of `b` bytes takes `latency_seconds + b * seconds_per_byte` and occupies sender and receiver meanwhile (Hockney: "The
+/// communication challenge for MPP", 1994); a sender does not wait for its receiver. The ranks of a host share one link to other
+/// hosts, which carries one message out and one in at a time. Reducing and copying take time by bytes.
 ///
 /// # Panics
 /// If there are not as many programs as ranks, or a rank waits for a message that is never sent.

@@ -25,8 +25,7 @@ pub struct Span {
 /// One step of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step {
-    /// At most one message out and one in, which travel at the same time. What is sent are the elements as they
-    /// were before the step, even where the received message changes them.
+    /// At most one message out and one in at the same time. Elements are sent as they were before the step.
     Exchange {
         /// The message to send.
         send: Option<Outgoing>,
@@ -207,8 +206,7 @@ impl fmt::Display for Outgoing {
     }
 }
 
-/// Writes `receive 2 vector[16..32]`, and `reduce left` behind it if the elements already there become the left
-/// operand, `reduce right` if they become the right one.
+/// Writes `receive 2 vector[16..32]`, followed by `reduce left` or `reduce right`: the side of the elements already there.
 impl fmt::Display for Incoming {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "receive {} {}", self.from, self.span)?;

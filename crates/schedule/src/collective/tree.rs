@@ -6,8 +6,7 @@ use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 
-/// Two neighbouring subtrees of the same number of ranks become one (the last may be shorter), as seen by the rank
-/// that represents one of them.
+/// Two neighbouring subtrees of equal size (the last may be shorter) become one, as seen by the representative of one of them.
 struct Merge {
     /// The rank that represents the other one.
     partner: usize,

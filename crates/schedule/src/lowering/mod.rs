@@ -11,8 +11,7 @@ pub use recompute::recompute;
 use crate::layout::StateLayout;
 use crate::program::{Outline, Program};
 
-/// Adds the gathers, reductions, fetches and evictions that a layout of state requires to a program whose state is whole and on the
-/// device.
+/// Adds the gathers, reductions, fetches and evictions of a layout to a program whose state is whole and on the device.
 ///
 /// # Panics
 /// If the program is laid out already, or there is [no program](StateLayout::is_possible) for the layout.

@@ -76,8 +76,7 @@ fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     put_beside(actions, beside)
 }
 
-/// Evicts what forward passes of the first units keep, of those that keep something, and fetches it `prefetch` passes before it
-/// is used.
+/// Evicts what forward of the first units that keep something has kept, and fetches it `prefetch` passes before its use.
 fn swap_activations(actions: &[Action], outline: &Outline) -> Vec<Action> {
     let (chain, prefetch) = (&outline.chain, outline.state.fetch_ahead);
     let mut is_moved = vec![false; chain.num_units];

@@ -8,9 +8,8 @@ use super::shape;
 use super::timeline::{Span, Timeline};
 use std::collections::VecDeque;
 
-/// Runs a schedule in simulated time. A rank begins a pass once it has done the one before and the results that it
-/// needs are at hand: at its end on the same rank, [`Costs::send`] later on another one. Messages occupy neither
-/// sender nor receiver.
+/// Runs a schedule in simulated time. A rank begins a pass once it has done the one before and the results that it needs are at
+/// hand: at their end on the same rank, [`Costs::send`] later on another. Messages occupy neither sender nor receiver.
 ///
 /// Cost: linear in the passes.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, ScheduleError> {
@@ -40,7 +39,8 @@ pub(super) struct Clock<'a> {
     gradient_end: Vec<u64>,
     /// When an update of a stage ends, by its last microbatch.
     update_end: Vec<u64>,
-    spans: Vec<Vec<Span>>,
+    /// For each rank, when the passes that it has done ran.
+    pub(super) spans: Vec<Vec<Span>>,
     /// Ranks that may be able to continue.
     awake: VecDeque<usize>,
     is_awake: Vec<bool>,
@@ -61,11 +61,6 @@ impl<'a> Clock<'a> {
             awake: VecDeque::with_capacity(schedule.num_ranks()),
             is_awake: vec![false; schedule.num_ranks()],
         }
-    }
-
-    /// For each rank, when the passes that it has done ran.
-    pub(super) fn spans(&self) -> &[Vec<Span>] {
-        &self.spans
     }
 
     /// Lets all ranks do what they can.
@@ -178,8 +173,7 @@ impl<'a> Clock<'a> {
         Some(Wait { place, pass, needs, for_rank: schedule.stage_ranks[needs.stage] })
     }
 
-    /// Who waits for whom in the end, if anybody does. Follows the first rank that waits, until a rank comes again or one waits for
-    /// nothing.
+    /// Who waits for whom in the end: from the first rank that waits, until a rank comes again or one waits for nothing.
     fn ring(&self, schedule: &Schedule) -> Option<Ring> {
         let mut next = (0..schedule.num_ranks()).find_map(|rank| self.wait(schedule, rank));
         next.as_ref()?;

@@ -10,8 +10,7 @@ pub(super) enum Chunk {
     Up,
 }
 
-/// Writes the passes of a rank with two stages, each kind of pass of a stage in the order of microbatches. Passes of
-/// microbatches that do not exist are left out, so that a pattern may be written for more of them.
+/// Writes the passes of a rank with two stages, by microbatches. Passes of microbatches that do not exist are left out.
 pub(super) struct FoldedRank {
     stages: [usize; 2],
     num_microbatches: usize,

@@ -32,8 +32,7 @@ pub enum GenerateError {
     },
 }
 
-/// Makes a schedule. Costs decide for [`Kind::Automatic`] only; for the others they give activations their sizes. A
-/// schedule that holds more than `activations_max` of a rank is refused.
+/// Makes a schedule, and refuses one that holds more than `activations_max` of a rank. Only [`Kind::Automatic`] depends on times.
 ///
 /// Cost: linear in the passes. [`Kind::Automatic`] makes and times 10 to 40 schedules, and improves on two or three of them
 /// by timing variants, of 8 million passes each at most: up to a second for 64 ranks with 512 microbatches and two stages a

@@ -1,8 +1,7 @@
 use super::pass::Pass;
 use trireme_base::named;
 
-/// Passes that a schedule may have at most. Times of as many passes, each of at most
-/// [`TICKS_MAX`](super::TICKS_MAX), can be added up.
+/// Passes of a schedule at most. The times of so many, each of at most [`TICKS_MAX`](super::TICKS_MAX), can be added up.
 pub const PASSES_MAX: usize = 1 << 22;
 
 named! {

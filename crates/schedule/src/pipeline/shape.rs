@@ -4,9 +4,8 @@ use super::costs::Costs;
 use super::error::{PassFault, Place, ScheduleError};
 use super::schedule::{PASSES_MAX, Schedule};
 
-/// Refuses a schedule with sizes that its passes do not bear out, stages on ranks that do not exist, or passes of
-/// stages or microbatches that do not exist; and costs of another model. Memory that is taken for a schedule
-/// afterwards is in proportion to its passes.
+/// Refuses sizes that the passes do not bear out, ranks, stages or microbatches that do not exist, and costs of another model.
+/// Memory for a schedule is in proportion to its passes afterwards.
 pub(super) fn check(schedule: &Schedule, costs: &Costs) -> Result<(), ScheduleError> {
     check_sizes(schedule)?;
     let (expected, found) = (schedule.num_stages(), costs.stages().len());

@@ -4,9 +4,8 @@ use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 
 impl WeightVersions {
-    /// The version that forward of a microbatch reads where there are `num_microbatches` in a step and `newest` is the one that
-    /// the stage was updated to last; backward of the microbatch reads the same one. Versions are counted by the updates that
-    /// made them, from 0 where the pipeline was empty.
+    /// The version that forward of a microbatch reads, and so its backward, with `num_microbatches` in a step if the stage was last
+    /// updated to `newest`. Versions count the updates that made them, from 0 where the pipeline was empty.
     pub fn read_by_forward(self, num_microbatches: usize, microbatch: usize, newest: usize) -> usize {
         match self {
             WeightVersions::Drained => 0,
@@ -60,8 +59,7 @@ impl Schedule {
         staleness
     }
 
-    /// For each stage, the versions of its weights that it must keep: the newest, and all that a later pass reads,
-    /// back to the oldest one.
+    /// For each stage, the versions of its weights that it keeps: the newest back to the oldest that a later pass reads.
     pub fn versions_kept(&self) -> Vec<usize> {
         let mut kept = vec![1; self.num_stages()];
         let versions = self.versions_read();

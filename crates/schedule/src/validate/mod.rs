@@ -65,14 +65,10 @@ pub enum ActionFault {
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
     let outline = &program.outline;
     let is_versioned = |action: &Action| matches!(action, Action::Stash { .. } | Action::Unstash { .. });
-    if let Some(index) =
-        program.actions.iter().position(is_versioned).filter(|_| outline.asynchronous.is_none())
-    {
-        return Err(ProgramError::Action {
-            index,
-            action: program.actions[index],
-            fault: ActionFault::Versioned,
-        });
+    let versioned = program.actions.iter().position(is_versioned);
+    if let Some(index) = versioned.filter(|_| outline.asynchronous.is_none()) {
+        let (action, fault) = (program.actions[index], ActionFault::Versioned);
+        return Err(ProgramError::Action { index, action, fault });
     }
     if let Some(&(reader, owner)) = outline.chain.ties.first().filter(|_| outline.asynchronous.is_some()) {
         return Err(ProgramError::TiedVersions { reader, owner });

@@ -59,7 +59,7 @@ impl<'a> Search<'a> {
     fn new(schedule: Schedule, costs: &'a Costs, bounds: &'a [u64]) -> Self {
         let mut clock = Clock::new(&schedule, costs);
         clock.run(&schedule);
-        let spans = clock.spans().to_vec();
+        let spans = clock.spans.clone();
         Search { schedule, spans, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
     }
 
@@ -87,13 +87,13 @@ impl<'a> Search<'a> {
         self.clock.rewind(&self.schedule, &num_kept);
         move_pass(&mut self.schedule.ranks[rank], from, to);
         self.clock.run(&self.schedule);
-        let has_run = self.clock.spans().iter().zip(&self.spans).all(|(new, old)| new.len() == old.len());
+        let has_run = self.clock.spans.iter().zip(&self.spans).all(|(new, old)| new.len() == old.len());
         // Only what can run has activations that can be counted.
         let is_better = has_run
-            && score(self.clock.spans()) < score(&self.spans)
+            && score(&self.clock.spans) < score(&self.spans)
             && check_activations(&self.schedule, self.costs, self.bounds).is_ok();
         if is_better {
-            for ((spans, new), num_kept) in self.spans.iter_mut().zip(self.clock.spans()).zip(num_kept) {
+            for ((spans, new), num_kept) in self.spans.iter_mut().zip(&self.clock.spans).zip(num_kept) {
                 spans[num_kept..].copy_from_slice(&new[num_kept..]);
             }
         } else {
@@ -190,7 +190,7 @@ mod tests {
             num_moves += 1;
             let timeline = simulate(&search.schedule, &costs).expect("a valid schedule");
             assert_eq!(search.spans, timeline.ranks, "after {num_moves} moves");
-            assert_eq!(search.clock.spans(), timeline.ranks, "after {num_moves} moves");
+            assert_eq!(search.clock.spans, timeline.ranks, "after {num_moves} moves");
         }
         assert!(num_moves > 3, "{num_moves}");
     }

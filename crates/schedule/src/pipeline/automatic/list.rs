@@ -1,5 +1,4 @@
-//! List scheduling: time goes on, and whenever a rank is free it begins the pass that a rule likes best of those that
-//! are ready and fit its memory.
+//! List scheduling: whenever a rank is free, it begins the best pass by a rule among those that are ready and fit its memory.
 
 use crate::pipeline::costs::Costs;
 use crate::pipeline::pass::{Pass, PassKind};
@@ -94,8 +93,7 @@ struct Search<'a> {
     /// By stage: the next microbatch of each direction.
     num_forward: Vec<usize>,
     num_backward: Vec<usize>,
-    /// By stage and microbatch: when the input, and the gradient of the result, are at hand. Each stage has one microbatch
-    /// more, which never is.
+    /// By stage and microbatch: when the input and the gradient of the result are at hand. A last microbatch of each stage never is.
     input_at: Vec<u64>,
     gradient_at: Vec<u64>,
     /// When to look at a rank.
@@ -159,8 +157,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Of the next backwards of a rank's stages the one that is at hand first; of several at the same time the one that is
-    /// farthest along its way. When that is, and the stage.
+    /// The first of the next backwards of a rank's stages to be at hand, of equal ones the farthest along its way: time and stage.
     fn next_backward(&self, rank: usize) -> (u64, usize) {
         let at = |&stage: &usize| (self.gradient_at[self.index(stage, self.num_backward[stage])], stage);
         self.ranks[rank].stages.iter().map(at).min().unwrap_or((UNKNOWN, 0))
@@ -184,8 +181,7 @@ impl<'a> Search<'a> {
         first
     }
 
-    /// Whether forward leaves room for the oldest microbatch that has not been through all of the rank's stages.
-    /// Older ones can all go back, which frees their memory.
+    /// Whether forward leaves room for the oldest microbatch that some stages of the rank have not seen. Older ones can all finish.
     fn has_room(&self, rank: usize, stage: usize, microbatch: usize) -> bool {
         let Rank { stages, bound, held, .. } = &self.ranks[rank];
         let activation = |&stage: &usize| self.costs.stages()[stage].activation;

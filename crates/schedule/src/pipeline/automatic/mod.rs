@@ -12,11 +12,10 @@ use super::sizes::Sizes;
 use super::validate::check_activations;
 use improve::improve;
 
-/// The schedule of least simulated time ([`Timeline::makespan`](super::Timeline::makespan)) that keeps to the bounds:
-/// the best of all fixed synchronous schedules that fit, of what list scheduling finds by several rules for each
-/// placement, and of what moving single passes makes of these. Of equal times the one that holds fewer activations is
-/// taken, and a fixed one rather than another. Where one of them takes the least time that there can be, passes are not
-/// moved.
+/// The schedule of least simulated time ([`Timeline::makespan`](super::Timeline::makespan)) within the bounds: the best of all
+/// fixed synchronous schedules that fit, of list scheduling by several rules for each placement, and of what moving single passes
+/// makes of these. Of equal times, the fewest activations win, then a fixed one. Passes are not moved where a schedule takes the
+/// least time possible.
 pub(super) fn schedule(
     sizes: Sizes,
     costs: &Costs,

@@ -18,14 +18,13 @@ const AXIS_INTERVALS: usize = 10;
 /// Of a digit.
 const DIGIT_WIDTH: f64 = 7.0;
 
-/// A schedule as an SVG document: a row for each rank, to scale in time, idle time hatched. Colours tell kinds of
-/// passes apart, lightness the stages of a rank, the first one darkest; numbers are microbatches. A pass says its
-/// name and times when pointed at.
+/// A schedule as an SVG document: a row for each rank, to scale in time, idle time hatched. Colours tell kinds of passes apart,
+/// lightness the stages of a rank (the first is darkest); numbers are microbatches. Tool tips have names and times.
 ///
 /// # Panics
 /// If the timeline is not of this schedule.
 pub fn draw_svg(schedule: &Schedule, timeline: &Timeline, title: &str) -> String {
-    document(title, &[Picture { title: "", schedule, timeline }], "ticks")
+    draw_svg_together(title, &[Picture { title: "", schedule, timeline }], "ticks")
 }
 
 /// Several timelines below each other in one SVG document, as [`draw_svg`] draws one, to one scale. `unit` is that of their times.
@@ -33,10 +32,6 @@ pub fn draw_svg(schedule: &Schedule, timeline: &Timeline, title: &str) -> String
 /// # Panics
 /// If a timeline is not of its schedule.
 pub fn draw_svg_together(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
-    document(title, pictures, unit)
-}
-
-fn document(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
     let title_height = |title: &str| if title.is_empty() { 0.0 } else { TITLE_HEIGHT };
     let height_of = |picture: &Picture<'_>| {
         let rows = picture.schedule.num_ranks() as f64 * (ROW_HEIGHT + ROW_GAP);

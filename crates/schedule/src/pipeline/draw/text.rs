@@ -13,8 +13,7 @@ use crate::pipeline::timeline::{Span, Timeline};
 /// rank 1 |··F0B0──F1B1──····|
 /// F forward; B backward; · idle; 1 tick: 2 columns
 /// ```
-/// A pass is as wide as it is long, and begins with its letter and its microbatch as far as they find room. Letters
-/// of every other stage of a rank are small. Idle time is dotted.
+/// A pass is as wide as it is long, and begins with its letter and microbatch if they fit; letters of every other stage are small.
 ///
 /// # Panics
 /// If the timeline is not of this schedule.
@@ -37,8 +36,7 @@ pub fn draw_text_together(pictures: &[Picture<'_>], num_columns: usize) -> Strin
     text + &schedule.map(|schedule| format!("{}\n", letters(schedule))).unwrap_or_default()
 }
 
-/// What is wrong with a schedule, drawn as far as it gets, with a mark under the place. Without a place, or for a
-/// schedule whose sizes are wrong, it is the error's text alone.
+/// What is wrong with a schedule, drawn as far as it gets with a mark under the place; the error's text alone if no place is known.
 pub fn draw_error(schedule: &Schedule, costs: &Costs, error: &ScheduleError, columns_max: usize) -> String {
     let text = format!("{error}\n");
     let Some(place) = error.place().filter(|_| shape::check(schedule, costs).is_ok()) else { return text };
