@@ -69,15 +69,7 @@ impl Control {
                     })
                 }
             };
-            peers.push(Peer {
-                link,
-                num_begun: 0,
-                waiting: None,
-                is_asking: false,
-                asked: None,
-                has_told_place: false,
-                blocked: None,
-            });
+            peers.push(Peer { link, ..Peer::default() });
         }
         Ok(Control {
             cost: Cost::default(),

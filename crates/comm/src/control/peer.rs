@@ -13,6 +13,7 @@ use trireme_base::Rank;
 /// Notices that wait for a peer that reads none.
 const UNSENT_BYTES_MAX: usize = 64 << 10;
 
+#[derive(Default)]
 pub(super) struct Peer {
     pub(super) link: Link,
     /// Operations that the peer is known to have begun.
@@ -29,8 +30,10 @@ pub(super) struct Peer {
     pub(super) blocked: Option<ToldPlace>,
 }
 
+#[derive(Default)]
 pub(super) enum Link {
     /// This rank itself.
+    #[default]
     Own,
     Connected(Connection),
     /// With the connection, if the peer may still read from it.
@@ -108,7 +111,7 @@ impl Peer {
 
     /// Listens no more; a peer that failed may still be told where this rank is.
     pub(super) fn end(&mut self, ending: Ending, epoll: &OwnedFd) {
-        let Link::Connected(Connection { socket, .. }) = std::mem::replace(&mut self.link, Link::Own) else {
+        let Link::Connected(Connection { socket, .. }) = std::mem::take(&mut self.link) else {
             unreachable!("only who is connected can end")
         };
         // Fails only for what is not in it.

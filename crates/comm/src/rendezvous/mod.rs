@@ -262,9 +262,10 @@ impl Connecting<'_> {
         let routes = routes(&hosts, self.options.rank, Route::Local);
         let connected = own.and_then(|memory| {
             let mesh = self.mesh(&routes, Some(&memory.arena), until).map_err(|e| reason_of(&e))?;
-            let memory =
-                memory.with_peers(mesh.arenas, &hosts, self.options.rank).map_err(|e| e.to_string())?;
-            Ok((memory, mesh.rows))
+            // Every rank's area is the first thing in its arena.
+            let offsets = vec![0; mesh.arenas.len()];
+            let memory = memory.with_areas(mesh.arenas, &offsets, &hosts, self.options.rank);
+            Ok((memory.map_err(|e| e.to_string())?, mesh.rows))
         });
         let report = connected.as_ref().map(drop).map_err(String::clone);
         let outcome = self.star.agree("sharing memory with the other ranks", report, deadline)?;

@@ -3,7 +3,7 @@
 use super::link::{Connection, Link, RingLink};
 use super::linked::Linked;
 use super::mpi::{MpiLink, Seats};
-use super::shm::{Area, Arena, PeerArena, Region, RingPurpose, SharedMemory, area_bytes};
+use super::shm::{Area, Arena, PeerArena, Region, SharedMemory, area_bytes};
 use super::{Purpose, Transport};
 use crate::buffer::CacheLine;
 use crate::control::Control;
@@ -68,18 +68,7 @@ impl OwnMemory {
         Ok(OwnMemory { arena, area: Arc::new(area) })
     }
 
-    /// With the arenas of the others, in rank order; their areas are at the start.
-    pub(crate) fn with_peers(
-        self,
-        peers: Vec<Option<PeerArena>>,
-        hosts: &Hosts,
-        rank: Rank,
-    ) -> io::Result<GroupMemory> {
-        let offsets = vec![0; peers.len()];
-        self.with_areas(peers, &offsets, hosts, rank)
-    }
-
-    /// With the arenas of the others, and where their areas are.
+    /// With the arenas of the others, in rank order, and where their areas are.
     pub(crate) fn with_areas(
         self,
         peers: Vec<Option<PeerArena>>,
@@ -183,10 +172,6 @@ fn link(
         Some((&memory.own.area, memory.areas[own.0].as_ref()?, memory.areas[peer.0].as_ref()?))
     });
     let Some((region, own_area, peer_area)) = shared else { return connection.into_link(zero_copy) };
-    let purpose = match purpose {
-        Purpose::Messages => RingPurpose::Messages,
-        _ => RingPurpose::Collectives,
-    };
     let outgoing = own_area.sender(purpose, hosts.local_rank(peer));
     let incoming = peer_area.receiver(purpose, hosts.local_rank(own));
     Link::Ring(RingLink::new(connection.into_socket(), outgoing, incoming, Arc::clone(region)))

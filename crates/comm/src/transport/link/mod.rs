@@ -100,11 +100,8 @@ impl Link {
     /// Receives what has come of a header, and says how many bytes that was.
     pub(crate) fn receive_header(&mut self, header: &mut [u8]) -> Result<usize, Broken> {
         match self {
-            Link::Socket(link) => link.receive(header),
-            Link::Tls(link) => link.receive(header).map_err(|_| Broken),
-            Link::Ring(link) => link.receive(header),
             Link::Mpi(link) => link.receive_header(header),
-            Link::Striped(link) => link.receive(header),
+            link => link.receive(header),
         }
     }
 

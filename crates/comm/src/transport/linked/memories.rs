@@ -8,9 +8,9 @@ pub(crate) struct Memories<'a> {
     /// The vector, or the part of it that this rank has.
     vector: &'a mut [u8],
     /// Where that part begins in the whole vector, in bytes.
-    first: usize,
-    input: &'a [u8],
-    scratch: &'a mut [u8],
+    pub(super) first: usize,
+    pub(super) input: &'a [u8],
+    pub(super) scratch: &'a mut [u8],
     dtype: DType,
     op: Option<ReduceOp>,
 }
@@ -43,19 +43,6 @@ impl<'a> Memories<'a> {
     /// A vector in place.
     pub(crate) fn new(vector: &'a mut [u8], dtype: DType, op: Option<ReduceOp>) -> Self {
         Memories { vector, first: 0, input: &[], scratch: &mut [], dtype, op }
-    }
-
-    /// With the part of the vector that begins at element `first` only.
-    pub(super) fn with_first(self, first: usize) -> Self {
-        Memories { first: first * self.dtype.size(), ..self }
-    }
-
-    pub(super) fn with_input(self, input: &'a [u8]) -> Self {
-        Memories { input, ..self }
-    }
-
-    pub(super) fn with_scratch(self, scratch: &'a mut [u8]) -> Self {
-        Memories { scratch, ..self }
     }
 
     pub(crate) fn place(&self, span: &Span) -> Place {

@@ -205,8 +205,8 @@ impl Linked {
         let (dtype, _) = call.operation.elements();
         let mut scratch = std::mem::take(&mut self.scratch);
         let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
-        let memories = Memories::new(slot.bytes(), dtype, call.operation.reduction());
-        let mut memories = memories.with_first(first).with_scratch(scratch_bytes);
+        let mut memories = Memories::new(slot.bytes(), dtype, call.operation.reduction());
+        (memories.first, memories.scratch) = (first * dtype.size(), scratch_bytes);
         let result = self.run_steps(call, &mut memories, control);
         self.scratch = scratch;
         result
@@ -296,8 +296,9 @@ impl Linked {
         let (len, room) =
             (scratch_len(&self.steps) * dtype.size(), input.bytes().len() + output.bytes().len());
         let scratch_bytes = reserve(&mut scratch, if len == 0 { 0 } else { len.max(room) })?;
-        let memories = Memories::new(output.bytes_mut(), dtype, None).with_input(input.bytes());
-        let result = self.run_steps(call, &mut memories.with_scratch(scratch_bytes), control);
+        let mut memories = Memories::new(output.bytes_mut(), dtype, None);
+        (memories.input, memories.scratch) = (input.bytes(), scratch_bytes);
+        let result = self.run_steps(call, &mut memories, control);
         self.scratch = scratch;
         result
     }

@@ -3,7 +3,7 @@ use super::mapping::Mapping;
 use super::place::{Place, RING_BYTES};
 use super::ring::{RingReceiver, RingSender};
 use crate::GroupOptions;
-use crate::transport::CONTROL_BYTES_MAX;
+use crate::transport::{CONTROL_BYTES_MAX, Purpose};
 use std::sync::Arc;
 
 const BOARD_BYTES: usize = 4096;
@@ -12,15 +12,6 @@ pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
 const _: () = assert!(size_of::<Board>() <= BOARD_BYTES);
 const _: () = assert!(size_of::<Board>() == 3 * 64, "what a rank says at a meeting takes one cache line");
 const _: () = assert!(STAGE_BYTES >= CONTROL_BYTES_MAX + 8 && STAGE_BYTES >= GroupOptions::SHORT_BYTES_LIMIT);
-
-/// What a ring carries.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RingPurpose {
-    /// The steps of collective operations.
-    Collectives = 0,
-    /// Messages between two ranks.
-    Messages = 1,
-}
 
 /// Bytes of an area: the board, two stages, then two rings to each of the members.
 pub(crate) fn area_bytes(num_members: usize) -> usize {
@@ -65,16 +56,17 @@ impl Area {
     }
 
     /// The sending end of the ring to member `receiver`, for the area's owner.
-    pub(crate) fn sender(&self, purpose: RingPurpose, receiver: usize) -> RingSender {
+    pub(crate) fn sender(&self, purpose: Purpose, receiver: usize) -> RingSender {
         RingSender::new(self.ring(purpose, receiver))
     }
 
     /// The receiving end of the owner's ring to member `receiver`, for that member.
-    pub(crate) fn receiver(&self, purpose: RingPurpose, receiver: usize) -> RingReceiver {
+    pub(crate) fn receiver(&self, purpose: Purpose, receiver: usize) -> RingReceiver {
         RingReceiver::new(self.ring(purpose, receiver))
     }
 
-    fn ring(&self, purpose: RingPurpose, receiver: usize) -> Place {
+    fn ring(&self, purpose: Purpose, receiver: usize) -> Place {
+        debug_assert_ne!(purpose, Purpose::Control, "notices go over sockets");
         assert!(receiver < self.num_members, "member {receiver} is one of {}", self.num_members);
         let index = purpose as usize * self.num_members + receiver;
         Place::new(Arc::clone(&self.memory), self.offset + rings_start() + index * RING_BYTES)

@@ -96,13 +96,12 @@ impl SharedMemory {
         operands: Operands<'_>,
         cost: &mut Cost,
     ) {
-        let (dtype, len) = operation.elements();
+        let (_, len) = operation.elements();
         let out_of_place = operands.output.is_some();
         let output = self.view_of_output(operation, operands);
         let inputs = std::mem::take(&mut self.inputs);
-        let pulled = pulls(operation, self.own, self.members.len(), out_of_place);
-        for pull in pulled {
-            self.pull(pull, len, dtype, operation.reduction(), 0..len, &inputs, output, cost);
+        for pull in pulls(operation, self.own, self.members.len(), out_of_place) {
+            self.pull(operation, pull, &(0..len), &inputs, output, cost);
         }
         self.inputs = inputs;
     }
@@ -116,21 +115,18 @@ impl SharedMemory {
     }
 
     /// Pulls a window of one part. `inputs` have what is read, and `output` what is written, at their places.
-    #[expect(clippy::too_many_arguments, reason = "two callers, and all of it changes from call to call")]
     pub(super) fn pull(
         &mut self,
+        operation: Operation,
         pull: Pull,
-        len: usize,
-        dtype: DType,
-        op: Option<ReduceOp>,
-        window: Range<usize>,
+        window: &Range<usize>,
         inputs: &[View],
         output: View,
         cost: &mut Cost,
     ) {
-        let num_members = self.members.len();
+        let ((dtype, len), num_members) = (operation.elements(), self.members.len());
         let bytes = |part: Part| {
-            let range = part.window(num_members, len, &window);
+            let range = part.window(num_members, len, window);
             range.start * dtype.size()..range.end * dtype.size()
         };
         match pull {
@@ -145,7 +141,7 @@ impl SharedMemory {
             Pull::Reduce(part) => {
                 let range = bytes(part);
                 cost.payload_bytes += (range.len() * (num_members - 1)) as u64;
-                let op = op.expect("only reductions reduce");
+                let op = operation.reduction().expect("only reductions reduce");
                 if range.len() <= FETCH_BYTES_MAX {
                     self.others().for_each(|member| inputs[member].fetch(&range));
                 }

@@ -48,7 +48,7 @@ mod staged;
 mod tests;
 mod view;
 
-pub(crate) use area::{Area, RingPurpose, area_bytes};
+pub(crate) use area::{Area, area_bytes};
 pub(crate) use arena::{Arena, Region};
 pub(crate) use mapping::PeerArena;
 pub(crate) use ring::{Corrupt, RingReceiver, RingSender};

@@ -17,6 +17,14 @@ use trireme_schedule::collective::{CollectiveKind, owned_range};
 /// it is copied from.
 const WINDOW_BYTES: usize = 256 << 10;
 
+/// A window of a staged operation, and the stages that it goes through.
+struct Window {
+    operation: Operation,
+    elements: Range<usize>,
+    turn: usize,
+    len_max: usize,
+}
+
 impl SharedMemory {
     /// Executes the operation through the stages, window by window.
     pub(super) fn staged(
@@ -44,9 +52,9 @@ impl SharedMemory {
         let mut inputs = std::mem::take(&mut self.inputs);
         let mut first = 0;
         loop {
-            let window = first..end.min(first + window_len);
-            let turn = self.next_stage();
-            self.fill_stage(operation, &operands, &window, turn, window_len);
+            let (elements, turn) = (first..end.min(first + window_len), self.next_stage());
+            let window = Window { operation, elements, turn, len_max: window_len };
+            self.fill_stage(&window, &operands);
             self.meet_with(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             for pull in pulls(operation, self.own, num_members, out_of_place) {
@@ -55,21 +63,10 @@ impl SharedMemory {
                     Pull::Reduce(part) => part,
                 };
                 inputs.clear();
-                for member in 0..num_members {
-                    inputs.push(self.view_of_stage(operation, member, part, &window, turn, window_len));
-                }
-                self.pull(
-                    pull,
-                    len,
-                    dtype,
-                    operation.reduction(),
-                    window.clone(),
-                    &inputs,
-                    output,
-                    &mut control.cost,
-                );
+                inputs.extend((0..num_members).map(|member| self.view_of_stage(&window, member, part)));
+                self.pull(operation, pull, &window.elements, &inputs, output, &mut control.cost);
             }
-            first = window.end;
+            first = window.elements.end;
             if first >= end {
                 break;
             }
@@ -93,17 +90,15 @@ impl SharedMemory {
         let window_len = WINDOW_BYTES / dtype.size();
         let mut inputs = std::mem::take(&mut self.inputs);
         for first in (0..len).step_by(window_len) {
-            let window = first..len.min(first + window_len);
-            let turn = self.next_stage();
-            self.fill_stage(operation, &operands, &window, turn, window_len);
+            let (elements, turn) = (first..len.min(first + window_len), self.next_stage());
+            let window = Window { operation, elements, turn, len_max: window_len };
+            self.fill_stage(&window, &operands);
             self.meet_with(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             inputs.clear();
-            for member in 0..num_members {
-                inputs.push(self.view_of_stage(operation, member, Part::Whole, &window, turn, window_len));
-            }
+            inputs.extend((0..num_members).map(|member| self.view_of_stage(&window, member, Part::Whole)));
             let share = |member: usize| {
-                let share = owned_range(Rank(member), num_members, window.len(), granule);
+                let share = owned_range(Rank(member), num_members, window.elements.len(), granule);
                 (first + share.start) * dtype.size()..(first + share.end) * dtype.size()
             };
             let own_stage = inputs[self.own];
@@ -131,20 +126,13 @@ impl SharedMemory {
     }
 
     /// Copies what the peers need of this window into the own stage.
-    fn fill_stage(
-        &self,
-        operation: Operation,
-        operands: &Operands<'_>,
-        window: &Range<usize>,
-        turn: usize,
-        window_len: usize,
-    ) {
-        let (dtype, len) = operation.elements();
+    fn fill_stage(&self, window: &Window, operands: &Operands<'_>) {
+        let (dtype, len) = window.operation.elements();
         let num_members = self.members.len();
         let out_of_place = operands.output.is_some();
         let copy = |part: Part, input_first: usize| {
-            let range = part.window(num_members, len, window);
-            let view = self.view_of_stage(operation, self.own, part, window, turn, window_len);
+            let range = part.window(num_members, len, &window.elements);
+            let view = self.view_of_stage(window, self.own, part);
             let bytes = range.start * dtype.size()..range.end * dtype.size();
             let source = operands.input.view(input_first).bytes(&bytes).cast_const();
             // SAFETY: this rank's stage of this turn, which the peers finished reading before they came to the last
@@ -152,7 +140,7 @@ impl SharedMemory {
             // its owner.
             unsafe { std::ptr::copy_nonoverlapping(source, view.bytes(&bytes), bytes.len()) };
         };
-        match contribution(operation, self.own) {
+        match contribution(window.operation, self.own) {
             Contribution::Nothing => {}
             Contribution::Whole => copy(Part::Whole, 0),
             Contribution::EveryBlock => (0..num_members).for_each(|member| copy(Part::Block(member), 0)),
@@ -165,24 +153,16 @@ impl SharedMemory {
     }
 
     /// Where a window of a part lies in a member's stage.
-    fn view_of_stage(
-        &self,
-        operation: Operation,
-        member: usize,
-        part: Part,
-        window: &Range<usize>,
-        turn: usize,
-        window_len: usize,
-    ) -> View {
-        let (dtype, len) = operation.elements();
-        let index = match (contribution(operation, member), part) {
+    fn view_of_stage(&self, window: &Window, member: usize, part: Part) -> View {
+        let (dtype, len) = window.operation.elements();
+        let index = match (contribution(window.operation, member), part) {
             (Contribution::EveryBlock, Part::Block(block)) => block,
             _ => 0,
         };
-        let range = part.window(self.members.len(), len, window);
-        let first = index * window_len * dtype.size();
+        let range = part.window(self.members.len(), len, &window.elements);
+        let first = index * window.len_max * dtype.size();
         let bytes = range.start * dtype.size()..range.end * dtype.size();
-        let start = self.areas[member].stage(turn, first + bytes.len()).wrapping_add(first);
+        let start = self.areas[member].stage(window.turn, first + bytes.len()).wrapping_add(first);
         View::at(start, bytes)
     }
 }
