@@ -15,8 +15,7 @@ pub struct CompressionOptions {
     pub rank: Option<usize>,
     /// `top_k`, `random_k`: the part of the elements that a step sends, above 0 and at most 1; 0.01 unless given.
     pub ratio: Option<f64>,
-    /// `int8`, `int4`, `one_bit`: elements that share a scale, a multiple of 64 up to 2^20; 256 unless given, 1024 with
-    /// `one_bit`.
+    /// `int8`, `int4`, `one_bit`: elements that share a scale, a multiple of 64 up to 2^20; 256 unless given, 1024 with `one_bit`.
     pub block_len: Option<usize>,
     /// `top_k`: momentum of velocities that are accumulated in place of gradients, from 0 to below 1; 0 unless given. The
     /// optimizer must have none, then.

@@ -13,10 +13,9 @@ use trireme_base::{Bf16, F16, RandomKey, Rank};
 
 /// Compresses the reductions of one bucket, step after step.
 ///
-/// A step is, for each of its [`rounds`](Compressor::rounds) in order: [`write`](Compressor::write) a message, exchange
-/// it as the round says, [`read`](Compressor::read) the result. After the last round the gradient is the sum over all
-/// ranks of what they sent, with equal bits on all of them. All ranks must be made with the same compression, bucket,
-/// world size and key.
+/// A step is, for each of its [`rounds`](Compressor::rounds) in order: [`write`](Compressor::write) a message, exchange it as the
+/// round says, [`read`](Compressor::read) the result. After the last round the gradient is the sum over all ranks of what they
+/// sent, with equal bits on all of them. All ranks must be made with the same compression, bucket, world size and key.
 ///
 /// Messages lie in the caller's memory. A step allocates nothing, but for those of the warm-up that change the rounds.
 #[derive(Debug)]

@@ -1,8 +1,7 @@
 //! 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022) with one scale a message.
 //!
-//! A message is the reciprocal of the scale (f32), then one byte an element. The scale is the largest power of two by
-//! which the largest finite magnitude stays within the format, so it changes no digit. E4M3 has no infinity: it sends NaN
-//! instead.
+//! A message is the reciprocal of the scale (f32), then one byte an element. The scale is the largest power of two by which the
+//! largest finite magnitude stays within the format, so it changes no digit. E4M3 has no infinity: it sends NaN instead.
 
 use super::numbers::{INFINITY_BITS, exponent, largest_finite_magnitude, magnitude_bits, power_of_two};
 use super::{Codec, CompressionError, Turn};

@@ -7,8 +7,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use trireme_base::{DType, Event, HostMemory, Pending};
 
-/// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its
-/// [`Work`](crate::Work) gives it back.
+/// A vector that a group can communicate: 64-byte-aligned memory, which an operation takes and its [`Work`](crate::Work) returns.
 ///
 /// [`Group::buffer`](crate::Group::buffer) makes it in memory of the kind that the group's transport handles best,
 /// [`Buffer::private`] on the heap, where every group takes it, but through copies if its ranks share memory.
@@ -99,8 +98,7 @@ impl<T: Content> Buffer<T> {
         self.len() == 0
     }
 
-    /// Waits until no device works with the vector any more. Whoever reads a [pending](Buffer::pending) vector calls this first;
-    /// writing does it by itself.
+    /// Waits until no device works with the vector, as before a [pending](Buffer::pending) one is read. Writing waits by itself.
     pub fn wait(&mut self) {
         self.storage.wait();
     }

@@ -139,9 +139,8 @@ impl Group {
         self.out_of_place(CollectiveKind::AllToAll.with_len(input.len()), None, (input, output))
     }
 
-    /// As [`all_to_all_into`](Group::all_to_all_into), with `send_lens[j]` elements for rank `j` one after the other in
-    /// the input, and `receive_lens[i]` elements of rank `i` in the output. What rank `i` sends to `j` must be what `j`
-    /// receives from `i`.
+    /// As [`all_to_all_into`](Group::all_to_all_into), with `send_lens[j]` elements for rank `j` in the input and `receive_lens[i]`
+    /// of rank `i` in the output, one block after the other. Both ends of a block must give the same length.
     pub fn all_to_all_variable<T: Content>(
         &self,
         input: Buffer<T>,

@@ -134,8 +134,7 @@ impl Control {
         }
     }
 
-    /// To be called at least every [`TICK`] while `call` waits: checks the peers and the deadline, and
-    /// tells the peers where this rank is when that takes long.
+    /// Checks the peers and the deadline; tells the peers where this rank is if `call` takes long. To be called every [`TICK`].
     pub(crate) fn tick(&mut self, call: &Call) -> Result<(), CommError> {
         self.check(call)?;
         let elapsed = call.started.elapsed();
@@ -182,8 +181,7 @@ impl Control {
         }
     }
 
-    /// Who has not come and has made no progress for as long as the call may last, if anybody; nobody if all have come, and neither bytes move
-    /// here nor anybody makes progress.
+    /// The peers that have neither come nor made progress for the timeout. Empty if all have come, but nothing moves.
     fn silent(&self, call: &Call) -> Option<Vec<Rank>> {
         let mut missing = self.missing(call);
         if missing.is_empty() {

@@ -2,11 +2,9 @@ use bytemuck::Pod;
 use trireme_base::{Bf16, DType, F16, ReduceOp};
 use trireme_schedule::collective::Side;
 
-/// A type whose vectors can be communicated and reduced: `f32`, `f64`, [`F16`], [`Bf16`], `u8`, `u32`, `u64`, `i32`,
-/// `i64`.
+/// A type whose vectors can be communicated and reduced: `f32`, `f64`, [`F16`], [`Bf16`], `u8`, `u32`, `u64`, `i32`, `i64`.
 ///
-/// Sums and products of integers wrap; those of two 16-bit floats are taken in f32 and rounded to nearest even. With `Max` and `Min` of
-/// floats NaN wins.
+/// Integers wrap; sums and products of 16-bit floats are taken in f32 and rounded to nearest even. NaN wins `Max` and `Min`.
 pub trait Element: Pod + Send + Sync + private::Reduce {
     /// The name of the type on the wire.
     const DTYPE: DType;
@@ -144,8 +142,7 @@ macro_rules! call_for_element {
     };
 }
 
-/// Reduces `other` into `own`, both made of elements of `dtype`; `own` stands on `side`. A mean is a sum until
-/// [`finish_mean`].
+/// Reduces `other` into `own`, both made of elements of `dtype`; `own` stands on `side`. A mean is a sum until [`finish_mean`].
 ///
 /// # Panics
 /// If the lengths differ, the bytes are not whole, aligned elements, or `dtype` has no [`Element`].

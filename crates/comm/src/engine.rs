@@ -81,8 +81,7 @@ impl Engine {
         result
     }
 
-    /// Fails if a peer has ended, as far as that is not long known: a look takes as long as a short operation, and who
-    /// waits looks anyway.
+    /// Fails if a peer has ended, unless that was just checked: a check takes as long as a short operation, and waits check anyway.
     fn check_peers(&mut self, call: &Call) -> Result<(), CommError> {
         if self.looked_around.is_some_and(|last| call.started < last + LOOK_AROUND_INTERVAL) {
             return Ok(());
@@ -91,8 +90,7 @@ impl Engine {
         self.control.check(call)
     }
 
-    /// Sees what the peers say while this rank is in no operation. Who hears of a failure reports where it is.
-    /// Returns, once, what an operation would fail with.
+    /// Reads notices between operations, and reports where this rank is after a failure. Returns, once, an operation's failure.
     pub(crate) fn look_around(&mut self) -> Option<CommError> {
         if !self.control.look(self.next_sequence) {
             return None;

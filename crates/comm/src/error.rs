@@ -150,6 +150,10 @@ impl CommError {
         CommError::Mismatch { sequence, rank, operation, other_rank, other_operation }
     }
 
+    pub(crate) fn rendezvous(doing: impl Into<String>, source: io::Error) -> Self {
+        CommError::Rendezvous { doing: doing.into(), source: Arc::new(source) }
+    }
+
     /// Ranks of the group that were waited for, or lost.
     pub(crate) fn missing(&self) -> Vec<Rank> {
         match self {

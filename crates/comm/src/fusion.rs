@@ -67,8 +67,7 @@ impl Fusion {
         self.group.buffer_of(dtype, self.len_max, PageSize::Base)
     }
 
-    /// Takes memory for the batches that vectors of `dtype` and these lengths make, in this order; how many bytes. Without it, they
-    /// take memory when they begin.
+    /// Allocates in advance the batches that vectors of `dtype` and these lengths make, in this order. Returns the bytes.
     ///
     /// # Errors
     /// [`CommError::Allocate`].

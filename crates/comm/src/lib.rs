@@ -1,8 +1,8 @@
 //! Groups of ranks, their collectives and the transports under them.
 //!
-//! A [`Group`] is one rank's end of a world whose members issue the same operations in the same order.
-//! Operations are asynchronous: each returns a [`Work`] that must be resolved, and the group's
-//! communication thread executes them in the order of issue.
+//! A [`Group`] is one rank's end of a world whose members issue the same operations in the same order. Operations are
+//! asynchronous: each returns a [`Work`] that must be resolved, and the group's communication thread executes them in the order of
+//! issue.
 //!
 //! # Invariants
 //! - This crate knows ranks, not axes, and bytes with a dtype, not tensors.
@@ -14,11 +14,10 @@
 //! - Nothing a peer sends is trusted with an allocation before its length is checked.
 //!
 //! # Layers
-//! `group`, `collectives` and `work` (what users see) → `queue` (order, threads) → `engine` (one operation) →
-//! `transport::linked`, which runs the steps that `selection` has chosen over a link to each peer, or leaves the
-//! operation to `transport::shm` where ranks share memory. `messages` has links of its own. `control` is next to them: the
-//! connections over which ranks learn of each other's end. `rendezvous` builds all of this, and `recorder` notes what
-//! they do.
+//! `group`, `collectives` and `work` (what users see) → `queue` (order, threads) → `engine` (one operation) → `transport::linked`,
+//! which runs the steps that `selection` has chosen over a link to each peer, or leaves the operation to `transport::shm` where
+//! ranks share memory. `messages` has links of its own. `control` is next to them: the connections over which ranks learn of each
+//! other's end. `rendezvous` builds all of this, and `recorder` notes what they do.
 
 mod buffer;
 mod call;

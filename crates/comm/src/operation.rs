@@ -11,8 +11,7 @@ pub(crate) enum OperationKind {
     Collective(CollectiveKind),
     /// An all-to-all with blocks of any lengths.
     AllToAllVariable,
-    /// An all-to-all with blocks of any lengths, which sends blocks for another host through a rank of the sender's host. Its length is the
-    /// number of elements of all blocks of all ranks, because the ranks' own numbers differ.
+    /// The same, sending blocks for another host through a rank of the sender's host. Its length is that of all blocks of all ranks.
     AllToAllVariableByHosts,
     /// Every rank gets the bytes of all ranks; their lengths may differ.
     AllGatherBytes,
@@ -207,8 +206,7 @@ impl Operation {
         Some(self.kind.collective()?.with_root(self.root.unwrap_or(Rank::ROOT), self.len))
     }
 
-    /// A part of the operation: `collective`, on elements of the same type and reduced the same way. A mean is a sum until
-    /// all parts are done.
+    /// Part `collective` of the operation, on the same elements and with its reduction; a mean is a sum until all parts are done.
     pub(crate) fn part(self, collective: Collective) -> Operation {
         let op = match self.op {
             Some(ReduceOp::Mean) | None => ReduceOp::Sum,

@@ -29,9 +29,8 @@ pub struct GroupOptions {
     pub algorithm: Option<Algorithm>,
     /// What is known of the costs of communication, by which the quickest algorithm is found.
     pub costs: GivenCosts,
-    /// Whether every frame of a link carries a CRC-32C of header and payload, and one that differs ends the group. TCP's
-    /// own sum of 16 bits misses one in 65536 of the errors that it sees. What goes through shared memory without a link
-    /// has none.
+    /// Whether every frame of a link carries a CRC-32C of header and payload, and a mismatch ends the group. TCP's 16-bit sum
+    /// misses one error in 65536. Data in shared memory without a link has no checksum.
     pub checksums: bool,
     /// TCP connections to each peer for collective operations, and as many for messages; bytes go over them in turns, in
     /// stripes of 128 KiB. At most [`SOCKETS_PER_PEER_MAX`](GroupOptions::SOCKETS_PER_PEER_MAX).
@@ -68,9 +67,8 @@ impl Default for GroupOptions {
     }
 }
 
-/// Costs that need not be measured. The others are measured when a world is made if
-/// [`keeps_order`](GroupOptions::keeps_order), for then no choice of an algorithm changes a bit; else they are typical
-/// ones. All are positive.
+/// Costs that need not be measured. The others are measured when a world is made if [`keeps_order`](GroupOptions::keeps_order),
+/// for then no choice of an algorithm changes a bit; else they are typical ones. All are positive.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct GivenCosts {
     /// Messages between two ranks of a host.
@@ -130,13 +128,11 @@ pub struct JoinOptions {
     pub interface: Option<String>,
     /// The ports where this worker listens for the others; any by default.
     pub ports: Option<RangeInclusive<u16>>,
-    /// The host that this worker counts as being on, by any name: workers that give the same one share memory. By
-    /// default what the operating system tells.
+    /// The host that this worker counts as being on, by any name; workers of one name share memory. By default the system's.
     pub host: Option<String>,
     /// Is told of those who are refused.
     pub on_refusal: Option<OnRefusal>,
-    /// Whether to renumber ranks so that those of a host are neighbours, which exchange most. Rank 0 stays rank 0; the group uses the new ranks. Must be
-    /// equal on all ranks.
+    /// Whether to renumber ranks so that those of a host are neighbours. Rank 0 stays. Must be equal on all ranks.
     pub orders_by_host: bool,
     /// Is told lines for the user while the world joins: who is waited for, and how ranks were renumbered.
     pub on_note: Option<LineListener>,
@@ -178,8 +174,7 @@ impl JoinOptions {
 /// What a worker needs for TLS 1.3 with the others: both sides of a connection show a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsOptions {
-    /// PEM file with this worker's certificate, and those between it and the authority's. It is for the DNS name
-    /// [`name`](TlsOptions::name), and for servers as well as clients.
+    /// PEM file with this worker's certificate chain, for servers and clients of the DNS name [`name`](TlsOptions::name).
     pub certificate: PathBuf,
     /// PEM file with the certificate's private key, which nobody but its owner may read.
     pub key: PathBuf,

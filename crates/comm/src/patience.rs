@@ -1,7 +1,6 @@
 use std::time::{Duration, Instant};
 
-/// How long a thread that has nothing else to do looks for a peer before it sleeps. Between its looks others may have
-/// the processor, so it takes nothing from them.
+/// How long a thread with nothing else to do looks for a peer before it sleeps. It yields the processor between looks.
 const WAITING_MAX: Duration = Duration::from_micros(100);
 /// Looks in a row before that: what it takes a peer that is just about to come, on another processor.
 const NUM_LOOKS_MAX: u32 = 400;

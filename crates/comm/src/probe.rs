@@ -18,11 +18,9 @@ const DIRECT_BYTES: usize = 512 << 10;
 /// No link is quicker, whatever a clock says.
 const SECONDS_MIN: f64 = 1e-9;
 
-/// Measures what is not `given` of a group's costs. All ranks call it, and all get the same; what was not measured is as in
-/// `unmeasured`.
+/// Measures the costs that are not `given`; those that cannot be measured are `unmeasured`. All ranks call it, with one result.
 ///
-/// Takes a few milliseconds, and a few messages between two ranks of a host and between two hosts: as long as the link carries
-/// in a millisecond or two.
+/// Takes a few milliseconds: as many messages between two ranks of a host, and two hosts, as a link carries in one or two of them.
 pub(crate) fn measure(
     group: &Group,
     given: &GivenCosts,

@@ -16,8 +16,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Room for as many pending operations as a step of a large model has units. How many there are at once depends on timing: the
-/// queue would otherwise still grow after many steps.
+/// Room for a pending operation of each unit of a large model. Their number depends on timing, so memory might grow in any step.
 const NUM_PENDING: usize = 1024;
 
 /// How often the communication thread looks for short operations by itself, while there were some lately.
@@ -204,8 +203,7 @@ impl Queue {
         self.submitted.notify_one();
     }
 
-    /// Fails everything, now or when the running operation ends, and drops the engine without a
-    /// goodbye, so that the peers learn of this rank's end.
+    /// Fails everything, now or after the running operation, and drops the engine without a goodbye, so that peers learn of it.
     pub(crate) fn abort(&self, failure: CommError) {
         let engine = {
             let mut state = self.lock();

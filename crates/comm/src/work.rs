@@ -52,8 +52,7 @@ impl<T> Work<T> {
 
     /// Blocks until the operation has ended on this rank.
     ///
-    /// If nobody executes the group's next operation yet, the calling thread does: for short operations
-    /// that saves the way to the communication thread and back.
+    /// If no thread executes the group's next operation, this one does, which is quicker for short operations.
     ///
     /// # Errors
     /// The operation's failure, or that of an earlier one of the group.

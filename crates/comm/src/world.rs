@@ -10,9 +10,8 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
-/// Tells the ranks that join a world with these options that this one has failed before it could join, so that they do not wait for it.
-/// Without a job, because the rank could not read it, ranks of any job with the same secret listen. Those in `told` know it. Best effort: takes
-/// 10 s at most.
+/// Tells the ranks that join a world with these options, except `told`, that this one has failed, so that they do not wait. Without
+/// a job (it could not be read), ranks of any job with the same secret listen. Best effort, 10 s at most.
 pub fn report_failure(options: &JoinOptions, error: &dyn std::error::Error, told: &[Rank]) {
     if options.world_size > 1 && rendezvous::check_options(options).is_ok() {
         rendezvous::report_failure(options, error, told);
@@ -42,8 +41,7 @@ pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group
     inproc_world_on(&vec![0; world_size], options)
 }
 
-/// As [`inproc_world_with`], for a rank on each of these hosts, whatever numbers them: ranks choose algorithms and form groups
-/// as if they were there.
+/// As [`inproc_world_with`], with each rank on one of these (arbitrarily numbered) hosts, for the choice of algorithms and groups.
 ///
 /// # Panics
 /// As [`inproc_world_with`].
@@ -87,13 +85,11 @@ fn socket_pairs(world_size: usize) -> Vec<Vec<Option<Connection>>> {
     ends
 }
 
-/// Joins the world that `options` describe: meets the other ranks at rank 0's address, connects to them, and
-/// returns when all are connected.
+/// Joins the world that `options` describe: meets the other ranks at rank 0's address and returns when all are connected.
 ///
 /// # Errors
-/// Options out of bounds; an address that does not resolve, is not this host's or is taken; a rank 0 that is
-/// not reached or refuses this rank; ranks that do not come within the timeout; a transport that cannot be
-/// had.
+/// Options out of bounds; an address that does not resolve, is foreign or taken; a rank 0 that is not reached or refuses this rank;
+/// ranks that do not come in time; a transport that cannot be had.
 pub fn join(options: &JoinOptions) -> Result<Group, CommError> {
     rendezvous::check_options(options)?;
     if options.world_size == 1 {

@@ -90,9 +90,8 @@ pub enum Action {
     Fetch(StateOf),
     /// `EVICT optimizer u`, `EVICT activations u m`: starts to bring state back to where it lives, and frees its memory.
     Evict(StateOf),
-    /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first of a program waits for every
-    /// reduction, for the gradients' global norm needs all of them. In a pipeline that does not drain between updates, the first of
-    /// each update waits for the reductions of this rank.
+    /// `STEP u`: updates a unit's parameters, or this rank's shard. The first of a program waits for all reductions, for the global
+    /// norm; without a drain between updates, the first of each update waits for this rank's reductions.
     Step { unit: usize },
     /// `STASH u`: keeps a copy of a unit's parameters as they are, for passes that read them after the next `STEP`.
     Stash { unit: usize },

@@ -183,8 +183,7 @@ struct Engine<'a> {
     running: Vec<Option<Running<'a>>>,
     free_slots: Vec<usize>,
     loads: Vec<usize>,
-    /// The times when what runs in slots ends, as bits, which sort as times do. Of two at the same time, the one that began first comes
-    /// first. An entry whose end has changed is stale.
+    /// The ends of what runs, as bits, which sort like times; of equal ends the earlier begun is first. Changed ends are stale.
     ends: BinaryHeap<Reverse<(u64, usize, usize)>>,
     has_loads: bool,
     num_ends: usize,

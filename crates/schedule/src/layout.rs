@@ -55,8 +55,7 @@ pub struct StateLayout {
     pub optimizer: ClassLayout,
     /// What forward passes keep for backward; always whole.
     pub activations: ClassLayout,
-    /// How many passes of units before its own the parameters of a unit begin to be gathered. 0 gathers when they are needed, and
-    /// holds the fewest at a time.
+    /// How many passes ahead of its own a unit's parameters begin to be gathered. 0 gathers on demand and holds the fewest.
     pub gather_ahead: usize,
     /// Whether parameters gathered for forward stay until backward has read them: one gathering less, but all are held at a time.
     pub keep_gathered: bool,
@@ -182,8 +181,7 @@ impl StateLayout {
         layout
     }
 
-    /// The class of the weights that a rank updates: `Parameters` if these are sharded, else `Optimizer`, because the updated weights
-    /// then lie beside whole parameters.
+    /// The class of the weights that a rank updates: `Parameters` if these are sharded, else `Optimizer`, beside whole parameters.
     pub fn class_of_weights(&self) -> StateClass {
         if self.is_sharded(StateClass::Parameters) { StateClass::Parameters } else { StateClass::Optimizer }
     }

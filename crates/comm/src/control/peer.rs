@@ -122,8 +122,7 @@ impl Peer {
 }
 
 impl Connection {
-    /// Sends a notice, or as much of it as the socket takes; the rest goes before the next one. Whole notices are left out if the peer has long
-    /// read none.
+    /// Sends as much of a notice as the socket takes; the rest goes before the next. Drops notices if the peer has long read none.
     pub(super) fn send(&mut self, notice: &[u8]) {
         if self.unsent.len() < UNSENT_BYTES_MAX {
             self.unsent.extend(notice);

@@ -42,9 +42,8 @@ impl Group {
         Work::queued(executor.queue.submit(Operation::BARRIER, Payload::Nothing), |_| ())
     }
 
-    /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages from
-    /// one rank to another come in the order in which they were sent; for the rest, messages and the group's
-    /// operations may be issued in any order.
+    /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages of one rank to
+    /// another arrive in order; otherwise messages and the group's operations may be issued in any order.
     ///
     /// # Errors
     /// From the work: [`CommError::NoSuchPeer`], and whatever ends a group.

@@ -25,13 +25,12 @@ use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
 /// One rank's end of a world of ranks that communicate.
 ///
-/// All ranks issue the same operations in the same order; a group may be used from several threads only if
-/// they agree on that order. Operations return at once and are executed in order of issue by the
-/// group's communication thread, or by a thread that waits for one. The first failure ends the group:
-/// whatever is pending or issued later returns it too.
+/// All ranks issue the same operations in the same order; a group may be used from several threads only if they agree on that
+/// order. Operations return at once and are executed in order of issue by the group's communication thread, or by a thread that
+/// waits for one. The first failure ends the group: whatever is pending or issued later returns it too.
 ///
-/// Dropping a group waits for what was issued, then leaves in good order. Dropping it during a panic
-/// leaves without a goodbye, so that the peers fail instead of waiting.
+/// Dropping a group waits for what was issued, then leaves in good order. Dropping it during a panic leaves without a goodbye, so
+/// that the peers fail instead of waiting.
 pub struct Group {
     rank: Rank,
     world_size: usize,
@@ -148,8 +147,7 @@ impl Group {
         Ok(alone.dry_part(rank, hosts, transport, dry))
     }
 
-    /// Notes the operations of this dry world from now on, and when they are waited for. A world keeps one journal; later ones are
-    /// not kept.
+    /// Journals the operations of this dry world and when they are waited for. A world keeps the first journal only.
     ///
     /// # Panics
     /// If the group is not dry.
@@ -204,14 +202,12 @@ impl Group {
         &self.recorder
     }
 
-    /// Beat this during long work, at least every few seconds: ranks that wait for this one give up after [`GroupOptions::timeout`]
-    /// without a beat.
+    /// Beat this every few seconds of long work: waiting ranks give up after [`GroupOptions::timeout`] without a beat.
     pub fn heartbeat(&self) -> &Heartbeat {
         self.recorder.heartbeat()
     }
 
-    /// Says which line of a program issues what this group is given from now on, for reports; nothing says so no more. 56
-    /// bytes are kept. It takes no memory, and less than a microsecond.
+    /// Names the program line of the operations that follow, for reports: 56 bytes of it. No allocation, below a microsecond.
     pub fn set_line(&self, line: fmt::Arguments<'_>) {
         if let Some(executor) = &self.executor {
             executor.recorder.set_line(line);
@@ -281,9 +277,8 @@ impl Group {
         self.transport
     }
 
-    /// A zeroed vector of `len` elements, 64-byte aligned, in the memory that this group's transport handles
-    /// best: memory that the peers map for `shm`, else heap. It is a local call: the other ranks need not
-    /// make it.
+    /// A zeroed vector of `len` elements, 64-byte aligned, in the memory that this group's transport handles best: memory that the
+    /// peers map for `shm`, else heap. A local call.
     ///
     /// # Errors
     /// [`CommError::Allocate`] if there is not so much memory.
@@ -334,8 +329,7 @@ impl Group {
         if shares_memory { area_bytes(num_near) } else { 0 }
     }
 
-    /// Bytes of its peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` the part
-    /// that this rank reduces, in every peer's buffer; else none.
+    /// Bytes of peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` its share of each.
     pub fn peer_bytes_mapped(&self, num_bytes: usize) -> usize {
         self.peer_bytes_mapped_in(num_bytes, PageSize::Base)
     }

@@ -8,13 +8,11 @@ use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
 impl Group {
-    /// Makes groups of this group's ranks: those that give the same `color` are one group, in the order of their `key`s
-    /// and then of their ranks here; `None` for ranks that give no color. All ranks call it, at the same place in
-    /// their sequence of operations. Each group has a communication thread of its own, so operations of
-    /// several groups run at the same time.
+    /// Makes groups of this group's ranks: those that give the same `color` are one group, in the order of their `key`s and then
+    /// of their ranks here; `None` for ranks that give no color. All ranks call it, at the same place in their sequence of
+    /// operations. Each group has a communication thread of its own, so operations of several groups run at the same time.
     ///
-    /// Buffers of one group may be used with the other: they lie in the same memory. Reports call the group by the number
-    /// of the split and its color, such as `world/0.1`.
+    /// Groups may use each other's buffers, which share memory. Reports name a group by split and color, such as `world/0.1`.
     ///
     /// # Errors
     /// [`CommError::Split`] on all ranks if one cannot connect, and whatever ends a group.
@@ -23,8 +21,7 @@ impl Group {
         self.split_named(&name, color, key, &self.options)
     }
 
-    /// As [`split`](Group::split), by a function that all ranks know: ranks of one color are a group, in their order here. Reports call
-    /// the groups by `name`, such as `world/data`.
+    /// As [`split`](Group::split), by a function that all ranks know, into groups of one color, in their order here, called `name`.
     ///
     /// # Errors
     /// As [`split`](Group::split).

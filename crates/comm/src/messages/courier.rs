@@ -14,8 +14,7 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::{Action, Span};
 
-/// Messages for which there is room from the beginning. How many wait at a time depends on when the peers come, so that a place that
-/// grows with them would grow in some later step.
+/// Messages with room from the beginning: their number depends on timing, so that memory might grow in any later step.
 pub(super) const ROOM: usize = 256;
 
 /// A message that was issued.
@@ -54,8 +53,7 @@ impl Parcel {
     }
 }
 
-/// Moves messages between this rank and its peers. Those of one pair of ranks and one direction go in the order of
-/// issue; all others go independently.
+/// Moves messages between this rank and its peers: in order of issue within a pair of ranks and a direction, else independently.
 pub(super) struct Courier {
     own: Rank,
     links: Vec<Option<Link>>,

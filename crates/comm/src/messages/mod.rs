@@ -1,8 +1,7 @@
 //! Messages between two ranks of a group, beside its collective operations.
 //!
-//! A courier moves them all at the same time: the thread that waits for one, or a thread of its own while nobody
-//! waits. They travel on links of their own, so they and the collective operations do not wait for each other, and
-//! ranks may issue them in any order that has the same messages of each pair in the same order.
+//! A courier moves them all at once: a thread that waits for one, or else a thread of its own. They have links of their own, so
+//! they and collective operations do not wait for each other. Ranks may issue them in any order that keeps the order of each pair.
 
 mod courier;
 

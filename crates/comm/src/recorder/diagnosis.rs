@@ -74,8 +74,7 @@ trireme_base::named! {
         Dtype = "dtype",
         /// The number of elements.
         Size = "size",
-        /// The line of the program; the operations are the same. Ranks at different places of a pipeline have different programs: of these, the
-        /// steps are compared.
+        /// The program line only. Ranks at different places of a pipeline have different programs: of these, steps are compared.
         Line = "program line",
     }
 }
@@ -101,8 +100,7 @@ type Sequences<'a> = BTreeMap<u64, BTreeMap<usize, IssuedAt<'a>>>;
 type IssuedAt<'a> = (Operation, &'a str);
 
 impl Diagnosis {
-    /// Puts reports together, of one rank or several of the same world. One rank's report also holds what the others
-    /// have told it.
+    /// Combines reports of one or several ranks of a world. A report also holds what other ranks have told its rank.
     pub fn of(reports: &[RankReport]) -> Self {
         // Others were left by an earlier world of another size.
         let newest = reports.iter().max_by(|one, other| one.written.total_cmp(&other.written));

@@ -118,8 +118,7 @@ impl GroupRecorder {
         *known = (*known).max(Some(at));
     }
 
-    /// How long `member` has shown no progress, counted from `since` at the earliest. Its progress counts as this rank's too, so that ranks
-    /// behind this one learn of it.
+    /// How long `member` has made no progress, since `since` at most. Counts its progress as this rank's, for ranks behind it.
     pub(crate) fn silence_passing_on(&self, member: Rank, since: Instant) -> Duration {
         let progress = self.log.lock().progress[member.0];
         if let Some(at) = progress {
@@ -170,8 +169,7 @@ impl GroupRecorder {
         })
     }
 
-    /// Whether the thread that waits in this group is the one that member `other` waits for at `place`, in another group
-    /// that both are in: then neither ever comes.
+    /// Whether member `other` waits at `place` of another common group for the thread that waits in this group: a deadlock.
     pub(crate) fn is_crossed_by(&self, other: Rank, place: &ToldPlace) -> bool {
         let issuer = {
             let state = self.log.lock();

@@ -11,7 +11,6 @@ pub struct RecorderOptions {
     pub folder: Option<PathBuf>,
     /// Is told of operations that take long: once each, at half of the timeout or after 30 s.
     pub on_stall: Option<LineListener>,
-    /// Whether a failed group waits, when it is dropped, until the other ranks have told where they are, 1.5 s at most. For
-    /// where no launcher reads their files.
+    /// Whether dropping a failed group waits until other ranks have told where they are, 1.5 s at most: if no launcher reads files.
     pub gathers: bool,
 }

@@ -32,8 +32,7 @@ pub(super) fn step_and_pipeline_rank(line: &str) -> Option<(&str, &str)> {
     Some((step, rest.split_once(LINE)?.0))
 }
 
-/// Whether two lines differ that should be the same. A line that is not known differs from none, and of different programs of a pipeline only the
-/// steps are compared.
+/// Whether two lines differ that should be equal. Unknown lines do not; of different pipeline programs, steps are compared.
 pub(super) fn differ(one: &str, other: &str) -> bool {
     if one.is_empty() || other.is_empty() {
         return false;

@@ -52,10 +52,7 @@ pub(super) fn listen(addresses: &[SocketAddr]) -> Result<TcpListener, CommError>
 /// Waits until every rank from 1 on has come; in rank order, `None` for rank 0.
 pub(super) fn gather(joining: &Joining<'_>, listener: &TcpListener) -> Result<Vec<Option<Guest>>, CommError> {
     let Joining { options, key, refusals, deadline, waiting, .. } = *joining;
-    let wrap = |source| CommError::Rendezvous {
-        doing: "waiting for the other ranks to join".to_owned(),
-        source: Arc::new(source),
-    };
+    let wrap = |source| CommError::rendezvous("waiting for the other ranks to join", source);
     let mut guests: Vec<Option<Guest>> = (0..options.world_size).map(|_| None).collect();
     let mut doorway = Doorway::<Hello>::new(listener, key, refusals).map_err(wrap)?;
     while guests[1..].iter().any(Option::is_none) {

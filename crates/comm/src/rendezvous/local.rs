@@ -34,8 +34,7 @@ fn local_name(meeting: u64) -> String {
     format!("trireme-{meeting:016x}")
 }
 
-/// Connects to the socket at which a rank of this host is met. A rank that accepts nobody, because it is stopped, is waited
-/// for until the deadline; one that has ended refuses at once.
+/// Connects to the socket of a rank of this host. Waits until the deadline for a stopped rank; one that has ended refuses at once.
 pub(super) fn connect_local(meeting: u64, deadline: Instant) -> io::Result<OwnedFd> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes())?;

@@ -150,10 +150,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let tls = options.tls.as_ref().map(Tls::read).transpose()?;
     let interface = interface::address(options, &addresses)?;
     check_secret(options, addresses.iter().map(SocketAddr::ip).chain(interface).chain(options.listen))?;
-    let setting_up = |source| CommError::Rendezvous {
-        doing: "setting up a socket for the ranks of this host".to_owned(),
-        source: Arc::new(source),
-    };
+    let setting_up = |source| CommError::rendezvous("setting up a socket for the ranks of this host", source);
     let meeting = u64::from_ne_bytes(random_bytes().map_err(setting_up)?);
     let local = local::listen_local(meeting).map_err(setting_up)?;
     let joining = Joining {
@@ -277,7 +274,7 @@ impl Connecting<'_> {
 
     fn by_tcp(&mut self, deadline: Instant) -> Result<Parts, CommError> {
         let doing = "connecting to the other ranks";
-        let wrap = |source| CommError::Rendezvous { doing: doing.to_owned(), source: Arc::new(source) };
+        let wrap = |source| CommError::rendezvous(doing, source);
         let rank = self.options.rank;
         let routes = vec![Route::Tcp; self.options.world_size];
         let mesh = self.mesh(&routes, None, deadline);

@@ -7,7 +7,6 @@ use crate::transport::link::Connection;
 use crate::transport::mpi::{MpiProcess, Seat, Seats};
 use crate::{CommError, words};
 use std::io;
-use std::sync::Arc;
 
 const SEAT_BYTES: usize = 16;
 
@@ -19,10 +18,8 @@ pub(super) fn exchange(
     let process = MpiProcess::of_this_process()?;
     let own = process.take_seat()?;
     let connections = &rows[Purpose::Control as usize];
-    let peers = tell(own, connections, limit).map_err(|source| CommError::Rendezvous {
-        doing: "announcing this rank's place in MPI's world".to_owned(),
-        source: Arc::new(source),
-    })?;
+    let telling = |source| CommError::rendezvous("announcing this rank's place in MPI's world", source);
+    let peers = tell(own, connections, limit).map_err(telling)?;
     process.seats(own, peers)
 }
 

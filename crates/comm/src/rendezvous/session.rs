@@ -69,12 +69,10 @@ impl<'a> Session<'a> {
         Session { key: job.derive("trireme: key of the session", &[number]), rank, world_size, refusals }
     }
 
-    /// Introduces this rank on a connection to rank `to`, and makes sure that it is a member. Returns a key that the two
-    /// ends of this connection have.
+    /// Introduces this rank on a connection to rank `to`, checks that the peer is a member, and returns the key of this connection.
     ///
     /// # Errors
-    /// What ends the connection; `ConnectionRefused` if the other side turned this rank away; `PermissionDenied` if it
-    /// is no member.
+    /// What ends the connection; `ConnectionRefused` if the peer turned this rank away; `PermissionDenied` if it is no member.
     pub(super) fn introduce<'p>(
         &self,
         socket: impl AsFd,
@@ -105,8 +103,7 @@ pub(super) struct Gate<'a> {
 }
 
 impl Gate<'_> {
-    /// The next connection of a rank and for a purpose that are expected; `TimedOut` if none comes until the
-    /// deadline. Members who are not expected are turned away.
+    /// The next connection of an expected rank and purpose; `TimedOut` if none comes until the deadline. Others are turned away.
     pub(super) fn next(
         &mut self,
         deadline: Instant,

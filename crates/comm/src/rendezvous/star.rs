@@ -45,14 +45,10 @@ pub(super) struct Meeting {
     pub(super) root: SocketAddr,
 }
 
-fn broken(doing: impl Into<String>, source: io::Error) -> CommError {
-    CommError::Rendezvous { doing: doing.into(), source: Arc::new(source) }
-}
-
 impl Joining<'_> {
     /// Rank 0: waits for everyone and gives them the table.
     pub(super) fn host(&self, place_at: impl Fn(SocketAddr) -> Place) -> Result<Meeting, CommError> {
-        let setting_up = |source| broken("setting up rank 0", source);
+        let setting_up = |source| CommError::rendezvous("setting up rank 0", source);
         let master = self.listen_as_root()?;
         let at = master.local_addr().map_err(setting_up)?;
         let listener = self.listen(at)?;
@@ -97,11 +93,14 @@ impl Joining<'_> {
         match star.hear_center("waiting for the other ranks to join", patience)? {
             Message::Table(mut table) => {
                 table.places.iter_mut().for_each(|place| *place = place.seen_with(root));
-                let waiting = |source| broken("waiting for the table of ranks", source);
+                let waiting = |source| CommError::rendezvous("waiting for the table of ranks", source);
                 let own = listener.local_addr().map_err(waiting)?;
                 Ok(Meeting { star, table, listener, own, root })
             }
-            _ => Err(broken("waiting for the table of ranks", invalid("rank 0 sent an unexpected message"))),
+            _ => Err(CommError::rendezvous(
+                "waiting for the table of ranks",
+                invalid("rank 0 sent an unexpected message"),
+            )),
         }
     }
 
@@ -112,7 +111,7 @@ impl Joining<'_> {
     ) -> Result<(Channel, SocketAddr, TcpListener), CommError> {
         loop {
             let (stream, address) = self.reach()?;
-            let joining = |source| broken(format!("joining rank 0 at {address}"), source);
+            let joining = |source| CommError::rendezvous(format!("joining rank 0 at {address}"), source);
             stream.set_nodelay(true).map_err(joining)?;
             let listener = self.listen(stream.local_addr().map_err(joining)?)?;
             let hello = Hello::of(self.options, place_at(listener.local_addr().map_err(joining)?));
@@ -228,8 +227,7 @@ impl Star {
         }
     }
 
-    /// Each rank reports success, a reason, or an empty reason if another's failure stopped it. All learn of the first reason at once,
-    /// without waiting for the rest.
+    /// Each rank reports success, a reason, or an empty reason if another's failure stopped it. All learn the first reason at once.
     pub(super) fn agree(
         &mut self,
         doing: &str,
@@ -238,10 +236,12 @@ impl Star {
     ) -> Result<Result<(), String>, CommError> {
         match self {
             Star::Ray { center, .. } => {
-                center.send(&Message::Report(own), deadline).map_err(|source| broken(doing, source))?;
+                center
+                    .send(&Message::Report(own), deadline)
+                    .map_err(|source| CommError::rendezvous(doing, source))?;
                 match self.hear_center(doing, deadline + COURTESY)? {
                     Message::Report(outcome) => Ok(outcome),
-                    _ => Err(broken(doing, invalid("rank 0 sent an unexpected message"))),
+                    _ => Err(CommError::rendezvous(doing, invalid("rank 0 sent an unexpected message"))),
                 }
             }
             Star::Center { channels } => collect(channels, own, deadline),
@@ -252,7 +252,7 @@ impl Star {
         let Star::Ray { center, address, rank, world_size } = self else {
             unreachable!("rank 0 does not wait for itself");
         };
-        match center.receive(*world_size, deadline).map_err(|source| broken(doing, source))? {
+        match center.receive(*world_size, deadline).map_err(|source| CommError::rendezvous(doing, source))? {
             Message::TurnedAway(reason) => {
                 Err(CommError::Refused { rank: *rank, address: address.to_string(), reason })
             }
@@ -320,7 +320,7 @@ fn sum_up(failures: &[(usize, String)], are_all_there: bool) -> Option<Result<()
 /// Sends the same to all other ranks, also to those after one that cannot be told.
 fn tell_all(channels: &mut [Channel], message: &Message, deadline: Instant) -> Result<(), CommError> {
     let told = channels.iter_mut().enumerate().map(|(index, channel)| {
-        let telling = |source| broken(format!("telling rank {}", index + 1), source);
+        let telling = |source| CommError::rendezvous(format!("telling rank {}", index + 1), source);
         channel.send(message, deadline).map_err(telling)
     });
     told.fold(Ok(()), Result::and)

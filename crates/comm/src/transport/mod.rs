@@ -46,7 +46,6 @@ pub(crate) trait Transport: Send {
     fn execute(&mut self, call: &Call, payload: &mut Payload, control: &mut Control)
     -> Result<(), CommError>;
 
-    /// The operation failed on this rank: memory that others may still read or write must not be used again, and what the
-    /// payload has of it is taken out.
+    /// The operation failed on this rank: memory that others may still access, also of the payload, must not be used again.
     fn abandon(&mut self, payload: &mut Payload);
 }

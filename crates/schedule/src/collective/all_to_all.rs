@@ -55,19 +55,18 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
 }
 
 /// All-to-all with blocks of any lengths in two levels, from [`Memory::Input`](super::Memory::Input) to
-/// [`Memory::Vector`](super::Memory::Vector): `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`. In both
-/// memories the blocks lie one after the other, by rank (Rajbhandari et al.: "DeepSpeed-MoE: advancing
-/// mixture-of-experts inference and training to power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive
-/// mixture-of-experts at scale", 2023).
+/// [`Memory::Vector`](super::Memory::Vector): `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`. In both memories the
+/// blocks lie one after the other, by rank (Rajbhandari et al.: "DeepSpeed-MoE: advancing mixture-of-experts inference and
+/// training to power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive mixture-of-experts at scale", 2023).
 ///
-/// First a rank gives each rank of its host its blocks for the ranks with that local rank on all hosts, so that blocks for one host
-/// lie side by side. Then ranks with the same local rank swap the blocks of their hosts in one message.
+/// First a rank gives each rank of its host its blocks for the ranks with that local rank on all hosts, so that blocks for one
+/// host lie side by side. Then ranks with the same local rank swap the blocks of their hosts in one message.
 ///
-/// Appends the steps of `rank` to `steps`, on `H` hosts of `L` ranks: `H` copies, `H (L - 1)` exchanges within the host and
-/// `H - 1` across hosts, where the pairwise algorithm has `(H - 1) L`. The bytes that leave a host are those of its blocks
-/// for other hosts, as with the pairwise algorithm. Of these blocks, those for ranks with another local rank than their sender's
-/// also travel within the host: `1 - 1 / L` of the bytes if blocks are equally long. Where the ranks of a host do
-/// not follow each other, what comes from other hosts is copied once more, by `N - L` copies.
+/// Appends the steps of `rank` to `steps`, on `H` hosts of `L` ranks: `H` copies, `H (L - 1)` exchanges within the host and `H -
+/// 1` across hosts, where the pairwise algorithm has `(H - 1) L`. The bytes that leave a host are those of its blocks for other
+/// hosts, as with the pairwise algorithm. Of these blocks, those for ranks with another local rank than their sender's also travel
+/// within the host: `1 - 1 / L` of the bytes if blocks are equally long. Where the ranks of a host do not follow each other, what
+/// comes from other hosts is copied once more, by `N - L` copies.
 ///
 /// On one host, on hosts of one rank or of different numbers of ranks, the steps are those of [`all_to_all_variable`].
 ///

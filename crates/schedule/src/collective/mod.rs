@@ -1,18 +1,17 @@
 //! Collective algorithms as per-rank steps: pure data that is executed, timed and tested alike.
 //!
 //! # Canonical order
-//! Every canonical reduction ([`is_canonical`]) gives each element as one fixed binary tree over the ranks, so all
-//! ranks, all such algorithms and all transports compute the same bits. For a power of two it pairs
-//! neighbours first: `(0 + 1) + (2 + 3)` for four ranks. Any other world size is `p + extra` ranks, with
-//! `p` the largest power of two below it: the first `2 * extra` ranks are folded into pairs, and the tree
-//! pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand always belongs
-//! to the lower ranks. [`canonical_terms`] writes the tree down. Other reductions have an order of their own, the same in
-//! every run.
+//! Every canonical reduction ([`is_canonical`]) gives each element as one fixed binary tree over the ranks, so all ranks, all such
+//! algorithms and all transports compute the same bits. For a power of two it pairs neighbours first: `(0 + 1) + (2 + 3)` for four
+//! ranks. Any other world size is `p + extra` ranks, with `p` the largest power of two below it: the first `2 * extra` ranks are
+//! folded into pairs, and the tree pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand
+//! always belongs to the lower ranks. [`canonical_terms`] writes the tree down. Other reductions have an order of their own, the
+//! same in every run.
 //!
 //! # One entry
 //! [`steps`] makes the steps of a rank for a [`Collective`] by an [`Algorithm`]; [`algorithms_for`] lists those that fit, and
-//! [`choose`] takes the one that [`predict`] finds the fastest. A hierarchical algorithm is also a list of
-//! [`phases`], so that an executor may do those within a host by shared memory.
+//! [`choose`] takes the one that [`predict`] finds the fastest. A hierarchical algorithm is also a list of [`phases`], so that an
+//! executor may do those within a host by shared memory.
 //!
 //! Steps, bytes and sources of all algorithms are in `docs/collectives.md`; tests hold them to it.
 

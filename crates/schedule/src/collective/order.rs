@@ -13,8 +13,7 @@ pub enum Term {
     Combine,
 }
 
-/// The canonical order over `world_size` ranks in postfix form: run over a range of elements, it leaves
-/// the result as the only partial on the stack, which never holds more than [`num_partials`].
+/// The canonical order over `world_size` ranks in postfix form. It leaves one of at most [`num_partials`] partials: the result.
 ///
 /// # Panics
 /// If `world_size` is 0.
@@ -90,8 +89,7 @@ impl Folding {
         (rank < 2 * self.extra).then_some(rank ^ 1)
     }
 
-    /// Appends what a rank of a folded pair does first with `whole`. `None` for the one that hands its vector in, else the leaf
-    /// that `rank` stands for.
+    /// Appends what a rank of a folded pair does first. Returns the leaf it stands for, `None` if it hands `whole` in.
     pub(super) fn fold(
         &self,
         rank: usize,

@@ -16,8 +16,7 @@ struct Merge {
     given: Range<usize>,
 }
 
-/// The merge of subtrees of `distance` ranks that `rank` takes part in: the root represents every subtree that it is
-/// in, and the lowest rank all others.
+/// The merge of subtrees of `distance` ranks that `rank` takes part in; the root represents its subtree, the lowest rank others.
 fn merge(rank: usize, world_size: usize, root: usize, distance: usize) -> Option<Merge> {
     let representative = |tree: usize| if root / distance == tree { root } else { tree * distance };
     let own = rank / distance;

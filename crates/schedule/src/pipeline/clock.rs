@@ -190,8 +190,7 @@ impl<'a> Clock<'a> {
     }
 }
 
-/// The passes whose results a pass needs: forward that of the stage before, backward the gradient of the stage after
-/// and its own forward, the weight half its own input half.
+/// The passes whose results a pass needs: forward of the stage before, backward of the next one, its own forward or input half.
 pub(super) fn needs(pass: Pass, num_stages: usize) -> [Option<Pass>; 2] {
     let Pass { kind, stage, microbatch } = pass;
     match kind {

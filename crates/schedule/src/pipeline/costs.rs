@@ -63,8 +63,7 @@ pub struct CostsError {
 }
 
 impl Costs {
-    /// Costs by stage, and the ticks from the end of a pass until its result is at hand on another rank. Nothing is
-    /// sent within a rank. Forward and the input half must take at least a tick.
+    /// Costs by stage, and the ticks that a result takes to another rank. Forward and the input half take at least a tick.
     pub fn new(stages: Vec<StageCosts>, send: u64) -> Result<Costs, CostsError> {
         let check = |what: &str, found: u64, min: u64, max: u64| match (min..=max).contains(&found) {
             true => Ok(()),

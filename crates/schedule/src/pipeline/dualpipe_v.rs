@@ -2,16 +2,14 @@ use super::folded::{Chunk, FoldedRank};
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// DualPipeV (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, cut in half: Sea AI Lab, "DualPipe
-/// could be better without the Dual", 2025): two stages a rank, folded. In the steady state forward of one stage and
-/// backward of the other come in pairs, so that the communication within each (of expert parallelism, say) can hide
-/// behind the other's work. Passes of a pair stand one after the other here, forward first, for a rank computes one
-/// at a time.
+/// DualPipeV (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, cut in half: Sea AI Lab, "DualPipe could be better
+/// without the Dual", 2025): two stages a rank, folded. In the steady state forward of one stage and backward of the other come in
+/// pairs, so that the communication within each (of expert parallelism, say) can hide behind the other's work. Passes of a pair
+/// stand one after the other here, forward first, for a rank computes one at a time.
 ///
-/// Bubble, where `F`, `I` and `W` take equal time: `(P - 1) F`. The authors' formula is for pairs that run as one and
-/// give both results at their end: `(P - 1) (F&B + B - 3 W)`, with `F&B` the time of a pair; one after the other,
-/// forward's result leaves before backward begins. Activations in flight: `2 P + 1` of a stage, which is half of a
-/// rank's layers. It needs `M >= 2 P`.
+/// Bubble, where `F`, `I` and `W` take equal time: `(P - 1) F`. The authors' formula is for pairs that run as one and give both
+/// results at their end: `(P - 1) (F&B + B - 3 W)`, with `F&B` the time of a pair; one after the other, forward's result leaves
+/// before backward begins. Activations in flight: `2 P + 1` of a stage, which is half of a rank's layers. It needs `M >= 2 P`.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, .. } = sizes;
     let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);

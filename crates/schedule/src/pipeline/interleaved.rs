@@ -2,17 +2,15 @@ use super::one_f_one_b::by_turns;
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// Interleaved 1F1B (Narayanan et al., "Efficient large-scale language model training on GPU clusters using
-/// Megatron-LM", 2021, section 2.2): several stages a rank, placed in rounds, and a group of `P` microbatches at a
-/// time through all of them.
+/// Interleaved 1F1B (Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
+/// section 2.2): several stages a rank, placed in rounds, and a group of `P` microbatches at a time through all of them.
 ///
-/// Where `P` does not divide `M`, groups are larger, and the largest come first; with fewer than `P` microbatches there
-/// is one group. A rank is then never asked for a backward whose forward it has not reached, for the first group sets
-/// how far forwards are ahead.
+/// Where `P` does not divide `M`, groups are larger, and the largest come first; with fewer than `P` microbatches there is one
+/// group. A rank is then never asked for a backward whose forward it has not reached, for the first group sets how far forwards
+/// are ahead.
 ///
-/// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*, which is `1 / V` of a rank's work: `(P - 1) / (V M)`.
-/// Messages are `V` times as many. Activations in flight: `min(2 (P - rank - 1) + (V - 1) G + 1, V M)` of a stage,
-/// with `G` the first group.
+/// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*, which is `1 / V` of a rank's work: `(P - 1) / (V M)`. Messages are `V`
+/// times as many. Activations in flight: `min(2 (P - rank - 1) + (V - 1) G + 1, V M)` of a stage, with `G` the first group.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, .. } = sizes;
     let groups = groups(num_ranks, num_microbatches);

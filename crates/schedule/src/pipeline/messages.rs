@@ -1,11 +1,10 @@
 //! Messages between the ranks of a schedule.
 //!
-//! If a rank that sends waits until the other one receives, a schedule whose data would flow may still stop: in 1F1B
-//! two neighbours send to each other at the same time, one its activation, the other its gradient, and if both
-//! receive only just before the pass that needs the message, neither ever does. So the sender decides where the
-//! receiver receives. All passes and messages are put into one order in time, a message at the end of the pass that
-//! made it, and each rank does what of it is its own. The first thing of that order that has not been done is then
-//! always next on all ranks that take part in it.
+//! If a rank that sends waits until the other one receives, a schedule whose data would flow may still stop: in 1F1B two
+//! neighbours send to each other at the same time, one its activation, the other its gradient, and if both receive only just
+//! before the pass that needs the message, neither ever does. So the sender decides where the receiver receives. All passes and
+//! messages are put into one order in time, a message at the end of the pass that made it, and each rank does what of it is its
+//! own. The first thing of that order that has not been done is then always next on all ranks that take part in it.
 
 use super::pass::{Pass, PassKind};
 use super::schedule::Schedule;

@@ -7,13 +7,12 @@ use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use super::shape;
 
-/// Proves that every stage runs forward and backward (or both of its halves) once for every microbatch, on the rank
-/// where it lies and in an order that the data allows; that sums have one order, which is that of microbatches, for a
-/// stage's gradients and for the losses, which come with the last stage's input halves; that no rank holds more
-/// activations than its bound of `activations_max`, if there are bounds; that weights are updated once a step, and read
-/// while they are there; and that all ranks come to their ends when results wait for their receivers.
-/// [`validate_pipeline`](crate::validate_pipeline) proves the same of the [programs](super::programs()), which have messages, for ranks
-/// that wait with a send until the other one receives.
+/// Proves that every stage runs forward and backward (or both of its halves) once for every microbatch, on the rank where it lies
+/// and in an order that the data allows; that sums have one order, which is that of microbatches, for a stage's gradients and for
+/// the losses, which come with the last stage's input halves; that no rank holds more activations than its bound of
+/// `activations_max`, if there are bounds; that weights are updated once a step, and read while they are there; and that all ranks
+/// come to their ends when results wait for their receivers. [`validate_pipeline`](crate::validate_pipeline) proves the same of
+/// the [programs](super::programs()), which have messages, for ranks that wait with a send until the other one receives.
 ///
 /// Costs give activations their sizes. Time: linear in the passes.
 pub fn validate(

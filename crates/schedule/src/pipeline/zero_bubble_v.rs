@@ -2,13 +2,12 @@ use super::folded::{Chunk, FoldedRank};
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// ZB-V (Qi et al., "Zero bubble pipeline parallelism", 2023, section 6; as a repeated building block in Qi et al.,
-/// "Pipeline parallelism with controllable memory", 2024, section 3): two stages a rank, folded, so that the rank
-/// which runs the first stage runs the last one, too, and its backward can begin early.
+/// ZB-V (Qi et al., "Zero bubble pipeline parallelism", 2023, section 6; as a repeated building block in Qi et al., "Pipeline
+/// parallelism with controllable memory", 2024, section 3): two stages a rank, folded, so that the rank which runs the first stage
+/// runs the last one, too, and its backward can begin early.
 ///
-/// Bubble, for `M >= 2 P - 1`: none where `F`, `I` and `W` take equal time, counted within each rank from its first
-/// pass to its last. Activations in flight: `2 P` of a stage, which is half of a rank's layers, so 1F1B's `P`, on
-/// every rank.
+/// Bubble, for `M >= 2 P - 1`: none where `F`, `I` and `W` take equal time, counted within each rank from its first pass to its
+/// last. Activations in flight: `2 P` of a stage, which is half of a rank's layers, so 1F1B's `P`, on every rank.
 ///
 /// With fewer microbatches it is the schedule of `2 P - 1`, without the passes of those that do not exist.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {

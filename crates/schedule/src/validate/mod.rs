@@ -90,8 +90,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     }
 }
 
-/// Proves the programs of all ranks with one place in a pipeline together: each by itself, and their collectives in one order, those
-/// within passes of units among them.
+/// Proves the programs of all ranks at one place of a pipeline: each alone, and their collectives, also in passes, in one order.
 pub fn validate_world(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
     let collectives = |program: &Program| -> Vec<Action> {
         let is_collective = |action: &Action| {

@@ -11,8 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Shorter payloads cost less to copy than to keep account of.
 const PAYLOAD_BYTES_MIN: usize = 64 << 10;
-/// The end of a payload is copied. A receiver acknowledges all that came before as soon as it has come, but what comes
-/// last perhaps only after 40 ms.
+/// The end of a payload is copied: a receiver acknowledges what comes last perhaps only after 40 ms, all before it at once.
 const TAIL_BYTES: usize = 32 << 10;
 /// What is lent at a time, and given back at a time.
 const LOAN_BYTES: usize = 512 << 10;
@@ -74,8 +73,7 @@ impl Loans {
         !self.sends.is_empty() && !self.wants_room
     }
 
-    /// Sends what goes, and says of how many bytes from the first on the kernel needs the memory no more. The next call
-    /// begins with the byte after those.
+    /// Sends what goes; returns how many bytes from the first on the kernel is done with. The next call begins after those.
     pub(super) fn send(&mut self, socket: &OwnedFd, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
         let lent_end = header.len() + payload.len().saturating_sub(TAIL_BYTES);
         self.wants_room = false;

@@ -105,8 +105,7 @@ impl Link {
         }
     }
 
-    /// Receives what has come of a payload, and says how many bytes that was. The next call is for the rest, whose memory
-    /// nothing else uses until then.
+    /// Receives what has come of a payload; returns the bytes. The next call is for the rest, whose memory nothing else uses.
     pub(crate) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
         if bytes.is_empty() {
             return Ok(0);
@@ -162,8 +161,7 @@ impl Link {
         matches!(self, Link::Mpi(_))
     }
 
-    /// The link is of no more use. Whether others may still read and write memory that was passed to it, which then must
-    /// never be freed.
+    /// Ends the use of the link. Returns whether others may still access memory passed to it, which then must never be freed.
     pub(crate) fn abandon(&mut self) -> bool {
         match self {
             Link::Tls(_) | Link::Ring(_) | Link::Striped(_) => false,

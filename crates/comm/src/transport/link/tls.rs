@@ -165,8 +165,7 @@ impl TlsLink {
         self.connection.export_keying_material([0; 32], EXPORT_LABEL, None).map_err(io::Error::other)
     }
 
-    /// Sends what goes, and says how many bytes that was. Bytes that were encrypted count when all of their records have
-    /// been sent, so that none is left behind when the caller is done.
+    /// Sends what goes; returns the bytes. Encrypted bytes count once all their records are sent, so none is left behind.
     pub(crate) fn send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         if self.num_encrypted == 0 {
             let slices = [IoSlice::new(header), IoSlice::new(payload)];

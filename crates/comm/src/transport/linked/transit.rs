@@ -114,8 +114,7 @@ impl Incoming {
         }
     }
 
-    /// Where `outgoing` is sent from the same memory, the message waits in the piece until that has been sent: on this
-    /// rank, and likewise on the peer.
+    /// Makes a message into the memory of `outgoing` wait in the piece until that was sent; the peer does likewise.
     pub(super) fn give_way_to(&mut self, outgoing: &mut Outgoing) {
         if outgoing.place.overlaps(&self.place) {
             self.is_buffered = true;

@@ -166,8 +166,7 @@ impl Communicator {
 }
 
 impl Request {
-    /// Whether the message has ended: the number of bytes received, or any number for one that was sent. After an end or a
-    /// failure MPI has done with the memory, and the request is of no more use.
+    /// The bytes received (any number for a send) if the message has ended. After that, or a failure, MPI is done with the memory.
     pub(super) fn test(&mut self) -> Result<Option<usize>, Failed> {
         let (mut has_ended, mut num_bytes) = (0, 0);
         let mut status = MaybeUninit::<MPI_Status>::uninit();

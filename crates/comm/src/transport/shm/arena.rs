@@ -80,8 +80,7 @@ impl Arena {
 
     /// Zeroed memory for `num_bytes`, reserved, so that touching it cannot fail.
     ///
-    /// What lies in huge pages lies at the end of the arena, for a process that touches any of a huge page maps all of it. A page that is
-    /// not full of buffers yet stays in small ones.
+    /// Huge pages are at the arena's end, because touching one maps all of it. A page not full of buffers yet stays in small ones.
     pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize, page_size: PageSize) -> io::Result<Region> {
         let len = num_bytes
             .max(1)
@@ -100,8 +99,7 @@ impl Arena {
         Ok(Region { arena: Arc::clone(self), range, returns: true })
     }
 
-    /// As [`allocate`](Arena::allocate), but never used again as long as the arena is there: peers may touch it
-    /// after this rank has done with it.
+    /// As [`allocate`](Arena::allocate), but not reused while the arena lives: peers may touch it after this rank has done with it.
     pub(crate) fn allocate_for_good(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
         let mut region = self.allocate(num_bytes, PageSize::Base)?;
         region.returns = false;

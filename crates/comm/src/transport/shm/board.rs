@@ -99,8 +99,7 @@ impl Post {
 }
 
 impl Board {
-    /// Writes down what the owner comes to its `meeting`-th meeting with. It is seen after the
-    /// [`arrive`](Board::arrive) there.
+    /// Posts what the owner comes to its `meeting`-th meeting with; visible after the [`arrive`](Board::arrive) there.
     pub(super) fn post(&self, meeting: u32, call: &Call, post: Post) {
         let words = self.turn(meeting);
         words.sequence.store(call.sequence, Ordering::Relaxed);

@@ -1,7 +1,6 @@
 //! Copies between the memories of ranks.
 
-/// Copies from here on go past the caches: no cache would hold the result until it is used, and a line that is written
-/// as a whole need not be read first.
+/// Copies from here on bypass the caches: none holds the result until its use, and a line written as a whole need not be read.
 const STREAM_BYTES_MIN: usize = 8 << 20;
 
 /// Copies bytes. Costs two accesses of memory a byte from 8 MiB on, below that three, where no cache holds the target.

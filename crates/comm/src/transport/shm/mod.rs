@@ -13,16 +13,15 @@
 //! - *Long vectors in private memory* go through the stages by windows, one meeting each.
 //!
 //! # Safety of the memory
-//! Every other process that maps an arena is a member of the same job that runs this same code under the same user.
-//! Between the meetings of an operation the memory is divided as above. Outside of an operation only its owner touches
-//! a buffer: peers touch it after its owner has posted it, and have finished when its owner has left the last meeting.
+//! Every other process that maps an arena is a member of the same job that runs this same code under the same user. Between the
+//! meetings of an operation the memory is divided as above. Outside of an operation only its owner touches a buffer: peers touch
+//! it after its owner has posted it, and have finished when its owner has left the last meeting.
 //!
-//! So a vector is a [`Slot`] here, which borrows its buffer exclusively but holds its address only: a reference would
-//! promise that nobody else touches the bytes. References exist where that is true: to a buffer or slot outside of
-//! [`SharedMemory::execute`], and to inputs that nobody writes to until the reference has ended ([`reducer`]).
+//! So a vector is a [`Slot`] here, which borrows its buffer exclusively but holds its address only: a reference would promise that
+//! nobody else touches the bytes. References exist where that is true: to a buffer or slot outside of [`SharedMemory::execute`],
+//! and to inputs that nobody writes to until the reference has ended ([`reducer`]).
 //!
-//! Offsets and lengths read from a board are checked before use, and seals keep a peer from shrinking what is
-//! mapped.
+//! Offsets and lengths read from a board are checked before use, and seals keep a peer from shrinking what is mapped.
 //!
 //! [pulls]: pull::pulls
 //! [own range]: trireme_schedule::collective::owned_range

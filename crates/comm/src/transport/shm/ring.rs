@@ -16,8 +16,7 @@ pub(super) struct State {
     sender_sleeps: Line<AtomicU32>,
 }
 
-/// Keeps what is written by different ranks in different cache lines, and in different pairs of lines, which
-/// processors fetch together.
+/// Separates what different ranks write into pairs of cache lines, which processors fetch together.
 #[derive(Default)]
 #[repr(C, align(128))]
 struct Line<T>(T);

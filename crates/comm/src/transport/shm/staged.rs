@@ -135,9 +135,8 @@ impl SharedMemory {
             let view = self.view_of_stage(window, self.own, part);
             let bytes = range.start * dtype.size()..range.end * dtype.size();
             let source = operands.input.view(input_first).bytes(&bytes).cast_const();
-            // SAFETY: this rank's stage of this turn, which the peers finished reading before they came to the last
-            // meeting. The source is on the heap or in a buffer, and nobody touches a vector of a staged operation but
-            // its owner.
+            // SAFETY: this rank's stage of this turn, which the peers finished reading before they came to the last meeting. The
+            // source is on the heap or in a buffer, and nobody touches a vector of a staged operation but its owner.
             unsafe { std::ptr::copy_nonoverlapping(source, view.bytes(&bytes), bytes.len()) };
         };
         match contribution(window.operation, self.own) {

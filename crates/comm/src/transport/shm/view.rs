@@ -16,8 +16,7 @@ pub(super) struct View {
 unsafe impl Send for View {}
 
 impl View {
-    /// A view of the bytes `part` of a vector, which lie from `offset` on; `None` if that is not inside of the arena, or
-    /// no place for elements of so many bytes.
+    /// A view of the bytes `part` of a vector from `offset` on; `None` if outside of the arena or misaligned for such elements.
     pub(super) fn new(
         memory: &Mapping,
         offset: usize,
@@ -48,8 +47,7 @@ impl View {
         self.start.wrapping_add(range.start)
     }
 
-    /// Asks for bytes that are read soon, all at once: one after the other they would wait for each other's way from the
-    /// cache of another core.
+    /// Prefetches bytes, all at once: one by one, each would wait for the one before on its way from another core's cache.
     ///
     /// # Panics
     /// As [`bytes`](View::bytes).

@@ -63,8 +63,7 @@ impl<'a> Search<'a> {
         Search { schedule, spans, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
     }
 
-    /// Takes the first move found that makes the schedule better: that of one pass to the begin or the end of its
-    /// critical block. `None` if there is none, or it has not been found in time.
+    /// Takes the first move of a pass to an end of its critical block that improves the schedule. `None` if none is found in time.
     fn improve_once(&mut self) -> Option<()> {
         for (rank, block) in critical_blocks(&self.schedule, &self.spans, self.costs) {
             let (first, last) = block.into_inner();

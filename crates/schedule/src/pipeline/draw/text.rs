@@ -21,8 +21,7 @@ pub fn draw_text(schedule: &Schedule, timeline: &Timeline, columns_max: usize) -
     draw(schedule, timeline, columns_max, None)
 }
 
-/// The grids of several timelines below each other under their titles, to one scale: the longest is `num_columns` wide. A line
-/// on what letters mean is at the end.
+/// The grids of several timelines under their titles, the longest `num_columns` wide, and a line that explains the letters.
 ///
 /// # Panics
 /// If a timeline is not of its schedule.

@@ -1,9 +1,8 @@
 //! Models of the memory that ranks share: `cargo test -p trireme-comm --features loom --lib loom_`.
 //!
-//! Boards and rings are compiled here a second time, against loom's atomics instead of the processor's. Loom runs each
-//! test in every order of its threads, and with every value that a load may return. Each plain byte is in a [`Cell`],
-//! which fails the test if two threads access it and nothing orders them. Only a wake-up ends a sleep, so a lost one is
-//! a deadlock, which loom reports.
+//! Boards and rings are compiled here a second time, against loom's atomics instead of the processor's. Loom runs each test in
+//! every order of its threads, and with every value that a load may return. Each plain byte is in a [`Cell`], which fails the test
+//! if two threads access it and nothing orders them. Only a wake-up ends a sleep, so a lost one is a deadlock, which loom reports.
 //!
 //! Loom treats a `SeqCst` access as `AcqRel`, but knows `SeqCst` fences. So the protocols use fences.
 
