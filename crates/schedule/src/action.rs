@@ -49,10 +49,9 @@ impl StateClass {
 
 /// State that moves as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct StateOf {
-    /// What it is.
     pub class: StateClass,
-    /// Of which unit.
     pub unit: usize,
     /// Of which microbatch, for activations; 0 for the other classes.
     pub microbatch: usize,

@@ -64,10 +64,9 @@ pub enum Entry {
 
 /// A rank.
 #[derive(Debug, Clone, Copy)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct Actor<'a> {
-    /// What it does.
     pub entries: &'a [Entry],
-    /// Its host.
     pub host: usize,
     /// What it adds to the load of its host while it computes.
     pub load: usize,
@@ -75,20 +74,18 @@ pub struct Actor<'a> {
 
 /// When something began and ended.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct Interval {
-    /// When it began.
     pub start: f64,
-    /// When it ended.
     pub end: f64,
 }
 
 /// A rank waits for a job that never ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("rank {rank} waits at entry {entry} for a job that never ends")]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct Stuck {
-    /// The rank.
     pub rank: usize,
-    /// Where it waits.
     pub entry: usize,
 }
 
@@ -210,7 +207,6 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Does what a rank can do now.
     fn advance(&mut self, rank: usize) {
         let entries = self.actors[rank].entries;
         while let Some(entry) = entries.get(self.ranks[rank].at) {

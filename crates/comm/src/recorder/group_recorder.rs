@@ -301,7 +301,6 @@ impl GroupRecorder {
         self.log.members[member.0]
     }
 
-    /// The group is no more.
     pub(crate) fn drop_group(&self) {
         self.log.lock().is_dropped = true;
     }

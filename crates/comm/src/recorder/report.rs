@@ -8,23 +8,17 @@ use trireme_base::Rank;
 /// What a rank's flight recorder holds at one moment. Ranks are those of the world, times seconds since 1970 on the
 /// clock of the rank's host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct RankReport {
-    /// Version of the format.
     pub format: u32,
-    /// Whose report.
     pub rank: usize,
-    /// Number of ranks.
     pub world_size: usize,
-    /// The name of its host.
     pub host: String,
     /// The names of the hosts of all ranks, if the program has said them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub hosts: Vec<String>,
-    /// Its process there.
     pub process_id: u32,
-    /// What gave rise to the report.
     pub occasion: Occasion,
-    /// When.
     pub written: f64,
     /// The rank's groups, the world first.
     pub groups: Vec<GroupReport>,
@@ -33,10 +27,9 @@ pub struct RankReport {
 /// What gave rise to a report: the worst that has happened so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[expect(missing_docs, reason = "the names say it")]
 pub enum Occasion {
-    /// The rank has joined.
     Joined,
-    /// An operation takes long.
     Stalled,
     /// A group has failed, on this rank or another one.
     Failed,
@@ -63,12 +56,10 @@ pub struct GroupReport {
 
 /// What ended a group on a rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct FailureReport {
-    /// The error's text.
     pub text: String,
-    /// When.
     pub at: f64,
-    /// Who was waited for, or lost.
     pub missing: Vec<usize>,
     /// Who issued what at the same place, if that differed.
     pub mismatch: Vec<IssuedOperation>,
@@ -76,34 +67,29 @@ pub struct FailureReport {
 
 /// What a rank issued at a place of a group's sequence.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct IssuedOperation {
-    /// Who.
     pub rank: usize,
     /// Position in the group's sequence of operations, from 0.
     pub sequence: u64,
-    /// What.
     pub operation: Operation,
 }
 
 /// An operation of a group, or a message between two ranks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct OperationReport {
     /// Position in the group's sequence of operations, from 0; of a message, among those from the one rank to the other.
     pub sequence: u64,
-    /// What it is.
     pub operation: Operation,
-    /// The other side of a message.
     pub peer: Option<MessagePeer>,
     /// The algorithm that was chosen for it, if it has been and there was a choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub algorithm: Option<String>,
     /// The line of the program that issued it, if the program says so.
     pub line: String,
-    /// How far it is.
     pub state: OperationState,
-    /// When it was issued.
     pub queued: f64,
-    /// When its execution began.
     pub started: Option<f64>,
     /// When it was done, or failed.
     pub ended: Option<f64>,
@@ -111,34 +97,29 @@ pub struct OperationReport {
 
 /// The other side of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct MessagePeer {
-    /// Which way the message goes.
     pub direction: Direction,
-    /// The other rank.
     pub rank: usize,
 }
 
 /// Which way a message goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[expect(missing_docs, reason = "the names say it")]
 pub enum Direction {
-    /// To the peer.
     Send,
-    /// From the peer.
     Receive,
 }
 
 /// How far an operation is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[expect(missing_docs, reason = "the names say it")]
 pub enum OperationState {
-    /// It waits for earlier ones.
     Queued,
-    /// It is executed.
     Running,
-    /// It has ended well.
     Done,
-    /// It has failed.
     Failed,
 }
 

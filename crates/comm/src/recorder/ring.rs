@@ -22,7 +22,6 @@ pub(super) struct Record {
     /// Position among the operations of the group, or among the messages that go the same way.
     pub(super) sequence: u64,
     pub(super) operation: Operation,
-    /// The other side of a message.
     pub(super) peer: Option<(Direction, Rank)>,
     pub(super) issued: Issued,
     pub(super) started: Option<Instant>,

@@ -34,7 +34,6 @@ pub(super) trait Introduction: Sized {
 pub(super) enum Reception {
     /// Both have the same key, and now also one for this connection alone.
     Welcome(Key),
-    /// Why not.
     TurnedAway(String),
 }
 
@@ -84,9 +83,7 @@ pub(super) struct Examination<I> {
 pub(super) enum Finding<I> {
     /// It shall be answered and heard again.
     Answer(Message),
-    /// It has the key.
     Member(Member<I>),
-    /// It is a stranger.
     Refused(&'static str),
 }
 

@@ -16,7 +16,6 @@ pub(super) struct Hello {
     pub(super) job: u64,
     /// Fingerprints of the [`shared_options`].
     pub(super) options: [u64; NUM_OPTIONS],
-    /// Where the rank can be met.
     pub(super) place: Place,
 }
 

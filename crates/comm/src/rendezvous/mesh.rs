@@ -46,7 +46,6 @@ impl Errand {
 pub(crate) enum Route {
     /// By sockets of their host.
     Local,
-    /// By TCP.
     Tcp,
 }
 

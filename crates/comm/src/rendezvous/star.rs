@@ -29,9 +29,15 @@ const COURTESY: Duration = Duration::from_secs(5);
 
 pub(super) enum Star {
     /// Rank 0, with the channels to ranks 1, 2 …
-    Center { channels: Vec<Channel> },
-    /// Another rank.
-    Ray { center: Channel, address: SocketAddr, rank: Rank, world_size: usize },
+    Center {
+        channels: Vec<Channel>,
+    },
+    Ray {
+        center: Channel,
+        address: SocketAddr,
+        rank: Rank,
+        world_size: usize,
+    },
 }
 
 /// What a rank has when it is in: the star, the table, and its own listener for the mesh.
@@ -104,7 +110,6 @@ impl Joining<'_> {
         }
     }
 
-    /// Reaches rank 0 and is let in.
     fn enter(
         &self,
         place_at: impl Fn(SocketAddr) -> Place,

@@ -10,7 +10,6 @@ const FIRST: Duration = Duration::from_secs(10);
 /// Lines follow each other after twice as long each time, but at most this.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// When the next line is due.
 pub(super) struct Waiting<'a> {
     listener: Option<&'a LineListener>,
     next: Cell<Instant>,
@@ -18,7 +17,6 @@ pub(super) struct Waiting<'a> {
 }
 
 impl<'a> Waiting<'a> {
-    /// A wait that begins `now`.
     pub(super) fn new(listener: Option<&'a LineListener>, now: Instant) -> Self {
         Waiting { listener, next: Cell::new(now + FIRST), pause: Cell::new(FIRST) }
     }

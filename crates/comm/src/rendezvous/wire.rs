@@ -87,7 +87,6 @@ pub(super) fn pauses(deadline: Instant) -> bool {
     pauses_for(RETRY_PAUSE, deadline)
 }
 
-/// The same, for so long.
 pub(super) fn pauses_for(pause: Duration, deadline: Instant) -> bool {
     let has_time = Instant::now() + pause <= deadline;
     if has_time {

@@ -38,7 +38,6 @@ pub(crate) struct OwnMemory {
 /// The memory of a group's ranks that share a host with this one.
 pub(crate) struct GroupMemory {
     own: OwnMemory,
-    /// The arenas of the others.
     peers: Vec<Option<PeerArena>>,
     /// The areas of the ranks of this host, `None` for others.
     areas: Vec<Option<Area>>,
@@ -95,7 +94,6 @@ impl OwnMemory {
 }
 
 impl Parts {
-    /// Puts the parts together.
     pub(crate) fn assemble(
         self,
         measured: &Arc<OnceLock<CostModel>>,

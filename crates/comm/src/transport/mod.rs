@@ -25,9 +25,7 @@ pub(crate) fn check_control_bytes(rank: Rank, bytes: u64) -> Result<usize, CommE
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// Collective operations.
     Collectives = 0,
-    /// Messages between two ranks.
     Messages = 1,
     /// Notices.
     Control = 2,

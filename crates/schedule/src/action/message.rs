@@ -28,10 +28,9 @@ impl MessageKind {
 
 /// A message between two ranks of a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct Message {
-    /// What it brings.
     pub kind: MessageKind,
-    /// Of which unit.
     pub unit: usize,
     /// Of which microbatch; 0 for parameters.
     pub microbatch: usize,

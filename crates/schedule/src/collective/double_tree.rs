@@ -94,7 +94,6 @@ struct Edges {
     down: [Option<Edge>; 2],
 }
 
-/// An end of an edge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Child,

@@ -57,7 +57,6 @@ impl Members {
         }
     }
 
-    /// The number of a member.
     fn index_of(self, hosts: &Hosts, rank: Rank) -> usize {
         match self {
             Members::Host(_) => hosts.local_rank(rank),
@@ -171,7 +170,6 @@ pub(super) fn leaders_of(collective: Collective) -> Members {
     Members::Across { local_rank: 0, root: collective.root() }
 }
 
-/// Makes the phases of one rank.
 struct Phases<'a> {
     collective: Collective,
     hierarchy: Hierarchy,

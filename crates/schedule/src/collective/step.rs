@@ -15,10 +15,9 @@ pub enum Memory {
 
 /// A range of elements of some memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct Span {
-    /// Where.
     pub memory: Memory,
-    /// Which elements.
     pub range: Range<usize>,
 }
 
@@ -52,12 +51,10 @@ pub struct Outgoing {
 
 /// A message in.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct Incoming {
-    /// Who sends it.
     pub from: Rank,
-    /// The elements it is for.
     pub span: Span,
-    /// What becomes of them.
     pub action: Action,
 }
 
@@ -75,10 +72,9 @@ pub enum Action {
 
 /// A side of an operation with two operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names say it")]
 pub enum Side {
-    /// The left operand.
     Left,
-    /// The right operand.
     Right,
 }
 

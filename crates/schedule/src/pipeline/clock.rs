@@ -47,7 +47,6 @@ pub(super) struct Clock<'a> {
 }
 
 impl<'a> Clock<'a> {
-    /// A clock at the common start.
     pub(super) fn new(schedule: &Schedule, costs: &'a Costs) -> Self {
         let num_microbatches = schedule.num_microbatches_in_all();
         let never = vec![NEVER; schedule.num_stages() * num_microbatches];
@@ -97,7 +96,6 @@ impl<'a> Clock<'a> {
         schedule.ranks[rank].get(self.spans[rank].len()).copied()
     }
 
-    /// Does what the rank can do.
     fn advance(&mut self, schedule: &Schedule, rank: usize) {
         let mut free = self.spans[rank].last().map_or(0, |span| span.end);
         while let Some(pass) = self.next_of(schedule, rank) {

@@ -51,14 +51,11 @@ pub struct Costs {
 #[error(
     "{what} is {found}; it must be from {min} to {max}. Give times in longer or shorter ticks, or memory in another measure"
 )]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct CostsError {
-    /// Of which stage, and what.
     pub what: String,
-    /// What was given.
     pub found: u64,
-    /// The least that is possible.
     pub min: u64,
-    /// The most.
     pub max: u64,
 }
 

@@ -74,7 +74,6 @@ struct Actions<'a> {
 
 /// Which versions of weights a rank's passes read.
 struct Versions<'a> {
-    /// By pass.
     read: &'a [usize],
     /// By stage and version: the last pass that reads it, updates aside.
     last_reader: BTreeMap<(usize, usize), usize>,
@@ -186,7 +185,6 @@ impl Actions<'_> {
         !is_needed || self.num_tied > if is_summed { 0 } else { microbatch }
     }
 
-    /// The next part is here.
     fn tied_grad_is_here(&mut self) {
         self.num_tied += 1;
         let (reader, owner) = self.outline.chain.ties[0];

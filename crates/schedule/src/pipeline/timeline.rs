@@ -3,10 +3,9 @@ use super::schedule::Schedule;
 
 /// When a pass runs, in ticks from the common start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct Span {
-    /// Begins.
     pub start: u64,
-    /// Ends.
     pub end: u64,
 }
 

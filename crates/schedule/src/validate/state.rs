@@ -32,7 +32,6 @@ impl Activations {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parameters {
     Whole,
-    /// This rank's shard.
     Sharded,
     /// Its shard has been updated since they were gathered.
     Stale,
@@ -111,7 +110,6 @@ pub(super) struct State<'a> {
     at_rest: Parameters,
     /// Whether updates need gradients that are sharded.
     gathers_grads: bool,
-    /// State that is not at hand.
     away: BTreeSet<StateOf>,
     exchanged: Exchanged,
     /// The tie of two units, if it concerns this rank.

@@ -7,17 +7,13 @@ pub(crate) struct Broken;
 /// The direction in which a thread waits for a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Interest {
-    /// That bytes can be sent.
     Send,
-    /// That bytes have come.
     Receive,
 }
 
 /// Which side of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// It has connected.
     Connecting,
-    /// It has accepted.
     Accepting,
 }

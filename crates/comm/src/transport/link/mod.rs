@@ -22,13 +22,11 @@ use std::time::Duration;
 
 /// One rank's end of a connection for data with a peer. Nothing here waits.
 pub(crate) enum Link {
-    /// Through the kernel.
     Socket(SocketLink),
     /// Through the kernel, encrypted.
     Tls(Box<TlsLink>),
     /// Through memory that both map.
     Ring(RingLink),
-    /// By MPI.
     Mpi(MpiLink),
     /// Several, through the kernel.
     Striped(StripedLink),

@@ -10,7 +10,6 @@ use trireme_schedule::collective::Action;
 
 /// Why a message does not go on.
 pub(crate) enum Trouble {
-    /// The connection broke.
     Broken,
     /// The peer sent something else.
     Refused(CommError),
@@ -30,7 +29,6 @@ struct Trailer {
     num_moved: usize,
 }
 
-/// A message on its way out.
 pub(crate) struct Outgoing {
     pub(super) to: Rank,
     header: [u8; HEADER_BYTES],
@@ -42,7 +40,6 @@ pub(crate) struct Outgoing {
     trailer: Option<Trailer>,
 }
 
-/// A message on its way in.
 pub(crate) struct Incoming {
     pub(super) from: Rank,
     own: Rank,

@@ -169,7 +169,6 @@ impl MpiLink {
         }
     }
 
-    /// The caller is awake again.
     pub(crate) fn end_sleep(&mut self) {
         match recv(&self.bell, &mut [0; 64][..], RecvFlags::DONTWAIT) {
             Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR) => {}
@@ -179,12 +178,10 @@ impl MpiLink {
         }
     }
 
-    /// What to poll while asleep.
     pub(crate) fn poll(&self) -> (BorrowedFd<'_>, PollFlags) {
         (self.bell.as_fd(), PollFlags::IN)
     }
 
-    /// How long to sleep at most.
     pub(crate) fn nap(&self) -> Duration {
         NAP
     }

@@ -91,7 +91,6 @@ impl Drop for Mapping {
     }
 }
 
-/// The arena of a peer.
 #[derive(Clone)]
 pub(crate) struct PeerArena(pub(crate) Arc<Mapping>);
 

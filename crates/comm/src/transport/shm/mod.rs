@@ -82,7 +82,6 @@ pub(crate) struct SharedMemory {
     patience: Patience,
     num_meetings: u32,
     num_staged: usize,
-    /// What the members posted last.
     posts: Vec<Post>,
     inputs: Vec<View>,
     outputs: Vec<View>,

@@ -8,9 +8,7 @@ use trireme_schedule::collective::{Collective, CollectiveKind, Data, DataFlow, b
 /// A part of the vector of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
-    /// All of it.
     Whole,
-    /// A member's block.
     Block(usize),
 }
 

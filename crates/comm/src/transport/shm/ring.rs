@@ -25,13 +25,11 @@ struct Line<T>(T);
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt;
 
-/// The end that writes.
 pub(crate) struct RingSender {
     place: Place,
     written: u64,
 }
 
-/// The end that reads.
 pub(crate) struct RingReceiver {
     place: Place,
     read: u64,
@@ -89,7 +87,6 @@ impl RingSender {
         self.has_room()
     }
 
-    /// This end is awake again.
     pub(crate) fn end_sleep(&self) {
         self.place.state().sender_sleeps.0.store(0, Ordering::Relaxed);
     }
@@ -140,7 +137,6 @@ impl RingReceiver {
         self.has_unread()
     }
 
-    /// This end is awake again.
     pub(crate) fn end_sleep(&self) {
         self.place.state().receiver_sleeps.0.store(0, Ordering::Relaxed);
     }

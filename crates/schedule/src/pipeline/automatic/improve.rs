@@ -45,9 +45,7 @@ fn halved(mut schedule: Schedule) -> Schedule {
 
 struct Search<'a> {
     schedule: Schedule,
-    /// The times of its passes.
     spans: Vec<Vec<Span>>,
-    /// At the schedule's end.
     clock: Clock<'a>,
     costs: &'a Costs,
     bounds: &'a [u64],

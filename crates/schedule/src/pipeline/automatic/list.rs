@@ -29,7 +29,6 @@ impl Rule {
     }
 }
 
-/// What a rule makes.
 pub(super) struct Listed {
     /// The schedule; `None` if it would take longer than what was found before.
     pub(super) schedule: Option<Schedule>,

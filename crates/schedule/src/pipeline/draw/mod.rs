@@ -12,16 +12,13 @@ use super::timeline::Timeline;
 
 /// One of several pictures that are drawn below each other, to one scale in time.
 #[derive(Debug, Clone, Copy)]
+#[expect(missing_docs, reason = "the names say it")]
 pub struct Picture<'a> {
-    /// What it shows.
     pub title: &'a str,
-    /// The passes.
     pub schedule: &'a Schedule,
-    /// When they run.
     pub timeline: &'a Timeline,
 }
 
-/// When the longest of them ends.
 fn longest(pictures: &[Picture<'_>]) -> u64 {
     pictures.iter().map(|picture| picture.timeline.makespan).max().unwrap_or(0)
 }

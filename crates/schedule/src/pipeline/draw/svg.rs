@@ -15,7 +15,6 @@ const LEGEND_HEIGHT: f64 = 36.0;
 /// Of the line of times below the rows of a picture.
 const AXIS_HEIGHT: f64 = 22.0;
 const AXIS_INTERVALS: usize = 10;
-/// Of a digit.
 const DIGIT_WIDTH: f64 = 7.0;
 
 /// A schedule as an SVG document: a row for each rank, to scale in time, idle time hatched. Colours tell kinds of passes apart,
@@ -80,7 +79,6 @@ struct Painter<'a> {
     turns: Vec<usize>,
     num_turns: usize,
     pixels_per_tick: f64,
-    /// Of times.
     unit: &'a str,
 }
 

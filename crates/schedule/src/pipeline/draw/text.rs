@@ -140,7 +140,6 @@ fn draw_pass(row: &mut [char], label: String, span: Span, scale: &Scale) {
     cells.iter_mut().zip(label).for_each(|(cell, character)| *cell = character);
 }
 
-/// What the letters mean.
 fn letters(schedule: &Schedule) -> String {
     let mut parts: Vec<String> = kinds(schedule).map(|kind| format!("{kind} {}", kind.words())).collect();
     parts.push("· idle".to_owned());
