@@ -29,8 +29,7 @@ impl Matrix {
 }
 
 impl Bucket {
-    /// `len` elements of no known shape: seen as one matrix, as square as can be, whose rows are cut out of the
-    /// elements in order. A last part that fills no row stays outside.
+    /// `len` elements of no known shape, seen as one matrix, as square as can be. A last part that fills no row stays outside.
     pub fn flat(len: usize) -> Self {
         let rows = len.isqrt();
         let cols = len.checked_div(rows).unwrap_or(0);

@@ -23,11 +23,9 @@ pub struct CompressionOptions {
     /// First steps of a run, which are compressed less: `top_k` and `random_k` begin with a ratio of 25 % and
     /// divide it by four in equal intervals; all others send these steps uncompressed. 0 unless given.
     pub warmup_steps: Option<u64>,
-    /// `int4`, `one_bit`, `powersgd`: what compresses the steps of the warm-up: `bf16`, `int8` or `int4`, or `none`, which it is
-    /// unless given.
+    /// `int4`, `one_bit`, `powersgd`: the compression of the warm-up: `bf16`, `int8`, `int4`, or `none`, which is the default.
     pub warmup_codec: Option<CodecName>,
-    /// Whether what a message leaves out is added to the next step's gradient. Unless given: not with `f16`, `bf16`,
-    /// `int8` and `int4`.
+    /// Whether what a message leaves out is added to the next step's gradient. By default not with `f16`, `bf16`, `int8`, `int4`.
     pub error_feedback: Option<bool>,
     /// Each rank divides its gradient by the root of a mean of squares before it is compressed, as Adam divides: how much of
     /// the mean stays from step to step, from 0 to below 1. Not unless given.
@@ -144,8 +142,7 @@ impl Compression {
         self.error_feedback
     }
 
-    /// How much of the mean of squares, by whose root each rank divides its gradient, stays from step to step, if it does.
-    /// Sums are of gradients that have no unit, then.
+    /// The decay of the mean of squares by whose root each rank divides its gradient, if it does: then sums have no unit.
     pub fn normalize(&self) -> Option<f32> {
         self.normalize
     }
@@ -192,8 +189,7 @@ impl Compression {
         }
     }
 
-    /// The rounds of step `step`, from 0, of a bucket: one, or two with `powersgd`. They are the same on all ranks, and
-    /// after the warm-up in all steps.
+    /// The rounds of step `step` of a bucket: one, two with `powersgd`. Equal on all ranks, and in all steps after the warm-up.
     pub fn rounds(&self, bucket: &Bucket, world_size: usize, step: u64) -> Vec<Round> {
         match self.uncompressed_reason(bucket, world_size, step) {
             Some(_) => vec![Round::uncompressed(bucket.len())],

@@ -57,8 +57,7 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
         Self::value(Self::LARGEST as u8)
     }
 
-    /// The nearest value's, ties to even; finite values become finite ones. Free of branches, so that a loop over it
-    /// becomes SIMD code.
+    /// The nearest code, ties to even; finite values stay finite. Free of branches, so that a loop over it becomes SIMD code.
     #[inline(always)]
     fn of(value: f32) -> u8 {
         let (sign, magnitude) = ((value.to_bits() >> 24) & 0x80, magnitude_bits(value));

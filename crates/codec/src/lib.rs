@@ -51,12 +51,10 @@ trait Codec: Send + Sync + std::fmt::Debug {
         }
     }
 
-    /// Writes this rank's message of a round. The last round leaves in `values` what the step's messages do not say:
-    /// value minus what the ranks read from them.
+    /// Writes this rank's message of a round. The last round leaves in `values` what the messages do not say: the error.
     fn encode(&mut self, turn: &Turn, values: &mut [f32], message: &mut [u8]);
 
-    /// Reads the result of a round: the sum of all messages, or all messages in rank order. The last round's gives the
-    /// sum of all ranks' values.
+    /// Reads the result of a round: the sum of all messages, or all in rank order. The last round gives the sum of all values.
     fn decode(&mut self, turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError>;
 
     /// What the codec keeps from step to step, beside the residual.

@@ -188,8 +188,7 @@ fn fill_uniform(key: RandomKey, first: u64, values: &mut [f32]) {
     }
 }
 
-/// Scales a column by a power of two so that its largest magnitude is from 1 to 2: products of such columns neither
-/// overflow nor vanish. One that is not finite becomes zeros.
+/// Scales a column to a largest magnitude from 1 to 2, so that products neither overflow nor vanish; one not finite becomes zeros.
 fn make_usable(column: &mut [f32]) {
     match largest_magnitude_bits(column) {
         0 => {}

@@ -3,8 +3,7 @@
 //! with that sign, which makes the error smallest. Needs error feedback (Karimireddy, Rebjock, Stich, Jaggi: "Error
 //! feedback fixes SignSGD and other gradient compression schemes", 2019).
 //!
-//! A message is two f32s a block, the means of the values without and with a minus, then one bit an element, 1 for a
-//! minus; the first element of a byte has its lowest bit.
+//! A message is two f32s a block, the means without and with a minus, then the bits, 1 for a minus, lowest bit first.
 
 use super::{Codec, CompressionError, Turn};
 

@@ -1,9 +1,8 @@
 //! Random elements, drawn anew each step, the same on all ranks: no index travels, and the all-reduce sums the values
 //! (Stich, Cordonnier, Jaggi: "Sparsified SGD with memory", 2018).
 //!
-//! A message is the values (f32), by ascending index. Without error feedback they are multiplied by `len / k`, so that
-//! the expected value of what is sent is what was to be sent. A rank with anything not finite, drawn or not, sends NaN as
-//! its first value.
+//! A message is the values (f32), by ascending index; without error feedback times `len / k`, so that the expected value is right.
+//! A rank with anything not finite, drawn or not, sends NaN as its first value.
 
 use super::numbers::{INFINITY_BITS, largest_magnitude_bits};
 use super::{Codec, CompressionError, Turn};

@@ -3,8 +3,7 @@ use trireme_base::DType;
 /// One exchange of a step between all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Round {
-    /// Every rank gives a vector, and all get the sum of all vectors: an all-reduce with
-    /// [`ReduceOp::Sum`](trireme_base::ReduceOp::Sum).
+    /// Every rank gives a vector and gets the sum: an all-reduce with [`ReduceOp::Sum`](trireme_base::ReduceOp::Sum).
     AllReduce {
         /// Type of the elements: f32, f16 or bf16.
         dtype: DType,

@@ -33,8 +33,7 @@ impl Compression {
         Some(CompressorSizes { state_bytes, scratch_bytes, rounds })
     }
 
-    /// Whether the codec has a part in any step of a bucket. Momentum replaces the optimizer's, and so is there even where
-    /// nothing is compressed.
+    /// Whether the codec has a part in any step of a bucket. Momentum has, even uncompressed, for it replaces the optimizer's.
     pub(super) fn has_codec(&self, bucket: &Bucket, world_size: usize) -> bool {
         let has_momentum = matches!(self.method, Method::TopK { momentum, .. } if momentum > 0.0);
         has_momentum || self.is_ever_compressed(bucket, world_size)

@@ -129,8 +129,7 @@ struct Limit {
 }
 
 impl Limit {
-    /// The limit that `num_kept` of the values pass, of which there are at least so many, by three counting passes over
-    /// parts of the magnitudes' bits, the highest first.
+    /// The limit that `num_kept` of the values pass, by counting passes over three parts of the magnitudes' bits, the highest first.
     fn of(values: &[f32], num_kept: usize) -> Self {
         let mut limit = Limit { bits: 0, num_equal: num_kept };
         limit.narrow::<20, 11>(values);

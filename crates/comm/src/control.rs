@@ -19,8 +19,7 @@ use trireme_base::Rank;
 
 /// How long a wait lasts at most before it looks at the connections and the deadline again.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
-/// After this time in one operation a rank tells the others what it waits in, so that all know who is missing, and a
-/// rank that is in another operation ends both at once.
+/// After this time in one operation a rank tells the others where it waits, so that all know who is missing, or see a mismatch.
 ///
 /// It asks those who are missing for their progress again and again after as long.
 const STALL: Duration = Duration::from_secs(1);
@@ -168,7 +167,7 @@ impl Control {
     pub(crate) fn has_moved(&mut self) {
         let now = Instant::now();
         self.moved = Some(now);
-        self.recorder.recorder().heartbeat().beat_at(now);
+        self.recorder.recorder.heartbeat().beat_at(now);
     }
 
     /// Asks those of whom messages are waited for how they are.
@@ -253,7 +252,7 @@ impl Control {
             }
             if std::mem::take(&mut peer.is_asking) {
                 // Rounded up: on its way an age must not get less.
-                let milliseconds = 1 + self.recorder.recorder().heartbeat().age().as_millis() as u64;
+                let milliseconds = 1 + self.recorder.recorder.heartbeat().age().as_millis() as u64;
                 peer.tell(Notice { sequence: 0, event: Event::Progress { milliseconds } });
             }
         }

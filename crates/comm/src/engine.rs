@@ -18,7 +18,7 @@ pub(crate) struct Engine {
     next_sequence: u64,
     /// When the peers' notices were last read before an operation.
     looked_around: Option<Instant>,
-    statistics: CommStatistics,
+    pub(crate) statistics: CommStatistics,
     recorder: GroupRecorder,
 }
 
@@ -43,10 +43,6 @@ impl Engine {
     /// How often to look what the peers say while there is nothing to do.
     pub(crate) fn look_interval(&self) -> Duration {
         LOOK_INTERVAL_MAX.min(stall(self.timeout))
-    }
-
-    pub(crate) fn statistics(&self) -> CommStatistics {
-        self.statistics
     }
 
     /// Executes the operation. After a failure, which the peers are told, the engine is of no use but to
@@ -76,7 +72,7 @@ impl Engine {
         if let Err(failure) = &result {
             self.transport.abandon(payload);
             self.control.announce(call.sequence, failure, self.recorder.told_place());
-            self.recorder.recorder().write(Occasion::Failed);
+            self.recorder.recorder.write(Occasion::Failed);
         }
         result
     }
@@ -96,7 +92,7 @@ impl Engine {
             return None;
         }
         self.control.tell_place(self.next_sequence, self.recorder.told_place());
-        self.recorder.recorder().write(Occasion::Failed);
+        self.recorder.recorder.write(Occasion::Failed);
         let (operation, sequence) = (Operation::BARRIER, self.next_sequence);
         let (started, timeout) = (Instant::now(), self.timeout);
         self.control.check(&Call { is_awaited: false, operation, sequence, started, timeout }).err()
@@ -114,7 +110,7 @@ impl Engine {
         }
         // Data connections end now, so that who waits at one learns of it.
         drop(self.transport);
-        if self.recorder.recorder().gathers() {
+        if self.recorder.recorder.gathers() {
             self.control.gather();
         }
     }

@@ -11,8 +11,7 @@ use trireme_base::{DType, Pending, ReduceOp};
 /// ranks that issue and await the same vectors in the same order fuse the same ones. Each element is reduced as it
 /// would be alone, so under [`keeps_order`](crate::GroupOptions::keeps_order) the bits are those of single operations.
 ///
-/// Costs a copy of each vector into the batch and one back; a vector of more than half of `len_max` goes alone, without.
-/// Repeated steps of the same vectors allocate nothing.
+/// Costs a copy of each vector into the batch and one back; longer ones than half of `len_max` go alone. Repeats allocate nothing.
 #[derive(Clone)]
 pub struct Fusion {
     group: Arc<Group>,

@@ -76,4 +76,4 @@ pub use selection::Choice;
 pub use statistics::CommStatistics;
 pub use transport::CONTROL_BYTES_MAX;
 pub use work::{Outcome, Work};
-pub use world::{inproc_world, inproc_world_on, inproc_world_with, join, report_failure, single};
+pub use world::{inproc_world_on, inproc_world_with, join, report_failure, single};

@@ -156,7 +156,7 @@ fn explore_after(elapsed: Duration, model: impl Fn(&Arc<Office>) + Send + Sync +
     sync::ELAPSED.set(elapsed);
     let messenger = Messenger::start(Rank(0), vec![None], &GroupOptions::default(), recorder());
     let messenger = messenger.expect("a messenger without peers");
-    let office = Arc::clone(messenger.office());
+    let office = Arc::clone(&messenger.office);
     explore(4, move || model(&office));
 }
 

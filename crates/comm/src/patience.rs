@@ -6,8 +6,7 @@ const WAITING_MAX: Duration = Duration::from_micros(100);
 const NUM_LOOKS_MAX: u32 = 400;
 /// Where such looks were in vain, perhaps because the peer needs this very processor.
 const NUM_LOOKS_MIN: u32 = 1;
-/// Those of a thread beside one that computes. When it sleeps it is woken at once, but a processor that it gave away
-/// awake it does not soon get back.
+/// Looks of a thread next to one that computes: it is woken at once, but does not soon regain a processor it gave away awake.
 const NUM_LOOKS_BESIDE_MIN: u32 = 100;
 
 /// From one look at the clock to the next.

@@ -244,7 +244,7 @@ impl Queue {
         std::mem::forget(guard);
 
         let mut state = self.lock();
-        state.statistics = engine.statistics();
+        state.statistics = engine.statistics;
         let was_aborted = state.failure.is_some();
         match result {
             Ok(()) => state.finish(slot, Ok(payload)),

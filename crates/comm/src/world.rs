@@ -24,14 +24,6 @@ pub fn single() -> Group {
     Group::alone(None, Home::inproc(), &GroupOptions::default(), recorder)
 }
 
-/// A world whose ranks are threads of this process, with default options: one group per rank, in rank order.
-///
-/// # Panics
-/// As [`inproc_world_with`].
-pub fn inproc_world(world_size: usize) -> Vec<Group> {
-    inproc_world_with(world_size, &GroupOptions::default())
-}
-
 /// A world whose ranks are threads of this process: one group per rank, in rank order.
 ///
 /// # Panics

@@ -1,7 +1,6 @@
 //! Documents that describe a mesh of ranks and the placement of every tensor on it.
 //!
-//! This is the one description that parallelism, checkpoints and planning read; nothing else knows how
-//! a tensor is cut. Pure data and checks: no IO, no threads, no clock.
+//! The one description of how tensors are cut, for parallelism, checkpoints and planning. Pure data: no IO, threads or clock.
 
 mod mesh;
 mod placement;

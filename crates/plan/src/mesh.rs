@@ -94,8 +94,7 @@ impl Mesh {
         coordinates
     }
 
-    /// The number of the group that `rank` belongs to if ranks are grouped along `axes`: those of a group differ along these axes
-    /// only.
+    /// The number of the group of `rank` if ranks are grouped along `axes`: those of a group differ along these axes only.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -109,8 +108,7 @@ impl Mesh {
 /// Rows of a picture; further ones are left out.
 const ROWS_MAX: usize = 32;
 
-/// The ranks by their places: a row for each place on all axes but the last, and a column for each on that. Axes of one rank are
-/// left out.
+/// The ranks in a grid: columns for the last axis, a row for each place on the others. Axes of one rank are left out.
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let several: Vec<(Axis, usize)> =

@@ -70,8 +70,7 @@ impl Extent {
         self.shape.iter().product()
     }
 
-    /// The boxes that the elements `range`, counted in row-major order within this one, make up; in that order, and as few
-    /// as possible: at most two less one for each dim.
+    /// The boxes of the elements `range` (row-major) of this one, in order, and as few as possible: at most two a dim, less one.
     ///
     /// # Panics
     /// If there are not so many elements.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{CheckpointError, ExtraFile, InMemory, Saved, Snapshot, save};
-use trireme_comm::{Group, inproc_world};
+use trireme_comm::{Group, GroupOptions, inproc_world_with};
 use trireme_plan::{Axis, Extent, Mesh, Placement, TensorPlacement};
 
 pub(crate) fn mesh(degree: usize) -> Mesh {
@@ -46,8 +46,10 @@ pub(crate) fn held_bytes(tensor: &TensorPlacement, mesh: &Mesh, rank: Rank) -> V
 pub(crate) fn on_ranks<T: Send>(world_size: usize, work: impl Fn(&Group) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let work = &work;
-        let ranks: Vec<_> =
-            inproc_world(world_size).into_iter().map(|group| scope.spawn(move || work(&group))).collect();
+        let ranks: Vec<_> = inproc_world_with(world_size, &GroupOptions::default())
+            .into_iter()
+            .map(|group| scope.spawn(move || work(&group)))
+            .collect();
         ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
     })
 }

@@ -29,8 +29,7 @@ use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 /// order. Operations return at once and are executed in order of issue by the group's communication thread, or by a thread that
 /// waits for one. The first failure ends the group: whatever is pending or issued later returns it too.
 ///
-/// Dropping a group waits for what was issued, then leaves in good order. Dropping it during a panic leaves without a goodbye, so
-/// that the peers fail instead of waiting.
+/// Dropping a group waits for what was issued, then leaves in good order; during a panic without a goodbye, so that peers fail.
 pub struct Group {
     rank: Rank,
     world_size: usize,
@@ -82,7 +81,7 @@ impl Group {
         recorder.set_selection(fabric.selection.clone());
         let engine = Engine::new(fabric.control, fabric.transport, options.timeout, recorder.clone());
         let messenger = Messenger::start(rank, fabric.message_links, options, recorder.clone())?;
-        let queue = Arc::new(Queue::new(engine, Arc::clone(messenger.office()), recorder.clone()));
+        let queue = Arc::new(Queue::new(engine, Arc::clone(&messenger.office), recorder.clone()));
         let served = Arc::clone(&queue);
         let thread = spawn_thread(&format!("comm-{rank}"), move || served.serve())
             .map_err(|source| CommError::Spawn { source: Arc::new(source) })?;
@@ -96,7 +95,7 @@ impl Group {
             costs,
             messenger: Some(messenger),
             executor: Some(Executor { queue, thread: Some(thread), recorder: recorder.clone() }),
-            ..Group::alone(fabric.arena, home, options, recorder.recorder().clone())
+            ..Group::alone(fabric.arena, home, options, recorder.recorder.clone())
         })
     }
 
@@ -259,7 +258,7 @@ impl Group {
 
     /// What has ended the group, as far as that is known; a peer that dies is noticed within half a second.
     pub(crate) fn failure(&self) -> Option<CommError> {
-        self.messenger.as_ref()?.office().failure()
+        self.messenger.as_ref()?.office.failure()
     }
 
     /// This rank.

@@ -29,8 +29,7 @@ impl Group {
         self.split_with(name, color, &self.options)
     }
 
-    /// As [`split_by`](Group::split_by), into groups that reduce in the canonical order even if this one
-    /// [need not](GroupOptions::keeps_order).
+    /// As [`split_by`](Group::split_by), into groups that [keep the canonical order](GroupOptions::keeps_order) in any case.
     ///
     /// # Errors
     /// As [`split`](Group::split).

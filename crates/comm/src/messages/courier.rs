@@ -323,7 +323,7 @@ impl<T> Lane<T> {
         let parcel = self.waiting.front_mut()?;
         if has_moved {
             parcel.moved = Some(Instant::now());
-            recorder.recorder().heartbeat().beat();
+            recorder.recorder.heartbeat().beat();
         }
         if !is_done {
             return None;

@@ -22,7 +22,7 @@ use std::time::Instant;
 use trireme_base::{Rank, spawn_thread};
 
 pub(crate) struct Messenger {
-    office: Arc<Office>,
+    pub(crate) office: Arc<Office>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -140,22 +140,13 @@ impl Messenger {
         drop(state);
         Receipt { office: Arc::clone(office), slot: Some(slot) }
     }
-
-    /// Ends at once, whatever is pending.
-    pub(crate) fn abort(&self, failure: CommError) {
-        self.office.recorder.fail(&failure, None);
-        self.office.abort(failure);
-    }
-
-    pub(crate) fn office(&self) -> &Arc<Office> {
-        &self.office
-    }
 }
 
 impl Drop for Messenger {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.abort(CommError::Panicked);
+            self.office.recorder.fail(&CommError::Panicked, None);
+            self.office.abort(CommError::Panicked);
             return;
         }
         self.office.lock().is_closed = true;
@@ -411,7 +402,7 @@ mod tests {
     #[test]
     fn a_panic_with_the_office_locked_is_a_failure_and_not_a_deadlock() {
         let (messenger, world) = without_links();
-        let office = messenger.office();
+        let office = &messenger.office;
         let mut state = office.lock();
         let courier = state.courier.take().expect("nobody moves messages while there are none");
         let panicked = catch_unwind(AssertUnwindSafe(|| {

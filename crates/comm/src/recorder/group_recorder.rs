@@ -27,17 +27,13 @@ impl Drop for Wait<'_> {
 
 #[derive(Clone)]
 pub(crate) struct GroupRecorder {
-    recorder: FlightRecorder,
+    pub(crate) recorder: FlightRecorder,
     log: Arc<GroupLog>,
 }
 
 impl GroupRecorder {
     pub(super) fn new(recorder: FlightRecorder, log: Arc<GroupLog>) -> Self {
         GroupRecorder { recorder, log }
-    }
-
-    pub(crate) fn recorder(&self) -> &FlightRecorder {
-        &self.recorder
     }
 
     pub(crate) fn name(&self) -> &str {

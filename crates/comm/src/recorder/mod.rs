@@ -78,8 +78,8 @@ impl FlightRecorder {
     }
 
     fn with(rank: Rank, world_size: usize, gathers: bool, writer: Option<ReportWriter>) -> Self {
-        let (groups, worst) = (Mutex::default(), Mutex::new(Occasion::Joined));
-        let heartbeat = Heartbeat::new();
+        let (worst, heartbeat) = (Mutex::new(Occasion::Joined), Heartbeat::new());
+        let (groups, hosts) = (Mutex::default(), OnceLock::new());
         FlightRecorder(Arc::new(Shared {
             rank,
             world_size,
@@ -87,7 +87,7 @@ impl FlightRecorder {
             worst,
             gathers,
             heartbeat,
-            hosts: OnceLock::new(),
+            hosts,
             writer,
         }))
     }

@@ -5,8 +5,7 @@ use crate::Operation;
 use serde::{Deserialize, Serialize};
 use trireme_base::Rank;
 
-/// What a rank's flight recorder holds at one moment. Ranks are those of the world, times seconds since 1970 on the
-/// clock of the rank's host.
+/// The contents of a rank's flight recorder. Ranks are those of the world, times seconds since 1970 on the rank's host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct RankReport {

@@ -10,7 +10,7 @@ use std::time::Instant;
 /// A connection between rank 0 and another rank after their handshake. Each message is followed by a tag of its bytes,
 /// its number and its direction, so that nobody in between can change, repeat, leave out or turn around any.
 pub(super) struct Channel {
-    stream: TcpStream,
+    pub(super) stream: TcpStream,
     key: Key,
     /// Of the messages that this end sends, and of those that it receives.
     purposes: &'static [&'static str; 2],
@@ -69,10 +69,6 @@ impl Channel {
             Ok((_, num_read)) => num_read == 0,
             Err(error) => !matches!(error, Errno::AGAIN | Errno::INTR),
         }
-    }
-
-    pub(super) fn stream(&self) -> &TcpStream {
-        &self.stream
     }
 }
 

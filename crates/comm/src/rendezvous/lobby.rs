@@ -120,8 +120,7 @@ fn tell_guests(guests: Vec<Option<Guest>>, reason: &str) -> Vec<Rank> {
     told.collect()
 }
 
-/// Tells those who are still to come why the world will not be, for a few seconds: without rank 0 they would wait until their deadline. `told`
-/// are those who know.
+/// Tells ranks that are still to come, all but `told`, for a few seconds why there is no world: they would wait in vain.
 pub(super) fn dismiss(joining: &Joining<'_>, listener: &TcpListener, reason: &str, told: &[Rank]) {
     let Joining { options, key, deadline, .. } = *joining;
     // Who knows neither a secret nor its job would tell strangers.
@@ -243,8 +242,8 @@ mod tests {
         );
         assert!(guests[0].is_none());
         for (guest, channel) in guests[1..].iter().zip(came.iter()) {
-            let at = guest.as_ref().expect("a guest").channel.stream().peer_addr().expect("an address");
-            assert_eq!(at, channel.stream().local_addr().expect("an address"));
+            let at = guest.as_ref().expect("a guest").channel.stream.peer_addr().expect("an address");
+            assert_eq!(at, channel.stream.local_addr().expect("an address"));
         }
     }
 

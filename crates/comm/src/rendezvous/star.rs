@@ -64,7 +64,7 @@ impl Joining<'_> {
         let guests: Vec<Guest> = guests.into_iter().flatten().collect();
         if own.ip().is_unspecified() {
             // The address at which a connection has come, be it by the name of a service that forwards no other port.
-            let reached = guests[0].channel.stream().local_addr().map_err(setting_up)?;
+            let reached = guests[0].channel.stream.local_addr().map_err(setting_up)?;
             own = SocketAddr::new(reached.ip().to_canonical(), own.port());
         }
         let mut places = Vec::from([place_at(own)]);
@@ -290,7 +290,7 @@ fn collect(
         if let Some(outcome) = told.take_if(|_| awaited.is_empty()) {
             return Ok(outcome);
         }
-        let sockets = awaited.iter().map(|rank| channels[rank - 1].stream());
+        let sockets = awaited.iter().map(|rank| &channels[rank - 1].stream);
         let mut polled: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
         // Nobody is waited for after the deadline; those who are silent fail below.
         let is_over = wait_for_any(&mut polled, deadline).is_err();

@@ -33,8 +33,7 @@ fn exchange_all(
     }
 }
 
-/// All-gather among a power of two of ranks: partners at doubling distances exchange all they have (Thakur,
-/// Rabenseifner, Gropp, 2005). The blocks must touch.
+/// All-gather among a power of two of ranks (Thakur, Rabenseifner, Gropp, 2005). The blocks must touch.
 pub(super) fn recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     for distance in distances(own.world_size()) {
         let known_by = |rank: usize| {

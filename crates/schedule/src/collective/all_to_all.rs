@@ -30,8 +30,7 @@ pub(super) fn pairwise(own: &Own, steps: &mut Vec<Step>) {
 }
 
 /// All-to-all with blocks of any lengths by pairwise exchange, from [`Memory::Input`](super::Memory::Input) to
-/// [`Memory::Vector`](super::Memory::Vector): `send_lens[r]` elements go to rank `r`, `receive_lens[r]` come from it. In
-/// both memories the blocks lie one after the other, by rank.
+/// [`Memory::Vector`](super::Memory::Vector), each with its blocks by rank: `send_lens[r]` and `receive_lens[r]` elements.
 ///
 /// Appends the steps of `rank` to `steps`: a copy and `N - 1` exchanges; the bytes are those of the blocks.
 ///
@@ -142,9 +141,8 @@ fn places(lens: &[usize], of: Range<usize>) -> Range<usize> {
     start..start + lens[of].iter().sum::<usize>()
 }
 
-/// All-to-all in place in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all communications in
-/// multiport message-passing systems", 1997): a block that has to go `k` ranks further travels by the powers of two
-/// that make up `k`, together with all others that take the same hop.
+/// All-to-all in place in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all communications in multiport
+/// message-passing systems", 1997): a block travels by the powers of two that make up its distance, with all of the same hop.
 pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
     let world_size = own.world_size();
     if world_size == 1 {

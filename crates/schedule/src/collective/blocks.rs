@@ -32,9 +32,8 @@ pub fn segments(
     (0..num_segments).map(move |index| border(index, num_segments, len)..border(index + 1, num_segments, len))
 }
 
-/// The elements that `rank` computes in a direct all-reduce over shared memory: between two
-/// synchronisations it reads this range of every rank's buffer, reduces it in the order of
-/// [`canonical_terms`](super::canonical_terms) and writes the result into every rank's buffer.
+/// The elements that `rank` computes in a direct all-reduce: it reads this range of every rank's buffer, reduces it in the order of
+/// [`canonical_terms`](super::canonical_terms) and writes it into every buffer, all between two synchronisations.
 ///
 /// The ranges cover `0..len` in rank order; inner borders are multiples of `granule`, so that no two ranks write one cache line.
 ///

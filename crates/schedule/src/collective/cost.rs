@@ -59,8 +59,7 @@ pub struct CostModel {
     pub copy_seconds_per_byte: f64,
 }
 
-/// Seconds that `collective` takes by `algorithm`, for elements of `element_bytes` bytes: flat algorithms are
-/// [simulated](simulate()), and of hierarchical ones each phase.
+/// Seconds of `collective` by `algorithm`: flat algorithms are [simulated](simulate()), of hierarchical ones each phase.
 ///
 /// # Panics
 /// If the algorithm does not fit ([`fits`](super::fits)).

@@ -12,8 +12,7 @@ pub(super) fn all_reduce_halving_doubling(own: &Own, steps: &mut Vec<Step>) {
     mirror(first..steps.len(), steps);
 }
 
-/// All-reduce for short vectors: partners at doubling distances exchange whole vectors (same paper): half the steps of
-/// [`all_reduce_halving_doubling`], and the same bits.
+/// All-reduce for short vectors (same paper): half the steps of [`all_reduce_halving_doubling`], on whole vectors, with equal bits.
 pub(super) fn all_reduce_recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     let (folding, first, whole) = (Folding::new(own.world_size(), 0), steps.len(), || 0..own.blocks.len);
     let leaf = folding.fold(own.rank, whole, steps);

@@ -1,5 +1,4 @@
-//! Binomial trees in which every subtree is a run of ranks: whatever the root, what a subtree has is contiguous,
-//! and of two subtrees one has the lower ranks.
+//! Binomial trees in which every subtree is a run of ranks, whatever the root, so that what a subtree has is contiguous.
 
 use super::order::Folding;
 use super::own::{Own, distances};

@@ -5,8 +5,7 @@ use super::one_f_one_b::by_turns;
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// ZB-H1 (section 2.1): no more memory than 1F1B. Rank `r` holds each weight half back by `r` microbatches, so that all
-/// ranks have the same number in flight.
+/// ZB-H1 (section 2.1): 1F1B's memory. Rank `r` holds weight halves back by `r` microbatches: all ranks have equally many in flight.
 ///
 /// Bubble, for `M >= P` and `W <= min(F, I)`: `(P - 1) (F + I - W)`, a third of 1F1B's where all three take equal time.
 /// Activations in flight: `min(P, M)` on every rank, of which the weight halves that wait hold only their part.

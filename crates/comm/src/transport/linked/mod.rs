@@ -1,5 +1,4 @@
-//! Collectives over [links](super::link): executes the steps of [`trireme_schedule::collective`]. Where all ranks share
-//! a host, [`SharedMemory`] executes what it can instead.
+//! Collectives over [links](super::link), by the steps of [`trireme_schedule::collective`], or by [`SharedMemory`] on one host.
 //!
 //! The message of each step is a frame: a header of five little-endian words (magic, sequence number, the operation in
 //! two words, payload length), then the payload, and its checksum if [`GroupOptions::checksums`]. The receiver knows what

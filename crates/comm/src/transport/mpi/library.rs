@@ -210,8 +210,7 @@ unsafe extern "C" {
     fn atexit(function: extern "C" fn()) -> c_int;
 }
 
-/// Ends MPI, which waits for all processes. Where a group has failed, they might wait for each other forever; then the
-/// process ends without, and MPI's launcher sees that.
+/// Ends MPI, which waits for all processes, unless a group has failed: then the process ends without, and MPI's launcher sees that.
 extern "C" fn finish() {
     if NUM_OPEN.load(Ordering::Relaxed) > 0 {
         return;

@@ -21,7 +21,7 @@ const NUM_FLIGHTS: usize = 8;
 /// What a peer sent before it ended arrives within this time.
 const ARRIVAL_MAX: Duration = Duration::from_secs(1);
 /// MPI has nothing to sleep on, so who waits for it looks again after this time.
-const NAP: Duration = Duration::from_micros(50);
+pub(crate) const NAP: Duration = Duration::from_micros(50);
 
 /// One rank's end of a connection by MPI, with a socket that tells when the peer's process has ended.
 pub(crate) struct MpiLink {
@@ -180,10 +180,6 @@ impl MpiLink {
 
     pub(crate) fn poll(&self) -> (BorrowedFd<'_>, PollFlags) {
         (self.bell.as_fd(), PollFlags::IN)
-    }
-
-    pub(crate) fn nap(&self) -> Duration {
-        NAP
     }
 
     /// The link is of no more use. Whether MPI still has memory that was passed to it, which then must never be freed.

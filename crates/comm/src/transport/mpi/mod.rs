@@ -13,7 +13,7 @@
 mod library;
 mod link;
 
-pub(crate) use link::MpiLink;
+pub(crate) use link::{MpiLink, NAP};
 
 use crate::CommError;
 use crate::transport::Purpose;

@@ -25,7 +25,7 @@ fn rings_start() -> usize {
 /// What one rank of a group has in its arena for the group's use.
 #[derive(Clone)]
 pub(crate) struct Area {
-    memory: Arc<Mapping>,
+    pub(super) memory: Arc<Mapping>,
     offset: usize,
     num_members: usize,
 }
@@ -36,10 +36,6 @@ impl Area {
         let end = offset.checked_add(area_bytes(num_members))?;
         let is_inside = offset.is_multiple_of(BOARD_BYTES) && end <= memory.len();
         is_inside.then_some(Area { memory, offset, num_members })
-    }
-
-    pub(super) fn memory(&self) -> &Arc<Mapping> {
-        &self.memory
     }
 
     pub(super) fn board(&self) -> &Board {

@@ -13,8 +13,7 @@ use trireme_base::Rank;
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct Board {
-    /// Of the last meeting with an even number, and of the last with an odd one. The owner can be one meeting ahead of a
-    /// peer that still reads what was posted, but not two.
+    /// Of the last even and the last odd meeting: the owner can be one meeting ahead of a peer that still reads, but not two.
     turns: [Line<Turn>; 2],
     /// Peers asleep until the owner comes to a meeting.
     num_sleepers: Line<AtomicU32>,

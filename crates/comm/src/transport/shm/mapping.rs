@@ -26,8 +26,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `memory`, whose size is sealed to be at least that; where [huge pages](HUGE_PAGE) can begin, if
-    /// there is room.
+    /// Maps the first `len` bytes of `memory`, whose size is sealed to be at least that, where [huge pages](HUGE_PAGE) can begin.
     pub(super) fn new(memory: impl AsFd, len: usize) -> io::Result<Self> {
         let map = |near: *mut u8| {
             let protection = ProtFlags::READ | ProtFlags::WRITE;

@@ -240,8 +240,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Executes an operation on vectors: that of the call, or a part of it among the members, to whom its root and its
-    /// blocks belong.
+    /// Executes the operation of the call, or a part of it among the members, whose numbers its root and blocks then are.
     pub(crate) fn execute(
         &mut self,
         call: &Call,

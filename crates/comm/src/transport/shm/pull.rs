@@ -50,8 +50,7 @@ fn on_vectors(operation: Operation) -> Collective {
     operation.collective().expect("operations on vectors are collectives")
 }
 
-/// What member `own` reads, in the order in which it should. A member's own elements are read too, where
-/// `out_of_place` says that they must get from one memory to another.
+/// What member `own` reads, in its best order. If `out_of_place`, that includes its own elements, which change memories.
 pub(super) fn pulls(
     operation: Operation,
     own: usize,

@@ -13,8 +13,7 @@ use std::ops::Range;
 use trireme_base::{Rank, ReduceOp};
 use trireme_schedule::collective::{CollectiveKind, owned_range};
 
-/// What goes through a stage at a time of a vector that does not fit: little enough to stay in a core's cache, with what
-/// it is copied from.
+/// Bytes that go through a stage at a time of a longer vector: little enough to stay in a core's cache, with their source.
 const WINDOW_BYTES: usize = 256 << 10;
 
 /// A window of a staged operation, and the stages that it goes through.

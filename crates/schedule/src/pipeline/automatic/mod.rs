@@ -12,10 +12,9 @@ use super::sizes::Sizes;
 use super::validate::check_activations;
 use improve::improve;
 
-/// The schedule of least simulated time ([`Timeline::makespan`](super::Timeline::makespan)) within the bounds: the best of all
-/// fixed synchronous schedules that fit, of list scheduling by several rules for each placement, and of what moving single passes
-/// makes of these. Of equal times, the fewest activations win, then a fixed one. Passes are not moved where a schedule takes the
-/// least time possible.
+/// The schedule of least simulated time ([`Timeline::makespan`](super::Timeline::makespan)) within the bounds: the best fixed
+/// synchronous one, of list scheduling by several rules for each placement, and of what moving single passes makes of these, unless
+/// one takes the least time possible. Of equal times, the fewest activations win, then a fixed schedule.
 pub(super) fn schedule(
     sizes: Sizes,
     costs: &Costs,
