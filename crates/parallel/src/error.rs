@@ -7,6 +7,9 @@ use trireme_schedule::ProgramError;
 use trireme_swap::SwapError;
 use trireme_tensor::{DeviceError, OverBudget};
 
+/// A result whose error is a [`ParallelError`], unless another one is given.
+pub(crate) type Result<T, E = ParallelError> = std::result::Result<T, E>;
+
 /// A step failed.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]

@@ -2,7 +2,7 @@
 
 mod rows;
 
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::layout::ranks::RankGrid;
 use crate::memory::lent::ExchangePool;
 use crate::memory::pool::Pool;
@@ -156,12 +156,7 @@ impl Lane {
         AxisPlace::new(group.rank().0, group.world_size())
     }
 
-    fn start(
-        &self,
-        device: &Device,
-        kind: ExchangeKind,
-        values: View<'_>,
-    ) -> Result<PendingExchange, ParallelError> {
+    fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange> {
         let AxisPlace { rank, degree } = self.place();
         let own_len = values.shape().num_elements();
         let (len, start) = match kind {
@@ -173,7 +168,7 @@ impl Lane {
     }
 
     /// Memory for a term of a sum: the group's, if kernels reach it.
-    fn empty_term(&self, device: &Device, shape: Shape) -> Result<Tensor, ParallelError> {
+    fn empty_term(&self, device: &Device, shape: Shape) -> Result<Tensor> {
         if !device.reaches_host() {
             return Ok(device.empty(shape, self.dtype(), Category::Activations)?);
         }
@@ -181,12 +176,7 @@ impl Lane {
         Ok(self.memory.lend(self.memory.pool().take_buffer(len)?.wait(), 0..len, shape))
     }
 
-    fn start_sum(
-        &self,
-        device: &Device,
-        kind: ExchangeKind,
-        term: Tensor,
-    ) -> Result<PendingExchange, ParallelError> {
+    fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         // What others have lent, such as files of activations that a budget has no room for, is copied like a device's memory.
         if !term.lent_memory().is_some_and(|memory| self.memory.has_lent(memory)) {
             return self.start(device, kind, term.view());
@@ -196,7 +186,7 @@ impl Lane {
     }
 
     /// Starts the exchange of what lies in memory of the group.
-    fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange, ParallelError> {
+    fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange> {
         let (group, AxisPlace { rank, degree }) = (self.memory.pool().group(), self.place());
         let len = own.len();
         let mut sent = None;
@@ -221,7 +211,7 @@ impl Lane {
         exchange: &PendingExchange,
         result: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         let (vector, len, kind) = self.take(device, exchange, waiting)?;
         let start = self.first(kind, result.shape());
         self.memory.pool().receive(device, (vector, len), start, result);
@@ -234,7 +224,7 @@ impl Lane {
         exchange: &PendingExchange,
         shape: Shape,
         waiting: &mut Waiting,
-    ) -> Result<Tensor, ParallelError> {
+    ) -> Result<Tensor> {
         if !device.reaches_host() {
             let mut result = device.empty(shape, self.dtype(), Category::Activations)?;
             self.finish(device, exchange, result.view_mut(), waiting)?;
@@ -259,7 +249,7 @@ impl Lane {
         device: &Device,
         exchange: &PendingExchange,
         waiting: &mut Waiting,
-    ) -> Result<(Pending<Buffer<Untyped>>, usize, ExchangeKind), ParallelError> {
+    ) -> Result<(Pending<Buffer<Untyped>>, usize, ExchangeKind)> {
         let Started { kind, len, vector, sent } = lock(&self.pending).remove(exchange.0);
         let vector = waiting.wait_on_device(vector, (self.dtype(), len), device)?;
         if let Some(sent) = sent {

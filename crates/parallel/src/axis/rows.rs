@@ -1,7 +1,7 @@
 //! Rows that every rank sends to every other one, as many as there are.
 
 use super::{Lane, lock};
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::waiting::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -69,7 +69,7 @@ impl Lane {
         device: &Device,
         runs: ExchangedRuns,
         values: View<'_>,
-    ) -> Result<PendingExchange, ParallelError> {
+    ) -> Result<PendingExchange> {
         let (group, degree) = (self.memory.pool().group(), self.place().degree);
         let hosts = group.hosts();
         let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= BY_HOSTS_RANKS_MIN);
@@ -112,7 +112,7 @@ impl Lane {
         values: View<'_>,
         mut result: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         let mut rows = lock(&self.rows);
         let started = &mut rows[exchange.0];
         self.keep_own(device, &started.runs, values, result.reborrow());
@@ -131,7 +131,7 @@ impl Lane {
         exchange: &PendingExchange,
         result: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         let mut started = lock(&self.rows).remove(exchange.0);
         let end = started.num_rounds;
         assert_eq!(started.next_round, end, "all was sent");
@@ -219,7 +219,7 @@ impl Lane {
         end: usize,
         mut result: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         let (AxisPlace { rank, degree }, len) = (self.place(), started.buffer_len);
         while started.under_way.front().is_some_and(|under_way| under_way.round < end) {
             let UnderWay { round, transfer } = started.under_way.pop_front().expect("there is one");

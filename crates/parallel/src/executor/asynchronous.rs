@@ -4,7 +4,7 @@
 //! earlier step; what is told of a step is known when the program has ended.
 
 use super::Executor;
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use trireme_base::ReduceOp;
 use trireme_optim::StepSettings;
@@ -15,7 +15,7 @@ fn not_finite(step: u64, what: NonFinite, value: f64) -> ParallelError {
 
 impl Executor {
     /// Updates a unit by the gradients of its next step.
-    pub(super) fn step_ahead(&mut self, unit: usize, plans: &[StepPlan]) -> Result<(), ParallelError> {
+    pub(super) fn step_ahead(&mut self, unit: usize, plans: &[StepPlan]) -> Result<()> {
         let updates = self.updates.as_ref().expect("the program does not drain");
         let step = updates.units[unit].newest;
         let settings = match updates.settings {
@@ -33,7 +33,7 @@ impl Executor {
     }
 
     /// Waits for the reductions of this rank, and judges what they have come to: how to update by them, unless the step is skipped.
-    fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<Option<StepSettings>, ParallelError> {
+    fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<Option<StepSettings>> {
         if !plan.has_loss {
             self.optimization.loss_scaler.skip();
             let updates = self.updates.as_mut().expect("the program does not drain");
@@ -74,11 +74,7 @@ impl Executor {
     }
 
     /// The end of a program: adds what its steps have come to.
-    pub(super) fn finish_steps(
-        &mut self,
-        plans: &[StepPlan],
-        outcomes: &mut Vec<StepOutcome>,
-    ) -> Result<(), ParallelError> {
+    pub(super) fn finish_steps(&mut self, plans: &[StepPlan], outcomes: &mut Vec<StepOutcome>) -> Result<()> {
         self.messages.finish_until(0, &mut self.waiting)?;
         self.await_outcomes()?;
         let mut waiting = std::mem::take(&mut self.waiting);

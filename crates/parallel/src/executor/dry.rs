@@ -1,7 +1,7 @@
 //! What a rank takes, found by going through its program without computing.
 
 use super::Executor;
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::executor::validation::ValidationBatches;
 use crate::step::{GradNorm, StepPlan};
 use std::collections::BTreeSet;
@@ -54,7 +54,7 @@ impl Executor {
     ///
     /// # Panics
     /// If a device computes.
-    pub fn dry_run(self, validation: Option<ValidationBatches>) -> Result<MemoryUse, ParallelError> {
+    pub fn dry_run(self, validation: Option<ValidationBatches>) -> Result<MemoryUse> {
         Ok(self.go_dry(validation, None)?.0)
     }
 
@@ -65,7 +65,7 @@ impl Executor {
     ///
     /// # Panics
     /// If a device computes.
-    pub fn dry_entries(self) -> Result<StepEntries, ParallelError> {
+    pub fn dry_entries(self) -> Result<StepEntries> {
         let journal = Journal::default();
         self.device.keep_journal(&journal);
         self.ranks.world().keep_journal(&journal);
@@ -76,7 +76,7 @@ impl Executor {
         mut self,
         validation: Option<ValidationBatches>,
         journal: Option<&Journal>,
-    ) -> Result<(MemoryUse, StepEntries), ParallelError> {
+    ) -> Result<(MemoryUse, StepEntries)> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
         let device = self.device.clone();
         let memory = device.memory();
@@ -98,7 +98,7 @@ impl Executor {
         let late: Vec<u64> = late.take(num_steps as usize).collect();
         for step in (1..=num_steps).chain(late) {
             let batches = (0..num_microbatches).map(|_| self.zeros(&specs));
-            let batches: Vec<Batch> = batches.collect::<Result<_, ParallelError>>()?;
+            let batches: Vec<Batch> = batches.collect::<Result<_>>()?;
             let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure, has_loss: true };
             let plans = vec![plan; self.program.outline.num_steps()];
             let mut noted = vec![Vec::new(); num_actions + 1];
@@ -124,7 +124,7 @@ impl Executor {
     }
 
     /// A batch of zeros.
-    fn zeros(&self, specs: &[TensorSpec]) -> Result<Batch, ParallelError> {
+    fn zeros(&self, specs: &[TensorSpec]) -> Result<Batch> {
         let zeros = |spec: &TensorSpec| {
             Ok((spec.name, self.device.zeros(spec.shape, spec.dtype, Category::Activations)?))
         };
@@ -132,7 +132,7 @@ impl Executor {
     }
 
     /// Evaluates a batch of each size that any rank reads in a validation: one worker is planned for all at its place of the pipeline.
-    fn validate_dry(&mut self, batches: ValidationBatches) -> Result<(), ParallelError> {
+    fn validate_dry(&mut self, batches: ValidationBatches) -> Result<()> {
         self.validation_reports(&batches)?;
         let sizes = (0..batches.num_batches()).map(|index| Some(batches.batch(index).1));
         // A rank for which no batch is left takes part without one.

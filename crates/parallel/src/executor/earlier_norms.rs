@@ -1,6 +1,6 @@
 //! Norms of all gradients of earlier steps, by which a pipeline clips that does not drain between updates.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::waiting::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl EarlierNorms {
 
     /// Starts to sum the squares of a step over all ranks, of which `own` is this rank's. The norm of `lag` steps before, unless there
     /// was no such step.
-    pub(super) fn next(&mut self, own: f64, waiting: &mut Waiting) -> Result<Option<f64>, ParallelError> {
+    pub(super) fn next(&mut self, own: f64, waiting: &mut Waiting) -> Result<Option<f64>> {
         let mut square = match self.spare.pop() {
             Some(square) => square,
             None => self.group.buffer(1)?,
@@ -45,7 +45,7 @@ impl EarlierNorms {
     }
 
     /// Waits until no more than `num_left` sums are under way.
-    pub(super) fn wait(&mut self, num_left: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    pub(super) fn wait(&mut self, num_left: usize, waiting: &mut Waiting) -> Result<()> {
         while self.under_way.len() > num_left {
             let square = waiting.wait(self.under_way.pop_front().expect("there are more"))?;
             self.push(square[0].sqrt());

@@ -1,7 +1,7 @@
 //! The end of a step: its sums are awaited, judged, and made ready for the update.
 
 use super::Executor;
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::memory::waiting::Waiting;
 use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use trireme_codec::{CodecName, CompressionStatistics};
@@ -13,10 +13,7 @@ impl Executor {
     /// Waits for all reductions; the outcome of the step, and how to update, unless it is to be skipped.
     ///
     /// All ranks decide alike without a further message, for the sums that they look at have the same bits.
-    pub(super) fn finish_gradients(
-        &mut self,
-        plan: StepPlan,
-    ) -> Result<(StepOutcome, Option<StepSettings>), ParallelError> {
+    pub(super) fn finish_gradients(&mut self, plan: StepPlan) -> Result<(StepOutcome, Option<StepSettings>)> {
         let (loss, mut waiting) = self.finish_reductions()?;
         self.timeline.start();
         let waited = waiting.total();
@@ -57,11 +54,7 @@ impl Executor {
 
     /// Skips all steps of a program, in none of which anything counts in the loss: neither passes nor reductions run, so parameters,
     /// optimizer and compressors stay as they are. Ranks exchange their [requests](Executor::requests) all the same.
-    pub(super) fn skip_steps(
-        &mut self,
-        plans: &[StepPlan],
-        outcomes: &mut Vec<StepOutcome>,
-    ) -> Result<(), ParallelError> {
+    pub(super) fn skip_steps(&mut self, plans: &[StepPlan], outcomes: &mut Vec<StepOutcome>) -> Result<()> {
         self.timeline.begin();
         // What follows belongs to no line of a program, nor to what came before the step.
         self.ranks.forget_line();
@@ -128,11 +121,7 @@ impl Executor {
     }
 
     /// Sum of the squares of all gradients' elements; those of the other ranks of the pipeline among them if it goes `across` them.
-    pub(super) fn sum_of_squares(
-        &mut self,
-        across: bool,
-        waiting: &mut Waiting,
-    ) -> Result<f64, ParallelError> {
+    pub(super) fn sum_of_squares(&mut self, across: bool, waiting: &mut Waiting) -> Result<f64> {
         for unit in 0..self.model.num_units() {
             match self.program.outline.holds(unit) {
                 false => self.optimization.squares.skip(unit),
@@ -147,7 +136,7 @@ impl Executor {
     }
 
     /// Waits for all operations that kernels wait for: what kernels make from now on may outlast the step. After a failure, every call fails.
-    pub(super) fn await_outcomes(&mut self) -> Result<(), ParallelError> {
+    pub(super) fn await_outcomes(&mut self) -> Result<()> {
         self.collect_waiting();
         let awaited = self.waiting.await_outcomes();
         if let Err(failure) = awaited {
@@ -158,10 +147,7 @@ impl Executor {
     }
 
     /// Runs `work` and waits for its operations, without counting these waits in a step.
-    pub(super) fn outside_step<R>(
-        &mut self,
-        work: impl FnOnce(&mut Self) -> Result<R, ParallelError>,
-    ) -> Result<R, ParallelError> {
+    pub(super) fn outside_step<R>(&mut self, work: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         self.collect_waiting();
         let waited = self.waiting.total();
         let result = work(self).and_then(|made| self.await_outcomes().map(|()| made));
@@ -176,14 +162,14 @@ impl Executor {
     }
 
     /// Sums the squares of this rank's part of a unit's gradient.
-    pub(super) fn square(&mut self, unit: usize) -> Result<(), ParallelError> {
+    pub(super) fn square(&mut self, unit: usize) -> Result<()> {
         let device = self.gradients.reduced_device(unit);
         let grads = Values::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
         self.optimization.squares.take(unit, (grads.view(), self.gradients.part(unit)), device)
     }
 
     /// Waits for all reductions; the mean loss over the global batch, and how long this rank has waited in this step.
-    fn finish_reductions(&mut self) -> Result<(f64, Waiting), ParallelError> {
+    fn finish_reductions(&mut self) -> Result<(f64, Waiting)> {
         self.gradients.wait()?;
         self.messages.finish_until(0, &mut self.waiting)?;
         self.await_outcomes()?;
@@ -196,7 +182,7 @@ impl Executor {
     }
 
     /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.
-    fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<(), ParallelError> {
+    fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<()> {
         if self.optimization.loss_scaler.scaling() == LossScaling::Off {
             return Err(ParallelError::NotFinite { step, what, value, is_ahead: false });
         }

@@ -1,6 +1,6 @@
 //! Scales of fp8 that all ranks agree on.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::waiting::Waiting;
 use trireme_base::ReduceOp;
 use trireme_comm::{Buffer, Group};
@@ -17,12 +17,7 @@ pub(crate) struct AgreedScales {
 
 impl AgreedScales {
     /// Scales of `model`'s linear layers before the first step.
-    pub(crate) fn new(
-        recipe: Fp8Recipe,
-        model: &Model,
-        device: &Device,
-        group: &Group,
-    ) -> Result<Self, ParallelError> {
+    pub(crate) fn new(recipe: Fp8Recipe, model: &Model, device: &Device, group: &Group) -> Result<Self> {
         let state = Fp8State::of_matrices(recipe, model.table(), device)?;
         let amaxes = Some(group.buffer(state.num_amaxes())?);
         Ok(AgreedScales { state, amaxes })
@@ -37,12 +32,7 @@ impl AgreedScales {
     }
 
     /// Ends a step: scales of the next one follow from the amaxes of all ranks; collective.
-    pub(crate) fn advance(
-        &mut self,
-        device: &Device,
-        group: &Group,
-        waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    pub(crate) fn advance(&mut self, device: &Device, group: &Group, waiting: &mut Waiting) -> Result<()> {
         let mut amaxes = self.amaxes.take().expect("a step ends after the one before");
         self.state.take_amaxes(device, &mut amaxes);
         let amaxes = waiting.wait(group.all_reduce(amaxes, ReduceOp::Max))?;

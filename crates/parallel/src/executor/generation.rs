@@ -3,7 +3,7 @@
 use super::Executor;
 use super::in_flight::Purpose;
 use super::parallelize::{ExecutorSetup, forward_program};
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::chain::chain;
 use crate::layout::ranks::{Degrees, RankGrid};
 use crate::offload::OffloadOptions;
@@ -26,7 +26,7 @@ impl Executor {
         rehearsal: Rehearsal,
         parameters: Parameters,
         device: &Device,
-    ) -> Result<Self, ParallelError> {
+    ) -> Result<Self> {
         let outline =
             Outline { chain: chain(model.table(), &rehearsal, Determinism::Layout), ..Outline::default() };
         let mut executor = Executor::new(ExecutorSetup {
@@ -71,7 +71,7 @@ impl<'a> Generation<'a> {
     ///
     /// # Panics
     /// If there are none, or more than the capacity allows, or after an error.
-    pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, ParallelError> {
+    pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
         let past = self.past.take().expect("a failure ends a sequence");
         let device = &self.executor.device;
         let mut ids = device.empty([1, tokens.len()].into(), DType::U32, Category::Activations)?;

@@ -1,6 +1,6 @@
 //! Hashes of the bits of tensors that do not depend on how ranks hold them.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::placement::Placements;
 use std::ops::Range;
 use trireme_base::Rank;
@@ -92,7 +92,7 @@ pub(crate) fn add_unit(
 }
 
 /// Adds up the hashes of all ranks of a group. Collective.
-pub(crate) fn sum_over_ranks(group: &Group, hashes: &mut [u64]) -> Result<(), ParallelError> {
+pub(crate) fn sum_over_ranks(group: &Group, hashes: &mut [u64]) -> Result<()> {
     for own in hashes.chunks_mut(EXCHANGED_LEN) {
         let all = group.all_gather_bytes(bytemuck::cast_slice(own)).wait()?;
         own.fill(0);

@@ -1,7 +1,7 @@
 //! Hashes of gradients and parameters, by which runs are compared.
 
 use super::Executor;
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::executor::hashes::{HashRecorder, StepHashes, add_unit, sum_over_ranks};
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ impl Executor {
     }
 
     /// Removes and returns what was recorded since the last call, of all ranks. Collective.
-    pub fn take_hashes(&mut self) -> Result<Vec<StepHashes>, ParallelError> {
+    pub fn take_hashes(&mut self) -> Result<Vec<StepHashes>> {
         let mut steps = self.optimization.hashes.take();
         for StepHashes { gradients, parameters, .. } in &mut steps {
             sum_over_ranks(self.group(), gradients)?;
@@ -26,7 +26,7 @@ impl Executor {
     }
 
     /// A hash of each parameter as it is now, as in [`StepHashes::parameters`]. Collective.
-    pub fn hash_parameters(&mut self) -> Result<Vec<u64>, ParallelError> {
+    pub fn hash_parameters(&mut self) -> Result<Vec<u64>> {
         let table = Arc::clone(self.model.table());
         let mut hashes = vec![0; table.parameters().len()];
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {

@@ -1,6 +1,6 @@
 //! Microbatches in flight: their batches, what passes from unit to unit, and what backward reads.
 
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Message, MessageKind, Outline};
 use trireme_tensor::{Tape, Tensor};
@@ -135,11 +135,7 @@ pub(super) fn num_samples(batch: &Batch) -> usize {
 }
 
 /// Refuses a batch whose tensors differ from the rehearsed ones in more than the number of samples.
-pub(super) fn check_batch(
-    batch: &Batch,
-    rehearsal: &Rehearsal,
-    num_samples: usize,
-) -> Result<(), ParallelError> {
+pub(super) fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Result<()> {
     for BatchTensor { spec, .. } in &rehearsal.batch {
         let found = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));
         let expected = spec.with_samples(num_samples, rehearsal.num_samples());

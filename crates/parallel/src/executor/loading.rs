@@ -1,7 +1,7 @@
 //! What an executor begins with and ends with: weights and state in, weights out.
 
 use super::Executor;
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ impl Executor {
     }
 
     /// Gives parameters their declared initial values. Collective.
-    pub fn initialize(&mut self, seed: u64) -> Result<(), ParallelError> {
+    pub fn initialize(&mut self, seed: u64) -> Result<()> {
         self.load_parameters(|info, held, values| {
             info.initialize(seed, held, values);
             Ok(())
@@ -58,7 +58,7 @@ impl Executor {
     }
 
     /// Brings what operations read up to date with the parameters that were loaded. Collective.
-    pub(super) fn refresh(&mut self) -> Result<(), ParallelError> {
+    pub(super) fn refresh(&mut self) -> Result<()> {
         self.parameters.forget();
         if self.parameters.are_wholes_kept() {
             let class = self.class_of_weights();
@@ -75,7 +75,7 @@ impl Executor {
     /// them, it fails there alone, before anything is gathered.
     ///
     /// A unit at a time is gathered by every rank of a replica: with ZeRO no other rank needs memory for more.
-    pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, ParallelError> {
+    pub fn gather_parameters(&mut self) -> Result<Option<Parameters>> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
         let is_whole = table.model_place() == ModelPlace::WHOLE;
@@ -118,7 +118,7 @@ impl Executor {
 
     /// Compares what the replicas hold, and what several ranks of the tensor axis, or with different experts, hold of the same parameters;
     /// collective.
-    pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
+    pub fn check_replicas(&mut self) -> Result<()> {
         let table = Arc::clone(self.model.table());
         let (mut of_all, mut with_experts, mut beside_experts) =
             (Hash::default(), Hash::default(), Hash::default());
@@ -150,7 +150,7 @@ impl Executor {
     }
 
     /// Compares a hash of parameters with those of other ranks.
-    fn compare(&self, group: &Group, Hash(own): Hash) -> Result<(), ParallelError> {
+    fn compare(&self, group: &Group, Hash(own): Hash) -> Result<()> {
         // Each with its rank.
         let own = [self.group().rank().0 as u64, own];
         let hashes = group.all_gather_bytes(bytemuck::bytes_of(&own)).wait()?;
@@ -185,7 +185,7 @@ impl Hash {
 }
 
 /// What all ranks of a group have in buffers of one length, one after the other.
-fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>, ParallelError> {
+fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     let len = own.len();
     let mut all = group.buffer::<f32>(group.world_size() * len)?;
     all[group.rank().0 * len..][..len].copy_from_slice(&own);

@@ -1,6 +1,6 @@
 //! What units report of a step's microbatches, and its means: the loss and metrics. What ranks ask for travels along.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::gradients::tree::TreeSum;
 use crate::layout::ranks::RankGrid;
 use crate::memory::counted::Counted;
@@ -83,7 +83,7 @@ impl Means {
         ranks: &RankGrid,
         rehearsal: &Rehearsal,
         device: &Device,
-    ) -> Result<Self, ParallelError> {
+    ) -> Result<Self> {
         let (world, num_microbatches) = (Arc::clone(ranks.world()), outline.num_microbatches);
         let (data_degree, tensor_degree) = (ranks.data().world_size(), ranks.tensor().world_size());
         let num_all = data_degree * num_microbatches;
@@ -186,7 +186,7 @@ impl Means {
     }
 
     /// Waits for the reports of all ranks: the mean loss of each step. [Metrics](Means::metrics) are known then as well.
-    pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<&[f64], ParallelError> {
+    pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<&[f64]> {
         if self.under_way.is_none() {
             self.send();
         }

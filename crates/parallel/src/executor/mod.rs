@@ -32,7 +32,7 @@ pub use timeline::ActionTime;
 pub use validation::{ValidationBatches, ValidationRound};
 
 use crate::axis::UnitAxes;
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::gradients::Gradients;
 use crate::gradients::norm::Squares;
 use crate::layout::per_experts::PerExperts;
@@ -145,7 +145,7 @@ impl Executor {
         &mut self,
         plan: StepPlan,
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
-    ) -> Result<StepOutcome, ParallelError> {
+    ) -> Result<StepOutcome> {
         // Steps allocate nothing.
         let mut outcomes = std::mem::take(&mut self.outcomes);
         let ran = self.run_steps(&[plan], batches, &mut outcomes);
@@ -168,7 +168,7 @@ impl Executor {
         plans: &[StepPlan],
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
         outcomes: &mut Vec<StepOutcome>,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         self.run_observed(plans, batches, outcomes, &mut |_| ())
     }
 
@@ -179,7 +179,7 @@ impl Executor {
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
         outcomes: &mut Vec<StepOutcome>,
         see: &mut dyn FnMut(usize),
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         assert!(self.program.outline.state.is_trained(), "an executor that only runs forward does not train");
         assert_eq!(plans.len(), self.program.outline.num_steps(), "each step has its plan");
         let expected = self.program.outline.num_microbatches;
@@ -235,7 +235,7 @@ impl Executor {
         action: Action,
         plans: &[StepPlan],
         finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         self.await_parameters(action)?;
         self.await_state(action)?;
         self.await_messages(action)?;
@@ -287,7 +287,7 @@ impl Executor {
     }
 
     /// Waits for the parameters and gathered gradients that an action works with.
-    fn await_parameters(&mut self, action: Action) -> Result<(), ParallelError> {
+    fn await_parameters(&mut self, action: Action) -> Result<()> {
         let Executor { program, parameters, gradients, waiting, .. } = self;
         if let Action::Step { unit } = action {
             gradients.await_gathered(unit, waiting)?;

@@ -2,7 +2,7 @@
 
 use super::in_flight::Kept;
 use super::{Executor, Moves};
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::offload::{Memory, Movable, OffloadOptions, Offloaded, try_each};
 use trireme_schedule::{Action, Keep, Program, StateClass, StateOf};
 use trireme_tensor::Device;
@@ -84,7 +84,7 @@ impl Executor {
     }
 
     /// Starts to bring state to where it lives.
-    pub(super) fn evict(&mut self, state: StateOf) -> Result<(), ParallelError> {
+    pub(super) fn evict(&mut self, state: StateOf) -> Result<()> {
         let has_changed = match state.class {
             StateClass::Optimizer => {
                 // Masters are among it.
@@ -107,19 +107,19 @@ impl Executor {
         self.evict_as(state, has_changed)
     }
 
-    fn evict_as(&mut self, state: StateOf, has_changed: bool) -> Result<(), ParallelError> {
+    fn evict_as(&mut self, state: StateOf, has_changed: bool) -> Result<()> {
         self.with_offloaded(state, |offloaded, memory| offloaded.evict(state, has_changed, memory))
     }
 
-    fn restore(&mut self, state: StateOf) -> Result<(), ParallelError> {
+    fn restore(&mut self, state: StateOf) -> Result<()> {
         self.with_offloaded(state, |offloaded, memory| offloaded.restore(state, memory))
     }
 
     fn with_offloaded(
         &mut self,
         state: StateOf,
-        go: impl FnOnce(&mut Offloaded, Memory<'_>) -> Result<(), ParallelError>,
-    ) -> Result<(), ParallelError> {
+        go: impl FnOnce(&mut Offloaded, Memory<'_>) -> Result<()>,
+    ) -> Result<()> {
         let mut offloaded = std::mem::take(&mut self.moves.offloaded);
         let gone = go(&mut offloaded, &mut |visit| self.with_memory(state, visit));
         self.moves.offloaded = offloaded;
@@ -127,7 +127,7 @@ impl Executor {
     }
 
     /// Waits for the state that an action works with.
-    pub(super) fn await_state(&mut self, action: Action) -> Result<(), ParallelError> {
+    pub(super) fn await_state(&mut self, action: Action) -> Result<()> {
         for &class in action.uses() {
             if self.moves.offloaded.moves(class) {
                 self.restore(action.state(class))?;
@@ -157,19 +157,14 @@ impl Executor {
     }
 
     /// Brings a unit's state of a class into memory, if it lives elsewhere. [`send_state`](Executor::send_state) comes after.
-    pub fn bring_state(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
+    pub fn bring_state(&mut self, class: StateClass, unit: usize) -> Result<()> {
         // What the last update has made may still be on its way to the others.
         self.outside_step(|executor| executor.parameters.ensure(unit, &mut executor.waiting))?;
         self.restore(of_unit(class, unit))
     }
 
     /// Brings a unit's state back to where it lives.
-    pub fn send_state(
-        &mut self,
-        class: StateClass,
-        unit: usize,
-        has_changed: bool,
-    ) -> Result<(), ParallelError> {
+    pub fn send_state(&mut self, class: StateClass, unit: usize, has_changed: bool) -> Result<()> {
         if !self.moves.offloaded.moves(class) {
             return Ok(());
         }
@@ -182,7 +177,7 @@ impl Executor {
     }
 
     /// Brings all state that lives on a disk there: zeros, of one unit at a time.
-    pub(super) fn send_zeros(&mut self) -> Result<(), ParallelError> {
+    pub(super) fn send_zeros(&mut self) -> Result<()> {
         for class in [StateClass::Optimizer, StateClass::Parameters] {
             if !self.moves.offloaded.moves(class) {
                 continue;
@@ -206,7 +201,7 @@ impl Executor {
     }
 
     /// Takes memory for a unit's state again, with unspecified contents.
-    pub(super) fn retake(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
+    pub(super) fn retake(&mut self, class: StateClass, unit: usize) -> Result<()> {
         try_each(&mut |visit| self.with_memory(of_unit(class, unit), visit), |part| part.restore())
     }
 

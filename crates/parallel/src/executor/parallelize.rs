@@ -7,7 +7,7 @@ use super::timeline::Timeline;
 use super::versions::Updates;
 use super::{Executor, Moves, Optimization, Passes};
 use crate::axis::UnitAxes;
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::executor::fp8_scales::AgreedScales;
 use crate::executor::hashes::HashRecorder;
 use crate::executor::shard_exchange::ShardExchange;
@@ -48,7 +48,7 @@ pub struct ExecutorSetup<'a> {
 }
 
 /// How units run without training; proven.
-pub(super) fn forward_program(training: &Outline) -> Result<Program, ParallelError> {
+pub(super) fn forward_program(training: &Outline) -> Result<Program> {
     let program = lay_out(single::forward_only(training), training.state.forward_only());
     validate(&program, 1)?;
     Ok(program)
@@ -77,7 +77,7 @@ impl Executor {
     ///
     /// # Panics
     /// If the model's parts are those of another rank, or the ranks shard state of which the program has no shards.
-    pub fn new(setup: ExecutorSetup<'_>) -> Result<Self, ParallelError> {
+    pub fn new(setup: ExecutorSetup<'_>) -> Result<Self> {
         let ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload } = setup;
         // Without a pipeline microbatches run one after the other.
         let in_flight_max =
@@ -165,7 +165,7 @@ fn split_groups(
     model: &Model,
     outline: &Outline,
     options: &ExecutorOptions,
-) -> Result<(Arc<RankGrid>, Option<Updates>), ParallelError> {
+) -> Result<(Arc<RankGrid>, Option<Updates>)> {
     let (state, num_shards) = (&outline.state, ranks.shards().world_size());
     assert!(num_shards == 1 || state.has_shards(), "{num_shards} shards of no state");
     assert_eq!(model.table().model_place(), ranks.model_place(), "the model's parts are those of this rank");

@@ -3,7 +3,7 @@
 use super::Executor;
 use super::in_flight::{InFlight, Kept, Purpose, Reports, check_batch, num_samples};
 use super::versions::PassParameters;
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::executor::validation::ValidationBatches;
 use crate::memory::counted::Counted;
 use std::sync::Arc;
@@ -16,18 +16,13 @@ use trireme_tensor::{Category, PassState, Tape, Tensor};
 
 impl Executor {
     /// Takes in a microbatch to be trained with.
-    pub(super) fn begin_microbatch(&mut self, microbatch: usize, batch: Batch) -> Result<(), ParallelError> {
+    pub(super) fn begin_microbatch(&mut self, microbatch: usize, batch: Batch) -> Result<()> {
         check_batch(&batch, &self.rehearsal, self.rehearsal.num_samples())?;
         self.passes.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal);
         Ok(())
     }
 
-    pub(super) fn forward(
-        &mut self,
-        unit: usize,
-        microbatch: usize,
-        keep: Keep,
-    ) -> Result<(), ParallelError> {
+    pub(super) fn forward(&mut self, unit: usize, microbatch: usize, keep: Keep) -> Result<()> {
         let mut inputs = self.passes.in_flight.take(MessageKind::Activation, microbatch);
         let is_last = unit + 1 == self.program.outline.chain.num_units;
         if is_last && let Purpose::Generation(past) = &self.passes.in_flight.purpose {
@@ -71,12 +66,7 @@ impl Executor {
     }
 
     /// Runs a unit on a tape of its own and passes on what it makes.
-    fn record(
-        &mut self,
-        unit: usize,
-        microbatch: usize,
-        inputs: Bundle<Tensor>,
-    ) -> Result<UnitPass, ParallelError> {
+    fn record(&mut self, unit: usize, microbatch: usize, inputs: Bundle<Tensor>) -> Result<UnitPass> {
         let pass = self.pass_state(microbatch);
         let tape = match self.passes.in_flight.purpose {
             Purpose::Training => match self.passes.in_flight.spare_tapes.pop() {
@@ -105,7 +95,7 @@ impl Executor {
     }
 
     /// Makes again what forward did not keep.
-    pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+    pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         let inputs = match self.passes.in_flight.pass(unit, microbatch).take() {
             Some(Kept::Recorded(mut pass)) => {
                 let parameters =
@@ -125,7 +115,7 @@ impl Executor {
         Ok(())
     }
 
-    pub(super) fn backward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+    pub(super) fn backward(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         self.gradients.prepare(unit, microbatch)?;
         let (mut pass, grads) = self.begin_backward(unit, microbatch);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
@@ -137,7 +127,7 @@ impl Executor {
     }
 
     /// Makes the gradient of a unit's input. [`backward_weight`](Executor::backward_weight) does the rest.
-    pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+    pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         let (mut pass, grads) = self.begin_backward(unit, microbatch);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         pass.backward_input(&parameters, grads, &mut self.passes.in_flight.batches[microbatch])?;
@@ -146,7 +136,7 @@ impl Executor {
         Ok(())
     }
 
-    pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+    pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         self.gradients.prepare(unit, microbatch)?;
         let Some(Kept::Halved(mut pass)) = self.passes.in_flight.pass(unit, microbatch).take() else {
             unreachable!("the input half has run");
@@ -175,12 +165,7 @@ impl Executor {
     }
 
     /// Passes the gradients of a unit's inputs on, and its loss.
-    fn pass_grad_on(
-        &mut self,
-        pass: &mut UnitPass,
-        unit: usize,
-        microbatch: usize,
-    ) -> Result<(), ParallelError> {
+    fn pass_grad_on(&mut self, pass: &mut UnitPass, unit: usize, microbatch: usize) -> Result<()> {
         *self.passes.in_flight.passing(MessageKind::Gradient, microbatch) = Some(pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
             // Where kernels reach the host's memory, the reports travel after the last microbatch, ahead of the first gradient.
@@ -201,7 +186,7 @@ impl Executor {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>, ParallelError> {
+    pub fn validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>> {
         let len = batches.num_batches() * 2 * self.rehearsal.reports().count();
         let group = self.ranks.world();
         let counted = Counted::of_buffer(&self.device, group, len * size_of::<f64>())?;
@@ -215,7 +200,7 @@ impl Executor {
     ///
     /// # Errors
     /// What device, group and disks refuse; [`ParallelError::NoBatch`].
-    pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>, ParallelError> {
+    pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>> {
         match &batch {
             Some(batch) => check_batch(batch, &self.rehearsal, num_samples(batch))?,
             None if self.ranks.experts().is_some() => return Err(ParallelError::NoBatch),
@@ -229,12 +214,12 @@ impl Executor {
     ///
     /// # Errors
     /// As [`evaluate`](Executor::evaluate).
-    pub fn evaluate_sequences(&mut self, batch: Batch) -> Result<Vec<RowMean>, ParallelError> {
+    pub fn evaluate_sequences(&mut self, batch: Batch) -> Result<Vec<RowMean>> {
         assert_eq!(self.group().world_size(), 1, "others would not know of the positions");
         self.evaluate_checked(Some(batch))
     }
 
-    fn evaluate_checked(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>, ParallelError> {
+    fn evaluate_checked(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>> {
         let num_reports = self.rehearsal.reports().count();
         let sums = self.device.zeros([num_reports].into(), DType::F64, Category::Activations)?;
         let reports = Reports { sums, num_rows: vec![0; num_reports] };
@@ -253,7 +238,7 @@ impl Executor {
         &mut self,
         purpose: Purpose,
         batch: Option<Batch>,
-    ) -> Result<(Purpose, Option<Bundle<Tensor>>), ParallelError> {
+    ) -> Result<(Purpose, Option<Bundle<Tensor>>)> {
         self.passes.in_flight.purpose = purpose;
         std::mem::swap(&mut self.program, &mut self.forward_program);
         let ran = self.outside_step(|executor| executor.run_forward_program(batch));
@@ -264,7 +249,7 @@ impl Executor {
         ran.map(|()| (purpose, made))
     }
 
-    fn run_forward_program(&mut self, batch: Option<Batch>) -> Result<(), ParallelError> {
+    fn run_forward_program(&mut self, batch: Option<Batch>) -> Result<()> {
         let has_batch = batch.is_some();
         if let Some(batch) = batch {
             self.passes.in_flight.begin(0, batch, &self.program.outline, &self.rehearsal);

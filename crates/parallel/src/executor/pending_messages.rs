@@ -1,6 +1,6 @@
 //! Messages between the ranks of a pipeline: activations go up, gradients come down.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::RankGrid;
 use crate::memory::pool::Pool;
 use crate::memory::vector::Exchanged;
@@ -50,7 +50,7 @@ impl Messages {
         to: usize,
         device: &Device,
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         self.finish_until(SENDS_MAX - 1, waiting)?;
         let num_words = tensors.specs().map(|spec| spec.num_words()).sum();
         let (mut buffer, mut first) = (self.pool.take_buffer(num_words)?, 0);
@@ -69,7 +69,7 @@ impl Messages {
         to: usize,
         device: &Device,
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         self.finish_until(SENDS_MAX - 1, waiting)?;
         let len = vector.len();
         let (buffer, _) = vector.leave(device, 0..len, 0..0);
@@ -79,11 +79,7 @@ impl Messages {
 
     /// Waits for the first messages until `num_left` are under way: no sooner, so that the memory which they take does not depend on
     /// time.
-    pub(super) fn finish_until(
-        &mut self,
-        num_left: usize,
-        waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    pub(super) fn finish_until(&mut self, num_left: usize, waiting: &mut Waiting) -> Result<()> {
         while self.sent.len() > num_left {
             let first = self.sent.pop_front().expect("messages are under way");
             let buffer = waiting.wait(first)?;
@@ -93,7 +89,7 @@ impl Messages {
     }
 
     /// Starts to receive `len` elements.
-    pub(super) fn receive(&self, len: usize, from: usize) -> Result<Incoming, ParallelError> {
+    pub(super) fn receive(&self, len: usize, from: usize) -> Result<Incoming> {
         let buffer = Buffer::pending(self.pool.take_buffer(len)?, DType::F32, len);
         Ok(Incoming { work: self.pool.group().receive(buffer, Rank(from)), len })
     }
@@ -105,7 +101,7 @@ impl Messages {
         specs: impl Iterator<Item = TensorSpec>,
         device: &Device,
         waiting: &mut Waiting,
-    ) -> Result<Bundle<Tensor>, ParallelError> {
+    ) -> Result<Bundle<Tensor>> {
         let mut buffer = waiting.wait_on_device(work, (DType::F32, len), device)?;
         let (mut tensors, mut first) = (Bundle::new(), 0);
         for spec in specs {

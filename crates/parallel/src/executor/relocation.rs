@@ -10,7 +10,7 @@ use super::parallelize::forward_program;
 use super::pending_messages::Messages;
 use super::timeline::Timeline;
 use super::{Executor, Optimization};
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::executor::shard_exchange::ShardExchange;
 use crate::gradients::Gradients;
 use crate::layout::placement::Placements;
@@ -41,7 +41,7 @@ impl Executor {
     /// If the program differs in more than which units stages have, and the order of actions; and if gradients are compressed,
     /// or parameters are sharded, for what there is of those does not move; and if the pipeline does not drain between updates,
     /// for then the cut decides the bits.
-    pub fn relocate(&mut self, program: Program) -> Result<(), ParallelError> {
+    pub fn relocate(&mut self, program: Program) -> Result<()> {
         validate(&program, program.outline.num_microbatches)?;
         // So a unit that reads a tied parameter of another rank still does, from the copy that is there.
         let uncut = |outline: &Outline| {
@@ -64,7 +64,7 @@ impl Executor {
     }
 
     /// Takes new memory for what a step begins without.
-    fn renew_step_memory(&mut self) -> Result<(), ParallelError> {
+    fn renew_step_memory(&mut self) -> Result<()> {
         let outline = &self.program.outline;
         self.gradients.release();
         self.passes.in_flight = InFlight::new(outline, &self.rehearsal);
@@ -84,7 +84,7 @@ impl Executor {
     }
 
     /// Brings every unit from where it lay to where it lies now.
-    fn move_units(&mut self, before: &Outline) -> Result<(), ParallelError> {
+    fn move_units(&mut self, before: &Outline) -> Result<()> {
         let now = &self.program.outline;
         let table = self.model.table();
         self.placements = Placements::new(table, now, self.ranks.mesh().clone());
@@ -116,7 +116,7 @@ impl Executor {
         part: Range<usize>,
         before: &Outline,
         was: &mut Offloaded,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         let now = &self.program.outline;
         let (own, from, to) = (now.rank, before.rank_of(unit), now.rank_of(unit));
         if from == own {
@@ -139,7 +139,7 @@ impl Executor {
     }
 
     /// What this rank steps of a unit is another part from now on.
-    fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<(), ParallelError> {
+    fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<()> {
         self.optimization.optimizer.set_part(unit, part.clone(), &self.optimization.device)?;
         self.parameters.set_part(unit, part, holds)
     }
@@ -158,7 +158,7 @@ impl Executor {
         num_bytes
     }
 
-    fn send_unit(&mut self, unit: usize, to: usize) -> Result<(), ParallelError> {
+    fn send_unit(&mut self, unit: usize, to: usize) -> Result<()> {
         let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
         counted.take(Category::Communication, num_bytes)?;
         let group = Arc::clone(self.ranks.pipeline());
@@ -173,7 +173,7 @@ impl Executor {
         Ok(())
     }
 
-    fn receive_unit(&mut self, unit: usize, from: usize) -> Result<(), ParallelError> {
+    fn receive_unit(&mut self, unit: usize, from: usize) -> Result<()> {
         let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
         counted.take(Category::Communication, num_bytes)?;
         let group = Arc::clone(self.ranks.pipeline());

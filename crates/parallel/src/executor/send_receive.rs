@@ -2,14 +2,14 @@
 
 use super::Executor;
 use super::pending_messages::Incoming;
-use crate::error::ParallelError;
+use crate::error::Result;
 use trireme_base::DType;
 use trireme_schedule::{Action, Message, MessageKind, StateClass};
 use trireme_tensor::ParameterSource;
 
 impl Executor {
     /// Starts to send a message of a step.
-    pub(super) fn send_message(&mut self, message: Message) -> Result<(), ParallelError> {
+    pub(super) fn send_message(&mut self, message: Message) -> Result<()> {
         let Message { kind, unit, microbatch } = message;
         let Executor { program, device, passes, messages, gradients, waiting, .. } = self;
         let peer = program.outline.peer(Action::Send(message)).expect("it is for a rank of the pipeline");
@@ -26,7 +26,7 @@ impl Executor {
     }
 
     /// Starts to receive a message of a step.
-    pub(super) fn receive_message(&mut self, message: Message) -> Result<(), ParallelError> {
+    pub(super) fn receive_message(&mut self, message: Message) -> Result<()> {
         let Message { kind, microbatch, .. } = message;
         let Executor { program, passes, messages, gradients, rehearsal, .. } = self;
         let peer = program.outline.peer(Action::Receive(message)).expect("it is from a rank of the pipeline");
@@ -42,7 +42,7 @@ impl Executor {
     }
 
     /// Sends a unit's parameters to the rank that has a copy of them.
-    fn send_copy(&mut self, unit: usize, to: usize) -> Result<(), ParallelError> {
+    fn send_copy(&mut self, unit: usize, to: usize) -> Result<()> {
         let Executor { messages, parameters, device, waiting, .. } = self;
         parameters.ensure(unit, waiting)?;
         let whole = parameters.unit(unit);
@@ -53,7 +53,7 @@ impl Executor {
     }
 
     /// Receives the parameters of which this rank has a copy.
-    fn receive_copy(&mut self, from: usize) -> Result<(), ParallelError> {
+    fn receive_copy(&mut self, from: usize) -> Result<()> {
         let Executor { messages, parameters, device, waiting, .. } = self;
         let Incoming { work, len } = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
         let vector = messages.pool.adopt(waiting.wait_on_device(work, (DType::F32, len), device)?, len)?;
@@ -63,7 +63,7 @@ impl Executor {
     }
 
     /// Brings copies of units that lie on other ranks up to date, outside of a step. Collective over the ranks of a pipeline.
-    pub(super) fn exchange_copies(&mut self) -> Result<(), ParallelError> {
+    pub(super) fn exchange_copies(&mut self) -> Result<()> {
         let is_exchange = |action: &Action| matches!(action, Action::Send(message) | Action::Receive(message) if message.kind == MessageKind::Parameters);
         match self.program.actions.iter().copied().find(is_exchange) {
             Some(Action::Send(message)) if self.program.outline.state.is_sharded(StateClass::Parameters) => {
@@ -81,7 +81,7 @@ impl Executor {
     }
 
     /// Waits for the messages that an action works with.
-    pub(super) fn await_messages(&mut self, action: Action) -> Result<(), ParallelError> {
+    pub(super) fn await_messages(&mut self, action: Action) -> Result<()> {
         let Some(microbatch) = action.microbatch() else { return Ok(()) };
         let Executor { program, device, passes, messages, gradients, waiting, rehearsal, .. } = self;
         let outline = &program.outline;

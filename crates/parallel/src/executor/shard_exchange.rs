@@ -1,4 +1,4 @@
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::layout::per_experts::PerExperts;
 use crate::layout::ranks::{RankGrid, StateRanks};
 use crate::memory::pool::Pool;
@@ -50,7 +50,7 @@ impl ShardExchange {
 impl ShardOps for ShardExchange {
     type Error = ParallelError;
 
-    fn sum(&mut self, mut values: ViewMut<'_>) -> Result<(), ParallelError> {
+    fn sum(&mut self, mut values: ViewMut<'_>) -> Result<()> {
         let len = values.shape().num_elements();
         for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
             let buffer = pool.send(&self.device, (values.as_view(), 0), len)?;
@@ -60,7 +60,7 @@ impl ShardOps for ShardExchange {
         Ok(())
     }
 
-    fn gather(&mut self, mut whole: ViewMut<'_>, part: Range<usize>) -> Result<(), ParallelError> {
+    fn gather(&mut self, mut whole: ViewMut<'_>, part: Range<usize>) -> Result<()> {
         if self.wholes.group().world_size() == 1 {
             return Ok(());
         }
@@ -75,12 +75,7 @@ impl ShardOps for ShardExchange {
         Ok(())
     }
 
-    fn join(
-        &mut self,
-        info: &ParameterInfo,
-        part: View<'_>,
-        whole: ViewMut<'_>,
-    ) -> Result<(), ParallelError> {
+    fn join(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<()> {
         let AxisPlace { rank, degree } = info.place;
         let len = part.shape().num_elements();
         let buffer = self.parts.send(&self.device, (part, rank * len), degree * len)?;

@@ -7,7 +7,7 @@
 //! A unit whose compression would gain nothing exchanges gradients in every step, which comes to the same update.
 
 use super::{Executor, Optimization};
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::executor::hashes::add_unit;
 use crate::memory::across_devices::{bring, change_on};
 use crate::step::StepPlan;
@@ -45,7 +45,7 @@ impl Executor {
 
     /// Starts the reduction of a unit's gradient, or of the momentum that it leads to. Discards the gradient of a step in which nothing counts
     /// in the loss.
-    pub(super) fn reduce(&mut self, unit: usize, plan: StepPlan) -> Result<(), ParallelError> {
+    pub(super) fn reduce(&mut self, unit: usize, plan: StepPlan) -> Result<()> {
         if !plan.has_loss {
             self.gradients.discard(unit);
             return Ok(());
@@ -72,12 +72,7 @@ impl Executor {
     }
 
     /// Updates a unit's parameters by the sum of what was reduced. `step` is the number in the schedule, which counts skipped steps.
-    pub(super) fn update(
-        &mut self,
-        unit: usize,
-        step: u64,
-        settings: StepSettings,
-    ) -> Result<(), ParallelError> {
+    pub(super) fn update(&mut self, unit: usize, step: u64, settings: StepSettings) -> Result<()> {
         self.await_outcomes()?;
         let is_momentum = self.is_momentum(unit, settings.step);
         let Optimization { optimizer, device, exchanges, hashes, .. } = &mut self.optimization;

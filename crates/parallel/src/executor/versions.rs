@@ -1,7 +1,7 @@
 //! Versions of parameters, of a pipeline that does not drain between updates.
 
 use super::earlier_norms::EarlierNorms;
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::RankGrid;
 use crate::parameters::RankParameters;
 use std::collections::VecDeque;
@@ -41,7 +41,7 @@ pub(super) struct UnitVersions {
 
 impl Updates {
     /// Of the programs of `outline`, if they do not drain between updates.
-    pub(super) fn new(outline: &Outline, ranks: &mut RankGrid) -> Result<Option<Self>, ParallelError> {
+    pub(super) fn new(outline: &Outline, ranks: &mut RankGrid) -> Result<Option<Self>> {
         if outline.asynchronous.is_none() {
             return Ok(None);
         }
@@ -65,12 +65,7 @@ impl Updates {
     }
 
     /// Keeps a copy of a unit's parameters.
-    pub(super) fn stash(
-        &mut self,
-        unit: usize,
-        whole: View<'_>,
-        device: &Device,
-    ) -> Result<(), ParallelError> {
+    pub(super) fn stash(&mut self, unit: usize, whole: View<'_>, device: &Device) -> Result<()> {
         let state = &mut self.units[unit];
         let mut copy = match state.spare.pop() {
             Some(copy) => copy,

@@ -1,6 +1,6 @@
 //! How the gradient of a unit, or the momentum that it leads to, is summed over the ranks in compressed messages.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::counted::Counted;
 use crate::memory::vector::{Exchanged, Exchanging};
 use crate::memory::waiting::Waiting;
@@ -53,7 +53,7 @@ impl Compressed {
         options: &ExecutorOptions,
         device: &Device,
         group: &Arc<Group>,
-    ) -> Result<Option<Self>, ParallelError> {
+    ) -> Result<Option<Self>> {
         let ExecutorOptions { compression, seed, .. } = options;
         let (bucket, world_size) = (bucket(table, unit)?, group.world_size());
         let Some(sizes) = compression.sizes(&bucket, world_size) else { return Ok(None) };
@@ -103,7 +103,7 @@ impl Compressed {
     }
 
     /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
-    pub(crate) fn remember(&mut self) -> Result<(), ParallelError> {
+    pub(crate) fn remember(&mut self) -> Result<()> {
         self.device.staging().take_outside(Category::Communication, self.state_bytes)?;
         let states = self.compressor.iter().flat_map(|compressor| compressor.state());
         self.before = Some(states.map(|(name, values)| (name, values.into())).collect());
@@ -111,7 +111,7 @@ impl Compressed {
     }
 
     /// Takes back the last step: the compressor is as it was before. It had no part in a step that summed the gradient as it is.
-    pub(crate) fn take_back(&mut self) -> Result<(), ParallelError> {
+    pub(crate) fn take_back(&mut self) -> Result<()> {
         if !self.is_in_messages {
             return Ok(());
         }
@@ -127,7 +127,7 @@ impl Compressed {
     }
 
     /// Starts the first round of a step with this rank's `gradient`.
-    pub(crate) fn start(&mut self, mut gradient: Exchanged) -> Result<(), ParallelError> {
+    pub(crate) fn start(&mut self, mut gradient: Exchanged) -> Result<()> {
         self.is_in_messages = true;
         let Some(compressor) = &self.compressor else {
             if let Some(rounds) = self.kinds.pop_front() {
@@ -167,7 +167,7 @@ impl Compressed {
     }
 
     /// Waits for the message under way and starts the next one; after the last one, the sum over all ranks.
-    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>, ParallelError> {
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>> {
         let (mut gradient, round) = match self.under_way.take() {
             None => return Ok(None),
             Some(UnderWay::Whole(whole)) => return Ok(Some(whole.wait(&self.device, waiting)?)),
@@ -192,7 +192,7 @@ impl Compressed {
     }
 
     /// Takes memory for the messages of the rounds to come, and gives back that of earlier ones.
-    fn make_exchanges(&mut self, rounds: &[Round]) -> Result<(), ParallelError> {
+    fn make_exchanges(&mut self, rounds: &[Round]) -> Result<()> {
         let group = &self.group;
         self.exchanges.clear();
         self.counted = Counted::new(&self.device);
@@ -239,7 +239,7 @@ impl Exact {
     }
 
     /// Takes them out of a gradient, where zeros stay, and starts to sum them.
-    fn start(&mut self, gradient: &mut [f32], group: &Group) -> Result<(), ParallelError> {
+    fn start(&mut self, gradient: &mut [f32], group: &Group) -> Result<()> {
         let mut own = group.buffer(self.len())?;
         let elements = self.elements.iter().cloned().flatten();
         own.iter_mut().zip(elements).for_each(|(own, element)| *own = std::mem::take(&mut gradient[element]));
@@ -248,7 +248,7 @@ impl Exact {
     }
 
     /// Brings the sums to a gradient.
-    fn finish(&mut self, gradient: &mut [f32], waiting: &mut Waiting) -> Result<(), ParallelError> {
+    fn finish(&mut self, gradient: &mut [f32], waiting: &mut Waiting) -> Result<()> {
         let sum = waiting.wait(self.sum.take().expect("a sum was started"))?;
         let elements = self.elements.iter().cloned().flatten();
         sum.iter().zip(elements).for_each(|(&sum, element)| gradient[element] = sum);
@@ -265,7 +265,7 @@ struct RoundExchange {
 }
 
 impl RoundExchange {
-    fn new(round: Round, group: &Group) -> Result<Self, ParallelError> {
+    fn new(round: Round, group: &Group) -> Result<Self> {
         let (dtype, len) = round.message();
         let len = len * round.num_messages(group.world_size());
         let messages = group.buffer_of(dtype, len, PageSize::Base)?;
@@ -294,7 +294,7 @@ impl RoundExchange {
         compressor: &mut Compressor,
         gradient: &mut [f32],
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         let work = self.work.take().expect("the round was started");
         let messages = waiting.wait(work)?;
         compressor.read(gradient, messages.bytes())?;

@@ -2,7 +2,7 @@
 
 use super::layout::GradientLayout;
 use super::{Gradients, UnitGradient};
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::gradients::compressed::Compressed;
 use crate::gradients::hierarchical::{Hierarchical, Hierarchy};
 use crate::gradients::reduction::{Reduction, Reductions};
@@ -31,7 +31,7 @@ impl Gradients {
         (device, shards_device): (&Device, &Device),
         messages: &Pool,
         options: &ExecutorOptions,
-    ) -> Result<Self, ParallelError> {
+    ) -> Result<Self> {
         let hierarchy = hierarchy(table, ranks, device, options)?;
         let layout = GradientLayout::new(outline, ranks, options, hierarchy.is_some());
         let pool = layout.pool(ranks, device, options);
@@ -49,7 +49,7 @@ impl Gradients {
         };
         let counted = Counted::new(device);
         let len = |(unit, info): (usize, &UnitInfo)| if is_held[unit] { info.num_elements } else { 0 };
-        let sums = ranks.states().try_map(|state| -> Result<_, ParallelError> {
+        let sums = ranks.states().try_map(|state| -> Result<_> {
             let (dtype, group) = (layout.dtype, layout.group(state));
             let reductions = match layout.is_scattered() {
                 true => Reductions::reduce_scatter(dtype, group, !layout.has_shards(state), device),
@@ -132,7 +132,7 @@ fn hierarchy(
     ranks: &RankGrid,
     device: &Device,
     options: &ExecutorOptions,
-) -> Result<Option<Arc<Hierarchy>>, ParallelError> {
+) -> Result<Option<Arc<Hierarchy>>> {
     let Some((levels, format)) = ranks.levels().zip(options.zero_plus_plus.quantized_gradients) else {
         return Ok(None);
     };

@@ -1,7 +1,7 @@
 //! How the gradient of a unit is summed over the shards' ranks as integers, level by level (qgZ: Wang et al., "ZeRO++", 2023,
 //! section 3.3): what a host sends to another one is a sum over its ranks.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::Levels;
 use crate::memory::pool::Pool;
 use crate::memory::vector::{Exchanged, Exchanging};
@@ -74,7 +74,7 @@ impl Hierarchical {
 
     /// Waits for the level under way and starts the next one; after the last one, what lies in the place of this rank's shard
     /// is its sum over all ranks.
-    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>, ParallelError> {
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>> {
         let Swap { mut gradient, level, messages } = self.under_way.take().expect("a reduction was started");
         let messages = messages.wait(&self.hierarchy.device, waiting)?;
         self.add_up(&mut gradient, &self.hierarchy.levels[level], &messages);
@@ -87,7 +87,7 @@ impl Hierarchical {
     }
 
     /// Starts a level, the first one with this rank's `gradient`.
-    pub(crate) fn start(&mut self, gradient: Exchanged, level: usize) -> Result<(), ParallelError> {
+    pub(crate) fn start(&mut self, gradient: Exchanged, level: usize) -> Result<()> {
         let Hierarchy { device, format, num_shards, levels } = &*self.hierarchy;
         let Level { shards_of, messages: pool } = &levels[level];
         let num_slots: usize = shards_of.iter().map(Vec::len).sum();

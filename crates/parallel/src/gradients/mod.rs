@@ -11,7 +11,7 @@ mod summed_vector;
 mod tied;
 pub(crate) mod tree;
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::RankGrid;
 use crate::memory::counted::Counted;
 use crate::memory::pool::Pool;
@@ -122,7 +122,7 @@ pub(crate) struct Gradients {
 
 impl Gradients {
     /// Makes room for the gradients that backward of `unit` writes. What a unit that is tied to it has for the microbatch, is there.
-    pub(crate) fn prepare(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+    pub(crate) fn prepare(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         if !self.layout.keeps_full() {
             let outline = std::mem::take(&mut self.outline);
             let prepared = outline.writes(unit).try_for_each(|unit| self.take_whole(unit));
@@ -152,7 +152,7 @@ impl Gradients {
     }
 
     /// Takes memory for a whole gradient, and waits for some to come back rather than take ever more.
-    fn take_whole(&mut self, unit: usize) -> Result<(), ParallelError> {
+    fn take_whole(&mut self, unit: usize) -> Result<()> {
         let state = &self.units[unit];
         // Later terms of a sum are partial sums beside the first.
         if state.reducible.is_some() || state.open.is_some() || !state.sum.is_empty() {
@@ -202,7 +202,7 @@ impl Gradients {
 
     /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one, when memory for it has
     /// come back rather than be more and more. With `is_whole` it is sent as it is, whatever the compression.
-    pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<(), ParallelError> {
+    pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<()> {
         while self.layout.is_rounded()
             && self.units[unit].shard.is_some()
             && self.is_full(self.units[unit].len)
@@ -246,7 +246,7 @@ impl Gradients {
     }
 
     /// Waits for the message under way of the reduction that was started first.
-    fn finish_first(&mut self) -> Result<(), ParallelError> {
+    fn finish_first(&mut self) -> Result<()> {
         let unit = self.under_way.pop_front().expect("something is under way");
         let state = &mut self.units[unit];
         if !state.reduction.advance(&mut state.reducible, &self.device, &mut self.waiting)? {
@@ -278,7 +278,7 @@ impl Gradients {
     }
 
     /// Waits for every reduction.
-    pub(crate) fn wait(&mut self) -> Result<(), ParallelError> {
+    pub(crate) fn wait(&mut self) -> Result<()> {
         while !self.under_way.is_empty() {
             self.finish_first()?;
         }
@@ -292,7 +292,7 @@ impl Gradients {
     }
 
     /// Waits for the sum of one unit ahead of the others.
-    pub(crate) fn finish(&mut self, unit: usize) -> Result<(), ParallelError> {
+    pub(crate) fn finish(&mut self, unit: usize) -> Result<()> {
         while self.under_way.contains(&unit) {
             self.finish_first()?;
         }
@@ -306,14 +306,14 @@ impl Gradients {
     }
 
     /// Starts to gather a unit's reduced gradient from the shards.
-    pub(crate) fn gather(&mut self, unit: usize) -> Result<(), ParallelError> {
+    pub(crate) fn gather(&mut self, unit: usize) -> Result<()> {
         self.finish(unit)?;
         let gathered = self.gathered.as_mut().expect("shards of gradients update whole units");
         gathered.unshard(unit, Some((self.units[unit].reduced(), &self.shards_device)))
     }
 
     /// Waits for a gradient that was to be gathered.
-    pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
         self.gathered.as_mut().map_or(Ok(()), |gathered| gathered.ensure(unit, waiting))
     }
 
@@ -346,7 +346,7 @@ impl Gradients {
     }
 
     /// Takes memory so that a compressed step may be sent whole, and, if it `may_be_skipped`, taken back.
-    pub(crate) fn expect_momentum(&mut self, may_be_skipped: bool) -> Result<(), ParallelError> {
+    pub(crate) fn expect_momentum(&mut self, may_be_skipped: bool) -> Result<()> {
         let group = self.ranks.replicas();
         for state in &mut self.units {
             let Some(compressed) = state.reduction.compressed_mut() else { continue };
@@ -360,7 +360,7 @@ impl Gradients {
     }
 
     /// Takes back what the last step, which was compressed, did to the compressors.
-    pub(crate) fn take_back_compression(&mut self) -> Result<(), ParallelError> {
+    pub(crate) fn take_back_compression(&mut self) -> Result<()> {
         let mut compressed = self.units.iter_mut().filter_map(|state| state.reduction.compressed_mut());
         compressed.try_for_each(Compressed::take_back)
     }

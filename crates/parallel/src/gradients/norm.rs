@@ -1,6 +1,6 @@
 //! Sums of the squares of gradients: what their norm comes from.
 
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::layout::ranks::RankGrid;
 use crate::memory::across_devices::change_on;
 use crate::memory::vector::Exchanged;
@@ -28,7 +28,7 @@ impl Squares {
         ranks: &RankGrid,
         device: &Device,
         optimizer: &OptimizerOptions,
-    ) -> Result<Self, ParallelError> {
+    ) -> Result<Self> {
         let (group, is_first) = ranks.squares_group();
         let counted = |unit: &UnitInfo| {
             // Ranks with other experts have the same of the rest of a unit with experts.
@@ -60,7 +60,7 @@ impl Squares {
         unit: usize,
         (gradient, part): (View<'_>, Range<usize>),
         on: &Device,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         let (counted, mut sum) = (&self.counted[unit], sum_of(&mut self.sums, unit));
         self.device.zero(sum.reborrow());
         change_on(sum, &self.device, on, Category::Communication, |mut sum| {
@@ -81,11 +81,7 @@ impl Squares {
     }
 
     /// The sum of all squares over the ranks of these groups, one group after the other.
-    pub(crate) fn sum(
-        &mut self,
-        groups: &[&Arc<Group>],
-        waiting: &mut Waiting,
-    ) -> Result<f64, ParallelError> {
+    pub(crate) fn sum(&mut self, groups: &[&Arc<Group>], waiting: &mut Waiting) -> Result<f64> {
         let sums = self.sums.take().expect("squares are summed once a step");
         let len = sums.len();
         let (mut buffer, part) = sums.leave(&self.device, 0..len, 0..0);

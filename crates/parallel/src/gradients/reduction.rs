@@ -1,7 +1,7 @@
 //! How the gradient of a unit is summed over the ranks: in f32 where it lies, rounded to 16 bits, as integers level by level,
 //! or compressed.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::gradients::compressed::Compressed;
 use crate::gradients::hierarchical::Hierarchical;
 use crate::gradients::summed_vector::{Summation, Vector};
@@ -44,7 +44,7 @@ impl Reductions {
         fusion_bytes: usize,
         lens: &[usize],
         counted: &Counted,
-    ) -> Result<Self, ParallelError> {
+    ) -> Result<Self> {
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
         let len_max = if shares_memory { 0 } else { fusion_bytes / dtype.size() };
         let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
@@ -65,7 +65,7 @@ impl Reductions {
     }
 
     /// The reduction of a gradient of `len` elements.
-    pub(crate) fn reduction(&self, len: usize) -> Result<Reduction, ParallelError> {
+    pub(crate) fn reduction(&self, len: usize) -> Result<Reduction> {
         let Some((pool, takes_memory)) = &self.rounded else {
             return Ok(Reduction::Plain { exchange: self.exchange.clone(), under_way: None });
         };
@@ -79,11 +79,7 @@ impl Reductions {
 
 impl Reduction {
     /// Starts the reduction of this rank's `sum`; gives it back if it is not what is reduced.
-    pub(crate) fn start(
-        &mut self,
-        sum: Exchanged,
-        device: &Device,
-    ) -> Result<Option<Exchanged>, ParallelError> {
+    pub(crate) fn start(&mut self, sum: Exchanged, device: &Device) -> Result<Option<Exchanged>> {
         match self {
             Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum, device)),
             Reduction::Rounded(rounded) => {
@@ -113,7 +109,7 @@ impl Reduction {
         wide: &mut Option<Exchanged>,
         device: &Device,
         waiting: &mut Waiting,
-    ) -> Result<bool, ParallelError> {
+    ) -> Result<bool> {
         *wide = match self {
             Reduction::Plain { under_way, .. } => {
                 let under_way = under_way.take().expect("a reduction was started");

@@ -1,7 +1,7 @@
 //! A rank's shard of a unit's gradient: the sum over microbatches of what the shards' ranks have reduced, and then over
 //! replicas.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::gradients::summed_vector::{Summation, Vector};
 use crate::gradients::tree::TreeSum;
 use crate::gradients::{Gradient, add};
@@ -53,7 +53,7 @@ impl ShardSums {
 
 impl ShardSum {
     /// Adds the shard of a microbatch, which is on the device `from`, in the canonical order.
-    pub(crate) fn add(&mut self, shard: View<'_>, from: &Device) -> Result<(), ParallelError> {
+    pub(crate) fn add(&mut self, shard: View<'_>, from: &Device) -> Result<()> {
         let (len, device) = (self.memory.len(), &self.device);
         let shard = bring(shard, from, device, Category::Communication)?;
         let mut term = if self.sum.is_empty() {
@@ -83,7 +83,7 @@ impl ShardSum {
     }
 
     /// Waits for the sum over the replicas.
-    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<()> {
         self.memory.wait(waiting)
     }
 

@@ -1,6 +1,6 @@
 //! Vectors that ranks add up.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::across_devices::bring;
 use crate::memory::pool::Pool;
 use crate::memory::vector::{Exchanged, Exchanging};
@@ -67,7 +67,7 @@ impl Vector {
     }
 
     /// Memory for a sum.
-    pub(crate) fn take(&mut self) -> Result<Exchanged, ParallelError> {
+    pub(crate) fn take(&mut self) -> Result<Exchanged> {
         self.memory.take().map_or_else(|| self.pool.take(self.len), Ok)
     }
 
@@ -77,7 +77,7 @@ impl Vector {
     }
 
     /// Rounds the term of this rank, which is on `device`.
-    pub(crate) fn round(&mut self, term: View<'_>, device: &Device) -> Result<(), ParallelError> {
+    pub(crate) fn round(&mut self, term: View<'_>, device: &Device) -> Result<()> {
         let mut memory = self.take()?;
         let own = self.pool.device();
         let term = bring(term, device, own, Category::Communication)?;
@@ -99,7 +99,7 @@ impl Vector {
     }
 
     /// Waits for the sum over the ranks.
-    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<()> {
         let under_way = self.under_way.take().expect("the sum over the ranks was started");
         self.memory = Some(under_way.wait(self.pool.device(), waiting)?);
         Ok(())
@@ -126,7 +126,7 @@ impl Movable for Vector {
         }
     }
 
-    fn restore(&mut self) -> Result<(), ParallelError> {
+    fn restore(&mut self) -> Result<()> {
         self.memory = Some(self.take()?);
         Ok(())
     }

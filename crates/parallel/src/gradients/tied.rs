@@ -4,7 +4,7 @@
 //! gradient for the same one: within the rank, or after a message. Where sums may have another order than on one rank, a reader on another rank
 //! sums its parts of a step, which wait for the last microbatch.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::pool::Pool;
 use crate::memory::vector::Exchanged;
 use trireme_schedule::Outline;
@@ -51,7 +51,7 @@ impl TiedGradients {
     }
 
     /// Makes room for what backward of `unit` has, if it is the reader.
-    pub(crate) fn begin(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+    pub(crate) fn begin(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         if unit == self.reader {
             let microbatch = self.sums_at.unwrap_or(microbatch);
             let sum = self.parts[microbatch].take();

@@ -1,6 +1,6 @@
 //! The ranks of a world, as a grid of stages, replicas and shards.
 
-use crate::error::ParallelError;
+use crate::error::{ParallelError, Result};
 use crate::layout::per_experts::PerExperts;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, Rank};
@@ -169,7 +169,7 @@ impl<'a> Groups<'a> {
     }
 
     /// The ranks that differ from this one along `axes` only. Collective.
-    fn along(&mut self, name: &str, axes: &[Axis]) -> Result<Arc<Group>, ParallelError> {
+    fn along(&mut self, name: &str, axes: &[Axis]) -> Result<Arc<Group>> {
         let (several, world) = &self.made[0];
         let those: Vec<Axis> = several.iter().copied().filter(|axis| axes.contains(axis)).collect();
         if let Some((_, group)) = self.made.iter().find(|(made, _)| *made == those) {
@@ -185,12 +185,7 @@ impl<'a> Groups<'a> {
 }
 
 /// The groups of `len` ranks each that have a color in common; collective over `group`.
-fn part(
-    group: &Arc<Group>,
-    name: &str,
-    len: usize,
-    color: impl Fn(usize) -> usize,
-) -> Result<Arc<Group>, ParallelError> {
+fn part(group: &Arc<Group>, name: &str, len: usize, color: impl Fn(usize) -> usize) -> Result<Arc<Group>> {
     Ok(match len {
         _ if len == group.world_size() => Arc::clone(group),
         1 => Arc::new(group.singleton()),
@@ -209,7 +204,7 @@ impl RankGrid {
     ///
     /// # Panics
     /// If the degrees do not divide the number of ranks.
-    pub fn new(world: Group, degrees: Degrees) -> Result<Self, ParallelError> {
+    pub fn new(world: Group, degrees: Degrees) -> Result<Self> {
         let mesh = degrees.mesh(world.world_size());
         let mut groups = Groups::new(&mesh, world);
         let pipeline = groups.along("pipeline", &[Axis::PIPELINE])?;
@@ -278,7 +273,7 @@ impl RankGrid {
     }
 
     /// Makes the groups of those ranks of the tensor axis that hold the same elements of parameters; collective over all ranks.
-    pub(crate) fn split_holders(&mut self, table: &ParameterTable) -> Result<(), ParallelError> {
+    pub(crate) fn split_holders(&mut self, table: &ParameterTable) -> Result<()> {
         let numbers = table.parameters().iter().map(ParameterInfo::num_holders);
         let mut numbers: Vec<usize> = numbers.filter(|number| *number > 1).collect();
         numbers.sort_unstable();
@@ -292,7 +287,7 @@ impl RankGrid {
     }
 
     /// Makes another group of the pipeline's ranks, for operations that they come to between different others; collective over all ranks.
-    pub(crate) fn split_pipeline(&mut self, name: &str) -> Result<Arc<Group>, ParallelError> {
+    pub(crate) fn split_pipeline(&mut self, name: &str) -> Result<Arc<Group>> {
         let group = Arc::new(self.pipeline.split_by(name, |_| 0)?);
         self.groups.push(Arc::clone(&group));
         Ok(group)
@@ -308,7 +303,7 @@ impl RankGrid {
     }
 
     /// Splits the shards' ranks by hosts, if a replica has equally many on each of its hosts; collective over all ranks.
-    pub(crate) fn split_by_hosts(&mut self) -> Result<(), ParallelError> {
+    pub(crate) fn split_by_hosts(&mut self) -> Result<()> {
         let group_of = |rank: usize| self.mesh.group_of(Rank(rank), &[Axis::DATA_SHARD]);
         let num_ranks = self.world.world_size();
         let mut expected = None;
@@ -474,7 +469,7 @@ pub(crate) struct Levels {
 
 impl Levels {
     /// Collective over `shards`.
-    fn new(shards: &Arc<Group>) -> Result<Self, ParallelError> {
+    fn new(shards: &Arc<Group>) -> Result<Self> {
         let (rank, hosts) = (shards.rank(), shards.hosts().clone());
         let num_local = hosts.ranks(hosts.host_of(rank)).len();
         let within = part(shards, "within", num_local, |rank| hosts.host_of(Rank(rank)))?;

@@ -1,4 +1,4 @@
-use crate::error::ParallelError;
+use crate::error::Result;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use trireme_comm::Group;
 use trireme_tensor::{Category, Device};
@@ -19,7 +19,7 @@ impl Counted {
     }
 
     /// Counts a buffer of `group`, and what this rank maps of its peers' ones.
-    pub(crate) fn of_buffer(device: &Device, group: &Group, num_bytes: usize) -> Result<Self, ParallelError> {
+    pub(crate) fn of_buffer(device: &Device, group: &Group, num_bytes: usize) -> Result<Self> {
         let counted = Counted::new(device);
         counted.take(Category::Communication, num_bytes)?;
         counted.map(group.peer_bytes_mapped(num_bytes))?;
@@ -32,14 +32,14 @@ impl Counted {
     }
 
     /// Counts memory that is about to be taken.
-    pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<(), ParallelError> {
+    pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<()> {
         self.device.staging().take_outside(category, num_bytes)?;
         self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
 
     /// Counts memory of peers that is about to be mapped.
-    pub(crate) fn map(&self, num_bytes: usize) -> Result<(), ParallelError> {
+    pub(crate) fn map(&self, num_bytes: usize) -> Result<()> {
         self.device.staging().take_mapped(Category::Communication, num_bytes)?;
         self.mapped.fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())

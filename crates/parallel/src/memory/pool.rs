@@ -1,4 +1,4 @@
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::counted::Counted;
 use crate::memory::vector::{DevicePart, Exchanged};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -79,13 +79,13 @@ impl Pool {
     }
 
     /// A vector of `len` elements with unspecified contents.
-    pub(crate) fn take(&self, len: usize) -> Result<Exchanged, ParallelError> {
+    pub(crate) fn take(&self, len: usize) -> Result<Exchanged> {
         let own = self.take_own(len)?;
         Ok(Exchanged::new(self.take_buffer(self.buffer_len(len))?, own))
     }
 
     /// Memory of the device for `len` elements, unless there is some of the group that kernels reach.
-    fn take_own(&self, len: usize) -> Result<Option<Tensor>, ParallelError> {
+    fn take_own(&self, len: usize) -> Result<Option<Tensor>> {
         let device = self.device();
         let take = || device.empty([len].into(), self.dtype, self.category);
         Ok((!device.reaches_host() || !self.has_buffers).then(take).transpose()?)
@@ -97,7 +97,7 @@ impl Pool {
     }
 
     /// Memory of the group for `len` elements, with unspecified contents, which no kernel works with.
-    pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<Untyped>>, ParallelError> {
+    pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<Untyped>>> {
         let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = free.iter().position(|(other, _)| *other == len) {
             return Ok(free.swap_remove(index).1);
@@ -114,11 +114,7 @@ impl Pool {
 
     /// A vector of what a group brings into memory of this pool for `len` elements.
     #[track_caller]
-    pub(crate) fn adopt(
-        &self,
-        buffer: Pending<Buffer<Untyped>>,
-        len: usize,
-    ) -> Result<Exchanged, ParallelError> {
+    pub(crate) fn adopt(&self, buffer: Pending<Buffer<Untyped>>, len: usize) -> Result<Exchanged> {
         let part = DevicePart::new(self.take_own(len)?, 0..len);
         Ok(Exchanged::arrive(buffer, part, self.device()))
     }
@@ -130,7 +126,7 @@ impl Pool {
         device: &Device,
         (values, at): (View<'_>, usize),
         len: usize,
-    ) -> Result<Buffer<Untyped>, ParallelError> {
+    ) -> Result<Buffer<Untyped>> {
         let mut buffer = self.take_buffer(len)?;
         device.download_later(values, &mut buffer, at * self.dtype.size());
         Ok(Buffer::pending(buffer, self.dtype, len))

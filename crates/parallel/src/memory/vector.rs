@@ -1,6 +1,6 @@
 //! Vectors that kernels work with and ranks exchange.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::waiting::Waiting;
 use std::fmt;
 use std::ops::Range;
@@ -46,12 +46,7 @@ impl Exchanged {
     }
 
     /// A vector that the host reads after each exchange.
-    pub(crate) fn new_for_host(
-        group: &Group,
-        device: &Device,
-        dtype: DType,
-        len: usize,
-    ) -> Result<Self, ParallelError> {
+    pub(crate) fn new_for_host(group: &Group, device: &Device, dtype: DType, len: usize) -> Result<Self> {
         let is_apart = !device.reaches_host();
         let own = is_apart.then(|| device.zeros([len].into(), dtype, Category::Communication)).transpose()?;
         Ok(Exchanged { buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?), own })
@@ -177,10 +172,7 @@ impl Exchanged {
 
 impl Exchanging {
     /// Waits for the exchange of a vector that is passed on to another group, which only reads it, and not to kernels.
-    pub(crate) fn wait_on_host(
-        self,
-        waiting: &mut Waiting,
-    ) -> Result<(Buffer<Untyped>, DevicePart), ParallelError> {
+    pub(crate) fn wait_on_host(self, waiting: &mut Waiting) -> Result<(Buffer<Untyped>, DevicePart)> {
         let mut buffer = waiting.wait_fused(self.work)?;
         buffer.wait();
         Ok((buffer, DevicePart { arriving: 0..0, ..self.part }))
@@ -188,13 +180,13 @@ impl Exchanging {
 
     /// Takes the vector back for kernels, which read it after the exchange.
     #[track_caller]
-    pub(crate) fn wait(self, device: &Device, waiting: &mut Waiting) -> Result<Exchanged, ParallelError> {
+    pub(crate) fn wait(self, device: &Device, waiting: &mut Waiting) -> Result<Exchanged> {
         let Exchanging { work, dtype, len, part } = self;
         Ok(Exchanged::arrive(waiting.wait_on_device(work, (dtype, len), device)?, part, device))
     }
 
     /// Waits for the exchange of a vector of the [host](Exchanged::new_for_host), and takes it back.
-    pub(crate) fn take_to_host(self, waiting: &mut Waiting) -> Result<Exchanged, ParallelError> {
+    pub(crate) fn take_to_host(self, waiting: &mut Waiting) -> Result<Exchanged> {
         let (buffer, part) = self.wait_on_host(waiting)?;
         Ok(Exchanged { buffer: Pending::new(buffer), own: part.own })
     }

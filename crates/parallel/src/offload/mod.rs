@@ -6,7 +6,7 @@
 mod spill;
 mod store;
 
-use crate::error::ParallelError;
+use crate::error::Result;
 pub use spill::Spill;
 use std::path::PathBuf;
 use store::Store;
@@ -48,7 +48,7 @@ pub(crate) trait Movable {
     fn release(&mut self);
 
     /// Takes memory again, with unspecified contents.
-    fn restore(&mut self) -> Result<(), ParallelError>;
+    fn restore(&mut self) -> Result<()>;
 }
 
 impl Movable for Tensor {
@@ -64,7 +64,7 @@ impl Movable for Tensor {
         Tensor::release(self);
     }
 
-    fn restore(&mut self) -> Result<(), ParallelError> {
+    fn restore(&mut self) -> Result<()> {
         Ok(Tensor::restore(self)?)
     }
 }
@@ -75,8 +75,8 @@ pub(crate) type Memory<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut dyn Movable))
 /// Visits all of `memory`, up to the first failure.
 pub(crate) fn try_each(
     memory: Memory<'_>,
-    mut visit: impl FnMut(&mut dyn Movable) -> Result<(), ParallelError>,
-) -> Result<(), ParallelError> {
+    mut visit: impl FnMut(&mut dyn Movable) -> Result<()>,
+) -> Result<()> {
     let mut result = Ok(());
     memory(&mut |part| {
         if result.is_ok() {
@@ -141,12 +141,7 @@ impl Offloaded {
     }
 
     /// Brings state to where it lives, and frees its memory. State that did not change since it was fetched is there already.
-    pub(crate) fn evict(
-        &mut self,
-        state: StateOf,
-        has_changed: bool,
-        memory: Memory<'_>,
-    ) -> Result<(), ParallelError> {
+    pub(crate) fn evict(&mut self, state: StateOf, has_changed: bool, memory: Memory<'_>) -> Result<()> {
         match self.store(state) {
             Some((store, block)) => store.evict(block, has_changed, memory),
             None => Ok(()),
@@ -154,7 +149,7 @@ impl Offloaded {
     }
 
     /// Starts to bring state back.
-    pub(crate) fn fetch(&mut self, state: StateOf) -> Result<(), ParallelError> {
+    pub(crate) fn fetch(&mut self, state: StateOf) -> Result<()> {
         match self.store(state) {
             Some((store, block)) => store.fetch(block),
             None => Ok(()),
@@ -162,7 +157,7 @@ impl Offloaded {
     }
 
     /// Waits until state is back, if it is away.
-    pub(crate) fn restore(&mut self, state: StateOf, memory: Memory<'_>) -> Result<(), ParallelError> {
+    pub(crate) fn restore(&mut self, state: StateOf, memory: Memory<'_>) -> Result<()> {
         match self.store(state) {
             Some((store, block)) => store.restore(block, memory),
             None => Ok(()),

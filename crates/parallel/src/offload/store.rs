@@ -1,5 +1,5 @@
 use super::{Memory, OffloadOptions, try_each};
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::memory::counted::Counted;
 use std::collections::VecDeque;
 use trireme_base::{Issued, Journal, JournalEntry, Pending};
@@ -97,7 +97,7 @@ impl Disk {
     }
 
     /// Settles how long chunks are, counts what writes take at most, and makes the file unless the host only counts.
-    fn create(&mut self) -> Result<(), ParallelError> {
+    fn create(&mut self) -> Result<()> {
         let longest = self.room.iter().copied().max().unwrap_or(0);
         let chunk_bytes = AlignedBuffer::capacity_for(longest.min(CHUNK_BYTES_MAX));
         let mut chunks = Vec::new();
@@ -116,7 +116,7 @@ impl Disk {
     }
 
     /// Copies a block away, chunk by chunk, and starts to write it; its memory is given back.
-    fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+    fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
         let (num_bytes, room) = (num_bytes(memory), self.room[block]);
         assert!(num_bytes <= room, "{num_bytes} bytes for block {block}, which has room for {room}");
         self.num_bytes[block] = num_bytes;
@@ -135,7 +135,7 @@ impl Disk {
         let file = file.as_ref().expect("it was made above");
         let mut chunk = first_chunks[block];
         let (mut copied, mut open) = (0, None);
-        let mut copy = |memory: View<'_>| -> Result<(), ParallelError> {
+        let mut copy = |memory: View<'_>| -> Result<()> {
             let mut first = 0;
             while first < memory.num_bytes() {
                 let mut buffer = match open.take() {
@@ -169,7 +169,7 @@ impl Disk {
     }
 
     /// Starts to read a block.
-    fn read(&mut self, block: usize) -> Result<(), ParallelError> {
+    fn read(&mut self, block: usize) -> Result<()> {
         self.counted.take(Category::Communication, self.read_bytes(block))?;
         if self.options.host.is_counting() {
             let issue = |journal: &Journal| journal.issue(Issued::DiskRead { bytes: self.num_bytes[block] });
@@ -187,7 +187,7 @@ impl Disk {
     }
 
     /// Takes all of `memory` again, and copies a block there, chunk by chunk as they come.
-    fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+    fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
         let finished = match self.options.host.is_counting() {
             true => {
                 if let (Some(journal), Some(number)) =
@@ -203,11 +203,11 @@ impl Disk {
         finished
     }
 
-    fn copy_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+    fn copy_read(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
         let chunk_bytes = self.chunk_bytes();
         let (reads, owner) = (&mut self.reads[block], &self.owner);
         let (mut copied, mut open) = (0, None::<AlignedBuffer>);
-        let mut copy = |mut memory: ViewMut<'_>| -> Result<(), ParallelError> {
+        let mut copy = |mut memory: ViewMut<'_>| -> Result<()> {
             let mut first = 0;
             while first < memory.num_bytes() {
                 let buffer = match open.take() {
@@ -231,7 +231,7 @@ impl Disk {
 }
 
 /// Waits until another write may begin.
-fn await_room(writes: &mut VecDeque<Transfer>) -> Result<(), ParallelError> {
+fn await_room(writes: &mut VecDeque<Transfer>) -> Result<()> {
     while writes.len() >= WRITES_MAX || writes.front().is_some_and(Transfer::is_done) {
         writes.pop_front().expect("a write is under way").wait()?;
     }
@@ -256,11 +256,7 @@ fn copy_out(owner: &Device, memory: Memory<'_>, copy: PinnedMemory) -> Pending<P
 }
 
 /// Takes all of `memory` of `owner` again, and copies it back.
-fn copy_in(
-    owner: &Device,
-    memory: Memory<'_>,
-    copy: &mut Pending<PinnedMemory>,
-) -> Result<(), ParallelError> {
+fn copy_in(owner: &Device, memory: Memory<'_>, copy: &mut Pending<PinnedMemory>) -> Result<()> {
     let mut first = 0;
     try_each(memory, |part| {
         part.restore()?;
@@ -289,12 +285,7 @@ impl Store {
         }
     }
 
-    pub(crate) fn evict(
-        &mut self,
-        block: usize,
-        has_changed: bool,
-        memory: Memory<'_>,
-    ) -> Result<(), ParallelError> {
+    pub(crate) fn evict(&mut self, block: usize, has_changed: bool, memory: Memory<'_>) -> Result<()> {
         let state = &mut self.blocks[block];
         *state = match (&mut self.place, std::mem::take(state)) {
             (Place::Host(host), _) => {
@@ -314,7 +305,7 @@ impl Store {
         Ok(())
     }
 
-    pub(crate) fn fetch(&mut self, block: usize) -> Result<(), ParallelError> {
+    pub(crate) fn fetch(&mut self, block: usize) -> Result<()> {
         if let (Place::Disk(disk), Block::OnDisk) = (&mut self.place, &self.blocks[block]) {
             disk.read(block)?;
             self.blocks[block] = Block::Reading;
@@ -322,7 +313,7 @@ impl Store {
         Ok(())
     }
 
-    pub(crate) fn restore(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+    pub(crate) fn restore(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
         self.fetch(block)?;
         let state = &mut self.blocks[block];
         *state = match (&mut self.place, std::mem::take(state)) {

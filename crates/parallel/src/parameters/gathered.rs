@@ -1,6 +1,6 @@
 //! Whole units, gathered from the shards of the ranks.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::RankGrid;
 use crate::memory::across_devices::bring;
 use crate::memory::pool::Pool;
@@ -52,7 +52,7 @@ impl Gathered {
         spared: ZeroPlusPlus,
         ranks: &RankGrid,
         (device, dtype): (&Device, DType),
-    ) -> Result<Self, ParallelError> {
+    ) -> Result<Self> {
         let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(ranks.shards(), device, dtype, category, true);
@@ -94,7 +94,7 @@ impl Gathered {
     }
 
     /// Starts to gather a unit as it is from the shards.
-    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole, ParallelError> {
+    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole> {
         let info = &self.table.units()[unit];
         let mut whole = match std::mem::take(&mut self.units[unit]) {
             Whole::Present(whole) => whole,
@@ -114,7 +114,7 @@ impl Gathered {
     }
 
     /// Takes memory for a unit that stays, or releases it.
-    pub(crate) fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError> {
+    pub(crate) fn hold(&mut self, unit: usize, holds: bool) -> Result<()> {
         if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
             self.pool.discard(whole);
         }
@@ -125,11 +125,7 @@ impl Gathered {
     }
 
     /// Starts to gather a unit, to which this rank gives `shard` of the device next to it, or what is in its place already.
-    pub(crate) fn unshard(
-        &mut self,
-        unit: usize,
-        shard: Option<(View<'_>, &Device)>,
-    ) -> Result<(), ParallelError> {
+    pub(crate) fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<()> {
         let category = Category::Communication;
         let brought = shard.map(|(shard, from)| bring(shard, from, &self.device, category)).transpose()?;
         let shard = brought.as_ref().map(Values::view);
@@ -145,7 +141,7 @@ impl Gathered {
     }
 
     /// Waits until a unit can be read.
-    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
         let whole = match std::mem::take(&mut self.units[unit]) {
             Whole::Gathering(under_way) => under_way.wait(&self.device, waiting)?,
             Whole::Packed(messages) => {

@@ -5,7 +5,7 @@ pub(crate) mod quantized;
 pub(crate) mod replicated;
 mod secondary;
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::RankGrid;
 use crate::memory::waiting::Waiting;
 use crate::step::ZeroPlusPlus;
@@ -47,7 +47,7 @@ impl RankParameters {
         (precision, spared): (Precision, ZeroPlusPlus),
         ranks: &RankGrid,
         (device, shards_device): (&Device, &Device),
-    ) -> Result<Self, ParallelError> {
+    ) -> Result<Self> {
         let state = &outline.state;
         let is_kept = !state.is_sharded(StateClass::Parameters);
         // One shard is the whole.
@@ -146,12 +146,7 @@ impl RankParameters {
 
     /// Steps `part` of a unit from now on, and reads all of it if this rank of the pipeline `holds` it; what was here of it is given
     /// back. It is zeros then, also the whole until it is gathered.
-    pub(crate) fn set_part(
-        &mut self,
-        unit: usize,
-        part: Range<usize>,
-        holds: bool,
-    ) -> Result<(), ParallelError> {
+    pub(crate) fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<()> {
         self.parts[unit] = part.clone();
         if let Some(wholes) = &mut self.wholes {
             wholes.hold(unit, holds)?;
@@ -163,7 +158,7 @@ impl RankParameters {
     }
 
     /// Starts to gather a unit. Collective over the shards.
-    pub(crate) fn unshard(&mut self, unit: usize) -> Result<(), ParallelError> {
+    pub(crate) fn unshard(&mut self, unit: usize) -> Result<()> {
         let shard = self.shards.as_ref().map(|shards| (shards.flat(unit), shards.device()));
         self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
     }
@@ -174,7 +169,7 @@ impl RankParameters {
     }
 
     /// Waits until a unit can be read.
-    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
         self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
     }
 

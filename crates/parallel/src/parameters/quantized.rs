@@ -1,7 +1,7 @@
 //! Whole units that are gathered as integers, first across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023,
 //! section 3.1): what a host needs of others comes to it once.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::Levels;
 use crate::memory::pool::Pool;
 use crate::memory::vector::{Exchanged, Exchanging};
@@ -48,7 +48,7 @@ impl PackedGathering {
     }
 
     /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
-    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Exchanging, ParallelError> {
+    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Exchanging> {
         let (across, slot_bytes) =
             (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
         let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
@@ -67,7 +67,7 @@ impl PackedGathering {
         of_hosts: Exchanging,
         whole: &mut Exchanged,
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
         let all = self.all.take(slot_bytes * self.order.len())?;
         let len = all.len();

@@ -1,6 +1,6 @@
 //! Parameters that several ranks of the tensor axis hold, and what makes their gradients and values the same on these ranks.
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::RankGrid;
 use crate::memory::pool::Pool;
 use crate::memory::waiting::Waiting;
@@ -110,7 +110,7 @@ impl Holders {
         unit: usize,
         mut values: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         for Run { range, pool } in &self.units[unit] {
             let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
             let buffer = pool.send(device, (terms.reborrow().as_view(), 0), range.len())?;
@@ -129,7 +129,7 @@ impl Holders {
         unit: usize,
         (mut values, part): (ViewMut<'_>, Range<usize>),
         waiting: &mut Waiting,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<()> {
         for Run { range, pool } in &self.units[unit] {
             let (start, end) = (range.start.max(part.start), range.end.min(part.end));
             if start >= end {

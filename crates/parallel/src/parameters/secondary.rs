@@ -1,6 +1,6 @@
 //! Copies of whole units that the ranks of a host shard (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
 
-use crate::error::ParallelError;
+use crate::error::Result;
 use crate::layout::ranks::Levels;
 use crate::memory::vector::{Exchanged, Exchanging};
 use std::ops::Range;
@@ -28,7 +28,7 @@ impl SecondaryShards {
         levels: &Levels,
         device: &Device,
         dtype: DType,
-    ) -> Result<Self, ParallelError> {
+    ) -> Result<Self> {
         let host = Arc::clone(&levels.within);
         let parts = table.shards(host.rank().0, host.world_size());
         let shard = |(unit, part): (usize, &Range<usize>)| {
