@@ -18,9 +18,7 @@ pub use executor::{
     ActionTime, Executor, ExecutorSetup, Generation, MemoryUse, StepHashes, ValidationBatches,
     ValidationRound,
 };
-pub use layout::chain::chain;
-pub use layout::placement::Placements;
-pub use layout::ranks::{Degrees, RankGrid};
+pub use layout::{Degrees, Placements, RankGrid, chain};
 pub use offload::{OffloadOptions, Spill};
 pub use step::{
     Determinism, ExecutorOptions, GradNorm, NonFinite, Skipped, StepOutcome, StepPlan, ZeroPlusPlus,

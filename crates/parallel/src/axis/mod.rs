@@ -3,10 +3,8 @@
 mod rows;
 
 use crate::error::{ParallelError, Result};
-use crate::layout::ranks::RankGrid;
-use crate::memory::lent::ExchangePool;
-use crate::memory::pool::Pool;
-use crate::memory::waiting::Waiting;
+use crate::layout::RankGrid;
+use crate::memory::{ExchangePool, Pool, Waiting};
 use rows::StartedRows;
 use slab::Slab;
 use std::fmt;

@@ -2,7 +2,7 @@
 
 use super::{Lane, lock};
 use crate::error::Result;
-use crate::memory::waiting::Waiting;
+use crate::memory::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;

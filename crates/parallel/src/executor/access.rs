@@ -1,9 +1,7 @@
 //! Accessors of the executor.
 
-use super::{ActionTime, Executor};
-use crate::executor::fp8_scales::AgreedScales;
-use crate::layout::placement::Placements;
-use crate::layout::ranks::RankGrid;
+use super::{ActionTime, AgreedScales, Executor};
+use crate::layout::{Placements, RankGrid};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;

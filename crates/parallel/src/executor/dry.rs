@@ -1,8 +1,7 @@
 //! What a rank takes, found by going through its program without computing.
 
-use super::Executor;
+use super::{Executor, ValidationBatches};
 use crate::error::Result;
-use crate::executor::validation::ValidationBatches;
 use crate::step::{GradNorm, StepPlan};
 use std::collections::BTreeSet;
 use std::time::Instant;

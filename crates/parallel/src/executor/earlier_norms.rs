@@ -1,7 +1,7 @@
 //! Norms of all gradients of earlier steps, by which a pipeline clips that does not drain between updates.
 
 use crate::error::Result;
-use crate::memory::waiting::Waiting;
+use crate::memory::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use trireme_base::ReduceOp;

@@ -2,7 +2,7 @@
 
 use super::Executor;
 use crate::error::{ParallelError, Result};
-use crate::memory::waiting::Waiting;
+use crate::memory::Waiting;
 use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use trireme_codec::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};

@@ -1,7 +1,7 @@
 //! Scales of fp8 that all ranks agree on.
 
 use crate::error::Result;
-use crate::memory::waiting::Waiting;
+use crate::memory::Waiting;
 use trireme_base::ReduceOp;
 use trireme_comm::{Buffer, Group};
 use trireme_model::Model;

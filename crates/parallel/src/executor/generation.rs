@@ -1,14 +1,12 @@
 //! Generation, token by token, with cached keys and values.
 
-use super::Executor;
 use super::in_flight::Purpose;
-use super::parallelize::{ExecutorSetup, forward_program};
+use super::parallelize::forward_program;
+use super::{Executor, ExecutorSetup};
 use crate::error::Result;
-use crate::layout::chain::chain;
-use crate::layout::ranks::{Degrees, RankGrid};
+use crate::layout::{Degrees, RankGrid, chain};
 use crate::offload::OffloadOptions;
-use crate::step::Determinism;
-use crate::step::ExecutorOptions;
+use crate::step::{Determinism, ExecutorOptions};
 use trireme_base::{Category, DType};
 use trireme_model::{Batch, LOGITS, Model, Past, Rehearsal, TOKENS};
 use trireme_optim::{OptimizerName, OptimizerOptions};

@@ -1,7 +1,7 @@
 //! Hashes of the bits of tensors that do not depend on how ranks hold them.
 
 use crate::error::Result;
-use crate::layout::placement::Placements;
+use crate::layout::Placements;
 use std::ops::Range;
 use trireme_base::Rank;
 use trireme_comm::Group;

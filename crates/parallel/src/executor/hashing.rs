@@ -1,8 +1,8 @@
 //! Hashes of gradients and parameters, by which runs are compared.
 
-use super::Executor;
+use super::hashes::{add_unit, sum_over_ranks};
+use super::{Executor, HashRecorder, StepHashes};
 use crate::error::{ParallelError, Result};
-use crate::executor::hashes::{HashRecorder, StepHashes, add_unit, sum_over_ranks};
 use std::sync::Arc;
 
 impl Executor {

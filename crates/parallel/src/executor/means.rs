@@ -1,11 +1,9 @@
 //! What units report of a step's microbatches, and its means: the loss and metrics. What ranks ask for travels along.
 
 use crate::error::Result;
-use crate::gradients::tree::TreeSum;
-use crate::layout::ranks::RankGrid;
-use crate::memory::counted::Counted;
-use crate::memory::vector::{Exchanged, Exchanging};
-use crate::memory::waiting::Waiting;
+use crate::gradients::TreeSum;
+use crate::layout::RankGrid;
+use crate::memory::{Counted, Exchanged, Exchanging, Waiting};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

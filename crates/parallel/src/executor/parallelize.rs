@@ -1,24 +1,16 @@
 //! Applies a layout to a model: what each axis of the ranks contributes to an executor.
 
-use super::in_flight::InFlight;
-use super::means::Means;
-use super::pending_messages::Messages;
-use super::timeline::Timeline;
-use super::versions::Updates;
-use super::{Executor, Moves, Optimization, Passes};
+use super::{
+    AgreedScales, Executor, HashRecorder, InFlight, Means, Messages, Moves, Optimization, Passes,
+    ShardExchange, Timeline, Updates,
+};
 use crate::axis::UnitAxes;
 use crate::error::Result;
-use crate::executor::fp8_scales::AgreedScales;
-use crate::executor::hashes::HashRecorder;
-use crate::executor::shard_exchange::ShardExchange;
-use crate::gradients::Gradients;
-use crate::gradients::norm::Squares;
-use crate::layout::placement::Placements;
-use crate::layout::ranks::RankGrid;
-use crate::memory::waiting::Waiting;
+use crate::gradients::{Gradients, Squares};
+use crate::layout::{Placements, RankGrid};
+use crate::memory::Waiting;
 use crate::offload::OffloadOptions;
-use crate::parameters::RankParameters;
-use crate::parameters::replicated::Holders;
+use crate::parameters::{Holders, RankParameters};
 use crate::step::{ExecutorOptions, ZeroPlusPlus};
 use std::sync::Arc;
 use trireme_model::{Model, Rehearsal};

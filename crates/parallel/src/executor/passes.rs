@@ -1,11 +1,10 @@
 //! Passes of units: forward, recomputation and backward in training; forward alone in evaluation and generation.
 
-use super::Executor;
-use super::in_flight::{InFlight, Kept, Purpose, Reports, check_batch, num_samples};
+use super::in_flight::{Kept, Purpose, Reports, check_batch, num_samples};
 use super::versions::PassParameters;
+use super::{Executor, InFlight, ValidationBatches};
 use crate::error::{ParallelError, Result};
-use crate::executor::validation::ValidationBatches;
-use crate::memory::counted::Counted;
+use crate::memory::Counted;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_comm::Buffer;

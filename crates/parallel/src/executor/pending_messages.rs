@@ -1,10 +1,8 @@
 //! Messages between the ranks of a pipeline: activations go up, gradients come down.
 
 use crate::error::Result;
-use crate::layout::ranks::RankGrid;
-use crate::memory::pool::Pool;
-use crate::memory::vector::Exchanged;
-use crate::memory::waiting::Waiting;
+use crate::layout::RankGrid;
+use crate::memory::{Exchanged, Pool, Waiting};
 use std::collections::VecDeque;
 use trireme_base::{DType, Pending, Rank};
 use trireme_comm::{Buffer, Untyped, Work};

@@ -4,17 +4,12 @@
 //! it. Ranks with the same place among those that see other data pass that on as it lies in memory, each its own shard. Sums
 //! have an order that no stage decides, so no bit of later steps changes.
 
-use super::in_flight::InFlight;
-use super::means::Means;
 use super::parallelize::forward_program;
-use super::pending_messages::Messages;
-use super::timeline::Timeline;
-use super::{Executor, Optimization};
+use super::{Executor, InFlight, Means, Messages, Optimization, ShardExchange, Timeline};
 use crate::error::Result;
-use crate::executor::shard_exchange::ShardExchange;
 use crate::gradients::Gradients;
-use crate::layout::placement::Placements;
-use crate::memory::counted::Counted;
+use crate::layout::Placements;
+use crate::memory::Counted;
 use crate::offload::Offloaded;
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,7 +1,6 @@
 use crate::error::{ParallelError, Result};
-use crate::layout::per_experts::PerExperts;
-use crate::layout::ranks::{RankGrid, StateRanks};
-use crate::memory::pool::Pool;
+use crate::layout::{PerExperts, RankGrid, StateRanks};
+use crate::memory::Pool;
 use std::ops::Range;
 use trireme_base::{AxisPlace, DType, Pending, ReduceOp};
 use trireme_optim::ShardOps;

@@ -6,10 +6,10 @@
 //!
 //! A unit whose compression would gain nothing exchanges gradients in every step, which comes to the same update.
 
+use super::hashes::add_unit;
 use super::{Executor, Optimization};
 use crate::error::{ParallelError, Result};
-use crate::executor::hashes::add_unit;
-use crate::memory::across_devices::{bring, change_on};
+use crate::memory::{bring, change_on};
 use crate::step::StepPlan;
 use trireme_codec::CodecName;
 use trireme_optim::{Exchange, StepSettings};

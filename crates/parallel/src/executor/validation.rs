@@ -1,6 +1,6 @@
 //! The batches of a validation, and which rank reads which.
 
-use crate::layout::ranks::RankGrid;
+use crate::layout::RankGrid;
 use trireme_base::AxisPlace;
 
 /// The batches of a validation: as many samples each as a microbatch has, but for the last one, which may have fewer.

@@ -2,7 +2,7 @@
 
 use super::earlier_norms::EarlierNorms;
 use crate::error::Result;
-use crate::layout::ranks::RankGrid;
+use crate::layout::RankGrid;
 use crate::parameters::RankParameters;
 use std::collections::VecDeque;
 use trireme_base::DType;

@@ -1,9 +1,7 @@
 //! How the gradient of a unit, or the momentum that it leads to, is summed over the ranks in compressed messages.
 
 use crate::error::Result;
-use crate::memory::counted::Counted;
-use crate::memory::vector::{Exchanged, Exchanging};
-use crate::memory::waiting::Waiting;
+use crate::memory::{Counted, Exchanged, Exchanging, Waiting};
 use crate::step::ExecutorOptions;
 use std::collections::VecDeque;
 use std::ops::Range;

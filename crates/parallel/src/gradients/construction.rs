@@ -1,20 +1,13 @@
 //! Allocation of gradients, by how ranks shard and reduce them.
 
-use super::layout::GradientLayout;
-use super::{Gradients, UnitGradient};
+use super::hierarchical::{Hierarchical, Hierarchy};
+use super::reduction::{Reduction, Reductions};
+use super::shard_sum::ShardSums;
+use super::{Compressed, GradientLayout, Gradients, TiedGradients, TreeSum, UnitGradient};
 use crate::error::{ParallelError, Result};
-use crate::gradients::compressed::Compressed;
-use crate::gradients::hierarchical::{Hierarchical, Hierarchy};
-use crate::gradients::reduction::{Reduction, Reductions};
-use crate::gradients::shard_sum::ShardSums;
-use crate::gradients::tied::TiedGradients;
-use crate::gradients::tree::TreeSum;
-use crate::layout::ranks::RankGrid;
-use crate::memory::counted::Counted;
-use crate::memory::pool::Pool;
-use crate::memory::waiting::Waiting;
-use crate::parameters::gathered::Gathered;
-use crate::parameters::replicated::Holders;
+use crate::layout::RankGrid;
+use crate::memory::{Counted, Pool, Waiting};
+use crate::parameters::{Gathered, Holders};
 use crate::step::ExecutorOptions;
 use std::collections::VecDeque;
 use std::sync::Arc;

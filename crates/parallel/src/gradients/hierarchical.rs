@@ -2,11 +2,9 @@
 //! section 3.3): what a host sends to another one is a sum over its ranks.
 
 use crate::error::Result;
-use crate::layout::ranks::Levels;
-use crate::memory::pool::Pool;
-use crate::memory::vector::{Exchanged, Exchanging};
-use crate::memory::waiting::Waiting;
-use crate::parameters::quantized::slot_bytes;
+use crate::layout::Levels;
+use crate::memory::{Exchanged, Exchanging, Pool, Waiting};
+use crate::parameters::slot_bytes;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_comm::Group;

@@ -1,5 +1,5 @@
-use crate::layout::ranks::{RankGrid, StateRanks};
-use crate::memory::pool::Pool;
+use crate::layout::{RankGrid, StateRanks};
+use crate::memory::Pool;
 use crate::step::ExecutorOptions;
 use std::sync::Arc;
 use trireme_base::DType;

@@ -1,10 +1,8 @@
 //! Sums of the squares of gradients: what their norm comes from.
 
 use crate::error::{ParallelError, Result};
-use crate::layout::ranks::RankGrid;
-use crate::memory::across_devices::change_on;
-use crate::memory::vector::Exchanged;
-use crate::memory::waiting::Waiting;
+use crate::layout::RankGrid;
+use crate::memory::{Exchanged, Waiting, change_on};
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{DType, ReduceOp};

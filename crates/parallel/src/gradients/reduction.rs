@@ -1,14 +1,11 @@
 //! How the gradient of a unit is summed over the ranks: in f32 where it lies, rounded to 16 bits, as integers level by level,
 //! or compressed.
 
+use super::Compressed;
+use super::hierarchical::Hierarchical;
+use super::summed_vector::{Summation, Vector};
 use crate::error::Result;
-use crate::gradients::compressed::Compressed;
-use crate::gradients::hierarchical::Hierarchical;
-use crate::gradients::summed_vector::{Summation, Vector};
-use crate::memory::counted::Counted;
-use crate::memory::pool::Pool;
-use crate::memory::vector::{Exchanged, Exchanging};
-use crate::memory::waiting::Waiting;
+use crate::memory::{Counted, Exchanged, Exchanging, Pool, Waiting};
 use crate::offload::Movable;
 use std::sync::Arc;
 use trireme_base::{DType, ReduceOp};

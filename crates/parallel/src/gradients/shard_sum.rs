@@ -1,14 +1,11 @@
 //! A rank's shard of a unit's gradient: the sum over microbatches of what the shards' ranks have reduced, and then over
 //! replicas.
 
+use super::summed_vector::{Summation, Vector};
+use super::{Gradient, TreeSum, add};
 use crate::error::Result;
-use crate::gradients::summed_vector::{Summation, Vector};
-use crate::gradients::tree::TreeSum;
-use crate::gradients::{Gradient, add};
-use crate::layout::ranks::StateRanks;
-use crate::memory::across_devices::bring;
-use crate::memory::pool::Pool;
-use crate::memory::waiting::Waiting;
+use crate::layout::StateRanks;
+use crate::memory::{Pool, Waiting, bring};
 use crate::offload::Movable;
 use crate::step::Determinism;
 use std::sync::Arc;

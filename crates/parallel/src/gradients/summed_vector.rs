@@ -1,10 +1,7 @@
 //! Vectors that ranks add up.
 
 use crate::error::Result;
-use crate::memory::across_devices::bring;
-use crate::memory::pool::Pool;
-use crate::memory::vector::{Exchanged, Exchanging};
-use crate::memory::waiting::Waiting;
+use crate::memory::{Exchanged, Exchanging, Pool, Waiting, bring};
 use crate::offload::Movable;
 use std::sync::Arc;
 use trireme_base::ReduceOp;

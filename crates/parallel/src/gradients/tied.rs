@@ -5,8 +5,7 @@
 //! sums its parts of a step, which wait for the last microbatch.
 
 use crate::error::Result;
-use crate::memory::pool::Pool;
-use crate::memory::vector::Exchanged;
+use crate::memory::{Exchanged, Pool};
 use trireme_schedule::Outline;
 use trireme_tensor::{GradTarget, ParameterSpan, Tie};
 

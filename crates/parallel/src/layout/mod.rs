@@ -1,6 +1,12 @@
 //! Which rank does what: the grid of ranks, the chain of units, and which part of each parameter a rank holds.
 
-pub(crate) mod chain;
-pub(crate) mod per_experts;
-pub(crate) mod placement;
-pub(crate) mod ranks;
+mod chain;
+mod per_experts;
+mod placement;
+mod ranks;
+
+pub use chain::chain;
+pub(crate) use per_experts::PerExperts;
+pub use placement::Placements;
+pub use ranks::{Degrees, RankGrid};
+pub(crate) use ranks::{Levels, StateRanks};

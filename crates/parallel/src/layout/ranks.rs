@@ -1,7 +1,7 @@
 //! The ranks of a world, as a grid of stages, replicas and shards.
 
 use crate::error::{ParallelError, Result};
-use crate::layout::per_experts::PerExperts;
+use crate::layout::PerExperts;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ContextPlace, Rank};
 use trireme_comm::{Group, ProgramLine};

@@ -1,6 +1,6 @@
 //! Memory of groups in which tensors lie that ranks exchange, so that nothing is copied.
 
-use crate::memory::pool::Pool;
+use crate::memory::Pool;
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;

@@ -1,8 +1,15 @@
 //! Memory of groups and devices in which ranks exchange tensors, and what is counted of it.
 
-pub(crate) mod across_devices;
-pub(crate) mod counted;
-pub(crate) mod lent;
-pub(crate) mod pool;
-pub(crate) mod vector;
-pub(crate) mod waiting;
+mod across_devices;
+mod counted;
+mod lent;
+mod pool;
+mod vector;
+mod waiting;
+
+pub(crate) use across_devices::{bring, change_on};
+pub(crate) use counted::Counted;
+pub(crate) use lent::ExchangePool;
+pub(crate) use pool::Pool;
+pub(crate) use vector::{DevicePart, Exchanged, Exchanging};
+pub(crate) use waiting::Waiting;

@@ -1,6 +1,5 @@
 use crate::error::Result;
-use crate::memory::counted::Counted;
-use crate::memory::vector::{DevicePart, Exchanged};
+use crate::memory::{Counted, DevicePart, Exchanged};
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{DType, Pending};
 use trireme_comm::{Buffer, Group, PageSize, Untyped};

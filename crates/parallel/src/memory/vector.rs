@@ -1,7 +1,7 @@
 //! Vectors that kernels work with and ranks exchange.
 
 use crate::error::Result;
-use crate::memory::waiting::Waiting;
+use crate::memory::Waiting;
 use std::fmt;
 use std::ops::Range;
 use trireme_base::{DType, HostMemory, Pending};

@@ -1,6 +1,6 @@
 use super::{Memory, OffloadOptions, try_each};
 use crate::error::Result;
-use crate::memory::counted::Counted;
+use crate::memory::Counted;
 use std::collections::VecDeque;
 use trireme_base::{Issued, Journal, JournalEntry, Pending};
 use trireme_schedule::Tier;

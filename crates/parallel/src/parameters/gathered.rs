@@ -1,14 +1,11 @@
 //! Whole units, gathered from the shards of the ranks.
 
+use super::Holders;
+use super::quantized::PackedGathering;
+use super::secondary::SecondaryShards;
 use crate::error::Result;
-use crate::layout::ranks::RankGrid;
-use crate::memory::across_devices::bring;
-use crate::memory::pool::Pool;
-use crate::memory::vector::{Exchanged, Exchanging};
-use crate::memory::waiting::Waiting;
-use crate::parameters::quantized::PackedGathering;
-use crate::parameters::replicated::Holders;
-use crate::parameters::secondary::SecondaryShards;
+use crate::layout::RankGrid;
+use crate::memory::{Exchanged, Exchanging, Pool, Waiting, bring};
 use crate::step::ZeroPlusPlus;
 use std::fmt;
 use std::sync::Arc;
@@ -211,7 +208,7 @@ impl fmt::Debug for Gathered {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::ranks::Degrees;
+    use crate::layout::Degrees;
     use trireme_base::Cut;
     use trireme_schedule::lowering::lay_out;
     use trireme_schedule::{Chain, StateLayout, single};

@@ -1,15 +1,18 @@
 //! Parameters of a rank: what it steps, and what its operations read.
 
-pub(crate) mod gathered;
-pub(crate) mod quantized;
-pub(crate) mod replicated;
+mod gathered;
+mod quantized;
+mod replicated;
 mod secondary;
 
+pub(crate) use gathered::Gathered;
+pub(crate) use quantized::slot_bytes;
+pub(crate) use replicated::Holders;
+
 use crate::error::Result;
-use crate::layout::ranks::RankGrid;
-use crate::memory::waiting::Waiting;
+use crate::layout::RankGrid;
+use crate::memory::Waiting;
 use crate::step::ZeroPlusPlus;
-use gathered::Gathered;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;

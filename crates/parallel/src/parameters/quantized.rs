@@ -2,10 +2,8 @@
 //! section 3.1): what a host needs of others comes to it once.
 
 use crate::error::Result;
-use crate::layout::ranks::Levels;
-use crate::memory::pool::Pool;
-use crate::memory::vector::{Exchanged, Exchanging};
-use crate::memory::waiting::Waiting;
+use crate::layout::Levels;
+use crate::memory::{Exchanged, Exchanging, Pool, Waiting};
 use trireme_base::DType;
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
 

@@ -1,9 +1,8 @@
 //! Parameters that several ranks of the tensor axis hold, and what makes their gradients and values the same on these ranks.
 
 use crate::error::Result;
-use crate::layout::ranks::RankGrid;
-use crate::memory::pool::Pool;
-use crate::memory::waiting::Waiting;
+use crate::layout::RankGrid;
+use crate::memory::{Pool, Waiting};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};

@@ -1,8 +1,8 @@
 //! Copies of whole units that the ranks of a host shard (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
 
 use crate::error::Result;
-use crate::layout::ranks::Levels;
-use crate::memory::vector::{Exchanged, Exchanging};
+use crate::layout::Levels;
+use crate::memory::{Exchanged, Exchanging};
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
