@@ -71,8 +71,7 @@ pub enum JournalEntry {
 pub struct StepEntries {
     /// For each action of the rank's program, what happens while it runs; and what happens after the last one.
     pub actions: Vec<Vec<JournalEntry>>,
-    /// How much is issued in a step. What is awaited under a number that was issued in the step before has this number
-    /// less than its like in this step.
+    /// How much is issued in a step. An await of what the step before issued has this number less than its like in this step.
     pub num_issued: usize,
 }
 

@@ -100,8 +100,7 @@ fn listed(points: &[(f64, f64)]) -> String {
     points.join(" ")
 }
 
-/// Text that means itself in XML and HTML, between tags and in quoted attributes. Control characters, which XML has no way to write,
-/// become spaces.
+/// Text that means itself in XML and HTML, also in quoted attributes. Control characters, which XML lacks, become spaces.
 pub fn escape_markup(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {

@@ -34,8 +34,7 @@ fn refused<T>(name: &str, started: io::Result<T>) -> io::Result<T> {
     })
 }
 
-/// Adds the limits that bound processes and threads to the error of starting one, if the error is that a limit is reached. Returns any other
-/// error as it is.
+/// Adds the limits on processes and threads to an error of starting one that says that a limit is reached; keeps any other.
 pub fn name_limits(error: io::Error) -> io::Error {
     if !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory) {
         return error;

@@ -375,8 +375,7 @@ impl Rehearser<'_> {
         Ok((found, outputs, names))
     }
 
-    /// What the halves of backward take where they run apart, beside `base` bytes; whether the weight half reads parameters; and what
-    /// they exchange.
+    /// What the halves of backward take beside `base` bytes; whether the weight half reads parameters; and what they exchange.
     fn halves(
         &self,
         unit: usize,

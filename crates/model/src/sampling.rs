@@ -9,11 +9,9 @@ pub struct Sampling {
     pub temperature: f32,
     /// Only this many of the likeliest tokens remain; 0 keeps all.
     pub top_k: usize,
-    /// Only the likeliest tokens that together reach this probability remain; 1 keeps all
-    /// (Holtzman et al. 2020, "nucleus sampling").
+    /// The likeliest tokens that together reach this probability remain; 1 keeps all (Holtzman et al. 2020, "nucleus sampling").
     pub top_p: f32,
-    /// Only tokens that are at least this fraction as likely as the likeliest remain, from 0 (keeps all) to 1 (Nguyen et al. 2024,
-    /// "min-p sampling").
+    /// Tokens at least this fraction as likely as the likeliest remain; 0 keeps all (Nguyen et al. 2024, "min-p sampling").
     pub min_p: f32,
 }
 

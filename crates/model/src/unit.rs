@@ -10,8 +10,7 @@ use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 
 /// A part of a model that is run, gathered, reduced and stepped as one, such as a transformer block.
 ///
-/// A model is a chain of units: each reads what the one before it has passed on. A closure that does what
-/// [`forward`](Unit::forward) does is a unit.
+/// Each unit of a model reads what the one before has passed on. A closure that does what [`forward`](Unit::forward) does is one.
 pub trait Unit: Send + Sync {
     /// Runs the unit: takes [inputs](UnitContext::input) and tensors of the [batch](UnitContext::batch), applies operations, and names
     /// its [outputs](UnitContext::output). It does the same in every pass of a run.
@@ -111,8 +110,7 @@ impl UnitContext<'_> {
         }
     }
 
-    /// Runs attention: within documents, if the batch says [where they begin](crate::DOCUMENT_STARTS); over what a generation has read before
-    /// as well.
+    /// Runs attention: within documents, if the batch says [where they begin](DOCUMENT_STARTS); in a generation, over its past.
     ///
     /// # Errors
     /// If there is no memory for what it computes.
@@ -152,8 +150,7 @@ impl UnitPass {
         UnitPass::forward_after(unit, tape, parameters, inputs, batch, None)
     }
 
-    /// As [`forward`](UnitPass::forward) for what follows a past, to which the pass adds. The tape begins at its
-    /// [position](Past::position).
+    /// As [`forward`](UnitPass::forward), after a past, to which the pass adds. The tape begins at its [position](Past::position).
     ///
     /// # Errors
     /// If the device has no memory for a result.

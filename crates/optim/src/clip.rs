@@ -1,5 +1,4 @@
-/// Factor that brings gradients of global norm `norm` to at most `norm_max` (Pascanu, Mikolov, Bengio 2013); as PyTorch,
-/// with 1e-6 added to the norm.
+/// Factor for gradients of norm `norm` to have at most `norm_max` (Pascanu et al. 2013); as PyTorch, with 1e-6 added to the norm.
 pub fn clip_coefficient(norm: f64, norm_max: f64) -> f64 {
     (norm_max / (norm + 1e-6)).min(1.0)
 }

@@ -81,8 +81,7 @@ impl Optimizer {
         self.run(device, unit, grads, none, settings, to_momentum);
     }
 
-    /// Updates a unit's part by a momentum that all ranks have in common; `settings.grad_scale` makes a mean of it, if it
-    /// is a sum.
+    /// Updates a unit's part by a momentum that all ranks have in common, of which `settings.grad_scale` makes a mean.
     ///
     /// # Panics
     /// If the step exchanges gradients, or lengths differ.

@@ -172,8 +172,7 @@ impl Optimizer {
         UnitBuilder { options, table, unit: &table.units()[unit], part, device }.shares()
     }
 
-    /// Number of updates of the run that came before the state of a parameter began, as zeros. It is 0 unless
-    /// [`Optimizer::set_state_start`] has changed it.
+    /// Number of updates of the run before the state of a parameter began, as zeros: 0 unless [set](Optimizer::set_state_start).
     ///
     /// # Panics
     /// If the model has no parameter with this index.

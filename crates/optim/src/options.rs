@@ -57,8 +57,7 @@ impl OptimizerOptions {
         }
     }
 
-    /// Default step length of biases that balance the load of experts (DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
-    /// section 4.2).
+    /// Default step length of biases that balance experts (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 4.2).
     pub const BALANCE_RATE: f32 = 1e-3;
 
     /// Minimum number of elements of a unit for int8 state. In smaller units, blocks are too short to save bytes.

@@ -15,8 +15,7 @@ pub trait ShardOps {
     /// tree of all reductions): over shards, and then over the tensor axis. Kernels that are issued later read the sums.
     fn sum(&mut self, values: ViewMut<'_>) -> Result<(), Self::Error>;
 
-    /// Completes a unit's flat buffer `whole`, of which this rank has the elements `part`: the others are where they hold
-    /// theirs.
+    /// Completes a unit's flat buffer `whole`, of which this rank has the elements `part`, and the others theirs.
     fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), Self::Error>;
 
     /// Writes all of a matrix that ranks of the tensor axis cut, of which this rank has `part`.

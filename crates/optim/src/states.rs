@@ -17,8 +17,7 @@ pub struct StateInfo<'a> {
     pub parameter: &'a ParameterInfo,
     /// Shape of the whole state: the parameter's, but of a row or column of Adafactor's.
     pub shape: Shape,
-    /// Whether the state has an element for each of the parameter's, and lies as the parameter does; else all of it is
-    /// here, alike on all ranks.
+    /// Whether the state has an element for each of the parameter's, and lies as that does; else each rank has all of it.
     pub is_like_parameter: bool,
     /// Elements of the state that are here, of what this rank of the tensor axis has of the parameter.
     pub held: Range<usize>,

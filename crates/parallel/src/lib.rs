@@ -1,7 +1,6 @@
 //! Applies a layout to a model and runs its step program.
 //!
-//! [`Executor`] holds a rank's share of a model and runs programs; it decides nothing. What a program may contain is proven by
-//! `trireme_schedule::validate` before it runs.
+//! [`Executor`] holds a rank's share of a model and runs programs that `trireme_schedule::validate` has proven; it decides nothing.
 
 mod axis;
 mod error;

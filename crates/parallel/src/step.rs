@@ -23,8 +23,7 @@ trireme_base::named! {
 pub struct ExecutorOptions {
     /// What activations are kept in and products are made of. Sharded parameters are gathered in it, or with `fp8` in f32.
     pub precision: Precision,
-    /// How the blocks' linear layers work in fp8, which is emulated in bf16 and needs that `precision`; `None` for not at
-    /// all.
+    /// How the blocks' linear layers work in fp8, which is emulated in bf16 and needs that `precision`; `None` for not at all.
     pub fp8: Option<Fp8Recipe>,
     /// Whether ranks of the tensor axis have parts of the rows of a microbatch between layers that they cut: sequence parallelism.
     pub shards_rows: bool,
@@ -83,8 +82,7 @@ impl ExecutorOptions {
         determinism: Determinism::Layout,
     };
 
-    /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes): to copy a shorter gradient takes less than a message by
-    /// TCP takes to begin.
+    /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes): a shorter gradient is copied sooner than TCP begins to send it.
     pub const FUSION_BYTES: usize = 512 << 10;
 
     /// How passes compute, on one of the ranks that have the positions of a sequence.
@@ -127,8 +125,7 @@ pub struct StepPlan {
 pub struct StepOutcome {
     /// Mean loss over the global batch before the update; of a language model in nats a token. NaN if nothing in the batch counts in it.
     pub loss: f64,
-    /// Global norm of the mean gradient before clipping, without the loss scale, if it was computed and gradients were
-    /// exchanged, not momentum.
+    /// Global norm of the mean gradient before clipping, without the loss scale, if it was computed and momentum was not exchanged.
     pub grad_norm: Option<f64>,
     /// The scale of the loss in this step's backward.
     pub loss_scale: u32,

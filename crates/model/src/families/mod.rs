@@ -1,7 +1,6 @@
 //! Families of models: one file each.
 //!
-//! A family's file says how its Hugging Face `config.json` is read and written, and builds its units with the names and
-//! layouts of its Hugging Face checkpoints.
+//! A family's file reads and writes its Hugging Face `config.json`, and builds units with the names and layouts of its checkpoints.
 
 mod config_json;
 mod decoder;

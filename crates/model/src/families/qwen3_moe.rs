@@ -1,5 +1,4 @@
-//! qwen3_moe (Qwen team, "Qwen3 technical report", 2025): qwen3, in which each token goes through a few of the feed-forward layers of most
-//! layers.
+//! qwen3_moe (Qwen team, "Qwen3 technical report", 2025): qwen3, in which most layers have experts, a few for each token.
 
 use super::decoder::{Defaults, build, read_decoder, read_window, window_size, write_decoder};
 use super::qwen3::STYLE;

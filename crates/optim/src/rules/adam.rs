@@ -112,8 +112,7 @@ pub(super) enum VarianceSchedule {
         /// Steps with updates.
         num_steps: u64,
     },
-    /// In every step at first, in every second after `num_updates` updates, then in every fourth, and so on: 0/1 Adam (Lu et
-    /// al. 2022, section 5).
+    /// In every step, after `num_updates` updates in every second, then fourth, and so on: 0/1 Adam (Lu et al. 2022, section 5).
     Doubling {
         /// Updates after which the interval doubles.
         num_updates: u64,

@@ -2,7 +2,7 @@
 
 mod rows;
 
-use crate::error::{ParallelError, Result};
+use crate::error::Result;
 use crate::layout::RankGrid;
 use crate::memory::{ExchangePool, Pool, Waiting};
 use rows::StartedRows;
@@ -65,7 +65,7 @@ impl UnitAxes {
         [&self.tensor, &self.ring, &self.heads, &self.experts]
             .into_iter()
             .flatten()
-            .for_each(|axis| waiting.add(axis.take_waiting()));
+            .for_each(|axis| waiting.add(std::mem::take(&mut axis.waiting())));
         waiting
     }
 }
@@ -124,11 +124,6 @@ impl GroupAxis {
         &self.lanes[index.unwrap_or_else(|| unreachable!("units exchange floats, not {dtype}"))]
     }
 
-    /// Waits of this rank since the last call, and operations that its kernels wait for.
-    fn take_waiting(&self) -> Waiting {
-        std::mem::take(&mut self.waiting())
-    }
-
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
         lock(&self.waiting)
     }
@@ -145,47 +140,22 @@ impl Lane {
         }
     }
 
+    fn pool(&self) -> &Pool {
+        self.memory.pool()
+    }
+
     fn dtype(&self) -> DType {
-        self.memory.pool().dtype()
+        self.pool().dtype()
     }
 
     fn place(&self) -> AxisPlace {
-        let group = self.memory.pool().group();
+        let group = self.pool().group();
         AxisPlace::new(group.rank().0, group.world_size())
     }
 
-    fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange> {
-        let AxisPlace { rank, degree } = self.place();
-        let own_len = values.shape().num_elements();
-        let (len, start) = match kind {
-            ExchangeKind::AllGather => (own_len * degree, rank * own_len),
-            _ => (own_len, 0),
-        };
-        let own = self.memory.pool().send(device, (values, start), len)?;
-        self.issue(kind, own)
-    }
-
-    /// Memory for a term of a sum: the group's, if kernels reach it.
-    fn empty_term(&self, device: &Device, shape: Shape) -> Result<Tensor> {
-        if !device.reaches_host() {
-            return Ok(device.empty(shape, self.dtype(), Category::Activations)?);
-        }
-        let len = shape.num_elements();
-        Ok(self.memory.lend(self.memory.pool().take_buffer(len)?.wait(), 0..len, shape))
-    }
-
-    fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
-        // What others have lent, such as files of activations that a budget has no room for, is copied like a device's memory.
-        if !term.lent_memory().is_some_and(|memory| self.memory.has_lent(memory)) {
-            return self.start(device, kind, term.view());
-        }
-        let memory = term.into_lent().expect("it was seen to be lent");
-        self.issue(kind, self.memory.take_back(memory))
-    }
-
     /// Starts the exchange of what lies in memory of the group.
-    fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange> {
-        let (group, AxisPlace { rank, degree }) = (self.memory.pool().group(), self.place());
+    fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange, DeviceError> {
+        let (group, AxisPlace { rank, degree }) = (self.pool().group(), self.place());
         let len = own.len();
         let mut sent = None;
         let vector = match kind {
@@ -194,43 +164,12 @@ impl Lane {
             ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
             ExchangeKind::AllToAll => group.all_to_all(own),
             ExchangeKind::Shift => {
-                let received = Buffer::pending(self.memory.pool().take_buffer(len)?, self.dtype(), len);
+                let received = Buffer::pending(self.pool().take_buffer(len)?, self.dtype(), len);
                 sent = Some(group.send(own, Rank((rank + 1) % degree)));
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
         };
-        let number = lock(&self.pending).insert(Started { kind, len, vector, sent });
-        Ok(PendingExchange(number))
-    }
-
-    fn finish(
-        &self,
-        device: &Device,
-        exchange: &PendingExchange,
-        result: ViewMut<'_>,
-        waiting: &mut Waiting,
-    ) -> Result<()> {
-        let (vector, len, kind) = self.take(device, exchange, waiting)?;
-        let start = self.first(kind, result.shape());
-        self.memory.pool().receive(device, (vector, len), start, result);
-        Ok(())
-    }
-
-    fn finish_temporary(
-        &self,
-        device: &Device,
-        exchange: &PendingExchange,
-        shape: Shape,
-        waiting: &mut Waiting,
-    ) -> Result<Tensor> {
-        if !device.reaches_host() {
-            let mut result = device.empty(shape, self.dtype(), Category::Activations)?;
-            self.finish(device, exchange, result.view_mut(), waiting)?;
-            return Ok(result);
-        }
-        let (vector, _, kind) = self.take(device, exchange, waiting)?;
-        let start = self.first(kind, shape);
-        Ok(self.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
+        Ok(PendingExchange(lock(&self.pending).insert(Started { kind, len, vector, sent })))
     }
 
     /// The first element that an exchange brings this rank for a result of this shape.
@@ -245,16 +184,16 @@ impl Lane {
     fn take(
         &self,
         device: &Device,
-        exchange: &PendingExchange,
+        PendingExchange(number): PendingExchange,
         waiting: &mut Waiting,
     ) -> Result<(Pending<Buffer<Untyped>>, usize, ExchangeKind)> {
-        let Started { kind, len, vector, sent } = lock(&self.pending).remove(exchange.0);
+        let Started { kind, len, vector, sent } = lock(&self.pending).remove(number);
         let vector = waiting.wait_on_device(vector, (self.dtype(), len), device)?;
         if let Some(sent) = sent {
             let sent = waiting.wait_on_device(sent, (self.dtype(), len), device)?;
             // The result may replace what was sent.
             device.wait_for(&sent.event());
-            self.memory.pool().give_buffer(len, sent);
+            self.pool().give_buffer(len, sent);
         }
         Ok((vector, len, kind))
     }
@@ -266,11 +205,8 @@ impl AxisOps for GroupAxis {
     }
 
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
-        let group = self.lanes[0].memory.pool().group();
-        let all = self
-            .waiting()
-            .wait(group.all_gather_bytes(bytemuck::cast_slice(own)))
-            .map_err(ParallelError::from)?;
+        let group = self.lanes[0].pool().group();
+        let all = self.waiting().wait(group.all_gather_bytes(bytemuck::cast_slice(own)))?;
         Ok(all.iter().flat_map(|bytes| bytemuck::pod_collect_to_vec::<u8, u32>(bytes)).collect())
     }
 
@@ -280,7 +216,7 @@ impl AxisOps for GroupAxis {
         runs: ExchangedRuns,
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError> {
-        Ok(self.lane(values.dtype()).start_rows(device, runs, values)?)
+        self.lane(values.dtype()).start_rows(device, runs, values)
     }
 
     fn send_rest(
@@ -290,8 +226,7 @@ impl AxisOps for GroupAxis {
         values: View<'_>,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let sent = self.lane(values.dtype()).send_rest(device, exchange, values, result, &mut self.waiting());
-        Ok(sent?)
+        self.lane(values.dtype()).send_rest(device, exchange, values, result, &mut self.waiting())
     }
 
     fn finish_rows(
@@ -300,8 +235,7 @@ impl AxisOps for GroupAxis {
         exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let finished = self.lane(result.dtype()).finish_rows(device, &exchange, result, &mut self.waiting());
-        Ok(finished?)
+        self.lane(result.dtype()).finish_rows(device, exchange, result, &mut self.waiting())
     }
 
     fn start(
@@ -310,7 +244,13 @@ impl AxisOps for GroupAxis {
         kind: ExchangeKind,
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError> {
-        Ok(self.lane(values.dtype()).start(device, kind, values)?)
+        let lane = self.lane(values.dtype());
+        let (AxisPlace { rank, degree }, own_len) = (lane.place(), values.shape().num_elements());
+        let (len, start) = match kind {
+            ExchangeKind::AllGather => (own_len * degree, rank * own_len),
+            _ => (own_len, 0),
+        };
+        lane.issue(kind, lane.pool().send(device, (values, start), len)?)
     }
 
     fn finish(
@@ -319,12 +259,19 @@ impl AxisOps for GroupAxis {
         exchange: PendingExchange,
         result: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let finished = self.lane(result.dtype()).finish(device, &exchange, result, &mut self.waiting());
-        Ok(finished?)
+        let lane = self.lane(result.dtype());
+        let (vector, len, kind) = lane.take(device, exchange, &mut self.waiting())?;
+        lane.pool().receive(device, (vector, len), lane.first(kind, result.shape()), result);
+        Ok(())
     }
 
+    /// Memory of the group, if kernels reach it.
     fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
-        Ok(self.lane(dtype).empty_term(device, shape)?)
+        if !device.reaches_host() {
+            return device.empty(shape, dtype, Category::Activations);
+        }
+        let (memory, len) = (&self.lane(dtype).memory, shape.num_elements());
+        Ok(memory.lend(memory.pool().take_buffer(len)?.wait(), 0..len, shape))
     }
 
     fn start_sum(
@@ -333,7 +280,13 @@ impl AxisOps for GroupAxis {
         kind: ExchangeKind,
         term: Tensor,
     ) -> Result<PendingExchange, DeviceError> {
-        Ok(self.lane(term.dtype()).start_sum(device, kind, term)?)
+        let lane = self.lane(term.dtype());
+        // What others have lent, such as files of activations that a budget has no room for, is copied like a device's memory.
+        if !term.lent_memory().is_some_and(|memory| lane.memory.has_lent(memory)) {
+            return self.start(device, kind, term.view());
+        }
+        let memory = term.into_lent().expect("it was seen to be lent");
+        lane.issue(kind, lane.memory.take_back(memory))
     }
 
     fn finish_temporary(
@@ -343,8 +296,15 @@ impl AxisOps for GroupAxis {
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor, DeviceError> {
-        let result = self.lane(dtype).finish_temporary(device, &exchange, shape, &mut self.waiting());
-        Ok(result?)
+        if !device.reaches_host() {
+            let mut result = device.empty(shape, dtype, Category::Activations)?;
+            self.finish(device, exchange, result.view_mut())?;
+            return Ok(result);
+        }
+        let lane = self.lane(dtype);
+        let (vector, _, kind) = lane.take(device, exchange, &mut self.waiting())?;
+        let start = lane.first(kind, shape);
+        Ok(lane.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
     }
 }
 

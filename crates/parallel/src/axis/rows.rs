@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use trireme_base::{AxisPlace, DType, Pending, Rank};
 use trireme_comm::{Buffer, Untyped, Work};
 use trireme_tensor::tape::{ExchangedRuns, PendingExchange};
-use trireme_tensor::{Device, View, ViewMut};
+use trireme_tensor::{Device, DeviceError, View, ViewMut};
 
 /// Messages to other ranks, and from them, that an exchange has under way at a time, unless a round has more: 16 MiB each way.
 const MESSAGES_MAX: usize = 64;
@@ -69,8 +69,8 @@ impl Lane {
         device: &Device,
         runs: ExchangedRuns,
         values: View<'_>,
-    ) -> Result<PendingExchange> {
-        let (group, degree) = (self.memory.pool().group(), self.place().degree);
+    ) -> Result<PendingExchange, DeviceError> {
+        let (group, degree) = (self.pool().group(), self.place().degree);
         let hosts = group.hosts();
         let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= BY_HOSTS_RANKS_MIN);
         let is_short = runs.even_len * self.dtype().size() < BY_HOSTS_BYTES_MAX;
@@ -85,7 +85,7 @@ impl Lane {
         };
         let mut free = Vec::with_capacity(num_buffers);
         for _ in 0..num_buffers {
-            free.push(self.memory.pool().take_buffer(buffer_len)?);
+            free.push(self.pool().take_buffer(buffer_len)?);
         }
         let num_rounds = runs.lens.iter().max().map_or(0, |len| len.div_ceil(piece_len(self.dtype())));
         let mut started = StartedRows {
@@ -112,7 +112,7 @@ impl Lane {
         values: View<'_>,
         mut result: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<()> {
+    ) -> Result<(), DeviceError> {
         let mut rows = lock(&self.rows);
         let started = &mut rows[exchange.0];
         self.keep_own(device, &started.runs, values, result.reborrow());
@@ -128,18 +128,16 @@ impl Lane {
     pub(super) fn finish_rows(
         &self,
         device: &Device,
-        exchange: &PendingExchange,
+        PendingExchange(number): PendingExchange,
         result: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<()> {
-        let mut started = lock(&self.rows).remove(exchange.0);
+    ) -> Result<(), DeviceError> {
+        let mut started = lock(&self.rows).remove(number);
         let end = started.num_rounds;
         assert_eq!(started.next_round, end, "all was sent");
         self.finish_rounds_before(device, &mut started, end, result, waiting)?;
-        started
-            .free
-            .into_iter()
-            .for_each(|buffer| self.memory.pool().give_buffer(started.buffer_len, buffer));
+        let StartedRows { free, buffer_len, .. } = started;
+        free.into_iter().for_each(|buffer| self.pool().give_buffer(buffer_len, buffer));
         Ok(())
     }
 
@@ -171,7 +169,7 @@ impl Lane {
     fn start_messages(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
         let AxisPlace { rank, degree } = self.place();
         let (round, len) = (started.next_round, started.buffer_len);
-        let group = self.memory.pool().group();
+        let group = self.pool().group();
         for distance in 1..degree {
             let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
             let part =
@@ -207,7 +205,7 @@ impl Lane {
         }
         let [input, output] =
             [input, started.take()].map(|buffer| Buffer::pending(buffer, self.dtype(), started.buffer_len));
-        let work = self.memory.pool().group().all_to_all_variable_by_hosts(input, output, lens);
+        let work = self.pool().group().all_to_all_variable_by_hosts(input, output, lens);
         started.under_way.push_back(UnderWay { round, transfer: Transfer::ByHosts(work) });
     }
 

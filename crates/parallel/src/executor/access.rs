@@ -1,6 +1,6 @@
 //! Accessors of the executor.
 
-use super::{ActionTime, AgreedScales, Executor};
+use super::{ActionTime, Executor};
 use crate::layout::{Placements, RankGrid};
 use std::ops::Range;
 use std::sync::Arc;
@@ -131,12 +131,12 @@ impl Executor {
 
     /// The scales of fp8, if the model works in it.
     pub fn fp8_state(&self) -> Option<&Fp8State> {
-        self.passes.fp8.as_ref().map(AgreedScales::state)
+        self.passes.fp8.as_ref().map(|fp8| &fp8.state)
     }
 
     /// The scales of fp8, to load; alike on all ranks.
     pub fn fp8_state_mut(&mut self) -> Option<&mut Fp8State> {
-        self.passes.fp8.as_mut().map(AgreedScales::state_mut)
+        self.passes.fp8.as_mut().map(|fp8| &mut fp8.state)
     }
 
     /// How gradients, or momentum in their place, are compressed.

@@ -42,7 +42,7 @@ impl Executor {
             return Ok(None);
         }
         self.collect_waiting();
-        let waited = self.waiting.total();
+        let waited = self.waiting.waited;
         self.gradients.wait()?;
         self.await_outcomes()?;
         let mut waiting = std::mem::take(&mut self.waiting);
@@ -68,7 +68,7 @@ impl Executor {
         }
         let compression = self.compression_statistics();
         self.updates.as_mut().expect("the program does not drain").compression[step] = compression;
-        self.timeline.has_waited(waiting.total() - waited);
+        self.timeline.has_waited(waiting.waited - waited);
         self.waiting = waiting;
         Ok(Some(self.settings_by(plan, self.grad_scale(), found)))
     }
@@ -87,7 +87,7 @@ impl Executor {
         updates.norms.wait(0, &mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");
         let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
-        let comm_exposed = waiting.total() / plans.len() as u32;
+        let comm_exposed = waiting.waited / plans.len() as u32;
         for (step, ((&loss, plan), square)) in losses.iter().zip(plans).zip(&squares[..]).enumerate() {
             if plan.has_loss && !loss.is_finite() {
                 return Err(not_finite(plan.step, NonFinite::Loss, loss));

@@ -22,7 +22,7 @@ const LATE_STEPS_MAX: u64 = 1 << 12;
 type Bytes = [usize; Category::ALL.len()];
 
 /// What a rank holds at most while it repeats its program, in bytes.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MemoryUse {
     /// Each category, whenever that is, in the order of [`Category::ALL`].
     pub peaks: Bytes,
@@ -80,7 +80,8 @@ impl Executor {
         let device = self.device.clone();
         let memory = device.memory();
         let num_actions = self.program.actions.len();
-        let mut found = MemoryUse::none(num_actions);
+        let lines = vec![Bytes::default(); num_actions];
+        let mut found = MemoryUse { lines, line: 1, ..MemoryUse::default() };
         found.take_in(memory, None);
         let specs: Vec<TensorSpec> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.outline.num_microbatches;
@@ -122,7 +123,6 @@ impl Executor {
         Ok((found, entries))
     }
 
-    /// A batch of zeros.
     fn zeros(&self, specs: &[TensorSpec]) -> Result<Batch> {
         let zeros = |spec: &TensorSpec| {
             Ok((spec.name, self.device.zeros(spec.shape, spec.dtype, Category::Activations)?))
@@ -160,20 +160,6 @@ fn step_entries(noted: Vec<Vec<(JournalEntry, Instant)>>) -> StepEntries {
 }
 
 impl MemoryUse {
-    fn none(num_actions: usize) -> Self {
-        let zeros = Bytes::default();
-        MemoryUse {
-            peaks: zeros,
-            at_peak: zeros,
-            lines: vec![zeros; num_actions],
-            line: 1,
-            host: 0,
-            own: 0,
-            own_between_steps: 0,
-            outside: 0,
-        }
-    }
-
     /// Takes in the peaks since the last time, while the action of this index ran.
     fn take_in(&mut self, memory: &MemoryCounter, action: Option<usize>) {
         let found = Category::ALL.map(|category| memory.usage(category).peak);

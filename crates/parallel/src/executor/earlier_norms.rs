@@ -30,8 +30,7 @@ impl EarlierNorms {
         EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() }
     }
 
-    /// Starts to sum the squares of a step over all ranks, of which `own` is this rank's. The norm of `lag` steps before, unless there
-    /// was no such step.
+    /// Starts to sum a step's squares over all ranks, `own` of this rank. Returns the norm of `lag` steps before, if there was one.
     pub(super) fn next(&mut self, own: f64, waiting: &mut Waiting) -> Result<Option<f64>> {
         let mut square = match self.spare.pop() {
             Some(square) => square,

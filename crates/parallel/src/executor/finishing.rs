@@ -16,7 +16,7 @@ impl Executor {
     pub(super) fn finish_gradients(&mut self, plan: StepPlan) -> Result<(StepOutcome, Option<StepSettings>)> {
         let (loss, mut waiting) = self.finish_reductions()?;
         self.timeline.start();
-        let waited = waiting.total();
+        let waited = waiting.waited;
         let loss_scale = self.optimization.loss_scaler.scale();
         let grad_scale = self.grad_scale();
         let is_scaled = self.optimization.loss_scaler.scaling() != LossScaling::Off;
@@ -24,7 +24,7 @@ impl Executor {
             true => Some(self.sum_of_squares(true, &mut waiting)?.sqrt() * grad_scale),
             false => None,
         };
-        self.timeline.has_waited(waiting.total() - waited);
+        self.timeline.has_waited(waiting.waited - waited);
         let overflow = match norm {
             _ if !loss.is_finite() => Some((NonFinite::Loss, loss)),
             Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),
@@ -36,7 +36,7 @@ impl Executor {
         let has_momentum = self.has_momentum(step);
         let grad_norm = norm.filter(|_| !self.may_have_momentum(step));
         let compression = self.compression_statistics();
-        let comm_exposed = waiting.total();
+        let comm_exposed = waiting.waited;
         let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
         match overflow {
             Some((what, value)) => self.back_off(plan.step, what, value)?,
@@ -67,7 +67,7 @@ impl Executor {
                 grad_norm: None,
                 loss_scale: self.optimization.loss_scaler.scale(),
                 skipped: Some(Skipped::NoLoss),
-                comm_exposed: waiting.total() / plans.len() as u32,
+                comm_exposed: waiting.waited / plans.len() as u32,
                 compression: None,
             });
         }
@@ -149,9 +149,9 @@ impl Executor {
     /// Runs `work` and waits for its operations, without counting these waits in a step.
     pub(super) fn outside_step<R>(&mut self, work: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         self.collect_waiting();
-        let waited = self.waiting.total();
+        let waited = self.waiting.waited;
         let result = work(self).and_then(|made| self.await_outcomes().map(|()| made));
-        self.waiting.reset_total(waited);
+        self.waiting.waited = waited;
         result
     }
 

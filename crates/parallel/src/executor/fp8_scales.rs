@@ -7,32 +7,23 @@ use trireme_comm::{Buffer, Group};
 use trireme_model::Model;
 use trireme_tensor::{Device, Fp8Recipe, Fp8State};
 
-/// The fp8 scales of a model, and the message that keeps them alike: the largest magnitude over all microbatches is the same
-/// number whichever rank had which.
-pub(crate) struct AgreedScales {
-    state: Fp8State,
+/// The fp8 scales of a model, kept alike by a maximum over all ranks: it does not depend on which rank had which microbatch.
+pub(super) struct AgreedScales {
+    pub(super) state: Fp8State,
     /// Present while it is not being reduced.
     amaxes: Option<Buffer<f32>>,
 }
 
 impl AgreedScales {
     /// Scales of `model`'s linear layers before the first step.
-    pub(crate) fn new(recipe: Fp8Recipe, model: &Model, device: &Device, group: &Group) -> Result<Self> {
+    pub(super) fn new(recipe: Fp8Recipe, model: &Model, device: &Device, group: &Group) -> Result<Self> {
         let state = Fp8State::of_matrices(recipe, model.table(), device)?;
         let amaxes = Some(group.buffer(state.num_amaxes())?);
         Ok(AgreedScales { state, amaxes })
     }
 
-    pub(crate) fn state(&self) -> &Fp8State {
-        &self.state
-    }
-
-    pub(crate) fn state_mut(&mut self) -> &mut Fp8State {
-        &mut self.state
-    }
-
     /// Ends a step: scales of the next one follow from the amaxes of all ranks; collective.
-    pub(crate) fn advance(&mut self, device: &Device, group: &Group, waiting: &mut Waiting) -> Result<()> {
+    pub(super) fn advance(&mut self, device: &Device, group: &Group, waiting: &mut Waiting) -> Result<()> {
         let mut amaxes = self.amaxes.take().expect("a step ends after the one before");
         self.state.take_amaxes(device, &mut amaxes);
         let amaxes = waiting.wait(group.all_reduce(amaxes, ReduceOp::Max))?;

@@ -51,8 +51,7 @@ pub struct Generation<'a> {
 }
 
 impl<'a> Generation<'a> {
-    /// Begins a sequence of at most `capacity` tokens, of a model that reads tokens and whose last unit makes logits of a batch
-    /// without targets.
+    /// Begins a sequence of at most `capacity` tokens, of a language model whose last unit makes logits without targets.
     ///
     /// # Panics
     /// If the units lie on several ranks of a pipeline.

@@ -13,8 +13,7 @@ const CHUNK_LEN: usize = 1 << 18;
 /// Hashes that ranks exchange at a time: 64 KiB of each rank.
 const EXCHANGED_LEN: usize = 1 << 13;
 
-/// Hashes of the gradients and the parameters of one step: one for each parameter, in the order of the model's
-/// [`ParameterTable`].
+/// Hashes of the gradients and the parameters of one step: one for each parameter, in the order of the [`ParameterTable`].
 ///
 /// A tensor's hash is the sum of a hash of each of its elements' place and bits, so ranks that hold parts of it add up their sums.
 /// Two tensors that differ have the same hash with a probability of about 2⁻⁶⁴.

@@ -6,11 +6,9 @@ use crate::error::{ParallelError, Result};
 use std::sync::Arc;
 
 impl Executor {
-    /// Records [`StepHashes`] of each step whose number is a multiple of `interval`, unless it is skipped; of no step if `interval` is 0.
-    /// Alike on all ranks.
+    /// Records [`StepHashes`] of each step whose number `interval` divides, unless it is skipped; of none if that is 0. Alike on all ranks.
     ///
-    /// A recorded step copies all gradients and parameters that this rank updates to the host, in small pieces, and hashes them there
-    /// with one thread.
+    /// A recorded step copies the gradients and parameters that this rank updates to the host, piece by piece, and hashes them.
     pub fn record_hashes(&mut self, interval: u64) {
         self.optimization.hashes = HashRecorder::new(interval);
     }

@@ -39,8 +39,7 @@ pub(super) struct InFlight {
     /// Of each microbatch.
     pub(super) num_samples: usize,
     pub(super) purpose: Purpose,
-    /// By kind, then microbatch: what the last unit made, to be read by the next one, and the gradient of what it read, for the
-    /// unit below.
+    /// By kind, then microbatch: what the last unit made, for the next one, and the gradient of what it read, for the one below.
     pub(super) passing: [Vec<Option<Bundle<Tensor>>>; 2],
     pub(super) batches: Vec<Batch>,
     /// By microbatch, then tensor of the batch: units on this rank that have not yet read it for the last time.
@@ -120,7 +119,6 @@ impl InFlight {
         self.passing(kind, microbatch).take().expect("the unit before has run")
     }
 
-    /// Where that lies.
     pub(super) fn passing(&mut self, kind: MessageKind, microbatch: usize) -> &mut Option<Bundle<Tensor>> {
         &mut self.passing[kind as usize][microbatch]
     }

@@ -116,8 +116,7 @@ impl Executor {
         Ok(all)
     }
 
-    /// Compares what the replicas hold, and what several ranks of the tensor axis, or with different experts, hold of the same parameters;
-    /// collective.
+    /// Compares what the replicas hold, and what ranks of the tensor axis or with different experts hold in common. Collective.
     pub fn check_replicas(&mut self) -> Result<()> {
         let table = Arc::clone(self.model.table());
         let (mut of_all, mut with_experts, mut beside_experts) =
@@ -143,8 +142,8 @@ impl Executor {
             Ok::<_, ParallelError>(())
         })?;
         let outline = &self.program.outline;
-        self.compare(self.ranks.state().alike(outline), of_all)?;
-        self.compare(self.ranks.states().of_experts().alike(outline), with_experts)?;
+        self.compare(self.ranks.state.shared.alike(outline), of_all)?;
+        self.compare(self.ranks.state.of_experts().alike(outline), with_experts)?;
         self.ranks.experts().map_or(Ok(()), |experts| self.compare(experts, beside_experts))?;
         of_holders.into_iter().try_for_each(|(number, hash)| self.compare(self.ranks.holders(number), hash))
     }

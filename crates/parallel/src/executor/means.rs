@@ -42,8 +42,7 @@ pub(super) struct Means {
     num_losses: usize,
     /// Losses of this rank that this step has taken in.
     num_taken: usize,
-    /// Sums and rows; zeros between programs, and absent while they are under way. By rank,
-    /// then term, then microbatch; then what the rank asks for.
+    /// Sums and rows, by rank, term and microbatch; then the rank's requests. Zeros between programs, absent while under way.
     reports: Option<Exchanged>,
     under_way: Option<Exchanging>,
     /// Accounts for the numbers.
@@ -105,7 +104,8 @@ impl Means {
         let is_loss = |term: &&Term| term.report.metric.is_none() && outline.holds(term.unit);
         let num_losses = terms.iter().filter(is_loss).count();
         let len = world.world_size() * len;
-        let counted = Counted::of_buffer(device, &world, len * size_of::<f64>())?;
+        let counted = Counted::new(device);
+        counted.take_buffer(&world, len * size_of::<f64>())?;
         let reports = Some(Exchanged::new_for_host(&world, device, DType::F64, len)?);
         let (num_steps, metric_names) = (outline.num_steps(), rehearsal.metric_names());
         Ok(Means {
@@ -164,7 +164,6 @@ impl Means {
         }
     }
 
-    /// The numbers of this rank.
     fn own(&self) -> Range<usize> {
         let len = self.reports.as_ref().map_or(0, Exchanged::len) / self.world.world_size();
         let rank = self.world.rank().0;
@@ -226,12 +225,10 @@ impl Means {
         self
     }
 
-    /// What this rank sends with its reports.
     pub(super) fn requests(&self) -> Arc<AtomicU32> {
         Arc::clone(&self.requests)
     }
 
-    /// Bits that any rank has asked for in the last program.
     pub(super) fn requested(&self) -> u32 {
         self.requested
     }

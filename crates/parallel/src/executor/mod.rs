@@ -217,10 +217,10 @@ impl Executor {
 
     /// Counts what a pass has waited for within its work, such as exchanges with ranks of the tensor axis, as waiting.
     fn note_waits(&mut self, action: Action) {
-        let waited = self.waiting.total();
+        let waited = self.waiting.waited;
         self.collect_waiting();
         if action.is_pass() {
-            self.timeline.has_waited(self.waiting.total() - waited);
+            self.timeline.has_waited(self.waiting.waited - waited);
         }
     }
 
@@ -248,7 +248,7 @@ impl Executor {
             }
             Action::ReduceGrad { unit } => {
                 // Of a program without drains, the step whose update comes next.
-                let step = self.updates.as_ref().map_or(0, |updates| updates.num_updates(unit));
+                let step = self.updates.as_ref().map_or(0, |updates| updates.units[unit].newest);
                 self.reduce(unit, plans[step])
             }
             Action::UnshardGrad { unit } => self.gradients.gather(unit),

@@ -104,7 +104,7 @@ impl Executor {
         // Between units: the pipeline.
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
-        let mut gradients = Gradients::new(table, outline, &ranks, devices, messages.pool(), &options)?;
+        let mut gradients = Gradients::new(table, outline, &ranks, devices, &messages.pool, &options)?;
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }

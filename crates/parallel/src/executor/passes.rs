@@ -188,7 +188,8 @@ impl Executor {
     pub fn validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>> {
         let len = batches.num_batches() * 2 * self.rehearsal.reports().count();
         let group = self.ranks.world();
-        let counted = Counted::of_buffer(&self.device, group, len * size_of::<f64>())?;
+        let counted = Counted::new(&self.device);
+        counted.take_buffer(group, len * size_of::<f64>())?;
         self.passes.validation_memory.push(counted);
         Ok(group.buffer(len)?)
     }
@@ -208,8 +209,7 @@ impl Executor {
         self.evaluate_checked(batch)
     }
 
-    /// As [`evaluate`](Executor::evaluate), of samples that may also have fewer positions than the rehearsed ones; only where one rank runs
-    /// all of the model.
+    /// As [`evaluate`](Executor::evaluate), of samples that may have fewer positions; only where one rank runs all of the model.
     ///
     /// # Errors
     /// As [`evaluate`](Executor::evaluate).
@@ -270,7 +270,7 @@ impl Executor {
     fn pass_state(&self, microbatch: usize) -> PassState {
         let continues = matches!(self.passes.in_flight.purpose, Purpose::Generation(_));
         let pass = PassState {
-            fp8: self.passes.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales())),
+            fp8: self.passes.fp8.as_ref().map(|fp8| Arc::clone(fp8.state.scales())),
             axes: self.passes.axes.of_pass(self.options.shards_rows, continues),
             ..self.options.precision.into()
         };

@@ -36,11 +36,6 @@ impl Messages {
         }
     }
 
-    /// Memory of messages.
-    pub(super) fn pool(&self) -> &Pool {
-        &self.pool
-    }
-
     /// Starts to send tensors, and gives their memory back.
     pub(super) fn send(
         &mut self,
@@ -75,8 +70,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Waits for the first messages until `num_left` are under way: no sooner, so that the memory which they take does not depend on
-    /// time.
+    /// Waits for the first messages until `num_left` are under way: no sooner, so that memory does not depend on time.
     pub(super) fn finish_until(&mut self, num_left: usize, waiting: &mut Waiting) -> Result<()> {
         while self.sent.len() > num_left {
             let first = self.sent.pop_front().expect("messages are under way");

@@ -72,7 +72,7 @@ impl Executor {
         self.forward_program = forward_program(outline)?;
         let shards_device = self.moves.options.device_of(&outline.state, StateClass::Gradients, &self.device);
         let devices = (&self.device, shards_device);
-        let (table, messages) = (self.model.table(), self.messages.pool());
+        let (table, messages) = (self.model.table(), &self.messages.pool);
         self.gradients = Gradients::new(table, outline, &self.ranks, devices, messages, &self.options)?;
         self.moves.is_squared.fill(false);
         Ok(())
@@ -103,8 +103,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Brings a unit, of which this rank is to step `part`, from where it lay to where it lies now. `was` has what is not in
-    /// memory.
+    /// Brings a unit, of which this rank is to step `part`, to where it lies now. `was` has what is not in memory.
     fn move_unit(
         &mut self,
         unit: usize,

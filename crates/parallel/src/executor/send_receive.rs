@@ -100,7 +100,7 @@ impl Executor {
                 Some(messages.arrived(incoming, specs, device, waiting)?);
         }
         if let Some((unit, _)) = action.completed_gradient()
-            && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
+            && let Some(tied) = gradients.tied().filter(|tied| tied.span.unit == unit)
             && let Some(incoming) = messages.incoming[MessageKind::TiedGradient as usize][microbatch].take()
         {
             let (Incoming { work, len }, pool) = (incoming, &messages.pool);

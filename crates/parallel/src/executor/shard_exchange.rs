@@ -25,7 +25,7 @@ impl ShardExchange {
         device: &Device,
         counted: &Device,
     ) -> PerExperts<Self> {
-        let state = ranks.states();
+        let state = &ranks.state;
         let exchange = |state: &StateRanks| ShardExchange::new(ranks, state, outline, device, counted);
         PerExperts { shared: exchange(&state.shared), experts: state.experts.as_ref().map(exchange) }
     }

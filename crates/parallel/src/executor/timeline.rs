@@ -16,8 +16,7 @@ pub struct ActionTime {
     pub product_operations: u64,
 }
 
-/// The actions of the step under way, or of the last one, in the program's order. A step takes two readings of the clock an action,
-/// and no memory.
+/// The actions of the current or last step, in the program's order. An action takes two readings of the clock, and no memory.
 pub(super) struct Timeline {
     now: Instant,
     start: Instant,

@@ -16,8 +16,7 @@ use trireme_optim::{Exchange, StepSettings};
 use trireme_tensor::{Category, Values};
 
 impl Executor {
-    /// The number of the update that this step makes, unless it is skipped. Bias corrections of the moments count the updates
-    /// that made them.
+    /// The number of this step's update, unless it is skipped: bias corrections of moments count the updates that made them.
     pub(super) fn update_number(&self, plan: StepPlan) -> u64 {
         plan.step - self.optimization.loss_scaler.skipped_steps()
     }
@@ -27,8 +26,7 @@ impl Executor {
         self.program.outline.held().any(|unit| self.is_momentum(unit, update_number))
     }
 
-    /// Whether any unit of the model may exchange momentum in the step of this number, also one of another rank of the pipeline: then no rank
-    /// reports the norm of gradients.
+    /// Whether any unit, also of another pipeline rank, may exchange momentum in this step: then no rank reports a gradient norm.
     pub(super) fn may_have_momentum(&self, update_number: u64) -> bool {
         let mut units = 0..self.model.num_units();
         self.options.compression.codec() != CodecName::None
@@ -43,8 +41,7 @@ impl Executor {
             && self.gradients.is_compressed(unit)
     }
 
-    /// Starts the reduction of a unit's gradient, or of the momentum that it leads to. Discards the gradient of a step in which nothing counts
-    /// in the loss.
+    /// Starts to reduce a unit's gradient, or the momentum of it. Discards the gradient if nothing counts in the step's loss.
     pub(super) fn reduce(&mut self, unit: usize, plan: StepPlan) -> Result<()> {
         if !plan.has_loss {
             self.gradients.discard(unit);

@@ -53,11 +53,6 @@ impl Updates {
         Ok(Some(Updates { units, settings: None, squares, norms, has_norms, compression }))
     }
 
-    /// Updates of a unit that the program has made.
-    pub(super) fn num_updates(&self, unit: usize) -> usize {
-        self.units[unit].newest
-    }
-
     /// Forward of a unit begins.
     pub(super) fn begin_forward(&mut self, unit: usize, microbatch: usize, outline: &Outline) {
         let state = &mut self.units[unit];

@@ -16,21 +16,20 @@ pub(crate) struct Compressed {
     group: Arc<Group>,
     device: Device,
     /// Absent in a dry group, where nothing is compressed.
-    compressor: Option<Box<Compressor>>,
-    /// In a dry group, the rounds of each kind of step that is to come, in their order.
-    kinds: VecDeque<Vec<Round>>,
+    pub(super) compressor: Option<Box<Compressor>>,
+    /// In a dry group, the rounds of each kind of step that it has not gone through, in their order.
+    pub(super) kinds: VecDeque<Vec<Round>>,
     /// One for each round, made anew only when the rounds change.
     exchanges: Vec<RoundExchange>,
     /// Bytes of what the compressor keeps from step to step.
     state_bytes: usize,
-    /// What is counted for the exchanges.
     counted: Counted,
     under_way: Option<UnderWay>,
     exact: Option<Box<Exact>>,
-    /// Whether the last step's gradient went in messages of the codec.
-    is_in_messages: bool,
+    /// Whether the gradient of the last step went in messages of the codec, or goes in them.
+    pub(super) is_in_messages: bool,
     /// What the last step did.
-    statistics: CompressionStatistics,
+    pub(super) statistics: CompressionStatistics,
     /// What the compressor kept before its last step, where that can be taken back.
     before: Option<Vec<(&'static str, StateCopy)>>,
 }
@@ -43,8 +42,7 @@ enum UnderWay {
 }
 
 impl Compressed {
-    /// The compressed reduction of `unit`'s gradient over `group`; `None` if each of its steps would send the gradient as
-    /// it is, and keep nothing.
+    /// The compressed reduction of `unit`'s gradient over `group`; `None` if all its steps would send the gradient as it is.
     pub(crate) fn new(
         table: &ParameterTable,
         unit: usize,
@@ -82,24 +80,6 @@ impl Compressed {
         Ok(Some(compressed))
     }
 
-    pub(crate) fn compressor(&self) -> Option<&Compressor> {
-        self.compressor.as_deref()
-    }
-
-    pub(crate) fn compressor_mut(&mut self) -> Option<&mut Compressor> {
-        self.compressor.as_deref_mut()
-    }
-
-    /// Whether the gradient of the last step went in messages of the codec, or goes in them.
-    pub(crate) fn is_in_messages(&self) -> bool {
-        self.is_in_messages
-    }
-
-    /// What the last step did.
-    pub(crate) fn statistics(&self) -> CompressionStatistics {
-        self.statistics
-    }
-
     /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
     pub(crate) fn remember(&mut self) -> Result<()> {
         self.device.staging().take_outside(Category::Communication, self.state_bytes)?;
@@ -117,11 +97,6 @@ impl Compressed {
         let before: Vec<_> = before.iter().map(|(name, kept)| (*name, kept.values())).collect();
         let compressor = self.compressor.as_mut().expect("no step of a dry group is taken back");
         Ok(compressor.load_state(&before)?)
-    }
-
-    /// Kinds of steps that a dry group has not gone through.
-    pub(crate) fn num_kinds(&self) -> usize {
-        self.kinds.len()
     }
 
     /// Starts the first round of a step with this rank's `gradient`.
@@ -195,12 +170,9 @@ impl Compressed {
         self.exchanges.clear();
         self.counted = Counted::new(&self.device);
         let exact_bytes = self.exact.as_ref().map_or(0, |exact| exact.len() * size_of::<f32>());
-        self.counted.take(Category::Communication, exact_bytes)?;
-        self.counted.map(group.peer_bytes_mapped(exact_bytes))?;
+        self.counted.take_buffer(group, exact_bytes)?;
         for &round in rounds {
-            let num_bytes = round.num_bytes() * round.num_messages(group.world_size());
-            self.counted.take(Category::Communication, num_bytes)?;
-            self.counted.map(group.peer_bytes_mapped(num_bytes))?;
+            self.counted.take_buffer(group, round.num_bytes() * round.num_messages(group.world_size()))?;
             self.exchanges.push(RoundExchange::new(round, group)?);
         }
         Ok(())

@@ -33,7 +33,7 @@ impl Gradients {
             (0..table.units().len()).map(|unit| outline.holds(unit) && outline.state.is_trained()).collect();
         let compressed = |unit: usize| match layout.is_scattered() || !is_held[unit] {
             true => Ok(None),
-            false => Compressed::new(table, unit, options, device, layout.group(ranks.state())),
+            false => Compressed::new(table, unit, options, device, layout.group(&ranks.state.shared)),
         };
         let compressed = (0..table.units().len()).map(compressed).collect::<Result<Vec<_>, _>>()?;
         let rounded_apart = match hierarchy.is_some() || compressed.iter().any(Option::is_some) {
@@ -42,7 +42,7 @@ impl Gradients {
         };
         let counted = Counted::new(device);
         let len = |(unit, info): (usize, &UnitInfo)| if is_held[unit] { info.num_elements } else { 0 };
-        let sums = ranks.states().try_map(|state| -> Result<_> {
+        let sums = ranks.state.try_map(|state| -> Result<_> {
             let (dtype, group) = (layout.dtype, layout.group(state));
             let reductions = match layout.is_scattered() {
                 true => Reductions::reduce_scatter(dtype, group, !layout.has_shards(state), device),
@@ -126,7 +126,7 @@ fn hierarchy(
     device: &Device,
     options: &ExecutorOptions,
 ) -> Result<Option<Arc<Hierarchy>>> {
-    let Some((levels, format)) = ranks.levels().zip(options.zero_plus_plus.quantized_gradients) else {
+    let Some((levels, format)) = ranks.levels.as_ref().zip(options.zero_plus_plus.quantized_gradients) else {
         return Ok(None);
     };
     match table.parameters().iter().find(|info| !info.class.has_gradient()) {

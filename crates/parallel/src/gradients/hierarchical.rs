@@ -70,8 +70,7 @@ impl Hierarchical {
         Hierarchical { hierarchy: Arc::clone(hierarchy), unit: unit.clone(), slot_bytes, under_way: None }
     }
 
-    /// Waits for the level under way and starts the next one; after the last one, what lies in the place of this rank's shard
-    /// is its sum over all ranks.
+    /// Waits for the level under way and starts the next one; after the last one, this rank's shard is its sum over all ranks.
     pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>> {
         let Swap { mut gradient, level, messages } = self.under_way.take().expect("a reduction was started");
         let messages = messages.wait(&self.hierarchy.device, waiting)?;

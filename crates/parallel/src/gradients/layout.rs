@@ -38,7 +38,7 @@ impl GradientLayout {
             dtype: DType::F32,
             sums_shards: shards_gradients && outline.num_microbatches > 1,
         };
-        let is_alone = layout.group(ranks.state()).world_size() == 1;
+        let is_alone = layout.group(&ranks.state.shared).world_size() == 1;
         let dtype = if is_alone || is_hierarchical { DType::F32 } else { options.reduce_dtype.dtype() };
         GradientLayout { dtype, ..layout }
     }
@@ -83,7 +83,7 @@ impl GradientLayout {
         let category = if self.keeps_full() { Category::Gradients } else { Category::Communication };
         let is_scattered_as_is = self.is_scattered() && !self.is_rounded() && !self.is_hierarchical;
         let is_exchanged = self.is_gathered() || is_scattered_as_is;
-        let pool = Pool::new(self.group(ranks.state()), device, DType::F32, category, is_exchanged);
+        let pool = Pool::new(self.group(&ranks.state.shared), device, DType::F32, category, is_exchanged);
         // Codecs work on the host.
         let is_compressed = options.compression.codec() != CodecName::None;
         if is_compressed { pool.with_buffers() } else { pool }

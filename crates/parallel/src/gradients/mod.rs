@@ -35,8 +35,7 @@ use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
 };
 
-/// Whole gradients of one length that are under way at a time, where ranks keep shards of them only: one is written or rounded
-/// while another one is reduced.
+/// Full gradients of one length in flight where ranks keep shards: one is written or rounded while another one is reduced.
 const IN_FLIGHT_MAX: usize = 2;
 
 /// A gradient of one unit or shard, of one microbatch or the sum of several.
@@ -77,8 +76,7 @@ struct UnitGradient {
     len: usize,
     /// The elements that this rank steps.
     own: Range<usize>,
-    /// Present while it is neither being written nor summed nor reduced. Where it does not stay, it comes from the pool and
-    /// goes back there.
+    /// Present while it is neither written, summed nor reduced. Where it does not stay, its memory is the pool's.
     reducible: Option<Exchanged>,
     /// Being written by backward.
     open: Option<Gradient>,
@@ -130,7 +128,7 @@ impl Gradients {
         let Some(tied) = &mut self.tied else { return Ok(()) };
         tied.begin(unit, microbatch)?;
         let Some(part) = tied.take(unit, microbatch) else { return Ok(()) };
-        let span = tied.span();
+        let span = tied.span;
         let device = self.device.clone();
         let GradTarget { view, accumulate } = self.target(&span)?;
         let values = part.view().part(0, span.shape);
@@ -140,11 +138,10 @@ impl Gradients {
             device.copy(values, view)
         }
         self.grad_ready(&span);
-        self.tied.as_ref().expect("it was there").give(part);
+        self.tied.as_ref().expect("it was there").pool.give(part);
         Ok(())
     }
 
-    /// What tied units of a pipeline have for each other.
     pub(crate) fn tied(&mut self) -> Option<&mut TiedGradients> {
         self.tied.as_mut()
     }
@@ -282,9 +279,9 @@ impl Gradients {
         }
         // Backward started with the last unit.
         let shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
-        shards.for_each(|shard| shard.reduce());
+        shards.for_each(ShardSum::reduce);
         let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
-        shards.try_for_each(|shard| shard.wait(&mut self.waiting))?;
+        shards.try_for_each(|shard| shard.memory.wait(&mut self.waiting))?;
         self.units.iter_mut().for_each(|state| state.is_finished = true);
         Ok(())
     }
@@ -297,7 +294,7 @@ impl Gradients {
         let state = &mut self.units[unit];
         if let Some(shard) = state.pending() {
             shard.reduce();
-            shard.wait(&mut self.waiting)?;
+            shard.memory.wait(&mut self.waiting)?;
             state.is_finished = true;
         }
         Ok(())
@@ -310,7 +307,6 @@ impl Gradients {
         gathered.unshard(unit, Some((self.units[unit].reduced(), &self.shards_device)))
     }
 
-    /// Waits for a gradient that was to be gathered.
     pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
         self.gathered.as_mut().map_or(Ok(()), |gathered| gathered.ensure(unit, waiting))
     }
@@ -335,10 +331,9 @@ impl Gradients {
     /// # Panics
     /// If no shard is kept apart.
     pub(crate) fn memory(&mut self, unit: usize) -> &mut dyn Movable {
-        self.units[unit].shard.as_mut().expect("what is offloaded is kept apart").memory()
+        &mut self.units[unit].shard.as_mut().expect("what is offloaded is kept apart").memory
     }
 
-    /// Whether `unit`'s reduction is compressed.
     pub(crate) fn is_compressed(&self, unit: usize) -> bool {
         self.units[unit].reduction.compressed().is_some()
     }
@@ -366,20 +361,21 @@ impl Gradients {
     /// Kinds of steps that compressors of a dry group have not gone through.
     pub(crate) fn num_kinds(&self) -> usize {
         let compressed = self.units.iter().filter_map(|state| state.reduction.compressed());
-        compressed.map(Compressed::num_kinds).max().unwrap_or(0)
+        compressed.map(|compressed| compressed.kinds.len()).max().unwrap_or(0)
     }
 
     /// The compressors, each with its unit's name.
     pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {
         let units = self.table.units().iter().zip(&self.units);
-        units.filter_map(|(unit, state)| Some((&*unit.name, state.reduction.compressed()?.compressor()?)))
+        units.filter_map(|(unit, state)| {
+            Some((&*unit.name, state.reduction.compressed()?.compressor.as_deref()?))
+        })
     }
 
-    /// The same, to load.
     pub(crate) fn compressors_mut(&mut self) -> impl Iterator<Item = (&str, &mut Compressor)> {
         let units = self.table.units().iter().zip(&mut self.units);
         units.filter_map(|(unit, state)| {
-            Some((&*unit.name, state.reduction.compressed_mut()?.compressor_mut()?))
+            Some((&*unit.name, state.reduction.compressed_mut()?.compressor.as_deref_mut()?))
         })
     }
 
@@ -390,7 +386,7 @@ impl Gradients {
         let mut squares = 0.0;
         for state in &self.units {
             let of_unit = match state.reduction.compressed() {
-                Some(compressed) => compressed.statistics(),
+                Some(compressed) => compressed.statistics,
                 None => CompressionStatistics::uncompressed(state.num_elements, world_size),
             };
             all.bytes_sent += of_unit.bytes_sent;
@@ -416,8 +412,7 @@ impl Gradients {
         self.units[unit].own.clone()
     }
 
-    /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches of all ranks, in what it was
-    /// reduced in.
+    /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches, in the type that was reduced.
     pub(crate) fn reduced(&self, unit: usize) -> View<'_> {
         self.units[unit].reduced()
     }
@@ -432,7 +427,7 @@ impl UnitGradient {
     /// As [`Gradients::reduced`].
     fn reduced(&self) -> View<'_> {
         match &self.shard {
-            Some(shard) => shard.view(),
+            Some(shard) => shard.memory.view(),
             None => {
                 let sum = self.reduction.view(&self.reducible);
                 sum.part(self.own.start, [self.own.len()].into())

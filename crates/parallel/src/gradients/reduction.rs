@@ -1,5 +1,4 @@
-//! How the gradient of a unit is summed over the ranks: in f32 where it lies, rounded to 16 bits, as integers level by level,
-//! or compressed.
+//! How a unit's gradient is summed over the ranks: in f32, rounded to 16 bits, as integers level by level, or compressed.
 
 use super::Compressed;
 use super::hierarchical::Hierarchical;
@@ -45,9 +44,7 @@ impl Reductions {
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
         let len_max = if shares_memory { 0 } else { fusion_bytes / dtype.size() };
         let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
-        let num_bytes = fusion.reserve(dtype, lens.iter().copied())?;
-        counted.take(Category::Communication, num_bytes)?;
-        counted.map(group.peer_bytes_mapped(num_bytes))?;
+        counted.take_buffer(group, fusion.reserve(dtype, lens.iter().copied())?)?;
         let pool = |category| Pool::new(group, counted.device(), dtype, category, true);
         let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), true));
         Ok(Reductions { exchange: Summation::AllReduce(fusion), rounded })
@@ -130,13 +127,12 @@ impl Reduction {
         }
     }
 
-    /// Whether the last sum was rounded by what lies beside each element, so that ranks that hold other parts of parameters may have other
-    /// bits.
+    /// Whether the last sum was rounded with its neighbours, so that ranks with other parts of parameters may have other bits.
     pub(crate) fn is_rounded_apart(&self) -> bool {
         match self {
             Reduction::Plain { .. } | Reduction::Rounded(_) => false,
             Reduction::Hierarchical(_) => true,
-            Reduction::Compressed(compressed) => compressed.is_in_messages(),
+            Reduction::Compressed(compressed) => compressed.is_in_messages,
         }
     }
 

@@ -1,12 +1,10 @@
-//! A rank's shard of a unit's gradient: the sum over microbatches of what the shards' ranks have reduced, and then over
-//! replicas.
+//! A rank's shard of a unit's gradient: the reduced shards, summed over microbatches and then over replicas.
 
 use super::summed_vector::{Summation, Vector};
 use super::{Gradient, TreeSum, add};
 use crate::error::Result;
 use crate::layout::StateRanks;
-use crate::memory::{Pool, Waiting, bring};
-use crate::offload::Movable;
+use crate::memory::{Pool, bring};
 use crate::step::Determinism;
 use std::sync::Arc;
 use trireme_base::{DType, ReduceOp};
@@ -16,9 +14,9 @@ use trireme_tensor::{Category, Device, View};
 /// The shard of one unit's gradient. Its memory comes from a pool that all units share, so where it is released, it goes from unit to unit.
 pub(crate) struct ShardSum {
     determinism: Determinism,
-    /// The device that stores the shard.
     device: Device,
-    memory: Vector,
+    /// What is summed over the replicas.
+    pub(super) memory: Vector,
     sum: TreeSum<Gradient>,
 }
 
@@ -77,20 +75,5 @@ impl ShardSum {
         };
         self.memory.put(buffer);
         self.memory.reduce();
-    }
-
-    /// Waits for the sum over the replicas.
-    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<()> {
-        self.memory.wait(waiting)
-    }
-
-    /// The sum.
-    pub(crate) fn view(&self) -> View<'_> {
-        self.memory.view()
-    }
-
-    /// The memory of the sum.
-    pub(crate) fn memory(&mut self) -> &mut dyn Movable {
-        &mut self.memory
     }
 }

@@ -102,7 +102,6 @@ impl Vector {
         Ok(())
     }
 
-    /// The sum.
     pub(crate) fn view(&self) -> View<'_> {
         self.memory.as_ref().expect("a gradient is read after its reduction").view()
     }

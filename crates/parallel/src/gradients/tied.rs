@@ -11,9 +11,9 @@ use trireme_tensor::{GradTarget, ParameterSpan, Tie};
 
 /// What the reader of a tie has for the owner's gradient, by microbatch.
 pub(crate) struct TiedGradients {
-    span: ParameterSpan,
+    pub(crate) span: ParameterSpan,
     reader: usize,
-    pool: Pool,
+    pub(super) pool: Pool,
     /// The microbatch for which parts of a step are summed, if they are.
     sums_at: Option<usize>,
     /// Being written by backward of the reader for this microbatch, or added to.
@@ -28,8 +28,7 @@ struct Open {
 }
 
 impl TiedGradients {
-    /// For the parameters of the model's tie, if it has one that concerns this rank of the pipeline of `outline`. Memory comes from the pool of
-    /// messages.
+    /// For the parameters of the tie, if this rank of the pipeline has to do with it. Memory comes from the pool of messages.
     pub(crate) fn new(outline: &Outline, tie: Option<Tie>, pool: &Pool) -> Option<Self> {
         let Tie { reader, span } = tie.filter(|_| !outline.stages.is_empty())?;
         let is_here = outline.holds(reader) || outline.holds(span.unit);
@@ -39,12 +38,6 @@ impl TiedGradients {
         is_here.then(|| TiedGradients { span, reader, pool: pool.clone(), sums_at, open: None, parts })
     }
 
-    /// The parameters.
-    pub(crate) fn span(&self) -> ParameterSpan {
-        self.span
-    }
-
-    /// Elements of a part.
     pub(crate) fn len(&self) -> usize {
         self.span.shape.num_elements()
     }
@@ -78,7 +71,6 @@ impl TiedGradients {
         is_end
     }
 
-    /// A part has come.
     pub(crate) fn put(&mut self, microbatch: usize, part: Exchanged) {
         self.parts[microbatch] = Some(part);
     }
@@ -91,10 +83,5 @@ impl TiedGradients {
     /// The part of a microbatch, to be added to the gradient of `unit`, if that is the owner.
     pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<Exchanged> {
         self.parts.get_mut(microbatch).filter(|_| unit == self.span.unit)?.take()
-    }
-
-    /// Gives the memory of a part back.
-    pub(crate) fn give(&self, part: Exchanged) {
-        self.pool.give(part);
     }
 }

@@ -13,7 +13,6 @@ impl<T> PerExperts<T> {
         self.experts.as_ref().filter(|_| unit.has_experts()).unwrap_or(&self.shared)
     }
 
-    /// The value for a unit, to change.
     pub(crate) fn of_mut(&mut self, unit: &UnitInfo) -> &mut T {
         self.experts.as_mut().filter(|_| unit.has_experts()).unwrap_or(&mut self.shared)
     }

@@ -51,8 +51,7 @@ impl Degrees {
         Mesh::new(&axes).expect("groups have ranks")
     }
 
-    /// The mesh as the training state lies on it: ranks of the context axis are shards or replicas like others. They are numbered as in the
-    /// [mesh](Degrees::mesh).
+    /// As the [mesh](Degrees::mesh), with its numbers, for the training state: ranks of the context axis are shards or replicas.
     ///
     /// # Panics
     /// As [`mesh`](Degrees::mesh).
@@ -114,7 +113,7 @@ pub struct RankGrid {
     /// The ranks that run the other units for the same microbatches.
     pipeline: Arc<Group>,
     /// Those among which the state of units lies.
-    state: PerExperts<StateRanks>,
+    pub(crate) state: PerExperts<StateRanks>,
     /// The ranks with different experts; `None` if every rank has all experts.
     experts: Option<Arc<Group>>,
     /// The ranks among which keys and values of the same sequences travel.
@@ -123,7 +122,8 @@ pub struct RankGrid {
     heads: Arc<Group>,
     /// The ranks that have parts of the same parameters.
     tensor: Arc<Group>,
-    levels: Option<Levels>,
+    /// The shards' ranks by hosts, if they were split.
+    pub(crate) levels: Option<Levels>,
     /// The ranks of the tensor axis that hold the same elements of a parameter, by their number.
     holders: Vec<Arc<Group>>,
     /// Each group once.
@@ -230,32 +230,27 @@ impl RankGrid {
         for group in [&ring, &heads] {
             add_once(&mut groups, group);
         }
-        let experts = (degrees.experts > 1).then(|| {
+        let (mut experts, mut of_experts) = (None, None);
+        if degrees.experts > 1 {
             let mesh = degrees.expert_mesh(world.world_size());
-            let along = |name: &str, axes: &[Axis]| {
-                Ok::<_, ParallelError>(Arc::new(
-                    world.split_by(name, |rank| mesh.group_of(rank, axes) as u64)?,
-                ))
-            };
             // As with heads: tokens do not wait for gradients. Gradients of shadowed experts are summed as an expert's own rank would sum them.
             let of_axis = |rank| mesh.group_of(rank, &[Axis::EXPERT]) as u64;
             let axis = Arc::new(world.split_in_order("experts", of_axis)?);
-            let state = StateRanks {
+            groups.push(Arc::clone(&axis));
+            let mut along = |name: &str, axes: &[Axis]| -> Result<_> {
+                let group = Arc::new(world.split_by(name, |rank| mesh.group_of(rank, axes) as u64)?);
+                groups.push(Arc::clone(&group));
+                Ok(group)
+            };
+            of_experts = Some(StateRanks {
                 data: along("expert data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD])?,
                 shards: along("expert shards", &[Axis::DATA_SHARD])?,
                 replicas: along("expert replicas", &[Axis::DATA_REPLICATE])?,
                 own: Arc::clone(&own),
-            };
-            Ok::<_, ParallelError>((axis, state))
-        });
-        let (experts, of_experts) = experts.transpose()?.unzip();
-        if let Some((axis, StateRanks { data, shards, replicas, .. })) =
-            experts.as_ref().zip(of_experts.as_ref())
-        {
-            [axis, data, shards, replicas].into_iter().for_each(|group| add_once(&mut groups, group));
+            });
+            experts = Some(axis);
         }
         let mesh = degrees.state_mesh(world.world_size());
-        let levels = None;
         Ok(RankGrid {
             mesh,
             degrees,
@@ -266,7 +261,7 @@ impl RankGrid {
             ring,
             heads,
             tensor,
-            levels,
+            levels: None,
             holders: Vec::new(),
             groups,
         })
@@ -329,11 +324,6 @@ impl RankGrid {
         Ok(())
     }
 
-    /// The shards' ranks by hosts, if they were split.
-    pub(crate) fn levels(&self) -> Option<&Levels> {
-        self.levels.as_ref()
-    }
-
     /// All ranks.
     pub fn world(&self) -> &Arc<Group> {
         &self.world
@@ -347,16 +337,6 @@ impl RankGrid {
     /// The ranks that run the same units for other microbatches, or for other positions of the same ones.
     pub fn data(&self) -> &Arc<Group> {
         &self.state.shared.data
-    }
-
-    /// The ranks among which the state of units without experts lies.
-    pub(crate) fn state(&self) -> &StateRanks {
-        &self.state.shared
-    }
-
-    /// The ranks among which the state of units lies.
-    pub(crate) fn states(&self) -> &PerExperts<StateRanks> {
-        &self.state
     }
 
     /// The ranks among which the state of a unit lies.
@@ -419,11 +399,6 @@ impl RankGrid {
     /// The ranks that have parts of the same parameters, and see the same microbatches.
     pub fn tensor(&self) -> &Arc<Group> {
         &self.tensor
-    }
-
-    /// This rank's place on the tensor axis.
-    pub fn tensor_place(&self) -> AxisPlace {
-        AxisPlace::new(self.tensor.rank().0, self.tensor.world_size())
     }
 
     /// The ranks as a mesh on which the training state lies: those of the context axis are shards or replicas like others.
@@ -493,9 +468,9 @@ mod tests {
         let levels = run_ranks_on(&[0, 1, 0, 1, 1, 0, 1, 0], |group| {
             let mut ranks = RankGrid::new(group, Degrees { shards: 4, ..Degrees::ONE }).unwrap();
             ranks.split_by_hosts().unwrap();
-            let Levels { hosts, within, across } = ranks.levels().unwrap();
+            let Levels { hosts, within, across } = ranks.levels.as_ref().unwrap();
             let (host, local) = (hosts.host_of(ranks.shards().rank()), within.rank().0);
-            assert_eq!(ranks.levels().unwrap().shard(host, local), ranks.shards().rank().0);
+            assert_eq!(ranks.levels.as_ref().unwrap().shard(host, local), ranks.shards().rank().0);
             assert_eq!(across.rank().0, host);
             [within.world_size(), across.world_size(), host, local]
         });

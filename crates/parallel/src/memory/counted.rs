@@ -12,23 +12,19 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// Counts nothing yet.
     pub(crate) fn new(device: &Device) -> Self {
         let bytes = std::array::from_fn(|_| AtomicUsize::new(0));
         Counted { device: device.clone(), bytes, mapped: AtomicUsize::new(0) }
     }
 
-    /// Counts a buffer of `group`, and what this rank maps of its peers' ones.
-    pub(crate) fn of_buffer(device: &Device, group: &Group, num_bytes: usize) -> Result<Self> {
-        let counted = Counted::new(device);
-        counted.take(Category::Communication, num_bytes)?;
-        counted.map(group.peer_bytes_mapped(num_bytes))?;
-        Ok(counted)
-    }
-
-    /// The device.
     pub(crate) fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Counts a buffer of `group` that is about to be taken, and what this rank maps of its peers' ones.
+    pub(crate) fn take_buffer(&self, group: &Group, num_bytes: usize) -> Result<()> {
+        self.take(Category::Communication, num_bytes)?;
+        self.map(group.peer_bytes_mapped(num_bytes))
     }
 
     /// Counts memory that is about to be taken.

@@ -30,7 +30,6 @@ pub(crate) struct ExchangePool {
 }
 
 impl ExchangePool {
-    /// Lends memory of `pool`.
     pub(crate) fn new(pool: Pool) -> Self {
         ExchangePool { pool, spare: Arc::default() }
     }

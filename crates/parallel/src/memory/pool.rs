@@ -31,8 +31,7 @@ impl Clone for Pool {
 }
 
 impl Pool {
-    /// An empty pool of vectors with elements of `dtype`, which are counted as `category`; and what this rank maps of its peers' ones, if they are
-    /// exchanged as they are.
+    /// An empty pool, counted as `category`, with what this rank maps of its peers' vectors if they are exchanged as they are.
     pub(crate) fn new(
         group: &Arc<Group>,
         device: &Device,
@@ -62,12 +61,10 @@ impl Pool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 
-    /// The type of the elements.
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The group that exchanges them.
     pub(crate) fn group(&self) -> &Arc<Group> {
         &self.group
     }
@@ -80,7 +77,7 @@ impl Pool {
     /// A vector of `len` elements with unspecified contents.
     pub(crate) fn take(&self, len: usize) -> Result<Exchanged> {
         let own = self.take_own(len)?;
-        Ok(Exchanged::new(self.take_buffer(self.buffer_len(len))?, own))
+        Ok(Exchanged { buffer: self.take_buffer(self.buffer_len(len))?, own })
     }
 
     /// Memory of the device for `len` elements, unless there is some of the group that kernels reach.
@@ -114,12 +111,11 @@ impl Pool {
     /// A vector of what a group brings into memory of this pool for `len` elements.
     #[track_caller]
     pub(crate) fn adopt(&self, buffer: Pending<Buffer<Untyped>>, len: usize) -> Result<Exchanged> {
-        let part = DevicePart::new(self.take_own(len)?, 0..len);
+        let part = DevicePart { own: self.take_own(len)?, arriving: 0..len };
         Ok(Exchanged::arrive(buffer, part, self.device()))
     }
 
-    /// Memory of the group for `len` elements, for the group to exchange. It reads `values` in it, from element `at` on, after the kernels that
-    /// were issued so far.
+    /// Memory of `len` elements for the group to exchange, with `values` from element `at` on after the kernels issued so far.
     pub(crate) fn send(
         &self,
         device: &Device,
@@ -152,10 +148,9 @@ impl Pool {
         (own, if self.is_exchanged { self.group.peer_bytes_mapped_in(own, self.page_size) } else { 0 })
     }
 
-    /// Gives a vector back.
     pub(crate) fn give(&self, vector: Exchanged) {
         let len = self.buffer_len(vector.len());
-        self.give_buffer(len, vector.into_buffer());
+        self.give_buffer(len, vector.buffer);
     }
 
     /// Gives memory of the group for `len` elements back.
@@ -184,7 +179,7 @@ mod tests {
         let pool = Pool::new(&Arc::new(group), &device, DType::F32, Category::Gradients, true);
         let pool = if page_size == PageSize::Huge { pool.in_huge_pages() } else { pool };
         let vector = pool.take(1000).unwrap();
-        let buffer_len = vector.into_buffer().wait().len();
+        let buffer_len = vector.buffer.wait().len();
         [device.memory().usage(Category::Gradients).peak, buffer_len * size_of::<f32>()]
     }
 

@@ -14,21 +14,15 @@ use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 /// passes through memory of the group, to which and from which it is copied beside the kernels.
 pub(crate) struct Exchanged {
     /// The group's memory; none if the vector lies on the device and has nowhere to go.
-    buffer: Pending<Buffer<Untyped>>,
+    pub(super) buffer: Pending<Buffer<Untyped>>,
     /// The device's memory, where the group's is not.
-    own: Option<Tensor>,
+    pub(super) own: Option<Tensor>,
 }
 
 /// The device's memory of a vector that a group exchanges, and which elements come back to it.
 pub(crate) struct DevicePart {
-    own: Option<Tensor>,
-    arriving: Range<usize>,
-}
-
-impl DevicePart {
-    pub(crate) fn new(own: Option<Tensor>, arriving: Range<usize>) -> Self {
-        DevicePart { own, arriving }
-    }
+    pub(super) own: Option<Tensor>,
+    pub(super) arriving: Range<usize>,
 }
 
 /// A vector that is being exchanged.
@@ -41,10 +35,6 @@ pub(crate) struct Exchanging {
 }
 
 impl Exchanged {
-    pub(crate) fn new(buffer: Pending<Buffer<Untyped>>, own: Option<Tensor>) -> Self {
-        Exchanged { buffer, own }
-    }
-
     /// A vector that the host reads after each exchange.
     pub(crate) fn new_for_host(group: &Group, device: &Device, dtype: DType, len: usize) -> Result<Self> {
         let is_apart = !device.reaches_host();
@@ -52,12 +42,6 @@ impl Exchanged {
         Ok(Exchanged { buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?), own })
     }
 
-    /// The group's memory; that of the device is given back.
-    pub(crate) fn into_buffer(self) -> Pending<Buffer<Untyped>> {
-        self.buffer
-    }
-
-    /// Number of elements.
     pub(crate) fn len(&self) -> usize {
         match &self.own {
             Some(own) => own.shape().num_elements(),
@@ -80,7 +64,6 @@ impl Exchanged {
         }
     }
 
-    /// As [`view`](Exchanged::view), to write.
     pub(crate) fn view_mut(&mut self) -> ViewMut<'_> {
         match &mut self.own {
             Some(own) => own.view_mut(),
@@ -97,7 +80,6 @@ impl Exchanged {
         self.view().part(range.start, [range.len()].into())
     }
 
-    /// As [`part`](Exchanged::part), to write.
     pub(crate) fn part_mut(&mut self, range: Range<usize>) -> ViewMut<'_> {
         self.view_mut().into_part(range.start, [range.len()].into())
     }

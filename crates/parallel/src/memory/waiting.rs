@@ -1,3 +1,4 @@
+use crate::error::Result;
 use std::time::{Duration, Instant};
 use trireme_base::{DType, Pending};
 use trireme_comm::{Buffer, CommError, FusedWork, Outcome, Untyped, Work};
@@ -6,19 +7,18 @@ use trireme_tensor::Device;
 /// How long a rank waits for communication with nothing else to do, and the operations that its kernels wait for.
 #[derive(Default)]
 pub(crate) struct Waiting {
-    waited: Duration,
+    pub(crate) waited: Duration,
     outcomes: Vec<Outcome>,
 }
 
 impl Waiting {
-    /// Waits for an operation.
-    pub(crate) fn wait<T>(&mut self, work: Work<T>) -> Result<T, CommError> {
-        self.during(|| work.wait())
+    pub(crate) fn wait<T>(&mut self, work: Work<T>) -> Result<T> {
+        Ok(self.during(|| work.wait())?)
     }
 
     /// Waits for a vector that may be reduced with others.
-    pub(crate) fn wait_fused(&mut self, work: FusedWork) -> Result<Buffer<Untyped>, CommError> {
-        self.during(|| work.wait())
+    pub(crate) fn wait_fused(&mut self, work: FusedWork) -> Result<Buffer<Untyped>> {
+        Ok(self.during(|| work.wait())?)
     }
 
     /// A vector of `len` elements of `dtype`, for kernels of `device`. If the device works later, its kernels wait for the operation, and
@@ -28,7 +28,7 @@ impl Waiting {
         work: impl Into<FusedWork>,
         (dtype, len): (DType, usize),
         device: &Device,
-    ) -> Result<Pending<Buffer<Untyped>>, CommError> {
+    ) -> Result<Pending<Buffer<Untyped>>> {
         let work = work.into();
         // An empty vector brings nothing.
         if device.reaches_host() || len == 0 {
@@ -56,20 +56,9 @@ impl Waiting {
         result
     }
 
-    /// Adds what another one has counted.
     pub(crate) fn add(&mut self, mut other: Waiting) {
         self.waited += other.waited;
         self.outcomes.append(&mut other.outcomes);
-    }
-
-    /// Forgets waits, so that they were `waited` in all. The operations that kernels wait for stay.
-    pub(crate) fn reset_total(&mut self, waited: Duration) {
-        self.waited = waited;
-    }
-
-    /// How long it was, all in all.
-    pub(crate) fn total(&self) -> Duration {
-        self.waited
     }
 }
 

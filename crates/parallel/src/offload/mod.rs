@@ -122,7 +122,6 @@ impl Offloaded {
         }
     }
 
-    /// Whether a class moves.
     pub(crate) fn moves(&self, class: StateClass) -> bool {
         self.stores[class as usize].is_some()
     }
@@ -135,41 +134,29 @@ impl Offloaded {
         self.stores[state.class as usize].as_mut().map(|store| (store, block))
     }
 
-    /// The files on disks.
     fn files(&self) -> impl Iterator<Item = &SwapFile> {
         self.stores.iter().flatten().filter_map(Store::file)
     }
 
     /// Brings state to where it lives, and frees its memory. State that did not change since it was fetched is there already.
     pub(crate) fn evict(&mut self, state: StateOf, has_changed: bool, memory: Memory<'_>) -> Result<()> {
-        match self.store(state) {
-            Some((store, block)) => store.evict(block, has_changed, memory),
-            None => Ok(()),
-        }
+        self.store(state).map_or(Ok(()), |(store, block)| store.evict(block, has_changed, memory))
     }
 
     /// Starts to bring state back.
     pub(crate) fn fetch(&mut self, state: StateOf) -> Result<()> {
-        match self.store(state) {
-            Some((store, block)) => store.fetch(block),
-            None => Ok(()),
-        }
+        self.store(state).map_or(Ok(()), |(store, block)| store.fetch(block))
     }
 
     /// Waits until state is back, if it is away.
     pub(crate) fn restore(&mut self, state: StateOf, memory: Memory<'_>) -> Result<()> {
-        match self.store(state) {
-            Some((store, block)) => store.restore(block, memory),
-            None => Ok(()),
-        }
+        self.store(state).map_or(Ok(()), |(store, block)| store.restore(block, memory))
     }
 
-    /// What users should know of the disks: a line for each.
     pub(crate) fn describe(&self) -> Vec<String> {
         self.files().map(|file| file.describe().to_string()).collect()
     }
 
-    /// Bytes read from and written to disks since the beginning.
     pub(crate) fn disk_bytes(&self) -> [u64; 2] {
         self.files().map(SwapFile::statistics).fold(self.earlier_disk_bytes, |[read, written], file| {
             [read + file.bytes_read, written + file.bytes_written]

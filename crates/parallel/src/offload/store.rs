@@ -10,8 +10,7 @@ use trireme_tensor::{Category, Device, PinnedMemory, View, ViewMut};
 /// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
 const WRITES_MAX: usize = 4;
 
-/// Bytes of a chunk, at most, in which state goes to a disk and comes back: long enough for a disk's full speed, short beside
-/// the memory of a worker.
+/// Most bytes of a chunk that goes to a disk or back: enough for a disk's full speed, few beside a worker's memory.
 const CHUNK_BYTES_MAX: usize = 16 << 20;
 
 /// Blocks of state that live elsewhere.

@@ -22,7 +22,8 @@ pub(crate) struct Gathered {
     units: Vec<Whole>,
     /// The ranks that have the shards of each unit.
     groups: Vec<Arc<Group>>,
-    is_kept: bool,
+    /// Whether units stay when they were gathered.
+    pub(super) is_kept: bool,
     pool: Pool,
     /// How units that are not near are gathered as integers.
     packed: Option<PackedGathering>,
@@ -56,7 +57,7 @@ impl Gathered {
         let mut gathered = Gathered { is_kept, ..Gathered::absent(table, device, ranks, &pool) };
         (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
         // On one host shards are as near as copies of them would be.
-        if let Some(levels) = ranks.levels() {
+        if let Some(levels) = &ranks.levels {
             let has_secondary = spared.secondary_shards && levels.across.world_size() > 1;
             if spared.quantized_weights {
                 gathered.packed = Some(PackedGathering::new(levels, device));
@@ -104,10 +105,6 @@ impl Gathered {
         }
         let own = block(group.rank(), group.world_size(), len);
         Ok(Whole::Gathering(whole.exchange(&self.device, own, 0..len, |whole| group.all_gather(whole))))
-    }
-    /// Whether units stay when they were gathered.
-    pub(crate) fn are_kept(&self) -> bool {
-        self.is_kept
     }
 
     /// Takes memory for a unit that stays, or releases it.
@@ -188,7 +185,6 @@ impl Gathered {
         }
     }
 
-    /// As [`view`](Gathered::view), to write.
     pub(crate) fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let len = self.table.units()[unit].num_elements;
         match &mut self.units[unit] {
@@ -220,7 +216,7 @@ mod tests {
         let found = run_ranks_on(&[0, 0, 0, 0, 1, 1, 1, 1], |group| {
             let degrees = Degrees { shards: 4, tensor: 2, ..Degrees::ONE };
             let mut ranks = RankGrid::new(group, degrees).unwrap();
-            let place = ranks.tensor_place();
+            let place = ranks.model_place().tensor;
             let mut table = ParameterTable::of_place(place);
             table.begin_unit("unit");
             table.add(Parameter::vector("norm", 64, Initial::ZEROS));

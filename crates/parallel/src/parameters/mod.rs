@@ -24,8 +24,7 @@ use trireme_tensor::{
 
 /// The parameters of a rank.
 ///
-/// Operations read whole units at any time, or, if parameters are sharded, those that are gathered. What the rank updates is its part,
-/// in f32.
+/// Operations read full units at any time, or gathered ones if parameters are sharded. The rank updates its part, in f32.
 #[derive(Debug)]
 pub(crate) struct RankParameters {
     table: Arc<ParameterTable>,
@@ -54,7 +53,7 @@ impl RankParameters {
         let state = &outline.state;
         let is_kept = !state.is_sharded(StateClass::Parameters);
         // One shard is the whole.
-        let is_whole = is_kept && ranks.state().updating(outline).world_size() == 1;
+        let is_whole = is_kept && ranks.state.shared.updating(outline).world_size() == 1;
         let gathered = || Gathered::new(table, outline, spared, ranks, (device, precision.dtype()));
         let wholes = (!is_whole).then(gathered).transpose()?;
         let shards = match precision {
@@ -98,7 +97,6 @@ impl RankParameters {
         self.shards.as_ref().map_or(&self.device, Parameters::device)
     }
 
-    /// The elements of each unit's flat buffer that this rank steps.
     pub(crate) fn parts(&self) -> &[Range<usize>] {
         &self.parts
     }
@@ -185,7 +183,7 @@ impl RankParameters {
 
     /// Whether there are whole copies that stay, beside the shards.
     pub(crate) fn are_wholes_kept(&self) -> bool {
-        self.wholes.as_ref().is_some_and(|wholes| wholes.are_kept())
+        self.wholes.as_ref().is_some_and(|wholes| wholes.is_kept)
     }
 
     fn whole(&self, unit: usize) -> View<'_> {

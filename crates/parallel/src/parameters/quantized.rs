@@ -17,8 +17,7 @@ pub(crate) fn slot_bytes(unit: &UnitInfo, num_shards: usize, format: IntegerForm
 
 /// Gathers units of which each rank gives its shard as a message of integers.
 ///
-/// A unit of `P` bytes as integers sends `(H - 1) / H * P` across the border of each of `H` hosts, in all directions, and takes
-/// two steps.
+/// A unit of `P` bytes as integers sends `(H - 1) / H * P` across the border of each of `H` hosts, both ways, in two steps.
 pub(crate) struct PackedGathering {
     /// Shards in the order of messages: by their ranks' numbers on their hosts, then by hosts.
     order: Vec<usize>,

@@ -8,7 +8,7 @@ use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::Buffer;
 use trireme_model::Rehearsal;
-use trireme_tensor::{Category, Device, ParameterTable, ViewMut};
+use trireme_tensor::{Category, Device, ParameterInfo, ParameterTable, ViewMut};
 
 /// Parameters that are replicated across the tensor or expert axis, with the buffers used to keep the replicas equal.
 pub(crate) struct Holders {
@@ -35,26 +35,14 @@ impl Holders {
         terms.sort_unstable();
         terms.dedup();
         let mut found = Self::new(table, &terms, ranks, device, DType::F32);
-        found.add_beside_experts(table, ranks, device);
-        found
-    }
-
-    /// What all ranks with different experts hold of units with experts: each has seen other tokens.
-    fn add_beside_experts(&mut self, table: &ParameterTable, ranks: &RankGrid, device: &Device) {
-        let Some(group) = ranks.experts() else { return };
-        let pool = Pool::new(group, device, DType::F32, Category::Communication, true);
-        for info in table.parameters() {
-            if !table.units()[info.unit].has_experts() || info.expert.is_some() {
-                continue;
-            }
-            let (runs, range) = (&mut self.units[info.unit], info.range());
-            match runs.last_mut() {
-                Some(run) if run.pool.is_clone_of(&pool) && run.range.end == range.start => {
-                    run.range.end = range.end;
-                }
-                _ => runs.push(Run { range, pool: pool.clone() }),
-            }
+        // What all ranks with different experts hold of units with experts: each has seen other tokens.
+        if let Some(group) = ranks.experts() {
+            let pool = Pool::new(group, device, DType::F32, Category::Communication, true);
+            let is_shared =
+                |info: &&ParameterInfo| table.units()[info.unit].has_experts() && info.expert.is_none();
+            table.parameters().iter().filter(is_shared).for_each(|info| found.add(info, &pool));
         }
+        found
     }
 
     /// All that several ranks hold.
@@ -79,22 +67,24 @@ impl Holders {
     ) -> Self {
         let mut pools: BTreeMap<usize, Pool> = BTreeMap::new();
         let mut found = Self::none(table);
-        let mut last = None;
         for &index in chosen {
             let info = &table.parameters()[index];
             let num_holders = info.num_holders();
             let new = || Pool::new(ranks.holders(num_holders), device, dtype, Category::Communication, true);
-            let pool = pools.entry(num_holders).or_insert_with(new);
-            let (runs, range) = (&mut found.units[info.unit], info.range());
-            match runs.last_mut() {
-                Some(run) if last == Some(num_holders) && run.range.end == range.start => {
-                    run.range.end = range.end;
-                }
-                _ => runs.push(Run { range, pool: pool.clone() }),
-            }
-            last = Some(num_holders);
+            found.add(info, pools.entry(num_holders).or_insert_with(new));
         }
         found
+    }
+
+    /// Adds a parameter that the ranks of `pool` hold, to the run before it if they hold that as well.
+    fn add(&mut self, info: &ParameterInfo, pool: &Pool) {
+        let (runs, range) = (&mut self.units[info.unit], info.range());
+        match runs.last_mut() {
+            Some(run) if run.pool.is_clone_of(pool) && run.range.end == range.start => {
+                run.range.end = range.end;
+            }
+            _ => runs.push(Run { range, pool: pool.clone() }),
+        }
     }
 
     /// Whether a unit has such parameters.
@@ -120,8 +110,7 @@ impl Holders {
         Ok(())
     }
 
-    /// Gives all ranks what the first of them has of a unit's `values`, which are the elements `part` of its flat buffer: one broadcast for
-    /// each run of parameters.
+    /// Broadcasts what the first rank has of a unit's `values`, the elements `part` of its flat buffer: once for each run.
     pub(crate) fn copy_first(
         &self,
         device: &Device,

@@ -145,8 +145,7 @@ impl<F: Fn(u64) -> u8> Code<F> {
             stride = if index == 4 { 0 } else { general[index] << (sib >> 6) };
             low_base = sib & 7;
         }
-        // Mode 0 has no displacement, but in place of base 5 a long one: alone, or without SIB from the next
-        // instruction on.
+        // Mode 0 has no displacement, but in place of base 5 a long one: alone, or without SIB from the next instruction on.
         let has_base = mod_rm.mode != 0 || low_base != 5;
         let displacement = self.displacement(match mod_rm.mode {
             0 if has_base => 0,

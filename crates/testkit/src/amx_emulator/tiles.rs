@@ -142,8 +142,7 @@ fn add(a: f32, b: f32) -> f32 {
     multiply_add(a, 1.0, b)
 }
 
-/// `a b + c`, rounded once, to the nearest and ties to even; denormals are zero, among the operands and as
-/// the result.
+/// `a b + c`, rounded once, to the nearest and ties to even; denormals are zero, among operands and as the result.
 fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
     // What lies below is denormal after rounding to 24 bits.
     const NORMAL_MIN: f64 = f32::MIN_POSITIVE as f64 * (1.0 - 1.0 / (1 << 25) as f64);

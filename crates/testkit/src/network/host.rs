@@ -50,8 +50,7 @@ impl Host {
         self.namespace.command(program)
     }
 
-    /// Runs `body` on a thread of this process that is on this host, as are the threads it starts. Sockets that it makes
-    /// stay on this host wherever they are used.
+    /// Runs `body` on a thread that is on this host, as are the threads it starts. Sockets that it makes stay on this host.
     ///
     /// # Panics
     /// If `body` does.

@@ -73,8 +73,7 @@ impl Network {
         Host::new(namespace, link, number)
     }
 
-    /// One more host, on a link that a relay makes: each frame passes through this process, which delays and drops. The
-    /// link is dead once the relay is dropped.
+    /// One more host, on a link through a relay of this process, which delays and drops frames, until it is dropped itself.
     ///
     /// # Panics
     /// Besides: without [`FrameRelay::available`].

@@ -7,16 +7,14 @@ pub struct Traffic {
     pub sent: Volume,
     /// From the others to the host.
     pub received: Volume,
-    /// TCP segments that the host sent another time: lost, or thought to be, as may happen on a busy machine with any
-    /// link. What was sent counts them, too.
+    /// TCP segments that the host sent again: lost, or thought to be, as on a busy machine. What was sent counts them, too.
     pub num_resent_segments: u64,
 }
 
 /// What has passed in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Volume {
-    /// Packets as the kernel hands them on: where it leaves the cutting into frames to the device, a packet has up to
-    /// 64 KiB and headers once.
+    /// Packets of the kernel: where the device cuts them into frames, a packet has up to 64 KiB and headers once.
     pub num_packets: u64,
     /// With the headers of Ethernet and all above it.
     pub bytes: u64,

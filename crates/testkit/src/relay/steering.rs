@@ -42,8 +42,7 @@ impl<O> Steered<O> {
 }
 
 impl<O> Steering<O> {
-    /// The orders; none if the thread is to end. What is done while they are held, is done before their owner's next
-    /// change.
+    /// The orders; none if the thread is to end. What is done while they are held is done before their owner's next change.
     pub(super) fn orders(&self) -> MutexGuard<'_, Option<O>> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }

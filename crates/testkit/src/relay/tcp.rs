@@ -7,8 +7,7 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
-/// Accepts TCP connections on the loopback device and passes their bytes on to a target, on a thread that ends with
-/// this value; so do the connections.
+/// Passes TCP connections to the loopback device on to a target, on a thread that ends with this value; so do they.
 ///
 /// Towards each side it is a TCP of its own: what it holds back has been acknowledged, so no keepalive or retransmission
 /// of theirs fails. For a network that fails beneath TCP there is [`Link::cut`](crate::network::Link::cut).

@@ -261,8 +261,7 @@ impl Builder<'_> {
         })
     }
 
-    /// Projections of one input lie side by side, so that one product serves them all. What is cut is cut by its outputs, with its
-    /// biases.
+    /// Projections of one input lie side by side, for one product. What is cut is cut by its outputs, with its biases.
     fn projections(
         &mut self,
         parts: &[(String, usize, Option<Cut>)],
