@@ -79,7 +79,6 @@ impl fmt::Debug for Event {
 pub struct Latch {
     state: Mutex<LatchState>,
     changed: Condvar,
-    /// Tells the device that somebody waits.
     on_demand: Box<dyn Fn() + Send + Sync>,
 }
 

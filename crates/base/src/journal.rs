@@ -15,6 +15,7 @@ pub struct KernelCall {
 
 /// Something that goes on beside the kernels of a rank, until it is waited for.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[expect(missing_docs, reason = "variants explain their fields")]
 pub enum Issued {
     /// An operation of a group.
     Collective {
@@ -22,35 +23,18 @@ pub enum Issued {
         operation: &'static str,
         /// Number of elements of all blocks.
         len: usize,
-        /// Bytes of an element.
         element_bytes: usize,
         /// The group's ranks, as ranks of the world.
         members: Arc<[Rank]>,
     },
     /// A message to a rank of the world.
-    Send {
-        /// Who receives it.
-        to: Rank,
-        /// Its length.
-        bytes: usize,
-    },
+    Send { to: Rank, bytes: usize },
     /// A message from a rank of the world.
-    Receive {
-        /// Who sends it.
-        from: Rank,
-        /// Its length.
-        bytes: usize,
-    },
+    Receive { from: Rank, bytes: usize },
     /// State on its way from a disk.
-    DiskRead {
-        /// Its length.
-        bytes: usize,
-    },
+    DiskRead { bytes: usize },
     /// State on its way to a disk.
-    DiskWrite {
-        /// Its length.
-        bytes: usize,
-    },
+    DiskWrite { bytes: usize },
 }
 
 /// Something that a [`Journal`] notes.

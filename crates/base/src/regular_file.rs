@@ -6,10 +6,7 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Opens a regular file for reading, and never waits for a writer, as opening a pipe would.
-///
-/// # Errors
-/// As [`File::open`], and `InvalidInput` for a pipe, a device, a socket or a folder.
+/// Opens a regular file for reading, as [`open_regular_with`] does.
 pub fn open_regular(path: &Path) -> io::Result<File> {
     open_regular_with(path, OpenOptions::new().read(true))
 }
@@ -28,10 +25,7 @@ pub fn open_regular_with(path: &Path, options: &mut OpenOptions) -> io::Result<F
     if file.metadata()?.is_file() { Ok(file) } else { Err(refusal()) }
 }
 
-/// Creates a regular file, or empties the one that is there, and never waits for a reader, as opening a pipe would.
-///
-/// # Errors
-/// As [`File::create`], and `InvalidInput` for a pipe, a device, a socket or a folder.
+/// Creates a regular file, or empties the one that is there, as [`open_regular_with`] does.
 pub fn create_regular(path: &Path) -> io::Result<File> {
     open_regular_with(path, OpenOptions::new().write(true).create(true).truncate(true))
 }

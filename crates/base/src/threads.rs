@@ -15,10 +15,7 @@ pub fn spawn_thread<T: Send + 'static>(
     refused(name, Builder::new().name(name.to_owned()).spawn(work))
 }
 
-/// Starts a thread of this name that ends within a scope.
-///
-/// # Errors
-/// As [`spawn_thread`].
+/// As [`spawn_thread`], for a thread that ends within a scope.
 pub fn spawn_scoped_thread<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: &str,

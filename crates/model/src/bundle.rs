@@ -41,11 +41,6 @@ impl<T> Bundle<T> {
         self.0.iter().find(|(own, _)| *own == name).map(|(_, value)| value)
     }
 
-    /// The value of this name, to change.
-    pub fn get_mut(&mut self, name: &str) -> Option<&mut T> {
-        self.0.iter_mut().find(|(own, _)| *own == name).map(|(_, value)| value)
-    }
-
     /// All values with their names, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&'static str, &T)> {
         self.0.iter().map(|(name, value)| (*name, value))
@@ -202,10 +197,7 @@ impl HostBatch {
         &mut bytemuck::cast_slice_mut(words)[sample * len..][..len]
     }
 
-    /// Copies all to a device.
-    ///
-    /// # Errors
-    /// If it has no memory for them.
+    /// Copies all to a device, as [`upload_positions`](HostBatch::upload_positions) does.
     pub fn upload(&self, device: &Device) -> Result<Batch, DeviceError> {
         self.upload_positions(device, ContextPlace::ALONE)
     }

@@ -1,7 +1,7 @@
 //! Runs units on a device that computes, so that its kernels can be timed.
 
 use crate::bundle::{Batch, Bundle};
-use crate::error::ModelError;
+use crate::error::{ModelError, Result};
 use crate::model::Model;
 use crate::rehearsal::{LoneAxes, PassOptions, Rehearsal, Rehearser, Watched};
 use std::cell::Cell;
@@ -31,7 +31,7 @@ impl Model {
         device: &'a Device,
         options: PassOptions,
         rehearsal: &'a Rehearsal,
-    ) -> Result<Exercise<'a>, ModelError> {
+    ) -> Result<Exercise<'a>> {
         let PassOptions { precision, fp8, .. } = options;
         let table = self.table();
         let owner = table.tie().filter(|tie| tie.reader == unit).map(|tie| tie.span.unit);
@@ -57,7 +57,7 @@ impl Exercise<'_> {
     ///
     /// # Errors
     /// What the device refuses.
-    pub fn run(&self, before_pass: &dyn Fn()) -> Result<(), ModelError> {
+    pub fn run(&self, before_pass: &dyn Fn()) -> Result<()> {
         let parameters = Watched { parameters: &self.parameters, was_read: Cell::new(false) };
         let rehearser = Rehearser {
             model: self.model,

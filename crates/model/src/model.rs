@@ -1,8 +1,8 @@
-use crate::error::ModelError;
+use crate::error::Result;
 use crate::unit::Unit;
 use std::fmt;
 use std::sync::Arc;
-use trireme_tensor::{Category, Device, DeviceOptions, ModelPlace, ParameterTable, Parameters};
+use trireme_tensor::{Device, DeviceOptions, ModelPlace, ParameterTable};
 
 /// A model: a chain of units, and the table of their parameters. It is a description; its caller provides the values.
 #[derive(Clone)]
@@ -31,12 +31,12 @@ impl Model {
     /// operations of what it gets in return.
     ///
     /// # Errors
-    /// Those of `build`, [`ModelError::Uncuttable`] and [`ModelError::Experts`].
+    /// Those of `build`, [`Uncuttable`](crate::ModelError::Uncuttable) and [`Experts`](crate::ModelError::Experts).
     pub fn build_at(
         place: impl Into<ModelPlace>,
         device: &Device,
-        build: impl Fn(&Device, ParameterTable) -> Result<Model, ModelError>,
-    ) -> Result<Self, ModelError> {
+        build: impl Fn(&Device, ParameterTable) -> Result<Model>,
+    ) -> Result<Self> {
         let place = place.into();
         if place != ModelPlace::WHOLE {
             let counting = Device::counting(DeviceOptions::default())?;
@@ -63,18 +63,5 @@ impl Model {
     /// Number of units.
     pub fn num_units(&self) -> usize {
         self.units.len()
-    }
-
-    /// Parameters with their declared initial values: those that are random depend on the seed and a parameter's name alone.
-    ///
-    /// # Errors
-    /// If there is no memory for them.
-    pub fn initial_parameters(&self, device: &Device, seed: u64) -> Result<Parameters, ModelError> {
-        let mut parameters = Parameters::zeros(&self.table, device, Category::Parameters)?;
-        parameters.load(|info, held, values| {
-            info.initialize(seed, held, values);
-            Ok::<(), ModelError>(())
-        })?;
-        Ok(parameters)
     }
 }

@@ -1,7 +1,7 @@
 //! What passes of units read, make and take, measured by running them on a counting device.
 
 use crate::bundle::{Batch, Bundle, TensorSpec};
-use crate::error::ModelError;
+use crate::error::{ModelError, Result};
 use crate::model::Model;
 use crate::unit::UnitPass;
 use std::cell::Cell;
@@ -118,11 +118,11 @@ impl Rehearsal {
     /// # Errors
     /// Those of `build`, and of the rehearsal.
     pub fn of(
-        build: impl FnOnce(&Device) -> Result<Model, ModelError>,
+        build: impl FnOnce(&Device) -> Result<Model>,
         device_options: DeviceOptions,
         options: impl Into<PassOptions>,
         batch: &[TensorSpec],
-    ) -> Result<Self, ModelError> {
+    ) -> Result<Self> {
         let device = Device::counting(DeviceOptions { budget: None, ..device_options })?;
         build(&device)?.rehearse(&device, options, batch)
     }
@@ -192,7 +192,7 @@ impl Model {
         device: &Device,
         options: impl Into<PassOptions>,
         batch: &[TensorSpec],
-    ) -> Result<Rehearsal, ModelError> {
+    ) -> Result<Rehearsal> {
         let options = options.into();
         let PassOptions { precision, fp8, .. } = options;
         let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, self.table(), device)).transpose()?;
@@ -225,12 +225,7 @@ impl Model {
 }
 
 /// Batches of other sizes are passed on as multiples of their samples.
-fn check_outputs(
-    model: &Model,
-    unit: usize,
-    outputs: &[TensorSpec],
-    num_samples: usize,
-) -> Result<(), ModelError> {
+fn check_outputs(model: &Model, unit: usize, outputs: &[TensorSpec], num_samples: usize) -> Result<()> {
     let is_multiple =
         |spec: &&TensorSpec| spec.shape.dims().first().is_some_and(|dim| dim.is_multiple_of(num_samples));
     match outputs.iter().find(|spec| !is_multiple(spec)) {
@@ -272,7 +267,6 @@ pub(crate) struct Rehearser<'a> {
     pub(crate) fp8: Option<&'a Arc<Fp8Scales>>,
     pub(crate) axes: LoneAxes,
     pub(crate) parameters: &'a Watched<'a>,
-    /// Called before each pass.
     pub(crate) before_pass: &'a dyn Fn(),
 }
 
@@ -287,10 +281,7 @@ impl Rehearser<'_> {
     }
 
     /// What `pass` returns, the most in use while it ran, and its cost.
-    fn watch<T>(
-        &self,
-        pass: impl FnOnce() -> Result<T, DeviceError>,
-    ) -> Result<(T, usize, Cost), ModelError> {
+    fn watch<T>(&self, pass: impl FnOnce() -> Result<T, DeviceError>) -> Result<(T, usize, Cost)> {
         (self.before_pass)();
         self.device.restart_cost();
         self.device.memory().restart_peaks();
@@ -309,7 +300,7 @@ impl Rehearser<'_> {
         unit: usize,
         inputs: Bundle<Tensor>,
         batch: &mut Batch,
-    ) -> Result<(UnitRehearsal, Bundle<Tensor>, Vec<&'static str>), ModelError> {
+    ) -> Result<(UnitRehearsal, Bundle<Tensor>, Vec<&'static str>)> {
         let (input_specs, input) = (inputs.specs().collect::<Vec<_>>(), self.bytes_of(&inputs)?);
         let base = self.in_use() - input;
         let ((mut pass, outputs), forward_peak, forward_cost) =
@@ -382,7 +373,7 @@ impl Rehearser<'_> {
         inputs: Bundle<Tensor>,
         batch: &mut Batch,
         base: usize,
-    ) -> Result<(UnitPasses, bool, PassExchanges), ModelError> {
+    ) -> Result<(UnitPasses, bool, PassExchanges)> {
         let (mut pass, outputs) = self.forward(unit, inputs, batch)?;
         self.exchanges();
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
@@ -413,7 +404,7 @@ impl Rehearser<'_> {
         let (fp8, axes) = (self.fp8.cloned(), self.axes.axes.clone());
         let pass = PassState { fp8, axes, ..self.precision.into() };
         let tape = Tape::new(self.device, Recording::On, pass);
-        UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch)
+        UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch, None)
     }
 
     /// Tensors like these: floats as activations are, and zeros.
@@ -466,7 +457,6 @@ struct CountingSink<'a> {
     table: &'a ParameterTable,
     target: Option<Tensor>,
     are_terms: bool,
-    /// As [`UnitRehearsal::grad_terms`].
     terms: Vec<usize>,
     /// For each parameter.
     was_written: Vec<bool>,

@@ -126,7 +126,8 @@ impl UnitContext<'_> {
     }
 }
 
-/// One unit's pass over one microbatch: the record of its forward, for its backward.
+/// One unit's pass over one microbatch: the record of its forward, for its backward. Its methods fail if the device has no memory for
+/// what they make.
 #[derive(Debug)]
 pub struct UnitPass {
     tape: Tape,
@@ -136,25 +137,9 @@ pub struct UnitPass {
 }
 
 impl UnitPass {
-    /// Runs a unit forward on an empty tape; the pass, and what the unit passes on. Afterwards the tensors are back in `batch`.
-    ///
-    /// # Errors
-    /// If the device has no memory for a result.
+    /// Runs a unit forward on an empty tape; the pass, and what the unit passes on. Afterwards the tensors are back in `batch`. With a
+    /// past, the pass adds to it, and the tape begins at its [position](Past::position).
     pub fn forward(
-        unit: &dyn Unit,
-        tape: Tape,
-        parameters: &dyn ParameterSource,
-        inputs: Bundle<Tensor>,
-        batch: &mut Batch,
-    ) -> Result<(Self, Bundle<Tensor>), DeviceError> {
-        UnitPass::forward_after(unit, tape, parameters, inputs, batch, None)
-    }
-
-    /// As [`forward`](UnitPass::forward), after a past, to which the pass adds. The tape begins at its [position](Past::position).
-    ///
-    /// # Errors
-    /// If the device has no memory for a result.
-    pub fn forward_after(
         unit: &dyn Unit,
         mut tape: Tape,
         parameters: &dyn ParameterSource,
@@ -211,9 +196,6 @@ impl UnitPass {
     }
 
     /// Runs backward. `grads` are those of the outputs.
-    ///
-    /// # Errors
-    /// If there is no memory for gradients.
     pub fn backward(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -226,9 +208,6 @@ impl UnitPass {
     }
 
     /// Runs the input halves of backward. See [`Tape::backward_input`].
-    ///
-    /// # Errors
-    /// If there is no memory for gradients.
     pub fn backward_input(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -240,9 +219,6 @@ impl UnitPass {
     }
 
     /// Runs the weight halves of backward, after [`backward_input`](UnitPass::backward_input).
-    ///
-    /// # Errors
-    /// If there is no memory for gradients.
     pub fn backward_weight(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -253,9 +229,6 @@ impl UnitPass {
     }
 
     /// Takes the gradients of the inputs after backward, each in the type of its input; zeros where nothing has read it.
-    ///
-    /// # Errors
-    /// If there is no memory for zeros.
     pub fn take_input_grads(&mut self) -> Result<Bundle<Tensor>, DeviceError> {
         let mut grads = Bundle::new();
         for (name, &place) in self.inputs.iter() {
@@ -277,9 +250,6 @@ impl UnitPass {
     }
 
     /// Computes again what [`keep_products`](UnitPass::keep_products) has dropped.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn recompute(
         &mut self,
         parameters: &dyn ParameterSource,

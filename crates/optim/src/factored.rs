@@ -19,14 +19,13 @@ pub(crate) struct Factored {
     pub(crate) members: Members,
     matrix: FactoredMatrix,
     /// Mean squares of rows, then of columns.
-    moments: [Tensor; 2],
+    pub(crate) moments: [Tensor; 2],
     /// Those of the rows and columns that are here, if ranks of the tensor axis cut the matrix.
     here: Option<[Tensor; 2]>,
     /// What is here of the rows, and of the columns.
     segments: [Vec<Segment>; 2],
     /// Mean of the moments of rows, one f64.
     row_mean: Tensor,
-    /// Of what is here.
     shape: Shape,
     whole: Shape,
     offset: usize,
@@ -68,15 +67,6 @@ impl Factored {
 
     pub(crate) fn member(&self) -> &Member {
         &self.members.list[0]
-    }
-
-    /// The state of this name, with its length.
-    pub(crate) fn moments(&self) -> &[Tensor; 2] {
-        &self.moments
-    }
-
-    pub(crate) fn moments_mut(&mut self) -> &mut [Tensor; 2] {
-        &mut self.moments
     }
 
     /// Sums that the exchange `phase` adds up.

@@ -13,7 +13,6 @@ use trireme_tensor::{
 /// A parameter, whether or not anything of it is here.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Member {
-    /// Place in the table.
     pub(crate) parameter: usize,
     pub(crate) settings: ParameterSettings,
     /// Its elements that are here.
@@ -31,7 +30,6 @@ pub(crate) enum Cut {
     Leaves,
 }
 
-/// Parameters with one rule.
 #[derive(Debug)]
 pub(crate) struct Members {
     pub(crate) list: Vec<Member>,
@@ -105,10 +103,7 @@ impl Members {
     }
 
     /// Lets a kernel take the two sums of each piece, and adds up what this rank counts of each member: all first sums, and then all second
-    /// ones if `out` has room for both.
-    ///
-    /// # Errors
-    /// If there is no memory for the sums of pieces.
+    /// ones if `out` has room for both. Fails without memory for the sums of pieces.
     pub(crate) fn sum_by(
         &self,
         device: &Device,
@@ -122,15 +117,11 @@ impl Members {
         Ok(())
     }
 
-    /// The updates of all members.
     pub(crate) fn choose(&mut self, update: impl FnMut(&Member) -> Update) -> Arc<Vec<Update>> {
         renew(&mut self.updates, self.list.iter().map(update))
     }
 
-    /// Factors of the learning rates of all members, from the sums of the squares of parameters and of updates.
-    ///
-    /// # Errors
-    /// If there is no memory for them.
+    /// Factors of the learning rates of all members, from the squares of parameters and of updates. Fails without memory for them.
     pub(crate) fn scales(
         &mut self,
         device: &Device,

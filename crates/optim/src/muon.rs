@@ -23,7 +23,6 @@ use trireme_tensor::{
 pub(crate) const SETTINGS: &[&str] =
     &["beta1", "beta2", "eps", "muon_momentum", "muon_iterations", "muon_scale", "muon_adamw_lr_scale"];
 
-/// Momentum.
 pub(crate) const MUON_STATES: &[StateSpec] = &[StateSpec::new("momentum_buffer")];
 
 /// The hidden matrices of a unit.
@@ -34,13 +33,11 @@ pub(crate) struct Muon {
     pub(crate) precision: Precision,
     pub(crate) members: Members,
     pub(crate) states: Vec<OptimizerState>,
-    /// Of the unit.
     pub(crate) num_elements: usize,
     pub(crate) part: Range<usize>,
 }
 
 impl Muon {
-    /// Updates what is here.
     pub(crate) fn apply<S: ShardOps>(
         &mut self,
         step: &UnitStep<'_>,

@@ -17,7 +17,6 @@ use trireme_tensor::{
     StateDType, Tensor, UnitInfo, View, ViewMut,
 };
 
-/// Parameters of a unit that go the same way.
 #[derive(Debug)]
 pub(crate) enum UnitShare {
     Elements(Share),
@@ -37,10 +36,8 @@ impl UnitShare {
         }
     }
 
-    /// Takes the sums of what is here that the first exchange adds up, or once its sums are `known`, the second one.
-    ///
-    /// # Errors
-    /// If there is no memory for sums of pieces.
+    /// Takes the sums of what is here that the first exchange adds up, or once its sums are `known`, the second one. Fails without memory
+    /// for sums of pieces.
     fn observe(
         &mut self,
         step: &UnitStep<'_>,

@@ -45,15 +45,12 @@ impl OptimizerOptions {
             ParameterClass::Balance => false,
         };
         let weight_decay = if decays { self.weight_decay } else { 0.0 };
-        let none = ParameterSettings { lr_scale: 1.0, weight_decay, beta1: None, beta2: None };
-        match self.group_of(&info.name) {
-            Some(group) => ParameterSettings {
-                lr_scale: group.lr_scale,
-                weight_decay: group.weight_decay.unwrap_or(weight_decay),
-                beta1: group.beta1,
-                beta2: group.beta2,
-            },
-            None => none,
+        let group = self.group_of(&info.name);
+        ParameterSettings {
+            lr_scale: group.map_or(1.0, |group| group.lr_scale),
+            weight_decay: group.and_then(|group| group.weight_decay).unwrap_or(weight_decay),
+            beta1: group.and_then(|group| group.beta1),
+            beta2: group.and_then(|group| group.beta2),
         }
     }
 

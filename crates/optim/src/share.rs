@@ -5,7 +5,6 @@ use crate::rules::Rule;
 use crate::step::UnitStep;
 use trireme_tensor::{DeviceError, OptimizerState, Tensor, UpdatePass, View, ViewMut};
 
-/// The parameters of a unit with one rule, and their states.
 #[derive(Debug)]
 pub(crate) struct Share {
     pub(crate) rule: Box<dyn Rule>,

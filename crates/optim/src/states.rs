@@ -6,7 +6,7 @@ use crate::muon::MUON_STATES;
 use crate::optimizer::{Optimizer, UnitShare};
 use crate::rules::StateSpec;
 use std::ops::Range;
-use trireme_tensor::{Device, OptimizerState, ParameterInfo, Shape, Tensor};
+use trireme_tensor::{Device, OptimizerState, ParameterInfo, ParameterTable, Shape, Tensor};
 
 /// One state of one parameter.
 #[derive(Debug, Clone)]
@@ -58,24 +58,23 @@ impl State<'_> {
 impl Optimizer {
     /// Every state of every parameter of a unit. Rows and columns of Adafactor are alike on all ranks.
     pub fn states(&self, unit: usize) -> Vec<State<'_>> {
-        let mut found = Vec::new();
+        let (table, mut found) = (&self.table, Vec::new());
         for share in &self.units[unit] {
             let (members, specs, states) = match share {
                 UnitShare::Elements(share) => (&share.members, share.rule.states(), &share.states),
                 UnitShare::Muon(share) => (&share.members, MUON_STATES, &share.states),
                 UnitShare::Factored(share) => {
-                    for (name, moments) in FACTORED_STATES.into_iter().zip(share.moments()) {
-                        let info = self.factored_info(name, share.member(), moments.shape());
+                    for (name, moments) in FACTORED_STATES.into_iter().zip(&share.moments) {
+                        let info = factored_info(table, name, share.member().parameter, moments.shape());
                         found.push(State { info, source: Source::Moments(moments) });
                     }
                     continue;
                 }
                 UnitShare::Elsewhere(parameter) => {
-                    let parameter = &self.table.parameters()[*parameter];
-                    let shapes = [parameter.whole.rows(), parameter.whole.cols()];
-                    for (name, len) in FACTORED_STATES.into_iter().zip(shapes) {
-                        let shape = [len].into();
-                        let info = StateInfo { name, parameter, shape, is_like_parameter: false, held: 0..0 };
+                    let whole = table.parameters()[*parameter].whole;
+                    for (name, len) in FACTORED_STATES.into_iter().zip([whole.rows(), whole.cols()]) {
+                        let info = factored_info(table, name, *parameter, [len].into());
+                        let info = StateInfo { held: 0..0, ..info };
                         found.push(State { info, source: Source::Elsewhere });
                     }
                     continue;
@@ -84,7 +83,7 @@ impl Optimizer {
             for (StateSpec { name, .. }, state) in specs.iter().zip(states) {
                 for member in &members.list {
                     let source = Source::Of(state, members, member);
-                    found.push(State { info: self.info(name, member), source });
+                    found.push(State { info: info(table, name, member), source });
                 }
             }
         }
@@ -105,11 +104,9 @@ impl Optimizer {
                 UnitShare::Elements(share) => (&share.members, share.rule.states(), &mut share.states),
                 UnitShare::Muon(share) => (&share.members, MUON_STATES, &mut share.states),
                 UnitShare::Factored(share) => {
-                    let parameter = &table.parameters()[share.member().parameter];
-                    for (name, moments) in FACTORED_STATES.into_iter().zip(share.moments_mut()) {
-                        let shape = moments.shape();
-                        let held = 0..shape.num_elements();
-                        let info = StateInfo { name, parameter, shape, is_like_parameter: false, held };
+                    let parameter = share.member().parameter;
+                    for (name, moments) in FACTORED_STATES.into_iter().zip(&mut share.moments) {
+                        let info = factored_info(table, name, parameter, moments.shape());
                         device.fill(moments.view_mut(), |values| read(&info, values))?;
                     }
                     continue;
@@ -118,12 +115,9 @@ impl Optimizer {
             };
             for (StateSpec { name, .. }, state) in specs.iter().zip(states) {
                 for member in members.list.iter().filter(|member| !member.held.is_empty()) {
-                    let parameter = &table.parameters()[member.parameter];
-                    let (shape, held) = (parameter.whole, member.held.clone());
                     buffer.clear();
-                    buffer.resize(held.len(), 0.0);
-                    let info = StateInfo { name, parameter, shape, is_like_parameter: true, held };
-                    read(&info, &mut buffer)?;
+                    buffer.resize(member.held.len(), 0.0);
+                    read(&info(table, name, member), &mut buffer)?;
                     state.write(&members.pieces, member.pieces.clone(), device, &buffer);
                 }
             }
@@ -138,7 +132,7 @@ impl Optimizer {
                 UnitShare::Elements(share) => &mut share.states,
                 UnitShare::Muon(share) => &mut share.states,
                 UnitShare::Factored(share) => {
-                    share.moments_mut().iter_mut().for_each(&mut visit);
+                    share.moments.iter_mut().for_each(&mut visit);
                     continue;
                 }
                 UnitShare::Elsewhere(_) => continue,
@@ -146,20 +140,20 @@ impl Optimizer {
             states.iter_mut().for_each(|state| state.for_each_memory(&mut visit));
         }
     }
+}
 
-    fn info(&self, name: &'static str, member: &Member) -> StateInfo<'_> {
-        let parameter = &self.table.parameters()[member.parameter];
-        StateInfo {
-            name,
-            parameter,
-            shape: parameter.whole,
-            is_like_parameter: true,
-            held: member.held.clone(),
-        }
-    }
+fn info<'a>(table: &'a ParameterTable, name: &'static str, member: &Member) -> StateInfo<'a> {
+    let parameter = &table.parameters()[member.parameter];
+    let (shape, held) = (parameter.whole, member.held.clone());
+    StateInfo { name, parameter, shape, is_like_parameter: true, held }
+}
 
-    fn factored_info(&self, name: &'static str, member: &Member, shape: Shape) -> StateInfo<'_> {
-        let held = 0..shape.num_elements();
-        StateInfo { shape, is_like_parameter: false, held, ..self.info(name, member) }
-    }
+fn factored_info<'a>(
+    table: &'a ParameterTable,
+    name: &'static str,
+    parameter: usize,
+    shape: Shape,
+) -> StateInfo<'a> {
+    let (parameter, held) = (&table.parameters()[parameter], 0..shape.num_elements());
+    StateInfo { name, parameter, shape, is_like_parameter: false, held }
 }

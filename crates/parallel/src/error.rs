@@ -14,47 +14,37 @@ pub(crate) type Result<T, E = ParallelError> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ParallelError {
-    /// The program must not run.
     #[error("invalid step program: {0}")]
     Program(#[from] ProgramError),
-    /// The device refused.
     #[error(transparent)]
     Device(DeviceError),
-    /// A step needs more memory than the device's budget.
     #[error("{line}: {source}")]
     OverBudget {
         line: String,
         #[source]
         source: OverBudget,
     },
-    /// The model refused.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// Communication failed.
     #[error(transparent)]
     Comm(#[from] CommError),
     /// A compression that cannot be, or a compressed message that cannot be read.
     #[error(transparent)]
     Compression(#[from] CompressionError),
-    /// A microbatch is not of the tensors that the executor was made for.
     #[error(
         "tensor '{name}' of a microbatch: found {found}, expected {expected}, as in the rehearsal of the model"
     )]
     OtherBatch { name: &'static str, found: String, expected: String },
-    /// State could not be brought to a disk or back.
     #[error("cannot store state on disk")]
     Swap(#[from] SwapError),
-    /// A replica has not equally many ranks on each of its hosts.
     #[error(
         "the hosts of replica {replica} have {ranks:?} of its ranks, but ZeRO++ needs the same number on each host"
     )]
     UnequalHosts { replica: usize, ranks: Vec<usize> },
-    /// The replicas lie on hosts in different ways.
     #[error(
         "replica {replica} lies on {num_hosts} hosts, but replica 0 on {expected}, and ZeRO++ needs all to be spread alike"
     )]
     UnlikeHosts { replica: usize, num_hosts: usize, expected: usize },
-    /// Gradients are to be rounded beside counts of loads.
     #[error(
         "'{parameter}' balances experts by how often each was chosen, and gradients that are rounded beside such counts would be lost; \
          do not quantize gradients"
@@ -65,10 +55,8 @@ pub enum ParallelError {
         "a rank without a batch cannot run a model whose experts lie on several ranks; give it any batch, and leave out its losses"
     )]
     NoBatch,
-    /// A program was given too few microbatches.
     #[error("the program runs {expected} microbatches, but only {found} were given")]
     TooFewMicrobatches { expected: usize, found: usize },
-    /// Loss or gradients became infinite or NaN.
     #[error(
         "step {step}: the {what} is {value}; {}",
         match *.is_ahead {

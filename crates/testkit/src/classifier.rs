@@ -119,9 +119,6 @@ impl Unit for Classes {
 /// Builds, of parameters of `table`, a classifier of dense features and bags of ids, whose units in the middle also learn to return to the features.
 ///
 /// Its metrics are `distance` (of two units), `accuracy`, `recall` (of as many rows as are of the class) and `cross_entropy`.
-///
-/// # Errors
-/// None.
 pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
     let normal = Initial::Normal { standard_deviation: 0.3 };
     let linear = |table: &mut ParameterTable, name: &str, inputs, outputs, activation| {

@@ -87,13 +87,11 @@ fn random(len: usize, name: &str) -> Vec<f32> {
     values
 }
 
-/// How a tape computes.
 #[derive(Debug, Clone, Copy)]
 struct Manner {
     num_threads: usize,
     /// The halves of backward.
     apart: bool,
-    /// Inputs may be overwritten.
     is_moved: bool,
     /// What gradients of parameters are added to.
     before: Option<f32>,
@@ -106,13 +104,11 @@ impl Default for Manner {
     }
 }
 
-/// What a tape computed.
 #[derive(Debug, PartialEq)]
 struct Found {
     /// The output, or the mean loss.
     output: Vec<f32>,
     is_loss: bool,
-    /// By input.
     input_grads: Vec<Option<Vec<f32>>>,
     parameter_grads: Vec<f32>,
 }
@@ -120,7 +116,6 @@ struct Found {
 /// Takes the gradients of one unit: in memory that holds NaN until they are written, or beside 1.0 that was there before.
 struct Grads {
     flat: Parameters,
-    /// By parameter.
     is_written: Vec<bool>,
 }
 
@@ -331,7 +326,6 @@ fn in_f32(device: &Device, tensor: &Tensor) -> Vec<f32> {
     device.read(wide.view())
 }
 
-/// A tensor of these values, rounded.
 fn narrow(device: &Device, values: &[f32], shape: Shape, dtype: DType) -> Tensor {
     let mut wide = device.empty(shape, DType::F32, Category::Activations).unwrap();
     device.upload(values, wide.view_mut());

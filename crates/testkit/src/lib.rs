@@ -33,9 +33,6 @@ pub fn run_ranks<T: Send>(world_size: usize, rank: impl Fn(Group) -> T + Sync) -
 }
 
 /// As [`run_ranks`], for a rank on each of these hosts.
-///
-/// # Panics
-/// As [`run_ranks`].
 pub fn run_ranks_on<T: Send>(hosts: &[usize], rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     let groups = inproc_world_on(hosts, &GroupOptions::default());
     std::thread::scope(|scope| {

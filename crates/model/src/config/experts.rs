@@ -1,8 +1,7 @@
 //! Mixtures of experts, and latent attention.
 
-use super::reader::wrong;
-use crate::error::ModelError;
-use serde_json::json;
+use super::reader::check_size;
+use crate::error::Result;
 use trireme_tensor::ChosenGroups;
 
 /// Feed-forward layers of which each token goes through a few.
@@ -87,24 +86,26 @@ const ALL_EXPERTS_MAX: usize = 1 << 18;
 
 impl ExpertsConfig {
     /// Checks that the sizes fit each other; a family calls the number of experts `key`.
-    pub(crate) fn check(&self, key: &str) -> Result<(), ModelError> {
-        let fits = |key: &str, found: usize, is_possible: bool, expected: String| {
-            if is_possible { Ok(()) } else { Err(wrong(key, &json!(found), &expected)) }
-        };
+    pub(crate) fn check(&self, key: &str) -> Result<()> {
         let (experts, choices) = (self.num_experts, self.num_choices);
-        fits(key, experts, experts <= EXPERTS_MAX, format!("at most {EXPERTS_MAX} experts"))?;
+        check_size(key, experts, experts <= EXPERTS_MAX, format!("at most {EXPERTS_MAX} experts"))?;
         let of_layers = self.layers.len() * experts;
         let expected = format!("at most {ALL_EXPERTS_MAX} experts in all layers");
-        fits(key, experts, of_layers <= ALL_EXPERTS_MAX, expected)?;
-        fits("num_experts_per_tok", choices, choices <= experts, format!("at most {experts} experts"))?;
+        check_size(key, experts, of_layers <= ALL_EXPERTS_MAX, expected)?;
+        check_size("num_experts_per_tok", choices, choices <= experts, format!("at most {experts} experts"))?;
         if let Some(ChosenGroups { num_groups, num_chosen }) = self.groups {
             let (max, divides) = (ChosenGroups::NUM_MAX, experts.is_multiple_of(num_groups));
             let expected = format!("a divisor of {experts} experts, at most {max}");
-            fits("n_group", num_groups, num_groups <= max && divides, expected)?;
-            fits("topk_group", num_chosen, num_chosen <= num_groups, format!("at most {num_groups} groups"))?;
+            check_size("n_group", num_groups, num_groups <= max && divides, expected)?;
+            check_size(
+                "topk_group",
+                num_chosen,
+                num_chosen <= num_groups,
+                format!("at most {num_groups} groups"),
+            )?;
             let left = experts / num_groups * num_chosen;
             let expected = format!("at most the {left} experts of {num_chosen} groups");
-            fits("num_experts_per_tok", choices, choices <= left, expected)?;
+            check_size("num_experts_per_tok", choices, choices <= left, expected)?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The description of a family of models.
 
 use super::{ModelConfig, Reader};
-use crate::error::ModelError;
+use crate::error::Result;
 use crate::model::Model;
 use serde_json::Value;
 use std::fmt;
@@ -9,17 +9,14 @@ use std::sync::Arc;
 use trireme_tensor::ParameterTable;
 use trireme_tensor::tape::RotaryTable;
 
-/// Keys of a `config.json` that change what a model of a family computes, each with the values, as JSON, that are implemented. Null counts as
-/// the first one.
-pub(crate) type Fixed = &'static [(&'static str, &'static [&'static str])];
-
 /// A family of models.
 #[derive(Clone, Copy)]
 pub struct Family {
-    /// `model_type` in `config.json`.
     pub(crate) name: &'static str,
-    pub(crate) fixed: Fixed,
-    pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig, ModelError>,
+    /// Keys of a `config.json` that change what a model computes, each with the values, as JSON, that are implemented. Null counts
+    /// as the first one.
+    pub(crate) fixed: &'static [(&'static str, &'static [&'static str])],
+    pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig>,
     pub(crate) write: fn(&ModelConfig) -> Value,
     pub(crate) build: fn(&ModelConfig, Option<&Arc<RotaryTable>>, ParameterTable) -> Model,
 }

@@ -7,12 +7,11 @@ mod rope;
 
 pub use experts::{ExchangeConfig, ExpertsConfig, LatentConfig, RouterScores};
 pub use family::Family;
-pub(crate) use family::Fixed;
-pub(crate) use reader::{Reader, shortest, wrong};
+pub(crate) use reader::{Reader, check_size, shortest, wrong};
 pub(crate) use rope::read_rope;
 pub use rope::{Llama3Scaling, Rope, RopeScaling, YarnScaling};
 
-use crate::error::ModelError;
+use crate::error::Result;
 use crate::model::Model;
 use serde_json::json;
 use std::sync::Arc;
@@ -146,7 +145,6 @@ pub struct SlidingWindow {
 }
 
 impl AttentionConfig {
-    /// The window of a layer, if it has one.
     pub(crate) fn window(&self, layer: usize) -> Option<usize> {
         let sliding = self.sliding.as_ref()?;
         sliding.layers.contains(&layer).then_some(sliding.size)
@@ -228,13 +226,15 @@ const POSITIONS_MAX: usize = 1 << 24;
 
 impl ModelConfig {
     /// Checks that the sizes fit each other.
-    pub fn check(&self) -> Result<(), ModelError> {
-        let fits = |key: &str, found: usize, divides: bool, expected: String| {
-            if divides { Ok(()) } else { Err(wrong(key, &json!(found), &expected)) }
-        };
+    pub fn check(&self) -> Result<()> {
         let (heads, layers) = (self.num_heads, self.num_layers);
-        fits("num_hidden_layers", layers, layers <= LAYERS_MAX, format!("at most {LAYERS_MAX} layers"))?;
-        fits(
+        check_size(
+            "num_hidden_layers",
+            layers,
+            layers <= LAYERS_MAX,
+            format!("at most {LAYERS_MAX} layers"),
+        )?;
+        check_size(
             "num_key_value_heads",
             self.num_kv_heads,
             heads.is_multiple_of(self.num_kv_heads),
@@ -247,12 +247,17 @@ impl ModelConfig {
         }
         if self.rope.is_some() {
             let (key, dim) = self.rotary_dim();
-            fits(key, dim, dim.is_multiple_of(2), "an even number, for rotary pairs".into())?;
+            check_size(key, dim, dim.is_multiple_of(2), "an even number, for rotary pairs".into())?;
             let is_dynamic = self.max_positions() > self.max_position_embeddings;
-            fits(key, dim, dim > 2 || !is_dynamic, "more than 2 with rope_type \"dynamic\"".into())?;
+            check_size(key, dim, dim > 2 || !is_dynamic, "more than 2 with rope_type \"dynamic\"".into())?;
         } else {
             let hidden = self.hidden_size;
-            fits("n_head", heads, hidden.is_multiple_of(heads), format!("a divisor of n_embd {hidden}"))?;
+            check_size(
+                "n_head",
+                heads,
+                hidden.is_multiple_of(heads),
+                format!("a divisor of n_embd {hidden}"),
+            )?;
         }
         Ok(())
     }
@@ -272,12 +277,10 @@ impl ModelConfig {
         self.latent.map_or(("head_dim", self.head_dim), |latent| ("qk_rope_head_dim", latent.rotary_dim))
     }
 
-    /// The experts of a layer, if it has any.
     pub(crate) fn experts_of(&self, layer: usize) -> Option<&ExpertsConfig> {
         self.experts.as_ref().filter(|experts| experts.layers.contains(&layer))
     }
 
-    /// How a layer attends.
     pub(crate) fn attention_rule(&self, layer: usize) -> AttentionRule {
         let causal = AttentionRule::causal(self.head_dim);
         let divisor = if self.attention.scales_by_layer { (layer + 1) as f32 } else { 1.0 };
@@ -293,23 +296,15 @@ impl ModelConfig {
     ///
     /// # Errors
     /// Sizes that do not fit each other, or no memory for tables of positions.
-    pub fn build(&self, seq_len_max: usize, device: &Device) -> Result<Model, ModelError> {
+    pub fn build(&self, seq_len_max: usize, device: &Device) -> Result<Model> {
         self.build_into(ParameterTable::default(), seq_len_max, device)
     }
 
     /// As [`build`](ModelConfig::build), with parameters in `table`, which is empty: what a rank of the tensor axis has of the model.
     ///
-    /// # Errors
-    /// As those of [`build`](ModelConfig::build).
-    ///
     /// # Panics
     /// If so many ranks [cannot cut](ParameterTable::check_degree) the model.
-    pub fn build_into(
-        &self,
-        table: ParameterTable,
-        seq_len_max: usize,
-        device: &Device,
-    ) -> Result<Model, ModelError> {
+    pub fn build_into(&self, table: ParameterTable, seq_len_max: usize, device: &Device) -> Result<Model> {
         self.check()?;
         let angles = |rope: &Rope| {
             let frequencies = rope.frequencies(self.rotary_dim().1);

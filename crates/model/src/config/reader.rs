@@ -1,16 +1,14 @@
 //! A `config.json` being read.
 
-use crate::error::ModelError;
+use crate::error::{ModelError, Result};
 use serde_json::{Map, Value};
 use trireme_base::json_text;
 
 /// Sizes beyond which a config is taken for damaged rather than large.
 const SIZE_MAX: u64 = 1 << 24;
 
-/// A `config.json` being read.
 pub(crate) struct Reader<'a> {
     pub(crate) map: &'a Map<String, Value>,
-    /// The name of the family.
     pub(crate) family: &'static str,
 }
 
@@ -19,7 +17,7 @@ impl Reader<'_> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
-    pub(crate) fn size(&self, key: &'static str) -> Result<usize, ModelError> {
+    pub(crate) fn size(&self, key: &'static str) -> Result<usize> {
         self.optional_size(key)?.ok_or_else(|| self.missing(key))
     }
 
@@ -28,7 +26,7 @@ impl Reader<'_> {
     }
 
     /// A whole number that may be 0.
-    pub(crate) fn whole(&self, key: &'static str, default: usize) -> Result<usize, ModelError> {
+    pub(crate) fn whole(&self, key: &'static str, default: usize) -> Result<usize> {
         let Some(value) = self.get(key) else { return Ok(default) };
         match value.as_u64() {
             Some(number @ 0..=SIZE_MAX) => Ok(number as usize),
@@ -36,7 +34,7 @@ impl Reader<'_> {
         }
     }
 
-    pub(crate) fn optional_size(&self, key: &'static str) -> Result<Option<usize>, ModelError> {
+    pub(crate) fn optional_size(&self, key: &'static str) -> Result<Option<usize>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_u64() {
             Some(size @ 1..=SIZE_MAX) => Ok(Some(size as usize)),
@@ -44,11 +42,11 @@ impl Reader<'_> {
         }
     }
 
-    pub(crate) fn size_or(&self, key: &'static str, default: usize) -> Result<usize, ModelError> {
+    pub(crate) fn size_or(&self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.optional_size(key)?.unwrap_or(default))
     }
 
-    pub(crate) fn number(&self, key: &'static str, default: f64) -> Result<f64, ModelError> {
+    pub(crate) fn number(&self, key: &'static str, default: f64) -> Result<f64> {
         let Some(value) = self.get(key) else { return Ok(default) };
         match value.as_f64() {
             Some(number) if number > 0.0 && number.is_finite() => Ok(number),
@@ -57,7 +55,7 @@ impl Reader<'_> {
     }
 
     /// A positive number that f32 holds, neither rounded to 0 nor to infinity.
-    pub(crate) fn narrow_number(&self, key: &'static str, default: f64) -> Result<f32, ModelError> {
+    pub(crate) fn narrow_number(&self, key: &'static str, default: f64) -> Result<f32> {
         let number = self.number(key, default)? as f32;
         let found =
             || wrong(key, self.get(key).unwrap_or(&Value::Null), "a positive number within the range of f32");
@@ -65,7 +63,7 @@ impl Reader<'_> {
     }
 
     /// A positive number that may be missing or null.
-    pub(crate) fn optional_number(&self, key: &'static str) -> Result<Option<f64>, ModelError> {
+    pub(crate) fn optional_number(&self, key: &'static str) -> Result<Option<f64>> {
         self.get(key).map(|_| self.number(key, 1.0)).transpose()
     }
 
@@ -74,13 +72,13 @@ impl Reader<'_> {
         self.map.contains_key(key)
     }
 
-    pub(crate) fn flag(&self, key: &'static str, default: bool) -> Result<bool, ModelError> {
+    pub(crate) fn flag(&self, key: &'static str, default: bool) -> Result<bool> {
         let Some(value) = self.get(key) else { return Ok(default) };
         value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))
     }
 
     /// The weight of a loss, 0 or more.
-    pub(crate) fn weight(&self, key: &'static str, default: f64) -> Result<f32, ModelError> {
+    pub(crate) fn weight(&self, key: &'static str, default: f64) -> Result<f32> {
         match self.get(key) {
             Some(value) if value.as_f64() == Some(0.0) => Ok(0.0),
             None if default == 0.0 => Ok(0.0),
@@ -89,7 +87,7 @@ impl Reader<'_> {
     }
 
     /// Different indices of things of which there are `len`.
-    pub(crate) fn indices(&self, key: &'static str, len: usize) -> Result<Vec<usize>, ModelError> {
+    pub(crate) fn indices(&self, key: &'static str, len: usize) -> Result<Vec<usize>> {
         let Some(value) = self.get(key) else { return Ok(Vec::new()) };
         let index =
             |value: &Value| value.as_u64().filter(|&index| index < len as u64).map(|index| index as usize);
@@ -98,7 +96,7 @@ impl Reader<'_> {
     }
 
     /// Refuses a key whose value asks for arithmetic that is not implemented: all but the `accepted` ones, which are JSON.
-    pub(crate) fn require(&self, key: &str, accepted: &[&str]) -> Result<(), ModelError> {
+    pub(crate) fn require(&self, key: &str, accepted: &[&str]) -> Result<()> {
         let Some(value) = self.get(key) else { return Ok(()) };
         let is_same = |text: &&str| match (value.as_f64(), text.parse::<f64>()) {
             (Some(found), Ok(accepted)) => found == accepted,
@@ -106,6 +104,11 @@ impl Reader<'_> {
         };
         if accepted.iter().any(is_same) { Ok(()) } else { Err(wrong(key, value, &accepted.join(" or "))) }
     }
+}
+
+/// Refuses a size that does not fit the others.
+pub(crate) fn check_size(key: &str, found: usize, fits: bool, expected: String) -> Result<()> {
+    if fits { Ok(()) } else { Err(wrong(key, &found.into(), &expected)) }
 }
 
 /// The text of a value in a message.

@@ -1,7 +1,7 @@
 //! Rotary positions.
 
 use super::reader::{Reader, wrong};
-use crate::error::ModelError;
+use crate::error::Result;
 use serde_json::{Map, Value, json};
 use std::f64::consts::TAU;
 
@@ -108,7 +108,6 @@ impl YarnScaling {
         (1.0 - kept) * frequency / self.factor + kept * frequency
     }
 
-    /// How much of the frequency of a pair stays.
     fn kept(&self, pair: usize, head_dim: usize, theta: f64) -> f64 {
         // The pair that turns so often in the positions of pretraining.
         let pair_of = |turns: f64| {
@@ -144,7 +143,7 @@ impl YarnScaling {
 }
 
 /// transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling.
-pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope, ModelError> {
+pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope> {
     // Where both keys are given, rope_scaling takes precedence, as in transformers.
     let is_given = |key: &&str| reader.get(key).is_some_and(|value| *value != json!({}));
     let Some(key) = ["rope_scaling", "rope_parameters"].into_iter().find(is_given) else {
@@ -179,11 +178,7 @@ pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope,
 }
 
 /// Reads the parameters in `map`; theta and the positions of pretraining may be next to it.
-fn read_parameters(
-    reader: &Reader<'_>,
-    map: &Map<String, Value>,
-    default_theta: f64,
-) -> Result<Rope, ModelError> {
+fn read_parameters(reader: &Reader<'_>, map: &Map<String, Value>, default_theta: f64) -> Result<Rope> {
     let rope = Reader { map, family: reader.family };
     rope.require("partial_rotary_factor", &["1"])?;
     let theta = match rope.get("rope_theta") {

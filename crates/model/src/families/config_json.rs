@@ -2,13 +2,13 @@
 
 use super::FAMILIES;
 use crate::config::{ModelConfig, Reader, wrong};
-use crate::error::ModelError;
+use crate::error::{ModelError, Result};
 use serde_json::Value;
 use trireme_base::{json_text, parse_json};
 
 impl ModelConfig {
     /// Reads the text of a `config.json` whose `model_type` is a [family](crate::config::Family) of Trireme's.
-    pub fn from_json(text: &str) -> Result<Self, ModelError> {
+    pub fn from_json(text: &str) -> Result<Self> {
         let value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
         let Value::Object(map) = &value else { return Err(wrong("config.json", &value, "an object")) };
         let found = map.get("model_type").unwrap_or(&Value::Null);
@@ -40,7 +40,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// If `text` describes no model.
-    pub fn to_json_within(&self, text: &str) -> Result<String, ModelError> {
+    pub fn to_json_within(&self, text: &str) -> Result<String> {
         let read = Self::from_json(text)?;
         let (Value::Object(own), Value::Object(before)) = (self.to_json(), read.to_json()) else {
             unreachable!("a model is written as an object");

@@ -3,31 +3,28 @@
 
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
 use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, Fixed, LatentConfig, ModelConfig, Reader,
-    RopeScaling, RouterScores, shortest, wrong,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, LatentConfig, ModelConfig, Reader, RopeScaling,
+    RouterScores, shortest, wrong,
 };
-use crate::error::ModelError;
+use crate::error::Result;
 use serde_json::{Value, json};
 use trireme_tensor::ChosenGroups;
 
 pub(super) const FAMILY: Family = Family {
     name: "deepseek_v3",
-    fixed: FIXED,
+    fixed: &[
+        ("hidden_act", &[r#""silu""#]),
+        ("partial_rotary_factor", &["1"]),
+        ("scoring_func", &[r#""sigmoid""#]),
+        ("topk_method", &[r#""noaux_tc""#]),
+        ("moe_layer_freq", &["1"]),
+    ],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),
 };
 
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed = &[
-    ("hidden_act", &[r#""silu""#]),
-    ("partial_rotary_factor", &["1"]),
-    ("scoring_func", &[r#""sigmoid""#]),
-    ("topk_method", &[r#""noaux_tc""#]),
-    ("moe_layer_freq", &["1"]),
-];
-
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let bias = reader.flag("attention_bias", false)?;
     let config = read_decoder(reader, FAMILY, Defaults::default())?;
     if config.num_kv_heads != config.num_heads {

@@ -5,14 +5,19 @@ use super::decoder::{
     Defaults, Style, build, layer_types, read_decoder, read_layer_types, read_window, window_size,
     write_decoder,
 };
-use crate::config::{AttentionConfig, Family, Fixed, ModelConfig, Reader, SlidingWindow};
-use crate::error::ModelError;
+use crate::config::{AttentionConfig, Family, ModelConfig, Reader, SlidingWindow};
+use crate::error::Result;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;
 
 pub(super) const FAMILY: Family = Family {
     name: "gemma2",
-    fixed: FIXED,
+    fixed: &[
+        ("hidden_activation", &[r#""gelu_pytorch_tanh""#]),
+        ("attention_bias", &["false"]),
+        ("use_bidirectional_attention", &["false"]),
+        ("partial_rotary_factor", &["1"]),
+    ],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, STYLE),
@@ -21,15 +26,7 @@ pub(super) const FAMILY: Family = Family {
 const STYLE: Style =
     Style { has_output_norms: true, norm_weight_offset: 1.0, scales_embedding: true, ..Style::LLAMA };
 
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed = &[
-    ("hidden_activation", &[r#""gelu_pytorch_tanh""#]),
-    ("attention_bias", &["false"]),
-    ("use_bidirectional_attention", &["false"]),
-    ("partial_rotary_factor", &["1"]),
-];
-
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let defaults = Defaults {
         head_dim: Some(256),
         num_kv_heads: Some(4),

@@ -1,8 +1,8 @@
 //! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
 use super::layers::{attention, dropout, normal, output_weight, token_table};
-use crate::config::{AttentionConfig, Family, Fixed, ModelConfig, ModelSizes, Reader, shortest};
-use crate::error::ModelError;
+use crate::config::{AttentionConfig, Family, ModelConfig, ModelSizes, Reader, shortest};
+use crate::error::Result;
 use crate::model::Model;
 use crate::transformer::{Block, Head, Mlp, Projection, SelfAttention, TokenEmbedding};
 use crate::unit::Unit;
@@ -11,15 +11,18 @@ use std::sync::Arc;
 use trireme_tensor::tape::{Embedding, InputActivation, Linear, LossHead, Norm, RotaryTable, WeightLayout};
 use trireme_tensor::{Activation, Cut, Initial, Parameter, ParameterTable};
 
-pub(super) const FAMILY: Family = Family { name: "gpt2", fixed: FIXED, read, write, build };
-
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed = &[
-    ("activation_function", &[r#""gelu_new""#, r#""gelu_pytorch_tanh""#, r#""gelu""#]),
-    ("reorder_and_upcast_attn", &["false"]),
-    ("add_cross_attention", &["false"]),
-    ("pruned_heads", &["{}"]),
-];
+pub(super) const FAMILY: Family = Family {
+    name: "gpt2",
+    fixed: &[
+        ("activation_function", &[r#""gelu_new""#, r#""gelu_pytorch_tanh""#, r#""gelu""#]),
+        ("reorder_and_upcast_attn", &["false"]),
+        ("add_cross_attention", &["false"]),
+        ("pruned_heads", &["{}"]),
+    ],
+    read,
+    write,
+    build,
+};
 
 impl ModelConfig {
     /// A GPT-2 of these sizes.
@@ -29,7 +32,7 @@ impl ModelConfig {
     }
 }
 
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let is_exact = reader.get("activation_function") == Some(&json!("gelu"));
     let (hidden_size, num_heads) = (reader.size("n_embd")?, reader.size("n_head")?);
     let sizes = ModelSizes {

@@ -11,7 +11,6 @@ pub(super) fn kv_heads(granule: usize) -> Cut {
     Cut::along(0).with_granule(granule).shared()
 }
 
-/// The attention of a layer, by the heads that are here.
 pub(super) fn attention(
     config: &ModelConfig,
     layer: usize,

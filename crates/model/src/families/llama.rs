@@ -1,21 +1,18 @@
 //! llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023), with the scaled rotary positions of llama 3.
 
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
-use crate::config::{Family, Fixed, ModelConfig, ModelSizes, Reader, Rope};
-use crate::error::ModelError;
+use crate::config::{Family, ModelConfig, ModelSizes, Reader, Rope};
+use crate::error::Result;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;
 
 pub(super) const FAMILY: Family = Family {
     name: "llama",
-    fixed: FIXED,
+    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),
 };
-
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])];
 
 impl ModelConfig {
     /// A llama of these sizes, with rotary positions of base `rope_theta`.
@@ -25,7 +22,7 @@ impl ModelConfig {
     }
 }
 
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let bias = reader.flag("attention_bias", false)?;
     Ok(ModelConfig {
         qkv_bias: bias,

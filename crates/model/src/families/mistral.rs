@@ -1,22 +1,19 @@
 //! mistral (Jiang et al., "Mistral 7B", 2023): llama, in which attention may slide.
 
 use super::decoder::{Defaults, Style, build, read_decoder, read_window, window_size, write_decoder};
-use crate::config::{AttentionConfig, Family, Fixed, ModelConfig, Reader, SlidingWindow};
-use crate::error::ModelError;
+use crate::config::{AttentionConfig, Family, ModelConfig, Reader, SlidingWindow};
+use crate::error::Result;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "mistral",
-    fixed: FIXED,
+    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),
 };
 
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])];
-
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(8), ..Defaults::default() })?;
     let layers = (0..config.num_layers).collect();
     let sliding = read_window(reader)?.map(|size| SlidingWindow { size, layers });

@@ -2,15 +2,19 @@
 
 use super::decoder::{Defaults, ExpertNames, Style, build, read_decoder, window_size, write_decoder};
 use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, Fixed, ModelConfig, Reader, RouterScores,
-    SlidingWindow, shortest,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, ModelConfig, Reader, RouterScores, SlidingWindow,
+    shortest,
 };
-use crate::error::ModelError;
+use crate::error::Result;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "mixtral",
-    fixed: FIXED,
+    fixed: &[
+        ("hidden_act", &[r#""silu""#]),
+        ("partial_rotary_factor", &["1"]),
+        ("router_jitter_noise", &["0"]),
+    ],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, STYLE),
@@ -21,11 +25,7 @@ const STYLE: Style = Style {
     ..Style::LLAMA
 };
 
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed =
-    &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"]), ("router_jitter_noise", &["0"])];
-
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let defaults =
         Defaults { num_kv_heads: Some(8), theta: Some(1e6), norm_epsilon: Some(1e-5), ..Defaults::default() };
     let config = read_decoder(reader, FAMILY, defaults)?;

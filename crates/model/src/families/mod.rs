@@ -20,7 +20,6 @@ pub use names::{canonical_names, tied_names};
 
 use crate::config::Family;
 
-/// Every family.
 const FAMILIES: &[Family] = &[
     gpt2::FAMILY,
     llama::FAMILY,

@@ -3,23 +3,19 @@
 use super::decoder::{
     Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
-use crate::config::{Family, Fixed, ModelConfig, Reader};
-use crate::error::ModelError;
+use crate::config::{Family, ModelConfig, Reader};
+use crate::error::Result;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen2",
-    fixed: FIXED,
+    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"]), ("use_mrope", &["false"])],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),
 };
 
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed =
-    &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"]), ("use_mrope", &["false"])];
-
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(32), ..Defaults::default() })?;
     let attention = read_qwen_attention(reader, config.num_layers)?;
     Ok(ModelConfig { qkv_bias: true, attention, ..config })

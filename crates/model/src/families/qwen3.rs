@@ -3,13 +3,13 @@
 use super::decoder::{
     Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
-use crate::config::{Family, Fixed, ModelConfig, Reader};
-use crate::error::ModelError;
+use crate::config::{Family, ModelConfig, Reader};
+use crate::error::Result;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen3",
-    fixed: FIXED,
+    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, STYLE),
@@ -17,10 +17,7 @@ pub(super) const FAMILY: Family = Family {
 
 pub(super) const STYLE: Style = Style { has_qk_norms: true, ..Style::LLAMA };
 
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])];
-
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let bias = reader.flag("attention_bias", false)?;
     let config = read_decoder(
         reader,

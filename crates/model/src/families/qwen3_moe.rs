@@ -3,24 +3,21 @@
 use super::decoder::{Defaults, build, read_decoder, read_window, window_size, write_decoder};
 use super::qwen3::STYLE;
 use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, Fixed, ModelConfig, Reader, RouterScores,
-    SlidingWindow, shortest,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, ModelConfig, Reader, RouterScores, SlidingWindow,
+    shortest,
 };
-use crate::error::ModelError;
+use crate::error::Result;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen3_moe",
-    fixed: FIXED,
+    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, STYLE),
 };
 
-/// Keys that change what a model computes, with the values that are implemented.
-const FIXED: Fixed = &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])];
-
-fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let bias = reader.flag("attention_bias", false)?;
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(4), ..Defaults::default() })?;
     // As in transformers, the window applies to all layers; qwen3 has it in the last layers only.

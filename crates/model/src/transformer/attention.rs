@@ -12,7 +12,6 @@ use trireme_tensor::{DeviceError, Var};
 #[derive(Debug)]
 pub(crate) struct SelfAttention {
     pub(crate) norm: Arc<Norm>,
-    /// All query, key and value heads at once.
     pub(crate) qkv: Arc<Linear>,
     pub(crate) qk_norms: Option<QkNorms>,
     pub(crate) attention: Arc<Attention>,
@@ -100,14 +99,12 @@ pub(crate) struct LatentAttention {
     pub(crate) kv_norm: Arc<Norm>,
     /// To what heads of keys and values have of their own.
     pub(crate) kv_up: Arc<Linear>,
-    /// What keys share.
     pub(crate) key_slice: Arc<Slice>,
     pub(crate) heads: Arc<LatentHeads>,
     pub(crate) attention: Arc<Attention>,
     pub(crate) output: Projection,
 }
 
-/// How queries are made.
 #[derive(Debug)]
 pub(crate) enum LatentQueries {
     /// From the residual stream.

@@ -18,7 +18,6 @@ use trireme_tensor::{DeviceError, Var};
 pub(crate) struct MixtureOfExperts {
     pub(crate) norm: Arc<Norm>,
     pub(crate) router: Arc<Router>,
-    /// What makes scores of the router's logits.
     pub(crate) scores: Op,
     pub(crate) top_k: Arc<TopK>,
     pub(crate) groups: Arc<GroupRows>,
@@ -36,7 +35,6 @@ pub(crate) struct MixtureOfExperts {
 pub(crate) enum Experts {
     /// All are on this rank: into their width, which is what the activation reads; and the activation, and back.
     Local([Arc<GroupedLinear>; 2]),
-    /// Ranks have different ones.
     Distributed {
         gather: Arc<GatherLoads>,
         dispatch: Arc<DispatchRows>,

@@ -62,14 +62,11 @@ impl Unit for Block {
 #[derive(Debug)]
 pub(crate) struct Projection {
     pub(crate) linear: Arc<Linear>,
-    /// Of what is added.
     pub(crate) norm: Option<Arc<Norm>>,
-    /// Of what is added, at last.
     pub(crate) dropout: Option<Arc<Dropout>>,
 }
 
 impl Projection {
-    /// Without a norm.
     pub(crate) fn new(linear: Arc<Linear>, dropout: Option<Arc<Dropout>>) -> Self {
         Projection { linear, norm: None, dropout }
     }

@@ -139,7 +139,7 @@ impl Golden {
             let pass = PassState { first_position: position, loss_scale, ..precision.into() };
             let tape = Tape::new(&self.device, recording, pass);
             let (unit, past) = (self.model.unit(unit), past.as_deref_mut());
-            let (pass, made) = UnitPass::forward_after(unit, tape, &self.parameters, x, batch, past).unwrap();
+            let (pass, made) = UnitPass::forward(unit, tape, &self.parameters, x, batch, past).unwrap();
             passes.push(pass);
             x = made;
         }

@@ -7,7 +7,6 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::{RmsStep, Update};
 
-/// Names of the optimizer's settings.
 pub(super) const SETTINGS: &[&str] = &["beta2_decay", "clip_threshold", "relative_step"];
 
 #[derive(Debug)]

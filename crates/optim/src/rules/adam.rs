@@ -6,16 +6,12 @@ use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{AdamStep, AdamWStep, Update};
 
-/// Names of the settings that AdamW and Adam use.
 pub(super) const SETTINGS: &[&str] = &["beta1", "beta2", "nu", "eps"];
 
-/// Names of the settings that 1-bit Adam uses.
 pub(super) const ONE_BIT_SETTINGS: &[&str] = &["beta1", "beta2", "eps", "freeze_step"];
 
-/// Names of the settings that 0/1 Adam uses.
 pub(super) const ZERO_ONE_SETTINGS: &[&str] = &["beta1", "beta2", "eps", "var_update_scaler"];
 
-/// The moments of Adam and its variants.
 pub(super) const MOMENTS: &[StateSpec] = &[StateSpec::new("exp_avg"), StateSpec::second_moment("exp_avg_sq")];
 
 /// The numbers of an update of Adam or one of its variants.
@@ -37,7 +33,6 @@ pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &Un
 #[derive(Debug)]
 pub(super) struct AdamW {
     pub(super) settings: OptimizerSettings,
-    /// Factor of the learning rate.
     pub(super) lr_scale: f32,
 }
 
@@ -79,7 +74,6 @@ impl CompressedAdam {
         self.schedule.at(step).0
     }
 
-    /// The numbers of a member's update.
     pub(crate) fn adam_step(&self, member: &Member, step: &UnitStep<'_>) -> AdamStep {
         let num_second = self.schedule.at(step.number(member)).1;
         AdamStep { adamw: adamw_step(self.settings, member, step), num_second }
@@ -108,15 +102,9 @@ impl Rule for CompressedAdam {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum VarianceSchedule {
     /// In the first steps, then never again: 1-bit Adam (Tang et al. 2021).
-    Warmup {
-        /// Steps with updates.
-        num_steps: u64,
-    },
+    Warmup { num_steps: u64 },
     /// In every step, after `num_updates` updates in every second, then fourth, and so on: 0/1 Adam (Lu et al. 2022, section 5).
-    Doubling {
-        /// Updates after which the interval doubles.
-        num_updates: u64,
-    },
+    Doubling { num_updates: u64 },
 }
 
 impl VarianceSchedule {

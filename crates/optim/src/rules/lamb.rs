@@ -8,7 +8,6 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::Update;
 
-/// Names of the optimizer's settings.
 pub(super) const SETTINGS: &[&str] = &["beta1", "beta2", "eps"];
 
 #[derive(Debug)]

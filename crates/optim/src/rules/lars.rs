@@ -7,7 +7,6 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::{LarsStep, Update};
 
-/// Names of the optimizer's settings.
 pub(super) const SETTINGS: &[&str] = &["momentum", "trust_coefficient"];
 
 #[derive(Debug)]

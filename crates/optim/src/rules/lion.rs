@@ -6,7 +6,6 @@ use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{LionStep, Update};
 
-/// Names of the optimizer's settings.
 pub(super) const SETTINGS: &[&str] = &["beta1", "beta2"];
 
 #[derive(Debug)]

@@ -7,10 +7,8 @@ use std::fmt::Debug;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::Update;
 
-/// The description of a state tensor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StateSpec {
-    /// The name in checkpoints.
     pub(crate) name: &'static str,
     pub(crate) is_second_moment: bool,
 }
@@ -25,7 +23,6 @@ impl StateSpec {
     }
 }
 
-/// An elementwise update rule.
 pub(crate) trait Rule: Debug + Send + Sync {
     /// The states, at most two.
     fn states(&self) -> &'static [StateSpec];

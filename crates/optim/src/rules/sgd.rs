@@ -6,7 +6,6 @@ use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{MomentumStep, Update};
 
-/// Names of the optimizer's settings.
 pub(super) const SETTINGS: &[&str] = &["momentum", "nesterov"];
 
 #[derive(Debug)]

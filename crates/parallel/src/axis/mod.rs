@@ -27,7 +27,6 @@ pub(crate) struct UnitAxes {
 }
 
 impl UnitAxes {
-    /// Memory of the groups is counted on `device`.
     pub(crate) fn new(ranks: &RankGrid, device: &Device) -> Self {
         let axis =
             |group: &Arc<Group>| (group.world_size() > 1).then(|| Arc::new(GroupAxis::new(group, device)));
@@ -77,14 +76,12 @@ const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 pub(crate) struct GroupAxis {
     /// One for each type of [`FLOATS`].
     lanes: [Lane; FLOATS.len()],
-    /// How long this rank has waited.
     waiting: Mutex<Waiting>,
 }
 
 /// Values of one type on their way.
 struct Lane {
     memory: ExchangePool,
-    /// Pending exchanges by their numbers.
     pending: Mutex<Slab<Started>>,
     /// Pending exchanges of rows by their numbers.
     rows: Mutex<Slab<StartedRows>>,
@@ -97,10 +94,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An exchange that was started.
 struct Started {
     kind: ExchangeKind,
-    /// Elements of the vector.
     len: usize,
     vector: Work<Buffer<Untyped>>,
     /// What this rank sends of its own, where it receives another vector.

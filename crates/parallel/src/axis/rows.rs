@@ -36,7 +36,6 @@ pub(super) struct StartedRows {
     under_way: VecDeque<UnderWay>,
 }
 
-/// What was started in a round.
 struct UnderWay {
     round: usize,
     transfer: Transfer,
@@ -51,7 +50,6 @@ enum Transfer {
     ByHosts(Work<(Buffer<Untyped>, Buffer<Untyped>)>),
 }
 
-/// Elements of a piece.
 const fn piece_len(dtype: DType) -> usize {
     (256 << 10) / dtype.size()
 }
@@ -155,7 +153,6 @@ impl Lane {
         }
     }
 
-    /// Starts the next round.
     fn start_round(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
         if started.goes_by_hosts {
             self.start_round_by_hosts(device, started, values);

@@ -60,7 +60,7 @@ impl Executor {
     /// When the actions of the last step ran, in the program's order; of a step that failed, those that ended. Empty if all steps of the
     /// program were skipped because nothing counted in their loss.
     pub fn timeline(&self) -> &[ActionTime] {
-        self.timeline.actions()
+        &self.timeline.actions
     }
 
     /// The metrics that units reported in a step of the last program: names and means over all ranks.
@@ -71,12 +71,12 @@ impl Executor {
     /// Bits by which each rank can ask all ranks for something at the end of a step. They travel with the losses of a step, in 8 bytes a
     /// rank, so that all ranks hear of them after the same step: those that were set when the rank had computed its last loss.
     pub fn requests(&self) -> Arc<AtomicU32> {
-        self.means.requests()
+        Arc::clone(&self.means.requests)
     }
 
     /// The bits that any rank had set in [`requests`](Executor::requests) in the last program; the same on all ranks.
     pub fn requested(&self) -> u32 {
-        self.means.requested()
+        self.means.requested
     }
 
     /// Where parameters lie, as far as ranks update them.
@@ -146,7 +146,7 @@ impl Executor {
 
     /// The norms that the next steps clip by, the newest last, in a pipeline that does not drain between updates and has clipped; they are part of what determines these steps.
     pub fn earlier_norms(&self) -> Vec<f64> {
-        self.updates.iter().flat_map(|updates| updates.norms.known()).collect()
+        self.updates.iter().flat_map(|updates| &updates.norms.known).copied().collect()
     }
 
     /// Takes over the [norms](Executor::earlier_norms) of another run.

@@ -64,7 +64,8 @@ impl Executor {
             }
         }
         if !matches!(plan.grad_norm, GradNorm::Clip(_)) {
-            self.updates.as_mut().expect("the program does not drain").norms.forget();
+            // Of steps that are not clipped nothing is known.
+            self.updates.as_mut().expect("the program does not drain").norms.known.clear();
         }
         let compression = self.compression_statistics();
         self.updates.as_mut().expect("the program does not drain").compression[step] = compression;

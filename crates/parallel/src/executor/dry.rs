@@ -18,7 +18,6 @@ const LATE: u64 = 1 << 40;
 /// Among so many late steps some exchange momentum, if any do.
 const LATE_STEPS_MAX: u64 = 1 << 12;
 
-/// Bytes by category.
 type Bytes = [usize; Category::ALL.len()];
 
 /// What a rank holds at most while it repeats its program, in bytes.
@@ -58,12 +57,6 @@ impl Executor {
     }
 
     /// As [`dry_run`](Executor::dry_run), to find what happens in a step.
-    ///
-    /// # Errors
-    /// What devices refuse.
-    ///
-    /// # Panics
-    /// If a device computes.
     pub fn dry_entries(self) -> Result<StepEntries> {
         let journal = Journal::default();
         self.device.keep_journal(&journal);

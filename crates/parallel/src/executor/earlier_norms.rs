@@ -18,7 +18,7 @@ pub(super) struct EarlierNorms {
     group: Arc<Group>,
     lag: usize,
     /// The last ones, the newest last; at most `lag`.
-    known: VecDeque<f64>,
+    pub(super) known: VecDeque<f64>,
     /// Squares of the steps after those.
     under_way: VecDeque<Work<Buffer<f64>>>,
     spare: Vec<Buffer<f64>>,
@@ -58,16 +58,6 @@ impl EarlierNorms {
         if self.known.len() > self.lag {
             self.known.pop_front();
         }
-    }
-
-    /// Those that are known, the newest last.
-    pub(super) fn known(&self) -> impl Iterator<Item = f64> + '_ {
-        self.known.iter().copied()
-    }
-
-    /// Of steps that are not clipped nothing is known.
-    pub(super) fn forget(&mut self) {
-        self.known.clear();
     }
 
     /// Takes over what another run knew.

@@ -155,7 +155,6 @@ impl Executor {
         result
     }
 
-    /// Takes in what gradients and axes have waited.
     pub(super) fn collect_waiting(&mut self) {
         self.waiting.add(self.gradients.take_waiting());
         self.waiting.add(self.passes.axes.take_waiting());

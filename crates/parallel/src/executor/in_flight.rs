@@ -7,9 +7,7 @@ use trireme_tensor::{Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
 pub(super) enum Kept {
-    /// All or the products.
     Recorded(UnitPass),
-    /// The inputs.
     Input(Bundle<Tensor>),
     /// What the weight half of backward reads.
     Halved(UnitPass),
@@ -36,7 +34,6 @@ pub(super) struct InFlight {
     pub(super) num_microbatches: usize,
     /// The step of the program that runs, or its first one.
     pub(super) first_step: u64,
-    /// Of each microbatch.
     pub(super) num_samples: usize,
     pub(super) purpose: Purpose,
     /// By kind, then microbatch: what the last unit made, for the next one, and the gradient of what it read, for the one below.

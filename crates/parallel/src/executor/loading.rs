@@ -148,7 +148,6 @@ impl Executor {
         of_holders.into_iter().try_for_each(|(number, hash)| self.compare(self.ranks.holders(number), hash))
     }
 
-    /// Compares a hash of parameters with those of other ranks.
     fn compare(&self, group: &Group, Hash(own): Hash) -> Result<()> {
         // Each with its rank.
         let own = [self.group().rank().0 as u64, own];

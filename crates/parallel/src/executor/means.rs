@@ -38,25 +38,22 @@ pub(super) struct Means {
     num_steps: usize,
     terms: Vec<Term>,
     metric_names: Vec<&'static str>,
-    /// Losses of units on this rank.
     num_losses: usize,
     /// Losses of this rank that this step has taken in.
     num_taken: usize,
     /// Sums and rows, by rank, term and microbatch; then the rank's requests. Zeros between programs, absent while under way.
     reports: Option<Exchanged>,
     under_way: Option<Exchanging>,
-    /// Accounts for the numbers.
     _counted: Counted,
     device: Device,
     tree: TreeSum<f64>,
-    /// Mean losses by step.
     losses: Vec<f64>,
     /// By step, then name: sums, then means.
     metrics: Vec<RowMean>,
     /// Bits of what this rank asks all ranks for.
-    requests: Arc<AtomicU32>,
+    pub(super) requests: Arc<AtomicU32>,
     /// Bits that any rank has asked for in the last program.
-    requested: u32,
+    pub(super) requested: u32,
 }
 
 /// What one unit adds to a mean.
@@ -80,6 +77,7 @@ impl Means {
         ranks: &RankGrid,
         rehearsal: &Rehearsal,
         device: &Device,
+        requests: Arc<AtomicU32>,
     ) -> Result<Self> {
         let (world, num_microbatches) = (Arc::clone(ranks.world()), outline.num_microbatches);
         let (data_degree, tensor_degree) = (ranks.data().world_size(), ranks.tensor().world_size());
@@ -123,7 +121,7 @@ impl Means {
             losses: vec![0.0; num_steps],
             metrics: vec![RowMean::default(); num_steps * metric_names.len()],
             metric_names,
-            requests: Arc::default(),
+            requests,
             requested: 0,
         })
     }
@@ -217,20 +215,6 @@ impl Means {
         self.device.zero(gathered.view_mut());
         self.reports = Some(gathered);
         Ok(&self.losses)
-    }
-
-    /// Sends these bits with the reports: what this rank asks all ranks for.
-    pub(super) fn with_requests(mut self, requests: Arc<AtomicU32>) -> Self {
-        self.requests = requests;
-        self
-    }
-
-    pub(super) fn requests(&self) -> Arc<AtomicU32> {
-        Arc::clone(&self.requests)
-    }
-
-    pub(super) fn requested(&self) -> u32 {
-        self.requested
     }
 
     /// The metrics of a step of the last program, with their names. One without rows is NaN.

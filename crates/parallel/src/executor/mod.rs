@@ -76,12 +76,10 @@ pub struct Executor {
     means: Means,
     /// Of a program that does not drain between updates.
     updates: Option<Updates>,
-    /// In this step, for parameters.
     waiting: Waiting,
     /// The first failure of an operation that kernels waited for; everything later fails with it.
     failure: Option<CommError>,
     timeline: Timeline,
-    /// Memory of the outcome of a single step.
     outcomes: Vec<StepOutcome>,
 }
 
@@ -110,7 +108,6 @@ struct Moves {
 
 /// The context of units' passes.
 struct Passes {
-    /// The ranks with which units exchange values.
     axes: UnitAxes,
     fp8: Option<AgreedScales>,
     in_flight: InFlight,

@@ -83,7 +83,6 @@ impl Executor {
         }
     }
 
-    /// Starts to bring state to where it lives.
     pub(super) fn evict(&mut self, state: StateOf) -> Result<()> {
         let has_changed = match state.class {
             StateClass::Optimizer => {

@@ -108,7 +108,7 @@ impl Executor {
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
-        let means = Means::new(outline, &ranks, &rehearsal, device)?;
+        let means = Means::new(outline, &ranks, &rehearsal, device, Arc::default())?;
 
         let mut executor = Executor {
             forward_program: forward_program(outline)?,

@@ -78,7 +78,7 @@ impl Executor {
         let InFlight { purpose, batches, .. } = &mut self.passes.in_flight;
         let past = if let Purpose::Generation(past) = purpose { Some(past) } else { None };
         let (unit, batch) = (self.model.unit(unit), &mut batches[microbatch]);
-        let (pass, outputs) = UnitPass::forward_after(unit, tape, &parameters, inputs, batch, past)?;
+        let (pass, outputs) = UnitPass::forward(unit, tape, &parameters, inputs, batch, past)?;
         *self.passes.in_flight.passing(MessageKind::Activation, microbatch) = Some(outputs);
         Ok(pass)
     }
@@ -210,9 +210,6 @@ impl Executor {
     }
 
     /// As [`evaluate`](Executor::evaluate), of samples that may have fewer positions; only where one rank runs all of the model.
-    ///
-    /// # Errors
-    /// As [`evaluate`](Executor::evaluate).
     pub fn evaluate_sequences(&mut self, batch: Batch) -> Result<Vec<RowMean>> {
         assert_eq!(self.group().world_size(), 1, "others would not know of the positions");
         self.evaluate_checked(Some(batch))

@@ -12,7 +12,6 @@ use trireme_tensor::{Category, Device, Tensor};
 /// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
 const SENDS_MAX: usize = 2;
 
-/// Messages under way.
 pub(super) struct Messages {
     pub(super) pool: Pool,
     pub(super) sent: VecDeque<Work<Buffer<Untyped>>>,
@@ -20,7 +19,6 @@ pub(super) struct Messages {
     pub(super) incoming: [Vec<Option<Incoming>>; 3],
 }
 
-/// A message of so many elements that comes.
 pub(super) struct Incoming {
     pub(super) work: Work<Buffer<Untyped>>,
     pub(super) len: usize,
@@ -55,7 +53,6 @@ impl Messages {
         Ok(())
     }
 
-    /// Starts to send a vector of the pool.
     pub(super) fn send_vector(
         &mut self,
         vector: Exchanged,
@@ -80,7 +77,6 @@ impl Messages {
         Ok(())
     }
 
-    /// Starts to receive `len` elements.
     pub(super) fn receive(&self, len: usize, from: usize) -> Result<Incoming> {
         let buffer = Buffer::pending(self.pool.take_buffer(len)?, DType::F32, len);
         Ok(Incoming { work: self.pool.group().receive(buffer, Rank(from)), len })

@@ -66,8 +66,8 @@ impl Executor {
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
         let on = &self.optimization.device;
         self.optimization.exchanges = ShardExchange::of_units(&self.ranks, outline, on, &self.device);
-        let requests = self.means.requests();
-        self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device)?.with_requests(requests);
+        let requests = Arc::clone(&self.means.requests);
+        self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device, requests)?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.forward_program = forward_program(outline)?;
         let shards_device = self.moves.options.device_of(&outline.state, StateClass::Gradients, &self.device);
@@ -99,7 +99,7 @@ impl Executor {
         for (unit, part) in parts.into_iter().enumerate() {
             self.move_unit(unit, part, before, &mut was)?;
         }
-        self.moves.offloaded.go_on_from(&was);
+        self.moves.offloaded.earlier_disk_bytes = was.disk_bytes();
         Ok(())
     }
 

@@ -8,7 +8,6 @@ use trireme_schedule::{Action, Message, MessageKind, StateClass};
 use trireme_tensor::ParameterSource;
 
 impl Executor {
-    /// Starts to send a message of a step.
     pub(super) fn send_message(&mut self, message: Message) -> Result<()> {
         let Message { kind, unit, microbatch } = message;
         let Executor { program, device, passes, messages, gradients, waiting, .. } = self;
@@ -25,7 +24,6 @@ impl Executor {
         }
     }
 
-    /// Starts to receive a message of a step.
     pub(super) fn receive_message(&mut self, message: Message) -> Result<()> {
         let Message { kind, microbatch, .. } = message;
         let Executor { program, passes, messages, gradients, rehearsal, .. } = self;

@@ -9,7 +9,6 @@ use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
 
 /// What an optimizer exchanges with those of the other shards, if the update is sharded.
 pub(super) struct ShardExchange {
-    /// What updates run on.
     device: Device,
     /// Of those of the other shards, and of the tensor axis.
     sums: [Pool; 2],

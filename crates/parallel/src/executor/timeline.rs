@@ -22,7 +22,7 @@ pub(super) struct Timeline {
     start: Instant,
     /// Operations of matrix products since the step began.
     product_operations: u64,
-    actions: Vec<ActionTime>,
+    pub(super) actions: Vec<ActionTime>,
 }
 
 impl Timeline {
@@ -31,7 +31,6 @@ impl Timeline {
         Timeline { now, start: now, product_operations: 0, actions: Vec::with_capacity(num_actions) }
     }
 
-    /// A step begins, and with it its first action.
     pub(super) fn begin(&mut self) {
         self.actions.clear();
         self.product_operations = 0;
@@ -54,10 +53,6 @@ impl Timeline {
         let before = std::mem::replace(&mut self.product_operations, product_operations);
         let product_operations = product_operations - before;
         self.actions.push(ActionTime { issued, start: self.start, end: self.now, product_operations });
-    }
-
-    pub(super) fn actions(&self) -> &[ActionTime] {
-        &self.actions
     }
 }
 

@@ -19,11 +19,9 @@ pub(super) struct Updates {
     pub(super) settings: Option<(usize, Option<StepSettings>)>,
     /// By step, squares of the norms of this rank's gradients. Present while they are not being summed.
     pub(super) squares: Option<Buffer<f64>>,
-    /// What to clip by.
     pub(super) norms: EarlierNorms,
     /// By step, whether its squares are those of gradients: momentum in their place has no norm.
     pub(super) has_norms: Vec<bool>,
-    /// By step, what compression did.
     pub(super) compression: Vec<Option<CompressionStatistics>>,
 }
 
@@ -53,7 +51,6 @@ impl Updates {
         Ok(Some(Updates { units, settings: None, squares, norms, has_norms, compression }))
     }
 
-    /// Forward of a unit begins.
     pub(super) fn begin_forward(&mut self, unit: usize, microbatch: usize, outline: &Outline) {
         let state = &mut self.units[unit];
         state.read[microbatch] = outline.version_read(microbatch, state.newest);

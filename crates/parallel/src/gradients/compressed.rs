@@ -28,16 +28,13 @@ pub(crate) struct Compressed {
     exact: Option<Box<Exact>>,
     /// Whether the gradient of the last step went in messages of the codec, or goes in them.
     pub(super) is_in_messages: bool,
-    /// What the last step did.
     pub(super) statistics: CompressionStatistics,
     /// What the compressor kept before its last step, where that can be taken back.
     before: Option<Vec<(&'static str, StateCopy)>>,
 }
 
 enum UnderWay {
-    /// In messages of the codec.
     Round { gradient: Exchanged, round: usize },
-    /// As it is.
     Whole(Exchanging),
 }
 
@@ -192,7 +189,6 @@ fn bucket(table: &ParameterTable, unit: usize) -> Result<Bucket, CompressionErro
 /// Elements of a unit that no codec may round, or mix with others: counts of loads beside gradients.
 struct Exact {
     elements: Vec<Range<usize>>,
-    /// While it is under way.
     sum: Option<Work<Buffer<f32>>>,
 }
 
@@ -217,7 +213,6 @@ impl Exact {
         Ok(())
     }
 
-    /// Brings the sums to a gradient.
     fn finish(&mut self, gradient: &mut [f32], waiting: &mut Waiting) -> Result<()> {
         let sum = waiting.wait(self.sum.take().expect("a sum was started"))?;
         let elements = self.elements.iter().cloned().flatten();
@@ -226,7 +221,6 @@ impl Exact {
     }
 }
 
-/// The exchange of one round's messages, step after step.
 struct RoundExchange {
     round: Round,
     /// This rank's message, or of a round that gathers those of all ranks; present while nothing is pending.
@@ -242,7 +236,6 @@ impl RoundExchange {
         Ok(RoundExchange { round, messages: Some(messages), work: None })
     }
 
-    /// Has the message written, and sends it.
     fn start(&mut self, compressor: &mut Compressor, gradient: &mut [f32], group: &Group) {
         let mut messages = self.messages.take().expect("a round is exchanged once a step");
         self.work = Some(match self.round {
@@ -258,7 +251,6 @@ impl RoundExchange {
         });
     }
 
-    /// Waits for the messages, and has the result read.
     fn finish(
         &mut self,
         compressor: &mut Compressor,

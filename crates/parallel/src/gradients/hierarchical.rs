@@ -17,7 +17,6 @@ struct Level {
     messages: Pool,
 }
 
-/// How the gradients of all units are summed.
 pub(crate) struct Hierarchy {
     format: IntegerFormat,
     num_shards: usize,

@@ -11,9 +11,7 @@ use trireme_tensor::{Category, Device};
 /// The portion of gradients that a rank stores, and the precision in which ranks reduce them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GradientLayout {
-    /// Whether ranks store only shards of gradients.
     pub(super) shards_gradients: bool,
-    /// Whether ranks update shards.
     shards_optimizer: bool,
     /// Whether gradients are reduced as integers, within hosts and then across them.
     is_hierarchical: bool,
@@ -73,7 +71,6 @@ impl GradientLayout {
         self.shards_gradients || self.is_scattered() && ranks.replicas.world_size() > 1
     }
 
-    /// The dtype of a gradient shard.
     pub(super) fn shard_dtype(&self) -> DType {
         if self.sums_shards { DType::F32 } else { self.dtype }
     }

@@ -78,7 +78,6 @@ struct UnitGradient {
     own: Range<usize>,
     /// Present while it is neither written, summed nor reduced. Where it does not stay, its memory is the pool's.
     reducible: Option<Exchanged>,
-    /// Being written by backward.
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
     reduction: Reduction,
@@ -88,7 +87,6 @@ struct UnitGradient {
     shard: Option<ShardSum>,
 }
 
-/// Gradients of all units of a rank.
 pub(crate) struct Gradients {
     device: Device,
     determinism: Determinism,
@@ -97,7 +95,6 @@ pub(crate) struct Gradients {
     table: Arc<ParameterTable>,
     ranks: Arc<RankGrid>,
     units: Vec<UnitGradient>,
-    /// Where shards lie that are kept apart.
     shards_device: Device,
     /// Whole gradients in f32.
     pool: Pool,
@@ -272,7 +269,6 @@ impl Gradients {
         std::mem::take(&mut self.waiting)
     }
 
-    /// Waits for every reduction.
     pub(crate) fn wait(&mut self) -> Result<()> {
         while !self.under_way.is_empty() {
             self.finish_first()?;
@@ -424,7 +420,6 @@ impl UnitGradient {
         self.shard.as_mut().filter(|_| !self.is_finished)
     }
 
-    /// As [`Gradients::reduced`].
     fn reduced(&self) -> View<'_> {
         match &self.shard {
             Some(shard) => shard.memory.view(),

@@ -58,7 +58,6 @@ impl Reductions {
         Reductions { exchange: Summation::ReduceScatter(Arc::clone(group)), rounded }
     }
 
-    /// The reduction of a gradient of `len` elements.
     pub(crate) fn reduction(&self, len: usize) -> Result<Reduction> {
         let Some((pool, takes_memory)) = &self.rounded else {
             return Ok(Reduction::Plain { exchange: self.exchange.clone(), under_way: None });
@@ -77,8 +76,7 @@ impl Reduction {
         match self {
             Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum, device)),
             Reduction::Rounded(rounded) => {
-                rounded.round(sum.view(), device)?;
-                rounded.reduce();
+                rounded.reduce_rounded(sum.view(), device)?;
                 return Ok(Some(sum));
             }
             Reduction::Hierarchical(hierarchical) => hierarchical.start(sum, 0)?,
@@ -89,10 +87,8 @@ impl Reduction {
 
     /// Sends what waits for more: all gradients of a step have been given.
     pub(crate) fn flush(&self) {
-        match self {
-            Reduction::Plain { exchange, .. } => exchange.flush(),
-            Reduction::Rounded(rounded) => rounded.flush(),
-            Reduction::Hierarchical(_) | Reduction::Compressed(_) => (),
+        if let Reduction::Plain { exchange, .. } | Reduction::Rounded(Vector { exchange, .. }) = self {
+            exchange.flush();
         }
     }
 

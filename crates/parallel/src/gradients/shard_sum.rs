@@ -49,7 +49,7 @@ impl ShardSums {
 impl ShardSum {
     /// Adds the shard of a microbatch, which is on the device `from`, in the canonical order.
     pub(crate) fn add(&mut self, shard: View<'_>, from: &Device) -> Result<()> {
-        let (len, device) = (self.memory.len(), &self.device);
+        let (len, device) = (self.memory.len, &self.device);
         let shard = bring(shard, from, device, Category::Communication)?;
         let mut term = if self.sum.is_empty() {
             Gradient::Reducible(self.memory.take()?)
@@ -66,14 +66,12 @@ impl ShardSum {
         Ok(())
     }
 
-    /// Starts the sum over the replicas of what was added.
     pub(crate) fn reduce(&mut self) {
-        let (len, device) = (self.memory.len(), &self.device);
+        let (len, device) = (self.memory.len, &self.device);
         let sum = self.sum.finish(|left, right| add(device, len, left, right));
         let Some(Gradient::Reducible(buffer)) = sum else {
             unreachable!("the first term is what ranks reduce, and sums grow to the left")
         };
-        self.memory.put(buffer);
-        self.memory.reduce();
+        self.memory.reduce(buffer);
     }
 }

@@ -44,8 +44,8 @@ impl Summation {
 /// The sum over ranks of one vector each, step after step, in the type that ranks exchange. In 16 bits, each sum of two is taken in f32
 /// and rounded, so the order of the ranks matters. The group decides that order.
 pub(crate) struct Vector {
-    len: usize,
-    exchange: Summation,
+    pub(super) len: usize,
+    pub(super) exchange: Summation,
     /// Present while no sum is pending and the memory was not released.
     memory: Option<Exchanged>,
     under_way: Option<Exchanging>,
@@ -59,43 +59,26 @@ impl Vector {
         Vector { len, exchange, memory: None, under_way: None, pool }
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Memory for a sum.
     pub(crate) fn take(&mut self) -> Result<Exchanged> {
         self.memory.take().map_or_else(|| self.pool.take(self.len), Ok)
     }
 
-    /// Sets the term of this rank.
-    pub(crate) fn put(&mut self, term: Exchanged) {
-        self.memory = Some(term);
-    }
-
-    /// Rounds the term of this rank, which is on `device`.
-    pub(crate) fn round(&mut self, term: View<'_>, device: &Device) -> Result<()> {
+    /// Rounds the term of this rank, which is on `device`, and starts the sum over the ranks.
+    pub(crate) fn reduce_rounded(&mut self, term: View<'_>, device: &Device) -> Result<()> {
         let mut memory = self.take()?;
         let own = self.pool.device();
         let term = bring(term, device, own, Category::Communication)?;
         own.convert(term.view(), memory.view_mut());
         drop(term);
-        self.memory = Some(memory);
+        self.reduce(memory);
         Ok(())
     }
 
-    /// Starts the sum over the ranks.
-    pub(crate) fn reduce(&mut self) {
-        let term = self.memory.take().expect("a gradient was added");
+    /// Starts the sum over the ranks, with the term of this rank.
+    pub(crate) fn reduce(&mut self, term: Exchanged) {
         self.under_way = Some(self.exchange.start(term, self.pool.device()));
     }
 
-    /// Sends what waits for more: all sums of a step were started.
-    pub(crate) fn flush(&self) {
-        self.exchange.flush();
-    }
-
-    /// Waits for the sum over the ranks.
     pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<()> {
         let under_way = self.under_way.take().expect("the sum over the ranks was started");
         self.memory = Some(under_way.wait(self.pool.device(), waiting)?);

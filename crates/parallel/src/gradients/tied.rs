@@ -75,7 +75,6 @@ impl TiedGradients {
         self.parts[microbatch] = Some(part);
     }
 
-    /// The part of a microbatch, to be sent.
     pub(crate) fn take_to_send(&mut self, microbatch: usize) -> Exchanged {
         self.parts[microbatch].take().expect("the reader has run backward")
     }

@@ -17,7 +17,6 @@ impl<T> TreeSum<T> {
         TreeSum { partials: Vec::with_capacity(33) }
     }
 
-    /// Whether there are no terms.
     pub(crate) fn is_empty(&self) -> bool {
         self.partials.is_empty()
     }

@@ -8,7 +8,6 @@ pub(crate) struct PerExperts<T> {
 }
 
 impl<T> PerExperts<T> {
-    /// The value for a unit.
     pub(crate) fn of(&self, unit: &UnitInfo) -> &T {
         self.experts.as_ref().filter(|_| unit.has_experts()).unwrap_or(&self.shared)
     }
@@ -17,7 +16,6 @@ impl<T> PerExperts<T> {
         self.experts.as_mut().filter(|_| unit.has_experts()).unwrap_or(&mut self.shared)
     }
 
-    /// The value for units with experts.
     pub(crate) fn of_experts(&self) -> &T {
         self.experts.as_ref().unwrap_or(&self.shared)
     }

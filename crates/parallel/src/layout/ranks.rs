@@ -126,7 +126,6 @@ pub struct RankGrid {
     pub(crate) levels: Option<Levels>,
     /// The ranks of the tensor axis that hold the same elements of a parameter, by their number.
     holders: Vec<Arc<Group>>,
-    /// Each group once.
     groups: Vec<Arc<Group>>,
 }
 
@@ -443,7 +442,6 @@ pub(crate) struct Levels {
 }
 
 impl Levels {
-    /// Collective over `shards`.
     fn new(shards: &Arc<Group>) -> Result<Self> {
         let (rank, hosts) = (shards.rank(), shards.hosts().clone());
         let num_local = hosts.ranks(hosts.host_of(rank)).len();

@@ -3,10 +3,7 @@
 use crate::error::ParallelError;
 use trireme_tensor::{Category, Device, DeviceError, Tensor, Values, View, ViewMut};
 
-/// `values` where kernels of `to` read them: as they are, or a copy.
-///
-/// # Errors
-/// If there is no memory for a copy.
+/// `values` where kernels of `to` read them: as they are, or a copy. Fails if there is no memory for one.
 pub(crate) fn bring<'a>(
     values: View<'a>,
     from: &Device,
@@ -27,10 +24,7 @@ fn copy_across((x, from): (View<'_>, &Device), (y, to): (ViewMut<'_>, &Device)) 
     to.upload(&bytes, y);
 }
 
-/// Lets `work` change `values` where kernels of `to` work.
-///
-/// # Errors
-/// If there is no memory for a copy, and those of `work`.
+/// Lets `work` change `values` where kernels of `to` work. Fails if there is no memory for a copy, and if `work` does.
 pub(crate) fn change_on<E: From<ParallelError>>(
     mut values: ViewMut<'_>,
     from: &Device,

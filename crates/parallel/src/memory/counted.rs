@@ -27,7 +27,6 @@ impl Counted {
         self.map(group.peer_bytes_mapped(num_bytes))
     }
 
-    /// Counts memory that is about to be taken.
     pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<()> {
         self.device.staging().take_outside(category, num_bytes)?;
         self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
@@ -41,13 +40,11 @@ impl Counted {
         Ok(())
     }
 
-    /// Counts memory of peers that is mapped no more.
     pub(crate) fn unmap(&self, num_bytes: usize) {
         self.mapped.fetch_sub(num_bytes, Ordering::Relaxed);
         self.device.staging().give_mapped(Category::Communication, num_bytes);
     }
 
-    /// Counts memory that was given back.
     pub(crate) fn give(&self, category: Category, num_bytes: usize) {
         self.bytes[category as usize].fetch_sub(num_bytes, Ordering::Relaxed);
         self.device.staging().give_outside(category, num_bytes);

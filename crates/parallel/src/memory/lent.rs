@@ -13,7 +13,6 @@ use trireme_tensor::{LentMemory, Shape, Tensor};
 pub(crate) struct ExchangeMemory {
     /// None once an exchange has it.
     buffer: Option<Buffer<Untyped>>,
-    /// The elements that are the tensor's.
     range: Range<usize>,
     /// Where it goes back to; none while it is there.
     owner: Option<ExchangePool>,
@@ -34,7 +33,6 @@ impl ExchangePool {
         ExchangePool { pool, spare: Arc::default() }
     }
 
-    /// The memory, for exchanges without tensors.
     pub(crate) fn pool(&self) -> &Pool {
         &self.pool
     }
@@ -52,7 +50,6 @@ impl ExchangePool {
         Tensor::lent(memory, shape, self.pool.dtype())
     }
 
-    /// Whether the memory is this pool's.
     pub(crate) fn has_lent(&self, memory: &dyn LentMemory) -> bool {
         let memory = (memory as &dyn Any).downcast_ref::<ExchangeMemory>();
         let owner = memory.and_then(|memory| memory.owner.as_ref());

@@ -13,7 +13,6 @@ pub(crate) struct Pool {
     /// Whether peers read the buffers.
     is_exchanged: bool,
     page_size: PageSize,
-    /// Whether vectors have memory of the group.
     has_buffers: bool,
     shared: Arc<Shared>,
 }
@@ -56,7 +55,6 @@ impl Pool {
         Pool { has_buffers: true, ..self }
     }
 
-    /// Whether both have the same vectors.
     pub(crate) fn is_clone_of(&self, other: &Pool) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
@@ -153,7 +151,6 @@ impl Pool {
         self.give_buffer(len, vector.buffer);
     }
 
-    /// Gives memory of the group for `len` elements back.
     pub(crate) fn give_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
     }

@@ -25,7 +25,6 @@ pub(crate) struct DevicePart {
     pub(super) arriving: Range<usize>,
 }
 
-/// A vector that is being exchanged.
 pub(crate) struct Exchanging {
     work: FusedWork,
     dtype: DType,
@@ -53,7 +52,6 @@ impl Exchanged {
         self.buffer.get().expect("no copies work with memory that kernels reach")
     }
 
-    /// All elements, for kernels.
     pub(crate) fn view(&self) -> View<'_> {
         match &self.own {
             Some(own) => own.view(),
@@ -75,7 +73,6 @@ impl Exchanged {
         }
     }
 
-    /// Some elements, for kernels.
     pub(crate) fn part(&self, range: Range<usize>) -> View<'_> {
         self.view().part(range.start, [range.len()].into())
     }

@@ -39,11 +39,8 @@ impl Waiting {
         Ok(vector)
     }
 
-    /// Waits for the operations that kernels wait for. Until then kernels may work with zeros in the place of what did not
-    /// come, so nothing that outlasts a step is made of it before.
-    ///
-    /// # Errors
-    /// The failure of the first operation that failed.
+    /// Waits for the operations that kernels wait for, and returns their first failure. Until then kernels may work with zeros in the
+    /// place of what did not come, so nothing that outlasts a step is made of it before.
     pub(crate) fn await_outcomes(&mut self) -> Result<(), CommError> {
         let outcomes = std::mem::take(&mut self.outcomes);
         self.during(|| outcomes.into_iter().try_for_each(Outcome::wait))

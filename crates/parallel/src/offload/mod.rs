@@ -92,8 +92,8 @@ pub(crate) struct Offloaded {
     num_microbatches: usize,
     /// By class; absent where nothing moves. Blocks are units, of activations units and then microbatches.
     stores: [Option<Store>; StateClass::ALL.len()],
-    /// Read and written before these stores were there.
-    earlier_disk_bytes: [u64; 2],
+    /// Read and written by stores that these take the place of.
+    pub(crate) earlier_disk_bytes: [u64; 2],
 }
 
 impl Offloaded {
@@ -108,11 +108,6 @@ impl Offloaded {
             stores[class as usize] = Some(store);
         }
         Offloaded { num_microbatches: *num_microbatches, stores, earlier_disk_bytes: [0, 0] }
-    }
-
-    /// Counts the transfers of other stores, which these take the place of, as earlier ones.
-    pub(crate) fn go_on_from(&mut self, earlier: &Offloaded) {
-        self.earlier_disk_bytes = earlier.disk_bytes();
     }
 
     /// Says how many bytes a state has, before any of its class is evicted.
@@ -143,7 +138,6 @@ impl Offloaded {
         self.store(state).map_or(Ok(()), |(store, block)| store.evict(block, has_changed, memory))
     }
 
-    /// Starts to bring state back.
     pub(crate) fn fetch(&mut self, state: StateOf) -> Result<()> {
         self.store(state).map_or(Ok(()), |(store, block)| store.fetch(block))
     }

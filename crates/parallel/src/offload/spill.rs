@@ -15,7 +15,6 @@ pub struct Spill {
     counter: Arc<Counter>,
 }
 
-/// Bytes in files.
 #[derive(Debug, Default)]
 struct Counter {
     in_use: AtomicUsize,

@@ -36,7 +36,6 @@ enum Block {
     Here,
     /// In the host's memory, or on its way there.
     InMemory(Pending<PinnedMemory>),
-    /// On the disk.
     OnDisk,
     /// On its way back from it.
     Reading,
@@ -60,7 +59,6 @@ struct Disk {
     /// Bytes of a chunk, and of the memory that carries one. Known when the first block comes, as is all that follows.
     chunk_bytes: Option<usize>,
     file: Option<SwapFile>,
-    /// Of each block in the file.
     first_chunks: Vec<usize>,
     writes: VecDeque<Transfer>,
     /// Chunks of each block that are on their way back.
@@ -167,7 +165,6 @@ impl Disk {
         })
     }
 
-    /// Starts to read a block.
     fn read(&mut self, block: usize) -> Result<()> {
         self.counted.take(Category::Communication, self.read_bytes(block))?;
         if self.options.host.is_counting() {
@@ -277,7 +274,6 @@ impl Store {
         Store { owner: owner.clone(), place, blocks, returning: Vec::new() }
     }
 
-    /// Says how many bytes a block has at most.
     pub(crate) fn expect(&mut self, block: usize, num_bytes: usize) {
         if let Place::Disk(disk) = &mut self.place {
             disk.room[block] = num_bytes;

@@ -29,7 +29,6 @@ pub(crate) struct Gathered {
     packed: Option<PackedGathering>,
     /// Parameters of which several ranks would then have different values, for they are rounded by what lies beside them.
     rounded_apart: Holders,
-    /// Where units are near.
     secondary: Option<SecondaryShards>,
 }
 
@@ -159,7 +158,6 @@ impl Gathered {
         Ok(())
     }
 
-    /// Releases a gathered unit.
     pub(crate) fn reshard(&mut self, unit: usize) {
         if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
             self.pool.give(whole);

@@ -101,7 +101,6 @@ impl RankParameters {
         &self.parts
     }
 
-    /// What this rank steps of a unit, in f32.
     pub(crate) fn shard(&self, unit: usize) -> View<'_> {
         match &self.shards {
             Some(shards) => shards.flat(unit),
@@ -164,12 +163,10 @@ impl RankParameters {
         self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
     }
 
-    /// Gives back what was gathered of a unit.
     pub(crate) fn reshard(&mut self, unit: usize) {
         self.wholes.as_mut().expect("only what was gathered is given back").reshard(unit);
     }
 
-    /// Waits until a unit can be read.
     pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
         self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
     }

@@ -12,7 +12,6 @@ use trireme_tensor::{Category, Device, ParameterInfo, ParameterTable, ViewMut};
 
 /// Parameters that are replicated across the tensor or expert axis, with the buffers used to keep the replicas equal.
 pub(crate) struct Holders {
-    /// For each unit.
     units: Vec<Vec<Run>>,
 }
 
@@ -52,12 +51,10 @@ impl Holders {
         Self::new(table, &shared, ranks, device, dtype)
     }
 
-    /// None.
     pub(crate) fn none(table: &ParameterTable) -> Self {
         Holders { units: table.units().iter().map(|_| Vec::new()).collect() }
     }
 
-    /// The parameters `chosen`, in their order.
     fn new(
         table: &ParameterTable,
         chosen: &[usize],
@@ -87,7 +84,6 @@ impl Holders {
         }
     }
 
-    /// Whether a unit has such parameters.
     pub(crate) fn has(&self, unit: usize) -> bool {
         !self.units[unit].is_empty()
     }

@@ -40,7 +40,6 @@ impl SecondaryShards {
         Ok(SecondaryShards { host, device: device.clone(), parts, shards, is_there })
     }
 
-    /// Whether the host has a copy of a unit.
     pub(crate) fn has(&self, unit: usize) -> bool {
         self.is_there[unit]
     }
@@ -59,7 +58,6 @@ impl SecondaryShards {
         self.is_there[unit] = true;
     }
 
-    /// What was kept of a unit is out of date.
     pub(crate) fn forget(&mut self, unit: usize) {
         self.is_there[unit] = false;
     }

@@ -4,7 +4,7 @@ use crate::common::*;
 use trireme_model::{ModelConfig, Rehearsal, token_specs};
 use trireme_parallel::{Executor, Generation};
 use trireme_schedule::{StateClass, StateLayout, Tier};
-use trireme_tensor::{Category, Device, DeviceOptions, Precision};
+use trireme_tensor::{Category, Device, DeviceError, DeviceOptions, Parameters, Precision};
 use trireme_testkit::{run_ranks, small_models};
 
 fn device() -> Device {
@@ -16,7 +16,12 @@ fn forward_only(config: &ModelConfig, device: &Device) -> Executor {
     let rehearsal =
         Rehearsal::of(build, DeviceOptions::default(), Precision::F32, &token_specs(1, 1)).unwrap();
     let model = config.build(8, device).unwrap();
-    let parameters = model.initial_parameters(device, 7).unwrap();
+    let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters).unwrap();
+    let initialized = parameters.load(|info, held, values| {
+        info.initialize(7, held, values);
+        Ok::<(), DeviceError>(())
+    });
+    initialized.unwrap();
     let before = device.memory().usage(Category::Parameters).peak;
     let executor = Executor::forward_only(model, rehearsal, parameters, device).unwrap();
     assert_eq!(

@@ -249,7 +249,9 @@ fn overflow(executor: &mut Executor, number: u64) {
         change_shard(executor, 0, |values| values[0] = f32::NAN);
     }
     let mut batches = batches(executor, 4, number);
-    executor.device().zero(batches[0].get_mut(TOKENS).unwrap().view_mut());
+    let mut tokens = batches[0].take(TOKENS).unwrap();
+    executor.device().zero(tokens.view_mut());
+    batches[0].push(TOKENS, tokens);
     let plan = StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure, has_loss: true };
     let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
     assert_eq!(outcome.skipped, Some(Skipped::Overflow(NonFinite::Loss)), "all ranks see it");

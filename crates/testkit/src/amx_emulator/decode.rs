@@ -2,7 +2,6 @@
 //! optional SIB and displacement. (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2,
 //! sections 2.1 and 2.3.)
 
-/// An AMX instruction with its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Instruction {
     LoadConfig { address: u64 },
@@ -17,7 +16,6 @@ pub(super) enum Instruction {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rows {
     pub(super) first: u64,
-    /// Bytes from one row to the next.
     pub(super) stride: u64,
 }
 
@@ -26,7 +24,6 @@ pub(super) struct Rows {
 pub(super) struct Registers {
     /// By their numbers in instructions.
     pub(super) general: [u64; 16],
-    /// The address of the instruction.
     pub(super) instruction: u64,
 }
 

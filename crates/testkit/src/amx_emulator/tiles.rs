@@ -22,7 +22,6 @@ struct Shape {
     row_bytes: usize,
 }
 
-/// The tiles of one thread.
 #[derive(Debug)]
 pub(super) struct Tiles {
     shapes: [Shape; NUM_TILES],
@@ -132,7 +131,6 @@ fn addresses(rows: Rows) -> impl Iterator<Item = u64> {
     (0..).map(move |row: u64| rows.first.wrapping_add(row.wrapping_mul(rows.stride)))
 }
 
-/// A pair of a row, as f32.
 fn bf16_pair(row: &Row, pair: usize) -> [f32; 2] {
     let word = u32::from_le_bytes(row.as_chunks::<4>().0[pair]);
     [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]

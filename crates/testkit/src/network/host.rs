@@ -1,22 +1,19 @@
 use super::link::Link;
-use super::namespace::{DEVICE, Namespace};
+use super::namespace::DEVICE;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::process::Command;
-use std::sync::Arc;
 
 /// A host of a [`Network`](super::Network): a network namespace with a loopback device and one link. It ends with this
 /// value; processes that run on it are their starter's to end.
 #[derive(Debug)]
 pub struct Host {
-    namespace: Arc<Namespace>,
     link: Link,
     number: u8,
 }
 
 impl Host {
-    /// Gives the device in the namespace its addresses.
-    pub(super) fn new(namespace: Arc<Namespace>, link: Link, number: u8) -> Self {
-        let host = Host { namespace, link, number };
+    pub(super) fn new(link: Link, number: u8) -> Self {
+        let host = Host { link, number };
         for command in [
             "ip link set lo up".to_owned(),
             format!("ip link set {DEVICE} up"),
@@ -24,7 +21,7 @@ impl Host {
             // No other host has the address: looking for one would make it usable only seconds later.
             format!("ip addr add {}/64 dev {DEVICE} nodad", host.ipv6()),
         ] {
-            host.namespace.run(&command);
+            host.link.host.run(&command);
         }
         host
     }
@@ -47,7 +44,7 @@ impl Host {
     /// A command that will run on this host: `program`, to which the caller adds arguments and the rest. The spawned
     /// process is the program itself, so that signals reach it.
     pub fn command(&self, program: &str) -> Command {
-        self.namespace.command(program)
+        self.link.host.command(program)
     }
 
     /// Runs `body` on a thread that is on this host, as are the threads it starts. Sockets that it makes stay on this host.
@@ -55,6 +52,6 @@ impl Host {
     /// # Panics
     /// If `body` does.
     pub fn enter<T: Send>(&self, body: impl FnOnce() -> T + Send) -> T {
-        self.namespace.enter(body)
+        self.link.host.enter(body)
     }
 }

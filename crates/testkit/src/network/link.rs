@@ -15,9 +15,8 @@ const QUEUE_MILLISECONDS: u64 = 100;
 /// What connects a [`Host`](super::Host) to the switch of its network.
 #[derive(Debug)]
 pub struct Link {
-    pub(super) host: Arc<Namespace>,
+    pub(super) host: Namespace,
     pub(super) switch: Arc<Namespace>,
-    /// The switch's end.
     pub(super) port: String,
 }
 
@@ -67,7 +66,7 @@ impl Link {
         Traffic::read(&devices, DEVICE, &protocols).expect("the host has its device")
     }
 
-    fn ends(&self) -> [(&Namespace, &str); 2] {
+    pub(super) fn ends(&self) -> [(&Namespace, &str); 2] {
         [(&self.host, DEVICE), (&self.switch, &self.port)]
     }
 }

@@ -13,7 +13,7 @@ pub use host::Host;
 pub use link::{IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Link};
 pub use traffic::{Traffic, Volume};
 
-use crate::relay::{Conditions, FrameRelay, Loss};
+use crate::relay::{Conditions, FrameRelay, Loss, tap};
 use namespace::{BRIDGE, DEVICE, Namespace};
 use std::process::Command;
 use std::sync::Arc;
@@ -62,15 +62,11 @@ impl Network {
 
     /// One more host, on a link without limits of its own. There may be 254.
     pub fn add_host(&self) -> Host {
-        let (namespace, number, link) = self.namespace_and_link();
-        self.switch.run(&format!(
-            "ip link add {} type veth peer name {} netns {}",
-            link.port,
-            DEVICE,
-            namespace.id()
-        ));
+        let (number, link) = self.new_link();
+        let (port, namespace) = (&link.port, link.host.id());
+        self.switch.run(&format!("ip link add {port} type veth peer name {DEVICE} netns {namespace}"));
         link.restore();
-        Host::new(namespace, link, number)
+        Host::new(link, number)
     }
 
     /// One more host, on a link through a relay of this process, which delays and drops frames, until it is dropped itself.
@@ -78,27 +74,22 @@ impl Network {
     /// # Panics
     /// Besides: without [`FrameRelay::available`].
     pub fn add_host_behind(&self, conditions: Conditions, loss: Loss) -> (Host, FrameRelay) {
-        let (namespace, number, link) = self.namespace_and_link();
-        let tap = |namespace: &Namespace, device: &str| {
-            namespace.enter(|| FrameRelay::open_device(device)).expect("a device for the relay")
+        let (number, link) = self.new_link();
+        let open = |(namespace, device): (&Namespace, &str)| {
+            namespace.enter(|| tap::open(device)).expect("a device for the relay")
         };
-        let ends = [tap(&namespace, DEVICE), tap(&self.switch, &link.port)];
-        let relay = FrameRelay::start(ends, conditions, loss);
-        let host = Host::new(namespace, link, number);
+        let relay = FrameRelay::start(link.ends().map(open), conditions, loss);
+        let host = Host::new(link, number);
         // The switch's end is the last to come up: what it sends finds a device that receives.
         host.link().restore();
         (host, relay)
     }
 
-    fn namespace_and_link(&self) -> (Arc<Namespace>, u8, Link) {
+    /// The link of one more host, in a namespace of its own, and the host's number.
+    fn new_link(&self) -> (u8, Link) {
         let number = 1 + self.num_hosts.fetch_add(1, Ordering::Relaxed);
         assert!(number < u8::MAX, "the subnet has 254 addresses");
-        let namespace = Arc::new(Namespace::new());
-        let link = Link {
-            host: Arc::clone(&namespace),
-            switch: Arc::clone(&self.switch),
-            port: format!("port{number}"),
-        };
-        (namespace, number, link)
+        let (host, switch) = (Namespace::new(), Arc::clone(&self.switch));
+        (number, Link { host, switch, port: format!("port{number}") })
     }
 }

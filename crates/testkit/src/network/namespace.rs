@@ -45,7 +45,6 @@ impl Namespace {
         command
     }
 
-    /// Runs a program with these words inside.
     pub(super) fn run(&self, words: &str) {
         let (program, arguments) = words.split_once(' ').expect("a program and arguments");
         let mut command = self.command(program);

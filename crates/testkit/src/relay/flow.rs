@@ -21,7 +21,6 @@ pub(super) struct Flow {
 #[derive(PartialEq, Eq)]
 enum State {
     Open,
-    /// The source has said its last.
     AtEnd,
     /// The destination has been told so.
     Ended,
@@ -92,7 +91,6 @@ impl Flow {
     }
 }
 
-/// What was done, if anything could be.
 fn if_ready(outcome: io::Result<usize>) -> io::Result<Option<usize>> {
     match outcome {
         Ok(num_bytes) => Ok(Some(num_bytes)),

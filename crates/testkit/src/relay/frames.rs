@@ -4,7 +4,7 @@ use super::steering::{Steered, Steering};
 use super::{Conditions, Loss, Towards, tap};
 use rustix::event::{PollFd, PollFlags};
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{Read, Write};
 use std::ops::RangeInclusive;
 use std::time::Instant;
 
@@ -39,7 +39,6 @@ struct State {
     counts: [FrameCounts; 2],
 }
 
-/// What the thread works on.
 struct Wire {
     /// By the direction towards them.
     ends: [File; 2],
@@ -54,12 +53,6 @@ impl FrameRelay {
         opened.map(drop).map_err(|error| format!("{}: {error}", tap::FACTORY))
     }
 
-    /// A device with this name in the namespace of the calling thread.
-    pub(crate) fn open_device(name: &str) -> io::Result<File> {
-        tap::open(name)
-    }
-
-    /// Relays between two devices: the host's and the network's.
     pub(crate) fn start(ends: [File; 2], conditions: Conditions, loss: Loss) -> Self {
         let lines = [(); 2].map(|()| Line::new(conditions));
         let wire = Wire { ends, lines, loss };
@@ -109,7 +102,6 @@ impl Wire {
         }
     }
 
-    /// Takes what the other end has sent.
     fn take_in(&mut self, towards: Towards, firewall: &Firewall, counts: &mut FrameCounts) {
         let line = &mut self.lines[towards as usize];
         let mut frame = [0; FRAME_BYTES_MAX];
@@ -129,7 +121,6 @@ impl Wire {
         }
     }
 
-    /// Hands over what has arrived.
     fn deliver(&mut self, towards: Towards) {
         let now = Instant::now();
         while let Some(frame) = self.lines[towards as usize].receive(now) {

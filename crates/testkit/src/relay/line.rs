@@ -36,7 +36,6 @@ impl<T> Line<T> {
         self.under_way.push_back(UnderWay { arrival: end + self.conditions.delay, num_bytes, content });
     }
 
-    /// Takes what has arrived, if anything has.
     pub(super) fn receive(&mut self, now: Instant) -> Option<T> {
         if self.next_arrival()? > now {
             return None;
@@ -51,7 +50,6 @@ impl<T> Line<T> {
         self.under_way.front().map(|first| first.arrival)
     }
 
-    /// Bytes that are under way.
     pub(super) fn num_bytes(&self) -> usize {
         self.num_bytes
     }

@@ -8,9 +8,8 @@ mod flow;
 mod frames;
 mod line;
 mod steering;
-mod tap;
+pub(crate) mod tap;
 mod tcp;
-mod waker;
 
 pub use frames::{FrameCounts, FrameRelay};
 pub use tcp::TcpRelay;

@@ -1,5 +1,6 @@
-use super::waker::Waker;
-use rustix::event::PollFd;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::{Errno, read, write};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -14,7 +15,8 @@ pub(super) struct Steered<O> {
 /// A thread's side of its [`Steered`].
 #[derive(Debug)]
 pub(super) struct Steering<O> {
-    waker: Waker,
+    /// An event by which the owner wakes the thread.
+    waker: OwnedFd,
     /// None when the thread is to end.
     orders: Mutex<Option<O>>,
 }
@@ -22,7 +24,8 @@ pub(super) struct Steering<O> {
 impl<O: Default + Send + 'static> Steered<O> {
     /// Starts a thread on `run`, which returns once there are no orders any more.
     pub(super) fn start(run: impl FnOnce(&Steering<O>) + Send + 'static) -> Self {
-        let steering = Arc::new(Steering { waker: Waker::new(), orders: Mutex::new(Some(O::default())) });
+        let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("a descriptor");
+        let steering = Arc::new(Steering { waker, orders: Mutex::new(Some(O::default())) });
         let own = Arc::clone(&steering);
         Steered { steering, thread: Some(std::thread::spawn(move || run(&own))) }
     }
@@ -32,7 +35,7 @@ impl<O> Steered<O> {
     /// Changes the orders, and wakes the thread.
     pub(super) fn tell(&self, change: impl FnOnce(&mut O)) {
         self.look(change);
-        self.steering.waker.wake();
+        self.steering.wake();
     }
 
     /// Looks at the orders, and what the thread has noted there.
@@ -47,16 +50,29 @@ impl<O> Steering<O> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Ends the wait that goes on, or else the next one.
+    fn wake(&self) {
+        // It can only fail after 2^64 calls that nobody waited for.
+        let _ = write(&self.waker, &1_u64.to_ne_bytes());
+    }
+
     /// Waits until something is ready, the time has come, or the orders change; sometimes for less.
-    pub(super) fn wait<'a>(&'a self, ready: Vec<PollFd<'a>>, until: Option<Instant>) {
-        self.waker.wait(ready, until);
+    pub(super) fn wait<'a>(&'a self, mut ready: Vec<PollFd<'a>>, until: Option<Instant>) {
+        ready.push(PollFd::new(&self.waker, PollFlags::IN));
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let timeout = left.map(|left| Timespec::try_from(left).expect("delays are short"));
+        match poll(&mut ready, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => panic!("a relay cannot wait: {error}"),
+        }
+        let _ = read(&self.waker, &mut [0; 8]);
     }
 }
 
 impl<O> Drop for Steered<O> {
     fn drop(&mut self) {
         *self.steering.orders() = None;
-        self.steering.waker.wake();
+        self.steering.wake();
         if let Some(Err(panic)) = self.thread.take().map(JoinHandle::join)
             && !std::thread::panicking()
         {

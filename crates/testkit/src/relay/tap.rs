@@ -19,7 +19,7 @@ struct Request {
 
 /// Makes an Ethernet device in the network namespace of the calling thread. What the kernel sends over it is read from
 /// the file, a frame a read, and what is written is received; neither waits. The device ends with the file.
-pub(super) fn open(name: &str) -> io::Result<File> {
+pub(crate) fn open(name: &str) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(FACTORY)?;
     let flags = libc::IFF_TAP | libc::IFF_NO_PI;
     let mut request = Request { name: [0; _], flags: flags as libc::c_short, rest: [0; _] };

@@ -24,7 +24,6 @@ struct Orders {
     corruptions: Vec<Corruption>,
 }
 
-/// A byte that is to be inverted.
 #[derive(Debug)]
 struct Corruption {
     connection: usize,
@@ -32,7 +31,6 @@ struct Corruption {
     byte: u64,
 }
 
-/// What the thread works on.
 struct Exchange {
     listener: TcpListener,
     target: SocketAddr,

@@ -17,7 +17,6 @@ use trireme_tensor::tape::{
 };
 use trireme_tensor::{Cut, Initial, LatentHeadShape, Parameter, ParameterTable, RoutingRule};
 
-/// The model of a config.
 pub(in crate::families) fn build(
     config: &ModelConfig,
     rotary: Option<&Arc<RotaryTable>>,

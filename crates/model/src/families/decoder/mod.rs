@@ -8,7 +8,7 @@ pub(super) use builder::build;
 use crate::config::{
     AttentionConfig, Family, ModelConfig, ModelSizes, Reader, SlidingWindow, read_rope, shortest, wrong,
 };
-use crate::error::ModelError;
+use crate::error::Result;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;
 
@@ -23,7 +23,6 @@ pub(super) struct Style {
     pub(super) norm_weight_offset: f32,
     /// Embeddings are multiplied by the root of their width.
     pub(super) scales_embedding: bool,
-    /// What layers call their experts.
     pub(super) expert_names: ExpertNames,
 }
 
@@ -60,12 +59,7 @@ pub(super) struct Defaults {
     pub(super) norm_epsilon: Option<f64>,
 }
 
-/// The keys that all these families have.
-pub(super) fn read_decoder(
-    reader: &Reader<'_>,
-    family: Family,
-    defaults: Defaults,
-) -> Result<ModelConfig, ModelError> {
+pub(super) fn read_decoder(reader: &Reader<'_>, family: Family, defaults: Defaults) -> Result<ModelConfig> {
     let (hidden_size, num_heads) = (reader.size("hidden_size")?, reader.size("num_attention_heads")?);
     let given_kv_heads = reader.optional_size("num_key_value_heads")?;
     let default_kv_heads = defaults.num_kv_heads.filter(|_| !reader.has("num_key_value_heads"));
@@ -91,10 +85,7 @@ pub(super) fn read_decoder(
 }
 
 /// The layers that `layer_types` says slide, if the config has it.
-pub(super) fn read_layer_types(
-    reader: &Reader<'_>,
-    num_layers: usize,
-) -> Result<Option<Vec<usize>>, ModelError> {
+pub(super) fn read_layer_types(reader: &Reader<'_>, num_layers: usize) -> Result<Option<Vec<usize>>> {
     let Some(types) = reader.get("layer_types") else { return Ok(None) };
     let known = ["full_attention", "sliding_attention"].map(Value::from);
     let is_known = |types: &&Vec<Value>| types.len() == num_layers && types.iter().all(|t| known.contains(t));
@@ -104,16 +95,13 @@ pub(super) fn read_layer_types(
 }
 
 /// The window; `None` where the key says null.
-pub(super) fn read_window(reader: &Reader<'_>) -> Result<Option<usize>, ModelError> {
+pub(super) fn read_window(reader: &Reader<'_>) -> Result<Option<usize>> {
     let given = reader.optional_size("sliding_window")?;
     Ok(if reader.has("sliding_window") { given } else { Some(4096) })
 }
 
 /// The attention of the Qwen families: some layers may slide.
-pub(super) fn read_qwen_attention(
-    reader: &Reader<'_>,
-    num_layers: usize,
-) -> Result<AttentionConfig, ModelError> {
+pub(super) fn read_qwen_attention(reader: &Reader<'_>, num_layers: usize) -> Result<AttentionConfig> {
     let window = if reader.flag("use_sliding_window", false)? { read_window(reader)? } else { None };
     let types = read_layer_types(reader, num_layers)?;
     let Some(size) = window else {
