@@ -11,8 +11,7 @@ pub fn without_byte_order_mark(text: &[u8]) -> &[u8] {
     text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text)
 }
 
-/// Reads JSON as Python programs write it: a byte order mark at the beginning is skipped, and `Infinity`, `-Infinity` and `NaN` are values,
-/// which [`json_text`] writes back.
+/// Reads JSON as Python writes it: without its byte order mark, and with `Infinity`, `-Infinity` and `NaN`, for [`json_text`].
 ///
 /// # Errors
 /// If the text is not JSON otherwise.

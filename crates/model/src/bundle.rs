@@ -139,8 +139,7 @@ impl TensorSpec {
         }
     }
 
-    /// The positions that one of the ranks of the context axis has of a tensor of a batch: its own, or, of where documents begin, those of
-    /// its heads. `None` if it has all of the tensor.
+    /// The positions that a rank of the context axis has of a tensor: its own, or its heads' of document starts; `None` for all.
     fn positions(&self, context: ContextPlace) -> Option<Positions> {
         let len = self.num_positions().filter(|_| context != ContextPlace::ALONE)?;
         Some(if self.name == DOCUMENT_STARTS {

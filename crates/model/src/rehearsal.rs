@@ -53,8 +53,7 @@ pub struct Rehearsal {
 pub struct UnitRehearsal {
     /// What they take and compute.
     pub passes: UnitPasses,
-    /// Bytes of the tensors that forward keeps: all that backward needs, and of that the products, and the inputs. The device may
-    /// count more for them.
+    /// Bytes of the tensors that forward keeps for backward, of the products and inputs among them. The device may count more.
     pub kept_bytes: KeptBytes,
     /// What the unit passes on.
     pub outputs: Vec<TensorSpec>,
@@ -239,7 +238,6 @@ fn check_outputs(model: &Model, unit: usize, outputs: &[TensorSpec], num_samples
     }
 }
 
-/// Axes on which one rank is alone.
 #[derive(Debug, Clone)]
 pub(crate) struct LoneAxes {
     axes: PassAxes,
@@ -334,7 +332,7 @@ impl Rehearser<'_> {
         drop(input_grads);
         let loss = pass.loss().map(|loss| Report { metric: None, num_rows: loss.num_rows });
         let reports = loss.into_iter().chain(metrics).collect();
-        let names = pass.batch_names().collect();
+        let names = pass.batch.iter().map(|(name, _)| name).collect();
         drop(pass);
         let base_of_halves = self.in_use();
         let inputs = self.tensors(&input_specs)?;
@@ -426,7 +424,6 @@ impl Rehearser<'_> {
         self.tensors(outputs.iter().filter(|spec| spec.has_grad()))
     }
 
-    /// What the device counts for tensors.
     fn bytes_of(&self, tensors: &Bundle<Tensor>) -> Result<usize, DeviceError> {
         let before = self.in_use();
         let _alike = self.tensors(&tensors.specs().collect::<Vec<_>>())?;

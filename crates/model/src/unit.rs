@@ -81,8 +81,7 @@ impl UnitContext<'_> {
         Some(var)
     }
 
-    /// Passes a value on to the next unit. Its dim 0 is that of the batch, or a multiple. Tensors of the batch need not be passed on;
-    /// every unit can read them.
+    /// Passes a value on to the next unit. Its dim 0 is the batch's, or a multiple. Tensors of the batch need not be passed on.
     ///
     /// # Errors
     /// If ranks of the tensor axis cannot have equal parts of its rows, and do.
@@ -126,14 +125,14 @@ impl UnitContext<'_> {
     }
 }
 
-/// One unit's pass over one microbatch: the record of its forward, for its backward. Its methods fail if the device has no memory for
-/// what they make.
+/// One unit's pass over one microbatch: forward's record, for backward. Its methods fail if the device has no memory.
 #[derive(Debug)]
 pub struct UnitPass {
     tape: Tape,
     inputs: Bundle<VarId>,
     outputs: Bundle<VarId>,
-    batch: Bundle<VarId>,
+    /// The tensors of the batch that the unit reads.
+    pub(crate) batch: Bundle<VarId>,
 }
 
 impl UnitPass {
@@ -181,7 +180,6 @@ impl UnitPass {
         done
     }
 
-    /// Takes the tensors of the batch off the tape.
     fn give_back(&mut self, batch: &mut Batch) {
         for (name, &place) in self.batch.iter() {
             batch.push(name, self.tape.take_value(place));
@@ -263,7 +261,6 @@ impl UnitPass {
         self.tape.for_each_memory(visit);
     }
 
-    /// Bytes of the tensors that the pass holds.
     pub(crate) fn num_bytes(&mut self) -> usize {
         let mut num_bytes = 0;
         self.for_each_memory(|tensor| num_bytes += tensor.num_bytes());
@@ -286,11 +283,6 @@ impl UnitPass {
             None => self.loss(),
             Some(name) => self.metrics().iter().find(|metric| metric.name == name).map(|metric| &metric.mean),
         }
-    }
-
-    /// The names of the batch's tensors that the unit reads.
-    pub fn batch_names(&self) -> impl Iterator<Item = &'static str> {
-        self.batch.iter().map(|(name, _)| name)
     }
 
     /// The tape, empty, for another pass.

@@ -11,8 +11,7 @@ use trireme_tensor::{
     Tensor, UpdatePass, View, ViewMut,
 };
 
-/// A matrix whose second moment is a column times a row. Every rank has both of the whole matrix, whatever it has of it: they are as
-/// many as rows and columns.
+/// A matrix whose second moment is a column times a row. Every rank has both of the whole matrix, whatever it has of that.
 #[derive(Debug)]
 pub(crate) struct Factored {
     settings: OptimizerSettings,
@@ -74,8 +73,7 @@ impl Factored {
         if phase == 0 { 1 + self.whole.rows() + self.whole.cols() } else { 1 }
     }
 
-    /// First the square of the parameter and those of its gradient by row and column; then, with the moments that `known` leads to, the
-    /// square of the update.
+    /// First the squares of the parameter and of its gradient by row and column; then, with the `known` sums, that of the update.
     pub(crate) fn observe(
         &mut self,
         step: &UnitStep<'_>,
@@ -149,7 +147,6 @@ impl Factored {
         }
     }
 
-    /// Updates what is here, by the `sums` of each exchange.
     pub(crate) fn apply(
         &mut self,
         step: &UnitStep<'_>,

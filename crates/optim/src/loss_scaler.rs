@@ -8,8 +8,7 @@
 use crate::error::OptimError;
 use serde::{Deserialize, Serialize};
 
-/// How the loss is scaled. A scale is a power of two from 1 to [`LossScaling::SCALE_MAX`], so that scaling and unscaling
-/// change no bits of values that stay in range.
+/// How the loss is scaled: by a power of two to [`SCALE_MAX`](LossScaling::SCALE_MAX), which changes no bits of values in range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossScaling {
     /// Not at all: f32 and bf16 have the range that gradients need.
@@ -120,8 +119,7 @@ impl LossScaler {
         LossScalerState { scale, good_steps: self.good_steps, skipped_steps: self.skipped_steps }
     }
 
-    /// Goes on from a kept state. Its scale counts if this scaler's is dynamic too; the skipped steps count
-    /// always, for the optimizer's steps are the others.
+    /// Continues from a kept state. Its scale counts if this one is dynamic, too; its skipped steps are no updates in any case.
     ///
     /// # Errors
     /// If its scale is none.

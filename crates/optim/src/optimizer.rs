@@ -14,7 +14,7 @@ use std::sync::Arc;
 use trireme_base::DType;
 use trireme_tensor::{
     Category, Device, DeviceError, FactoredMatrix, OptimizerState, ParameterClass, ParameterTable,
-    StateDType, Tensor, UnitInfo, View, ViewMut,
+    StateDType, Tensor, View, ViewMut,
 };
 
 #[derive(Debug)]
@@ -36,8 +36,7 @@ impl UnitShare {
         }
     }
 
-    /// Takes the sums of what is here that the first exchange adds up, or once its sums are `known`, the second one. Fails without memory
-    /// for sums of pieces.
+    /// Takes the local sums of the first exchange, or once those are `known`, of the second one. Fails without memory for them.
     fn observe(
         &mut self,
         step: &UnitStep<'_>,
@@ -54,7 +53,6 @@ impl UnitShare {
         }
     }
 
-    /// Updates what is here, by its sums of both exchanges.
     fn apply<S: ShardOps>(
         &mut self,
         step: &UnitStep<'_>,
@@ -165,8 +163,75 @@ impl Optimizer {
     }
 
     fn shares(&self, unit: usize, device: &Device) -> Result<Vec<UnitShare>, DeviceError> {
-        let (options, table, part) = (&self.options, &self.table, &self.parts[unit]);
-        UnitBuilder { options, table, unit: &table.units()[unit], part, device }.shares()
+        let (table, unit, part) = (&self.table, &self.table.units()[unit], &self.parts[unit]);
+        let OptimizerOptions { name, settings, precision, balance_rate, .. } = self.options;
+        let state_dtype = match self.options.state_dtype {
+            StateDType::Int8 if unit.num_elements < OptimizerOptions::INT8_ELEMENTS_MIN => StateDType::F32,
+            dtype => dtype,
+        };
+        let members = |cut: Cut, chosen: Vec<(usize, ParameterSettings)>| {
+            let cut = if state_dtype == StateDType::Int8 { Cut::Leaves } else { cut };
+            Members::new(table, unit, part, cut, chosen)
+        };
+        let states = |members: &Members, states: &[StateSpec]| -> Result<Vec<_>, DeviceError> {
+            let zeros = |state: &StateSpec| {
+                OptimizerState::zeros(&members.pieces, state_dtype, state.is_second_moment, device)
+            };
+            states.iter().map(zeros).collect()
+        };
+        let (mut rest, mut matrices, mut balancing) = (Vec::new(), Vec::new(), Vec::new());
+        for parameter in unit.parameters.clone() {
+            let info = &table.parameters()[parameter];
+            // A gradient that is not finite changes nothing of what stays as it is.
+            if self.options.is_frozen(&info.name) {
+                continue;
+            }
+            let chosen = (parameter, self.options.settings_of(info));
+            let is_matrix = match name {
+                OptimizerName::Muon => info.class == ParameterClass::Matrix && info.shape.dims().len() == 2,
+                OptimizerName::Adafactor => info.shape.dims().len() == 2,
+                _ => false,
+            };
+            let list = match info.class {
+                ParameterClass::Balance => &mut balancing,
+                _ if is_matrix => &mut matrices,
+                _ => &mut rest,
+            };
+            list.push(chosen);
+        }
+        let mut shares = Vec::new();
+        let rules: [(Box<dyn Rule>, _); 2] =
+            [(name.rule(settings), rest), (Box::new(Sign(balance_rate)), balancing)];
+        for (rule, chosen) in rules.into_iter().filter(|(_, chosen)| !chosen.is_empty()) {
+            let cut = if rule.num_sums() == [0, 0] { Cut::Anywhere } else { Cut::Leaves };
+            let members = members(cut, chosen);
+            let states = states(&members, rule.states())?;
+            shares.push(UnitShare::Elements(Share { rule, members, states }));
+        }
+        match name {
+            OptimizerName::Muon if !matrices.is_empty() => {
+                let members = members(Cut::Anywhere, matrices);
+                let states = states(&members, MUON_STATES)?;
+                let (num_elements, part) = (unit.num_elements, part.clone());
+                let muon = Muon { settings, precision, members, states, num_elements, part };
+                shares.push(UnitShare::Muon(muon));
+            }
+            OptimizerName::Adafactor => {
+                for chosen in matrices {
+                    let info = &table.parameters()[chosen.0];
+                    if !table.has(info) {
+                        shares.push(UnitShare::Elsewhere(chosen.0));
+                        continue;
+                    }
+                    let matrix = FactoredMatrix::new(info, unit, part.clone());
+                    let members = members(Cut::Leaves, Vec::from([chosen]));
+                    let factored = Factored::new(settings, members, info, matrix, device)?;
+                    shares.push(UnitShare::Factored(Box::new(factored)));
+                }
+            }
+            _ => {}
+        }
+        Ok(shares)
     }
 
     /// Number of updates of the run before the state of a parameter began, as zeros: 0 unless [set](Optimizer::set_state_start).
@@ -254,99 +319,4 @@ impl Optimizer {
 /// Random bits for the rounding of a unit in one step.
 pub(crate) fn noise(unit: usize, step: u64) -> u32 {
     (step as u32).wrapping_mul(0x85eb_ca6b) ^ (unit as u32).wrapping_mul(0xc2b2_ae35)
-}
-
-/// What a unit's shares are made from.
-struct UnitBuilder<'a> {
-    options: &'a OptimizerOptions,
-    table: &'a ParameterTable,
-    unit: &'a UnitInfo,
-    part: &'a Range<usize>,
-    device: &'a Device,
-}
-
-impl UnitBuilder<'_> {
-    fn shares(&self) -> Result<Vec<UnitShare>, DeviceError> {
-        let OptimizerOptions { name, settings, precision, balance_rate, .. } = *self.options;
-        let (mut rest, mut matrices, mut balancing) = (Vec::new(), Vec::new(), Vec::new());
-        for parameter in self.unit.parameters.clone() {
-            let info = &self.table.parameters()[parameter];
-            // A gradient that is not finite changes nothing of what stays as it is.
-            if self.options.is_frozen(&info.name) {
-                continue;
-            }
-            let chosen = (parameter, self.options.settings_of(info));
-            let is_matrix = match name {
-                OptimizerName::Muon => info.class == ParameterClass::Matrix && info.shape.dims().len() == 2,
-                OptimizerName::Adafactor => info.shape.dims().len() == 2,
-                _ => false,
-            };
-            let list = match info.class {
-                ParameterClass::Balance => &mut balancing,
-                _ if is_matrix => &mut matrices,
-                _ => &mut rest,
-            };
-            list.push(chosen);
-        }
-        let mut shares = Vec::new();
-        let rules: [(Box<dyn Rule>, _); 2] =
-            [(name.rule(settings), rest), (Box::new(Sign(balance_rate)), balancing)];
-        for (rule, chosen) in rules.into_iter().filter(|(_, chosen)| !chosen.is_empty()) {
-            let cut = if rule.num_sums() == [0, 0] { Cut::Anywhere } else { Cut::Leaves };
-            let members = self.members(cut, chosen);
-            let states = self.states(&members, rule.states())?;
-            shares.push(UnitShare::Elements(Share { rule, members, states }));
-        }
-        match name {
-            OptimizerName::Muon if !matrices.is_empty() => {
-                let members = self.members(Cut::Anywhere, matrices);
-                let states = self.states(&members, MUON_STATES)?;
-                let (num_elements, part) = (self.unit.num_elements, self.part.clone());
-                shares.push(UnitShare::Muon(Muon {
-                    settings,
-                    precision,
-                    members,
-                    states,
-                    num_elements,
-                    part,
-                }));
-            }
-            OptimizerName::Adafactor => {
-                for chosen in matrices {
-                    let info = &self.table.parameters()[chosen.0];
-                    if !self.table.has(info) {
-                        shares.push(UnitShare::Elsewhere(chosen.0));
-                        continue;
-                    }
-                    let matrix = FactoredMatrix::new(info, self.unit, self.part.clone());
-                    let members = self.members(Cut::Leaves, Vec::from([chosen]));
-                    let factored = Factored::new(settings, members, info, matrix, self.device)?;
-                    shares.push(UnitShare::Factored(Box::new(factored)));
-                }
-            }
-            _ => {}
-        }
-        Ok(shares)
-    }
-
-    fn members(&self, cut: Cut, chosen: Vec<(usize, ParameterSettings)>) -> Members {
-        let cut = if self.state_dtype() == StateDType::Int8 { Cut::Leaves } else { cut };
-        Members::new(self.table, self.unit, self.part, cut, chosen)
-    }
-
-    fn states(&self, members: &Members, states: &[StateSpec]) -> Result<Vec<OptimizerState>, DeviceError> {
-        let zeros = |state: &StateSpec| {
-            OptimizerState::zeros(&members.pieces, self.state_dtype(), state.is_second_moment, self.device)
-        };
-        states.iter().map(zeros).collect()
-    }
-
-    fn state_dtype(&self) -> StateDType {
-        match self.options.state_dtype {
-            StateDType::Int8 if self.unit.num_elements < OptimizerOptions::INT8_ELEMENTS_MIN => {
-                StateDType::F32
-            }
-            dtype => dtype,
-        }
-    }
 }

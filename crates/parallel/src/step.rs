@@ -1,6 +1,5 @@
 //! What a step is told, and what it tells.
 
-use std::fmt;
 use std::time::Duration;
 use trireme_base::ContextPlace;
 use trireme_codec::{Compression, CompressionStatistics};
@@ -147,20 +146,12 @@ pub enum Skipped {
     NoLoss,
 }
 
-/// What was infinite or NaN.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NonFinite {
-    /// The mean loss: the forward pass went beyond its range.
-    Loss,
-    /// The global norm of the gradients: some gradient went beyond its range, on some rank or in the sum over ranks.
-    GradNorm,
-}
-
-impl fmt::Display for NonFinite {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            NonFinite::Loss => "loss",
-            NonFinite::GradNorm => "gradient norm",
-        })
+trireme_base::named! {
+    /// What was infinite or NaN.
+    pub enum NonFinite {
+        /// The mean loss: the forward pass went beyond its range.
+        Loss = "loss",
+        /// The global norm of the gradients: some gradient went beyond its range, on some rank or in the sum over ranks.
+        GradNorm = "gradient norm",
     }
 }

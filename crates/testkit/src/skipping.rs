@@ -3,8 +3,7 @@ use std::fmt::Display;
 /// Set to 1, no test may be skipped.
 const VARIABLE: &str = "TRIREME_TESTS_SKIP_NOTHING";
 
-/// What a test needs of the machine, `found` or not. `None`, and a line that says why, where the test is to be skipped.
-/// Every test that may be skipped asks here.
+/// What a test needs of the machine, if `found`; else `None`, and a line that says why. Every test that may be skipped asks here.
 ///
 /// # Panics
 /// If the machine lacks it, and `TRIREME_TESTS_SKIP_NOTHING` is set to 1.

@@ -13,8 +13,7 @@ use trireme_tensor::tape::RotaryTable;
 #[derive(Clone, Copy)]
 pub struct Family {
     pub(crate) name: &'static str,
-    /// Keys of a `config.json` that change what a model computes, each with the values, as JSON, that are implemented. Null counts
-    /// as the first one.
+    /// Keys that change what a model computes, with the values, as JSON, that are implemented. Null counts as the first one.
     pub(crate) fixed: &'static [(&'static str, &'static [&'static str])],
     pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig>,
     pub(crate) write: fn(&ModelConfig) -> Value,

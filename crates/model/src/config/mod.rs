@@ -151,6 +151,12 @@ impl AttentionConfig {
     }
 }
 
+/// Blocks beyond which a config is taken for damaged rather than large: each has names and descriptions of its own.
+const LAYERS_MAX: usize = 4096;
+
+/// Positions that scaling may reach: the largest `max_position_embeddings` that is read.
+const POSITIONS_MAX: usize = 1 << 24;
+
 impl ModelConfig {
     /// The settings in which this model computes something else than `other`: each with both values, named as `[model]` names
     /// them. How weights are initialized is no such setting.
@@ -216,15 +222,7 @@ impl ModelConfig {
         let differing = pairs.filter(|((_, own), (_, other))| own != other);
         differing.map(|((name, own), (_, other))| format!("{name} {own} instead of {other}")).collect()
     }
-}
 
-/// Blocks beyond which a config is taken for damaged rather than large: each has names and descriptions of its own.
-const LAYERS_MAX: usize = 4096;
-
-/// Positions that scaling may reach: the largest `max_position_embeddings` that is read.
-const POSITIONS_MAX: usize = 1 << 24;
-
-impl ModelConfig {
     /// Checks that the sizes fit each other.
     pub fn check(&self) -> Result<()> {
         let (heads, layers) = (self.num_heads, self.num_layers);

@@ -259,7 +259,6 @@ impl RopeScaling {
         is_normal(1.0 / self.factor()) && lengths.into_iter().all(is_normal)
     }
 
-    /// What `config.json` calls rope_scaling.
     pub(crate) fn to_json(self) -> Value {
         match self {
             RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),

@@ -24,8 +24,7 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// The keys by which a `config.json` asks for dropout, with their rates, such as `resid_pdrop = 0.1`. Training leaves it out unless
-    /// the user asks for dropout as well.
+    /// The keys by which a `config.json` asks for dropout, with rates, as in `resid_pdrop = 0.1`. Training obeys only the user.
     pub fn dropout_keys(text: &str) -> Vec<String> {
         let value = parse_json(text.as_bytes()).unwrap_or_default();
         ["resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"]

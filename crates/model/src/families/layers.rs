@@ -28,7 +28,6 @@ pub(super) fn dropout(config: &ModelConfig, name: &str) -> Option<Arc<Dropout>> 
     (config.dropout > 0.0).then(|| Arc::new(Dropout::new(format!("{name}.dropout"), config.dropout)))
 }
 
-/// Initial values of most matrices.
 pub(super) fn normal(config: &ModelConfig) -> Initial {
     Initial::Normal { standard_deviation: config.initializer_range }
 }

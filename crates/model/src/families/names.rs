@@ -10,8 +10,7 @@ pub(super) const OUTPUT_WEIGHT: &str = "lm_head.weight";
 /// checkpointing. No family has modules of these names.
 const WRAPPERS: [&str; 4] = ["_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
 
-/// The parameter of a model that a stored tensor is meant for, by the tensor's name; `None` for a tensor that is no parameter of
-/// its own. A name that the model has stays.
+/// The parameter of a model that a stored tensor's name means; `None` if it is none of its own. A name that the model has stays.
 ///
 /// PyTorch's wrappers insert parts such as `_orig_mod.` or `module.` into names. The first GPT-2 checkpoints lack the leading
 /// `transformer.` and contain the causal mask; old llama checkpoints contain the rotary frequencies; some files repeat a tied output layer.

@@ -7,8 +7,6 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::{RmsStep, Update};
 
-pub(super) const SETTINGS: &[&str] = &["beta2_decay", "clip_threshold", "relative_step"];
-
 #[derive(Debug)]
 pub(super) struct Rms(pub(super) OptimizerSettings);
 

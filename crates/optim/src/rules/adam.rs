@@ -6,12 +6,6 @@ use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{AdamStep, AdamWStep, Update};
 
-pub(super) const SETTINGS: &[&str] = &["beta1", "beta2", "nu", "eps"];
-
-pub(super) const ONE_BIT_SETTINGS: &[&str] = &["beta1", "beta2", "eps", "freeze_step"];
-
-pub(super) const ZERO_ONE_SETTINGS: &[&str] = &["beta1", "beta2", "eps", "var_update_scaler"];
-
 pub(super) const MOMENTS: &[StateSpec] = &[StateSpec::new("exp_avg"), StateSpec::second_moment("exp_avg_sq")];
 
 /// The numbers of an update of Adam or one of its variants.

@@ -8,8 +8,6 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::Update;
 
-pub(super) const SETTINGS: &[&str] = &["beta1", "beta2", "eps"];
-
 #[derive(Debug)]
 pub(super) struct Lamb(pub(super) OptimizerSettings);
 

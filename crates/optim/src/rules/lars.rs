@@ -7,8 +7,6 @@ use crate::step::UnitStep;
 use trireme_tensor::StepScale;
 use trireme_tensor::updates::{LarsStep, Update};
 
-pub(super) const SETTINGS: &[&str] = &["momentum", "trust_coefficient"];
-
 #[derive(Debug)]
 pub(super) struct Lars(pub(super) OptimizerSettings);
 

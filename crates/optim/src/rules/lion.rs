@@ -6,8 +6,6 @@ use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{LionStep, Update};
 
-pub(super) const SETTINGS: &[&str] = &["beta1", "beta2"];
-
 #[derive(Debug)]
 pub(super) struct Lion(pub(super) OptimizerSettings);
 

@@ -58,15 +58,15 @@ impl OptimizerName {
     /// Names of the [settings](OptimizerSettings) that this optimizer uses.
     pub fn settings(self) -> &'static [&'static str] {
         match self {
-            OptimizerName::AdamW | OptimizerName::Adam => adam::SETTINGS,
-            OptimizerName::Sgd => sgd::SETTINGS,
-            OptimizerName::Lion => lion::SETTINGS,
-            OptimizerName::Adafactor => adafactor::SETTINGS,
-            OptimizerName::Lamb => lamb::SETTINGS,
-            OptimizerName::Lars => lars::SETTINGS,
+            OptimizerName::AdamW | OptimizerName::Adam => &["beta1", "beta2", "nu", "eps"],
+            OptimizerName::Sgd => &["momentum", "nesterov"],
+            OptimizerName::Lion => &["beta1", "beta2"],
+            OptimizerName::Adafactor => &["beta2_decay", "clip_threshold", "relative_step"],
+            OptimizerName::Lamb => &["beta1", "beta2", "eps"],
+            OptimizerName::Lars => &["momentum", "trust_coefficient"],
             OptimizerName::Muon => muon::SETTINGS,
-            OptimizerName::OneBitAdam => adam::ONE_BIT_SETTINGS,
-            OptimizerName::ZeroOneAdam => adam::ZERO_ONE_SETTINGS,
+            OptimizerName::OneBitAdam => &["beta1", "beta2", "eps", "freeze_step"],
+            OptimizerName::ZeroOneAdam => &["beta1", "beta2", "eps", "var_update_scaler"],
         }
     }
 

@@ -6,8 +6,6 @@ use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{MomentumStep, Update};
 
-pub(super) const SETTINGS: &[&str] = &["momentum", "nesterov"];
-
 #[derive(Debug)]
 pub(super) struct Sgd(pub(super) OptimizerSettings);
 

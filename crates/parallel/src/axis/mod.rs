@@ -2,7 +2,6 @@
 
 mod rows;
 
-use crate::error::Result;
 use crate::layout::RankGrid;
 use crate::memory::{ExchangePool, Pool, Waiting};
 use rows::StartedRows;
@@ -16,6 +15,9 @@ use trireme_tensor::tape::{
     AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PassAxes, PendingExchange, ShadowedExperts, TensorAxis,
 };
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor, View, ViewMut};
+
+/// A result of what units call: they know errors of devices.
+type Result<T> = std::result::Result<T, DeviceError>;
 
 /// The axes of units.
 pub(crate) struct UnitAxes {
@@ -149,7 +151,7 @@ impl Lane {
     }
 
     /// Starts the exchange of what lies in memory of the group.
-    fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange, DeviceError> {
+    fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange> {
         let (group, AxisPlace { rank, degree }) = (self.pool().group(), self.place());
         let len = own.len();
         let mut sent = None;
@@ -199,18 +201,13 @@ impl AxisOps for GroupAxis {
         self.lanes[0].place()
     }
 
-    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>, DeviceError> {
+    fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>> {
         let group = self.lanes[0].pool().group();
         let all = self.waiting().wait(group.all_gather_bytes(bytemuck::cast_slice(own)))?;
         Ok(all.iter().flat_map(|bytes| bytemuck::pod_collect_to_vec::<u8, u32>(bytes)).collect())
     }
 
-    fn start_rows(
-        &self,
-        device: &Device,
-        runs: ExchangedRuns,
-        values: View<'_>,
-    ) -> Result<PendingExchange, DeviceError> {
+    fn start_rows(&self, device: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange> {
         self.lane(values.dtype()).start_rows(device, runs, values)
     }
 
@@ -220,25 +217,15 @@ impl AxisOps for GroupAxis {
         exchange: &PendingExchange,
         values: View<'_>,
         result: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         self.lane(values.dtype()).send_rest(device, exchange, values, result, &mut self.waiting())
     }
 
-    fn finish_rows(
-        &self,
-        device: &Device,
-        exchange: PendingExchange,
-        result: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    fn finish_rows(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
         self.lane(result.dtype()).finish_rows(device, exchange, result, &mut self.waiting())
     }
 
-    fn start(
-        &self,
-        device: &Device,
-        kind: ExchangeKind,
-        values: View<'_>,
-    ) -> Result<PendingExchange, DeviceError> {
+    fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange> {
         let lane = self.lane(values.dtype());
         let (AxisPlace { rank, degree }, own_len) = (lane.place(), values.shape().num_elements());
         let (len, start) = match kind {
@@ -248,12 +235,7 @@ impl AxisOps for GroupAxis {
         lane.issue(kind, lane.pool().send(device, (values, start), len)?)
     }
 
-    fn finish(
-        &self,
-        device: &Device,
-        exchange: PendingExchange,
-        result: ViewMut<'_>,
-    ) -> Result<(), DeviceError> {
+    fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
         let lane = self.lane(result.dtype());
         let (vector, len, kind) = lane.take(device, exchange, &mut self.waiting())?;
         lane.pool().receive(device, (vector, len), lane.first(kind, result.shape()), result);
@@ -261,7 +243,7 @@ impl AxisOps for GroupAxis {
     }
 
     /// Memory of the group, if kernels reach it.
-    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
+    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
         if !device.reaches_host() {
             return device.empty(shape, dtype, Category::Activations);
         }
@@ -269,12 +251,7 @@ impl AxisOps for GroupAxis {
         Ok(memory.lend(memory.pool().take_buffer(len)?.wait(), 0..len, shape))
     }
 
-    fn start_sum(
-        &self,
-        device: &Device,
-        kind: ExchangeKind,
-        term: Tensor,
-    ) -> Result<PendingExchange, DeviceError> {
+    fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         let lane = self.lane(term.dtype());
         // What others have lent, such as files of activations that a budget has no room for, is copied like a device's memory.
         if !term.lent_memory().is_some_and(|memory| lane.memory.has_lent(memory)) {
@@ -290,7 +267,7 @@ impl AxisOps for GroupAxis {
         exchange: PendingExchange,
         shape: Shape,
         dtype: DType,
-    ) -> Result<Tensor, DeviceError> {
+    ) -> Result<Tensor> {
         if !device.reaches_host() {
             let mut result = device.empty(shape, dtype, Category::Activations)?;
             self.finish(device, exchange, result.view_mut())?;

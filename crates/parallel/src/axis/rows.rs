@@ -1,7 +1,6 @@
 //! Rows that every rank sends to every other one, as many as there are.
 
-use super::{Lane, lock};
-use crate::error::Result;
+use super::{Lane, Result, lock};
 use crate::memory::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,7 +9,7 @@ use std::sync::atomic::Ordering;
 use trireme_base::{AxisPlace, DType, Pending, Rank};
 use trireme_comm::{Buffer, Untyped, Work};
 use trireme_tensor::tape::{ExchangedRuns, PendingExchange};
-use trireme_tensor::{Device, DeviceError, View, ViewMut};
+use trireme_tensor::{Device, View, ViewMut};
 
 /// Messages to other ranks, and from them, that an exchange has under way at a time, unless a round has more: 16 MiB each way.
 const MESSAGES_MAX: usize = 64;
@@ -33,12 +32,8 @@ pub(super) struct StartedRows {
     rounds_under_way: usize,
     num_rounds: usize,
     next_round: usize,
-    under_way: VecDeque<UnderWay>,
-}
-
-struct UnderWay {
-    round: usize,
-    transfer: Transfer,
+    /// What was started, with its round.
+    under_way: VecDeque<(usize, Transfer)>,
 }
 
 enum Transfer {
@@ -67,7 +62,7 @@ impl Lane {
         device: &Device,
         runs: ExchangedRuns,
         values: View<'_>,
-    ) -> Result<PendingExchange, DeviceError> {
+    ) -> Result<PendingExchange> {
         let (group, degree) = (self.pool().group(), self.place().degree);
         let hosts = group.hosts();
         let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= BY_HOSTS_RANKS_MIN);
@@ -110,7 +105,7 @@ impl Lane {
         values: View<'_>,
         mut result: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let mut rows = lock(&self.rows);
         let started = &mut rows[exchange.0];
         self.keep_own(device, &started.runs, values, result.reborrow());
@@ -129,7 +124,7 @@ impl Lane {
         PendingExchange(number): PendingExchange,
         result: ViewMut<'_>,
         waiting: &mut Waiting,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let mut started = lock(&self.rows).remove(number);
         let end = started.num_rounds;
         assert_eq!(started.next_round, end, "all was sent");
@@ -176,13 +171,12 @@ impl Lane {
                 let (mut buffer, num_sent) = (started.take(), sent.len());
                 started.copy_in(device, (values, to, sent), (&mut buffer, 0));
                 let work = group.send_first(Buffer::pending(buffer, self.dtype(), len), num_sent, Rank(to));
-                started.under_way.push_back(UnderWay { round, transfer: Transfer::Send(work) });
+                started.under_way.push_back((round, Transfer::Send(work)));
             }
             if !received.is_empty() {
                 let buffer = Buffer::pending(started.take(), self.dtype(), len);
                 let work = group.receive_first(buffer, received.len(), Rank(from));
-                let transfer = Transfer::Receive { work, from, part: received };
-                started.under_way.push_back(UnderWay { round, transfer });
+                started.under_way.push_back((round, Transfer::Receive { work, from, part: received }));
             }
         }
     }
@@ -203,7 +197,7 @@ impl Lane {
         let [input, output] =
             [input, started.take()].map(|buffer| Buffer::pending(buffer, self.dtype(), started.buffer_len));
         let work = self.pool().group().all_to_all_variable_by_hosts(input, output, lens);
-        started.under_way.push_back(UnderWay { round, transfer: Transfer::ByHosts(work) });
+        started.under_way.push_back((round, Transfer::ByHosts(work)));
     }
 
     /// Waits for the pieces of the rounds before `end`, and brings them where they belong.
@@ -216,8 +210,8 @@ impl Lane {
         waiting: &mut Waiting,
     ) -> Result<()> {
         let (AxisPlace { rank, degree }, len) = (self.place(), started.buffer_len);
-        while started.under_way.front().is_some_and(|under_way| under_way.round < end) {
-            let UnderWay { round, transfer } = started.under_way.pop_front().expect("there is one");
+        while started.under_way.front().is_some_and(|(round, _)| *round < end) {
+            let (round, transfer) = started.under_way.pop_front().expect("there is one");
             match transfer {
                 Transfer::Send(work) => {
                     let buffer = waiting.wait_on_device(work, (self.dtype(), len), device)?;

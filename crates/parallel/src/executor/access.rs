@@ -33,8 +33,7 @@ impl Executor {
         &self.moves.options.host
     }
 
-    /// Bytes of the host's memory that have been in use at a time: of state that is not on the device, and, unless the device works in
-    /// that memory, of what is exchanged with other ranks.
+    /// Peak bytes of the host's memory: of state that is not on the device, and of exchanges unless the device works there.
     pub fn host_bytes_peak(&self) -> usize {
         let (device, host) = (self.device(), self.host());
         let state = if host.is_same(device) { 0 } else { host.memory().total().peak };
@@ -57,8 +56,7 @@ impl Executor {
         &self.program
     }
 
-    /// When the actions of the last step ran, in the program's order; of a step that failed, those that ended. Empty if all steps of the
-    /// program were skipped because nothing counted in their loss.
+    /// When the actions of the last step ran, in the program's order, up to a failure. Empty if all steps were skipped for no loss.
     pub fn timeline(&self) -> &[ActionTime] {
         &self.timeline.actions
     }

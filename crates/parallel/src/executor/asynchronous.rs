@@ -63,12 +63,13 @@ impl Executor {
                 found = earlier.or(found);
             }
         }
+        let compression = self.compression_statistics();
+        let updates = self.updates.as_mut().expect("the program does not drain");
+        updates.compression[step] = compression;
         if !matches!(plan.grad_norm, GradNorm::Clip(_)) {
             // Of steps that are not clipped nothing is known.
-            self.updates.as_mut().expect("the program does not drain").norms.known.clear();
+            updates.norms.known.clear();
         }
-        let compression = self.compression_statistics();
-        self.updates.as_mut().expect("the program does not drain").compression[step] = compression;
         self.timeline.has_waited(waiting.waited - waited);
         self.waiting = waiting;
         Ok(Some(self.settings_by(plan, self.grad_scale(), found)))

@@ -11,8 +11,7 @@ use trireme_schedule::pipeline::Schedule;
 
 /// The norms of all gradients of the steps before, as far as they are needed.
 ///
-/// A rank that waited for the norm of the step that it updates by would wait for ranks that are behind it. That of [`lag`](Schedule::norm_lag) steps before it need not wait
-/// for: the proof of a schedule has seen to that.
+/// Norms of [`lag`](Schedule::norm_lag) steps before are there without waiting for ranks behind, as the schedule's proof shows.
 pub(super) struct EarlierNorms {
     /// The ranks of the pipeline, for these sums alone: ranks come to them between different others of its operations.
     group: Arc<Group>,

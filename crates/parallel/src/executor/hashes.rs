@@ -63,8 +63,7 @@ impl HashRecorder {
     }
 }
 
-/// Adds to `hashes`, which has one for each parameter, what `rank` contributes of a unit: of the elements `part` of its flat buffer,
-/// which `values` are, those that no earlier rank holds.
+/// Adds to `hashes`, one for each parameter, those of a unit's elements `part`, which are `values`, that `rank` holds first.
 pub(crate) fn add_unit(
     hashes: &mut [u64],
     unit: usize,

@@ -12,8 +12,7 @@ use trireme_schedule::StateClass;
 use trireme_tensor::{Category, ModelPlace, ParameterInfo, ParameterTable, Parameters};
 
 impl Executor {
-    /// Calls `write` with the description of each parameter of which this rank steps something, which of its elements that
-    /// is, and the elements, in order. Collective, unless it fails.
+    /// Calls `write` with each parameter of which this rank steps something, and which elements. Collective, unless it fails.
     ///
     /// # Errors
     /// What `write` returns, and what keeps parameters from where they live.
@@ -119,11 +118,10 @@ impl Executor {
     /// Compares what the replicas hold, and what ranks of the tensor axis or with different experts hold in common. Collective.
     pub fn check_replicas(&mut self) -> Result<()> {
         let table = Arc::clone(self.model.table());
-        let (mut of_all, mut with_experts, mut beside_experts) =
-            (Hash::default(), Hash::default(), Hash::default());
+        let [mut of_all, mut with_experts, mut beside_experts] = [Hash::EMPTY; 3];
         let mut of_holders: BTreeMap<usize, Hash> = BTreeMap::new();
         let holders = table.parameters().iter().map(ParameterInfo::num_holders).filter(|number| *number > 1);
-        of_holders.extend(holders.map(|number| (number, Hash::default())));
+        of_holders.extend(holders.map(|number| (number, Hash::EMPTY)));
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {
             let bits = executor.shard_device().read::<u32>(executor.parameters.shard(unit));
             let has_experts = table.units()[unit].has_experts();
@@ -166,15 +164,12 @@ impl Executor {
 }
 
 /// FNV-1a, over words.
+#[derive(Clone, Copy)]
 struct Hash(u64);
 
-impl Default for Hash {
-    fn default() -> Self {
-        Hash(0xcbf2_9ce4_8422_2325)
-    }
-}
-
 impl Hash {
+    const EMPTY: Hash = Hash(0xcbf2_9ce4_8422_2325);
+
     fn add(&mut self, words: &[u32]) {
         for word in words {
             self.0 = (self.0 ^ u64::from(*word)).wrapping_mul(0x0100_0000_01b3);
@@ -190,8 +185,7 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     Ok(group.all_gather(all).wait()?)
 }
 
-/// A unit's flat buffer, of `whole`, from those of all ranks of the tensor axis, which follow each other in `parts`; for a unit with experts one after the other
-/// of the ranks that have these.
+/// A unit's flat buffer, of `whole`, from `parts`: those of the tensor ranks, for a unit with experts of each expert rank.
 fn joined(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
     let degree = table.place().degree;
     let has_experts = table.units()[unit].has_experts();

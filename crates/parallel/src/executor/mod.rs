@@ -146,12 +146,11 @@ impl Executor {
         ran.map(|()| outcome.expect("a program of one step has one outcome"))
     }
 
-    /// Runs the program once, for all of its steps, which `plans` are for, and adds what each has come to to `outcomes`.
-    /// Microbatches are those of one step after the other.
+    /// Runs the program once, with a plan for each step, and adds their `outcomes`. Microbatches come step after step.
     ///
     /// # Errors
-    /// As those of [`run`](Executor::run); of a pipeline that does not drain between updates
-    /// [`ParallelError::NotFinite`] when some of these are done.
+    /// As those of [`run`](Executor::run), but [`NotFinite`](ParallelError::NotFinite) after some updates if the pipeline does not
+    /// drain.
     ///
     /// # Panics
     /// If there is not a plan for each step.

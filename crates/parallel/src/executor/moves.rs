@@ -125,7 +125,6 @@ impl Executor {
         gone
     }
 
-    /// Waits for the state that an action works with.
     pub(super) fn await_state(&mut self, action: Action) -> Result<()> {
         for &class in action.uses() {
             if self.moves.offloaded.moves(class) {

@@ -47,8 +47,7 @@ pub(super) fn forward_program(training: &Outline) -> Result<Program> {
 }
 
 impl Executor {
-    /// Applies a layout to a model. Proves the program, and takes memory for parameters and the optimizer's state, which are zeros, and for
-    /// gradients. Collective over the ranks.
+    /// Applies a layout to a model. Proves the program, and allocates parameters and optimizer state (zeros) and gradients. Collective.
     ///
     /// Each axis of the [ranks](RankGrid) contributes one thing:
     ///
@@ -90,10 +89,8 @@ impl Executor {
         let parts = placements.parts(table, ranks.world().rank());
         let squares = Squares::new(table, &ranks, device, optimizer)?;
         let optimizer_device = offload.device_of(&state, StateClass::Optimizer, device).clone();
-        let make = match state.moves(StateClass::Optimizer) {
-            true => Optimizer::without_memory,
-            false => Optimizer::new,
-        };
+        let is_moved = state.moves(StateClass::Optimizer);
+        let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
         let stepped = if state.is_trained() { parts.clone() } else { vec![0..0; parts.len()] };
         let optimizer = make(optimizer, table, &stepped, &optimizer_device)?;
         let exchanges = ShardExchange::of_units(&ranks, outline, &optimizer_device, device);

@@ -14,7 +14,6 @@ use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
 use trireme_tensor::{Category, PassState, Tape, Tensor};
 
 impl Executor {
-    /// Takes in a microbatch to be trained with.
     pub(super) fn begin_microbatch(&mut self, microbatch: usize, batch: Batch) -> Result<()> {
         check_batch(&batch, &self.rehearsal, self.rehearsal.num_samples())?;
         self.passes.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal);
@@ -173,7 +172,6 @@ impl Executor {
         Ok(())
     }
 
-    /// A unit's gradient is complete for a microbatch.
     fn end_backward(&mut self, pass: UnitPass, unit: usize, microbatch: usize) {
         self.passes.in_flight.spare_tapes.push(pass.into_tape());
         self.passes.in_flight.end(unit, microbatch, &self.rehearsal);

@@ -14,6 +14,7 @@ use crate::offload::Offloaded;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
+use trireme_comm::Buffer;
 use trireme_schedule::{Outline, Program, Stage, StateClass, validate};
 use trireme_tensor::{Category, Device, ViewMut};
 
@@ -24,18 +25,16 @@ impl Executor {
     /// Runs `program` from now on, in which units may lie on other ranks of the pipeline: they move there with their
     /// parameters and the optimizer's state. Collective, between steps.
     ///
-    /// Units move one after the other, each in one message of all that its rank has of it: with AdamW in f32 12 bytes an
-    /// element of the shard. Memory for it is taken when it comes and given back when it has gone, so a rank takes no more than for the
-    /// units that it had and those that it gets, and one message.
+    /// Units move one after the other, each in one message: with AdamW in f32 12 bytes an element of the shard. Memory is taken
+    /// when a unit comes and given back when it has gone, so a rank takes no more than for its units before and after, and one
+    /// message.
     ///
     /// # Errors
-    /// If the program is not valid, and nothing has changed then; what device, group and disks refuse, after which the executor is of no
-    /// more use.
+    /// If the program is not valid, without effect; what device, group and disks refuse, after which the executor is of no use.
     ///
     /// # Panics
-    /// If the program differs in more than which units stages have, and the order of actions; and if gradients are compressed,
-    /// or parameters are sharded, for what there is of those does not move; and if the pipeline does not drain between updates,
-    /// for then the cut decides the bits.
+    /// If the program differs in more than the units of stages and the order of actions; if gradients are compressed or parameters
+    /// sharded, for that does not move; and if the pipeline does not drain between updates, for then the cut decides the bits.
     pub fn relocate(&mut self, program: Program) -> Result<()> {
         validate(&program, program.outline.num_microbatches)?;
         // So a unit that reads a tied parameter of another rank still does, from the copy that is there.
@@ -78,7 +77,6 @@ impl Executor {
         Ok(())
     }
 
-    /// Brings every unit from where it lay to where it lies now.
     fn move_units(&mut self, before: &Outline) -> Result<()> {
         let now = &self.program.outline;
         let table = self.model.table();
@@ -146,32 +144,29 @@ impl Executor {
         optimizer.for_each_memory(unit, |tensor| visit(device, tensor.view_mut()));
     }
 
-    fn unit_bytes(&mut self, unit: usize) -> usize {
-        let mut num_bytes = 0;
+    /// Memory for all that moves with a unit.
+    fn unit_message(&mut self, unit: usize) -> Result<(Buffer<u8>, Counted)> {
+        let (mut num_bytes, counted) = (0, Counted::new(&self.device));
         self.with_unit(unit, |_, part| num_bytes += part.num_bytes());
-        num_bytes
+        counted.take(Category::Communication, num_bytes)?;
+        Ok((self.ranks.pipeline().buffer(num_bytes)?, counted))
     }
 
     fn send_unit(&mut self, unit: usize, to: usize) -> Result<()> {
-        let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
-        counted.take(Category::Communication, num_bytes)?;
-        let group = Arc::clone(self.ranks.pipeline());
-        let mut message = group.buffer::<u8>(num_bytes)?;
+        let (mut message, _counted) = self.unit_message(unit)?;
         let mut rest = &mut message[..];
         self.with_unit(unit, |device, part| {
             let (own, others) = std::mem::take(&mut rest).split_at_mut(part.num_bytes());
             device.download(part.as_view(), own);
             rest = others;
         });
-        group.send(message, Rank(to)).wait()?;
+        self.ranks.pipeline().send(message, Rank(to)).wait()?;
         Ok(())
     }
 
     fn receive_unit(&mut self, unit: usize, from: usize) -> Result<()> {
-        let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
-        counted.take(Category::Communication, num_bytes)?;
-        let group = Arc::clone(self.ranks.pipeline());
-        let message = group.receive(group.buffer::<u8>(num_bytes)?, Rank(from)).wait()?;
+        let (message, _counted) = self.unit_message(unit)?;
+        let message = self.ranks.pipeline().receive(message, Rank(from)).wait()?;
         let mut rest = &message[..];
         self.with_unit(unit, |device, part| {
             let (own, others) = rest.split_at(part.num_bytes());

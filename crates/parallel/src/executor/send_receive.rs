@@ -50,7 +50,6 @@ impl Executor {
         messages.finish_until(0, waiting)
     }
 
-    /// Receives the parameters of which this rank has a copy.
     fn receive_copy(&mut self, from: usize) -> Result<()> {
         let Executor { messages, parameters, device, waiting, .. } = self;
         let Incoming { work, len } = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
@@ -78,7 +77,6 @@ impl Executor {
         }
     }
 
-    /// Waits for the messages that an action works with.
     pub(super) fn await_messages(&mut self, action: Action) -> Result<()> {
         let Some(microbatch) = action.microbatch() else { return Ok(()) };
         let Executor { program, device, passes, messages, gradients, waiting, rehearsal, .. } = self;

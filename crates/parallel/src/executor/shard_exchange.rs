@@ -2,7 +2,9 @@ use crate::error::{ParallelError, Result};
 use crate::layout::{PerExperts, RankGrid, StateRanks};
 use crate::memory::Pool;
 use std::ops::Range;
+use std::sync::Arc;
 use trireme_base::{AxisPlace, DType, Pending, ReduceOp};
+use trireme_comm::Group;
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
@@ -24,24 +26,16 @@ impl ShardExchange {
         device: &Device,
         counted: &Device,
     ) -> PerExperts<Self> {
-        let state = &ranks.state;
-        let exchange = |state: &StateRanks| ShardExchange::new(ranks, state, outline, device, counted);
-        PerExperts { shared: exchange(&state.shared), experts: state.experts.as_ref().map(exchange) }
-    }
-
-    /// For updates on `device` of units whose state lies among `state`; memory for messages is counted on `counted`.
-    fn new(
-        ranks: &RankGrid,
-        state: &StateRanks,
-        outline: &Outline,
-        device: &Device,
-        counted: &Device,
-    ) -> Self {
-        let (group, tensor) = (state.updating(outline), ranks.tensor());
-        let pool = |group, dtype| Pool::new(group, counted, dtype, Category::Communication, true);
-        let sums = [group, tensor].map(|group| pool(group, DType::F64));
-        let [wholes, parts] = [group, tensor].map(|group| pool(group, DType::F32));
-        ShardExchange { device: device.clone(), sums, wholes, parts }
+        let pool =
+            |group: &Arc<Group>, dtype| Pool::new(group, counted, dtype, Category::Communication, true);
+        let exchange = |state: &StateRanks| {
+            let groups = [state.updating(outline), ranks.tensor()];
+            let sums = groups.map(|group| pool(group, DType::F64));
+            let [wholes, parts] = groups.map(|group| pool(group, DType::F32));
+            ShardExchange { device: device.clone(), sums, wholes, parts }
+        };
+        let PerExperts { shared, experts } = &ranks.state;
+        PerExperts { shared: exchange(shared), experts: experts.as_ref().map(exchange) }
     }
 }
 

@@ -71,7 +71,7 @@ mod tests {
             let started = timeline.start;
             timeline.has_waited(Duration::from_nanos(5));
             timeline.end(10);
-            let [first, second] = timeline.actions() else { panic!("a step has two actions") };
+            let [first, second] = timeline.actions[..] else { panic!("a step has two actions") };
             assert!(first.issued <= first.start && first.start <= first.end);
             assert_eq!(second.issued, first.end);
             assert_eq!([first, second].map(|action| action.product_operations), [6, 4]);

@@ -35,7 +35,6 @@ impl Executor {
                 .any(|unit| self.optimization.optimizer.exchange(unit, update_number) == Exchange::Momentum)
     }
 
-    /// Whether a unit exchanges momentum in the step of this number.
     fn is_momentum(&self, unit: usize, update_number: u64) -> bool {
         self.optimization.optimizer.exchange(unit, update_number) == Exchange::Momentum
             && self.gradients.is_compressed(unit)

@@ -56,7 +56,6 @@ impl Updates {
         state.read[microbatch] = outline.version_read(microbatch, state.newest);
     }
 
-    /// Keeps a copy of a unit's parameters.
     pub(super) fn stash(&mut self, unit: usize, whole: View<'_>, device: &Device) -> Result<()> {
         let state = &mut self.units[unit];
         let mut copy = match state.spare.pop() {

@@ -39,7 +39,6 @@ use trireme_tensor::{
 const IN_FLIGHT_MAX: usize = 2;
 
 /// A gradient of one unit or shard, of one microbatch or the sum of several.
-#[derive(Debug)]
 pub(crate) enum Gradient {
     /// A vector that ranks reduce.
     Reducible(Exchanged),
@@ -216,7 +215,6 @@ impl Gradients {
         Ok(())
     }
 
-    /// Discards what was added to `unit`'s gradient since the last reduction.
     pub(crate) fn discard(&mut self, unit: usize) {
         let vector = self.take_sum(unit);
         match self.layout.keeps_full() {
@@ -225,7 +223,6 @@ impl Gradients {
         }
     }
 
-    /// Takes this rank's sum of `unit`'s gradient since the last reduction.
     fn take_sum(&mut self, unit: usize) -> Exchanged {
         self.written[self.table.units()[unit].parameters.clone()].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
@@ -348,19 +345,16 @@ impl Gradients {
         Ok(())
     }
 
-    /// Takes back what the last step, which was compressed, did to the compressors.
     pub(crate) fn take_back_compression(&mut self) -> Result<()> {
         let mut compressed = self.units.iter_mut().filter_map(|state| state.reduction.compressed_mut());
         compressed.try_for_each(Compressed::take_back)
     }
 
-    /// Kinds of steps that compressors of a dry group have not gone through.
     pub(crate) fn num_kinds(&self) -> usize {
         let compressed = self.units.iter().filter_map(|state| state.reduction.compressed());
         compressed.map(|compressed| compressed.kinds.len()).max().unwrap_or(0)
     }
 
-    /// The compressors, each with its unit's name.
     pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {
         let units = self.table.units().iter().zip(&self.units);
         units.filter_map(|(unit, state)| {

@@ -11,7 +11,6 @@ use trireme_base::{DType, ReduceOp};
 use trireme_comm::{Fusion, Group, TransportKind};
 use trireme_tensor::{Category, Device, View};
 
-/// The reduction of one unit's gradient, step after step.
 pub(crate) enum Reduction {
     /// In f32: in the gradient's own memory, or with others if it is short.
     Plain { exchange: Summation, under_way: Option<Exchanging> },

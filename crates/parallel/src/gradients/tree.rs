@@ -1,8 +1,7 @@
 //! The canonical order of sums over microbatches: a binary tree over the global microbatch index.
 //!
-//! Terms arrive in order of index. As in a binary counter, equal neighbours are merged at once, so at most
-//! `log2(n) + 1` partial sums are held. With a power of two of terms a rank, the tree over the ranks' sums continues the
-//! tree within a rank.
+//! Terms arrive in order of index. As in a binary counter, equal neighbours are merged at once, so at most `log2(n) + 1` partial
+//! sums are held. With a power of two of terms a rank, the tree over the ranks' sums continues a rank's tree.
 
 /// Partial sums on their way to one.
 #[derive(Debug)]

@@ -4,8 +4,7 @@ use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{ParameterInfo, ParameterTable};
 
-/// Where every parameter lies on the ranks, as far as they update it, and with it what the optimizer keeps of it. Memory for them is
-/// taken, and checkpoints are written and read, by this.
+/// Where ranks that update a parameter hold it, and what the optimizer keeps of it, in memory and for checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placements {
     mesh: Mesh,
@@ -13,9 +12,9 @@ pub struct Placements {
 }
 
 impl Placements {
-    /// Parameters lie with their unit's rank of the pipeline. Ranks that shard the optimizer's state cut them where shards of
-    /// their unit's flat buffer end, ranks of the tensor axis as the model has declared, and experts lie with one of the data-parallel neighbours
-    /// that have different ones.
+    /// Parameters lie with their unit's rank of the pipeline. Ranks that shard optimizer state cut them where shards of the unit's
+    /// flat buffer end, tensor ranks as the model declares, and experts lie with one of the data-parallel neighbours with
+    /// different ones.
     pub fn new(table: &ParameterTable, outline: &Outline, mesh: Mesh) -> Self {
         let is_sharded = outline.state.is_sharded(StateClass::Optimizer);
         let (of_shards, of_replicas) = neighbours(table, &mesh);

@@ -59,8 +59,8 @@ impl Degrees {
         Degrees { context: 1, ..self }.mesh(world_size)
     }
 
-    /// The mesh as units with experts lie on it: data-parallel ranks of which neighbours along [`Axis::EXPERT`] have different experts. They are
-    /// numbered as in the [mesh](Degrees::mesh).
+    /// As the [mesh](Degrees::mesh), with its numbers, for units with experts: data-parallel neighbours along [`Axis::EXPERT`]
+    /// differ in them.
     ///
     /// # Panics
     /// As [`mesh`](Degrees::mesh), and if ranks with different experts are neither shards of one replica nor whole replicas.
@@ -106,21 +106,15 @@ impl Degrees {
 /// shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2). Ranks of the context axis are among
 /// them: they see parts of the same sequences, and shard the state of a replica with the others if it is sharded.
 pub struct RankGrid {
-    /// As the training state lies on it.
     mesh: Mesh,
     degrees: Degrees,
     world: Arc<Group>,
-    /// The ranks that run the other units for the same microbatches.
     pipeline: Arc<Group>,
     /// Those among which the state of units lies.
     pub(crate) state: PerExperts<StateRanks>,
-    /// The ranks with different experts; `None` if every rank has all experts.
     experts: Option<Arc<Group>>,
-    /// The ranks among which keys and values of the same sequences travel.
     ring: Arc<Group>,
-    /// The ranks that exchange positions of the same sequences for heads.
     heads: Arc<Group>,
-    /// The ranks that have parts of the same parameters.
     tensor: Arc<Group>,
     /// The shards' ranks by hosts, if they were split.
     pub(crate) levels: Option<Levels>,

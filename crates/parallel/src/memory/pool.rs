@@ -67,7 +67,6 @@ impl Pool {
         &self.group
     }
 
-    /// The device whose kernels work with them.
     pub(crate) fn device(&self) -> &Device {
         self.shared.counted.device()
     }
@@ -125,8 +124,7 @@ impl Pool {
         Ok(Buffer::pending(buffer, self.dtype, len))
     }
 
-    /// Brings what a group exchanges in memory for `len` elements, from element `at` on, to `result`, where kernels that are issued from now
-    /// on read it; the memory of the group is given back.
+    /// Brings `len` exchanged elements from `at` on to `result` for kernels issued from now on; the group's memory is given back.
     #[track_caller]
     pub(crate) fn receive(
         &self,

@@ -2,7 +2,6 @@
 
 use crate::error::Result;
 use crate::memory::Waiting;
-use std::fmt;
 use std::ops::Range;
 use trireme_base::{DType, HostMemory, Pending};
 use trireme_comm::{Buffer, Element, FusedWork, Group, PageSize, Untyped};
@@ -168,15 +167,5 @@ impl Exchanging {
     pub(crate) fn take_to_host(self, waiting: &mut Waiting) -> Result<Exchanged> {
         let (buffer, part) = self.wait_on_host(waiting)?;
         Ok(Exchanged { buffer: Pending::new(buffer), own: part.own })
-    }
-}
-
-impl fmt::Debug for Exchanged {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.own.is_some() {
-            "Exchanged(on the device)"
-        } else {
-            "Exchanged(in the group's memory)"
-        })
     }
 }

@@ -1,5 +1,4 @@
-//! Whole units that are gathered as integers, first across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023,
-//! section 3.1): what a host needs of others comes to it once.
+//! Units gathered as integers, across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023, section 3.1): once to a host.
 
 use crate::error::Result;
 use crate::layout::Levels;

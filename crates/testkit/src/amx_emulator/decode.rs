@@ -1,6 +1,5 @@
-//! The encoding of the AMX instructions: a VEX prefix of three bytes, opcode, ModRM, and for memory an
-//! optional SIB and displacement. (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2,
-//! sections 2.1 and 2.3.)
+//! The encoding of the AMX instructions: a VEX prefix of three bytes, opcode, ModRM, for memory perhaps SIB and displacement.
+//! (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, sections 2.1 and 2.3.)
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Instruction {

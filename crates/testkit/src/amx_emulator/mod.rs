@@ -22,12 +22,10 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Makes the AMX instructions for bf16 run in this process, on all its threads.
 ///
-/// On hardware that has them, the process gets the permission to use them, and nothing else changes.
-/// Elsewhere a handler of SIGILL executes `ldtilecfg`, `tilerelease`, `tilezero`, `tileloadd`, `tileloaddt1`,
-/// `tilestored` and `tdpbf16ps`, with the results that Intel's manual specifies; some tens of microseconds a
-/// product of tiles. All other illegal instructions go to the handler that was there before, and so do those
-/// that hardware would refuse: a configuration that is not valid, tiles whose shapes do not fit. A
-/// configuration for a restart (`start_row`) is refused, too.
+/// On hardware that has them, the process gets the permission to use them, and nothing else changes. Elsewhere a handler of SIGILL
+/// executes `ldtilecfg`, `tilerelease`, `tilezero`, `tileloadd`, `tileloaddt1`, `tilestored` and `tdpbf16ps` as Intel's manual
+/// specifies, in some tens of microseconds a product of tiles. All other illegal instructions go to the handler from before, as do
+/// those that hardware would refuse: invalid configurations, or for a restart (`start_row`), and tiles whose shapes do not fit.
 ///
 /// # Panics
 /// If the system refuses the handler.

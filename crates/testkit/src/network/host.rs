@@ -41,8 +41,7 @@ impl Host {
         &self.link
     }
 
-    /// A command that will run on this host: `program`, to which the caller adds arguments and the rest. The spawned
-    /// process is the program itself, so that signals reach it.
+    /// A command of `program` on this host, for the caller to complete. Its process is the program itself, which signals reach.
     pub fn command(&self, program: &str) -> Command {
         self.link.host.command(program)
     }

@@ -21,8 +21,7 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// Bytes without the headers of all packets, of which each has `header_bytes`, such as
-    /// [`IPV4_TCP_HEADER_BYTES`](super::IPV4_TCP_HEADER_BYTES).
+    /// Bytes without headers of `header_bytes` in each packet, such as [`IPV4_TCP_HEADER_BYTES`](super::IPV4_TCP_HEADER_BYTES).
     ///
     /// Of TCP connections that lose nothing this is the payload, and at most some tens of bytes more for every connection
     /// made, and some fewer for every packet of another kind (address resolution, some a minute). What is sent

@@ -32,7 +32,6 @@ impl<O: Default + Send + 'static> Steered<O> {
 }
 
 impl<O> Steered<O> {
-    /// Changes the orders, and wakes the thread.
     pub(super) fn tell(&self, change: impl FnOnce(&mut O)) {
         self.look(change);
         self.steering.wake();

@@ -79,8 +79,7 @@ impl TcpRelay {
         self.exchange.tell(|orders| orders.is_reset = true);
     }
 
-    /// Inverts all bits of one byte of a connection, if it has not passed yet. Connections count from 0 as they are
-    /// accepted, the bytes of each direction from 0, too.
+    /// Inverts a byte of a connection that has not passed yet. Connections and the bytes of each direction count from 0.
     pub fn corrupt(&self, connection: usize, towards: Towards, byte: u64) {
         self.exchange.tell(|orders| orders.corruptions.push(Corruption { connection, towards, byte }));
     }
