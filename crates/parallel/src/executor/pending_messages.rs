@@ -35,34 +35,22 @@ impl Messages {
     }
 
     /// Starts to send tensors, and gives their memory back.
-    pub(super) fn send(
-        &mut self,
-        tensors: Bundle<Tensor>,
-        to: usize,
-        device: &Device,
-        waiting: &mut Waiting,
-    ) -> Result<()> {
+    pub(super) fn send(&mut self, tensors: Bundle<Tensor>, to: usize, waiting: &mut Waiting) -> Result<()> {
         self.finish_until(SENDS_MAX - 1, waiting)?;
         let num_words = tensors.specs().map(|spec| spec.num_words()).sum();
         let (mut buffer, mut first) = (self.pool.take_buffer(num_words)?, 0);
         for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
-            device.download_later(tensor.view(), &mut buffer, first * size_of::<f32>());
+            self.pool.device().download_later(tensor.view(), &mut buffer, first * size_of::<f32>());
             first += spec.num_words();
         }
         self.sent.push_back(self.pool.group().send(Buffer::pending(buffer, DType::F32, num_words), Rank(to)));
         Ok(())
     }
 
-    pub(super) fn send_vector(
-        &mut self,
-        vector: Exchanged,
-        to: usize,
-        device: &Device,
-        waiting: &mut Waiting,
-    ) -> Result<()> {
+    pub(super) fn send_vector(&mut self, vector: Exchanged, to: usize, waiting: &mut Waiting) -> Result<()> {
         self.finish_until(SENDS_MAX - 1, waiting)?;
         let len = vector.len();
-        let (buffer, _) = vector.leave(device, 0..len, 0..0);
+        let (buffer, _) = vector.leave(self.pool.device(), 0..len, 0..0);
         self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
         Ok(())
     }
@@ -87,9 +75,9 @@ impl Messages {
         &self,
         Incoming { work, len }: Incoming,
         specs: impl Iterator<Item = TensorSpec>,
-        device: &Device,
         waiting: &mut Waiting,
     ) -> Result<Bundle<Tensor>> {
+        let device = self.pool.device();
         let mut buffer = waiting.wait_on_device(work, (DType::F32, len), device)?;
         let (mut tensors, mut first) = (Bundle::new(), 0);
         for spec in specs {

@@ -10,15 +10,15 @@ use trireme_tensor::ParameterSource;
 impl Executor {
     pub(super) fn send_message(&mut self, message: Message) -> Result<()> {
         let Message { kind, unit, microbatch } = message;
-        let Executor { program, device, passes, messages, gradients, waiting, .. } = self;
+        let Executor { program, passes, messages, gradients, waiting, .. } = self;
         let peer = program.outline.peer(Action::Send(message)).expect("it is for a rank of the pipeline");
         match kind {
             MessageKind::Activation | MessageKind::Gradient => {
-                messages.send(passes.in_flight.take(kind, microbatch), peer, device, waiting)
+                messages.send(passes.in_flight.take(kind, microbatch), peer, waiting)
             }
             MessageKind::TiedGradient => {
                 let part = gradients.tied().expect("the unit is tied").take_to_send(microbatch);
-                messages.send_vector(part, peer, device, waiting)
+                messages.send_vector(part, peer, waiting)
             }
             MessageKind::Parameters => self.send_copy(unit, peer),
         }
@@ -46,7 +46,7 @@ impl Executor {
         let whole = parameters.unit(unit);
         let mut vector = messages.pool.take(whole.shape().num_elements())?;
         device.convert(whole, vector.view_mut());
-        messages.send_vector(vector, to, device, waiting)?;
+        messages.send_vector(vector, to, waiting)?;
         messages.finish_until(0, waiting)
     }
 
@@ -92,8 +92,7 @@ impl Executor {
             let incoming =
                 messages.incoming[kind as usize][microbatch].take().expect("a valid program receives it");
             let specs = passes.in_flight.carried(Message { kind, unit, microbatch }, rehearsal);
-            *passes.in_flight.passing(kind, microbatch) =
-                Some(messages.arrived(incoming, specs, device, waiting)?);
+            *passes.in_flight.passing(kind, microbatch) = Some(messages.arrived(incoming, specs, waiting)?);
         }
         if let Some((unit, _)) = action.completed_gradient()
             && let Some(tied) = gradients.tied().filter(|tied| tied.span.unit == unit)

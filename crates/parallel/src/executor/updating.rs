@@ -49,8 +49,8 @@ impl Executor {
         let step = self.update_number(plan);
         let is_momentum = self.is_momentum(unit, step);
         if self.optimization.grad_terms.has(unit) {
-            let Executor { optimization, gradients, device, waiting, .. } = self;
-            optimization.grad_terms.sum(device, unit, gradients.own_sum(unit), waiting)?;
+            let Executor { optimization, gradients, waiting, .. } = self;
+            optimization.grad_terms.sum(unit, gradients.own_sum(unit), waiting)?;
         }
         if is_momentum {
             let settings = StepSettings { step, lr: plan.lr, grad_scale: 1.0 / self.gradient_unit() };

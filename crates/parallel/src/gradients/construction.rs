@@ -100,7 +100,7 @@ impl Gradients {
             under_way: VecDeque::with_capacity(units.len()),
             units,
             // Shards of gradients are gathered where all of a unit is updated by them.
-            gathered: layout.is_gathered().then(|| Gathered::absent(table, device, ranks, &pool)),
+            gathered: layout.is_gathered().then(|| Gathered::absent(table, ranks, &pool)),
             pool,
             counted,
             rounded_apart,

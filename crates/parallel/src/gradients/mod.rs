@@ -246,7 +246,7 @@ impl Gradients {
         let is_rounded_apart = state.reduction.is_rounded_apart() && self.rounded_apart.has(unit);
         if let Some(wide) = state.reducible.as_mut().filter(|_| is_rounded_apart) {
             let own = (wide.part_mut(state.own.clone()), state.own.clone());
-            self.rounded_apart.copy_first(&self.device, unit, own, &mut self.waiting)?;
+            self.rounded_apart.copy_first(unit, own, &mut self.waiting)?;
         }
         if let Some(shard) = &mut state.shard {
             let sum = state.reduction.view(&state.reducible);

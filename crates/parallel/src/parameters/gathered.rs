@@ -18,7 +18,6 @@ use trireme_tensor::{Category, Device, ParameterTable, Values, View, ViewMut};
 /// Whole units in one type of float, gathered from shards.
 pub(crate) struct Gathered {
     table: Arc<ParameterTable>,
-    device: Device,
     units: Vec<Whole>,
     /// The ranks that have the shards of each unit.
     groups: Vec<Arc<Group>>,
@@ -53,7 +52,7 @@ impl Gathered {
         let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(ranks.shards(), device, dtype, category, true);
-        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, device, ranks, &pool) };
+        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, ranks, &pool) };
         (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
         // On one host shards are as near as copies of them would be.
         if let Some(levels) = &ranks.levels {
@@ -70,17 +69,11 @@ impl Gathered {
     }
 
     /// No unit is there. Memory of those that are comes from `pool`, of the ranks that have the shards.
-    pub(crate) fn absent(
-        table: &Arc<ParameterTable>,
-        device: &Device,
-        ranks: &RankGrid,
-        pool: &Pool,
-    ) -> Self {
+    pub(crate) fn absent(table: &Arc<ParameterTable>, ranks: &RankGrid, pool: &Pool) -> Self {
         let group = |unit| Arc::clone(&ranks.state_of(unit).shards);
         Gathered {
             groups: table.units().iter().map(group).collect(),
             table: Arc::clone(table),
-            device: device.clone(),
             units: table.units().iter().map(|_| Whole::default()).collect(),
             is_kept: false,
             pool: pool.clone(),
@@ -100,10 +93,10 @@ impl Gathered {
         let (group, len) = (&self.groups[unit], whole.len());
         if let Some(shard) = shard {
             let own = info.shard(group.rank().0, group.world_size());
-            self.device.convert(shard, whole.part_mut(own));
+            self.pool.device().convert(shard, whole.part_mut(own));
         }
         let own = block(group.rank(), group.world_size(), len);
-        Ok(Whole::Gathering(whole.exchange(&self.device, own, 0..len, |whole| group.all_gather(whole))))
+        Ok(Whole::Gathering(whole.exchange(self.pool.device(), own, 0..len, |whole| group.all_gather(whole))))
     }
 
     /// Takes memory for a unit that stays, or releases it.
@@ -120,7 +113,8 @@ impl Gathered {
     /// Starts to gather a unit, to which this rank gives `shard` of the device next to it, or what is in its place already.
     pub(crate) fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<()> {
         let category = Category::Communication;
-        let brought = shard.map(|(shard, from)| bring(shard, from, &self.device, category)).transpose()?;
+        let brought =
+            shard.map(|(shard, from)| bring(shard, from, self.pool.device(), category)).transpose()?;
         let shard = brought.as_ref().map(Values::view);
         let info = &self.table.units()[unit];
         self.units[unit] = match (&self.secondary, &self.packed, shard) {
@@ -136,14 +130,14 @@ impl Gathered {
     /// Waits until a unit can be read.
     pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
         let whole = match std::mem::take(&mut self.units[unit]) {
-            Whole::Gathering(under_way) => under_way.wait(&self.device, waiting)?,
+            Whole::Gathering(under_way) => under_way.wait(self.pool.device(), waiting)?,
             Whole::Packed(messages) => {
                 let info = &self.table.units()[unit];
                 let mut whole = self.pool.take(info.padded_len())?;
                 let packed = self.packed.as_ref().expect("it was packed by this");
                 packed.finish(info, messages, &mut whole, waiting)?;
                 let all = (whole.part_mut(0..info.num_elements), 0..info.num_elements);
-                self.rounded_apart.copy_first(&self.device, unit, all, waiting)?;
+                self.rounded_apart.copy_first(unit, all, waiting)?;
                 whole
             }
             other => {

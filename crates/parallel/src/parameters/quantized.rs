@@ -21,7 +21,6 @@ pub(crate) struct PackedGathering {
     /// Shards in the order of messages: by their ranks' numbers on their hosts, then by hosts.
     order: Vec<usize>,
     own: usize,
-    device: Device,
     /// Messages of one rank of each host.
     of_hosts: Pool,
     /// Messages of all ranks.
@@ -37,7 +36,6 @@ impl PackedGathering {
         PackedGathering {
             order: order.collect(),
             own: levels.shard(across.rank().0, within.rank().0),
-            device: device.clone(),
             of_hosts: Pool::new(across, device, DType::U8, Category::Communication, true).with_buffers(),
             all: Pool::new(within, device, DType::U8, Category::Communication, true).with_buffers(),
         }
@@ -50,10 +48,10 @@ impl PackedGathering {
         let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
         let num_bytes = PARAMETER_FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
         let first = across.rank().0 * slot_bytes;
-        self.device.quantize(shard, PARAMETER_FORMAT, messages.part_mut(first..first + num_bytes));
+        self.all.device().quantize(shard, PARAMETER_FORMAT, messages.part_mut(first..first + num_bytes));
         let len = messages.len();
         let gather = |messages| across.all_gather(messages);
-        Ok(messages.exchange(&self.device, first..first + slot_bytes, 0..len, gather))
+        Ok(messages.exchange(self.all.device(), first..first + slot_bytes, 0..len, gather))
     }
 
     /// Waits for the messages of other hosts, exchanges them within this one, and writes the values of all. Collective.
@@ -69,15 +67,15 @@ impl PackedGathering {
         let len = all.len();
         // What came from other hosts goes on within this one as it came.
         let (of_hosts, of_hosts_part) = of_hosts.wait_on_host(waiting)?;
-        let (all, all_part) = all.leave(&self.device, 0..0, 0..len);
+        let (all, all_part) = all.leave(self.all.device(), 0..0, 0..len);
         let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;
-        let of_hosts = Exchanged::arrive(of_hosts.into_memory(), of_hosts_part, &self.device);
-        let all = Exchanged::arrive(all.into_memory(), all_part, &self.device);
+        let of_hosts = Exchanged::arrive(of_hosts.into_memory(), of_hosts_part, self.all.device());
+        let all = Exchanged::arrive(all.into_memory(), all_part, self.all.device());
         for (place, &shard) in self.order.iter().enumerate() {
             let part = unit.shard(shard, self.order.len());
             let first = place * slot_bytes;
             let message = all.part(first..first + PARAMETER_FORMAT.num_bytes(part.len()));
-            self.device.dequantize(message, PARAMETER_FORMAT, whole.part_mut(part));
+            self.all.device().dequantize(message, PARAMETER_FORMAT, whole.part_mut(part));
         }
         self.of_hosts.give(of_hosts);
         self.all.give(all);

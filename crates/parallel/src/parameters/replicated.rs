@@ -89,14 +89,9 @@ impl Holders {
     }
 
     /// Adds up what ranks have of a unit's flat buffer `values`: one all-reduce for each run of parameters.
-    pub(crate) fn sum(
-        &self,
-        device: &Device,
-        unit: usize,
-        mut values: ViewMut<'_>,
-        waiting: &mut Waiting,
-    ) -> Result<()> {
+    pub(crate) fn sum(&self, unit: usize, mut values: ViewMut<'_>, waiting: &mut Waiting) -> Result<()> {
         for Run { range, pool } in &self.units[unit] {
+            let device = pool.device();
             let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
             let buffer = pool.send(device, (terms.reborrow().as_view(), 0), range.len())?;
             let sum = pool.group().all_reduce(buffer, ReduceOp::Sum);
@@ -109,7 +104,6 @@ impl Holders {
     /// Broadcasts what the first rank has of a unit's `values`, the elements `part` of its flat buffer: once for each run.
     pub(crate) fn copy_first(
         &self,
-        device: &Device,
         unit: usize,
         (mut values, part): (ViewMut<'_>, Range<usize>),
         waiting: &mut Waiting,
@@ -119,7 +113,7 @@ impl Holders {
             if start >= end {
                 continue;
             }
-            let (group, len) = (pool.group(), end - start);
+            let (group, device, len) = (pool.group(), pool.device(), end - start);
             let mut own = values.reborrow().into_part(start - part.start, [len].into());
             let is_first = group.rank() == Rank::ROOT;
             let buffer = match is_first {
