@@ -8,8 +8,7 @@ use std::cell::Cell;
 use std::ops::Add;
 use std::sync::Arc;
 use trireme_base::{
-    AxisExchange, AxisPlace, ContextPlace, Cost, DType, JournalEntry, PassExchanges, RandomKey, UnitAxis,
-    UnitPasses,
+    AxisPlace, ContextPlace, Cost, DType, JournalEntry, PassExchanges, RandomKey, UnitAxis, UnitPasses,
 };
 use trireme_tensor::tape::{
     AloneOnAxis, AxisOps, ContextAxis, ExpertAxis, Metric, NotedExchanges, PassAxes, Recording, TensorAxis,
@@ -273,11 +272,6 @@ impl Rehearser<'_> {
         self.device.memory().usage(Category::Activations).current
     }
 
-    /// What was exchanged since the last call.
-    fn exchanges(&self) -> Vec<AxisExchange> {
-        self.axes.noted.take()
-    }
-
     /// What `pass` returns, the most in use while it ran, and its cost.
     fn watch<T>(&self, pass: impl FnOnce() -> Result<T, DeviceError>) -> Result<(T, usize, Cost)> {
         (self.before_pass)();
@@ -303,7 +297,7 @@ impl Rehearser<'_> {
         let base = self.in_use() - input;
         let ((mut pass, outputs), forward_peak, forward_cost) =
             self.watch(|| self.forward(unit, inputs, batch))?;
-        let forward = self.exchanges();
+        let forward = self.axes.noted.take();
         let report = |metric: &Metric| Report { metric: Some(metric.name), num_rows: metric.mean.num_rows };
         let metrics: Vec<Report> = pass.metrics().iter().map(report).collect();
         let output = self.bytes_of(&outputs)?;
@@ -316,7 +310,7 @@ impl Rehearser<'_> {
         let inputs_bytes = input_specs.iter().map(TensorSpec::num_bytes).sum();
         let kept_bytes = KeptBytes { record: record_bytes, products: pass.num_bytes(), inputs: inputs_bytes };
         let (_, renewal_peak, renewal_cost) = self.watch(|| pass.recompute(self.parameters, batch))?;
-        let exchanged = self.exchanges();
+        let exchanged = self.axes.noted.take();
         debug_assert!(exchanged.is_empty(), "each rank recomputes without the others");
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         let grads = self.grads(&output_specs)?;
@@ -326,7 +320,7 @@ impl Rehearser<'_> {
             pass.take_input_grads()
         })?;
         let grad_terms = sink.terms;
-        let backward = self.exchanges();
+        let backward = self.axes.noted.take();
         let backward_reads = self.parameters.was_read.get();
         let input_grad = self.bytes_of(&input_grads)?;
         drop(input_grads);
@@ -373,7 +367,7 @@ impl Rehearser<'_> {
         base: usize,
     ) -> Result<(UnitPasses, bool, PassExchanges)> {
         let (mut pass, outputs) = self.forward(unit, inputs, batch)?;
-        self.exchanges();
+        self.axes.noted.take();
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         drop(outputs);
         let grads = self.grads(&output_specs)?;
@@ -382,13 +376,13 @@ impl Rehearser<'_> {
             pass.take_input_grads()
         })?;
         drop(input_grads);
-        let input_half = self.exchanges();
+        let input_half = self.axes.noted.take();
         let halved = self.in_use() - base;
         let (_, _, weight_half_cost) =
             self.watch(|| pass.backward_weight(self.parameters, batch, &mut CountingSink::new(self)))?;
         let passes = UnitPasses { halved, input_half_cost, weight_half_cost, ..UnitPasses::default() };
         let exchanges =
-            PassExchanges { input_half, weight_half: self.exchanges(), ..PassExchanges::default() };
+            PassExchanges { input_half, weight_half: self.axes.noted.take(), ..PassExchanges::default() };
         Ok((passes, self.parameters.was_read.get(), exchanges))
     }
 

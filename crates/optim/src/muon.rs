@@ -15,9 +15,7 @@ use crate::step::UnitStep;
 use std::ops::Range;
 use trireme_base::DType;
 use trireme_tensor::updates::{MuonStep, Update};
-use trireme_tensor::{
-    Category, Device, DeviceError, OptimizerState, Precision, Shape, Tensor, View, ViewMut,
-};
+use trireme_tensor::{Category, OptimizerState, Precision, Shape, View, ViewMut};
 
 /// Names of Muon's settings, including AdamW's for the other parameters.
 pub(crate) const SETTINGS: &[&str] =
@@ -48,7 +46,7 @@ impl Muon {
         let OptimizerSettings { muon_momentum, muon_iterations, muon_scale, .. } = self.settings;
         let (precision, num_iterations) = (self.precision, muon_iterations as usize);
         let device = step.device;
-        let mut whole = self.unit_buffer(device)?;
+        let mut whole = device.empty([self.num_elements].into(), DType::F32, Category::Optimizer)?;
         let (part, here) = (self.part.clone(), [self.part.len()].into());
         let grad_scale = step.grad_scale();
         let momentum_of = |member: &Member| {
@@ -82,11 +80,6 @@ impl Muon {
         let directions = whole.view().part(part.start, here);
         self.members.update(device, parameters, directions, &mut [], step.noise, descend);
         Ok(())
-    }
-
-    /// Memory for the unit's flat buffer, which is given back after the step.
-    fn unit_buffer(&self, device: &Device) -> Result<Tensor, DeviceError> {
-        device.empty([self.num_elements].into(), DType::F32, Category::Optimizer)
     }
 }
 

@@ -29,8 +29,7 @@ impl Unit for Stem {
         let dense = cx.apply(&self.dense, [features])?;
         let sparse = cx.apply(&self.bags, [ids])?;
         cx.output("dense", dense)?;
-        cx.output("sparse", sparse)?;
-        Ok(())
+        cx.output("sparse", sparse)
     }
 }
 
@@ -51,8 +50,7 @@ impl Unit for Middle {
         let hidden = cx.apply(&self.dropout, [hidden])?;
         cx.output("sparse", hidden)?;
         let Some(near) = &self.near else {
-            cx.output("dense", dense)?;
-            return Ok(());
+            return cx.output("dense", dense);
         };
         let features = cx.batch("features");
         let features = cx.apply(&Convert, [features])?;
@@ -60,8 +58,7 @@ impl Unit for Middle {
         cx.apply_metric("distance", &MeanLoss(SquaredError), (&near, &features))?;
         cx.apply_loss(&MeanLoss(SquaredError), (near, features), 0.25)?;
         let dense = cx.apply(&Tanh, [dense])?;
-        cx.output("dense", dense)?;
-        Ok(())
+        cx.output("dense", dense)
     }
 }
 

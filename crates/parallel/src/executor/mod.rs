@@ -232,49 +232,43 @@ impl Executor {
         self.await_messages(action)?;
         self.timeline.start();
         match action {
-            Action::Forward { unit, microbatch, keep } => self.forward(unit, microbatch, keep),
-            Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch),
-            Action::Backward { unit, microbatch } => self.backward(unit, microbatch),
-            Action::BackwardInput { unit, microbatch } => self.backward_input(unit, microbatch),
-            Action::BackwardWeight { unit, microbatch } => self.backward_weight(unit, microbatch),
-            Action::Unshard { unit } => self.parameters.unshard(unit),
-            Action::Reshard { unit } => {
-                self.parameters.reshard(unit);
-                Ok(())
-            }
+            Action::Forward { unit, microbatch, keep } => self.forward(unit, microbatch, keep)?,
+            Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch)?,
+            Action::Backward { unit, microbatch } => self.backward(unit, microbatch)?,
+            Action::BackwardInput { unit, microbatch } => self.backward_input(unit, microbatch)?,
+            Action::BackwardWeight { unit, microbatch } => self.backward_weight(unit, microbatch)?,
+            Action::Unshard { unit } => self.parameters.unshard(unit)?,
+            Action::Reshard { unit } => self.parameters.reshard(unit),
             Action::ReduceGrad { unit } => {
                 // Of a program without drains, the step whose update comes next.
                 let step = self.updates.as_ref().map_or(0, |updates| updates.units[unit].newest);
-                self.reduce(unit, plans[step])
+                self.reduce(unit, plans[step])?;
             }
-            Action::UnshardGrad { unit } => self.gradients.gather(unit),
-            Action::Send(message) => self.send_message(message),
-            Action::Receive(message) => self.receive_message(message),
-            Action::Fetch(state) => self.moves.offloaded.fetch(state),
-            Action::Evict(state) => self.evict(state),
+            Action::UnshardGrad { unit } => self.gradients.gather(unit)?,
+            Action::Send(message) => self.send_message(message)?,
+            Action::Receive(message) => self.receive_message(message)?,
+            Action::Fetch(state) => self.moves.offloaded.fetch(state)?,
+            Action::Evict(state) => self.evict(state)?,
             Action::Stash { unit } => {
                 let updates = self.updates.as_mut().expect("a valid program does not drain");
-                updates.stash(unit, self.parameters.unit(unit), &self.device)
+                updates.stash(unit, self.parameters.unit(unit), &self.device)?;
             }
             Action::Unstash { unit } => {
                 self.updates.as_mut().expect("a valid program does not drain").unstash(unit);
-                Ok(())
             }
-            Action::Step { unit } if self.updates.is_some() => self.step_ahead(unit, plans),
+            Action::Step { unit } if self.updates.is_some() => self.step_ahead(unit, plans)?,
             Action::Step { unit } => {
                 let (_, update) = match *finished {
                     Some(finished) => finished,
                     None => *finished.insert(self.finish_gradients(plans[0])?),
                 };
                 match update {
-                    Some(settings) => self.update(unit, plans[0].step, settings),
-                    None => {
-                        self.gradients.free_gathered(unit);
-                        Ok(())
-                    }
+                    Some(settings) => self.update(unit, plans[0].step, settings)?,
+                    None => self.gradients.free_gathered(unit),
                 }
             }
         }
+        Ok(())
     }
 
     /// Waits for the parameters and gathered gradients that an action works with.

@@ -52,9 +52,6 @@ impl Degrees {
     }
 
     /// As the [mesh](Degrees::mesh), with its numbers, for the training state: ranks of the context axis are shards or replicas.
-    ///
-    /// # Panics
-    /// As [`mesh`](Degrees::mesh).
     pub fn state_mesh(self, world_size: usize) -> Mesh {
         Degrees { context: 1, ..self }.mesh(world_size)
     }
