@@ -25,8 +25,8 @@ pub(super) struct Exerciser<'a> {
     /// All ranks, and whether this one is among those that compute. The others wait for each round.
     world: &'a Group,
     is_active: bool,
-    /// Memory of a device that keeps no journal, and the device.
-    swept: Option<RefCell<(Device, Tensor)>>,
+    /// A device that keeps no journal, and two vectors in its memory.
+    swept: Option<RefCell<(Device, [Tensor; 2])>>,
     samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
 }
 
@@ -41,9 +41,10 @@ impl<'a> Exerciser<'a> {
         let journal = device.journal().cloned().unwrap_or_default();
         device.keep_journal(&journal);
         let swept = || {
-            let shape = [SWEPT_BYTES / DType::F32.size()].into();
-            let memory = others.zeros(shape, DType::F32, Category::Activations)?;
-            anyhow::Ok(RefCell::new((others.clone(), memory)))
+            let half = || {
+                others.zeros([SWEPT_BYTES / 2 / DType::F32.size()].into(), DType::F32, Category::Activations)
+            };
+            anyhow::Ok(RefCell::new((others.clone(), [half()?, half()?])))
         };
         let swept = is_active.then(swept).transpose()?;
         Ok(Exerciser { device, journal, world, is_active, swept, samples: RefCell::default() })
@@ -52,8 +53,8 @@ impl<'a> Exerciser<'a> {
     /// Goes over other memory, so that what is timed next is no more in the caches of its cores than in a step.
     fn sweep(&self) {
         if let Some(swept) = &self.swept {
-            let (device, memory) = &mut *swept.borrow_mut();
-            device.map_in_place(memory.view_mut(), 1, |x| x + 1.0);
+            let (device, [sum, term]) = &mut *swept.borrow_mut();
+            device.add_assign(sum.view_mut(), term.view());
         }
     }
 

@@ -124,7 +124,7 @@ fn a_signal_to_any_rank_saves_and_ends_all() {
 fn a_second_signal_ends_at_once_and_one_before_the_first_step_does() {
     let scene = Scene::with_corpus();
     // Each step takes longer than a test waits.
-    let slow = "--set training.global_batch_size=65536 --set training.local_batch_size=1";
+    let slow = "--set training.global_batch_size=16384 --set training.local_batch_size=1";
     for workers in [1, 2] {
         let train = format!("train tiny.toml --workers {workers} {slow} --set run.name=slow-{workers}");
         let mut run = Running::start(scene.command(&train));
