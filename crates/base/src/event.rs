@@ -23,6 +23,11 @@ impl Event {
         self.0.as_ref().map(Arc::as_ptr) == other.0.as_ref().map(Arc::as_ptr)
     }
 
+    /// Whether there are other clones of it, or something will still complete it.
+    pub fn is_shared(&self) -> bool {
+        self.0.as_ref().is_some_and(|latch| Arc::strong_count(latch) > 1)
+    }
+
     /// Why it will never be done, if something that was issued before it has failed.
     pub fn failure(&self) -> Option<String> {
         self.0.as_ref().and_then(|latch| latch.lock().outcome.clone()?.err())

@@ -107,7 +107,7 @@ fn comm(error: &CommError) -> Option<&'static str> {
         CommError::Interface { .. } => {
             "check [comm] interface, TRIREME_INTERFACE, NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         }
-        CommError::ListenForPeers { .. } => "check [comm] interface and ports",
+        CommError::ListenForPeers { .. } => "check [comm] interface, and widen [comm] ports if none is free",
         _ => return None,
     })
 }

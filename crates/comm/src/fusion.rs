@@ -55,7 +55,7 @@ enum Part {
 }
 
 impl Fusion {
-    /// Reductions of `group` by `op`, in batches of at most `len_max` elements.
+    /// Reductions of `group` by `op`, in batches of at most `len_max` elements, all of one type.
     pub fn new(group: Arc<Group>, op: ReduceOp, len_max: usize) -> Self {
         let state = State { open: Batch::new(), free: Vec::new(), spare: Vec::new() };
         Fusion { group, op, len_max, state: Arc::new(Mutex::new(state)) }
@@ -102,6 +102,9 @@ impl Fusion {
     ///
     /// # Errors
     /// From the work: [`CommError::Allocate`] if there is no memory for a batch, and whatever ends a group.
+    ///
+    /// # Panics
+    /// If the elements of a short vector are of another type than those of earlier ones.
     pub fn all_reduce(&self, mut vector: Buffer<Untyped>) -> FusedWork {
         if !self.fuses(vector.len()) {
             self.close(&mut lock(&self.state));
@@ -140,6 +143,7 @@ impl Fusion {
                 memory.insert(whole)
             }
         };
+        assert_eq!(vector.dtype(), memory.dtype(), "the vectors of a fusion have one element type");
         if !self.group.is_dry() {
             let vector = vector.storage.bytes();
             let first = batch.len * memory.dtype().size();

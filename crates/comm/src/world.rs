@@ -10,11 +10,11 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
-/// Tells the ranks that join a world with these options, except `told`, that this one has failed, so that they do not wait. Without
-/// a job (it could not be read), ranks of any job with the same secret listen. Best effort, 10 s at most.
-pub fn report_failure(options: &JoinOptions, error: &dyn std::error::Error, told: &[Rank]) {
+/// Tells the ranks that join a world with these options, except `told`, that this one has failed and why, so that they do not wait.
+/// Without a job (it could not be read), ranks of any job with the same secret listen. Best effort, 10 s at most.
+pub fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
     if options.world_size > 1 && rendezvous::check_options(options).is_ok() {
-        rendezvous::report_failure(options, error, told);
+        rendezvous::report_failure(options, reason, told);
     }
 }
 

@@ -30,7 +30,7 @@ pub enum CorpusState {
     Current,
     /// It was prepared.
     Made,
-    /// Its inputs have changed, but the run resumes with what it began with.
+    /// Its inputs or their preparation have changed, but the run resumes with what it began with.
     Kept,
 }
 

@@ -146,6 +146,12 @@ impl LanguageTask {
             ));
         }
         notices.extend(report.notes());
+        if report.num_literal_names > 0 {
+            notices.push(
+                "[data] special_tokens_in_messages says what names of special tokens in messages are"
+                    .to_owned(),
+            );
+        }
         let own = pretrained.as_ref().map(|pretrained| pretrained.tokenizer_with(&tokenizer_sha256));
         let own = own.transpose()?.flatten();
         let tokenizer = match own {

@@ -112,7 +112,8 @@ impl NotJoined {
             // The others know of the rest, or there is nobody to tell.
             Some(_) => return,
         };
-        report_failure(&self.options, self.failure.as_ref(), told);
+        let hint = hints::hint(&self.failure).map(|hint| format!("; {hint}")).unwrap_or_default();
+        report_failure(&self.options, &format!("{:#}{hint}", self.failure), told);
     }
 }
 

@@ -133,6 +133,7 @@ fn names_of_special_tokens_in_messages_are_text() {
         let set = format!("--set data.special_tokens_in_messages={control} --set run.name={control}");
         let outcome = scene.run(&format!("train typed.toml {set}"));
         let is_noted = outcome.stdout.contains(&format!("1 name {note}"));
+        assert_eq!(outcome.stdout.contains("[data] special_tokens_in_messages says"), is_noted);
         outcome.succeeded();
         let report = read(&scene, &format!("runs/{control}/data/prepare.json"));
         assert_eq!((report["num_literal_names"].as_u64(), is_noted), (Some(found), found == 1));

@@ -63,7 +63,6 @@ use refusals::Refusals;
 use session::Session;
 pub(crate) use split::split;
 use star::{Meeting, Star};
-use std::error::Error;
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
@@ -214,7 +213,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
 }
 
 /// As [`crate::report_failure`].
-pub(crate) fn report_failure(options: &JoinOptions, error: &dyn Error, told: &[Rank]) {
+pub(crate) fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
     let now = Instant::now();
     let waiting = Waiting::new(None, now);
     let deadline = now + FAILURE_REPORT_MAX;
@@ -230,7 +229,7 @@ pub(crate) fn report_failure(options: &JoinOptions, error: &dyn Error, told: &[R
         deadline,
     };
     if check_secret(options, addresses.iter().map(SocketAddr::ip).chain(options.listen)).is_ok() {
-        joining.apologize(error, told);
+        joining.apologize(reason, told);
     }
 }
 

@@ -13,12 +13,11 @@ use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses, wait_for_any};
 use crate::{CommError, JoinOptions, TransportChoice};
 use rustix::event::{PollFd, PollFlags};
 use std::borrow::Cow;
-use std::error::Error;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use trireme_base::{Rank, with_sources};
+use trireme_base::Rank;
 
 /// The name of rank 0's host is looked up again after this long.
 const RESOLVED_MAX: Duration = Duration::from_secs(5);
@@ -140,10 +139,10 @@ impl Joining<'_> {
     }
 
     /// Tells the others that this rank cannot join and why; those who were told already know it. Best effort, until the deadline.
-    pub(super) fn apologize(&self, error: &dyn Error, told: &[Rank]) {
+    pub(super) fn apologize(&self, reason: &str, told: &[Rank]) {
         if self.options.rank == Rank::ROOT {
             if let Ok(master) = self.listen_as_root() {
-                lobby::dismiss(self, &master, &format!("rank 0 has failed: {}", with_sources(error)), told);
+                lobby::dismiss(self, &master, &format!("rank 0 has failed: {reason}"), told);
             }
             return;
         }
@@ -151,7 +150,7 @@ impl Joining<'_> {
         let hello = Hello::of_failed(self.options);
         if let Ok(Reception::Welcome(key)) = introduce(&stream, &hello.encode(), self.key, self.deadline) {
             let mut channel = Channel::to_root(stream, key);
-            let _ = channel.send(&Message::Report(Err(with_sources(error))), self.deadline);
+            let _ = channel.send(&Message::Report(Err(reason.to_owned())), self.deadline);
         }
     }
 

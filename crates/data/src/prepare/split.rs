@@ -19,13 +19,14 @@ struct HeldOut {
     tail_start: u64,
 }
 
-/// Chooses about `fraction` of the tokens, rounded, and at least one.
+/// Chooses about `fraction` of the tokens, rounded, and at least one, but not all.
 ///
 /// A document is long if it has more tokens than are held out in total. Short documents are held out as a whole: each one that still fits, in a fixed random
 /// order, until the fraction of the tokens of short documents is nearly reached, so that small and large ones are equally likely. The tail of the long
 /// documents is held out, too. If whole documents make up less than half of their share, the tail of all documents is held out instead.
 fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
-    let num_held_out = ((fraction * all.num_tokens() as f64).round() as u64).max(1);
+    let rounded = (fraction * all.num_tokens() as f64).round() as u64;
+    let num_held_out = rounded.min(all.num_tokens().saturating_sub(1)).max(1);
     let share = |num_tokens: u64| {
         (u128::from(num_held_out) * u128::from(num_tokens) / u128::from(all.num_tokens().max(1))) as u64
     };
@@ -187,6 +188,14 @@ mod tests {
         let [train, validation] = split_documents(&[(0..100).collect()], 0.05);
         assert_eq!(train, [(0..95).collect::<Vec<u32>>()]);
         assert_eq!(validation, [(95..100).collect::<Vec<u32>>()]);
+    }
+
+    #[test]
+    fn something_is_left_to_train_on() {
+        let [train, validation] = split_documents(&[vec![1; 50], vec![2; 50]], 0.995);
+        assert_eq!((train.concat().len(), validation.concat().len()), (50, 50));
+        let [train, validation] = split_documents(&[vec![1; 100]], 0.999);
+        assert_eq!((train.concat().len(), validation.concat().len()), (1, 99));
     }
 
     #[test]

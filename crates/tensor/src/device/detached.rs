@@ -73,7 +73,7 @@ struct State {
     copies: Vec<Copying>,
     /// The vector clock of each stream: how many jobs of every stream run before the next job that is issued to this one.
     clocks: [Clock; NUM_STREAMS],
-    /// The pending events of this device, each with the clock of its stream when it was recorded.
+    /// The events of this device for which somebody may still wait, each with the clock of its stream when it was recorded.
     events: Vec<(Event, Clock)>,
     /// Jobs that may run although nobody waits.
     allowance: usize,
@@ -124,16 +124,18 @@ impl Backend for Detached {
     /// Panics if the kernel races with a copy: one of them writes memory that the other one works with, and the kernel does not
     /// wait for the copy.
     fn run(&self, call: Call) {
-        self.queue.check_races(&call);
+        self.queue.check_races(call.name(), &call);
         self.queue.push(Stream::Compute, Job::Run(Box::new(move |cpu| cpu.run(call))));
     }
 
     fn upload(&self, from: &[u8], mut to: OperandMut) {
+        self.queue.check_races("upload", &to);
         let bytes = from.to_vec();
         self.queue.copy(Stream::Compute, move |cpu| to.bytes(cpu).copy_from_slice(&bytes));
     }
 
     fn download(&self, from: Operand, to: &mut [u8]) {
+        self.queue.check_races("download", &from);
         let copied = Arc::new(Mutex::new(Vec::new()));
         let shared = Arc::clone(&copied);
         self.queue.copy(Stream::Compute, move |cpu| {
@@ -194,13 +196,13 @@ impl Drop for Detached {
 }
 
 impl Queue {
-    fn check_races(&self, call: &Call) {
-        let (state, name) = (self.lock(), call.name());
+    fn check_races(&self, name: &str, operands: &impl Operands) {
+        let state = self.lock();
         // With an ignored wait, a test compares the bits that a race leaves. After a failure, no job runs.
         if self.options.ignored_wait.is_some() || state.failure.is_some() {
             return;
         }
-        call.for_each_operand(&mut |operand, access| {
+        operands.for_each_operand(&mut |operand, access| {
             let races = |copy: &Copying| {
                 let is_awaited =
                     state.clocks[Stream::Compute as usize][copy.stream as usize] >= copy.position;
@@ -209,7 +211,7 @@ impl Queue {
                 conflicts && !is_awaited && !has_run && copy.operand.overlaps(operand)
             };
             let has_race = state.copies.iter().any(races);
-            assert!(!has_race, "the kernel {name} does not wait for a copy of its memory");
+            assert!(!has_race, "{name} does not wait for a copy of its memory");
         });
     }
 
@@ -233,7 +235,7 @@ impl Queue {
         let event = latch.event();
         let clock = self.push(stream, Job::Complete(latch));
         let mut state = self.lock();
-        state.events.retain(|(event, _)| !event.is_done());
+        state.events.retain(|(event, _)| event.is_shared());
         state.events.push((event.clone(), clock));
         drop(state);
         event
@@ -378,7 +380,11 @@ impl Job {
 impl State {
     /// Orders the jobs that are issued to a stream from now on after an event, and after every job that precedes the event. An event that is not
     /// known here may follow any job that was issued: the events of groups of ranks do, and are done early if an exchange fails.
+    /// [`Event::DONE`] follows none.
     fn await_event(&mut self, stream: Stream, event: &Event) {
+        if event.is_same(&Event::DONE) {
+            return;
+        }
         let of_event = self.events.iter().find(|(known, _)| known.is_same(event)).map(|(_, clock)| *clock);
         let all_issued = || std::array::from_fn(|stream| self.clocks[stream][stream]);
         let of_event = of_event.unwrap_or_else(all_issued);

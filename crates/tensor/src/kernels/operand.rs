@@ -67,7 +67,7 @@ impl Operand {
     /// Whether a byte belongs to both.
     pub(crate) fn overlaps(&self, other: &Operand) -> bool {
         let (own, other) = (self.addresses(), other.addresses());
-        own.start < other.end && other.start < own.end
+        own.start.max(other.start) < own.end.min(other.end)
     }
 
     /// The bytes `range`, as an array of a shape and type. Panics if they lie outside.

@@ -3,8 +3,8 @@
 use super::{FLOATS, assert_near, empty, on_all, random, rounded, rounding, shaped, tensor, wide};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
-use trireme_base::{DType, Latch, Pending};
-use trireme_tensor::{BackendKind, DetachedOptions, Device, DeviceOptions};
+use trireme_base::{DType, Event, Latch, Pending};
+use trireme_tensor::{BackendKind, DetachedOptions, Device, DeviceOptions, Tensor};
 
 #[test]
 fn memory_begins_as_zeros_where_it_is_asked_for_and_comes_back_as_it_was_left() {
@@ -159,25 +159,38 @@ fn a_failure_of_one_device_reaches_who_waits_for_another() {
 }
 
 #[test]
-fn a_kernel_that_does_not_wait_for_a_copy_of_its_memory_is_found() {
-    for is_awaited in [true, false] {
+fn work_that_does_not_wait_for_a_copy_of_its_memory_is_found() {
+    let host_memory = |bytes: usize| Arc::new(Mutex::new(Some(vec![0_u8; bytes])));
+    let works: [fn(&Device, &mut Tensor); 3] = [
+        |device, x| device.zero(x.view_mut()),
+        |device, x| device.upload(&[1.0_f32; 100], x.view_mut()),
+        |device, x| device.download(x.view(), &mut [0.0_f32; 100]),
+    ];
+    for (work, is_awaited) in works.iter().flat_map(|work| [(work, true), (work, false)]) {
         for seed in 0..4 {
             let backend = BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
             let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
             let device = Device::open(options).unwrap();
-            let mut x = tensor(&device, &random(100, "x"));
-            // The copy cannot run before the end of the test.
+            let [mut x, mut other] = ["x", "other"].map(|name| tensor(&device, &random(100, name)));
+            // The copy cannot run before the end of the test, or before a thread that waits has it.
             let held = Latch::new(|| ());
-            let mut host = Pending::until(held.event(), Arc::new(Mutex::new(Some(vec![0_u8; 400]))));
+            let mut host = Pending::until(held.event(), host_memory(400));
             let run = AssertUnwindSafe(|| {
                 device.upload_later(&mut host, 0, x.view_mut());
+                // A copy of other memory is awaited, which orders nothing after the first.
+                let mut copied = Pending::until(Event::DONE, host_memory(400));
+                device.download_later(other.view(), &mut copied, 0);
+                device.wait_for(&copied.event());
+                device.wait_for(&Event::DONE);
                 if is_awaited {
+                    held.complete(Ok(()));
                     device.wait_for(&host.event());
                 }
-                device.zero(x.view_mut());
+                work(&device, &mut x);
             });
             assert_eq!(catch_unwind(run).is_ok(), is_awaited);
             held.complete(Ok(()));
+            device.zero(other.view_mut());
         }
     }
 }

@@ -28,7 +28,7 @@ pub(super) fn run(args: &DiskArgs) -> Result<()> {
         measure_bandwidth(&args.folder, args.block_bytes, &SwapOptions::default())?;
     if args.json {
         let measurement = json!({
-            "folder": args.folder,
+            "folder": args.folder.display().to_string(),
             "method": description.method.to_string(),
             "block_bytes": args.block_bytes,
             "read_bytes_per_second": read,

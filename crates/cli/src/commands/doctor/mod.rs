@@ -218,7 +218,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     if args.json {
         let report = json!({
             "version": env!("CARGO_PKG_VERSION"),
-            "machine": machine,
+            "machine": serde_json::to_value(&machine)?,
             "uses": uses,
             "products": products,
             "warnings": warnings,

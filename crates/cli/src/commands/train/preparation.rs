@@ -41,8 +41,8 @@ pub(super) fn prepare_run(
         // The launcher has said so.
         _ if error_log().is_some() => {}
         CorpusState::Kept => remark(
-            "warning: the inputs have changed, but the run resumes with the corpus that it began with; to train on \
-             the new text, start again with --resume never",
+            "warning: the inputs, or the way in which they are prepared, have changed, but the run resumes with the corpus \
+             that it began with; to train on the new one, start again with --resume never",
         ),
         CorpusState::Made if version > 1 => {
             let folder = corpus_folder(&config.data().folder, version);

@@ -62,7 +62,7 @@ impl Area {
     }
 
     fn ring(&self, purpose: Purpose, receiver: usize) -> Place {
-        debug_assert_ne!(purpose, Purpose::Control, "notices go over sockets");
+        assert_ne!(purpose, Purpose::Control, "notices go over sockets");
         assert!(receiver < self.num_members, "member {receiver} is one of {}", self.num_members);
         let index = purpose as usize * self.num_members + receiver;
         Place::new(Arc::clone(&self.memory), self.offset + rings_start() + index * RING_BYTES)
