@@ -59,22 +59,9 @@ pub struct CostModel {
     pub copy_seconds_per_byte: f64,
 }
 
-/// Seconds of `collective` by `algorithm`: flat algorithms are [simulated](simulate()), of hierarchical ones each phase.
-///
-/// # Panics
-/// If the algorithm does not fit ([`fits`](super::fits)).
-pub fn predict(
-    collective: Collective,
-    algorithm: Algorithm,
-    hosts: &Hosts,
-    element_bytes: usize,
-    model: &CostModel,
-) -> f64 {
-    Predictor::new(collective, hosts, element_bytes, model).predict(algorithm)
-}
-
-/// The fastest algorithm by [prediction](predict), the first of equals; with `canonical_only` among the [canonical](is_canonical)
-/// ones. Deterministic, so all ranks with the same arguments choose the same.
+/// The algorithm with the least predicted time, the first of equals; with `canonical_only` among the [canonical](is_canonical)
+/// ones. Flat algorithms are [simulated](simulate()), of hierarchical ones each phase. Deterministic, so all ranks with the same
+/// arguments choose the same.
 ///
 /// Takes milliseconds with dozens of ranks: an executor keeps the choice.
 pub fn choose(
@@ -96,7 +83,8 @@ pub fn choose(
     fastest
 }
 
-struct Predictor<'a> {
+/// Predicts the seconds of algorithms for one collective.
+pub(super) struct Predictor<'a> {
     collective: Collective,
     hosts: &'a Hosts,
     element_bytes: usize,
@@ -109,11 +97,17 @@ struct Predictor<'a> {
 type PhaseKey = (Collective, FlatAlgorithm, usize, Option<usize>);
 
 impl<'a> Predictor<'a> {
-    fn new(collective: Collective, hosts: &'a Hosts, element_bytes: usize, model: &'a CostModel) -> Self {
+    pub(super) fn new(
+        collective: Collective,
+        hosts: &'a Hosts,
+        element_bytes: usize,
+        model: &'a CostModel,
+    ) -> Self {
         Predictor { collective, hosts, element_bytes, model, timed: Vec::new() }
     }
 
-    fn predict(&mut self, algorithm: Algorithm) -> f64 {
+    /// Panics if the algorithm does not [fit](super::fits).
+    pub(super) fn predict(&mut self, algorithm: Algorithm) -> f64 {
         match algorithm {
             Algorithm::Flat(FlatAlgorithm::Direct) => self.direct(self.collective, self.hosts.world_size()),
             Algorithm::Flat(flat) => {

@@ -10,7 +10,7 @@
 //!
 //! # One entry
 //! [`steps`] makes the steps of a rank for a [`Collective`] by an [`Algorithm`]; [`algorithms_for`] lists those that fit, and
-//! [`choose`] takes the one that [`predict`] finds the fastest. A hierarchical algorithm is also a list of [`phases`], so that an
+//! [`choose`] predicts which is the fastest. A hierarchical algorithm is also a list of [`phases`], so that an
 //! executor may do those within a host by shared memory.
 //!
 //! Steps, bytes and sources of all algorithms are in `docs/collectives.md`; tests hold them to it.
@@ -42,7 +42,7 @@ pub use algorithm::{Algorithm, FlatAlgorithm, Hierarchy, Leaders};
 pub use all_gather::all_gather_pairwise;
 pub use all_to_all::{all_to_all_variable, all_to_all_variable_by_hosts};
 pub use blocks::{block, owned_range, segments};
-pub use cost::{CostModel, DirectCost, LinkCost, choose, predict};
+pub use cost::{CostModel, DirectCost, LinkCost, choose};
 pub use hierarchy::{Members, Phase, phases};
 pub use hosts::Hosts;
 pub use kind::{Collective, CollectiveKind, Data, DataFlow, RootRole};

@@ -1,4 +1,3 @@
-use std::fmt;
 use std::ops::Range;
 use trireme_base::Rank;
 
@@ -181,48 +180,4 @@ impl Step {
 pub fn scratch_len(steps: &[Step]) -> usize {
     let scratch = steps.iter().flat_map(Step::spans).filter(|span| span.memory == Memory::Scratch);
     scratch.map(|span| span.range.end).max().unwrap_or(0)
-}
-
-/// Writes `vector[16..32]`.
-impl fmt::Display for Span {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let memory = match self.memory {
-            Memory::Vector => "vector",
-            Memory::Input => "input",
-            Memory::Scratch => "scratch",
-        };
-        write!(f, "{memory}[{}..{}]", self.range.start, self.range.end)
-    }
-}
-
-/// Writes `send 3 vector[0..16]`.
-impl fmt::Display for Outgoing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "send {} {}", self.to, self.span)
-    }
-}
-
-/// Writes `receive 2 vector[16..32]`, followed by `reduce left` or `reduce right`: the side of the elements already there.
-impl fmt::Display for Incoming {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "receive {} {}", self.from, self.span)?;
-        match self.action {
-            Action::Copy => Ok(()),
-            Action::Reduce { own: Side::Left } => f.write_str(" reduce left"),
-            Action::Reduce { own: Side::Right } => f.write_str(" reduce right"),
-        }
-    }
-}
-
-/// Writes both halves of an exchange with a bar between them, or `copy vector[0..4] to scratch[0..4]`.
-impl fmt::Display for Step {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Step::Exchange { send: Some(send), receive: Some(receive) } => write!(f, "{send} | {receive}"),
-            Step::Exchange { send: Some(send), receive: None } => send.fmt(f),
-            Step::Exchange { send: None, receive: Some(receive) } => receive.fmt(f),
-            Step::Exchange { send: None, receive: None } => f.write_str("nothing"),
-            Step::Copy { from, to } => write!(f, "copy {from} to {to}"),
-        }
-    }
 }

@@ -99,7 +99,7 @@ pub(super) fn interpret(
             }
             if let Step::Copy { from, to } = step {
                 let overlap = from.range.start < to.range.end && to.range.start < from.range.end;
-                assert!(from.memory != to.memory || !overlap, "rank {rank}: {step}");
+                assert!(from.memory != to.memory || !overlap, "rank {rank}: {step:?}");
                 let copied = own.of(from).to_vec();
                 own.of(to).copy_from_slice(&copied);
             }

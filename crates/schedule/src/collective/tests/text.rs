@@ -6,7 +6,38 @@ use super::matrix::{has_steps, programs_of, runs};
 fn text(collective: Collective, algorithm: &str, hosts: &Hosts, rank: usize) -> String {
     let algorithm = algorithm.parse().expect("a name");
     let steps = &programs_of(collective, algorithm, hosts)[rank];
-    steps.iter().map(|step| format!("{step}\n")).collect()
+    steps.iter().map(|step| step_text(step) + "\n").collect()
+}
+
+/// Both halves of an exchange with a bar between them, or `copy vector[0..4] to scratch[0..4]`.
+fn step_text(step: &Step) -> String {
+    match step {
+        Step::Exchange { send, receive } => {
+            let halves = [send.as_ref().map(send_text), receive.as_ref().map(receive_text)];
+            halves.into_iter().flatten().collect::<Vec<_>>().join(" | ")
+        }
+        Step::Copy { from, to } => format!("copy {} to {}", span_text(from), span_text(to)),
+    }
+}
+
+/// `send 3 vector[0..16]`.
+fn send_text(send: &Outgoing) -> String {
+    format!("send {} {}", send.to, span_text(&send.span))
+}
+
+/// `receive 2 vector[16..32]`, followed by `reduce left` or `reduce right`: the side of the elements already there.
+fn receive_text(receive: &Incoming) -> String {
+    let reduce = match receive.action {
+        Action::Copy => "",
+        Action::Reduce { own: Side::Left } => " reduce left",
+        Action::Reduce { own: Side::Right } => " reduce right",
+    };
+    format!("receive {} {}{reduce}", receive.from, span_text(&receive.span))
+}
+
+/// `vector[16..32]`.
+fn span_text(Span { memory, range }: &Span) -> String {
+    format!("{}[{}..{}]", format!("{memory:?}").to_lowercase(), range.start, range.end)
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Simulated times against formulas, and what is chosen by them.
 
+use super::super::cost::Predictor;
 use super::super::*;
 use super::interpreter::programs;
 use super::matrix::{placements, programs_of, runs, turns};
@@ -13,6 +14,11 @@ const MODEL: CostModel = CostModel {
     reduce_seconds_per_byte: 1e-10,
     copy_seconds_per_byte: 5e-11,
 };
+
+/// Seconds of `collective` by `algorithm`.
+fn predict(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> f64 {
+    Predictor::new(collective, hosts, 4, &MODEL).predict(algorithm)
+}
 
 fn assert_close(seconds: f64, expected: f64, within: f64, what: &str) {
     assert!((seconds / expected - 1.0).abs() <= within, "{what}: {seconds} s, expected {expected} s");
@@ -84,7 +90,7 @@ fn simulated_times_are_those_of_the_formulas() {
             (CollectiveKind::Barrier.with_len(0), A::Dissemination, log * alpha),
         ];
         for (collective, algorithm, expected) in formulas {
-            let seconds = predict(collective, algorithm.into(), &hosts, 4, &MODEL);
+            let seconds = predict(collective, algorithm.into(), &hosts);
             assert_close(seconds, expected, 1e-9, &format!("{collective} by {algorithm}, {n} ranks"));
         }
     }
@@ -149,7 +155,7 @@ fn phases_predict_what_whole_programs_take() {
             {
                 continue;
             }
-            let predicted = predict(collective, algorithm, &hosts, 4, &MODEL);
+            let predicted = predict(collective, algorithm, &hosts);
             let simulated = simulate(&programs_of(collective, algorithm, &hosts), &hosts, 4, &MODEL);
             assert_close(predicted, simulated, 0.5, &format!("{algorithm} on {hosts:?}"));
         }
@@ -178,10 +184,10 @@ fn a_choice_does_not_depend_on_the_candidates_that_are_left_out() {
         for collective in collectives(hosts.world_size(), 1000) {
             let algorithm = choose(collective, &hosts, 4, &MODEL, true);
             assert!(is_canonical(collective, algorithm, &hosts));
-            let fastest = predict(collective, algorithm, &hosts, 4, &MODEL);
+            let fastest = predict(collective, algorithm, &hosts);
             let all = algorithms_for(collective, &hosts).into_iter();
             let canonical = all.filter(|&other| is_canonical(collective, other, &hosts));
-            canonical.for_each(|other| assert!(predict(collective, other, &hosts, 4, &MODEL) >= fastest));
+            canonical.for_each(|other| assert!(predict(collective, other, &hosts) >= fastest));
         }
     }
 }
