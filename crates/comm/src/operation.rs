@@ -85,19 +85,6 @@ pub struct Operation {
 /// The encoding of an operation: kind, reduction, dtype, root, length.
 pub(crate) const OPERATION_WORDS: usize = 2;
 
-const DTYPES: [DType; 10] = [
-    DType::F32,
-    DType::F64,
-    DType::F16,
-    DType::Bf16,
-    DType::U8,
-    DType::U16,
-    DType::U32,
-    DType::U64,
-    DType::I32,
-    DType::I64,
-];
-
 impl Operation {
     /// No rank leaves before every rank has entered.
     pub const BARRIER: Operation = Operation::of(CollectiveKind::Barrier.with_len(0), DType::U8);
@@ -218,27 +205,22 @@ impl Operation {
     /// The operation in two words; equal operations give equal words.
     pub(crate) fn encode(self) -> [u64; OPERATION_WORDS] {
         let kind = OperationKind::all().position(|kind| kind == self.kind).expect("every kind is listed");
-        let op = self.op.map_or(0, |op| position(&ReduceOp::ALL, op));
-        let (dtype, root) = (position(&DTYPES, self.dtype), self.root.map_or(0, |root| root.0));
+        let (op, root) = (self.op.map_or(0, |op| op as u64), self.root.map_or(0, |root| root.0));
         // Zeros are no operation.
         let kind = kind as u64 + 1;
-        [kind | (op as u64) << 8 | (dtype as u64) << 16 | (root as u64) << 32, self.len as u64]
+        [kind | op << 8 | (self.dtype as u64) << 16 | (root as u64) << 32, self.len as u64]
     }
 
     /// Reads what [`encode`](Operation::encode) wrote; `None` if the words come from something else.
     pub(crate) fn decode(words: [u64; OPERATION_WORDS]) -> Option<Self> {
         let field = |shift: u32| usize::from((words[0] >> shift) as u8);
         let kind = OperationKind::all().nth(field(0).checked_sub(1)?)?;
-        let (op, dtype) = (*ReduceOp::ALL.get(field(8))?, *DTYPES.get(field(16))?);
+        let (op, dtype) = (*ReduceOp::ALL.get(field(8))?, *DType::ALL.get(field(16))?);
         let root = Rank((words[0] >> 32) as usize);
         let len = usize::try_from(words[1]).ok()?;
         let operation = Operation::from_fields(kind, Some(op), Some(root), dtype, len)?;
         (operation.encode() == words).then_some(operation)
     }
-}
-
-fn position<T: PartialEq>(all: &[T], one: T) -> usize {
-    all.iter().position(|candidate| *candidate == one).expect("every variant is in the table")
 }
 
 impl fmt::Display for Operation {
@@ -272,7 +254,7 @@ mod tests {
     #[test]
     fn encodings_are_distinct_and_read_back() {
         let mut all = vec![Operation::ALL_GATHER_BYTES, Operation::BARRIER];
-        for dtype in DTYPES {
+        for dtype in DType::ALL {
             all.push(Operation::all_to_all_variable(dtype));
             for len in [0, 1, usize::MAX] {
                 all.extend([
@@ -301,6 +283,56 @@ mod tests {
             assert_eq!(Operation::decode(operation.encode()), Some(*operation));
             assert!(all[..index].iter().all(|earlier| earlier.encode() != operation.encode()));
         }
+    }
+
+    /// Ranks of different builds compare these numbers.
+    #[test]
+    fn wire_numbers_stay() {
+        let kinds = [
+            (1, "all_reduce"),
+            (2, "reduce"),
+            (3, "broadcast"),
+            (4, "all_gather"),
+            (5, "reduce_scatter"),
+            (6, "gather"),
+            (7, "scatter"),
+            (8, "all_to_all"),
+            (9, "barrier"),
+            (10, "all_to_all_variable"),
+            (11, "all_to_all_variable_by_hosts"),
+            (12, "all_gather_bytes"),
+            (13, "message"),
+        ];
+        let found = OperationKind::all().map(|kind| {
+            let operation = Operation::from_fields(kind, Some(ReduceOp::Sum), Some(Rank(0)), DType::U8, 0);
+            (operation.expect("all fields").encode()[0] & 0xff, kind.name())
+        });
+        assert_eq!(Vec::from_iter(found), kinds);
+        let collective = CollectiveKind::AllReduce.with_len(7);
+        let word = |op, dtype| Operation::reduction_of(collective, op, dtype).encode()[0];
+        let reductions = [
+            (ReduceOp::Sum, 0),
+            (ReduceOp::Mean, 1),
+            (ReduceOp::Prod, 2),
+            (ReduceOp::Max, 3),
+            (ReduceOp::Min, 4),
+        ];
+        assert_eq!(reductions.map(|(op, _)| op), ReduceOp::ALL);
+        assert!(reductions.iter().all(|&(op, number)| word(op, DType::F32) == 1 | number << 8));
+        let dtypes = [
+            (DType::F32, 0),
+            (DType::F64, 1),
+            (DType::F16, 2),
+            (DType::Bf16, 3),
+            (DType::U8, 4),
+            (DType::U16, 5),
+            (DType::U32, 6),
+            (DType::U64, 7),
+            (DType::I32, 8),
+            (DType::I64, 9),
+        ];
+        assert_eq!(dtypes.map(|(dtype, _)| dtype), DType::ALL);
+        assert!(dtypes.iter().all(|&(dtype, number)| word(ReduceOp::Sum, dtype) == 1 | number << 16));
     }
 
     #[test]
