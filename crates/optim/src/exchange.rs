@@ -76,7 +76,7 @@ impl Optimizer {
         }
         let none = View::from_f32s(&[], [0].into());
         let to_momentum = |rule: &dyn Rule, member: &Member, step: &UnitStep<'_>| {
-            rule.compressed_adam().map(|rule| Update::ToMomentum(rule.adam_step(member, step).adamw))
+            rule.compressed_adam().map(|rule| Update::ToMomentum(rule.adam_step(member, step)))
         };
         self.run(device, unit, grads, none, settings, to_momentum);
     }

@@ -4,13 +4,13 @@ use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
-use trireme_tensor::updates::{AdamStep, AdamWStep, Update};
+use trireme_tensor::updates::{AdamWStep, Update};
 
 pub(super) const MOMENTS: &[StateSpec] = &[StateSpec::new("exp_avg"), StateSpec::second_moment("exp_avg_sq")];
 
 /// The numbers of an update of Adam or one of its variants.
 pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> AdamWStep {
-    let own = member.settings;
+    let (own, number) = (member.settings, step.number(member));
     AdamWStep {
         lr: step.lr(own),
         beta1: own.beta1.unwrap_or(settings.beta1 as f32),
@@ -19,7 +19,8 @@ pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &Un
         epsilon: settings.eps as f32,
         weight_decay: own.weight_decay,
         grad_scale: step.grad_scale(),
-        step: step.number(member),
+        step: number,
+        num_second: number,
     }
 }
 
@@ -68,9 +69,9 @@ impl CompressedAdam {
         self.schedule.at(step).0
     }
 
-    pub(crate) fn adam_step(&self, member: &Member, step: &UnitStep<'_>) -> AdamStep {
+    pub(crate) fn adam_step(&self, member: &Member, step: &UnitStep<'_>) -> AdamWStep {
         let num_second = self.schedule.at(step.number(member)).1;
-        AdamStep { adamw: adamw_step(self.settings, member, step), num_second }
+        AdamWStep { num_second, ..adamw_step(self.settings, member, step) }
     }
 }
 
@@ -82,7 +83,7 @@ impl Rule for CompressedAdam {
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
         let adam = self.adam_step(member, step);
         match self.updates_second_moment(step.number(member)) {
-            true => Update::CountedAdam(adam),
+            true => Update::AdamW(adam),
             false => Update::FrozenAdam(adam),
         }
     }

@@ -11,8 +11,15 @@ use trireme_tensor::{
 
 const LEN: usize = 3000;
 
-const ADAMW: AdamWStep =
-    AdamWStep { lr: 1e-2, beta2: 0.95, weight_decay: 0.1, grad_scale: 0.5, step: 2, ..AdamWStep::DEFAULT };
+const ADAMW: AdamWStep = AdamWStep {
+    lr: 1e-2,
+    beta2: 0.95,
+    weight_decay: 0.1,
+    grad_scale: 0.5,
+    step: 2,
+    num_second: 2,
+    ..AdamWStep::DEFAULT
+};
 
 /// One update of AdamW (Loshchilov, Hutter 2019), with its moments: those of zero gradients before.
 fn adamw(parameter: f64, gradient: f64) -> [f64; 3] {

@@ -21,8 +21,11 @@ pub struct AdamWStep {
     pub weight_decay: f32,
     /// Every gradient is multiplied by this first: mean over microbatches, and clipping.
     pub grad_scale: f32,
-    /// Number of this step, from 1: corrects the moments' bias.
+    /// Number of this step, from 1: corrects the bias of the first moment.
     pub step: u64,
+    /// Updates that the second moment has seen, this one included: corrects its bias. The number of the step, unless the second
+    /// moment is not updated in every step.
+    pub num_second: u64,
 }
 
 impl AdamWStep {
@@ -36,16 +39,8 @@ impl AdamWStep {
         weight_decay: 0.0,
         grad_scale: 1.0,
         step: 1,
+        num_second: 1,
     };
-}
-
-/// The numbers of one update of Adam or one of its variants.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AdamStep {
-    /// As in AdamW; what the decay is added to, the rule says.
-    pub adamw: AdamWStep,
-    /// Updates that the second moment has seen, this one included: corrects its bias.
-    pub num_second: u64,
 }
 
 /// The numbers of one SGD update with momentum (as PyTorch defines it: dampening 0).
@@ -126,14 +121,12 @@ pub enum Update {
     Adam(AdamWStep),
     /// Adam of which the second moment does not change, with decoupled decay; states as AdamW. No sums. Where the second moment
     /// is zero there is no step but for the decay.
-    FrozenAdam(AdamStep),
+    FrozenAdam(AdamWStep),
     /// The second half of [`Update::FrozenAdam`]: the gradient is the new first moment already.
-    FromMomentum(AdamStep),
+    FromMomentum(AdamWStep),
     /// The first half of [`Update::FrozenAdam`]: gradients, in the place of the parameters, become the new first moment; state:
     /// first moment, which stays as it is. No sums, no other gradients.
     ToMomentum(AdamWStep),
-    /// AdamW with a count of its own for the second moment; states as AdamW. No sums.
-    CountedAdam(AdamStep),
     /// SGD; state: velocity. No sums.
     Momentum(MomentumStep),
     /// Lion; state: momentum. No sums.
@@ -191,9 +184,9 @@ struct Corrected {
 }
 
 impl Corrected {
-    fn new(AdamStep { adamw: s, num_second }: AdamStep) -> Self {
+    fn new(s: AdamWStep) -> Self {
         let correction1 = (1.0 - f64::from(s.beta1).powf(s.step as f64)) as f32;
-        let correction2 = (1.0 - f64::from(s.beta2).powf(num_second as f64)) as f32;
+        let correction2 = (1.0 - f64::from(s.beta2).powf(s.num_second as f64)) as f32;
         Corrected {
             step: s,
             step_size: s.lr / correction1,
@@ -202,10 +195,6 @@ impl Corrected {
             root2: 1.0 / correction2.sqrt(),
             keep: 1.0 - s.lr * s.weight_decay,
         }
-    }
-
-    fn of(adamw: AdamWStep) -> Self {
-        Corrected::new(AdamStep { adamw, num_second: adamw.step })
     }
 
     /// What the update goes along, for a new first moment `m` and a gradient `g`.
@@ -405,7 +394,7 @@ impl Update {
     pub(crate) fn cost(&self) -> ElementCost {
         use Access::{Change, Read, Skip};
         let (num_operations, parameter, gradient, states) = match self {
-            Update::AdamW(_) | Update::Adam(_) | Update::CountedAdam(_) => (16, Change, Read, [Change; 2]),
+            Update::AdamW(_) | Update::Adam(_) => (16, Change, Read, [Change; 2]),
             Update::FrozenAdam(_) => (12, Change, Read, [Change, Read]),
             Update::FromMomentum(_) => (9, Change, Read, [Change, Read]),
             Update::ToMomentum(_) => (4, Change, Skip, [Read, Skip]),
@@ -440,13 +429,10 @@ impl Update {
         }
         match *self {
             Update::AdamW(step) => {
-                each!(with c = Corrected::of(step); |p, g, m, v| adamw(features, p, g, m, v, c))
+                each!(with c = Corrected::new(step); |p, g, m, v| adamw(features, p, g, m, v, c))
             }
             Update::Adam(step) => {
-                each!(with c = Corrected::of(step); |p, g, m, v| adam(features, p, g, m, v, c))
-            }
-            Update::CountedAdam(step) => {
-                each!(with c = Corrected::new(step); |p, g, m, v| adamw(features, p, g, m, v, c))
+                each!(with c = Corrected::new(step); |p, g, m, v| adam(features, p, g, m, v, c))
             }
             Update::FrozenAdam(step) => {
                 each!(with c = Corrected::new(step); |p, g, m, v| frozen_adam(features, p, g, m, v, c))
@@ -460,11 +446,11 @@ impl Update {
             Update::Norms { grad_scale } => walk.run(p, g, |p, g, _, _| norms(features, p, g, grad_scale)),
             Update::Lars(step) => each!(|p, g, m, _v| lars(features, p, g, m, step)),
             Update::LambMoments(step) => {
-                let c = Corrected::of(step);
+                let c = Corrected::new(step);
                 walk.run(p, g, |p, g, m, v| lamb_moments(features, p, g, m, v, c))
             }
             Update::Lamb(step) => {
-                each!(with c = Corrected::of(step); |p, _g, m, v| lamb(features, p, m, v, c))
+                each!(with c = Corrected::new(step); |p, _g, m, v| lamb(features, p, m, v, c))
             }
             Update::RmsMoment(step) => walk.run(p, g, |_, g, v, _| [rms_moment(features, g, v, step), 0.0]),
             Update::Rms(step) => each!(|p, g, v, _w| rms(features, p, g, v, step)),

@@ -1,6 +1,6 @@
 mod narrow;
 
-use super::rules::{AdamStep, AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep, RmsStep};
+use super::rules::{AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep, RmsStep};
 use super::*;
 use crate::kernels::cpu::test_support::{
     Exact, affordable, assert_close, cases, exactly, not_finite, random, run,
@@ -11,8 +11,15 @@ use proptest::prelude::*;
 /// Numbers of elements: none, one, about the widths of registers, two tasks and a rest.
 const LENGTHS: [usize; 9] = [1, 0, 15, 16, 17, 33, 65, 16 * 1024, 33 * 1024 + 5];
 
-const ADAMW: AdamWStep =
-    AdamWStep { lr: 0.01, beta2: 0.95, weight_decay: 0.1, grad_scale: 0.5, step: 3, ..AdamWStep::DEFAULT };
+const ADAMW: AdamWStep = AdamWStep {
+    lr: 0.01,
+    beta2: 0.95,
+    weight_decay: 0.1,
+    grad_scale: 0.5,
+    step: 3,
+    num_second: 3,
+    ..AdamWStep::DEFAULT
+};
 
 const MOMENTUM: MomentumStep =
     MomentumStep { lr: 0.05, momentum: 0.9, nesterov: true, weight_decay: 0.1, grad_scale: 0.5, step: 3 };
@@ -87,7 +94,7 @@ fn adamw_f64(s: AdamWStep, (parameter, grad, first, second): (f64, f64, f64, f64
     let grad = scale * grad;
     let first = sum(&[beta1 * first, (1.0 - beta1) * grad]);
     let second = sum(&[beta2 * second, (1.0 - beta2) * grad * grad]);
-    let corrected = second.value / (1.0 - beta2.powf(s.step as f64));
+    let corrected = second.value / (1.0 - beta2.powf(s.num_second as f64));
     let factor = lr / (corrected.sqrt() + epsilon);
     let (nu, mean) = (f64::from(s.nu), 1.0 / (1.0 - beta1.powf(s.step as f64)));
     let direction = nu * mean * first.value + (1.0 - nu) * grad;
@@ -160,7 +167,7 @@ proptest! {
         nu in prop_oneof![Just(1.0), 0.0_f32..1.0],
     ) {
         let inputs = Inputs::new(len, 2.0_f32.powi(range));
-        let adamw = AdamWStep { lr, beta1, beta2, nu, weight_decay, grad_scale, step, ..ADAMW };
+        let adamw = AdamWStep { lr, beta1, beta2, nu, weight_decay, grad_scale, step, num_second: step, ..ADAMW };
         check_adamw(&inputs, adamw);
         check_momentum(&inputs, MomentumStep { lr, momentum: beta1, nesterov, weight_decay, grad_scale, step });
     }
@@ -170,7 +177,7 @@ proptest! {
 fn the_first_step_of_adamw_has_the_size_of_the_learning_rate() {
     let mut inputs = Inputs { first: vec![0.0; 40], second: vec![0.0; 40], ..Inputs::new(40, 1.0) };
     inputs.parameters.fill(0.0);
-    let [parameters, ..] = inputs.adamw(AdamWStep { weight_decay: 0.0, step: 1, ..ADAMW });
+    let [parameters, ..] = inputs.adamw(AdamWStep { weight_decay: 0.0, step: 1, num_second: 1, ..ADAMW });
     for (parameter, grad) in parameters.iter().zip(&inputs.grads) {
         let expected = -ADAMW.lr * grad.signum();
         assert!((parameter - expected).abs() < 1e-3 * ADAMW.lr, "{grad}: {parameter}");
@@ -234,7 +241,7 @@ fn what_is_not_finite_reaches_its_own_parameter_only() {
 
 #[test]
 fn elements_without_a_frozen_second_moment_stay() {
-    let adam = AdamStep { adamw: AdamWStep { weight_decay: 0.0, ..ADAMW }, num_second: 2 };
+    let adam = AdamWStep { weight_decay: 0.0, num_second: 2, ..ADAMW };
     for rule in [Update::FrozenAdam(adam), Update::FromMomentum(adam)] {
         let Inputs { parameters: before, grads, mut first, mut second } = Inputs::new(40, 1.0);
         (second[7], first[7]) = (0.0, 0.0);
@@ -254,12 +261,12 @@ fn elements_without_a_frozen_second_moment_stay() {
 
 /// Every update, with what is no part of the others' tests.
 fn updates() -> [Update; 17] {
-    let adam = AdamStep { adamw: ADAMW, num_second: 2 };
+    let adam = AdamWStep { num_second: 2, ..ADAMW };
     let rms = RmsStep { lr: 0.01, mixing: 0.1, keep: 0.99, grad_scale: 0.5 };
     [
         Update::AdamW(ADAMW),
         Update::Adam(ADAMW),
-        Update::CountedAdam(adam),
+        Update::AdamW(adam),
         Update::FrozenAdam(adam),
         Update::FromMomentum(adam),
         Update::ToMomentum(ADAMW),
