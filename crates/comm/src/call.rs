@@ -65,10 +65,8 @@ pub(crate) enum Payload {
     Nothing,
     /// The vector of an operation in place.
     Vector(Storage),
-    /// The vectors of an operation out of place.
-    Pair { input: Storage, output: Storage },
-    /// Those of an all-to-all with blocks of any lengths.
-    Variable { input: Storage, output: Storage, lens: BlockLens },
+    /// The vectors of an operation out of place, with the lengths of an all-to-all with blocks of any lengths.
+    Pair { input: Storage, output: Storage, lens: Option<BlockLens> },
     /// Control data of each rank: this rank's block before, all blocks after.
     Blocks(Vec<Vec<u8>>),
 }
@@ -99,7 +97,7 @@ impl Payload {
     pub(crate) fn wait(&mut self) {
         match self {
             Payload::Vector(vector) => vector.wait(),
-            Payload::Pair { input, output } | Payload::Variable { input, output, .. } => {
+            Payload::Pair { input, output, .. } => {
                 input.wait();
                 output.wait();
             }

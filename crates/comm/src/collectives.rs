@@ -163,7 +163,7 @@ impl Group {
             return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         }
         let lens = BlockLens::Own([send_lens.to_vec(), receive_lens.to_vec()]);
-        self.issue_variable(operation, (input, output), lens)
+        self.issue_pair(operation, (input, output), Some(lens))
     }
 
     /// As [`all_to_all_variable`](Group::all_to_all_variable), for several hosts of equally many ranks: blocks for another host go
@@ -206,7 +206,7 @@ impl Group {
                 ));
             }
         }
-        self.issue_variable(operation, (input, output), lens)
+        self.issue_pair(operation, (input, output), Some(lens))
     }
 
     /// Refuses a root that the group lacks, and an all-to-all of unequal blocks.
@@ -254,6 +254,6 @@ impl Group {
             );
             return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         }
-        self.issue_pair(operation, (input, output))
+        self.issue_pair(operation, (input, output), None)
     }
 }

@@ -152,53 +152,33 @@ impl Group {
         })
     }
 
-    /// Issues an operation out of place. The output has the type of the input.
+    /// Issues an operation out of place. The output has the type of the input. An all-to-all with blocks of any lengths has their
+    /// `lens`, and they fit into the vectors.
     pub(crate) fn issue_pair<T: Content>(
         &self,
         operation: Operation,
         (mut input, mut output): (Buffer<T>, Buffer<T>),
+        lens: Option<BlockLens>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         if let Err(error) = check_types(operation, &input, &output) {
             return Work::ready(Err(error));
         }
         let Some(executor) = &self.executor else {
+            let totals = lens.map(|lens| lens.totals(self.rank, self.world_size));
             if !self.is_dry() {
                 input.wait();
-                output.storage.bytes_mut().copy_from_slice(input.storage.bytes());
-            }
-            return self.dry_work(operation, (input, output));
-        };
-        let payload = Payload::Pair { input: input.storage, output: output.storage };
-        let ticket = executor.queue.submit(operation, payload);
-        Work::queued(ticket, |payload| match payload {
-            Payload::Pair { input, output } => (Buffer::from_storage(input), Buffer::from_storage(output)),
-            _ => unreachable!("an operation gives back the payload it took"),
-        })
-    }
-
-    /// Issues an all-to-all with blocks of any lengths, which fit into the vectors.
-    pub(crate) fn issue_variable<T: Content>(
-        &self,
-        operation: Operation,
-        (mut input, mut output): (Buffer<T>, Buffer<T>),
-        lens: BlockLens,
-    ) -> Work<(Buffer<T>, Buffer<T>)> {
-        if let Err(error) = check_types(operation, &input, &output) {
-            return Work::ready(Err(error));
-        }
-        let Some(executor) = &self.executor else {
-            let [sent, received] = lens.totals(self.rank, self.world_size);
-            if !self.is_dry() {
-                input.wait();
-                let [received, sent] = [received, sent].map(|len| len * input.dtype().size());
+                let lens = totals.unwrap_or([input.len(), output.len()]);
+                let [sent, received] = lens.map(|len| len * input.dtype().size());
                 output.storage.bytes_mut()[..received].copy_from_slice(&input.storage.bytes()[..sent]);
             }
-            return self.dry_work_of(operation, sent.max(received), (input, output));
+            let (_, len) = operation.elements();
+            let len = totals.map_or(len, |[sent, received]| sent.max(received));
+            return self.dry_work_of(operation, len, (input, output));
         };
-        let payload = Payload::Variable { input: input.storage, output: output.storage, lens };
+        let payload = Payload::Pair { input: input.storage, output: output.storage, lens };
         let ticket = executor.queue.submit(operation, payload);
         Work::queued(ticket, |payload| match payload {
-            Payload::Variable { input, output, .. } => {
+            Payload::Pair { input, output, .. } => {
                 (Buffer::from_storage(input), Buffer::from_storage(output))
             }
             _ => unreachable!("an operation gives back the payload it took"),

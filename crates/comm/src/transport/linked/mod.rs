@@ -334,8 +334,10 @@ impl Transport for Linked {
             Payload::Nothing => self.barrier(call, control),
             Payload::Blocks(blocks) => self.gather_blocks(call, blocks, control),
             Payload::Vector(storage) => self.vectors(call, (storage, None), control),
-            Payload::Pair { input, output } => self.vectors(call, (input, Some(output)), control),
-            Payload::Variable { input, output, lens } => self.variable(call, (input, output), lens, control),
+            Payload::Pair { input, output, lens: None } => self.vectors(call, (input, Some(output)), control),
+            Payload::Pair { input, output, lens: Some(lens) } => {
+                self.variable(call, (input, output), lens, control)
+            }
         }
     }
 
