@@ -96,6 +96,13 @@ impl OperationContext<'_> {
         Ok(scalar)
     }
 
+    /// [Adds](OperationContext::add_loss) the sum over the elements of `values`, which are f32, divided by `divisor`, to the loss.
+    pub(super) fn add_sum_to_loss(&mut self, values: View<'_>, divisor: f64, num_rows: usize) -> Result<()> {
+        let mut sum = self.empty([1], DType::F64)?;
+        self.device().sum_elements(values, divisor, sum.view_mut());
+        self.add_loss(sum, num_rows)
+    }
+
     /// Adds `sum / num_rows`, times the term's weight, to the loss, or reports it as a [metric](super::Recorder::apply_metric). `sum` is
     /// one f64, that over `num_rows` rows: for a loss as many in every pass over a microbatch of the same size, because its gradient is
     /// a mean over them; for a metric as many as there are.

@@ -28,7 +28,7 @@ pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedRuns, NotedExchanges, PendingE
 pub use backward::{add_to_grad, write_grad};
 pub use expert_axis::{ExpertAxis, ShadowedExperts};
 pub use forward::Recorder;
-pub(crate) use operation::has_no_gradient;
+pub(crate) use operation::declares;
 pub use operation::{
     BackwardContext, ForwardContext, GradSink, GradTarget, Op, Operand, Operation, OperationContext, ReadBy,
 };

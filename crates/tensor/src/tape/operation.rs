@@ -102,19 +102,65 @@ pub trait Operation: fmt::Debug + Send + Sync {
     }
 }
 
-/// What an [`Operation`] says whose outputs have no gradient: orders, counts, and means for metrics. A position's values depend on no other one.
-macro_rules! has_no_gradient {
-    () => {
+/// Implements methods of an [`Operation`] that return a constant, at the beginning of its `impl`: any of these, in any order.
+///
+/// | declaration | meaning |
+/// |---|---|
+/// | `inputs: 2..=3` | [`num_inputs`](Operation::num_inputs) |
+/// | `has_parameters` | [`has_parameters`](Operation::has_parameters) is true |
+/// | `has_no_gradient` | outputs are orders, counts or means for metrics; implies `takes_positions` |
+/// | `reads_inputs: INPUT_HALF` | [`reads_input`](Operation::reads_input) is this [`ReadBy`] for every input |
+/// | `reads_outputs: INPUT_HALF` | [`reads_output`](Operation::reads_output), for every output |
+/// | `takes_rows` | [`takes_rows`](Operation::takes_rows) is true for every input |
+/// | `takes_positions` | [`takes_positions`](Operation::takes_positions) is true |
+///
+/// ```ignore
+/// impl Operation for Mul {
+///     declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, takes_rows }
+///
+///     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
+/// ```
+///
+/// A method whose result depends on the operation's settings or on the number of the input is written as a method.
+macro_rules! declares {
+    ($($name:ident $(: $value:tt $(..= $last:expr)?)?),+) => {
+        $($crate::tape::declares! { @ $name $($value $(..= $last)?)? })+
+    };
+    (@ inputs $first:tt ..= $last:expr) => {
+        fn num_inputs(&self) -> ::std::ops::RangeInclusive<usize> {
+            $first..=$last
+        }
+    };
+    (@ has_no_gradient) => {
         fn backward_input(&self, _: &mut $crate::tape::BackwardContext<'_>) -> $crate::device::Result<()> {
             Ok(())
         }
 
-        fn takes_positions(&self) -> bool {
+        $crate::tape::declares! { takes_positions }
+    };
+    (@ reads_inputs $halves:tt) => {
+        fn reads_input(&self, _: usize) -> $crate::tape::ReadBy {
+            $crate::tape::ReadBy::$halves
+        }
+    };
+    (@ reads_outputs $halves:tt) => {
+        fn reads_output(&self, _: usize) -> $crate::tape::ReadBy {
+            $crate::tape::ReadBy::$halves
+        }
+    };
+    (@ takes_rows) => {
+        fn takes_rows(&self, _: usize) -> bool {
+            true
+        }
+    };
+    // `has_parameters` and `takes_positions`.
+    (@ $name:ident) => {
+        fn $name(&self) -> bool {
             true
         }
     };
 }
-pub(crate) use has_no_gradient;
+pub(crate) use declares;
 
 /// What an operation reads or makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,5 @@
 use crate::device::Result;
-use crate::tape::{ForwardContext, Operation, has_no_gradient};
-use std::ops::RangeInclusive;
+use crate::tape::{ForwardContext, Operation, declares};
 use trireme_base::DType;
 
 /// The fraction of rows of scores (`[.., classes]`) whose largest score belongs to the class of the row (u32). Of equal scores the
@@ -9,19 +8,14 @@ use trireme_base::DType;
 pub struct Accuracy;
 
 impl Operation for Accuracy {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
-    }
+    declares! { inputs: 2..=2, has_no_gradient }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();
-        let (mut hits, mut num_hits) = (cx.empty([shape.rows()], DType::F32)?, cx.empty([1], DType::F64)?);
+        let mut hits = cx.empty([shape.rows()], DType::F32)?;
         let scores = cx.in_f32(cx.input(0))?;
         cx.device().hits(scores.view(), cx.input(1), hits.view_mut());
         drop(scores);
-        cx.device().sum_elements(hits.view(), 1.0, num_hits.view_mut());
-        cx.add_loss(num_hits, shape.rows())
+        cx.add_sum_to_loss(hits.view(), 1.0, shape.rows())
     }
-
-    has_no_gradient!();
 }

@@ -1,6 +1,5 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
-use std::ops::RangeInclusive;
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use trireme_base::DType;
 
 /// `left + right`, of values of one shape and of floats. The sum has their type, or f32 if they have two.
@@ -8,9 +7,7 @@ use trireme_base::DType;
 pub struct Add;
 
 impl Operation for Add {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
-    }
+    declares! { inputs: 2..=2, takes_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let sum = |left, right| left + right;
@@ -42,9 +39,5 @@ impl Operation for Add {
         cx.pass_grad(0);
         cx.pass_grad(1);
         Ok(())
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

@@ -4,10 +4,9 @@ use crate::device::{CacheViews, Device, DeviceError, Result};
 use crate::kernels::{AttentionInputs, AttentionOutput, AttentionRule, AttentionShape, Rotary};
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, Op, Operand, Operation, OperationContext, ReadBy, Recorder, Var,
+    BackwardContext, ForwardContext, Op, Operand, Operation, OperationContext, Recorder, Var, declares,
 };
 use crate::tensor::{Tensor, View};
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 use trireme_base::{Category, DType, Positions};
 
@@ -237,9 +236,7 @@ fn given<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionI
 }
 
 impl Operation for Attention {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        1..=4
-    }
+    declares! { inputs: 1..=4, reads_inputs: INPUT_HALF, reads_outputs: INPUT_HALF, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (num_inputs, dtype) = (cx.num_inputs(), cx.input(0).dtype());
@@ -298,10 +295,6 @@ impl Operation for Attention {
         d_keys_values.map_or(Ok(()), |grad| cx.add_grad(1, grad))
     }
 
-    fn takes_positions(&self) -> bool {
-        true
-    }
-
     fn head_exchange(&self, operand: Operand, num_float_inputs: usize) -> Option<Op> {
         let Exchanges { together, queries, keys_values, output } = &self.exchanges;
         Some(match (operand, num_float_inputs) {
@@ -310,14 +303,6 @@ impl Operation for Attention {
             (Operand::Input(0), _) => queries.into(),
             (Operand::Input(_), _) => keys_values.into(),
         })
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::INPUT_HALF
-    }
-
-    fn reads_output(&self, _: usize) -> ReadBy {
-        ReadBy::INPUT_HALF
     }
 }
 

@@ -1,8 +1,7 @@
 use super::router_z_loss::{row_weights, weight_of};
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy, has_no_gradient};
+use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy, declares};
 use crate::tensor::{Tensor, View};
-use std::ops::RangeInclusive;
 use trireme_base::{DType, ExchangeKind};
 
 /// How unevenly tokens go to experts: `num_experts * sum over e of f_e P_e`, where `f_e` is the part of all choices that expert `e` has, and `P_e` the mean of its part of
@@ -47,9 +46,7 @@ fn relative_excess(cx: &OperationContext<'_>, ids: View<'_>, num_experts: usize)
 }
 
 impl Operation for BalanceLoss {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=3
-    }
+    declares! { inputs: 2..=3, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();
@@ -64,10 +61,8 @@ impl Operation for BalanceLoss {
             value[0] = weight_of(weights, row) * (1.0 + product / sum);
         };
         cx.device().for_each_row(inputs, values.view_mut(), 3 * cols, value);
-        let mut sum = cx.empty([1], DType::F64)?;
-        cx.device().sum_elements(values.view(), 1.0, sum.view_mut());
         cx.save(excess);
-        cx.add_loss(sum, shape.rows())
+        cx.add_sum_to_loss(values.view(), 1.0, shape.rows())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
@@ -94,23 +89,17 @@ impl Operation for BalanceLoss {
     fn reads_input(&self, input: usize) -> ReadBy {
         if input == 1 { ReadBy::NEITHER } else { ReadBy::INPUT_HALF }
     }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
 }
 
 impl Operation for PeakLoad {
+    declares! { has_no_gradient }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let excess = relative_excess(cx, cx.input(0), self.num_experts)?;
         let mut peak = cx.empty([1, 1], DType::F32)?;
         cx.device().for_each_row([excess.view()], peak.view_mut(), 1, move |[excess], _, peak| {
             peak[0] = 1.0 + excess.iter().copied().fold(0.0, f32::max);
         });
-        let mut sum = cx.empty([1], DType::F64)?;
-        cx.device().sum_elements(peak.view(), 1.0, sum.view_mut());
-        cx.add_loss(sum, 1)
+        cx.add_sum_to_loss(peak.view(), 1.0, 1)
     }
-
-    has_no_gradient!();
 }

@@ -1,7 +1,6 @@
 use crate::device::Result;
 use crate::kernels::Blocks;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
-use std::ops::RangeInclusive;
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
 /// Joins any number of values of one type along one dim. Panics if another dim differs.
 #[derive(Debug, Clone, Copy)]
@@ -11,9 +10,7 @@ pub struct Concat {
 }
 
 impl Operation for Concat {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        1..=usize::MAX
-    }
+    declares! { inputs: 1..=usize::MAX }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();

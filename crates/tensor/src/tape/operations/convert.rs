@@ -1,11 +1,13 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
 /// `x`, of any floats, in the tape's precision: for data, which comes in f32.
 #[derive(Debug)]
 pub struct Convert;
 
 impl Operation for Convert {
+    declares! { takes_rows }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let dtype = cx.precision().dtype();
         let y = match cx.input(0).dtype() == dtype {
@@ -23,9 +25,5 @@ impl Operation for Convert {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         cx.pass_grad(0);
         Ok(())
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

@@ -2,9 +2,8 @@ use super::loss::sum_of_losses;
 use crate::device::{Device, Result};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::{Tensor, View};
-use std::ops::RangeInclusive;
 
 /// The mean cross-entropy of the softmax of rows of logits (`[.., classes]`) and classes (u32, one a row). It has no output: it adds to
 /// the tape's [loss](crate::tape::Tape::loss). For an output layer over a large vocabulary, [`LossHead`](crate::tape::LossHead)
@@ -23,9 +22,7 @@ fn statistics(device: &Device, logits: View<'_>, classes: View<'_>) -> Result<Te
 }
 
 impl Operation for CrossEntropy {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
-    }
+    declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if cx.is_recording() {
@@ -51,13 +48,5 @@ impl Operation for CrossEntropy {
         cx.add_grad(0, grad)?;
         let sum = sum_of_losses(cx, &statistics, None)?;
         cx.add_loss(sum, statistics.shape().rows())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::INPUT_HALF
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }

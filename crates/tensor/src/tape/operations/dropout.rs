@@ -1,7 +1,7 @@
 use crate::device::Result;
 use crate::kernels::cpu::dropout::WordRows;
 use crate::tape::{
-    BackwardContext, ForwardContext, Operation, OperationContext, Randomness, Sharding, TensorAxis,
+    BackwardContext, ForwardContext, Operation, OperationContext, Randomness, Sharding, TensorAxis, declares,
 };
 use crate::tensor::Tensor;
 use trireme_base::{AxisPlace, RandomKey};
@@ -77,6 +77,8 @@ impl Dropout {
 }
 
 impl Operation for Dropout {
+    declares! { takes_rows }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.take_or_copy_input(0)?;
         if cx.is_recording() {
@@ -90,9 +92,5 @@ impl Operation for Dropout {
         let mut grad = cx.take_output_grad();
         self.drop(cx, &mut grad, cx.output_sharding());
         cx.add_grad(0, grad)
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

@@ -2,7 +2,7 @@ use crate::device::Result;
 use crate::kernels::Bags;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, add_to_grad,
+    BackwardContext, ForwardContext, GradSink, Operation, Sharding, TensorAxis, add_to_grad, declares,
 };
 use crate::tensor::Tensor;
 use trireme_base::DType;
@@ -55,6 +55,8 @@ impl Embedding {
 }
 
 impl Operation for Embedding {
+    declares! { has_parameters, reads_inputs: WEIGHT_HALF, takes_positions }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if self.tokens.part.is_some() {
             let y = self.forward_in_parts(cx)?;
@@ -89,18 +91,6 @@ impl Operation for Embedding {
             })?;
         }
         Ok(())
-    }
-
-    fn has_parameters(&self) -> bool {
-        true
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::WEIGHT_HALF
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {

@@ -2,7 +2,7 @@ use crate::device::Result;
 use crate::kernels::Bags;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, add_to_grad,
+    BackwardContext, ForwardContext, GradSink, Operation, Sharding, TensorAxis, add_to_grad, declares,
 };
 use crate::tensor::View;
 use std::ops::RangeInclusive;
@@ -29,6 +29,8 @@ impl EmbeddingBag {
 }
 
 impl Operation for EmbeddingBag {
+    declares! { has_parameters, reads_inputs: WEIGHT_HALF }
+
     fn num_inputs(&self) -> RangeInclusive<usize> {
         if self.is_padded { 2..=2 } else { 1..=1 }
     }
@@ -55,14 +57,6 @@ impl Operation for EmbeddingBag {
         add_to_grad(cx.device(), sink, &self.table, |out| {
             cx.device().embedding_bag_backward(bags, cx.grad(), out)
         })
-    }
-
-    fn has_parameters(&self) -> bool {
-        true
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::WEIGHT_HALF
     }
 
     fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {

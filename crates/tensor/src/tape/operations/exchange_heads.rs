@@ -1,6 +1,6 @@
 use crate::device::{DeviceError, Result};
 use crate::kernels::Blocks;
-use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext};
+use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext, declares};
 use crate::tensor::{Tensor, View};
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ExchangeKind};
@@ -118,6 +118,8 @@ fn sequences(degree: usize, len: usize, batch: usize) -> impl Iterator<Item = (B
 }
 
 impl Operation for ExchangeHeads {
+    declares! { takes_positions }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let exchanged = self.exchange(cx, cx.input(0), self.to_heads)?;
         cx.output(exchanged);
@@ -127,9 +129,5 @@ impl Operation for ExchangeHeads {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let grad = self.exchange(cx, cx.grad(), !self.to_heads)?;
         cx.add_grad(0, grad)
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }

@@ -4,9 +4,8 @@ use super::experts::Capacity;
 use crate::device::{Device, Result};
 use crate::parameter_table::ParameterId;
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, has_no_gradient};
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, declares};
 use crate::tensor::Tensor;
-use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// Tells all ranks of the expert axis how many choices each expert has. The inputs are the first and the last output of [`GroupRows`](crate::tape::GroupRows); of the
@@ -61,6 +60,8 @@ fn upload(device: &Device, numbers: &[u32], shape: &[usize]) -> Result<Tensor> {
 }
 
 impl Operation for GatherLoads {
+    declares! { inputs: 2..=2, has_no_gradient }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let loads = self.0.gather(cx, cx.input(0), cx.input(1).shape())?;
         let (device, (table, shape)) = (cx.device(), loads.table());
@@ -73,18 +74,10 @@ impl Operation for GatherLoads {
         made.into_iter().for_each(|numbers| cx.output(numbers));
         Ok(())
     }
-
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
-    }
-
-    has_no_gradient!();
 }
 
 impl Operation for DispatchRows {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        3..=3
-    }
+    declares! { inputs: 3..=3, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let loads = self.0.read(cx, cx.input(1), cx.input(2).shape());
@@ -102,16 +95,10 @@ impl Operation for DispatchRows {
         cx.expert_axis().finish_rows(cx.device(), exchange, grad.view_mut())?;
         cx.add_grad(0, grad)
     }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
 }
 
 impl Operation for ReturnRows {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        3..=3
-    }
+    declares! { inputs: 3..=3, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (exchange, mut rows) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
@@ -132,9 +119,5 @@ impl Operation for ReturnRows {
 
     fn reads_input(&self, input: usize) -> ReadBy {
         if input == 1 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }

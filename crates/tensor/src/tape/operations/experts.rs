@@ -3,10 +3,7 @@
 use crate::device::Result;
 use crate::kernels::GroupLimit;
 use crate::shape::Shape;
-use crate::tape::{
-    BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis, has_no_gradient,
-};
-use std::ops::RangeInclusive;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis, declares};
 use trireme_base::DType;
 
 /// The order in which the choices of tokens are by expert, and for each expert as they were. Of ids (`[.., k]`, u32) it makes
@@ -68,6 +65,8 @@ pub struct CombineRows {
 }
 
 impl Operation for GroupRows {
+    declares! { has_no_gradient }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let ids = cx.input(0);
         let limit = self.capacity.map_or(GroupLimit::NONE, |capacity| capacity.limit(ids.shape()));
@@ -78,14 +77,10 @@ impl Operation for GroupRows {
         [starts, order, places].into_iter().for_each(|ids| cx.output(ids));
         Ok(())
     }
-
-    has_no_gradient!();
 }
 
 impl Operation for DroppedChoices {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=3
-    }
+    declares! { inputs: 2..=3, has_no_gradient }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let weights = (cx.num_inputs() > 2).then(|| cx.input(2));
@@ -94,14 +89,10 @@ impl Operation for DroppedChoices {
         let num_choices = cx.input(1).shape().num_elements();
         cx.add_loss(sum, num_choices)
     }
-
-    has_no_gradient!();
 }
 
 impl Operation for SpreadRows {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        3..=3
-    }
+    declares! { inputs: 3..=3, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, order, num_choices) = (cx.input(0), cx.input(1), cx.input(2).shape().cols());
@@ -120,16 +111,10 @@ impl Operation for SpreadRows {
     fn reads_input(&self, input: usize) -> ReadBy {
         if input == 2 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
     }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
 }
 
 impl Operation for CombineRows {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        4..=5
-    }
+    declares! { inputs: 4..=5, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, places, weights) = (cx.input(0), cx.input(2), cx.input(3));
@@ -184,9 +169,5 @@ impl Operation for CombineRows {
 
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
         self.adds_up.then(|| axis.between_layers())
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }

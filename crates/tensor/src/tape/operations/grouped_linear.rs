@@ -5,10 +5,9 @@ use crate::fp8::Operand;
 use crate::parameter_table::ParameterSpan;
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, write_grad,
+    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, declares, write_grad,
 };
 use crate::tensor::{Tensor, View, ViewMut};
-use std::ops::RangeInclusive;
 
 /// Linear layers of groups of rows, such as those that experts make of the tokens that are sent to them: `y[i] = W[g] f(x[i])`, where `g` is
 /// the group of row `i`. The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and where the groups begin
@@ -105,9 +104,7 @@ impl GroupedLinear {
 }
 
 impl Operation for GroupedLinear {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=3
-    }
+    declares! { inputs: 2..=3, has_parameters, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, starts) = (cx.input(0), cx.input(1));
@@ -139,19 +136,11 @@ impl Operation for GroupedLinear {
         })
     }
 
-    fn has_parameters(&self) -> bool {
-        true
-    }
-
     fn reads_input(&self, input: usize) -> ReadBy {
         match input {
             0 => self.activation.read_by(),
             1 => ReadBy::BOTH,
             _ => ReadBy::WEIGHT_HALF,
         }
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }

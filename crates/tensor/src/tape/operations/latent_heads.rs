@@ -1,8 +1,7 @@
 use super::attention::RotaryTable;
 use crate::device::Result;
 use crate::kernels::LatentHeadShape;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
-use std::ops::RangeInclusive;
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use std::sync::Arc;
 
 /// Heads of latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1), as [`Attention`](crate::tape::Attention) reads them: `[batch, seq_len, qkv_cols]`. The inputs, of one type, are
@@ -19,9 +18,7 @@ pub struct LatentHeads {
 }
 
 impl Operation for LatentHeads {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        3..=3
-    }
+    declares! { inputs: 3..=3, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let inputs = [cx.input(0), cx.input(1), cx.input(2)];
@@ -49,9 +46,5 @@ impl Operation for LatentHeads {
             cx.add_grad(input, grad)?;
         }
         Ok(())
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }

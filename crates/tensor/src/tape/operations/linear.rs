@@ -7,11 +7,10 @@ use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::axis::PendingValue;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, write_grad,
+    BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, declares, write_grad,
 };
 use crate::tensor::{Tensor, View, ViewMut};
 use crate::values::Values;
-use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// Which dim of a stored weight is the input.
@@ -229,9 +228,7 @@ pub(super) fn factor<'a>(
 }
 
 impl Operation for Linear {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        1..=2
-    }
+    declares! { inputs: 1..=2, has_parameters, takes_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, device) = (cx.all_rows(cx.input(0), self.read_sharding(cx.input_sharding(0)))?, cx.device());
@@ -284,16 +281,8 @@ impl Operation for Linear {
         Self::end_input_half(cx, d_input)
     }
 
-    fn has_parameters(&self) -> bool {
-        true
-    }
-
     fn reads_input(&self, input: usize) -> ReadBy {
         if input == 0 { self.activation.read_by() } else { ReadBy::NEITHER }
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {

@@ -8,11 +8,10 @@ use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, OperationContext, Pointwise, ReadBy,
-    Recorder, Sharding, Tanh, TensorAxis, Var, WeightLayout,
+    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, OperationContext, Pointwise, Recorder,
+    Sharding, Tanh, TensorAxis, Var, WeightLayout, declares,
 };
 use crate::tensor::{Tensor, View};
-use std::ops::RangeInclusive;
 use trireme_base::{DType, ExchangeKind};
 
 /// Bytes of logits held at once; part of the result's bits, for sums over the vocabulary are taken chunk by chunk.
@@ -157,9 +156,7 @@ impl Recorder<'_> {
 }
 
 impl Operation for LossHead {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=3
-    }
+    declares! { inputs: 2..=3, has_parameters, reads_inputs: BOTH }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if cx.is_recording() {
@@ -231,14 +228,6 @@ impl Operation for LossHead {
         }
         sink.grad_ready(&self.weight);
         Ok(())
-    }
-
-    fn has_parameters(&self) -> bool {
-        true
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::BOTH
     }
 
     fn takes_rows(&self, input: usize) -> bool {

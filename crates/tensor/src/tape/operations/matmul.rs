@@ -1,9 +1,8 @@
 use crate::device::{Device, MatmulEpilogue, Result, Transpose};
 use crate::precision::Precision;
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::{Tensor, View};
-use std::ops::RangeInclusive;
 
 /// The matrix product of two values of floats, in the tape's precision: `left` (`[.., rows, inner]`) times `right`, which is one
 /// matrix for all (`[inner, cols]`) or one for each (`[.., inner, cols]`), as `[.., rows, cols]`. Sums are f32.
@@ -63,9 +62,7 @@ fn matrix(values: View<'_>, size: [usize; 2], index: usize) -> View<'_> {
 }
 
 impl Operation for MatMul {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
-    }
+    declares! { inputs: 2..=2, reads_inputs: INPUT_HALF }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (left, right) = (cx.input(0), cx.input(1));
@@ -107,9 +104,5 @@ impl Operation for MatMul {
             cx.add_grad(1, grad)?;
         }
         Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::INPUT_HALF
     }
 }

@@ -1,15 +1,12 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
-use std::ops::RangeInclusive;
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
 /// `left * right`, element by element, of values of one shape and type of floats; the product has both.
 #[derive(Debug)]
 pub struct Mul;
 
 impl Operation for Mul {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
-    }
+    declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, takes_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
@@ -30,13 +27,5 @@ impl Operation for Mul {
             cx.add_grad(1, grad)?;
         }
         Ok(())
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::INPUT_HALF
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

@@ -2,7 +2,7 @@ use crate::device::Result;
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, write_grad,
+    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, declares, write_grad,
 };
 use crate::values::Values;
 use trireme_base::DType;
@@ -41,6 +41,8 @@ impl Norm {
 }
 
 impl Operation for Norm {
+    declares! { has_parameters, reads_inputs: BOTH, takes_f32_grads, is_recomputable, takes_rows }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();
         let mut statistics = cx.empty_to_save([shape.rows(), 2], DType::F32)?;
@@ -96,25 +98,5 @@ impl Operation for Norm {
             cx.device().norm_backward_weight(x.view(), cx.grad(), statistics, out, accumulate);
             Ok(())
         })
-    }
-
-    fn has_parameters(&self) -> bool {
-        true
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::BOTH
-    }
-
-    fn takes_f32_grads(&self) -> bool {
-        true
-    }
-
-    fn is_recomputable(&self) -> bool {
-        true
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

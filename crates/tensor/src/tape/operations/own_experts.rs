@@ -8,10 +8,10 @@ use super::shadowed_experts::{self, Shadows};
 use crate::device::Result;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingExchange, ReadBy,
-    write_grad,
+    declares, write_grad,
 };
 use crate::tensor::{Tensor, View, ViewMut};
-use std::ops::{Range, RangeInclusive};
+use std::ops::Range;
 use trireme_base::DType;
 
 /// Two [`GroupedLinear`] layers of the experts that this rank has, for the rows of all ranks.
@@ -136,9 +136,7 @@ fn stream(
 }
 
 impl Operation for OwnExperts {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        5..=5
-    }
+    declares! { inputs: 5..=5, has_parameters, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         assert_eq!(self.into.activation, InputActivation::Identity, "the first layer reads rows as they are");
@@ -250,10 +248,6 @@ impl Operation for OwnExperts {
         Ok(())
     }
 
-    fn has_parameters(&self) -> bool {
-        true
-    }
-
     fn reads_input(&self, input: usize) -> ReadBy {
         match input {
             LOADS => ReadBy::BOTH,
@@ -261,9 +255,5 @@ impl Operation for OwnExperts {
             PARTS => ReadBy::WEIGHT_HALF,
             _ => ReadBy::NEITHER,
         }
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }

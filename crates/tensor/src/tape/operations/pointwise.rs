@@ -1,7 +1,7 @@
 //! Functions of single elements.
 
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, declares};
 use std::fmt;
 
 /// A function of single elements, computed in f32: implement this, and the type is an [`Operation`]. Kernels that run later have
@@ -21,6 +21,8 @@ pub trait Pointwise: fmt::Debug + Clone + Send + Sync + 'static {
 }
 
 impl<F: Pointwise> Operation for F {
+    declares! { takes_rows }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
         let function = self.clone();
@@ -44,9 +46,5 @@ impl<F: Pointwise> Operation for F {
 
     fn reads_output(&self, _: usize) -> ReadBy {
         if F::DERIVATIVE_OF_OUTPUT { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

@@ -1,13 +1,15 @@
 //! What brings values from one sharding on the tensor axis to another.
 
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, Sharding, TensorAxis};
+use crate::tape::{BackwardContext, ForwardContext, Operation, Sharding, TensorAxis, declares};
 
 /// All rows of a value that lies in rows. Its readers compute the same on every rank.
 #[derive(Debug)]
 pub struct AllGatherRows;
 
 impl Operation for AllGatherRows {
+    declares! { takes_rows }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let whole = cx.gather_rows(cx.input(0))?;
         cx.output(whole);
@@ -17,10 +19,6 @@ impl Operation for AllGatherRows {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let part = cx.split_rows(cx.grad())?;
         cx.add_grad(0, part)
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 
     fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
@@ -33,6 +31,8 @@ impl Operation for AllGatherRows {
 pub struct SplitRows;
 
 impl Operation for SplitRows {
+    declares! { takes_positions }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let part = cx.split_rows(cx.input(0))?;
         cx.output(part);
@@ -42,10 +42,6 @@ impl Operation for SplitRows {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let whole = cx.gather_rows(cx.grad())?;
         cx.add_grad(0, whole)
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 
     fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
@@ -59,6 +55,8 @@ impl Operation for SplitRows {
 pub struct CopyToRanks;
 
 impl Operation for CopyToRanks {
+    declares! { takes_rows, takes_positions }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let copy = match cx.input_sharding(0) {
             Sharding::Rows => cx.gather_rows(cx.input(0))?,
@@ -74,14 +72,6 @@ impl Operation for CopyToRanks {
         cx.add_grad(0, sum)
     }
 
-    fn takes_rows(&self, _: usize) -> bool {
-        true
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
-
     fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
         Some(Sharding::Cut)
     }
@@ -92,6 +82,8 @@ impl Operation for CopyToRanks {
 pub struct SumOverRanks;
 
 impl Operation for SumOverRanks {
+    declares! { takes_positions }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::Cut;
         assert!(is_term, "every rank has all of what it would add up");
@@ -104,10 +96,6 @@ impl Operation for SumOverRanks {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         cx.pass_grad(0);
         Ok(())
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 
     fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {

@@ -2,7 +2,7 @@ use super::linear::{WeightLayout, weight_grad};
 use crate::device::{MatmulEpilogue, Result, Transpose};
 use crate::parameter_table::ParameterSpan;
 use crate::precision::Precision;
-use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, declares, write_grad};
 use trireme_base::DType;
 
 /// How much each expert suits each token: `x W^T`, of `x` (`[.., inputs]`, of any floats), as `[.., num_experts]` in f32. Products and sums
@@ -17,6 +17,8 @@ pub struct Router {
 }
 
 impl Operation for Router {
+    declares! { has_parameters, reads_inputs: WEIGHT_HALF, takes_rows }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, weight) = (cx.input(0), cx.parameter_in_f32(&self.weight)?);
         let mut logits = cx.empty(x.shape().with_cols(self.weight.shape.rows()), DType::F32)?;
@@ -44,17 +46,5 @@ impl Operation for Router {
             let (layout, dy) = (WeightLayout::OutputsFirst, cx.grad());
             weight_grad(cx.device(), Precision::F32, layout, cx.input(0), dy, out, accumulate)
         })
-    }
-
-    fn has_parameters(&self) -> bool {
-        true
-    }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::WEIGHT_HALF
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

@@ -1,7 +1,6 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, has_no_gradient};
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::View;
-use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// The mean square of the logarithm of the sum of exponentials of a router's logits (`[.., num_experts]`, f32): it keeps them small (Zoph et al., "ST-MoE", 2022, section
@@ -42,15 +41,11 @@ fn add_mean(
     cx.device().for_each_row(inputs, values.view_mut(), operations * cols, move |[x, weights], row, out| {
         out[0] = weight_of(weights, row) * value(&x[row * cols..(row + 1) * cols]);
     });
-    let mut sum = cx.empty([1], DType::F64)?;
-    cx.device().sum_elements(values.view(), 1.0, sum.view_mut());
-    cx.add_loss(sum, rows)
+    cx.add_sum_to_loss(values.view(), 1.0, rows)
 }
 
 impl Operation for RouterZLoss {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        1..=2
-    }
+    declares! { inputs: 1..=2, reads_inputs: INPUT_HALF, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         add_mean(cx, trireme_base::Cost::EXP + 3, |logits| log_sum(logits).powi(2))
@@ -71,20 +66,10 @@ impl Operation for RouterZLoss {
         });
         cx.add_grad(0, grad)
     }
-
-    fn reads_input(&self, _: usize) -> ReadBy {
-        ReadBy::INPUT_HALF
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
-    }
 }
 
 impl Operation for RouterEntropy {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        1..=2
-    }
+    declares! { inputs: 1..=2, has_no_gradient }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         add_mean(cx, trireme_base::Cost::EXP + 4, |scores| {
@@ -93,6 +78,4 @@ impl Operation for RouterEntropy {
             scores.iter().map(|score| term(score / sum)).sum()
         })
     }
-
-    has_no_gradient!();
 }

@@ -1,9 +1,8 @@
 use crate::device::{Device, Result};
 use crate::kernels::Bags;
 use crate::shape::Shape;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, declares};
 use crate::tensor::{Tensor, View};
-use std::ops::RangeInclusive;
 use trireme_base::{Category, DType};
 
 /// Rows of `x` (`[num_rows, cols]`, of any floats) by id (u32, at most three dims), as `[.., cols]`.
@@ -41,9 +40,7 @@ fn scatter_add(device: &Device, x: View<'_>, ids: View<'_>, num_rows: usize) -> 
 }
 
 impl Operation for GatherRows {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
-    }
+    declares! { inputs: 2..=2 }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let ids = cx.input(1);
@@ -64,9 +61,7 @@ impl Operation for GatherRows {
 }
 
 impl Operation for ScatterAddRows {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        2..=2
-    }
+    declares! { inputs: 2..=2 }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let y = scatter_add(cx.device(), cx.input(0), cx.input(1), self.num_rows)?;

@@ -1,11 +1,13 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation};
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
 /// `factor * x`, for `x` of any shape and type of floats; the result has both.
 #[derive(Debug, Clone, Copy)]
 pub struct Scale(pub f32);
 
 impl Operation for Scale {
+    declares! { takes_rows }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
         let factor = self.0;
@@ -19,9 +21,5 @@ impl Operation for Scale {
         let factor = self.0;
         cx.device().map_in_place(grad.view_mut(), 1, move |dy| factor * dy);
         cx.add_grad(0, grad)
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

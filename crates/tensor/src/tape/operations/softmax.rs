@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
 /// Softmax over the last dim of `x`, of any shape and type of floats; the result has both. A row of nothing but negative infinity
 /// gives NaN.
@@ -7,6 +7,8 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 pub struct Softmax;
 
 impl Operation for Softmax {
+    declares! { reads_outputs: INPUT_HALF, takes_rows }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
         cx.device().softmax(cx.input(0), y.view_mut());
@@ -18,13 +20,5 @@ impl Operation for Softmax {
         let mut grad = cx.take_output_grad();
         cx.device().softmax_backward(cx.output(0), grad.view_mut());
         cx.add_grad(0, grad)
-    }
-
-    fn reads_output(&self, _: usize) -> ReadBy {
-        ReadBy::INPUT_HALF
-    }
-
-    fn takes_rows(&self, _: usize) -> bool {
-        true
     }
 }

@@ -1,8 +1,7 @@
 use crate::device::Result;
 use crate::kernels::RoutingRule;
 use crate::parameter_table::ParameterSpan;
-use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
-use std::ops::RangeInclusive;
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, declares, write_grad};
 use trireme_base::DType;
 
 /// The experts that are chosen for each token by their scores (`[.., num_experts]`, f32): their weights (f32), and which they are (u32), two
@@ -29,9 +28,7 @@ impl TopK {
 }
 
 impl Operation for TopK {
-    fn num_inputs(&self) -> RangeInclusive<usize> {
-        1..=2
-    }
+    declares! { inputs: 1..=2, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape().with_cols(self.rule.num_choices);
@@ -75,9 +72,5 @@ impl Operation for TopK {
         } else {
             ReadBy::NEITHER
         }
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }
