@@ -1,5 +1,5 @@
 //! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, which positions ranks have, whether they make progress, what they exchange
-//! within units, what passes take, what ranks do, random numbers, enums with names, the texts of errors, JSON as Python writes it, SVG documents, and how files are opened and
+//! within units, what passes take, what ranks do, random numbers, formats of floats, enums with names, the texts of errors, JSON as Python writes it, SVG documents, and how files are opened and
 //! threads are started.
 //!
 //! Apart from opening files and starting threads, nothing here does IO, and nothing here depends on another crate of the workspace.
@@ -12,6 +12,7 @@ mod cut;
 mod dtype;
 mod error_text;
 mod event;
+mod fp8;
 mod half;
 mod heartbeat;
 mod journal;
@@ -36,6 +37,7 @@ pub use cut::{AxisPlace, Cut, Segment};
 pub use dtype::{DType, ParseDTypeError};
 pub use error_text::with_sources;
 pub use event::{Event, HostMemory, Latch, Pending};
+pub use fp8::{Fp8Format, exponent, power_of_two};
 pub use half::{Bf16, F16};
 pub use heartbeat::Heartbeat;
 pub use journal::{Issued, Journal, JournalEntry, KernelCall, StepEntries};

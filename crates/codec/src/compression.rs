@@ -1,10 +1,9 @@
 use super::codec_name::list;
-use super::fp8::Fp8Format;
 use super::quantized::Bits;
 use super::{Bucket, CodecName, CompressionError, Round, low_rank, one_bit, quantized, top_k};
 use std::fmt;
 use std::ops::RangeInclusive;
-use trireme_base::DType;
+use trireme_base::{DType, Fp8Format};
 
 /// What a user asks for: a codec, and the options that were given.
 #[derive(Debug, Clone, PartialEq, Default)]

@@ -3,16 +3,9 @@
 //! A message is the reciprocal of the scale (f32), then one byte an element. The scale is the largest power of two by which the
 //! largest finite magnitude stays within the format, so it changes no digit. E4M3 has no infinity: it sends NaN instead.
 
-use super::numbers::{INFINITY_BITS, exponent, largest_finite_magnitude, magnitude_bits, power_of_two};
+use super::numbers::{INFINITY_BITS, largest_finite_magnitude, magnitude_bits};
 use super::{Codec, CompressionError, Turn};
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fp8Format {
-    /// 4 bits of exponent, 3 of fraction: from 2^-9 to 448.
-    E4m3,
-    /// 5 bits of exponent, 2 of fraction: from 2^-16 to 57344.
-    E5m2,
-}
+use trireme_base::{Fp8Format, power_of_two};
 
 const SCALE_BYTES: usize = size_of::<f32>();
 
@@ -53,10 +46,6 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
         values
     };
 
-    fn largest() -> f32 {
-        Self::value(Self::LARGEST as u8)
-    }
-
     /// The nearest code, ties to even; finite values stay finite. Free of branches, so that a loop over it becomes SIMD code.
     #[inline(always)]
     fn of(value: f32) -> u8 {
@@ -83,9 +72,7 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
         f32::from_bits(sign | bits)
     }
 
-    fn encode(values: &mut [f32], message: &mut [u8]) {
-        let amax = largest_finite_magnitude(values);
-        let scale_exponent = exponent(f64::from(Self::largest()) / f64::from(amax)).clamp(-126, 126);
+    fn encode(scale_exponent: i32, values: &mut [f32], message: &mut [u8]) {
         let (scale, reciprocal) = (power_of_two(scale_exponent), power_of_two(-scale_exponent));
         let (header, codes) = message.split_at_mut(SCALE_BYTES);
         header.copy_from_slice(&reciprocal.to_le_bytes());
@@ -111,9 +98,10 @@ pub(super) struct Fp8 {
 
 impl Codec for Fp8 {
     fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+        let scale_exponent = self.format.scale_exponent(largest_finite_magnitude(values)).clamp(-126, 126);
         match self.format {
-            Fp8Format::E4m3 => Code::<3>::encode(values, message),
-            Fp8Format::E5m2 => Code::<2>::encode(values, message),
+            Fp8Format::E4m3 => Code::<3>::encode(scale_exponent, values, message),
+            Fp8Format::E5m2 => Code::<2>::encode(scale_exponent, values, message),
         }
     }
 
@@ -151,7 +139,7 @@ mod tests {
     }
 
     fn check<const FRACTION_BITS: u32>(largest: f32) {
-        assert_eq!(Code::<FRACTION_BITS>::largest(), largest);
+        assert_eq!(Code::<FRACTION_BITS>::value(Code::<FRACTION_BITS>::LARGEST as u8), largest);
         for code in 0..=u8::MAX {
             let value = Code::<FRACTION_BITS>::value(code);
             match defined(FRACTION_BITS as i32, code) {
@@ -182,8 +170,12 @@ mod tests {
 
     #[test]
     fn codes_are_those_of_the_paper() {
-        check::<3>(448.0);
-        check::<2>(57_344.0);
+        for (format, check, largest) in
+            [(Fp8Format::E4m3, check::<3> as fn(f32), 448.0), (Fp8Format::E5m2, check::<2>, 57_344.0)]
+        {
+            assert_eq!(format.limits().2, largest);
+            check(largest);
+        }
     }
 
     #[test]
@@ -191,7 +183,8 @@ mod tests {
         for amax in [448.0, 449.0, 1.0, 1e-30, 3e38, 1e-35] {
             let mut values = [amax, -amax / 2.0, 0.0, f32::NAN];
             let mut message = [0; message_bytes(4)];
-            Code::<3>::encode(&mut values, &mut message);
+            let scale_exponent = Fp8Format::E4m3.scale_exponent(amax).clamp(-126, 126);
+            Code::<3>::encode(scale_exponent, &mut values, &mut message);
             let mut sums = [0.0; 4];
             Code::<3>::add(&message, 0, &mut sums);
             assert!((sums[0] - amax).abs() <= amax / 16.0, "{amax}: {sums:?}");

@@ -8,10 +8,10 @@
 //!
 //! Factors are kept column by column, so that all loops run over neighbours in memory.
 
-use super::numbers::{INFINITY_BITS, add_scaled, dot, exponent, largest_magnitude_bits, power_of_two};
+use super::numbers::{INFINITY_BITS, add_scaled, dot, largest_magnitude_bits};
 use super::{Bucket, Codec, CompressionError, Matrix, Round, Turn};
 use std::ops::Range;
-use trireme_base::RandomKey;
+use trireme_base::{RandomKey, exponent, power_of_two};
 
 /// A column that keeps no larger part of its length, once what the columns before it say is taken away, is rounding errors.
 const INDEPENDENT_PART_MIN: f32 = 1e-5;

@@ -74,17 +74,6 @@ pub(super) fn add_scaled(y: &mut [f32], factor: f32, x: &[f32]) {
     }
 }
 
-/// `2^exponent`, for exponents of normal values: from -126 to 127.
-#[inline(always)]
-pub(super) const fn power_of_two(exponent: i32) -> f32 {
-    f32::from_bits(((127 + exponent) as u32) << 23)
-}
-
-/// Exponent of the largest power of two that is not above a positive number.
-pub(super) fn exponent(positive: f64) -> i32 {
-    (positive.to_bits() >> 52) as i32 - 1023
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -118,13 +107,5 @@ mod tests {
             add_scaled(&mut y, -2.0, &x);
             assert!(y.iter().enumerate().all(|(i, &y)| y == 2.0 - 2.0 * i as f32));
         }
-    }
-
-    #[test]
-    fn exponents_are_those_of_powers_below() {
-        for (value, expected) in [(1.0, 0), (1.999, 0), (0.5, -1), (448.0, 8), (f64::INFINITY, 1024)] {
-            assert_eq!(exponent(value), expected);
-        }
-        assert_eq!((power_of_two(-126), power_of_two(3)), (f32::MIN_POSITIVE, 8.0));
     }
 }

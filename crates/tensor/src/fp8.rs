@@ -15,30 +15,7 @@ use crate::parameter_table::{ParameterId, ParameterTable};
 use crate::tensor::{Tensor, View};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use trireme_base::{Category, DType};
-
-/// A format of 8-bit floats, with a sign.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Fp8Format {
-    /// 4 bits of exponent, 3 of fraction: from 2^-9 to 448.
-    E4m3,
-    /// 5 bits of exponent, 2 of fraction: from 2^-16 to 57344.
-    E5m2,
-}
-
-impl Fp8Format {
-    /// Bits of fraction, exponent of the smallest normal value, and the largest finite value.
-    pub(crate) const fn limits(self) -> (u32, i32, f32) {
-        match self {
-            Fp8Format::E4m3 => (3, -6, 448.0),
-            Fp8Format::E5m2 => (2, -14, 57_344.0),
-        }
-    }
-
-    pub(crate) const fn max(self) -> f32 {
-        self.limits().2
-    }
-}
+use trireme_base::{Category, DType, Fp8Format};
 
 trireme_base::named! {
     /// Which formats factors are rounded to.
@@ -76,9 +53,7 @@ impl Fp8Recipe {
 
     /// Exponent of the largest power of two with `amax * scale * 2^margin` at most the format's maximum.
     fn scale_exponent(&self, operand: Operand, amax: f32) -> i32 {
-        // The quotient of two f32s is exact enough in f64 not to be rounded up to a power of two.
-        let quotient = f64::from(self.format(operand).max()) / f64::from(amax);
-        let exponent = (quotient.to_bits() >> 52) as i32 - 1023;
+        let exponent = self.format(operand).scale_exponent(amax);
         exponent.saturating_sub_unsigned(self.margin).clamp(-SCALE_EXPONENT_MAX, SCALE_EXPONENT_MAX)
     }
 }

@@ -6,21 +6,14 @@
 use super::Cpu;
 use super::element::Element;
 use super::simd::for_each_simd_level;
-use crate::fp8::Fp8Format;
 use std::sync::atomic::{AtomicU32, Ordering};
-use trireme_base::Bf16;
+use trireme_base::{Bf16, Fp8Format, power_of_two};
 
 const EXPONENT: u32 = 0x7f80_0000;
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
 /// Bits of fraction of an f32.
 const FRACTION_BITS: u32 = 23;
-
-/// `2^exponent`, for exponents of normal values.
-#[inline(always)]
-fn power_of_two(exponent: i32) -> f32 {
-    f32::from_bits(((127 + exponent) as u32) << FRACTION_BITS)
-}
 
 /// How values become values of a format, divided by the scale again.
 #[derive(Clone, Copy)]
@@ -186,7 +179,7 @@ mod tests {
             assert_eq!(decode(format, code), Some(value));
         }
         let largest = |format| (0..=u8::MAX).filter_map(|code| decode(format, code)).fold(0.0, f64::max);
-        assert!(FORMATS.iter().all(|format| largest(*format) == f64::from(format.max())));
+        assert!(FORMATS.iter().all(|format| largest(*format) == f64::from(format.limits().2)));
     }
 
     #[test]
@@ -218,7 +211,7 @@ mod tests {
             for features in levels() {
                 let (found, amax) = quantized((features, 1), &values, format, 0);
                 assert!(found[18..].iter().all(|x| x.is_nan()) && found[..18].iter().all(|x| x.is_finite()));
-                assert_eq!(found[16..18], [f64::from(format.max()), -f64::from(format.max())]);
+                assert_eq!(found[16..18], [f64::from(format.limits().2), -f64::from(format.limits().2)]);
                 assert_eq!(amax, f32::MAX, "infinity and NaN are passed over");
             }
             check(&values, format, 0);

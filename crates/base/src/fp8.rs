@@ -1,0 +1,52 @@
+//! Formats of 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022), and the powers of two that scale values into
+//! their range.
+
+/// A format of 8-bit floats, with a sign.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fp8Format {
+    /// 4 bits of exponent, 3 of fraction: from 2^-9 to 448.
+    E4m3,
+    /// 5 bits of exponent, 2 of fraction: from 2^-16 to 57344.
+    E5m2,
+}
+
+impl Fp8Format {
+    /// Bits of fraction, exponent of the smallest normal value, and the largest finite value.
+    pub const fn limits(self) -> (u32, i32, f32) {
+        match self {
+            Fp8Format::E4m3 => (3, -6, 448.0),
+            Fp8Format::E5m2 => (2, -14, 57_344.0),
+        }
+    }
+
+    /// Exponent of the largest power of two whose product with `amax` is at most the largest finite value.
+    pub fn scale_exponent(self, amax: f32) -> i32 {
+        let (.., max) = self.limits();
+        // The quotient of two f32s is exact enough in f64 not to be rounded up to a power of two.
+        exponent(f64::from(max) / f64::from(amax))
+    }
+}
+
+/// `2^exponent`, for exponents of normal values: from -126 to 127.
+#[inline(always)]
+pub const fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((127 + exponent) as u32) << 23)
+}
+
+/// Exponent of the largest power of two that is not above a positive number; 1024 of infinity.
+pub fn exponent(positive: f64) -> i32 {
+    (positive.to_bits() >> 52) as i32 - 1023
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exponents_are_those_of_powers_below() {
+        for (value, expected) in [(1.0, 0), (1.999, 0), (0.5, -1), (448.0, 8), (f64::INFINITY, 1024)] {
+            assert_eq!(exponent(value), expected);
+        }
+        assert_eq!((power_of_two(-126), power_of_two(3)), (f32::MIN_POSITIVE, 8.0));
+    }
+}
