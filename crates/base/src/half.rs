@@ -3,7 +3,35 @@
 //! The `half` crate has the same types, but its conversions choose instructions at every call, so that a compiler
 //! cannot turn a loop over them into SIMD code; these are free of branches and calls.
 
+use crate::DType;
 use bytemuck::{Pod, Zeroable};
+use std::fmt::Debug;
+
+/// A float that is stored: arithmetic with it is done in f32.
+pub trait Float: Pod + Debug + PartialEq + Send + Sync {
+    /// The type.
+    const DTYPE: DType;
+
+    /// The nearest value, ties to even.
+    fn from_f32(value: f32) -> Self;
+
+    /// The same value, exactly.
+    fn to_f32(self) -> f32;
+}
+
+impl Float for f32 {
+    const DTYPE: DType = DType::F32;
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+}
 
 /// bfloat16: the upper half of an f32, with 8 bits of exponent and 7 of fraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
@@ -16,16 +44,6 @@ pub struct Bf16(u16);
 pub struct F16(u16);
 
 impl Bf16 {
-    /// The value with these bits.
-    pub const fn from_bits(bits: u16) -> Self {
-        Bf16(bits)
-    }
-
-    /// The bits of the value.
-    pub const fn to_bits(self) -> u16 {
-        self.0
-    }
-
     /// The nearest value, ties to even; too large ones become infinite, NaN stays NaN.
     #[inline(always)]
     pub const fn from_f32(value: f32) -> Self {
@@ -43,16 +61,6 @@ impl Bf16 {
 }
 
 impl F16 {
-    /// The value with these bits.
-    pub const fn from_bits(bits: u16) -> Self {
-        F16(bits)
-    }
-
-    /// The bits of the value.
-    pub const fn to_bits(self) -> u16 {
-        self.0
-    }
-
     /// The nearest value, ties to even; from 65520 on infinite, NaN stays NaN.
     #[inline(always)]
     pub const fn from_f32(value: f32) -> Self {
@@ -78,6 +86,39 @@ impl F16 {
         f32::from_bits(sign | bits)
     }
 }
+
+macro_rules! half {
+    ($half:ident) => {
+        impl $half {
+            /// The value with these bits.
+            pub const fn from_bits(bits: u16) -> Self {
+                $half(bits)
+            }
+
+            /// The bits of the value.
+            pub const fn to_bits(self) -> u16 {
+                self.0
+            }
+        }
+
+        impl Float for $half {
+            const DTYPE: DType = DType::$half;
+
+            #[inline(always)]
+            fn from_f32(value: f32) -> Self {
+                $half::from_f32(value)
+            }
+
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                self.to_f32()
+            }
+        }
+    };
+}
+
+half!(Bf16);
+half!(F16);
 
 #[cfg(test)]
 mod tests {

@@ -38,7 +38,7 @@ pub use dtype::{DType, ParseDTypeError};
 pub use error_text::with_sources;
 pub use event::{Event, HostMemory, Latch, Pending};
 pub use fp8::{Fp8Format, exponent, power_of_two};
-pub use half::{Bf16, F16};
+pub use half::{Bf16, F16, Float};
 pub use heartbeat::Heartbeat;
 pub use journal::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
 pub use json::{json_text, parse_json, without_byte_order_mark};

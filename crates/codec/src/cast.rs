@@ -1,10 +1,8 @@
 //! Messages that are the elements themselves, in f32 or rounded to 16 bits, and are summed by the all-reduce.
 
 use super::{Codec, CompressionError, Turn};
-use bytemuck::Pod;
-use std::fmt::Debug;
 use std::marker::PhantomData;
-use trireme_base::{Bf16, F16};
+use trireme_base::Float;
 
 /// f32, as it is.
 #[derive(Debug)]
@@ -32,47 +30,18 @@ impl<T> Rounded<T> {
     }
 }
 
-impl<T: Half> Codec for Rounded<T> {
+impl<T: Float> Codec for Rounded<T> {
     fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
         for (value, rounded) in values.iter_mut().zip(bytemuck::cast_slice_mut::<u8, T>(message)) {
-            *rounded = T::round(*value);
-            *value -= rounded.widen();
+            *rounded = T::from_f32(*value);
+            *value -= rounded.to_f32();
         }
     }
 
     fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
         for (gradient, sum) in gradient.iter_mut().zip(bytemuck::cast_slice::<u8, T>(result)) {
-            *gradient = sum.widen();
+            *gradient = sum.to_f32();
         }
         Ok(())
-    }
-}
-
-pub(super) trait Half: Pod + Debug + Send + Sync {
-    fn round(value: f32) -> Self;
-    fn widen(self) -> f32;
-}
-
-impl Half for F16 {
-    #[inline(always)]
-    fn round(value: f32) -> Self {
-        F16::from_f32(value)
-    }
-
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-}
-
-impl Half for Bf16 {
-    #[inline(always)]
-    fn round(value: f32) -> Self {
-        Bf16::from_f32(value)
-    }
-
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self.to_f32()
     }
 }

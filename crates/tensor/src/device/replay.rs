@@ -2,11 +2,11 @@
 
 use super::{Device, RecordedCalls, Result};
 use crate::kernels::call::{Access, Call, Operands};
-use crate::kernels::cpu::element::{Element, with_element};
+use crate::kernels::cpu::element::with_element;
 use crate::kernels::{Operand, OperandMut};
 use crate::tensor::Tensor;
 use std::ops::Range;
-use trireme_base::{Category, DType, KernelCall, RandomKey};
+use trireme_base::{Category, DType, Float, KernelCall, RandomKey};
 
 impl RecordedCalls {
     /// Prepares a call to be run any number of times on `device`, with operands of its own: normal values in floats, zeros elsewhere.

@@ -1,24 +1,16 @@
 //! The element types of activations.
 
 use crate::precision::Precision;
-use bytemuck::Pod;
 use std::ops::Range;
-use trireme_base::{Bf16, DType, F16};
+use trireme_base::{Bf16, DType, F16, Float};
 
 /// A float that kernels read and write, and compute with as f32.
-pub(crate) trait Element: Pod + Send + Sync + PartialEq + std::fmt::Debug {
-    const DTYPE: DType;
-
+pub(crate) trait Element: Float {
     /// What products of such elements are made of.
     const PRECISION: Precision;
 
     /// Elements in memory, as a factor of a product.
     fn floats(values: &[Self]) -> Floats<'_>;
-
-    fn to_f32(self) -> f32;
-
-    /// The nearest value, ties to even.
-    fn from_f32(value: f32) -> Self;
 
     /// The nearest bf16, ties to even.
     #[inline(always)]
@@ -28,40 +20,18 @@ pub(crate) trait Element: Pod + Send + Sync + PartialEq + std::fmt::Debug {
 }
 
 impl Element for f32 {
-    const DTYPE: DType = DType::F32;
     const PRECISION: Precision = Precision::F32;
 
     fn floats(values: &[Self]) -> Floats<'_> {
         Floats::F32(values)
     }
-
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        self
-    }
-
-    #[inline(always)]
-    fn from_f32(value: f32) -> Self {
-        value
-    }
 }
 
 impl Element for Bf16 {
-    const DTYPE: DType = DType::Bf16;
     const PRECISION: Precision = Precision::Bf16;
 
     fn floats(values: &[Self]) -> Floats<'_> {
         Floats::Bf16(values)
-    }
-
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        self.to_f32()
-    }
-
-    #[inline(always)]
-    fn from_f32(value: f32) -> Self {
-        Bf16::from_f32(value)
     }
 
     #[inline(always)]
@@ -71,21 +41,10 @@ impl Element for Bf16 {
 }
 
 impl Element for F16 {
-    const DTYPE: DType = DType::F16;
     const PRECISION: Precision = Precision::F16;
 
     fn floats(values: &[Self]) -> Floats<'_> {
         Floats::F16(values)
-    }
-
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        self.to_f32()
-    }
-
-    #[inline(always)]
-    fn from_f32(value: f32) -> Self {
-        F16::from_f32(value)
     }
 }
 

@@ -4,6 +4,7 @@ use crate::kernels::cpu::test_support::{
     DTYPES, Exact, affordable, assert_close, cases, exactly, narrow, not_finite, random, run, widen,
 };
 use proptest::prelude::*;
+use trireme_base::Float;
 
 /// Zeros, subnormal and tiny values, where the exponential begins to overflow, and the largest.
 const EDGES: [f32; 26] = [
