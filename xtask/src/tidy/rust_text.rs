@@ -1,4 +1,7 @@
-//! Rust source split into code, comments and strings, line by line.
+//! Rust source split into code, comments and literals, line by line.
+
+use anyhow::{Result, anyhow};
+use proc_macro2::{LexError, TokenStream, TokenTree};
 
 /// A Rust source file. Literals are left out of the code, so that a word in one is not taken for a call or a keyword.
 #[derive(Debug)]
@@ -10,19 +13,19 @@ pub(crate) struct RustFile {
     first_test_line: usize,
 }
 
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Line {
     pub(crate) code: String,
     pub(crate) comment: String,
-    /// The contents of string literals, without escaped characters.
+    /// Literals as they are written, with their quotes.
     pub(crate) literal: String,
 }
 
 impl RustFile {
-    pub(crate) fn parse(path: &str, text: &str) -> Self {
-        let lines = split(text);
+    pub(crate) fn parse(path: &str, text: &str) -> Result<Self> {
+        let lines = split(text).map_err(|error| anyhow!("{path}: {error}"))?;
         let first_test_line = first_test_line(&lines);
-        RustFile { path: path.to_owned(), lines, first_test_line }
+        Ok(RustFile { path: path.to_owned(), lines, first_test_line })
     }
 
     /// Name of the folder under `crates`, or of the folder in the root.
@@ -40,141 +43,57 @@ impl RustFile {
 
 /// By custom a module of tests is the last thing in its file.
 fn first_test_line(lines: &[Line]) -> usize {
-    let opens_module = |line: &Line| line.code.starts_with("mod ") && line.code.ends_with('{');
-    let is_start = |pair: &[Line]| pair[0].code == "#[cfg(test)]" && opens_module(&pair[1]);
+    let opens_module = |line: &Line| line.code.starts_with("mod ") && line.code.trim_end().ends_with('{');
+    let is_start = |pair: &[Line]| pair[0].code.trim_end() == "#[cfg(test)]" && opens_module(&pair[1]);
     lines.windows(2).position(is_start).unwrap_or(lines.len())
 }
 
-/// What the next character belongs to.
-enum State {
+/// What a byte of the text belongs to.
+#[derive(Clone, Copy)]
+enum Part {
     Code,
-    LineComment,
-    BlockComment {
-        depth: usize,
-    },
-    String,
-    /// Ends with a quote and this many `#`.
-    RawString {
-        num_hashes: usize,
-    },
+    Literal,
+    /// Comments, those of documentation included, and whitespace.
+    BetweenTokens,
 }
 
-fn split(text: &str) -> Vec<Line> {
+fn split(text: &str) -> Result<Vec<Line>, LexError> {
+    let mut parts = vec![Part::BetweenTokens; text.len()];
+    mark_tokens(text, text.parse()?, &mut parts);
     let mut lines = vec![Line::default()];
-    let mut state = State::Code;
-    let mut rest = text;
-    while let Some(next) = rest.chars().next() {
-        if next == '\n' {
-            if matches!(state, State::LineComment) {
-                state = State::Code;
+    for (index, next) in text.char_indices() {
+        let line = lines.last_mut().expect("there is always a line");
+        match parts[index] {
+            _ if next == '\n' => lines.push(Line::default()),
+            Part::Code => line.code.push(next),
+            Part::Literal => line.literal.push(next),
+            Part::BetweenTokens if next.is_whitespace() => {
+                line.code.push(next);
+                line.comment.push(next);
             }
-            lines.push(Line::default());
-            rest = &rest[1..];
+            Part::BetweenTokens => line.comment.push(next),
+        }
+    }
+    Ok(lines)
+}
+
+fn mark_tokens(text: &str, stream: TokenStream, parts: &mut [Part]) {
+    for token in stream {
+        let range = token.span().byte_range();
+        // To the compiler, a comment of documentation is an attribute, whose tokens have the comment's place.
+        if ["//", "/*"].iter().any(|start| text[range.clone()].starts_with(start)) {
             continue;
         }
-        let line = lines.last_mut().expect("there is always a line");
-        let num_bytes = match &mut state {
-            State::Code => code(rest, line, &mut state),
-            State::LineComment => comment(next, line),
-            State::BlockComment { depth } if rest.starts_with("*/") => {
-                *depth -= 1;
-                if *depth == 0 {
-                    state = State::Code;
-                }
-                2
+        match token {
+            TokenTree::Group(group) => {
+                parts[group.span_open().byte_range()].fill(Part::Code);
+                mark_tokens(text, group.stream(), parts);
+                parts[group.span_close().byte_range()].fill(Part::Code);
             }
-            State::BlockComment { depth } if rest.starts_with("/*") => {
-                *depth += 1;
-                2
-            }
-            State::BlockComment { .. } => comment(next, line),
-            // A backslash before the end of a line hides only that end.
-            State::String if next == '\\' && !rest.starts_with("\\\n") => {
-                1 + rest[1..].chars().next().map_or(0, char::len_utf8)
-            }
-            State::String => {
-                match next {
-                    '"' => end_literal(line, &mut state),
-                    _ => line.literal.push(next),
-                }
-                next.len_utf8()
-            }
-            State::RawString { num_hashes } => {
-                let num_hashes = *num_hashes;
-                if next == '"' && rest[1..].starts_with(&"#".repeat(num_hashes)) {
-                    end_literal(line, &mut state);
-                    1 + num_hashes
-                } else {
-                    line.literal.push(next);
-                    next.len_utf8()
-                }
-            }
-        };
-        rest = &rest[num_bytes..];
+            TokenTree::Literal(_) => parts[range].fill(Part::Literal),
+            TokenTree::Ident(_) | TokenTree::Punct(_) => parts[range].fill(Part::Code),
+        }
     }
-    for line in &mut lines {
-        line.code.truncate(line.code.trim_end().len());
-    }
-    lines
-}
-
-fn comment(next: char, line: &mut Line) -> usize {
-    line.comment.push(next);
-    next.len_utf8()
-}
-
-fn end_literal(line: &mut Line, state: &mut State) {
-    line.code.push('"');
-    *state = State::Code;
-}
-
-/// Reads what begins at `rest` in code; returns its bytes.
-fn code(rest: &str, line: &mut Line, state: &mut State) -> usize {
-    if rest.starts_with("//") {
-        *state = State::LineComment;
-        return 2;
-    }
-    if rest.starts_with("/*") {
-        *state = State::BlockComment { depth: 1 };
-        return 2;
-    }
-    let follows_word = line.code.ends_with(is_word_character);
-    if let Some((num_hashes, num_bytes)) = raw_string_start(rest).filter(|_| !follows_word) {
-        line.code.push('"');
-        *state = State::RawString { num_hashes };
-        return num_bytes;
-    }
-    if let Some(num_bytes) = character_literal(rest) {
-        line.code.push_str("' '");
-        return num_bytes;
-    }
-    let next = rest.chars().next().expect("the caller saw a character");
-    line.code.push(next);
-    if next == '"' {
-        *state = State::String;
-    }
-    next.len_utf8()
-}
-
-/// The hashes and the bytes of the beginning of a raw string: `r"`, `br#"`.
-fn raw_string_start(rest: &str) -> Option<(usize, usize)> {
-    let prefix = ["r", "br", "cr"].into_iter().find(|prefix| {
-        rest.strip_prefix(prefix).is_some_and(|rest| rest.trim_start_matches('#').starts_with('"'))
-    })?;
-    let after = &rest[prefix.len()..];
-    let num_hashes = after.len() - after.trim_start_matches('#').len();
-    Some((num_hashes, prefix.len() + num_hashes + 1))
-}
-
-/// The bytes of a literal such as `'a'` or `'\n'`; none for a lifetime.
-fn character_literal(rest: &str) -> Option<usize> {
-    let inner = rest.strip_prefix('\'')?;
-    if let Some(escaped) = inner.strip_prefix('\\') {
-        let first = escaped.chars().next()?.len_utf8();
-        return escaped[first..].find('\'').map(|end| 2 + first + end + 1);
-    }
-    let first = inner.chars().next().filter(|&first| first != '\'')?.len_utf8();
-    inner[first..].starts_with('\'').then_some(1 + first + 1)
 }
 
 /// Whether a character may stand within a name.
@@ -199,27 +118,31 @@ mod tests {
     use super::*;
 
     fn code_of(text: &str) -> Vec<String> {
-        split(text).into_iter().map(|line| line.code).collect()
+        split(text).unwrap().into_iter().map(|line| line.code.trim_end().to_owned()).collect()
     }
 
     #[test]
     fn comments_are_told_from_code() {
-        let lines = split("let a = 1; // one\n/* two /* three */\nfour */ let b;");
-        assert_eq!(
-            lines[0],
-            Line { code: "let a = 1;".into(), comment: " one".into(), literal: String::new() }
-        );
-        assert_eq!((lines[1].code.as_str(), lines[1].comment.trim()), ("", "two  three"));
-        assert_eq!((lines[2].code.trim(), lines[2].comment.trim()), ("let b;", "four"));
+        let lines =
+            split("let a = 1; // one\n/* two /* three */\nfour */ let b;\n/// Five.\nfn f() { //! six\n}")
+                .unwrap();
+        let code: Vec<&str> = lines.iter().map(|line| line.code.trim()).collect();
+        assert_eq!(code, ["let a = ;", "", "let b;", "", "fn f() {", "}"]);
+        let comments: Vec<&str> = lines.iter().map(|line| line.comment.trim()).collect();
+        assert_eq!(comments, ["// one", "/* two /* three */", "four */", "/// Five.", "//! six", ""]);
+        assert_eq!(lines[0].literal, "1");
     }
 
     #[test]
     fn literals_hide_their_contents() {
-        assert_eq!(code_of(r#"f("a // \" b", x) // c"#), [r#"f("", x)"#]);
-        assert_eq!(code_of("f(r#\"a \" b\"#, br\"c\")"), ["f(\"\", \"\")"]);
-        assert_eq!(code_of("let s = \"a\nb\\\n  c\"; d"), ["let s = \"", "", "\"; d"]);
-        assert_eq!(code_of(r"m('\'', '/', '\u{7f}', x)"), ["m(' ', ' ', ' ', x)"]);
-        assert_eq!(code_of("fn f<'a>(x: &'a str) { car\"x\" }"), ["fn f<'a>(x: &'a str) { car\"\" }"]);
+        assert_eq!(code_of(r#"f("a // \" b", x) // c"#), ["f(, x)"]);
+        assert_eq!(code_of("f(r#\"a \" b\"#, br\"c\")"), ["f(, )"]);
+        assert_eq!(code_of("let s = \"a\nb\\\n  c\"; d"), ["let s =", "", "; d"]);
+        assert_eq!(code_of(r"m('\'', '/', '\u{7f}', x)"), ["m(, , , x)"]);
+        assert_eq!(code_of("fn f<'a>(x: &'a str) { x }"), ["fn f<'a>(x: &'a str) { x }"]);
+        let lines = split("f(\"a\nb\", 'c')").unwrap();
+        assert_eq!((lines[0].literal.as_str(), lines[1].literal.as_str()), ("\"a", "b\"'c'"));
+        assert!(split("f(").is_err());
     }
 
     #[test]
@@ -231,12 +154,13 @@ mod tests {
 
     #[test]
     fn tests_are_the_module_at_the_end_or_a_file_of_their_own() {
-        let file = RustFile::parse("crates/a/src/b.rs", "fn f() {}\n#[cfg(test)]\nmod tests {\n}\n");
+        let file = RustFile::parse("crates/a/src/b.rs", "fn f() {}\n#[cfg(test)]\nmod tests {\n}\n").unwrap();
         assert_eq!((0..4).map(|index| file.is_test(index)).collect::<Vec<_>>(), [false, true, true, true]);
-        let declared = RustFile::parse("crates/a/src/lib.rs", "#[cfg(test)]\nmod tests;\nfn f() {}\n");
+        let declared =
+            RustFile::parse("crates/a/src/lib.rs", "#[cfg(test)]\nmod tests;\nfn f() {}\n").unwrap();
         assert!(!declared.is_test(2));
-        assert!(RustFile::parse("crates/a/tests/b.rs", "fn f() {}").is_test(0));
+        assert!(RustFile::parse("crates/a/tests/b.rs", "fn f() {}").unwrap().is_test(0));
         assert_eq!(file.crate_name(), "a");
-        assert_eq!(RustFile::parse("xtask/src/main.rs", "").crate_name(), "xtask");
+        assert_eq!(RustFile::parse("xtask/src/main.rs", "").unwrap().crate_name(), "xtask");
     }
 }

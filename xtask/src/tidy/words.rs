@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     fn findings(path: &str, text: &str) -> Vec<String> {
-        check(&RustFile::parse(path, text)).iter().map(ToString::to_string).collect()
+        check(&RustFile::parse(path, text).unwrap()).iter().map(ToString::to_string).collect()
     }
 
     #[test]

@@ -38,8 +38,8 @@ impl Workspace {
             .map(|folder| Member::parse(read_text(root, &folder.join("Cargo.toml"))?, &local))
             .collect::<Result<_>>()?;
         let is_rust = |file: &&TextFile| file.path.ends_with(".rs");
-        let sources =
-            texts.iter().filter(is_rust).map(|file| RustFile::parse(&file.path, &file.text)).collect();
+        let parse = |file: &TextFile| RustFile::parse(&file.path, &file.text);
+        let sources = texts.iter().filter(is_rust).map(parse).collect::<Result<_>>()?;
         let architecture = read_text(root, &root.join(ARCHITECTURE_FILE))?;
         Ok(Workspace { architecture, manifest, members, texts, sources })
     }
