@@ -1,10 +1,10 @@
 //! `cargo xtask kernels`: the list of kernels that a backend must provide, from the methods of `Device` and a run of the suites.
 
+use crate::commands;
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::{fs, iter};
 
 const LIST: &str = "docs/kernels.md";
@@ -97,12 +97,12 @@ fn traces(root: &Path) -> Result<Traces> {
 }
 
 fn run_suites(root: &Path, folder: &Path) -> Result<()> {
-    let mut tests = Command::new("cargo");
+    let mut tests = commands::cargo(root);
     tests
         .args(["test", "--quiet", "--package", "trireme-tensor"])
         .args(SUITES.iter().flat_map(|suite| ["--test", suite]));
     // With one thread, tests would run on one that has no name of theirs.
-    tests.args(["--", "--test-threads", "2"]).current_dir(root).env("TRIREME_KERNEL_TRACE", folder);
+    tests.args(["--", "--test-threads", "2"]).env("TRIREME_KERNEL_TRACE", folder);
     let output = tests.output().context("cannot run cargo")?;
     let text =
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);

@@ -12,7 +12,7 @@ mod tidy;
 use anyhow::{Context, Result};
 use clap::Parser;
 use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
 /// Chores of the workspace.
 #[derive(Debug, clap::Parser)]
@@ -59,9 +59,7 @@ fn main() -> ExitCode {
 /// Runs `cargo xtask ladder`.
 fn ladder(root: &Path) -> Result<bool> {
     let cargo = |arguments: &[&str]| -> Result<bool> {
-        let mut command = Command::new("cargo");
-        command.args(arguments).current_dir(root);
-        Ok(command.status().context("cannot run cargo")?.success())
+        Ok(commands::cargo(root).args(arguments).status().context("cannot run cargo")?.success())
     };
     let example = ["build", "--quiet", "--package", "trireme", "--example", "residual_network"];
     let test =
