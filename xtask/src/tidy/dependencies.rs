@@ -34,7 +34,7 @@ pub(crate) fn check(architecture: &TextFile, members: &[Member]) -> Vec<Finding>
             None => {
                 let what = format!("'{}' has no row in the table of {}", member.name, architecture.path);
                 let remedy = format!("add one below '{TABLE_MARK}'");
-                findings.push(Finding::refuse(&member.file.path, 1, what, remedy));
+                findings.push(Finding::refuse(&member.manifest.path, 1, what, remedy));
             }
         }
     }
@@ -43,17 +43,20 @@ pub(crate) fn check(architecture: &TextFile, members: &[Member]) -> Vec<Finding>
 
 fn check_member(architecture: &TextFile, row: &Row, member: &Member) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let in_code = member.dependencies.iter().map(|dependency| (dependency, ""));
-    let in_tests = member.dev_dependencies.iter().map(|dependency| (dependency, TEST_CRATE));
-    for (dependency, also_allowed) in in_code.chain(in_tests) {
-        let is_allowed = |name: &&str| row.dependencies.contains(*name) || *name == also_allowed;
-        let Some(name) = dependency.member.as_deref().filter(|name| !is_allowed(name)) else { continue };
-        let what = format!("'{}' may not depend on '{name}'", member.name);
-        let remedy = format!("do without it, or change the direction in {}:{}", architecture.path, row.line);
-        findings.push(Finding::refuse(&member.file.path, dependency.line, what, remedy));
+    let mut used = BTreeSet::new();
+    for dependency in &member.dependencies {
+        let Some(name) = dependency.member() else { continue };
+        if !dependency.is_for_tests() {
+            used.insert(name);
+        }
+        let is_test_crate = dependency.is_for_tests() && name == TEST_CRATE;
+        if !row.dependencies.contains(name) && !is_test_crate {
+            let what = format!("'{}' may not depend on '{name}'", member.name);
+            let remedy =
+                format!("do without it, or change the direction in {}:{}", architecture.path, row.line);
+            findings.push(Finding::refuse(&member.manifest.path, 1, what, remedy));
+        }
     }
-    let used: BTreeSet<&str> =
-        member.dependencies.iter().filter_map(|dependency| dependency.member.as_deref()).collect();
     for name in row.dependencies.iter().filter(|name| !used.contains(name.as_str())) {
         let what = format!("the row of '{}' lists '{name}', which it does not depend on", member.name);
         findings.push(Finding::refuse(&architecture.path, row.line, what, "remove it from the row"));
@@ -87,11 +90,11 @@ fn quoted_names(cell: &str) -> Vec<String> {
 pub(crate) fn check_command_line_crates(members: &[Member]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for member in members.iter().filter(|member| !COMMAND_CRATES.contains(&member.name.as_str())) {
-        for dependency in member.dependencies.iter().chain(&member.dev_dependencies) {
+        for dependency in &member.dependencies {
             if COMMAND_LINE_CRATES.contains(&dependency.package.as_str()) {
                 let what = format!("'{}' depends on '{}'", member.name, dependency.package);
                 let remedy = "add a variant to the crate's error enum, or leave it to cli";
-                findings.push(Finding::refuse(&member.file.path, dependency.line, what, remedy));
+                findings.push(Finding::refuse(&member.manifest.path, 1, what, remedy));
             }
         }
     }
@@ -111,48 +114,49 @@ mod tests {
         check(&architecture, members).iter().map(ToString::to_string).collect()
     }
 
-    fn comm(dependencies: &str) -> [Member; 2] {
-        [member("base", ""), member("comm", dependencies)]
+    fn comm(dependencies: &[(&str, Option<&str>)]) -> [Member; 2] {
+        [member("base", &[]), member("comm", dependencies)]
     }
 
-    const USES_BASE: &str = "[dependencies]\ntrireme-base.workspace = true\nserde.workspace = true\n";
+    const USES_BASE: [(&str, Option<&str>); 2] = [("trireme-base", None), ("serde", None)];
 
     #[test]
     fn a_table_that_is_right_passes() {
-        assert_eq!(findings("| `base` | |\n| `comm` | `base` |", &comm(USES_BASE)), [""; 0]);
-        let tested = format!("{USES_BASE}[dev-dependencies]\ntrireme-testkit.workspace = true\n");
+        assert_eq!(findings("| `base` | |\n| `comm` | `base` |", &comm(&USES_BASE)), [""; 0]);
+        let tested = [USES_BASE[0], ("trireme-testkit", Some("dev"))];
         assert_eq!(findings("| `base` | |\n| `comm` | `base` |", &comm(&tested)), [""; 0]);
+        let generated = [("trireme-base", Some("build"))];
+        assert_eq!(findings("| `base` | |\n| `comm` | `base` |", &comm(&generated)), [""; 0]);
     }
 
     #[test]
     fn every_difference_is_found() {
         let rest = "; do without it, or change the direction in ARCHITECTURE.md:10";
-        let forbidden = format!("crates/comm/Cargo.toml:2: 'comm' may not depend on 'base'{rest}");
-        assert_eq!(findings("| `base` | |\n| `comm` | |", &comm(USES_BASE)), [forbidden]);
+        let forbidden = format!("crates/comm/Cargo.toml:1: 'comm' may not depend on 'base'{rest}");
+        assert_eq!(findings("| `base` | |\n| `comm` | |", &comm(&USES_BASE)), [forbidden]);
 
-        let unused = findings("| `base` | |\n| `comm` | `base` |", &comm(""));
+        let unused = findings("| `base` | |\n| `comm` | `base` |", &comm(&[]));
         assert!(unused.len() == 1 && unused[0].starts_with("ARCHITECTURE.md:10: "), "{unused:?}");
 
-        let missing = findings("| `base` | |", &comm(""));
+        let missing = findings("| `base` | |", &comm(&[]));
         assert!(missing.len() == 1 && missing[0].starts_with("crates/comm/Cargo.toml:1: "), "{missing:?}");
 
-        let unknown = findings("| `base` | |\n| `comm` | |\n| `old` | |", &comm(""));
+        let unknown = findings("| `base` | |\n| `comm` | |\n| `old` | |", &comm(&[]));
         assert!(unknown.len() == 1 && unknown[0].starts_with("ARCHITECTURE.md:11: "), "{unknown:?}");
     }
 
     #[test]
     fn the_test_crate_is_for_tests() {
-        let shipped = "[dependencies]\ntrireme-testkit.workspace = true\n";
-        assert_eq!(findings("| `base` | |\n| `comm` | |", &comm(shipped)).len(), 1);
-        let tested = "[dev-dependencies]\ntrireme-base.workspace = true\n";
-        assert_eq!(findings("| `base` | |\n| `comm` | |", &comm(tested)).len(), 1);
+        for dependency in [("trireme-testkit", None), ("trireme-base", Some("dev"))] {
+            assert_eq!(findings("| `base` | |\n| `comm` | |", &comm(&[dependency])).len(), 1);
+        }
     }
 
     #[test]
     fn libraries_leave_the_command_line_alone() {
-        let text = "[dependencies]\nanyhow.workspace = true\n[dev-dependencies]\nclap = \"4\"\n";
-        let found = check_command_line_crates(&[member("comm", text)]);
+        let dependencies = [("anyhow", None), ("clap", Some("dev"))];
+        let found = check_command_line_crates(&[member("comm", &dependencies)]);
         assert_eq!(found.len(), 2, "{found:?}");
-        assert!(check_command_line_crates(&[member("cli", text)]).is_empty());
+        assert!(check_command_line_crates(&[member("cli", &dependencies)]).is_empty());
     }
 }

@@ -29,7 +29,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
     let workspace = Workspace::read(root)?;
     let mut findings = dependencies::check(&workspace.architecture, &workspace.members);
     findings.extend(dependencies::check_command_line_crates(&workspace.members));
-    findings.extend(manifest::check_lints(&workspace.manifest, &workspace.members));
+    findings.extend(manifest::check_lints(&workspace.manifest, &workspace.members)?);
     for file in &workspace.texts {
         findings.extend(form::check(file));
     }

@@ -1,4 +1,4 @@
-use super::manifest::{Manifest, Member};
+use super::manifest::Member;
 use super::rust_text::RustFile;
 use anyhow::{Context, Result};
 use std::fs;
@@ -16,10 +16,20 @@ pub(crate) struct TextFile {
     pub(crate) text: String,
 }
 
+impl TextFile {
+    pub(crate) fn read(root: &Path, path: &Path) -> Result<Self> {
+        let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let relative = path.strip_prefix(root).unwrap_or(path);
+        let names: Vec<_> = relative.iter().map(|name| name.to_string_lossy()).collect();
+        Ok(TextFile { path: names.join("/"), text })
+    }
+}
+
 /// All that the checks look at.
 pub(crate) struct Workspace {
     pub(crate) architecture: TextFile,
-    pub(crate) manifest: Manifest,
+    /// The workspace's own `Cargo.toml`.
+    pub(crate) manifest: TextFile,
     /// The crates, xtask included.
     pub(crate) members: Vec<Member>,
     /// Every file written by hand whose form is checked.
@@ -30,27 +40,15 @@ pub(crate) struct Workspace {
 impl Workspace {
     pub(crate) fn read(root: &Path) -> Result<Self> {
         let texts: Vec<TextFile> =
-            paths(root)?.iter().map(|path| read_text(root, path)).collect::<Result<_>>()?;
-        let manifest = Manifest::parse(read_text(root, &root.join("Cargo.toml"))?)?;
-        let local = manifest.local_dependencies();
-        let members = member_folders(root)?
-            .iter()
-            .map(|folder| Member::parse(read_text(root, &folder.join("Cargo.toml"))?, &local))
-            .collect::<Result<_>>()?;
+            paths(root)?.iter().map(|path| TextFile::read(root, path)).collect::<Result<_>>()?;
+        let manifest = TextFile::read(root, &root.join("Cargo.toml"))?;
+        let members = Member::all(root)?;
         let is_rust = |file: &&TextFile| file.path.ends_with(".rs");
         let parse = |file: &TextFile| RustFile::parse(&file.path, &file.text);
         let sources = texts.iter().filter(is_rust).map(parse).collect::<Result<_>>()?;
-        let architecture = read_text(root, &root.join(ARCHITECTURE_FILE))?;
+        let architecture = TextFile::read(root, &root.join(ARCHITECTURE_FILE))?;
         Ok(Workspace { architecture, manifest, members, texts, sources })
     }
-}
-
-/// Folders of the members: those of `crates`, and xtask.
-fn member_folders(root: &Path) -> Result<Vec<PathBuf>> {
-    let mut folders = entries(&root.join("crates"))?;
-    folders.retain(|folder| folder.join("Cargo.toml").is_file());
-    folders.push(root.join("xtask"));
-    Ok(folders)
 }
 
 /// Files whose form is checked: those of [`FOLDERS`], and those in the root itself.
@@ -93,13 +91,6 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
         entries.map(|entry| Ok(entry?.path())).collect::<Result<_>>().with_context(cannot_read)?;
     paths.sort();
     Ok(paths)
-}
-
-fn read_text(root: &Path, path: &Path) -> Result<TextFile> {
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let relative = path.strip_prefix(root).unwrap_or(path);
-    let names: Vec<_> = relative.iter().map(|name| name.to_string_lossy()).collect();
-    Ok(TextFile { path: names.join("/"), text })
 }
 
 #[cfg(test)]
