@@ -1,5 +1,3 @@
-use std::str::FromStr;
-
 crate::named! {
     /// Element types of tensors, token files and messages.
     pub enum DType {
@@ -40,18 +38,5 @@ impl DType {
     /// Whether elements are floating-point numbers.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F64 | DType::F16 | DType::Bf16)
-    }
-}
-
-/// The text is no dtype.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown dtype '{0}'; expected one of f32, f64, f16, bf16, u8, u16, u32, u64, i32, i64")]
-pub struct ParseDTypeError(pub String);
-
-impl FromStr for DType {
-    type Err = ParseDTypeError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        DType::named(text).ok_or_else(|| ParseDTypeError(text.to_owned()))
     }
 }

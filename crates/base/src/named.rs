@@ -1,3 +1,8 @@
+/// The text is none of these names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("expected one of {}", .0.join(", "))]
+pub struct UnknownName(pub &'static [&'static str]);
+
 /// Declares an enum whose variants have names: the enum, `ALL` of its variants, and what turns names into variants and back.
 ///
 /// ```
@@ -10,6 +15,7 @@
 /// }
 /// assert_eq!(Fruit::named("apple"), Some(Fruit::Apple));
 /// assert_eq!(Fruit::ALL.map(Fruit::name), ["apple"]);
+/// assert_eq!("pear".parse::<Fruit>().unwrap_err().to_string(), "expected one of apple");
 /// ```
 #[macro_export]
 macro_rules! named {
@@ -37,6 +43,14 @@ macro_rules! named {
             /// The variant of this name.
             pub fn named(name: &str) -> Option<Self> {
                 Self::ALL.into_iter().find(|known| known.name() == name)
+            }
+        }
+
+        impl ::std::str::FromStr for $enum {
+            type Err = $crate::UnknownName;
+
+            fn from_str(name: &str) -> ::std::result::Result<Self, Self::Err> {
+                Self::named(name).ok_or($crate::UnknownName(&[$($name),+]))
             }
         }
 

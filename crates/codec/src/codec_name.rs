@@ -1,5 +1,3 @@
-use std::str::FromStr;
-
 trireme_base::named! {
     /// The codecs.
     #[derive(Default)]
@@ -59,19 +57,6 @@ impl CodecName {
     }
 }
 
-/// The text names no codec.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown compression '{0}'; expected one of {codecs}", codecs = list(&CodecName::ALL))]
-pub struct ParseCodecError(pub String);
-
 pub(super) fn list(codecs: &[CodecName]) -> String {
     codecs.iter().map(CodecName::to_string).collect::<Vec<_>>().join(", ")
-}
-
-impl FromStr for CodecName {
-    type Err = ParseCodecError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::named(text).ok_or_else(|| ParseCodecError(text.to_owned()))
-    }
 }

@@ -32,7 +32,7 @@ mod tests;
 mod top_k;
 
 pub use bucket::{Bucket, Matrix};
-pub use codec_name::{CodecName, ParseCodecError};
+pub use codec_name::CodecName;
 pub use compression::{Compression, CompressionOptions, UncompressedReason};
 pub use compressor::{CompressionStatistics, Compressor};
 pub use error::CompressionError;

@@ -62,8 +62,7 @@ pub use host_name::host_name;
 pub use listener::{LineListener, Listener};
 pub use operation::Operation;
 pub use options::{
-    GivenCosts, GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions,
-    TransportChoice, TransportKind,
+    GivenCosts, GroupOptions, JoinOptions, OnRefusal, Refusal, TlsOptions, TransportChoice, TransportKind,
 };
 pub use page_size::PageSize;
 pub use recorder::{

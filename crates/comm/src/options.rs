@@ -4,7 +4,6 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 use trireme_base::Rank;
 use trireme_schedule::collective::{Algorithm, CostModel, DirectCost, LinkCost};
@@ -218,19 +217,6 @@ trireme_base::named! {
         Tcp = "tcp",
         /// MPI, whose launcher has started the workers; only in programs built with the feature `mpi`.
         Mpi = "mpi",
-    }
-}
-
-/// The text names no transport.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown transport '{0}'; expected one of auto, shm, tcp, mpi")]
-pub struct ParseTransportError(pub String);
-
-impl FromStr for TransportChoice {
-    type Err = ParseTransportError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::named(text).ok_or_else(|| ParseTransportError(text.to_owned()))
     }
 }
 

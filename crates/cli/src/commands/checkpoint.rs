@@ -15,7 +15,7 @@ use trireme_checkpoint::{
 };
 use trireme_data::BYTES_TOKENIZER_FILE;
 use trireme_model::{ModelConfig, canonical_names};
-use trireme_tensor::{Device, DeviceOptions};
+use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_train::{TOKENIZER_NOTE, model_tokenizer};
 
 #[derive(Debug, Subcommand)]
@@ -41,8 +41,8 @@ pub(crate) enum CheckpointCommand {
         #[arg(long, value_name = "SIZE", default_value = "5GiB")]
         max_shard_size: Bytes,
         /// Write the weights in this dtype (f32, bf16 or f16) instead of the one that they are stored in.
-        #[arg(long, value_parser = float_dtype)]
-        dtype: Option<DType>,
+        #[arg(long)]
+        dtype: Option<Precision>,
         /// Replace an earlier export. Nothing else is ever replaced.
         #[arg(long)]
         force: bool,
@@ -59,15 +59,10 @@ pub(crate) fn run(command: &CheckpointCommand) -> anyhow::Result<()> {
     match command {
         CheckpointCommand::Inspect { path, json, verify } => inspect(path, *json, *verify, &mut out),
         CheckpointCommand::Export { path, out: target, max_shard_size, dtype, force } => {
-            write_model(path, target, (*max_shard_size, *dtype, *force), &mut out)
+            write_model(path, target, (*max_shard_size, dtype.map(Precision::dtype), *force), &mut out)
         }
         CheckpointCommand::List { run_folder } => list(run_folder, &mut out),
     }
-}
-
-fn float_dtype(text: &str) -> Result<DType, &'static str> {
-    let known = [DType::F32, DType::Bf16, DType::F16];
-    known.into_iter().find(|dtype| dtype.to_string() == text).ok_or("expected f32, bf16 or f16")
 }
 
 fn inspect(path: &Path, json: bool, verify: bool, out: &mut impl Write) -> anyhow::Result<()> {

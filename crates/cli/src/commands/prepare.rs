@@ -4,7 +4,8 @@ use crate::console::{Output, progress_bar};
 use crate::numbers::counted;
 use crate::remarks::remark;
 use anyhow::{anyhow, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::ProgressBar;
 use std::fmt;
 use std::io::{IsTerminal, Write};
@@ -81,9 +82,10 @@ pub(crate) struct PrepareArgs {
     /// Read only files with these extensions from folders. By default, all text files.
     #[arg(long = "extension", value_name = "EXT", value_delimiter = ',')]
     extensions: Vec<String>,
-    /// How to handle bytes that are not valid UTF-8.
-    #[arg(long, value_enum, default_value_t = OnInvalidUtf8::Replace)]
-    invalid_utf8: OnInvalidUtf8,
+    /// How to handle bytes that are not valid UTF-8: replace each invalid sequence with U+FFFD and count the
+    /// replacements, or refuse them with an error that names the file and the byte.
+    #[arg(long, default_value_t, value_parser = invalid_utf8())]
+    invalid_utf8: InvalidUtf8,
     /// Fraction of tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out. 0 holds
     /// out none. 0.05 by default.
     #[arg(long, value_name = "SHARE")]
@@ -91,14 +93,6 @@ pub(crate) struct PrepareArgs {
     /// Number of tokenizer threads; all cores by default. Does not affect the result.
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum OnInvalidUtf8 {
-    /// Replace each invalid sequence with U+FFFD, and count the replacements.
-    Replace,
-    /// Fail with an error that names the file and the byte.
-    Refuse,
 }
 
 pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
@@ -121,6 +115,10 @@ pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
     Ok(write!(out, "{}", Summary { report: &report, out: &options.out })?)
 }
 
+fn invalid_utf8() -> impl TypedValueParser<Value = InvalidUtf8> {
+    PossibleValuesParser::new(InvalidUtf8::ALL.map(InvalidUtf8::name)).try_map(|name| name.parse())
+}
+
 fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
     let defaults = PrepareOptions::new(args.inputs.clone(), args.out.clone());
     let extensions = args.extensions.iter().map(|extension| extension.trim_start_matches('.').to_owned());
@@ -140,10 +138,7 @@ fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
         validation_inputs: args.validation.clone(),
         field: args.field.clone(),
         extensions: extensions.collect(),
-        invalid_utf8: match args.invalid_utf8 {
-            OnInvalidUtf8::Replace => InvalidUtf8::Replace,
-            OnInvalidUtf8::Refuse => InvalidUtf8::Refuse,
-        },
+        invalid_utf8: args.invalid_utf8,
         validation_fraction: if args.validation.is_empty() { fraction } else { 0.0 },
         num_threads: args.threads.unwrap_or(defaults.num_threads),
         ..defaults

@@ -209,5 +209,5 @@ fn a_config_as_python_writes_it() {
     assert!(written.contains("Infinity") && written.contains("\"dtype\": \"bfloat16\""), "{written}");
     scene.run("generate again --num-tokens 1").succeeded();
     let export = scene.run("checkpoint export again third --dtype int8");
-    tells(&export.stderr, &["expected f32, bf16 or f16"]);
+    tells(&export.stderr, &["expected one of f32, bf16, f16"]);
 }

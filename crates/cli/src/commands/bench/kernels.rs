@@ -1,7 +1,7 @@
 //! `trireme bench kernels`.
 
 use super::seconds;
-use super::step::{Batches, StepArgs, build, parse_precision, read_model};
+use super::step::{Batches, StepArgs, build, read_model};
 use crate::console::{Measuring, Output};
 use crate::simd::device_options;
 use anyhow::{Result, bail};
@@ -73,10 +73,10 @@ pub(crate) struct KernelsArgs {
     #[arg(long, value_name = "T", default_value_t = 256, requires = "model")]
     seq: usize,
     /// Data type of activations and matrix multiplications: f32, bf16 or f16; separate several with commas.
-    #[arg(long, value_delimiter = ',', default_value = "f32,bf16", value_parser = parse_precision)]
+    #[arg(long, value_delimiter = ',', default_value = "f32,bf16")]
     dtype: Vec<Precision>,
     /// Optimizer of the step, as in [optimizer] name.
-    #[arg(long, value_name = "NAME", default_value = "adamw", value_parser = parse_optimizer)]
+    #[arg(long, value_name = "NAME", default_value = "adamw")]
     optimizer: OptimizerName,
     /// Number of threads; 0 uses one per available core.
     #[arg(long, value_name = "K", default_value_t = 0)]
@@ -90,11 +90,6 @@ pub(crate) struct KernelsArgs {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
-}
-
-fn parse_optimizer(name: &str) -> Result<OptimizerName, String> {
-    let expected = || format!("expected one of {}", OptimizerName::ALL.map(OptimizerName::name).join(", "));
-    OptimizerName::named(name).ok_or_else(expected)
 }
 
 /// What is printed; the fields are the keys of `--json`.

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::json;
 use std::io::Write;
 use std::time::Instant;
+use trireme_base::UnknownName;
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
 use trireme_schedule::{Chain, Keep, Program, StateLayout, validate_pipeline};
@@ -95,8 +96,7 @@ fn parse_choice(text: &str) -> Result<Choice, String> {
     if text == "all" {
         return Ok(Choice::All);
     }
-    let names = || Kind::ALL.map(Kind::name).join(", ");
-    Kind::named(text).map(Choice::One).ok_or_else(|| format!("expected all, or one of {}", names()))
+    text.parse().map(Choice::One).map_err(|error: UnknownName| format!("{error}, or all"))
 }
 
 /// The figures of a schedule: of one repeat, or the medians of all. The fields are keys of `--json`.

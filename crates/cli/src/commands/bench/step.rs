@@ -38,14 +38,14 @@ pub(crate) struct StepArgs {
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Data type of activations and matrix multiplications: f32, bf16 or f16.
-    #[arg(long, default_value = "f32", value_parser = parse_precision)]
+    #[arg(long, default_value = "f32")]
     dtype: Precision,
     /// Emulate fp8 in the linear layers of the blocks: e4m3, or hybrid, which uses E5M2 for gradients. Requires
     /// --dtype bf16, and does not make anything faster.
-    #[arg(long, value_name = "FORMATS", value_parser = parse_fp8)]
+    #[arg(long, value_name = "FORMATS")]
     fp8: Option<Fp8Formats>,
     /// Data type to which gradients are rounded before they are summed over the workers: f32, bf16 or, with --dtype f16, f16.
-    #[arg(long, value_name = "DTYPE", default_value = "f32", value_parser = parse_precision)]
+    #[arg(long, value_name = "DTYPE", default_value = "f32")]
     reduce_dtype: Precision,
     /// Sequences per batch of one worker.
     #[arg(long, value_name = "B", default_value_t = 8)]
@@ -113,11 +113,6 @@ pub(crate) struct StepArgs {
     json: bool,
 }
 
-pub(super) fn parse_precision(text: &str) -> Result<Precision, &'static str> {
-    let mut known = Precision::ALL.into_iter();
-    known.find(|precision| precision.to_string() == text).ok_or("expected f32, bf16 or f16")
-}
-
 fn parse_offload(text: &str) -> Result<(StateClass, Tier), &'static str> {
     let parse = |(class, name): (&str, &str)| Some((StateClass::named(class)?, Tier::named(name)?));
     let parsed = text.split_once('=').and_then(parse);
@@ -127,11 +122,6 @@ fn parse_offload(text: &str) -> Result<(StateClass, Tier), &'static str> {
 fn parse_keep(text: &str) -> Result<Keep, &'static str> {
     let keep = Keep::named(text).filter(|keep| *keep != Keep::Nothing);
     keep.ok_or("expected all, products or input")
-}
-
-fn parse_fp8(text: &str) -> Result<Fp8Formats, &'static str> {
-    let mut known = [Fp8Formats::E4m3, Fp8Formats::Hybrid].into_iter();
-    known.find(|formats| formats.to_string() == text).ok_or("expected e4m3 or hybrid")
 }
 
 /// What is printed; the keys are those of common PyTorch timing scripts, units last.
