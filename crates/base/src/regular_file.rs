@@ -1,8 +1,9 @@
 //! Opening files that may be something else, such as a pipe.
 
 use rustix::fs::OFlags;
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind};
+use std::io::{self, BufWriter, ErrorKind};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -30,10 +31,46 @@ pub fn create_regular(path: &Path) -> io::Result<File> {
     open_regular_with(path, OpenOptions::new().write(true).create(true).truncate(true))
 }
 
+/// Replaces a file by what `write` writes, so that a crash leaves the old or the new content, never a part.
+///
+/// The content is written to a hidden file in the same folder and synced to the disk before that is renamed. If anything fails, the
+/// hidden file is removed.
+pub fn replace_file(
+    path: &Path,
+    write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(".partial");
+    let aside = path.with_file_name(name);
+    let written = create_regular(&aside).and_then(|file| {
+        let mut file = BufWriter::new(file);
+        write(&mut file)?;
+        file.into_inner()?.sync_all()
+    });
+    written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Read;
+    use std::io::{Read, Write};
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "old").unwrap();
+        let failed = replace_file(&path, |file| {
+            file.write_all(b"half of the new")?;
+            Err(io::Error::other("it fails"))
+        });
+        assert_eq!(failed.unwrap_err().to_string(), "it fails");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "old");
+        replace_file(&path, |file| file.write_all(b"new")).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "new");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left");
+    }
 
     #[test]
     fn only_regular_files_are_opened() {

@@ -118,7 +118,7 @@ fn a_page_compares_two_runs() {
     let page = scene.read("report.html");
     tells(page.split_once("<details>").unwrap().1, &["optimizer.lr", "training.seq_len"]);
     assert!(!page.contains("fast"));
-    assert!(!scene.path("report.html.partial").exists());
+    assert!(!scene.path(".report.html.partial").exists());
 }
 
 #[test]

@@ -6,10 +6,9 @@ use crate::error::TrainError;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::{self, BufWriter, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
-use trireme_base::{create_regular, open_regular};
+use trireme_base::{open_regular, replace_file};
 use trireme_schedule::{Action, Outline, Stream};
 
 /// What this version writes and reads.
@@ -104,14 +103,10 @@ const STREAMS: [(Stream, &str); 4] = [
 
 /// Writes steps in the place of an earlier file, which stays whole until then.
 pub(super) fn write(path: &Path, steps: &[TracedStep]) -> io::Result<()> {
-    let aside = path.with_file_name(format!(".{TRACE_FILE}.partial"));
-    let written = create_regular(&aside).and_then(|file| {
-        let mut file = BufWriter::new(file);
-        serde_json::to_writer(&mut file, &document(steps))?;
-        file.write_all(b"\n")?;
-        file.into_inner()?.sync_data()
-    });
-    written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
+    replace_file(path, |file| {
+        serde_json::to_writer(&mut *file, &document(steps))?;
+        file.write_all(b"\n")
+    })
 }
 
 fn document(steps: &[TracedStep]) -> Document<'static> {

@@ -15,10 +15,9 @@ use crate::remarks::remark;
 use anyhow::{Context, Result, bail};
 use hues::NUM_HUES;
 use loaded_run::{LoadedRun, load};
-use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
-use trireme_base::open_regular;
+use trireme_base::{open_regular, replace_file};
 
 const EXAMPLES: &str = "\
 The page shows what the runs were and where their configs differ. Its charts show losses, learning
@@ -54,7 +53,8 @@ pub(super) fn run(args: &HtmlArgs) -> Result<()> {
     }
     let runs = load(&args.run_folders)?;
     let page = page::page(&runs);
-    write(&args.out, &page).with_context(|| format!("cannot write {}", args.out.display()))?;
+    replace_file(&args.out, |file| file.write_all(page.as_bytes()))
+        .with_context(|| format!("cannot write {}", args.out.display()))?;
     writeln!(Output, "written: {}", args.out.display())?;
     runs.iter().flat_map(LoadedRun::lacks).for_each(|lack| remark(&format!("warning: {lack}")));
     Ok(())
@@ -80,13 +80,4 @@ fn check_target(path: &Path, force: bool) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// Writes the whole page beside its place, and then moves it there.
-fn write(path: &Path, page: &str) -> std::io::Result<()> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".partial");
-    let aside = path.with_file_name(name);
-    let written = fs::write(&aside, page).and_then(|()| fs::rename(&aside, path));
-    written.inspect_err(|_| drop(fs::remove_file(&aside)))
 }
