@@ -49,7 +49,7 @@ pub use printed::{printable, quoted};
 pub use random::{Random, RandomKey};
 pub use ranges::{ranges, ranks};
 pub use rank::{Rank, ReduceOp};
-pub use regular_file::{create_regular, open_regular, open_regular_with, replace_file};
+pub use regular_file::{create_regular, open_regular, open_regular_with, read_at_most, replace_file};
 pub use svg::{Anchor, Svg, escape_markup};
 pub use threads::{name_limits, spawn_scoped_thread, spawn_thread};
 pub use ticks::Ticks;

@@ -3,7 +3,7 @@
 use rustix::fs::OFlags;
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, ErrorKind};
+use std::io::{self, BufWriter, ErrorKind, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -24,6 +24,21 @@ pub fn open_regular_with(path: &Path, options: &mut OpenOptions) -> io::Result<F
     // Another process may replace the file after the check.
     let file = options.custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(refusal()) }
+}
+
+/// Reads a regular file of at most `max` bytes, opened as [`open_regular`] does.
+///
+/// # Errors
+/// As [`open_regular`], and `FileTooLarge`, which says how long the file is.
+pub fn read_at_most(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    let file = open_regular(path)?;
+    let mut content = Vec::new();
+    (&file).take(max + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > max {
+        let what = format!("it has {} bytes, more than {max}", file.metadata()?.len());
+        return Err(io::Error::new(ErrorKind::FileTooLarge, what));
+    }
+    Ok(content)
 }
 
 /// Creates a regular file, or empties the one that is there, as [`open_regular_with`] does.
@@ -54,7 +69,7 @@ pub fn replace_file(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{Read, Write};
+    use std::io::Write;
 
     #[test]
     fn a_file_is_replaced_as_a_whole() {
@@ -70,6 +85,17 @@ mod tests {
         replace_file(&path, |file| file.write_all(b"new")).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "new");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left");
+    }
+
+    #[test]
+    fn a_file_is_read_whole_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "four").unwrap();
+        assert_eq!(read_at_most(&path, 4).unwrap(), b"four");
+        let error = read_at_most(&path, 2).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::FileTooLarge);
+        assert_eq!(error.to_string(), "it has 4 bytes, more than 2");
     }
 
     #[test]

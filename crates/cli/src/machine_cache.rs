@@ -2,12 +2,12 @@
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::fs;
+use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
-use trireme_base::open_regular;
+use trireme_base::read_at_most;
 
 /// Longer files are not read; ours have a few KiB.
 const FILE_BYTES_MAX: u64 = 64 << 10;
@@ -75,9 +75,8 @@ impl MachineCache {
 
     /// The results, if the file has such of this machine and program. The caller checks their values: other programs can write the file.
     pub(crate) fn read<T: DeserializeOwned>(&self) -> Option<T> {
-        let text = read_up_to(&self.path, FILE_BYTES_MAX + 1);
-        let text = text.filter(|text| text.len() as u64 <= FILE_BYTES_MAX)?;
-        let Document { identity, results } = serde_json::from_str(&text).ok()?;
+        let text = read_at_most(&self.path, FILE_BYTES_MAX).ok()?;
+        let Document { identity, results } = serde_json::from_slice(&text).ok()?;
         (identity == self.identity).then_some(results)
     }
 
@@ -93,7 +92,9 @@ impl MachineCache {
 
 impl Identity {
     fn of_this_process() -> Option<Self> {
-        let processor = processor(&read_up_to(Path::new("/proc/cpuinfo"), PROCESSOR_BYTES_MAX)?);
+        let mut text = Vec::new();
+        File::open("/proc/cpuinfo").ok()?.take(PROCESSOR_BYTES_MAX).read_to_end(&mut text).ok()?;
+        let processor = processor(&String::from_utf8_lossy(&text));
         let system = rustix::system::uname();
         let system =
             [system.sysname(), system.release(), system.version()].map(|text| text.to_string_lossy());
@@ -108,13 +109,6 @@ impl Identity {
         );
         Some(Identity { processor, system: system.join(" "), program })
     }
-}
-
-/// The beginning of a text file; none of what is no file.
-fn read_up_to(path: &Path, num_bytes: u64) -> Option<String> {
-    let mut bytes = Vec::new();
-    open_regular(path).ok()?.take(num_bytes).read_to_end(&mut bytes).ok()?;
-    Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// The lines about the first processor that do not change while it runs.

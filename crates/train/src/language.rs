@@ -11,11 +11,10 @@ use crate::task::{Task, TaskFile};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use trireme_base::{DType, json_text, open_regular, parse_json};
+use trireme_base::{DType, json_text, parse_json, read_at_most};
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{
     CHAT_TEMPLATE_BYTES_MAX, CHAT_TEMPLATE_FILE, Corpus, DataError, MaskedTokens, Packing, Sampler, Source,
@@ -298,10 +297,8 @@ fn with_ends(model_json: &str, tokenizer: &Tokenizer) -> String {
 
 fn chat_template_of(folder: &Path) -> Result<Option<Vec<u8>>, DataError> {
     let path = folder.join(CHAT_TEMPLATE_FILE);
-    let mut template = Vec::new();
-    let read = |file: File| file.take(CHAT_TEMPLATE_BYTES_MAX as u64 + 1).read_to_end(&mut template);
-    match open_regular(&path).and_then(read) {
-        Ok(_) => Ok(Some(template)),
+    match read_at_most(&path, CHAT_TEMPLATE_BYTES_MAX as u64) {
+        Ok(template) => Ok(Some(template)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(source) => Err(DataError::Read { path, source }),
     }

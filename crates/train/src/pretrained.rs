@@ -4,10 +4,9 @@ use crate::checkpointing::{TOKENIZER, samples_of};
 use crate::config::{self, Config};
 use crate::error::TrainError;
 use crate::resume::resume_point;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use trireme_base::open_regular;
+use trireme_base::read_at_most;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource};
 use trireme_data::{
     BYTES_TOKENIZER_FILE, ChatTemplate, Corpus, DataError, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer,
@@ -172,14 +171,11 @@ pub fn chat_template_next_to(
     let folder = tokenizer.parent().unwrap_or(Path::new(""));
     chosen_chat_template(name, folder, |name| {
         let path = folder.join(name);
-        let read = |source| DataError::Read { path: path.clone(), source };
         if !path.is_file() {
             return Ok(None);
         }
-        let mut text = Vec::new();
-        let file = open_regular(&path).map_err(read)?;
-        file.take(TOKENIZER_SETTINGS_BYTES_MAX).read_to_end(&mut text).map_err(read)?;
-        Ok(Some(text))
+        let read = read_at_most(&path, TOKENIZER_SETTINGS_BYTES_MAX);
+        Ok(Some(read.map_err(|source| DataError::Read { path, source })?))
     })
 }
 
@@ -215,5 +211,25 @@ pub(crate) fn check_tokenizer(
     match model.check(&corpus.folder, &corpus.tokenizer_sha256()?) {
         Err(TrainError::OtherTokenizer { .. }) if resume_point(config)?.is_some() => Ok(()),
         checked => checked,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::ErrorKind;
+
+    #[test]
+    fn settings_that_are_too_long_are_refused_and_not_cut() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokenizer = folder.path().join("tokenizer.json");
+        let mut settings = r#"{"chat_template": "{{ messages }}"}"#.to_owned();
+        std::fs::write(folder.path().join("tokenizer_config.json"), &settings).unwrap();
+        assert!(chat_template_next_to(None, &tokenizer).unwrap().is_some());
+        settings += &" ".repeat(TOKENIZER_SETTINGS_BYTES_MAX as usize);
+        std::fs::write(folder.path().join("tokenizer_config.json"), &settings).unwrap();
+        let error = chat_template_next_to(None, &tokenizer).unwrap_err();
+        let TrainError::Data(DataError::Read { source, .. }) = error else { panic!("{error}") };
+        assert_eq!(source.kind(), ErrorKind::FileTooLarge);
     }
 }

@@ -8,9 +8,9 @@ use crate::config::Config;
 use crate::error::TrainError;
 use crate::stages::{StageChoice, activation_bounds, pipeline_costs};
 use error::FILE_BYTES_MAX;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use trireme_base::open_regular;
 use trireme_schedule::pipeline::{Costs, PassFault, Schedule, ScheduleError, draw_error, validate};
 
 /// Columns of the picture that an error shows: with their rank's label they fit into a terminal of 80, as does a mark but at the
@@ -41,7 +41,7 @@ fn schedule_path(config: &Config) -> Option<&Path> {
 
 fn read(path: &Path) -> Result<Schedule, ScheduleFileError> {
     let mut text = String::new();
-    let file = File::open(path).map_err(ScheduleFileError::Read)?;
+    let file = open_regular(path).map_err(ScheduleFileError::Read)?;
     file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(ScheduleFileError::Read)?;
     if text.len() as u64 > FILE_BYTES_MAX {
         return Err(ScheduleFileError::TooLarge);
@@ -85,6 +85,7 @@ fn check(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
 
     #[test]
     fn what_is_no_schedule_is_read_within_bounds() {

@@ -1,8 +1,8 @@
 use super::report::RankReport;
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use trireme_base::{open_regular, replace_file};
+use trireme_base::{read_at_most, replace_file};
 
 /// No report comes near this length.
 const FILE_BYTES_MAX: u64 = 64 << 20;
@@ -82,13 +82,7 @@ impl RankReport {
 fn read_report(path: &Path, rank: usize) -> Result<RankReport, ReadReportsError> {
     let unreadable = |source| ReadReportsError::Read { path: path.to_owned(), source };
     let refuse = |what: String| ReadReportsError::NoReport { path: path.to_owned(), what };
-    let mut text = Vec::new();
-    open_regular(path)
-        .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text))
-        .map_err(unreadable)?;
-    if text.len() as u64 > FILE_BYTES_MAX {
-        return Err(refuse(format!("it is longer than {FILE_BYTES_MAX} bytes")));
-    }
+    let text = read_at_most(path, FILE_BYTES_MAX).map_err(unreadable)?;
     let report: RankReport = serde_json::from_slice(&text).map_err(|error| refuse(error.to_string()))?;
     if report.format != RankReport::FORMAT {
         return Err(refuse(format!(

@@ -17,12 +17,11 @@ use process::Process;
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::UNIX_EPOCH;
-use trireme_base::parse_json;
+use trireme_base::{open_regular, parse_json};
 
 /// A chat template next to a tokenizer, as transformers writes it.
 pub const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
@@ -154,7 +153,7 @@ impl ChatTemplate {
     pub fn from_file(path: &Path, tokenizer_config: &[u8]) -> Result<Self, DataError> {
         let read = |source| DataError::Read { path: path.to_owned(), source };
         let mut source = String::new();
-        let file = File::open(path).map_err(read)?;
+        let file = open_regular(path).map_err(read)?;
         file.take(CHAT_TEMPLATE_BYTES_MAX as u64 + 1).read_to_string(&mut source).map_err(read)?;
         let config = parse_json(tokenizer_config).unwrap_or_default();
         let template = ChatTemplate::new(&source, special_tokens_in(&config), path)?;

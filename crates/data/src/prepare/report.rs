@@ -2,9 +2,9 @@ use super::files::REPORT_FILE;
 use crate::{DataError, TokenFileWriter, files};
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::io::Read;
+use std::io::ErrorKind;
 use std::path::Path;
-use trireme_base::open_regular;
+use trireme_base::read_at_most;
 
 /// Far above what a report needs.
 const REPORT_BYTES_MAX: u64 = 16 << 20;
@@ -182,16 +182,10 @@ impl PrepareReport {
     /// If there is none, or it cannot be read or understood.
     pub fn read(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join(REPORT_FILE);
-        let file = match open_regular(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Err(DataError::NotPrepared { folder: folder.to_owned() });
-            }
-            opened => opened.map_err(|source| DataError::Read { path: path.clone(), source })?,
-        };
-        let mut json = Vec::new();
-        file.take(REPORT_BYTES_MAX)
-            .read_to_end(&mut json)
-            .map_err(|source| DataError::Read { path: path.clone(), source })?;
+        let json = read_at_most(&path, REPORT_BYTES_MAX).map_err(|source| match source.kind() {
+            ErrorKind::NotFound => DataError::NotPrepared { folder: folder.to_owned() },
+            _ => DataError::Read { path: path.clone(), source },
+        })?;
         serde_json::from_slice(&json).map_err(|source| DataError::Report { path, source })
     }
 

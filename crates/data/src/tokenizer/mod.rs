@@ -13,12 +13,11 @@ pub(crate) use train::BPE_VOCABULARY_SIZE_MIN;
 
 use crate::{DataError, PrepareReport, Prompt, VOCABULARY_SIZE_MAX};
 use checks::guarded;
-use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use tokenizers::{DecoderWrapper, ModelWrapper, PostProcessorWrapper};
-use trireme_base::open_regular;
+use trireme_base::read_at_most;
 
 /// A Hugging Face tokenizer, in the folder of a prepared corpus or of a model.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -374,16 +373,8 @@ fn the_only_file<E: From<DataError>>(
 
 /// Reads a tokenizer's file, unless it is too large to be one.
 fn read(path: &Path) -> Result<Vec<u8>, DataError> {
-    let read = |source| DataError::Read { path: path.to_owned(), source };
-    let file = open_regular(path).map_err(read)?;
-    let bytes = file.metadata().map_err(read)?.len();
-    if bytes > TOKENIZER_BYTES_MAX {
-        let source = format!("it has {bytes} bytes, more than {TOKENIZER_BYTES_MAX}").into();
-        return Err(DataError::LoadTokenizer { path: path.to_owned(), source });
-    }
-    let mut contents = Vec::with_capacity(bytes as usize);
-    file.take(TOKENIZER_BYTES_MAX).read_to_end(&mut contents).map_err(read)?;
-    Ok(contents)
+    read_at_most(path, TOKENIZER_BYTES_MAX)
+        .map_err(|source| DataError::Read { path: path.to_owned(), source })
 }
 
 #[cfg(test)]

@@ -416,3 +416,20 @@ fn a_corpus_of_an_earlier_version_without_the_tokenizers_checksum_opens() {
     assert_eq!(room.documents(), ["some text"]);
     assert!(is_current(&options).unwrap());
 }
+
+#[test]
+fn a_report_that_is_too_long_is_refused_and_not_cut() {
+    let room = Room::new(&[("a.txt", b"some text")]);
+    let options = room.options(&[""]);
+    prepare(&options, &Silent).unwrap();
+    let path = options.out.join(REPORT_FILE);
+    let mut report = fs::read(&path).unwrap();
+    report.resize(16 << 20, b' ');
+    fs::write(&path, &report).unwrap();
+    PrepareReport::read(&options.out).unwrap();
+    report.push(b' ');
+    fs::write(&path, &report).unwrap();
+    let error = PrepareReport::read(&options.out).unwrap_err();
+    let DataError::Read { source, .. } = error else { panic!("{error}") };
+    assert_eq!(source.to_string(), "it has 16777217 bytes, more than 16777216");
+}

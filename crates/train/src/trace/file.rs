@@ -6,9 +6,9 @@ use crate::error::TrainError;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Write};
 use std::path::Path;
-use trireme_base::{open_regular, replace_file};
+use trireme_base::{read_at_most, replace_file};
 use trireme_schedule::{Action, Outline, Stream};
 
 /// What this version writes and reads.
@@ -192,17 +192,11 @@ pub fn read(folder: &Path) -> Result<Vec<TracedStep>, TrainError> {
         ErrorKind::NotFound => TrainError::NoTrace { folder: folder.to_owned() },
         _ => TrainError::ReadTrace { path: path.clone(), source },
     };
-    let mut text = Vec::new();
-    open_regular(&path)
-        .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text))
-        .map_err(unreadable)?;
+    let text = read_at_most(&path, FILE_BYTES_MAX).map_err(unreadable)?;
     steps(&text).map_err(|what| TrainError::DamagedTrace { path, what })
 }
 
 fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
-    if text.len() as u64 > FILE_BYTES_MAX {
-        return Err(format!("it is longer than {FILE_BYTES_MAX} bytes"));
-    }
     let document: Document<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     let Header { format, ranks, steps: headers } = document.other_data;
     if format != FORMAT {
