@@ -78,7 +78,8 @@ fn a_run_is_summarized_and_drawn() {
     );
     let svg = scene.read("losses.svg");
     tells(&svg, &["runs/tiny: 4 steps", "validation loss", "bigram baseline"]);
-    assert_eq!(svg.matches("<circle").count(), 2, "{svg}");
+    // Before the first step, and of steps 2 and 4.
+    assert_eq!(svg.matches("<circle").count(), 3, "{svg}");
     // A line that is being written is not there yet, and one that is no record is named.
     scene.cut("runs/tiny/metrics.jsonl", 5);
     tells(&scene.run("report run runs/tiny").succeeded(), &["steps: 3, "]);

@@ -2,7 +2,6 @@
 
 mod breakdown;
 mod comparison;
-mod curves;
 mod diff;
 mod html;
 mod picture;

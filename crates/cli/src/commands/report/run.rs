@@ -1,7 +1,7 @@
 //! `trireme report run`.
 
 use super::breakdown::Breakdown;
-use super::curves::{Curves, Point};
+use super::html::loss_picture;
 use super::records::{Record, Records, baseline};
 use crate::commands::write_file;
 use crate::console::Output;
@@ -65,15 +65,8 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
         }
     }
     if let Some(path) = &args.svg {
-        let training =
-            records.iter().filter_map(|record| Some(Point { step: record.step, loss: record.loss? }));
-        let curves = Curves {
-            title: format!("{}: {} steps", args.run_folder.display(), last.step),
-            training: training.collect(),
-            validation: records.validations().map(|(step, loss)| Point { step, loss }).collect(),
-            baseline,
-        };
-        write_file(path, &curves.to_svg())?;
+        let title = format!("{}: {} steps", args.run_folder.display(), last.step);
+        write_file(path, &loss_picture(&title, &records, baseline))?;
         writeln!(out, "written: {}", path.display())?;
     }
     Ok(())

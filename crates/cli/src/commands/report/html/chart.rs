@@ -1,4 +1,4 @@
-//! A chart of curves over steps, as a figure of a page.
+//! A chart of curves over steps, as a figure of a page or as a picture of its own.
 
 use super::hues::run_colour;
 use super::thinning::{Stretch, Thinned};
@@ -12,6 +12,14 @@ const LEFT: f64 = 58.0;
 const RIGHT: f64 = 16.0;
 const TOP: f64 = 28.0;
 const BOTTOM: f64 = 42.0;
+
+/// Height of the title and the legend above the chart in a picture of its own.
+const HEAD: f64 = 48.0;
+
+/// Style of a picture of its own with one run, for programs that know no variables in styles.
+const PICTURE_STYLE: &str = "<style>.grid{stroke:#e6e6e6} .level{stroke:#888888;stroke-dasharray:6 4} .run{color:#1f4e9c;stroke:#1f4e9c} \
+                             .thin{stroke-width:1.3;opacity:0.6} .thick{stroke-width:2.4} .band{stroke:none;fill:#1f4e9c;opacity:0.15} \
+                             text{stroke:none}</style>";
 
 /// A curve with more points is drawn without dots.
 const DOTS_MAX: usize = 40;
@@ -51,30 +59,54 @@ pub(super) struct Chart {
 impl Chart {
     /// The figure; none if no curve has a point.
     pub(super) fn to_html(&self) -> Option<String> {
-        let (steps, values) = self.axes()?;
-        let frame = Frame { steps, values };
+        self.drawn().next()?;
+        let frame = self.frame();
         let label = escape_markup(&format!("{}, {}", self.title, self.unit));
         let attributes = format!(
             "class=\"chart\" role=\"img\" aria-label=\"{label}\" data-left=\"{LEFT}\" data-right=\"{}\" data-top=\"{TOP}\" \
              data-bottom=\"{}\" data-last-step=\"{}\"",
             WIDTH - RIGHT,
             HEIGHT - BOTTOM,
-            steps.high
+            frame.steps.high
         );
         let mut svg = Svg::within_page(WIDTH, HEIGHT, &attributes);
-        frame.push_axes(&mut svg, &self.unit);
+        self.push(&mut svg, &frame);
+        let (title, svg, legend) = (escape_markup(self.title), svg.finish(), self.legend());
+        Some(format!("<figure>\n<h3>{title}</h3>\n{svg}<figcaption>{legend}</figcaption>\n</figure>\n"))
+    }
+
+    /// A document of its own with this `title`, for a chart of one run.
+    pub(super) fn to_svg(&self, title: &str) -> String {
+        let mut svg = Svg::new(WIDTH, HEAD + HEIGHT);
+        svg.definitions(PICTURE_STYLE);
+        svg.text((LEFT, 18.0), Anchor::Start, title);
+        let curves = self.drawn().map(|curve| (curve.look.class(), &curve.name));
+        let levels = self.levels.iter().map(|level| ("level", &level.name));
+        for (index, (class, name)) in curves.chain(levels).enumerate() {
+            let x = LEFT + 140.0 * index as f64;
+            svg.begin_group("class=\"run\"");
+            svg.line(&[(x, 36.0), (x + 18.0, 36.0)], &format!("class=\"{class}\""));
+            svg.text((x + 24.0, 40.0), Anchor::Start, name);
+            svg.end_group();
+        }
+        svg.begin_group(&format!("transform=\"translate(0 {HEAD})\""));
+        self.push(&mut svg, &self.frame());
+        svg.end_group();
+        svg.finish()
+    }
+
+    fn push(&self, svg: &mut Svg, frame: &Frame) {
+        frame.push_axes(svg, &self.unit);
         for curve in self.drawn() {
-            frame.push_band(&mut svg, curve);
+            frame.push_band(svg, curve);
         }
         for Level { value, .. } in &self.levels {
             let y = frame.y(*value);
             svg.line(&[(LEFT, y), (WIDTH - RIGHT, y)], "class=\"level\"");
         }
         for curve in self.drawn() {
-            frame.push_curve(&mut svg, curve);
+            frame.push_curve(svg, curve);
         }
-        let (title, svg, legend) = (escape_markup(self.title), svg.finish(), self.legend());
-        Some(format!("<figure>\n<h3>{title}</h3>\n{svg}<figcaption>{legend}</figcaption>\n</figure>\n"))
     }
 
     /// Curves with at least one point.
@@ -82,15 +114,14 @@ impl Chart {
         self.curves.iter().filter(|curve| !curve.points.parts.is_empty())
     }
 
-    fn axes(&self) -> Option<(Ticks, Ticks)> {
-        self.drawn().next()?;
+    fn frame(&self) -> Frame {
         let points = self.drawn().flat_map(|curve| curve.points.parts.iter().flatten());
         let ends = points.flat_map(|point| [point.low, point.high]);
         let ends = ends.chain(self.levels.iter().map(|level| level.value));
         let ends = ends.chain(self.is_from_zero.then_some(0.0));
         let (low, high) =
             ends.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), end| (low.min(end), high.max(end)));
-        Some((Ticks::of_steps(self.last_step, 8), Ticks::around(low, high, 8)))
+        Frame { steps: Ticks::of_steps(self.last_step, 8), values: Ticks::around(low, high, 8) }
     }
 
     fn legend(&self) -> String {
@@ -250,7 +281,20 @@ mod tests {
     }
 
     #[test]
-    fn without_points_there_is_no_chart() {
-        assert!(chart(&[&[(1, None)], &[]]).to_html().is_none());
+    fn without_points_there_is_no_chart_but_a_picture() {
+        let chart = chart(&[&[(1, None)], &[]]);
+        assert!(chart.to_html().is_none());
+        let svg = Chart { levels: Vec::new(), ..chart }.to_svg("");
+        assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+    }
+
+    #[test]
+    fn a_picture_has_a_title_and_a_legend() {
+        let values: Vec<(u64, Option<f64>)> = (1..=1000).map(|step| (step, Some(step as f64))).collect();
+        let svg = chart(&[&values]).to_svg("runs/a<b");
+        for part in [">runs/a&lt;b<", ">run &lt;0&gt;<", ">baseline<", "class=\"band\"", "</svg>"] {
+            assert!(svg.contains(part), "{part}");
+        }
+        assert!(!svg.contains("var("), "{svg}");
     }
 }

@@ -1,6 +1,6 @@
 //! Which charts a page has.
 
-use super::super::records::{Record, Unit};
+use super::super::records::{Record, Records, Unit};
 use super::chart::{Chart, Curve, Level, Look};
 use super::loaded_run::LoadedRun;
 use super::memory::memory_chart;
@@ -41,26 +41,41 @@ fn last_step(runs: &[LoadedRun]) -> u64 {
 }
 
 fn losses(runs: &[LoadedRun]) -> Chart {
-    let mut curves = Vec::new();
-    for (run, LoadedRun { name, records, .. }) in runs.iter().enumerate() {
-        let training: Vec<_> = records.iter().map(|record| (record.step, record.loss)).collect();
-        let before = records.iter().filter_map(|record| {
-            Some((record.step.saturating_sub(1), Some(record.initial_validation_loss?)))
-        });
-        let measured = records.iter().filter_map(|record| Some((record.step, record.validation_loss?)));
-        let validation: Vec<_> = before.chain(measured).collect();
-        let mut push = |what: &str, look, values: &[(u64, Option<f64>)]| {
-            curves.push(Curve { run, name: format!("{name}, {what}"), look, points: thinned(values) });
-        };
-        push("training", Look::Thin, &training);
-        push("validation", Look::Dotted, &validation);
-    }
-    let unit = match common_unit(runs) {
+    let curves = runs.iter().enumerate().flat_map(|(run, LoadedRun { name, records, .. })| {
+        loss_curves(run, ["training", "validation"].map(|what| format!("{name}, {what}")), records)
+    });
+    loss_chart(common_unit(runs), last_step(runs), curves.collect(), baselines(runs))
+}
+
+/// The losses of one run as a picture of its own.
+pub(in super::super) fn loss_picture(title: &str, records: &Records, baseline: Option<f64>) -> String {
+    let curves = loss_curves(0, ["training loss", "validation loss"].map(str::to_owned), records);
+    let level = |value| Level { name: format!("bigram baseline {value:.4}"), value };
+    let levels = baseline.map(level).into_iter().collect();
+    loss_chart(records.unit(), records.last().step, curves.into(), levels).to_svg(title)
+}
+
+/// Curves with these names of a run's losses in training and in validation.
+fn loss_curves(run: usize, names: [String; 2], records: &Records) -> [Curve; 2] {
+    let training: Vec<_> = records.iter().map(|record| (record.step, record.loss)).collect();
+    let before = records
+        .iter()
+        .filter_map(|record| Some((record.step.saturating_sub(1), Some(record.initial_validation_loss?))));
+    let measured = records.iter().filter_map(|record| Some((record.step, record.validation_loss?)));
+    let validation: Vec<_> = before.chain(measured).collect();
+    let [of_training, of_validation] = names;
+    [
+        Curve { run, name: of_training, look: Look::Thin, points: thinned(&training) },
+        Curve { run, name: of_validation, look: Look::Dotted, points: thinned(&validation) },
+    ]
+}
+
+fn loss_chart(unit: Unit, last_step: u64, curves: Vec<Curve>, levels: Vec<Level>) -> Chart {
+    let unit = match unit {
         Unit::Tokens => "nats per token",
         Unit::Samples => "mean over samples",
     };
-    let (unit, last_step, levels) = (unit.to_owned(), last_step(runs), baselines(runs));
-    Chart { title: "Loss", unit, last_step, is_from_zero: false, curves, levels }
+    Chart { title: "Loss", unit: unit.to_owned(), last_step, is_from_zero: false, curves, levels }
 }
 
 /// A level for each baseline, which runs on the same text have in common.

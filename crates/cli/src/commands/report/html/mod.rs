@@ -10,6 +10,8 @@ mod memory;
 mod page;
 mod thinning;
 
+pub(super) use charts::loss_picture;
+
 use crate::console::Output;
 use crate::remarks::remark;
 use anyhow::{Context, Result, bail};
