@@ -32,6 +32,11 @@ impl Checks<'_> {
         self.mistakes.push(Mistake { place, text, explanation: explain() });
     }
 
+    /// As [`require`](Self::require), for a key that has no effect without `other`.
+    pub(super) fn only_applies(&mut self, holds: bool, keys: &[&str], other: &str) {
+        self.require(holds, keys, || format!("only applies with {other}; set that, or remove this key"));
+    }
+
     pub(super) fn is_given(&self, key: &str) -> bool {
         self.loose.given.contains_key(key)
     }

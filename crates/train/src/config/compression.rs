@@ -56,9 +56,8 @@ pub(super) fn check_compression(checks: &mut Checks<'_>) {
     for key in changed_keys(comm).filter(|key| !counts(codec, key)) {
         let owners = CodecName::ALL.into_iter().filter(|&owner| counts(owner, key)).map(CodecName::name);
         let owners: Vec<&str> = owners.collect();
-        checks.require(false, &[&format!("comm.{key}"), "comm.compression"], || {
-            format!("only applies with compression = {}; set that, or remove this key", one_of(&owners))
-        });
+        let keys = [&format!("comm.{key}"), "comm.compression"];
+        checks.only_applies(false, &keys, &format!("compression = {}", one_of(&owners)));
     }
     match Compression::new(&options(comm)) {
         Ok(_) => {}

@@ -81,10 +81,8 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
         },
     );
     for key in changed_keys(parallelism).filter(|key| STAGE_3_KEYS.contains(key)) {
-        let name = format!("parallelism.{key}");
-        checks.require(state.is_sharded(StateClass::Parameters), &[&name, "parallelism.zero_stage"], || {
-            "only applies with zero_stage = 3; set that, or remove this key".to_owned()
-        });
+        let keys = [&format!("parallelism.{key}"), "parallelism.zero_stage"];
+        checks.only_applies(state.is_sharded(StateClass::Parameters), &keys, "zero_stage = 3");
     }
     let has_effect = !parallelism.shard_gradients || parallelism.zero_stage < 2;
     checks.require(has_effect, &["parallelism.shard_gradients", "parallelism.zero_stage"], || {
@@ -117,15 +115,15 @@ fn check_zero_plus_plus(checks: &mut Checks<'_>) {
 
 pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
     let ActivationCheckpoint { mode, every_k, memory } = checks.loose.sections.activation_checkpoint;
-    checks.require(
+    checks.only_applies(
         mode == ActivationCheckpointMode::Auto || memory.0.is_none(),
         &["activation_checkpoint.memory", "activation_checkpoint.mode"],
-        || "only applies with mode = \"auto\"; set that, or remove this key".to_owned(),
+        "mode = \"auto\"",
     );
-    checks.require(
+    checks.only_applies(
         mode == ActivationCheckpointMode::EveryK || every_k == ActivationCheckpoint::default().every_k,
         &["activation_checkpoint.every_k", "activation_checkpoint.mode"],
-        || "only applies with mode = \"every-k\"; set that, or remove this key".to_owned(),
+        "mode = \"every-k\"",
     );
 }
 

@@ -50,9 +50,8 @@ pub(super) fn check_optimizer(checks: &mut Checks<'_>) {
             [only] => format!("{only:?}"),
             names => one_of(names),
         };
-        checks.require(false, &[&format!("optimizer.{key}"), "optimizer.name"], || {
-            format!("only applies with name = {owners}; set that, or remove this key")
-        });
+        let keys = [&format!("optimizer.{key}"), "optimizer.name"];
+        checks.only_applies(false, &keys, &format!("name = {owners}"));
     }
     for (index, group) in optimizer.groups.iter().enumerate() {
         check_group(checks, optimizer.name, index, group);

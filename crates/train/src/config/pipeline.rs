@@ -149,9 +149,8 @@ fn check_pipeline(checks: &mut Checks<'_>) {
         "pipeline_parallel_rebalance_interval",
     ];
     for key in changed_keys(parallelism).filter(|key| unused.contains(key)) {
-        checks.require(degree > 1, &[&format!("parallelism.{key}"), DEGREE], || {
-            "only applies with pipeline_parallel_degree above 1; set that, or remove this key".to_owned()
-        });
+        let keys = [&format!("parallelism.{key}"), DEGREE];
+        checks.only_applies(degree > 1, &keys, "pipeline_parallel_degree above 1");
     }
 }
 

@@ -175,19 +175,17 @@ fn check_model(checks: &mut Checks<'_>) {
         &["model.architecture", "model.config"],
         || "`config` already describes the model; remove one of the two keys".to_owned(),
     );
-    checks.require(
+    checks.only_applies(
         !model.allow_other_tokenizer || model.init_from.is_some(),
         &["model.allow_other_tokenizer"],
-        || "only applies with `init_from`; set that, or remove this key".to_owned(),
+        "`init_from`",
     );
     if model.architecture.is_some() {
         return check_model_shape(checks);
     }
     for key in model_shape_keys(model) {
         let name = format!("model.{key}");
-        checks.require(!checks.is_given(&name), &[&name, "model.architecture"], || {
-            "only applies with `architecture`; set that, or remove this key".to_owned()
-        });
+        checks.only_applies(!checks.is_given(&name), &[&name, "model.architecture"], "`architecture`");
     }
 }
 
@@ -370,9 +368,7 @@ fn check_loss_scale(checks: &mut Checks<'_>) {
     );
     for key in changed_keys(training).filter(|key| LOSS_SCALE_KEYS.contains(key)) {
         let name = format!("training.{key}");
-        checks.require(is_f16, &[&name, "training.dtype"], || {
-            "only applies with dtype = \"f16\"; set that, or remove this key".to_owned()
-        });
+        checks.only_applies(is_f16, &[&name, "training.dtype"], "dtype = \"f16\"");
         checks.require(
             !is_f16 || loss_scale == 0 || key == "loss_scale",
             &[&name, "training.loss_scale"],
@@ -398,9 +394,8 @@ fn check_fp8(checks: &mut Checks<'_>) {
         "fp8 is emulated in bf16; set dtype = \"bf16\", or remove this key".to_owned()
     });
     for key in changed_keys(training).filter(|key| FP8_KEYS.contains(key)) {
-        checks.require(is_on, &[&format!("training.{key}"), "training.fp8"], || {
-            "only applies with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key".to_owned()
-        });
+        let keys = [&format!("training.{key}"), "training.fp8"];
+        checks.only_applies(is_on, &keys, "fp8 = \"e4m3\" or \"hybrid\"");
     }
 }
 
