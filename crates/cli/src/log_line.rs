@@ -91,7 +91,7 @@ impl LogLine<'_> {
             push(3, "mfu", format!("{:.1}%", 100.0 * mfu));
         }
         push(3, "epoch", format!("{:.2}", record.epoch));
-        push(3, "memory", Bytes(record.memory_peak_bytes.total).to_string());
+        push(3, "memory", Bytes(record.memory_peak_bytes.total as u64).to_string());
         if let Some(left) = self.left {
             push(2, "left", duration(left));
         }

@@ -14,8 +14,7 @@ mod step;
 
 pub use error::ParallelError;
 pub use executor::{
-    ActionTime, Executor, ExecutorSetup, Generation, MemoryUse, StepHashes, ValidationBatches,
-    ValidationRound,
+    ActionTime, Executor, ExecutorSetup, Generation, StepHashes, ValidationBatches, ValidationRound,
 };
 pub use layout::{Degrees, Placements, RankGrid, chain};
 pub use offload::{OffloadOptions, Spill};

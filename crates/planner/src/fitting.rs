@@ -3,8 +3,8 @@
 use crate::offload::{MemoryBounds, Placing, fit_places};
 use crate::recomputation::{fit_keeps, fit_keeps_in_flight};
 use crate::sizes::{BatchMemory, StateSizes};
-use crate::usage::{DryRun, Prediction};
-use trireme_base::{Bytes, UnitPasses};
+use crate::usage::DryRun;
+use trireme_base::{Bytes, MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, Tier};
 
 /// The choices that change a step's memory, but not its bits.
@@ -108,9 +108,9 @@ impl<E> Fitting<'_, E> {
     ) -> Result<(), E> {
         let keeps = &choices.keeps;
         let with = |state| MemoryChoices { keeps: keeps.clone(), state };
-        let need = |prediction: &Prediction| (self.bounds.excess(prediction), prediction.total());
+        let need = |prediction: &MemoryUse| (self.bounds.excess(prediction), prediction.total());
         let largest = |state| {
-            let mut largest: Option<(usize, Prediction)> = None;
+            let mut largest: Option<(usize, MemoryUse)> = None;
             for place in 0..self.num_places {
                 let found = (self.run)(place, &with(state))?.prediction;
                 if largest.as_ref().is_none_or(|(_, largest)| need(&found) > need(largest)) {

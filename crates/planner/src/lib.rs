@@ -15,8 +15,8 @@ mod usage;
 
 pub use fitting::{Fitting, MemoryChoices, Open};
 pub use offload::MemoryBounds;
-pub use report::table;
+pub use report::{peak_moment, table};
 pub use sizes::{BatchMemory, StateSizes, UnitSizes};
 pub use step_time::{Rates, StepTime, step_time};
 pub use timeline::{StepTimeline, simulate};
-pub use usage::{CategoryBytes, DryRun, Prediction};
+pub use usage::DryRun;

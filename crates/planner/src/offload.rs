@@ -1,8 +1,8 @@
 //! What state leaves the device so that a step fits into a given memory.
 
 use crate::sizes::{StateSizes, kept};
-use crate::usage::Prediction;
 use std::collections::{BTreeMap, BTreeSet};
+use trireme_base::MemoryUse;
 use trireme_schedule::{Action, Program, StateClass, StateLayout, StateOf, Tier};
 
 /// How much longer a byte takes to a disk than to the host's memory: a fast disk moves 2 GB a second, a bus 20.
@@ -21,23 +21,23 @@ pub struct MemoryBounds {
 
 impl MemoryBounds {
     /// Bytes by which a step passes the bound that it passes most; 0 if it fits.
-    pub fn excess(&self, prediction: &Prediction) -> usize {
+    pub fn excess(&self, prediction: &MemoryUse) -> usize {
         self.device_excess(prediction).max(prediction.host.saturating_sub(self.host))
     }
 
     /// Whether a step fits.
-    pub fn hold(&self, prediction: &Prediction) -> bool {
+    pub fn hold(&self, prediction: &MemoryUse) -> bool {
         self.excess(prediction) == 0
     }
 
     /// As `excess`, of the bounds that hold if less lies on the device.
-    fn device_excess(&self, prediction: &Prediction) -> usize {
+    fn device_excess(&self, prediction: &MemoryUse) -> usize {
         let machine = prediction.on_machine().saturating_sub(self.machine);
         machine.max(prediction.total().saturating_sub(self.device))
     }
 
     /// What a step may take of the device, if it differs from the one predicted only there.
-    pub(crate) fn device_total(&self, prediction: &Prediction) -> usize {
+    pub(crate) fn device_total(&self, prediction: &MemoryUse) -> usize {
         let beside = prediction.on_machine() as isize - prediction.total() as isize;
         self.device.min(self.machine.saturating_add_signed(-beside))
     }
@@ -61,7 +61,7 @@ impl Traffic {
 pub(crate) struct Placing {
     pub(crate) state: StateLayout,
     pub(crate) traffic: Traffic,
-    pub(crate) prediction: Prediction,
+    pub(crate) prediction: MemoryUse,
 }
 
 /// The places of the classes in `open` with which a step takes no more than `bounds`, and moves least; `program` makes the program of a
@@ -80,7 +80,7 @@ pub(crate) fn fit_places<E>(
     (given, open): (StateLayout, &[StateClass]),
     bounds: MemoryBounds,
     program: impl Fn(StateLayout) -> Program,
-    run: impl Fn(StateLayout) -> Result<Prediction, E>,
+    run: impl Fn(StateLayout) -> Result<MemoryUse, E>,
 ) -> Result<Placing, E> {
     let search = Search { sizes, bounds, open, program: &program, run: &run };
     let stays = search.placing(given)?;
@@ -131,7 +131,7 @@ struct Search<'a, P, R> {
     run: &'a R,
 }
 
-impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<Prediction, E>> Search<'_, P, R> {
+impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E>> Search<'_, P, R> {
     fn placing(&self, state: StateLayout) -> Result<Placing, E> {
         Ok(Placing { state, traffic: self.traffic(state), prediction: (self.run)(state)? })
     }

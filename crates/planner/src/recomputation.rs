@@ -6,8 +6,8 @@ pub(crate) use in_flight::fit_keeps_in_flight;
 
 use crate::offload::MemoryBounds;
 use crate::sizes::BatchMemory;
-use crate::usage::{DryRun, Prediction};
-use trireme_base::UnitPasses;
+use crate::usage::DryRun;
+use trireme_base::{MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep};
 
 /// Bytes while a unit's passes run.
@@ -44,7 +44,7 @@ pub(crate) fn fit_keeps<E>(
     batch: &[BatchMemory],
     bounds: MemoryBounds,
     mut run: impl FnMut(&[Keep]) -> Result<DryRun, E>,
-) -> Result<(Choice, Prediction), E> {
+) -> Result<(Choice, MemoryUse), E> {
     let least = inputs_only(passes);
     let found = run(&least.keeps)?;
     let (others, prediction) = (others(passes.len(), batch, &found), found.prediction);

@@ -1,7 +1,6 @@
 //! Text of predictions and measurements.
 
-use crate::usage::{CategoryBytes, Prediction};
-use trireme_base::{Bytes, Category};
+use trireme_base::{Bytes, Category, CategoryBytes, MemoryUse};
 use trireme_schedule::Program;
 
 /// A row for each category and one for the total; each of `columns` is a heading, the categories' peaks and the peak of the total.
@@ -24,13 +23,11 @@ pub fn table(columns: &[(&str, CategoryBytes, usize)]) -> String {
     text + "\n"
 }
 
-impl Prediction {
-    /// Where in the program the total peaks, such as `line 17 (backward, unit 4, microbatch 1)`.
-    pub fn moment(&self, program: &Program) -> String {
-        match self.line.checked_sub(2).and_then(|index| program.actions.get(index)) {
-            Some(action) => format!("line {} ({})", self.line, action.words()),
-            None => "the start of the program".to_owned(),
-        }
+/// Where in the program the total peaks, such as `line 17 (backward, unit 4, microbatch 1)`.
+pub fn peak_moment(memory: &MemoryUse, program: &Program) -> String {
+    match memory.line.checked_sub(2).and_then(|index| program.actions.get(index)) {
+        Some(action) => format!("line {} ({})", memory.line, action.words()),
+        None => "the start of the program".to_owned(),
     }
 }
 

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::Bytes;
 use trireme_comm::{Group, single};
-use trireme_planner::{StepTime, table};
+use trireme_planner::{StepTime, peak_moment, table};
 use trireme_schedule::pipeline::{draw_svg, draw_text};
 use trireme_train::config::Subject;
 use trireme_train::{Samples, Task};
@@ -200,7 +200,7 @@ fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
     }
     let total = plan.prediction.total();
     text += &table(&[("predicted", plan.prediction.peaks, total)]);
-    text += &format!("\npeak total: {}\n", plan.prediction.moment(&plan.program));
+    text += &format!("\npeak total: {}\n", peak_moment(&plan.prediction, &plan.program));
     if plan.prediction.host > 0 {
         let host = Bytes(plan.prediction.host as u64);
         text += &format!("in addition, state outside the device takes {host} of host memory\n");

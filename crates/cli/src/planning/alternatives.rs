@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Category};
 use trireme_parallel::Determinism;
+use trireme_planner::peak_moment;
 use trireme_schedule::{StateClass, Tier as StateTier};
 use trireme_tensor::Precision;
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
@@ -36,7 +37,7 @@ pub(super) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
     let share =
         |category: Category| format!("{category} {}", Bytes(plan.prediction.at_peak.get(category) as u64));
     let shares = Category::ALL.map(share).join(", ");
-    let moment = plan.prediction.moment(&plan.program);
+    let moment = peak_moment(&plan.prediction, &plan.program);
     let refusal = match limit {
         Limit::Device => format!(
             "a step is predicted to take {taken_bytes} of memory on worker {}, {excess} more than its limit of \

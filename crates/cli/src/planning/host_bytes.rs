@@ -4,7 +4,7 @@ use super::job::Workers;
 use super::limits::{GAPS, PROCESS_BYTES, launcher_bytes};
 use super::plan::Plan;
 use crate::host::{MemoryLimit, Pages, SharedLimit};
-use trireme_planner::Prediction;
+use trireme_base::MemoryUse;
 use trireme_tensor::ParameterTable;
 use trireme_train::config::{Config, HugePages};
 
@@ -97,7 +97,7 @@ impl HostBytes {
 }
 
 /// What a process takes of its host, uncounted memory included.
-fn process_bytes(prediction: &Prediction, config: &Config) -> ProcessBytes {
+fn process_bytes(prediction: &MemoryUse, config: &Config) -> ProcessBytes {
     let own = prediction.on_machine();
     let counted = own.saturating_add(own / GAPS);
     match config.memory().huge_pages {

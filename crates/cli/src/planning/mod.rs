@@ -20,11 +20,8 @@ pub(crate) use job::{Blueprint, Job, Source, Workers};
 pub(crate) use plan::{Limit, Plan, PredictedTime, open_choices};
 
 use anyhow::Result;
-use trireme_base::Category;
 use trireme_data::{Corpus, PrepareReport, Tokenizer};
 use trireme_model::ModelConfig;
-use trireme_planner::CategoryBytes;
-use trireme_tensor::Device;
 use trireme_train::config::{self, Config, ModelSource};
 use trireme_train::{Sequences, model_config};
 
@@ -63,9 +60,4 @@ fn vocabulary_size(config: &Config) -> Result<usize> {
             )
         }
     })
-}
-
-pub(crate) fn measured(device: &Device) -> (CategoryBytes, usize) {
-    let peaks = Category::ALL.map(|category| device.memory().usage(category).peak);
-    (CategoryBytes(peaks), device.memory().total().peak)
 }

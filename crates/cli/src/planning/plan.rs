@@ -6,13 +6,11 @@ use super::limits;
 use super::probe::Probed;
 use super::sizes::{batch_memory, state_sizes};
 use anyhow::Result;
-use trireme_base::{Bytes, Category, Rank, StepEntries, UnitPasses};
+use trireme_base::{Bytes, MemoryUse, Rank, StepEntries, UnitPasses};
 use trireme_comm::Group;
 use trireme_model::{Model, Rehearsal};
 use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
-use trireme_planner::{
-    CategoryBytes, DryRun, Fitting, MemoryBounds, MemoryChoices, Open, Prediction, StepTime, step_time,
-};
+use trireme_planner::{DryRun, Fitting, MemoryBounds, MemoryChoices, Open, StepTime, peak_moment, step_time};
 use trireme_schedule::Program;
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
@@ -46,7 +44,7 @@ pub(crate) struct Plan {
     pub(crate) passes: Vec<UnitPasses>,
     pub(crate) program: Program,
     pub(crate) choices: StepChoices,
-    pub(crate) prediction: Prediction,
+    pub(crate) prediction: MemoryUse,
     /// What the config bounds of it, and the worker's share of the host's limit.
     bounds: MemoryBounds,
     /// What all workers of this host are predicted to take together.
@@ -205,20 +203,12 @@ impl Plan {
 
     /// The predicted peak of each category of the device's memory, and of their sum.
     pub(super) fn memory_peak_bytes(&self) -> MemoryPeakBytes {
-        let peak = |category| self.prediction.peaks.get(category) as u64;
-        MemoryPeakBytes {
-            parameters: peak(Category::Parameters),
-            gradients: peak(Category::Gradients),
-            optimizer: peak(Category::Optimizer),
-            activations: peak(Category::Activations),
-            communication: peak(Category::Communication),
-            total: self.prediction.total() as u64,
-        }
+        MemoryPeakBytes { categories: self.prediction.peaks, total: self.prediction.total() }
     }
 
     pub(crate) fn worker_plan(&self, step_seconds: Option<f64>) -> WorkerPlan {
         let total = self.prediction.total();
-        let moment = self.prediction.moment(&self.program);
+        let moment = peak_moment(&self.prediction, &self.program);
         let predicted = format!("predicted peak: {} at {moment}", Bytes(total as u64));
         WorkerPlan {
             step_seconds,
@@ -266,20 +256,7 @@ fn dry_run(
     validation: Option<ValidationBatches>,
 ) -> Result<DryRun> {
     let executor = dry_executor(job, rehearsal, program.clone())?;
-    let found = executor.dry_run(validation).map_err(TrainError::from)?;
-    let lines: Vec<CategoryBytes> = found.lines.into_iter().map(CategoryBytes).collect();
-    let at_peak = CategoryBytes(found.at_peak);
-    let besides_activations = lines.iter().chain([&at_peak]).map(CategoryBytes::besides_activations).max();
-    let prediction = Prediction {
-        peaks: CategoryBytes(found.peaks),
-        at_peak,
-        besides_activations: besides_activations.unwrap_or(0),
-        line: found.line,
-        host: found.host,
-        own: found.own,
-        own_between_steps: found.own_between_steps,
-        outside: found.outside,
-    };
+    let (prediction, lines) = executor.dry_run(validation).map_err(TrainError::from)?;
     Ok(DryRun { program, prediction, lines })
 }
 

@@ -8,14 +8,14 @@ mod limits;
 mod validation;
 
 use case::Case;
-use trireme_base::{Category, ContextPlace, Rank};
+use trireme_base::{Category, CategoryBytes, ContextPlace, MemoryUse, Rank};
 use trireme_codec::Compression;
 use trireme_comm::{Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{LossScaling, MuonScale, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{
-    Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
-    ParallelError, RankGrid, StepPlan, ValidationBatches, ZeroPlusPlus, chain,
+    Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, ParallelError,
+    RankGrid, StepPlan, ValidationBatches, ZeroPlusPlus, chain,
 };
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{lay_out, recompute};
@@ -232,8 +232,9 @@ fn communication_takes_no_more_for_more_units() {
             let [few, many] = [4, 8].map(|num_layers| {
                 let config = model_of_layers(num_layers);
                 case.check(&config, world_size);
-                case.dry_run(&config, BackendKind::Cpu, &vec![0; world_size], 0).peaks
-                    [Category::Communication as usize]
+                case.dry_run(&config, BackendKind::Cpu, &vec![0; world_size], 0)
+                    .peaks
+                    .get(Category::Communication)
             });
             assert_eq!(few, many, "{case:?}");
         }
@@ -366,7 +367,7 @@ fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     let model = config.build(case.shape.1, &device).unwrap();
     let program = case.program(&chain(model.table(), &rehearsal, case.options.determinism), 0);
     let predicted = case.dry_run(&config, BackendKind::Cpu, &[0], 0);
-    let total = predicted.at_peak.iter().sum::<usize>();
+    let total = predicted.total();
     let run = |budget: usize| {
         let device = Device::cpu(case.device_options(Some(budget))).unwrap();
         let host = device.host().unwrap();
@@ -394,6 +395,6 @@ fn what_no_machine_holds_is_predicted_all_the_same() {
     let case = Case { options, num_shards: 8, state, keep: Keep::Input, shape: (1, 4096), ..Case::default() };
     let predicted = case.dry_run(&config, BackendKind::Cpu, &[0; 8], 0);
     // 70.6 billion parameters; three floats of each, shared out among eight.
-    let states = predicted.peaks[Category::Optimizer as usize] as f64;
+    let states = predicted.peaks.get(Category::Optimizer) as f64;
     assert!((states / (70.55e9 * 12.0 / 8.0) - 1.0).abs() < 0.01, "{states}");
 }

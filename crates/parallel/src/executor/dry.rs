@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::step::{GradNorm, StepPlan};
 use std::collections::BTreeSet;
 use std::time::Instant;
-use trireme_base::{Category, Journal, JournalEntry, StepEntries};
+use trireme_base::{Category, CategoryBytes, Journal, JournalEntry, MemoryUse, StepEntries};
 use trireme_model::{Batch, TensorSpec};
 use trireme_tensor::MemoryCounter;
 
@@ -18,31 +18,17 @@ const LATE: u64 = 1 << 40;
 /// Among so many late steps some exchange momentum, if any do.
 const LATE_STEPS_MAX: u64 = 1 << 12;
 
-type Bytes = [usize; Category::ALL.len()];
-
-/// What a rank holds at most while it repeats its program, in bytes.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct MemoryUse {
-    /// Each category, whenever that is, in the order of [`Category::ALL`].
-    pub peaks: Bytes,
-    /// Each category when the total is at its peak.
-    pub at_peak: Bytes,
-    /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
-    pub line: usize,
-    /// Each category while an action runs, for every action of the program.
-    pub lines: Vec<Bytes>,
-    /// The host's memory for state that lives there or passes through it, and for what a device with memory of its own exchanges.
-    pub host: usize,
-    /// All categories, without memory of other ranks that this one maps.
-    pub own: usize,
-    /// The same between steps.
-    pub own_between_steps: usize,
-    /// What of `own` and `host` is not in the memory of a device: shared with other ranks, or on its way to a disk.
-    pub outside: usize,
+/// Memory that was found so far.
+#[derive(Default)]
+struct Found {
+    memory: MemoryUse,
+    /// What each category takes at most while an action runs, for every action of the program.
+    lines: Vec<CategoryBytes>,
 }
 
 impl Executor {
-    /// Goes through some steps, and a validation if there are batches for one, to find what they take. The executor is one of a
+    /// Goes through some steps, and a validation if there are batches for one, to find what they take: at most, and by category while an
+    /// action runs, for every action of the program. The executor is one of a
     /// [dry](trireme_comm::Group::dry) world, on devices that only count.
     ///
     /// Cost: some microseconds for each operation of each microbatch.
@@ -52,8 +38,11 @@ impl Executor {
     ///
     /// # Panics
     /// If a device computes.
-    pub fn dry_run(self, validation: Option<ValidationBatches>) -> Result<MemoryUse> {
-        Ok(self.go_dry(validation, None)?.0)
+    pub fn dry_run(self, validation: Option<ValidationBatches>) -> Result<(MemoryUse, Vec<CategoryBytes>)> {
+        let (Found { memory, lines }, _) = self.go_dry(validation, None)?;
+        let besides = lines.iter().chain([&memory.at_peak]).map(CategoryBytes::besides_activations);
+        let besides_activations = besides.max().unwrap_or(0);
+        Ok((MemoryUse { besides_activations, ..memory }, lines))
     }
 
     /// As [`dry_run`](Executor::dry_run), to find what happens in a step.
@@ -68,13 +57,15 @@ impl Executor {
         mut self,
         validation: Option<ValidationBatches>,
         journal: Option<&Journal>,
-    ) -> Result<(MemoryUse, StepEntries)> {
+    ) -> Result<(Found, StepEntries)> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
         let device = self.device.clone();
         let memory = device.memory();
         let num_actions = self.program.actions.len();
-        let lines = vec![Bytes::default(); num_actions];
-        let mut found = MemoryUse { lines, line: 1, ..MemoryUse::default() };
+        let mut found = Found {
+            memory: MemoryUse { line: 1, ..MemoryUse::default() },
+            lines: vec![CategoryBytes::default(); num_actions],
+        };
         found.take_in(memory, None);
         let specs: Vec<TensorSpec> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.outline.num_microbatches;
@@ -108,10 +99,10 @@ impl Executor {
                 entries = step_entries(noted);
             }
         }
-        found.host = self.host_bytes_peak();
-        found.own_between_steps = memory.own().current;
+        found.memory.host = self.host_bytes_peak();
+        found.memory.own_between_steps = memory.own().current;
         if !self.host().is_same(&device) {
-            found.outside += self.host().memory().outside().peak;
+            found.memory.outside += self.host().memory().outside().peak;
         }
         Ok((found, entries))
     }
@@ -152,20 +143,22 @@ fn step_entries(noted: Vec<Vec<(JournalEntry, Instant)>>) -> StepEntries {
     StepEntries { num_issued: issues.count(), actions }
 }
 
-impl MemoryUse {
+impl Found {
     /// Takes in the peaks since the last time, while the action of this index ran.
-    fn take_in(&mut self, memory: &MemoryCounter, action: Option<usize>) {
-        let found = Category::ALL.map(|category| memory.usage(category).peak);
-        let line = action.map(|action| &mut self.lines[action]);
-        for peaks in [Some(&mut self.peaks), line].into_iter().flatten() {
-            peaks.iter_mut().zip(found).for_each(|(peak, found)| *peak = found.max(*peak));
+    fn take_in(&mut self, counter: &MemoryCounter, action: Option<usize>) {
+        let found = Category::ALL.map(|category| counter.usage(category).peak);
+        let Found { memory, lines } = self;
+        let line = action.map(|action| &mut lines[action]);
+        for peaks in [Some(&mut memory.peaks), line].into_iter().flatten() {
+            peaks.0.iter_mut().zip(found).for_each(|(peak, found)| *peak = found.max(*peak));
         }
-        if memory.total().peak > self.at_peak.iter().sum() {
+        if counter.total().peak > memory.total() {
+            memory.at_peak = CategoryBytes(counter.at_peak());
             // As in the program's text, which begins with a line of sizes.
-            (self.at_peak, self.line) = (memory.at_peak(), action.map_or(1, |action| action + 2));
+            memory.line = action.map_or(1, |action| action + 2);
         }
-        self.own = self.own.max(memory.own().peak);
-        self.outside = self.outside.max(memory.outside().peak);
-        memory.restart_peaks();
+        memory.own = memory.own.max(counter.own().peak);
+        memory.outside = memory.outside.max(counter.outside().peak);
+        counter.restart_peaks();
     }
 }

@@ -24,7 +24,6 @@ mod updating;
 mod validation;
 mod versions;
 
-pub use dry::MemoryUse;
 pub use generation::Generation;
 pub use hashes::StepHashes;
 pub use parallelize::ExecutorSetup;

@@ -1,9 +1,8 @@
 use super::*;
 use crate::sizes::UnitSizes;
-use crate::usage::CategoryBytes;
 use proptest::prelude::*;
 use std::convert::Infallible;
-use trireme_base::UnitPasses;
+use trireme_base::{CategoryBytes, UnitPasses};
 use trireme_schedule::lowering::lay_out;
 use trireme_schedule::{Chain, single};
 
@@ -32,7 +31,7 @@ fn sizes(num_units: usize) -> StateSizes {
 }
 
 /// What a rank would take that holds all of what does not move, and two units' of what does.
-fn predict(sizes: &StateSizes, program: &Program) -> Prediction {
+fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
     let state = program.outline.state;
     let (mut device, mut host) = (1000, 0);
     let mut add = |class: StateClass, moved: usize, stays: usize| {
@@ -57,7 +56,7 @@ fn predict(sizes: &StateSizes, program: &Program) -> Prediction {
     add(StateClass::Activations, 640 * num_moved, 640 * (blocks.len() - num_moved));
     let mut at_peak = [0; 5];
     at_peak[0] = device;
-    Prediction { at_peak: CategoryBytes(at_peak), own: device, host, ..Prediction::default() }
+    MemoryUse { at_peak: CategoryBytes(at_peak), own: device, host, ..MemoryUse::default() }
 }
 
 fn program(num_units: usize, state: StateLayout) -> Program {

@@ -2,8 +2,8 @@
 
 use super::{Choice, inputs_only};
 use crate::offload::MemoryBounds;
-use crate::usage::{DryRun, Prediction};
-use trireme_base::UnitPasses;
+use crate::usage::DryRun;
+use trireme_base::{MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep, Program};
 
 /// Little recomputation with which a rank of a pipeline takes no more than `bounds`, with what it takes; `run` makes the rank's program of a choice and finds
@@ -21,7 +21,7 @@ pub(crate) fn fit_keeps_in_flight<E>(
     given: &[Keep],
     bounds: MemoryBounds,
     mut run: impl FnMut(&[Keep]) -> Result<DryRun, E>,
-) -> Result<(Choice, Prediction), E> {
+) -> Result<(Choice, MemoryUse), E> {
     let inputs = inputs_only(passes).keeps;
     let found = run(&inputs)?;
     let in_flight = most_in_flight(&found.program, passes.len());

@@ -1,9 +1,8 @@
 use super::*;
 use crate::sizes::kept;
-use crate::usage::CategoryBytes;
 use proptest::prelude::*;
 use std::convert::Infallible;
-use trireme_base::{Category, Cost};
+use trireme_base::{Category, CategoryBytes, Cost};
 use trireme_schedule::{Chain, Program, lowering, single};
 
 fn cost(num_operations: usize) -> Cost {
@@ -65,7 +64,7 @@ fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
         lines.push(of_activations(peak.max(current)));
     }
     let most = lines.iter().map(CategoryBytes::total).max().unwrap();
-    let prediction = Prediction { at_peak: of_activations(most), own: most, ..Prediction::default() };
+    let prediction = MemoryUse { at_peak: of_activations(most), own: most, ..MemoryUse::default() };
     DryRun { program, prediction, lines }
 }
 

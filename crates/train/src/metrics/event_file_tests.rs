@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::metrics::MemoryPeakBytes;
+use trireme_base::CategoryBytes;
 
 /// The payloads of a file of TFRecords, their checksums verified.
 fn payloads(mut file: &[u8]) -> Vec<&[u8]> {
@@ -121,7 +122,7 @@ fn a_step_is_one_event_with_all_its_scalars() {
         step: 300,
         loss: 2.5,
         grad_norm: f64::NAN,
-        memory_peak_bytes: MemoryPeakBytes { activations: 1 << 33, ..Default::default() },
+        memory_peak_bytes: MemoryPeakBytes { categories: CategoryBytes([0, 0, 0, 1 << 33, 0]), total: 0 },
         ..StepRecord::default()
     };
     let without = written(0, std::slice::from_ref(&record));

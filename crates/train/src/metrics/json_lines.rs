@@ -84,6 +84,7 @@ mod tests {
     use crate::metrics::{LINE_BYTES_MAX, MemoryPeakBytes, StepRecord};
     use serde_json::Value;
     use std::path::Path;
+    use trireme_base::CategoryBytes;
 
     fn record(step: u64) -> StepRecord {
         StepRecord { step, loss: 1.0 / step as f64, ..StepRecord::default() }
@@ -107,7 +108,7 @@ mod tests {
         let path = folder.path().join("metrics.jsonl");
         let mut lines = JsonLines::open(path.clone(), 0, LINE_BYTES_MAX).unwrap();
         let loss = f64::from(2.610_2_f32);
-        let memory_peak_bytes = MemoryPeakBytes { parameters: 7, ..Default::default() };
+        let memory_peak_bytes = MemoryPeakBytes { categories: CategoryBytes([7, 0, 0, 0, 0]), total: 7 };
         lines.write(&StepRecord { loss, grad_norm: f64::NAN, memory_peak_bytes, ..record(1) }).unwrap();
         lines
             .write(&StepRecord {

@@ -1,4 +1,7 @@
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::collections::BTreeMap;
+use trireme_base::{Category, CategoryBytes};
+use trireme_tensor::Device;
 
 /// Metrics that units report, by name. The value of a step is the mean over its rows.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -160,35 +163,43 @@ impl StepRecord {
     }
 }
 
-/// Most memory held so far, by what it is for. What a record lacks is 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(default)]
+/// Most memory held so far, by what it is for. In JSON, a number for the name of each category and one for `total`; what a record lacks is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryPeakBytes {
-    /// Weights.
-    pub parameters: u64,
-    /// Gradients, with the partial sums of accumulation.
-    pub gradients: u64,
-    /// State of the optimizer.
-    pub optimizer: u64,
-    /// Activations, with the scratch space of kernels.
-    pub activations: u64,
-    /// Buffers of messages, and whole units on their way.
-    pub communication: u64,
+    /// Each category.
+    pub categories: CategoryBytes,
     /// All categories together: less than their sum where they peak at different times.
-    pub total: u64,
+    pub total: usize,
 }
 
 impl MemoryPeakBytes {
+    /// The peaks of a device so far.
+    pub fn measured(device: &Device) -> Self {
+        let memory = device.memory();
+        let categories = Category::ALL.map(|category| memory.usage(category).peak);
+        MemoryPeakBytes { categories: CategoryBytes(categories), total: memory.total().peak }
+    }
+
     /// The categories and all of them together, with their names.
-    pub fn named(&self) -> [(&'static str, u64); 6] {
-        [
-            ("parameters", self.parameters),
-            ("gradients", self.gradients),
-            ("optimizer", self.optimizer),
-            ("activations", self.activations),
-            ("communication", self.communication),
-            ("total", self.total),
-        ]
+    pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
+        let MemoryPeakBytes { categories, total } = *self;
+        let categories = Category::ALL.map(|category| (category.name(), categories.get(category) as u64));
+        categories.into_iter().chain([("total", total as u64)])
+    }
+}
+
+impl Serialize for MemoryPeakBytes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.named())
+    }
+}
+
+impl<'de> Deserialize<'de> for MemoryPeakBytes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let found = BTreeMap::<String, usize>::deserialize(deserializer)?;
+        let bytes = |name: &str| found.get(name).copied().unwrap_or(0);
+        let categories = CategoryBytes(Category::ALL.map(|category| bytes(category.name())));
+        Ok(MemoryPeakBytes { categories, total: bytes("total") })
     }
 }
 

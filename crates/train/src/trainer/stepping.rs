@@ -5,10 +5,9 @@ use crate::dataset::read_batch;
 use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, StepRecord};
 use std::time::{Duration, Instant, UNIX_EPOCH};
-use trireme_base::Bytes;
+use trireme_base::{Bytes, Category};
 use trireme_optim::LossScaling;
 use trireme_parallel::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
-use trireme_tensor::{Category, Device};
 
 /// Steps of a run after which predicted and measured times are compared, of which the first ones do not count.
 pub(super) const NUM_COMPARED: usize = 10;
@@ -78,8 +77,8 @@ impl Trainer<'_> {
         if spilled.is_some() && !std::mem::replace(&mut self.has_told_of_spill, true) {
             let folder = self.config.offload().folder.display();
             let needed = self.options.plan.as_ref().map(|plan| {
-                let needed = plan.besides_activations as u64 + plan.predicted.activations;
-                format!(" above {}, which even loads need at most", Bytes(needed))
+                let needed = plan.besides_activations + plan.predicted.categories.get(Category::Activations);
+                format!(" above {}, which even loads need at most", Bytes(needed as u64))
             });
             let text = format!(
                 "activations do not fit beside what everything else takes at most, so some spill to {folder}; raise [memory] device_budget{}, \
@@ -102,7 +101,7 @@ impl Trainer<'_> {
             step_seconds,
             comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
             comm_bytes,
-            memory_peak_bytes: memory_peaks(self.executor.device()),
+            memory_peak_bytes: MemoryPeakBytes::measured(self.executor.device()),
             memory_predicted_bytes: self.options.plan.as_ref().map(|plan| plan.predicted),
             memory_spilled_bytes: spilled.map(|bytes| bytes as u64),
             step_seconds_predicted: self.options.plan.as_ref().and_then(|plan| plan.step_seconds),
@@ -191,17 +190,5 @@ impl Trainer<'_> {
             )?);
         }
         Ok(())
-    }
-}
-
-fn memory_peaks(device: &Device) -> MemoryPeakBytes {
-    let peak = |category| device.memory().usage(category).peak as u64;
-    MemoryPeakBytes {
-        parameters: peak(Category::Parameters),
-        gradients: peak(Category::Gradients),
-        optimizer: peak(Category::Optimizer),
-        activations: peak(Category::Activations),
-        communication: peak(Category::Communication),
-        total: device.memory().total().peak as u64,
     }
 }

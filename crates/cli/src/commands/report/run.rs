@@ -54,7 +54,7 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
     if let Some(mfu) = records.median_mfu() {
         writeln!(out, "median MFU: {:.1} %", 100.0 * mfu)?;
     }
-    writeln!(out, "peak memory of rank 0: {}", Bytes(last.memory_peak_bytes.total))?;
+    writeln!(out, "peak memory of rank 0: {}", Bytes(last.memory_peak_bytes.total as u64))?;
     if args.run_folder.join(TRACE_FILE).exists() {
         match read(&args.run_folder) {
             Ok(steps) => {

@@ -1,22 +1,23 @@
 //! What a run shows when it has ended.
 
 use crate::launch::INVOKED_AS_VARIABLE;
-use crate::planning::{Plan, measured};
+use crate::planning::Plan;
 use anyhow::Result;
-use trireme_base::{Bytes, Category, quoted};
+use trireme_base::{Bytes, Category, CategoryBytes, quoted};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, best_step};
 use trireme_data::bigram_baseline;
 use trireme_model::Sampling;
-use trireme_planner::{CategoryBytes, table};
+use trireme_planner::table;
 use trireme_tensor::Parameters;
 use trireme_train::config::{Config, Resume, Subject};
+use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_executor, sample,
 };
 
 /// The memory that the run has taken of each worker, next to what was predicted. Collective.
 pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
-    let (peaks, total) = measured(trainer.executor().device());
+    let MemoryPeakBytes { categories: peaks, total } = MemoryPeakBytes::measured(trainer.executor().device());
     let host = trainer.executor().host_bytes_peak();
     let predicted = plan.prediction;
     let numbers = |peaks: CategoryBytes, total: usize, host: usize| {

@@ -180,7 +180,7 @@ impl Case {
         hosts: &[usize],
         rank: usize,
     ) -> MemoryUse {
-        self.dry_executor(subject, backend, hosts, rank).dry_run(self.validation()).unwrap()
+        self.dry_executor(subject, backend, hosts, rank).dry_run(self.validation()).unwrap().0
     }
 
     /// Whether a rank reads batches of all sizes of the validation: predictions are those of such a rank.
@@ -216,16 +216,16 @@ impl Case {
             let dry = self.dry_run(model, backend, hosts, rank);
             let found = Category::ALL.map(|category| device.memory().usage(category).peak);
             if !reads_all {
-                let is_enough = dry.peaks.iter().zip(found).all(|(dry, found)| *dry >= found);
+                let is_enough = dry.peaks.0.iter().zip(found).all(|(dry, found)| *dry >= found);
                 assert!(is_enough, "rank {rank} of {self:?} on {backend:?}: {:?} {found:?}", dry.peaks);
                 return;
             }
-            assert_eq!(dry.peaks, found, "rank {rank} of {self:?} on {backend:?}");
+            assert_eq!(dry.peaks, CategoryBytes(found), "rank {rank} of {self:?} on {backend:?}");
             let memory = device.memory();
             let pinned = if device.reaches_host() { 0 } else { device.staging().total().peak };
             let on_host = host.memory().total().peak + pinned;
             let measured = [memory.total().peak, memory.own().peak, on_host];
-            let dry = [dry.at_peak.iter().sum::<usize>(), dry.own, dry.host];
+            let dry = [dry.total(), dry.own, dry.host];
             assert_eq!(dry, measured, "rank {rank} of {self:?} on {backend:?}");
         });
     }

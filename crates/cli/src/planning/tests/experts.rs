@@ -4,7 +4,6 @@ use super::*;
 use std::sync::Arc;
 use trireme_model::ExchangeConfig;
 use trireme_parallel::Spill;
-use trireme_planner::CategoryBytes;
 use trireme_tensor::Overflow;
 
 pub(super) fn model(capacity_factor: Option<f64>, num_shadowed: usize) -> ModelConfig {
@@ -60,7 +59,7 @@ fn uneven_loads_take_memory_of_activations_alone() {
             let device = Device::open(case.device_options(None)).unwrap();
             let host = device.host().unwrap();
             case.run(&config, group, &device, &host).unwrap();
-            let dry = case.dry_run(&config, BackendKind::Cpu, &hosts, rank).peaks;
+            let dry = case.dry_run(&config, BackendKind::Cpu, &hosts, rank).peaks.0;
             for (category, dry) in Category::ALL.into_iter().zip(dry) {
                 let found = device.memory().usage(category).peak;
                 if category == Category::Activations {
@@ -91,13 +90,11 @@ fn spills_instead(config: &ModelConfig, case: &Case) {
         run_ranks_on(&hosts, |group| {
             let dry = case.dry_run(config, BackendKind::Cpu, &hosts, group.rank().0);
             // That the peaks of categories come at different times leaves no room here.
-            let budget = dry.at_peak.iter().sum();
+            let budget = dry.total();
             let device = Device::open(case.device_options(Some(budget))).unwrap();
             let spill = Arc::new(Spill::new(std::env::temp_dir()));
-            let lines = dry.lines.iter().chain([&dry.at_peak]);
-            let reserved = lines.map(|&bytes| CategoryBytes(bytes).besides_activations()).max().unwrap();
             if spills {
-                device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, reserved);
+                device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, dry.besides_activations);
             }
             let ran = case.run(config, group, &device, &device.host().unwrap());
             assert!(device.memory().total().peak <= budget);

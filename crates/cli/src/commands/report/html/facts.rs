@@ -30,7 +30,7 @@ const FACTS: [Fact; 16] = [
     }),
     ("median MFU", |run| run.records.median_mfu().map(|mfu| format!("{:.1} %", 100.0 * mfu))),
     ("peak memory of rank 0", |run| {
-        let total = run.records.last().memory_peak_bytes.total;
+        let total = run.records.last().memory_peak_bytes.total as u64;
         (total > 0).then(|| Bytes(total).to_string())
     }),
     ("time in steps", |run| {

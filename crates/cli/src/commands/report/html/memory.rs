@@ -45,9 +45,8 @@ fn figure(runs: &[Bars<'_>]) -> Option<String> {
     }
     let (unit, unit_bytes) = Bytes(largest).unit();
     let scale = Scale { unit_bytes, ticks: Ticks::around(0.0, largest as f64 / unit_bytes as f64, 6) };
-    let categories = MemoryPeakBytes::default().named().map(|(name, _)| name);
     let category_height = RUN_HEIGHT * runs.len() as f64 + GAP;
-    let bottom = TOP + category_height * categories.len() as f64;
+    let bottom = TOP + category_height * MemoryPeakBytes::default().named().count() as f64;
     let attributes = "class=\"chart\" role=\"img\" aria-label=\"Memory by category\"";
     let mut svg = Svg::within_page(WIDTH, bottom + BOTTOM, attributes);
     svg.text((8.0, TOP - 14.0), Anchor::Start, unit);
@@ -56,7 +55,7 @@ fn figure(runs: &[Bars<'_>]) -> Option<String> {
         svg.line(&[(x, TOP), (x, bottom)], "class=\"grid\"");
         svg.text((x, bottom + 18.0), Anchor::Middle, &scale.ticks.label(value));
     }
-    for (category, name) in categories.into_iter().enumerate() {
+    for (category, (name, _)) in MemoryPeakBytes::default().named().enumerate() {
         let top = TOP + GAP / 2.0 + category_height * category as f64;
         svg.text((LEFT - 8.0, top + (category_height - GAP) / 2.0 + 3.0), Anchor::End, name);
         for (index, run) in runs.iter().enumerate() {
@@ -85,12 +84,13 @@ impl Scale {
 
 /// The wide bar of what was measured, and below it the narrow one of what was predicted.
 fn push_bars(svg: &mut Svg, scale: &Scale, run: &Bars<'_>, category: usize, top: f64) {
-    let (name, measured) = run.measured.named()[category];
+    let of_category = |peaks: MemoryPeakBytes| peaks.named().nth(category).expect("a category or the total");
+    let (name, measured) = of_category(run.measured);
     let tip = |what: &str, bytes: u64| format!("{}: {name}, {what} {}", run.name, Bytes(bytes));
     let size = |bytes: u64, height: f64| (scale.x(bytes) - LEFT, height);
     svg.begin_group(&run.colour);
     svg.rect((LEFT, top), size(measured, MEASURED_HEIGHT), "currentColor", Some(&tip("measured", measured)));
-    if let Some(predicted) = run.predicted.map(|peak| peak.named()[category].1) {
+    if let Some(predicted) = run.predicted.map(|peaks| of_category(peaks).1) {
         svg.begin_group("class=\"predicted\"");
         let place = (LEFT, top + MEASURED_HEIGHT);
         let size = size(predicted, PREDICTED_HEIGHT);
@@ -116,6 +116,7 @@ fn legend(runs: &[Bars<'_>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use trireme_base::CategoryBytes;
 
     fn bars(measured: MemoryPeakBytes, predicted: Option<MemoryPeakBytes>) -> Bars<'static> {
         Bars { name: "a & b", colour: run_colour(0), measured, predicted }
@@ -123,8 +124,8 @@ mod tests {
 
     #[test]
     fn bars_are_as_long_as_their_memory() {
-        let measured = MemoryPeakBytes { parameters: 2 << 20, total: 4 << 20, ..Default::default() };
-        let predicted = MemoryPeakBytes { parameters: 1 << 20, total: 4 << 20, ..Default::default() };
+        let measured = MemoryPeakBytes { categories: CategoryBytes([2 << 20, 0, 0, 0, 0]), total: 4 << 20 };
+        let predicted = MemoryPeakBytes { categories: CategoryBytes([1 << 20, 0, 0, 0, 0]), total: 4 << 20 };
         let html = figure(&[bars(measured, Some(predicted)), bars(measured, None)]).unwrap();
         assert_eq!(html.matches("<rect").count(), 6 * 3);
         let scale = (WIDTH - LEFT - RIGHT) / 4.0;
@@ -141,7 +142,8 @@ mod tests {
     #[test]
     fn memory_that_was_not_recorded_is_not_drawn() {
         assert!(figure(&[bars(MemoryPeakBytes::default(), None)]).is_none());
-        let html = figure(&[bars(MemoryPeakBytes { total: u64::MAX, ..Default::default() }, None)]).unwrap();
+        let html =
+            figure(&[bars(MemoryPeakBytes { total: usize::MAX, ..Default::default() }, None)]).unwrap();
         assert!(!html.contains("NaN") && !html.contains("inf") && !html.contains("predicted"), "{html}");
     }
 }
