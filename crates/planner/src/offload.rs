@@ -1,6 +1,6 @@
 //! What state leaves the device so that a step fits into a given memory.
 
-use crate::sizes::{StateSizes, kept};
+use crate::sizes::StateSizes;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::MemoryUse;
 use trireme_schedule::{Action, Program, StateClass, StateLayout, StateOf, Tier};
@@ -192,8 +192,8 @@ fn traffic(sizes: &StateSizes, program: &Program) -> Traffic {
     for &action in &program.actions {
         match action {
             Action::Forward { unit, keep, .. } => {
-                activations
-                    .insert(action.state(StateClass::Activations), kept(&sizes.units[unit].passes, keep));
+                let kept = keep.kept_bytes(&sizes.units[unit].passes);
+                activations.insert(action.state(StateClass::Activations), kept);
             }
             Action::Fetch(state) => add(layout.of(state.class).tier, bytes_of(&activations, state)),
             Action::Evict(state) => {

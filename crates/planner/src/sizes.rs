@@ -1,7 +1,7 @@
 //! Sizes of what a rank keeps from use to use.
 
 use trireme_base::UnitPasses;
-use trireme_schedule::{Keep, StateClass, StateOf};
+use trireme_schedule::{StateClass, StateOf};
 
 /// State of a unit on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -33,16 +33,6 @@ impl StateSizes {
             StateClass::Activations => unit.passes.record,
             class => unit.state[class as usize],
         }
-    }
-}
-
-/// Bytes that forward of a unit leaves.
-pub(crate) fn kept(sizes: &UnitPasses, keep: Keep) -> usize {
-    match keep {
-        Keep::All => sizes.record,
-        Keep::Products => sizes.products,
-        Keep::Input => sizes.input,
-        Keep::Nothing => 0,
     }
 }
 

@@ -147,18 +147,10 @@ impl RankEntries {
         let outline = &program.outline;
         let gathered = outline.reads(action).filter_map(|unit| self.gathered.get(&unit));
         let fetched = action.uses().iter().filter_map(|&class| self.fetched.get(&action.state(class)));
-        let message = match action {
-            Action::Forward { unit, microbatch, .. } if unit > 0 => {
-                Some(Message::activation(unit - 1, microbatch))
-            }
-            Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
-                Some(Message::gradient(unit + 1, microbatch))
-            }
-            _ => None,
-        };
         // A unit's own part of a gradient joins that of the unit which reads its parameters.
         let tied = action.completed_gradient().map(|(unit, batch)| Message::tied_gradient(unit, batch));
-        let received = message.into_iter().chain(tied).filter_map(|message| self.received.get(&message));
+        let messages = action.awaited_message().into_iter().chain(tied);
+        let received = messages.filter_map(|message| self.received.get(&message));
         let awaited: Vec<usize> = gathered.chain(fetched).chain(received).copied().collect();
         self.entries.extend(awaited.into_iter().map(Entry::Await));
     }

@@ -4,7 +4,7 @@ mod message;
 mod text;
 
 pub use message::{Message, MessageKind};
-use trireme_base::named;
+use trireme_base::{UnitPasses, named};
 
 named! {
     /// What a unit's forward pass keeps for its backward pass. What is not kept is made again by [`Action::Recompute`].
@@ -20,6 +20,27 @@ named! {
         Input = "input",
         /// Nothing: the unit below is recomputed first, and makes the input again.
         Nothing = "nothing",
+    }
+}
+
+impl Keep {
+    /// Bytes that forward of a unit leaves.
+    pub fn kept_bytes(self, passes: &UnitPasses) -> usize {
+        match self {
+            Keep::All => passes.record,
+            Keep::Products => passes.products,
+            Keep::Input => passes.input,
+            Keep::Nothing => 0,
+        }
+    }
+
+    /// Floating-point operations of a microbatch that a unit makes again.
+    pub fn repeated_operations(self, passes: &UnitPasses) -> u64 {
+        match self {
+            Keep::All => 0,
+            Keep::Products => passes.renewal_cost.operations(),
+            Keep::Input | Keep::Nothing => passes.forward_cost.operations(),
+        }
     }
 }
 
@@ -177,6 +198,20 @@ impl Action {
         match self {
             Action::Backward { unit, microbatch } | Action::BackwardWeight { unit, microbatch } => {
                 Some((unit, microbatch))
+            }
+            _ => None,
+        }
+    }
+
+    /// The message that a pass waits for where the unit below it in forward, or above it in backward, is on another rank. The last unit's
+    /// backward has none above.
+    pub fn awaited_message(self) -> Option<Message> {
+        match self {
+            Action::Forward { unit, microbatch, .. } => {
+                Some(Message::activation(unit.checked_sub(1)?, microbatch))
+            }
+            Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
+                Some(Message::gradient(unit + 1, microbatch))
             }
             _ => None,
         }

@@ -117,15 +117,10 @@ pub(crate) fn counted_costs(passes: &[UnitPasses], keeps: &[Keep]) -> Vec<StageC
 
 /// A unit's passes in floating-point operations, and its activations in bytes. What is made again counts to the input half.
 fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
-    let (again, activation) = match keep {
-        Keep::All => (0, passes.record),
-        Keep::Products => (passes.renewal_cost.operations(), passes.products),
-        Keep::Input => (passes.forward_cost.operations(), passes.input),
-        Keep::Nothing => (passes.forward_cost.operations(), 0),
-    };
+    let activation = keep.kept_bytes(passes);
     StageCosts {
         forward: passes.forward_cost.operations(),
-        backward_input: passes.input_half_cost.operations().saturating_add(again),
+        backward_input: passes.input_half_cost.operations().saturating_add(keep.repeated_operations(passes)),
         backward_weight: passes.weight_half_cost.operations(),
         update: 0,
         activation: activation as u64,

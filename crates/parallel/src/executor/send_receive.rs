@@ -81,18 +81,14 @@ impl Executor {
         let Some(microbatch) = action.microbatch() else { return Ok(()) };
         let Executor { program, device, passes, messages, gradients, waiting, rehearsal, .. } = self;
         let outline = &program.outline;
-        let expected = match action {
-            Action::Forward { unit, .. } if unit > 0 => Some((MessageKind::Activation, unit - 1)),
-            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } => {
-                Some((MessageKind::Gradient, unit + 1)).filter(|(_, above)| *above < outline.chain.num_units)
-            }
-            _ => None,
-        };
-        if let Some((kind, unit)) = expected.filter(|(_, unit)| !outline.holds(*unit)) {
-            let incoming =
-                messages.incoming[kind as usize][microbatch].take().expect("a valid program receives it");
-            let specs = passes.in_flight.carried(Message { kind, unit, microbatch }, rehearsal);
-            *passes.in_flight.passing(kind, microbatch) = Some(messages.arrived(incoming, specs, waiting)?);
+        let is_expected =
+            |message: &Message| message.unit < outline.chain.num_units && !outline.holds(message.unit);
+        if let Some(message) = action.awaited_message().filter(is_expected) {
+            let incoming = messages.incoming[message.kind as usize][microbatch].take();
+            let incoming = incoming.expect("a valid program receives it");
+            let specs = passes.in_flight.carried(message, rehearsal);
+            *passes.in_flight.passing(message.kind, microbatch) =
+                Some(messages.arrived(incoming, specs, waiting)?);
         }
         if let Some((unit, _)) = action.completed_gradient()
             && let Some(tied) = gradients.tied().filter(|tied| tied.span.unit == unit)

@@ -33,13 +33,9 @@ pub(crate) fn fit_keeps_in_flight<E>(
             .map(|unit| if in_flight[unit] > 0 { inputs[unit] } else { given[unit] })
             .collect();
         upgrades[..num_upgrades].iter().for_each(|upgrade| keeps[upgrade.unit] = upgrade.keep);
-        let again = |unit: usize| match keeps[unit] {
-            _ if in_flight[unit] == 0 => 0,
-            Keep::All => 0,
-            Keep::Products => passes[unit].renewal_cost.operations(),
-            Keep::Input | Keep::Nothing => passes[unit].forward_cost.operations(),
-        };
-        let operations = (0..passes.len()).map(again).fold(0, u64::saturating_add);
+        let held = (0..passes.len()).filter(|&unit| in_flight[unit] > 0);
+        let repeated = held.map(|unit| keeps[unit].repeated_operations(&passes[unit]));
+        let operations = repeated.fold(0, u64::saturating_add);
         Choice { keeps, operations }
     };
     let mut best = (choice(0), found.prediction);

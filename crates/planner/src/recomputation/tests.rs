@@ -1,5 +1,4 @@
 use super::*;
-use crate::sizes::kept;
 use proptest::prelude::*;
 use std::convert::Infallible;
 use trireme_base::{Category, CategoryBytes, Cost};
@@ -37,7 +36,7 @@ fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
         match (action, keeps[unit]) {
             (Action::Forward { keep, .. }, _) => {
                 record(&mut current, &mut output);
-                current -= of.record - kept(of, keep);
+                current -= of.record - keep.kept_bytes(of);
             }
             (Action::Recompute { .. }, Keep::Products) => {
                 peak = peak.max(current + of.renewal_peak - of.products);

@@ -129,18 +129,11 @@ impl Producers {
     /// Returns when other ranks of the pipeline had computed what an action of `rank` waits for, if it waits for any.
     fn end_for(&self, rank: &RankTimeline, action: Action) -> Option<u64> {
         let pipeline = rank.place.data_rank;
-        let sent = |message| self.sends.get(&(pipeline, message)).copied();
         match action {
-            Action::Forward { unit, microbatch, .. } => {
-                sent(Message::activation(unit.checked_sub(1)?, microbatch))
-            }
-            Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
-                sent(Message::gradient(unit + 1, microbatch))
-            }
             Action::Step { .. } if !rank.outline.stages.is_empty() && rank.outline.asynchronous.is_none() => {
                 self.last_passes.get(&pipeline).copied()
             }
-            _ => None,
+            _ => self.sends.get(&(pipeline, action.awaited_message()?)).copied(),
         }
     }
 }
