@@ -18,8 +18,8 @@ mod unit;
 
 pub use bundle::{Batch, Bundle, HostBatch, TensorSpec};
 pub use config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, LatentConfig, Llama3Scaling, ModelConfig,
-    ModelSizes, Rope, RopeScaling, RouterScores, SlidingWindow, YarnScaling,
+    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, LatentConfig, Llama3Scaling, ModelConfig, Rope,
+    RopeScaling, RouterScores, SlidingWindow, YarnScaling,
 };
 pub use error::ModelError;
 pub use exercise::Exercise;

@@ -6,7 +6,7 @@ use crate::weights::adapt_to_weights;
 use std::fs;
 use std::path::{Path, PathBuf};
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource, resolve_model};
-use trireme_model::{ExchangeConfig, ModelConfig, ModelSizes};
+use trireme_model::{ExchangeConfig, ModelConfig};
 
 /// The model that the config describes, for a corpus whose ids lie below `vocabulary_size`; and notices for the user.
 pub fn model_config(
@@ -109,20 +109,22 @@ pub(crate) fn model_config_json(config: &Config, model: &ModelConfig) -> Result<
 
 fn inline_model(config: &Config, architecture: Architecture, vocabulary_size: usize) -> ModelConfig {
     let model = config.model();
-    let sizes = ModelSizes {
+    let base = match architecture {
+        Architecture::Gpt2 => ModelConfig::gpt2(),
+        Architecture::Llama => ModelConfig::llama(model.rope_theta),
+    };
+    ModelConfig {
         vocab_size: if model.vocab_size == 0 { vocabulary_size } else { model.vocab_size },
         hidden_size: model.hidden_size,
         num_layers: model.num_layers,
         num_heads: model.num_heads,
         num_kv_heads: model.num_kv_heads,
+        head_dim: model.hidden_size / model.num_heads,
         intermediate_size: model.intermediate_size,
         max_position_embeddings: model.max_position_embeddings,
         norm_epsilon: model.norm_eps as f32,
         tie_word_embeddings: model.tie_word_embeddings,
         initializer_range: model.initializer_range as f32,
-    };
-    match architecture {
-        Architecture::Gpt2 => ModelConfig::gpt2(&sizes),
-        Architecture::Llama => ModelConfig::llama(&sizes, model.rope_theta),
+        ..base
     }
 }

@@ -67,47 +67,22 @@ pub struct ModelConfig {
     pub dropout: f32,
 }
 
-/// The sizes of a model without options, for [`ModelConfig::gpt2`] and [`ModelConfig::llama`].
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ModelSizes {
-    /// Number of tokens that can be read and predicted.
-    pub vocab_size: usize,
-    /// Width of the residual stream.
-    pub hidden_size: usize,
-    /// Number of transformer blocks.
-    pub num_layers: usize,
-    /// Number of query heads; divides `hidden_size`.
-    pub num_heads: usize,
-    /// Number of key-value heads; divides `num_heads`.
-    pub num_kv_heads: usize,
-    /// Width between the two linear layers of a block.
-    pub intermediate_size: usize,
-    /// Length of the longest sequence.
-    pub max_position_embeddings: usize,
-    /// Added to variances and mean squares.
-    pub norm_epsilon: f32,
-    /// Whether the output layer is the token embedding.
-    pub tie_word_embeddings: bool,
-    /// Standard deviation of random initial weights.
-    pub initializer_range: f32,
-}
-
 impl ModelConfig {
-    /// A model of `family` with these sizes: without biases, gates or rotary positions.
-    pub(crate) fn plain(family: Family, sizes: &ModelSizes) -> Self {
+    /// A model of `family` without biases, gates or rotary positions. Its sizes are 0, for the caller to set.
+    pub(crate) fn plain(family: Family) -> Self {
         ModelConfig {
             family,
-            vocab_size: sizes.vocab_size,
-            hidden_size: sizes.hidden_size,
-            num_layers: sizes.num_layers,
-            num_heads: sizes.num_heads,
-            num_kv_heads: sizes.num_kv_heads,
-            head_dim: sizes.hidden_size / sizes.num_heads,
+            vocab_size: 0,
+            hidden_size: 0,
+            num_layers: 0,
+            num_heads: 0,
+            num_kv_heads: 0,
+            head_dim: 0,
             latent: None,
-            intermediate_size: sizes.intermediate_size,
-            max_position_embeddings: sizes.max_position_embeddings,
-            norm_epsilon: sizes.norm_epsilon,
-            tie_word_embeddings: sizes.tie_word_embeddings,
+            intermediate_size: 0,
+            max_position_embeddings: 0,
+            norm_epsilon: 0.0,
+            tie_word_embeddings: false,
             rope: None,
             qkv_bias: false,
             attention_output_bias: false,
@@ -116,7 +91,7 @@ impl ModelConfig {
             experts: None,
             attention: AttentionConfig::default(),
             logit_soft_cap: None,
-            initializer_range: sizes.initializer_range,
+            initializer_range: 0.0,
             dropout: 0.0,
         }
     }

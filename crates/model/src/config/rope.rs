@@ -2,6 +2,7 @@
 
 use super::reader::{Reader, wrong};
 use crate::error::Result;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::f64::consts::TAU;
 
@@ -14,8 +15,9 @@ pub struct Rope {
     pub scaling: Option<RopeScaling>,
 }
 
-/// How frequencies are stretched.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// How frequencies are stretched. In JSON as in a `config.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
     /// All frequencies are divided (Chen et al., "Extending context window of large language models via position interpolation", 2023).
     Linear {
@@ -36,21 +38,24 @@ pub enum RopeScaling {
 
 /// Frequencies of llama 3 (Grattafiori et al., "The Llama 3 herd of models", 2024): those with long waves are divided, those with
 /// short ones stay, and between them there is a ramp.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Llama3Scaling {
     /// What low frequencies are divided by.
     pub factor: f64,
     /// Frequencies with fewer waves than this in `original_positions` are divided.
+    #[serde(rename = "low_freq_factor")]
     pub low_frequency_factor: f64,
     /// Frequencies with more waves stay.
+    #[serde(rename = "high_freq_factor")]
     pub high_frequency_factor: f64,
     /// Positions of pretraining.
+    #[serde(rename = "original_max_position_embeddings")]
     pub original_positions: usize,
 }
 
 /// Frequencies of YaRN (Peng et al., "YaRN: efficient context window extension of large language models", 2023): those of pairs that turn seldom are divided,
 /// those of pairs that turn often stay, between them there is a ramp over the pairs, and queries and keys become longer.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct YarnScaling {
     /// What low frequencies are divided by.
     pub factor: f64,
@@ -65,8 +70,10 @@ pub struct YarnScaling {
     /// The length of queries and keys, instead of the one that follows.
     pub attention_factor: Option<f64>,
     /// Whether the ramp begins and ends at whole pairs.
+    #[serde(rename = "truncate")]
     pub truncates: bool,
     /// Positions of pretraining.
+    #[serde(rename = "original_max_position_embeddings")]
     pub original_positions: usize,
 }
 
@@ -260,27 +267,6 @@ impl RopeScaling {
     }
 
     pub(crate) fn to_json(self) -> Value {
-        match self {
-            RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
-            RopeScaling::Dynamic { factor } => json!({ "rope_type": "dynamic", "factor": factor }),
-            RopeScaling::Llama3(scaling) => json!({
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                "original_max_position_embeddings": scaling.original_positions,
-            }),
-            RopeScaling::Yarn(scaling) => json!({
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "mscale": scaling.mscale,
-                "mscale_all_dim": scaling.mscale_all_dim,
-                "attention_factor": scaling.attention_factor,
-                "truncate": scaling.truncates,
-                "original_max_position_embeddings": scaling.original_positions,
-            }),
-        }
+        serde_json::to_value(self).expect("numbers are JSON")
     }
 }

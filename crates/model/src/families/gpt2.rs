@@ -1,7 +1,7 @@
 //! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
 use super::layers::{attention, dropout, normal, output_weight, token_table};
-use crate::config::{AttentionConfig, Family, ModelConfig, ModelSizes, Reader, shortest};
+use crate::config::{AttentionConfig, Family, ModelConfig, Reader, shortest};
 use crate::error::Result;
 use crate::model::Model;
 use crate::transformer::{Block, Head, Mlp, Projection, SelfAttention, TokenEmbedding};
@@ -25,9 +25,9 @@ pub(super) const FAMILY: Family = Family {
 };
 
 impl ModelConfig {
-    /// A GPT-2 of these sizes.
-    pub fn gpt2(sizes: &ModelSizes) -> Self {
-        let plain = ModelConfig::plain(FAMILY, sizes);
+    /// A GPT-2. Its sizes are 0, for the caller to set.
+    pub fn gpt2() -> Self {
+        let plain = ModelConfig::plain(FAMILY);
         ModelConfig { qkv_bias: true, attention_output_bias: true, mlp_bias: true, ..plain }
     }
 }
@@ -35,26 +35,25 @@ impl ModelConfig {
 fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let is_exact = reader.get("activation_function") == Some(&json!("gelu"));
     let (hidden_size, num_heads) = (reader.size("n_embd")?, reader.size("n_head")?);
-    let sizes = ModelSizes {
+    Ok(ModelConfig {
         vocab_size: reader.size("vocab_size")?,
         hidden_size,
         num_layers: reader.size("n_layer")?,
         num_heads,
         num_kv_heads: num_heads,
+        head_dim: hidden_size / num_heads,
         intermediate_size: reader.optional_size("n_inner")?.unwrap_or(4 * hidden_size),
         max_position_embeddings: reader.size("n_positions")?,
         norm_epsilon: reader.narrow_number("layer_norm_epsilon", 1e-5)?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", true)?,
         initializer_range: reader.narrow_number("initializer_range", 0.02)?,
-    };
-    Ok(ModelConfig {
         activation: if is_exact { Activation::ExactGelu } else { Activation::Gelu },
         attention: AttentionConfig {
             scale: (!reader.flag("scale_attn_weights", true)?).then_some(1.0),
             scales_by_layer: reader.flag("scale_attn_by_inverse_layer_idx", false)?,
             ..AttentionConfig::default()
         },
-        ..ModelConfig::gpt2(&sizes)
+        ..ModelConfig::gpt2()
     })
 }
 

@@ -1,7 +1,7 @@
 //! llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023), with the scaled rotary positions of llama 3.
 
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
-use crate::config::{Family, ModelConfig, ModelSizes, Reader, Rope};
+use crate::config::{Family, ModelConfig, Reader, Rope};
 use crate::error::Result;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;
@@ -15,10 +15,10 @@ pub(super) const FAMILY: Family = Family {
 };
 
 impl ModelConfig {
-    /// A llama of these sizes, with rotary positions of base `rope_theta`.
-    pub fn llama(sizes: &ModelSizes, rope_theta: f64) -> Self {
+    /// A llama with rotary positions of base `rope_theta`. Its sizes are 0, for the caller to set.
+    pub fn llama(rope_theta: f64) -> Self {
         let rope = Some(Rope { theta: rope_theta, scaling: None });
-        ModelConfig { rope, activation: Activation::Silu, ..ModelConfig::plain(FAMILY, sizes) }
+        ModelConfig { rope, activation: Activation::Silu, ..ModelConfig::plain(FAMILY) }
     }
 }
 

@@ -6,7 +6,7 @@ mod builder;
 pub(super) use builder::build;
 
 use crate::config::{
-    AttentionConfig, Family, ModelConfig, ModelSizes, Reader, SlidingWindow, read_rope, shortest, wrong,
+    AttentionConfig, Family, ModelConfig, Reader, SlidingWindow, read_rope, shortest, wrong,
 };
 use crate::error::Result;
 use serde_json::{Value, json};
@@ -64,7 +64,7 @@ pub(super) fn read_decoder(reader: &Reader<'_>, family: Family, defaults: Defaul
     let given_kv_heads = reader.optional_size("num_key_value_heads")?;
     let default_kv_heads = defaults.num_kv_heads.filter(|_| !reader.has("num_key_value_heads"));
     let head_dim = defaults.head_dim.unwrap_or((hidden_size / num_heads).max(1));
-    let sizes = ModelSizes {
+    Ok(ModelConfig {
         vocab_size: reader.size("vocab_size")?,
         hidden_size,
         num_layers: reader.size("num_hidden_layers")?,
@@ -75,12 +75,10 @@ pub(super) fn read_decoder(reader: &Reader<'_>, family: Family, defaults: Defaul
         norm_epsilon: reader.narrow_number("rms_norm_eps", defaults.norm_epsilon.unwrap_or(1e-6))?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", defaults.tie_word_embeddings)?,
         initializer_range: reader.narrow_number("initializer_range", 0.02)?,
-    };
-    Ok(ModelConfig {
         head_dim: reader.optional_size("head_dim")?.unwrap_or(head_dim),
         rope: Some(read_rope(reader, defaults.theta.unwrap_or(10_000.0))?),
         activation: Activation::Silu,
-        ..ModelConfig::plain(family, &sizes)
+        ..ModelConfig::plain(family)
     })
 }
 
