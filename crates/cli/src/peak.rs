@@ -1,7 +1,6 @@
 //! The peak speed of a worker's device, which MFU is relative to.
 
 use crate::host::{HostShare, load_average};
-use crate::launch::tell_all;
 use crate::machine_cache::MachineCache;
 use crate::numbers::counted;
 use anyhow::Result;
@@ -11,7 +10,7 @@ use trireme_comm::Group;
 use trireme_tensor::probe::{Probe, Unit};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{Config, DeviceName};
-use trireme_train::{executor_options, local_threads, share_of_cores};
+use trireme_train::{executor_options, local_threads, share_of_cores, tell_all};
 
 /// Long enough for several milliseconds without a disturbance, and short enough to delay no first step.
 const MEASURING_DURATION: Duration = Duration::from_millis(30);

@@ -4,11 +4,14 @@ mod message;
 mod text;
 
 pub use message::{Message, MessageKind};
+
+use serde::{Deserialize, Serialize};
 use trireme_base::{UnitPasses, named};
 
 named! {
     /// What a unit's forward pass keeps for its backward pass. What is not kept is made again by [`Action::Recompute`].
-    #[derive(Default)]
+    #[derive(Default, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
     pub enum Keep {
         /// All that backward reads.
         #[default]

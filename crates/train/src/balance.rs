@@ -8,7 +8,9 @@ use crate::choices::StepChoices;
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::programs::proven_programs;
-use crate::stages::{StageChoice, counted_costs, stages_of};
+use crate::stages::{StageChoice, counted_costs, follow_each_other, stages_of};
+use crate::telling::tell_all;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trireme_base::{Rank, UnitPasses};
 use trireme_parallel::{ActionTime, Executor};
@@ -108,7 +110,7 @@ fn imbalance<'a>(units: impl Iterator<Item = &'a Range<usize>>, stage_ranks: &[u
 }
 
 /// Another cut, and how uneven the work is before and after, by the same times.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Recut {
     stages: Vec<StageChoice>,
     before: f64,
@@ -167,8 +169,8 @@ impl Balance {
         self.times.num_seen = 0;
     }
 
-    /// Whether units are to move after `step`, and where to. Rank 0 decides for all by what all have measured: a message of 40
-    /// bytes a unit from each rank, and one of rank 0. Collective.
+    /// Whether units are to move after `step`, and where to. Rank 0 decides for all by what all have measured: a message of five
+    /// numbers a unit from each rank, and one of rank 0. Collective.
     pub(crate) fn decide(
         &self,
         step: u64,
@@ -179,29 +181,22 @@ impl Balance {
         let own = self.times.medians().filter(|_| step.is_multiple_of(self.interval));
         let Some(own) = own else { return Ok(None) };
         let group = executor.group();
-        let bytes: Vec<u8> = own.iter().flatten().flat_map(|time| time.to_le_bytes()).collect();
-        let told = group.all_gather_bytes(&bytes).wait()?;
-        let own = match group.rank() {
-            Rank::ROOT => self.find(&told, config, choices, executor).map_or_else(Vec::new, |recut| {
-                let numbers = [recut.before, recut.after].map(f64::to_le_bytes);
-                // A given schedule stays, and is known.
-                let choices = StepChoices { stages: recut.stages, schedule: None, ..choices.clone() };
-                [numbers.concat(), choices.to_bytes()].concat()
-            }),
-            _ => Vec::new(),
+        let told = tell_all(group, &own)?;
+        let found = match group.rank() {
+            Rank::ROOT => self.find(&told, config, choices, executor),
+            _ => None,
         };
-        let decided = group.all_gather_bytes(&own).wait()?.swap_remove(Rank::ROOT.0);
-        if decided.is_empty() {
-            return Ok(None);
+        let Some(recut) = tell_all(group, &found)?.swap_remove(Rank::ROOT.0) else { return Ok(None) };
+        if !follow_each_other(&recut.stages) {
+            return Err(TrainError::ForeignStages);
         }
-        let made = read_move(step, &decided, choices);
-        made.ok_or(TrainError::ForeignStages).map(Some)
+        Ok(Some(Move::new(step, recut, choices)))
     }
 
     /// A better cut that the schedule can run, by the times that all ranks have told.
     fn find(
         &self,
-        told: &[Vec<u8>],
+        told: &[Vec<UnitTimes>],
         config: &Config,
         choices: &StepChoices,
         executor: &Executor,
@@ -218,28 +213,28 @@ impl Balance {
 }
 
 /// Of each unit, what it takes where that is longest: a step waits for the slowest of the ranks that run it.
-fn slowest(told: &[Vec<u8>], num_units: usize) -> Vec<UnitTimes> {
+fn slowest(told: &[Vec<UnitTimes>], num_units: usize) -> Vec<UnitTimes> {
     let mut times = vec![UnitTimes::default(); num_units];
-    for bytes in told {
-        for (slowest, bytes) in times.iter_mut().flatten().zip(bytes.as_chunks::<8>().0) {
-            *slowest = (*slowest).max(u64::from_le_bytes(*bytes));
+    for told in told {
+        for (slowest, &time) in times.iter_mut().flatten().zip(told.iter().flatten()) {
+            *slowest = time.max(*slowest);
         }
     }
     times
 }
 
-fn read_move(step: u64, bytes: &[u8], present: &StepChoices) -> Option<Move> {
-    let (before, rest) = bytes.split_first_chunk::<8>()?;
-    let (after, choices) = rest.split_first_chunk::<8>()?;
-    let choices = StepChoices { schedule: present.schedule.clone(), ..StepChoices::from_bytes(choices)? };
-    let [before, after] = [before, after].map(|bytes| f64::from_le_bytes(*bytes));
-    let reason = format!(
-        "step {step}: the busiest worker of the pipeline took {before:.2} times the mean; units {} become {}, for \
-         {after:.2} times the mean",
-        cut_text(&present.stages),
-        cut_text(&choices.stages)
-    );
-    Some(Move { choices, reason })
+impl Move {
+    /// After `step`, from the stages of `present`.
+    fn new(step: u64, recut: Recut, present: &StepChoices) -> Self {
+        let Recut { stages, before, after } = recut;
+        let reason = format!(
+            "step {step}: the busiest worker of the pipeline took {before:.2} times the mean; units {} become {}, for \
+             {after:.2} times the mean",
+            cut_text(&present.stages),
+            cut_text(&stages)
+        );
+        Move { choices: StepChoices { stages, ..present.clone() }, reason }
+    }
 }
 
 /// `0-3 | 4-7`.
@@ -332,22 +327,24 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_tell_is_read_or_refused() {
-        let bytes = |times: &[u64]| times.iter().flat_map(|time| time.to_le_bytes()).collect::<Vec<u8>>();
-        let told = [bytes(&[1, 2, 3, 4, 5]), bytes(&[2, 1, 0, 9, 0, 7, 7, 7, 7, 7])];
+    fn units_move_by_the_times_of_the_slowest_ranks() {
+        let told = [vec![[1, 2, 3, 4, 5]], vec![[2, 1, 0, 9, 0], [7; 5]]];
         assert_eq!(slowest(&told, 2), [[2, 2, 3, 9, 5], [7; 5]]);
         let keeps = vec![Keep::All, Keep::Input];
         let state = trireme_schedule::StateLayout::WHOLE;
         let schedule = "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".parse().ok();
         let present = StepChoices { keeps, state, stages: units(&[0..1, 1..4]), schedule };
         let next = StepChoices { stages: units(&[0..3, 3..4]), ..present.clone() };
-        let told = StepChoices { schedule: None, ..next.clone() }.to_bytes();
-        let message = [1.75_f64.to_le_bytes().to_vec(), 1.25_f64.to_le_bytes().to_vec(), told].concat();
-        let made = read_move(40, &message, &present).unwrap();
+        let recut = Recut { stages: next.stages.clone(), before: 1.75, after: 1.25 };
+        let text = serde_json::to_string(&recut).unwrap();
+        assert_eq!(serde_json::from_str::<Recut>(&text).unwrap(), recut);
+        let made = Move::new(40, recut, &present);
         assert_eq!(made.choices, next);
         assert!(made.choices.schedule.is_some());
         let text = "step 40: the busiest worker of the pipeline took 1.75 times the mean; units 0 | 1-3 become 0-2 | 3, for 1.25 times the mean";
         assert_eq!(made.reason, text);
-        assert!(read_move(40, &message[..60], &present).is_none());
+        assert!(serde_json::from_str::<Recut>("{\"stages\": [], \"before\": 1.75}").is_err());
+        let cuts: [&[Range<usize>]; 4] = [&[0..3, 3..4], &[1..2, 2..4], &[0..1, 2..4], &[0..4, 4..4]];
+        assert_eq!(cuts.map(|cut| follow_each_other(&units(cut))), [true, false, false, false]);
     }
 }

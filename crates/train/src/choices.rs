@@ -1,24 +1,28 @@
 //! What of a step is left open by its layout.
 
+use crate::as_text;
 use crate::config::{self, Config};
 use crate::error::TrainError;
 use crate::schedule_file::read_schedule;
-use crate::stages::{StageChoice, cut_evenly, cut_stages};
+use crate::stages::{StageChoice, cut_evenly, cut_stages, follow_each_other};
+use serde::{Deserialize, Serialize};
 use trireme_base::{Rank, UnitPasses};
 use trireme_comm::{CONTROL_BYTES_MAX, CommError, Group};
 use trireme_schedule::pipeline::Schedule;
 use trireme_schedule::{Keep, StateLayout, Tier};
 
 /// What of a step is open once its layout is known, and does not change its bits.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepChoices {
     /// What each unit's forward pass keeps.
     pub keeps: Vec<Keep>,
     /// How state lies on the workers.
+    #[serde(with = "as_text")]
     pub state: StateLayout,
     /// The stages of a pipeline, in the model's order; none without a pipeline.
     pub stages: Vec<StageChoice>,
     /// The schedule of a pipeline, if the config gives one in a file.
+    #[serde(with = "as_text::option")]
     pub schedule: Option<Schedule>,
 }
 
@@ -48,7 +52,7 @@ impl StepChoices {
 
     /// What rank 0 has chosen, which is its `own`; `None` if that cannot be read here. Collective: in messages as long as control data may be.
     pub fn of_root(own: Option<&StepChoices>, group: &Group) -> Result<Option<Self>, TrainError> {
-        let own = own.map_or_else(Vec::new, StepChoices::to_bytes);
+        let own = own.map_or_else(Vec::new, |own| serde_json::to_vec(own).expect("choices are JSON"));
         let tell = |bytes: &[u8]| -> Result<Vec<u8>, CommError> {
             Ok(group.all_gather_bytes(bytes).wait()?.swap_remove(Rank::ROOT.0))
         };
@@ -61,44 +65,8 @@ impl StepChoices {
             }
             message.extend(piece);
         }
-        Ok(StepChoices::from_bytes(&message))
-    }
-
-    /// As a message to the other ranks: the numbers of units, of stages, and of bytes in the text of the layout, in eight bytes each; the
-    /// stages; what each unit keeps in a byte; and the texts of the layout and of a given schedule.
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let state = self.state.to_string();
-        let numbers = [self.keeps.len(), self.stages.len(), state.len()].map(|number| number as u64);
-        let stages = self.stages.iter().flat_map(StageChoice::to_numbers);
-        let numbers = numbers.into_iter().chain(stages).map(u64::to_le_bytes);
-        let keeps = self.keeps.iter().map(|&keep| keep as u8);
-        let schedule = self.schedule.as_ref().map_or_else(String::new, Schedule::to_string);
-        let texts = state.into_bytes().into_iter().chain(schedule.into_bytes());
-        numbers.flatten().chain(keeps).chain(texts).collect()
-    }
-
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (num_units, rest) = bytes.split_first_chunk::<8>()?;
-        let (num_stages, rest) = rest.split_first_chunk::<8>()?;
-        let (state_len, mut rest) = rest.split_first_chunk::<8>()?;
-        let number = |bytes: &[u8; 8]| usize::try_from(u64::from_le_bytes(*bytes)).ok();
-        let (mut stages, mut start) = (Vec::new(), 0);
-        for _ in 0..number(num_stages)? {
-            let (numbers, others) = rest.split_at_checked(8 * StageChoice::NUM_NUMBERS)?;
-            let stage = StageChoice::from_numbers(start, numbers.as_chunks::<8>().0)?;
-            start = stage.units.end;
-            stages.push(stage);
-            rest = others;
-        }
-        let (keeps, rest) = rest.split_at_checked(number(num_units)?)?;
-        let (state, schedule) = rest.split_at_checked(number(state_len)?)?;
-        let state = std::str::from_utf8(state).ok()?.parse().ok()?;
-        let keeps = keeps.iter().map(|&keep| Keep::ALL.get(usize::from(keep)).copied());
-        let schedule = match schedule {
-            [] => None,
-            text => Some(std::str::from_utf8(text).ok()?.parse().ok()?),
-        };
-        Some(StepChoices { keeps: keeps.collect::<Option<_>>()?, state, stages, schedule })
+        let choices = serde_json::from_slice(&message).ok();
+        Ok(choices.filter(|choices: &StepChoices| follow_each_other(&choices.stages)))
     }
 }
 
@@ -161,7 +129,7 @@ mod tests {
                 stages: Vec::new(),
                 schedule: Some(schedule),
             };
-            assert_eq!(chosen.to_bytes().len() > 3 * CONTROL_BYTES_MAX, count > 1);
+            assert_eq!(serde_json::to_vec(&chosen).unwrap().len() > 3 * CONTROL_BYTES_MAX, count > 1);
             let found = run_ranks(3, |group| {
                 let own = (group.rank() == Rank::ROOT).then_some(&chosen);
                 StepChoices::of_root(own, &group).unwrap()

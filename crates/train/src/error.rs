@@ -3,7 +3,7 @@ use crate::metrics::MetricsError;
 use crate::schedule_file::ScheduleFileError;
 use std::io;
 use std::path::PathBuf;
-use trireme_base::{Bytes, quoted};
+use trireme_base::{Bytes, Rank, quoted};
 use trireme_checkpoint::CheckpointError;
 use trireme_codec::CompressionError;
 use trireme_comm::CommError;
@@ -241,6 +241,8 @@ pub enum TrainError {
         "another worker of the pipeline sent the states of its compressors in an unknown format; run the same version of trireme on all workers"
     )]
     ForeignCompressors,
+    #[error("rank {rank} sent a message that this program cannot read; run the same version everywhere")]
+    ForeignMessage { rank: Rank, source: serde_json::Error },
     #[error("cannot run the pipeline schedule {}", path.display())]
     ScheduleFile { path: PathBuf, source: ScheduleFileError },
     #[error(

@@ -4,6 +4,7 @@
 //! way goes to an [`Observer`].
 
 mod agreement;
+mod as_text;
 mod balance;
 mod changes;
 mod checkpointing;
@@ -36,6 +37,7 @@ mod sample;
 mod schedule_file;
 mod stages;
 mod task;
+mod telling;
 mod time_limit;
 pub mod trace;
 mod trainer;
@@ -74,6 +76,7 @@ pub use sample::{Ended, SampleSettings, sample};
 pub use schedule_file::ScheduleFileError;
 pub use stages::{StageChoice, pipeline_costs};
 pub use task::{Samples, Task, TaskFile};
+pub use telling::tell_all;
 pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan};
 pub use validation::{Validated, validation_batches};
 pub use weights::{LoadedModel, forward_executor, load_model};

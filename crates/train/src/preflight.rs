@@ -3,6 +3,7 @@
 use crate::agreement::{Facts, agree};
 use crate::config::Config;
 use crate::error::TrainError;
+use crate::telling::tell_all;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
@@ -53,7 +54,7 @@ pub fn preflight(
     let agreed = agree(&facts, group);
     drop(token);
     agreed?;
-    Ok(compare_clocks(group)?)
+    compare_clocks(group)
 }
 
 /// A file of rank 0 by which the others know its folder.
@@ -120,13 +121,11 @@ impl Drop for Token {
 }
 
 /// A line for each host whose clock differs from that of rank 0. Collective.
-fn compare_clocks(group: &Group) -> Result<Vec<String>, CommError> {
+fn compare_clocks(group: &Group) -> Result<Vec<String>, TrainError> {
     // After the barrier, all ranks read their clocks within the time of one message.
     group.barrier().wait()?;
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let all = group.all_gather_bytes(&now.as_secs_f64().to_le_bytes()).wait()?;
-    let times = all.iter().map(|bytes| bytes.as_slice().try_into().map_or(0.0, f64::from_le_bytes));
-    Ok(clock_warnings(&times.collect::<Vec<_>>()))
+    Ok(clock_warnings(&tell_all(group, &now.as_secs_f64())?))
 }
 
 fn clock_warnings(times: &[f64]) -> Vec<String> {

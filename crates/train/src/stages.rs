@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::error::TrainError;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trireme_base::{Bytes, UnitPasses};
 use trireme_schedule::Keep;
@@ -11,7 +12,7 @@ use trireme_schedule::pipeline::{self, Costs, StageCosts, TICKS_MAX};
 const TICKS: u64 = 1000;
 
 /// Units that follow each other, and what their passes cost.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageChoice {
     /// The units.
     pub units: Range<usize>,
@@ -19,31 +20,10 @@ pub struct StageChoice {
     pub costs: StageCosts,
 }
 
-impl StageChoice {
-    /// Numbers of its message.
-    pub(crate) const NUM_NUMBERS: usize = 7;
-
-    /// As a message: where it ends, and its costs.
-    pub(crate) fn to_numbers(&self) -> [u64; StageChoice::NUM_NUMBERS] {
-        let StageCosts { forward, backward_input, backward_weight, update, activation, weight_activation } =
-            self.costs;
-        let end = self.units.end as u64;
-        [end, forward, backward_input, backward_weight, update, activation, weight_activation]
-    }
-
-    /// Reads the message of a stage that begins at `start`, if it is one.
-    pub(crate) fn from_numbers(start: usize, numbers: &[[u8; 8]]) -> Option<Self> {
-        let numbers: Vec<u64> = numbers.iter().map(|&bytes| u64::from_le_bytes(bytes)).collect();
-        let [end, forward, backward_input, backward_weight, update, activation, weight_activation] =
-            numbers[..]
-        else {
-            return None;
-        };
-        let end = usize::try_from(end).ok().filter(|&end| end > start)?;
-        let costs =
-            StageCosts { forward, backward_input, backward_weight, update, activation, weight_activation };
-        Some(StageChoice { units: start..end, costs })
-    }
+/// Whether the stages have units that follow each other from the first one on, at least one each.
+pub(crate) fn follow_each_other(stages: &[StageChoice]) -> bool {
+    let starts = [0].into_iter().chain(stages.iter().map(|stage| stage.units.end));
+    starts.zip(stages).all(|(start, stage)| stage.units.start == start && !stage.units.is_empty())
 }
 
 /// So many stages of a config's pipeline, as given or [evenly cut](cut_evenly); none without one.

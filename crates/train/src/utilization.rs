@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::error::TrainError;
 use crate::passes::rehearse_at;
 use crate::task::Task;
+use crate::telling::tell_all;
 use trireme_base::ContextPlace;
 use trireme_comm::Group;
 use trireme_model::{Rehearsal, TensorSpec};
@@ -40,11 +41,10 @@ impl Utilization {
         let num_microbatches = training.global_batch_size / training.local_batch_size;
         let configured = config.metrics().peak_flops;
         let own = if configured > 0.0 { Some(configured) } else { measured_peak };
-        let gathered = group.all_gather_bytes(&own.unwrap_or_default().to_le_bytes()).wait()?;
-        let peak = |bytes: &Vec<u8>| bytes.as_slice().try_into().ok().map(f64::from_le_bytes);
+        let peaks = tell_all(group, &own)?;
         Ok(Utilization {
             model_flops: of_microbatch as f64 * num_microbatches as f64,
-            peaks: gathered.iter().map(|bytes| peak(bytes).filter(|peak| *peak > 0.0)).collect(),
+            peaks: peaks.into_iter().map(|peak| peak.filter(|peak| *peak > 0.0)).collect(),
         })
     }
 

@@ -3,7 +3,6 @@
 use super::control_groups::identity;
 use super::cpu_limit::CpuLimit;
 use super::memory_limit::{MemoryLimit, SharedLimit};
-use crate::launch::tell_all;
 use anyhow::Result;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
@@ -13,6 +12,7 @@ use std::path::Path;
 use trireme_base::ranges;
 use trireme_comm::{Group, host_name};
 use trireme_train::config::{Bind, HugePages};
+use trireme_train::tell_all;
 
 /// What this host grants a worker, as the worker sees it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

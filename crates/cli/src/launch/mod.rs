@@ -7,7 +7,6 @@ mod host_list;
 mod joining;
 mod slurm;
 mod supervisor;
-mod telling;
 mod time_limit;
 mod worker_processes;
 
@@ -18,6 +17,5 @@ pub(crate) use joining::{NotJoined, before_joining, interface, join_options, wor
 pub(crate) use supervisor::{
     INVOKED_AS_VARIABLE, LocalWorld, OnSignal, ignored_signals, run_local_workers, worker_command,
 };
-pub(crate) use telling::tell_all;
 pub(crate) use time_limit::run_end;
 pub(crate) use worker_processes::{LOST_PEER_EXIT_CODE, die_with_parent, error_log, is_under_launcher};

@@ -202,7 +202,7 @@ impl Plan {
     }
 
     /// The predicted peak of each category of the device's memory, and of their sum.
-    pub(super) fn memory_peak_bytes(&self) -> MemoryPeakBytes {
+    pub(crate) fn memory_peak_bytes(&self) -> MemoryPeakBytes {
         MemoryPeakBytes { categories: self.prediction.peaks, total: self.prediction.total() }
     }
 

@@ -1,10 +1,11 @@
 use super::pass::{Pass, PassKind};
+use serde::{Deserialize, Serialize};
 
 /// Ticks that a pass or a message may take at most.
 pub const TICKS_MAX: u64 = 1 << 40;
 
 /// What the passes of a stage take for a microbatch. Times are in ticks, whatever a tick is; activations in any unit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StageCosts {
     /// Forward.
     pub forward: u64,

@@ -180,6 +180,15 @@ impl MemoryPeakBytes {
         MemoryPeakBytes { categories: CategoryBytes(categories), total: memory.total().peak }
     }
 
+    /// The higher peak of each category and of the total.
+    pub fn max(self, other: Self) -> Self {
+        let higher = |index: usize| self.categories.0[index].max(other.categories.0[index]);
+        MemoryPeakBytes {
+            categories: CategoryBytes(std::array::from_fn(higher)),
+            total: self.total.max(other.total),
+        }
+    }
+
     /// The categories and all of them together, with their names.
     pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let MemoryPeakBytes { categories, total } = *self;

@@ -4,9 +4,7 @@ use crate::commands::check_config_path;
 use crate::commands::train::world_options;
 use crate::console::Output;
 use crate::host::HostShare;
-use crate::launch::{
-    WorkerEnvironment, before_joining, launch_workers, recorder_folder, tell_all, work_in_world,
-};
+use crate::launch::{WorkerEnvironment, before_joining, launch_workers, recorder_folder, work_in_world};
 use crate::numbers::counted;
 use crate::statistics::median;
 use anyhow::{Result, bail};
@@ -19,7 +17,7 @@ use std::time::Instant;
 use trireme_base::{Bytes, Rank, ranges};
 use trireme_comm::{Buffer, CommError, Group, host_name};
 use trireme_train::config::Config;
-use trireme_train::preflight;
+use trireme_train::{preflight, tell_all};
 
 /// Messages there and back by which a latency is found; the quickest counts.
 const NUM_SHORT: usize = 20;

@@ -29,7 +29,7 @@ use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, single};
 use trireme_parallel::Determinism;
 use trireme_train::config::{Comm, Config, Resume, Subject};
-use trireme_train::{FLIGHT_RECORDER_FOLDER, Task, TrainError, preflight};
+use trireme_train::{FLIGHT_RECORDER_FOLDER, Task, TrainError, preflight, tell_all};
 use worker::train;
 
 /// How long it may take to list the run's checkpoints after a worker has died.
@@ -200,9 +200,7 @@ fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Resu
         }
         _ => None,
     };
-    let found = found.map_or_else(Vec::new, |version| version.to_le_bytes().to_vec());
-    let versions = group.all_gather_bytes(&found).wait()?;
-    let version = versions[0].as_slice().try_into().ok().map(u64::from_le_bytes);
+    let version = tell_all(&group, &found)?[Rank::ROOT.0];
     let config = with_length(config, version, process)?;
     train(&config, group, process)
 }

@@ -3,7 +3,7 @@
 use crate::launch::INVOKED_AS_VARIABLE;
 use crate::planning::Plan;
 use anyhow::Result;
-use trireme_base::{Bytes, Category, CategoryBytes, quoted};
+use trireme_base::{Bytes, quoted};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, best_step};
 use trireme_data::bigram_baseline;
 use trireme_model::Sampling;
@@ -12,47 +12,31 @@ use trireme_tensor::Parameters;
 use trireme_train::config::{Config, Resume, Subject};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_executor, sample,
+    LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_executor, sample, tell_all,
 };
 
 /// The memory that the run has taken of each worker, next to what was predicted. Collective.
 pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
-    let MemoryPeakBytes { categories: peaks, total } = MemoryPeakBytes::measured(trainer.executor().device());
-    let host = trainer.executor().host_bytes_peak();
-    let predicted = plan.prediction;
-    let numbers = |peaks: CategoryBytes, total: usize, host: usize| {
-        Category::ALL.into_iter().map(move |category| peaks.get(category)).chain([total, host])
+    let executor = trainer.executor();
+    let own = MemoryPeakBytes::measured(executor.device());
+    let predicted = (plan.memory_peak_bytes(), plan.prediction.host);
+    let all = tell_all(executor.group(), &[predicted, (own, executor.host_bytes_peak())])?;
+    let most = |which: usize| {
+        let of_ranks = all.iter().map(|told| told[which]);
+        of_ranks.reduce(|one, other| (one.0.max(other.0), one.1.max(other.1))).expect("a world has ranks")
     };
-    let own: Vec<u8> = numbers(peaks, total, host)
-        .chain(numbers(predicted.peaks, predicted.total(), predicted.host))
-        .flat_map(|bytes| (bytes as u64).to_le_bytes())
-        .collect();
-    let all = trainer.executor().group().all_gather_bytes(&own).wait()?;
-    let most = |index: usize| {
-        let of_rank = |bytes: &Vec<u8>| {
-            let (numbers, _) = bytes.as_chunks::<8>();
-            numbers.get(index).map_or(0, |bytes| u64::from_le_bytes(*bytes) as usize)
-        };
-        all.iter().map(of_rank).max().unwrap_or(0)
-    };
-    let num_categories = Category::ALL.len();
-    // Where the predictions begin.
-    let first = num_categories + 2;
-    let mut columns = vec![("predicted", predicted.peaks, predicted.total()), ("measured", peaks, total)];
+    let ((foreseen, foreseen_on_host), (worst, worst_on_host)) = (most(0), most(1));
+    let mut columns = vec![("predicted", foreseen), ("measured", own)];
     if all.len() > 1 {
-        let worst = CategoryBytes(std::array::from_fn(most));
-        let foreseen = CategoryBytes(std::array::from_fn(|index| most(first + index)));
-        columns = vec![
-            ("predicted", foreseen, most(first + num_categories)),
-            ("on rank 0", peaks, total),
-            ("max over ranks", worst, most(num_categories)),
-        ];
+        columns = vec![("predicted", foreseen), ("on rank 0", own), ("max over ranks", worst)];
     }
+    let columns: Vec<_> =
+        columns.into_iter().map(|(heading, peaks)| (heading, peaks.categories, peaks.total)).collect();
     let since = trainer.moved_after().map(|step| format!("since units moved after step {step}:\n"));
     let mut text = format!("\n{}{}", since.unwrap_or_default(), table(&columns));
-    if most(first + num_categories + 1) > 0 {
+    if foreseen_on_host > 0 {
         let [predicted, measured] =
-            [first + num_categories + 1, num_categories + 1].map(|index| Bytes(most(index) as u64));
+            [foreseen_on_host, worst_on_host].map(|num_bytes| Bytes(num_bytes as u64));
         text += &format!(
             "in addition, state outside the device took {measured} of host memory, transfers included; the prediction \
              was {predicted}\n"

@@ -1,0 +1,42 @@
+//! What the ranks of a group tell each other in a run and beside one.
+
+use crate::error::TrainError;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use trireme_base::Rank;
+use trireme_comm::Group;
+
+/// Tells all ranks what this one has found, as JSON of at most [`CONTROL_BYTES_MAX`](trireme_comm::CONTROL_BYTES_MAX) bytes; returns
+/// what each has told, in rank order. Collective.
+///
+/// # Errors
+/// Failed communication, and [`TrainError::ForeignMessage`] if what a rank has told is no `T`.
+///
+/// # Panics
+/// If JSON cannot hold `own`, such as a map whose keys are no texts.
+pub fn tell_all<T: Serialize + DeserializeOwned>(group: &Group, own: &T) -> Result<Vec<T>, TrainError> {
+    let own = serde_json::to_vec(own).expect("a message is JSON");
+    let told = group.all_gather_bytes(&own).wait()?;
+    let read = |(rank, told): (usize, &Vec<u8>)| {
+        serde_json::from_slice(told).map_err(|source| TrainError::ForeignMessage { rank: Rank(rank), source })
+    };
+    told.iter().enumerate().map(read).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_testkit::run_ranks;
+
+    #[test]
+    fn all_ranks_have_what_each_has_told_and_refuse_what_is_something_else() {
+        let told = run_ranks(3, |group| tell_all(&group, &(group.rank().0, Some(0.5))).unwrap());
+        assert_eq!(told, vec![[0, 1, 2].map(|rank| (rank, Some(0.5))); 3]);
+        let refused = run_ranks(2, |group| match group.rank() {
+            Rank::ROOT => tell_all(&group, &[7, 8]).unwrap_err().to_string(),
+            _ => tell_all(&group, &[[7; 2]; 2]).unwrap_err().to_string(),
+        });
+        assert!(refused[0].starts_with("rank 1 sent a message"), "{refused:?}");
+        assert!(refused[1].starts_with("rank 0 sent a message"), "{refused:?}");
+    }
+}
