@@ -237,18 +237,11 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
     assembled.collect()
 }
 
-/// A rank as the header describes it.
-struct KnownRank {
-    place: RankPlace,
-    outline: Outline,
-    peak_flops: Option<f64>,
-}
-
-/// Ranks that make up pipelines beside each other, all with one outline.
-fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<KnownRank>, String> {
+/// Ranks that make up pipelines beside each other, all with one outline; nothing is known yet of what they did.
+fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<RankTimeline>, String> {
     let of_first = |rank: &&HeaderRank| rank.place.pipeline_rank == 0;
     let data_degree = ranks.iter().filter(of_first).count();
-    let mut checked: Vec<KnownRank> = Vec::with_capacity(ranks.len());
+    let mut checked: Vec<RankTimeline> = Vec::with_capacity(ranks.len());
     for (index, HeaderRank { place, outline, peak_flops }) in ranks.into_iter().enumerate() {
         let outline: Outline =
             outline.parse().map_err(|_| format!("rank {index} has an invalid outline {outline:?}"))?;
@@ -270,7 +263,7 @@ fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<KnownRank>, String> {
         if peak_flops.is_some_and(|peak| !(peak.is_finite() && peak > 0.0)) {
             return Err(format!("rank {index} has an invalid peak"));
         }
-        checked.push(KnownRank { place, outline, peak_flops });
+        checked.push(RankTimeline { place, outline, peak_flops, duration: 0, actions: Vec::new() });
     }
     Ok(checked)
 }
@@ -288,7 +281,7 @@ fn traced(event: &Event<'_>) -> Option<TracedAction> {
 fn assemble(
     header: &HeaderStep,
     actions: Vec<Vec<TracedAction>>,
-    ranks: &[KnownRank],
+    ranks: &[RankTimeline],
 ) -> Result<TracedStep, String> {
     let &HeaderStep { step, model_flops, ref durations } = header;
     let firsts = actions.iter().map(|actions| actions.first().map(|first| first.issued));
@@ -307,12 +300,10 @@ fn assemble(
         end: traced.end - began,
         ..traced
     };
-    let rank = |((rank, &duration), actions): ((&KnownRank, &u64), Vec<TracedAction>)| RankTimeline {
-        place: rank.place,
-        outline: rank.outline.clone(),
-        peak_flops: rank.peak_flops,
+    let rank = |((rank, &duration), actions): ((&RankTimeline, &u64), Vec<TracedAction>)| RankTimeline {
         duration,
         actions: actions.into_iter().map(from_beginning).collect(),
+        ..rank.clone()
     };
     let ranks: Vec<RankTimeline> = ranks.iter().zip(durations).zip(actions).map(rank).collect();
     match ranks.iter().find(|rank| rank.duration < rank.program_time()) {

@@ -2,12 +2,11 @@ use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep, file}
 use crate::error::TrainError;
 use crate::utilization::Utilization;
 use rustix::time::{ClockId, clock_gettime};
-use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
-use trireme_parallel::Executor;
+use trireme_parallel::{ActionTime, Executor};
 use trireme_schedule::Action;
 
 /// Steps that a trace has at most.
@@ -58,47 +57,30 @@ impl Tracer {
     }
 }
 
-/// What a rank tells of its step, in nanoseconds on its host's clock.
-#[derive(Serialize, Deserialize)]
-struct Told {
-    place: RankPlace,
-    outline: String,
-    /// Nanoseconds that the whole step took.
-    duration: u64,
-    /// Each action with when it was issued, began and ended, and the operations of its products.
-    actions: Vec<(String, [u64; 4])>,
-}
-
-impl Told {
-    fn of(executor: &Executor, duration: Duration) -> Told {
-        let ranks = executor.ranks();
-        let (world, rank) = (ranks.world(), ranks.world().rank());
-        let num_of_place = world.world_size() / ranks.pipeline().world_size();
-        let place = RankPlace {
-            rank: rank.0,
-            pipeline_rank: ranks.pipeline().rank().0,
-            data_rank: rank.0 % num_of_place,
-            host: world.hosts().host_of(rank),
-        };
-        let (now, since_boot) = (Instant::now(), monotonic());
-        let on_clock = |at: Instant| (since_boot - now.duration_since(at)).as_nanos() as u64;
-        let program = executor.program();
-        let times = executor.timeline().iter().map(|time| {
-            let [issued, start, end] = [time.issued, time.start, time.end].map(on_clock);
-            [issued, start, end, time.product_operations]
-        });
-        let actions = program.actions.iter().map(Action::to_string).zip(times).collect();
-        Told { place, outline: program.outline.to_string(), duration: duration.as_nanos() as u64, actions }
-    }
-
-    fn understood(self) -> Option<RankTimeline> {
-        let action = |(name, [issued, start, end, product_flops]): (String, [u64; 4])| {
-            Some(TracedAction { action: name.parse().ok()?, issued, start, end, product_flops })
-        };
-        let actions = self.actions.into_iter().map(action).collect::<Option<_>>()?;
-        let outline = self.outline.parse().ok()?;
-        Some(RankTimeline { place: self.place, outline, peak_flops: None, duration: self.duration, actions })
-    }
+/// The timeline of this rank's last step, on its host's clock.
+fn timeline(executor: &Executor, duration: Duration) -> RankTimeline {
+    let ranks = executor.ranks();
+    let (world, rank) = (ranks.world(), ranks.world().rank());
+    let num_of_place = world.world_size() / ranks.pipeline().world_size();
+    let place = RankPlace {
+        rank: rank.0,
+        pipeline_rank: ranks.pipeline().rank().0,
+        data_rank: rank.0 % num_of_place,
+        host: world.hosts().host_of(rank),
+    };
+    let (now, since_boot) = (Instant::now(), monotonic());
+    let on_clock = |at: Instant| (since_boot - now.duration_since(at)).as_nanos() as u64;
+    let program = executor.program();
+    let traced = |(&action, time): (&Action, &ActionTime)| TracedAction {
+        action,
+        issued: on_clock(time.issued),
+        start: on_clock(time.start),
+        end: on_clock(time.end),
+        product_flops: time.product_operations,
+    };
+    let actions = program.actions.iter().zip(executor.timeline()).map(traced).collect();
+    let (outline, duration) = (program.outline.clone(), duration.as_nanos() as u64);
+    RankTimeline { place, outline, peak_flops: None, duration, actions }
 }
 
 /// The clock of [`Instant`], which processes of a host share.
@@ -110,7 +92,7 @@ fn monotonic() -> Duration {
 /// The timelines of all ranks on their hosts' clocks, at rank 0.
 fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTimeline>>, TrainError> {
     let world = executor.group();
-    let told = serde_json::to_vec(&Told::of(executor, duration)).expect("numbers and texts are JSON");
+    let told = serde_json::to_vec(&timeline(executor, duration)).expect("numbers and texts are JSON");
     let lengths = world.all_gather_bytes(&(told.len() as u64).to_le_bytes()).wait()?;
     if world.rank() != Rank::ROOT {
         let mut message = world.buffer::<u8>(told.len())?;
@@ -128,8 +110,7 @@ fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTime
             received = world.receive(world.buffer::<u8>(length as usize)?, Rank(rank)).wait()?;
             &received[..]
         };
-        let told = serde_json::from_slice(told).ok().and_then(Told::understood);
-        ranks.push(told.expect("ranks of one run tell what this one would"));
+        ranks.push(serde_json::from_slice(told).expect("ranks of one run tell what this one would"));
     }
     Ok(Some(ranks))
 }

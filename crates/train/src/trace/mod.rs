@@ -11,6 +11,7 @@ mod tests;
 pub use file::read;
 pub(crate) use gather::Tracer;
 
+use crate::as_text;
 use serde::{Deserialize, Serialize};
 use trireme_schedule::{Action, Outline, Program};
 
@@ -31,9 +32,10 @@ pub struct RankPlace {
 }
 
 /// An action of a step, in nanoseconds from when the first rank began the step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TracedAction {
     /// What was done.
+    #[serde(with = "as_text")]
     pub action: Action,
     /// The rank came to it.
     pub issued: u64,
@@ -46,11 +48,12 @@ pub struct TracedAction {
 }
 
 /// What a rank did in a step.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankTimeline {
     /// Which rank.
     pub place: RankPlace,
     /// What its program is for.
+    #[serde(with = "as_text")]
     pub outline: Outline,
     /// Peak FLOP/s of the rank's device, where it is known.
     pub peak_flops: Option<f64>,
