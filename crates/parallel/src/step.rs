@@ -1,10 +1,11 @@
 //! What a step is told, and what it tells.
 
 use std::time::Duration;
-use trireme_base::ContextPlace;
+use trireme_base::{ContextPlace, DType};
 use trireme_codec::{Compression, CompressionStatistics};
 use trireme_model::PassOptions;
 use trireme_optim::LossScaling;
+use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
 
 trireme_base::named! {
@@ -92,6 +93,14 @@ impl ExecutorOptions {
     /// What parameters are gathered in.
     pub fn gather_precision(&self) -> Precision {
         if self.fp8.is_some() { Precision::F32 } else { self.precision }
+    }
+
+    /// The dtype in which `num_ranks` ranks reduce gradients, and that of a shard's gradient: several reduce-scattered sums are added
+    /// in f32. A rank alone rounds nothing, and `as_integers` gradients are not rounded otherwise.
+    pub fn gradient_dtypes(&self, outline: &Outline, num_ranks: usize, as_integers: bool) -> [DType; 2] {
+        let reduced = if num_ranks == 1 || as_integers { DType::F32 } else { self.reduce_dtype.dtype() };
+        let sums_shards = outline.state.is_sharded(StateClass::Gradients) && outline.num_microbatches > 1;
+        [reduced, if sums_shards { DType::F32 } else { reduced }]
     }
 }
 

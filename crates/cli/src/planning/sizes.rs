@@ -21,10 +21,8 @@ pub(super) fn state_sizes(
 ) -> Result<StateSizes> {
     let mut optimizer = Optimizer::new(optimizer, table, parts, device)?;
     let gather_bytes = options.gather_precision().dtype().size();
-    let is_rounded = num_shards > 1 && options.zero_plus_plus.quantized_gradients.is_none();
-    // Several are added in f32.
-    let is_summed = outline.state.is_sharded(StateClass::Gradients) && outline.num_microbatches > 1;
-    let gradient_dtype = if is_rounded && !is_summed { options.reduce_dtype.dtype() } else { DType::F32 };
+    let as_integers = options.zero_plus_plus.quantized_gradients.is_some();
+    let [_, gradient_dtype] = options.gradient_dtypes(outline, num_shards, as_integers);
     // Beside narrow copies that stay, what is stepped is state of the optimizer.
     let is_apart = gather_bytes < DType::F32.size() && num_shards > 1;
     let has_masters = is_apart && outline.state.class_of_weights() == StateClass::Optimizer;

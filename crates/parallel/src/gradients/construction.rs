@@ -56,7 +56,7 @@ impl Gradients {
                     Reductions::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
                 }
             };
-            Ok((reductions, ShardSums::new(layout.shard_dtype(), options.determinism, state, shards_device)))
+            Ok((reductions, ShardSums::new(layout.shard_dtype, options.determinism, state, shards_device)))
         })?;
         let mut units = Vec::with_capacity(table.units().len());
         for ((index, info), compressed) in table.units().iter().enumerate().zip(compressed) {

@@ -17,8 +17,7 @@ pub(super) struct GradientLayout {
     is_hierarchical: bool,
     /// The dtype in which gradients are reduced otherwise.
     pub(super) dtype: DType,
-    /// Whether a step adds several reduce-scattered sums.
-    sums_shards: bool,
+    pub(super) shard_dtype: DType,
 }
 
 impl GradientLayout {
@@ -29,16 +28,16 @@ impl GradientLayout {
         is_hierarchical: bool,
     ) -> Self {
         let shards_gradients = outline.state.is_sharded(StateClass::Gradients);
-        let layout = GradientLayout {
+        let mut layout = GradientLayout {
             shards_gradients,
             shards_optimizer: outline.state.is_sharded(StateClass::Optimizer),
             is_hierarchical,
             dtype: DType::F32,
-            sums_shards: shards_gradients && outline.num_microbatches > 1,
+            shard_dtype: DType::F32,
         };
-        let is_alone = layout.group(&ranks.state.shared).world_size() == 1;
-        let dtype = if is_alone || is_hierarchical { DType::F32 } else { options.reduce_dtype.dtype() };
-        GradientLayout { dtype, ..layout }
+        let num_ranks = layout.group(&ranks.state.shared).world_size();
+        [layout.dtype, layout.shard_dtype] = options.gradient_dtypes(outline, num_ranks, is_hierarchical);
+        layout
     }
 
     /// Whether each rank gets its shard of a sum, and not all of it.
@@ -69,10 +68,6 @@ impl GradientLayout {
     /// Whether a rank stores its shard of a gradient apart from the full one.
     pub(super) fn has_shards(&self, ranks: &StateRanks) -> bool {
         self.shards_gradients || self.is_scattered() && ranks.replicas.world_size() > 1
-    }
-
-    pub(super) fn shard_dtype(&self) -> DType {
-        if self.sums_shards { DType::F32 } else { self.dtype }
     }
 
     /// Memory for full gradients in f32.
