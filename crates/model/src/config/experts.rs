@@ -4,8 +4,8 @@ use super::reader::check_size;
 use crate::error::Result;
 use trireme_tensor::ChosenGroups;
 
-/// Feed-forward layers of which each token goes through a few.
-#[derive(Debug, Clone, PartialEq)]
+/// Feed-forward layers of which each token goes through a few. The default has no layers; its sizes are 0, for the caller to set.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct ExpertsConfig {
     /// The layers that have experts, counted from 0, in order; the others have one feed-forward layer for all tokens.
     pub layers: Vec<usize>,
@@ -53,9 +53,10 @@ impl Default for ExchangeConfig {
 }
 
 /// What makes scores of a router's logits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum RouterScores {
     /// Parts of one.
+    #[default]
     Softmax,
     /// Each by itself.
     Sigmoid,

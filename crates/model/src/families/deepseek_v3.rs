@@ -3,8 +3,8 @@
 
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
 use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, LatentConfig, ModelConfig, Reader, RopeScaling,
-    RouterScores, shortest, wrong,
+    AttentionConfig, ExpertsConfig, Family, LatentConfig, ModelConfig, Reader, RopeScaling, RouterScores,
+    shortest, wrong,
 };
 use crate::error::Result;
 use serde_json::{Value, json};
@@ -58,8 +58,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         has_bias: true,
         balance_loss: reader.weight("aux_loss_alpha", 0.0)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
-        capacity_factor: None,
-        exchange: ExchangeConfig::default(),
+        ..ExpertsConfig::default()
     };
     experts.check("n_routed_experts")?;
     let head_dim = latent.plain_dim + latent.rotary_dim;

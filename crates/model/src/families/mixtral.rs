@@ -1,10 +1,7 @@
 //! mixtral (Jiang et al., "Mixtral of experts", 2024): mistral, in which each token goes through a few of a layer's feed-forward layers.
 
 use super::decoder::{Defaults, ExpertNames, Style, build, read_decoder, window_size, write_decoder};
-use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, ModelConfig, Reader, RouterScores, SlidingWindow,
-    shortest,
-};
+use crate::config::{AttentionConfig, ExpertsConfig, Family, ModelConfig, Reader, SlidingWindow, shortest};
 use crate::error::Result;
 use serde_json::{Value, json};
 
@@ -37,16 +34,11 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         num_experts: reader.size_or("num_local_experts", 8)?,
         num_choices: reader.size_or("num_experts_per_tok", 2)?,
         intermediate_size: config.intermediate_size,
-        num_shared: 0,
-        scores: RouterScores::Softmax,
         normalizes: true,
         scale: 1.0,
-        groups: None,
-        has_bias: false,
         balance_loss: reader.weight("router_aux_loss_coef", 1e-3)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
-        capacity_factor: None,
-        exchange: ExchangeConfig::default(),
+        ..ExpertsConfig::default()
     };
     experts.check("num_local_experts")?;
     let attention = AttentionConfig { sliding, ..AttentionConfig::default() };

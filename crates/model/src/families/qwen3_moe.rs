@@ -2,10 +2,7 @@
 
 use super::decoder::{Defaults, build, read_decoder, read_window, window_size, write_decoder};
 use super::qwen3::STYLE;
-use crate::config::{
-    AttentionConfig, ExchangeConfig, ExpertsConfig, Family, ModelConfig, Reader, RouterScores, SlidingWindow,
-    shortest,
-};
+use crate::config::{AttentionConfig, ExpertsConfig, Family, ModelConfig, Reader, SlidingWindow, shortest};
 use crate::error::Result;
 use serde_json::{Value, json};
 
@@ -34,16 +31,11 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         num_experts: num_experts.unwrap_or(128),
         num_choices: reader.size_or("num_experts_per_tok", 8)?,
         intermediate_size: reader.size_or("moe_intermediate_size", 768)?,
-        num_shared: 0,
-        scores: RouterScores::Softmax,
         normalizes: reader.flag("norm_topk_prob", false)?,
         scale: 1.0,
-        groups: None,
-        has_bias: false,
         balance_loss: reader.weight("router_aux_loss_coef", 1e-3)?,
         z_loss: reader.weight("router_z_loss_coef", 0.0)?,
-        capacity_factor: None,
-        exchange: ExchangeConfig::default(),
+        ..ExpertsConfig::default()
     };
     experts.check("num_experts")?;
     let experts = Some(experts);
