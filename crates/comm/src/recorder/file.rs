@@ -2,7 +2,7 @@ use super::report::RankReport;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use trireme_base::{read_at_most, replace_file};
+use trireme_base::{create_regular, read_at_most};
 
 /// No report comes near this length.
 const FILE_BYTES_MAX: u64 = 64 << 20;
@@ -32,10 +32,12 @@ pub fn report_path(folder: &Path, rank: usize) -> PathBuf {
 pub(super) fn write_report(folder: &Path, report: &RankReport) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let path = report_path(folder, report.rank);
-    replace_file(&path, |file| {
-        serde_json::to_writer(&mut *file, report)?;
-        file.write_all(b"\n")
-    })
+    let aside = folder.join(format!(".rank-{}.json.partial", report.rank));
+    let mut text = serde_json::to_vec(report)?;
+    text.push(b'\n');
+    // It is not synced: a disk that hangs must not hold up a worker that has failed.
+    let written = create_regular(&aside).and_then(|mut file| file.write_all(&text));
+    written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
 }
 
 /// The reports in a folder, by rank.
