@@ -171,7 +171,7 @@ fn kernels_of_no_model_are_refused() {
     tells(&refused("--model . --batch 1 --seq 4 --seconds 0 --only conv2d"), &["'conv2d'", "--only"]);
     tells(&misused(scene.run("bench kernels --batch 4")), &["--model"]);
     tells(&misused(scene.run("bench kernels --optimizer adamx")), &["adamx", "adamw, adam, sgd"]);
-    tells(&misused(scene.run("bench kernels --dtype f8")), &["f8", "f32, bf16 or f16"]);
+    tells(&misused(scene.run("bench kernels --dtype f8")), &["f8", "one of f32, bf16, f16"]);
 }
 
 #[test]

@@ -96,7 +96,8 @@ fn parse_choice(text: &str) -> Result<Choice, String> {
     if text == "all" {
         return Ok(Choice::All);
     }
-    text.parse().map(Choice::One).map_err(|error: UnknownName| format!("{error}, or all"))
+    let expected = |UnknownName(names)| format!("expected all, or one of {}", names.join(", "));
+    text.parse().map(Choice::One).map_err(expected)
 }
 
 /// The figures of a schedule: of one repeat, or the medians of all. The fields are keys of `--json`.
