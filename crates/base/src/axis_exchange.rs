@@ -1,55 +1,56 @@
-//! What ranks exchange within a unit.
+//! Communication between ranks within the forward or backward pass of one unit.
 
 crate::named! {
-    /// Ranks that exchange something within a unit.
+    /// The axis along which ranks communicate within a unit.
     pub enum UnitAxis {
-        /// Those with parts of the same parameters.
+        /// Tensor parallelism: the ranks hold parts of the same parameters.
         Tensor = "tensor",
-        /// Those among which keys and values travel.
+        /// Ring attention: keys and values move around the ring of ranks.
         Ring = "ring",
-        /// Those that exchange positions for heads.
+        /// Ulysses attention: an all-to-all trades positions of the sequence for attention heads.
         Heads = "heads",
-        /// Those with different experts.
+        /// Expert parallelism: the ranks hold different experts.
         Expert = "expert",
     }
 }
 
 crate::named! {
-    /// A kind of exchange along an axis.
+    /// The communication pattern of an exchange along an axis.
     pub enum ExchangeKind {
-        /// Every rank gets the sums of what all have.
+        /// Every rank receives the sum of the vectors of all ranks.
         AllReduce = "all_reduce",
-        /// Every rank gets the parts of all, one after the other.
+        /// Every rank receives the parts of all ranks, concatenated in rank order.
         AllGather = "all_gather",
-        /// Every rank gets its part of the sums of what all have.
+        /// Every rank receives its own part of the sum of the vectors of all ranks.
         ReduceScatter = "reduce_scatter",
-        /// Every rank gets a part of what each of the others has.
+        /// Every rank sends a different part of its vector to each rank.
         AllToAll = "all_to_all",
-        /// Every rank gets what the one before has.
+        /// Every rank sends its vector to the next rank of the axis and receives the vector of the previous rank.
         Shift = "shift",
     }
 }
 
-/// An exchange along an axis, as one rank sees it.
+/// An exchange along an axis, seen from one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AxisExchange {
-    /// Among which ranks.
+    /// The axis along which the ranks communicate.
     pub axis: UnitAxis,
-    /// What is done.
+    /// The communication pattern.
     pub kind: ExchangeKind,
-    /// Bytes of the vector that ranks sum or gather, or in which each has a part for every rank; of what each sends, if they shift.
+    /// Size in bytes. For a reduction or a gather: the full vector. For an all-to-all: the vector that holds a part for every rank. For a
+    /// shift: the vector that each rank sends.
     pub num_bytes: usize,
 }
 
-/// What passes of a unit over one microbatch exchange along an axis, in order.
+/// The exchanges of one unit's passes over one microbatch, in the order of issue.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PassExchanges {
-    /// Forward, and a recomputation of all of it.
+    /// Exchanges of forward, which a full recomputation of forward repeats.
     pub forward: Vec<AxisExchange>,
-    /// Backward.
+    /// Exchanges of backward, if backward runs as a whole.
     pub backward: Vec<AxisExchange>,
-    /// The input half of backward, where the halves run apart.
+    /// Exchanges of the half of backward that computes gradients of the inputs, if the halves run separately.
     pub input_half: Vec<AxisExchange>,
-    /// The weight half.
+    /// Exchanges of the half of backward that computes gradients of the weights, if the halves run separately.
     pub weight_half: Vec<AxisExchange>,
 }

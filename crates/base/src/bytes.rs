@@ -1,10 +1,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Size of a huge page on most machines, which one page-table entry maps.
+/// Size in bytes of a huge page on most machines: 2 MiB, mapped by a single page-table entry.
 pub const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// A number of bytes, printed and parsed with binary units: `512MiB`, `1.5GiB`.
+/// A number of bytes that is printed and parsed with binary units: `512MiB`, `1.5GiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Bytes(pub u64);
 
@@ -12,7 +12,7 @@ const UNITS: [(&str, u64); 5] =
     [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
 impl Bytes {
-    /// The largest unit that fits, with its bytes.
+    /// Returns the largest unit that is at most this number, with the unit's size in bytes; `("B", 1)` for zero.
     pub fn unit(self) -> (&'static str, u64) {
         UNITS.into_iter().find(|(_, size)| self.0 >= *size).unwrap_or(("B", 1))
     }
@@ -30,7 +30,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// The text is no number of bytes.
+/// The error of a text that is not a number of bytes. Holds the text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a size; write a number with a unit, such as 512MiB or 1.5GiB")]
 pub struct ParseBytesError(pub String);
@@ -47,7 +47,7 @@ impl FromStr for Bytes {
             .unwrap_or((trimmed, 1));
         let number: f64 = number.trim().parse().map_err(|_| refuse())?;
         let bytes = number * size as f64;
-        // 2^53: above it an f64 no longer counts single bytes.
+        // 2^53: above this bound an f64 cannot represent every integer.
         if !(0.0..=9_007_199_254_740_992.0).contains(&bytes) {
             return Err(refuse());
         }

@@ -1,15 +1,16 @@
 crate::named! {
-    /// What a piece of memory is for, in the order of reports. Names are fields of reports and of `metrics.jsonl`.
+    /// The purpose of an allocation. The variants are in the order of reports, and their names are fields of reports and of
+    /// `metrics.jsonl`.
     pub enum Category {
-        /// Weights.
+        /// The model's weights.
         Parameters = "parameters",
-        /// Gradients of the weights, with the partial sums of gradient accumulation.
+        /// Gradients of the weights, including the partial sums of gradient accumulation.
         Gradients = "gradients",
         /// Optimizer state.
         Optimizer = "optimizer",
-        /// Values saved for backward, their gradients, and what kernels need meanwhile.
+        /// Values saved for backward, their gradients, and the workspace of kernels.
         Activations = "activations",
-        /// Buffers of messages, and whole units on their way: parameters that are gathered for use, gradients that are sharded.
+        /// Message buffers, and full units in transit: gathered parameters, and gradients before they are sharded.
         Communication = "communication",
     }
 }

@@ -1,38 +1,38 @@
-//! What a computation costs: arithmetic, and bytes of memory.
+//! The cost of a computation: arithmetic operations and bytes of memory traffic.
 
 use std::ops::{Add, AddAssign};
 
-/// Floating-point operations, and bytes of operands and results. Numbers that grow too large stay at the largest.
+/// The number of floating-point operations of a computation, and the bytes of its operands and results. All sums saturate.
 ///
-/// What a kernel packs or keeps for itself on the way is not among the bytes.
+/// The traffic does not include a kernel's own workspace, such as packed operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Cost {
-    /// Operations of matrix products, those of attention among them: a multiplication and an addition are two.
+    /// Operations of matrix products, including those of attention. A multiply-add counts as two operations.
     pub product_operations: u64,
-    /// The portion of `product_operations` that computes again what forward has computed, such as attention's scores in backward.
+    /// The portion of `product_operations` that recomputes results of forward, such as the attention scores in backward.
     pub repeated_operations: u64,
     /// All other operations. An exponential counts as [`Cost::EXP`].
     pub other_operations: u64,
-    /// Bytes of memory read and written.
+    /// Bytes of memory that are read and written.
     pub traffic: Traffic,
 }
 
-/// Bytes of memory that a computation reads and writes.
+/// Bytes of memory that a computation reads and writes. Each byte is counted in exactly one field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Traffic {
-    /// Read only.
+    /// Bytes that are only read.
     pub read: usize,
-    /// Read, and written where they were read.
+    /// Bytes that are read and then overwritten in place.
     pub updated: usize,
-    /// Written only.
+    /// Bytes that are only written.
     pub written: usize,
 }
 
 impl Cost {
-    /// Operations of an exponential.
+    /// Number of operations that an exponential counts as.
     pub const EXP: usize = 23;
 
-    /// Nothing.
+    /// The cost of no computation.
     pub const ZERO: Cost = Cost {
         product_operations: 0,
         repeated_operations: 0,
@@ -40,57 +40,58 @@ impl Cost {
         traffic: Traffic { read: 0, updated: 0, written: 0 },
     };
 
-    /// As many operations of products as the product of `factors`.
+    /// Returns a cost whose `product_operations` is the product of `factors`, and whose other fields are zero.
     pub fn products(factors: &[usize]) -> Self {
         Cost { product_operations: product(factors), ..Cost::ZERO }
     }
 
-    /// The same, with as many of the operations of products repeated as the product of `factors`.
+    /// Adds the product of `factors` to `repeated_operations`.
     pub fn repeats(self, factors: &[usize]) -> Self {
         Cost { repeated_operations: self.repeated_operations.saturating_add(product(factors)), ..self }
     }
 
-    /// As many other operations as the product of `factors`.
+    /// Returns a cost whose `other_operations` is the product of `factors`, and whose other fields are zero.
     pub fn others(factors: &[usize]) -> Self {
         Cost { other_operations: product(factors), ..Cost::ZERO }
     }
 
-    /// The same, and these bytes read.
+    /// Adds `num_bytes` to the bytes that are only read.
     pub fn reads(mut self, num_bytes: usize) -> Self {
         self.traffic.read = self.traffic.read.saturating_add(num_bytes);
         self
     }
 
-    /// The same, and these bytes updated.
+    /// Adds `num_bytes` to the bytes that are updated in place.
     pub fn updates(mut self, num_bytes: usize) -> Self {
         self.traffic.updated = self.traffic.updated.saturating_add(num_bytes);
         self
     }
 
-    /// The same, and these bytes written.
+    /// Adds `num_bytes` to the bytes that are only written.
     pub fn writes(mut self, num_bytes: usize) -> Self {
         self.traffic.written = self.traffic.written.saturating_add(num_bytes);
         self
     }
 
-    /// Operations of products that the mathematics of the model needs: without those that are repeated.
+    /// Returns the operations of matrix products that the model itself needs: all except the repeated ones. MFU is computed from this
+    /// number.
     pub fn model_operations(&self) -> u64 {
         self.product_operations.saturating_sub(self.repeated_operations)
     }
 
-    /// All operations.
+    /// Returns the number of all operations, including repeated ones.
     pub fn operations(&self) -> u64 {
         self.product_operations.saturating_add(self.other_operations)
     }
 }
 
 impl Traffic {
-    /// Bytes of memory touched, each counted once.
+    /// Returns the size in bytes of the memory that is accessed. An updated byte counts once.
     pub fn extent(&self) -> usize {
         self.read.saturating_add(self.updated).saturating_add(self.written)
     }
 
-    /// Bytes that move between memory and registers.
+    /// Returns the number of bytes transferred between memory and registers. An updated byte counts twice.
     pub fn moved(&self) -> usize {
         self.extent().saturating_add(self.updated)
     }

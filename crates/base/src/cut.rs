@@ -1,30 +1,30 @@
-//! How the dims of tensors are cut among ranks.
+//! How dims of tensors are split among the ranks of the tensor axis.
 
 use std::ops::Range;
 
-/// One of the ranks of an axis.
+/// The position of a rank on an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AxisPlace {
-    /// Its number, among those of the axis.
+    /// The rank's index on the axis, from 0 to `degree - 1`.
     pub rank: usize,
-    /// Ranks of the axis.
+    /// Number of ranks on the axis.
     pub degree: usize,
 }
 
 impl AxisPlace {
-    /// The only rank of its axis.
+    /// The place of the only rank of an axis.
     pub const ALONE: AxisPlace = AxisPlace { rank: 0, degree: 1 };
 
-    /// Rank `rank` of `degree`.
+    /// Returns the place of rank `rank` on an axis of `degree` ranks.
     ///
     /// # Panics
-    /// If there is no such rank.
+    /// If `rank` is not less than `degree`.
     pub fn new(rank: usize, degree: usize) -> Self {
         assert!(rank < degree, "rank {rank} of {degree}");
         AxisPlace { rank, degree }
     }
 
-    /// All ranks of an axis of this degree.
+    /// Returns the places of all ranks on an axis of `degree` ranks, in order.
     pub fn all(degree: usize) -> impl Iterator<Item = AxisPlace> {
         (0..degree).map(move |rank| AxisPlace { rank, degree })
     }
@@ -36,72 +36,74 @@ impl Default for AxisPlace {
     }
 }
 
-/// Where tensor parallelism may cut a parameter.
+/// How tensor parallelism splits one dim of a parameter.
 ///
-/// A rank gets an equal part of each group, in whole granules: of a fused projection to queries, keys and values there are
-/// three groups, with granules as long as a head is wide.
+/// The dim consists of `num_groups` equal groups, and each rank holds an equal part of every group. A part consists of whole granules,
+/// which are never split. Example: a fused projection to queries, keys and values has three groups, and its granule is the width of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Cut {
-    /// The dim that is cut.
+    /// Index of the dim that is split.
     pub dim: usize,
-    /// Equal parts of the dim of which each rank gets its own part.
+    /// Number of equal groups in the dim. Each rank holds a part of every group.
     pub num_groups: usize,
-    /// Consecutive elements of the dim that stay together.
+    /// Number of consecutive elements of the dim that are never split, such as the width of a head.
     pub granule: usize,
-    /// Whether several ranks may hold the same granule, where there are fewer granules than ranks: heads of keys and values, which
-    /// several heads of queries read.
+    /// Whether several ranks may hold the same granule if there are fewer granules than ranks. Used for heads of keys and values, which
+    /// several query heads read.
     pub is_shared: bool,
-    /// Whether the last ranks may hold fewer elements than the others, filled up with zeros: rows of a vocabulary.
+    /// Whether the last rank may hold fewer elements than the others. Its part is then padded with zeros. Used for the rows of a
+    /// vocabulary.
     pub is_padded: bool,
 }
 
-/// Elements of a dim that a rank holds.
+/// A run of consecutive elements of a dim that a rank holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
-    /// The first of them within the dim.
+    /// Index of the first element within the full dim.
     pub start: usize,
-    /// The first of them within what the rank holds of the dim.
+    /// Index of the first element within the rank's part of the dim.
     pub place: usize,
-    /// How many there are.
+    /// Number of elements.
     pub len: usize,
 }
 
 impl Cut {
-    /// Along `dim`, at any element.
+    /// Returns a split along `dim` that is possible at any element: one group, granules of one element, neither shared nor padded.
     pub fn along(dim: usize) -> Self {
         Cut { dim, num_groups: 1, granule: 1, is_shared: false, is_padded: false }
     }
 
-    /// The same in whole granules, such as heads.
+    /// Sets the number of consecutive elements that are never split.
     pub fn with_granule(self, granule: usize) -> Self {
         Cut { granule, ..self }
     }
 
-    /// The same within each of so many equal parts.
+    /// Sets the number of groups.
     pub fn with_groups(self, num_groups: usize) -> Self {
         Cut { num_groups, ..self }
     }
 
-    /// The same where more ranks than granules hold each granule several times.
+    /// Allows several ranks to hold the same granule if there are fewer granules than ranks.
     pub fn shared(self) -> Self {
         Cut { is_shared: true, ..self }
     }
 
-    /// The same at any element, with parts that are filled up to the same length.
+    /// Allows the last rank to hold fewer elements than the others, with its part padded to the common length.
     ///
     /// # Panics
-    /// If it has groups or granules.
+    /// If the split has several groups, or granules of more than one element.
     pub fn padded(self) -> Self {
         assert_eq!((self.num_groups, self.granule), (1, 1), "what is filled up is cut anywhere");
         Cut { is_padded: true, ..self }
     }
 
-    /// Granules of each group, of a dim of `len` elements.
+    /// Returns the number of granules in each group of a dim of `len` elements.
     pub fn num_granules(self, len: usize) -> usize {
         len / self.num_groups.saturating_mul(self.granule).max(1)
     }
 
-    /// How many of `degree` ranks hold the same elements of a dim of `len`; `None` if so many ranks cannot cut it.
+    /// Returns how many of `degree` ranks hold the same elements of a dim of `len` elements, or `None` if this many ranks cannot split the
+    /// dim.
     pub fn num_holders(self, len: usize, degree: usize) -> Option<usize> {
         let num_granules = self.num_granules(len);
         let has_all = |part: usize| part * (degree - 1) < len;
@@ -114,10 +116,10 @@ impl Cut {
         may_share.then(|| degree / num_granules)
     }
 
-    /// What a rank holds of a dim of `len` elements: one segment for each group, in order.
+    /// Returns the elements that a rank holds of a dim of `len` elements: one segment for each group, in order.
     ///
     /// # Panics
-    /// If so many ranks cannot cut it.
+    /// If `place.degree` ranks cannot split the dim.
     pub fn segments(self, len: usize, place: AxisPlace) -> impl Iterator<Item = Segment> + Clone {
         let num_holders = self.num_holders(len, place.degree).expect("the dim was checked to be cut");
         let group_len = len / self.num_groups;
@@ -130,20 +132,23 @@ impl Cut {
         })
     }
 
-    /// Elements that a rank holds of a dim of `len`, with those that fill it up: as many as every rank.
+    /// Returns the length of each rank's part of a dim of `len` elements, including padding. All ranks have the same length.
     ///
     /// # Panics
-    /// If so many ranks cannot cut it.
+    /// If `degree` ranks cannot split the dim.
     pub fn part_len(self, len: usize, degree: usize) -> usize {
         let num_holders = self.num_holders(len, degree).expect("the dim was checked to be cut");
         self.num_groups * (len / self.num_groups).div_ceil(degree / num_holders)
     }
 
-    /// The runs of a tensor of the whole `shape`, row-major, that the elements `held` of a rank's part make up, counted within the part:
-    /// for each its first element in the tensor, and the range within the part. What fills up the part is in none.
+    /// Maps a range of a rank's part to runs of consecutive elements of the full tensor.
+    ///
+    /// The full tensor has the given `shape`, and both the tensor and the part are row-major. `held` is the range of elements within the
+    /// part. Each item is the index of a run's first element in the full tensor, and the run's range within the part. Padding belongs to no
+    /// run.
     ///
     /// # Panics
-    /// If so many ranks cannot cut it.
+    /// If `place.degree` ranks cannot split the dim.
     pub fn runs(
         self,
         shape: &[usize],

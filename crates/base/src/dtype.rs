@@ -5,15 +5,15 @@ crate::named! {
         F32 = "f32",
         /// IEEE 754 double precision.
         F64 = "f64",
-        /// IEEE 754 half precision.
+        /// IEEE 754 half precision: 5 bits of exponent, 10 of fraction.
         F16 = "f16",
-        /// bfloat16: the upper half of an f32.
+        /// bfloat16: the upper half of an f32, with 8 bits of exponent and 7 of fraction.
         Bf16 = "bf16",
         /// Unsigned 8-bit integer.
         U8 = "u8",
         /// Unsigned 16-bit integer.
         U16 = "u16",
-        /// Unsigned 32-bit integer: token ids.
+        /// Unsigned 32-bit integer, used for token ids.
         U32 = "u32",
         /// Unsigned 64-bit integer.
         U64 = "u64",
@@ -25,7 +25,7 @@ crate::named! {
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             DType::U8 => 1,
@@ -35,7 +35,7 @@ impl DType {
         }
     }
 
-    /// Whether elements are floating-point numbers.
+    /// Returns whether the elements are floating-point numbers.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F64 | DType::F16 | DType::Bf16)
     }

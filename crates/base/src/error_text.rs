@@ -1,6 +1,6 @@
 use std::error::Error;
 
-/// An error with all its sources on one line.
+/// Formats an error and the chain of its sources on one line, separated by `: `.
 pub fn with_sources(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

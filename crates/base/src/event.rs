@@ -1,42 +1,43 @@
-//! Points in the work of devices and groups, and host memory that one of them works with until such a point.
+//! Completion events of devices and groups, and host memory that is in use until such an event.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// A point in the work of a device, or of a group. It is done when everything that was issued before it has run.
+/// A point in the work of a device or of a group. The event is done when everything that was issued before it has run. If something that
+/// was issued before it fails, the event fails, too.
 ///
-/// Clones are one event. An event of a device that works while it is called is always done, and costs nothing.
+/// Clones are the same event. Events of a device that runs its work synchronously are always done, and cost nothing.
 #[derive(Clone, Default)]
 pub struct Event(Option<Arc<Latch>>);
 
 impl Event {
-    /// One that is done.
+    /// An event that is done.
     pub const DONE: Event = Event(None);
 
-    /// Whether it is done, or has failed.
+    /// Returns whether the event is done or has failed.
     pub fn is_done(&self) -> bool {
         self.0.as_ref().is_none_or(|latch| latch.lock().outcome.is_some())
     }
 
-    /// Whether both are clones of one event.
+    /// Returns whether both are clones of the same event. All events that were created as [`DONE`](Event::DONE) are the same.
     pub fn is_same(&self, other: &Event) -> bool {
         self.0.as_ref().map(Arc::as_ptr) == other.0.as_ref().map(Arc::as_ptr)
     }
 
-    /// Whether there are other clones of it, or something will still complete it.
+    /// Returns whether other clones of the event exist, or a [`Latch`] that may still complete it.
     pub fn is_shared(&self) -> bool {
         self.0.as_ref().is_some_and(|latch| Arc::strong_count(latch) > 1)
     }
 
-    /// Why it will never be done, if something that was issued before it has failed.
+    /// Returns the cause if something that was issued before the event has failed.
     pub fn failure(&self) -> Option<String> {
         self.0.as_ref().and_then(|latch| latch.lock().outcome.clone()?.err())
     }
 
-    /// Waits until it is done.
+    /// Blocks until the event is done. Signals [demand](Event::demand) first.
     ///
     /// # Panics
-    /// If something that was issued before it has failed.
+    /// If something that was issued before the event has failed. The message is the cause.
     pub fn wait(&self) {
         let Some(latch) = &self.0 else { return };
         self.demand();
@@ -54,14 +55,14 @@ impl Event {
         }
     }
 
-    /// Tells the device that somebody waits.
+    /// Tells the device that the caller is waiting for the event, unless the event is done or has failed.
     pub fn demand(&self) {
         if let Some(latch) = &self.0 {
             latch.demand();
         }
     }
 
-    /// Has `wake` called once when it is done or fails; at once if it already is.
+    /// Calls `wake` once, when the event is done or fails. Calls it at once if that is already the case.
     pub fn on_done(&self, wake: impl FnOnce() + Send + 'static) {
         let Some(latch) = &self.0 else { return wake() };
         let mut state = latch.lock();
@@ -80,7 +81,7 @@ impl fmt::Debug for Event {
     }
 }
 
-/// Completes an [`Event`].
+/// The completing side of an [`Event`].
 pub struct Latch {
     state: Mutex<LatchState>,
     changed: Condvar,
@@ -91,23 +92,24 @@ type Wake = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct LatchState {
-    /// Of a failure its cause.
+    /// `None` while pending; the cause of a failure.
     outcome: Option<Result<(), String>>,
     wakes: Vec<Wake>,
 }
 
 impl Latch {
-    /// Of an event that is not done; `on_demand` is called when somebody waits for it.
+    /// Creates the latch of a pending event. `on_demand` is called for each [`demand`](Event::demand) and [`wait`](Event::wait) while the
+    /// event is pending.
     pub fn new(on_demand: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
         Arc::new(Latch { state: Mutex::default(), changed: Condvar::new(), on_demand: Box::new(on_demand) })
     }
 
-    /// The event.
+    /// Returns the event that this latch completes.
     pub fn event(self: &Arc<Self>) -> Event {
         Event(Some(Arc::clone(self)))
     }
 
-    /// The event is done, or something that was issued before it has failed. The first outcome stays.
+    /// Completes the event, or fails it with a cause. Wakes all waiting threads and callbacks. Only the first outcome counts.
     pub fn complete(&self, outcome: Result<(), String>) {
         let mut state = self.lock();
         state.outcome.get_or_insert(outcome);
@@ -134,24 +136,25 @@ impl fmt::Debug for Latch {
     }
 }
 
-/// Host memory that a device or a group may still work with. Whoever wants it waits until they have ended.
+/// Host memory that a device or a group may still be using. The caller gets access by waiting for the device or group to finish.
 #[derive(Debug)]
 pub struct Pending<B>(State<B>);
 
 #[derive(Debug)]
 enum State<B> {
     Here(B),
-    /// The device puts it there before the event.
+    /// The device or group stores the memory in the slot before the event.
     Away(Arc<Mutex<Option<B>>>, Event),
 }
 
 impl<B> Pending<B> {
-    /// Memory that nobody works with.
+    /// Wraps memory that no device or group uses.
     pub fn new(memory: B) -> Self {
         Pending(State::Here(memory))
     }
 
-    /// Memory that will lie in `place` when the event is done; with [`Event::DONE`], what lies there already.
+    /// Wraps memory that will be stored in `place` before `event` is done. If `event` is [`Event::DONE`] and `place` is filled, the memory
+    /// is available at once.
     pub fn until(event: Event, place: Arc<Mutex<Option<B>>>) -> Self {
         if event.0.is_none()
             && let Some(memory) = taken(&place)
@@ -161,7 +164,7 @@ impl<B> Pending<B> {
         Pending(State::Away(place, event))
     }
 
-    /// When nobody works with it any more.
+    /// Returns the event after which no device or group uses the memory.
     pub fn event(&self) -> Event {
         match &self.0 {
             State::Here(_) => Event::DONE,
@@ -169,19 +172,19 @@ impl<B> Pending<B> {
         }
     }
 
-    /// Waits until nobody works with it.
+    /// Blocks until no device or group uses the memory, and returns it.
     ///
     /// # Panics
-    /// If the device failed.
+    /// If the device or group failed.
     pub fn wait(self) -> B {
         self.event().wait();
         self.try_take().unwrap_or_else(|_| panic!("a device gives memory back before the event"))
     }
 
-    /// As [`wait`](Pending::wait), to work with it where it lies.
+    /// Blocks until no device or group uses the memory, and returns a reference to it.
     ///
     /// # Panics
-    /// If the device failed.
+    /// If the device or group failed.
     pub fn wait_mut(&mut self) -> &mut B {
         if let State::Away(place, event) = &self.0 {
             event.wait();
@@ -190,10 +193,10 @@ impl<B> Pending<B> {
         self.get_mut().expect("it was waited for")
     }
 
-    /// The memory, if nobody works with it any more.
+    /// Returns the memory if no device or group uses it any more. Does not block.
     ///
     /// # Errors
-    /// This, if somebody does.
+    /// Returns `self` if the memory is still in use.
     pub fn try_take(self) -> Result<B, Self> {
         match self.0 {
             State::Here(memory) => Ok(memory),
@@ -204,7 +207,7 @@ impl<B> Pending<B> {
         }
     }
 
-    /// The memory, if no device was given it.
+    /// Returns a reference to the memory if it was never in use or has been waited for. Does not check the event.
     pub fn get(&self) -> Option<&B> {
         match &self.0 {
             State::Here(memory) => Some(memory),
@@ -212,7 +215,7 @@ impl<B> Pending<B> {
         }
     }
 
-    /// As [`get`](Pending::get), to write.
+    /// Returns a mutable reference to the memory, under the same condition as [`get`](Pending::get).
     pub fn get_mut(&mut self) -> Option<&mut B> {
         match &mut self.0 {
             State::Here(memory) => Some(memory),
@@ -225,12 +228,12 @@ fn taken<B>(place: &Mutex<Option<B>>) -> Option<B> {
     place.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// Memory of the host that devices copy to and from.
+/// Host memory that devices copy to and from.
 pub trait HostMemory: Send + 'static {
-    /// All bytes.
+    /// Returns all bytes.
     fn bytes(&self) -> &[u8];
 
-    /// All bytes, to write.
+    /// Returns all bytes, mutably.
     fn bytes_mut(&mut self) -> &mut [u8];
 }
 

@@ -1,17 +1,17 @@
-//! Formats of 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022), and the powers of two that scale values into
-//! their range.
+//! Formats of 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022), and the power-of-two factors that scale values
+//! into their range.
 
-/// A format of 8-bit floats, with a sign.
+/// A signed 8-bit floating-point format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Format {
-    /// 4 bits of exponent, 3 of fraction: from 2^-9 to 448.
+    /// 4 bits of exponent, 3 of fraction. Positive values range from 2^-9 (subnormal) to 448.
     E4m3,
-    /// 5 bits of exponent, 2 of fraction: from 2^-16 to 57344.
+    /// 5 bits of exponent, 2 of fraction. Positive values range from 2^-16 (subnormal) to 57344.
     E5m2,
 }
 
 impl Fp8Format {
-    /// Bits of fraction, exponent of the smallest normal value, and the largest finite value.
+    /// Returns the number of fraction bits, the exponent of the smallest normal value, and the largest finite value.
     pub const fn limits(self) -> (u32, i32, f32) {
         match self {
             Fp8Format::E4m3 => (3, -6, 448.0),
@@ -19,21 +19,22 @@ impl Fp8Format {
         }
     }
 
-    /// Exponent of the largest power of two whose product with `amax` is at most the largest finite value.
+    /// Returns the exponent of the largest power of two whose product with `amax` is at most the largest finite value.
     pub fn scale_exponent(self, amax: f32) -> i32 {
         let (.., max) = self.limits();
-        // The quotient of two f32s is exact enough in f64 not to be rounded up to a power of two.
+        // In f64 the quotient of two f32 values is exact enough that it is never rounded up to a power of two.
         exponent(f64::from(max) / f64::from(amax))
     }
 }
 
-/// `2^exponent`, for exponents of normal values: from -126 to 127.
+/// Returns `2^exponent`, for the exponents of normal f32 values: -126 to 127.
 #[inline(always)]
 pub const fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent) as u32) << 23)
 }
 
-/// Exponent of the largest power of two that is not above a positive number; 1024 of infinity.
+/// Returns the exponent of the largest power of two that is at most `positive`, which must be a positive normal number. Returns 1024 for
+/// infinity.
 pub fn exponent(positive: f64) -> i32 {
     (positive.to_bits() >> 52) as i32 - 1023
 }

@@ -1,21 +1,21 @@
-//! 16-bit floats. They are for storage: arithmetic is done in f32.
+//! 16-bit floats. They are storage formats: arithmetic is done in f32.
 //!
-//! The `half` crate has the same types, but its conversions choose instructions at every call, so that a compiler
-//! cannot turn a loop over them into SIMD code; these are free of branches and calls.
+//! The conversions have neither branches nor calls, so the compiler can vectorize loops over them. The conversions of the `half` crate
+//! select instructions at every call, which prevents that.
 
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::fmt::Debug;
 
-/// A float that is stored: arithmetic with it is done in f32.
+/// A floating-point storage format. Arithmetic on its values is done in f32.
 pub trait Float: Pod + Debug + PartialEq + Send + Sync {
-    /// The type.
+    /// The corresponding dtype.
     const DTYPE: DType;
 
-    /// The nearest value, ties to even.
+    /// Rounds to the nearest value, ties to even.
     fn from_f32(value: f32) -> Self;
 
-    /// The same value, exactly.
+    /// Converts to f32, exactly.
     fn to_f32(self) -> f32;
 }
 
@@ -44,7 +44,7 @@ pub struct Bf16(u16);
 pub struct F16(u16);
 
 impl Bf16 {
-    /// The nearest value, ties to even; too large ones become infinite, NaN stays NaN.
+    /// Rounds to the nearest value, ties to even. Values that are too large become infinite, and NaN stays NaN.
     #[inline(always)]
     pub const fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
@@ -53,7 +53,7 @@ impl Bf16 {
         Bf16(if bits & 0x7fff_ffff > 0x7f80_0000 { quiet } else { rounded } as u16)
     }
 
-    /// The same value, exactly.
+    /// Converts to f32, exactly.
     #[inline(always)]
     pub const fn to_f32(self) -> f32 {
         f32::from_bits((self.0 as u32) << 16)
@@ -61,26 +61,26 @@ impl Bf16 {
 }
 
 impl F16 {
-    /// The nearest value, ties to even; from 65520 on infinite, NaN stays NaN.
+    /// Rounds to the nearest value, ties to even. Magnitudes from 65520 on become infinite, and NaN stays NaN.
     #[inline(always)]
     pub const fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
         let (sign, magnitude) = ((bits >> 16) & 0x8000, bits & 0x7fff_ffff);
-        // Exponents differ by 112; the last 13 bits of the fraction are rounded away.
+        // The exponent biases differ by 112. The last 13 bits of the fraction are rounded off.
         let rebiased = magnitude.wrapping_sub(112 << 23);
         let normal = rebiased.wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
-        // Below the normal values a unit is 2^-24, which is the unit of the f32s from 0.5 to 1.
+        // The spacing of subnormal values is 2^-24, which is the spacing of f32 values from 0.5 to 1.
         let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
         let finite = if magnitude < 0x3880_0000 { subnormal } else { normal };
         let huge = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
         F16((sign | if magnitude >= 0x477f_f000 { huge } else { finite }) as u16)
     }
 
-    /// The same value, exactly.
+    /// Converts to f32, exactly.
     #[inline(always)]
     pub const fn to_f32(self) -> f32 {
         let (sign, magnitude) = (((self.0 as u32) & 0x8000) << 16, (self.0 as u32) & 0x7fff);
-        // 2^112 corrects the exponent, of subnormal values too.
+        // Multiplying by 2^112 corrects the exponent, also of subnormal values.
         let finite = (f32::from_bits(magnitude << 13) * f32::from_bits((112 + 127) << 23)).to_bits();
         let bits = if magnitude >= 0x7c00 { (magnitude << 13) | 0x7f80_0000 } else { finite };
         f32::from_bits(sign | bits)
@@ -90,12 +90,12 @@ impl F16 {
 macro_rules! half {
     ($half:ident) => {
         impl $half {
-            /// The value with these bits.
+            /// Returns the value with these bits.
             pub const fn from_bits(bits: u16) -> Self {
                 $half(bits)
             }
 
-            /// The bits of the value.
+            /// Returns the bits of the value.
             pub const fn to_bits(self) -> u16 {
                 self.0
             }
@@ -124,10 +124,11 @@ half!(F16);
 mod tests {
     use super::*;
 
-    /// The neighbours of `value` among the finite values and infinity that `decode` gives, by search.
+    /// Returns the bits of the value nearest to `value` by binary search, ties to even. `decode` maps bits to values, and `infinity` is the
+    /// bits of infinity.
     fn nearest(value: f64, decode: impl Fn(u16) -> f32, infinity: u16) -> u16 {
         let (sign, value) = (if value.is_sign_negative() { 0x8000 } else { 0 }, value.abs());
-        // What would be the first value beyond the finite ones rounds to infinity.
+        // The value that would follow the largest finite one stands for infinity in the rounding.
         let at = |bits: u16| {
             if bits < infinity {
                 return f64::from(decode(bits));
@@ -181,7 +182,7 @@ mod tests {
 
     #[test]
     fn rounding_is_to_the_nearest_even() {
-        // Every exponent, fractions about the rounding points, both signs.
+        // Every exponent, fractions around the rounding points, both signs.
         for high in 0..=0xffff_u32 {
             for low in [0, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let value = f32::from_bits(high << 16 | low);

@@ -2,8 +2,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// When a rank last made progress, by which others tell work from a hang. Long work calls [`beat`](Heartbeat::beat) at least every few
-/// seconds. Clones share one state.
+/// The time at which a rank last made progress. Other ranks use it to distinguish slow work from a hang.
+///
+/// Long-running work calls [`beat`](Heartbeat::beat) at least every few seconds. Clones share one state.
 #[derive(Debug, Clone)]
 pub struct Heartbeat {
     start: Instant,
@@ -12,24 +13,24 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// A rank that has just begun.
+    /// Creates a heartbeat whose last progress is now.
     pub fn new() -> Self {
         Heartbeat { start: Instant::now(), last: Arc::default() }
     }
 
-    /// The rank has made progress now.
+    /// Records that the rank makes progress now.
     pub fn beat(&self) {
         self.beat_at(Instant::now());
     }
 
-    /// The rank, or one that it waits for, made progress then.
+    /// Records that the rank, or a rank that it waits for, made progress at `at`. Earlier times than the recorded one have no effect.
     pub fn beat_at(&self, at: Instant) {
         let milliseconds = at.saturating_duration_since(self.start).as_millis() as u64;
-        // Relaxed: no other memory is published by it.
+        // Relaxed: this store publishes no other memory.
         self.last.fetch_max(milliseconds, Ordering::Relaxed);
     }
 
-    /// How long ago the rank last made progress.
+    /// Returns the time since the last recorded progress.
     pub fn age(&self) -> Duration {
         let last = Duration::from_millis(self.last.load(Ordering::Relaxed));
         self.start.elapsed().saturating_sub(last)

@@ -1,65 +1,67 @@
-//! What a rank does, in order, as far as its time depends on it.
+//! A record of the kernels, collectives, messages and disk transfers of a rank, from which the time of a step is simulated.
 
 use crate::{Cost, Rank};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// A kernel that was called, as far as its time depends on it.
+/// A call of a kernel, with the facts that determine its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KernelCall {
-    /// The method of the device.
+    /// Name of the device's method.
     pub kernel: &'static str,
-    /// What the call costs.
+    /// Operations and memory traffic of the call.
     pub cost: Cost,
 }
 
-/// Something that goes on beside the kernels of a rank, until it is waited for.
+/// An asynchronous operation, which runs concurrently with the rank's kernels until it is awaited.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "variants explain their fields")]
 pub enum Issued {
-    /// An operation of a group.
+    /// A collective operation of a group.
     Collective {
-        /// Its name, such as `all_reduce`.
+        /// Name of the operation, such as `all_reduce`.
         operation: &'static str,
-        /// Number of elements of all blocks.
+        /// Total number of elements of all blocks.
         len: usize,
         element_bytes: usize,
-        /// The group's ranks, as ranks of the world.
+        /// The members of the group, as ranks of the world.
         members: Arc<[Rank]>,
     },
     /// A message to a rank of the world.
     Send { to: Rank, bytes: usize },
     /// A message from a rank of the world.
     Receive { from: Rank, bytes: usize },
-    /// State on its way from a disk.
+    /// A read of state from disk.
     DiskRead { bytes: usize },
-    /// State on its way to a disk.
+    /// A write of state to disk.
     DiskWrite { bytes: usize },
 }
 
-/// Something that a [`Journal`] notes.
+/// An entry of a [`Journal`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum JournalEntry {
-    /// A kernel began.
+    /// A kernel was started.
     Kernel(KernelCall),
-    /// Something was issued under a number of its own.
+    /// An asynchronous operation was issued. The number identifies it.
     Issue(usize, Issued),
-    /// What was issued under this number was waited for.
+    /// The rank waited for the operation with this number.
     Await(usize),
-    /// The kernel before has ended, and none follows at once.
+    /// The previous kernel has ended, and no other kernel follows immediately.
     Pause,
 }
 
-/// What a rank does in each step, as far as the step's time depends on it.
+/// The journal entries of one training step of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepEntries {
-    /// For each action of the rank's program, what happens while it runs; and what happens after the last one.
+    /// For each action of the rank's program, the entries that were recorded while it ran. A last element holds the entries after the last
+    /// action.
     pub actions: Vec<Vec<JournalEntry>>,
-    /// How much is issued in a step. An await of what the step before issued has this number less than its like in this step.
+    /// Number of operations that are issued in each step. If an operation was issued in the previous step, the number in its await is
+    /// smaller by this amount than that of the corresponding operation of this step.
     pub num_issued: usize,
 }
 
-/// Notes what devices and groups do that keep it. Clones are one journal.
+/// A shared, ordered record of the work that a rank issues. Clones append to the same journal.
 #[derive(Debug, Clone, Default)]
 pub struct Journal(Arc<Mutex<Noted>>);
 
@@ -70,12 +72,12 @@ struct Noted {
 }
 
 impl Journal {
-    /// Notes that something happens now.
+    /// Appends an entry with the current time.
     pub fn note(&self, entry: JournalEntry) {
         self.lock().entries.push((entry, Instant::now()));
     }
 
-    /// Notes that something is issued; its number.
+    /// Appends the issue of an operation with the current time, and returns the operation's number. Numbers count up from 0.
     pub fn issue(&self, issued: Issued) -> usize {
         let mut noted = self.lock();
         let number = noted.num_issued;
@@ -84,7 +86,7 @@ impl Journal {
         number
     }
 
-    /// What was noted since the last time, and when.
+    /// Removes and returns all entries since the last call, with the times at which they were recorded.
     pub fn take(&self) -> Vec<(JournalEntry, Instant)> {
         std::mem::take(&mut self.lock().entries)
     }

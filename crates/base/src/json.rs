@@ -1,20 +1,22 @@
 use serde_json::Value;
 
-/// Marks a string that stands for a number that JSON does not have. It is a noncharacter of Unicode, which no text contains.
+/// First character of strings that stand for numbers which JSON cannot represent. The character is a Unicode noncharacter, which no text
+/// contains.
 const MARK: char = '\u{fdd0}';
 
-/// Numbers that Python's `json` module writes although JSON does not have them.
+/// Numbers that Python's `json` module writes although they are not valid JSON.
 const NON_FINITE: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
 
-/// Strips the byte order mark that a text may begin with.
+/// Strips a leading UTF-8 byte order mark, if there is one.
 pub fn without_byte_order_mark(text: &[u8]) -> &[u8] {
     text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text)
 }
 
-/// Reads JSON as Python writes it: without its byte order mark, and with `Infinity`, `-Infinity` and `NaN`, for [`json_text`].
+/// Parses JSON as Python writes it: a leading byte order mark is skipped, and `Infinity`, `-Infinity` and `NaN` are accepted as numbers.
+/// These numbers are stored as marked strings, which [`json_text`] converts back.
 ///
 /// # Errors
-/// If the text is not JSON otherwise.
+/// If the text is not valid JSON in any other respect.
 pub fn parse_json(text: &[u8]) -> Result<Value, serde_json::Error> {
     let text = without_byte_order_mark(text);
     serde_json::from_slice(text).or_else(|error| match mark_non_finite(text) {
@@ -23,14 +25,14 @@ pub fn parse_json(text: &[u8]) -> Result<Value, serde_json::Error> {
     })
 }
 
-/// The indented text of a value that [`parse_json`] has read.
+/// Formats a value as indented JSON. Non-finite numbers that [`parse_json`] read are written as Python writes them.
 pub fn json_text(value: &Value) -> String {
     NON_FINITE
         .iter()
         .fold(format!("{value:#}"), |text, number| text.replace(&format!("\"{MARK}{number}\""), number))
 }
 
-/// The text with marked strings in place of numbers that JSON does not have; `None` if there are no such numbers.
+/// Replaces each non-finite number by a marked string. Returns `None` if the text has no such number.
 fn mark_non_finite(text: &[u8]) -> Option<Vec<u8>> {
     let mut marked = Vec::with_capacity(text.len());
     let (mut rest, mut is_in_string, mut has_any) = (text, false, false);

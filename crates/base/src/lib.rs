@@ -1,8 +1,13 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, how dims are cut, which positions ranks have, whether they make progress, what they exchange
-//! within units, what passes take, what ranks do, random numbers, formats of floats, enums with names, the texts of errors, JSON as Python writes it, SVG documents, and how files are opened and
-//! threads are started.
+//! Types and helpers that every crate shares.
 //!
-//! Apart from opening files and starting threads, nothing here does IO, and nothing here depends on another crate of the workspace.
+//! - Numbers and formats: dtypes, 16-bit and 8-bit floats, byte counts, counter-based random numbers, enums with names.
+//! - Parallelism: ranks, how dims are split among ranks, the positions of a sequence that a rank holds, exchanges within units, heartbeats,
+//!   events.
+//! - Accounting: memory by category, costs of kernels and of passes, the journal from which the time of a step is simulated.
+//! - Text: error chains, JSON as Python writes it, SVG documents, axis ticks, printable and shell-quoted strings.
+//! - System: opening regular files, and starting threads.
+//!
+//! Apart from opening files and starting threads, the crate does no IO. It depends on no other crate of the workspace.
 
 mod axis_exchange;
 mod bytes;

@@ -1,54 +1,57 @@
 use crate::Category;
 
-/// Bytes of each category, in the order of [`Category::ALL`].
+/// A number of bytes for each category, in the order of [`Category::ALL`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CategoryBytes(pub [usize; Category::ALL.len()]);
 
 impl CategoryBytes {
-    /// Bytes of one category.
+    /// Returns the bytes of one category.
     pub fn get(&self, category: Category) -> usize {
         self.0[category as usize]
     }
 
-    /// The total of all categories but activations.
+    /// Returns the total of all categories except activations.
     pub fn besides_activations(&self) -> usize {
         self.total() - self.get(Category::Activations)
     }
 
-    /// The total of all categories.
+    /// Returns the total of all categories.
     pub fn total(&self) -> usize {
         self.0.iter().sum()
     }
 }
 
-/// What a rank holds at most while it repeats its program, in bytes.
+/// Peak memory of a rank over the steps of its program, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryUse {
-    /// Of each category, whenever that is.
+    /// The peak of each category. Different categories may peak at different times.
     pub peaks: CategoryBytes,
-    /// Bytes of each category when the total is at its peak.
+    /// Bytes of each category at the time when their total peaks.
     pub at_peak: CategoryBytes,
-    /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
+    /// The line of the program's text at which the total peaks. Line 1, which lists sizes, stands for the time before the first action.
     pub line: usize,
-    /// The most that all but activations take at a time.
+    /// The peak of all categories except activations together.
     pub besides_activations: usize,
-    /// The host's memory for state that lives there or passes through it, and for what a device with memory of its own exchanges.
+    /// Peak of host memory in addition to the device's: offloaded state that resides in or passes through host memory, and staging buffers
+    /// for communication if the device cannot reach host memory.
     pub host: usize,
-    /// The peak of all categories that the rank adds to the memory in use on its machine: without memory of other ranks that it maps.
+    /// The peak of the total of all categories without memory of other ranks that this rank maps: the memory in use that this rank adds to
+    /// its machine.
     pub own: usize,
-    /// What the rank holds between steps, counted as `own`.
+    /// Bytes in use between steps, without memory of other ranks that this rank maps.
     pub own_between_steps: usize,
-    /// What of `own` and `host` is not in the memory of a device: shared with other ranks, or on its way to a disk.
+    /// The portion of `own` and `host` that is not part of a device's own memory: memory shared with other ranks, and buffers for transfers
+    /// to and from disk.
     pub outside: usize,
 }
 
 impl MemoryUse {
-    /// The peak of the total: at most the sum of the categories' peaks.
+    /// Returns the peak of the total. This is at most the sum of the peaks of the categories.
     pub fn total(&self) -> usize {
         self.at_peak.total()
     }
 
-    /// What the rank adds to the memory in use on its machine, at most.
+    /// Returns an upper bound on the memory that the rank adds to its machine.
     pub fn on_machine(&self) -> usize {
         self.own + self.host
     }

@@ -1,9 +1,10 @@
-/// The text is none of these names.
+/// The error of a text that is not one of the expected names. Holds these names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected one of {}", .0.join(", "))]
 pub struct UnknownName(pub &'static [&'static str]);
 
-/// Declares an enum whose variants have names: the enum, `ALL` of its variants, and what turns names into variants and back.
+/// Declares an enum whose variants have names. Generates the constant `ALL`, `name` and `named`, [`FromStr`](std::str::FromStr) and
+/// [`Display`](std::fmt::Display).
 ///
 /// ```
 /// trireme_base::named! {
@@ -30,17 +31,17 @@ macro_rules! named {
         }
 
         impl $enum {
-            /// Every variant, in the order of their declaration.
+            /// All variants, in the order of their declaration.
             pub const ALL: [$enum; [$($name),+].len()] = [$($enum::$variant),+];
 
-            /// The name in texts.
+            /// Returns the variant's name.
             pub const fn name(self) -> &'static str {
                 match self {
                     $($enum::$variant => $name,)+
                 }
             }
 
-            /// The variant of this name.
+            /// Returns the variant with this name, if there is one.
             pub fn named(name: &str) -> Option<Self> {
                 Self::ALL.into_iter().find(|known| known.name() == name)
             }

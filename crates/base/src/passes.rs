@@ -1,45 +1,46 @@
-//! What passes of units take.
+//! Memory and cost of the passes of one unit.
 
 use crate::Cost;
 
-/// Bytes of activations that passes of one unit over one microbatch take, with what the device's memory rounds them up to, and
-/// what they compute. The tensors of the microbatch are not among them: they are there before and after.
+/// Bytes of activations, and cost of computation, of the passes of one unit over one microbatch.
 ///
-/// Each peak is of all that the pass works with, so what it begins with is in it.
+/// Bytes are as the device allocates them, rounded up to its granularity. They do not include the tensors of the microbatch, which exist
+/// before and after the passes. A peak includes everything that the pass uses, including its inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct UnitPasses {
-    /// What the unit before it has passed on, for forward to read; 0 for the first unit.
+    /// Bytes of the previous unit's output, which forward reads; 0 for the first unit.
     pub input: usize,
-    /// What forward passes on; 0 for the last unit.
+    /// Bytes of the output of forward; 0 for the last unit.
     pub output: usize,
-    /// The gradient that backward passes on; 0 for the first unit.
+    /// Bytes of the gradient of the input, which backward returns; 0 for the first unit.
     pub input_grad: usize,
-    /// What backward needs of forward, the input among it.
+    /// Bytes that backward needs from forward, including the input: the unit's saved activations.
     pub record: usize,
-    /// What of that stays if only results of products and attention are kept.
+    /// Bytes that remain of `record` if only the results of matrix products and attention are kept (selective recomputation).
     pub products: usize,
-    /// At most during forward, from the input to the record and the output.
+    /// Peak of forward, which starts with the input and ends with the record and the output.
     pub forward_peak: usize,
-    /// At most while the record is made again from the products.
+    /// Peak of recomputing the record from the kept products.
     pub renewal_peak: usize,
-    /// At most during backward, from the record and the output's gradient to the input's gradient.
+    /// Peak of backward, which starts with the record and the gradient of the output, and ends with the gradient of the input.
     pub backward_peak: usize,
-    /// What stays between the halves of backward, where they run apart.
+    /// Bytes that remain between the halves of backward, if the halves run separately.
     pub halved: usize,
-    /// What forward costs.
+    /// Cost of forward.
     pub forward_cost: Cost,
-    /// What backward costs.
+    /// Cost of backward, if it runs as a whole.
     pub backward_cost: Cost,
-    /// What its input half costs.
+    /// Cost of the half of backward that computes gradients of the inputs.
     pub input_half_cost: Cost,
-    /// What its weight half costs. It may compute again what a whole backward still has.
+    /// Cost of the half of backward that computes gradients of the weights. It may recompute values that a full backward still has.
     pub weight_half_cost: Cost,
-    /// What making the record from the products costs.
+    /// Cost of recomputing the record from the kept products.
     pub renewal_cost: Cost,
 }
 
 impl UnitPasses {
-    /// Whether forward keeps activations for a later backward. Backward of a unit that passes nothing on follows at once.
+    /// Returns whether forward keeps activations for a later backward. A unit without output keeps none, because its backward follows at
+    /// once.
     pub fn keeps(&self) -> bool {
         self.record > 0 && self.output > 0
     }

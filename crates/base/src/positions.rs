@@ -1,29 +1,30 @@
-//! Which positions of a sequence a rank has.
+//! The positions of a sequence that a rank holds with context parallelism.
 
 use crate::AxisPlace;
 use std::ops::Range;
 
-/// A rank among those that have the positions of the same sequences.
+/// The place of a rank among the ranks that share the positions of the same sequences (context parallelism).
 ///
-/// Keys and values travel around a ring of ranks (Liu et al., "Ring attention", 2023). Or each rank gets all positions for a part of the heads
-/// (Jacobs et al., "DeepSpeed Ulysses", 2023). Or both: then each place of the ring is that of several ranks, neighbours, which exchange
-/// their positions for heads first.
+/// There are two ways to share a sequence. In ring attention, keys and values travel around a ring of ranks (Liu et al., "Ring attention",
+/// 2023). In Ulysses attention, each rank gets all positions for a part of the heads by an all-to-all (Jacobs et al., "DeepSpeed Ulysses",
+/// 2023). If both are used, each place of the ring belongs to several neighbouring ranks, which exchange positions for heads first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ContextPlace {
-    /// Its place on the ring.
+    /// The place on the ring.
     pub ring: AxisPlace,
-    /// Which of the ranks with this place it is.
+    /// The place among the ranks that share a place on the ring and exchange positions for heads.
     pub heads: AxisPlace,
 }
 
 impl ContextPlace {
-    /// The only rank that has positions.
+    /// The place of a rank that holds all positions.
     pub const ALONE: ContextPlace = ContextPlace { ring: AxisPlace::ALONE, heads: AxisPlace::ALONE };
 
-    /// One of the ranks of the context axis, of which `heads_degree` neighbours exchange positions for heads.
+    /// Returns the place of a rank of the context axis. Each `heads_degree` neighbouring ranks exchange positions for heads; the ring has a
+    /// place for each such set.
     ///
     /// # Panics
-    /// If that does not divide the degree of the axis.
+    /// If `heads_degree` does not divide the degree of the axis.
     pub fn new(AxisPlace { rank, degree }: AxisPlace, heads_degree: usize) -> Self {
         assert!(degree.is_multiple_of(heads_degree), "{heads_degree} of {degree} ranks exchange heads");
         ContextPlace {
@@ -32,23 +33,24 @@ impl ContextPlace {
         }
     }
 
-    /// Ranks that have the positions of a sequence together.
+    /// Returns the number of ranks that share a sequence.
     pub fn degree(self) -> usize {
         self.ring.degree * self.heads.degree
     }
 
-    /// The positions of a sequence of `len` that ranks with this place on the ring have together: those of this rank's heads.
+    /// Returns the positions of a sequence of `len` that the ranks at this place of the ring hold together. After the exchange of positions
+    /// for heads, this rank has these positions for its heads.
     ///
     /// # Panics
-    /// If the sequence does not divide into twice as many parts as the ring has ranks.
+    /// If `len` is not a multiple of twice the number of places on the ring, and the ring has several places.
     pub fn positions_of_heads(self, len: usize) -> Positions {
         Positions::zig_zag(len, self.ring)
     }
 
-    /// The positions that this rank has of a sequence of `len`.
+    /// Returns the positions of a sequence of `len` that this rank holds.
     ///
     /// # Panics
-    /// If the sequence does not divide into twice as many parts as there are ranks.
+    /// If `len` is not a multiple of twice the number of ranks, and there are several ranks.
     pub fn positions(self, len: usize) -> Positions {
         assert!(len.is_multiple_of(2 * self.degree()) || self.degree() == 1, "{len} positions for {self:?}");
         let own_len = len / self.degree();
@@ -56,28 +58,30 @@ impl ContextPlace {
     }
 }
 
-/// Positions of a sequence, in ascending order: those of one run, or of two. So positions that follow each other in the sequence are
-/// neighbours here, too, and what lies within an interval of the sequence is one range of them.
+/// An ascending list of positions of a sequence that consists of at most two runs of consecutive positions. All listed positions within an
+/// interval of the sequence are one range of the list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Positions {
     first: usize,
-    /// How many there are before `second`.
+    /// Number of positions before `second`.
     first_len: usize,
     second: usize,
     len: usize,
 }
 
 impl Positions {
-    /// `len` positions from `first` on.
+    /// Returns the `len` consecutive positions that start at `first`.
     pub fn run(first: usize, len: usize) -> Self {
         Positions { first, first_len: len, second: first.saturating_add(len), len }
     }
 
-    /// What one of the ranks of an axis has of a sequence of `len` positions, if each is to see equally many pairs of a position and one
-    /// before it: of twice as many equal parts as there are ranks, one from the front and the one as far from the end (zig-zag).
+    /// Returns a rank's positions of a sequence of `len` positions in the zig-zag layout, which balances the work of causal attention.
+    ///
+    /// The sequence is split into twice as many equal parts as there are ranks. Rank `i` holds part `i` from the front and part `i` from
+    /// the end, so every rank has the same number of pairs of a position and an earlier one.
     ///
     /// # Panics
-    /// If the sequence does not divide into these parts.
+    /// If `len` is not a multiple of twice the degree, and the degree is more than 1.
     pub fn zig_zag(len: usize, AxisPlace { rank, degree }: AxisPlace) -> Self {
         if degree == 1 {
             return Positions::run(0, len);
@@ -92,10 +96,10 @@ impl Positions {
         }
     }
 
-    /// Those from one index to another.
+    /// Returns the positions with indices in `range`.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// If the range exceeds the list.
     pub fn part(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {self:?}");
         let Positions { first, first_len, second, .. } = self;
@@ -106,28 +110,29 @@ impl Positions {
         Positions { first: first + range.start, first_len, second, len: range.len() }
     }
 
-    /// How many there are.
+    /// Returns the number of positions.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no positions.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The position at an index.
+    /// Returns the position at `index`. Does not check that `index` is less than [`len`](Positions::len).
     pub fn at(&self, index: usize) -> usize {
         if index < self.first_len { self.first + index } else { self.second + index - self.first_len }
     }
 
-    /// How many of them come before a position of the sequence.
+    /// Returns how many of the listed positions are less than `position`.
     pub fn before(&self, position: usize) -> usize {
         let of_first = position.saturating_sub(self.first).min(self.first_len);
         of_first + position.saturating_sub(self.second).min(self.len - self.first_len)
     }
 
-    /// The runs, each with the index at which it begins and the positions of the sequence.
+    /// Returns the runs of consecutive positions: the index of the run's first position in the list, and the positions. Empty runs are
+    /// omitted.
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         let Positions { first, first_len, second, len } = *self;
         let runs = [(0, first..first + first_len), (first_len, second..second + (len - first_len))];

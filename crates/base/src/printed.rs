@@ -1,8 +1,8 @@
-//! Texts from outside, such as names of files, as a terminal or a shell may read them.
+//! Sanitizes external strings, such as file names, for terminals and shells.
 
 use std::borrow::Cow;
 
-/// A text whose control characters are escaped, except tabs and the ends of lines: it cannot steer a terminal.
+/// Escapes control characters except tabs and line feeds, so that the text cannot control a terminal.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let is_plain = |c: char| matches!(c, '\n' | '\t') || !c.is_control();
     if text.chars().all(is_plain) {
@@ -11,7 +11,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     text.chars().map(|c| if is_plain(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
 }
 
-/// A word of a command, quoted for the shell where it needs that. Control characters are escaped in `$'…'`, which bash, ksh and zsh understand.
+/// Quotes a word for use in a shell command, if it needs quoting. A word with control characters is written as `$'…'` with escapes, which
+/// bash, ksh and zsh understand.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

@@ -1,12 +1,11 @@
-//! Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random
-//! numbers: as easy as 1, 2, 3", SC 2011). A value is a pure function of (key, counter), so any rank
-//! can compute any part of a stream, in any order, and get the same bits.
+//! Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A
+//! value is a pure function of (key, counter), so any rank can compute any part of a stream, in any order, and get the same bits.
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// Names one stream: the run's seed and what the numbers are for.
+/// The key of one random stream, derived from the run's seed and the purpose of the numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RandomKey {
     key: [u32; 2],
@@ -14,16 +13,16 @@ pub struct RandomKey {
 }
 
 impl RandomKey {
-    /// The stream of `purpose` (such as a parameter's name) under `seed`.
+    /// Returns the key of the stream for `purpose`, such as a parameter's name, under `seed`.
     pub fn new(seed: u64, purpose: &str) -> Self {
-        // FNV-1a: names a stream, protects nothing.
+        // FNV-1a. The hash only distinguishes streams; it needs no cryptographic strength.
         let stream = purpose.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
         });
         RandomKey { key: [seed as u32, (seed >> 32) as u32], stream }
     }
 
-    /// Four random words at position `counter` of the stream.
+    /// Returns the four random words at position `counter` of the stream.
     pub fn words(self, counter: u64) -> [u32; 4] {
         let mut c = [counter as u32, (counter >> 32) as u32, self.stream as u32, (self.stream >> 32) as u32];
         let mut key = self.key;
@@ -36,13 +35,13 @@ impl RandomKey {
         c
     }
 
-    /// A stream of its own for each index, such as a step.
+    /// Returns the key of a separate stream for each `index`, such as a step.
     pub fn derived(self, index: u64) -> Self {
         let [a, b, c, d] = self.words(index);
         RandomKey { key: [a, b], stream: self.stream ^ (u64::from(c) | u64::from(d) << 32) }
     }
 
-    /// Fills `out` with the words of the stream from word `first` on; four words lie at each counter.
+    /// Fills `out` with the words of the stream that start at word `first`. Each counter yields four words.
     pub fn fill_words_from(self, first: u64, out: &mut [u32]) {
         let skipped = (first % 4) as usize;
         let (head, rest) = out.split_at_mut(out.len().min((4 - skipped) % 4));
@@ -56,15 +55,15 @@ impl RandomKey {
         tail.copy_from_slice(&self.words(last)[..tail.len()]);
     }
 
-    /// Fills `out` with normal variates of mean 0 and the given standard deviation, by the
-    /// Box-Muller transform; element `i` depends on the key and `i` alone.
+    /// Fills `out` with normal variates of mean 0 and the given standard deviation, by the Box-Muller transform. Element `i` depends only
+    /// on the key and `i`.
     pub fn fill_normal(self, out: &mut [f32], standard_deviation: f32) {
         self.fill_normal_from(0, out, standard_deviation);
     }
 
-    /// As [`fill_normal`](RandomKey::fill_normal), for the elements from `first` on.
+    /// Fills `out` with the variates that [`fill_normal`](RandomKey::fill_normal) generates for the elements from `first` on.
     pub fn fill_normal_from(self, first: u64, out: &mut [f32], standard_deviation: f32) {
-        // Blocks of independent words, so that the loops become SIMD code.
+        // Blocks of independent words let the compiler vectorize the loops.
         const COUNTERS: usize = 16;
         const LEN: usize = 4 * COUNTERS;
         let mut skipped = (first % LEN as u64) as usize;
@@ -88,22 +87,22 @@ impl RandomKey {
     }
 }
 
-/// Two independent normal variates from 64 random bits, by the Box-Muller transform.
+/// Returns two independent normal variates from 64 random bits, by the Box-Muller transform.
 ///
-/// Plain f32 arithmetic, not the system's mathematics library: initial weights must have the same bits everywhere.
+/// Uses plain f32 arithmetic instead of the system's math library, because initial weights must have the same bits on every machine.
 #[inline]
 fn normal_pair(a: u32, b: u32) -> (f32, f32) {
     const UNIT: f32 = 1.0 / 16_777_216.0;
-    // (0, 1] in 2^24 steps, so that the logarithm is finite.
+    // A value in (0, 1], in 2^24 steps, so that the logarithm is finite.
     let radius = (-2.0 * ln((a >> 8) as f32 * UNIT + UNIT)).sqrt();
-    // An angle in the right quarter of the circle, and one of four turns.
+    // An angle in [-pi/4, pi/4). Two more bits rotate it by a multiple of 90 degrees.
     let (sin, cos) = sin_cos(((b & 0x00ff_ffff) as f32 * UNIT - 0.5) * std::f32::consts::FRAC_PI_2);
     let (x, y) = if b & 1 << 30 == 0 { (cos, sin) } else { (-sin, cos) };
     let radius = if b & 1 << 31 == 0 { radius } else { -radius };
     (radius * x, radius * y)
 }
 
-/// Natural logarithm of a positive normal number, to 1e-7 (Cephes, `logf`).
+/// Returns the natural logarithm of a positive normal number, accurate to 1e-7 (Cephes, `logf`).
 #[inline]
 fn ln(x: f32) -> f32 {
     const COEFFICIENTS: [f32; 9] = [
@@ -128,7 +127,7 @@ fn ln(x: f32) -> f32 {
     m + tail + 0.693_359_4 * exponent
 }
 
-/// Sine and cosine of an angle of at most a quarter of pi, to 1e-7 (Cephes, `sinf` and `cosf`).
+/// Returns sine and cosine of an angle of at most pi/4 in magnitude, accurate to 1e-7 (Cephes, `sinf` and `cosf`).
 #[inline]
 fn sin_cos(x: f32) -> (f32, f32) {
     let square = x * x;
@@ -137,7 +136,7 @@ fn sin_cos(x: f32) -> (f32, f32) {
     (sin, cos - 0.5 * square + 1.0)
 }
 
-/// Reads a stream in order. Its whole state is `(key, position)`.
+/// A sequential reader of a random stream. Its full state is `(key, position)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Random {
     key: RandomKey,
@@ -145,34 +144,34 @@ pub struct Random {
 }
 
 impl Random {
-    /// Starts at `position` words into the stream of `key`.
+    /// Creates a reader that starts `position` words into the stream of `key`.
     pub fn new(key: RandomKey, position: u64) -> Self {
         Random { key, position }
     }
 
-    /// Words read so far: what to store to continue from here later.
+    /// Returns the current position in words. Store it to resume the stream from here.
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// The next 32 random bits.
+    /// Returns the next 32 random bits.
     pub fn next_u32(&mut self) -> u32 {
         let word = self.key.words(self.position / 4)[(self.position % 4) as usize];
         self.position += 1;
         word
     }
 
-    /// The next 64 random bits.
+    /// Returns the next 64 random bits.
     pub fn next_u64(&mut self) -> u64 {
         u64::from(self.next_u32()) << 32 | u64::from(self.next_u32())
     }
 
-    /// Uniform in [0, 1), 53 bits.
+    /// Returns a uniform number in [0, 1) with 53 random bits.
     pub fn next_f64(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Uniform in `0..bound`, without bias (Lemire's rejection).
+    /// Returns a uniform integer in `0..bound`, without bias (Lemire's rejection method).
     ///
     /// # Panics
     /// If `bound` is 0.
@@ -249,7 +248,7 @@ mod tests {
             values.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / values.len() as f64;
         assert!(mean.abs() < 0.01, "{mean}");
         assert!((variance.sqrt() - 0.5).abs() < 0.01, "{variance}");
-        // All four turns of the angle: both members of a pair take both signs, and are independent.
+        // All four quadrants occur: both values of a pair take both signs, and they are independent.
         let product: f64 = values.chunks_exact(2).map(|pair| f64::from(pair[0]) * f64::from(pair[1])).sum();
         assert!((product / values.len() as f64).abs() < 0.005, "{product}");
         for parity in 0..2 {

@@ -1,4 +1,4 @@
-/// Formats numbers in the given order. Runs of three or more are shortened, as in `0-3, 8, 9`. Without any: `none`.
+/// Formats numbers in the given order, with runs of three or more shortened: `0-3, 8, 9`. An empty list is `none`.
 pub fn ranges<N: Into<usize>>(numbers: impl IntoIterator<Item = N>) -> String {
     let numbers: Vec<usize> = numbers.into_iter().map(Into::into).collect();
     let runs = numbers.chunk_by(|first, second| first + 1 == *second).map(|run| match run {
@@ -8,7 +8,7 @@ pub fn ranges<N: Into<usize>>(numbers: impl IntoIterator<Item = N>) -> String {
     if numbers.is_empty() { "none".to_owned() } else { runs.collect::<Vec<_>>().join(", ") }
 }
 
-/// Formats ranks as [`ranges`], such as `rank 3` or `ranks 0-3, 8`.
+/// Formats ranks with a noun and with runs as in [`ranges`]: `rank 3` or `ranks 0-3, 8`.
 pub fn ranks<N: Into<usize>>(ranks: impl IntoIterator<Item = N>) -> String {
     let ranks: Vec<usize> = ranks.into_iter().map(Into::into).collect();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };

@@ -1,11 +1,11 @@
 use std::fmt;
 
-/// One worker of a world or of a group: `0 <= rank < world_size`.
+/// The number of a worker in a world or a group: `0 <= rank < world_size`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Rank(pub usize);
 
 impl Rank {
-    /// The rank that does what only one rank may do: rendezvous, console output, manifests.
+    /// The rank that does work which only one rank may do, such as rendezvous, console output and manifests.
     pub const ROOT: Rank = Rank(0);
 }
 
@@ -24,15 +24,15 @@ impl fmt::Display for Rank {
 crate::named! {
     /// The function that combines two elements of a reduction.
     pub enum ReduceOp {
-        /// Addition; integers wrap.
+        /// Addition. Integers wrap.
         Sum = "sum",
-        /// The sum divided by the number of ranks: once, after the whole sum. Integers round toward zero.
+        /// The sum divided by the number of ranks. The division is done once, after the complete sum. Integers round toward zero.
         Mean = "mean",
-        /// Multiplication; integers wrap.
+        /// Multiplication. Integers wrap.
         Prod = "prod",
-        /// The larger of the two; NaN wins, so that a broken value is not hidden.
+        /// The larger of the two. NaN takes precedence, so that an invalid value is not hidden.
         Max = "max",
-        /// The smaller of the two; NaN wins.
+        /// The smaller of the two. NaN takes precedence.
         Min = "min",
     }
 }

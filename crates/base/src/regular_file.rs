@@ -1,4 +1,4 @@
-//! Opening files that may be something else, such as a pipe.
+//! Opens files whose paths may name something else, such as a pipe, without blocking.
 
 use rustix::fs::OFlags;
 use std::ffi::OsString;
@@ -7,12 +7,15 @@ use std::io::{self, BufWriter, ErrorKind, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Opens a regular file for reading, as [`open_regular_with`] does.
+/// Opens a regular file for reading.
+///
+/// # Errors
+/// As [`open_regular_with`].
 pub fn open_regular(path: &Path) -> io::Result<File> {
     open_regular_with(path, OpenOptions::new().read(true))
 }
 
-/// Opens, or creates, a regular file with these options, and never waits for another process, as opening a pipe would.
+/// Opens or creates a regular file with these options. Never blocks on another process, as opening a pipe would.
 ///
 /// # Errors
 /// As [`OpenOptions::open`], and `InvalidInput` for a pipe, a device, a socket or a folder.
@@ -26,10 +29,10 @@ pub fn open_regular_with(path: &Path, options: &mut OpenOptions) -> io::Result<F
     if file.metadata()?.is_file() { Ok(file) } else { Err(refusal()) }
 }
 
-/// Reads a regular file of at most `max` bytes, opened as [`open_regular`] does.
+/// Reads a regular file of at most `max` bytes.
 ///
 /// # Errors
-/// As [`open_regular`], and `FileTooLarge`, which says how long the file is.
+/// As [`open_regular`], and `FileTooLarge`, whose message states the file's length.
 pub fn read_at_most(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     let file = open_regular(path)?;
     let mut content = Vec::new();
@@ -41,15 +44,22 @@ pub fn read_at_most(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// Creates a regular file, or empties the one that is there, as [`open_regular_with`] does.
+/// Creates a regular file, or truncates an existing one.
+///
+/// # Errors
+/// As [`open_regular_with`].
 pub fn create_regular(path: &Path) -> io::Result<File> {
     open_regular_with(path, OpenOptions::new().write(true).create(true).truncate(true))
 }
 
-/// Replaces a file by what `write` writes, so that a crash leaves the old or the new content, never a part.
+/// Replaces a file atomically by the content that `write` writes. After a crash the file has either the old or the new content, never a
+/// part.
 ///
-/// The content is written to a hidden file in the same folder and synced to the disk before that is renamed. If anything fails, the
-/// hidden file is removed.
+/// The content is written to a hidden file in the same folder and synced to disk. Then the hidden file is renamed. If a step fails, the
+/// hidden file is removed. Does not sync the folder.
+///
+/// # Errors
+/// Of `write`, and of creating, syncing or renaming the hidden file.
 pub fn replace_file(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,

@@ -6,19 +6,19 @@ pub struct Svg {
     text: String,
 }
 
-/// Which part of a text is at its place.
+/// The part of a text that is placed at the given position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Anchor {
-    /// Its left end.
+    /// The left end.
     Start,
-    /// Its middle.
+    /// The middle.
     Middle,
-    /// Its right end.
+    /// The right end.
     End,
 }
 
 impl Svg {
-    /// An empty document of this size. Shapes are drawn in the order of the calls.
+    /// Creates an empty document of this size. Shapes are drawn in the order of the calls.
     pub fn new(width: f64, height: f64) -> Self {
         let text = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
@@ -27,28 +27,28 @@ impl Svg {
         Svg { text }
     }
 
-    /// An empty element for a page of HTML, with these `attributes`, which are taken as they are. It is as wide as its place in the
-    /// page, and the style sheet of the page chooses the colours of texts.
+    /// Creates an empty element for an HTML page. `attributes` are inserted verbatim. The page determines the element's width, and its
+    /// style sheet the colours of texts.
     pub fn within_page(width: f64, height: f64, attributes: &str) -> Self {
         Svg { text: format!("<svg viewBox=\"0 0 {width} {height}\" {attributes}>\n") }
     }
 
-    /// Begins a group of the shapes that follow, with these `attributes`, which are taken as they are.
+    /// Begins a group for the shapes that follow. `attributes` are inserted verbatim.
     pub fn begin_group(&mut self, attributes: &str) {
         self.push(format_args!("<g {attributes}>"));
     }
 
-    /// Ends the group that was begun last.
+    /// Ends the innermost open group.
     pub fn end_group(&mut self) {
         self.push(format_args!("</g>"));
     }
 
-    /// Adds definitions, such as a pattern that shapes name as their fill. `xml` is taken as it is.
+    /// Adds definitions, such as a pattern that shapes use as their fill. `xml` is inserted verbatim.
     pub fn definitions(&mut self, xml: &str) {
         self.push(format_args!("<defs>{xml}</defs>"));
     }
 
-    /// A rectangle with its left upper corner at `(x, y)`. A `tip` is shown while the pointer is on it.
+    /// Draws a rectangle with its upper left corner at `(x, y)`. A `tip` is shown while the pointer is over it.
     pub fn rect(&mut self, (x, y): (f64, f64), (width, height): (f64, f64), fill: &str, tip: Option<&str>) {
         let shape =
             format!("x=\"{x:.2}\" y=\"{y:.2}\" width=\"{width:.2}\" height=\"{height:.2}\" fill=\"{fill}\"");
@@ -60,7 +60,7 @@ impl Svg {
         }
     }
 
-    /// A line of text whose `anchor` is at `(x, y)`, the height of its baseline.
+    /// Draws a line of text whose `anchor` is at `(x, y)`, where `y` is the baseline.
     pub fn text(&mut self, (x, y): (f64, f64), anchor: Anchor, text: &str) {
         let anchor = match anchor {
             Anchor::Start => "",
@@ -70,22 +70,22 @@ impl Svg {
         self.push(format_args!("<text x=\"{x:.2}\" y=\"{y:.2}\"{anchor}>{}</text>", escape_markup(text)));
     }
 
-    /// A line through `points`, drawn with the attributes of `style`, such as `stroke="#888888"`.
+    /// Draws a line through `points` with the attributes in `style`, such as `stroke="#888888"`.
     pub fn line(&mut self, points: &[(f64, f64)], style: &str) {
         self.push(format_args!("<polyline points=\"{}\" fill=\"none\" {style}/>", listed(points)));
     }
 
-    /// The area that a line through `points` encloses, drawn with the attributes of `style`.
+    /// Draws the polygon with the corners `points`, with the attributes in `style`.
     pub fn area(&mut self, points: &[(f64, f64)], style: &str) {
         self.push(format_args!("<polygon points=\"{}\" {style}/>", listed(points)));
     }
 
-    /// A dot around `(x, y)`.
+    /// Draws a dot with its centre at `(x, y)`.
     pub fn dot(&mut self, (x, y): (f64, f64), fill: &str) {
         self.push(format_args!("<circle cx=\"{x:.2}\" cy=\"{y:.2}\" r=\"3.5\" fill=\"{fill}\"/>"));
     }
 
-    /// The whole document.
+    /// Returns the complete document.
     pub fn finish(self) -> String {
         self.text + "</svg>\n"
     }
@@ -100,7 +100,7 @@ fn listed(points: &[(f64, f64)]) -> String {
     points.join(" ")
 }
 
-/// Text that means itself in XML and HTML, also in quoted attributes. Control characters, which XML lacks, become spaces.
+/// Escapes text for XML and HTML, including quoted attributes. Control characters, which XML does not allow, become spaces.
 pub fn escape_markup(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {

@@ -1,13 +1,13 @@
-//! Starting threads, with errors that name the limits of the system.
+//! Starts threads, with errors that state the system's limits.
 
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
-/// Starts a thread of this name.
+/// Starts a thread with this name.
 ///
 /// # Errors
-/// If the system refuses the thread. The error names the [limits](name_limits) that bound the number of threads.
+/// If the system cannot start the thread. The error states the [limits](name_limits) on the number of threads.
 pub fn spawn_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -15,7 +15,10 @@ pub fn spawn_thread<T: Send + 'static>(
     refused(name, Builder::new().name(name.to_owned()).spawn(work))
 }
 
-/// As [`spawn_thread`], for a thread that ends within a scope.
+/// Starts a thread with this name that ends within `scope`.
+///
+/// # Errors
+/// As [`spawn_thread`].
 pub fn spawn_scoped_thread<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: &str,
@@ -31,7 +34,8 @@ fn refused<T>(name: &str, started: io::Result<T>) -> io::Result<T> {
     })
 }
 
-/// Adds the limits on processes and threads to an error of starting one that says that a limit is reached; keeps any other.
+/// Adds the limits on processes, threads and memory to an error of starting a process or thread, if the error means that a limit is
+/// reached. Returns other errors unchanged.
 pub fn name_limits(error: io::Error) -> io::Error {
     if !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory) {
         return error;
@@ -47,7 +51,7 @@ pub fn name_limits(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), text)
 }
 
-/// The soft limit of this name in the text of `/proc/self/limits`.
+/// Returns the soft limit with this name from the text of `/proc/self/limits`.
 fn soft_limit<'a>(limits: &'a str, name: &str) -> Option<&'a str> {
     limits.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next())
 }
@@ -58,7 +62,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_the_system_refuses_is_an_error_that_names_the_limits() {
-        // More than there are addresses for a process.
+        // The stack exceeds the address space of a process.
         let started = Builder::new().stack_size(1 << 47).spawn(|| ());
         let error = refused("kernel-3", started).unwrap_err().to_string();
         for fact in ["cannot start the thread 'kernel-3'", "ulimit -u is ", "pids.max", "ulimit -v is "] {

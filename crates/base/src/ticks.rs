@@ -1,18 +1,18 @@
-//! Round numbers along an axis.
+//! Round tick values for the axes of charts.
 
-/// The range of an axis, and the numbers that are written at it.
+/// The range of a chart's axis, with its ticks and their labels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ticks {
-    /// Where the axis begins.
+    /// The lower end of the axis.
     pub low: f64,
-    /// Where it ends.
+    /// The upper end of the axis.
     pub high: f64,
     interval: f64,
 }
 
 impl Ticks {
-    /// An axis from a tick to a tick, with the values from `low` to `high` in it, and at most `num_intervals` between ticks and one
-    /// or two more. Without any value, `low` is above `high`.
+    /// Returns an axis that contains the values from `low` to `high` and begins and ends at a tick. It has at most `num_intervals`
+    /// intervals plus two. A caller without values passes a `low` above `high`.
     pub fn around(low: f64, high: f64, num_intervals: usize) -> Self {
         let (low, high) = widened(low, high);
         let interval = round_up((high - low) / num_intervals as f64);
@@ -20,27 +20,28 @@ impl Ticks {
         Ticks { low, high: (high / interval).ceil() * interval, interval }
     }
 
-    /// An axis of steps that ends at the last one.
+    /// Returns an axis of training steps from 0 to `last_step` (at least 1), with ticks at whole steps. It has at most `num_intervals`
+    /// intervals.
     pub fn of_steps(last_step: u64, num_intervals: usize) -> Self {
         let last_step = last_step.max(1) as f64;
         let interval = round_up(last_step / num_intervals as f64).max(1.0);
         Ticks { low: 0.0, high: last_step, interval }
     }
 
-    /// The ticks, upwards.
+    /// Returns the ticks in ascending order.
     pub fn values(self) -> impl Iterator<Item = f64> {
-        // A tick at the very end is there in spite of rounding.
+        // The tolerance keeps a tick at the upper end in spite of rounding.
         let num_intervals = ((self.high - self.low) / self.interval + 1e-6).floor() as usize;
-        // The sum with zero turns a negative zero into a positive one.
+        // Adding zero turns a negative zero into a positive one.
         (0..=num_intervals).map(move |index| self.low + self.interval * index as f64 + 0.0)
     }
 
-    /// Where a value lies between the ends, from 0 to 1.
+    /// Returns the position of `value` along the axis: 0 at the lower end, 1 at the upper end.
     pub fn part(self, value: f64) -> f64 {
         (value - self.low) / (self.high - self.low)
     }
 
-    /// A tick in words, with as many digits as tell it from its neighbours.
+    /// Formats a tick with as many digits as distinguish it from its neighbours.
     pub fn label(self, value: f64) -> String {
         let largest = self.low.abs().max(self.high.abs());
         if value == 0.0 {
@@ -61,7 +62,7 @@ impl Ticks {
     }
 }
 
-/// A range that is wide enough to be divided: around one value, or anything if there is none.
+/// Widens a range that is too narrow to divide. Returns `(0, 1)` for an empty range.
 fn widened(low: f64, high: f64) -> (f64, f64) {
     if low > high {
         return (0.0, 1.0);
@@ -74,13 +75,13 @@ fn widened(low: f64, high: f64) -> (f64, f64) {
     (low - margin, high + margin)
 }
 
-/// The power of ten that a positive number begins with.
+/// Returns the exponent of the largest power of ten that is at most `value`, which must be positive.
 fn exponent(value: f64) -> i32 {
-    // Powers of ten themselves have logarithms that may be a little low.
+    // The computed logarithm of a power of ten may be slightly too low.
     (value.log10() + 1e-9).floor() as i32
 }
 
-/// The next number of the form 1, 2 or 5 times a power of ten.
+/// Returns the smallest number that is at least `value` and is 1, 2, 5 or 10 times a power of ten.
 fn round_up(value: f64) -> f64 {
     let power = 10.0_f64.powf(value.log10().floor());
     [1.0, 2.0, 5.0, 10.0]

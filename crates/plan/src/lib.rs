@@ -1,6 +1,7 @@
-//! Documents that describe a mesh of ranks and the placement of every tensor on it.
+//! The mesh of ranks, and the placement of every tensor on it.
 //!
-//! The one description of how tensors are cut, for parallelism, checkpoints and planning. Pure data: no IO, threads or clock.
+//! This is the only description of how tensors are split. Parallelism, checkpoints and planning use it. The crate is pure data: no IO,
+//! threads or clock.
 
 mod mesh;
 mod placement;

@@ -1,25 +1,25 @@
 use std::fmt;
 use trireme_base::Rank;
 
-/// A direction of parallelism, by its name.
+/// A named axis of parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Axis(&'static str);
 
 impl Axis {
-    /// Ranks that hold different units of the model, and see the same microbatches.
+    /// Pipeline parallelism: the ranks hold different units of the model and process the same microbatches.
     pub const PIPELINE: Axis = Axis::named("pipeline");
-    /// Ranks that hold the same parameters and see different microbatches.
+    /// Data parallelism with replicas: the ranks hold the same parameters and process different microbatches.
     pub const DATA_REPLICATE: Axis = Axis::named("data_replicate");
-    /// Ranks that shard the training state, or a part of it, and see different microbatches.
+    /// Data parallelism with sharding: the ranks shard all or a part of the training state, and process different microbatches.
     pub const DATA_SHARD: Axis = Axis::named("data_shard");
-    /// Ranks that hold the same parameters or shards of them, and see parts of the same sequences.
+    /// Context parallelism: the ranks hold the same parameters, or shards of them, and process parts of the same sequences.
     pub const CONTEXT: Axis = Axis::named("context");
-    /// Data-parallel ranks that hold different experts.
+    /// Expert parallelism: data-parallel ranks that hold different experts.
     pub const EXPERT: Axis = Axis::named("expert");
-    /// Ranks that hold parts of the same parameters, and see the same microbatches.
+    /// Tensor parallelism: the ranks hold parts of the same parameters and process the same microbatches.
     pub const TENSOR: Axis = Axis::named("tensor");
 
-    /// An axis of this name.
+    /// Returns the axis with this name.
     pub const fn named(name: &'static str) -> Self {
         Axis(name)
     }
@@ -31,13 +31,13 @@ impl fmt::Display for Axis {
     }
 }
 
-/// The ranks of a job as a grid: each axis with its degree, the first varying slowest.
+/// The ranks of a job, arranged in a grid of named axes. Ranks are numbered in row-major order: the first axis varies slowest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mesh {
     axes: Vec<(Axis, usize)>,
 }
 
-/// A mesh that cannot be.
+/// The error of axes that do not form a mesh.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum MeshError {
@@ -48,7 +48,10 @@ pub enum MeshError {
 }
 
 impl Mesh {
-    /// A mesh of the given axes, the first varying slowest.
+    /// Creates a mesh of the given axes with their degrees. The first axis varies slowest.
+    ///
+    /// # Errors
+    /// If a degree is 0 or an axis occurs twice.
     pub fn new(axes: &[(Axis, usize)]) -> Result<Self, MeshError> {
         for (index, &(axis, degree)) in axes.iter().enumerate() {
             if degree == 0 {
@@ -61,7 +64,7 @@ impl Mesh {
         Ok(Mesh { axes: axes.to_vec() })
     }
 
-    /// Pure data parallelism: `degree` replicas.
+    /// Creates the mesh of pure data parallelism, with `degree` replicas.
     ///
     /// # Panics
     /// If `degree` is 0.
@@ -69,17 +72,17 @@ impl Mesh {
         Mesh::new(&[(Axis::DATA_REPLICATE, degree)]).expect("one axis of at least one rank is a mesh")
     }
 
-    /// The axes with their degrees, the first varying slowest.
+    /// Returns the axes with their degrees. The first axis varies slowest.
     pub fn axes(&self) -> &[(Axis, usize)] {
         &self.axes
     }
 
-    /// Number of ranks: the product of the degrees.
+    /// Returns the number of ranks: the product of the degrees.
     pub fn num_ranks(&self) -> usize {
         self.axes.iter().map(|(_, degree)| degree).product()
     }
 
-    /// The position of `rank` along each axis.
+    /// Returns the position of `rank` along each axis, in the order of [`axes`](Mesh::axes).
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -94,7 +97,8 @@ impl Mesh {
         coordinates
     }
 
-    /// The number of the group of `rank` if ranks are grouped along `axes`: those of a group differ along these axes only.
+    /// Returns the number of the group of `rank` if ranks are grouped along `axes`. Ranks of one group differ only in their positions along
+    /// these axes.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -105,10 +109,11 @@ impl Mesh {
     }
 }
 
-/// Rows of a picture; further ones are left out.
+/// Maximum number of printed rows. The others are omitted.
 const ROWS_MAX: usize = 32;
 
-/// The ranks in a grid: columns for the last axis, a row for each place on the others. Axes of one rank are left out.
+/// A table of the ranks: a column for each position on the last axis, a row for each combination of positions on the others. Axes with one
+/// rank are omitted.
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let several: Vec<(Axis, usize)> =

@@ -4,53 +4,57 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trireme_base::{AxisPlace, Cut, DType, Rank, Segment};
 
-/// How a tensor lies along one mesh axis.
+/// How a tensor is placed along one mesh axis. The axes apply in the order of the mesh, each to the part that the earlier ones leave to a
+/// rank. [`Ragged`](Placement::Ragged) applies last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
     /// Every rank of the axis holds the same values.
     Replicate,
-    /// The ranks hold consecutive parts of dim `dim`, in rank order; the first `size % degree` parts are one longer.
+    /// Each rank holds a consecutive part of dim `dim`, in rank order. The first `size % degree` parts are longer by one.
     Shard {
-        /// The dim that is cut.
+        /// Index of the dim that is sharded.
         dim: usize,
     },
-    /// The ranks hold parts of the groups of a dim, in whole granules: tensor parallelism.
+    /// Each rank holds a part of every group of a dim, in full granules (tensor parallelism).
     Cut(Cut),
-    /// The ranks hold consecutive runs of the elements in row-major order: rank `i` of the axis those from `bounds[i]` to
-    /// `bounds[i + 1]` of what the other axes leave it, with what fills up parts. So a buffer of several tensors is cut wherever its
-    /// shards end. If there are fewer runs, equally many neighbours hold each.
+    /// Each rank holds a range of the elements in row-major order. Rank `i` of the axis holds the elements from `bounds[i]` to
+    /// `bounds[i + 1]`.
+    ///
+    /// Elements are those of the rank's part after all other axes, including padding. So shards of a flat buffer of several tensors may
+    /// begin and end anywhere within a tensor. If there are fewer ranges than ranks, each range is held by equally many neighbouring ranks.
     Ragged {
-        /// One more than there are runs, rising, from 0 to the number of elements.
+        /// Start of each range, followed by the end of the last one. Ascending, from 0 to the number of elements.
         bounds: Vec<usize>,
     },
-    /// One rank of the axis holds what the axes before leave it, and the others nothing: a unit of a pipeline.
+    /// One rank of the axis holds the values, and the others hold nothing. Used for the units of a pipeline.
     Single {
-        /// The rank, among those of the axis.
+        /// The index of the rank on the axis.
         rank: usize,
     },
-    /// One of each `num` neighbours of the axis holds what the axes before leave it, and the others nothing: an expert, of which there are replicas.
+    /// Of each `num` neighbouring ranks of the axis, one holds the values, and the others hold nothing. Used for experts, which may have
+    /// several replicas.
     OneOf {
-        /// Which of them.
+        /// The index of the rank that holds the tensor, from 0 to `num - 1`.
         rank: usize,
-        /// How many neighbours; they divide the axis.
+        /// The number of neighbours. It divides the degree of the axis.
         num: usize,
     },
 }
 
-/// What a tensor is called, how large it is as a whole, and where its parts lie.
+/// The name, full shape and dtype of a tensor, and its placement along each axis of a mesh.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorPlacement {
     /// Fully qualified name, such as `transformer.h.0.attn.c_attn.weight`.
     pub name: String,
-    /// Shape of the whole tensor.
+    /// Shape of the full tensor.
     pub shape: Vec<usize>,
-    /// Element type.
+    /// DType of the elements.
     pub dtype: DType,
-    /// One placement for each axis of the mesh.
+    /// The placement for each axis of the mesh, in the order of the axes.
     pub placements: Vec<Placement>,
 }
 
-/// A box within a tensor: where it begins and how far it reaches along each dim.
+/// A rectangular box within a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Extent {
     /// First index along each dim.
@@ -60,20 +64,21 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// All of a tensor of this shape.
+    /// Returns the box that covers a full tensor of this shape.
     pub fn whole(shape: &[usize]) -> Self {
         Extent { start: vec![0; shape.len()], shape: shape.to_vec() }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// The boxes of the elements `range` (row-major) of this one, in order, and as few as possible: at most two a dim, less one.
+    /// Splits the elements `range` of this box, in row-major order, into boxes. Returns as few boxes as possible, in order: at most two for
+    /// each dim, less one.
     ///
     /// # Panics
-    /// If there are not so many elements.
+    /// If `range` exceeds the number of elements.
     pub fn run(&self, range: Range<usize>) -> Vec<Extent> {
         assert!(range.end <= self.num_elements(), "{range:?} of {} elements", self.num_elements());
         let mut boxes = Vec::new();
@@ -83,7 +88,7 @@ impl Extent {
         boxes
     }
 
-    /// As [`run`](Extent::run), for a box whose dims before `dim` have one index each.
+    /// Implements [`run`](Extent::run) for a box with a single index in each dim before `dim`.
     fn add_run(&self, dim: usize, Range { start, end }: Range<usize>, boxes: &mut Vec<Extent>) {
         if start == 0 && end == self.num_elements() {
             return boxes.push(self.clone());
@@ -114,33 +119,34 @@ impl Extent {
     }
 }
 
-/// What a rank has of a tensor as it lies in its memory, row-major, before that is cut into runs.
+/// A rank's part of a tensor as a row-major array, before a [ragged](Placement::Ragged) placement selects a range of it. May include
+/// padding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Sizes of the dims here.
+    /// Shape of the part, including padding.
     shape: Vec<usize>,
-    /// For each dim, what of the tensor is here; between the segments lies what fills up the part.
+    /// For each dim, the segments of the full tensor that the part holds. The rest of the dim is padding.
     segments: Vec<Vec<Segment>>,
 }
 
 impl Part {
-    /// All of a tensor of this shape.
+    /// Returns a part that holds a full tensor of this shape.
     pub fn whole(shape: &[usize]) -> Self {
         let segment = |&len: &usize| vec![Segment { start: 0, place: 0, len }];
         Part { shape: shape.to_vec(), segments: shape.iter().map(segment).collect() }
     }
 
-    /// What a rank has of it along an axis that cuts it so.
+    /// Splits this part once more: returns the portion that the rank at `place` holds if an axis splits dim `cut.dim` by `cut`.
     ///
     /// # Panics
-    /// If so many ranks cannot cut it, or there is no such dim.
+    /// If `place.degree` ranks cannot split the dim, or the dim does not exist.
     pub fn cut(self, cut: Cut, place: AxisPlace) -> Self {
         let len = self.shape[cut.dim];
         let segments: Vec<Segment> = cut.segments(len, place).collect();
         self.narrow(cut.dim, cut.part_len(len, place.degree), &segments)
     }
 
-    /// Keeps `segments` of a dim, which has `len` elements then.
+    /// Restricts `dim` to `segments` of its current elements. The dim then has `len` elements.
     fn narrow(mut self, dim: usize, len: usize, segments: &[Segment]) -> Self {
         let shared = |new: &Segment, old: &Segment| {
             let (start, end) = (new.start.max(old.place), (new.start + new.len).min(old.place + old.len));
@@ -157,12 +163,13 @@ impl Part {
         self
     }
 
-    /// Number of elements here, with those that fill it up.
+    /// Returns the number of elements of the part, including padding.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// The boxes of the tensor that the elements `held` make up, counted in row-major order within what is here.
+    /// Returns the boxes of the full tensor whose elements are the range `held` of the part, counted in row-major order. Padding belongs to
+    /// no box.
     pub fn boxes(&self, held: Range<usize>) -> Vec<HeldBox> {
         let mut boxes = Vec::new();
         let mut first = 0;
@@ -175,7 +182,8 @@ impl Part {
         boxes
     }
 
-    /// Adds the boxes within a `piece` whose first dims are those of `found`: in the tensor, and here.
+    /// Adds the boxes within `piece`, a box of the part. `found` is the box within the full tensor and the box within the part, for the
+    /// dims that are resolved so far.
     fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<HeldBox>) {
         let dim = found.0.start.len();
         if dim == self.shape.len() {
@@ -196,21 +204,21 @@ impl Part {
     }
 }
 
-/// A box of a tensor, and where a rank's memory has its elements.
+/// A box of a tensor, and the location of its elements among the elements that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeldBox {
-    /// The box.
+    /// The box within the full tensor.
     pub extent: Extent,
-    /// The box of what the rank has that lies around it without gaps.
+    /// The box of the part that contains this one and whose elements are contiguous in the rank's memory.
     piece: Extent,
-    /// The box itself, of what the rank has.
+    /// The same box within the part.
     within: Extent,
-    /// The first element of `piece`, among those that the rank holds.
+    /// The index of the first element of `piece` among the elements that the rank holds.
     first: usize,
 }
 
 impl HeldBox {
-    /// Where its elements lie among those that the rank holds, in row-major order.
+    /// Returns the ranges of the box's elements among the elements that the rank holds. The box is traversed in row-major order.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let first = self.first;
         runs(&self.within, &self.piece, &self.within)
@@ -218,7 +226,7 @@ impl HeldBox {
     }
 }
 
-/// A placement that does not fit its tensor or mesh.
+/// The error of a placement that does not fit its tensor or mesh.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum PlacementError {
@@ -237,7 +245,7 @@ pub enum PlacementError {
 }
 
 impl TensorPlacement {
-    /// A tensor of which every rank of `mesh` holds all.
+    /// Returns the placement of a tensor that every rank of `mesh` holds in full.
     pub fn replicated(name: impl Into<String>, shape: &[usize], dtype: DType, mesh: &Mesh) -> Self {
         TensorPlacement {
             name: name.into(),
@@ -247,8 +255,13 @@ impl TensorPlacement {
         }
     }
 
-    /// The parts of the tensor that `rank` holds, in the order of its memory; several ranks hold the same ones where it is
-    /// replicated. One box, unless it is cut in groups or into ragged runs: then several. None if there are no elements.
+    /// Returns the boxes of the tensor that `rank` holds, in the order of its memory. If the tensor is replicated, several ranks hold the
+    /// same boxes.
+    ///
+    /// There is one box, unless the tensor is split in groups or into ragged ranges. There is none if the rank holds no elements.
+    ///
+    /// # Errors
+    /// If the placements do not fit the shape or the mesh.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -256,7 +269,10 @@ impl TensorPlacement {
         Ok(self.boxes(mesh, rank)?.into_iter().map(|held| held.extent).collect())
     }
 
-    /// As [`extents`](TensorPlacement::extents), with where their elements lie.
+    /// Returns the boxes of [`extents`](TensorPlacement::extents), with the locations of their elements in the rank's memory.
+    ///
+    /// # Errors
+    /// As [`extents`](TensorPlacement::extents).
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -265,7 +281,11 @@ impl TensorPlacement {
         Ok(part.boxes(held))
     }
 
-    /// What `rank` has of the tensor, and the elements that it holds, counted within that.
+    /// Returns the part of the tensor that the placements assign to `rank`, and the range of its elements that the rank holds. The range is
+    /// all of the part, unless a placement is ragged or assigns the tensor to other ranks.
+    ///
+    /// # Errors
+    /// If the placements do not fit the shape or the mesh.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -304,7 +324,8 @@ impl TensorPlacement {
         Ok((part, held))
     }
 
-    /// Whether no rank before `rank` holds the elements that it [holds](TensorPlacement::held): a sum over all ranks counts them here.
+    /// Returns whether no lower rank holds the elements that `rank` [holds](TensorPlacement::held). A sum over all ranks that counts only
+    /// the elements of first holders counts each element once.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -514,7 +535,7 @@ mod tests {
             held.sort_unstable();
             let places: Vec<usize> = held.iter().map(|(place, _)| *place).collect();
             assert_eq!(places, (0..[8, 10][rank / 2]).collect::<Vec<_>>());
-            // Rows of what is here are the rank's columns of each group.
+            // Rows of the part are the rank's columns of each group.
             for (place, position) in held {
                 let (row, col) = ((place + 8 * (rank / 2)) / 6, (place + 8 * (rank / 2)) % 6);
                 assert_eq!(position, row * 12 + col / 2 * 4 + rank % 2 * 2 + col % 2);

@@ -1,24 +1,26 @@
-//! Elements that lie one after the other in two boxes of a row-major tensor.
+//! Runs of elements that are contiguous in two boxes of a row-major tensor.
 
 use crate::placement::Extent;
 
-/// Position of the element `point` among the row-major elements of `frame`.
+/// Returns the index of the element at `point` among the elements of `frame`, in row-major order. `point` and `frame` have indices of the
+/// same tensor.
 pub fn position_in(frame: &Extent, point: &[usize]) -> usize {
     (0..point.len()).fold(0, |position, dim| position * frame.shape[dim] + point[dim] - frame.start[dim])
 }
 
-/// Elements that are consecutive both where they come from and where they go.
+/// A run of elements that is contiguous in both the source and the destination of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// First element within the source box.
+    /// Index of the first element within the source box.
     pub source: usize,
-    /// First element within the destination box.
+    /// Index of the first element within the destination box.
     pub destination: usize,
     /// Number of elements.
     pub len: usize,
 }
 
-/// The runs that copy `shared`, a box within both others, in ascending order of both positions.
+/// Returns the runs that copy the box `shared` from `source` to `destination`, which both contain it. Runs are in ascending order of both
+/// indices.
 pub fn runs<'a>(
     shared: &'a Extent,
     source: &'a Extent,
@@ -28,7 +30,7 @@ pub fn runs<'a>(
     let whole = |dim: &usize| {
         shared.shape[*dim] == source.shape[*dim] && shared.shape[*dim] == destination.shape[*dim]
     };
-    // Dims after `inner` are whole in both boxes, so one run reaches over all of them.
+    // Both boxes have exactly the `shared` range in each dim after `inner`, so a run spans all of these dims.
     let inner = num_dims.saturating_sub(1 + (1..num_dims).rev().take_while(whole).count());
     let len = shared.shape[inner..].iter().product();
     let num_runs: usize = shared.shape[..inner].iter().product();

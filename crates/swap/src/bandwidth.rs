@@ -3,33 +3,35 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How much is moved each way, in bytes, unless it takes longer than [`PASS_TIME`].
+/// Maximum number of bytes that a pass moves. A pass that takes longer than [`PASS_TIME`] moves less.
 const PASS_BYTES: usize = 256 << 20;
-/// What longer blocks are taken for: the system gets parts of them anyway.
+/// Maximum block size of a measurement. Larger blocks have the same bandwidth, because the system gets them in parts.
 const BLOCK_BYTES_MAX: usize = 64 << 20;
-/// How long a pass goes on issuing transfers.
+/// Duration after which a pass issues no more transfers.
 const PASS_TIME: Duration = Duration::from_millis(700);
 
-/// How fast a folder's disk is in one direction alone. Transfers both ways share it: they take about the sum of the
-/// times that each way takes.
+/// Bandwidth of a folder's disk in each direction, measured without traffic in the other one.
+///
+/// Reads and writes share the disk: concurrent transfers in both directions take about the sum of the times that each direction takes
+/// alone.
 #[derive(Debug, Clone)]
 pub struct Bandwidth {
     /// Bytes read per second.
     pub read: f64,
     /// Bytes written per second.
     pub write: f64,
-    /// Where and how it was measured.
+    /// The swap file of the measurement: its folder and method.
     pub description: SwapDescription,
 }
 
-/// Measures how fast blocks of `block_bytes` get to the disk of `folder` and back, one direction at a time.
+/// Measures the bandwidth with which blocks of `block_bytes` are written to the disk of `folder` and read back, one direction at a time.
 ///
-/// Writes all of a file of 256 MiB twice, the second time measured (the first gives blocks their place on disk),
-/// and reads it once; a slow disk gets less to do. That takes some two seconds at the most. A disk with a cache of
-/// that size looks faster than it is. Blocks of less than [`ALIGNMENT`] or more than 64 MiB are taken for such.
+/// Writes all blocks of a 256 MiB file twice and then reads them once. The first write is not measured, because it allocates the blocks on
+/// disk. On a slow disk, fewer blocks are used: the measurement takes about two seconds at most. The result is too high for a disk whose
+/// cache holds 256 MiB. `block_bytes` is clamped to the range from [`ALIGNMENT`] to 64 MiB.
 ///
 /// # Errors
-/// As of [`SwapFile::create`] and [`Transfer::wait`].
+/// As [`SwapFile::create`], [`SwapFile::buffer`] and [`Transfer::wait`].
 pub fn measure_bandwidth(
     folder: &Path,
     block_bytes: usize,
@@ -45,7 +47,7 @@ pub fn measure_bandwidth(
     Ok(Bandwidth { read, write, description: swap.describe().clone() })
 }
 
-/// Buffers enough for the system to have all the parts it takes at a time, and as many to follow.
+/// Allocates and fills enough buffers for twice the parts that the system processes at a time.
 fn fill_buffers(
     swap: &SwapFile,
     block_bytes: usize,
@@ -55,15 +57,15 @@ fn fill_buffers(
     let num_buffers = num_buffers.clamp(2, PASS_BYTES.div_ceil(block_bytes));
     let fill = |_| {
         let mut buffer = swap.buffer(block_bytes)?;
-        // Not zeros, which some disks do not store.
+        // The content is not zeros, because some disks do not store zeros.
         buffer.iter_mut().zip((0..=250).cycle()).for_each(|(byte, value)| *byte = value);
         Ok(buffer)
     };
     (0..num_buffers).map(fill).collect()
 }
 
-/// Issues transfers of the first `num_blocks` blocks, as many at a time as there are buffers, until [`PASS_TIME`] is
-/// over. How many those were, and bytes per second.
+/// Issues transfers of the first `num_blocks` blocks until [`PASS_TIME`] is over, as many at a time as there are buffers. Returns the
+/// number of transfers, and the bytes per second.
 fn pass(
     buffers: &mut VecDeque<AlignedBuffer>,
     num_blocks: usize,

@@ -5,29 +5,31 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard};
 use trireme_base::{Bytes, HUGE_PAGE_BYTES};
 
-/// Memory that a transfer can take: it begins at a multiple of [`ALIGNMENT`].
+/// A buffer for transfers, aligned to [`ALIGNMENT`].
 ///
-/// Dropping it gives the memory back to its file, for the next buffer of that capacity.
+/// Dropping the buffer returns its memory to the pool of its file, which reuses it for the next buffer of the same capacity.
 pub struct AlignedBuffer {
-    /// Present until it is dropped or lent.
+    /// `None` once the memory has been lent or returned to the pool.
     memory: Option<Memory>,
     len: usize,
     pool: Arc<Pool>,
 }
 
 impl AlignedBuffer {
-    /// The capacity of a buffer for `len` bytes. A length that cannot be rounded up is more memory than any system gives.
+    /// Returns the capacity in bytes of a buffer for `len` bytes. A `len` that cannot be rounded up yields `usize::MAX`, which no system
+    /// can allocate.
     pub fn capacity_for(len: usize) -> usize {
         let unit = if len < HUGE_PAGE_BYTES / 2 { ALIGNMENT } else { HUGE_PAGE_BYTES };
         len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX)
     }
 
-    /// How many bytes it can hold: a multiple of [`ALIGNMENT`], and from 1 MiB on of huge pages of 2 MiB.
+    /// Returns the capacity in bytes. It is a multiple of [`ALIGNMENT`]. For a length of 1 MiB or more, it is a multiple of huge pages (2
+    /// MiB).
     pub fn capacity(&self) -> usize {
         self.memory().len()
     }
 
-    /// Sets the length. What was written before at higher positions is seen again.
+    /// Sets the length in bytes. A longer buffer exposes the bytes that were written there before.
     ///
     /// # Panics
     /// If `len` is more than the capacity.
@@ -36,7 +38,7 @@ impl AlignedBuffer {
         self.len = len;
     }
 
-    /// Prepares the buffer for a transfer of all its bytes, rounded up to [`ALIGNMENT`].
+    /// Lends the buffer to a transfer of all its bytes, rounded up to [`ALIGNMENT`].
     pub(crate) fn lend(mut self) -> LentBuffer {
         let memory = self.memory.take().expect("the memory is here until now");
         let pool = Arc::clone(&self.pool);
@@ -77,7 +79,7 @@ impl Drop for AlignedBuffer {
     }
 }
 
-/// A buffer that a transfer cuts into parts.
+/// A buffer that a transfer splits into parts.
 pub(crate) struct LentBuffer {
     pub(crate) memory: LentMemory,
     len: usize,
@@ -85,28 +87,28 @@ pub(crate) struct LentBuffer {
 }
 
 impl LentBuffer {
-    /// The buffer, if no part of it is left.
+    /// Returns the buffer, or `None` if a part of it still exists.
     pub(crate) fn reclaim(self) -> Option<AlignedBuffer> {
         let LentBuffer { memory, len, pool } = self;
         Some(AlignedBuffer { memory: Some(memory.reclaim()?), len, pool })
     }
 }
 
-/// The memory of a file's buffers, used again by capacity.
+/// The memory of all buffers of a swap file. Free memory is reused for buffers of the same capacity.
 #[derive(Debug, Default)]
 pub(crate) struct Pool(Mutex<Shelf>);
 
 #[derive(Debug, Default)]
 struct Shelf {
     free: Vec<Memory>,
-    /// How many memories there are, those that are out included; none is given up before the pool is.
+    /// Number of allocations, free or in use. Memory is freed only with the pool.
     num_memories: usize,
-    /// The sum of their lengths.
+    /// Total size of all allocations.
     bytes: u64,
 }
 
 impl Pool {
-    /// A buffer of `len` bytes, with unspecified content.
+    /// Returns a buffer of `len` bytes with unspecified content.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Result<AlignedBuffer, SwapError> {
         let capacity = AlignedBuffer::capacity_for(len);
         let mut shelf = self.lock();
@@ -117,7 +119,7 @@ impl Pool {
         Ok(AlignedBuffer { memory: Some(memory), len, pool: Arc::clone(self) })
     }
 
-    /// How many bytes all buffers have, those in use and those that wait.
+    /// Returns the total capacity of all buffers in bytes, free or in use.
     pub(crate) fn bytes(&self) -> u64 {
         self.lock().bytes
     }
@@ -135,7 +137,7 @@ impl Shelf {
         })?;
         self.num_memories += 1;
         self.bytes += capacity as u64;
-        // Room for all that is out: to take it back never allocates.
+        // Reserve space for every allocation, so that returning a buffer never allocates.
         self.free.reserve(self.num_memories - self.free.len());
         Ok(memory)
     }

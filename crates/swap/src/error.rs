@@ -6,7 +6,7 @@ use std::time::Duration;
 use trireme_base::Bytes;
 
 trireme_base::named! {
-    /// Which way bytes go.
+    /// The direction of a transfer.
     pub enum Direction {
         /// From disk to memory.
         Read = "read",
@@ -15,43 +15,43 @@ trireme_base::named! {
     }
 }
 
-/// One piece of a swap file that was read or written.
+/// A contiguous range of a block that is read or written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Access {
-    /// Which way.
+    /// The direction of the access.
     pub direction: Direction,
-    /// The block's index.
+    /// Index of the block.
     pub block: usize,
-    /// Where the piece begins, in bytes from the start of the file.
+    /// Offset in bytes from the start of the file.
     pub offset: u64,
-    /// Its length in bytes, a multiple of [`ALIGNMENT`](crate::ALIGNMENT).
+    /// Length in bytes, a multiple of [`ALIGNMENT`](crate::ALIGNMENT).
     pub bytes: usize,
 }
 
-/// The piece's block and place, without the direction.
+/// Formats the block and the byte range, without the direction.
 impl fmt::Display for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "block {} ({} bytes at byte {})", self.block, self.bytes, self.offset)
     }
 }
 
-/// Why blocks cannot be kept on disk. Cheap to clone: the failure of one transfer is also that of all after it.
+/// An error of a swap file. Cheap to clone: the first failure of a file is also the result of all later transfers.
 #[derive(Debug, Clone, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum SwapError {
-    /// Options that cannot be.
+    /// The options or the block sizes are invalid.
     #[error("{what}")]
     Options { what: String },
-    /// No file could be made.
+    /// The file could not be created.
     #[error("cannot create a swap file in {}; it must be a folder on a disk where this user may write", folder.display())]
     Create { folder: PathBuf, source: Arc<io::Error> },
-    /// The disk has too little space, or does not give it.
+    /// The disk has too little free space, or refused to reserve it.
     #[error(
         "cannot reserve {asked} for the swap file in {}: only {free} are free; free space there, choose a folder on \
          another disk, or offload less to disk", folder.display()
     )]
     Space { folder: PathBuf, asked: Bytes, free: Bytes, source: Arc<io::Error> },
-    /// There is no memory for a buffer.
+    /// A buffer could not be allocated.
     #[error("cannot allocate {bytes} of memory for a transfer; use smaller blocks, or fewer at a time")]
     Memory { bytes: Bytes, source: Arc<io::Error> },
     /// A thread could not be started.
@@ -70,22 +70,22 @@ pub enum SwapError {
         access.direction, folder.display()
     )]
     Short { access: Access, moved: usize, folder: PathBuf },
-    /// A block came back other than it was written.
+    /// The checksum of a block that was read differs from the block's checksum when it was written.
     #[error(
         "{access} of the swap file in {} changed on disk: its checksum (CRC-32C) was {expected:08x}, but is now \
          {found:08x}; do not trust this disk, and choose a folder on another one", folder.display()
     )]
     Corrupted { access: Access, expected: u32, found: u32, folder: PathBuf },
-    /// A transfer took too long.
+    /// A transfer exceeded its timeout.
     #[error(
         "the {} of {access} of the swap file in {} has not finished after {timeout:?}; does the disk hang? Look at \
          the kernel log (dmesg), choose a folder on another disk, or allow more time", access.direction, folder.display()
     )]
     Timeout { access: Access, folder: PathBuf, timeout: Duration },
-    /// io_uring itself failed.
+    /// io_uring failed.
     #[error("io_uring failed for the swap file in {}; choose a method that uses threads", folder.display())]
     Ring { folder: PathBuf, source: Arc<io::Error> },
-    /// A thread of the file panicked.
+    /// A thread of the swap file panicked.
     #[error("a thread serving the swap file in {} panicked; see its message", folder.display())]
     Panicked { folder: PathBuf },
     /// The file was dropped while the transfer was pending.

@@ -12,14 +12,13 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use trireme_base::Bytes;
 
-/// A file of blocks, each of a length of its own, that are written and read as a whole.
+/// A file of blocks with individual lengths. A block is always read or written as a whole.
 ///
-/// Transfers of one block take place in the order of issue: a read sees the last write that was issued before
-/// it. Transfers of different blocks are independent. Once one has failed the file is of no use: what is
-/// pending and what comes later fails in the same way.
+/// Transfers of one block run in the order of issue: a read returns the last write that was issued before it. Transfers of different blocks
+/// are independent. After the first failure the file is unusable: all pending and later transfers fail with the same error.
 ///
-/// The file has no name, so nothing is left behind, however the process ends. Dropping it abandons what has not
-/// begun and waits for the rest, unless the disk hangs.
+/// The file has no name, so nothing remains on disk, however the process ends. Dropping the file fails all pending transfers. It waits
+/// until the system has finished the parts in flight, but no longer than the timeout of a transfer.
 pub struct SwapFile {
     queue: Arc<Queue>,
     pool: Arc<Pool>,
@@ -27,18 +26,18 @@ pub struct SwapFile {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Where a swap file is, and how it is served. Its text is one line, for a notice to the user.
+/// The location, size and method of a swap file. [`Display`](fmt::Display) formats it on one line, for a notice to the user.
 #[derive(Debug, Clone)]
 pub struct SwapDescription {
-    /// The folder.
+    /// The folder whose disk stores the file.
     pub folder: PathBuf,
-    /// The space taken on the disk.
+    /// Size of the file.
     pub size: Bytes,
-    /// Whether the disk cannot fill up before all blocks are written. Not every file system can promise that.
+    /// Whether the space on disk is reserved, so that writes cannot run out of space. Not every file system supports this.
     pub is_reserved: bool,
-    /// How bytes get to the disk and back.
+    /// The method of the file's reads and writes.
     pub method: Method,
-    /// The faster methods that were tried, and why they do not work here.
+    /// The faster methods that were tried, with the reason why each is not available.
     pub refused: Vec<(Method, String)>,
 }
 
@@ -56,11 +55,14 @@ impl fmt::Display for SwapDescription {
 }
 
 impl SwapFile {
-    /// A file in `folder` with a block for each of `block_bytes`, whose space on disk is taken at once: the sum,
-    /// each rounded up to [`ALIGNMENT`]. Blocks of no bytes are allowed.
+    /// Creates a swap file in `folder` with one block for each length in `block_bytes`.
+    ///
+    /// The space on disk is reserved at once: the sum of all lengths, each rounded up to [`ALIGNMENT`]. Blocks may be empty. Starts the
+    /// threads that serve the file.
     ///
     /// # Errors
-    /// Options that cannot be, a folder where no file can be made, or too little space there.
+    /// If the options or the lengths are invalid, if no file can be created in the folder or the disk has too little space, or if a thread
+    /// cannot be started.
     pub fn create(
         folder: &Path,
         block_bytes: &[usize],
@@ -75,22 +77,22 @@ impl SwapFile {
         let queue = Arc::new(Queue::new(folder.to_owned(), blocks, options));
         let (folder, size) = (folder.to_owned(), Bytes(size));
         let description = SwapDescription { folder, size, is_reserved, method, refused };
-        // From here on a drop ends the threads that were started.
+        // From here on, dropping the swap file ends the threads that were started.
         let mut swap = SwapFile { queue, pool: Arc::default(), description, threads: Vec::new() };
         swap.threads = workers::start(&swap.queue, file, ring, options.num_threads)
             .map_err(|source| SwapError::Start { source: Arc::new(source) })?;
         Ok(swap)
     }
 
-    /// A buffer of `len` bytes, with unspecified content. Those that were dropped are used again, by capacity.
+    /// Returns a buffer of `len` bytes with unspecified content. Reuses the memory of a dropped buffer of the same capacity.
     ///
     /// # Errors
-    /// There is no memory.
+    /// If memory cannot be allocated.
     pub fn buffer(&self, len: usize) -> Result<AlignedBuffer, SwapError> {
         self.pool.take(len)
     }
 
-    /// Issues a write of `block`, which gets the buffer's bytes. Never blocks; a failure is seen by waiting.
+    /// Issues a write of the buffer's bytes to `block`. Does not wait for the disk. [`Transfer::wait`] reports failures.
     ///
     /// # Panics
     /// If there is no such block, or the buffer's length is not the block's.
@@ -104,11 +106,11 @@ impl SwapFile {
         self.issue(Direction::Write, block, buffer)
     }
 
-    /// Issues a read of `block` into the buffer, whose length becomes the block's. Never blocks; a failure is seen
-    /// by waiting.
+    /// Issues a read of `block` into the buffer, whose length is set to that of the block. Does not wait for the disk. [`Transfer::wait`]
+    /// reports failures.
     ///
     /// # Panics
-    /// If there is no such block, no write of it was issued, or the buffer's capacity is less than its length.
+    /// If there is no such block, no write of it was issued, or the block is longer than the buffer's capacity.
     pub fn read(&self, block: usize, mut buffer: AlignedBuffer) -> Transfer {
         let (bytes, is_written) = self.queue.block(block);
         assert!(is_written || bytes == 0, "block {block} of the swap file was never written");
@@ -126,12 +128,12 @@ impl SwapFile {
         }
     }
 
-    /// What was chosen, and why nothing better.
+    /// Returns the location, size and method of the file, with the reasons why faster methods are not available.
     pub fn describe(&self) -> &SwapDescription {
         &self.description
     }
 
-    /// What was moved so far.
+    /// Returns the bytes moved so far, the time spent waiting, and the memory of buffers.
     pub fn statistics(&self) -> SwapStatistics {
         SwapStatistics { buffer_bytes: self.pool.bytes(), ..self.queue.statistics() }
     }
@@ -146,16 +148,16 @@ impl fmt::Debug for SwapFile {
 impl Drop for SwapFile {
     fn drop(&mut self) {
         if self.queue.close() {
-            // A panic of a thread has failed the file, and who waited has seen it.
+            // If a thread panicked, the file has failed, and waiting callers have received that error.
             self.threads.drain(..).for_each(|thread| drop(thread.join()));
         }
     }
 }
 
-/// The sum of all blocks, each rounded up; at least one unit, for trying what works.
+/// Returns the sum of all lengths, each rounded up. At least [`ALIGNMENT`], which trying the methods needs.
 fn file_size(block_bytes: &[usize]) -> Result<u64, SwapError> {
     let add = |size: u64, bytes: &usize| {
-        // Positions in a file are signed.
+        // Offsets in a file are signed.
         let taken = bytes.checked_next_multiple_of(ALIGNMENT)?;
         size.checked_add(taken as u64).filter(|size| i64::try_from(*size).is_ok())
     };
@@ -164,7 +166,7 @@ fn file_size(block_bytes: &[usize]) -> Result<u64, SwapError> {
         .ok_or_else(|| SwapError::Options { what: "the blocks of a swap file exceed 8EiB".to_owned() })
 }
 
-/// The blocks, one after the other.
+/// Places the blocks one after another.
 fn lay_out(block_bytes: &[usize], part_bytes: usize) -> Vec<Block> {
     let mut offset = 0;
     let place = |bytes: &usize| {

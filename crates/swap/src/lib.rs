@@ -1,15 +1,15 @@
-//! Blocks of bytes that live on disk while they are not needed: the disk tier of offloading.
+//! Stores blocks of bytes on disk while they are not needed: the disk tier of offloading (Rajbhandari et al., "ZeRO-Infinity", 2021,
+//! sections 5 and 6).
 //!
-//! A [`SwapFile`] has a fixed list of blocks. [`SwapFile::write`] takes an [`AlignedBuffer`] by value and
-//! gives a [`Transfer`]; waiting for it gives the buffer back. Transfers run in the background, several at
-//! once, each cut into parts, so that the device always has a queue to work on. Where the system allows it they
-//! bypass the page cache and go through io_uring; [`SwapFile::describe`] says what was possible.
-//! (Rajbhandari et al., "ZeRO-Infinity", 2021, sections 5 and 6.)
+//! A [`SwapFile`] has a fixed list of blocks. [`SwapFile::write`] takes an [`AlignedBuffer`] by value and returns a [`Transfer`]. Waiting
+//! for the transfer returns the buffer. Transfers run in the background, several at a time. Each is split into parts, so that the device
+//! always has a queue of requests. If the system allows it, transfers bypass the page cache and use io_uring. [`SwapFile::describe`]
+//! reports the method in use.
 //!
-//! A disk is not to be trusted: its space is taken before the first transfer, what comes back is compared with
-//! a checksum that stayed in memory, and no wait outlasts [`SwapOptions::timeout`] on a disk that hangs.
+//! The crate assumes that disks fail. Space is reserved before the first transfer, data that is read is compared with a checksum kept in
+//! memory, and waiting ends after [`SwapOptions::timeout`] even if the disk hangs.
 //!
-//! The crate knows bytes and files, and nothing of tensors.
+//! The crate handles bytes and files, and has no notion of tensors.
 
 mod bandwidth;
 mod buffer;
@@ -34,6 +34,5 @@ pub use spilled::SpilledMemory;
 pub use state::SwapStatistics;
 pub use transfer::Transfer;
 
-/// What memory, lengths and positions in the file are multiples of, as direct IO demands: at least a sector
-/// of any usual disk, and a page.
+/// Alignment in bytes of buffers, lengths and file offsets, as direct IO requires. 4096 covers a page, and a sector of any common disk.
 pub const ALIGNMENT: usize = 4096;

@@ -1,4 +1,4 @@
-//! Which method of those that were asked for the system allows.
+//! Selects the fastest IO method that the system allows.
 
 use crate::raw::{Memory, Ring};
 use crate::{ALIGNMENT, Method, SwapOptions};
@@ -6,16 +6,17 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use std::fs::File;
 use std::io;
 
-/// How a file is served.
+/// The selected method of a file.
 pub(crate) struct Choice {
     pub(crate) method: Method,
-    /// What [`Method::Ring`] needs.
+    /// Present for [`Method::Ring`].
     pub(crate) ring: Option<Ring>,
-    /// Why the faster methods do not work.
+    /// The faster methods that are not available, with the reasons.
     pub(crate) refused: Vec<(Method, String)>,
 }
 
-/// The fastest method that works on `file`, which has at least [`ALIGNMENT`] bytes that do not matter.
+/// Selects the fastest method that works on `file`, starting with the one in `options`. Overwrites the first [`ALIGNMENT`] bytes of the
+/// file, which must exist.
 pub(crate) fn choose(file: &File, options: &SwapOptions) -> io::Result<Choice> {
     let mut choice = Choice { method: options.method, ring: None, refused: Vec::new() };
     if choice.method == Method::BufferedThreads {
@@ -39,7 +40,7 @@ pub(crate) fn choose(file: &File, options: &SwapOptions) -> io::Result<Choice> {
     Ok(choice)
 }
 
-/// Makes all IO of the file direct, and tries it: some file systems refuse the flag, others the first transfer.
+/// Enables direct IO for the file and tries it. Some file systems reject the flag, others only the first transfer.
 fn try_direct(file: &File) -> io::Result<()> {
     set_direct(file, true)?;
     let mut memory = Memory::new(ALIGNMENT)?;

@@ -6,31 +6,31 @@ use std::time::Duration;
 use trireme_base::Bytes;
 
 trireme_base::named! {
-    /// How bytes get to the disk and back, the fastest first.
+    /// The IO method of a swap file, from the fastest to the slowest.
     pub enum Method {
-        /// Direct IO, through io_uring, by one thread.
+        /// Direct IO through io_uring, by a single thread.
         Ring = "direct IO through io_uring",
-        /// Direct IO, by threads that each wait for a part.
+        /// Direct IO by several threads. Each thread blocks on one part at a time.
         DirectThreads = "direct IO by threads",
-        /// By threads, through the page cache: it takes memory, which is what offloading is to save.
+        /// IO through the page cache by several threads. The cache uses memory, which offloading is meant to save.
         BufferedThreads = "IO through the page cache by threads",
     }
 }
 
-/// How a swap file works. The default suits a disk of some GB/s.
+/// Options of a swap file. The defaults suit a disk with a bandwidth of some GB/s.
 #[derive(Debug, Clone)]
 pub struct SwapOptions {
-    /// The fastest method to try; those after it follow where the system does not allow it.
+    /// The fastest method to try. Slower methods are the fallback if the system does not allow it.
     pub method: Method,
-    /// The length in bytes of what the system is asked for at a time; a multiple of [`ALIGNMENT`].
+    /// Maximum length of a single read or write in bytes: a multiple of [`ALIGNMENT`] up to 1 GiB.
     pub part_bytes: usize,
-    /// How many parts io_uring has at a time.
+    /// Maximum number of parts in flight with io_uring, from 1 to 4096.
     pub queue_depth: usize,
-    /// How many threads the other methods have, and so parts at a time.
+    /// Number of threads of the other methods, from 1 to 256. Each has one part in flight.
     pub num_threads: usize,
-    /// How long a transfer may take, from when its first part goes to the system.
+    /// Maximum duration of a transfer, counted from the submission of its first part. Must not be zero.
     pub timeout: Duration,
-    /// Sees, and may change, what the system says of each part. Tests play a failing disk with it.
+    /// A hook that sees and may change the result of each part. Tests use it to simulate a failing disk.
     pub interceptor: Option<Arc<dyn Interceptor>>,
 }
 
@@ -47,12 +47,12 @@ impl Default for SwapOptions {
     }
 }
 
-/// Stands between the system and a [`SwapFile`](crate::SwapFile), whatever the method.
+/// A hook between the system and a [`SwapFile`](crate::SwapFile), called with every method.
 pub trait Interceptor: Send + Sync + fmt::Debug {
-    /// What the file is to take as the result of a part: the number of bytes moved, or why not.
+    /// Returns the result that the swap file uses in place of `result`: the number of bytes moved, or an error.
     ///
-    /// Called after the system has read or written the part, by the thread that asked for it, and without a
-    /// lock held: as long as it does not return, that thread hangs as if in the system.
+    /// Called after the system has read or written the part, by the thread that issued it, with no lock held. While this method blocks, the
+    /// thread hangs as if it were blocked in the system.
     fn result(&self, access: &Access, result: io::Result<usize>) -> io::Result<usize>;
 }
 

@@ -1,4 +1,4 @@
-//! What the callers of a swap file and the threads that serve it share.
+//! State shared by the callers of a swap file and the threads that serve it.
 
 use crate::buffer::AlignedBuffer;
 use crate::raw::Part;
@@ -13,19 +13,19 @@ pub(crate) struct Queue {
     pub(crate) folder: PathBuf,
     options: SwapOptions,
     state: Mutex<State>,
-    /// There may be something for a worker to do.
+    /// Signals workers that an operation may be available, or that the file has failed.
     submitted: Condvar,
-    /// A transfer or a worker has ended, or all failed.
+    /// Signals callers that a transfer or a worker has ended, or that the file has failed.
     ended: Condvar,
 }
 
-/// A part of a transfer, for the system to read or write.
+/// A part of a transfer, which the system reads or writes.
 #[derive(Debug)]
 pub(crate) struct Operation {
     pub(crate) slot: usize,
     pub(crate) part_index: usize,
     pub(crate) access: Access,
-    /// What was written here last; for a write, once it is prepared, what is written now.
+    /// CRC-32C of the part. For a read, the expected value; for a write, valid once [`prepared`](Operation::prepared).
     pub(crate) checksum: u32,
     pub(crate) part: Part,
 }
@@ -41,7 +41,7 @@ impl Queue {
         }
     }
 
-    /// Issues a transfer of a whole block; its slot, or why the file is of no use.
+    /// Issues a transfer of a full block and returns its slot, or the failure of the file.
     pub(crate) fn submit(
         &self,
         direction: Direction,
@@ -58,7 +58,7 @@ impl Queue {
         Ok(slot)
     }
 
-    /// A block's length in bytes, and whether a write of it was issued.
+    /// Returns the length of a block in bytes, and whether a write of it was issued.
     pub(crate) fn block(&self, block: usize) -> (usize, bool) {
         let state = self.lock();
         let Block { bytes, is_written, .. } = state.blocks[block];
@@ -69,7 +69,7 @@ impl Queue {
         self.lock().statistics
     }
 
-    /// Waits for the transfer in `slot`, and at the longest until the oldest transfer has had its time.
+    /// Blocks until the transfer in `slot` has ended. Fails the file if the oldest running transfer exceeds its timeout first.
     pub(crate) fn wait(&self, slot: usize) -> Result<AlignedBuffer, SwapError> {
         let began = Instant::now();
         let mut state = self.lock();
@@ -93,7 +93,7 @@ impl Queue {
         self.lock().abandon(slot);
     }
 
-    /// Fails the file if the oldest transfer has had its time; otherwise how long it still has.
+    /// Fails the file if the oldest running transfer has exceeded its timeout. Returns the time that remains until then.
     fn expire(&self, state: &mut State) -> Duration {
         let Some((began, access)) = state.oldest_running() else { return self.options.timeout };
         let remaining = self.options.timeout.saturating_sub(began.elapsed());
@@ -104,7 +104,7 @@ impl Queue {
         remaining
     }
 
-    /// The next operation, ready for the system, once there is one; none when the file is closed or has failed.
+    /// Blocks until an operation is available and returns it, prepared. Returns `None` once the file is closed or has failed.
     pub(crate) fn next(&self) -> Option<Operation> {
         let mut state = self.lock();
         loop {
@@ -119,13 +119,13 @@ impl Queue {
         }
     }
 
-    /// The next operation, ready for the system, if there is one.
+    /// Returns the next operation, prepared, or `None` if none is available now.
     pub(crate) fn try_next(&self) -> Option<Operation> {
         let operation = self.lock().next_operation(self.options.part_bytes)?;
         Some(operation.prepared())
     }
 
-    /// Takes note of what the system said of an operation.
+    /// Records the result of an operation.
     pub(crate) fn end(&self, operation: Operation, result: io::Result<usize>) {
         let result = match &self.options.interceptor {
             Some(interceptor) => interceptor.result(&operation.access, result),
@@ -133,7 +133,7 @@ impl Queue {
         };
         let judgement = self.judge(&operation, result);
         let Operation { slot, part_index, access, checksum, part } = operation;
-        // The transfer can have its buffer back only when no part of it is left.
+        // A transfer gets its buffer back only if none of its parts exists.
         drop(part);
         let mut state = self.lock();
         match judgement {
@@ -142,7 +142,7 @@ impl Queue {
         }
         if state.end_part(slot) {
             self.ended.notify_all();
-            // Another transfer of the block may have waited for this one.
+            // Another transfer of the same block may have been waiting for this one.
             self.submitted.notify_all();
         }
     }
@@ -165,7 +165,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Ends everything with `failure`, unless something else did before.
+    /// Fails all pending and later transfers with `failure`, unless the file has failed before.
     pub(crate) fn abort(&self, failure: SwapError) {
         self.fail(&mut self.lock(), failure);
     }
@@ -176,19 +176,19 @@ impl Queue {
         self.submitted.notify_all();
     }
 
-    /// Counts a thread that serves the queue.
+    /// Counts a worker in.
     pub(crate) fn enter(&self) {
         self.lock().num_workers += 1;
     }
 
-    /// A thread that served the queue goes.
+    /// Counts a worker out.
     pub(crate) fn leave(&self) {
         self.lock().num_workers -= 1;
         self.ended.notify_all();
     }
 
-    /// Ends the file: what has not begun never will. Waits until the system is done with what has, or until the
-    /// oldest transfer has had its time; whether all threads have left.
+    /// Closes the file: all pending transfers fail, unless the file has failed before. Waits until the system has finished the parts in
+    /// flight, but no longer than the timeout of the oldest transfer. Returns whether all workers have ended.
     pub(crate) fn close(&self) -> bool {
         let mut state = self.lock();
         self.fail(&mut state, SwapError::Closed { folder: self.folder.clone() });
@@ -212,7 +212,7 @@ impl Queue {
 }
 
 impl Operation {
-    /// Takes the checksum of what will be written, which needs no lock.
+    /// Computes the checksum of a write. Needs no lock.
     fn prepared(mut self) -> Self {
         if self.access.direction == Direction::Write {
             self.checksum = crc32c::crc32c(&self.part);

@@ -1,4 +1,4 @@
-//! The file itself: without a name, and with its space taken.
+//! Creates unnamed files with reserved space.
 
 use crate::SwapError;
 use rustix::fs::{FallocateFlags, fallocate, fstatvfs};
@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 use trireme_base::Bytes;
 
-/// A file of `bytes` without a name in `folder`, which ends with its last handle, and whether its space is
-/// reserved: not every file system can.
+/// Creates an unnamed file of `bytes` in `folder`, which is deleted when its last handle is closed. Returns the file, and whether its space
+/// is reserved, which not every file system supports.
 pub(crate) fn create(folder: &Path, bytes: u64) -> Result<(File, bool), SwapError> {
     let file = tempfile::tempfile_in(folder)
         .map_err(|source| SwapError::Create { folder: folder.to_owned(), source: Arc::new(source) })?;
@@ -22,8 +22,8 @@ pub(crate) fn create(folder: &Path, bytes: u64) -> Result<(File, bool), SwapErro
     };
     let status = fstatvfs(&file).map_err(|error| refuse(error.into(), 0))?;
     let free = status.f_bavail.saturating_mul(status.f_frsize);
-    // Asked for more than there is, a file system may fill the disk before it refuses. One without blocks, such as
-    // a tmpfs without a limit, does not know what is free.
+    // Check first: if asked for too much, a file system may fill the disk before it fails. File systems without blocks, such as a tmpfs
+    // without a limit, do not report free space.
     if status.f_blocks > 0 && free < bytes {
         return Err(refuse(Errno::NOSPC.into(), free));
     }

@@ -6,22 +6,22 @@ use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Memory whose pages the system writes to a disk as it needs room, and takes back as they are used.
+/// Memory backed by a file on disk: the system writes its pages to the file when it needs room, and reads them back on access.
 ///
-/// The space on the disk is taken at once, in a file without a name, which ends with this.
+/// The space on disk is reserved at creation. The file has no name and is deleted when this value is dropped.
 #[derive(Debug)]
 pub struct SpilledMemory(MmapMut);
 
 impl SpilledMemory {
-    /// So many zeroed bytes, in a file in `folder`.
+    /// Maps `num_bytes` zeroed bytes of a new file in `folder`.
     ///
     /// # Errors
-    /// A folder where no file can be made, or too little space there.
+    /// If no file can be created in the folder, or the disk has too little space.
     pub fn new(folder: &Path, num_bytes: usize) -> Result<Self, SwapError> {
         let (mut file, is_reserved) = space::create(folder, num_bytes as u64)?;
         let fail = |source| SwapError::Create { folder: folder.to_owned(), source: Arc::new(source) };
         if !is_reserved {
-            // A page without a block on a full disk would end the process.
+            // Writing to a page without a disk block would kill the process if the disk is full.
             io::copy(&mut io::repeat(0).take(num_bytes as u64), &mut file).map_err(fail)?;
         }
         Ok(SpilledMemory(raw::map(&file).map_err(fail)?))

@@ -1,4 +1,4 @@
-//! Which transfers there are, how far they have come, and in which order their parts go to the system.
+//! The pending transfers of a swap file, their progress, and the order in which their parts are submitted to the system.
 
 use crate::buffer::{AlignedBuffer, LentBuffer};
 use crate::queue::Operation;
@@ -7,33 +7,33 @@ use slab::Slab;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Room for this many pending transfers from the start, so that it need not grow after the first steps.
+/// Number of pending transfers that memory is reserved for at creation, so that later steps do not allocate.
 const NUM_PENDING: usize = 256;
 
-/// What a swap file has done so far.
+/// Counters of a swap file since its creation.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SwapStatistics {
-    /// Bytes read from the file, rounded up to [`ALIGNMENT`](crate::ALIGNMENT) for each block.
+    /// Bytes read from the file. Each block counts rounded up to [`ALIGNMENT`](crate::ALIGNMENT).
     pub bytes_read: u64,
-    /// Bytes written to the file, rounded likewise.
+    /// Bytes written to the file. Each block counts rounded up to [`ALIGNMENT`](crate::ALIGNMENT).
     pub bytes_written: u64,
-    /// The time that callers spent in [`Transfer::wait`](crate::Transfer::wait), the sum over threads.
+    /// Time that callers spent in [`Transfer::wait`](crate::Transfer::wait), summed over threads.
     pub waited: Duration,
-    /// Memory of all buffers, those in use and those kept for the next transfers, in bytes.
+    /// Memory of all buffers in bytes, in use or kept for reuse.
     pub buffer_bytes: u64,
 }
 
-/// One block's place in the file, and what is known of its content.
+/// The location of a block in the file, and the state of its content.
 #[derive(Debug)]
 pub(crate) struct Block {
     pub(crate) offset: u64,
-    /// Its length as the owner sees it; in the file it is rounded up.
+    /// Length for callers. In the file it is rounded up.
     pub(crate) bytes: usize,
-    /// CRC-32C of each part, as last written.
+    /// CRC-32C of each part when it was last written.
     pub(crate) checksums: Box<[u32]>,
-    /// A write was issued.
+    /// Whether a write was issued.
     pub(crate) is_written: bool,
-    /// A transfer of it has begun and not ended.
+    /// Whether a transfer of the block is running.
     pub(crate) is_busy: bool,
 }
 
@@ -41,11 +41,11 @@ pub(crate) struct Block {
 pub(crate) struct State {
     pub(crate) blocks: Vec<Block>,
     slots: Slab<Slot>,
-    /// Transfers that have not begun, in the order of issue.
+    /// Transfers that have not started, in the order of issue.
     waiting: VecDeque<usize>,
-    /// The transfer that has begun and of which there are parts to hand out.
+    /// The running transfer that still has parts to submit.
     cutting: Option<usize>,
-    /// What made the file useless.
+    /// The first failure, after which the file is unusable.
     pub(crate) failure: Option<SwapError>,
     pub(crate) num_workers: usize,
     pub(crate) statistics: SwapStatistics,
@@ -55,14 +55,14 @@ struct Slot {
     direction: Direction,
     block: usize,
     phase: Phase,
-    /// Nobody waits for the result.
+    /// Whether the caller no longer needs the result.
     is_abandoned: bool,
 }
 
 enum Phase {
     Waiting(AlignedBuffer),
     Running(Running),
-    /// Without a buffer if it failed.
+    /// `None` if the transfer failed.
     Ended(Option<AlignedBuffer>),
 }
 
@@ -83,7 +83,7 @@ impl State {
         }
     }
 
-    /// Puts a transfer behind all others; its slot.
+    /// Appends a transfer to the waiting ones, and returns its slot.
     pub(crate) fn enqueue(&mut self, direction: Direction, block: usize, buffer: AlignedBuffer) -> usize {
         self.blocks[block].is_written |= direction == Direction::Write;
         let slot = Slot { direction, block, phase: Phase::Waiting(buffer), is_abandoned: false };
@@ -92,8 +92,8 @@ impl State {
         index
     }
 
-    /// The next part of at most `part_bytes` that can go to the system: parts of one transfer one after the other,
-    /// then the oldest transfer whose block has no other under way.
+    /// Returns the next operation, a part of at most `part_bytes`. All parts of one transfer come in a row. The next transfer is the oldest
+    /// one whose block is not busy.
     pub(crate) fn next_operation(&mut self, part_bytes: usize) -> Option<Operation> {
         if self.failure.is_some() {
             return None;
@@ -128,7 +128,7 @@ impl State {
         Some(index)
     }
 
-    /// Takes note of a part that was moved as it should.
+    /// Records a part that was moved successfully.
     pub(crate) fn record(&mut self, access: Access, part_index: usize, checksum: u32) {
         match access.direction {
             Direction::Read => self.statistics.bytes_read += access.bytes as u64,
@@ -139,7 +139,7 @@ impl State {
         }
     }
 
-    /// Counts a part of the transfer in `index` as ended, well or not; whether that ended the transfer.
+    /// Counts a part of the transfer in slot `index` as ended, successful or not. Returns whether this ended the transfer.
     pub(crate) fn end_part(&mut self, index: usize) -> bool {
         let Phase::Running(running) = &mut self.slots[index].phase else {
             unreachable!("a transfer runs until its last part has ended")
@@ -148,7 +148,7 @@ impl State {
         self.end_if_done(index)
     }
 
-    /// Ends a running transfer of which the system has nothing, and will get nothing.
+    /// Ends a running transfer if none of its parts are in flight and no more will be submitted. Returns whether it ended.
     fn end_if_done(&mut self, index: usize) -> bool {
         let has_failed = self.failure.is_some();
         let slot = &mut self.slots[index];
@@ -172,7 +172,7 @@ impl State {
         true
     }
 
-    /// Makes the file useless: what waits and what comes later fails with the first `failure`.
+    /// Makes the file unusable: waiting and later transfers fail with the first `failure`.
     pub(crate) fn fail(&mut self, failure: SwapError) {
         self.failure.get_or_insert(failure);
         while let Some(index) = self.waiting.pop_front() {
@@ -186,7 +186,8 @@ impl State {
         }
     }
 
-    /// The result of the transfer in `index`, whose slot is then free; none while it runs.
+    /// Returns the result of the transfer in slot `index`, after which the slot must not be used, or `None` while the transfer is pending.
+    /// After a failure of the file, a pending transfer fails at once.
     pub(crate) fn take_result(&mut self, index: usize) -> Option<Result<AlignedBuffer, SwapError>> {
         let slot = &mut self.slots[index];
         if let Phase::Ended(buffer) = &mut slot.phase
@@ -200,12 +201,12 @@ impl State {
         Some(Err(failure))
     }
 
-    /// Whether [`take_result`](State::take_result) would give one.
+    /// Returns whether [`take_result`](State::take_result) would return a result.
     pub(crate) fn is_done(&self, index: usize) -> bool {
         self.failure.is_some() || matches!(self.slots[index].phase, Phase::Ended(_))
     }
 
-    /// Nobody will ask for the result of the transfer in `index`.
+    /// Gives up the result of the transfer in slot `index`. The slot is released once the transfer has ended.
     pub(crate) fn abandon(&mut self, index: usize) {
         let slot = &mut self.slots[index];
         slot.is_abandoned = true;
@@ -214,7 +215,7 @@ impl State {
         }
     }
 
-    /// The transfer that has been with the system for longest: when it began, and what it is as a whole.
+    /// Returns the running transfer that started first: its start, and the access that covers the full block.
     pub(crate) fn oldest_running(&self) -> Option<(Instant, Access)> {
         let running = self.slots.iter().filter_map(|(_, slot)| match &slot.phase {
             Phase::Running(running) => Some((running.began, slot)),

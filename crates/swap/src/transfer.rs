@@ -3,12 +3,12 @@ use crate::{AlignedBuffer, SwapError};
 use std::fmt;
 use std::sync::Arc;
 
-/// A read or a write that was issued and may not have ended; [`wait`](Transfer::wait) gives its buffer back.
+/// A read or a write that was issued and may be in flight. [`wait`](Transfer::wait) returns its buffer.
 ///
-/// Dropping it does not cancel it: the buffer goes back to its file when the system is done with it.
+/// Dropping a transfer does not cancel it. Its buffer returns to the file's pool when the transfer ends.
 #[must_use = "a transfer's buffer, or its failure, is seen by waiting for it"]
 pub struct Transfer {
-    /// Absent once the result was taken.
+    /// `None` once the result was taken.
     state: Option<State>,
 }
 
@@ -26,11 +26,12 @@ impl Transfer {
         Transfer { state: Some(State::Pending { queue: Arc::clone(queue), slot }) }
     }
 
-    /// Blocks until the transfer has ended. After a read the buffer holds the block, after a write what it held.
+    /// Blocks until the transfer has ended, and returns its buffer. After a read, the buffer holds the block. After a write, its content is
+    /// unchanged.
     ///
     /// # Errors
-    /// This transfer's failure, or that of another one of the file; at the latest when a transfer has been with
-    /// the system for the file's timeout, even if the system never answers.
+    /// If this transfer or any other transfer of the file failed, or the file was dropped before this transfer ended. Waiting ends at the
+    /// latest when a running transfer exceeds the file's timeout, even if the system never answers.
     pub fn wait(mut self) -> Result<AlignedBuffer, SwapError> {
         match self.state.take().expect("only this method takes the result, and it takes the transfer, too") {
             State::Ready(result) => result,
@@ -38,7 +39,7 @@ impl Transfer {
         }
     }
 
-    /// Whether [`wait`](Transfer::wait) would return at once.
+    /// Returns whether [`wait`](Transfer::wait) would return at once.
     pub fn is_done(&self) -> bool {
         match &self.state {
             Some(State::Pending { queue, slot }) => queue.is_done(*slot),

@@ -1,4 +1,4 @@
-//! The threads that hand the queue's operations to the system.
+//! The threads that submit the queue's operations to the system.
 
 use crate::queue::{Operation, Queue};
 use crate::raw::Ring;
@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use trireme_base::spawn_thread;
 
-/// Starts the thread of `ring`, or without one `num_threads` that make calls on `file`; they end when the queue does.
+/// Starts the threads that serve the queue: one for `ring` if present, or else `num_threads` that make blocking calls on `file`. The
+/// threads end when the queue is closed or fails.
 pub(crate) fn start(
     queue: &Arc<Queue>,
     file: File,
@@ -27,7 +28,7 @@ pub(crate) fn start(
     (0..num_threads).map(start).collect()
 }
 
-/// A thread that runs `serve`, and fails the file if that fails or panics.
+/// Starts a thread that runs `serve`. If `serve` fails or panics, the file fails.
 fn spawn(
     queue: &Arc<Queue>,
     serve: impl FnOnce(&Queue) -> io::Result<()> + Send + 'static,
@@ -42,7 +43,7 @@ fn spawn(
     })
 }
 
-/// The presence of a thread at the queue.
+/// Registers a thread with the queue until dropped.
 struct Worker(Arc<Queue>);
 
 impl Drop for Worker {
@@ -54,7 +55,7 @@ impl Drop for Worker {
     }
 }
 
-/// One operation at a time, by a call that returns when it has ended.
+/// Serves one operation at a time with blocking calls.
 fn serve_by_calls(queue: &Queue, file: &File) -> io::Result<()> {
     while let Some(mut operation) = queue.next() {
         let result = rustix::io::retry_on_intr(|| call(file, &mut operation));
@@ -70,10 +71,10 @@ fn call(file: &File, operation: &mut Operation) -> rustix::io::Result<usize> {
     }
 }
 
-/// As many operations at a time as the ring has room for. Checksums are computed while the device works on others.
+/// Keeps as many operations in flight as the ring has room for. Checksums are computed while the device works on other operations.
 ///
-/// A transfer that is issued while others are under way begins when one of their parts has ended: the thread
-/// waits for the kernel alone, and a part takes a millisecond or so.
+/// If a transfer is issued while others are in flight, it starts when one of their parts has ended, because the thread waits only for the
+/// kernel. A part takes about a millisecond.
 fn serve_ring(queue: &Queue, mut ring: Ring) -> io::Result<()> {
     let mut ended = Vec::with_capacity(ring.depth());
     loop {

@@ -1,4 +1,4 @@
-//! Once buffers exist, transfers allocate nothing.
+//! Transfers do not allocate once their buffers exist.
 
 #[allow(dead_code, reason = "the other test binary uses the rest")]
 #[path = "swap/support/mod.rs"]
@@ -13,7 +13,7 @@ static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 const LENGTHS: [usize; 3] = [100_003, 5000, 64 << 10];
 
-/// Writes all blocks and reads them back, both at once, with the buffers of the last round.
+/// Issues a write and a read of every block, all at once, and waits for them. The buffers are reused from the previous round.
 fn round(swap: &SwapFile) {
     let transfers = [0, 1, 2].map(|block| {
         let buffer = swap.buffer(LENGTHS[block]).expect("memory");
@@ -31,7 +31,7 @@ fn round(swap: &SwapFile) {
 fn a_steady_state_allocates_nothing() {
     let folder = folder();
     for method in METHODS {
-        // One thread: of several, the last may start, which allocates, after many rounds.
+        // With several threads, the last one may start only after many rounds, and starting a thread allocates.
         let options = SwapOptions { num_threads: 1, ..options(method) };
         let Some(swap) = create(folder.path(), &LENGTHS, &options) else { continue };
         drop(LENGTHS.map(|len| filled(&swap, len, 1)));

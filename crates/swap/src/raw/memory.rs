@@ -5,7 +5,7 @@ use std::slice;
 use std::sync::Arc;
 use trireme_base::HUGE_PAGE_BYTES;
 
-/// Memory that begins at a page, zero at first, and that nobody else sees.
+/// Page-aligned memory with a single owner, zeroed at creation.
 #[derive(Debug)]
 pub(crate) struct Memory {
     /// The only handle to the mapping.
@@ -14,24 +14,24 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Takes `bytes`; pages come when they are touched, huge ones if `bytes` is a multiple of [`HUGE_PAGE_BYTES`].
+    /// Maps `bytes` of memory. Pages are allocated on first access. They are huge pages if `bytes` is a multiple of [`HUGE_PAGE_BYTES`].
     ///
-    /// For a transfer the kernel pins every page and tells the device where each is: with huge ones disks reach
-    /// two to three times the bandwidth.
+    /// The kernel pins every page of a transfer and passes each page's address to the device. With huge pages, disks reach two to three
+    /// times the bandwidth.
     pub(crate) fn new(bytes: usize) -> io::Result<Self> {
         if !bytes.is_multiple_of(HUGE_PAGE_BYTES) {
             let mapping = MmapMut::map_anon(bytes)?;
             return Ok(Memory { mapping: Arc::new(MmapRaw::from(mapping)), range: 0..bytes });
         }
-        // Addresses enough to begin at a huge page; those before and after are never touched.
+        // The extra addresses allow a start at a huge page. Addresses before and after the range are never accessed.
         let mapping = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE_BYTES))?;
         let begin = mapping.as_ptr().align_offset(HUGE_PAGE_BYTES);
-        // Only advice: a kernel without huge pages takes small ones.
+        // A kernel without huge pages ignores the advice and uses small ones.
         let _ = mapping.advise(memmap2::Advice::HugePage);
         Ok(Memory { mapping: Arc::new(MmapRaw::from(mapping)), range: begin..begin + bytes })
     }
 
-    /// Prepares the first `bytes` for being cut into parts.
+    /// Lends the first `bytes`, which can then be split into parts.
     pub(crate) fn lend(self, bytes: usize) -> LentMemory {
         let Range { start, end } = self.range;
         assert!(bytes <= end - start, "more is lent than there is");
@@ -43,32 +43,32 @@ impl Deref for Memory {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the range lies within the mapping, which is readable; `mapping` is the only handle to it, so
-        // nothing writes while `self` is borrowed.
+        // SAFETY: the range lies within the mapping, which is readable. `mapping` is the only handle to the mapping, so nothing writes to
+        // it while `self` is borrowed.
         unsafe { slice::from_raw_parts(self.mapping.as_ptr().add(self.range.start), self.range.len()) }
     }
 }
 
 impl DerefMut for Memory {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `self` is borrowed by nobody else.
+        // SAFETY: as in `deref`, and `self` is borrowed mutably, so no other borrow exists.
         unsafe {
             slice::from_raw_parts_mut(self.mapping.as_mut_ptr().add(self.range.start), self.range.len())
         }
     }
 }
 
-/// Memory of which parts are, or were, in other hands. It cannot be accessed until all of them are gone.
+/// Memory that is lent to a transfer and split into parts. It cannot be accessed until all parts are dropped.
 #[derive(Debug)]
 pub(crate) struct LentMemory {
     mapping: Arc<MmapRaw>,
     whole: Range<usize>,
-    /// What was lent and no part has had.
+    /// The range of the lent bytes that no part covers yet.
     uncut: Range<usize>,
 }
 
 impl LentMemory {
-    /// The next at most `bytes` that no part has had; none if all has been cut.
+    /// Returns the next part of at most `bytes`, or `None` if all lent bytes belong to parts.
     pub(crate) fn cut(&mut self, bytes: usize) -> Option<Part> {
         let Range { start, end } = self.uncut;
         let middle = end.min(start.saturating_add(bytes));
@@ -76,20 +76,20 @@ impl LentMemory {
         (start < middle).then(|| Part { mapping: Arc::clone(&self.mapping), range: start..middle })
     }
 
-    /// Whether all of it has been cut.
+    /// Returns whether all lent bytes belong to parts.
     pub(crate) fn is_cut_up(&self) -> bool {
         self.uncut.is_empty()
     }
 
-    /// The memory, if no part of it is left.
+    /// Returns the memory, or `None` if a part still exists.
     pub(crate) fn reclaim(mut self) -> Option<Memory> {
-        // `get_mut` sees all that the threads did with parts before they dropped them.
+        // A successful `get_mut` happens after the drop of every part, so all writes to parts are visible.
         Arc::get_mut(&mut self.mapping)?;
         Some(Memory { mapping: self.mapping, range: self.whole })
     }
 }
 
-/// A piece of lent memory, with one owner. The mapping lives as long as any part of it.
+/// A piece of lent memory with a single owner. The mapping exists as long as any part of it.
 #[derive(Debug)]
 pub(crate) struct Part {
     mapping: Arc<MmapRaw>,
@@ -106,16 +106,16 @@ impl Deref for Part {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `LentMemory::cut` gives each byte to one part only, within the mapping, and neither it nor the
-        // `Memory` that comes after it is accessible before all parts are gone. So nothing writes here while
-        // `self` is borrowed.
+        // SAFETY: the range lies within the mapping. `LentMemory::cut` gives each byte to only one part, and neither the `LentMemory` nor
+        // the `Memory` that is reclaimed from it gives access before all parts are dropped. So nothing writes to the range while `self` is
+        // borrowed.
         unsafe { slice::from_raw_parts(self.mapping.as_ptr().add(self.range.start), self.range.len()) }
     }
 }
 
 impl DerefMut for Part {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `self` is borrowed by nobody else.
+        // SAFETY: as in `deref`, and `self` is borrowed mutably, so no other borrow exists.
         unsafe {
             slice::from_raw_parts_mut(self.mapping.as_mut_ptr().add(self.range.start), self.range.len())
         }
@@ -156,7 +156,7 @@ mod tests {
         let mut lent = Memory::new(4096).expect("memory").lend(4096);
         let mut part = lent.cut(4096).expect("a part");
         assert!(lent.reclaim().is_none());
-        // The mapping lives on with the part.
+        // The part keeps the mapping alive.
         part.fill(7);
         assert!(part.iter().all(|byte| *byte == 7));
     }

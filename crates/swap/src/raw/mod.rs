@@ -1,5 +1,5 @@
-//! The one place of this crate that needs `unsafe`: memory that the kernel or a thread reads and writes while
-//! its owner is elsewhere.
+//! The only module of this crate with unsafe code: memory that the kernel or a thread reads and writes while its owner has no access,
+//! io_uring, and mapped files.
 #![allow(unsafe_code)]
 
 mod file_memory;

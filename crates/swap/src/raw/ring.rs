@@ -7,20 +7,20 @@ use std::io;
 use std::mem;
 use std::os::fd::AsRawFd;
 
-/// Reads and writes of one file that the kernel executes while the thread does something else.
+/// An io_uring for reads and writes of one file, which the kernel executes asynchronously.
 pub(crate) struct Ring {
     ring: IoUring,
     file: File,
-    /// The operations that the kernel has, each at the index that its completion will name.
+    /// The operations in flight. The index of each is the `user_data` of its completion.
     in_flight: Slab<Operation>,
     depth: usize,
 }
 
 impl Ring {
-    /// A ring for at most `depth` operations at a time on `file`.
+    /// Creates a ring for at most `depth` operations in flight on `file`.
     ///
     /// # Errors
-    /// The kernel has no io_uring, not its reads and writes, or denies it to this process.
+    /// If the kernel has no io_uring, does not support its reads and writes, or denies it to this process.
     pub(crate) fn new(file: File, depth: usize) -> io::Result<Self> {
         let ring = IoUring::new(depth as u32)?;
         let mut probe = Probe::new();
@@ -31,7 +31,7 @@ impl Ring {
         Ok(Ring { ring, file, in_flight: Slab::with_capacity(depth), depth })
     }
 
-    /// How many operations it takes at a time.
+    /// Returns the maximum number of operations in flight.
     pub(crate) fn depth(&self) -> usize {
         self.depth
     }
@@ -44,7 +44,10 @@ impl Ring {
         self.in_flight.is_empty()
     }
 
-    /// Hands an operation to the kernel, for which there must be room.
+    /// Submits an operation to the kernel.
+    ///
+    /// # Panics
+    /// If there is no room.
     pub(crate) fn submit(&mut self, operation: Operation) -> io::Result<()> {
         assert!(self.has_room(), "the ring has room");
         let index = self.in_flight.insert(operation);
@@ -56,14 +59,14 @@ impl Ring {
             Direction::Read => opcode::Read::new(file, memory, len).offset(offset).build(),
             Direction::Write => opcode::Write::new(file, memory, len).offset(offset).build(),
         };
-        // SAFETY: the memory is the part's, of which `in_flight` has the only handle. It is left alone there until
-        // the kernel has said that it is done with it (`wait`), or for ever (`drop`). `file` is open as long.
+        // SAFETY: the memory belongs to the part, and `in_flight` holds the only handle to the part. The part stays there untouched until
+        // the kernel has completed the operation (`wait`), or forever (`drop`). `file` stays open for as long.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(index as u64)) };
         pushed.expect("the ring has an entry for each operation");
         self.ring.submit().map(|_| ())
     }
 
-    /// Waits until the kernel has ended at least one operation, and appends those that have to `ended`.
+    /// Blocks until at least one operation has completed, and appends all completed ones to `ended`.
     pub(crate) fn wait(&mut self, ended: &mut Vec<(Operation, io::Result<usize>)>) -> io::Result<()> {
         while let Err(error) = self.ring.submit_and_wait(1) {
             if error.kind() != io::ErrorKind::Interrupted {
@@ -83,7 +86,7 @@ impl Ring {
 }
 
 impl Drop for Ring {
-    /// What the kernel has not ended may still be written to: its memory is never given back.
+    /// Leaks the memory of operations in flight, because the kernel may still write to it.
     fn drop(&mut self) {
         self.in_flight.drain().for_each(mem::forget);
     }

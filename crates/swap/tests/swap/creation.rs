@@ -1,4 +1,4 @@
-//! What a swap file takes from the system, and what it says where that is refused.
+//! Creation of swap files: resources taken from the system, and errors if the system refuses them.
 
 use crate::support::{METHODS, create, folder, nameless_file, options, round_trip};
 use std::fs;
@@ -46,7 +46,7 @@ fn a_disk_that_is_too_small_refuses_at_the_start() {
     let error =
         SwapFile::create(folder.path(), &[1 << 60], &SwapOptions::default()).expect_err("no such disk");
     let SwapError::Space { asked, free, source, .. } = &error else { panic!("another error: {error}") };
-    // The file system was not even asked, which could fill the disk before it refuses.
+    // Free space is checked before the file system is asked, which may fill the disk before it refuses.
     assert_eq!((asked.0, source.kind()), (1 << 60, std::io::ErrorKind::StorageFull));
     let text = error.to_string();
     assert!(free.0 < asked.0 && text.contains(&free.to_string()), "{text}");
@@ -88,7 +88,7 @@ fn the_description_says_what_was_chosen() {
     }
 }
 
-/// The page cache itself: whatever a kernel allows there, a file can be served.
+/// A file system that resides in the page cache can serve a swap file, whatever the kernel allows there.
 #[test]
 fn a_file_system_in_memory_serves_too() {
     let folder = Path::new("/dev/shm");
@@ -104,7 +104,7 @@ fn buffers_that_are_dropped_are_used_again() {
     for seed in 0..20 {
         round_trip(&swap, 0, 9000, seed).expect("a disk that works");
         drop(swap.write(1, crate::support::filled(&swap, 9000, seed)));
-        // The dropped transfer's buffer is back, at the latest when a later transfer of its block has ended.
+        // The dropped transfer's buffer returns no later than the end of the next transfer of its block.
         drop(swap.read(1, swap.buffer(9000).expect("memory")).wait().expect("a disk that works"));
     }
     assert_eq!(swap.statistics().buffer_bytes, 2 * 12288);

@@ -1,4 +1,4 @@
-//! What becomes of a disk's failures: an error with facts, for everything that is pending and that comes later.
+//! Failures of the disk: every pending and later transfer fails with an error that states the facts.
 
 use crate::support::{
     FailAfter, Failure, METHODS, content, create, filled, folder, nameless_file, options, round_trip,
@@ -12,9 +12,9 @@ use std::time::Duration;
 use trireme_swap::{Access, Direction, Interceptor, Method, SwapError, SwapFile, SwapOptions};
 
 const LEN: usize = 50_000;
-/// What [`LEN`] bytes take in the file.
+/// Bytes that a block of [`LEN`] bytes occupies in the file.
 const SPAN: u64 = 53_248;
-/// Of [`LEN`] bytes, with the parts of [`options`].
+/// Number of parts of a block of [`LEN`] bytes, with the part size of [`options`].
 const NUM_PARTS: usize = 7;
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -23,7 +23,7 @@ fn failing(method: Method, num_passing: usize, failure: Failure) -> SwapOptions 
     SwapOptions { interceptor: Some(Arc::new(FailAfter::new(num_passing, failure))), ..options(method) }
 }
 
-/// The file fails now, and from now on, with an error of this text.
+/// Asserts that every new transfer fails at once with an error of this text.
 fn assert_useless(swap: &SwapFile, text: &str) {
     for transfer in [swap.write(0, filled(swap, LEN, 1)), swap.read(1, swap.buffer(LEN).expect("memory"))] {
         assert!(transfer.is_done());
@@ -35,7 +35,7 @@ fn assert_useless(swap: &SwapFile, text: &str) {
 fn what_the_system_refuses_fails_the_file() {
     let folder = folder();
     for method in METHODS {
-        // In the second write; in the read, before a part of the last write can end.
+        // The first case fails in the second write. The second case fails in the read, before a part of the last write can end.
         for (num_passing, number, direction) in
             [(NUM_PARTS + 2, ENOSPC, Direction::Write), (2 * NUM_PARTS + 2, EIO, Direction::Read)]
         {
@@ -87,12 +87,11 @@ fn a_shortened_file_fails() {
 fn a_bit_that_flips_on_disk_is_found() {
     let folder = folder();
     for method in METHODS {
-        // The first byte, one in the middle, and the last.
         for position in [0, 20_000, LEN as u64 - 1] {
             let Some(swap) = create(folder.path(), &[LEN; 2], &options(method)) else { continue };
             (0..2).for_each(|block| round_trip(&swap, block, LEN, block as u32).expect("a disk that works"));
             flip_bit(&swap, &folder, SPAN + position);
-            // The other block is well.
+            // The other block is intact.
             let buffer =
                 swap.read(0, swap.buffer(LEN).expect("memory")).wait().expect("this block is unchanged");
             assert!(*buffer == *content(LEN, 0));
@@ -114,14 +113,14 @@ fn flip_bit(swap: &SwapFile, folder: &tempfile::TempDir, offset: u64) {
     file.sync_all().expect("the change reaches the disk");
 }
 
-/// How long a transfer to a disk that hangs may take.
+/// Timeout of transfers on a disk that hangs.
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// Hangs in every operation, until the other end of the channel is gone.
+/// Blocks every operation until the other end of the channel is dropped.
 #[derive(Debug)]
 struct Hang {
     released: Mutex<Receiver<()>>,
-    /// Gone when no thread has the interceptor any more.
+    /// Dropped with the interceptor, when no thread uses it any more.
     _ended: Sender<()>,
 }
 
@@ -132,8 +131,8 @@ impl Interceptor for Hang {
     }
 }
 
-/// A file of two blocks on a disk that hangs, if the system allows the method; what lets the disk go on; and what tells that no
-/// thread has it any more.
+/// Creates a swap file with two blocks on a disk that hangs, or returns `None` if the system does not allow the method. Dropping the
+/// returned sender releases the disk. The returned receiver disconnects when no thread uses the disk any more.
 fn hanging(folder: &Path, method: Method) -> Option<(SwapFile, Sender<()>, Receiver<()>)> {
     let (release, released) = channel();
     let (_ended, ended) = channel();
@@ -152,7 +151,7 @@ fn a_disk_that_hangs_holds_nobody_up() {
         let later = swap.read(1, swap.buffer(LEN).expect("memory"));
         let other = swap.write(0, filled(&swap, LEN, 1));
         assert!(!transfer.is_done());
-        // Whoever waits, the oldest transfer is the one that hangs.
+        // The oldest transfer is reported as hanging, whichever transfer is waited for.
         let error = later.wait().expect_err("the disk hangs");
         let SwapError::Timeout { access, timeout: allowed, .. } = &error else { panic!("{error}") };
         assert_eq!((access.direction, access.block, access.offset), (Direction::Write, 1, SPAN));
@@ -160,7 +159,7 @@ fn a_disk_that_hangs_holds_nobody_up() {
         assert!(other.is_done());
         assert_eq!(other.wait().expect_err("the disk hangs").to_string(), error.to_string());
         assert_useless(&swap, &error.to_string());
-        // The thread hangs on; the transfer outlives its file.
+        // The thread is still blocked, and the transfer outlives its file.
         drop(swap);
         assert_eq!(transfer.wait().expect_err("the disk hangs").to_string(), error.to_string());
         drop(release);
@@ -211,7 +210,7 @@ fn a_panic_of_a_thread_fails_the_file() {
     }
 }
 
-/// Ends an operation only when another one is at the same point.
+/// Lets an operation end only together with another one.
 #[derive(Debug)]
 struct Meet(Barrier);
 

@@ -1,4 +1,4 @@
-//! Compares swap files with an oracle, and injects faults.
+//! Tests of swap files against an in-memory oracle, and with injected faults.
 
 mod creation;
 mod faults;

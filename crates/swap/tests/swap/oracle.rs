@@ -1,4 +1,4 @@
-//! Random sequences of transfers, of which several are under way at once, against a map in memory.
+//! Compares random sequences of concurrent transfers with an in-memory map.
 
 use crate::support::{METHODS, content, create, filled, folder, options};
 use proptest::prelude::*;
@@ -14,9 +14,9 @@ enum Action {
     Read {
         block: usize,
     },
-    /// Takes the result of the pending transfer at this place, counted round and round.
+    /// Waits for the pending transfer at this index, modulo their number.
     Wait(usize),
-    /// Drops a pending transfer.
+    /// Drops the pending transfer at this index, modulo their number.
     Drop(usize),
 }
 
@@ -85,7 +85,7 @@ fn issue_read(
     pending: &mut VecDeque<(Transfer, Vec<u8>)>,
 ) {
     if let Some(seed) = written.get(&block) {
-        // A buffer for any block, with other bytes than those of any.
+        // The buffer fits any block, and its content differs from that of every block.
         let longest = *lengths.iter().max().expect("there are blocks");
         let mut buffer = swap.buffer(longest).expect("memory");
         buffer.fill(0xA5);

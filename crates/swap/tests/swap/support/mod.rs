@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers shared by the tests of this crate.
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::Path;
@@ -9,17 +9,17 @@ use trireme_testkit::or_skip;
 
 pub(crate) const METHODS: [Method; 3] = [Method::Ring, Method::DirectThreads, Method::BufferedThreads];
 
-/// A folder on the disk of temporary files.
+/// Returns a temporary folder on disk.
 pub(crate) fn folder() -> TempDir {
     tempfile::tempdir().expect("a folder for temporary files")
 }
 
-/// Small parts, so that small blocks have several.
+/// Returns options with small parts, so that even small blocks have several.
 pub(crate) fn options(method: Method) -> SwapOptions {
     SwapOptions { method, part_bytes: 8192, queue_depth: 4, num_threads: 3, ..SwapOptions::default() }
 }
 
-/// A file that is served with the method asked for; none, with a word on it, where the system does not allow that.
+/// Creates a swap file with the method in `options`. Returns `None` and reports a skipped test if the system does not allow the method.
 pub(crate) fn create(folder: &Path, blocks: &[usize], options: &SwapOptions) -> Option<SwapFile> {
     let swap = SwapFile::create(folder, blocks, options).expect("a swap file");
     let is_by_method = swap.describe().method == options.method;
@@ -27,7 +27,7 @@ pub(crate) fn create(folder: &Path, blocks: &[usize], options: &SwapOptions) -> 
     or_skip(&options.method.to_string(), if is_by_method { Ok(swap) } else { Err(reason) })
 }
 
-/// A buffer with bytes that depend on the seed and the position.
+/// Returns a buffer whose content depends on the seed.
 pub(crate) fn filled(swap: &SwapFile, len: usize, seed: u32) -> AlignedBuffer {
     let mut buffer = swap.buffer(len).expect("memory");
     buffer.copy_from_slice(&content(len, seed));
@@ -43,7 +43,7 @@ pub(crate) fn content(len: usize, seed: u32) -> Vec<u8> {
     (0..len).map(next).collect()
 }
 
-/// Writes a block and reads it back.
+/// Writes a block, reads it back and checks its content.
 pub(crate) fn round_trip(swap: &SwapFile, block: usize, len: usize, seed: u32) -> Result<(), SwapError> {
     let buffer = swap.write(block, filled(swap, len, seed)).wait()?;
     let buffer = swap.read(block, buffer).wait()?;
@@ -51,7 +51,7 @@ pub(crate) fn round_trip(swap: &SwapFile, block: usize, len: usize, seed: u32) -
     Ok(())
 }
 
-/// The file without a name that this process has open in `folder`, through a descriptor of its own.
+/// Opens a second descriptor of the unnamed file that this process has open in `folder`.
 pub(crate) fn nameless_file(folder: &Path) -> File {
     let folder = folder.canonicalize().expect("the folder is there");
     let descriptors = fs::read_dir("/proc/self/fd").expect("a list of descriptors");
@@ -62,7 +62,7 @@ pub(crate) fn nameless_file(folder: &Path) -> File {
     OpenOptions::new().read(true).write(true).open(path).expect("the file opens again")
 }
 
-/// Lets the first operations pass, and changes the result of the one after them.
+/// Lets the first `num_passing` operations succeed, and fails all later ones.
 #[derive(Debug)]
 pub(crate) struct FailAfter {
     pub(crate) num_passing: Mutex<usize>,
@@ -71,9 +71,9 @@ pub(crate) struct FailAfter {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Failure {
-    /// The system's error of this number.
+    /// The system's error with this number.
     Refused(i32),
-    /// Half of the bytes.
+    /// Only half of the bytes are moved.
     Short,
     Panic,
 }
