@@ -1,4 +1,4 @@
-//! What a rank does within a step, one thing at a time.
+//! Actions: the operations that one rank executes within a training step.
 
 mod message;
 mod text;
@@ -9,25 +9,25 @@ use serde::{Deserialize, Serialize};
 use trireme_base::{UnitPasses, named};
 
 named! {
-    /// What a unit's forward pass keeps for its backward pass. What is not kept is made again by [`Action::Recompute`].
+    /// The activations that a unit's forward pass keeps for its backward pass. [`Action::Recompute`] recomputes the others.
     #[derive(Default, Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]
     pub enum Keep {
-        /// All that backward reads.
+        /// All activations that backward reads.
         #[default]
         All = "all",
-        /// The unit's input and the results of matrix products and attention, but not what is quickly made from them
-        /// (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 5).
+        /// The unit's input and the outputs of matrix products and attention. Activations that are cheap to derive from these are
+        /// recomputed (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 5).
         Products = "products",
-        /// The unit's input.
+        /// Only the unit's input.
         Input = "input",
-        /// Nothing: the unit below is recomputed first, and makes the input again.
+        /// Nothing. The unit below is recomputed first and produces the input again.
         Nothing = "nothing",
     }
 }
 
 impl Keep {
-    /// Bytes that forward of a unit leaves.
+    /// Returns the bytes of activations that forward of a unit keeps for one microbatch.
     pub fn kept_bytes(self, passes: &UnitPasses) -> usize {
         match self {
             Keep::All => passes.record,
@@ -37,7 +37,7 @@ impl Keep {
         }
     }
 
-    /// Floating-point operations of a microbatch that a unit makes again.
+    /// Returns the floating-point operations that recomputation of a unit costs for one microbatch.
     pub fn repeated_operations(self, passes: &UnitPasses) -> u64 {
         match self {
             Keep::All => 0,
@@ -48,21 +48,21 @@ impl Keep {
 }
 
 named! {
-    /// A class of state that may live elsewhere than on the device between its uses.
+    /// A class of training state. Each class may reside off the device between its uses.
     pub enum StateClass {
-        /// What the optimizer keeps of a unit.
+        /// The optimizer state of a unit.
         Optimizer = "optimizer",
-        /// A unit's parameters, or this rank's shard of them.
+        /// The parameters of a unit, or this rank's shard of them.
         Parameters = "parameters",
-        /// The sum of a unit's gradient, or this rank's shard of it.
+        /// The accumulated gradient of a unit, or this rank's shard of it.
         Gradients = "gradients",
-        /// What forward of a unit for a microbatch has kept.
+        /// The activations that a unit's forward pass keeps for one microbatch.
         Activations = "activations",
     }
 }
 
 impl StateClass {
-    /// The name in words.
+    /// Returns the name for messages to users.
     const fn words(self) -> &'static str {
         match self {
             StateClass::Optimizer => "optimizer state",
@@ -71,58 +71,62 @@ impl StateClass {
     }
 }
 
-/// State that moves as one.
+/// A piece of state that is fetched or evicted at once: one class of state of one unit, and for activations of one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct StateOf {
     pub class: StateClass,
     pub unit: usize,
-    /// Of which microbatch, for activations; 0 for the other classes.
+    /// The microbatch of activations; 0 for the other classes.
     pub microbatch: usize,
 }
 
-/// One action of a rank within a step. Units and microbatches count from 0, microbatches among those of this rank.
+/// One action of a rank within a step. Units are numbered from 0 along the model; microbatches are numbered from 0 among those of this
+/// rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "the variants explain the fields")]
 pub enum Action {
     /// `F u m`, or `F u m keep input`: forward of a unit for a microbatch.
     Forward { unit: usize, microbatch: usize, keep: Keep },
-    /// `R u m`: makes again what forward of a unit did not keep.
+    /// `R u m`: recomputes the activations that forward of a unit did not keep.
     Recompute { unit: usize, microbatch: usize },
-    /// `B u m`: backward of a unit for a microbatch; adds to the unit's gradient.
+    /// `B u m`: backward of a unit for a microbatch. Adds to the unit's gradient.
     Backward { unit: usize, microbatch: usize },
-    /// `I u m`: the half of backward that makes the gradient of the unit's input.
+    /// `I u m`: the input half of backward, which computes the gradient of the unit's input.
     BackwardInput { unit: usize, microbatch: usize },
-    /// `W u m`: the other half, which adds to the unit's gradient.
+    /// `W u m`: the weight half of backward, which adds to the unit's gradient.
     BackwardWeight { unit: usize, microbatch: usize },
-    /// `SEND_F u m`: starts to send a message to the rank that it is for ([`Outline::peer`](crate::Outline::peer)).
+    /// `SEND_F u m`: starts to send a message to its receiver ([`Outline::peer`](crate::Outline::peer)).
     Send(Message),
-    /// `RECV_F u m`: starts to receive a message from the rank that has made it. What reads it waits for it.
+    /// `RECV_F u m`: starts to receive a message from the rank that produced it. Actions that read the message wait for it.
     Receive(Message),
-    /// `UNSHARD u`: starts to gather a unit's parameters from their shards, or from a copy that ranks of the host have kept since
-    /// the unit's last `STEP`. Readers wait for them.
+    /// `UNSHARD u`: starts to gather a unit's parameters from their shards, or from a copy that ranks of the host have kept since the
+    /// unit's last `STEP`. Actions that read the parameters wait for them.
     Unshard { unit: usize },
-    /// `RESHARD u`: gives the gathered parameters of a unit back; the shard stays.
+    /// `RESHARD u`: frees the gathered parameters of a unit. The shard stays.
     Reshard { unit: usize },
-    /// `REDUCE_GRAD u`: starts the data-parallel reduction of what backward has added to a unit's gradient since the last one.
+    /// `REDUCE_GRAD u`: starts the data-parallel reduction of the contributions that backward has added to a unit's gradient since the last
+    /// reduction.
     ReduceGrad { unit: usize },
-    /// `UNSHARD_GRAD u`: starts to gather a unit's gradient from the shards of the data-parallel ranks, once all of its
-    /// reductions have ended. `STEP` waits for it, and gives it back.
+    /// `UNSHARD_GRAD u`: starts to gather a unit's gradient from the shards of the data-parallel ranks, once all reductions of the gradient
+    /// have completed. `STEP` waits for the gathered gradient and frees it.
     UnshardGrad { unit: usize },
-    /// `FETCH optimizer u`, `FETCH activations u m`: starts to bring state back from where it lives. Its users wait for it.
+    /// `FETCH optimizer u`, `FETCH activations u m`: starts to load state from the tier where it resides. Actions that use the state wait
+    /// for it.
     Fetch(StateOf),
-    /// `EVICT optimizer u`, `EVICT activations u m`: starts to bring state back to where it lives, and frees its memory.
+    /// `EVICT optimizer u`, `EVICT activations u m`: starts to write state back to the tier where it resides, and frees its memory.
     Evict(StateOf),
-    /// `STEP u`: updates a unit's parameters, or this rank's shard. The first of a program waits for all reductions, for the global
-    /// norm; without a drain between updates, the first of each update waits for this rank's reductions.
+    /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first `STEP` of a program waits for all reductions, because
+    /// it needs the global gradient norm. Without a drain between updates, the first `STEP` of each update waits for this rank's
+    /// reductions.
     Step { unit: usize },
-    /// `STASH u`: keeps a copy of a unit's parameters as they are, for passes that read them after the next `STEP`.
+    /// `STASH u`: copies a unit's current parameters for passes that read them after the next `STEP`.
     Stash { unit: usize },
-    /// `UNSTASH u`: gives the oldest copy of a unit's parameters back, which no later pass reads.
+    /// `UNSTASH u`: frees the oldest copy of a unit's parameters, which no later pass reads.
     Unstash { unit: usize },
 }
 
-/// What an action occupies. Order within a stream is the program's; across streams it follows the data.
+/// The resource that an action occupies. Actions of one stream run in program order; across streams, data dependencies order them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Stream {
     /// The device.
@@ -131,12 +135,12 @@ pub enum Stream {
     DataParallel,
     /// Messages between the ranks of a pipeline.
     Pipeline,
-    /// Transfers to and from the host's memory and disks.
+    /// Transfers to and from host memory and disks.
     Offload,
 }
 
 impl Action {
-    /// The stream that the action belongs to.
+    /// Returns the stream of the action.
     pub fn stream(self) -> Stream {
         match self {
             Action::Unshard { .. } | Action::ReduceGrad { .. } | Action::UnshardGrad { .. } => {
@@ -148,7 +152,7 @@ impl Action {
         }
     }
 
-    /// Whether it is a part of training.
+    /// Whether the action is valid only in programs that train.
     pub(crate) fn trains(self) -> bool {
         match self {
             Action::Send(message) | Action::Receive(message) => message.kind != MessageKind::Activation,
@@ -157,7 +161,7 @@ impl Action {
         }
     }
 
-    /// The classes of state that the action works with, which are to be at hand.
+    /// Returns the classes of state that the action uses. State that was evicted must be fetched before.
     pub fn uses(self) -> &'static [StateClass] {
         match self {
             Action::Unshard { .. } => &[StateClass::Parameters],
@@ -169,13 +173,13 @@ impl Action {
         }
     }
 
-    /// Of a class that the action works with, the state that it is.
+    /// Returns the piece of state that the action uses, for a class that it [uses](Action::uses).
     pub fn state(self, class: StateClass) -> StateOf {
         let microbatch = if class == StateClass::Activations { self.microbatch() } else { None };
         StateOf { class, unit: self.unit(), microbatch: microbatch.unwrap_or(0) }
     }
 
-    /// Whether the action is a pass of a unit: forward, recomputation, backward or half of it.
+    /// Whether the action is a pass of a unit: forward, recomputation, backward or a half of backward.
     pub fn is_pass(self) -> bool {
         matches!(
             self,
@@ -187,7 +191,7 @@ impl Action {
         )
     }
 
-    /// What the other rank does for a message, if the action is one.
+    /// Returns the matching action on the other rank: the receive of a send, or the send of a receive. `None` for other actions.
     pub fn counterpart(self) -> Option<Action> {
         match self {
             Action::Send(message) => Some(Action::Receive(message)),
@@ -196,7 +200,7 @@ impl Action {
         }
     }
 
-    /// The unit whose gradient is complete for a microbatch after the action, and the microbatch, if it completes one.
+    /// Returns the unit and the microbatch whose gradient contribution the action completes, if it completes one.
     pub fn completed_gradient(self) -> Option<(usize, usize)> {
         match self {
             Action::Backward { unit, microbatch } | Action::BackwardWeight { unit, microbatch } => {
@@ -206,8 +210,8 @@ impl Action {
         }
     }
 
-    /// The message that a pass waits for where the unit below it in forward, or above it in backward, is on another rank. The last unit's
-    /// backward has none above.
+    /// Returns the message that a pass waits for if the neighbouring unit is on another rank: the unit below for forward, the unit above
+    /// for backward and its input half. The last unit has no unit above, and the message returned for its backward does not exist.
     pub fn awaited_message(self) -> Option<Message> {
         match self {
             Action::Forward { unit, microbatch, .. } => {
@@ -220,7 +224,7 @@ impl Action {
         }
     }
 
-    /// The microbatch that the action is about, if it is about one.
+    /// Returns the microbatch of the action, if it has one.
     pub fn microbatch(self) -> Option<usize> {
         match self {
             Action::Fetch(state) | Action::Evict(state) if state.class == StateClass::Activations => {
@@ -238,7 +242,7 @@ impl Action {
         }
     }
 
-    /// The unit that the action is about.
+    /// Returns the unit of the action.
     pub fn unit(self) -> usize {
         match self {
             Action::Forward { unit, .. }

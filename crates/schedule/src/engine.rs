@@ -1,26 +1,26 @@
-//! The discrete-event engine: ranks that compute, and jobs beside them, in simulated time.
+//! The discrete-event engine: ranks that compute, and jobs that run concurrently with them, in simulated time.
 //!
-//! A rank goes through its [entries](Entry) in order: it computes, starts jobs on streams and waits for jobs. Several ranks may
-//! have to start a job, as a collective. Jobs of a stream follow each other, and a job may arrive later than it leaves its streams,
-//! as a message does. Under load a host may be slower: a [`Length`] is a time for each load.
+//! A rank executes its [entries](Entry) in order: it computes, starts jobs on streams and waits for jobs. Several ranks may have to start a
+//! job, as with a collective. The jobs of a stream run one after another. A job may arrive later than it leaves its streams, as a message
+//! does. A host may be slower under load: a [`Length`] has a time for each load.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-/// How long something takes, in any unit of time.
+/// A duration, in any unit of time.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Length {
-    /// The same under any load of its host.
+    /// The same under any load of the host.
     Fixed(f64),
-    /// One time for each load from 1 on; loads beyond take as long in proportion as the last one.
+    /// One time for each load from 1 on. For higher loads, the last time grows in proportion to the load.
     ByLoad(Vec<f64>),
 }
 
 impl Length {
-    /// The time under a load.
+    /// Returns the time under a load. A load of 0 counts as 1.
     ///
     /// # Panics
-    /// If there is no time for any load.
+    /// If [`Length::ByLoad`] has no times.
     pub fn at(&self, load: usize) -> f64 {
         match self {
             Length::Fixed(time) => *time,
@@ -32,47 +32,47 @@ impl Length {
     }
 }
 
-/// What goes on beside ranks. Channels and streams are numbered from 0.
+/// A job that runs concurrently with the ranks, such as a message or a collective. Channels and streams are numbered from 0.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Job {
-    /// Identifies the job across ranks: the n-th job that each rank joins on a channel is the same one.
+    /// Identifies the job across ranks: the n-th job that each rank joins on a channel is the same job.
     pub channel: usize,
-    /// How many ranks must have started it before it begins.
+    /// Number of ranks that must have started the job before it begins.
     pub num_starts: usize,
-    /// What it occupies: it begins when the jobs before it in all of these have ended.
+    /// The streams that the job occupies. It begins when all earlier jobs of these streams have ended.
     pub streams: Vec<usize>,
-    /// What it adds to the load of its host.
+    /// The load that the job adds to its host.
     pub load: usize,
-    /// How long it takes. What the last rank says that starts it counts.
+    /// Duration of the job, as given by the last rank that starts it.
     pub length: Length,
-    /// How long after its end those who wait for it go on.
+    /// Time from the end of the job until the ranks that wait for it continue.
     pub lag: Length,
 }
 
-/// What a rank does.
+/// An entry of a rank's program.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Entry {
     /// Computes.
     Compute(Length),
-    /// Starts a job, under a number that is the rank's own, from 0.
+    /// Starts a job, under a number of the rank's own, from 0.
     Start(usize, Box<Job>),
-    /// Joins a job that others start, such as a message that it receives: a number as above, and the channel.
+    /// Joins a job that other ranks start, such as a message to receive: the rank's own number for the job, and the channel.
     Expect(usize, usize),
-    /// Waits until the job of this number has arrived, its lag after its end.
+    /// Waits until the job of this number has arrived, which is its lag after its end.
     Await(usize),
 }
 
-/// A rank.
+/// A rank and its entries.
 #[derive(Debug, Clone, Copy)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Actor<'a> {
     pub entries: &'a [Entry],
     pub host: usize,
-    /// What it adds to the load of its host while it computes.
+    /// The load that the rank adds to its host while it computes.
     pub load: usize,
 }
 
-/// When something began and ended.
+/// The start and the end of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Interval {
@@ -80,7 +80,7 @@ pub struct Interval {
     pub end: f64,
 }
 
-/// A rank waits for a job that never ends.
+/// A deadlock: a rank waits for a job that never ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("rank {rank} waits at entry {entry} for a job that never ends")]
 #[expect(missing_docs, reason = "the names say it")]
@@ -89,13 +89,14 @@ pub struct Stuck {
     pub entry: usize,
 }
 
-/// When each rank does each of its entries. Of a job that a rank starts, this is when the job runs; of one that it expects, from when it
-/// joins until the job ends, without its lag.
+/// Simulates all ranks and returns the interval of each entry of each rank. The interval of a started job is the time in which the job
+/// runs. The interval of an expected job begins when the rank joins it and ends when the job ends, without its lag.
+///
+/// Cost: O(log n) for each entry. If durations depend on loads, each change of a host's load costs O(n), where n computations and jobs are
+/// running.
 ///
 /// # Errors
-/// If a rank waits for ever.
-///
-/// Cost: O(log n) for each entry, and if lengths depend on loads, O(n) for each change of a host's load, where n things run.
+/// [`Stuck`] if a rank waits forever.
 pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
     let mut engine = Engine::new(actors);
     (0..actors.len()).for_each(|rank| engine.advance(rank));
@@ -117,7 +118,8 @@ pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
     Ok(engine.found)
 }
 
-/// How a rank joins the jobs of a channel. Each side counts for itself, so a rank may expect what it starts: a message to itself.
+/// The way in which a rank joins the jobs of a channel. Starts and expectations are counted separately, so a rank may expect a job that it
+/// starts: a message to itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Side {
     #[default]
@@ -137,7 +139,7 @@ struct Running<'a> {
 enum What {
     Rank(usize),
     Job(usize),
-    /// A job has left its streams.
+    /// A job that has left its streams and has not arrived.
     Lag(usize),
 }
 
@@ -145,14 +147,15 @@ enum What {
 struct RankState {
     at: usize,
     has_begun_entry: bool,
-    /// Jobs by the rank's numbers, and the entries that issued them.
+    /// Jobs by the rank's own numbers.
     jobs: Vec<Option<usize>>,
+    /// The entries that issued jobs, with the jobs.
     issued_at: Vec<(usize, usize)>,
 }
 
 #[derive(Default)]
 struct JobState<'a> {
-    /// As the last rank says that has started it, with that rank's host.
+    /// The job as given by the last rank that has started it, and that rank's host.
     job: Option<(&'a Job, usize)>,
     num_started: usize,
     has_begun: bool,
@@ -164,7 +167,7 @@ struct JobState<'a> {
 #[derive(Default)]
 struct Channel {
     jobs: Vec<usize>,
-    /// Ranks that come to it, and how often each has come.
+    /// Ranks that have joined, and the number of times that each has joined.
     visits: Vec<((usize, Side), usize)>,
 }
 
@@ -180,14 +183,15 @@ struct Engine<'a> {
     running: Vec<Option<Running<'a>>>,
     free_slots: Vec<usize>,
     loads: Vec<usize>,
-    /// The ends of what runs, as bits, which sort like times; of equal ends the earlier begun is first. Changed ends are stale.
+    /// The ends of running computations and jobs. Times are stored as bits, which sort like times; of equal ends, the one pushed first is
+    /// first. An end that changes leaves a stale entry.
     ends: BinaryHeap<Reverse<(u64, usize, usize)>>,
     has_loads: bool,
     num_ends: usize,
     found: Vec<Vec<Interval>>,
 }
 
-/// The element of this number, which is made if it is not there.
+/// Returns the element at `index`. Extends the list with defaults if needed.
 fn grown<T: Default>(list: &mut Vec<T>, index: usize) -> &mut T {
     if index >= list.len() {
         list.resize_with(index + 1, T::default);
@@ -230,7 +234,7 @@ impl<'a> Engine<'a> {
                     self.join((rank, Side::Expects), at, *number, *channel);
                 }
                 Entry::Await(number) => {
-                    // What nobody issued never ends.
+                    // A job that was never issued never ends.
                     let Some(&Some(job)) = self.ranks[rank].jobs.get(*number) else { return };
                     if !self.jobs[job].has_arrived {
                         self.jobs[job].awaited_by.push(rank);
@@ -244,7 +248,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The job that a rank joins at an entry.
+    /// Returns the job that a rank joins at an entry. The first rank to join creates it.
     fn join(&mut self, visitor: (usize, Side), at: usize, number: usize, channel: usize) -> usize {
         let channel = grown(&mut self.channels, channel);
         let visits = &mut channel.visits;
@@ -272,7 +276,7 @@ impl<'a> Engine<'a> {
         self.begin(index);
     }
 
-    /// Begins a job, if all ranks have started it and it is the first one in its streams.
+    /// Begins a job if all ranks have started it and it is the first in its streams.
     fn begin(&mut self, index: usize) {
         let state = &self.jobs[index];
         let Some((job, host)) = state.job else { return };
@@ -298,7 +302,7 @@ impl<'a> Engine<'a> {
         self.ends.push(Reverse((time.to_bits(), self.num_ends, slot)));
     }
 
-    /// What runs on a host and depends on its load goes on at another speed.
+    /// Changes the load of a host, and moves the ends of computations and jobs on it whose durations depend on the load.
     fn change_load(&mut self, host: usize, change: impl Fn(usize) -> usize) {
         let (before, after) = (self.loads[host], change(self.loads[host]));
         self.loads[host] = after;
@@ -316,7 +320,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Goes on to the next end of something; whether there was any.
+    /// Advances to the next end. Returns `false` if there is none.
     fn end_next(&mut self) -> bool {
         let Some(Reverse((time, _, slot))) = self.ends.pop() else { return false };
         let time = f64::from_bits(time);
@@ -355,7 +359,7 @@ impl<'a> Engine<'a> {
         true
     }
 
-    /// Lets those go on who wait for a job.
+    /// Marks a job as arrived, and continues the ranks that wait for it.
     fn arrive(&mut self, index: usize) {
         let job = &mut self.jobs[index];
         job.has_arrived = true;
@@ -417,7 +421,7 @@ mod tests {
     #[test]
     fn what_shares_a_host_is_slower_while_it_does() {
         let shared = |time| Entry::Compute(Length::ByLoad(vec![time, 2.0 * time]));
-        // Both at half speed until the shorter one ends; 6 of the longer one's 8 are left then.
+        // Both run at half speed until the shorter one ends; 6 of the longer one's 8 are left then.
         let found = spans(&[vec![shared(2.0)], vec![shared(8.0)], vec![]]);
         assert_eq!(found, [vec![(0.0, 4.0)], vec![(0.0, 10.0)], vec![]]);
         assert_eq!(Length::ByLoad(vec![1.0, 3.0]).at(4), 6.0);

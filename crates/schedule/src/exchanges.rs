@@ -1,18 +1,18 @@
-//! What units exchange, as programs name it.
+//! Exchanges between the ranks of a unit, as written in programs.
 
 use std::fmt;
 use std::ops::Range;
 use trireme_base::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
 
-/// Units that follow each other and exchange the same.
+/// Consecutive units with the same exchanges.
 ///
-/// The text form has what each pass exchanges, with the axis and the bytes of the vector:
-/// `1-4:F=tensor.all_gather/4096,tensor.reduce_scatter/4096:B=ring.shift/4096`. Passes that exchange nothing are left out.
+/// The text form lists the exchanges of each pass, with the axis and the bytes of the vector:
+/// `1-4:F=tensor.all_gather/4096,tensor.reduce_scatter/4096:B=ring.shift/4096`. Passes without exchanges are left out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitExchanges {
     /// The units.
     pub units: Range<usize>,
-    /// What their passes exchange.
+    /// The exchanges of their passes.
     pub passes: PassExchanges,
 }
 

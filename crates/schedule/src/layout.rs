@@ -1,5 +1,5 @@
-//! Where each class of a rank's state is kept between its uses, and how early it is brought back. Lowering passes read a
-//! [`StateLayout`]; executor, validator and planner read the one in the program's outline.
+//! State layouts: where each class of a rank's state resides between its uses, and how early it is fetched. Lowering passes read a
+//! [`StateLayout`]; executor, validator and planner read the layout in the program's outline.
 
 use crate::action::StateClass;
 use crate::parse::ParseError;
@@ -8,72 +8,77 @@ use std::str::FromStr;
 use trireme_base::named;
 
 named! {
-    /// What of a class of state a data-parallel rank holds.
+    /// The portion of a class of state that a data-parallel rank holds.
     #[derive(Default)]
     pub enum Share {
-        /// Every rank holds all of it.
+        /// All of it, on every rank.
         #[default]
         Whole = "whole",
-        /// Its shard.
+        /// The rank's shard.
         Shard = "shard",
-        /// Nothing: there is none.
+        /// Nothing: there is no state of the class.
         Absent = "none",
     }
 }
 
 named! {
-    /// Where a class of state lives between its uses.
+    /// The tier of memory in which a class of state resides between its uses.
     #[derive(Default)]
     pub enum Tier {
-        /// On the device.
+        /// The device.
         #[default]
         Device = "device",
-        /// In the host's memory.
+        /// The host's memory.
         Host = "host",
-        /// On a disk.
+        /// A disk.
         Disk = "disk",
     }
 }
 
-/// How one class of state lies on a rank.
+/// The layout of one class of state on a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct ClassLayout {
-    /// What of it the rank holds.
+    /// The portion that the rank holds.
     pub share: Share,
-    /// Where that lives.
+    /// The tier in which that portion resides.
     pub tier: Tier,
 }
 
-/// How the state of every unit lies on the ranks that run it.
+/// The layout of the state of every unit on the ranks that run it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateLayout {
     /// Parameters. A shard is gathered around each use.
     pub parameters: ClassLayout,
-    /// Sums of gradients. Whole ones are reduced once a step, shards after each microbatch.
+    /// Accumulated gradients. Full gradients are reduced once per step, sharded gradients after each microbatch.
     pub gradients: ClassLayout,
-    /// The optimizer's state, and with it what the rank updates of the parameters. Away from the device, the host updates.
+    /// Optimizer state, and the weights that the rank updates unless these are sharded parameters
+    /// ([`class_of_weights`](StateLayout::class_of_weights)). If it resides off the device, the host runs the updates.
     pub optimizer: ClassLayout,
-    /// What forward passes keep for backward; always whole.
+    /// Activations that forward passes keep for backward; never sharded.
     pub activations: ClassLayout,
-    /// How many passes ahead of its own a unit's parameters begin to be gathered. 0 gathers on demand and holds the fewest.
+    /// Number of passes ahead of its own at which the gather of a unit's parameters begins. 0 gathers on demand and holds the fewest
+    /// parameters.
     pub gather_ahead: usize,
-    /// Whether parameters gathered for forward stay until backward has read them: one gathering less, but all are held at a time.
+    /// Whether parameters gathered for forward stay until backward has read them. Saves a gather, but all parameters are held at the same
+    /// time.
     pub keep_gathered: bool,
-    /// How many uses of a class ahead of its own use state that is away begins to be fetched.
+    /// Number of uses of a class ahead of its own at which the fetch of evicted state begins.
     pub fetch_ahead: usize,
-    /// How many units' activations leave: the first of those that [keep](crate::Chain::keeps) some, which wait longest for backward.
+    /// Number of units whose activations are evicted: the first units that [keep](crate::Chain::keeps) activations, because theirs wait
+    /// longest for backward.
     pub num_moved: usize,
 }
 
 impl Default for StateLayout {
-    /// Everything is whole and stays on the device; of activations that do not, all leave.
+    /// Returns [`StateLayout::WHOLE`]: all state is unsharded and on the device. If activations are moved off the device, those of all
+    /// units are.
     fn default() -> Self {
         StateLayout::WHOLE
     }
 }
 
 impl StateLayout {
-    /// Everything is whole and stays on the device.
+    /// The layout in which all state is unsharded and on the device.
     pub const WHOLE: StateLayout = {
         let here = ClassLayout { share: Share::Whole, tier: Tier::Device };
         StateLayout {
@@ -88,11 +93,11 @@ impl StateLayout {
         }
     };
 
-    /// What a stage of ZeRO shards (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
-    /// 2020, section 5): nothing, the optimizer's state, sums of gradients as well, and parameters as well.
+    /// Returns the layout of a stage of ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
+    /// 2020, section 5). Stage 0 shards nothing, stage 1 optimizer state, stage 2 also gradients, stage 3 also parameters.
     ///
     /// # Panics
-    /// If there is no such stage.
+    /// If `stage` is above 3.
     pub const fn zero(stage: usize) -> StateLayout {
         assert!(stage <= 3, "stages of ZeRO are 0 to 3");
         let mut layout = StateLayout::WHOLE;
@@ -108,24 +113,24 @@ impl StateLayout {
         layout
     }
 
-    /// The same where units only run forward: there are neither gradients nor state of an optimizer.
+    /// Returns the layout for units that only run forward, without gradients and optimizer state.
     pub fn forward_only(mut self) -> StateLayout {
         let absent = ClassLayout { share: Share::Absent, tier: Tier::Device };
         (self.gradients, self.optimizer) = (absent, absent);
         self
     }
 
-    /// Whether parameters are trained.
+    /// Whether parameters are trained, so that there are gradients.
     pub fn is_trained(&self) -> bool {
         self.gradients.share != Share::Absent
     }
 
-    /// How a class lies.
+    /// Returns the layout of a class.
     pub fn of(mut self, class: StateClass) -> ClassLayout {
         *self.of_mut(class)
     }
 
-    /// How a class lies, to change.
+    /// Returns the layout of a class, to change it.
     pub fn of_mut(&mut self, class: StateClass) -> &mut ClassLayout {
         match class {
             StateClass::Optimizer => &mut self.optimizer,
@@ -135,7 +140,7 @@ impl StateLayout {
         }
     }
 
-    /// The same, but that `class` lives at `tier`.
+    /// Returns the layout with `class` in `tier`.
     pub fn with_tier(mut self, class: StateClass, tier: Tier) -> Self {
         self.of_mut(class).tier = tier;
         self
@@ -151,12 +156,13 @@ impl StateLayout {
         StateClass::ALL.iter().any(|&class| self.is_sharded(class))
     }
 
-    /// Whether a class lives elsewhere than on the device.
+    /// Whether a class resides off the device.
     pub fn is_away(&self, class: StateClass) -> bool {
         self.of(class).tier != Tier::Device
     }
 
-    /// Whether programs fetch and evict a class: state on a disk, and activations off the device. Other state is used on the host.
+    /// Whether programs fetch and evict a class: any state on a disk, and activations in host memory. Other state in host memory is used
+    /// there.
     pub fn moves(&self, class: StateClass) -> bool {
         match self.of(class).tier {
             Tier::Device => false,
@@ -165,7 +171,7 @@ impl StateLayout {
         }
     }
 
-    /// The same with defaults for the fields that it does not use, so that equal programs have equal layouts.
+    /// Returns the layout with defaults for the fields that have no effect, so that equal programs have equal layouts.
     pub(crate) fn normalized(self) -> Self {
         let StateLayout { parameters, gradients, optimizer, activations, .. } = self;
         let mut layout = StateLayout { parameters, gradients, optimizer, activations, ..StateLayout::WHOLE };
@@ -181,14 +187,15 @@ impl StateLayout {
         layout
     }
 
-    /// The class of the weights that a rank updates: `Parameters` if these are sharded, else `Optimizer`, beside whole parameters.
+    /// Returns the class of the weights that a rank updates: `Parameters` if these are sharded, else `Optimizer`, which holds them in
+    /// addition to the full parameters.
     pub fn class_of_weights(&self) -> StateClass {
         if self.is_sharded(StateClass::Parameters) { StateClass::Parameters } else { StateClass::Optimizer }
     }
 
-    /// Whether a class may live at `tier`, in steps of `num_microbatches`. Only shards and activations may leave the device. Gradients
-    /// may leave only if updates read shards, too, and go to a disk only with one microbatch a step, because several are summed in
-    /// memory.
+    /// Whether a class may reside in `tier`, in steps of `num_microbatches`. Only shards and activations may leave the device. Gradients
+    /// may leave only if optimizer state is sharded, too. They may reside on a disk only with one microbatch per step, because several are
+    /// accumulated in memory.
     pub fn can_live(&self, class: StateClass, tier: Tier, num_microbatches: usize) -> bool {
         let is_summed = class == StateClass::Gradients && num_microbatches > 1;
         let is_apart = match class {
@@ -199,8 +206,9 @@ impl StateLayout {
         tier == Tier::Device || is_apart && !(is_summed && tier == Tier::Disk)
     }
 
-    /// Whether programs exist for it in steps of `num_microbatches`. A rank that updates all of the parameters holds all of
-    /// them. What is trained has gradients and an optimizer, and nothing else has.
+    /// Whether programs exist for the layout, in steps of `num_microbatches`. A rank that updates all parameters must hold all of them.
+    /// Parameters and activations must exist, and activations must be unsharded. A layout that trains has gradients and optimizer state,
+    /// and any other layout has neither.
     pub fn is_possible(&self, num_microbatches: usize) -> bool {
         let can_live = |class| self.can_live(class, self.of(class).tier, num_microbatches);
         let [parameters, optimizer, activations] =
@@ -217,7 +225,7 @@ impl StateLayout {
     }
 }
 
-/// As in the first line of a program: what differs from whole state on the device, in pairs of words.
+/// Writes the differences from unsharded state on the device in pairs of words, as in the first line of a program.
 impl fmt::Display for StateLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for class in StateClass::ALL {
@@ -261,7 +269,7 @@ impl FromStr for StateLayout {
 }
 
 impl StateLayout {
-    /// Takes a pair of words of its text in; `None` if it is no such pair.
+    /// Sets the field that a pair of words of the text form describes. Returns `None` if there is no such field or value.
     pub(crate) fn read(&mut self, key: &str, value: &str) -> Option<()> {
         match key {
             "gather_ahead" => self.gather_ahead = value.parse().ok()?,

@@ -8,56 +8,56 @@ use std::ops::Range;
 use std::str::FromStr;
 use trireme_base::AxisExchange;
 
-/// Consecutive units that lie on one rank of a pipeline.
+/// A pipeline stage: consecutive units on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage {
     /// The units.
     pub units: Range<usize>,
-    /// The rank, among those of the pipeline.
+    /// The rank within the pipeline.
     pub rank: usize,
 }
 
-/// Updates of a pipeline that does not drain between them.
+/// Settings of a pipeline that does not drain between updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Asynchronous {
-    /// Steps of the program: updates of every unit, after equally many microbatches each.
+    /// Steps of the program: updates of every unit, each after equally many microbatches.
     pub num_steps: usize,
-    /// Which version of its parameters a unit reads.
+    /// The version of its parameters that a unit reads.
     pub weights: WeightVersions,
 }
 
-/// A model as far as programs depend on it: units that follow each other, and what is special about some of them.
+/// A model as far as programs depend on it: consecutive units, and the special properties of some of them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Chain {
-    /// Units of the model.
+    /// Number of units of the model.
     pub num_units: usize,
-    /// Units that read another unit's parameters, and add to its gradient: the reader and the owner.
+    /// Pairs of a reader and an owner: the reader reads the owner's parameters and adds to the owner's gradient.
     pub ties: Vec<(usize, usize)>,
-    /// Whether a reader on another rank sums what it has for the owner's gradient over a step, and sends it once. Otherwise it sends it for each
-    /// microbatch, and sums have the order of a pipeline of one rank.
+    /// Whether a reader on another rank accumulates its contribution to the owner's gradient over a step and sends it once. Otherwise it
+    /// sends a contribution for each microbatch, and sums have the order of a pipeline of one rank.
     pub sums_ties: bool,
-    /// Units whose backward reads no parameters, or only in its weight half, such as an embedding.
+    /// Units whose backward reads no parameters, or reads them only in its weight half, such as an embedding.
     pub unread: Vec<usize>,
-    /// Units whose weight half of backward reads parameters, such as an output layer that computes its logits again.
+    /// Units whose weight half of backward reads parameters, such as an output layer that recomputes its logits.
     pub reread: Vec<usize>,
-    /// Units that keep nothing for a later backward: they read only the batch, or backward follows at once.
+    /// Units that keep no activations for a later backward: they read only the batch, or their backward follows at once.
     pub unkept: Vec<usize>,
-    /// What units exchange within them, if it has several ranks; in order, each unit once at most.
+    /// Exchanges within units that have several ranks, in order; each unit at most once.
     pub exchanges: Vec<UnitExchanges>,
 }
 
 impl Chain {
-    /// Units of which none is special.
+    /// Creates a chain of units without special properties.
     pub fn of_units(num_units: usize) -> Self {
         Chain { num_units, ..Chain::default() }
     }
 
-    /// Whether forward of a unit keeps activations that a later backward reads, so that they may be recomputed or moved.
+    /// Whether forward of a unit keeps activations that a later backward reads. Such activations may be recomputed or moved.
     pub fn keeps(&self, unit: usize) -> bool {
         !self.unkept.contains(&unit)
     }
 
-    /// Whether only units of the chain are named.
+    /// Whether all named units are in the chain, and exchanges are in order.
     pub fn is_consistent(&self) -> bool {
         let tied = self.ties.iter().flat_map(|&(reader, owner)| [reader, owner]);
         let special = [&self.unread, &self.reread, &self.unkept].into_iter().flatten().copied();
@@ -70,7 +70,7 @@ impl Chain {
 
 #[cfg(test)]
 impl Chain {
-    /// An embedding, blocks and an output layer, which may be tied.
+    /// Creates an embedding, blocks and an output layer, which may be tied.
     pub(crate) fn language_model(num_units: usize, is_tied: bool) -> Self {
         let last = num_units - 1;
         let ends = if last > 0 { vec![0, last] } else { vec![0] };
@@ -80,56 +80,56 @@ impl Chain {
     }
 }
 
-/// What a program is for.
+/// The header of a program: its model, sizes, layout and stages.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Outline {
     /// The model.
     pub chain: Chain,
     /// Microbatches of this rank: of a step, or of all steps if the program has several.
     pub num_microbatches: usize,
-    /// How state lies on the ranks.
+    /// The layout of state on the ranks.
     pub state: StateLayout,
-    /// Of a pipeline: all of them, in the model's order. None where every rank runs all units.
+    /// All stages of a pipeline, in model order. Empty if every rank runs all units.
     pub stages: Vec<Stage>,
-    /// This rank, among those of the pipeline.
+    /// This rank within the pipeline.
     pub rank: usize,
-    /// Of a pipeline that does not drain between updates.
+    /// Set for a pipeline that does not drain between updates.
     pub asynchronous: Option<Asynchronous>,
 }
 
 impl Outline {
-    /// Steps of the program.
+    /// Returns the number of steps of the program.
     pub fn num_steps(&self) -> usize {
         self.asynchronous.map_or(1, |asynchronous| asynchronous.num_steps)
     }
 
-    /// Microbatches of this rank in a step.
+    /// Returns the number of microbatches of this rank per step.
     pub fn microbatches_per_step(&self) -> usize {
         self.num_microbatches / self.num_steps()
     }
 
-    /// The version of its parameters that forward of a unit reads for a microbatch, if it has been updated `newest` times.
+    /// Returns the version of its parameters that forward of a unit reads for a microbatch, if the unit has been updated `newest` times.
     pub fn version_read(&self, microbatch: usize, newest: usize) -> usize {
         let weights = self.asynchronous.map_or(WeightVersions::Drained, |asynchronous| asynchronous.weights);
         weights.read_by_forward(self.microbatches_per_step(), microbatch, newest)
     }
 
-    /// The rank of the pipeline on which a unit lies.
+    /// Returns the pipeline rank of a unit.
     pub fn rank_of(&self, unit: usize) -> usize {
         self.stages.iter().find(|stage| stage.units.contains(&unit)).map_or(self.rank, |stage| stage.rank)
     }
 
-    /// Whether a unit lies on this rank.
+    /// Whether a unit is on this rank.
     pub fn holds(&self, unit: usize) -> bool {
         self.rank_of(unit) == self.rank
     }
 
-    /// The units that lie on this rank, in order.
+    /// Returns the units on this rank, in order.
     pub fn held(&self) -> impl DoubleEndedIterator<Item = usize> + '_ {
         (0..self.chain.num_units).filter(|&unit| self.holds(unit))
     }
 
-    /// What an action exchanges within its unit, in order. A recomputation from a unit's input exchanges what forward does.
+    /// Returns the exchanges of an action within its unit, in order. A recomputation has the exchanges of forward.
     pub fn exchanges(&self, action: Action) -> &[AxisExchange] {
         let unit = action.unit();
         let Some(found) = self.chain.exchanges.iter().find(|exchanges| exchanges.units.contains(&unit))
@@ -145,7 +145,7 @@ impl Outline {
         }
     }
 
-    /// The units whose parameters an action reads.
+    /// Returns the units whose parameters an action reads.
     pub fn reads(&self, action: Action) -> impl Iterator<Item = usize> + '_ {
         let reader = match action {
             Action::Forward { unit, .. } | Action::Recompute { unit, .. } => Some(unit),
@@ -160,15 +160,16 @@ impl Outline {
         reader.into_iter().chain(tied)
     }
 
-    /// The units whose gradients backward of `unit` adds to directly: its own, and without a pipeline that of the unit whose
-    /// parameters it reads. In a pipeline, the part for the other unit waits for that unit's backward of the same microbatch.
+    /// Returns the units whose gradients backward of `unit` adds to directly: `unit`, and without a pipeline also the owner of the
+    /// parameters that it reads. In a pipeline, the contribution to the owner's gradient waits for the owner's backward of the same
+    /// microbatch.
     pub fn writes(&self, unit: usize) -> impl Iterator<Item = usize> + '_ {
         let ties =
             self.chain.ties.iter().filter(move |(reader, _)| *reader == unit && self.stages.is_empty());
         std::iter::once(unit).chain(ties.map(|&(_, owner)| owner))
     }
 
-    /// Whether a reader on another rank sends what it has for the owner's gradient after this microbatch.
+    /// Whether a reader on another rank sends its contribution to the owner's gradient after this microbatch.
     pub fn sends_tied_gradient(&self, microbatch: usize) -> bool {
         !self.chain.sums_ties || self.is_last_of_step(microbatch)
     }
@@ -178,12 +179,12 @@ impl Outline {
         (microbatch + 1).is_multiple_of(self.microbatches_per_step())
     }
 
-    /// The unit that reads the parameters of another one, which is `unit`, if there is one.
+    /// Returns the unit that reads the parameters of `unit`, if there is one.
     pub fn reader_of(&self, unit: usize) -> Option<usize> {
         self.chain.ties.iter().find(|(_, owner)| *owner == unit).map(|&(reader, _)| reader)
     }
 
-    /// The rank that a message goes to or comes from, if the action is one.
+    /// Returns the pipeline rank that a message goes to or comes from. `None` if the action is no message.
     pub fn peer(&self, action: Action) -> Option<usize> {
         let (message, is_sent) = match action {
             Action::Send(message) => (message, true),
@@ -201,24 +202,24 @@ impl Outline {
     }
 }
 
-/// What one rank does in one step, in order.
+/// The actions of one rank in one step, in order.
 ///
-/// The text form is one action a line; `#` begins a comment, and a header line gives the sizes:
+/// The text form has a header line with the sizes, and then one action per line; `#` begins a comment:
 /// ```text
 /// units 3 microbatches 1
 /// F 0 0
 /// ```
-/// The header continues with `optimizer shard`, `activations whole@disk` or `gradients none` for each class of state that ranks shard, that
-/// lives elsewhere than on the device, or that there is none of ([`StateLayout`]), and with `ties 2:0` for each unit (here the
-/// third) that reads the parameters of another one (the first); `tied_gradient step` if that sends what it has for the gradient once a step. `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
-/// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). `exchanges 1-4:F=tensor.all_reduce/4096` says what
-/// passes of units exchange within them ([`UnitExchanges`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
-/// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
+/// The header continues with `optimizer shard`, `activations whole@disk` or `gradients none` for each class of state that is sharded, off
+/// the device, or absent ([`StateLayout`]). `ties 2:0` says that unit 2 reads the parameters of unit 0, and `tied_gradient step` that such
+/// a unit sends its contribution to the gradient once per step. `unread 0`, `reread 2` and `unkept 2` name units whose backward reads no
+/// parameters, whose weight half reads parameters, and which keep no activations ([`Chain`]). `exchanges 1-4:F=tensor.all_reduce/4096`
+/// lists the exchanges of passes within units ([`UnitExchanges`]). In a pipeline, the header has `rank 0`, and `stage 0-2@1` for each
+/// stage: units 0 and 1 are on rank 1. `steps 3 weights stashed` says that the pipeline does not drain between three steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
-    /// What it is for.
+    /// The header.
     pub outline: Outline,
-    /// In order of issue.
+    /// The actions, in order of issue.
     pub actions: Vec<Action>,
 }
 

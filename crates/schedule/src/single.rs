@@ -1,12 +1,12 @@
-//! One stage: every rank runs the whole model, with data parallelism or without.
+//! Programs without pipeline schedules: training where every rank runs the whole model, and forward only.
 
 use crate::action::{Action, Keep, Message};
 use crate::program::{Chain, Outline, Program};
 
-/// The program of a rank that runs all units for each of its microbatches in turn, with all of the training state.
+/// Returns the program of a rank that runs all units for each of its microbatches in turn, with unsharded training state.
 ///
-/// A unit's gradient is reduced after the last microbatch, while backward continues below; without data parallelism over a group of
-/// one. Whatever else a layout asks for is put into it by [`lowering`](crate::lowering).
+/// A unit's gradient is reduced after the last microbatch, while backward continues below. Without data parallelism, the reduction is over
+/// a group of one. [`lowering`](crate::lowering) adds everything else that a layout requires.
 pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
     let num_units = chain.num_units;
     let mut actions = Vec::with_capacity(2 * num_units * (num_microbatches + 1));
@@ -24,7 +24,8 @@ pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
     Program { outline, actions }
 }
 
-/// The program of a rank that runs its units of `training` forward for one microbatch and keeps nothing (evaluation, generation).
+/// Returns the program of a rank that runs its units of `training` forward for one microbatch and keeps no activations (evaluation,
+/// generation).
 pub fn forward_only(training: &Outline) -> Program {
     let Outline { chain, stages, rank, .. } = training.clone();
     let num_units = chain.num_units;

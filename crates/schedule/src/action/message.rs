@@ -1,21 +1,22 @@
 use trireme_base::named;
 
 named! {
-    /// The content of a message between ranks of a pipeline; its name follows `SEND_` or `RECV_`. Parameters have no microbatch.
+    /// The content of a message between ranks of a pipeline. Its name follows `SEND_` or `RECV_` in programs. Messages with parameters have
+    /// no microbatch.
     pub enum MessageKind {
-        /// What forward of the unit has made, for the unit above.
+        /// The output of the unit's forward, for the unit above.
         Activation = "F",
         /// The gradient of the unit's input, for the unit below.
         Gradient = "B",
-        /// The partial gradient of this unit's parameters from another unit that reads them, to be added to the gradient.
+        /// The partial gradient of this unit's parameters from a tied unit that reads them. It is added to this unit's gradient.
         TiedGradient = "GRAD",
-        /// The unit's parameters, for another unit that reads them.
+        /// The unit's parameters, for a tied unit that reads them.
         Parameters = "PARAM",
     }
 }
 
 impl MessageKind {
-    /// The name in words.
+    /// Returns the name for messages to users.
     pub(super) const fn words(self) -> &'static str {
         match self {
             MessageKind::Activation => "activations",
@@ -32,27 +33,27 @@ impl MessageKind {
 pub struct Message {
     pub kind: MessageKind,
     pub unit: usize,
-    /// Of which microbatch; 0 for parameters.
+    /// The microbatch; 0 for parameters.
     pub microbatch: usize,
 }
 
 impl Message {
-    /// What forward of a unit has made.
+    /// Creates a message with the output of a unit's forward.
     pub const fn activation(unit: usize, microbatch: usize) -> Message {
         Message { kind: MessageKind::Activation, unit, microbatch }
     }
 
-    /// The gradient of a unit's input.
+    /// Creates a message with the gradient of a unit's input.
     pub const fn gradient(unit: usize, microbatch: usize) -> Message {
         Message { kind: MessageKind::Gradient, unit, microbatch }
     }
 
-    /// A part of a unit's gradient, made by the unit that reads its parameters.
+    /// Creates a message with a partial gradient of `unit`, computed by the tied unit that reads its parameters.
     pub const fn tied_gradient(unit: usize, microbatch: usize) -> Message {
         Message { kind: MessageKind::TiedGradient, unit, microbatch }
     }
 
-    /// A unit's parameters.
+    /// Creates a message with a unit's parameters.
     pub const fn parameters(unit: usize) -> Message {
         Message { kind: MessageKind::Parameters, unit, microbatch: 0 }
     }

@@ -1,4 +1,4 @@
-//! The text form of actions: a line of a program.
+//! The text form of actions: one line of a program.
 
 use super::{Action, Keep, Message, MessageKind, StateClass, StateOf};
 use crate::parse::ParseError;
@@ -6,12 +6,12 @@ use std::fmt;
 use std::str::FromStr;
 
 impl Action {
-    /// The action in words for users, such as `backward, unit 4, microbatch 1`. [`Display`](fmt::Display) writes `B 4 1`.
+    /// Returns the action in words for users, such as `backward, unit 4, microbatch 1`. [`Display`](fmt::Display) writes `B 4 1`.
     pub fn words(self) -> impl fmt::Display {
         Words(self)
     }
 
-    /// What it is called in programs and in words, before its [object](Action::object).
+    /// Returns the action's name in programs and in words, without its [object](Action::object).
     const fn names(self) -> (&'static str, &'static str) {
         match self {
             Action::Forward { .. } => ("F", "forward"),
@@ -33,7 +33,7 @@ impl Action {
         }
     }
 
-    /// What is sent or moved, in programs and in words.
+    /// Returns the message or state that is sent or moved, as named in programs and in words. Empty for other actions.
     const fn object(self) -> (&'static str, &'static str) {
         match self {
             Action::Send(Message { kind, .. }) | Action::Receive(Message { kind, .. }) => {
@@ -46,7 +46,7 @@ impl Action {
         }
     }
 
-    /// Every kind of action, for one unit and microbatch.
+    /// Returns every kind of action for one unit and microbatch.
     fn kinds(unit: usize, microbatch: usize, keep: Keep) -> impl Iterator<Item = Action> {
         let others = [
             Action::Forward { unit, microbatch, keep },

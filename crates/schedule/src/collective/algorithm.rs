@@ -3,68 +3,68 @@ use std::fmt;
 use std::str::FromStr;
 use trireme_base::named;
 
-/// How a collective is done.
+/// The algorithm of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Algorithm {
-    /// All ranks alike, wherever they are.
+    /// One algorithm among all ranks, regardless of their hosts.
     Flat(FlatAlgorithm),
-    /// Within hosts and across them.
+    /// Two levels: within hosts and across hosts.
     Hierarchical(Hierarchy),
 }
 
 named! {
-    /// An algorithm that treats all ranks alike, in the order in which ties are decided.
+    /// An algorithm that treats all ranks alike. The variants are in the order in which ties between predicted times are decided.
     pub enum FlatAlgorithm {
-        /// In memory that all ranks share; it has no steps, the transport executes it.
+        /// Works in memory that all ranks share. It has no steps; the transport executes it.
         Direct = "direct",
-        /// Partners at doubling distances exchange all they have.
+        /// Partners at doubling distances exchange all elements that they have.
         RecursiveDoubling = "recursive_doubling",
-        /// Partners at doubling distances exchange what the other one keeps.
+        /// Partners at doubling distances exchange the elements that the other partner keeps.
         RecursiveHalving = "recursive_halving",
-        /// Vectors are halved while distances double; then the way back.
+        /// Vectors are halved while distances double; then the same exchanges run in reverse.
         HalvingDoubling = "halving_doubling",
         /// Subtrees of ranks merge, each twice as large as before.
         BinomialTree = "binomial_tree",
-        /// Two trees that carry half of the vector each, chunk by chunk.
+        /// Two trees, each of which carries half of the vector chunk by chunk.
         DoubleBinaryTree = "double_binary_tree",
-        /// The root scatters along a binomial tree, a ring gathers.
+        /// The root scatters blocks along a binomial tree, and a ring gathers them.
         ScatterAllGather = "scatter_all_gather",
-        /// Each rank sends to the next one only.
+        /// Each rank sends only to the next rank.
         Ring = "ring",
-        /// By the powers of two that make up a distance, many blocks in a message.
+        /// A block travels by the powers of two whose sum is its distance, with many blocks in a message.
         Bruck = "bruck",
-        /// Each two ranks have one exchange.
+        /// Any two ranks have one exchange.
         Pairwise = "pairwise",
-        /// The root speaks with one rank after the other.
+        /// The root communicates with one rank after the other.
         Linear = "linear",
         /// Empty messages at doubling distances.
         Dissemination = "dissemination",
     }
 }
 
-/// An algorithm of two levels: first among the ranks of each host, then across hosts, then within hosts again.
+/// An algorithm of two levels: phases within each host, then across hosts, then within hosts again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Hierarchy {
-    /// Who speaks for a host.
+    /// The ranks that communicate across hosts.
     pub leaders: Leaders,
-    /// Among the ranks of a host.
+    /// The algorithm among the ranks of a host.
     pub within: FlatAlgorithm,
-    /// Among leaders of different hosts.
+    /// The algorithm among leaders of different hosts.
     pub across: FlatAlgorithm,
 }
 
 named! {
-    /// Who speaks for a host.
+    /// The ranks that communicate across hosts.
     pub enum Leaders {
-        /// One rank, for all of the vector.
+        /// One rank per host, for the full vector.
         One = "one",
-        /// Every rank, for its block; hosts must have equally many ranks.
+        /// Every rank, for its block. Hosts must have equally many ranks.
         All = "all",
     }
 }
 
 impl Algorithm {
-    /// Whether it is, or has phases that are, [direct](FlatAlgorithm::Direct).
+    /// Whether the algorithm or one of its phases is [direct](FlatAlgorithm::Direct).
     pub fn needs_shared_memory(self) -> bool {
         match self {
             Algorithm::Flat(flat) => flat == FlatAlgorithm::Direct,
@@ -79,7 +79,7 @@ impl From<FlatAlgorithm> for Algorithm {
     }
 }
 
-/// Writes `ring`, or `hierarchical:all:direct:ring`: who speaks for a host, the algorithm within, the one across.
+/// Writes `ring`, or `hierarchical:all:direct:ring`: leaders, algorithm within hosts, algorithm across hosts.
 impl fmt::Display for Algorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -4,19 +4,19 @@ use super::{Incoming, Outgoing, Span, Step};
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// All-gather of blocks of any lengths: at step `k` a rank sends its block to the rank `k` after it and receives from the rank `k`
-/// before it. `blocks[r]` is where the block of rank `r` lies in every buffer.
+/// Appends the steps of `rank` in an all-gather of blocks of any lengths by pairwise exchange. In step `k`, a rank sends its block to the
+/// rank `k` after it and receives from the rank `k` before it. `blocks[r]` is the range of elements of rank `r`'s block in every buffer.
 ///
-/// Appends the steps of `rank` to `steps`.
+/// Costs `N - 1` exchanges for `N` ranks.
 ///
 /// # Panics
-/// If `rank` has no block.
+/// If `rank` is not below `blocks.len()`.
 pub fn all_gather_pairwise(rank: Rank, blocks: &[Range<usize>], steps: &mut Vec<Step>) {
     assert_member(rank, blocks.len());
     exchange_all(rank.0, blocks.len(), |rank| blocks[rank].clone(), steps);
 }
 
-/// [`all_gather_pairwise`] of the blocks of a vector.
+/// Appends the steps of [`all_gather_pairwise`] for the blocks of a vector.
 pub(super) fn pairwise(own: &Own, steps: &mut Vec<Step>) {
     exchange_all(own.rank, own.world_size(), |rank| own.blocks.of(rank), steps);
 }
@@ -33,7 +33,8 @@ fn exchange_all(
     }
 }
 
-/// All-gather among a power of two of ranks (Thakur, Rabenseifner, Gropp, 2005). The blocks must touch.
+/// Appends the steps of an all-gather by recursive doubling (Thakur, Rabenseifner, Gropp, 2005). Requires a power of two of ranks and
+/// contiguous blocks.
 pub(super) fn recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     for distance in distances(own.world_size()) {
         let known_by = |rank: usize| {
@@ -46,8 +47,8 @@ pub(super) fn recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     }
 }
 
-/// All-gather in `ceil(log2 N)` messages for any number of ranks (Bruck et al., 1997): in scratch, blocks lie in the
-/// order of the ring from the own one on, so what a rank knows is always one range.
+/// Appends the steps of an all-gather in `ceil(log2 N)` messages for any number of ranks (Bruck et al., 1997). Scratch holds the blocks in
+/// ring order from the rank's own block on, so the blocks that a rank knows are always one range.
 pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
     let world_size = own.world_size();
     if world_size == 1 {
@@ -60,7 +61,7 @@ pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
         let len: usize = len_of(distances);
         Span::scratch(start..start + len)
     };
-    // What leaves lies in the order of this rank's ring, and what arrives continues it.
+    // The blocks to send are the first ones in this rank's ring order, and the received blocks follow the known ones.
     steps.push(Step::Copy { from: block(0).into(), to: place(0..1) });
     for num_known in distances(world_size) {
         let count = num_known.min(world_size - num_known);

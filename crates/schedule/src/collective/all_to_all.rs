@@ -4,15 +4,15 @@ use super::{Incoming, Outgoing, Span, Step};
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// The partners of a rank, one after the other, so that each two ranks meet once and in the same round: a tournament
-/// by the circle method. In round `k` those two ranks meet whose sum is `k` modulo the number of rounds, which is odd;
-/// the rank that would meet itself meets the last one, if ranks are even in number, else nobody.
+/// Returns the partners of a rank in order, so that any two ranks are partners once and in the same round: a round-robin tournament by the
+/// circle method. In round `k`, two ranks are partners if their sum is `k` modulo the number of rounds, which is odd. The rank that would
+/// be its own partner gets the last rank if the number of ranks is even, and no partner otherwise.
 fn partners(rank: usize, world_size: usize) -> impl Iterator<Item = usize> {
     let num_rounds = world_size - 1 + world_size % 2;
     let has_last = num_rounds < world_size;
     (0..num_rounds).filter_map(move |round| {
         if rank == num_rounds {
-            // Half of the round: the rank that would meet itself.
+            // The rank that would be its own partner: half of the round.
             return Some(round * num_rounds.div_ceil(2) % num_rounds);
         }
         let partner = (round + num_rounds - rank) % num_rounds;
@@ -20,7 +20,7 @@ fn partners(rank: usize, world_size: usize) -> impl Iterator<Item = usize> {
     })
 }
 
-/// All-to-all in place by pairwise exchange: each two ranks swap the blocks they have for each other.
+/// Appends the steps of an in-place all-to-all by pairwise exchange: any two ranks swap the blocks that they have for each other.
 pub(super) fn pairwise(own: &Own, steps: &mut Vec<Step>) {
     let swap = |partner| {
         let block = own.blocks.of(partner);
@@ -29,13 +29,14 @@ pub(super) fn pairwise(own: &Own, steps: &mut Vec<Step>) {
     steps.extend(partners(own.rank, own.world_size()).map(swap));
 }
 
-/// All-to-all with blocks of any lengths by pairwise exchange, from [`Memory::Input`](super::Memory::Input) to
-/// [`Memory::Vector`](super::Memory::Vector), each with its blocks by rank: `send_lens[r]` and `receive_lens[r]` elements.
+/// Appends the steps of `rank` in an all-to-all of blocks of any lengths by pairwise exchange, from [`Memory::Input`](super::Memory::Input)
+/// to [`Memory::Vector`](super::Memory::Vector). Both memories hold their blocks in rank order: `send_lens[r]` elements for rank `r`, and
+/// `receive_lens[r]` elements from rank `r`.
 ///
-/// Appends the steps of `rank` to `steps`: a copy and `N - 1` exchanges; the bytes are those of the blocks.
+/// Costs one copy and `N - 1` exchanges for `N` ranks. Each block is sent once.
 ///
 /// # Panics
-/// If `rank` has no length, the two do not have one for each rank, or the rank's own two differ.
+/// If `rank` is not below `send_lens.len()`, the two lists differ in length, or their lengths for `rank` itself differ.
 pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usize], steps: &mut Vec<Step>) {
     let world_size = send_lens.len();
     assert_member(rank, world_size);
@@ -53,24 +54,23 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
     }
 }
 
-/// All-to-all with blocks of any lengths in two levels, from [`Memory::Input`](super::Memory::Input) to
-/// [`Memory::Vector`](super::Memory::Vector): `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`. In both memories the
-/// blocks lie one after the other, by rank (Rajbhandari et al.: "DeepSpeed-MoE: advancing mixture-of-experts inference and
-/// training to power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive mixture-of-experts at scale", 2023).
+/// Appends the steps of `rank` in a two-level all-to-all of blocks of any lengths, from [`Memory::Input`](super::Memory::Input) to
+/// [`Memory::Vector`](super::Memory::Vector). `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`. Both memories hold their
+/// blocks one after the other, in rank order (Rajbhandari et al.: "DeepSpeed-MoE: advancing mixture-of-experts inference and training to
+/// power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive mixture-of-experts at scale", 2023).
 ///
-/// First a rank gives each rank of its host its blocks for the ranks with that local rank on all hosts, so that blocks for one
-/// host lie side by side. Then ranks with the same local rank swap the blocks of their hosts in one message.
+/// First, each rank sends every rank of its host the blocks for the ranks with the receiver's local rank on all hosts, so that blocks for
+/// one host become contiguous. Then ranks with the same local rank exchange the blocks for their hosts in one message each.
 ///
-/// Appends the steps of `rank` to `steps`, on `H` hosts of `L` ranks: `H` copies, `H (L - 1)` exchanges within the host and `H -
-/// 1` across hosts, where the pairwise algorithm has `(H - 1) L`. The bytes that leave a host are those of its blocks for other
-/// hosts, as with the pairwise algorithm. Of these blocks, those for ranks with another local rank than their sender's also travel
-/// within the host: `1 - 1 / L` of the bytes if blocks are equally long. Where the ranks of a host do not follow each other, what
-/// comes from other hosts is copied once more, by `N - L` copies.
+/// On `H` hosts of `L` ranks, a rank has `H` copies, `H (L - 1)` exchanges within the host and `H - 1` across hosts, where the pairwise
+/// algorithm has `(H - 1) L`. The bytes that leave a host are its blocks for other hosts, as with the pairwise algorithm. Blocks of these
+/// for ranks with another local rank than their sender's also travel within the host: `1 - 1 / L` of the bytes if blocks are equally long.
+/// If the ranks of a host are not consecutive, blocks received from other hosts are copied once more, by `N - L` copies.
 ///
-/// On one host, on hosts of one rank or of different numbers of ranks, the steps are those of [`all_to_all_variable`].
+/// On one host, on hosts of one rank, or on hosts of different numbers of ranks, the steps are the same as with [`all_to_all_variable`].
 ///
 /// # Panics
-/// If `rank` is outside of the hosts' ranks, or there is not one length for each rank to each rank.
+/// If `rank` is outside the world of `hosts`, or `lens` does not have `N * N` elements.
 pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], steps: &mut Vec<Step>) {
     let world_size = hosts.world_size();
     assert_member(rank, world_size);
@@ -84,7 +84,7 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     let (neighbours, ranks_per_host) = (hosts.ranks(own_host), hosts.ranks(own_host).len());
     let with_local_rank = |local_rank: usize, host: usize| hosts.ranks(host)[local_rank].0;
     let of_host = |host: usize| host * ranks_per_host..(host + 1) * ranks_per_host;
-    // In scratch: what the ranks of this host have for ranks with this one's local rank, by host; then what arrives.
+    // Scratch holds the blocks of this host's ranks for ranks with this local rank, by host; then the received blocks.
     let relay_len = |host: usize, from: &Rank| match host == own_host {
         true => 0,
         false => lens[from.0 * world_size + with_local_rank(local_rank, host)],
@@ -96,7 +96,7 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
         true => place(&receive_lens, neighbours[from].0).into(),
         false => Span::scratch(place(&relay_lens, of_host(host).start + from)),
     };
-    // Within the host: from the input to where it goes on from, so nothing is packed.
+    // Within the host, blocks go from the input to the place from which they are sent on, so no packing is needed.
     steps.extend((0..hosts.num_hosts()).map(|host| Step::Copy {
         from: Span::input(place(send_lens, with_local_rank(local_rank, host))),
         to: relayed(local_rank, host),
@@ -130,19 +130,20 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     }
 }
 
-/// Where the block of a rank lies, if blocks of these lengths lie one after the other.
+/// Returns the range of block `of` if blocks of these lengths are stored one after the other.
 fn place(lens: &[usize], of: usize) -> Range<usize> {
     places(lens, of..of + 1)
 }
 
-/// Where several blocks lie that follow each other.
+/// Returns the range of several consecutive blocks.
 fn places(lens: &[usize], of: Range<usize>) -> Range<usize> {
     let start = lens[..of.start].iter().sum();
     start..start + lens[of].iter().sum::<usize>()
 }
 
-/// All-to-all in place in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all communications in multiport
-/// message-passing systems", 1997): a block travels by the powers of two that make up its distance, with all of the same hop.
+/// Appends the steps of an in-place all-to-all in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all
+/// communications in multiport message-passing systems", 1997). A block travels by the powers of two whose sum is its distance, in one
+/// message with all blocks of the same hop.
 pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
     let world_size = own.world_size();
     if world_size == 1 {
@@ -150,7 +151,7 @@ pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
     }
     let block_len = own.blocks.len / world_size;
     let elements = |blocks: Range<usize>| blocks.start * block_len..blocks.end * block_len;
-    // In scratch: by distance to go, then what leaves in a round, then what arrives.
+    // Scratch holds the blocks by their distance to go, then the blocks sent in a round, then the blocks received in it.
     let (outgoing_start, incoming_start) = (world_size, world_size + world_size / 2);
     let at =
         |start: usize, range: Range<usize>| Span::scratch(elements(start + range.start..start + range.end));

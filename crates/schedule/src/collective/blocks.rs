@@ -2,9 +2,10 @@ use super::hosts::{Hosts, assert_member};
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// The block of `rank` in an even split of `len` elements: the first `len % world_size` blocks have one element more.
+/// Returns the block of `rank` in an even split of `len` elements. The first `len % world_size` blocks are one element longer.
 ///
-/// A rank's share in every collective that distributes a vector. Blocks of consecutive ranks evenly split what they cover.
+/// This is a rank's share in every collective that distributes a vector. The blocks of consecutive ranks evenly split the range that they
+/// cover.
 ///
 /// # Panics
 /// If `rank` is not below `world_size`.
@@ -13,13 +14,14 @@ pub fn block(rank: Rank, world_size: usize, len: usize) -> Range<usize> {
     border(rank.0, world_size, len)..border(rank.0 + 1, world_size, len)
 }
 
-/// Bytes of a segment: what stays in cache from one step to the next, on both sides of a link.
+/// Maximum bytes of a segment, so that it stays in cache from one step to the next on both sides of a link.
 const SEGMENT_BYTES: usize = 1 << 20;
 
-/// The parts in which an all-reduce over links within one host takes a vector: as few and as even as possible, of at most 1 MiB,
-/// because a longer vector leaves the caches between steps. Between hosts it is one part: each step more costs a latency.
+/// Returns the segments into which an all-reduce splits a vector. Within one host these are as few and as even as possible, of at most 1
+/// MiB, because a longer vector leaves the caches between steps. Between hosts there is one segment, because each further step costs a
+/// latency.
 ///
-/// Costs the steps of the algorithm for each part, and the same bytes. Canonical algorithms stay canonical.
+/// Each segment costs all steps of the algorithm; the bytes stay the same. Canonical algorithms stay canonical.
 pub fn segments(
     hosts: &Hosts,
     len: usize,
@@ -32,10 +34,10 @@ pub fn segments(
     (0..num_segments).map(move |index| border(index, num_segments, len)..border(index + 1, num_segments, len))
 }
 
-/// The elements that `rank` computes in a direct all-reduce: it reads this range of every rank's buffer, reduces it in the order of
-/// [`canonical_terms`](super::canonical_terms) and writes it into every buffer, all between two synchronisations.
+/// Returns the elements that `rank` computes in a direct all-reduce. The rank reads this range of every rank's buffer, reduces it in the
+/// order of [`canonical_terms`](super::canonical_terms) and writes the result into every buffer, all between two synchronisations.
 ///
-/// The ranges cover `0..len` in rank order; inner borders are multiples of `granule`, so that no two ranks write one cache line.
+/// The ranges cover `0..len` in rank order. Inner borders are multiples of `granule` elements, so that no two ranks write one cache line.
 ///
 /// # Panics
 /// If `rank` is not below `world_size`, or `granule` is 0.
@@ -44,13 +46,14 @@ pub fn owned_range(rank: Rank, world_size: usize, len: usize, granule: usize) ->
     (granules.start * granule).min(len)..(granules.end * granule).min(len)
 }
 
-/// The first element of block `index` of an even split into `num_blocks`.
+/// Returns the first element of block `index` in an even split of `len` elements into `num_blocks`.
 fn border(index: usize, num_blocks: usize, len: usize) -> usize {
     let (share, rest) = (len / num_blocks, len % num_blocks);
     share * index + rest.min(index)
 }
 
-/// The blocks of an operation's ranks in an even split: each rank takes `run` blocks, the next begins `stride` blocks later.
+/// The blocks of an operation's ranks in an even split. Each rank owns `run` consecutive blocks; the next rank's blocks begin `stride`
+/// blocks later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Blocks {
     pub(super) len: usize,
@@ -61,17 +64,17 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// [`block`] of every rank.
+    /// Creates one [`block`] per rank.
     pub(super) fn even(world_size: usize, len: usize) -> Self {
         Blocks { len, num_blocks: world_size, first: 0, stride: 1, run: 1 }
     }
 
-    /// Of `num_blocks`, all blocks of a host of `ranks_per_host` ranks for the one rank of it that takes part.
+    /// Creates the blocks of one rank per host, which owns all `ranks_per_host` blocks of its host, out of `num_blocks`.
     pub(super) fn of_hosts(num_blocks: usize, ranks_per_host: usize, len: usize) -> Self {
         Blocks { len, num_blocks, first: 0, stride: ranks_per_host, run: ranks_per_host }
     }
 
-    /// Of `num_blocks`, the own block of the rank with that number on each host.
+    /// Creates the blocks of the ranks with `local_rank`, one on each host. Each rank owns its own block, out of `num_blocks`.
     pub(super) fn of_column(num_blocks: usize, ranks_per_host: usize, local_rank: usize, len: usize) -> Self {
         Blocks { len, num_blocks, first: local_rank, stride: ranks_per_host, run: 1 }
     }
@@ -90,7 +93,7 @@ impl Blocks {
         at(first)..at(first + self.run)
     }
 
-    /// The blocks of consecutive ranks, as one range; they must touch.
+    /// Returns the blocks of consecutive ranks as one range. Requires contiguous blocks.
     pub(super) fn of_all(&self, ranks: Range<usize>) -> Range<usize> {
         debug_assert!(self.are_contiguous(), "blocks with gaps are no range");
         let at = |rank| border(self.first + rank * self.stride, self.num_blocks, self.len);

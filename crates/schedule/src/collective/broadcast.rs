@@ -1,10 +1,10 @@
 use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step, ring, tree};
 
-/// Broadcast from the root along a binomial tree.
+/// Appends the steps of a broadcast from the root along a binomial tree.
 pub(super) fn binomial(own: &Own, steps: &mut Vec<Step>) {
     let (world_size, whole) = (own.world_size(), || 0..own.blocks.len);
-    // Counted from the root.
+    // The rank's number, counted from the root.
     let place = (own.rank + world_size - own.root) % world_size;
     if place != 0 {
         let distance = 1 << place.trailing_zeros();
@@ -17,8 +17,8 @@ pub(super) fn binomial(own: &Own, steps: &mut Vec<Step>) {
     }
 }
 
-/// Broadcast of long vectors: the root scatters blocks along a binomial tree, and a ring gathers them (Barnett et al.:
-/// "Interprocessor collective communication library (InterCom)", 1994).
+/// Appends the steps of a broadcast of long vectors: the root scatters blocks along a binomial tree, and a ring gathers them (Barnett et
+/// al.: "Interprocessor collective communication library (InterCom)", 1994).
 pub(super) fn scatter_all_gather(own: &Own, steps: &mut Vec<Step>) {
     tree::scatter(own, steps);
     ring::all_gather(own, steps);

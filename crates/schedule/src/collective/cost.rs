@@ -6,17 +6,17 @@ use super::{
     simulate,
 };
 
-/// What a message costs.
+/// Cost of a message over a link.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinkCost {
-    /// Seconds of a message without payload.
+    /// Seconds for a message without payload.
     pub latency_seconds: f64,
-    /// Seconds more for each byte of payload.
+    /// Additional seconds per byte of payload.
     pub seconds_per_byte: f64,
 }
 
 impl LinkCost {
-    /// From the units in which people measure links.
+    /// Creates the cost from a latency in microseconds and a bandwidth in GB/s (10^9 bytes per second).
     pub fn of(latency_microseconds: f64, gigabytes_per_second: f64) -> Self {
         LinkCost {
             latency_seconds: latency_microseconds * 1e-6,
@@ -25,17 +25,17 @@ impl LinkCost {
     }
 }
 
-/// What the algorithms without steps cost, those by memory that the ranks of a host share.
+/// Cost of direct algorithms, which have no steps and use memory that the ranks of a host share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DirectCost {
-    /// Seconds until all ranks of a host know that all have come.
+    /// Seconds until all ranks of a host know that all ranks have arrived.
     pub synchronisation_seconds: f64,
-    /// Seconds for each byte that a rank reads or writes in the memory of others, while all do.
+    /// Seconds per byte that a rank reads or writes in the memory of other ranks, while all ranks do so.
     pub seconds_per_byte: f64,
 }
 
 impl DirectCost {
-    /// From the units in which people measure memory.
+    /// Creates the cost from a synchronisation time in microseconds and a bandwidth in GB/s (10^9 bytes per second).
     pub fn of(synchronisation_microseconds: f64, gigabytes_per_second: f64) -> Self {
         DirectCost {
             synchronisation_seconds: synchronisation_microseconds * 1e-6,
@@ -44,26 +44,26 @@ impl DirectCost {
     }
 }
 
-/// What the machines cost; all ranks of a group must have the same.
+/// Cost model of the machines. All ranks of a group must use the same model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CostModel {
-    /// Between two ranks of a host.
+    /// Links between two ranks of a host.
     pub within: LinkCost,
-    /// Between ranks of different hosts; the bandwidth is shared by the ranks of a host.
+    /// Links between ranks of different hosts. The ranks of a host share the bandwidth.
     pub across: LinkCost,
-    /// Memory that all ranks of a host share, if there is.
+    /// Memory that all ranks of a host share, if available.
     pub direct: Option<DirectCost>,
-    /// Seconds for each byte of a received message that is reduced.
+    /// Seconds per byte of a received message that is reduced.
     pub reduce_seconds_per_byte: f64,
-    /// Seconds for each byte copied within a rank.
+    /// Seconds per byte copied within a rank.
     pub copy_seconds_per_byte: f64,
 }
 
-/// The algorithm with the least predicted time, the first of equals; with `canonical_only` among the [canonical](is_canonical)
-/// ones. Flat algorithms are [simulated](simulate()), of hierarchical ones each phase. Deterministic, so all ranks with the same
-/// arguments choose the same.
+/// Returns the algorithm with the least predicted time; of equal times, the first. With `canonical_only`, only [canonical](is_canonical)
+/// algorithms are candidates. Flat algorithms are [simulated](simulate()); for hierarchical ones, each phase is simulated. The choice is
+/// deterministic, so all ranks with the same arguments choose the same algorithm.
 ///
-/// Takes milliseconds with dozens of ranks: an executor keeps the choice.
+/// Takes milliseconds with dozens of ranks, so an executor should cache the choice.
 pub fn choose(
     collective: Collective,
     hosts: &Hosts,
@@ -89,11 +89,11 @@ pub(super) struct Predictor<'a> {
     hosts: &'a Hosts,
     element_bytes: usize,
     model: &'a CostModel,
-    /// Phases that were timed already, by all that their time depends on.
+    /// Seconds of phases that were predicted already, with all inputs that they depend on.
     timed: Vec<(PhaseKey, f64)>,
 }
 
-/// What is done, how, by how many, and how many such phases share a host's link.
+/// The collective, the algorithm, the number of members, and how many such phases share a host's link.
 type PhaseKey = (Collective, FlatAlgorithm, usize, Option<usize>);
 
 impl<'a> Predictor<'a> {
@@ -106,7 +106,7 @@ impl<'a> Predictor<'a> {
         Predictor { collective, hosts, element_bytes, model, timed: Vec::new() }
     }
 
-    /// Panics if the algorithm does not [fit](super::fits).
+    /// Returns the predicted seconds of an algorithm. Panics if the algorithm does not [fit](super::fits).
     pub(super) fn predict(&mut self, algorithm: Algorithm) -> f64 {
         match algorithm {
             Algorithm::Flat(FlatAlgorithm::Direct) => self.direct(self.collective, self.hosts.world_size()),
@@ -118,7 +118,7 @@ impl<'a> Predictor<'a> {
         }
     }
 
-    /// The phases of that host's leader which take the longest, one after the other.
+    /// Returns the total seconds of the phases of a host's leader, for the host where they take longest.
     fn hierarchical(&mut self, levels: Hierarchy) -> f64 {
         let (collective, hosts) = (self.collective, self.hosts);
         let leaders = leaders_of(collective);

@@ -1,25 +1,25 @@
-//! All-reduce along two binary trees at once (Sanders, Speck, Träff: "Two-tree algorithms for full bandwidth
-//! broadcast, reduction and scan", 2009). Each tree carries half of the vector, chunk by chunk. A rank that passes on what
-//! it gets from others in one tree only hands in its own in the other, so all links are busy in both directions.
+//! All-reduce along two binary trees at once (Sanders, Speck, Träff: "Two-tree algorithms for full bandwidth broadcast, reduction and
+//! scan", 2009). Each tree carries half of the vector, chunk by chunk. A rank that is an inner node of one tree is a leaf of the other, so
+//! all links are busy in both directions.
 
 use super::blocks::Blocks;
 use super::own::Own;
 use super::{Action, Incoming, Outgoing, Side, Step};
 use trireme_base::Rank;
 
-/// Elements of a chunk, if there are not more than [`CHUNKS_MAX`].
+/// Elements of a chunk, if there are not more than [`CHUNKS_MAX`] chunks.
 const CHUNK_LEN: usize = 16 * 1024;
 const CHUNKS_MAX: usize = 64;
 
-/// Chunks into which each half of a vector of `len` elements is cut.
+/// Returns the number of chunks into which each half of a vector of `len` elements is split.
 pub(super) fn num_chunks(len: usize) -> usize {
     (len / 2).div_ceil(CHUNK_LEN).clamp(1, CHUNKS_MAX)
 }
 
-/// All-reduce: up both trees, then down both.
+/// Appends the steps of an all-reduce: up both trees, then down both.
 ///
-/// All ranks share time slots, in each of which a rank sends and receives at most one message: an edge of colour `c` carries a
-/// chunk in every slot that is `c` modulo 2, once the subtree below it can have reduced the first.
+/// All ranks share time slots. In each slot, a rank sends at most one message and receives at most one. An edge of colour `c` carries a
+/// chunk in every slot that is `c` modulo 2, once the subtree below it can have reduced the first chunk.
 pub(super) fn all_reduce(own: &Own, steps: &mut Vec<Step>) {
     all_reduce_by(num_chunks(own.blocks.len), own, steps);
 }
@@ -37,7 +37,7 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &Own, steps: &mut Vec<Step>)
         let chunk = Blocks::even(num_chunks, half.len()).of(index);
         half.start + chunk.start..half.start + chunk.end
     };
-    // The chunk that passes an edge in a slot, if it begins to carry `delay` pairs of slots after the first.
+    // The chunk that passes an edge in a slot, if the edge starts `delay` pairs of slots after the first pair.
     let passing = |edge: &Edge, slot: usize, delay: usize| {
         let index = (slot / 2).checked_sub(delay).filter(|&index| index < num_chunks)?;
         (slot % 2 == edge.colour).then(|| chunk(edge.tree, index))
@@ -53,7 +53,7 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &Own, steps: &mut Vec<Step>)
         push_exchange(send, receive, steps);
     }
     for slot in slots() {
-        // The edges of the root, which come first, belong to subtrees of at most `height - 1` levels.
+        // The edges of the root start first. The subtrees below them have at most `height - 1` levels.
         let on = |edge: &Edge| passing(edge, slot, height - 1 - edge.level);
         let send = edges.down.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.child, on(edge)?)));
         let receive = edges.up.iter().flatten().find_map(|edge| Some(Incoming::copy(edge.parent, on(edge)?)));
@@ -67,14 +67,14 @@ fn push_exchange(send: Option<Outgoing>, receive: Option<Incoming>, steps: &mut 
     }
 }
 
-/// Two binary trees over the same ranks. A tree is a numbering of the ranks from 1: a number is below the one that
-/// has its lowest bit cleared and the next higher one set, so odd numbers are leaves and all others are not. The second
-/// numbering makes odd what is even in the first.
+/// Two binary trees over the same ranks. A tree is a numbering of the ranks from 1. The parent of a number has the number's lowest set bit
+/// cleared and the next higher bit set, so odd numbers are leaves and even numbers are inner nodes. Ranks with an even number in the first
+/// tree have an odd number in the second.
 struct Trees {
     world_size: usize,
 }
 
-/// The way between a rank and its parent in one of the trees.
+/// The edge between a rank and its parent in one of the trees.
 #[derive(Debug, Clone, Copy)]
 struct Edge {
     tree: usize,
@@ -82,15 +82,15 @@ struct Edge {
     parent: usize,
     /// Levels below the child.
     level: usize,
-    /// On which side of a reduction the parent's elements stand: numbers below its own come first.
+    /// The side of a reduction on which the parent's elements are. Elements of lower tree numbers are on the left.
     side_of_parent: Side,
     colour: usize,
 }
 
 struct Edges {
-    /// To its parents.
+    /// Edges to its parents.
     up: [Option<Edge>; 2],
-    /// To its children, which it has in one of the trees.
+    /// Edges to its children, which are all in one of the trees.
     down: [Option<Edge>; 2],
 }
 
@@ -101,7 +101,7 @@ enum End {
 }
 
 impl Trees {
-    /// The number of a rank in a tree.
+    /// Returns the number of a rank in a tree.
     fn number(&self, tree: usize, rank: usize) -> usize {
         match (tree, self.world_size.is_multiple_of(2)) {
             (0, _) => rank + 1,
@@ -110,7 +110,7 @@ impl Trees {
         }
     }
 
-    /// The rank of a number in a tree.
+    /// Returns the rank of a number in a tree.
     fn rank(&self, tree: usize, number: usize) -> usize {
         match (tree, self.world_size.is_multiple_of(2)) {
             (0, _) => number - 1,
@@ -119,14 +119,14 @@ impl Trees {
         }
     }
 
-    /// The number above, 0 for none. Where the rule leads out of the world, the next lower ancestor takes the place.
+    /// Returns the number of the parent, 0 for the root. If the rule leads beyond the last number, the next lower ancestor is the parent.
     fn parent(&self, number: usize) -> usize {
         let bit = number & number.wrapping_neg();
         let above = (number ^ bit) | (bit << 1);
         if above <= self.world_size { above } else { number ^ bit }
     }
 
-    /// The other number that has the same parent.
+    /// Returns the other number with the same parent.
     fn sibling(&self, number: usize) -> Option<usize> {
         self.children(self.parent(number)).into_iter().flatten().find(|&child| child != number)
     }
@@ -149,7 +149,7 @@ impl Trees {
         }
     }
 
-    /// The edge above a number; `None` for the root.
+    /// Returns the edge above a number; `None` for the root.
     fn edge(&self, tree: usize, number: usize) -> Option<Edge> {
         let parent = self.parent(number);
         (parent != 0).then(|| Edge {
@@ -162,8 +162,9 @@ impl Trees {
         })
     }
 
-    /// 0 or 1, so that the edges to a rank's two parents differ, and those to its two children. Each edge is thus bound to at most
-    /// two others; along the resulting chains and rings colours alternate. The lowest edge of a chain has colour 0.
+    /// Returns the colour of an edge, 0 or 1. The edges to a rank's two parents have different colours, and so have the edges to its two
+    /// children. Each edge thus constrains at most two others, and colours alternate along the resulting chains and rings. The lowest edge
+    /// of a chain or ring has colour 0.
     fn colour(&self, edge: (usize, usize)) -> usize {
         let mut lowest = (edge, 0);
         for first_end in [End::Child, End::Parent] {
@@ -181,7 +182,7 @@ impl Trees {
         lowest.1
     }
 
-    /// The other edge that the rank at an end has to choose between.
+    /// Returns the other edge at an end of this edge, which must have a different colour.
     fn bound(&self, (tree, number): (usize, usize), end: End) -> Option<(usize, usize)> {
         if end == End::Parent {
             return self.sibling(number).map(|sibling| (tree, sibling));

@@ -4,7 +4,7 @@ use super::{Collective, CollectiveKind, FlatAlgorithm, Step};
 use super::{all_gather, all_to_all, barrier, broadcast, double_tree, halving, linear, ring, tree};
 
 impl FlatAlgorithm {
-    /// Whether this algorithm does `collective` among the ranks of these blocks.
+    /// Whether this algorithm implements `collective` among the ranks of these blocks.
     pub(super) fn fits(self, collective: Collective, blocks: &Blocks) -> bool {
         match self {
             FlatAlgorithm::Direct => blocks.are_contiguous(),
@@ -23,14 +23,14 @@ impl FlatAlgorithm {
     /// Appends the steps of `rank` to `steps`.
     ///
     /// # Panics
-    /// If the algorithm does not do `collective`, or is [`Direct`](FlatAlgorithm::Direct), which has no steps.
+    /// If the algorithm does not implement `collective`, or is [`Direct`](FlatAlgorithm::Direct), which has no steps.
     pub(super) fn steps(self, collective: Collective, rank: usize, blocks: Blocks, steps: &mut Vec<Step>) {
         let make = self.maker(collective, &blocks);
         let make = make.unwrap_or_else(|| panic!("{self} has no steps for {collective}"));
         make(&Own { rank, root: collective.root().map_or(0, |root| root.0), blocks }, steps);
     }
 
-    /// What makes the steps of a rank, if this algorithm does `collective` by steps.
+    /// Returns the function that makes the steps of a rank, if this algorithm implements `collective` by steps.
     fn maker(self, collective: Collective, blocks: &Blocks) -> Option<fn(&Own, &mut Vec<Step>)> {
         use CollectiveKind as C;
         use FlatAlgorithm as A;
@@ -76,8 +76,8 @@ impl FlatAlgorithm {
     }
 }
 
-/// The synchronisations of a direct algorithm, and the bytes that the busiest rank reads and writes in others' memory, for vectors of `whole`
-/// bytes and blocks of `own`.
+/// Returns the number of synchronisations of a direct algorithm, and the bytes that the busiest rank reads and writes in other ranks'
+/// memory, for vectors of `whole` bytes and blocks of `own` bytes.
 pub(super) fn direct_work(kind: CollectiveKind, whole: f64, own: f64) -> (f64, f64) {
     use CollectiveKind as C;
     match kind {

@@ -3,16 +3,17 @@ use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 
-/// All-reduce for long vectors: reduce-scatter by vector halving and distance doubling, then its mirror (Thakur, Rabenseifner,
-/// Gropp: "Optimization of collective communication operations in MPICH", 2005, on reduce and allreduce). Neighbours pair first, so
-/// the order is canonical. A rank of a folded pair sends `len` elements more.
+/// Appends the steps of an all-reduce for long vectors: reduce-scatter by vector halving and distance doubling, then the same exchanges in
+/// reverse (Thakur, Rabenseifner, Gropp: "Optimization of collective communication operations in MPICH", 2005, on reduce and allreduce).
+/// Neighbours pair first, so the order is canonical. A rank of a folded pair sends `len` elements more.
 pub(super) fn all_reduce_halving_doubling(own: &Own, steps: &mut Vec<Step>) {
     let first = steps.len();
     halve(own, &Folding::new(own.world_size(), 0), steps);
     mirror(first..steps.len(), steps);
 }
 
-/// All-reduce for short vectors (same paper): half the steps of [`all_reduce_halving_doubling`], on whole vectors, with equal bits.
+/// Appends the steps of an all-reduce for short vectors (same paper): half the steps of [`all_reduce_halving_doubling`], on full vectors,
+/// with equal bits.
 pub(super) fn all_reduce_recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     let (folding, first, whole) = (Folding::new(own.world_size(), 0), steps.len(), || 0..own.blocks.len);
     let leaf = folding.fold(own.rank, whole, steps);
@@ -24,8 +25,8 @@ pub(super) fn all_reduce_recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     mirror(folds, steps);
 }
 
-/// Reduction to the root for long vectors: the first half of [`all_reduce_halving_doubling`], then of each two partners
-/// the one on the root's side takes over what the other has (same paper).
+/// Appends the steps of a reduction to the root for long vectors (same paper): the first half of [`all_reduce_halving_doubling`]; then, of
+/// each two partners, the partner on the root's side receives the elements of the other.
 pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
     let folding = Folding::new(own.world_size(), own.root);
     let Some(first_step) = halve(own, &folding, steps) else { return };
@@ -44,10 +45,11 @@ pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
     }
 }
 
-/// Reduce-scatter in canonical order (recursive halving, neighbours first): partners at doubling distances exchange the blocks that
-/// the other one's side keeps, one message each. The second rank of a folded pair hands in its vector and gets its block.
+/// Appends the steps of a reduce-scatter in canonical order (recursive halving, neighbours first). Partners at doubling distances exchange
+/// the blocks that the other partner's side keeps, in one message for each leaf. The second rank of a folded pair sends its vector to the
+/// first and receives its block in the end.
 ///
-/// The blocks must touch if the number of ranks is no power of two.
+/// Blocks must be contiguous if the number of ranks is not a power of two.
 pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {
     let Own { rank, blocks, .. } = *own;
     let folding = Folding::new(own.world_size(), 0);
@@ -73,8 +75,8 @@ pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {
     }));
 }
 
-/// Reduce-scatter among a power of two of leaves, after folding: partners at doubling distances exchange halves of what both
-/// still work on. Where these steps begin, if the rank stands for a leaf.
+/// Appends the steps of a reduce-scatter among a power of two of leaves, after folding: partners at doubling distances exchange halves of
+/// the range that both still work on. Returns the index of the first step after folding, or `None` if the rank does not represent a leaf.
 fn halve(own: &Own, folding: &Folding, steps: &mut Vec<Step>) -> Option<usize> {
     let mut range = 0..own.blocks.len;
     let leaf = folding.fold(own.rank, || 0..own.blocks.len, steps)?;
@@ -91,7 +93,7 @@ fn halve(own: &Own, folding: &Folding, steps: &mut Vec<Step>) -> Option<usize> {
     Some(first)
 }
 
-/// Appends what undoes some steps, from the last one to the first.
+/// Appends the steps that undo the steps `done`, from the last to the first.
 fn mirror(done: Range<usize>, steps: &mut Vec<Step>) {
     for index in done.rev() {
         let mut step = steps[index].clone();

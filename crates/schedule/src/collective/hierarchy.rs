@@ -1,22 +1,22 @@
-//! Two-level algorithms as a list of flat ones, each among some of the ranks.
+//! Two-level algorithms as lists of phases, each a flat algorithm among some of the ranks.
 
 use super::blocks::Blocks;
 use super::{Collective, CollectiveKind, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, block};
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// A flat collective among some of the ranks: one part of a hierarchical one.
+/// A phase of a hierarchical collective: a flat collective among some of the ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Phase {
-    /// Who takes part.
+    /// The ranks that take part.
     pub members: Members,
-    /// What they do. Its root is a number among the members, its length that of `range`.
+    /// The collective among the members. Its root is an index among the members, and its length is the length of `range`.
     pub collective: Collective,
-    /// How they do it. [`FlatAlgorithm::Direct`] occurs among the ranks of a host only.
+    /// The algorithm of the phase. [`FlatAlgorithm::Direct`] occurs only among the ranks of a host.
     pub algorithm: FlatAlgorithm,
-    /// The part of the whole vector that it is done on.
+    /// The range of the full vector that the phase works on.
     pub range: Range<usize>,
-    /// Where the members' blocks lie in `range`.
+    /// The members' blocks within `range`.
     pub(super) blocks: Blocks,
 }
 
@@ -25,17 +25,17 @@ pub struct Phase {
 pub enum Members {
     /// All ranks of a host.
     Host(usize),
-    /// One rank of each host: `local_rank` is its number there. On the host of `root` it is the root instead.
+    /// One rank of each host: the rank with `local_rank`, but `root` on the host of `root`.
     Across {
-        /// Number on its host.
+        /// Local rank of the members.
         local_rank: usize,
-        /// The rank that must be among them.
+        /// A rank that must be among the members.
         root: Option<Rank>,
     },
 }
 
 impl Members {
-    /// How many they are.
+    /// Returns the number of members.
     pub fn len(self, hosts: &Hosts) -> usize {
         match self {
             Members::Host(host) => hosts.ranks(host).len(),
@@ -43,7 +43,7 @@ impl Members {
         }
     }
 
-    /// The member with a number.
+    /// Returns the member with an index: a local rank within a host, or a host across hosts.
     ///
     /// # Panics
     /// If there is no such member.
@@ -69,7 +69,7 @@ impl Phase {
     /// Appends the steps of `rank` to `steps`.
     ///
     /// # Panics
-    /// If `rank` is no member, or the algorithm has no steps ([`FlatAlgorithm::Direct`]).
+    /// If `rank` is not a member, or the algorithm has no steps ([`FlatAlgorithm::Direct`]).
     pub fn steps(&self, hosts: &Hosts, rank: Rank, steps: &mut Vec<Step>) {
         let index = self.members.index_of(hosts, rank);
         assert_eq!(self.members.rank(hosts, index), rank, "only members have steps");
@@ -89,11 +89,11 @@ impl Phase {
     }
 }
 
-/// Appends the phases of `rank` in a hierarchical algorithm to `phases`, in order. An executor may do a phase in its
-/// own way, or by [`Phase::steps`]. Phases with a single member are left out.
+/// Appends the phases of `rank` in a hierarchical algorithm to `phases`, in order. An executor may execute a phase in its own way, or by
+/// [`Phase::steps`]. Phases with a single member are left out.
 ///
 /// # Panics
-/// If `rank` or the root is outside of the world, or the hierarchy does not fit ([`fits`](super::fits)).
+/// If `rank` or the root is outside the world, or the hierarchy does not fit ([`fits`](super::fits)).
 pub fn phases(
     collective: Collective,
     hierarchy: Hierarchy,
@@ -105,7 +105,7 @@ pub fn phases(
     for_each_phase(collective, hierarchy, hosts, rank, &mut |phase| phases.push(phase));
 }
 
-/// Visits the phases of `rank` in order.
+/// Visits the phases of `rank` in order. Phases with a single member are left out.
 pub(super) fn for_each_phase(
     collective: Collective,
     hierarchy: Hierarchy,
@@ -125,12 +125,12 @@ pub(super) fn for_each_phase(
     }
 }
 
-/// Whether there are two levels, and an algorithm for each phase.
+/// Whether the hosts have two levels, and there is an algorithm for each phase.
 pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
     use CollectiveKind as C;
     let has_levels = 1 < hosts.num_hosts() && hosts.num_hosts() < hosts.world_size();
     let are_equal = hosts.ranks_per_host().is_some();
-    // Blocks of a host are one range only if its ranks follow each other.
+    // The blocks of a host are one range only if its ranks are consecutive.
     let suit_hosts = match (collective.kind, hierarchy.leaders) {
         (C::AllGather | C::ReduceScatter, _) | (C::Gather | C::Scatter, Leaders::One) => {
             are_equal && hosts.are_runs()
@@ -143,14 +143,14 @@ pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) 
     level_fits && all_phases(collective, hierarchy, hosts, Phase::fits)
 }
 
-/// Whether partial sums of hosts are subtrees of the canonical tree, and both levels keep its order.
+/// Whether partial sums of hosts are subtrees of the canonical tree, and the algorithms of both levels keep its order.
 pub(super) fn is_canonical(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
     let are_subtrees = hosts.are_runs() && hosts.ranks_per_host().is_some_and(usize::is_power_of_two);
     let keeps_order = || all_phases(collective, hierarchy, hosts, Phase::is_canonical);
     !collective.reduces() || (are_subtrees && keeps_order())
 }
 
-/// Whether all phases of all ranks pass; those of a host's leader are all that its ranks have.
+/// Whether `passes` holds for all phases of all ranks. Checking a host's leader is enough, because it has every phase of its host's ranks.
 fn all_phases(
     collective: Collective,
     hierarchy: Hierarchy,
@@ -165,7 +165,7 @@ fn all_phases(
     all_pass
 }
 
-/// The one leader of each host: the root, or the lowest rank.
+/// Returns one leader of each host: the root on its host, the lowest rank on the others.
 pub(super) fn leaders_of(collective: Collective) -> Members {
     Members::Across { local_rank: 0, root: collective.root() }
 }
@@ -178,7 +178,7 @@ struct Phases<'a> {
 }
 
 impl Phases<'_> {
-    /// A host's leader has all that its host has, and speaks with the other leaders.
+    /// Visits the phases with one leader per host. The leader holds all data of its host and communicates with the other leaders.
     fn visit_by_one(&self, visit: &mut dyn FnMut(Phase)) {
         use CollectiveKind as C;
         let (hosts, len) = (self.hosts, self.collective.len);
@@ -207,7 +207,7 @@ impl Phases<'_> {
         if leader == self.rank {
             let blocks = match self.collective.kind {
                 C::AllReduce | C::Reduce | C::Broadcast | C::Barrier => Blocks::even(hosts.num_hosts(), len),
-                // Each leader for the blocks of its host.
+                // Each leader owns the blocks of its host.
                 _ => Blocks::of_hosts(hosts.world_size(), self.ranks_per_host(), len),
             };
             let collective = self.collective.map_root(|root| Rank(hosts.host_of(root)));
@@ -216,7 +216,8 @@ impl Phases<'_> {
         after.into_iter().for_each(visit);
     }
 
-    /// Each rank of a host has one block of what its host has, and speaks with those that have the same block.
+    /// Visits the phases in which all ranks are leaders. Each rank of a host holds one block of the host's data, and communicates with the
+    /// ranks of other hosts that hold the same block.
     fn visit_by_all(&self, visit: &mut dyn FnMut(Phase)) {
         use CollectiveKind as C;
         let hosts = self.hosts;
@@ -228,7 +229,7 @@ impl Phases<'_> {
         let on_own = |collective| {
             self.across(column, collective, own.clone(), Blocks::even(hosts.num_hosts(), own_len))
         };
-        // Each for the own block of the whole.
+        // Each rank owns its own block of the full vector.
         let by_rank = |collective| {
             let blocks = Blocks::of_column(hosts.world_size(), self.ranks_per_host(), local_rank, len);
             self.across(column, collective, 0..len, blocks)
@@ -279,7 +280,7 @@ impl Phases<'_> {
         self.hosts.ranks_per_host().expect("the hierarchy fits hosts of as many ranks each")
     }
 
-    /// The blocks of the ranks of a host.
+    /// Returns the range of the blocks of a host's ranks.
     fn range_of_host(&self, host: usize) -> Range<usize> {
         Blocks::of_hosts(self.hosts.world_size(), self.ranks_per_host(), self.collective.len).of(host)
     }
@@ -298,8 +299,9 @@ impl Phases<'_> {
 }
 
 impl FlatAlgorithm {
-    /// How this algorithm, chosen for one level of `whole`, does the phase `part` of it: halving and doubling have one
-    /// half each of an all-reduce, and nothing but binomial trees gathers and scatters on the way.
+    /// Returns the algorithm of the phase `part` if this algorithm was chosen for one level of `whole`. In an all-reduce by halving and
+    /// doubling, the reduce-scatter is by recursive halving and the all-gather by recursive doubling. Intermediate gathers and scatters use
+    /// binomial trees, unless the algorithm is direct.
     fn part(self, whole: Collective, part: Collective) -> FlatAlgorithm {
         use CollectiveKind as C;
         use FlatAlgorithm as A;

@@ -1,18 +1,18 @@
 use trireme_base::Rank;
 
-/// Which host each rank of a group is on.
+/// The host of each rank of a group.
 ///
-/// Hosts are numbered from 0 by their lowest ranks; a rank's local rank counts the lower ranks on its host.
+/// Hosts are numbered from 0 by their lowest ranks. A rank's local rank is the number of lower ranks on its host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hosts {
     host_of: Vec<usize>,
     local_rank: Vec<usize>,
-    /// Of each host.
+    /// Ranks of each host.
     ranks: Vec<Vec<Rank>>,
 }
 
 impl Hosts {
-    /// From anything that tells hosts apart, one for each rank.
+    /// Creates the hosts from one identifier per rank. Ranks with equal identifiers are on the same host.
     ///
     /// # Panics
     /// If `ids` is empty.
@@ -32,7 +32,7 @@ impl Hosts {
         hosts
     }
 
-    /// All ranks on one host.
+    /// Places all ranks on one host.
     ///
     /// # Panics
     /// If `world_size` is 0.
@@ -40,7 +40,7 @@ impl Hosts {
         Hosts::new(&vec![(); world_size])
     }
 
-    /// Each rank on a host of its own.
+    /// Places each rank on a host of its own.
     ///
     /// # Panics
     /// If `world_size` is 0.
@@ -48,35 +48,35 @@ impl Hosts {
         Hosts::new(&Vec::from_iter(0..world_size))
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.host_of.len()
     }
 
-    /// Number of hosts.
+    /// Returns the number of hosts.
     pub fn num_hosts(&self) -> usize {
         self.ranks.len()
     }
 
-    /// The host of a rank.
+    /// Returns the host of a rank.
     ///
     /// # Panics
-    /// If `rank` is outside of the world.
+    /// If `rank` is outside the world.
     pub fn host_of(&self, rank: Rank) -> usize {
         assert_member(rank, self.world_size());
         self.host_of[rank.0]
     }
 
-    /// The number of a rank on its host.
+    /// Returns the local rank of a rank: its index among the ranks of its host.
     ///
     /// # Panics
-    /// If `rank` is outside of the world.
+    /// If `rank` is outside the world.
     pub fn local_rank(&self, rank: Rank) -> usize {
         assert_member(rank, self.world_size());
         self.local_rank[rank.0]
     }
 
-    /// The ranks of a host, ascending.
+    /// Returns the ranks of a host, ascending.
     ///
     /// # Panics
     /// If there is no such host.
@@ -84,19 +84,19 @@ impl Hosts {
         &self.ranks[host]
     }
 
-    /// Ranks of each host, if they are equally many.
+    /// Returns the number of ranks per host, if all hosts have equally many.
     pub fn ranks_per_host(&self) -> Option<usize> {
         let first = self.ranks[0].len();
         self.ranks.iter().all(|ranks| ranks.len() == first).then_some(first)
     }
 
-    /// Whether the ranks of each host follow each other without a gap.
+    /// Whether the ranks of each host are consecutive.
     pub fn are_runs(&self) -> bool {
         self.host_of.is_sorted()
     }
 }
 
-/// Panics unless `rank` is one of `world_size` ranks: no algorithm has steps for another.
+/// Panics unless `rank` is below `world_size`: no algorithm has steps for other ranks.
 pub(super) fn assert_member(rank: Rank, world_size: usize) {
     assert!(rank.0 < world_size, "rank {rank} is outside of a world of {world_size}");
 }

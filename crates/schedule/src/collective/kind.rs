@@ -82,7 +82,7 @@ impl CollectiveKind {
         DataFlow { input, output, root, reduces }
     }
 
-    /// The collective on vectors of `len` elements, without a root.
+    /// Returns the collective on vectors of `len` elements, without a root.
     ///
     /// # Panics
     /// If the kind has a root.
@@ -91,7 +91,7 @@ impl CollectiveKind {
         Collective { kind: self, root: None, len }
     }
 
-    /// The collective on vectors of `len` elements; kinds without a root ignore `root`.
+    /// Returns the collective on vectors of `len` elements. Kinds without a root ignore `root`.
     pub const fn with_root(self, root: Rank, len: usize) -> Collective {
         let root = if self.data_flow().root.is_some() { Some(root) } else { None };
         Collective { kind: self, root, len }
@@ -112,7 +112,7 @@ pub struct Collective {
 }
 
 impl Collective {
-    /// The root, if the kind has one.
+    /// Returns the root, if the kind has one.
     pub const fn root(self) -> Option<Rank> {
         self.root
     }
@@ -151,7 +151,7 @@ impl Collective {
     }
 }
 
-/// Writes the operation's name, `all_reduce`.
+/// Writes the operation's name, such as `all_reduce`.
 impl fmt::Display for Collective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.kind.fmt(f)

@@ -1,7 +1,7 @@
 use super::own::Own;
 use super::{Incoming, Outgoing, Step};
 
-/// Every rank sends its block to the root, which takes one after the other.
+/// Appends the steps of a gather: every rank sends its block to the root, which receives one after the other.
 pub(super) fn gather(own: &Own, steps: &mut Vec<Step>) {
     let Own { rank, root, blocks } = *own;
     if rank != root {
@@ -12,7 +12,7 @@ pub(super) fn gather(own: &Own, steps: &mut Vec<Step>) {
     steps.extend(others.map(|from| Step::receive(Incoming::copy(from, blocks.of(from)))));
 }
 
-/// The root sends every rank its block, one after the other.
+/// Appends the steps of a scatter: the root sends every rank its block, one after the other.
 pub(super) fn scatter(own: &Own, steps: &mut Vec<Step>) {
     let first = steps.len();
     gather(own, steps);

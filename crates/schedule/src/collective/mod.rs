@@ -1,19 +1,19 @@
 //! Collective algorithms as per-rank steps: pure data that is executed, timed and tested alike.
 //!
 //! # Canonical order
-//! Every canonical reduction ([`is_canonical`]) gives each element as one fixed binary tree over the ranks, so all ranks, all such
-//! algorithms and all transports compute the same bits. For a power of two it pairs neighbours first: `(0 + 1) + (2 + 3)` for four
-//! ranks. Any other world size is `p + extra` ranks, with `p` the largest power of two below it: the first `2 * extra` ranks are
-//! folded into pairs, and the tree pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand
-//! always belongs to the lower ranks. [`canonical_terms`] writes the tree down. Other reductions have an order of their own, the
-//! same in every run.
+//! Every canonical reduction ([`is_canonical`]) computes each element by one fixed binary tree over the ranks, so all ranks, all canonical
+//! algorithms and all transports compute the same bits. With a power of two of ranks, the tree pairs neighbours first: `(0 + 1) + (2 + 3)`
+//! for four ranks. Any other world size is `p + extra` ranks, with `p` the largest power of two below it. The first `2 * extra` ranks are
+//! folded into pairs, and the tree pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand always
+//! belongs to the lower ranks. [`canonical_terms`] returns the tree. Other reductions have an order of their own, which is the same in
+//! every run.
 //!
-//! # One entry
-//! [`steps`] makes the steps of a rank for a [`Collective`] by an [`Algorithm`]; [`algorithms_for`] lists those that fit, and
-//! [`choose`] predicts which is the fastest. A hierarchical algorithm is also a list of [`phases`], so that an
-//! executor may do those within a host by shared memory.
+//! # Entry points
+//! [`steps`] appends the steps of a rank for a [`Collective`] by an [`Algorithm`]. [`algorithms_for`] lists the algorithms that fit, and
+//! [`choose`] predicts the fastest. A hierarchical algorithm is also available as a list of [`phases`], so that an executor may run the
+//! phases within a host through shared memory.
 //!
-//! Steps, bytes and sources of all algorithms are in `docs/collectives.md`; tests hold them to it.
+//! `docs/collectives.md` lists the steps, bytes and sources of all algorithms, and tests check them.
 
 mod algorithm;
 mod all_gather;
@@ -54,7 +54,7 @@ use blocks::Blocks;
 use hosts::assert_member;
 use trireme_base::Rank;
 
-/// Whether `algorithm` does `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all its ranks on one host.
+/// Whether `algorithm` implements `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all ranks on one host.
 pub fn fits(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
     match algorithm {
         Algorithm::Flat(FlatAlgorithm::Direct) => hosts.num_hosts() == 1,
@@ -63,7 +63,7 @@ pub fn fits(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool
     }
 }
 
-/// All algorithms that do `collective` on these hosts, in the order in which ties are decided.
+/// Returns all algorithms that implement `collective` on these hosts, in the order in which ties are decided.
 pub fn algorithms_for(collective: Collective, hosts: &Hosts) -> Vec<Algorithm> {
     let each = || FlatAlgorithm::ALL.into_iter();
     let levels = [Leaders::One, Leaders::All].into_iter().flat_map(|leaders| {
@@ -73,7 +73,7 @@ pub fn algorithms_for(collective: Collective, hosts: &Hosts) -> Vec<Algorithm> {
     all.filter(|&algorithm| fits(collective, algorithm, hosts)).collect()
 }
 
-/// Whether all reductions follow the canonical order, as all operations do that do not reduce: equal bits by all such algorithms.
+/// Whether all reductions follow the canonical order, so that all such algorithms give equal bits. True for collectives that do not reduce.
 pub fn is_canonical(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
     match algorithm {
         Algorithm::Flat(flat) => flat.is_canonical(collective),
@@ -84,8 +84,8 @@ pub fn is_canonical(collective: Collective, algorithm: Algorithm, hosts: &Hosts)
 /// Appends the steps of `rank` to `steps`.
 ///
 /// # Panics
-/// If `rank` or the root is outside of the world, the algorithm does not fit ([`fits`]), it has no steps
-/// ([`FlatAlgorithm::Direct`]), or an all-to-all's length is no multiple of the world size.
+/// If `rank` or the root is outside the world, the algorithm does not fit ([`fits`]) or has no steps ([`FlatAlgorithm::Direct`]), or the
+/// length of an all-to-all is not a multiple of the world size.
 pub fn steps(collective: Collective, algorithm: Algorithm, hosts: &Hosts, rank: Rank, steps: &mut Vec<Step>) {
     let world_size = hosts.world_size();
     assert_member(rank, world_size);

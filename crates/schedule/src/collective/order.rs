@@ -13,7 +13,8 @@ pub enum Term {
     Combine,
 }
 
-/// The canonical order over `world_size` ranks in postfix form. It leaves one of at most [`num_partials`] partials: the result.
+/// Returns the canonical order over `world_size` ranks in postfix form. Its evaluation needs a stack of [`num_partials`] partial results
+/// and leaves one, which is the result.
 ///
 /// # Panics
 /// If `world_size` is 0.
@@ -24,7 +25,10 @@ pub fn canonical_terms(world_size: usize) -> Vec<Term> {
     terms
 }
 
-/// Partial results that [`canonical_terms`] needs at once.
+/// Returns the number of partial results that [`canonical_terms`] needs at the same time.
+///
+/// # Panics
+/// If `world_size` is 0.
 pub fn num_partials(world_size: usize) -> usize {
     let depth = |depth: &mut usize, term| {
         match term {
@@ -56,7 +60,7 @@ fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<Ter
     }
 }
 
-/// The ranks as leaves of a balanced tree: the first `extra` leaves are pairs of neighbours, led by the root or their first rank.
+/// The ranks as leaves of a balanced tree. The first `extra` leaves are pairs of neighbours, led by the root or else by their first rank.
 pub(super) struct Folding {
     pub(super) num_leaves: usize,
     pub(super) extra: usize,
@@ -70,12 +74,12 @@ impl Folding {
         Folding { num_leaves, extra: world_size - num_leaves, root }
     }
 
-    /// The leaf that a rank belongs to.
+    /// Returns the leaf of a rank.
     pub(super) fn leaf(&self, rank: usize) -> usize {
         if rank < 2 * self.extra { rank / 2 } else { rank - self.extra }
     }
 
-    /// The rank that stands for a leaf.
+    /// Returns the rank that represents a leaf.
     pub(super) fn leader(&self, leaf: usize) -> usize {
         match leaf < self.extra {
             _ if leaf == self.leaf(self.root) => self.root,
@@ -84,12 +88,13 @@ impl Folding {
         }
     }
 
-    /// The other rank of the same leaf.
+    /// Returns the other rank of the same leaf, if the leaf is a pair.
     pub(super) fn other(&self, rank: usize) -> Option<usize> {
         (rank < 2 * self.extra).then_some(rank ^ 1)
     }
 
-    /// Appends what a rank of a folded pair does first. Returns the leaf it stands for, `None` if it hands `whole` in.
+    /// Appends the first step of a rank of a folded pair. Returns the leaf that the rank represents, or `None` if it sends `whole` to the
+    /// other rank of its pair.
     pub(super) fn fold(
         &self,
         rank: usize,

@@ -2,8 +2,9 @@ use super::own::Own;
 use super::{Action, Incoming, Outgoing, Side, Step};
 use trireme_base::Rank;
 
-/// Reduce-scatter around a ring (Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009):
-/// each block starts behind its owner and goes around to it, and each rank on the way adds its elements as the right operand.
+/// Appends the steps of a ring reduce-scatter (Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+/// 2009). Each block starts at the rank after its owner and travels around the ring to the owner. Each rank on the way adds its elements as
+/// the right operand.
 pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {
     let block = |distance| own.blocks.of(own.before(distance)).into();
     for step in 1..own.world_size() {
@@ -13,7 +14,7 @@ pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {
     }
 }
 
-/// All-gather around a ring: each rank passes on the block that it got last.
+/// Appends the steps of a ring all-gather: each rank sends on the block that it received last.
 pub(super) fn all_gather(own: &Own, steps: &mut Vec<Step>) {
     let block = |distance| own.blocks.of(own.before(distance));
     for step in 1..own.world_size() {

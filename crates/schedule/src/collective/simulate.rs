@@ -3,14 +3,14 @@ use super::{Action, Hosts, Outgoing, Step};
 use crate::engine::{Actor, Entry, Job, Length, run};
 use trireme_base::Rank;
 
-/// Seconds from the common start until the last rank has done its steps; `programs[r]` are those of rank `r`.
+/// Returns the seconds from the common start until the last rank has finished its steps. `programs[r]` are the steps of rank `r`.
 ///
-/// A message of `b` bytes takes `latency_seconds + b * seconds_per_byte` and occupies sender and receiver meanwhile (Hockney: "The
-/// communication challenge for MPP", 1994); a sender does not wait for its receiver. The ranks of a host share one link to other
-/// hosts, which carries one message out and one in at a time. Reducing and copying take time by bytes.
+/// A message of `b` bytes takes `latency_seconds + b * seconds_per_byte` and occupies sender and receiver for that time (Hockney: "The
+/// communication challenge for MPP", 1994). A sender does not wait for its receiver. The ranks of a host share one link to other hosts,
+/// which carries one outgoing and one incoming message at a time. Reductions and copies take time in proportion to their bytes.
 ///
 /// # Panics
-/// If there are not as many programs as ranks, or a rank waits for a message that is never sent.
+/// If there is not one program per rank, or a rank waits for a message that is never sent.
 pub fn simulate(programs: &[Vec<Step>], hosts: &Hosts, element_bytes: usize, model: &CostModel) -> f64 {
     assert_eq!(programs.len(), hosts.world_size(), "one program for each rank");
     let machine = Machine { hosts, element_bytes: element_bytes as f64, model };
@@ -65,7 +65,7 @@ impl Machine<'_> {
         let (from_host, to_host) = (self.hosts.host_of(rank), self.hosts.host_of(*to));
         let (length, lag) = self.seconds(rank, *to, span.range.len());
         let (length, lag) = (Length::Fixed(length), Length::Fixed(lag));
-        // Each host has a stream out and one in.
+        // Each host has one stream for outgoing messages and one for incoming messages.
         let streams = if from_host == to_host { Vec::new() } else { vec![2 * from_host, 2 * to_host + 1] };
         Box::new(Job { channel: self.channel(rank, *to), num_starts: 1, streams, load: 0, length, lag })
     }
@@ -74,7 +74,7 @@ impl Machine<'_> {
         from.0 * self.hosts.world_size() + to.0
     }
 
-    /// How long a message occupies its link, and how much later it arrives.
+    /// Returns how long a message occupies its link, and how much later it arrives, in seconds.
     fn seconds(&self, from: Rank, to: Rank, elements: usize) -> (f64, f64) {
         let is_within = self.hosts.host_of(from) == self.hosts.host_of(to);
         let link = if is_within { self.model.within } else { self.model.across };

@@ -1,18 +1,18 @@
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// Memory that steps work on, in elements of the operation's dtype.
+/// The memory that steps read and write, in elements of the operation's dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Memory {
-    /// What the operation gives back. An operation in place finds its input here, too.
+    /// The result of the operation. An in-place operation also finds its input here.
     Vector,
-    /// What an operation out of place reads, and leaves as it is.
+    /// The input of an out-of-place operation, which leaves it unchanged.
     Input,
-    /// Memory of the executor, as long as [`scratch_len`] of a rank's steps; undefined at first.
+    /// Working memory of the executor, of [`scratch_len`] elements for a rank's steps. Undefined at first.
     Scratch,
 }
 
-/// A range of elements of some memory.
+/// A range of elements of a memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Span {
@@ -23,32 +23,32 @@ pub struct Span {
 /// One step of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step {
-    /// At most one message out and one in at the same time. Elements are sent as they were before the step.
+    /// At most one outgoing and one incoming message at the same time. Elements are sent with their values from before the step.
     Exchange {
         /// The message to send.
         send: Option<Outgoing>,
         /// The message to wait for.
         receive: Option<Incoming>,
     },
-    /// Copies elements within the rank; the spans do not overlap.
+    /// Copies elements within the rank. The spans do not overlap.
     Copy {
-        /// From here.
+        /// The source.
         from: Span,
-        /// To here; as long as `from`.
+        /// The destination, as long as `from`.
         to: Span,
     },
 }
 
-/// A message out.
+/// An outgoing message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outgoing {
-    /// Who gets it.
+    /// The receiver.
     pub to: Rank,
-    /// The elements it carries; may be empty, and is sent all the same.
+    /// The elements to send. An empty message is sent all the same.
     pub span: Span,
 }
 
-/// A message in.
+/// An incoming message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Incoming {
@@ -57,14 +57,14 @@ pub struct Incoming {
     pub action: Action,
 }
 
-/// What a received message does to the elements it is for.
+/// The effect of a received message on the elements of its span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Replaces them.
+    /// Replaces the elements.
     Copy,
-    /// Is reduced with them.
+    /// Reduces the elements with the message.
     Reduce {
-        /// On which side of the operation the elements already there stand.
+        /// The operand side of the elements that are already there.
         own: Side,
     },
 }
@@ -78,18 +78,18 @@ pub enum Side {
 }
 
 impl Span {
-    /// Elements of [`Memory::Input`].
+    /// Creates a span of [`Memory::Input`].
     pub fn input(range: Range<usize>) -> Self {
         Span { memory: Memory::Input, range }
     }
 
-    /// Elements of [`Memory::Scratch`].
+    /// Creates a span of [`Memory::Scratch`].
     pub fn scratch(range: Range<usize>) -> Self {
         Span { memory: Memory::Scratch, range }
     }
 }
 
-/// Elements of [`Memory::Vector`].
+/// Creates a span of [`Memory::Vector`].
 impl From<Range<usize>> for Span {
     fn from(range: Range<usize>) -> Self {
         Span { memory: Memory::Vector, range }
@@ -97,19 +97,20 @@ impl From<Range<usize>> for Span {
 }
 
 impl Outgoing {
-    /// A message out.
+    /// Creates a message to rank `to`.
     pub fn new(to: usize, span: impl Into<Span>) -> Self {
         Outgoing { to: Rank(to), span: span.into() }
     }
 }
 
 impl Incoming {
-    /// A message that replaces what was there.
+    /// Creates a message that replaces the elements of its span.
     pub fn copy(from: usize, span: impl Into<Span>) -> Self {
         Incoming { from: Rank(from), span: span.into(), action: Action::Copy }
     }
 
-    /// A message that is reduced with what is there; the value of the lower rank is the left operand.
+    /// Creates a message that is reduced with the elements of its span. The value of the lower of the ranks `own` and `from` is the left
+    /// operand.
     pub fn reduce(own: usize, from: usize, span: impl Into<Span>) -> Self {
         let own = if own < from { Side::Left } else { Side::Right };
         Incoming { from: Rank(from), span: span.into(), action: Action::Reduce { own } }
@@ -117,22 +118,22 @@ impl Incoming {
 }
 
 impl Step {
-    /// A message out only.
+    /// Creates a step that only sends.
     pub fn send(send: Outgoing) -> Self {
         Step::Exchange { send: Some(send), receive: None }
     }
 
-    /// A message in only.
+    /// Creates a step that only receives.
     pub fn receive(receive: Incoming) -> Self {
         Step::Exchange { send: None, receive: Some(receive) }
     }
 
-    /// A message out and one in.
+    /// Creates a step that sends and receives.
     pub fn both(send: Outgoing, receive: Incoming) -> Self {
         Step::Exchange { send: Some(send), receive: Some(receive) }
     }
 
-    /// Makes it the step that brings back what this one sends, and sends back what it receives.
+    /// Turns an exchange into its reverse, which sends the received elements back and receives the sent ones. Leaves a copy unchanged.
     pub(super) fn undo(&mut self) {
         let Step::Exchange { send, receive } = self else { return };
         let back = receive.take().map(|receive| Outgoing { to: receive.from, span: receive.span });
@@ -140,7 +141,7 @@ impl Step {
         *send = back;
     }
 
-    /// Gives ranks other names, and moves elements of [`Memory::Vector`] `offset` elements on.
+    /// Maps the ranks by `name`, and shifts spans of [`Memory::Vector`] by `offset` elements.
     pub(super) fn relabel(&mut self, name: impl Fn(Rank) -> Rank, offset: usize) {
         let shift = |span: &mut Span| {
             if span.memory == Memory::Vector {
@@ -176,7 +177,7 @@ impl Step {
     }
 }
 
-/// Elements of [`Memory::Scratch`] that a rank's steps use.
+/// Returns the number of elements of [`Memory::Scratch`] that a rank's steps need.
 pub fn scratch_len(steps: &[Step]) -> usize {
     let scratch = steps.iter().flat_map(Step::spans).filter(|span| span.memory == Memory::Scratch);
     scratch.map(|span| span.range.end).max().unwrap_or(0)

@@ -1,21 +1,22 @@
-//! Binomial trees in which every subtree is a run of ranks, whatever the root, so that what a subtree has is contiguous.
+//! Binomial trees in which every subtree is a run of consecutive ranks, whatever the root, so that the data of a subtree is contiguous.
 
 use super::order::Folding;
 use super::own::{Own, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 
-/// Two neighbouring subtrees of equal size (the last may be shorter) become one, as seen by the representative of one of them.
+/// The merge of two neighbouring subtrees of equal size (the last may be smaller), as seen by the representative of one of them.
 struct Merge {
-    /// The rank that represents the other one.
+    /// The representative of the other subtree.
     partner: usize,
-    /// Whether this rank represents both afterwards.
+    /// Whether this rank represents the merged subtree.
     keeps: bool,
-    /// The ranks of the subtree whose representative gives up.
+    /// The ranks of the subtree whose representative does not represent the merged subtree.
     given: Range<usize>,
 }
 
-/// The merge of subtrees of `distance` ranks that `rank` takes part in; the root represents its subtree, the lowest rank others.
+/// Returns the merge of subtrees of `distance` ranks in which `rank` takes part, if any. The root represents its subtree; the lowest rank
+/// represents any other subtree.
 fn merge(rank: usize, world_size: usize, root: usize, distance: usize) -> Option<Merge> {
     let representative = |tree: usize| if root / distance == tree { root } else { tree * distance };
     let own = rank / distance;
@@ -30,7 +31,7 @@ fn merge(rank: usize, world_size: usize, root: usize, distance: usize) -> Option
     Some(Merge { partner: representative(sibling), keeps: winner == own, given })
 }
 
-/// Reduction of `len` elements to the root along a binomial tree, in canonical order.
+/// Appends the steps of a reduction to the root along a binomial tree, in canonical order.
 pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
     let folding = Folding::new(own.world_size(), own.root);
     let whole = || 0..own.blocks.len;
@@ -46,7 +47,7 @@ pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
     }
 }
 
-/// Gathers all blocks at the root.
+/// Appends the steps of a gather of all blocks at the root.
 pub(super) fn gather(own: &Own, steps: &mut Vec<Step>) {
     for distance in distances(own.world_size()) {
         let Some(merge) = merge(own.rank, own.world_size(), own.root, distance) else { continue };
@@ -59,7 +60,7 @@ pub(super) fn gather(own: &Own, steps: &mut Vec<Step>) {
     }
 }
 
-/// Gives every rank its block of what the root has: [`gather`] backwards.
+/// Appends the steps of a scatter of the root's blocks: [`gather`] in reverse.
 pub(super) fn scatter(own: &Own, steps: &mut Vec<Step>) {
     let first = steps.len();
     gather(own, steps);

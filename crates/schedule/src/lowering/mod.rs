@@ -1,5 +1,5 @@
-//! Passes that put into a program what a layout asks for. Each takes a program and gives another one that computes the same;
-//! [`recompute`](fn@recompute) comes before [`lay_out`], for what is recomputed reads parameters, too.
+//! Lowering passes: each adds to a program the actions that a layout requires, and returns a program that computes the same.
+//! [`recompute`](fn@recompute) comes before [`lay_out`], because recomputation reads parameters, too.
 
 mod beside;
 mod offload;
@@ -11,10 +11,10 @@ pub use recompute::recompute;
 use crate::layout::StateLayout;
 use crate::program::{Outline, Program};
 
-/// Adds the gathers, reductions, fetches and evictions of a layout to a program whose state is whole and on the device.
+/// Adds the gathers, reductions, fetches and evictions of a layout to a program whose state is unsharded and on the device.
 ///
 /// # Panics
-/// If the program is laid out already, or there is [no program](StateLayout::is_possible) for the layout.
+/// If the program has a layout already, or there is [no program](StateLayout::is_possible) for the layout.
 pub fn lay_out(program: Program, state: StateLayout) -> Program {
     let Program { outline, actions } = program;
     assert_eq!(outline.state, StateLayout::WHOLE, "the program is laid out already");

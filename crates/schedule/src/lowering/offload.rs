@@ -1,11 +1,13 @@
-//! State that is away is fetched ahead of its use and evicted after (Ren et al., "ZeRO-Offload", 2021; Rajbhandari et al.,
-//! "ZeRO-Infinity", 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L, 2020).
+//! Offloading: state that resides off the device is fetched ahead of its use and evicted afterwards (Ren et al., "ZeRO-Offload", 2021;
+//! Rajbhandari et al., "ZeRO-Infinity", 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L,
+//! 2020).
 
 use super::beside::{nothing_beside, places, put_beside};
 use crate::action::{Action, Keep, StateClass, StateOf};
 use crate::program::Outline;
 
-/// Activations of a microbatch are evicted only if more passes lie before their use than it takes to fetch them ahead.
+/// Adds the fetches and evictions of all classes that move. Activations of a microbatch are evicted only if enough passes come before their
+/// use to fetch them ahead.
 pub(super) fn offload(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
     let state = &outline.state;
     for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
@@ -21,8 +23,9 @@ pub(super) fn offload(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action
     actions
 }
 
-/// Fetches before each use, as early as the use `prefetch` places before it but after the last use of the same state, and
-/// evicts after it. State stays from one use to the next if they follow each other. What is fetched for the first uses of updates goes along with the end of the passes.
+/// Adds a fetch before each use and an eviction after it. A fetch begins at the use `prefetch` uses earlier, but after the last use of the
+/// same state. State stays between two uses that directly follow each other. Fetches for updates begin at the last pass at the earliest, so
+/// that the first of them overlap with the end of the passes.
 fn swap_around(
     actions: &[Action],
     class: StateClass,
@@ -44,7 +47,7 @@ fn swap_around(
         let is_step = matches!(actions[place], Action::Step { .. });
         let ahead = if is_step && index >= prefetch { ahead.max(last_pass.min(place)) } else { ahead };
         let previous = uses[..index].iter().rev().find(|&&earlier| actions[earlier].unit() == unit);
-        // A gradient is evicted when it was reduced.
+        // A gradient can be fetched only after it was reduced and evicted.
         let reduced = (class == StateClass::Gradients)
             .then(|| actions.iter().position(|action| *action == Action::Evict(state)))
             .flatten();
@@ -55,14 +58,14 @@ fn swap_around(
         if uses.get(index + 1).is_some_and(|&next| stays(place, next)) {
             continue;
         }
-        // What the update has made may be gathered at once.
+        // The updated parameters may be gathered before they are evicted.
         let is_gathered = is_step && actions.get(place + 1) == Some(&Action::Unshard { unit });
         beside[place + usize::from(is_gathered)][1].push(Action::Evict(state));
     }
     put_beside(actions, beside)
 }
 
-/// Evicts each reduced gradient when the next reduction begins: by then it has had time to end.
+/// Evicts each reduced gradient when the next reduction begins, because the gradient's own reduction has had time to end by then.
 fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     let is_reduction = |action| matches!(action, Action::ReduceGrad { .. });
     let ends = places(actions, |action| is_reduction(action) || matches!(action, Action::Step { .. }));
@@ -76,7 +79,7 @@ fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     put_beside(actions, beside)
 }
 
-/// Evicts what forward of the first units that keep something has kept, and fetches it `prefetch` passes before its use.
+/// Evicts the kept activations of the first units that keep any, and fetches them `prefetch` passes before their use.
 fn swap_activations(actions: &[Action], outline: &Outline) -> Vec<Action> {
     let (chain, prefetch) = (&outline.chain, outline.state.fetch_ahead);
     let mut is_moved = vec![false; chain.num_units];

@@ -1,16 +1,16 @@
 use crate::action::{Action, Keep};
 use crate::program::Program;
 
-/// Lets forward of each unit keep what `keeps` says, and has the rest recomputed before backward (Chen et al., "Training deep
-/// nets with sublinear memory cost", 2016, section 4).
+/// Makes forward of each unit keep the activations that `keeps` says, and recomputes the others before backward (Chen et al., "Training
+/// deep nets with sublinear memory cost", 2016, section 4).
 ///
-/// A unit that keeps nothing belongs to the segment of the next unit below that keeps its input: backward of the segment's
-/// last unit is preceded by a recomputation of all of it, from the first to the last unit. Segments end where stages of a
-/// pipeline do: what is received is kept.
+/// A unit that keeps nothing belongs to the segment of the next unit below that keeps its input. Before backward of a segment's last unit,
+/// the whole segment is recomputed, from its first unit to its last. Segments end where pipeline stages end, because the input that a stage
+/// receives is kept.
 ///
 /// # Panics
-/// If there is not one choice for each unit, or the unit below one that keeps nothing keeps everything or its products: then
-/// nothing makes its input again.
+/// If `keeps` does not have one element per unit, or the unit below a unit that keeps nothing is missing or keeps everything or its
+/// products: then no unit recomputes the input.
 pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
     let Program { outline, actions } = program;
     assert_eq!(keeps.len(), outline.chain.num_units, "one choice for each unit");

@@ -1,15 +1,16 @@
-//! Sharded state comes together where it is used whole, and goes apart again (Rajbhandari et al., 2020, section 5; parameters as
+//! Sharding: sharded state is gathered where it is used in full, and freed afterwards (Rajbhandari et al., 2020, section 5; parameters as
 //! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
 use super::beside::{nothing_beside, places, put_beside};
 use crate::action::{Action, Message, MessageKind, StateClass};
 use crate::program::Outline;
 
-/// - Sharded gradients are reduced after each backward pass of their unit, so that no rank keeps a whole one, and gathered for
-///   the updates if ranks update all parameters.
-/// - If ranks update shards of whole parameters, these are gathered after each `STEP`.
-/// - Sharded parameters are gathered before they are read, and given back after. Those that a tied unit on another rank reads are gathered after their
-///   `STEP` as well, and sent.
+/// Adds the gathers and reductions of sharded state:
+/// - Sharded gradients are reduced after each backward pass of their unit, so that no rank keeps a full gradient. They are gathered for the
+///   updates if ranks update all parameters.
+/// - If ranks update shards of unsharded parameters, the parameters are gathered after each `STEP`.
+/// - Sharded parameters are gathered before they are read, and freed after. Parameters that a tied unit on another rank reads are gathered
+///   after their `STEP` as well, and sent.
 pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
     let is_sharded = |class| outline.state.is_sharded(class);
     if is_sharded(StateClass::Gradients) {
@@ -31,12 +32,12 @@ pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> 
     }
 }
 
-/// The actions, some of which another one follows.
+/// Returns the actions, each followed by the action that `by` returns for it.
 fn followed(actions: &[Action], by: impl Fn(Action) -> Option<Action>) -> Vec<Action> {
     actions.iter().flat_map(|&action| [Some(action), by(action)]).flatten().collect()
 }
 
-/// One update ahead, so that the next gradient travels while a unit is updated.
+/// Gathers each gradient one update ahead, so that the next gradient is gathered while a unit is updated.
 fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
     let steps = places(actions, |action| matches!(action, Action::Step { .. }));
     let mut beside = nothing_beside(actions);
@@ -46,12 +47,12 @@ fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
     put_beside(actions, beside)
 }
 
-/// A stretch of passes, by their places among all passes, over which a unit's parameters are there.
+/// A range of passes over which a unit's parameters stay gathered. Passes are numbered among all passes.
 struct Stay {
     unit: usize,
     first: usize,
     last: usize,
-    /// The last pass of the unit's stay before this one.
+    /// The last pass of the unit's previous stay.
     previous: Option<usize>,
 }
 
@@ -68,7 +69,7 @@ fn gather_around_use(outline: &Outline, actions: &[Action]) -> Vec<Action> {
     put_beside(actions, beside)
 }
 
-/// Gathers the parameters that are sent after their update, and frees them when they are sent.
+/// Gathers parameters that are sent after their update, and frees them once they are sent.
 fn gather_to_send(actions: &[Action]) -> Vec<Action> {
     let send = |unit| Action::Send(Message::parameters(unit));
     followed(actions, |action| match action {
@@ -78,8 +79,8 @@ fn gather_to_send(actions: &[Action]) -> Vec<Action> {
     })
 }
 
-/// In order of their first passes. A unit stays from one pass to the next one that reads it if they are neighbours, from its
-/// recomputation to its backward pass, and if that is asked for from forward to backward.
+/// Returns the stays in the order of their first passes. A unit stays gathered between neighbouring passes that read it, from its
+/// recomputation to its backward pass, and from forward to backward if the layout says so.
 fn stays(outline: &Outline, passes: &[Action]) -> Vec<Stay> {
     let mut stays: Vec<Stay> = Vec::new();
     let mut latest: Vec<Option<usize>> = vec![None; outline.chain.num_units];

@@ -1,11 +1,12 @@
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// Breadth-first (Lamy-Poirier, "Breadth-first pipeline parallelism", 2023, section 4): several stages a rank, placed in rounds,
-/// and all microbatches through a stage before the rank goes on to its next one. A stage's weights are then gathered once for
-/// forward and once for backward, and its gradient is complete early, so that sharded data parallelism is cheap.
+/// Returns the passes of a rank in the breadth-first schedule (Lamy-Poirier, "Breadth-first pipeline parallelism", 2023, section 4):
+/// several stages per rank, in a looped placement. A rank runs all microbatches through a stage before it continues with its next stage. A
+/// stage's weights are then gathered once for forward and once for backward, and its gradient is complete early, so that sharded data
+/// parallelism is cheap.
 ///
-/// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*: `(P - 1) / (V M)`. Activations in flight: `V M` of a stage, as GPipe's.
+/// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*, relative `(P - 1) / (V M)`. Activations in flight: `V M` stages, as in GPipe.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, .. } = sizes;
     let stages = (0..stages_per_rank).map(|turn| turn * num_ranks + rank);

@@ -1,4 +1,4 @@
-//! The clock: when each pass begins and ends.
+//! The pipeline clock: when each pass begins and ends.
 
 use super::costs::Costs;
 use super::error::{Place, Ring, ScheduleError, Wait};
@@ -8,17 +8,21 @@ use super::shape;
 use super::timeline::{Span, Timeline};
 use std::collections::VecDeque;
 
-/// Runs a schedule in simulated time. A rank begins a pass once it has done the one before and the results that it needs are at
-/// hand: at their end on the same rank, [`Costs::send`] later on another. Messages occupy neither sender nor receiver.
+/// Runs a schedule in simulated time. A rank begins a pass once it has finished the pass before and the needed results are available: at
+/// their end on the same rank, [`Costs::send`] later on another rank. Messages occupy neither sender nor receiver.
 ///
-/// Cost: linear in the passes.
+/// Cost: linear in the number of passes.
+///
+/// # Errors
+/// If sizes, placement, passes or costs do not fit each other, or the schedule deadlocks.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, ScheduleError> {
     shape::check(schedule, costs)?;
     let (timeline, stuck) = run(schedule, costs);
     stuck.map_or(Ok(timeline), |ring| Err(ScheduleError::Deadlock(ring)))
 }
 
-/// As far as the schedule gets, and why no further. Its sizes must have been checked.
+/// Runs a schedule as far as possible. Returns its timeline, and the ranks that wait for each other if it does not reach its end. The sizes
+/// must have been checked.
 pub(super) fn run(schedule: &Schedule, costs: &Costs) -> (Timeline, Option<Ring>) {
     let mut clock = Clock::new(schedule, costs);
     clock.run(schedule);
@@ -26,20 +30,20 @@ pub(super) fn run(schedule: &Schedule, costs: &Costs) -> (Timeline, Option<Ring>
     (Timeline::new(schedule, costs, clock.spans), stuck)
 }
 
-/// No time: not done yet.
+/// The time of a pass that has not run.
 const NEVER: u64 = u64::MAX;
 
-/// How far ranks have come. The schedule is given to each call, so that what has not been done may change between them.
+/// The progress of all ranks. The schedule is passed to each call, so that passes that have not run may change between calls.
 pub(super) struct Clock<'a> {
     costs: &'a Costs,
     num_microbatches: usize,
-    /// When forward of a stage for a microbatch ends.
+    /// End of forward, by stage and microbatch.
     forward_end: Vec<u64>,
-    /// When the gradient of a stage's input is there, for a microbatch.
+    /// Time at which the gradient of a stage's input is available, by stage and microbatch.
     gradient_end: Vec<u64>,
-    /// When an update of a stage ends, by its last microbatch.
+    /// End of an update of a stage, by stage and the last microbatch of the update.
     update_end: Vec<u64>,
-    /// For each rank, when the passes that it has done ran.
+    /// Spans of the passes that each rank has run.
     pub(super) spans: Vec<Vec<Span>>,
     /// Ranks that may be able to continue.
     awake: VecDeque<usize>,
@@ -62,7 +66,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Lets all ranks do what they can.
+    /// Runs all ranks as far as possible.
     pub(super) fn run(&mut self, schedule: &Schedule) {
         (0..schedule.num_ranks()).for_each(|rank| self.wake(rank));
         while let Some(rank) = self.awake.pop_front() {
@@ -71,7 +75,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Takes back all but the first `num_kept` passes of each rank.
+    /// Undoes all but the first `num_kept` passes of each rank.
     pub(super) fn rewind(&mut self, schedule: &Schedule, num_kept: &[usize]) {
         for (rank, &num_kept) in num_kept.iter().enumerate() {
             for &pass in &schedule.ranks[rank][num_kept..self.spans[rank].len()] {
@@ -81,7 +85,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Goes on as a run did before, of which these are the times.
+    /// Continues as in an earlier run, of which `spans` are the times.
     pub(super) fn replay(&mut self, schedule: &Schedule, spans: &[Vec<Span>]) {
         for (rank, spans) in spans.iter().enumerate() {
             let num_done = self.spans[rank].len();
@@ -109,7 +113,7 @@ impl<'a> Clock<'a> {
                 self.wake(schedule.stage_ranks[stage]);
             }
             if pass.kind == PassKind::Update {
-                // All ranks may wait for the norm of the step.
+                // All ranks may wait for the gradient norm of the step.
                 (0..schedule.num_ranks()).filter(|&other| other != rank).for_each(|rank| self.wake(rank));
             }
         }
@@ -131,7 +135,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// When all that a pass needs is at hand, or what of it has not been done.
+    /// Returns when all results that a pass needs are available, or a needed pass that has not run.
     fn ready(&self, schedule: &Schedule, pass: Pass) -> Result<u64, Pass> {
         let mut ready = 0;
         for needed in needs(pass, schedule.num_stages()).into_iter().flatten() {
@@ -150,7 +154,8 @@ impl<'a> Clock<'a> {
         Ok(ready)
     }
 
-    /// When the norm is known by which an update may clip: when all stages have updated by the step that it is of.
+    /// Returns when the gradient norm by which an update may clip is known: when all stages have run their updates of the step that the
+    /// norm belongs to ([`Schedule::norm_lag`]).
     fn norm_ready(&self, schedule: &Schedule, update: Pass) -> Result<u64, Pass> {
         let microbatches = schedule.num_microbatches;
         let lag = Schedule::norm_lag(schedule.num_ranks(), microbatches);
@@ -163,7 +168,7 @@ impl<'a> Clock<'a> {
         })
     }
 
-    /// Why a rank does not go on, if it waits.
+    /// Returns why a rank does not continue, if it waits.
     fn wait(&self, schedule: &Schedule, rank: usize) -> Option<Wait> {
         let pass = self.next_of(schedule, rank)?;
         let needs = self.ready(schedule, pass).err()?;
@@ -171,7 +176,8 @@ impl<'a> Clock<'a> {
         Some(Wait { place, pass, needs, for_rank: schedule.stage_ranks[needs.stage] })
     }
 
-    /// Who waits for whom in the end: from the first rank that waits, until a rank comes again or one waits for nothing.
+    /// Returns which rank waits for which: from the first rank that waits, until a rank repeats or waits for nothing. `None` if no rank
+    /// waits.
     fn ring(&self, schedule: &Schedule) -> Option<Ring> {
         let mut next = (0..schedule.num_ranks()).find_map(|rank| self.wait(schedule, rank));
         next.as_ref()?;
@@ -188,7 +194,8 @@ impl<'a> Clock<'a> {
     }
 }
 
-/// The passes whose results a pass needs: forward of the stage before, backward of the next one, its own forward or input half.
+/// Returns the passes whose results a pass needs: forward of the previous stage, backward of the next stage, its own forward, input half or
+/// backward.
 pub(super) fn needs(pass: Pass, num_stages: usize) -> [Option<Pass>; 2] {
     let Pass { kind, stage, microbatch } = pass;
     match kind {

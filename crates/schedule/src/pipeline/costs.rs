@@ -1,28 +1,28 @@
 use super::pass::{Pass, PassKind};
 use serde::{Deserialize, Serialize};
 
-/// Ticks that a pass or a message may take at most.
+/// Maximum ticks of a pass or a message.
 pub const TICKS_MAX: u64 = 1 << 40;
 
-/// What the passes of a stage take for a microbatch. Times are in ticks, whatever a tick is; activations in any unit.
+/// Costs of the passes of a stage for one microbatch. Times are in ticks of any length; activations are in any unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StageCosts {
-    /// Forward.
+    /// Ticks of forward.
     pub forward: u64,
-    /// The half of backward that makes the gradient of the input.
+    /// Ticks of the input half of backward, which computes the gradient of the input.
     pub backward_input: u64,
-    /// The half of backward that makes the gradients of the weights. Backward takes both halves' time.
+    /// Ticks of the weight half of backward, which computes the gradients of the weights. A full backward takes the time of both halves.
     pub backward_weight: u64,
-    /// An update of the stage's weights.
+    /// Ticks of an update of the stage's weights.
     pub update: u64,
-    /// What forward keeps until the end of backward.
+    /// Activations that forward keeps until the end of backward.
     pub activation: u64,
-    /// What of it is kept after the input half until the end of the weight half.
+    /// The part of `activation` that stays after the input half until the end of the weight half.
     pub weight_activation: u64,
 }
 
 impl StageCosts {
-    /// A stage of which activations are counted as microbatches, all of which stay until the weight half.
+    /// Creates costs with activations counted in microbatches, all of which stay until the weight half. Updates take no time.
     pub const fn of(forward: u64, backward_input: u64, backward_weight: u64) -> StageCosts {
         StageCosts {
             forward,
@@ -34,20 +34,20 @@ impl StageCosts {
         }
     }
 
-    /// Ticks of all passes for a microbatch, updates aside.
+    /// Returns the ticks of all passes for one microbatch, without updates.
     pub const fn total(&self) -> u64 {
         self.forward + self.backward_input + self.backward_weight
     }
 }
 
-/// Costs of the stages of a model.
+/// Costs of the stages of a model and of messages between ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Costs {
     stages: Vec<StageCosts>,
     send: u64,
 }
 
-/// Costs that no pipeline has.
+/// An error for costs outside their range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{what} is {found}; it must be from {min} to {max}. Give times in longer or shorter ticks, or memory in another measure"
@@ -61,7 +61,11 @@ pub struct CostsError {
 }
 
 impl Costs {
-    /// Costs by stage, and the ticks that a result takes to another rank. Forward and the input half take at least a tick.
+    /// Creates costs from the costs of each stage, and the ticks `send` that a result takes to another rank.
+    ///
+    /// # Errors
+    /// If a time is above [`TICKS_MAX`], forward or the input half takes no tick, `activation` is above [`TICKS_MAX`], or
+    /// `weight_activation` is above `activation`.
     pub fn new(stages: Vec<StageCosts>, send: u64) -> Result<Costs, CostsError> {
         let check = |what: &str, found: u64, min: u64, max: u64| match (min..=max).contains(&found) {
             true => Ok(()),
@@ -83,17 +87,20 @@ impl Costs {
         Ok(Costs { stages, send })
     }
 
-    /// The same for every stage, and messages that take no time: what papers reckon with.
+    /// Creates equal costs for every stage, and messages that take no time, as papers assume.
+    ///
+    /// # Errors
+    /// As [`Costs::new`].
     pub fn equal(num_stages: usize, stage: StageCosts) -> Result<Costs, CostsError> {
         Costs::new(vec![stage; num_stages], 0)
     }
 
-    /// By stage.
+    /// Returns the costs by stage.
     pub fn stages(&self) -> &[StageCosts] {
         &self.stages
     }
 
-    /// Ticks from the end of a pass until its result is at hand on another rank.
+    /// Returns the ticks from the end of a pass until its result is available on another rank.
     pub fn send(&self) -> u64 {
         self.send
     }
@@ -109,7 +116,7 @@ impl Costs {
         }
     }
 
-    /// What a pass adds to the activations that its rank holds, and what it takes from them.
+    /// Returns the activations that a pass adds to its rank, and the activations that it frees.
     pub(super) fn activations(&self, pass: Pass) -> (u64, u64) {
         let stage = &self.stages[pass.stage];
         match pass.kind {

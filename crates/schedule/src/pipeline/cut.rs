@@ -1,21 +1,21 @@
-//! Cutting a model's units into stages.
+//! Partition of a model's units into stages.
 
 use std::ops::Range;
 
-/// Stages of consecutive units, each with one at least, of which the largest costs least; of equal ones, those whose last stages
-/// have the fewest units.
+/// Partitions units, given their costs, into stages of consecutive units, with at least one unit each, so that the largest stage costs
+/// least. Of equal partitions, returns the one whose last stages have the fewest units.
 ///
-/// Dynamic programming over prefixes of the units: the best cut of a prefix into `n` stages is the best one of a shorter prefix
-/// into `n - 1` and one more stage (linear partitioning; Narayanan et al., "PipeDream", 2019, section 3.1, with equal ranks). Cost: the square
-/// of the units, times the stages.
+/// Dynamic programming over prefixes of the units: the best partition of a prefix into `n` stages is the best partition of a shorter prefix
+/// into `n - 1` stages and one more stage (linear partitioning; Narayanan et al., "PipeDream", 2019, section 3.1, with equal ranks). Cost:
+/// the square of the number of units, times the number of stages.
 ///
 /// # Panics
-/// If there are fewer units than stages, or no stage.
+/// If `num_stages` is 0 or above the number of units.
 pub fn cut(costs: &[u64], num_stages: usize) -> Vec<Range<usize>> {
     assert!(0 < num_stages && num_stages <= costs.len(), "{num_stages} stages of {} units", costs.len());
     let mut sums = vec![0_u64];
     costs.iter().for_each(|cost| sums.push(sums[sums.len() - 1].saturating_add(*cost)));
-    // For each prefix: what its largest stage costs at least, and where its last one begins then.
+    // For each prefix: the least possible cost of its largest stage, and the start of its last stage in that partition.
     let mut largest: Vec<u64> = sums.clone();
     let mut starts: Vec<Vec<usize>> = vec![vec![0; sums.len()]];
     for stage in 1..num_stages {
@@ -47,7 +47,7 @@ mod tests {
         stages.iter().map(|stage| costs[stage.clone()].iter().sum()).max().unwrap()
     }
 
-    /// What the largest stage of the best cut costs, by trying all.
+    /// Returns the cost of the largest stage of the best partition, by exhaustive search.
     fn least(costs: &[u64], num_stages: usize) -> u64 {
         if num_stages == 1 {
             return costs.iter().sum();

@@ -2,14 +2,14 @@ use super::folded::{Chunk, FoldedRank};
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// DualPipeV (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, cut in half: Sea AI Lab, "DualPipe could be better
-/// without the Dual", 2025): two stages a rank, folded. In the steady state forward of one stage and backward of the other come in
-/// pairs, so that the communication within each (of expert parallelism, say) can hide behind the other's work. Passes of a pair
-/// stand one after the other here, forward first, for a rank computes one at a time.
+/// Returns the passes of a rank in DualPipeV (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, cut in half: Sea AI Lab,
+/// "DualPipe could be better without the Dual", 2025): two stages per rank, folded. In the steady state, forward of one stage and backward
+/// of the other form pairs, so that the communication within one (of expert parallelism, for example) can overlap with the computation of
+/// the other. Here the passes of a pair run one after the other, forward first, because a rank computes one pass at a time.
 ///
-/// Bubble, where `F`, `I` and `W` take equal time: `(P - 1) F`. The authors' formula is for pairs that run as one and give both
-/// results at their end: `(P - 1) (F&B + B - 3 W)`, with `F&B` the time of a pair; one after the other, forward's result leaves
-/// before backward begins. Activations in flight: `2 P + 1` of a stage, which is half of a rank's layers. It needs `M >= 2 P`.
+/// Bubble, where `F`, `I` and `W` take equal time: `(P - 1) F`. The authors' formula, `(P - 1) (F&B + B - 3 W)` with `F&B` the time of a
+/// pair, is for pairs that run as one pass and give both results at their end. One after the other, the result of forward leaves before
+/// backward begins. Activations in flight: `2 P + 1` stages, each of which is half of a rank's layers. Requires `M >= 2 P`.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, .. } = sizes;
     let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
@@ -20,7 +20,7 @@ pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     passes.finish()
 }
 
-/// `num_below` ranks lie between this one and the fold.
+/// Warm-up. `num_below` is the number of ranks between this rank and the fold.
 fn fill(passes: &mut FoldedRank, rank: usize, num_below: usize) {
     for _ in 0..2 * num_below {
         passes.forward(Chunk::Down);
@@ -50,7 +50,7 @@ fn steady(passes: &mut FoldedRank, num_pairs: usize, num_below: usize) {
     }
 }
 
-/// Backward alone is left. Its second half is done by halves, so that the input halves are with their ranks early.
+/// Cool-down: only backward is left. The second half of the backwards runs input halves first, so that other ranks get their results early.
 fn drain(passes: &mut FoldedRank, rank: usize, num_below: usize) {
     let backwards = (0..=rank).flat_map(|_| [Chunk::Up, Chunk::Down]);
     for (place, chunk) in backwards.enumerate() {

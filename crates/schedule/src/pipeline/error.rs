@@ -2,7 +2,7 @@ use super::pass::Pass;
 use super::schedule::PASSES_MAX;
 use std::fmt;
 
-/// A place in a schedule: `index` is among the rank's passes, from 0.
+/// A place in a schedule. `index` counts the rank's passes from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub struct Place {
@@ -16,7 +16,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// A rank that waits at `place` to do `pass`, which needs the result of `needs` from `for_rank`.
+/// A rank that waits at `place` to run `pass`, which needs the result of `needs` from rank `for_rank`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub struct Wait {
@@ -33,7 +33,8 @@ impl fmt::Display for Wait {
     }
 }
 
-/// Ranks that wait, each for the next one. In a ring, the last waits for the first; else it waits for a rank that has ended.
+/// Waiting ranks, each of which waits for the next. In a ring, the last rank waits for the first; otherwise it waits for a rank that has
+/// finished.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ring(pub Vec<Wait>);
 
@@ -46,7 +47,7 @@ impl fmt::Display for Ring {
     }
 }
 
-/// A schedule that must not run.
+/// The reason why a schedule must not run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ScheduleError {
@@ -71,7 +72,7 @@ pub enum ScheduleError {
     Deadlock(Ring),
 }
 
-/// Why a pass must not be where it is.
+/// The reason why a pass must not be at its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum PassFault {
@@ -79,32 +80,32 @@ pub enum PassFault {
     OutOfRange { num_stages: usize, num_microbatches: usize },
     #[error("belongs to a stage on rank {0}; move it there")]
     WrongRank(usize),
-    /// The same thing done twice; backward does both of its halves.
+    /// The same work is done twice. A full backward includes both of its halves.
     #[error("repeats all or part of an earlier pass")]
     Repeated,
     #[error("comes before '{0}', whose result it needs")]
     TooEarly(Pass),
     #[error("raises the activations on this rank to {held}; the bound is {bound}")]
     TooManyActivations {
-        /// What the rank would hold, in the unit of the costs.
+        /// Activations that the rank would hold, in the unit of the costs.
         held: u64,
         bound: u64,
     },
     #[error("comes before '{0}'; gradients and losses must be summed in microbatch order")]
     SumMisordered(Pass),
-    /// Also any update in a schedule that drains.
+    /// Also reported for any update in a schedule that drains.
     #[error("does not come after all gradients of a step of its rank's stages")]
     UpdateMisplaced,
     #[error("needs version {version} of its weights, but the stage has only {newest} and the one before")]
     NoSuchVersion {
-        /// The version that it reads: the updates that made it.
+        /// The version that the pass reads, as the number of updates that produced it.
         version: usize,
         newest: usize,
     },
 }
 
 impl ScheduleError {
-    /// Where, as far as the error is about one place.
+    /// Returns the place of the error, if it concerns one place.
     pub fn place(&self) -> Option<Place> {
         match self {
             ScheduleError::Pass { place, .. } => Some(*place),

@@ -4,19 +4,19 @@ use std::collections::VecDeque;
 /// The two stages of a rank in a folded pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Chunk {
-    /// On the way from the first rank to the last.
+    /// The stage on the way from the first rank to the last.
     Down,
-    /// On the way back.
+    /// The stage on the way back.
     Up,
 }
 
-/// Writes the passes of a rank with two stages, by microbatches. Passes of microbatches that do not exist are left out.
+/// Collects the passes of a rank with two stages, by microbatches. Passes of microbatches that do not exist are left out.
 pub(super) struct FoldedRank {
     stages: [usize; 2],
     num_microbatches: usize,
     num_forward: [usize; 2],
     num_backward: [usize; 2],
-    /// Weight halves that wait, in the order of their input halves.
+    /// Delayed weight halves, in the order of their input halves.
     held_back: VecDeque<(Chunk, usize)>,
     passes: Vec<Pass>,
 }
@@ -33,38 +33,38 @@ impl FoldedRank {
         }
     }
 
-    /// Forwards that were asked for, of a stage.
+    /// Returns the number of forwards requested of a stage.
     pub(super) fn num_forward(&self, chunk: Chunk) -> usize {
         self.num_forward[chunk as usize]
     }
 
-    /// Forward of a stage's next microbatch.
+    /// Adds forward of a stage's next microbatch.
     pub(super) fn forward(&mut self, chunk: Chunk) {
         let microbatch = take_next(&mut self.num_forward[chunk as usize]);
         self.push(Pass::forward, chunk, microbatch);
     }
 
-    /// Backward, both halves, of a stage's next microbatch.
+    /// Adds full backward of a stage's next microbatch.
     pub(super) fn backward(&mut self, chunk: Chunk) {
         let microbatch = take_next(&mut self.num_backward[chunk as usize]);
         self.push(Pass::backward, chunk, microbatch);
     }
 
-    /// The input half of a stage's next microbatch; its weight half waits.
+    /// Adds the input half of a stage's next microbatch, and delays its weight half.
     pub(super) fn backward_input(&mut self, chunk: Chunk) {
         let microbatch = take_next(&mut self.num_backward[chunk as usize]);
         self.push(Pass::backward_input, chunk, microbatch);
         self.held_back.push_back((chunk, microbatch));
     }
 
-    /// The weight half that has waited longest.
+    /// Adds the weight half that was delayed first.
     pub(super) fn backward_weight(&mut self) {
         if let Some((chunk, microbatch)) = self.held_back.pop_front() {
             self.push(Pass::backward_weight, chunk, microbatch);
         }
     }
 
-    /// The passes, after all weight halves that still wait.
+    /// Adds all delayed weight halves, and returns the passes.
     pub(super) fn finish(mut self) -> Vec<Pass> {
         while !self.held_back.is_empty() {
             self.backward_weight();

@@ -1,4 +1,4 @@
-//! One entry to all schedules.
+//! The entry point to all schedules.
 
 use super::automatic;
 use super::costs::Costs;
@@ -8,7 +8,7 @@ use super::schedule::{PASSES_MAX, Schedule};
 use super::sizes::Sizes;
 use super::validate::check_activations;
 
-/// A schedule that cannot be made.
+/// The reason why a schedule cannot be generated.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum GenerateError {
@@ -25,18 +25,22 @@ pub enum GenerateError {
     Memory {
         kind: Kind,
         rank: usize,
-        /// What it would hold, in the unit of the costs.
+        /// Activations that the rank would hold, in the unit of the costs.
         needed: u64,
         bound: u64,
         remedy: &'static str,
     },
 }
 
-/// Makes a schedule, and refuses one that holds more than `activations_max` of a rank. Only [`Kind::Automatic`] depends on times.
+/// Generates a schedule, and refuses one in which a rank holds more than its bound of `activations_max`. Only [`Kind::Automatic`] depends
+/// on times.
 ///
-/// Cost: linear in the passes. [`Kind::Automatic`] makes and times 10 to 40 schedules, and improves on two or three of them
-/// by timing variants, of 8 million passes each at most: up to a second for 64 ranks with 512 microbatches and two stages a
-/// rank, milliseconds for small pipelines, or where a fixed schedule has the least time that there can be.
+/// Cost: linear in the number of passes. [`Kind::Automatic`] generates and times 10 to 40 schedules, and improves two or three of them by
+/// timing variants, of at most 8 million passes each: up to a second for 64 ranks with 512 microbatches and two stages per rank,
+/// milliseconds for small pipelines, or where a fixed schedule takes the least possible time.
+///
+/// # Errors
+/// If the sizes are out of range or do not fit the kind, costs or bounds do not match the sizes, or a rank would exceed its bound.
 pub fn generate(
     kind: Kind,
     sizes: Sizes,
@@ -71,7 +75,7 @@ pub fn generate(
     }
 }
 
-/// A schedule that does not depend on costs, of sizes that fit it.
+/// Generates a schedule that does not depend on costs. The sizes must fit the kind.
 pub(super) fn fixed(kind: Kind, sizes: Sizes) -> Schedule {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
     let Recipe { passes, placement, weights, .. } = kind.recipe();
@@ -87,7 +91,7 @@ pub(super) fn fixed(kind: Kind, sizes: Sizes) -> Schedule {
 
 fn check_sizes(sizes: Sizes) -> Result<(), GenerateError> {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
-    // Three halves and an update for each microbatch at most.
+    // At most four passes per stage and microbatch: forward, two halves of backward, an update.
     let factors = [num_ranks, num_microbatches, stages_per_rank, num_steps];
     let num_passes = factors.into_iter().try_fold(4_usize, usize::checked_mul);
     match num_passes.is_some_and(|number| (1..=PASSES_MAX).contains(&number)) {
@@ -96,7 +100,7 @@ fn check_sizes(sizes: Sizes) -> Result<(), GenerateError> {
     }
 }
 
-/// Whether a schedule fits the sizes.
+/// Checks that a kind fits the sizes.
 pub(super) fn check_kind(kind: Kind, sizes: Sizes) -> Result<(), GenerateError> {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
     let unfit = |needed, found, remedy| Err(GenerateError::Unfit { kind, needed, found, remedy });

@@ -2,15 +2,15 @@ use super::one_f_one_b::by_turns;
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// Interleaved 1F1B (Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
-/// section 2.2): several stages a rank, placed in rounds, and a group of `P` microbatches at a time through all of them.
+/// Returns the passes of a rank in interleaved 1F1B (Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+/// Megatron-LM", 2021, section 2.2): several stages per rank in a looped placement, and groups of `P` microbatches, each of which passes
+/// through all stages before the next.
 ///
-/// Where `P` does not divide `M`, groups are larger, and the largest come first; with fewer than `P` microbatches there is one
-/// group. A rank is then never asked for a backward whose forward it has not reached, for the first group sets how far forwards
-/// are ahead.
+/// Where `P` does not divide `M`, groups are larger, and the largest come first; with fewer than `P` microbatches there is one group. A
+/// rank then never needs a backward whose forward it has not reached, because the first group determines how far forwards are ahead.
 ///
-/// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*, which is `1 / V` of a rank's work: `(P - 1) / (V M)`. Messages are `V`
-/// times as many. Activations in flight: `min(2 (P - rank - 1) + (V - 1) G + 1, V M)` of a stage, with `G` the first group.
+/// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*, which is `1 / V` of a rank's work: `(P - 1) / (V M)`. There are `V` times as many
+/// messages. Activations in flight: `min(2 (P - rank - 1) + (V - 1) G + 1, V M)` stages, with `G` the size of the first group.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, .. } = sizes;
     let groups = groups(num_ranks, num_microbatches);
@@ -22,7 +22,7 @@ pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     by_turns(num_ahead, forward, backward)
 }
 
-/// The microbatches by groups of at least `num_ranks`, as equal as can be, larger ones first.
+/// Returns the microbatches in groups of at least `num_ranks`, as even as possible, larger groups first.
 fn groups(num_ranks: usize, num_microbatches: usize) -> Vec<std::ops::Range<usize>> {
     let num_groups = (num_microbatches / num_ranks).max(1);
     let (len, num_longer) = (num_microbatches / num_groups, num_microbatches % num_groups);
@@ -30,7 +30,7 @@ fn groups(num_ranks: usize, num_microbatches: usize) -> Vec<std::ops::Range<usiz
     (0..num_groups).map(|group| begin(group)..begin(group + 1)).collect()
 }
 
-/// Every stage and microbatch: group by group, and stage by stage within a group.
+/// Returns every stage and microbatch: group by group, and stage by stage within a group.
 fn in_groups<'a>(
     groups: &'a [std::ops::Range<usize>],
     stages: &'a [usize],

@@ -1,4 +1,4 @@
-//! The schedules and their recipes.
+//! The kinds of schedules and their recipes.
 
 use super::pass::Pass;
 use super::schedule::{Placement, WeightVersions};
@@ -10,27 +10,27 @@ use std::ops::RangeInclusive;
 use trireme_base::named;
 
 named! {
-    /// The schedules that there are.
+    /// A kind of pipeline schedule.
     pub enum Kind {
         /// All forwards, then all backwards.
         GPipe = "gpipe",
         /// One forward, one backward.
         OneFOneB = "1f1b",
-        /// 1F1B with several stages a rank.
+        /// 1F1B with several stages per rank.
         Interleaved = "interleaved-1f1b",
-        /// Zero bubble with 1F1B's memory.
+        /// Zero bubble with the memory of 1F1B.
         ZeroBubbleH1 = "zb-h1",
-        /// Zero bubble with twice that.
+        /// Zero bubble with twice the memory of 1F1B.
         ZeroBubbleH2 = "zb-h2",
-        /// Zero bubble, folded: two stages a rank, there and back.
+        /// Zero bubble, folded: two stages per rank.
         ZeroBubbleV = "zb-v",
         /// Folded, with forward and backward in pairs.
         DualPipeV = "dualpipe-v",
-        /// All microbatches through a stage, then the rank's next stage.
+        /// All microbatches through a stage, then through the rank's next stage.
         BreadthFirst = "breadth-first",
-        /// Without drains: weights are stashed.
+        /// Without drains between steps: weights are stashed.
         PipeDream = "pipedream",
-        /// Without drains: two versions of weights.
+        /// Without drains between steps: two versions of weights.
         PipeDream2Bw = "pipedream-2bw",
         /// A search for the shortest step at given costs and within given memory.
         Automatic = "auto",
@@ -108,7 +108,7 @@ impl Kind {
         }
     }
 
-    /// Every synchronous schedule, with each number of stages a rank that it can have, up to `stages_max`.
+    /// Returns every synchronous schedule with each number of stages per rank that it supports, up to `stages_max`.
     pub fn synchronous(stages_max: usize) -> impl Iterator<Item = (Kind, usize)> {
         let with_stages = move |kind: Kind| {
             let (least, most) = kind.stages_per_rank().into_inner();
@@ -117,12 +117,12 @@ impl Kind {
         Kind::ALL.into_iter().filter(|kind| kind.is_synchronous()).flat_map(with_stages)
     }
 
-    /// The numbers of stages that a rank can have.
+    /// Returns the numbers of stages per rank that the kind supports.
     pub const fn stages_per_rank(self) -> RangeInclusive<usize> {
         self.recipe().stages_per_rank
     }
 
-    /// Which version of its weights a stage reads.
+    /// Returns which version of its weights a stage reads.
     pub const fn weights(self) -> WeightVersions {
         self.recipe().weights
     }

@@ -1,16 +1,16 @@
 //! Messages between the ranks of a schedule.
 //!
-//! If a rank that sends waits until the other one receives, a schedule whose data would flow may still stop: in 1F1B two
-//! neighbours send to each other at the same time, one its activation, the other its gradient, and if both receive only just
-//! before the pass that needs the message, neither ever does. So the sender decides where the receiver receives. All passes and
-//! messages are put into one order in time, a message at the end of the pass that made it, and each rank does what of it is its
-//! own. The first thing of that order that has not been done is then always next on all ranks that take part in it.
+//! If a send blocks until the receiver receives, a schedule whose data dependencies are satisfied may still deadlock. In 1F1B, two
+//! neighbours send to each other at the same time, one its activation and the other its gradient. If both receive only just before the pass
+//! that needs the message, neither ever does. Therefore the sender decides where the receiver receives. All passes and messages are put
+//! into one order in time, with a message at the end of the pass that produced it, and each rank executes its own part of that order. The
+//! first event of the order that has not been executed is then always next on all ranks that take part in it.
 
 use super::pass::{Pass, PassKind};
 use super::schedule::Schedule;
 use super::timeline::Timeline;
 
-/// What a rank does, messages among it.
+/// An event of a rank: a pass or a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event {
     /// A pass.
@@ -21,12 +21,12 @@ pub(super) enum Event {
     Receive(Pass),
 }
 
-/// Each rank's passes with its messages among them, in the order of a timeline: a result is sent right after its
-/// pass, and received at that time, too. `timeline` is that of the whole schedule ([`simulate`](super::simulate)). `tie` is a
-/// stage that reads parameters of another one, and that other one, their owner. The reader sends what it has for the owner's gradient as
-/// the result of its weight half, if that `is_sent` after the microbatch.
+/// Returns each rank's passes with its messages among them, in the order of a timeline: a result is sent right after its pass, and received
+/// at the same time. `timeline` is the timeline of the whole schedule ([`simulate`](super::simulate)). `tie` is a stage that reads
+/// parameters of another stage, and that other stage, their owner. The reader sends its contribution to the owner's gradient as the result
+/// of its weight half, after each microbatch for which `is_sent` holds.
 ///
-/// Cost: that of sorting the passes.
+/// Cost: sorting the messages, and linear in the passes.
 pub(super) fn place(
     schedule: &Schedule,
     timeline: &Timeline,
@@ -48,7 +48,7 @@ pub(super) fn place(
             messages.extend(to_others.map(|(to, result_of)| (span.end, from, to, result_of)));
         }
     }
-    // Which of two messages at the same time is first does not matter, if it is on all ranks.
+    // The order of two messages at the same time does not matter, if all ranks have the same.
     messages.sort_unstable();
     let mut events: Vec<Vec<Event>> = vec![Vec::new(); schedule.num_ranks()];
     let mut num_placed = vec![0; schedule.num_ranks()];

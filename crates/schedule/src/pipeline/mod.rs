@@ -1,13 +1,12 @@
-//! Pipeline parallelism: what each rank does in which order, as data.
+//! Pipeline parallelism: the passes of each rank and their order, as data.
 //!
-//! The units of a model are cut into *stages*, and stages lie on ranks, one or several each. A [`Schedule`] says in
-//! which order a rank runs its stages' [`Pass`]es. [`generate`] makes one; [`simulate`] tells its times, its bubble
-//! and its memory for given [`Costs`]; [`validate`] proves it; [`draw_text`] and [`draw_svg`] show it.
+//! The units of a model are partitioned into *stages*, and each rank holds one or several stages. A [`Schedule`] says in which order a rank
+//! runs its stages' [`Pass`]es. [`generate`] makes a schedule; [`simulate`] computes its times, its bubble and its memory for given
+//! [`Costs`]; [`validate`] proves it; [`draw_text`] and [`draw_svg`] draw it.
 //!
-//! `P` ranks, `M` microbatches, `V` stages a rank; `F`, `I`, `W` are the times of forward and of the two halves of
-//! backward, `B = I + W`. The lost time is that of [`Timeline::lost`]; activations in flight are
-//! counted by stages, the most of any rank. The bubble, as it is shown everywhere, is the idle part of all ranks' time
-//! ([`Timeline::bubble`]): of GPipe and 1F1B `(P - 1) / (M + P - 1)`.
+//! Notation: `P` ranks, `M` microbatches, `V` stages per rank; `F`, `I`, `W` are the times of forward and of the input and weight halves of
+//! backward, `B = I + W`. The lost time is [`Timeline::lost`]. Activations in flight are counted in stages, on the rank that holds the
+//! most. The reported bubble is the idle part of all ranks' time ([`Timeline::bubble`]): `(P - 1) / (M + P - 1)` for GPipe and 1F1B.
 //!
 //! | [`Kind`] | `V` | lost time | activations | holds for |
 //! |---|---|---|---|---|
@@ -21,7 +20,7 @@
 //! | `dualpipe-v` | 2 | `(P - 1) F` for `F = I = W` | `2 P + 1` | `M >= 2 P`, refused below |
 //! | `pipedream` | 1 | none between steps | `P` | weight versions: `P` for `M = 1` |
 //! | `pipedream-2bw` | 1 | none between steps | `P` | `M >= P`, refused below; weight versions: 2 |
-//! | `auto` | any | least of all these and of what it finds | as bounded | |
+//! | `auto` | any | least of all these and of its own search | as bounded | |
 
 mod automatic;
 mod breadth_first;

@@ -1,11 +1,11 @@
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// 1F1B, with a flush at the end of a step (PipeDream-flush: Narayanan et al., "Memory-efficient pipeline-parallel DNN
-/// training", 2021, section 3.2; DAPPLE: Fan et al., "DAPPLE: a pipelined data parallel approach for training large
-/// models", 2021, section 3): backward of a microbatch comes as early as it can, and one forward follows each.
+/// Returns the passes of a rank in 1F1B with a flush at the end of a step (PipeDream-flush: Narayanan et al., "Memory-efficient
+/// pipeline-parallel DNN training", 2021, section 3.2; DAPPLE: Fan et al., "DAPPLE: a pipelined data parallel approach for training large
+/// models", 2021, section 3): backward of a microbatch comes as early as possible, and one forward follows each.
 ///
-/// Bubble: `(P - 1) (F + B)`, as GPipe's. Activations in flight: `min(P - rank, M)`.
+/// Bubble: `(P - 1) (F + B)`, as in GPipe. Activations in flight: `min(P - rank, M)`.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let microbatches = 0..sizes.num_microbatches * sizes.num_steps;
     let forward = microbatches.clone().map(|microbatch| Pass::forward(rank, microbatch));
@@ -13,7 +13,7 @@ pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     by_turns(sizes.num_ranks - rank, forward, backward)
 }
 
-/// `num_ahead` forwards; then backward of a microbatch, in one or more passes, and a forward by turns.
+/// Returns `num_ahead` forwards, followed by backward of a microbatch (one or more passes) and a forward in alternation.
 pub(super) fn by_turns<B: IntoIterator<Item = Pass>>(
     num_ahead: usize,
     mut forward: impl Iterator<Item = Pass>,

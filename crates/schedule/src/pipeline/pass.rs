@@ -4,15 +4,15 @@ use std::str::FromStr;
 use trireme_base::named;
 
 named! {
-    /// What a pass does with a stage.
+    /// The kind of a pass of a stage.
     pub enum PassKind {
-        /// Forward; its result goes to the next stage.
+        /// Forward. Its result goes to the next stage.
         Forward = "F",
-        /// Backward, both halves; the gradient of its input goes to the stage before.
+        /// Full backward. The gradient of its input goes to the previous stage.
         Backward = "B",
-        /// The half of backward that makes the gradient of the stage's input.
+        /// The half of backward that computes the gradient of the stage's input.
         BackwardInput = "I",
-        /// The half of backward that makes the gradients of the stage's weights.
+        /// The half of backward that computes the gradients of the stage's weights.
         BackwardWeight = "W",
         /// The update of the stage's weights, in schedules that do not drain between updates.
         Update = "U",
@@ -20,7 +20,7 @@ named! {
 }
 
 impl PassKind {
-    /// In words.
+    /// Returns the name in words.
     pub const fn words(self) -> &'static str {
         match self {
             PassKind::Forward => "forward",
@@ -35,41 +35,41 @@ impl PassKind {
 /// One stage's work for one microbatch: `F 3 0` is forward of stage 3 for microbatch 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pass {
-    /// What is done.
+    /// The kind of the pass.
     pub kind: PassKind,
     /// Stage, counted from 0 along the model.
     pub stage: usize,
-    /// Microbatch, counted from 0 through all steps of the schedule; for an update, the last one whose gradient it applies.
+    /// Microbatch, counted from 0 through all steps of the schedule; for an update, the last microbatch whose gradient it applies.
     pub microbatch: usize,
 }
 
 impl Pass {
-    /// `F stage microbatch`.
+    /// Creates `F stage microbatch`.
     pub const fn forward(stage: usize, microbatch: usize) -> Pass {
         Pass { kind: PassKind::Forward, stage, microbatch }
     }
 
-    /// `B stage microbatch`.
+    /// Creates `B stage microbatch`.
     pub const fn backward(stage: usize, microbatch: usize) -> Pass {
         Pass { kind: PassKind::Backward, stage, microbatch }
     }
 
-    /// `I stage microbatch`.
+    /// Creates `I stage microbatch`.
     pub const fn backward_input(stage: usize, microbatch: usize) -> Pass {
         Pass { kind: PassKind::BackwardInput, stage, microbatch }
     }
 
-    /// `W stage microbatch`.
+    /// Creates `W stage microbatch`.
     pub const fn backward_weight(stage: usize, microbatch: usize) -> Pass {
         Pass { kind: PassKind::BackwardWeight, stage, microbatch }
     }
 
-    /// `U stage microbatch`.
+    /// Creates `U stage microbatch`.
     pub const fn update(stage: usize, microbatch: usize) -> Pass {
         Pass { kind: PassKind::Update, stage, microbatch }
     }
 
-    /// The stage that waits for the pass's result, where the model has `num_stages`.
+    /// Returns the stage that waits for the pass's result, in a model of `num_stages` stages.
     pub fn result_goes_to(self, num_stages: usize) -> Option<usize> {
         match self.kind {
             PassKind::Forward => (self.stage + 1 < num_stages).then_some(self.stage + 1),

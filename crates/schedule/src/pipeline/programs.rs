@@ -1,4 +1,4 @@
-//! From passes of stages to programs of units.
+//! Programs of units, generated from the passes of stages.
 
 use super::clock::simulate;
 use super::costs::Costs;
@@ -10,15 +10,18 @@ use crate::program::{Asynchronous, Chain, Outline, Program, Stage};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-/// The program of each rank. `units` are those of the `chain` in each stage; messages have the order that they have in time at these costs, which must be
-/// the same on all ranks. Where a tied unit lies on another rank than the one whose parameters it reads, that one's gradient is
-/// completed for a microbatch when the tied unit's part of it has come, or for the last one of a step if that comes [once](Chain::sums_ties); one tie is known. A unit's gradient is reduced when the last
-/// microbatch of a step has added to it. A schedule that does not drain between updates has its weights' versions stashed before an
-/// update as long as later passes read them. Whatever else a layout asks for is put into the programs by [`lowering`](crate::lowering).
+/// Returns the program of each rank. `units[s]` are the units of the `chain` in stage `s`. Messages are in the order of their times at
+/// these costs, which must be equal on all ranks.
+///
+/// A tied unit may be on another rank than the owner of the parameters that it reads. The owner's gradient is then completed for a
+/// microbatch when the tied unit's contribution has arrived. If contributions are sent [once](Chain::sums_ties) per step, only the last
+/// microbatch of a step waits. Only the first tie is supported. A unit's gradient is reduced when the last microbatch of a step has added
+/// to it. In a schedule that does not drain between updates, a version of the weights is stashed before an update as long as later passes
+/// read it. [`lowering`](crate::lowering) adds everything else that a layout requires.
 ///
 /// # Panics
-/// If the schedule is not [valid](super::validate), or the stages do not follow each other, or there are ties where weights are
-/// updated without a drain.
+/// If the schedule is not [valid](super::validate), the stages are not consecutive or do not cover the chain, or there are ties where
+/// weights are updated without a drain.
 pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chain: &Chain) -> Vec<Program> {
     let is_drained = schedule.weights == WeightVersions::Drained;
     assert!(is_drained || chain.ties.is_empty(), "versions of tied weights would differ");
@@ -60,36 +63,36 @@ pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chai
     messages::place(schedule, &timeline, tie, is_sent).into_iter().enumerate().map(program).collect()
 }
 
-/// From the events of a rank to the actions of its units.
+/// Translates the events of a rank into the actions of its units.
 struct Actions<'a> {
     units: &'a [Range<usize>],
     outline: &'a Outline,
     actions: Vec<Action>,
-    /// Of a unit whose parameters another one reads: how many parts of the gradient of that one are here.
+    /// Number of contributions to the gradient of the tie's owner that are available.
     num_tied: usize,
-    /// Its weight halves that wait for that.
+    /// Microbatches whose weight halves of the owner wait for contributions.
     held_back: VecDeque<usize>,
     versions: Versions<'a>,
 }
 
-/// Which versions of weights a rank's passes read.
+/// The versions of weights that a rank's passes read.
 struct Versions<'a> {
     read: &'a [usize],
-    /// By stage and version: the last pass that reads it, updates aside.
+    /// The last pass that reads a version, updates excluded, by stage and version.
     last_reader: BTreeMap<(usize, usize), usize>,
-    /// Passes that were taken, and updates by stage.
+    /// Number of passes taken, and of updates by stage.
     num_taken: usize,
     num_updates: BTreeMap<usize, usize>,
 }
 
-/// The weights of a stage that a pass reads.
+/// Whether the weights that a pass reads are still needed after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Weights {
     /// A later pass reads them.
     ReadLater,
-    /// No later pass does. They have not been updated yet.
+    /// No later pass reads them, and they have not been updated yet.
     Newest,
-    /// Neither does one, and they have been updated since.
+    /// No later pass reads them, and they have been updated since.
     Old,
 }
 
@@ -162,7 +165,8 @@ impl Actions<'_> {
         }
     }
 
-    /// Completes the gradient of a unit for a microbatch, or does what can be done until the part of a tied unit is here.
+    /// Completes the gradient of a unit for a microbatch. While a tied unit's contribution is missing, runs only the input half and holds
+    /// the weight half back.
     fn complete(&mut self, kind: PassKind, unit: usize, microbatch: usize) {
         if self.outline.reader_of(unit).is_some_and(|reader| !self.has_tied(reader, microbatch)) {
             if kind == PassKind::Backward {
@@ -178,7 +182,7 @@ impl Actions<'_> {
         self.actions.extend(self.outline.is_last_of_step(microbatch).then_some(Action::ReduceGrad { unit }));
     }
 
-    /// Whether a tied unit's part of the gradient is here as far as a microbatch needs it.
+    /// Whether the tied unit's contributions that a microbatch needs are available.
     fn has_tied(&self, reader: usize, microbatch: usize) -> bool {
         let is_summed = self.outline.chain.sums_ties && !self.outline.holds(reader);
         let is_needed = !is_summed || self.outline.is_last_of_step(microbatch);
@@ -195,7 +199,7 @@ impl Actions<'_> {
         }
     }
 
-    /// The message with the result of a pass, which its last unit has made.
+    /// Returns the action that sends or receives the result of a pass, which the last unit that the pass runs has produced.
     fn message(&self, result_of: Pass, is_sent: bool) -> Action {
         let Pass { kind, stage, microbatch } = result_of;
         let Range { start, end } = self.units[stage];
@@ -207,7 +211,7 @@ impl Actions<'_> {
         if is_sent { Action::Send(message) } else { Action::Receive(message) }
     }
 
-    /// Ends the step: units are updated, and whoever reads the parameters of another rank gets them.
+    /// Ends the step: updates the units, and sends updated parameters to the ranks that read them.
     fn finish(mut self) -> Vec<Action> {
         let outline = self.outline;
         if outline.asynchronous.is_none() {

@@ -1,34 +1,34 @@
 use super::pass::Pass;
 use trireme_base::named;
 
-/// Passes of a schedule at most. The times of so many, each of at most [`TICKS_MAX`](super::TICKS_MAX), can be added up.
+/// Maximum number of passes of a schedule. The sum of so many times, each of at most [`TICKS_MAX`](super::TICKS_MAX), does not overflow.
 pub const PASSES_MAX: usize = 1 << 22;
 
 named! {
-    /// Which version of a stage's weights a forward pass reads; backward of the microbatch reads the same one.
+    /// The version of a stage's weights that a forward pass reads. Backward of the microbatch reads the same version.
     #[derive(Default)]
     pub enum WeightVersions {
         /// There is one version: the pipeline drains before the update.
         #[default]
         Drained = "drained",
-        /// The newest one that the stage has, kept until backward of the microbatch is done (PipeDream's weight stashing).
+        /// The newest version of the stage, kept until backward of the microbatch is done (PipeDream's weight stashing).
         Stashed = "stashed",
-        /// The one before the newest that the step before leaves behind, so that two are enough (PipeDream-2BW).
+        /// The version before the one that the previous step produces, so that two versions suffice (PipeDream-2BW).
         DoubleBuffered = "double-buffered",
     }
 }
 
-/// Where stages lie. With several stages a rank, stages are numbered along the model.
+/// The placement of stages on ranks. Stages are numbered along the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// Round and round: stage `s` lies on rank `s % num_ranks`.
+    /// Stage `s` is on rank `s % num_ranks`.
     Looped,
-    /// There and back: after the last rank, stages go on from it towards the first.
+    /// After the last rank, stages continue from the last rank back to the first.
     Folded,
 }
 
 impl Placement {
-    /// The rank of each stage.
+    /// Returns the rank of each stage.
     pub fn stage_ranks(self, num_ranks: usize, stages_per_rank: usize) -> Vec<usize> {
         let forth = 0..num_ranks;
         let rank_in_turn = |turn: usize, place: usize| match self {
@@ -41,11 +41,11 @@ impl Placement {
     }
 }
 
-/// What the ranks of a pipeline do between two points at which it is empty: each rank's passes, in order.
+/// The passes of each rank of a pipeline between two points at which it is empty, in order.
 ///
-/// A synchronous schedule is one step, and says nothing of the update: whoever runs it updates all weights after it.
-/// A schedule without drains ([`WeightVersions::Stashed`], [`WeightVersions::DoubleBuffered`]) is several steps, with
-/// the updates among the passes; [`Schedule::versions_read`] says which version of its weights each pass reads.
+/// A synchronous schedule is one step and does not contain the update: the executor updates all weights after it. A schedule without drains
+/// ([`WeightVersions::Stashed`], [`WeightVersions::DoubleBuffered`]) is several steps, with the updates among the passes;
+/// [`Schedule::versions_read`] returns the version of its weights that each pass reads.
 ///
 /// The text form is a header and a line for each rank; `#` begins a comment:
 /// ```text
@@ -58,45 +58,46 @@ impl Placement {
 pub struct Schedule {
     /// Microbatches of a step.
     pub num_microbatches: usize,
-    /// Steps, one after the other without a drain between them; 1 for a synchronous schedule.
+    /// Steps without a drain between them; 1 for a synchronous schedule.
     pub num_steps: usize,
-    /// Which version of its weights a stage reads.
+    /// The version of its weights that a stage reads.
     pub weights: WeightVersions,
     /// The rank of each stage.
     pub stage_ranks: Vec<usize>,
-    /// For each rank, its passes in order.
+    /// The passes of each rank, in order.
     pub ranks: Vec<Vec<Pass>>,
 }
 
 impl Schedule {
-    /// Ranks of the pipeline.
+    /// Returns the number of ranks.
     pub fn num_ranks(&self) -> usize {
         self.ranks.len()
     }
 
-    /// Stages of the model.
+    /// Returns the number of stages.
     pub fn num_stages(&self) -> usize {
         self.stage_ranks.len()
     }
 
-    /// Microbatches of all steps.
+    /// Returns the number of microbatches of all steps.
     pub fn num_microbatches_in_all(&self) -> usize {
         self.num_microbatches * self.num_steps
     }
 
-    /// Steps between an update and the one by whose norm it may clip, in a schedule without drains: the first one whose norm is known without waiting for ranks that
-    /// are behind. A rank's update of a step comes after its backward of that step, which `(P - 1) / M` steps of the other ranks precede, of `P` ranks and `M` microbatches
-    /// a step. The lag is that, rounded up, and at least one.
+    /// Returns the number of steps between an update and the earlier update by whose gradient norm it may clip, in a schedule without
+    /// drains: the norm is the most recent one that is known without waiting for ranks that are behind. A rank's update of a step comes
+    /// after its backward of that step. With `P` ranks and `M` microbatches per step, `(P - 1) / M` steps of the other ranks precede that
+    /// backward. The lag is this number, rounded up, and at least 1.
     pub fn norm_lag(num_ranks: usize, microbatches_per_step: usize) -> usize {
         (num_ranks - 1).div_ceil(microbatches_per_step).max(1)
     }
 
-    /// Passes of all ranks.
+    /// Returns the number of passes of all ranks.
     pub fn num_passes(&self) -> usize {
         self.ranks.iter().map(Vec::len).sum()
     }
 
-    /// The stages of a rank, in the model's order.
+    /// Returns the stages of a rank, in model order.
     pub fn stages_of(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
         (0..self.num_stages()).filter(move |&stage| self.stage_ranks[stage] == rank)
     }

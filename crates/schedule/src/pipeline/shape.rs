@@ -1,11 +1,11 @@
-//! What must hold before anything can be reckoned with.
+//! Checks that must pass before a schedule can be simulated or validated.
 
 use super::costs::Costs;
 use super::error::{PassFault, Place, ScheduleError};
 use super::schedule::{PASSES_MAX, Schedule};
 
-/// Refuses sizes that the passes do not bear out, ranks, stages or microbatches that do not exist, and costs of another model.
-/// Memory for a schedule is in proportion to its passes afterwards.
+/// Refuses sizes of 0 or above [`PASSES_MAX`], ranks, stages or microbatches that do not exist, and costs of another number of stages. This
+/// bounds the memory of later checks.
 pub(super) fn check(schedule: &Schedule, costs: &Costs) -> Result<(), ScheduleError> {
     check_sizes(schedule)?;
     let (expected, found) = (schedule.num_stages(), costs.stages().len());

@@ -26,7 +26,7 @@ impl fmt::Display for Schedule {
     }
 }
 
-/// Ranks, and a schedule that has none yet.
+/// Parses a header. Returns the number of ranks, and a schedule without ranks.
 fn parse_header(text: &str) -> Option<(usize, Schedule)> {
     let words: Vec<&str> = text.split_whitespace().collect();
     let ["ranks", ranks, "placement", placement, "microbatches", microbatches, rest @ ..] = &words[..] else {

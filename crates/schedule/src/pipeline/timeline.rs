@@ -1,7 +1,7 @@
 use super::costs::Costs;
 use super::schedule::Schedule;
 
-/// When a pass runs, in ticks from the common start.
+/// The time in which a pass runs, in ticks from the common start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Span {
@@ -10,7 +10,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Ticks.
+    /// Returns the duration in ticks.
     pub fn ticks(self) -> u64 {
         self.end - self.start
     }
@@ -19,17 +19,17 @@ impl Span {
 /// A schedule in time. All times are in ticks of the costs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeline {
-    /// For each rank, when its passes run, in the order of the schedule.
+    /// The times of each rank's passes, in the order of the schedule.
     pub ranks: Vec<Vec<Span>>,
-    /// When the last pass ends.
+    /// The end of the last pass.
     pub makespan: u64,
-    /// For each rank, the time that its passes take.
+    /// The total time of each rank's passes.
     pub busy: Vec<u64>,
-    /// For each rank, the most activations that it holds at a time, in the unit of the costs.
+    /// The most activations that each rank holds at the same time, in the unit of the costs.
     pub activations_max: Vec<u64>,
 }
 
-/// Time that is lost where it cannot be avoided by waiting less, and the time that it is compared with: what the busiest rank has to do.
+/// The time that a schedule loses ([`Timeline::lost`]), and the time to compare it with: the work of the busiest rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LostTime {
     /// Ticks lost.
@@ -49,13 +49,14 @@ impl Timeline {
         }
     }
 
-    /// Ticks from a rank's first pass to the end of its last one.
+    /// Returns the ticks from the start of a rank's first pass to the end of its last.
     pub fn extent(&self, rank: usize) -> u64 {
         let spans = &self.ranks[rank];
         spans.first().zip(spans.last()).map_or(0, |(first, last)| last.end - first.start)
     }
 
-    /// The bubble: the part of all ranks' time, from the first pass to the end of the last one, in which a rank runs none. 0 without any pass.
+    /// Returns the bubble: the part of all ranks' time, from the start of the first pass to the end of the last, in which a rank runs no
+    /// pass. 0 without any pass.
     pub fn bubble(&self) -> f64 {
         let spans = || self.ranks.iter().flatten();
         let (Some(start), Some(end)) =
@@ -68,10 +69,10 @@ impl Timeline {
         if all == 0.0 { 0.0 } else { 1.0 - busy as f64 / all }
     }
 
-    /// What papers call the bubble of a schedule: what the longest rank takes from its first pass to its last, beyond the work
-    /// of the busiest. For GPipe, 1F1B and their interleaved forms the first rank is at work from the common start to
-    /// the common end, so that is the whole time. Zero-bubble schedules begin and end on one rank after another, and
-    /// the papers do not count the time before or after (Qi et al., 2023, section 2.2); [`bubble`](Timeline::bubble) does.
+    /// Returns the bubble of a schedule as papers define it: the longest time of a rank from its first pass to its last, beyond the work of
+    /// the busiest rank. For GPipe, 1F1B and their interleaved forms, the first rank works from the common start to the common end, so this
+    /// is the whole time. Zero-bubble schedules begin and end on one rank after another, and the papers do not count the time before or
+    /// after (Qi et al., 2023, section 2.2); [`bubble`](Timeline::bubble) does.
     pub fn lost(&self) -> LostTime {
         let longest = (0..self.ranks.len()).map(|rank| self.extent(rank)).max().unwrap_or(0);
         let ideal_ticks = self.busy.iter().copied().max().unwrap_or(0);
@@ -79,7 +80,7 @@ impl Timeline {
     }
 }
 
-/// The most activations that each rank holds at a time. It follows from the order of its passes alone.
+/// Returns the most activations that each rank holds at the same time. They follow from the order of its passes alone.
 pub(super) fn activations_max(schedule: &Schedule, costs: &Costs) -> Vec<u64> {
     let peak = |passes: &Vec<_>| {
         let (mut held, mut peak) = (0_u64, 0);

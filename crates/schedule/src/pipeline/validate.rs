@@ -1,4 +1,4 @@
-//! Proving a schedule before it runs.
+//! Validation of schedules before they run.
 
 use super::clock;
 use super::costs::Costs;
@@ -7,14 +7,21 @@ use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use super::shape;
 
-/// Proves that every stage runs forward and backward (or both of its halves) once for every microbatch, on the rank where it lies
-/// and in an order that the data allows; that sums have one order, which is that of microbatches, for a stage's gradients and for
-/// the losses, which come with the last stage's input halves; that no rank holds more activations than its bound of
-/// `activations_max`, if there are bounds; that weights are updated once a step, and read while they are there; and that all ranks
-/// come to their ends when results wait for their receivers. [`validate_pipeline`](crate::validate_pipeline) proves the same of
-/// the [programs](super::programs()), which have messages, for ranks that wait with a send until the other one receives.
+/// Proves that a schedule is valid:
+/// - every stage runs forward and backward (or both halves of backward) once for every microbatch, on its own rank and in an order that
+///   data dependencies allow;
+/// - sums have one order, that of microbatches: each stage's gradients, and the losses, which come with the last stage's input halves;
+/// - no rank holds more activations than its bound of `activations_max`, if there are bounds;
+/// - weights are updated once per step, and read while their version exists;
+/// - all ranks reach their ends if results wait for their receivers.
 ///
-/// Costs give activations their sizes. Time: linear in the passes.
+/// [`validate_pipeline`](crate::validate_pipeline) proves the same of the [programs](super::programs()), which have messages, for ranks
+/// whose sends block until the receiver receives.
+///
+/// Costs give activations their sizes. Takes time linear in the number of passes.
+///
+/// # Errors
+/// The first fault that is found.
 pub fn validate(
     schedule: &Schedule,
     costs: &Costs,
@@ -35,7 +42,7 @@ pub fn validate(
     clock::simulate(schedule, costs).map(drop)
 }
 
-/// Which passes of a stage for a microbatch have been done, as bits.
+/// The passes of a stage and microbatch that have run, as bits.
 type Done = u8;
 const FORWARD: Done = 1;
 const INPUT: Done = 2;
@@ -47,7 +54,7 @@ struct Progress<'a> {
     schedule: &'a Schedule,
     num_microbatches: usize,
     done: Vec<Done>,
-    /// By stage: updates, and microbatches with a complete backward.
+    /// Updates, and microbatches with a complete backward, by stage.
     num_updates: Vec<usize>,
     num_gradients: Vec<usize>,
     /// Microbatches with a loss.
@@ -91,7 +98,7 @@ impl<'a> Progress<'a> {
         }
     }
 
-    /// What backward adds to sums comes after that of the microbatches before.
+    /// Checks that backward adds to sums after the earlier microbatches.
     fn take_backward(&mut self, pass: Pass, bits: Done) -> Result<(), PassFault> {
         let has_loss = bits & INPUT != 0 && pass.stage + 1 == self.schedule.num_stages();
         let has_gradient = bits & WEIGHT != 0;
@@ -105,7 +112,8 @@ impl<'a> Progress<'a> {
         Ok(())
     }
 
-    /// An update applies the gradients of its step, all of them and no others. A rank decides how to update by the gradients of all its stages.
+    /// Checks that an update applies exactly the gradients of its step. The gradients of all stages of its rank must be complete, because a
+    /// rank decides from them how to update.
     fn take_update(&mut self, pass: Pass) -> Result<(), PassFault> {
         let rank = self.schedule.stage_ranks[pass.stage];
         let has_all = self.schedule.stages_of(rank).all(|stage| self.num_gradients[stage] > pass.microbatch);
@@ -119,7 +127,7 @@ impl<'a> Progress<'a> {
         Ok(())
     }
 
-    /// Of a double buffer, only the newest version and the one before are there.
+    /// Checks that the version to read exists: a double buffer holds only the newest version and the one before.
     fn check_version(&self, pass: Pass) -> Result<(), PassFault> {
         let newest = self.num_updates[pass.stage];
         let Schedule { weights, num_microbatches, .. } = *self.schedule;
@@ -151,7 +159,7 @@ impl<'a> Progress<'a> {
     }
 }
 
-/// Refuses the first pass with which a rank holds more than its bound.
+/// Refuses the first pass with which a rank exceeds its bound.
 pub(super) fn check_activations(
     schedule: &Schedule,
     costs: &Costs,

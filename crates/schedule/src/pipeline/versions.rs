@@ -1,11 +1,11 @@
-//! Which weights the passes of a schedule without drains read.
+//! The weight versions that passes read in a schedule without drains.
 
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 
 impl WeightVersions {
-    /// The version that forward of a microbatch reads, and so its backward, with `num_microbatches` in a step if the stage was last
-    /// updated to `newest`. Versions count the updates that made them, from 0 where the pipeline was empty.
+    /// Returns the version that forward of a microbatch reads, and so its backward. A step has `num_microbatches`, and `newest` is the
+    /// version of the stage's last update. A version is the number of updates that produced it, from 0 where the pipeline was empty.
     pub fn read_by_forward(self, num_microbatches: usize, microbatch: usize, newest: usize) -> usize {
         match self {
             WeightVersions::Drained => 0,
@@ -16,11 +16,11 @@ impl WeightVersions {
 }
 
 impl Schedule {
-    /// For each rank and each of its passes, the version of the stage's weights that it reads, counted by the updates
-    /// that made it; an update reads the newest one. 0 throughout for a schedule that drains.
+    /// Returns the version of the stage's weights that each pass of each rank reads, as the number of updates that produced it. An update
+    /// reads the newest version. All versions are 0 in a schedule that drains.
     ///
     /// # Panics
-    /// If a pass is outside of the schedule's stages and microbatches; [`validate`](super::validate) refuses it.
+    /// If a pass is outside the schedule's stages and microbatches; [`validate`](super::validate) refuses it.
     pub fn versions_read(&self) -> Vec<Vec<usize>> {
         let num_microbatches = self.num_microbatches_in_all();
         let mut newest = vec![0; self.num_stages()];
@@ -43,7 +43,8 @@ impl Schedule {
         self.ranks.iter().map(|passes| passes.iter().map(&mut version).collect()).collect()
     }
 
-    /// For each stage, the most updates between the weights that a gradient was taken at and those that it is applied to.
+    /// Returns the staleness of each stage: the maximum number of updates between the weights at which a gradient was computed and the
+    /// weights to which it is applied.
     pub fn staleness(&self) -> Vec<usize> {
         let mut staleness = vec![0; self.num_stages()];
         let versions = self.versions_read();
@@ -59,7 +60,7 @@ impl Schedule {
         staleness
     }
 
-    /// For each stage, the versions of its weights that it keeps: the newest back to the oldest that a later pass reads.
+    /// Returns the number of weight versions that each stage keeps: from the newest back to the oldest that a later pass reads.
     pub fn versions_kept(&self) -> Vec<usize> {
         let mut kept = vec![1; self.num_stages()];
         let versions = self.versions_read();

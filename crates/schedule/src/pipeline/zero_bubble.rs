@@ -1,30 +1,31 @@
-//! Zero-bubble schedules with one stage a rank (Qi et al., "Zero bubble pipeline parallelism", 2023, section 2). Only
-//! the input half of backward is awaited by another rank, so the weight half fills what would be a bubble.
+//! Zero-bubble schedules with one stage per rank (Qi et al., "Zero bubble pipeline parallelism", 2023, section 2). Other ranks wait only
+//! for the input half of backward, so the weight half can fill bubbles.
 
 use super::one_f_one_b::by_turns;
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// ZB-H1 (section 2.1): 1F1B's memory. Rank `r` holds weight halves back by `r` microbatches: all ranks have equally many in flight.
+/// Returns the passes of a rank in ZB-H1 (section 2.1), which needs 1F1B's memory. Rank `r` delays weight halves by `r` microbatches, so
+/// all ranks have equally many microbatches in flight.
 ///
-/// Bubble, for `M >= P` and `W <= min(F, I)`: `(P - 1) (F + I - W)`, a third of 1F1B's where all three take equal time.
-/// Activations in flight: `min(P, M)` on every rank, of which the weight halves that wait hold only their part.
+/// Bubble, for `M >= P` and `W <= min(F, I)`: `(P - 1) (F + I - W)`, a third of 1F1B's where all three take equal time. Activations in
+/// flight: `min(P, M)` on every rank, of which delayed weight halves hold only their part.
 pub(super) fn h1(rank: usize, sizes: Sizes) -> Vec<Pass> {
     passes(rank, sizes, sizes.num_ranks - rank, rank)
 }
 
-/// ZB-H2 (section 2.2): twice the memory, and no bubble. More forwards fill the time until the first backward arrives,
-/// and the weight halves that were held back fill the end.
+/// Returns the passes of a rank in ZB-H2 (section 2.2), which needs twice the memory and has no bubble. More forwards fill the time until
+/// the first backward arrives, and the delayed weight halves fill the end.
 ///
-/// Bubble, for `M >= 2 P - 1` and `W <= min(F, I)`: `(P - 1) (F + I - 2 W)`, none where all three take equal time. It
-/// is counted within each rank, from its first pass to its last: ranks begin and end one after another, and no rank
-/// idles between two steps if none waits for all others before its update (section 4 of the paper). A step that ends
-/// with a global norm of the gradients takes `(P - 1) F` more. Activations in flight: `min(2 P - 1, M)`.
+/// Bubble, for `M >= 2 P - 1` and `W <= min(F, I)`: `(P - 1) (F + I - 2 W)`, none where all three take equal time. It is counted within
+/// each rank, from its first pass to its last: ranks begin and end one after another, and no rank idles between two steps if none waits for
+/// all others before its update (section 4 of the paper). A step that ends with a global norm of the gradients takes `(P - 1) F` more.
+/// Activations in flight: `min(2 P - 1, M)`.
 pub(super) fn h2(rank: usize, sizes: Sizes) -> Vec<Pass> {
     passes(rank, sizes, 2 * (sizes.num_ranks - rank) - 1, 2 * rank)
 }
 
-/// With so many forwards before the first backward, and so many input halves by which each weight half waits.
+/// Returns the passes with `num_ahead` forwards before the first backward, and weight halves delayed by `num_held_back` microbatches.
 fn passes(rank: usize, sizes: Sizes, num_ahead: usize, num_held_back: usize) -> Vec<Pass> {
     let microbatches = 0..sizes.num_microbatches;
     let forward = microbatches.clone().map(|microbatch| Pass::forward(rank, microbatch));

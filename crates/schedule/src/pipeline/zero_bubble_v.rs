@@ -2,14 +2,14 @@ use super::folded::{Chunk, FoldedRank};
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// ZB-V (Qi et al., "Zero bubble pipeline parallelism", 2023, section 6; as a repeated building block in Qi et al., "Pipeline
-/// parallelism with controllable memory", 2024, section 3): two stages a rank, folded, so that the rank which runs the first stage
-/// runs the last one, too, and its backward can begin early.
+/// Returns the passes of a rank in ZB-V (Qi et al., "Zero bubble pipeline parallelism", 2023, section 6; as a repeated building block in Qi
+/// et al., "Pipeline parallelism with controllable memory", 2024, section 3): two stages per rank, folded. The rank of the first stage also
+/// runs the last stage, so its backward can begin early.
 ///
-/// Bubble, for `M >= 2 P - 1`: none where `F`, `I` and `W` take equal time, counted within each rank from its first pass to its
-/// last. Activations in flight: `2 P` of a stage, which is half of a rank's layers, so 1F1B's `P`, on every rank.
+/// Bubble, for `M >= 2 P - 1`: none where `F`, `I` and `W` take equal time, counted within each rank from its first pass to its last.
+/// Activations in flight: `2 P` stages on every rank. A stage is half of a rank's layers, so this equals 1F1B's `P`.
 ///
-/// With fewer microbatches it is the schedule of `2 P - 1`, without the passes of those that do not exist.
+/// With fewer microbatches it is the schedule of `2 P - 1` microbatches, without the passes of those that do not exist.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, .. } = sizes;
     let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
@@ -19,7 +19,7 @@ pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     passes.finish()
 }
 
-/// Until the rank has done its first backwards.
+/// Warm-up, until the rank has run its first backwards.
 fn fill(passes: &mut FoldedRank, rank: usize, num_ranks: usize) {
     for _ in 0..2 * (num_ranks - rank) - 1 {
         passes.forward(Chunk::Down);
@@ -35,7 +35,7 @@ fn fill(passes: &mut FoldedRank, rank: usize, num_ranks: usize) {
     }
 }
 
-/// Six passes for each microbatch: one of each kind on both stages.
+/// Steady state: six passes for each microbatch, one of each kind on both stages.
 fn steady(passes: &mut FoldedRank, num_microbatches: usize) {
     while passes.num_forward(Chunk::Up) < num_microbatches {
         if passes.num_forward(Chunk::Down) < num_microbatches {
@@ -49,7 +49,7 @@ fn steady(passes: &mut FoldedRank, num_microbatches: usize) {
     }
 }
 
-/// The last input halves without their weight halves first, for other ranks wait for them.
+/// Cool-down. The last input halves run without their weight halves first, because other ranks wait for them.
 fn drain(passes: &mut FoldedRank, rank: usize, num_ranks: usize) {
     for _ in 0..rank {
         passes.backward_input(Chunk::Down);

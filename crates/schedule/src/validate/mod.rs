@@ -1,4 +1,4 @@
-//! Proving a program before it runs.
+//! Validation of programs before they run.
 
 mod pipeline;
 mod state;
@@ -11,7 +11,7 @@ use state::State;
 
 pub use pipeline::validate_pipeline;
 
-/// A program that must not run. `index` counts the program's actions from 0.
+/// The reason why a program must not run. `index` counts the program's actions from 0.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ProgramError {
@@ -35,7 +35,7 @@ pub enum ProgramError {
     OrdersDiffer { rank: usize, place: usize, found: String, expected: String },
 }
 
-/// Why an action must not be where it is.
+/// The reason why an action must not be at its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ActionFault {
@@ -55,13 +55,21 @@ pub enum ActionFault {
     TooManyInFlight { in_flight: usize, bound: usize },
 }
 
-/// Proves that every unit runs forward and backward once for every microbatch, in an order that the data allows; that what
-/// forward does not keep is recomputed; that microbatches add to gradients in their order; that parameters are whole wherever they are read, and as they were in the end; that
-/// gradients are reduced once they are complete and every parameter stepped once all are reduced; and that no unit holds the
-/// activations of more than `in_flight_max` microbatches. Of a program that does not [train](crate::StateLayout::is_trained), that every
-/// unit runs forward once for every microbatch, and nothing else.
+/// Proves that a program is valid:
+/// - every unit runs forward and backward once for every microbatch, in an order that data dependencies allow;
+/// - activations that forward does not keep are recomputed;
+/// - microbatches add to gradients in their order;
+/// - parameters are gathered wherever they are read, and sharded or full at the end as they were at the start;
+/// - gradients are reduced once they are complete, and every parameter is updated once all are reduced;
+/// - no unit holds the activations of more than `in_flight_max` microbatches.
 ///
-/// Cost: linear in the actions; each `STEP` looks at all units.
+/// For a program that does not [train](crate::StateLayout::is_trained), proves that every unit runs forward once for every microbatch, and
+/// that nothing else runs.
+///
+/// Cost: linear in the number of actions; each `STEP` looks at all units.
+///
+/// # Errors
+/// The first fault that is found.
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
     let outline = &program.outline;
     let is_versioned = |action: &Action| matches!(action, Action::Stash { .. } | Action::Unstash { .. });
@@ -90,7 +98,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     }
 }
 
-/// Proves the programs of all ranks at one place of a pipeline: each alone, and their collectives, also in passes, in one order.
+/// Proves the programs of all ranks at one place of a pipeline: each alone, and that their collectives, also within passes, have one order.
 pub fn validate_world(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
     let collectives = |program: &Program| -> Vec<Action> {
         let is_collective = |action: &Action| {

@@ -2,10 +2,10 @@ use super::{ProgramError, validate};
 use crate::action::Action;
 use crate::program::{Chain, Outline, Program, Stage};
 
-/// Proves the programs of all ranks of one pipeline together: each by itself, with as many microbatches in flight as a step
-/// has; and that all of them come to their ends even if a rank that sends or receives waits until the other one does so, too.
+/// Proves the programs of all ranks of one pipeline together: each alone, with as many microbatches in flight as it has, and that all ranks
+/// reach their ends even if a send or a receive blocks until the other rank is at the matching action.
 ///
-/// Cost: linear in the actions.
+/// Cost: linear in the number of actions.
 pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
     for (rank, program) in programs.iter().enumerate() {
         check_stages(&program.outline, rank, programs.len())?;
@@ -27,7 +27,7 @@ pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
     }
 }
 
-/// That stages follow each other from the first unit to the last, on ranks that are there.
+/// Checks that stages are consecutive from the first unit to the last, on ranks that exist.
 fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), ProgramError> {
     let Outline { chain: Chain { num_units, .. }, stages, .. } = outline;
     let mut next = 0;
@@ -45,7 +45,7 @@ fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), 
 }
 
 struct NextMessage {
-    /// Place in the rank's program.
+    /// Index in the rank's program.
     index: usize,
     action: Action,
     peer: usize,
@@ -57,7 +57,7 @@ struct Meeting<'a> {
 }
 
 impl Meeting<'_> {
-    /// The message that a rank is at, once it has done all before it; `None` at its end.
+    /// Returns the next message of a rank, once it has run all actions before it; `None` at its end.
     fn next(&self, rank: usize) -> Option<NextMessage> {
         let program = self.programs.get(rank)?;
         let mut actions = program.actions.iter().copied().enumerate().skip(self.places[rank]);
@@ -66,7 +66,7 @@ impl Meeting<'_> {
         })
     }
 
-    /// Goes past a rank's next message, if the other rank is at it, too; that one.
+    /// Completes a rank's next message if the other rank is at it, too. Returns the other rank.
     fn advance(&mut self, rank: usize) -> Option<usize> {
         let NextMessage { index, action, peer } = self.next(rank)?;
         let other = self.next(peer).filter(|other| Some(other.action) == action.counterpart())?;

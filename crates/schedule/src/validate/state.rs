@@ -1,4 +1,4 @@
-//! What holds after each action of a program.
+//! The state after each action of a program.
 
 mod needs;
 
@@ -7,12 +7,12 @@ use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
 use crate::program::Outline;
 use std::collections::{BTreeSet, VecDeque};
 
-/// What there is of the activations that backward of a unit for a microbatch reads.
+/// The activations of a unit and microbatch that backward reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Activations {
     /// Forward has not run.
     Absent,
-    /// What forward has kept, which is not all.
+    /// Forward has kept a part of them.
     Kept(Keep),
     Whole,
     /// The input half of backward has run.
@@ -22,18 +22,18 @@ enum Activations {
 }
 
 impl Activations {
-    /// Whether the gradient of the unit's input has been made.
+    /// Whether the gradient of the unit's input has been computed.
     fn are_differentiated(self) -> bool {
         matches!(self, Activations::Halved | Activations::Spent)
     }
 }
 
-/// What there is of a unit's parameters.
+/// The state of a unit's parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parameters {
     Whole,
     Sharded,
-    /// Its shard has been updated since they were gathered.
+    /// Their shard has been updated since they were gathered.
     Stale,
 }
 
@@ -42,24 +42,24 @@ struct Unit {
     activations: Vec<Activations>,
     parameters: Parameters,
     is_held: bool,
-    /// Microbatches whose activations it holds.
+    /// Microbatches whose activations the unit holds.
     in_flight: usize,
     /// Microbatches that have added to the gradient.
     num_added: usize,
     /// Whether backward has added to the gradient since it was last reduced.
     has_unreduced: bool,
-    /// Whether all of the gradient is here, where ranks keep shards.
+    /// Whether the full gradient has been gathered from its shards.
     has_gathered_grad: bool,
-    /// Steps whose gradient has been reduced, and whose update is done.
+    /// Steps whose gradient has been reduced, and steps whose update is done.
     num_reduced: usize,
     num_stepped: usize,
-    /// Versions of the parameters of which there are copies, the oldest one first; counted by the updates that made them.
+    /// Versions of the parameters that are stashed, the oldest first, as the number of updates that produced them.
     stashed: VecDeque<usize>,
-    /// By microbatch: the version that forward has read.
+    /// The version that forward has read, by microbatch.
     read: Vec<usize>,
 }
 
-/// A unit that reads another one's parameters, where at least one of them lies on this rank of a pipeline.
+/// A tie of which at least one unit is on this rank of a pipeline.
 struct Tie {
     reader: usize,
     owner: usize,
@@ -75,7 +75,7 @@ impl Tie {
     }
 }
 
-/// What was sent or received: a flag for each kind of message, unit and microbatch.
+/// The messages that were sent or received: a flag for each kind of message, unit and microbatch.
 struct Exchanged {
     num_units: usize,
     num_microbatches: usize,
@@ -108,7 +108,7 @@ pub(super) struct State<'a> {
     microbatches_per_step: usize,
     units: Vec<Unit>,
     at_rest: Parameters,
-    /// Whether updates need gradients that are sharded.
+    /// Whether updates need full gradients that are sharded.
     gathers_grads: bool,
     away: BTreeSet<StateOf>,
     exchanged: Exchanged,
@@ -124,7 +124,7 @@ impl<'a> State<'a> {
         };
         let unit = |unit| Unit {
             activations: vec![Activations::Absent; outline.num_microbatches],
-            // A tied unit reads a copy of the parameters of another rank.
+            // A tied unit reads a copy of parameters that another rank holds.
             parameters: if outline.holds(unit) { at_rest } else { Parameters::Whole },
             is_held: outline.holds(unit),
             in_flight: 0,
@@ -143,7 +143,7 @@ impl<'a> State<'a> {
             }
         }
         let (units, exchanged) = ((0..outline.chain.num_units).map(unit).collect(), Exchanged::new(outline));
-        // A program of no microbatches has no action that asks.
+        // A program without microbatches has no action that uses this number.
         let microbatches_per_step = outline.microbatches_per_step().max(1);
         let is_sharded = |class| outline.state.is_sharded(class);
         let gathers_grads = is_sharded(StateClass::Gradients) && !is_sharded(StateClass::Optimizer);
@@ -183,17 +183,17 @@ impl<'a> State<'a> {
         if is_over { Err(ActionFault::TooManyInFlight { in_flight, bound }) } else { Ok(()) }
     }
 
-    /// Whether there is a unit, and it lies on this rank.
+    /// Whether the unit exists and is on this rank.
     fn holds(&self, unit: usize) -> bool {
         self.units.get(unit).is_some_and(|unit| unit.is_held)
     }
 
-    /// The units that lie on this rank, in order.
+    /// Returns the units on this rank, in order.
     fn held(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.units.len()).filter(|&unit| self.holds(unit))
     }
 
-    /// Whether an action is for this rank: it holds the unit, or for what it receives a neighbour of it.
+    /// Whether an action is for this rank: the rank holds the unit, or for a receive a unit that needs the message.
     fn is_here(&self, action: Action) -> bool {
         let unit = action.unit();
         let holds_below = || unit.checked_sub(1).is_some_and(|below| self.holds(below));
@@ -215,7 +215,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// Whether the parameters of a unit are read on another rank.
+    /// Whether a unit on another rank than the owner reads the owner's parameters.
     fn has_tie(&self, owner: usize) -> bool {
         self.tie.as_ref().is_some_and(|tie| tie.is_across && tie.owner == owner)
     }
@@ -228,7 +228,7 @@ impl<'a> State<'a> {
         self.units[unit].activations[microbatch]
     }
 
-    /// Whether what an action brings about has come about already.
+    /// Whether an action has had its effect already.
     pub(super) fn is_done(&self, action: Action) -> bool {
         let unit = &self.units[action.unit()];
         match action {
@@ -247,7 +247,7 @@ impl<'a> State<'a> {
                 unit.parameters == Parameters::Sharded
                     || !self.outline.state.is_sharded(StateClass::Parameters)
             }
-            // Nothing to reduce is either too early or too often.
+            // A reduction of nothing is either too early or repeated.
             Action::ReduceGrad { .. } => {
                 !unit.has_unreduced
                     && unit.num_added > 0
@@ -282,7 +282,7 @@ impl<'a> State<'a> {
                 unit.has_unreduced = true;
             }
             Action::Send(message) => self.exchanged.insert(message),
-            // What another rank has done has come about here when its result has come.
+            // A received result has the effect of the action that produced it on the other rank.
             Action::Receive(message) => {
                 match message.kind {
                     MessageKind::Activation => unit.activations[message.microbatch] = Activations::Whole,
@@ -317,7 +317,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// What another rank of the pipeline waits for in vain.
+    /// Returns a message that another rank waits for, or a message of the tie that was not received.
     fn unsent(&self) -> Option<Action> {
         let passes = |unit| (0..self.outline.num_microbatches).map(move |microbatch| (unit, microbatch));
         let sends = self.held().flat_map(passes).flat_map(|(unit, microbatch)| {
@@ -336,7 +336,7 @@ impl<'a> State<'a> {
         needed.find(|&message| self.is_here(message) && !self.is_done(message))
     }
 
-    /// What would bring state back to where it was in the beginning, if it is not there; or what was to be sent.
+    /// Returns a missing message, or an action that would bring state back to where it was at the start.
     pub(super) fn left_over(&self) -> Option<Action> {
         if let Some(unsent) = self.unsent() {
             return Some(unsent);

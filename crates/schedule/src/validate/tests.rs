@@ -7,7 +7,7 @@ use crate::program::Chain;
 use crate::single;
 use proptest::prelude::*;
 
-/// Programs of every kind: stages, prefetching, recomputation, a head that is tied to the embedding.
+/// Programs of all kinds: sharding, prefetching, offloading, recomputation, and a head tied to the embedding.
 fn any_program() -> impl Strategy<Value = Program> {
     let keeps = proptest::collection::vec(0..4_usize, 8);
     let offloaded = (any::<[bool; 4]>(), 0..8_usize);
@@ -42,7 +42,7 @@ fn any_program() -> impl Strategy<Value = Program> {
     )
 }
 
-/// The choices, but that a unit which keeps nothing has one below that makes its input again.
+/// Returns the choices, changed so that a unit that keeps nothing has a unit below that recomputes its input.
 fn possible(choices: &[usize]) -> Vec<Keep> {
     let mut keeps: Vec<Keep> = Vec::new();
     for &choice in choices {
@@ -74,7 +74,7 @@ proptest! {
             0 => { program.actions.remove(at); }
             1 => program.actions.insert(at, action),
             _ => {
-                // To begin with a pass of the first unit, or a gathering of what is sharded, is no mistake by itself.
+                // A program may begin with a pass of the first unit, or with a gather or a fetch.
                 let may_begin = matches!(
                     action,
                     Action::Forward { unit: 0, .. } | Action::Unshard { .. } | Action::Fetch(_)
@@ -157,7 +157,7 @@ fn ranks_must_agree_on_the_order_of_collectives() {
     let program = single::program(&Chain::of_units(2), 1);
     assert_eq!(validate_world(&[program.clone(), program.clone()], 1), Ok(()));
     let mut other = program.clone();
-    // Both reductions after both backwards, in the other order: valid alone, a deadlock together.
+    // Both reductions run after both backwards, in the other order: valid alone, a deadlock together.
     other.actions =
         "units 2 microbatches 1\nF 0 0\nF 1 0\nB 1 0\nB 0 0\nREDUCE_GRAD 0\nREDUCE_GRAD 1\nSTEP 0\nSTEP 1"
             .parse::<Program>()
@@ -183,7 +183,7 @@ fn ranks_must_agree_on_the_order_of_what_units_exchange() {
     assert_eq!(validate_world(&[programs[0].clone(), programs[0].clone()], 2), Ok(()));
     let error = validate_world(&programs, 2).unwrap_err();
     assert_eq!(error.to_string(), "collective 1 of rank 1 is 'F 0 1', but rank 0 issues 'F 1 0'");
-    // Nothing is exchanged within units.
+    // No unit has exchanges.
     let alone = "units 2 microbatches 2";
     assert_eq!(validate_world(&[program(alone, first), program(alone, second)], 2), Ok(()));
     assert_eq!(programs[0].to_string().parse(), Ok(programs[0].clone()));

@@ -1,11 +1,11 @@
-//! The all-to-all in two levels: what it moves, and what crosses hosts on the way.
+//! The two-level all-to-all: the blocks that arrive, and the elements that cross hosts.
 
 use super::super::*;
 use super::interpreter::*;
 use super::matrix::{runs, turns};
 use proptest::prelude::*;
 
-/// Hosts of equally many ranks, more than one.
+/// Returns placements on several hosts of equally many ranks.
 fn several_hosts() -> Vec<Hosts> {
     let sizes = [(2, 2), (3, 2), (2, 3), (2, 4), (4, 3), (5, 2)];
     let mut all: Vec<Hosts> = sizes.iter().flat_map(|&(h, l)| [runs(h, l), turns(h, l)]).collect();
@@ -13,7 +13,7 @@ fn several_hosts() -> Vec<Hosts> {
     all
 }
 
-/// Runs all ranks' steps, and compares what they have in the end, what they send, and what of it crosses hosts.
+/// Runs all ranks' steps, and checks the results, the sent elements, and the elements that cross hosts.
 fn check(hosts: &Hosts, lens: &[usize]) {
     let n = hosts.world_size();
     let len = |from: usize, to: usize| lens[from * n + to];
@@ -79,7 +79,7 @@ fn every_block_arrives_and_crosses_hosts_once() {
     }
 }
 
-/// What `docs/collectives.md` says of blocks of one length.
+/// The formulas of `docs/collectives.md` for blocks of one length.
 #[test]
 fn equal_blocks_send_what_their_formulas_say() {
     for (h, l) in [(2, 2), (3, 2), (2, 4), (4, 4)] {

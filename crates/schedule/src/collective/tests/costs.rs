@@ -25,7 +25,7 @@ fn all_equal(counted: &Counted, world_size: usize, expected: usize) {
     }
 }
 
-/// N, p, extra, ceil(log2 N).
+/// Returns N, p, extra, ceil(log2 N).
 fn sizes() -> impl Iterator<Item = (usize, usize, usize, usize)> {
     (1..=17_usize).map(|world_size| {
         let num_leaves = 1 << world_size.ilog2();
@@ -56,7 +56,7 @@ fn halving_and_doubling_send_what_their_formulas_say() {
         let (len, hosts) = (3 * n * p, Hosts::single(n));
         let log = p.ilog2() as usize;
         let fold = usize::from(extra > 0);
-        // The first rank of a folded pair, the second one, any other.
+        // The first rank of a folded pair, the second rank of one, any other rank.
         let of_ranks = |counted: &Counted, expected: [usize; 3]| {
             for rank in 0..n {
                 let role = if rank >= 2 * extra { 2 } else { rank % 2 };
@@ -80,7 +80,7 @@ fn halving_and_doubling_send_what_their_formulas_say() {
             all_equal(&counted, n, len * (n - 1) / n);
             assert_eq!(counted.longest, log);
         } else {
-            // A pair keeps two blocks of the N, any other leaf one; the first of a pair passes one of them on.
+            // A pair keeps two of the N blocks, any other leaf one. The first rank of a pair sends one of its blocks on.
             let share = len / n;
             of_ranks(&counted, [len - 2 * share + share, len, len - share]);
         }
@@ -170,7 +170,7 @@ fn exchanges_of_blocks_send_what_their_formulas_say() {
     }
 }
 
-/// The busiest rank's and the busiest host's elements to other hosts.
+/// Returns the elements that the busiest rank and the busiest host send to other hosts.
 fn across(counted: &Counted, hosts: &Hosts) -> (usize, usize) {
     let by = |rank: &Rank| counted.traffic.across_by(rank.0, hosts);
     let of_host = |host| hosts.ranks(host).iter().map(by).sum();
@@ -195,13 +195,13 @@ fn a_hierarchical_all_reduce_spares_the_links_between_hosts() {
             let one = count(collective, hierarchical(Leaders::One, A::BinomialTree, A::Ring), &hosts);
             assert_eq!(across(&one, &hosts), (2 * len * (h - 1) / h, 2 * len * (h - 1) / h));
         }
-        // A flat ring leaves each host once if hosts hold runs of ranks, else with every rank.
+        // If hosts hold consecutive ranks, one rank of each host sends across hosts in a flat ring; otherwise every rank does.
         let flat = count(collective, A::Ring, &runs(h, l));
         assert_eq!(across(&flat, &runs(h, l)).1, 2 * len * (n - 1) / n);
         let flat = count(collective, A::Ring, &turns(h, l));
         assert_eq!(across(&flat, &turns(h, l)).1, l * (2 * len * (n - 1) / n));
         if n.is_power_of_two() {
-            // Recursive doubling crosses with every rank's whole vector.
+            // In recursive doubling, every rank sends its full vector across hosts.
             let flat = count(collective, A::RecursiveDoubling, &runs(h, l));
             assert_eq!(across(&flat, &runs(h, l)).1, l * len * h.ilog2() as usize);
         }

@@ -1,4 +1,4 @@
-//! What makes two trees use the whole bandwidth.
+//! The properties by which two trees use the full bandwidth.
 
 use super::super::double_tree::{all_reduce_by, num_chunks};
 use super::super::*;
@@ -33,7 +33,7 @@ fn chunks_follow_each_other_through_the_trees() {
     }
 }
 
-/// A rank reduces for others in one of the trees at most: the halves of the vector in which it does.
+/// The halves of the vector in which a rank reduces for others show the trees in which it has children.
 #[test]
 fn a_rank_has_children_in_one_tree_at_most() {
     for world_size in 2..=40 {
@@ -49,7 +49,7 @@ fn a_rank_has_children_in_one_tree_at_most() {
     }
 }
 
-/// With many chunks, time is that of sending the vector twice, however many ranks there are.
+/// With many chunks, the time is that of sending the vector twice, for any number of ranks.
 #[test]
 fn time_hardly_depends_on_the_number_of_ranks() {
     let link = LinkCost { latency_seconds: 1e-6, seconds_per_byte: 1e-9 };

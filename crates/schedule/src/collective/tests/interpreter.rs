@@ -1,4 +1,4 @@
-//! Executes the steps of all ranks, in two ways: with messages that queue, and with none that does.
+//! Executes the steps of all ranks, with messages that queue and with messages that do not.
 
 use super::super::*;
 use std::collections::VecDeque;
@@ -26,7 +26,7 @@ impl Memories {
     }
 }
 
-/// Elements sent from rank to rank.
+/// Number of elements sent between any two ranks.
 pub(super) struct Traffic(Vec<Vec<usize>>);
 
 impl Traffic {
@@ -42,7 +42,7 @@ impl Traffic {
         self.0.iter().flatten().sum()
     }
 
-    /// What a rank sends to other hosts.
+    /// Returns the elements that a rank sends to other hosts.
     pub(super) fn across_by(&self, rank: usize, hosts: &Hosts) -> usize {
         let is_across = |to: usize| hosts.host_of(Rank(to)) != hosts.host_of(Rank(rank));
         self.0[rank].iter().enumerate().filter(|&(to, _)| is_across(to)).map(|(_, sent)| sent).sum()
@@ -65,8 +65,8 @@ pub(super) fn programs(world_size: usize, make: impl Fn(Rank, &mut Vec<Step>)) -
     (0..world_size).map(program).collect()
 }
 
-/// Runs the steps of all ranks with messages that queue without bound; scratch begins as NaN. Panics if a rank waits
-/// for a message that is never sent, or if one is left over.
+/// Runs the steps of all ranks with message queues of unbounded length. Scratch begins as NaN. Panics if a rank waits for a message that is
+/// never sent, or if a message is left over.
 pub(super) fn interpret(
     programs: &[Vec<Step>],
     memories: &mut [Memories],
@@ -126,8 +126,8 @@ fn place(target: &mut [f64], message: &[f64], action: Action, combine: &impl Fn(
     }
 }
 
-/// Steps proceed even if a message can only be handed over while its receiver waits for it: a rank
-/// goes on when its partners stand at the matching steps.
+/// Checks that steps proceed even if a send blocks until its receiver waits for the message: a rank continues when its partners are at the
+/// matching steps.
 pub(super) fn assert_needs_no_queue(programs: &[Vec<Step>]) {
     let mut next = vec![0; programs.len()];
     let mut done = vec![(false, false); programs.len()];

@@ -4,13 +4,13 @@ use super::super::*;
 use super::interpreter::*;
 use super::oracle::*;
 
-/// All ranks' steps.
+/// Returns the steps of all ranks.
 pub(super) fn programs_of(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> Vec<Vec<Step>> {
     programs(hosts.world_size(), |rank, out| steps(collective, algorithm, hosts, rank, out))
 }
 
-/// Executes an algorithm, and compares bits: of sums that depend on their order if it says it keeps it, else of
-/// sums that do not.
+/// Executes an algorithm and compares the bits of its result: of sums that depend on their order if the algorithm claims to be canonical,
+/// else of sums that do not.
 pub(super) fn check(collective: Collective, algorithm: Algorithm, hosts: &Hosts) {
     let world_size = hosts.world_size();
     let what = format!("{collective:?} by {algorithm} on {hosts:?}");
@@ -48,7 +48,7 @@ fn every_flat_algorithm_gives_what_the_oracle_says() {
     }
 }
 
-/// Whatever the order is, all ranks of an all-reduce have the same bits.
+/// All ranks of an all-reduce have the same bits in any order.
 #[test]
 fn all_ranks_agree_on_every_bit() {
     for world_size in 2..=17 {
@@ -62,17 +62,17 @@ fn all_ranks_agree_on_every_bit() {
     }
 }
 
-/// Hosts of equally many ranks, host by host.
+/// Returns hosts of equally many consecutive ranks.
 pub(super) fn runs(num_hosts: usize, ranks_per_host: usize) -> Hosts {
     Hosts::new(&Vec::from_iter((0..num_hosts * ranks_per_host).map(|rank| rank / ranks_per_host)))
 }
 
-/// Hosts of equally many ranks that are dealt out in turns.
+/// Returns hosts of equally many ranks, assigned round-robin.
 pub(super) fn turns(num_hosts: usize, ranks_per_host: usize) -> Hosts {
     Hosts::new(&Vec::from_iter((0..num_hosts * ranks_per_host).map(|rank| rank % num_hosts)))
 }
 
-/// Some ways to place ranks: host by host, in turns, unequally.
+/// Returns some placements of ranks: consecutive, round-robin, unequal.
 pub(super) fn placements() -> Vec<Hosts> {
     let mut placements = Vec::new();
     for (num_hosts, ranks_per_host) in [
@@ -114,7 +114,7 @@ fn every_hierarchy_gives_what_the_oracle_says() {
     }
 }
 
-/// The claim of a hierarchy to be canonical is no stricter than it must be: other placements give other bits.
+/// A hierarchy's condition for being canonical is no stricter than it must be: other placements give other bits.
 #[test]
 fn other_placements_give_other_bits() {
     let order_of = |hosts: &Hosts| {

@@ -12,7 +12,7 @@ use interpreter::*;
 use matrix::programs_of;
 use proptest::prelude::*;
 
-/// The canonical order spelled by hand, as text.
+/// Returns the canonical order as text, evaluated from its terms.
 fn spelled(world_size: usize) -> String {
     let mut stack: Vec<String> = Vec::new();
     for term in canonical_terms(world_size) {
@@ -43,7 +43,7 @@ fn the_canonical_order_pairs_neighbours() {
     assert_eq!(spelled(8), "(((0+1)+(2+3))+((4+5)+(6+7)))");
 }
 
-/// Who has heard from whom when the barrier ends: everyone from everyone.
+/// At the end of the barrier, every rank has heard from every rank.
 #[test]
 fn the_barrier_hears_from_every_rank() {
     for world_size in 1..=17 {
@@ -69,7 +69,7 @@ fn the_barrier_hears_from_every_rank() {
 proptest! {
     #[test]
     fn the_left_operand_is_the_lower_rank(world_size in 1..20_usize) {
-        // Keeps the left operand: only rank 0 survives.
+        // This reduction keeps the left operand, so only rank 0's value remains.
         let (collective, hosts) = (CollectiveKind::AllReduce.with_len(5), Hosts::single(world_size));
         for flat in [FlatAlgorithm::RecursiveDoubling, FlatAlgorithm::HalvingDoubling, FlatAlgorithm::BinomialTree] {
             let programs = programs_of(collective, flat.into(), &hosts);

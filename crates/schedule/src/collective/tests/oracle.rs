@@ -1,15 +1,15 @@
-//! What collectives are to give, naively.
+//! The expected results of collectives, computed naively.
 
 use super::super::*;
 use super::interpreter::*;
 use std::ops::Range;
 
-/// Whole numbers: every order of summing them gives the same.
+/// Whole numbers, whose sum is the same in any order.
 pub(super) fn whole_numbers(rank: usize, index: usize) -> f64 {
     ((rank * 7919 + index * 104_729) % 1009) as f64
 }
 
-/// Not exactly summable: another order gives other bits.
+/// Fractions, whose sum is not exact: another order gives other bits.
 pub(super) fn fractions(rank: usize, index: usize) -> f64 {
     1.0 / (3.0 + whole_numbers(rank, index))
 }
@@ -18,7 +18,7 @@ pub(super) fn vectors(world_size: usize, len: usize, value: fn(usize, usize) -> 
     (0..world_size).map(|rank| (0..len).map(|index| value(rank, index)).collect()).collect()
 }
 
-/// What the ranks begin with: NaN where an operation must not look.
+/// Returns the initial memories of the ranks: NaN where an operation must not read.
 pub(super) fn inputs(
     collective: Collective,
     world_size: usize,
@@ -41,7 +41,7 @@ pub(super) fn inputs(
     (0..world_size).map(|rank| Memories::in_place(vector(rank))).collect()
 }
 
-/// What `rank` must have in the end, and where.
+/// Returns the expected result of `rank`, and its range.
 pub(super) fn expected(
     collective: Collective,
     world_size: usize,
@@ -75,7 +75,7 @@ pub(super) fn expected(
     }
 }
 
-/// The sum in canonical order.
+/// Returns the sum in canonical order.
 pub(super) fn canonical(vectors: &[Vec<f64>]) -> Vec<f64> {
     let merge = |left: Vec<f64>, right: &[f64]| left.iter().zip(right).map(|(a, b)| a + b).collect();
     let mut stack: Vec<Vec<f64>> = Vec::new();
@@ -98,7 +98,7 @@ pub(super) fn canonical(vectors: &[Vec<f64>]) -> Vec<f64> {
     stack.remove(0)
 }
 
-/// Every collective of `len` elements, with each of the roots.
+/// Returns every collective of `len` elements, with several roots.
 pub(super) fn collectives(world_size: usize, len: usize) -> Vec<Collective> {
     let mut all = vec![
         CollectiveKind::AllReduce.with_len(len),
@@ -119,7 +119,7 @@ pub(super) fn collectives(world_size: usize, len: usize) -> Vec<Collective> {
     all
 }
 
-/// Awkward lengths: none, one, fewer than ranks, not divisible, larger.
+/// Edge-case lengths: none, one, fewer than ranks, not divisible, larger.
 pub(super) fn lens(world_size: usize) -> [usize; 6] {
     [0, 1, world_size - 1, world_size, 2 * world_size + 1, 5 * world_size + world_size / 2]
 }

@@ -1,4 +1,4 @@
-//! Algorithms as text: their names, and the steps of a rank for readers.
+//! Algorithms as text: their names, and the steps of a rank.
 
 use super::super::*;
 use super::matrix::{has_steps, programs_of, runs};
@@ -9,7 +9,7 @@ fn text(collective: Collective, algorithm: &str, hosts: &Hosts, rank: usize) -> 
     steps.iter().map(|step| step_text(step) + "\n").collect()
 }
 
-/// Both halves of an exchange with a bar between them, or `copy vector[0..4] to scratch[0..4]`.
+/// Writes both halves of an exchange with a bar between them, or `copy vector[0..4] to scratch[0..4]`.
 fn step_text(step: &Step) -> String {
     match step {
         Step::Exchange { send, receive } => {
@@ -20,12 +20,12 @@ fn step_text(step: &Step) -> String {
     }
 }
 
-/// `send 3 vector[0..16]`.
+/// Writes `send 3 vector[0..16]`.
 fn send_text(send: &Outgoing) -> String {
     format!("send {} {}", send.to, span_text(&send.span))
 }
 
-/// `receive 2 vector[16..32]`, followed by `reduce left` or `reduce right`: the side of the elements already there.
+/// Writes `receive 2 vector[16..32]`, followed by `reduce left` or `reduce right`: the side of the elements already there.
 fn receive_text(receive: &Incoming) -> String {
     let reduce = match receive.action {
         Action::Copy => "",
@@ -35,7 +35,7 @@ fn receive_text(receive: &Incoming) -> String {
     format!("receive {} {}{reduce}", receive.from, span_text(&receive.span))
 }
 
-/// `vector[16..32]`.
+/// Writes `vector[16..32]`.
 fn span_text(Span { memory, range }: &Span) -> String {
     format!("{}[{}..{}]", format!("{memory:?}").to_lowercase(), range.start, range.end)
 }

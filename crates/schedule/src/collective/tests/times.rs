@@ -1,4 +1,4 @@
-//! Simulated times against formulas, and what is chosen by them.
+//! Simulated times against formulas, and the algorithms that are chosen by them.
 
 use super::super::cost::Predictor;
 use super::super::*;
@@ -15,7 +15,7 @@ const MODEL: CostModel = CostModel {
     copy_seconds_per_byte: 5e-11,
 };
 
-/// Seconds of `collective` by `algorithm`.
+/// Returns the predicted seconds of `collective` by `algorithm`.
 fn predict(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> f64 {
     Predictor::new(collective, hosts, 4, &MODEL).predict(algorithm)
 }
@@ -126,7 +126,7 @@ fn ranks_of_a_host_share_its_link() {
     assert_close(seconds(&[0, 1, 2, 2]), alpha + 2000.0 * beta, 1e-9, "one link in");
 }
 
-/// Ranks of a host share its link, and a message across takes ten times as long to begin.
+/// The ranks of a host share its link, and a message across hosts has ten times the latency.
 #[test]
 fn an_all_to_all_by_hosts_is_faster_where_blocks_are_short() {
     let seconds = |hosts: &Hosts, block_len: usize| {
@@ -139,13 +139,13 @@ fn an_all_to_all_by_hosts_is_faster_where_blocks_are_short() {
     for hosts in [runs(4, 4), turns(4, 4)] {
         let [pairwise, by_hosts] = seconds(&hosts, 8);
         assert!(2.0 * by_hosts < pairwise, "{by_hosts} s, {pairwise} s on {hosts:?}");
-        // Long blocks take as long as the link between hosts takes for them.
+        // The time of long blocks is determined by the link between hosts.
         let [pairwise, by_hosts] = seconds(&hosts, 1 << 16);
         assert!(by_hosts < 1.2 * pairwise, "{by_hosts} s, {pairwise} s on {hosts:?}");
     }
 }
 
-/// The sum over phases, each among its members alone, is near what all steps together take.
+/// The sum over phases, each simulated alone, is close to the time of all steps together.
 #[test]
 fn phases_predict_what_whole_programs_take() {
     for hosts in placements() {

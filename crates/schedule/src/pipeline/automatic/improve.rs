@@ -1,6 +1,6 @@
-//! Local search over a schedule: what holds up the end is moved out of the way. Only passes on the critical path
-//! matter, and of these only the order within a block that one rank runs without a gap (van Laarhoven, Aarts and
-//! Lenstra, "Job shop scheduling by simulated annealing", 1992; here only what is better is taken, so it ends).
+//! Local search that shortens a schedule by moving passes on its critical path. Only these passes matter, and of these only their order
+//! within a block that one rank runs without a gap (van Laarhoven, Aarts and Lenstra, "Job shop scheduling by simulated annealing", 1992;
+//! here only improvements are accepted, so the search ends).
 
 use crate::pipeline::clock::{Clock, needs};
 use crate::pipeline::costs::Costs;
@@ -10,10 +10,11 @@ use crate::pipeline::timeline::Span;
 use crate::pipeline::validate::check_activations;
 use std::ops::RangeInclusive;
 
-/// Passes that are timed at most, over all moves that are tried: a fraction of a second.
+/// Maximum number of passes that are timed over all tried moves: a fraction of a second.
 const PASSES_TIMED_MAX: usize = 1 << 23;
 
-/// Less is better: the makespan, then the sum of the ranks' ends, which leads on where the makespan does not change.
+/// The score of a schedule, lower is better: the makespan, then the sum of the ranks' ends, which guides the search where the makespan does
+/// not change.
 type Score = (u64, u64);
 
 fn score(spans: &[Vec<Span>]) -> Score {
@@ -21,14 +22,14 @@ fn score(spans: &[Vec<Span>]) -> Score {
     (ends().max().unwrap_or(0), ends().sum())
 }
 
-/// Moves passes of a valid schedule until no move helps, or the effort has been spent.
+/// Moves passes of a valid schedule until no move helps or the effort is spent.
 pub(super) fn improve(schedule: Schedule, costs: &Costs, bounds: &[u64]) -> Schedule {
     let mut search = Search::new(halved(schedule), costs, bounds);
     while search.improve_once().is_some() {}
     search.schedule
 }
 
-/// The same with all backwards in two halves, one directly after the other.
+/// Returns the schedule with all backwards in two halves, one directly after the other.
 fn halved(mut schedule: Schedule) -> Schedule {
     let halves = |pass: Pass| match pass.kind {
         PassKind::Backward => vec![
@@ -61,7 +62,8 @@ impl<'a> Search<'a> {
         Search { schedule, spans, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
     }
 
-    /// Takes the first move of a pass to an end of its critical block that improves the schedule. `None` if none is found in time.
+    /// Makes the first move of a pass to an end of its critical block that improves the schedule. Returns `None` if no such move is found
+    /// before the effort is spent.
     fn improve_once(&mut self) -> Option<()> {
         for (rank, block) in critical_blocks(&self.schedule, &self.spans, self.costs) {
             let (first, last) = block.into_inner();
@@ -74,7 +76,8 @@ impl<'a> Search<'a> {
         None
     }
 
-    /// Moves a pass if that is better. What begins before the first pass that changes its place is as it was.
+    /// Moves a pass, and undoes the move unless it improves the schedule. Passes that begin before the first moved pass keep their times.
+    /// Returns whether the schedule improved, or `None` if the effort is spent.
     fn try_move(&mut self, rank: usize, from: usize, to: usize) -> Option<bool> {
         let time = self.spans[rank][from.min(to)].start;
         let is_earlier = |spans: &Vec<Span>| spans.partition_point(|span| span.start < time);
@@ -85,7 +88,7 @@ impl<'a> Search<'a> {
         move_pass(&mut self.schedule.ranks[rank], from, to);
         self.clock.run(&self.schedule);
         let has_run = self.clock.spans.iter().zip(&self.spans).all(|(new, old)| new.len() == old.len());
-        // Only what can run has activations that can be counted.
+        // Only a schedule that runs to its end has activations that can be counted.
         let is_better = has_run
             && score(&self.clock.spans) < score(&self.spans)
             && check_activations(&self.schedule, self.costs, self.bounds).is_ok();
@@ -102,8 +105,8 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Moves a pass, place by place. Passes of one kind and stage stay in the order of microbatches, in which sums are made: they
-/// take equal time, so whichever comes to the other one's place is the one that is moved on. Moving back undoes it.
+/// Moves a pass, place by place. Passes of one kind and stage stay in the order of microbatches, in which sums are made. They take equal
+/// time, so when a pass reaches another one of its kind and stage, the other one is moved on instead. Moving back undoes the move.
 fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
     let mut place = from;
     while place != to {
@@ -115,7 +118,7 @@ fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
     }
 }
 
-/// Whether a move is another one than that of the pass beside it.
+/// Whether a move differs from the same move of the next pass on the way.
 fn leads_elsewhere(passes: &[Pass], from: usize, to: usize) -> bool {
     from != to && !is_alike(passes[from], passes[step(from, to)])
 }
@@ -128,7 +131,7 @@ fn is_alike(pass: Pass, other: Pass) -> bool {
     (pass.kind, pass.stage) == (other.kind, other.stage)
 }
 
-/// One critical path, from its end to its begin: for each rank that it crosses, the passes that the rank runs without a gap.
+/// Returns one critical path, from its end to its beginning: for each rank on the path, a block of passes that the rank runs without a gap.
 fn critical_blocks(
     schedule: &Schedule,
     spans: &[Vec<Span>],
@@ -158,7 +161,7 @@ fn critical_blocks(
     }
 }
 
-/// The place of a pass among those of its rank, all backwards of which are halved, if it ends at this time.
+/// Returns the index of a pass among the passes of its rank, if it ends at `time`. All backwards of the rank are halved.
 fn ended_at(passes: &[Pass], spans: &[Span], pass: Pass, time: u64) -> Option<usize> {
     let made = match pass.kind {
         PassKind::Backward => Pass { kind: PassKind::BackwardInput, ..pass },
@@ -174,7 +177,7 @@ mod tests {
     use super::*;
     use crate::pipeline::{Kind, Sizes, StageCosts, generate, simulate};
 
-    /// Only what a move changes is timed anew: the times must be those of the whole schedule nevertheless.
+    /// A move times only the passes that it affects. The times must nevertheless be equal to the times of the whole schedule.
     #[test]
     fn times_are_those_of_the_schedule_after_every_move() {
         let stage = |stage: u64| StageCosts::of(20 + 7 * stage % 5, 18 + 3 * stage % 7, 15 + 5 * stage % 9);

@@ -1,4 +1,4 @@
-//! List scheduling: whenever a rank is free, it begins the best pass by a rule among those that are ready and fit its memory.
+//! List scheduling: whenever a rank is free, it begins the pass that a rule prefers among the passes that are ready and fit its memory.
 
 use crate::pipeline::costs::Costs;
 use crate::pipeline::pass::{Pass, PassKind};
@@ -7,19 +7,19 @@ use crate::pipeline::sizes::Sizes;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-/// What a rank likes best.
+/// A rule by which a rank prefers passes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rule {
-    /// Forward before backward, if both are ready.
+    /// Whether forward comes before backward if both are ready.
     is_forward_first: bool,
-    /// How much of a weight half may run over into the time of a pass that is known to be ready by then, in percent.
+    /// Maximum part of a weight half that may overrun the time at which another pass is known to be ready, in percent.
     overrun_percent: u64,
-    /// How much of the memory beyond one microbatch is used, in percent.
+    /// Part of the memory beyond one microbatch that is used, in percent.
     memory_percent: u64,
 }
 
 impl Rule {
-    /// The rules that are tried, in groups that differ in memory alone, the least first. None of them is best for all costs.
+    /// Returns the rules to try, in groups that differ only in memory, the least memory first. No rule is best for all costs.
     pub(super) fn groups() -> impl Iterator<Item = [Rule; 3]> {
         [false, true].into_iter().flat_map(|is_forward_first| {
             [0, 50, 100].into_iter().map(move |overrun_percent| {
@@ -30,14 +30,15 @@ impl Rule {
 }
 
 pub(super) struct Listed {
-    /// The schedule; `None` if it would take longer than what was found before.
+    /// The schedule; `None` if it would take longer than the maximum.
     pub(super) schedule: Option<Schedule>,
-    /// Whether a pass had to wait for memory. If none had to, more memory changes nothing.
+    /// Whether a pass had to wait for memory. If not, more memory changes nothing.
     pub(super) lacked_room: bool,
 }
 
-/// The schedule that a rule makes, in `makespan_max` ticks. Every rank must have room for one microbatch in all of its stages;
-/// beyond that it begins a microbatch only if it could still finish the oldest that it has begun, so it never comes to a stop.
+/// Returns the schedule of a rule, if it takes at most `makespan_max` ticks. Every rank must have memory for one microbatch in all of its
+/// stages. Beyond that, a rank begins a microbatch only if it can still finish the oldest microbatch that it has begun, so the schedule
+/// never deadlocks.
 pub(super) fn schedule(
     stage_ranks: &[usize],
     sizes: Sizes,
@@ -66,19 +67,19 @@ pub(super) fn schedule(
     Listed { schedule: Some(schedule), lacked_room: search.lacked_room }
 }
 
-/// No time is known.
+/// A time that is not known yet.
 const UNKNOWN: u64 = u64::MAX;
 
 struct Rank {
-    /// Its stages, in the model's order.
+    /// Stages of the rank, in model order.
     stages: Vec<usize>,
-    /// What of its memory it uses.
+    /// Maximum activations that the rank holds under the rule.
     bound: u64,
     held: u64,
     free_at: u64,
-    /// Of all passes that it has not begun.
+    /// Total ticks of the passes that have not begun.
     ticks_left: u64,
-    /// Weight halves that could run, the oldest first.
+    /// Weight halves that are ready, the oldest first.
     weight_halves: VecDeque<Pass>,
     passes: Vec<Pass>,
 }
@@ -89,13 +90,14 @@ struct Search<'a> {
     num_microbatches: usize,
     rule: Rule,
     ranks: Vec<Rank>,
-    /// By stage: the next microbatch of each direction.
+    /// Next microbatch of forward and of backward, by stage.
     num_forward: Vec<usize>,
     num_backward: Vec<usize>,
-    /// By stage and microbatch: when the input and the gradient of the result are at hand. A last microbatch of each stage never is.
+    /// Times at which the input and the gradient of the output are available, by stage and microbatch. Each stage has one microbatch more,
+    /// which is never available.
     input_at: Vec<u64>,
     gradient_at: Vec<u64>,
-    /// When to look at a rank.
+    /// Times at which to look at a rank.
     wakes: BinaryHeap<Reverse<(u64, usize)>>,
     /// Whether a forward had to wait for memory.
     lacked_room: bool,
@@ -139,7 +141,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Begins what the rule likes best, or waits for what is on its way.
+    /// Begins the pass that the rule prefers, or waits for a pass that is not ready.
     fn begin_best(&mut self, rank: usize, now: u64) {
         let (backward_at, backward) = self.next_backward(rank);
         let (forward_at, forward) = self.next_forward(rank);
@@ -156,13 +158,15 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The first of the next backwards of a rank's stages to be at hand, of equal ones the farthest along its way: time and stage.
+    /// Returns the time and the stage of the rank's next backward to become ready. Of equal times, the lowest stage is first, which is the
+    /// farthest along the backward path.
     fn next_backward(&self, rank: usize) -> (u64, usize) {
         let at = |&stage: &usize| (self.gradient_at[self.index(stage, self.num_backward[stage])], stage);
         self.ranks[rank].stages.iter().map(at).min().unwrap_or((UNKNOWN, 0))
     }
 
-    /// The same for forwards that there is room for.
+    /// Returns the time and the stage of the rank's next forward to become ready among those that fit its memory. Of equal times, the
+    /// highest stage is first. Notes if a forward lacks memory.
     fn next_forward(&mut self, rank: usize) -> (u64, usize) {
         let mut first = (UNKNOWN, 0);
         for &stage in self.ranks[rank].stages.iter().rev() {
@@ -180,7 +184,8 @@ impl<'a> Search<'a> {
         first
     }
 
-    /// Whether forward leaves room for the oldest microbatch that some stages of the rank have not seen. Older ones can all finish.
+    /// Whether forward leaves memory for the oldest microbatch that some stages of the rank have not run. Older microbatches can all
+    /// finish.
     fn has_room(&self, rank: usize, stage: usize, microbatch: usize) -> bool {
         let Rank { stages, bound, held, .. } = &self.ranks[rank];
         let activation = |&stage: &usize| self.costs.stages()[stage].activation;
@@ -191,7 +196,7 @@ impl<'a> Search<'a> {
         held + reserved + taken <= *bound
     }
 
-    /// The oldest weight half, unless it would hold up a pass that arrives meanwhile.
+    /// Returns the oldest weight half, unless it would delay a pass that arrives at `arrival` by more than the rule allows.
     fn weight_half(&self, rank: usize, now: u64, arrival: u64) -> Option<Pass> {
         let &pass = self.ranks[rank].weight_halves.front()?;
         let ticks = self.costs.ticks(pass);
@@ -231,7 +236,7 @@ impl<'a> Search<'a> {
             let index = self.index(next, microbatch);
             let times = if kind == PassKind::Forward { &mut self.input_at } else { &mut self.gradient_at };
             times[index] = at;
-            // Whoever is at work until then looks anyway.
+            // A rank that is busy until then wakes at its own end.
             if self.ranks[to].free_at < at {
                 self.wakes.push(Reverse((at, to)));
             }

@@ -1,4 +1,4 @@
-//! Schedules made for costs and memory (Qi et al., "Zero bubble pipeline parallelism", 2023, section 3).
+//! Schedules generated for given costs and memory (Qi et al., "Zero bubble pipeline parallelism", 2023, section 3).
 
 mod improve;
 mod list;
@@ -12,9 +12,9 @@ use super::sizes::Sizes;
 use super::validate::check_activations;
 use improve::improve;
 
-/// The schedule of least simulated time ([`Timeline::makespan`](super::Timeline::makespan)) within the bounds: the best fixed
-/// synchronous one, of list scheduling by several rules for each placement, and of what moving single passes makes of these, unless
-/// one takes the least time possible. Of equal times, the fewest activations win, then a fixed schedule.
+/// Returns the schedule of least simulated time ([`Timeline::makespan`](super::Timeline::makespan)) within the bounds. The candidates are
+/// the best fixed synchronous schedule and the best of list scheduling by several rules for each placement. Unless a candidate takes the
+/// least possible time, each is also improved by moves of single passes. Of equal times, the fewest activations win, then a fixed schedule.
 pub(super) fn schedule(
     sizes: Sizes,
     costs: &Costs,
@@ -37,7 +37,7 @@ pub(super) fn schedule(
     Ok(best.expect("list scheduling makes one for each placement").schedule)
 }
 
-/// A schedule and its score, of which less is better: the time, then the activations.
+/// A schedule and its score, lower is better: the time, then the activations.
 struct Timed {
     schedule: Schedule,
     score: (u64, u64),
@@ -77,7 +77,7 @@ fn best_listed(stage_ranks: &[usize], sizes: Sizes, costs: &Costs, bounds: &[u64
     best
 }
 
-/// No schedule takes less: a rank begins when the first microbatch can have come to it, and then has all of its work to do.
+/// Returns a lower bound of the makespan: a rank begins when the first microbatch can have reached it, and then has all of its work to do.
 fn makespan_min(stage_ranks: &[usize], sizes: Sizes, costs: &Costs) -> u64 {
     let mut arrival = 0;
     let mut earliest = vec![u64::MAX; sizes.num_ranks];
@@ -91,14 +91,14 @@ fn makespan_min(stage_ranks: &[usize], sizes: Sizes, costs: &Costs) -> u64 {
     earliest.into_iter().zip(work).map(|(earliest, work)| earliest + work).max().unwrap_or(0)
 }
 
-/// Where stages may lie. With one stage a rank, folding changes nothing.
+/// Returns the placements of stages to try. With one stage per rank, folding changes nothing.
 fn placements(sizes: Sizes) -> Vec<Vec<usize>> {
     let Sizes { num_ranks, stages_per_rank, .. } = sizes;
     let all = [Placement::Looped, Placement::Folded].map(|all| all.stage_ranks(num_ranks, stages_per_rank));
     all.into_iter().take(stages_per_rank.min(2)).collect()
 }
 
-/// A rank must be able to hold one microbatch in all of its stages.
+/// Checks that every rank can hold one microbatch in all of its stages.
 fn check_room(stage_ranks: &[usize], costs: &Costs, bounds: &[u64]) -> Result<(), GenerateError> {
     for (rank, &bound) in bounds.iter().enumerate() {
         let stages = stage_ranks.iter().zip(costs.stages()).filter(|&(&other, _)| other == rank);

@@ -1,4 +1,4 @@
-//! Pictures of schedules: a row for each rank, to scale in time.
+//! Pictures of schedules: one row per rank, to scale in time.
 
 mod svg;
 mod text;
@@ -10,7 +10,7 @@ use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use super::timeline::Timeline;
 
-/// One of several pictures that are drawn below each other, to one scale in time.
+/// One of several pictures that are drawn below each other, with the same scale in time.
 #[derive(Debug, Clone, Copy)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Picture<'a> {
@@ -23,7 +23,7 @@ fn longest(pictures: &[Picture<'_>]) -> u64 {
     pictures.iter().map(|picture| picture.timeline.makespan).max().unwrap_or(0)
 }
 
-/// The number that a pass is labelled with: its microbatch, but an update after a drain is of all of them.
+/// Returns the number in the label of a pass: its microbatch, or none for an update after a drain, which applies all microbatches.
 fn number(schedule: &Schedule, pass: Pass) -> String {
     match (pass.kind, schedule.weights) {
         (PassKind::Update, WeightVersions::Drained) => String::new(),
@@ -31,7 +31,7 @@ fn number(schedule: &Schedule, pass: Pass) -> String {
     }
 }
 
-/// For each stage, which of its rank's stages it is, from 0.
+/// Returns the index of each stage among the stages of its rank, from 0.
 fn turns(schedule: &Schedule) -> Vec<usize> {
     let mut num_seen = vec![0; schedule.num_ranks()];
     let mut turn = |&rank: &usize| {

@@ -12,24 +12,25 @@ const TITLE_HEIGHT: f64 = 28.0;
 const ROW_HEIGHT: f64 = 24.0;
 const ROW_GAP: f64 = 6.0;
 const LEGEND_HEIGHT: f64 = 36.0;
-/// Of the line of times below the rows of a picture.
+/// Height of the axis of times below the rows of a picture.
 const AXIS_HEIGHT: f64 = 22.0;
 const AXIS_INTERVALS: usize = 10;
 const DIGIT_WIDTH: f64 = 7.0;
 
-/// A schedule as an SVG document: a row for each rank, to scale in time, idle time hatched. Colours tell kinds of passes apart,
-/// lightness the stages of a rank (the first is darkest); numbers are microbatches. Tool tips have names and times.
+/// Draws a schedule as an SVG document: one row per rank, to scale in time, with idle time hatched. Colours distinguish kinds of passes;
+/// lightness distinguishes the stages of a rank (the first is darkest). Numbers are microbatches. Tool tips show names and times.
 ///
 /// # Panics
-/// If the timeline is not of this schedule.
+/// If the timeline does not belong to the schedule.
 pub fn draw_svg(schedule: &Schedule, timeline: &Timeline, title: &str) -> String {
     draw_svg_together(title, &[Picture { title: "", schedule, timeline }], "ticks")
 }
 
-/// Several timelines below each other in one SVG document, as [`draw_svg`] draws one, to one scale. `unit` is that of their times.
+/// Draws several timelines below each other in one SVG document, as [`draw_svg`] draws one, with the same scale. `unit` is the name of the
+/// unit of their times.
 ///
 /// # Panics
-/// If a timeline is not of its schedule.
+/// If a timeline does not belong to its schedule.
 pub fn draw_svg_together(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
     let title_height = |title: &str| if title.is_empty() { 0.0 } else { TITLE_HEIGHT };
     let height_of = |picture: &Picture<'_>| {
@@ -106,7 +107,7 @@ impl<'a> Painter<'a> {
         }
     }
 
-    /// Times below the rows.
+    /// Draws the axis of times below the rows.
     fn push_axis(&self, svg: &mut Svg, top: f64) {
         let ticks = Ticks::of_steps(self.timeline.makespan, AXIS_INTERVALS);
         let end = self.x(self.timeline.makespan);
@@ -139,7 +140,7 @@ impl<'a> Painter<'a> {
         LEFT + tick as f64 * self.pixels_per_tick
     }
 
-    /// The kind's colour, mixed with the more white the later the stage.
+    /// Returns the colour of a kind, mixed with more white for later stages of the rank.
     fn colour(&self, kind: PassKind, turn: usize) -> String {
         let colour: [u64; 3] = match kind {
             PassKind::Forward => [86, 140, 214],
@@ -154,7 +155,7 @@ impl<'a> Painter<'a> {
     }
 }
 
-/// The idle part of all ranks' time, at the right end of a line.
+/// Writes the idle part of all ranks' time at the right end of a line.
 fn push_bubble(svg: &mut Svg, y: f64, timeline: &Timeline) {
     let text = format!("bubble {:.1} %", 100.0 * timeline.bubble());
     svg.text((WIDTH - MARGIN, y), Anchor::End, &text);

@@ -7,24 +7,25 @@ use crate::pipeline::schedule::Schedule;
 use crate::pipeline::shape;
 use crate::pipeline::timeline::{Span, Timeline};
 
-/// A rank × time grid of at most `columns_max` columns, as text:
+/// Draws a grid of ranks and time of at most `columns_max` columns, as text:
 /// ```text
 /// rank 0 |F0F1····B0──··B1──|
 /// rank 1 |··F0B0──F1B1──····|
 /// F forward; B backward; · idle; 1 tick: 2 columns
 /// ```
-/// A pass is as wide as it is long, and begins with its letter and microbatch if they fit; letters of every other stage are small.
+/// The width of a pass is proportional to its time. A pass begins with its letter and microbatch if they fit. Letters of every other stage
+/// of a rank are lowercase.
 ///
 /// # Panics
-/// If the timeline is not of this schedule.
+/// If the timeline does not belong to the schedule.
 pub fn draw_text(schedule: &Schedule, timeline: &Timeline, columns_max: usize) -> String {
     draw(schedule, timeline, columns_max, None)
 }
 
-/// The grids of several timelines under their titles, the longest `num_columns` wide, and a line that explains the letters.
+/// Draws the grids of several timelines under their titles, the longest `num_columns` wide, and a line that explains the letters.
 ///
 /// # Panics
-/// If a timeline is not of its schedule.
+/// If a timeline does not belong to its schedule.
 pub fn draw_text_together(pictures: &[Picture<'_>], num_columns: usize) -> String {
     let scale = Scale::of(num_columns as u64, longest(pictures));
     let mut text = String::new();
@@ -35,7 +36,8 @@ pub fn draw_text_together(pictures: &[Picture<'_>], num_columns: usize) -> Strin
     text + &schedule.map(|schedule| format!("{}\n", letters(schedule))).unwrap_or_default()
 }
 
-/// What is wrong with a schedule, drawn as far as it gets with a mark under the place; the error's text alone if no place is known.
+/// Returns the text of an error, followed by a drawing of the schedule as far as it runs, with a mark under the place of the error. Returns
+/// the text alone if no place is known or the schedule cannot be drawn.
 pub fn draw_error(schedule: &Schedule, costs: &Costs, error: &ScheduleError, columns_max: usize) -> String {
     let text = format!("{error}\n");
     let Some(place) = error.place().filter(|_| shape::check(schedule, costs).is_ok()) else { return text };
@@ -43,14 +45,14 @@ pub fn draw_error(schedule: &Schedule, costs: &Costs, error: &ScheduleError, col
     text + &draw(schedule, &timeline, columns_max, Some(place))
 }
 
-/// Columns for ticks, as a fraction.
+/// Columns per tick, as a fraction.
 struct Scale {
     columns: u64,
     ticks: u64,
 }
 
 impl Scale {
-    /// The shortest pass has room for its letter and its number, if all has room.
+    /// Gives the shortest pass room for its letter and its number, if the whole picture then fits.
     fn new(schedule: &Schedule, timeline: &Timeline, columns_max: usize) -> Scale {
         let spans = timeline.ranks.iter().flatten();
         let shortest = spans.map(|span| span.ticks()).filter(|&ticks| ticks > 0).min().unwrap_or(1);
@@ -111,13 +113,13 @@ fn rows(schedule: &Schedule, timeline: &Timeline, scale: &Scale, mark: Option<Pl
     text
 }
 
-/// Small in every other one of its rank's stages.
+/// Returns the letter of a pass, lowercase in every other stage of its rank.
 fn letter(pass: Pass, turn: usize) -> String {
     let letter = pass.kind.name();
     if turn % 2 == 1 { letter.to_ascii_lowercase() } else { letter.to_owned() }
 }
 
-/// Where the mark of a place begins, and how wide it is: under its pass, or behind the last one that ran.
+/// Returns the column and the width of the mark of a place: under its pass, or after the last pass that ran.
 fn marked(timeline: &Timeline, place: Place, scale: &Scale) -> (usize, usize) {
     let spans = &timeline.ranks[place.rank];
     match spans.get(place.index) {
@@ -132,7 +134,7 @@ fn marked(timeline: &Timeline, place: Place, scale: &Scale) -> (usize, usize) {
 fn draw_pass(row: &mut [char], label: String, span: Span, scale: &Scale) {
     let cells = &mut row[scale.column(span.start)..scale.column(span.end)];
     let mut label: Vec<char> = label.chars().collect();
-    // Half a number would be another number.
+    // A truncated number would read as another number.
     if label.len() > cells.len() {
         label.truncate(1);
     }

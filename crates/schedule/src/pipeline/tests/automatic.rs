@@ -1,4 +1,4 @@
-//! Schedules made for costs and memory.
+//! Schedules generated for costs and memory.
 
 use super::*;
 
@@ -20,8 +20,8 @@ fn uneven(stages: &[(u64, u64, u64)], send: u64) -> Costs {
     Costs::new(stages.collect(), send).expect("possible costs")
 }
 
-/// A cheap embedding, equal blocks, a head that costs more: the last rank works from the first microbatch's arrival
-/// to the end, and nothing can be better.
+/// A cheap embedding, equal blocks, and a head that costs more: the last rank works from the arrival of the first microbatch to the end,
+/// which is optimal.
 #[test]
 fn a_head_that_costs_more_is_never_idle() {
     let costs = uneven(&[(16, 14, 15), (20, 20, 20), (20, 20, 20), (29, 31, 26)], 2);
@@ -105,7 +105,7 @@ proptest! {
         slack in 0_u64..20,
     ) {
         let sizes = sizes(ranks, microbatches, stages_per_rank);
-        // Room for one microbatch, wherever its stages lie.
+        // Memory for one microbatch, for any placement of its stages.
         let bounds = vec![stages.iter().map(|stage| stage.activation).sum::<u64>() + slack; ranks];
         let costs = Costs::new(stages, send).expect("possible costs");
         let found = automatic(sizes, &costs, &bounds);

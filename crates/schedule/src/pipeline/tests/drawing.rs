@@ -1,4 +1,4 @@
-//! Pictures.
+//! Pictures of schedules.
 
 use super::*;
 
@@ -48,7 +48,7 @@ fn a_mark_stands_under_the_pass() {
     );
 }
 
-/// The numbers of an attribute, in the order of the document.
+/// Returns the values of a numeric attribute, in document order.
 fn attribute(svg: &str, name: &str) -> Vec<f64> {
     let begin = format!(" {name}=\"");
     svg.split(&begin).skip(1).filter_map(|rest| rest.split('"').next()?.parse().ok()).collect()
@@ -85,7 +85,7 @@ fn an_svg_has_all_passes_to_scale() {
     }
 }
 
-/// A forward pass, a backward pass and an update, each from one of these times to the next.
+/// Returns a schedule of a forward pass, a backward pass and an update, each from one of these times to the next.
 fn one_step(times: [u64; 4]) -> (Schedule, Timeline) {
     let (mut schedule, mut timeline) = proven(Kind::GPipe, sizes(1, 1, 1), EQUAL);
     schedule.ranks[0].push(Pass::update(0, 0));

@@ -1,4 +1,4 @@
-//! Schedules that must not run, what is said of them, and where it is marked.
+//! Invalid schedules, their error messages, and the marked places.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn parse(text: &str) -> Schedule {
     text.parse().unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// What is wrong with a schedule of two stages, and where.
+/// Returns the error of a schedule of two stages, and its place.
 fn fault(text: &str) -> (String, Option<(usize, usize)>) {
     let schedule = parse(text);
     let costs = Costs::equal(schedule.num_stages(), EQUAL).expect("possible costs");
@@ -242,7 +242,7 @@ fn text_that_is_no_schedule_is_refused_with_its_line() {
     }
 }
 
-/// Updates wait for norms of earlier steps, and so for all ranks: data alone would let this schedule run.
+/// Updates wait for norms of earlier steps, and so for all ranks. Data dependencies alone would let this schedule run.
 #[test]
 fn a_ring_through_the_norm_of_an_earlier_step_is_found() {
     let text = |rank_1: &str| {

@@ -1,8 +1,8 @@
-//! Bubbles and activations as published, exactly.
+//! Bubbles and activations, exactly as published.
 
 use super::*;
 
-/// Costs of passes under which a formula is checked.
+/// Costs of passes for which formulas are checked.
 fn stages() -> [StageCosts; 5] {
     [
         EQUAL,
@@ -28,7 +28,7 @@ fn one_less(number: usize) -> u64 {
     number as u64 - 1
 }
 
-/// Whether lost time by ideal time is exactly `numerator / denominator`.
+/// Whether lost time divided by ideal time is exactly `numerator / denominator`.
 fn is_fraction(bubble: LostTime, numerator: u64, denominator: u64) -> bool {
     bubble.ticks * denominator == numerator * bubble.ideal_ticks
 }
@@ -88,7 +88,7 @@ fn zb_h1_loses_a_third_of_1f1b_and_zb_h2_nothing() {
     let (_, of_1f1b) = proven(Kind::OneFOneB, sizes(4, 8, 1), EQUAL);
     let (_, of_h1) = proven(Kind::ZeroBubbleH1, sizes(4, 8, 1), EQUAL);
     assert_eq!(3 * of_h1.lost().ticks, of_1f1b.lost().ticks);
-    // Ranks that wait before their first pass, or after their last, are idle all the same.
+    // Ranks that wait before their first pass or after their last are idle nevertheless.
     let (_, of_h2) = proven(Kind::ZeroBubbleH2, sizes(4, 8, 1), EQUAL);
     assert!(of_h2.lost().ticks == 0 && of_h2.bubble() > 0.1, "{}", of_h2.bubble());
 }
@@ -108,8 +108,8 @@ fn folded_schedules_lose_what_they_say() {
     }
 }
 
-/// Runs each forward that is directly followed by a backward as one with it: both results are there at the end of both.
-/// The last rank's first pair is not one, as in the authors' program.
+/// Runs each forward that is directly followed by a backward as one pass with it: both results are available at the end of both. The last
+/// rank's first such pair runs as two passes, as in the authors' program.
 fn bubble_of_pairs(schedule: &Schedule, stage: StageCosts) -> u64 {
     let num_stages = schedule.num_stages();
     let backward = stage.backward_input + stage.backward_weight;
@@ -203,7 +203,7 @@ fn activations_in_flight_are_as_published() {
 fn the_input_half_frees_its_part() {
     let stage = StageCosts { activation: 10, weight_activation: 3, ..EQUAL };
     let (_, timeline) = proven(Kind::ZeroBubbleH1, sizes(4, 8, 1), stage);
-    // Rank r waits with r weight halves, and has 4 - r microbatches before their input halves.
+    // Rank r holds r delayed weight halves, and 4 - r microbatches before their input halves.
     let expected: Vec<u64> = (0..4).map(|rank| 10 * (4 - rank) + 3 * rank).collect();
     assert_eq!(timeline.activations_max, expected);
 }

@@ -5,14 +5,14 @@ use super::*;
 /// The sections of all kinds, each below a line `# NAME`.
 const GOLDEN: &str = include_str!("golden.txt");
 
-/// The section of a kind; empty if there is none yet.
+/// Returns the section of a kind; empty if there is none yet.
 fn golden(kind: Kind) -> &'static str {
     let heading = format!("# {kind}\n\n");
     let section = GOLDEN.split_once(&heading).map_or("", |(_, rest)| rest);
     section.split_once("\n# ").map_or(section, |(section, _)| section)
 }
 
-/// The schedules of a section.
+/// Returns the sizes of the schedules in a section.
 fn sizes_of(kind: Kind) -> Vec<Sizes> {
     let stages_per_rank = match kind {
         Kind::Interleaved | Kind::ZeroBubbleV | Kind::DualPipeV | Kind::BreadthFirst => 2,
@@ -35,7 +35,7 @@ fn sizes_of(kind: Kind) -> Vec<Sizes> {
     numbers.iter().map(sizes).collect()
 }
 
-/// Each schedule, and its picture below.
+/// Returns each schedule, with its picture below.
 fn text(kind: Kind) -> String {
     let section = |sizes: Sizes| {
         let stages = (0..sizes.num_ranks * sizes.stages_per_rank).map(|stage| match kind {

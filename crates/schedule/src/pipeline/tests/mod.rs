@@ -10,19 +10,19 @@ mod properties;
 use super::*;
 use proptest::prelude::*;
 
-/// Sizes of a synchronous schedule.
+/// Returns the sizes of a synchronous schedule.
 fn sizes(num_ranks: usize, num_microbatches: usize, stages_per_rank: usize) -> Sizes {
     Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 }
 }
 
-/// All three passes take equal time.
+/// Costs with equal times of all three passes.
 const EQUAL: StageCosts = StageCosts::of(1, 1, 1);
 
 fn equal_costs(sizes: Sizes, stage: StageCosts) -> Costs {
     Costs::equal(sizes.num_ranks * sizes.stages_per_rank, stage).expect("possible costs")
 }
 
-/// A schedule that is valid, and its times.
+/// Returns a schedule that was validated, and its timeline.
 fn proven(kind: Kind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline) {
     let costs = equal_costs(sizes, stage);
     let schedule = generate(kind, sizes, &costs, None).expect("sizes that fit");
@@ -31,7 +31,7 @@ fn proven(kind: Kind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline) {
     (schedule, timeline)
 }
 
-/// Whether each stage completes its gradients in the order of microbatches, and the last one its losses.
+/// Whether each stage completes its gradients in microbatch order, and the last stage its losses.
 fn sums_are_in_order(schedule: &Schedule) -> bool {
     let microbatches_of = |stage: usize, kind: PassKind| {
         let passes = schedule.ranks[schedule.stage_ranks[stage]].iter();
@@ -45,7 +45,7 @@ fn sums_are_in_order(schedule: &Schedule) -> bool {
         && microbatches_of(last, PassKind::BackwardInput).is_sorted()
 }
 
-/// The kinds that are there without costs.
+/// Returns the kinds that do not depend on costs.
 fn fixed_kinds() -> impl Iterator<Item = Kind> {
     Kind::ALL.into_iter().filter(|&kind| kind != Kind::Automatic)
 }

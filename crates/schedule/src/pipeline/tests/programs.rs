@@ -1,4 +1,4 @@
-//! Programs of units, from schedules of stages.
+//! Programs of units, generated from schedules of stages.
 
 use super::super::{Costs, Kind, Schedule, Sizes, StageCosts, generate, programs};
 use crate::action::{Action, Keep, Message};
@@ -8,7 +8,7 @@ use crate::program::{Chain, Program};
 use crate::validate::{ProgramError, validate, validate_pipeline};
 use proptest::prelude::*;
 
-/// A synchronous schedule, and its stages a rank.
+/// A synchronous kind, and its stages per rank.
 fn kinds() -> impl Strategy<Value = (Kind, usize)> {
     prop::sample::select(Kind::synchronous(2).collect::<Vec<_>>())
 }
@@ -17,12 +17,12 @@ fn lines(program: &Program) -> String {
     program.to_string().lines().collect::<Vec<_>>().join(", ")
 }
 
-/// Programs of stages with one unit more each than `units_min`, but for the first.
+/// Returns programs of stages that have two units and one unit in turn.
 fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatches: usize) -> Vec<Program> {
     tied(kind, num_ranks, stages_per_rank, num_microbatches, None)
 }
 
-/// The same; the last unit may read the parameters of the first, and send what it has for their gradient once a step.
+/// Like [`lowered`]; the last unit may read the parameters of the first, and send its contribution to their gradient once per step.
 fn tied(
     kind: Kind,
     num_ranks: usize,
@@ -179,7 +179,7 @@ fn a_tied_unit_may_send_its_part_of_the_gradient_once_a_step() {
          I 2 0, SEND_B 2 0, F 2 1, I 2 1, SEND_B 2 1, W 2 0, W 2 1, REDUCE_GRAD 2, SEND_GRAD 0 1, STEP 2, RECV_PARAM 0",
     ];
     assert_eq!(found, expected);
-    // Neither too early nor for another microbatch.
+    // Refuses a contribution that is sent too early or for another microbatch.
     for (line, refused) in [
         ("W 2 0", "weight half of backward, unit 2, microbatch 0"),
         ("SEND_GRAD 0 1", "(send tied gradient, unit 0, microbatch 0) does not belong"),
@@ -198,7 +198,7 @@ fn a_tied_unit_may_send_its_part_of_the_gradient_once_a_step() {
     }
 }
 
-/// Programs of an asynchronous schedule, with a unit a stage.
+/// Returns a schedule without drains and its programs, with one unit per stage.
 fn asynchronous(
     kind: Kind,
     num_ranks: usize,
@@ -252,7 +252,7 @@ proptest! {
             let stated = schedule.versions_kept()[rank];
             prop_assert!(most < stated, "{} versions beside the newest one, where {} are stated", most, stated);
             prop_assert!(most + 1 == stated || steps <= 2 * num_ranks);
-            // Each of these is needed.
+            // Each of these actions is needed.
             for at in 0..program.actions.len() {
                 let mut without = program.clone();
                 if matches!(without.actions.remove(at), Action::Stash { .. } | Action::Unstash { .. } | Action::Step { .. }) {

@@ -1,4 +1,4 @@
-//! What holds for all sizes and costs.
+//! Properties that hold for all sizes and costs.
 
 use super::*;
 

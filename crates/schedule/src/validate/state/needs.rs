@@ -1,16 +1,16 @@
-//! What must come before an action.
+//! Prerequisites of actions.
 
 use super::{Activations, Parameters, State, Unit};
 use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
 
 impl State<'_> {
-    /// The state that an action works with, if it lives elsewhere.
+    /// Returns the missing fetch if state that an action uses is evicted.
     fn missing_state(&self, action: Action) -> Option<Action> {
         let mut states = action.uses().iter().map(|&class| action.state(class));
         states.find(|state| self.away.contains(state)).map(Action::Fetch)
     }
 
-    /// The version of a unit's parameters that a pass reads, if there is no copy of it any more.
+    /// Returns the missing stash if the version of the parameters that a pass reads no longer exists.
     fn missing_version(&self, action: Action) -> Option<Action> {
         let microbatch = action.microbatch().filter(|_| action.is_pass())?;
         let unit = &self.units[action.unit()];
@@ -22,7 +22,7 @@ impl State<'_> {
         (!is_there).then_some(Action::Stash { unit: action.unit() })
     }
 
-    /// What `action` needs and is not there.
+    /// Returns the first missing prerequisite of `action`.
     pub(super) fn first_missing(&self, action: Action) -> Option<Action> {
         let is_whole = |unit: &usize| self.units[*unit].parameters == Parameters::Whole;
         if let Some(unit) = self.outline.reads(action).find(|unit| !is_whole(unit)) {
@@ -45,7 +45,7 @@ impl State<'_> {
             Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
                 Activations::Kept(Keep::Nothing) => {
                     let below = unit.checked_sub(1)?;
-                    // What another rank has sent is gone after forward.
+                    // Activations from another rank are gone after forward.
                     let missing = Action::Recompute { unit: below, microbatch };
                     let is_there =
                         self.holds(below) && self.activations(below, microbatch) == Activations::Whole;
@@ -65,7 +65,7 @@ impl State<'_> {
                 missing.or_else(|| self.missing_for_gradient(unit, microbatch))
             }
             Action::ReduceGrad { unit } => {
-                // A whole gradient is reduced once, when all microbatches have added to it.
+                // An unsharded gradient is reduced once, when all microbatches have added to it.
                 let Unit { num_added, has_unreduced, .. } = self.units[unit];
                 let is_once = !self.outline.state.is_sharded(StateClass::Gradients);
                 let is_complete = num_added > 0 && num_added.is_multiple_of(self.microbatches_per_step);
@@ -104,7 +104,7 @@ impl State<'_> {
         }
     }
 
-    /// What must come before a message is sent: what makes its content.
+    /// Returns the missing action that produces the content of a message to send.
     fn missing_for_send(&self, Message { kind, unit, microbatch }: Message) -> Option<Action> {
         match kind {
             MessageKind::Activation => {
@@ -130,11 +130,11 @@ impl State<'_> {
         }
     }
 
-    /// What must come before a message is received: for parameters, the last backward pass that reads the old ones.
+    /// Returns the missing prerequisite of a receive. For parameters, this is the last backward pass that reads the old ones.
     fn missing_for_receive(&self, Message { kind, unit, microbatch }: Message) -> Option<Action> {
         match kind {
             MessageKind::Gradient => {
-                // There is no gradient before what it is the gradient of.
+                // A gradient cannot arrive before the output that it belongs to.
                 let below = unit - 1;
                 let missing = Action::Forward { unit: below, microbatch, keep: Keep::All };
                 (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
@@ -147,7 +147,7 @@ impl State<'_> {
         }
     }
 
-    /// What completes a unit's gradient for a microbatch.
+    /// Returns the action that completes a unit's gradient for a microbatch.
     fn completion(&self, unit: usize, microbatch: usize) -> Action {
         match self.activations(unit, microbatch) {
             Activations::Halved => Action::BackwardWeight { unit, microbatch },
@@ -155,14 +155,15 @@ impl State<'_> {
         }
     }
 
-    /// What must come before what the tied unit here has for the other one's gradient is there.
+    /// Returns the missing action that computes the tied unit's contribution to the owner's gradient on this rank.
     fn missing_for_tied_grad(&self, microbatch: usize) -> Option<Action> {
         let reader = self.tie.as_ref()?.reader;
         let is_early = self.activations(reader, microbatch) != Activations::Spent;
         is_early.then(|| self.completion(reader, microbatch))
     }
 
-    /// What must come before a microbatch adds to a unit's gradient: the microbatches before it, for sums have one order.
+    /// Returns the missing prerequisite of adding a microbatch to a unit's gradient, such as the earlier microbatches, because sums have
+    /// one order.
     fn missing_for_gradient(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let Unit { num_added, has_unreduced, num_stepped, .. } = self.units[unit];
         if num_added != microbatch {
