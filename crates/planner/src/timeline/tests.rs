@@ -4,12 +4,12 @@ use trireme_schedule::lowering::lay_out;
 use trireme_schedule::pipeline::{self, Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Chain, StateLayout, single};
 
-/// A synchronous schedule, and its stages a rank.
+/// Synchronous schedule kinds with their number of stages per rank.
 fn kinds() -> impl Strategy<Value = (Kind, usize)> {
     prop::sample::select(Kind::synchronous(2).collect::<Vec<_>>())
 }
 
-/// A schedule of stages as programs with a unit a stage, and its own makespan.
+/// Returns a schedule of stages as programs with one unit per stage, and the makespan of the schedule itself.
 fn of_stages(
     kind: (Kind, usize),
     num_ranks: usize,
@@ -23,7 +23,7 @@ fn of_stages(
     (programs(&schedule, costs, &units, &Chain::of_units(units[units.len() - 1].end)), timeline.makespan)
 }
 
-/// Ticks of each stage's passes and of messages; what else there is takes none.
+/// Returns the ticks of each stage's passes and of messages. Other actions take no time.
 fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
     |_, action| match action {
         Action::Forward { unit, .. } => costs.stages()[unit].forward,
@@ -56,7 +56,7 @@ proptest! {
     ) {
         let equal = Costs::equal(num_ranks * kind.1, StageCosts::of(1, 1, 1)).unwrap();
         let (programs, _) = of_stages(kind, num_ranks, 2 * num_ranks + more, &equal);
-        // Each action takes something else.
+        // Actions have different durations.
         let ticks = |_: usize, action: Action| match action {
             Action::Send(_) => send,
             Action::Forward { unit, microbatch, .. } => 1 + (seed >> ((unit * 7 + microbatch) % 60)) % 16,
@@ -105,7 +105,7 @@ fn messages_travel_beside_passes_and_receivers_wait() {
     let spans = |rank: usize| -> Vec<(u64, u64)> {
         timeline.ranks[rank].iter().map(|span| (span.start, span.end)).collect()
     };
-    // The second rank's reduction ends at 143, and both update then.
+    // The reduction of the second rank ends at 143, and then both ranks update.
     assert_eq!(spans(0), [(0, 10), (10, 13), (10, 46), (46, 66), (66, 66), (143, 148)]);
     assert_eq!(spans(1), [(0, 13), (13, 23), (23, 43), (43, 143), (43, 46), (143, 148)]);
     assert_eq!(timeline.makespan, 148);
@@ -123,7 +123,7 @@ fn gathering_goes_on_beside_passes_that_read_other_units() {
     };
     let makespan = |gather| simulate(std::slice::from_ref(&program), ticks(gather)).unwrap().makespan;
     assert_eq!(makespan(0), 60);
-    // Of what is gathered ahead only the first is waited for.
+    // Passes wait only for the first gather; the others overlap with passes.
     assert_eq!(makespan(4), 64, "{program}");
     let num_gathered =
         program.actions.iter().filter(|action| matches!(action, Action::Unshard { .. })).count();
