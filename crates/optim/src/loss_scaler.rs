@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_counts_as_far_as_it_fits() {
+    fn a_state_is_restored_as_far_as_it_applies() {
         let state = LossScalerState { scale: Some(32), good_steps: 4, skipped_steps: 7 };
         let mut dynamic = scaler(1 << 16, 5);
         dynamic.restore(state).unwrap();

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_overlaps_is_hidden_and_what_is_awaited_is_not() {
+    fn overlapped_operations_are_hidden_and_awaited_ones_are_not() {
         let members = [0, 1];
         let hidden = vec![collective(7, &members), kernel(9), JournalEntry::Await(7)];
         // The kernels overlap the collective of two ranks, at half speed for its 4 seconds.
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_around_a_ring_arrives_at_the_rank_that_stands_for_the_others() {
+    fn ring_messages_arrive_at_the_rank_that_stands_for_the_others() {
         let (to, from) = (Rank(1), Rank(1));
         let shift = |first: usize| {
             let (send, receive) = (Issued::Send { to, bytes: 8 }, Issued::Receive { from, bytes: 8 });

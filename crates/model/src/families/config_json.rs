@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_used_stays() {
+    fn unused_keys_are_preserved() {
         let config = ModelConfig::from_json(GPT2).unwrap();
         assert_eq!(config.to_json_within(GPT2).unwrap(), GPT2);
         let changed = ModelConfig { vocab_size: 97, ..config };
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_transformers_reads_first_counts() {
+    fn keys_that_transformers_reads_first_take_precedence() {
         let flat = r#""rope_parameters":{"rope_theta":5000.0,"rope_type":"default"}"#;
         let both = LLAMA.replace(
             flat,
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quantization_does_not_stay() {
+    fn a_quantization_config_is_removed() {
         let text = GPT2.replace("null", "null,\"quantization_config\":{\"quant_method\":\"gptq\"}");
         let config = ModelConfig::from_json(&text).unwrap();
         let written: Value = serde_json::from_str(&config.to_json_within(&text).unwrap()).unwrap();
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_name_the_key_and_what_is_expected() {
+    fn errors_name_the_key_and_the_expected_value() {
         let refusals = [
             ("{", "not valid JSON"),
             (r#"{"model_type":"bert"}"#, "\"gpt2\" or \"llama\" or"),

@@ -61,7 +61,7 @@ mod tests {
     use trireme_tensor::{Initial, Parameter};
 
     #[test]
-    fn names_of_old_files_become_those_of_today() {
+    fn names_of_old_files_map_to_current_names() {
         let mut table = ParameterTable::default();
         table.begin_unit("unit");
         for name in ["transformer.h.0.ln_1.weight", "transformer.wte.weight", "block.attn.bias", "h.1.weight"]

@@ -348,7 +348,7 @@ fn adamw(device: &Device, state: [&mut Parameters; 3], grads: &Parameters, info:
 }
 
 #[test]
-fn generation_with_a_cache_sees_what_one_pass_sees() {
+fn generation_with_a_cache_matches_one_pass() {
     for folder in folders() {
         let golden = Golden::open(&folder, 2, 0);
         let (ids, shape) = golden.ids("input_ids");

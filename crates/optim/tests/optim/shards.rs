@@ -78,7 +78,7 @@ fn check(kind: Kind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
 }
 
 #[test]
-fn shards_come_to_the_same_bits() {
+fn shards_compute_the_same_bits() {
     // Leaves that are shorter, and longer, than rows.
     for leaf_len in [5, 70] {
         let table = table(leaf_len);
@@ -87,7 +87,7 @@ fn shards_come_to_the_same_bits() {
 }
 
 #[test]
-fn narrow_states_of_shards_come_to_the_same_bits() {
+fn narrow_states_of_shards_have_the_same_bits() {
     let table = table(100);
     assert!(table.units()[1].num_elements >= OptimizerOptions::INT8_ELEMENTS_MIN);
     for kind in KINDS {

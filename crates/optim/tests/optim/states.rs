@@ -55,7 +55,7 @@ fn options(kind: Kind, state_dtype: StateDType) -> OptimizerOptions {
 }
 
 #[test]
-fn a_run_goes_on_with_the_same_bits_from_saved_states() {
+fn a_run_resumes_with_the_same_bits_from_saved_states() {
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
     for kind in KINDS {
@@ -76,7 +76,7 @@ fn a_run_goes_on_with_the_same_bits_from_saved_states() {
 }
 
 #[test]
-fn states_of_any_dtype_go_on_from_any_other() {
+fn states_of_any_dtype_load_from_any_other() {
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
     for from in DTYPES {

@@ -104,7 +104,7 @@ fn fit(num_units: usize, stage: usize, class: StateClass, less: usize, host: usi
 }
 
 #[test]
-fn the_first_blocks_leave_and_no_more_than_needed() {
+fn the_first_blocks_are_offloaded_and_no_more_than_needed() {
     let fit = |less| fit(8, 0, StateClass::Activations, less, usize::MAX);
     assert_eq!(fit(0).0.state.activations.tier, Tier::Device);
     let (found, _) = fit(640 + 1);
@@ -116,7 +116,7 @@ fn the_first_blocks_leave_and_no_more_than_needed() {
 }
 
 #[test]
-fn what_the_host_has_no_room_for_goes_to_disk() {
+fn state_goes_to_disk_if_the_host_has_no_room() {
     let tier = |host| {
         let (found, holds) = fit(4, 1, StateClass::Optimizer, 1, host);
         holds.then_some(found.state.optimizer.tier)

@@ -162,7 +162,7 @@ proptest! {
 
     /// The same for the choice on a pipeline rank, which need not be the best.
     #[test]
-    fn what_is_in_flight_fits_and_uses_the_room(
+    fn choices_for_microbatches_in_flight_fit_and_use_the_room(
         numbers in proptest::collection::vec(proptest::array::uniform8(0_usize..40), 2..7),
         part in 0.0_f64..1.1,
     ) {
@@ -182,7 +182,7 @@ proptest! {
 }
 
 #[test]
-fn more_memory_makes_less_again() {
+fn more_memory_means_less_recomputation() {
     let block = UnitPasses {
         input: 10,
         output: 10,

@@ -39,7 +39,7 @@ fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
 
 proptest! {
     #[test]
-    fn programs_take_what_their_schedule_takes(
+    fn programs_have_the_makespan_of_their_schedule(
         kind in kinds(), num_ranks in 1..5_usize, more in 0..5_usize, times in prop::collection::vec(1..9_u64, 3),
         send in 0..2_u64,
     ) {
@@ -88,7 +88,7 @@ fn program(text: &str) -> Program {
 }
 
 #[test]
-fn messages_travel_beside_passes_and_receivers_wait() {
+fn messages_overlap_passes_and_receivers_wait() {
     let ranks = [
         "units 2 microbatches 1 rank 0 stage 0-1@0 stage 1-2@1\nF 0 0\nSEND_F 0 0\nRECV_B 1 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0",
         "units 2 microbatches 1 rank 1 stage 0-1@0 stage 1-2@1\nRECV_F 0 0\nF 1 0\nB 1 0\nREDUCE_GRAD 1\nSEND_B 1 0\nSTEP 1",
@@ -112,7 +112,7 @@ fn messages_travel_beside_passes_and_receivers_wait() {
 }
 
 #[test]
-fn gathering_goes_on_beside_passes_that_read_other_units() {
+fn gathers_overlap_passes_that_read_other_units() {
     let program = lay_out(single::program(&Chain::of_units(3), 1), StateLayout::zero(3));
     let ticks = |gather: u64| {
         move |_: usize, action: Action| match action {
