@@ -1,4 +1,4 @@
-//! Named tensors, and what stands for them.
+//! Named tensors and other named values.
 
 use crate::tokens::DOCUMENT_STARTS;
 use smallvec::SmallVec;
@@ -6,9 +6,9 @@ use std::fmt;
 use trireme_base::{ContextPlace, DType, Positions};
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor};
 
-/// A few named values in a fixed order: the tensors that units pass on, those of a microbatch, or what stands for them.
+/// A few named values in a fixed order, such as the outputs of a unit or the tensors of a microbatch.
 ///
-/// Up to four are held without an allocation.
+/// Up to four values are stored without an allocation.
 #[derive(Debug, Clone)]
 pub struct Bundle<T>(SmallVec<[(&'static str, T); 4]>);
 
@@ -16,7 +16,7 @@ pub struct Bundle<T>(SmallVec<[(&'static str, T); 4]>);
 pub type Batch = Bundle<Tensor>;
 
 impl<T> Bundle<T> {
-    /// Nothing.
+    /// Creates an empty bundle.
     pub fn new() -> Self {
         Bundle(SmallVec::new())
     }
@@ -24,36 +24,36 @@ impl<T> Bundle<T> {
     /// Appends a value.
     ///
     /// # Panics
-    /// If its name is taken.
+    /// If the name is taken.
     pub fn push(&mut self, name: &'static str, value: T) {
         assert!(self.get(name).is_none(), "a bundle has one '{name}'");
         self.0.push((name, value));
     }
 
-    /// Takes the value of this name out.
+    /// Removes and returns the value of this name.
     pub fn take(&mut self, name: &str) -> Option<T> {
         let place = self.0.iter().position(|(own, _)| *own == name)?;
         Some(self.0.remove(place).1)
     }
 
-    /// The value of this name.
+    /// Returns the value of this name.
     pub fn get(&self, name: &str) -> Option<&T> {
         self.0.iter().find(|(own, _)| *own == name).map(|(_, value)| value)
     }
 
-    /// All values with their names, in order.
+    /// Returns all values with their names, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&'static str, &T)> {
         self.0.iter().map(|(name, value)| (*name, value))
     }
 
-    /// All values, to change, in order.
+    /// Returns mutable references to all values, in order.
     pub fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.0.iter_mut().map(|(_, value)| value)
     }
 }
 
 impl Bundle<Tensor> {
-    /// The specs of the tensors, in order.
+    /// Returns the specs of the tensors, in order.
     pub fn specs(&self) -> impl Iterator<Item = TensorSpec> {
         self.iter().map(|(name, tensor)| TensorSpec::of(name, tensor))
     }
@@ -82,18 +82,18 @@ impl<T> FromIterator<(&'static str, T)> for Bundle<T> {
     }
 }
 
-/// What is known of a tensor before it exists.
+/// Name, shape and dtype of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its name in a bundle.
+    /// Name of the tensor in a bundle.
     pub name: &'static str,
-    /// Its shape.
+    /// Shape of the tensor.
     pub shape: Shape,
-    /// Type of its elements.
+    /// Type of the elements.
     pub dtype: DType,
 }
 
-/// Type and shape, as in `f32 [4, 8]`.
+/// Formats dtype and shape, as in `f32 [4, 8]`.
 impl fmt::Display for TensorSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?}", self.dtype, self.shape)
@@ -101,37 +101,37 @@ impl fmt::Display for TensorSpec {
 }
 
 impl TensorSpec {
-    /// A tensor of this name, shape and type.
+    /// Creates a spec.
     pub fn new(name: &'static str, dims: &[usize], dtype: DType) -> Self {
         TensorSpec { name, shape: Shape::new(dims), dtype }
     }
 
-    /// The spec of a tensor.
+    /// Returns the spec of a tensor.
     pub fn of(name: &'static str, tensor: &Tensor) -> Self {
         TensorSpec { name, shape: tensor.shape(), dtype: tensor.dtype() }
     }
 
-    /// The spec of a batch of so many of these: with one more dim before the others.
+    /// Returns the spec of a batch of `num_samples` tensors of this spec, with a new dim 0.
     ///
     /// # Panics
-    /// If there are as many dims as a shape can have.
+    /// If the shape already has the maximum number of dims.
     pub fn in_batch(self, num_samples: usize) -> Self {
         let dims = [&[num_samples], self.shape.dims()].concat();
         TensorSpec { shape: Shape::new(&dims), ..self }
     }
 
-    /// The spec for `num_samples` instead of `before` samples along dim 0.
+    /// Returns the spec for `num_samples` instead of `before` samples along dim 0.
     pub fn with_samples(self, num_samples: usize, before: usize) -> Self {
         let rows = self.shape.dims()[0] / before * num_samples;
         TensorSpec { shape: self.shape.with_dim(0, rows), ..self }
     }
 
-    /// The positions of a tensor of a batch: dim 1. One number a sample has none.
+    /// Returns the number of positions of a batch tensor, which is dim 1. A tensor with one value per sample has none.
     pub fn num_positions(&self) -> Option<usize> {
         self.shape.dims().get(1).copied()
     }
 
-    /// The spec of what one of the ranks of the context axis has of a tensor of a batch: some of the positions, or all of what has none.
+    /// Returns the spec of the part of a batch tensor that a rank of the context axis has: its positions, or all if there are no positions.
     pub fn of_positions(self, context: ContextPlace) -> Self {
         match self.positions(context) {
             None => self,
@@ -139,7 +139,8 @@ impl TensorSpec {
         }
     }
 
-    /// The positions that a rank of the context axis has of a tensor: its own, or its heads' of document starts; `None` for all.
+    /// Returns the positions of the tensor that a rank of the context axis has; `None` for all. For document starts, these are all
+    /// positions of its place on the ring, because its heads attend from all of them.
     fn positions(&self, context: ContextPlace) -> Option<Positions> {
         let len = self.num_positions().filter(|_| context != ContextPlace::ALONE)?;
         Some(if self.name == DOCUMENT_STARTS {
@@ -149,45 +150,45 @@ impl TensorSpec {
         })
     }
 
-    /// Whether the tensor has a gradient: those of whole numbers have none.
+    /// Returns whether the tensor can have a gradient. Integer tensors have none.
     pub fn has_grad(&self) -> bool {
         self.dtype.is_float()
     }
 
-    /// Bytes of its elements.
+    /// Returns the size of the elements in bytes.
     pub fn num_bytes(&self) -> usize {
         self.shape.num_elements().saturating_mul(self.dtype.size())
     }
 
-    /// Words of 4 bytes that its elements take in a message.
+    /// Returns the number of 4-byte words that the elements take in a message.
     pub fn num_words(&self) -> usize {
         self.num_bytes().div_ceil(4)
     }
 }
 
-/// The tensors of a microbatch in memory of the host, where samples are written before they go to a device.
+/// The tensors of a microbatch in host memory, where samples are written before they are copied to a device.
 #[derive(Debug)]
 pub struct HostBatch(Vec<(TensorSpec, Vec<Word>)>);
 
-/// What elements of all types are aligned to.
+/// Unit of storage, whose alignment suits all element types.
 type Word = u64;
 
 impl HostBatch {
-    /// Zeros for these tensors.
+    /// Creates tensors of these specs, filled with zeros.
     pub fn new(specs: &[TensorSpec]) -> Self {
         let words = |spec: &TensorSpec| vec![0; spec.num_bytes().div_ceil(size_of::<Word>())];
         HostBatch(specs.iter().map(|spec| (*spec, words(spec))).collect())
     }
 
-    /// Number of samples.
+    /// Returns the number of samples.
     pub fn num_samples(&self) -> usize {
         self.0.first().map_or(0, |(spec, _)| spec.shape.dims()[0])
     }
 
-    /// The bytes of a sample's elements of the tensor of this name.
+    /// Returns the bytes of one sample in the tensor of this name.
     ///
     /// # Panics
-    /// If there is no such tensor, it has another type, or it has no such sample.
+    /// If there is no such tensor, if its dtype differs, or if there is no such sample.
     pub fn sample_mut(&mut self, name: &str, sample: usize, dtype: DType) -> &mut [u8] {
         let tensor = self.0.iter_mut().find(|(spec, _)| spec.name == name);
         let (spec, words) = tensor.unwrap_or_else(|| panic!("a sample has no '{name}'"));
@@ -196,15 +197,18 @@ impl HostBatch {
         &mut bytemuck::cast_slice_mut(words)[sample * len..][..len]
     }
 
-    /// Copies all to a device, as [`upload_positions`](HostBatch::upload_positions) does.
+    /// Copies all tensors to a device.
+    ///
+    /// # Errors
+    /// If the device cannot allocate memory.
     pub fn upload(&self, device: &Device) -> Result<Batch, DeviceError> {
         self.upload_positions(device, ContextPlace::ALONE)
     }
 
-    /// Copies to a device what one of the ranks of the context axis has: its positions, dim 1 of each tensor.
+    /// Copies to a device the part of each tensor that a rank of the context axis has: its positions along dim 1.
     ///
     /// # Errors
-    /// If it has no memory for them.
+    /// If the device cannot allocate memory.
     pub fn upload_positions(&self, device: &Device, context: ContextPlace) -> Result<Batch, DeviceError> {
         let tensor = |(spec, words): &(TensorSpec, Vec<Word>)| {
             let bytes = &bytemuck::cast_slice::<_, u8>(words)[..spec.num_bytes()];

@@ -1,9 +1,9 @@
 use trireme_tensor::{DeviceError, ExpertsError, UncuttableError};
 
-/// A result whose error is a [`ModelError`], unless another one is given.
+/// A result with the error [`ModelError`], unless another error type is given.
 pub(crate) type Result<T, E = ModelError> = std::result::Result<T, E>;
 
-/// What a model refuses.
+/// An error of reading a config, building a model or running its units.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ModelError {

@@ -7,7 +7,7 @@ use crate::rehearsal::{LoneAxes, PassOptions, Rehearsal, Rehearser, Watched};
 use std::cell::Cell;
 use trireme_tensor::{Category, Device, Fp8State, Parameters, Precision};
 
-/// A unit, ready to run by itself.
+/// A unit and its parameters, ready to run on their own.
 #[derive(Debug)]
 pub struct Exercise<'a> {
     model: &'a Model,
@@ -21,10 +21,10 @@ pub struct Exercise<'a> {
 }
 
 impl Model {
-    /// Takes memory for a unit with its initial parameters, and for that whose parameters it reads.
+    /// Allocates a unit's parameters with their initial values, including those of another unit that it reads if they are tied.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// If the device cannot allocate memory.
     pub fn exercise<'a>(
         &'a self,
         unit: usize,
@@ -51,12 +51,12 @@ impl Model {
 }
 
 impl Exercise<'_> {
-    /// Runs the passes of the unit's rehearsal on random values: forward and backward, also with its record made again and with the
-    /// halves of backward apart. To time the kernels, [keep a journal](Device::keep_journal); pauses separate the passes in it. `before_pass` is
-    /// called before each of them.
+    /// Runs the passes that the rehearsal measured, on random values: forward, recomputation and backward, and then forward and the two
+    /// halves of backward. To time the kernels, [keep a journal](Device::keep_journal), in which pauses separate the passes. `before_pass`
+    /// is called before each pass that is timed.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// If the device cannot allocate memory.
     pub fn run(&self, before_pass: &dyn Fn()) -> Result<()> {
         let parameters = Watched { parameters: &self.parameters, was_read: Cell::new(false) };
         let rehearser = Rehearser {

@@ -1,7 +1,7 @@
-//! Models as chains of units, and those built from a Hugging Face `config.json`.
+//! Models as chains of units, including models built from a Hugging Face `config.json`.
 //!
-//! A [`Model`] is a description: [units](Unit), and the table of their parameters. Values of parameters
-//! ([`trireme_tensor::Parameters`]) and records of passes ([`trireme_tensor::Tape`]) are given to it. It knows nothing of ranks.
+//! A [`Model`] is a description: [units](Unit), and the table of their parameters. The caller provides the values of parameters
+//! ([`trireme_tensor::Parameters`]) and the tapes that record passes ([`trireme_tensor::Tape`]). This crate knows no groups of ranks.
 
 mod bundle;
 mod config;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use trireme_tensor::{Device, DeviceOptions, ModelPlace, ParameterTable};
 
-/// A model: a chain of units, and the table of their parameters. It is a description; its caller provides the values.
+/// A model: a chain of units, and the table of their parameters. The values of parameters are not part of it.
 #[derive(Clone)]
 pub struct Model {
     units: Vec<Arc<dyn Unit>>,
@@ -18,20 +18,20 @@ impl fmt::Debug for Model {
 }
 
 impl Model {
-    /// The model of these units, in forward order; the units of `table` are theirs.
+    /// Creates a model of these units, in forward order. `table` has one unit of parameters for each of them.
     ///
     /// # Panics
-    /// If the table has another number of units.
+    /// If the number of units in the table differs.
     pub fn new(units: Vec<Arc<dyn Unit>>, table: ParameterTable) -> Self {
         assert_eq!(units.len(), table.units().len(), "each unit has its place in the table of parameters");
         Model { units, table: Arc::new(table) }
     }
 
-    /// Builds what a rank has of a model. `build` adds its parameters to the table that it is given, and builds its
-    /// operations of what it gets in return.
+    /// Builds the part of a model that the rank at `place` has. `build` adds the model's parameters to the table that it receives, and uses
+    /// the returned spans in its operations.
     ///
     /// # Errors
-    /// Those of `build`, [`Uncuttable`](crate::ModelError::Uncuttable) and [`Experts`](crate::ModelError::Experts).
+    /// Errors of `build`, [`Uncuttable`](crate::ModelError::Uncuttable) and [`Experts`](crate::ModelError::Experts).
     pub fn build_at(
         place: impl Into<ModelPlace>,
         device: &Device,
@@ -47,12 +47,12 @@ impl Model {
         build(device, ParameterTable::of_place(place))
     }
 
-    /// Its parameters' names, shapes and places.
+    /// Returns the table of parameter names, shapes and offsets.
     pub fn table(&self) -> &Arc<ParameterTable> {
         &self.table
     }
 
-    /// A unit.
+    /// Returns a unit.
     ///
     /// # Panics
     /// If there is no such unit.
@@ -60,7 +60,7 @@ impl Model {
         &*self.units[unit]
     }
 
-    /// Number of units.
+    /// Returns the number of units.
     pub fn num_units(&self) -> usize {
         self.units.len()
     }

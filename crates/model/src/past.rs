@@ -1,45 +1,45 @@
-//! What was read of a sequence before.
+//! The KV cache of a sequence that is being generated.
 
 use crate::bundle::Bundle;
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, KeyValueCache, Recorder, RotaryTable};
 use trireme_tensor::{Category, Device, DeviceError, Tensor, Var};
 
-/// Keys and values of each attention at earlier positions of one sequence.
+/// A KV cache: keys and values of every attention layer at earlier positions of one sequence.
 #[derive(Debug)]
 pub struct Past {
     device: Device,
     capacity: usize,
     position: usize,
-    /// In the order of use.
+    /// One for each attention layer, in order of use.
     caches: Vec<KeyValueCache>,
     next: usize,
-    /// Rotary tables of the model, each with one for all positions of the sequence.
+    /// Pairs of a model's rotary table and the same table for all positions of the sequence.
     tables: Vec<(Arc<RotaryTable>, Arc<RotaryTable>)>,
 }
 
 impl Past {
-    /// Of a sequence of at most `capacity` tokens.
+    /// Creates an empty cache for a sequence of at most `capacity` tokens. Memory is allocated when an attention layer first runs.
     pub fn new(device: &Device, capacity: usize) -> Self {
         let (caches, tables) = (Vec::new(), Vec::new());
         Past { device: device.clone(), capacity, position: 0, caches, next: 0, tables }
     }
 
-    /// Number of tokens read.
+    /// Returns the number of tokens in the cache.
     pub fn position(&self) -> usize {
         self.position
     }
 
-    /// Ends a pass over the whole model that has read `num_tokens`.
+    /// Records that a pass over the full model has read `num_tokens`.
     pub fn advance(&mut self, num_tokens: usize) {
         self.position += num_tokens;
         self.next = 0;
     }
 
-    /// Keeps the last row of what the last unit reads: only the last position is continued.
+    /// Reduces each input of the last unit to its last row, `[1, 1, cols]`, because only the last position is continued.
     ///
     /// # Errors
-    /// If the device has no memory for it.
+    /// If the device cannot allocate memory.
     pub fn keep_last_rows(&self, inputs: &mut Bundle<Tensor>) -> Result<(), DeviceError> {
         for tensor in inputs.values_mut() {
             let (shape, dtype) = (tensor.shape(), tensor.dtype());
@@ -50,7 +50,7 @@ impl Past {
         Ok(())
     }
 
-    /// Attention over what was read before and `qkv`, which is remembered.
+    /// Computes attention over the cached positions and `qkv`, whose keys and values are added to the cache.
     pub(crate) fn attention(
         &mut self,
         recorder: &mut Recorder<'_>,
@@ -66,7 +66,7 @@ impl Past {
         recorder.attention_cached(&attention.clone().with_rotary(rotary), qkv, cache)
     }
 
-    /// A model's table, for all positions of the sequence.
+    /// Returns a model's rotary table for all positions of the sequence.
     pub(crate) fn whole_table(&mut self, table: &Arc<RotaryTable>) -> Result<Arc<RotaryTable>, DeviceError> {
         if let Some((_, whole)) = self.tables.iter().find(|(own, _)| Arc::ptr_eq(own, table)) {
             return Ok(Arc::clone(whole));

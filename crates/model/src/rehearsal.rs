@@ -1,4 +1,4 @@
-//! What passes of units read, make and take, measured by running them on a counting device.
+//! Shape and cost inference: runs units on a counting device, and records their shapes, memory, costs and exchanges.
 
 use crate::bundle::{Batch, Bundle, TensorSpec};
 use crate::error::{ModelError, Result};
@@ -22,13 +22,13 @@ use trireme_tensor::{
 /// How passes compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PassOptions {
-    /// Precision of products and activations.
+    /// Precision of matrix products and activations.
     pub precision: Precision,
-    /// The formats of the factors of products, if they are narrower.
+    /// fp8 formats of the factors of matrix products, if they are narrower than `precision`.
     pub fp8: Option<Fp8Recipe>,
-    /// Whether ranks of the tensor axis have parts of the rows between layers that they cut: sequence parallelism.
+    /// Whether ranks of the tensor axis split rows between tensor-parallel layers (sequence parallelism).
     pub shards_rows: bool,
-    /// Which of the ranks that have the positions of a sequence this is. Batches hold its positions alone.
+    /// This rank's place among the ranks that share the positions of a sequence. Batches hold only this rank's positions.
     pub context: ContextPlace,
 }
 
@@ -38,83 +38,83 @@ impl From<Precision> for PassOptions {
     }
 }
 
-/// What the passes of a model over microbatches of one shape are.
+/// The measured passes of a model over microbatches of one shape.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rehearsal {
-    /// In forward order.
+    /// The units, in forward order.
     pub units: Vec<UnitRehearsal>,
     /// The tensors of a microbatch.
     pub batch: Vec<BatchTensor>,
 }
 
-/// What the passes of a unit are.
+/// The measured passes of a unit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitRehearsal {
-    /// What they take and compute.
+    /// Memory and cost of the passes.
     pub passes: UnitPasses,
-    /// Bytes of the tensors that forward keeps for backward, of the products and inputs among them. The device may count more.
+    /// Bytes of the tensors that forward keeps for backward. The device may count more.
     pub kept_bytes: KeptBytes,
-    /// What the unit passes on.
+    /// Specs of the unit's outputs.
     pub outputs: Vec<TensorSpec>,
-    /// What the unit reports.
+    /// The losses and metrics that the unit reports.
     pub reports: Vec<Report>,
-    /// Whether backward reads parameters, except in a weight half that runs apart.
+    /// Whether backward reads parameters, not counting a weight half that runs separately.
     pub backward_reads: bool,
-    /// Whether a weight half that runs apart reads parameters.
+    /// Whether a weight half that runs separately reads parameters.
     pub weight_half_reads: bool,
-    /// Parameters, by their places in the table, of whose gradients backward makes only this rank's term: ranks of the tensor axis that
-    /// hold the same elements of them add these up.
+    /// Indices in the table of the parameters for which backward computes only this rank's partial gradient. The ranks of the tensor axis
+    /// that hold the same elements must sum these.
     pub grad_terms: Vec<usize>,
-    /// What passes exchange.
+    /// The exchanges of the passes with other ranks.
     pub exchanges: PassExchanges,
 }
 
 impl UnitRehearsal {
-    /// Whether its experts take no more rows than a capacity allows: then it reports how many are dropped.
+    /// Returns whether the unit's experts have a capacity. Such a unit reports the fraction of dropped choices.
     pub fn has_capacity(&self) -> bool {
         self.reports.iter().any(|report| report.metric == Some(EXPERT_DROPS))
     }
 }
 
-/// The part of the choices of experts that a capacity drops.
+/// Name of the metric for the fraction of expert choices that a capacity drops.
 pub(crate) const EXPERT_DROPS: &str = "expert_drops";
 
-/// A mean over rows that a unit reports of each microbatch.
+/// A mean over rows that a unit reports for each microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Report {
-    /// The name of a metric; `None` for what the unit adds to the loss.
+    /// Name of a metric; `None` for the unit's contribution to the loss.
     pub metric: Option<&'static str>,
-    /// The rows.
+    /// Number of rows.
     pub num_rows: usize,
 }
 
-/// Bytes of what forward of a unit may keep.
+/// Bytes of the tensors that the forward pass of a unit may keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct KeptBytes {
-    /// All that backward needs.
+    /// All tensors that backward needs.
     pub record: usize,
-    /// What stays of that if only results of products and attention are kept.
+    /// The part of the record that remains if only results of matrix products and attention are kept.
     pub products: usize,
-    /// What the unit before has passed on.
+    /// The outputs of the previous unit.
     pub inputs: usize,
 }
 
 /// A tensor of a microbatch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BatchTensor {
-    /// Its name, shape and type.
+    /// Name, shape and dtype.
     pub spec: TensorSpec,
-    /// What the device counts for it.
+    /// Bytes that the device counts for it.
     pub bytes: usize,
-    /// The units that read it, in order.
+    /// Indices of the units that read it, in order.
     pub readers: Vec<usize>,
 }
 
 impl Rehearsal {
-    /// Builds a model on a device that only counts, and [rehearses](Model::rehearse) it.
+    /// Builds a model on a counting device, and [rehearses](Model::rehearse) it.
     ///
     /// # Errors
-    /// Those of `build`, and of the rehearsal.
+    /// Errors of `build` and of the rehearsal.
     pub fn of(
         build: impl FnOnce(&Device) -> Result<Model>,
         device_options: DeviceOptions,
@@ -125,30 +125,30 @@ impl Rehearsal {
         build(&device)?.rehearse(&device, options, batch)
     }
 
-    /// What passes of the units take.
+    /// Returns memory and cost of the passes of all units.
     pub fn passes(&self) -> Vec<UnitPasses> {
         self.units.iter().map(|unit| unit.passes).collect()
     }
 
-    /// Operations of the matrix products that forward and backward of a microbatch need on this rank, each once: without recomputation, and
-    /// without what backward of an operation computes again by itself.
+    /// Returns the operations of matrix products in forward and backward of a microbatch on this rank. Excludes recomputation of
+    /// activations, and values that an operation's backward recomputes.
     pub fn model_operations(&self) -> u64 {
         let costs = self.units.iter().map(|unit| unit.passes.forward_cost + unit.passes.backward_cost);
         costs.fold(Cost::ZERO, Cost::add).model_operations()
     }
 
-    /// Samples of a microbatch.
+    /// Returns the number of samples in a microbatch.
     pub fn num_samples(&self) -> usize {
         self.batch.first().map_or(1, |tensor| tensor.spec.shape.dims()[0])
     }
 
-    /// What units report, with the unit, in order.
+    /// Returns all reports with the indices of their units, in order.
     pub fn reports(&self) -> impl Iterator<Item = (usize, Report)> + '_ {
         let units = self.units.iter().enumerate();
         units.flat_map(|(unit, found)| found.reports.iter().map(move |&report| (unit, report)))
     }
 
-    /// The names of the metrics, each once.
+    /// Returns the names of all metrics, without duplicates.
     pub fn metric_names(&self) -> Vec<&'static str> {
         let mut names = Vec::new();
         for name in self.reports().filter_map(|(_, report)| report.metric) {
@@ -161,7 +161,7 @@ impl Rehearsal {
 }
 
 impl Model {
-    /// The axes of these passes, with nobody else on them.
+    /// Returns the axes of these passes without the other ranks: exchanges are only recorded.
     pub(crate) fn axes_alone(&self, PassOptions { shards_rows, context, .. }: PassOptions) -> LoneAxes {
         let noted = NotedExchanges::default();
         let alone = |axis, place: AxisPlace| -> Option<Arc<dyn AxisOps>> {
@@ -178,13 +178,13 @@ impl Model {
         LoneAxes { axes, noted }
     }
 
-    /// Finds what the passes over microbatches of these tensors are.
+    /// Measures the passes over microbatches of these tensors.
     ///
-    /// Each unit runs forward and backward once, and once more with the halves of backward apart, on the model's `device`, which
-    /// must be one that [only counts](Device::counting). Cost: some microseconds an operation.
+    /// Each unit runs forward, recomputation and backward once, and then forward and the halves of backward separately. `device` is the
+    /// device on which the model was built. It must be a [counting](Device::counting) device. Cost: a few microseconds per operation.
     ///
     /// # Errors
-    /// If the device cannot address the memory, or if dim 0 of what a unit passes on is no multiple of the samples.
+    /// If the device cannot address the memory, or if dim 0 of an output is not a multiple of the number of samples.
     pub fn rehearse(
         &self,
         device: &Device,
@@ -222,7 +222,7 @@ impl Model {
     }
 }
 
-/// Batches of other sizes are passed on as multiples of their samples.
+/// Checks that dim 0 of the outputs is a multiple of the number of samples, because it scales with the batch size.
 fn check_outputs(model: &Model, unit: usize, outputs: &[TensorSpec], num_samples: usize) -> Result<()> {
     let is_multiple =
         |spec: &&TensorSpec| spec.shape.dims().first().is_some_and(|dim| dim.is_multiple_of(num_samples));
@@ -243,7 +243,7 @@ pub(crate) struct LoneAxes {
     noted: NotedExchanges,
 }
 
-/// Parameters that note whether they are read.
+/// Parameters that record whether they are read.
 #[derive(Debug)]
 pub(crate) struct Watched<'a> {
     pub(crate) parameters: &'a Parameters,
@@ -272,7 +272,7 @@ impl Rehearser<'_> {
         self.device.memory().usage(Category::Activations).current
     }
 
-    /// What `pass` returns, the most in use while it ran, and its cost.
+    /// Runs `pass`, and returns its result, the peak of activation bytes in use, and its cost.
     fn watch<T>(&self, pass: impl FnOnce() -> Result<T, DeviceError>) -> Result<(T, usize, Cost)> {
         (self.before_pass)();
         self.device.restart_cost();
@@ -286,7 +286,7 @@ impl Rehearser<'_> {
         Ok((made, peak, self.device.cost()))
     }
 
-    /// What the passes of a unit are that reads `inputs`, what it passes on, and the names of what it reads of the batch.
+    /// Runs the passes of a unit. Returns their measurements, the outputs, and the names of the batch tensors that the unit reads.
     pub(crate) fn unit(
         &self,
         unit: usize,
@@ -301,7 +301,7 @@ impl Rehearser<'_> {
         let report = |metric: &Metric| Report { metric: Some(metric.name), num_rows: metric.mean.num_rows };
         let metrics: Vec<Report> = pass.metrics().iter().map(report).collect();
         let output = self.bytes_of(&outputs)?;
-        // The outputs are the next unit's from here on.
+        // From here on, the outputs count as the next unit's inputs.
         let base_of_backward = base + output;
         let record = self.in_use() - base_of_backward;
         let record_bytes = pass.num_bytes();
@@ -358,7 +358,8 @@ impl Rehearser<'_> {
         Ok((found, outputs, names))
     }
 
-    /// What the halves of backward take beside `base` bytes; whether the weight half reads parameters; and what they exchange.
+    /// Runs the halves of backward separately. Returns their memory above `base` bytes and their costs, whether the weight half reads
+    /// parameters, and the exchanges.
     fn halves(
         &self,
         unit: usize,
@@ -386,7 +387,7 @@ impl Rehearser<'_> {
         Ok((passes, self.parameters.was_read.get(), exchanges))
     }
 
-    /// Forward of a unit on a tape of its own.
+    /// Runs a unit forward on a new tape.
     fn forward(
         &self,
         unit: usize,
@@ -399,7 +400,7 @@ impl Rehearser<'_> {
         UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch, None)
     }
 
-    /// Tensors like these: floats as activations are, and zeros.
+    /// Creates tensors of these specs. On a device that computes, floats are normal random numbers and integers are zeros.
     pub(crate) fn tensors<'a>(
         &self,
         specs: impl IntoIterator<Item = &'a TensorSpec>,
@@ -442,14 +443,14 @@ fn fill(device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
     Ok(())
 }
 
-/// Takes gradients and forgets them.
+/// A sink that discards gradients, and records which of them are partial sums.
 struct CountingSink<'a> {
     device: &'a Device,
     table: &'a ParameterTable,
     target: Option<Tensor>,
     are_terms: bool,
     terms: Vec<usize>,
-    /// For each parameter.
+    /// One for each parameter.
     was_written: Vec<bool>,
 }
 
@@ -465,7 +466,7 @@ impl GradSink for CountingSink<'_> {
     fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
         for id in span.first.0..span.first.0 + span.num_parameters {
             let info = &self.table.parameters()[id];
-            // Ranks that share heads each have other heads that read them.
+            // Ranks that share key-value heads have different query heads, so each computes only a partial gradient.
             let is_term = info.num_holders() > 1 && (self.are_terms || info.cut.is_some());
             if self.was_written[id] {
                 let name = &info.name;

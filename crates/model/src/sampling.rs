@@ -1,28 +1,28 @@
-//! The choice of the next token.
+//! Sampling of the next token.
 
 use trireme_base::Random;
 
 /// How the next token is chosen from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Logits are divided by this; 0 chooses the likeliest token.
+    /// Divisor of the logits; 0 always chooses the most likely token.
     pub temperature: f32,
-    /// Only this many of the likeliest tokens remain; 0 keeps all.
+    /// Number of most likely tokens that are kept; 0 keeps all.
     pub top_k: usize,
-    /// The likeliest tokens that together reach this probability remain; 1 keeps all (Holtzman et al. 2020, "nucleus sampling").
+    /// Probability that the kept tokens reach together, most likely first; 1 keeps all (Holtzman et al. 2020, "nucleus sampling").
     pub top_p: f32,
-    /// Tokens at least this fraction as likely as the likeliest remain; 0 keeps all (Nguyen et al. 2024, "min-p sampling").
+    /// Minimum probability of kept tokens, relative to the most likely token; 0 keeps all (Nguyen et al. 2024, "min-p sampling").
     pub min_p: f32,
 }
 
 impl Sampling {
-    /// Chooses a token.
+    /// Chooses a token. `logits` has one element for each token of the vocabulary. Cost: sorts all logits.
     ///
     /// # Panics
     /// If there are no logits.
     pub fn choose(&self, logits: &[f32], random: &mut Random) -> u32 {
         let mut tokens: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
-        // The likeliest first; among equals the smaller id, so that the order is total.
+        // The most likely token comes first. Ties are ordered by id, so that the order is total.
         tokens.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
         if self.temperature <= 0.0 {
             return tokens[0].0;
@@ -39,7 +39,7 @@ impl Sampling {
         let mut kept = 0.0;
         let mut num_kept = 0;
         for (_, weight) in &tokens {
-            // The likeliest has weight 1, so it is always kept.
+            // The most likely token has weight 1, so it is always kept.
             if *weight < self.min_p {
                 break;
             }
@@ -80,10 +80,10 @@ mod tests {
         assert_eq!(draws(all), [0, 1, 2, 3]);
         assert_eq!(draws(Sampling { temperature: 0.0, ..all }), [1]);
         assert_eq!(draws(Sampling { top_k: 2, ..all }), [1, 2]);
-        // The likeliest has probability 0.64, the two likeliest 0.88 together.
+        // The most likely token has probability 0.64, the two most likely 0.88 together.
         assert_eq!(draws(Sampling { top_p: 0.6, ..all }), [1]);
         assert_eq!(draws(Sampling { top_p: 0.7, ..all }), [1, 2]);
-        // The second is e times less likely than the likeliest, the third as much again.
+        // Each token is e times less likely than the one before it.
         assert_eq!(draws(Sampling { min_p: 0.4, ..all }), [1]);
         assert_eq!(draws(Sampling { min_p: 0.3, ..all }), [1, 2]);
         assert_eq!(draws(Sampling { min_p: 1.0, top_p: 0.9, ..all }), [1]);

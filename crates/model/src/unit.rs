@@ -1,4 +1,4 @@
-//! Units, and one pass of a unit over one microbatch.
+//! Units, and the pass of a unit over a microbatch.
 
 use crate::bundle::{Batch, Bundle};
 use crate::past::Past;
@@ -8,15 +8,15 @@ use std::sync::Arc;
 use trireme_tensor::tape::{Attention, LatentHeads, Metric, PendingMean, Recorder, VarId};
 use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 
-/// A part of a model that is run, gathered, reduced and stepped as one, such as a transformer block.
+/// A part of a model that is run, gathered, reduced and updated as one, such as a transformer block.
 ///
-/// Each unit of a model reads what the one before has passed on. A closure that does what [`forward`](Unit::forward) does is one.
+/// Each unit reads the outputs of the previous one. Closures with the signature of [`forward`](Unit::forward) implement this trait.
 pub trait Unit: Send + Sync {
-    /// Runs the unit: takes [inputs](UnitContext::input) and tensors of the [batch](UnitContext::batch), applies operations, and names
-    /// its [outputs](UnitContext::output). It does the same in every pass of a run.
+    /// Runs the unit: takes [inputs](UnitContext::input) and tensors of the [batch](UnitContext::batch), applies operations, and names its
+    /// [outputs](UnitContext::output). It must do the same in every pass of a run.
     ///
     /// # Errors
-    /// If the device has no memory for a result.
+    /// If the device cannot allocate memory for a result.
     fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError>;
 }
 
@@ -26,7 +26,7 @@ impl<F: Fn(&mut UnitContext<'_>) -> Result<(), DeviceError> + Send + Sync> Unit 
     }
 }
 
-/// What forward of a unit works with. It dereferences to the [`Recorder`] that applies operations.
+/// The context of a unit's forward pass: its inputs, the batch, and its outputs. Dereferences to the [`Recorder`] that applies operations.
 pub struct UnitContext<'a> {
     recorder: Recorder<'a>,
     inputs: Bundle<Var>,
@@ -52,28 +52,28 @@ impl DerefMut for UnitContext<'_> {
 }
 
 impl UnitContext<'_> {
-    /// What the unit before this one has passed on under this name. Whatever is not taken ends here.
+    /// Takes the previous unit's output of this name. Outputs that no unit takes are dropped.
     ///
     /// # Panics
-    /// If there is no such output, or it was taken before.
+    /// If there is no such output, or if it was already taken.
     pub fn input(&mut self, name: &'static str) -> Var {
         self.inputs
             .take(name)
             .unwrap_or_else(|| panic!("the previous unit has no output '{name}', or it was taken already"))
     }
 
-    /// The batch's tensor of this name, which has no gradient. A unit takes it once.
+    /// Takes the batch's tensor of this name, which has no gradient. A unit may take it once.
     ///
     /// # Panics
-    /// If the batch has no such tensor, or it was taken before.
+    /// If the batch has no such tensor, or if it was already taken.
     pub fn batch(&mut self, name: &'static str) -> Var {
         self.optional_batch(name).unwrap_or_else(|| panic!("the batch has no '{name}'"))
     }
 
-    /// As [`batch`](UnitContext::batch), or `None` if the batch has no such tensor: in generation there are no targets.
+    /// Like [`batch`](UnitContext::batch), but returns `None` if the batch has no such tensor. For example, generation has no targets.
     ///
     /// # Panics
-    /// If it was taken before.
+    /// If it was already taken.
     pub fn optional_batch(&mut self, name: &'static str) -> Option<Var> {
         assert!(self.lent.get(name).is_none(), "the unit has taken '{name}' of the batch already");
         let var = self.recorder.constant(self.batch.take(name)?);
@@ -81,13 +81,15 @@ impl UnitContext<'_> {
         Some(var)
     }
 
-    /// Passes a value on to the next unit. Its dim 0 is the batch's, or a multiple. Tensors of the batch need not be passed on.
+    /// Passes a value to the next unit. Its dim 0 must be the number of samples, or a multiple. Tensors of the batch need not be passed on:
+    /// every unit can take them.
     ///
     /// # Errors
-    /// If ranks of the tensor axis cannot have equal parts of its rows, and do.
+    /// If sequence parallelism cannot split its rows equally between the ranks of the tensor axis, or if memory cannot be allocated.
     ///
     /// # Panics
-    /// If the name is taken, the value is a tensor of the batch, or ranks of the tensor axis have only parts of it.
+    /// If the name is taken, if the value is a tensor of the batch, or if it is still split between the ranks of the tensor axis, like the
+    /// output of a column-parallel layer.
     pub fn output(&mut self, name: &'static str, value: Var) -> Result<(), DeviceError> {
         assert!(self.lent.iter().all(|(_, &lent)| lent != value.id()), "'{name}' is a tensor of the batch");
         let value = self.recorder.between_units(value)?;
@@ -95,10 +97,10 @@ impl UnitContext<'_> {
         Ok(())
     }
 
-    /// Makes heads of latent attention; in a generation, at any of its positions.
+    /// Computes the heads of latent attention. In generation, they may be at any position of the sequence.
     ///
     /// # Errors
-    /// If there is no memory for what it computes.
+    /// If memory for the result cannot be allocated.
     pub fn latent_heads(&mut self, heads: &Arc<LatentHeads>, inputs: [Var; 3]) -> Result<Var, DeviceError> {
         match &mut self.past {
             None => self.recorder.apply(heads, inputs),
@@ -109,10 +111,10 @@ impl UnitContext<'_> {
         }
     }
 
-    /// Runs attention: within documents, if the batch says [where they begin](DOCUMENT_STARTS); in a generation, over its past.
+    /// Computes attention: within documents, if the batch has [document starts](DOCUMENT_STARTS), and in generation over the KV cache.
     ///
     /// # Errors
-    /// If there is no memory for what it computes.
+    /// If memory for the result cannot be allocated.
     pub fn attention(&mut self, attention: &Arc<Attention>, qkv: Var) -> Result<Var, DeviceError> {
         let document_starts = self.optional_batch(DOCUMENT_STARTS);
         match &mut self.past {
@@ -125,7 +127,8 @@ impl UnitContext<'_> {
     }
 }
 
-/// One unit's pass over one microbatch: forward's record, for backward. Its methods fail if the device has no memory.
+/// The pass of a unit over a microbatch, with the activations that backward needs. Methods return an error if the device cannot allocate
+/// memory.
 #[derive(Debug)]
 pub struct UnitPass {
     tape: Tape,
@@ -136,8 +139,8 @@ pub struct UnitPass {
 }
 
 impl UnitPass {
-    /// Runs a unit forward on an empty tape; the pass, and what the unit passes on. Afterwards the tensors are back in `batch`. With a
-    /// past, the pass adds to it, and the tape begins at its [position](Past::position).
+    /// Runs a unit forward on an empty tape. Returns the pass and the unit's outputs. The tensors taken from `batch` are returned to it.
+    /// With a KV cache `past`, the pass appends to it, and the tape must start at its [position](Past::position).
     pub fn forward(
         unit: &dyn Unit,
         mut tape: Tape,
@@ -193,7 +196,7 @@ impl UnitPass {
             .map(move |(name, grad)| (*outputs.get(name).expect("gradients are those of outputs"), grad))
     }
 
-    /// Runs backward. `grads` are those of the outputs.
+    /// Runs backward. `grads` are the gradients of the outputs.
     pub fn backward(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -226,7 +229,7 @@ impl UnitPass {
         self.with_batch(batch, |pass| pass.tape.backward_weight(parameters, sink))
     }
 
-    /// Takes the gradients of the inputs after backward, each in the type of its input; zeros where nothing has read it.
+    /// Takes the gradients of the inputs after backward, each in the dtype of its input. A gradient is zero if no operation read the input.
     pub fn take_input_grads(&mut self) -> Result<Bundle<Tensor>, DeviceError> {
         let mut grads = Bundle::new();
         for (name, &place) in self.inputs.iter() {
@@ -237,17 +240,17 @@ impl UnitPass {
         Ok(grads)
     }
 
-    /// Takes what the unit has read off the tape, for another forward.
+    /// Takes the inputs off the tape, for another forward pass.
     pub fn take_inputs(&mut self) -> Bundle<Tensor> {
         self.inputs.iter().map(|(name, &place)| (name, self.tape.take_value(place))).collect()
     }
 
-    /// Drops what is quickly computed again. See [`Tape::keep_products`].
+    /// Drops activations that are cheap to recompute. See [`Tape::keep_products`].
     pub fn keep_products(&mut self) {
         self.tape.keep_products();
     }
 
-    /// Computes again what [`keep_products`](UnitPass::keep_products) has dropped.
+    /// Recomputes the activations that [`keep_products`](UnitPass::keep_products) dropped.
     pub fn recompute(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -256,7 +259,7 @@ impl UnitPass {
         self.with_batch(batch, |pass| pass.tape.recompute(parameters))
     }
 
-    /// Shows `visit` all memory that the pass holds. See [`Tape::for_each_memory`].
+    /// Calls `visit` with all tensors that the pass holds. See [`Tape::for_each_memory`].
     pub fn for_each_memory(&mut self, visit: impl FnMut(&mut Tensor)) {
         self.tape.for_each_memory(visit);
     }
@@ -267,17 +270,18 @@ impl UnitPass {
         num_bytes
     }
 
-    /// The unit's terms of the loss: after forward without recording, after backward with it.
+    /// Returns the unit's contribution to the loss. It is available after forward if the tape does not record, and otherwise after
+    /// backward.
     pub fn loss(&self) -> Option<&PendingMean> {
         self.tape.loss()
     }
 
-    /// The unit's metrics, after forward.
+    /// Returns the unit's metrics, after forward.
     pub fn metrics(&self) -> &[Metric] {
         self.tape.metrics()
     }
 
-    /// What the unit has [reported](crate::Report): its loss, or a metric.
+    /// Returns a mean that the unit has [reported](crate::Report): a metric, or the loss if `metric` is `None`.
     pub fn reported(&self, metric: Option<&str>) -> Option<&PendingMean> {
         match metric {
             None => self.loss(),
@@ -285,7 +289,7 @@ impl UnitPass {
         }
     }
 
-    /// The tape, empty, for another pass.
+    /// Returns the tape, emptied, for another pass.
     pub fn into_tape(self) -> Tape {
         let mut tape = self.tape;
         tape.clear();

@@ -1,4 +1,5 @@
-/// Factor for gradients of norm `norm` to have at most `norm_max` (Pascanu et al. 2013); as PyTorch, with 1e-6 added to the norm.
+/// Returns the factor that scales gradients of norm `norm` to a norm of at most `norm_max` (Pascanu et al. 2013). Like PyTorch, adds 1e-6
+/// to the norm.
 pub fn clip_coefficient(norm: f64, norm_max: f64) -> f64 {
     (norm_max / (norm + 1e-6)).min(1.0)
 }

@@ -1,6 +1,6 @@
 use crate::LossScaling;
 
-/// The state of an optimizer makes no sense.
+/// An invalid optimizer state.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum OptimError {

@@ -1,14 +1,14 @@
-//! Momentum instead of gradients: what 1-bit Adam and 0/1 Adam exchange while their second moment stands still.
+//! Exchange of momentum instead of gradients, for 1-bit Adam and 0/1 Adam.
 //!
-//! Then the update is linear in the momentum, so that ranks may each take their own gradient into the momentum they share, and
-//! average what comes out, compressed with error feedback, as they would average gradients (Tang et al., "1-bit Adam", 2021,
-//! algorithm 1; Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", 2022, algorithm 1 with
-//! an exchange in every step: replicas never differ).
+//! While their second moment is frozen, the update is linear in the momentum. So each rank adds its own gradient to the shared momentum,
+//! and the ranks average the results as they would average gradients, compressed with error feedback (Tang et al., "1-bit Adam", 2021,
+//! algorithm 1; Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", 2022, algorithm 1 with an exchange
+//! in every step, so replicas never differ).
 //!
-//! A step of [`Exchange::Momentum`] is, on each rank: [`Optimizer::gradient_to_momentum`] of its own gradient, the sum of
-//! those over the ranks, [`Optimizer::step_from_momentum`]. A rank that has all gradients summed may call
-//! [`Optimizer::step_unit`] in any step: it comes to the same, but for rounding. The norm over all ranks' gradients is not known
-//! before momentum is exchanged, so such steps cannot clip by it.
+//! In a step of [`Exchange::Momentum`], each rank calls [`Optimizer::gradient_to_momentum`] with its own gradient, the results are summed
+//! over the ranks, and each rank calls [`Optimizer::step_from_momentum`]. A rank that has the sum of all gradients may call
+//! [`Optimizer::step_unit`] in any step instead: the result is the same, except for rounding. The norm over the gradients of all ranks is
+//! not known before momentum is exchanged, so such steps cannot clip by it.
 
 use crate::members::Member;
 use crate::optimizer::{Optimizer, UnitShare, noise};
@@ -18,7 +18,7 @@ use crate::step::{StepSettings, UnitStep};
 use trireme_tensor::updates::Update;
 use trireme_tensor::{Device, View, ViewMut};
 
-/// What ranks sum in a step.
+/// The quantity that ranks sum in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exchange {
     /// Gradients, in full precision.
@@ -28,13 +28,14 @@ pub enum Exchange {
 }
 
 impl Optimizer {
-    /// Whether there are steps in which ranks may sum momentum.
+    /// Returns whether there are steps in which ranks may sum momentum.
     pub fn exchanges_momentum(&self) -> bool {
         self.options.name.exchanges_momentum()
     }
 
-    /// Returns what ranks sum of a unit in update `step` of the run, counted from 1: momentum, unless a parameter of the unit updates its second
-    /// moment, or none has a momentum because all are frozen. It is the same on all ranks, whatever part of the unit they hold.
+    /// Returns the quantity that ranks sum for a unit in update `step` of the run, counted from 1. This is momentum, unless a parameter of
+    /// the unit updates its second moment, or no parameter has a momentum because all are frozen. The result is the same on all ranks,
+    /// whichever part of the unit they store.
     pub fn exchange(&self, unit: usize, step: u64) -> Exchange {
         let updates_second = self.units[unit].iter().filter_map(|share| match share {
             UnitShare::Elements(share) => Some((share.rule.compressed_adam()?, &share.members.list)),
@@ -51,11 +52,12 @@ impl Optimizer {
         }
     }
 
-    /// Turns this rank's gradient of a unit's part into the momentum it leads to; the optimizer stays as it is. Frozen parameters have
-    /// neither: their elements become 0. `settings.grad_scale` is that of this rank's gradient alone.
+    /// Replaces this rank's gradient of its part of a unit by the momentum that results from it. The optimizer does not change. Frozen
+    /// parameters have neither gradient nor momentum: their elements become 0. `settings.grad_scale` is the factor for this rank's gradient
+    /// alone.
     ///
     /// # Panics
-    /// If the step exchanges gradients, or lengths differ.
+    /// If ranks exchange gradients in this step, or if lengths differ.
     pub fn gradient_to_momentum(
         &mut self,
         device: &Device,
@@ -81,10 +83,10 @@ impl Optimizer {
         self.run(device, unit, grads, none, settings, to_momentum);
     }
 
-    /// Updates a unit's part by a momentum that all ranks have in common, of which `settings.grad_scale` makes a mean.
+    /// Updates this rank's part of a unit from the sum of all ranks' momentum. `settings.grad_scale` turns the sum into the mean.
     ///
     /// # Panics
-    /// If the step exchanges gradients, or lengths differ.
+    /// If ranks exchange gradients in this step, or if lengths differ.
     pub fn step_from_momentum(
         &mut self,
         device: &Device,
@@ -119,7 +121,7 @@ impl Optimizer {
             let UnitShare::Elements(Share { rule, members, states, .. }) = share else {
                 unreachable!("an optimizer that exchanges momentum has rules for elements")
             };
-            // Biases that balance loads have no momentum: their gradients are exchanged as they are.
+            // Balance biases have no momentum: their gradients are exchanged unchanged.
             let rule = &**rule;
             if members.list.iter().any(|member| update(rule, member, &step).is_none()) {
                 continue;

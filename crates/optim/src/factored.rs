@@ -1,4 +1,4 @@
-//! Adafactor of one matrix.
+//! Adafactor for one matrix.
 
 use crate::members::{Member, Members};
 use crate::rules::{adafactor_scale, rms_step};
@@ -11,7 +11,8 @@ use trireme_tensor::{
     Tensor, UpdatePass, View, ViewMut,
 };
 
-/// A matrix whose second moment is a column times a row. Every rank has both of the whole matrix, whatever it has of that.
+/// A matrix whose second moment is factored into a row and a column vector. Every rank stores both vectors for the full matrix, whichever
+/// part of the matrix it has.
 #[derive(Debug)]
 pub(crate) struct Factored {
     settings: OptimizerSettings,
@@ -19,9 +20,9 @@ pub(crate) struct Factored {
     matrix: FactoredMatrix,
     /// Mean squares of rows, then of columns.
     pub(crate) moments: [Tensor; 2],
-    /// Those of the rows and columns that are here, if ranks of the tensor axis cut the matrix.
+    /// The moments of the rows and columns of this rank's part, if the matrix is split on the tensor axis.
     here: Option<[Tensor; 2]>,
-    /// What is here of the rows, and of the columns.
+    /// This rank's segments of the rows, and of the columns.
     segments: [Vec<Segment>; 2],
     /// Mean of the moments of rows, one f64.
     row_mean: Tensor,
@@ -30,11 +31,11 @@ pub(crate) struct Factored {
     offset: usize,
 }
 
-/// Names of the states, with the dim of the matrix that is left of it.
+/// Names of the states: per row, then per column.
 pub(crate) const FACTORED_STATES: [&str; 2] = ["exp_avg_sq_row", "exp_avg_sq_col"];
 
 impl Factored {
-    /// The only one of `members`, a matrix of two dims.
+    /// Creates the state of a two-dimensional matrix, which is the only one of `members`.
     pub(crate) fn new(
         settings: OptimizerSettings,
         members: Members,
@@ -46,7 +47,7 @@ impl Factored {
         let zeros = |len: usize| device.zeros([len].into(), DType::F32, Category::Optimizer);
         let moments = |shape: Shape| Ok::<_, DeviceError>([zeros(shape.rows())?, zeros(shape.cols())?]);
         let mut here = (shape != whole).then(|| moments(shape)).transpose()?;
-        // What fills up a part has gradients of 0, which any moment leaves.
+        // Padding of a part has zero gradients, which stay zero with any positive moment.
         for moments in here.iter_mut().flatten() {
             device.upload(&vec![1.0_f32; moments.shape().num_elements()], moments.view_mut());
         }
@@ -68,12 +69,13 @@ impl Factored {
         &self.members.list[0]
     }
 
-    /// Sums that the exchange `phase` adds up.
+    /// Returns the number of sums in exchange `phase`.
     pub(crate) fn num_sums(&self, phase: usize) -> usize {
         if phase == 0 { 1 + self.whole.rows() + self.whole.cols() } else { 1 }
     }
 
-    /// First the squares of the parameter and of its gradient by row and column; then, with the `known` sums, that of the update.
+    /// Computes local sums of squares. In the first exchange: of the parameter, and of the gradient by row and by column. In the second
+    /// exchange, once those are `known`: of the update.
     pub(crate) fn observe(
         &mut self,
         step: &UnitStep<'_>,
@@ -97,7 +99,7 @@ impl Factored {
         })
     }
 
-    /// Sums of the squares of the gradient over each row of the whole matrix, and each column, as far as they are here.
+    /// Computes the sums of squares of the gradient over each row and each column of the full matrix, from this rank's elements.
     fn sum_by_dims(
         &self,
         step: &UnitStep<'_>,
@@ -128,7 +130,7 @@ impl Factored {
         Ok(())
     }
 
-    /// Moves the moments by the sums that are `known` of all rows and columns.
+    /// Updates the moments from the `known` sums of all rows and columns.
     fn change_moments(&mut self, step: &UnitStep<'_>, known: View<'_>) {
         let (device, RmsStep { mixing, .. }) = (step.device, rms_step(self.settings, self.member(), step));
         let [rows, cols] = [self.whole.rows(), self.whole.cols()];

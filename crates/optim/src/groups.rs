@@ -1,30 +1,30 @@
-//! Parameters with settings of their own.
+//! Groups of parameters with their own settings.
 
-/// Settings of the parameters whose names fit a pattern.
+/// Settings of the parameters whose names match a pattern.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterGroup {
     /// A name in which `*` stands for any text and `?` for any character.
     pub pattern: String,
-    /// Whether the parameters stay as they are. They have no state, and their gradients count in no norm.
+    /// Whether the parameters are frozen: not updated, without state, and excluded from gradient norms.
     pub frozen: bool,
     /// Factor of the learning rate.
     pub lr_scale: f32,
-    /// Weight decay, instead of that of the optimizer.
+    /// Weight decay; `None` uses the optimizer's.
     pub weight_decay: Option<f32>,
-    /// First decay rate, instead of that of the optimizer (`beta1`, or `momentum`).
+    /// First decay rate (`beta1`, or `momentum`); `None` uses the optimizer's.
     pub beta1: Option<f32>,
-    /// Second decay rate, instead of that of the optimizer.
+    /// Second decay rate; `None` uses the optimizer's.
     pub beta2: Option<f32>,
 }
 
 impl ParameterGroup {
-    /// Whether the pattern fits a name, all of it.
+    /// Returns whether the pattern matches the full name.
     pub fn matches(&self, name: &str) -> bool {
         matches(self.pattern.as_bytes(), name.as_bytes())
     }
 }
 
-/// Goes back to the last star only, so that time is bounded by the product of the lengths.
+/// Backtracks only to the last star, so that time is bounded by the product of the lengths.
 fn matches(pattern: &[u8], name: &[u8]) -> bool {
     let (mut p, mut n) = (0, 0);
     let mut star = None;
@@ -47,7 +47,7 @@ fn matches(pattern: &[u8], name: &[u8]) -> bool {
     pattern[p..].iter().all(|&byte| byte == b'*')
 }
 
-/// What differs from parameter to parameter.
+/// Settings that may differ between parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct ParameterSettings {
     pub(crate) lr_scale: f32,

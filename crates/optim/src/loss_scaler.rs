@@ -1,23 +1,23 @@
-//! Loss scaling: a factor of the loss that keeps the gradients of a backward pass in f16 within its range
-//! (Micikevicius et al., "Mixed precision training", 2018, section 3.2).
+//! Loss scaling: a factor of the loss that keeps gradients of an f16 backward pass in range (Micikevicius et al., "Mixed precision
+//! training", 2018, section 3.2).
 //!
-//! Without it, gradients below 6e-8 would become zero in f16. A dynamic scale is as large as the gradients allow: it
-//! halves when they overflow, and such a step is skipped; it doubles after many steps without an overflow. PyTorch's
-//! `GradScaler` and Megatron-LM's `DynamicGradScaler` do the same.
+//! Without it, gradients below 6e-8 would become zero in f16. A dynamic scale adapts to the gradients: it halves when they overflow, and
+//! that step is skipped; it doubles after many steps without an overflow. PyTorch's `GradScaler` and Megatron-LM's `DynamicGradScaler` do
+//! the same.
 
 use crate::error::OptimError;
 use serde::{Deserialize, Serialize};
 
-/// How the loss is scaled: by a power of two to [`SCALE_MAX`](LossScaling::SCALE_MAX), which changes no bits of values in range.
+/// How the loss is scaled. Scales are powers of two up to [`SCALE_MAX`](LossScaling::SCALE_MAX), so scaling is exact for values in range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossScaling {
-    /// Not at all: f32 and bf16 have the range that gradients need.
+    /// No scaling: f32 and bf16 have enough range for gradients.
     Off,
-    /// By this scale, whatever happens. No step is skipped: an overflow would come again.
+    /// A constant scale. No step is skipped for an overflow, because the next one would overflow again.
     Static(u32),
-    /// By a scale that follows the gradients.
+    /// A scale that adapts to the gradients.
     Dynamic {
-        /// The first scale.
+        /// The initial scale.
         initial: u32,
         /// Steps without an overflow after which the scale doubles; at least 1.
         growth_interval: u64,
@@ -28,22 +28,22 @@ impl LossScaling {
     /// The largest scale. Gradients that are still in range there do not need more.
     pub const SCALE_MAX: u32 = 1 << 24;
 
-    /// Dynamic with PyTorch's numbers: from 2^16 on, doubled after 2000 steps.
+    /// Dynamic scaling with PyTorch's defaults: initially 2^16, doubled after 2000 steps.
     pub const DYNAMIC: LossScaling = LossScaling::Dynamic { initial: 1 << 16, growth_interval: 2000 };
 }
 
-/// What a [`LossScaler`] has learned: all that a run must keep to resume with the same bits.
+/// The state of a [`LossScaler`] that a run must save to resume with the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct LossScalerState {
     /// The scale of the next step, if it is dynamic.
     pub scale: Option<u32>,
     /// Steps without an overflow since the scale last changed.
     pub good_steps: u64,
-    /// Steps skipped since the beginning of the run.
+    /// Steps skipped since the start of the run.
     pub skipped_steps: u64,
 }
 
-/// The loss scale of a run, from step to step: pure, so that ranks that see the same outcomes have the same scale.
+/// The loss scale of a run. It is a pure function of the outcomes of steps, so ranks that see the same outcomes have the same scale.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LossScaler {
     scaling: LossScaling,
@@ -53,10 +53,10 @@ pub struct LossScaler {
 }
 
 impl LossScaler {
-    /// A scaler at the beginning of a run.
+    /// Creates a scaler for the start of a run.
     ///
     /// # Panics
-    /// If a scale is no power of two from 1 to [`LossScaling::SCALE_MAX`], or the growth interval is 0.
+    /// If a scale is not a power of two from 1 to [`LossScaling::SCALE_MAX`], or if the growth interval is 0.
     pub fn new(scaling: LossScaling) -> Self {
         let scale = match scaling {
             LossScaling::Off => 1,
@@ -70,22 +70,22 @@ impl LossScaler {
         LossScaler { scaling, scale, good_steps: 0, skipped_steps: 0 }
     }
 
-    /// How the loss is scaled.
+    /// Returns how the loss is scaled.
     pub fn scaling(&self) -> LossScaling {
         self.scaling
     }
 
-    /// The scale of the next step.
+    /// Returns the scale of the next step.
     pub fn scale(&self) -> u32 {
         self.scale
     }
 
-    /// Steps skipped since the beginning of the run.
+    /// Returns the number of steps skipped since the start of the run.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped_steps
     }
 
-    /// Notes a step whose gradients were finite.
+    /// Records a step with finite gradients.
     pub fn succeed(&mut self) {
         let LossScaling::Dynamic { growth_interval, .. } = self.scaling else { return };
         self.good_steps = self.good_steps.saturating_add(1);
@@ -95,8 +95,8 @@ impl LossScaler {
         }
     }
 
-    /// Notes a step that is skipped for an overflow, and halves the scale; returns the new one. `None`, and nothing
-    /// changes, where the scale cannot fall: it is 1, or not dynamic.
+    /// Records a step that is skipped because of an overflow, halves the scale, and returns the new scale. Returns `None` and changes
+    /// nothing if the scale cannot fall: it is 1, or not dynamic.
     #[must_use = "a scale that cannot fall is an error"]
     pub fn back_off(&mut self) -> Option<u32> {
         if !self.is_dynamic() || self.scale == 1 {
@@ -108,21 +108,21 @@ impl LossScaler {
         Some(self.scale)
     }
 
-    /// Counts a step that is skipped for another reason than an overflow. The scale stays as it is.
+    /// Records a step that is skipped for a reason other than an overflow. The scale does not change.
     pub fn skip(&mut self) {
         self.skipped_steps += 1;
     }
 
-    /// What to keep.
+    /// Returns the state to save.
     pub fn state(&self) -> LossScalerState {
         let scale = self.is_dynamic().then_some(self.scale);
         LossScalerState { scale, good_steps: self.good_steps, skipped_steps: self.skipped_steps }
     }
 
-    /// Continues from a kept state. Its scale counts if this one is dynamic, too; its skipped steps are no updates in any case.
+    /// Continues from a saved state. The saved scale is used only if this scaler is dynamic; the number of skipped steps is always used.
     ///
     /// # Errors
-    /// If its scale is none.
+    /// [`OptimError::LossScale`] if the saved scale is invalid. Nothing changes then.
     pub fn restore(&mut self, state: LossScalerState) -> Result<(), OptimError> {
         if let Some(scale) = state.scale.filter(|&scale| !is_scale(scale)) {
             return Err(OptimError::LossScale { scale });
@@ -194,14 +194,14 @@ mod tests {
     }
 
     #[test]
-    fn a_state_counts_as_far_as_it_fits() {
+    fn a_state_is_restored_as_far_as_it_applies() {
         let state = LossScalerState { scale: Some(32), good_steps: 4, skipped_steps: 7 };
         let mut dynamic = scaler(1 << 16, 5);
         dynamic.restore(state).unwrap();
         assert_eq!(dynamic.state(), state);
         dynamic.succeed();
         assert_eq!(dynamic.scale(), 64);
-        // A run that was bf16 has no scale to go on with; one that becomes bf16 keeps its count of skipped steps.
+        // A bf16 run has no scale to restore; a run that changes to bf16 keeps its number of skipped steps.
         let mut fixed = LossScaler::new(LossScaling::Off);
         fixed.restore(state).unwrap();
         assert_eq!((fixed.scale(), fixed.skipped_steps()), (1, 7));

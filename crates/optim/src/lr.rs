@@ -1,11 +1,11 @@
-//! Learning rates over the steps of a run.
+//! Learning-rate schedules.
 
 trireme_base::named! {
     /// The decay of the learning rate after warm-up.
     pub enum Decay {
-        /// Along half a cosine (Loshchilov, Hutter: "SGDR", 2017).
+        /// Half a cosine (Loshchilov, Hutter: "SGDR", 2017).
         Cosine = "cosine",
-        /// Along a line.
+        /// Linear.
         Linear = "linear",
         /// Constant, then linear at the end of the run (warm-up, stable, decay: Hu et al., "MiniCPM", 2024).
         WarmupStableDecay = "wsd",
@@ -14,27 +14,28 @@ trireme_base::named! {
     }
 }
 
-/// The rate of every step: a line up over `warmup_steps`, then `decay` over `decay_steps`.
+/// The learning rate of every step: linear warm-up over `warmup_steps`, then `decay` over `decay_steps`.
 ///
-/// Cosine and line fall right after the warm-up and stay down; warm-up-stable-decay falls at the end.
+/// Cosine and linear decay start right after the warm-up, and the rate then stays at its minimum. Warm-up-stable-decay falls at the end of
+/// the run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
-    /// Highest rate.
+    /// Highest learning rate.
     pub peak: f64,
     /// Steps until the peak is reached.
     pub warmup_steps: u64,
-    /// How the rate falls.
+    /// Form of the decay.
     pub decay: Decay,
-    /// Steps of the fall.
+    /// Length of the decay in steps.
     pub decay_steps: u64,
-    /// Steps of the run.
+    /// Length of the run in steps.
     pub total_steps: u64,
-    /// Part of the peak that is left after the fall.
+    /// Minimum learning rate, as a fraction of the peak.
     pub min_factor: f64,
 }
 
 impl LrSchedule {
-    /// The rate of step `step`, counted from 1.
+    /// Returns the learning rate of step `step`, counted from 1.
     pub fn lr(&self, step: u64) -> f64 {
         self.peak * self.factor(step)
     }

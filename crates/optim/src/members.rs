@@ -1,4 +1,4 @@
-//! The parameters of a unit that one rule updates, and what is here of them.
+//! The parameters of a unit that one rule updates, and this rank's elements of them.
 
 use crate::groups::ParameterSettings;
 use std::ops::Range;
@@ -10,23 +10,23 @@ use trireme_tensor::{
     UnitInfo, UpdatePass, View, ViewMut,
 };
 
-/// A parameter, whether or not anything of it is here.
+/// A parameter of a unit, whether or not this rank has elements of it.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Member {
     pub(crate) parameter: usize,
     pub(crate) settings: ParameterSettings,
-    /// Its elements that are here.
+    /// This rank's elements of the parameter.
     pub(crate) held: Range<usize>,
-    /// Its pieces, in order.
+    /// Indices of its pieces, in order.
     pub(crate) pieces: Range<usize>,
 }
 
-/// How pieces are cut.
+/// How parameters are split into pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cut {
-    /// In lengths that keep threads busy.
+    /// By lengths that keep threads busy.
     Anywhere,
-    /// Along the leaves of the unit, so that sums and blocks are the same in any shard.
+    /// Along the leaves of the unit, so that sums and blocks do not depend on the sharding.
     Leaves,
 }
 
@@ -34,16 +34,16 @@ pub(crate) enum Cut {
 pub(crate) struct Members {
     pub(crate) list: Vec<Member>,
     pub(crate) pieces: Arc<Pieces>,
-    /// What this rank counts of each member in sums over all ranks, where pieces are leaves.
+    /// The pieces of each member that this rank contributes to sums over all ranks, if pieces are leaves.
     counted: Arc<Vec<LeafRun>>,
-    /// One for each member, made anew in each phase.
+    /// One for each member, recomputed in each phase.
     updates: Arc<Vec<Update>>,
-    /// One for each member, made anew in each step.
+    /// One for each member, recomputed in each step.
     scales: Arc<Vec<StepScale>>,
 }
 
 impl Members {
-    /// The parameters `chosen` of `unit`, of whose flat buffer the elements `part` are here.
+    /// Splits the parameters `chosen` of `unit` into pieces. This rank has the elements `part` of the unit's flat buffer.
     pub(crate) fn new(
         table: &ParameterTable,
         unit: &UnitInfo,
@@ -87,7 +87,7 @@ impl Members {
         }
     }
 
-    /// Goes over what is here by an update for each member.
+    /// Runs one update pass over this rank's elements, with an update for each member.
     pub(crate) fn update(
         &mut self,
         device: &Device,
@@ -102,8 +102,9 @@ impl Members {
         device.update(pass, parameters, grads, states);
     }
 
-    /// Lets a kernel take the two sums of each piece, and adds up what this rank counts of each member: all first sums, and then all second
-    /// ones if `out` has room for both. Fails without memory for the sums of pieces.
+    /// Runs a kernel that computes two sums for each piece, and adds up this rank's contribution to each member. `out` receives all first
+    /// sums, followed by all second sums if it has room for both. Returns an error if the memory for the sums of pieces cannot be
+    /// allocated.
     pub(crate) fn sum_by(
         &self,
         device: &Device,
@@ -121,7 +122,8 @@ impl Members {
         renew(&mut self.updates, self.list.iter().map(update))
     }
 
-    /// Factors of the learning rates of all members, from the squares of parameters and of updates. Fails without memory for them.
+    /// Returns the factors of all members' learning rates, from the squares of parameters and of updates. Returns an error if their memory
+    /// cannot be allocated.
     pub(crate) fn scales(
         &mut self,
         device: &Device,
@@ -135,7 +137,7 @@ impl Members {
     }
 }
 
-/// Replaces what is in a list. A kernel that has not run may still hold it; then a copy is written to.
+/// Replaces the contents of a list. If a pending kernel still holds the list, a copy is written instead.
 fn renew<T: Clone>(list: &mut Arc<Vec<T>>, items: impl Iterator<Item = T>) -> Arc<Vec<T>> {
     let own = Arc::make_mut(list);
     own.clear();

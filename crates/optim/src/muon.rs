@@ -1,11 +1,11 @@
-//! Muon of a unit's matrices.
+//! Muon for the matrices of a unit.
 //!
-//! A matrix is made orthogonal as a whole, and a rank may have only a part of it. All parts of a unit's momentum are gathered,
-//! `4 (N - 1) / N` bytes an element once a step, and each rank makes those matrices orthogonal of which it has something. The
-//! other way, to send each matrix to one rank and its result back, would cost the same bytes twice in two exchanges, and
-//! compute only the matrices that lie in two shards once instead of twice.
+//! Muon orthogonalizes full matrices, but a rank may have only a part of one. So the momentum of the unit is gathered once a step (`4 (N -
+//! 1) / N` bytes per element on `N` ranks), and each rank orthogonalizes every matrix of which it has elements. The alternative, sending
+//! each matrix to one rank and the result back, would take two exchanges and twice the bytes. It would only avoid orthogonalizing a matrix
+//! twice if it is in two shards.
 //!
-//! Where ranks of the tensor axis cut a matrix, each gathers all of it, makes it orthogonal, and keeps its part.
+//! If a matrix is split on the tensor axis, each rank gathers all of it, orthogonalizes it, and keeps its part.
 
 use crate::members::{Member, Members};
 use crate::rules::StateSpec;
@@ -27,7 +27,7 @@ pub(crate) const MUON_STATES: &[StateSpec] = &[StateSpec::new("momentum_buffer")
 #[derive(Debug)]
 pub(crate) struct Muon {
     pub(crate) settings: OptimizerSettings,
-    /// Precision of the products that make a matrix orthogonal.
+    /// Precision of the matrix products of the orthogonalization.
     pub(crate) precision: Precision,
     pub(crate) members: Members,
     pub(crate) states: Vec<OptimizerState>,
@@ -83,7 +83,7 @@ impl Muon {
     }
 }
 
-/// The factor of an orthogonal update of a matrix of this shape.
+/// Returns the factor of an orthogonal update of a matrix of this shape.
 fn update_scale(scale: MuonScale, shape: Shape) -> f64 {
     let (rows, cols) = (shape.rows() as f64, shape.cols() as f64);
     match scale {

@@ -1,4 +1,4 @@
-//! The optimizer of one rank: its part of each unit, cut up by the rules that apply.
+//! The optimizer of one rank. The rank's part of each unit is divided among the rules that apply to its parameters.
 
 use crate::factored::Factored;
 use crate::groups::ParameterSettings;
@@ -22,12 +22,12 @@ pub(crate) enum UnitShare {
     Elements(Share),
     Factored(Box<Factored>),
     Muon(Muon),
-    /// A matrix whose expert lies elsewhere, with what is kept of it by rows and columns.
+    /// A matrix of an expert that is on other ranks, by its parameter index. Its state is factored by rows and columns.
     Elsewhere(usize),
 }
 
 impl UnitShare {
-    /// Sums over whole parameters that the exchange `phase` adds up.
+    /// Returns the number of sums over full parameters in exchange `phase`.
     fn num_sums(&self, phase: usize) -> usize {
         match self {
             UnitShare::Elements(share) => share.num_sums(phase),
@@ -36,7 +36,8 @@ impl UnitShare {
         }
     }
 
-    /// Takes the local sums of the first exchange, or once those are `known`, of the second one. Fails without memory for them.
+    /// Computes the local sums of the first exchange, or of the second one if the sums of the first are `known`. Returns an error if
+    /// scratch memory cannot be allocated.
     fn observe(
         &mut self,
         step: &UnitStep<'_>,
@@ -71,7 +72,7 @@ impl UnitShare {
     }
 }
 
-/// Where the sums of one share after the other lie in the vectors of the two exchanges.
+/// Offsets of the shares' sums in the vectors of the two exchanges.
 #[derive(Default)]
 struct SumPlaces {
     ends: [usize; 2],
@@ -87,22 +88,22 @@ impl SumPlaces {
     }
 }
 
-/// An optimizer with its state for every unit, or a part of every unit.
+/// An optimizer with its state for every unit, or for a part of every unit.
 #[derive(Debug)]
 pub struct Optimizer {
     pub(crate) options: OptimizerOptions,
     pub(crate) table: Arc<ParameterTable>,
     pub(crate) parts: Vec<Range<usize>>,
     pub(crate) units: Vec<Vec<UnitShare>>,
-    /// By parameter, the number of updates of the run before its state began.
+    /// Number of updates of the run before the state of each parameter began.
     pub(crate) starts: Vec<u64>,
 }
 
 impl Optimizer {
-    /// An optimizer of `parts` of the units' flat buffers, whose state is all zeros.
+    /// Creates an optimizer for `parts` of the units' flat buffers, with all states zero.
     ///
     /// # Errors
-    /// If there is no memory for its state.
+    /// If the memory for its state cannot be allocated.
     ///
     /// # Panics
     /// If there is not one part for each unit.
@@ -115,8 +116,8 @@ impl Optimizer {
         Self::build(options, table, parts, device, true)
     }
 
-    /// As [`new`](Optimizer::new), but the state has no memory yet: no more than a unit's is taken at a time, and given back.
-    /// [`for_each_memory`](Optimizer::for_each_memory) lets it be taken and set to zeros.
+    /// Like [`new`](Optimizer::new), but returns the optimizer without memory for its state. At most one unit's state is allocated at a
+    /// time, and released again. The caller allocates and zeroes it through [`for_each_memory`](Optimizer::for_each_memory).
     pub fn without_memory(
         options: &OptimizerOptions,
         table: &Arc<ParameterTable>,
@@ -151,10 +152,10 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// Steps `part` of a unit from now on, with a state of zeros; what was kept of the unit is given back.
+    /// Changes this rank's part of a unit to `part`, and resets the unit's state to zeros. The previous state is freed first.
     ///
     /// # Errors
-    /// If there is no memory for its state; nothing is kept of the unit then.
+    /// If the memory for the new state cannot be allocated. The unit then has no state.
     pub fn set_part(&mut self, unit: usize, part: Range<usize>, device: &Device) -> Result<(), DeviceError> {
         self.units[unit].clear();
         self.parts[unit] = part;
@@ -182,7 +183,7 @@ impl Optimizer {
         let (mut rest, mut matrices, mut balancing) = (Vec::new(), Vec::new(), Vec::new());
         for parameter in unit.parameters.clone() {
             let info = &table.parameters()[parameter];
-            // A gradient that is not finite changes nothing of what stays as it is.
+            // Frozen parameters have no member, so that a gradient that is not finite cannot change them.
             if self.options.is_frozen(&info.name) {
                 continue;
             }
@@ -234,7 +235,8 @@ impl Optimizer {
         Ok(shares)
     }
 
-    /// Number of updates of the run before the state of a parameter began, as zeros: 0 unless [set](Optimizer::set_state_start).
+    /// Returns the number of updates of the run before the state of a parameter began as zeros. This is 0 unless
+    /// [set](Optimizer::set_state_start).
     ///
     /// # Panics
     /// If the model has no parameter with this index.
@@ -242,8 +244,8 @@ impl Optimizer {
         self.starts[parameter]
     }
 
-    /// Declares that the state of a parameter began after `start` updates of the run. Bias correction and schedules that belong to the state
-    /// (such as the warm-up of 1-bit Adam) count from there.
+    /// Declares that the state of a parameter began after `start` updates of the run. Bias correction, and schedules that belong to the
+    /// state (such as the warm-up of 1-bit Adam), count from there.
     ///
     /// # Panics
     /// If the model has no parameter with this index. A later update panics if its number is not above `start`.
@@ -251,22 +253,22 @@ impl Optimizer {
         self.starts[parameter] = start;
     }
 
-    /// Units of the model.
+    /// Returns the number of units of the model.
     pub fn num_units(&self) -> usize {
         self.units.len()
     }
 
-    /// Updates this optimizer's part of a unit, from its gradient.
+    /// Updates this optimizer's part of a unit from its gradient.
     ///
-    /// `shards` is called at most twice, with all sums of the unit at once, for Adafactor; once for LAMB, LARS and Muon;
-    /// and never for the others (docs/optimizers.md has the bytes). All ranks that have a part of the unit call together, even
-    /// if the part is empty.
+    /// Adafactor calls `shards` at most twice, with all sums of the unit at once. LAMB, LARS and Muon call it at most once, and the other
+    /// optimizers never (docs/optimizers.md lists the bytes). On the tensor axis, Muon also calls it once for each matrix that is split.
+    /// All ranks that have a part of the unit must call this together, even if their part is empty.
     ///
     /// # Errors
-    /// Those of `shards`, and if there is no scratch memory; the unit is then in parts updated.
+    /// Errors of `shards`, and failed allocations of scratch memory. The unit may then be partially updated.
     ///
     /// # Panics
-    /// If parameters or gradient have another length than the part.
+    /// If the lengths of parameters or gradient differ from the length of the part.
     pub fn step_unit<S: ShardOps>(
         &mut self,
         device: &Device,
@@ -316,7 +318,7 @@ impl Optimizer {
     }
 }
 
-/// Random bits for the rounding of a unit in one step.
+/// Returns the random bits for stochastic rounding of a unit's state in one step.
 pub(crate) fn noise(unit: usize, step: u64) -> u32 {
     (step as u32).wrapping_mul(0x85eb_ca6b) ^ (unit as u32).wrapping_mul(0xc2b2_ae35)
 }

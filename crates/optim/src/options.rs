@@ -10,29 +10,29 @@ use trireme_tensor::{ParameterClass, ParameterInfo, Precision, StateDType};
 pub struct OptimizerOptions {
     /// The algorithm.
     pub name: OptimizerName,
-    /// Its settings.
+    /// Settings of the algorithm.
     pub settings: OptimizerSettings,
-    /// Weight decay of matrices.
+    /// Weight decay of matrices and embeddings.
     pub weight_decay: f32,
-    /// Whether norms and biases decay as well.
+    /// Whether weight decay also applies to norms and biases.
     pub decay_norms_and_biases: bool,
-    /// Parameters with settings of their own; of several groups that match, the first counts.
+    /// Groups of parameters with their own settings. If several groups match a parameter, the first one applies.
     pub groups: Vec<ParameterGroup>,
-    /// The type of state. Units of fewer than [`OptimizerOptions::INT8_ELEMENTS_MIN`] elements keep f32 instead of 8 bits.
+    /// Data type of the state. Units of fewer than [`OptimizerOptions::INT8_ELEMENTS_MIN`] elements use f32 instead of int8.
     pub state_dtype: StateDType,
     /// Step length of biases that [balance](trireme_tensor::ParameterClass::Balance) the load of experts, for every optimizer.
     pub balance_rate: f32,
-    /// Precision of Muon's matrix products; other optimizers ignore it.
+    /// Precision of Muon's matrix products. Other optimizers ignore it.
     pub precision: Precision,
 }
 
 impl OptimizerOptions {
-    /// Whether the parameter with this name is frozen.
+    /// Returns whether the parameter with this name is frozen.
     pub fn is_frozen(&self, name: &str) -> bool {
         self.group_of(name).is_some_and(|group| group.frozen)
     }
 
-    /// The first group whose pattern fits the name of a parameter.
+    /// Returns the first group whose pattern matches the name of a parameter.
     pub(crate) fn group_of(&self, name: &str) -> Option<&ParameterGroup> {
         self.groups.iter().find(|group| group.matches(name))
     }
@@ -60,7 +60,7 @@ impl OptimizerOptions {
     /// Minimum number of elements of a unit for int8 state. In smaller units, blocks are too short to save bytes.
     pub const INT8_ELEMENTS_MIN: usize = 1 << 16;
 
-    /// An optimizer with its default settings, without weight decay and groups, with states and products in f32.
+    /// Returns options with the default settings, without weight decay and groups, and with f32 state and products.
     pub fn new(name: OptimizerName) -> Self {
         OptimizerOptions {
             name,

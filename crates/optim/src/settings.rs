@@ -5,10 +5,10 @@ use std::ops::{Bound, RangeBounds};
 trireme_base::named! {
     /// The scale of Muon's orthogonal updates.
     pub enum MuonScale {
-        /// By `sqrt(max(1, rows / cols))` (Jordan 2024).
+        /// `sqrt(max(1, rows / cols))` (Jordan 2024).
         Original = "original",
-        /// By `0.2 sqrt(max(rows, cols))`: updates are as large as AdamW's, and so is the learning rate that fits (Liu et al.,
-        /// "Muon is scalable for LLM training", 2025).
+        /// `0.2 sqrt(max(rows, cols))`. Updates have the root mean square of AdamW's, so AdamW's learning rates fit (Liu et al., "Muon is
+        /// scalable for LLM training", 2025).
         MatchRmsAdamW = "match_rms_adamw",
     }
 }
@@ -20,11 +20,11 @@ pub type Limits<T> = (Bound<T>, Bound<T>);
 pub enum SettingValue<'a> {
     /// A number.
     Number(&'a mut f64, Limits<f64>),
-    /// A whole number.
+    /// A non-negative integer.
     Count(&'a mut u64, Limits<u64>),
     /// A switch.
     Flag(&'a mut bool),
-    /// How Muon scales updates.
+    /// The scale of Muon's updates.
     MuonScale(&'a mut MuonScale),
 }
 
@@ -38,7 +38,7 @@ pub struct Setting<'a> {
     pub value: SettingValue<'a>,
 }
 
-/// All numbers above `low`.
+/// Returns the range of all numbers above `low`.
 const fn above(low: f64) -> Limits<f64> {
     (Bound::Excluded(low), Bound::Unbounded)
 }
@@ -53,21 +53,21 @@ macro_rules! optimizer_settings {
         $(#[doc = $doc:literal])+
         $name:ident: $type:ident = $default:expr $(, within $range:expr)?;
     )+) => {
-        /// The settings of all optimizers. An optimizer ignores those that [`OptimizerName::settings`](crate::OptimizerName::settings) does not list
-        /// for it.
+        /// The settings of all optimizers. An optimizer ignores the settings that
+        /// [`OptimizerName::settings`](crate::OptimizerName::settings) does not list for it.
         #[derive(Debug, Clone, Copy, PartialEq)]
         pub struct OptimizerSettings {
             $($(#[doc = $doc])+ pub $name: $type,)+
         }
 
         impl OptimizerSettings {
-            /// The defaults.
+            /// The default settings.
             pub const DEFAULT: OptimizerSettings = OptimizerSettings { $($name: $default,)+ };
 
             /// Names of all settings.
             pub const NAMES: &[&str] = &[$(stringify!($name)),+];
 
-            /// Returns mutable references to all settings. Ranges are for the caller to check.
+            /// Returns mutable references to all settings. The caller must check the ranges.
             pub fn list(&mut self) -> Vec<Setting<'_>> {
                 Vec::from([$(Setting {
                     name: stringify!($name),

@@ -1,28 +1,28 @@
-//! What an optimizer of a part needs of those of the others.
+//! The exchange between ranks that update parts of the same units.
 
 use std::ops::Range;
 use trireme_tensor::{DeviceError, ParameterInfo, View, ViewMut};
 
-/// Exchange among the ranks that each update one part of a unit; they make the same calls in the same order. Beside those of the other
-/// shards these are the ranks of the tensor axis, which have other parts of parameters that are cut.
+/// Exchange between the ranks that each update one part of a unit. All of them make the same calls in the same order. These are the ranks
+/// with the other shards, and the ranks of the tensor axis with the other parts of split parameters.
 ///
-/// It is the caller's, for an optimizer knows no groups of ranks.
+/// The caller implements it, because an optimizer knows no groups of ranks.
 pub trait ShardOps {
-    /// Why an exchange failed, or a step.
+    /// Error of an exchange or of a step.
     type Error: From<DeviceError>;
 
-    /// Each of the f64 `values`, which lie on the optimizer's device, becomes its sum over the ranks, of neighbours first (the canonical
-    /// tree of all reductions): over shards, and then over the tensor axis. Kernels that are issued later read the sums.
+    /// Replaces each of the f64 `values`, which are on the optimizer's device, by its sum over the ranks: over shards, and then over the
+    /// tensor axis. The order is the canonical tree of all reductions, neighbours first. Kernels that are issued later read the sums.
     fn sum(&mut self, values: ViewMut<'_>) -> Result<(), Self::Error>;
 
-    /// Completes a unit's flat buffer `whole`, of which this rank has the elements `part`, and the others theirs.
+    /// Gathers a unit's flat buffer `whole`. This rank has written the elements `part`; the other ranks provide the rest.
     fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), Self::Error>;
 
-    /// Writes all of a matrix that ranks of the tensor axis cut, of which this rank has `part`.
+    /// Gathers a matrix that is split on the tensor axis into `whole`. `part` is this rank's part.
     fn join(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<(), Self::Error>;
 }
 
-/// Of one rank that has whole units: there is nothing to exchange.
+/// The exchange of a single rank, which has full units: it does nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct WholeUnits;
 

@@ -1,4 +1,4 @@
-//! The parameters of a unit that are updated element by element.
+//! The parameters of a unit that are updated elementwise.
 
 use crate::members::Members;
 use crate::rules::Rule;
@@ -13,12 +13,12 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Sums that the exchange `phase` adds up.
+    /// Returns the number of sums in exchange `phase`.
     pub(crate) fn num_sums(&self, phase: usize) -> usize {
         self.rule.num_sums()[phase] * self.members.list.len()
     }
 
-    /// Takes the sums of what is here that the exchange `phase` adds up.
+    /// Computes this rank's contribution to the sums of exchange `phase`.
     pub(crate) fn observe(
         &mut self,
         phase: usize,
@@ -40,7 +40,7 @@ impl Share {
         })
     }
 
-    /// Updates what is here, by the `sums` of each exchange.
+    /// Updates this rank's elements with the `sums` of each exchange.
     pub(crate) fn apply(
         &mut self,
         step: &UnitStep<'_>,
@@ -50,7 +50,7 @@ impl Share {
     ) -> Result<(), DeviceError> {
         let Share { rule, members, states } = self;
         let len = members.list.len();
-        // Squares of parameters come first, and those of updates with them or in the second exchange.
+        // Squares of parameters come first. Squares of updates follow them, or come in the second exchange.
         let sums = match rule.num_sums() {
             [0, _] => None,
             [1, _] => Some([first, second]),

@@ -1,4 +1,5 @@
-//! An optimizer's state by name and parameter, in f32 whatever it is kept in: a run may resume with another dtype.
+//! Access to optimizer states by name and parameter. Values are f32 whatever the dtype of the state, so a run may resume with another
+//! dtype.
 
 use crate::factored::FACTORED_STATES;
 use crate::members::{Member, Members};
@@ -8,24 +9,24 @@ use crate::rules::StateSpec;
 use std::ops::Range;
 use trireme_tensor::{Device, OptimizerState, ParameterInfo, ParameterTable, Shape, Tensor};
 
-/// One state of one parameter.
+/// Name, shape and location of one state of one parameter.
 #[derive(Debug, Clone)]
 pub struct StateInfo<'a> {
     /// Name of the state, such as `exp_avg`.
     pub name: &'static str,
     /// The parameter.
     pub parameter: &'a ParameterInfo,
-    /// Shape of the whole state: the parameter's, but of a row or column of Adafactor's.
+    /// Shape of the full state: the shape of the full parameter, or one dim of it for Adafactor's rows and columns.
     pub shape: Shape,
-    /// Whether the state has an element for each of the parameter's, and lies as that does; else each rank has all of it.
+    /// Whether the state has one element per parameter element and the same layout. Otherwise each rank has the full state.
     pub is_like_parameter: bool,
-    /// Elements of the state that are here, of what this rank of the tensor axis has of the parameter.
+    /// This rank's elements of the state, as a range within its tensor-parallel part of the parameter.
     pub held: Range<usize>,
 }
 
-/// One state of one parameter, wherever its memory is.
+/// One state of one parameter, on the device or offloaded.
 pub struct State<'a> {
-    /// What it is.
+    /// Name, shape and location of the state.
     pub info: StateInfo<'a>,
     source: Source<'a>,
 }
@@ -33,15 +34,15 @@ pub struct State<'a> {
 enum Source<'a> {
     Moments(&'a Tensor),
     Of(&'a OptimizerState, &'a Members, &'a Member),
-    /// On ranks that have the expert.
+    /// On the ranks that have the expert.
     Elsewhere,
 }
 
 impl State<'_> {
-    /// The values that are here, in memory of the host.
+    /// Copies this rank's values of the state to host memory.
     ///
     /// # Panics
-    /// If the unit's memory is elsewhere.
+    /// If the unit's state is offloaded.
     pub fn values(&self, device: &Device) -> Vec<f32> {
         match self.source {
             Source::Moments(moments) => device.read(moments.view()),
@@ -56,7 +57,7 @@ impl State<'_> {
 }
 
 impl Optimizer {
-    /// Every state of every parameter of a unit. Rows and columns of Adafactor are alike on all ranks.
+    /// Returns all states of all parameters of a unit. Adafactor's row and column states are the same on all ranks.
     pub fn states(&self, unit: usize) -> Vec<State<'_>> {
         let (table, mut found) = (&self.table, Vec::new());
         for share in &self.units[unit] {
@@ -90,7 +91,11 @@ impl Optimizer {
         found
     }
 
-    /// Sets every state that [`Optimizer::states`] lists of a unit to what `read` writes.
+    /// Fills the states of a unit that [`Optimizer::states`] lists with the values that `read` writes. Skips states of which this rank has
+    /// no elements.
+    ///
+    /// # Errors
+    /// The error of `read`. States that were filled before it keep their new values.
     pub fn load_states<E>(
         &mut self,
         unit: usize,
@@ -125,7 +130,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Shows `visit` all memory that is kept for a unit, to move it elsewhere for a while.
+    /// Calls `visit` with all tensors that hold state of a unit, so that they can be offloaded temporarily.
     pub fn for_each_memory(&mut self, unit: usize, mut visit: impl FnMut(&mut Tensor)) {
         for share in &mut self.units[unit] {
             let states = match share {

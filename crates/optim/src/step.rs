@@ -7,12 +7,12 @@ use trireme_tensor::{Device, ParameterTable};
 /// Settings of an update that change from step to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepSettings {
-    /// Number of the update in the run, from 1. Skipped steps do not count, because they leave the moments as they are. A rule uses
-    /// the number of updates since the state of its parameter began ([`Optimizer::set_state_start`](crate::Optimizer::set_state_start)).
+    /// Number of the update in the run, from 1. Skipped steps do not count, because they leave the moments as they are. A rule uses the
+    /// number of updates since the state of its parameter began ([`Optimizer::set_state_start`](crate::Optimizer::set_state_start)).
     pub step: u64,
     /// Learning rate.
     pub lr: f64,
-    /// Factor for every gradient: mean over microbatches, loss scale, and clipping.
+    /// Factor of every gradient. It combines the mean over microbatches, the loss scale, and clipping.
     pub grad_scale: f64,
 }
 
@@ -21,9 +21,9 @@ pub(crate) struct UnitStep<'a> {
     pub(crate) device: &'a Device,
     pub(crate) table: &'a ParameterTable,
     pub(crate) settings: StepSettings,
-    /// For each parameter, [`Optimizer::state_start`](crate::Optimizer::state_start).
+    /// [`Optimizer::state_start`](crate::Optimizer::state_start) of each parameter.
     pub(crate) starts: &'a [u64],
-    /// Decides how narrow states are rounded.
+    /// Random bits for stochastic rounding of bf16 and int8 states.
     pub(crate) noise: u32,
 }
 
@@ -36,7 +36,7 @@ impl UnitStep<'_> {
         self.settings.grad_scale as f32
     }
 
-    /// Number of this update since the member's state began, from 1.
+    /// Returns the number of this update since the member's state began, from 1.
     pub(crate) fn number(&self, member: &Member) -> u64 {
         self.settings.step - self.starts[member.parameter]
     }
@@ -46,7 +46,7 @@ impl UnitStep<'_> {
         self.table.parameters()[member.parameter].whole.num_elements()
     }
 
-    /// Whether this rank counts a member in sums over all ranks.
+    /// Returns whether this rank contributes a member to sums over all ranks. Of the ranks with the same elements, only the first does.
     pub(crate) fn counts(&self, member: &Member) -> bool {
         self.table.parameters()[member.parameter].is_counted()
     }

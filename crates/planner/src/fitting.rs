@@ -1,4 +1,4 @@
-//! Chooses recomputation and offloading, so that a step fits into memory at every pipeline rank.
+//! Chooses recomputation and offloading so that a step fits into memory on every pipeline rank.
 
 use crate::offload::{MemoryBounds, Placing, fit_places};
 use crate::recomputation::{fit_keeps, fit_keeps_in_flight};
@@ -7,48 +7,51 @@ use crate::usage::DryRun;
 use trireme_base::{Bytes, MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, Tier};
 
-/// The choices that change a step's memory, but not its bits.
+/// Choices that change the memory use of a step, but not its results.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryChoices {
-    /// What each unit's forward pass keeps.
+    /// The activations that the forward pass of each unit keeps, in the model's order.
     pub keeps: Vec<Keep>,
-    /// How state lies on the workers.
+    /// Which state ranks shard, and where it is stored between its uses.
     pub state: StateLayout,
 }
 
-/// The choices that are open.
+/// The choices that [`Fitting::choose`] may change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Open {
-    /// Whether units may keep less than they are given to keep.
+    /// Whether units may keep fewer activations than the given choices say.
     pub keeps: bool,
-    /// The classes of state that may leave the device.
+    /// The classes of state that may be offloaded.
     pub classes: Vec<StateClass>,
 }
 
-/// The search for memory choices with which workers at each place of the pipeline stay within the bounds. `E` is the error of a dry run.
+/// Search for [`MemoryChoices`] with which the workers of each pipeline rank stay within their memory bounds. `E` is the error of a dry
+/// run.
+///
+/// A *place* is an index along the pipeline axis, from 0.
 pub struct Fitting<'a, E> {
-    /// The state at a place.
+    /// Returns the state sizes of a worker at a place.
     pub sizes: &'a dyn Fn(usize) -> Result<StateSizes, E>,
-    /// The passes of each unit, in the model's order.
+    /// Memory and cost of the passes of each unit, in the model's order.
     pub passes: &'a [UnitPasses],
     /// The tensors of a microbatch.
     pub batch: &'a [BatchMemory],
-    /// What each worker has to stay within.
+    /// The bounds of each worker.
     pub bounds: MemoryBounds,
-    /// Places of the pipeline.
+    /// Number of pipeline ranks.
     pub num_places: usize,
-    /// The program of choices at a place.
+    /// Generates the program of a place from choices.
     pub program: &'a dyn Fn(usize, &MemoryChoices) -> Program,
-    /// A dry run of choices at a place.
+    /// Runs the program of a place dry, with choices.
     pub run: &'a dyn Fn(usize, &MemoryChoices) -> Result<DryRun, E>,
 }
 
 impl<E> Fitting<'_, E> {
-    /// The choices that fit, with a line for users on each; where none do, those that take the least memory. What is not `open` stays as
-    /// `given`.
+    /// Returns choices that fit, and a line for users on each choice that was made. If no choices fit, returns those that need the least
+    /// memory. Choices that are not `open` stay as `given`.
     ///
-    /// Recomputation comes first: it needs no other memory. Where even the most of it does not suffice, state leaves the device, and then no
-    /// more is recomputed than is needed beside that.
+    /// Recomputation is tried first, because it needs no other memory. If even full recomputation does not suffice, state is offloaded, and
+    /// recomputation is then reduced to the amount that is still needed.
     ///
     /// # Errors
     /// The error of a dry run.
@@ -67,10 +70,10 @@ impl<E> Fitting<'_, E> {
         Ok((choices, reasons))
     }
 
-    /// Little recomputation that fits everywhere; whether it does.
+    /// Chooses the recomputation of every place, and returns whether all places fit.
     fn choose_keeps(&self, choices: &mut MemoryChoices, reasons: &mut Vec<String>) -> Result<bool, E> {
         let (mut operations, mut total, mut fits) = (0_u64, 0, true);
-        // Units lie at one place each, whose choice for them takes nothing elsewhere.
+        // Each unit is at one place, so the choice for it uses no memory at other places.
         for place in 0..self.num_places {
             let run = |keeps: &[Keep]| {
                 (self.run)(place, &MemoryChoices { keeps: keeps.to_vec(), state: choices.state })
@@ -99,7 +102,7 @@ impl<E> Fitting<'_, E> {
         Ok(fits)
     }
 
-    /// The places of the open classes with which least moves where most memory is needed, and that fit everywhere.
+    /// Chooses tiers for the open classes. The choice has the least traffic at the place that needs the most memory, and all places fit.
     fn choose_places(
         &self,
         choices: &mut MemoryChoices,
@@ -131,7 +134,7 @@ impl<E> Fitting<'_, E> {
         Ok(())
     }
 
-    /// `offload, for at most 512.00MiB a worker, the optimizer's state lives with the host; …`.
+    /// Returns a line such as `offload, for at most 512.00MiB per worker: optimizer (host); each step moves …`.
     fn describe_places(&self, placing: &Placing, open: &[StateClass], program: &Program) -> String {
         let Placing { state, traffic, prediction } = placing;
         let of_class = |&class: &StateClass| match state.of(class).tier {
@@ -179,7 +182,7 @@ fn moved_units(program: &Program) -> Vec<usize> {
     units
 }
 
-/// `units 0-3 keep all, units 4-6 keep their input`.
+/// Returns a text such as `units 0-3 keep all, units 4-6 keep input`.
 fn describe_keeps(keeps: &[Keep]) -> String {
     let mut first = 0;
     let describe = |run: &[Keep]| {

@@ -1,8 +1,9 @@
-//! What a step program takes before it runs, and what makes it fit.
+//! Predicts memory and time of a step program before it runs, and finds choices with which it fits.
 //!
-//! The executor finds in a dry run how many bytes are in use at each line of a program, and the caller gives that as data
-//! ([`DryRun`]). [`Fitting`] finds the least recomputation that fits, and the state that is best moved elsewhere. [`simulate`] tells when each action of a program runs, and [`step_time`](fn@step_time) how long a step takes.
-//! Nothing here does IO, starts a thread, reads a clock or sees a tensor.
+//! The executor determines in a dry run how many bytes are in use at each line of a program. The caller passes the result as data
+//! ([`DryRun`]). [`Fitting`] finds the least recomputation that fits, and the state to offload. [`simulate`] computes when each action of a
+//! program runs, and [`step_time`](fn@step_time) how long a step takes. This crate does no IO, starts no threads, reads no clock and uses
+//! no tensors.
 
 mod fitting;
 mod offload;

@@ -1,49 +1,50 @@
-//! What state leaves the device so that a step fits into a given memory.
+//! Chooses which state is offloaded, so that a step fits into a given memory.
 
 use crate::sizes::StateSizes;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::MemoryUse;
 use trireme_schedule::{Action, Program, StateClass, StateLayout, StateOf, Tier};
 
-/// How much longer a byte takes to a disk than to the host's memory: a fast disk moves 2 GB a second, a bus 20.
+/// Cost of moving a byte to or from disk, relative to host memory: a fast disk moves 2 GB/s, a bus 20 GB/s.
 const DISK_COST: u64 = 10;
 
-/// Bytes that a worker has to stay within.
+/// Memory bounds of a worker, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryBounds {
-    /// Of the device.
+    /// Bound on memory of the device.
     pub device: usize,
-    /// Of the host's memory for state that is not on the device.
+    /// Bound on host memory for state that is not on the device.
     pub host: usize,
-    /// Of the machine's memory, which both of these are part of. Memory that several workers map counts for the one that it belongs to.
+    /// Bound on memory of the machine, which includes the other two. Memory that several workers map is counted for the worker that owns
+    /// it.
     pub machine: usize,
 }
 
 impl MemoryBounds {
-    /// Bytes by which a step passes the bound that it passes most; 0 if it fits.
+    /// Returns the largest number of bytes by which a step exceeds one of the bounds; 0 if it fits.
     pub fn excess(&self, prediction: &MemoryUse) -> usize {
         self.device_excess(prediction).max(prediction.host.saturating_sub(self.host))
     }
 
-    /// Whether a step fits.
+    /// Returns whether a step fits.
     pub fn hold(&self, prediction: &MemoryUse) -> bool {
         self.excess(prediction) == 0
     }
 
-    /// As `excess`, of the bounds that hold if less lies on the device.
+    /// Like `excess`, but only for the bounds that less memory on the device can satisfy.
     fn device_excess(&self, prediction: &MemoryUse) -> usize {
         let machine = prediction.on_machine().saturating_sub(self.machine);
         machine.max(prediction.total().saturating_sub(self.device))
     }
 
-    /// What a step may take of the device, if it differs from the one predicted only there.
+    /// Returns the bytes of device memory that a step may use, assuming that all its other memory is as predicted.
     pub(crate) fn device_total(&self, prediction: &MemoryUse) -> usize {
         let beside = prediction.on_machine() as isize - prediction.total() as isize;
         self.device.min(self.machine.saturating_add_signed(-beside))
     }
 }
 
-/// Bytes that a step moves between the device, or the host where that updates, and other places.
+/// Bytes that a step moves to and from host memory or disk. The other end is the device, or the host if the host runs the updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Traffic {
     pub(crate) host: u64,
@@ -56,7 +57,7 @@ impl Traffic {
     }
 }
 
-/// How state lies, and what that takes.
+/// A layout of state, with its traffic and its memory use.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Placing {
     pub(crate) state: StateLayout,
@@ -64,17 +65,20 @@ pub(crate) struct Placing {
     pub(crate) prediction: MemoryUse,
 }
 
-/// The places of the classes in `open` with which a step takes no more than `bounds`, and moves least; `program` makes the program of a
-/// choice, and `run` finds what that takes. The other classes stay where `given` has them.
+/// Returns the tiers of the classes in `open` with which a step stays within `bounds` and moves the fewest bytes. `program` generates the
+/// program of a layout, and `run` returns its memory use. The other classes stay as in `given`. If no layout fits, returns the one that
+/// exceeds the bounds least.
 ///
-/// Which state is idle for how long follows from the program: of activations the first blocks' are, for theirs are kept first and
-/// used last, so as many blocks as are needed leave, from the first on (Huang et al., "SwapAdvisor", 2020, swaps by the same
-/// lifetimes, found by search); parameters, gradients and the optimizer's state are idle through all passes of other units, and
-/// leave as classes. Combinations of places are tried in the order of what they move at least, until the rest moves more than one
-/// that fits. Cost: at most 81 runs, times the logarithm of the blocks. If nothing fits, the places that pass their bounds least.
+/// Idle times of state follow from the program. Activations of the first blocks are kept first and used last, so they are idle longest.
+/// Therefore the activations of as many blocks as needed are offloaded, starting with the first (Huang et al., "SwapAdvisor", 2020, swaps
+/// by the same lifetimes, found by search). Parameters, gradients and optimizer state are idle during all passes of other units, and each
+/// class is offloaded as one. Combinations of tiers are tried in ascending order of their minimum traffic. The search ends when the
+/// remaining ones move no less than the best one that fits.
+///
+/// Cost: at most 81 runs, times the logarithm of the number of blocks.
 ///
 /// # Errors
-/// Those of `run`.
+/// Errors of `run`.
 pub(crate) fn fit_places<E>(
     sizes: &StateSizes,
     (given, open): (StateLayout, &[StateClass]),
@@ -88,7 +92,7 @@ pub(crate) fn fit_places<E>(
         return Ok(stays);
     }
     let mut all = combinations(given, open, program(given).outline.num_microbatches);
-    // Those were run above.
+    // `given` was run above, unless its number of offloaded blocks is open.
     all.retain(|&state| state != given || search.has_open_blocks(given));
     all.sort_by_cached_key(|&state| search.cost_min(state));
     let mut best: Option<Placing> = None;
@@ -108,7 +112,7 @@ pub(crate) fn fit_places<E>(
     Ok(best.unwrap_or(smallest))
 }
 
-/// Every choice for the open classes that the layout allows.
+/// Returns all combinations of tiers for the open classes that the layout allows.
 fn combinations(given: StateLayout, open: &[StateClass], num_microbatches: usize) -> Vec<StateLayout> {
     let mut all = vec![given];
     for &class in open {
@@ -140,25 +144,25 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
         traffic(self.sizes, &(self.program)(state))
     }
 
-    /// Whether it is open of how many blocks the activations leave.
+    /// Returns whether the search may choose how many blocks' activations are offloaded.
     fn has_open_blocks(&self, state: StateLayout) -> bool {
         self.open.contains(&StateClass::Activations) && state.is_away(StateClass::Activations)
     }
 
-    /// What a step moves at least with these places, of however many blocks the activations leave.
+    /// Returns the lowest cost of this layout, over all numbers of blocks whose activations may be offloaded.
     fn cost_min(&self, state: StateLayout) -> u64 {
         let num_moved = if self.has_open_blocks(state) { 1 } else { state.num_moved };
         self.traffic(StateLayout { num_moved, ..state }).cost()
     }
 
-    /// These places, with the activations of no more blocks away than it takes to fit; or of all, if that does not suffice.
+    /// Returns this layout with the activations of the fewest blocks offloaded that make it fit. If none does, offloads all.
     fn with_fewest_blocks(&self, state: StateLayout) -> Result<Placing, E> {
         let all = self.placing(state)?;
         let fits = |placing: &Placing| self.bounds.device_excess(&placing.prediction) == 0;
         if !self.has_open_blocks(state) || !fits(&all) {
             return Ok(all);
         }
-        // So many suffice, and so many do not.
+        // Binary search: `enough` blocks fit, `too_few` do not.
         let (mut enough, mut too_few) = (self.sizes.units.len(), 0);
         let mut found = all;
         while enough - too_few > 1 {
@@ -174,7 +178,7 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
     }
 }
 
-/// What a step moves. Where the host updates, it takes gradients from the device and gives parameters back.
+/// Returns the traffic of a step. If the host runs the updates, it receives gradients from the device and returns parameters.
 fn traffic(sizes: &StateSizes, program: &Program) -> Traffic {
     let layout = program.outline.state;
     let mut traffic = Traffic::default();
@@ -198,7 +202,7 @@ fn traffic(sizes: &StateSizes, program: &Program) -> Traffic {
             Action::Fetch(state) => add(layout.of(state.class).tier, bytes_of(&activations, state)),
             Action::Evict(state) => {
                 let is_stepped = stepped.contains(&state.unit);
-                // What did not change since it was fetched is on its disk already.
+                // State that is unchanged since its fetch is still on disk.
                 let has_changed = match state.class {
                     StateClass::Optimizer | StateClass::Activations => true,
                     StateClass::Parameters => is_stepped,

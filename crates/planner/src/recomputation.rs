@@ -1,4 +1,4 @@
-//! The least recomputation that fits into a given memory.
+//! Finds the least recomputation that fits into a given memory.
 
 mod in_flight;
 
@@ -10,7 +10,7 @@ use crate::usage::DryRun;
 use trireme_base::{MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep};
 
-/// Bytes while a unit's passes run.
+/// Bytes during the passes of a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct PassBytes {
     pub(crate) forward: usize,
@@ -18,27 +18,26 @@ pub(crate) struct PassBytes {
     pub(crate) backward: usize,
 }
 
-/// What each unit's forward pass keeps.
+/// The activations that the forward pass of each unit keeps, and the cost of recomputing the rest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Choice {
-    /// For each unit.
     pub(crate) keeps: Vec<Keep>,
-    /// Floating-point operations of a microbatch that are made again.
+    /// Floating-point operations that are recomputed for a microbatch.
     pub(crate) operations: u64,
 }
 
-/// Choices that are run at most, where one takes more than was reckoned with.
+/// Maximum number of choices that are run, when they need more memory than estimated.
 const NUM_ATTEMPTS: usize = 8;
 
-/// The least recomputation with which a step takes no more than `bounds`, with what it takes; `run` makes the program of a choice,
-/// with one microbatch after the other, and finds what it takes. `batch` are the tensors of a microbatch.
+/// Returns the least recomputation with which a step stays within `bounds`, and its memory use. `run` runs the program of a choice dry; its
+/// microbatches run one after another. `batch` are the tensors of a microbatch. If no choice that was tried fits, returns the one that
+/// needs the least memory.
 ///
-/// What all but activations take is looked at where every unit that [keeps](UnitPasses::keeps) something keeps its input; where another
-/// choice takes more, as with parameters that are gathered earlier, there is less room in a next attempt. If nothing fits, of
-/// what was tried, the choice that takes least.
+/// All memory except activations is measured with every unit that [keeps](UnitPasses::keeps) activations keeping only its input. Another
+/// choice may need more, for example if parameters are gathered earlier. The next attempt then has less room for activations.
 ///
 /// # Errors
-/// Those of `run`.
+/// Errors of `run`.
 pub(crate) fn fit_keeps<E>(
     passes: &[UnitPasses],
     batch: &[BatchMemory],
@@ -60,7 +59,7 @@ pub(crate) fn fit_keeps<E>(
         let room: Vec<PassBytes> = others.iter().map(room).collect();
         let Some(choice) = choose_keeps(passes, &room) else { break };
         if let Some((_, excess)) = last.as_ref().filter(|(keeps, _)| *keeps == choice.keeps) {
-            // It was reckoned with less room than there was.
+            // The room was underestimated.
             room_total = room_total.saturating_sub(*excess);
             continue;
         }
@@ -77,7 +76,7 @@ pub(crate) fn fit_keeps<E>(
     Ok(smallest)
 }
 
-/// Every unit that keeps something keeps its input.
+/// Returns the choice with which every unit that keeps activations keeps only its input.
 fn inputs_only(passes: &[UnitPasses]) -> Choice {
     let keep = |passes: &UnitPasses| if passes.keeps() { Keep::Input } else { Keep::All };
     let operations =
@@ -85,11 +84,11 @@ fn inputs_only(passes: &[UnitPasses]) -> Choice {
     Choice { keeps: passes.iter().map(keep).collect(), operations: operations.fold(0, u64::saturating_add) }
 }
 
-/// What is in use beside activations during each unit's passes, at most.
+/// Returns the peak of all memory except activations during the passes of each unit.
 fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<PassBytes> {
     let mut others = vec![PassBytes::default(); num_units];
     for (&action, peaks) in run.program.actions.iter().zip(&run.lines) {
-        // The tensors of microbatches are activations that no unit keeps: each until its first reader has run backward.
+        // Tensors of microbatches count as activations, but no unit keeps them. Each is freed after the backward pass of its first reader.
         let tensors = |is_one: &dyn Fn(&BatchMemory) -> bool| -> usize {
             batch.iter().filter(|tensor| is_one(tensor)).map(|tensor| tensor.bytes).sum()
         };
@@ -108,12 +107,13 @@ fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<PassByte
     others
 }
 
-/// The choice that makes least again and whose activations fit into `room`, where microbatches run one after the other; of
-/// equal ones, the one that keeps least. Units that [keep](UnitPasses::keeps) nothing for later are not recomputed.
+/// Returns the choice with the fewest recomputed operations whose activations fit into `room`, if microbatches run one after another. Among
+/// equal choices, returns the one that keeps the fewest bytes. Units that [keep](UnitPasses::keeps) no activations are not recomputed.
+/// Returns `None` if no choice fits.
 ///
-/// Dynamic programming over prefixes of the units: of a prefix, only how much it keeps and makes again counts for what comes
-/// after, so of all choices for it the ones stay that no other beats in both. Backward of a unit works beside what the units
-/// below keep. Cost: the square of the units, times the choices that stay.
+/// The algorithm is dynamic programming over prefixes of the units. Later units depend only on how many bytes a prefix keeps and how many
+/// operations it recomputes, so only the Pareto-optimal choices of each prefix are extended. During the backward pass of a unit, the
+/// activations of the units below are in memory. Cost: the square of the number of units, times the number of Pareto-optimal choices.
 pub(crate) fn choose_keeps(passes: &[UnitPasses], room: &[PassBytes]) -> Option<Choice> {
     let mut search = Search { passes, room, nodes: vec![Node::default()], fronts: Vec::new() };
     search.fronts = vec![Vec::new(); passes.len() + 1];
@@ -129,31 +129,31 @@ pub(crate) fn choose_keeps(passes: &[UnitPasses], room: &[PassBytes]) -> Option<
     search.best()
 }
 
-/// A choice for a prefix of the units.
+/// A choice for a prefix of the units. Its last segment is recomputed as one.
 #[derive(Debug, Clone, Copy, Default)]
 struct Node {
     kept: usize,
-    /// Operations that it makes again.
+    /// Recomputed operations of the prefix.
     operations: u64,
-    /// The choice for the units below its last piece.
+    /// Index of the node for the units below the last segment.
     below: usize,
-    /// What the first unit of the last piece keeps; the others keep nothing.
+    /// The activations that the first unit of the last segment keeps. The other units keep nothing.
     keep: Keep,
-    /// Units of the last piece.
+    /// Number of units in the last segment.
     len: usize,
 }
 
 struct Search<'a> {
     passes: &'a [UnitPasses],
-    /// Bytes that activations may take.
+    /// Bytes available to activations, for each unit.
     room: &'a [PassBytes],
     nodes: Vec<Node>,
-    /// For each length of a prefix, choices for it.
+    /// Indices of the nodes for each length of a prefix.
     fronts: Vec<Vec<usize>>,
 }
 
 impl Search<'_> {
-    /// Drops the choices for a prefix that another one beats.
+    /// Drops the nodes of a prefix that are not Pareto-optimal.
     fn prune(&mut self, len: usize) {
         let nodes = &self.nodes;
         let front = &mut self.fronts[len];
@@ -166,7 +166,7 @@ impl Search<'_> {
         });
     }
 
-    /// All that may come after the choice `below` for the units below `unit`.
+    /// Adds all segments that start at `unit` and fit above the node `below`.
     fn extend(&mut self, unit: usize, below: usize) {
         let (passes, room) = (self.passes[unit], self.room[unit]);
         let kept_below = self.nodes[below].kept;
@@ -186,12 +186,12 @@ impl Search<'_> {
         }
     }
 
-    /// Segments of units, of which the first keeps its input.
+    /// Adds the segments that start at `first` and fit, of every length. The first unit keeps its input; the others keep nothing.
     fn extend_by_segments(&mut self, first: usize, below: usize) {
         let kept = self.passes[first].input;
         let during = self.nodes[below].kept;
         let (mut operations, mut records) = (0_u64, 0);
-        // Of recomputation, before the gradient is added; and of backward.
+        // Peak of recomputing the segment, without the gradient that is in memory meanwhile.
         let mut made_again = 0;
         for unit in first..self.passes.len() {
             let (passes, room) = (self.passes[unit], self.room[unit]);
@@ -202,7 +202,7 @@ impl Search<'_> {
             let is_forward_fitting = during + held + passes.forward_peak <= room.forward;
             let is_backward_fitting = during + records + passes.backward_peak <= room.backward;
             if !is_forward_fitting || !is_backward_fitting {
-                // A longer segment contains the same passes.
+                // A longer segment contains these passes too, so it does not fit either.
                 return;
             }
             made_again = made_again.max(records + passes.forward_peak);
@@ -215,12 +215,12 @@ impl Search<'_> {
         }
     }
 
-    /// The gradient that waits while `unit` is recomputed.
+    /// Returns the bytes of the output gradient of `unit`, which is in memory while `unit` is recomputed.
     fn grad(&self, unit: usize) -> usize {
         self.passes.get(unit + 1).map_or(0, |above| above.input_grad)
     }
 
-    /// Adds a choice whose last piece, which begins at `first`, keeps and makes again what `node` says.
+    /// Adds a node whose last segment starts at `first`. `kept` and `operations` of `node` are those of this segment alone.
     fn push(&mut self, first: usize, node: Node) {
         let Node { kept, operations, .. } = self.nodes[node.below];
         self.fronts[first + node.len].push(self.nodes.len());

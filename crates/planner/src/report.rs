@@ -1,9 +1,10 @@
-//! Text of predictions and measurements.
+//! Text of memory predictions and measurements.
 
 use trireme_base::{Bytes, Category, CategoryBytes, MemoryUse};
 use trireme_schedule::Program;
 
-/// A row for each category and one for the total; each of `columns` is a heading, the categories' peaks and the peak of the total.
+/// Formats a table of memory use with a row for each category and one for the total. Each of `columns` is a heading, the peaks of the
+/// categories and the peak of the total, in bytes.
 pub fn table(columns: &[(&str, CategoryBytes, usize)]) -> String {
     let width = |heading: &str| heading.len().max(10) + 2;
     let mut text = format!("{:<14}", "memory");
@@ -23,7 +24,7 @@ pub fn table(columns: &[(&str, CategoryBytes, usize)]) -> String {
     text + "\n"
 }
 
-/// Where in the program the total peaks, such as `line 17 (backward, unit 4, microbatch 1)`.
+/// Returns where in the program the total peaks, such as `line 17 (backward, unit 4, microbatch 1)`.
 pub fn peak_moment(memory: &MemoryUse, program: &Program) -> String {
     match memory.line.checked_sub(2).and_then(|index| program.actions.get(index)) {
         Some(action) => format!("line {} ({})", memory.line, action.words()),

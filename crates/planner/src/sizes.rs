@@ -1,32 +1,32 @@
-//! Sizes of what a rank keeps from use to use.
+//! Sizes of the state and of the passes of units on one rank.
 
 use trireme_base::UnitPasses;
 use trireme_schedule::{StateClass, StateOf};
 
-/// State of a unit on one rank.
+/// Sizes of a unit on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct UnitSizes {
-    /// Bytes of the optimizer's state, of the parameters, and of the gradient, each as far as it moves as one.
+    /// Bytes of the optimizer state, the parameters and the gradient of the unit, indexed by [`StateClass`]. Each is moved as one.
     pub state: [usize; 3],
-    /// Elements of the parameters that the rank steps.
+    /// Number of parameter elements that the rank updates.
     pub shard_len: usize,
-    /// What passes take.
+    /// Memory and cost of the unit's passes over a microbatch.
     pub passes: UnitPasses,
 }
 
-/// State of a model on one rank.
+/// Sizes of a model on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateSizes {
-    /// In forward order.
+    /// The units, in forward order.
     pub units: Vec<UnitSizes>,
-    /// Bytes of an element of what whole parameters are gathered in.
+    /// Bytes per element of gathered (unsharded) parameters.
     pub gather_bytes: usize,
-    /// Bytes of an element of a shard's gradient.
+    /// Bytes per element of a gradient shard.
     pub gradient_bytes: usize,
 }
 
 impl StateSizes {
-    /// Bytes of a unit's state; of activations, what a pass keeps at most.
+    /// Returns the bytes of `state`. For activations, returns the maximum that a forward pass keeps.
     pub(crate) fn of(&self, state: StateOf) -> usize {
         let unit = &self.units[state.unit];
         match state.class {
@@ -39,8 +39,8 @@ impl StateSizes {
 /// A tensor of a microbatch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BatchMemory {
-    /// Its bytes.
+    /// Size in bytes.
     pub bytes: usize,
-    /// The units that read it.
+    /// Indices of the units that read it.
     pub readers: Vec<usize>,
 }

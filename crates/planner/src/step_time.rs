@@ -1,38 +1,39 @@
-//! How long a step takes, by what an executor did in a dry run and what that takes on a machine.
+//! Computes the time of a step from the journal of a dry run and the speed of a machine.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use trireme_base::{Issued, JournalEntry, KernelCall, Rank, StepEntries};
 use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, Stuck, run};
 
-/// What things take on a machine, in seconds.
+/// Times of kernels and asynchronous operations on a machine, in seconds.
 pub trait Rates {
-    /// A kernel while `load` workers of a host compute.
+    /// Returns the time of a kernel while `load` workers of a host compute.
     fn kernel(&self, call: &KernelCall, load: usize) -> f64;
 
-    /// What is issued, likewise; of a message its way, which its receiver waits for.
+    /// Returns the time of a collective, a message or a disk transfer under the same load. For a message, this is the time until it arrives
+    /// at the receiver.
     fn issued(&self, issued: &Issued, load: usize) -> f64;
 }
 
-/// A step in time.
+/// Predicted time of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepTime {
-    /// From the end of a step to the end of the next one.
+    /// Seconds from the end of a step to the end of the next one.
     pub seconds: f64,
-    /// For each rank of the pipeline, the seconds in which it computes.
+    /// Seconds in which each pipeline rank computes.
     pub computing: Vec<f64>,
 }
 
-/// Steps that are gone through: what begins in one may end in the next, and the first finds nothing begun.
+/// Number of simulated steps. Operations issued in one step may end in the next, and in the first step none is in flight.
 const NUM_STEPS: usize = 3;
 
-/// Simulates some steps of a job on one host. `ranks` has a rank for each place of the pipeline, which stands for `data_degree`
-/// ranks that do the same, the numbers of which follow each other.
+/// Simulates a few steps of a job on one host. `ranks` has the entries of one rank for each place of the pipeline. This rank stands for
+/// `data_degree` ranks with consecutive numbers, which all do the same.
+///
+/// Cost: for each entry of the three simulated steps, `2 * ranks.len() * data_degree` calls of `rates`, one for each load.
 ///
 /// # Errors
-/// If a rank waits for what nobody does.
-///
-/// Cost: for each event of the three steps that are simulated, a look-up of its seconds under `2 * ranks * data_degree` loads.
+/// [`Stuck`] if a rank waits for an operation that never ends.
 pub fn step_time(ranks: &[StepEntries], data_degree: usize, rates: &dyn Rates) -> Result<StepTime, Stuck> {
     let num_workers = ranks.len() * data_degree;
     let mut places = Places { data_degree, num_workers, rates, channels: BTreeMap::new() };
@@ -83,7 +84,7 @@ impl Places<'_> {
         *self.channels.entry(channel).or_insert(next)
     }
 
-    /// The rank that stands for another one, which does the same.
+    /// Returns the simulated rank that stands for `rank`.
     fn stand_in(&self, rank: Rank) -> Rank {
         Rank(rank.0 / self.data_degree * self.data_degree)
     }
@@ -112,7 +113,7 @@ impl Places<'_> {
 
 struct RankEntries {
     entries: Vec<Entry>,
-    /// Those of each step.
+    /// Range of the entries of each step.
     steps: Vec<std::ops::Range<usize>>,
 }
 
@@ -140,7 +141,7 @@ impl RankEntries {
                             let number = number(*issue).expect("it is the first or comes later");
                             entries.push(places.entry(place, number, issued));
                         }
-                        // What a step before the first one issued has ended.
+                        // Operations issued before the first step have ended.
                         JournalEntry::Await(issue) => entries.extend(number(*issue).map(Entry::Await)),
                         JournalEntry::Kernel(_) | JournalEntry::Pause => (),
                     }
@@ -164,7 +165,8 @@ mod tests {
     use super::*;
     use trireme_base::Cost;
 
-    /// Kernels take as many seconds as they have operations, and twice that if more than two compute; what is issued takes 4.
+    /// A machine on which a kernel takes one second per operation, twice that if more than two workers compute, and anything issued takes
+    /// 4.
     struct Machine;
 
     impl Rates for Machine {
@@ -194,14 +196,14 @@ mod tests {
     }
 
     #[test]
-    fn what_overlaps_is_hidden_and_what_is_awaited_is_not() {
+    fn overlapped_operations_are_hidden_and_awaited_ones_are_not() {
         let members = [0, 1];
         let hidden = vec![collective(7, &members), kernel(9), JournalEntry::Await(7)];
-        // The kernels run beside the collective of two ranks, at half speed for its 4 seconds.
+        // The kernels overlap the collective of two ranks, at half speed for its 4 seconds.
         assert_eq!(seconds(&[vec![hidden]], 1, 2), 11.0);
         let awaited = vec![kernel(9), collective(7, &members), JournalEntry::Await(7)];
         assert_eq!(seconds(&[vec![awaited]], 1, 2), 13.0);
-        // Awaited in the next step: number 6 is the like of 7 in the step before.
+        // Awaited in the next step: number 6 is the previous step's counterpart of 7.
         let next = vec![kernel(9), JournalEntry::Await(6), kernel(1), collective(7, &members)];
         assert_eq!(seconds(&[vec![next]], 1, 2), 12.0);
     }
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_around_a_ring_arrives_at_the_rank_that_stands_for_the_others() {
+    fn ring_messages_arrive_at_the_rank_that_stands_for_the_others() {
         let (to, from) = (Rank(1), Rank(1));
         let shift = |first: usize| {
             let (send, receive) = (Issued::Send { to, bytes: 8 }, Issued::Receive { from, bytes: 8 });
@@ -232,7 +234,7 @@ mod tests {
         let wait = |first: usize| [JournalEntry::Await(first + 1), JournalEntry::Await(first)];
         let entries = shift(0).into_iter().chain([kernel(3)]).chain(wait(0));
         let entries = entries.chain(shift(2)).chain([kernel(9)]).chain(wait(2)).collect();
-        // Kernels run at half speed for the four seconds of a message.
+        // Kernels run at half speed for the 4 seconds of a message.
         assert_eq!(seconds(&[vec![entries]], 4, 2), (4.0 + 1.0) + (4.0 + 7.0));
     }
 }

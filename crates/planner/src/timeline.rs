@@ -1,4 +1,4 @@
-//! The step programs of a pipeline in time.
+//! Simulates the step programs of a pipeline in time.
 
 use std::collections::BTreeMap;
 use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, run};
@@ -8,27 +8,29 @@ use trireme_schedule::{Action, Message, Program, ProgramError, StateOf, Stream, 
 #[cfg(test)]
 mod tests;
 
-/// When the ranks of a pipeline do what their programs say. All times are in ticks, whatever a tick is.
+/// Start and end of every action of the ranks of a pipeline, in ticks. The caller chooses the unit of a tick.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepTimeline {
-    /// For each rank, when its actions run, in the program's order. A receive lasts from its line until the message is there.
+    /// Spans of each rank's actions, in the program's order. A receive lasts from its line until the message has arrived.
     pub ranks: Vec<Vec<Span>>,
-    /// When the last action ends.
+    /// The end of the last action.
     pub makespan: u64,
 }
 
-/// Runs the programs of all ranks of one pipeline in [simulated time](trireme_schedule::engine). `ticks` tells what an action of a
-/// rank takes, at most [`TICKS_MAX`](trireme_schedule::pipeline::TICKS_MAX); of a send that is until its message is there, and a receive has none of its own.
+/// Runs the programs of all ranks of one pipeline in [simulated time](trireme_schedule::engine). `ticks` returns the duration of an action
+/// of a rank, at most [`TICKS_MAX`](trireme_schedule::pipeline::TICKS_MAX). The duration of a send is the time until its message arrives; a
+/// receive has no duration of its own.
 ///
-/// What the device computes goes in the program's order. The other streams run beside it: an action of theirs begins when the
-/// program comes to it and the one before it in its stream has ended; sends of a rank follow each other, and occupy no receiver.
-/// A pass waits for the activation or gradient that it reads, for the parameters and for state that was fetched. The first
-/// `STEP` waits until all ranks have come to theirs and all streams have ended, for the gradients' norm needs all of them.
-///
-/// # Errors
-/// What is wrong with the programs ([`validate_pipeline`]).
+/// Actions that compute on the device run in the program's order. The other streams run concurrently: an action starts when the program
+/// reaches it and the previous action of its stream has ended. Sends of a rank follow each other, and do not occupy the receiver. A pass
+/// waits for the activation or gradient that it reads, for its parameters and for fetched state. The first `STEP` waits until all ranks
+/// have reached theirs and all streams have ended, because the gradient norm needs all gradients. In asynchronous programs, a `STEP` waits
+/// only for the streams of its rank.
 ///
 /// Cost: O(n log n) for n actions. Sums of ticks are exact up to 2^53.
+///
+/// # Errors
+/// The error of [`validate_pipeline`] if the programs are not valid.
 pub fn simulate(
     programs: &[Program],
     ticks: impl Fn(usize, Action) -> u64,
@@ -38,7 +40,7 @@ pub fn simulate(
     let ranks: Vec<RankEntries> = (programs.iter().enumerate())
         .map(|(rank, program)| RankEntries::new(rank, program, &|action| ticks(rank, action), &mut channels))
         .collect();
-    // A host each: nothing shares one.
+    // Each rank is on a host of its own, so ranks do not slow each other.
     let actors: Vec<Actor<'_>> = (ranks.iter().enumerate())
         .map(|(host, rank)| Actor { entries: &rank.entries, host, load: 1 })
         .collect();
@@ -52,7 +54,7 @@ pub fn simulate(
     Ok(StepTimeline { ranks, makespan })
 }
 
-/// A channel for each message; the first ones are for what each rank does alone, and that on which all meet.
+/// Channel numbers. The first are for each rank and stream, the next is where all ranks meet, and the rest are for messages.
 struct Channels {
     messages: BTreeMap<Message, usize>,
     num_ranks: usize,
@@ -78,13 +80,13 @@ impl Channels {
 #[derive(Default)]
 struct RankEntries {
     entries: Vec<Entry>,
-    /// The entry of each action.
+    /// Index of each action's entry.
     actions: Vec<usize>,
-    /// Numbers under which the last of each was issued.
+    /// Job numbers of the last gather of each unit, of the last fetch of each state, and of each received message.
     gathered: BTreeMap<usize, usize>,
     fetched: BTreeMap<StateOf, usize>,
     received: BTreeMap<Message, usize>,
-    /// The same of each stream.
+    /// Number of the last job of each stream.
     last: [Option<usize>; NUM_STREAMS],
     num_issued: usize,
 }
@@ -142,12 +144,12 @@ impl RankEntries {
         self.num_issued - 1
     }
 
-    /// Waits for what an action reads.
+    /// Waits for the parameters, the state and the messages that an action reads.
     fn await_needs(&mut self, program: &Program, action: Action) {
         let outline = &program.outline;
         let gathered = outline.reads(action).filter_map(|unit| self.gathered.get(&unit));
         let fetched = action.uses().iter().filter_map(|&class| self.fetched.get(&action.state(class)));
-        // A unit's own part of a gradient joins that of the unit which reads its parameters.
+        // The gradient of a tied parameter completes only after the gradient from the other rank has arrived.
         let tied = action.completed_gradient().map(|(unit, batch)| Message::tied_gradient(unit, batch));
         let messages = action.awaited_message().into_iter().chain(tied);
         let received = messages.filter_map(|message| self.received.get(&message));

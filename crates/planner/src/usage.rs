@@ -1,13 +1,13 @@
 use trireme_base::{CategoryBytes, MemoryUse};
 use trireme_schedule::Program;
 
-/// What a rank takes at most while it runs a program, and where.
+/// The result of a dry run: the peak memory use of a rank while it runs a program.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DryRun {
-    /// The program.
+    /// The program that was run.
     pub program: Program,
-    /// What it takes.
+    /// Peak memory use of the rank.
     pub prediction: MemoryUse,
-    /// What each category takes at most while an action runs, for every action of the program.
+    /// Peak bytes of each category while an action runs, for each action of the program.
     pub lines: Vec<CategoryBytes>,
 }

@@ -1,37 +1,38 @@
-//! Mixtures of experts, and latent attention.
+//! Configurations of mixtures of experts and of latent attention.
 
 use super::reader::check_size;
 use crate::error::Result;
 use trireme_tensor::ChosenGroups;
 
-/// Feed-forward layers of which each token goes through a few. The default has no layers; its sizes are 0, for the caller to set.
+/// Mixtures of experts, in which each token is sent to a few of a layer's feed-forward layers. The default has no layers; the caller must
+/// set its sizes, which are 0.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ExpertsConfig {
-    /// The layers that have experts, counted from 0, in order; the others have one feed-forward layer for all tokens.
+    /// The layers that have experts, in order, counted from 0. The other layers have one feed-forward layer for all tokens.
     pub layers: Vec<usize>,
-    /// Experts of a layer.
+    /// Number of experts of a layer, without shared experts.
     pub num_experts: usize,
-    /// Experts of a token.
+    /// Number of experts of a token.
     pub num_choices: usize,
     /// Width between the two linear layers of an expert.
     pub intermediate_size: usize,
-    /// Experts that all tokens go through, as one layer of their width together.
+    /// Number of shared experts, which process all tokens. They are computed as one layer of their total width.
     pub num_shared: usize,
-    /// What makes scores of a router's logits.
+    /// How scores are computed from router logits.
     pub scores: RouterScores,
     /// Whether the scores of a token's experts are divided by their sum.
     pub normalizes: bool,
-    /// What they are multiplied by.
+    /// Factor of the scores.
     pub scale: f32,
-    /// The groups of which a token's experts are, if not all are.
+    /// Limit on the groups that a token's experts are chosen from, if there is one.
     pub groups: Option<ChosenGroups>,
-    /// Whether a bias that balances loads is added to scores where they are compared.
+    /// Whether a bias that balances loads is added to the scores when experts are chosen.
     pub has_bias: bool,
-    /// Weight of the loss that balances loads; 0 for none.
+    /// Weight of the load-balancing loss; 0 for none.
     pub balance_loss: f32,
-    /// Weight of the loss that keeps a router's logits small; 0 for none.
+    /// Weight of the z-loss, which keeps router logits small; 0 for none.
     pub z_loss: f32,
-    /// How many choices of a sample an expert takes, as a multiple of an even load; all if absent.
+    /// Capacity of an expert for the choices of a sample, as a multiple of an even load; `None` for no limit.
     pub capacity_factor: Option<f64>,
     /// How tokens reach experts on other ranks.
     pub exchange: ExchangeConfig,
@@ -40,9 +41,9 @@ pub struct ExpertsConfig {
 /// How tokens reach experts on other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExchangeConfig {
-    /// In how many chunks rows travel.
+    /// Number of chunks in which rows are sent.
     pub num_chunks: usize,
-    /// How many experts of a layer are shadowed: all ranks have copies of them.
+    /// Number of experts of a layer that are shadowed: all ranks have copies of them.
     pub num_shadowed: usize,
 }
 
@@ -52,41 +53,42 @@ impl Default for ExchangeConfig {
     }
 }
 
-/// What makes scores of a router's logits.
+/// How scores are computed from router logits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum RouterScores {
-    /// Parts of one.
+    /// Softmax over the experts.
     #[default]
     Softmax,
-    /// Each by itself.
+    /// Sigmoid of each logit.
     Sigmoid,
 }
 
-/// Heads of attention that are made from latent vectors (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
+/// Multi-head latent attention, whose heads are computed from latent vectors (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LatentConfig {
-    /// Elements of the latent vector of queries; `None` if queries are made from the residual stream.
+    /// Length of the latent vector of queries; `None` if queries are projected from the residual stream.
     pub query_rank: Option<usize>,
-    /// Elements of the latent vector of keys and values.
+    /// Length of the latent vector of keys and values.
     pub kv_rank: usize,
-    /// Elements of the part of a query or key that has no position.
+    /// Elements of a query or key head without rotary positions.
     pub plain_dim: usize,
-    /// Elements of the part that is rotated.
+    /// Elements of a query or key head with rotary positions.
     pub rotary_dim: usize,
-    /// Elements of a head of values.
+    /// Elements of a value head.
     pub value_dim: usize,
-    /// Whether neighbours are rotated together.
+    /// Whether pairs of neighbouring elements are rotated together.
     pub is_interleaved: bool,
 }
 
-/// Experts of a layer beyond which a config is taken for damaged: each has names and descriptions of its own.
+/// Maximum number of experts of a layer. A larger number is treated as a damaged config, because each expert has its own parameter names
+/// and descriptions.
 const EXPERTS_MAX: usize = 1 << 14;
 
-/// As [`EXPERTS_MAX`], for the experts of all layers.
+/// Like [`EXPERTS_MAX`], for the experts of all layers.
 const ALL_EXPERTS_MAX: usize = 1 << 18;
 
 impl ExpertsConfig {
-    /// Checks that the sizes fit each other; a family calls the number of experts `key`.
+    /// Checks that the sizes are consistent. `key` is the family's name for the number of experts, for error messages.
     pub(crate) fn check(&self, key: &str) -> Result<()> {
         let (experts, choices) = (self.num_experts, self.num_choices);
         check_size(key, experts, experts <= EXPERTS_MAX, format!("at most {EXPERTS_MAX} experts"))?;

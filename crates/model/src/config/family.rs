@@ -13,7 +13,7 @@ use trireme_tensor::tape::RotaryTable;
 #[derive(Clone, Copy)]
 pub struct Family {
     pub(crate) name: &'static str,
-    /// Keys that change what a model computes, with the values, as JSON, that are implemented. Null counts as the first one.
+    /// Keys that change what a model computes, with their implemented values as JSON. Null counts as the first value.
     pub(crate) fixed: &'static [(&'static str, &'static [&'static str])],
     pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig>,
     pub(crate) write: fn(&ModelConfig) -> Value,
@@ -21,7 +21,7 @@ pub struct Family {
 }
 
 impl Family {
-    /// `model_type` in `config.json`.
+    /// Returns the family's `model_type` in `config.json`.
     pub fn name(self) -> &'static str {
         self.name
     }

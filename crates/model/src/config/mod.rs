@@ -1,4 +1,4 @@
-//! Hugging Face `config.json`, read into one description for every family.
+//! Model configurations, read from a Hugging Face `config.json` into one description for every family.
 
 mod experts;
 mod family;
@@ -18,57 +18,58 @@ use std::sync::Arc;
 use trireme_tensor::tape::{DynamicScaling, RotaryTable};
 use trireme_tensor::{Activation, AttentionRule, Device, ParameterTable};
 
-/// Everything that determines a model's parameters and arithmetic.
+/// The settings that determine a model's parameters and arithmetic.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    /// Family.
+    /// The family of the model.
     pub family: Family,
-    /// Tokens that can be read and predicted.
+    /// Number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Transformer blocks.
+    /// Number of transformer blocks.
     pub num_layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// Key-value heads; divides `num_heads`.
+    /// Number of key-value heads; divides `num_heads`.
     pub num_kv_heads: usize,
     /// Elements of a head of queries or keys.
     pub head_dim: usize,
-    /// How heads are made from latent vectors, if they are.
+    /// Sizes of latent attention, if the model uses it.
     pub latent: Option<LatentConfig>,
-    /// Width between the two linear layers of a block, where these are no experts.
+    /// Width between the two linear layers of a block without experts.
     pub intermediate_size: usize,
-    /// Longest sequence.
+    /// Maximum sequence length without `dynamic` scaling of rotary positions (see [`max_positions`](ModelConfig::max_positions)).
     pub max_position_embeddings: usize,
-    /// Added to variances and mean squares.
+    /// Constant that norms add to variances and mean squares.
     pub norm_epsilon: f32,
-    /// Whether the output layer is the token embedding.
+    /// Whether the output layer shares the weight of the token embedding.
     pub tie_word_embeddings: bool,
-    /// Rotary positions, if positions are not learned.
+    /// Rotary positions; `None` if positions are learned.
     pub rope: Option<Rope>,
-    /// Biases of the projections to queries, keys and values.
+    /// Whether the projections to queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// Bias of the projection after attention.
+    /// Whether the projection after attention has a bias.
     pub attention_output_bias: bool,
-    /// Biases in the feed-forward projections.
+    /// Whether the feed-forward projections have biases.
     pub mlp_bias: bool,
-    /// What is applied between the feed-forward projections, by gates or without.
+    /// Activation between the feed-forward projections. The family determines whether it is gated.
     pub activation: Activation,
-    /// The layers whose feed-forward layers are experts, if there are such.
+    /// The layers with a mixture of experts, if the model has any.
     pub experts: Option<ExpertsConfig>,
-    /// How queries and keys make scores.
+    /// How attention scores are computed from queries and keys.
     pub attention: AttentionConfig,
-    /// Bound of logits.
+    /// Bound of the logits (soft cap).
     pub logit_soft_cap: Option<f32>,
     /// Standard deviation of random initial weights.
     pub initializer_range: f32,
-    /// Probability with which elements of the embedding, and of what layers add to it, are dropped in training. No part of a `config.json`.
+    /// Dropout probability in training, for elements of the embedding and of the values that layers add to the residual stream. Not part of
+    /// a `config.json`.
     pub dropout: f32,
 }
 
 impl ModelConfig {
-    /// A model of `family` without biases, gates or rotary positions. Its sizes are 0, for the caller to set.
+    /// Returns the config of a model of `family` without biases, gates or rotary positions. The caller must set its sizes, which are 0.
     pub(crate) fn plain(family: Family) -> Self {
         ModelConfig {
             family,
@@ -97,25 +98,25 @@ impl ModelConfig {
     }
 }
 
-/// How queries and keys make scores. The default is plain causal attention.
+/// How attention scores are computed from queries and keys. The default is plain causal attention.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AttentionConfig {
-    /// What products of queries and keys are multiplied by; `None` for `1 / sqrt(head_dim)`.
+    /// Factor of the products of queries and keys; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
-    /// Whether that is divided by the number of the layer, counted from 1.
+    /// Whether the factor is divided by the layer number, counted from 1.
     pub scales_by_layer: bool,
-    /// Bound of scores.
+    /// Bound of the scores (soft cap).
     pub soft_cap: Option<f32>,
-    /// The layers that see only the nearest keys, if there are such.
+    /// Sliding-window attention, if some layers use it.
     pub sliding: Option<SlidingWindow>,
 }
 
-/// Attention to the nearest keys (Beltagy et al., "Longformer", 2020, section 3.1).
+/// Attention to the nearest keys only (Beltagy et al., "Longformer", 2020, section 3.1).
 #[derive(Debug, Clone, PartialEq)]
 pub struct SlidingWindow {
-    /// Keys that a query sees, its own included.
+    /// Number of keys that a query attends to, including its own.
     pub size: usize,
-    /// The layers that have the window, counted from 0.
+    /// The layers that use the window, counted from 0.
     pub layers: Vec<usize>,
 }
 
@@ -126,17 +127,18 @@ impl AttentionConfig {
     }
 }
 
-/// Blocks beyond which a config is taken for damaged rather than large: each has names and descriptions of its own.
+/// Maximum number of layers. A larger number is treated as a damaged config, because each layer has its own parameter names and
+/// descriptions.
 const LAYERS_MAX: usize = 4096;
 
-/// Positions that scaling may reach: the largest `max_position_embeddings` that is read.
+/// Maximum number of positions with scaling. This is also the largest `max_position_embeddings` that is accepted.
 const POSITIONS_MAX: usize = 1 << 24;
 
 impl ModelConfig {
-    /// The settings in which this model computes something else than `other`: each with both values, named as `[model]` names
-    /// them. How weights are initialized is no such setting.
+    /// Returns the settings in which this model computes something different from `other`, each with both values, and with the names of
+    /// `[model]`. Initialization is not compared.
     pub fn differences(&self, other: &Self) -> Vec<String> {
-        // Derived sizes follow what they are derived from.
+        // Derived sizes come after the sizes that they are derived from.
         let settings = |config: &Self| {
             let windows = match &config.attention.sliding {
                 Some(SlidingWindow { size, layers }) if !layers.is_empty() => {
@@ -144,11 +146,11 @@ impl ModelConfig {
                 }
                 _ => "none".to_owned(),
             };
-            // Rotary positions have no parameters, and depend on their number only where it scales them.
+            // Rotary positions have no parameters. The number of positions matters only for dynamic scaling.
             let is_dynamic = |rope: Rope| matches!(rope.scaling, Some(RopeScaling::Dynamic { .. }));
             let depends = config.rope.is_none_or(is_dynamic);
             let positions = depends.then_some(config.max_position_embeddings);
-            // How experts are trained is no part of what a model computes.
+            // Settings of experts that only affect training do not change what a model computes.
             let training_left_out = |experts: &ExpertsConfig| ExpertsConfig {
                 balance_loss: 0.0,
                 z_loss: 0.0,
@@ -198,7 +200,10 @@ impl ModelConfig {
         differing.map(|((name, own), (_, other))| format!("{name} {own} instead of {other}")).collect()
     }
 
-    /// Checks that the sizes fit each other.
+    /// Checks that the sizes are consistent.
+    ///
+    /// # Errors
+    /// [`WrongValue`](crate::ModelError::WrongValue) for the first value that is not.
     pub fn check(&self) -> Result<()> {
         let (heads, layers) = (self.num_heads, self.num_layers);
         check_size(
@@ -235,7 +240,8 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Tokens of the longest sequence: `max_position_embeddings`, times the factor of `rope_type` `dynamic`, which is for longer sequences.
+    /// Returns the maximum sequence length in tokens. This is `max_position_embeddings`, multiplied by the factor of `rope_type` `dynamic`,
+    /// which is for longer sequences.
     pub fn max_positions(&self) -> usize {
         match self.rope.and_then(|rope| rope.scaling) {
             Some(RopeScaling::Dynamic { factor }) if factor > 1.0 => {
@@ -245,7 +251,7 @@ impl ModelConfig {
         }
     }
 
-    /// Elements of what is rotated of a head, with the key that says so.
+    /// Returns the number of rotated elements of a head, and the config key that sets it.
     fn rotary_dim(&self) -> (&'static str, usize) {
         self.latent.map_or(("head_dim", self.head_dim), |latent| ("qk_rope_head_dim", latent.rotary_dim))
     }
@@ -265,18 +271,19 @@ impl ModelConfig {
         }
     }
 
-    /// The model, to run on sequences of at most `seq_len_max` tokens. A [`Past`](crate::Past) has a limit of its own.
+    /// Builds the model for sequences of at most `seq_len_max` tokens. A [`Past`](crate::Past) has its own limit.
     ///
     /// # Errors
-    /// Sizes that do not fit each other, or no memory for tables of positions.
+    /// If sizes are inconsistent, or if the memory for tables of positions cannot be allocated.
     pub fn build(&self, seq_len_max: usize, device: &Device) -> Result<Model> {
         self.build_into(ParameterTable::default(), seq_len_max, device)
     }
 
-    /// As [`build`](ModelConfig::build), with parameters in `table`, which is empty: what a rank of the tensor axis has of the model.
+    /// Like [`build`](ModelConfig::build), but adds the parameters to `table`, which must be empty. It determines which part of the model
+    /// the rank has.
     ///
     /// # Panics
-    /// If so many ranks [cannot cut](ParameterTable::check_degree) the model.
+    /// If the ranks of the tensor axis [cannot split](ParameterTable::check_degree) the model.
     pub fn build_into(&self, table: ParameterTable, seq_len_max: usize, device: &Device) -> Result<Model> {
         self.check()?;
         let angles = |rope: &Rope| {

@@ -1,10 +1,10 @@
-//! A `config.json` being read.
+//! Reading values from a `config.json`.
 
 use crate::error::{ModelError, Result};
 use serde_json::{Map, Value};
 use trireme_base::json_text;
 
-/// Sizes beyond which a config is taken for damaged rather than large.
+/// Maximum size. A larger number is treated as a damaged config.
 const SIZE_MAX: u64 = 1 << 24;
 
 pub(crate) struct Reader<'a> {
@@ -25,7 +25,7 @@ impl Reader<'_> {
         ModelError::MissingKey { key, family: self.family.to_owned() }
     }
 
-    /// A whole number that may be 0.
+    /// Returns a non-negative integer.
     pub(crate) fn whole(&self, key: &'static str, default: usize) -> Result<usize> {
         let Some(value) = self.get(key) else { return Ok(default) };
         match value.as_u64() {
@@ -54,7 +54,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A positive number that f32 holds, neither rounded to 0 nor to infinity.
+    /// Returns a positive number as f32. An error if it would round to 0, to a subnormal number or to infinity.
     pub(crate) fn narrow_number(&self, key: &'static str, default: f64) -> Result<f32> {
         let number = self.number(key, default)? as f32;
         let found =
@@ -62,12 +62,12 @@ impl Reader<'_> {
         if number.is_normal() { Ok(number) } else { Err(found()) }
     }
 
-    /// A positive number that may be missing or null.
+    /// Returns a positive number, or `None` if the key is missing or null.
     pub(crate) fn optional_number(&self, key: &'static str) -> Result<Option<f64>> {
         self.get(key).map(|_| self.number(key, 1.0)).transpose()
     }
 
-    /// Whether the key is there, if only with null.
+    /// Returns whether the key is present, even with null.
     pub(crate) fn has(&self, key: &str) -> bool {
         self.map.contains_key(key)
     }
@@ -77,7 +77,7 @@ impl Reader<'_> {
         value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))
     }
 
-    /// The weight of a loss, 0 or more.
+    /// Returns the weight of a loss, at least 0.
     pub(crate) fn weight(&self, key: &'static str, default: f64) -> Result<f32> {
         match self.get(key) {
             Some(value) if value.as_f64() == Some(0.0) => Ok(0.0),
@@ -86,7 +86,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Different indices of things of which there are `len`.
+    /// Returns a list of indices below `len`; empty if the key is missing or null.
     pub(crate) fn indices(&self, key: &'static str, len: usize) -> Result<Vec<usize>> {
         let Some(value) = self.get(key) else { return Ok(Vec::new()) };
         let index =
@@ -95,7 +95,7 @@ impl Reader<'_> {
         indices.ok_or_else(|| wrong(key, value, &format!("a list of numbers below {len}")))
     }
 
-    /// Refuses a key whose value asks for arithmetic that is not implemented: all but the `accepted` ones, which are JSON.
+    /// Rejects a key whose value asks for arithmetic that is not implemented. The `accepted` values are JSON.
     pub(crate) fn require(&self, key: &str, accepted: &[&str]) -> Result<()> {
         let Some(value) = self.get(key) else { return Ok(()) };
         let is_same = |text: &&str| match (value.as_f64(), text.parse::<f64>()) {
@@ -106,12 +106,12 @@ impl Reader<'_> {
     }
 }
 
-/// Refuses a size that does not fit the others.
+/// Returns an error unless the size `fits`.
 pub(crate) fn check_size(key: &str, found: usize, fits: bool, expected: String) -> Result<()> {
     if fits { Ok(()) } else { Err(wrong(key, &found.into(), &expected)) }
 }
 
-/// The text of a value in a message.
+/// Returns the text of a value for an error message.
 fn found(value: &Value) -> String {
     if value.is_string() { json_text(value) } else { value.to_string() }
 }
@@ -120,7 +120,7 @@ pub(crate) fn wrong(key: &str, value: &Value, expected: &str) -> ModelError {
     ModelError::WrongValue { key: key.to_owned(), found: found(value), expected: expected.to_owned() }
 }
 
-/// The f64 whose shortest text is that of `x`: 1e-5 instead of 9.99999974e-6.
+/// Returns the f64 with the same shortest text as `x`: 1e-5 instead of 9.99999974e-6.
 pub(crate) fn shortest(x: f32) -> f64 {
     x.to_string().parse().expect("a printed number parses")
 }

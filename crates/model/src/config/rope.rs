@@ -11,74 +11,76 @@ use std::f64::consts::TAU;
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
-    /// How low frequencies are stretched to longer sequences than those of pretraining, if they are.
+    /// How frequencies are scaled for sequences longer than those of pretraining, if they are.
     pub scaling: Option<RopeScaling>,
 }
 
-/// How frequencies are stretched. In JSON as in a `config.json`.
+/// How frequencies are scaled. Serializes to the JSON of a `config.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
-    /// All frequencies are divided (Chen et al., "Extending context window of large language models via position interpolation", 2023).
+    /// Divides all frequencies (Chen et al., "Extending context window of large language models via position interpolation", 2023).
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// Frequencies fall with the length of sequences that are longer than `max_position_embeddings`
+    /// Lowers the frequencies with the length of sequences that are longer than `max_position_embeddings`
     /// ([`DynamicScaling`](trireme_tensor::tape::DynamicScaling)).
     Dynamic {
         /// Ratio of the longest sequence to `max_position_embeddings`.
         factor: f64,
     },
-    /// As for llama 3.
+    /// Scaling of llama 3.
     Llama3(Llama3Scaling),
-    /// By YaRN.
+    /// YaRN.
     Yarn(YarnScaling),
 }
 
-/// Frequencies of llama 3 (Grattafiori et al., "The Llama 3 herd of models", 2024): those with long waves are divided, those with
-/// short ones stay, and between them there is a ramp.
+/// Frequency scaling of llama 3 (Grattafiori et al., "The Llama 3 herd of models", 2024). Low frequencies are divided by a factor, high
+/// frequencies stay unchanged, and the factor is interpolated between them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Llama3Scaling {
-    /// What low frequencies are divided by.
+    /// Divisor of low frequencies.
     pub factor: f64,
-    /// Frequencies with fewer waves than this in `original_positions` are divided.
+    /// Frequencies with fewer periods than this in `original_positions` are low.
     #[serde(rename = "low_freq_factor")]
     pub low_frequency_factor: f64,
-    /// Frequencies with more waves stay.
+    /// Frequencies with more periods than this are high.
     #[serde(rename = "high_freq_factor")]
     pub high_frequency_factor: f64,
-    /// Positions of pretraining.
+    /// Number of positions in pretraining.
     #[serde(rename = "original_max_position_embeddings")]
     pub original_positions: usize,
 }
 
-/// Frequencies of YaRN (Peng et al., "YaRN: efficient context window extension of large language models", 2023): those of pairs that turn seldom are divided,
-/// those of pairs that turn often stay, between them there is a ramp over the pairs, and queries and keys become longer.
+/// Frequency scaling of YaRN (Peng et al., "YaRN: efficient context window extension of large language models", 2023). Low frequencies are
+/// divided by a factor, high frequencies stay unchanged, with a linear ramp over the pairs between them. Queries and keys are also scaled
+/// up.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct YarnScaling {
-    /// What low frequencies are divided by.
+    /// Divisor of low frequencies.
     pub factor: f64,
-    /// Turns in `original_positions` from which on frequencies stay.
+    /// Frequencies with at least this many turns in `original_positions` are high.
     pub beta_fast: f64,
-    /// Turns below which frequencies are divided.
+    /// Frequencies with fewer turns than this are low.
     pub beta_slow: f64,
-    /// Weight of the logarithm of the factor in the length of queries and keys, if given.
+    /// Weight `m` in the scale `0.1 m ln(factor) + 1` of queries and keys. It is used only together with `mscale_all_dim`; otherwise the
+    /// weight is 1.
     pub mscale: Option<f64>,
-    /// As `mscale`, for what divides that length; latent attention multiplies scores by its square.
+    /// Like `mscale`, for the divisor of this scale. Latent attention multiplies scores by the square of the divisor.
     pub mscale_all_dim: Option<f64>,
-    /// The length of queries and keys, instead of the one that follows.
+    /// Scale of queries and keys, instead of the computed one.
     pub attention_factor: Option<f64>,
-    /// Whether the ramp begins and ends at whole pairs.
+    /// Whether the ramp starts and ends at whole pairs.
     #[serde(rename = "truncate")]
     pub truncates: bool,
-    /// Positions of pretraining.
+    /// Number of positions in pretraining.
     #[serde(rename = "original_max_position_embeddings")]
     pub original_positions: usize,
 }
 
 impl Rope {
-    /// The angles per position of the pairs of a head.
+    /// Returns the angles per position of the pairs of a head.
     pub(crate) fn frequencies(&self, head_dim: usize) -> Vec<f64> {
         let frequency = |pair: usize| self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
         let scaled = |pair: usize| match self.scaling {
@@ -92,7 +94,7 @@ impl Rope {
         (0..head_dim / 2).map(scaled).collect()
     }
 
-    /// What queries and keys are multiplied by as they are rotated.
+    /// Returns the factor by which queries and keys are multiplied when they are rotated.
     pub(crate) fn amplitude(&self) -> f32 {
         match self.scaling {
             Some(RopeScaling::Yarn(scaling)) => scaling.amplitude() as f32,
@@ -116,7 +118,7 @@ impl YarnScaling {
     }
 
     fn kept(&self, pair: usize, head_dim: usize, theta: f64) -> f64 {
-        // The pair that turns so often in the positions of pretraining.
+        // The pair that makes this many turns in the positions of pretraining.
         let pair_of = |turns: f64| {
             head_dim as f64 * (self.original_positions as f64 / (turns * TAU)).ln() / (2.0 * theta.ln())
         };
@@ -143,15 +145,15 @@ impl YarnScaling {
         }
     }
 
-    /// What latent attention multiplies scores by.
+    /// Returns the factor of the scores of latent attention.
     pub(crate) fn latent_score_factor(&self) -> f64 {
         self.mscale_all_dim.map_or(1.0, |mscale| self.length(mscale).powi(2))
     }
 }
 
-/// transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling.
+/// Reads rotary positions. transformers 5 writes `rope_parameters`; earlier versions write `rope_theta` and `rope_scaling`.
 pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope> {
-    // Where both keys are given, rope_scaling takes precedence, as in transformers.
+    // If both keys are given, rope_scaling takes precedence, as in transformers.
     let is_given = |key: &&str| reader.get(key).is_some_and(|value| *value != json!({}));
     let Some(key) = ["rope_scaling", "rope_parameters"].into_iter().find(is_given) else {
         return read_parameters(reader, &Map::new(), default_theta);
@@ -159,7 +161,7 @@ pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope>
     let Some(Value::Object(map)) = reader.get(key) else {
         return Err(wrong(key, &reader.map[key], "an object"));
     };
-    // Some programs nest them by the type of a layer's attention.
+    // Some programs nest the parameters by the attention type of layers.
     let nested: Vec<_> = map.iter().filter(|(_, value)| value.is_object()).collect();
     let Some(((name, first), others)) = nested.split_first() else {
         return read_parameters(reader, map, default_theta);
@@ -184,7 +186,7 @@ pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope>
     Ok(rope)
 }
 
-/// Reads the parameters in `map`; theta and the positions of pretraining may be next to it.
+/// Reads the parameters in `map`. The base and the number of positions in pretraining may also be next to it.
 fn read_parameters(reader: &Reader<'_>, map: &Map<String, Value>, default_theta: f64) -> Result<Rope> {
     let rope = Reader { map, family: reader.family };
     rope.require("partial_rotary_factor", &["1"])?;
@@ -247,7 +249,7 @@ fn read_parameters(reader: &Reader<'_>, map: &Map<String, Value>, default_theta:
 }
 
 impl RopeScaling {
-    /// What low frequencies are divided by.
+    /// Returns the divisor of low frequencies.
     fn factor(self) -> f64 {
         match self {
             RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => factor,
@@ -256,7 +258,7 @@ impl RopeScaling {
         }
     }
 
-    /// Whether what follows from it is within the range of f32.
+    /// Returns whether the resulting factors are in the range of f32.
     fn is_representable(self) -> bool {
         let lengths = match self {
             RopeScaling::Linear { .. } | RopeScaling::Dynamic { .. } | RopeScaling::Llama3(_) => [1.0; 2],

@@ -1,4 +1,4 @@
-//! Reads and writes a Hugging Face `config.json`, as the family that its `model_type` names does.
+//! Reads and writes a Hugging Face `config.json`. Its `model_type` selects the family.
 
 use super::FAMILIES;
 use crate::config::{ModelConfig, Reader, wrong};
@@ -7,7 +7,10 @@ use serde_json::Value;
 use trireme_base::{json_text, parse_json};
 
 impl ModelConfig {
-    /// Reads the text of a `config.json` whose `model_type` is a [family](crate::config::Family) of Trireme's.
+    /// Parses a `config.json` whose `model_type` is an implemented [family](crate::config::Family).
+    ///
+    /// # Errors
+    /// If the text is not JSON, or if a key is missing or has a value that is not implemented.
     pub fn from_json(text: &str) -> Result<Self> {
         let value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
         let Value::Object(map) = &value else { return Err(wrong("config.json", &value, "an object")) };
@@ -24,7 +27,8 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// The keys by which a `config.json` asks for dropout, with rates, as in `resid_pdrop = 0.1`. Training obeys only the user.
+    /// Returns the keys of a `config.json` that ask for dropout, with their rates, as in `resid_pdrop = 0.1`. Training uses only the
+    /// dropout that the user configures.
     pub fn dropout_keys(text: &str) -> Vec<String> {
         let value = parse_json(text.as_bytes()).unwrap_or_default();
         ["resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"]
@@ -34,11 +38,11 @@ impl ModelConfig {
             .collect()
     }
 
-    /// The `config.json` that reads back as this model, where `text` is the one that it was read from before some of it was changed: what
-    /// has not changed, and what is not used here, stays as it is. A `quantization_config` does not stay: weights are floating-point numbers.
+    /// Returns the `config.json` of this model, based on the `text` that it was originally read from. Keys that have not changed, or are
+    /// not used here, stay as they are. A `quantization_config` is removed, because weights are floating-point numbers.
     ///
     /// # Errors
-    /// If `text` describes no model.
+    /// If `text` does not describe a model.
     pub fn to_json_within(&self, text: &str) -> Result<String> {
         let read = Self::from_json(text)?;
         let (Value::Object(own), Value::Object(before)) = (self.to_json(), read.to_json()) else {
@@ -48,14 +52,14 @@ impl ModelConfig {
         let mut value = parse_json(text.as_bytes()).map_err(ModelError::NotJson)?;
         let map = value.as_object_mut().expect("a model is read from an object");
         if map.shift_remove("quantization_config").is_none() && changed.is_empty() {
-            // Other programs refuse a byte order mark.
+            // Other programs reject a byte order mark.
             return Ok(text.trim_start_matches('\u{feff}').to_owned());
         }
         map.extend(changed);
         Ok(json_text(&value) + "\n")
     }
 
-    /// The `config.json` that reads back as this model.
+    /// Returns the `config.json` that reads back as this model.
     pub fn to_json(&self) -> Value {
         (self.family.write)(self)
     }
@@ -88,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_used_stays() {
+    fn unused_keys_are_preserved() {
         let config = ModelConfig::from_json(GPT2).unwrap();
         assert_eq!(config.to_json_within(GPT2).unwrap(), GPT2);
         let changed = ModelConfig { vocab_size: 97, ..config };
@@ -168,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_transformers_reads_first_counts() {
+    fn keys_that_transformers_reads_first_take_precedence() {
         let flat = r#""rope_parameters":{"rope_theta":5000.0,"rope_type":"default"}"#;
         let both = LLAMA.replace(
             flat,
@@ -185,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quantization_does_not_stay() {
+    fn a_quantization_config_is_removed() {
         let text = GPT2.replace("null", "null,\"quantization_config\":{\"quant_method\":\"gptq\"}");
         let config = ModelConfig::from_json(&text).unwrap();
         let written: Value = serde_json::from_str(&config.to_json_within(&text).unwrap()).unwrap();
@@ -193,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_name_the_key_and_what_is_expected() {
+    fn errors_name_the_key_and_the_expected_value() {
         let refusals = [
             ("{", "not valid JSON"),
             (r#"{"model_type":"bert"}"#, "\"gpt2\" or \"llama\" or"),

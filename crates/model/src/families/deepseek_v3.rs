@@ -1,5 +1,5 @@
-//! deepseek_v3 (DeepSeek-AI, "DeepSeek-V3 technical report", 2024): latent attention, and experts of which some serve all tokens, chosen by
-//! sigmoids, from a few groups, with a bias that balances them.
+//! deepseek_v3 (DeepSeek-AI, "DeepSeek-V3 technical report", 2024): latent attention; shared and routed experts. Routing uses sigmoid
+//! scores, a limited number of expert groups, and a bias that balances loads.
 
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
 use crate::config::{

@@ -1,5 +1,5 @@
 //! gemma2 (Gemma team, "Gemma 2: improving open language models at a practical size", 2024): norms before and after attention and
-//! feed-forward, whose weights are offsets from 1; scaled embeddings; soft caps; attention that slides in every other layer.
+//! feed-forward, with weights stored as offsets from 1; scaled embeddings; soft caps; sliding-window attention in every other layer.
 
 use super::decoder::{
     Defaults, Style, build, layer_types, read_decoder, read_layer_types, read_window, window_size,
@@ -34,7 +34,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         ..Defaults::default()
     };
     let config = read_decoder(reader, FAMILY, defaults)?;
-    // Null turns a cap off.
+    // Null disables a cap.
     let cap = |key: &'static str, default: f64| match reader.has(key) {
         true => reader.get(key).map(|_| reader.narrow_number(key, default)).transpose(),
         false => Ok(Some(default as f32)),
@@ -63,7 +63,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
 
 fn write(config: &ModelConfig) -> Value {
     let scale = f64::from(config.attention_rule(0).scale);
-    // The number whose root was taken, which is whole in every model that was published.
+    // The value of `query_pre_attn_scalar` before its square root was taken. It is an integer in every published model.
     let scalar = 1.0 / (scale * scale);
     let nearest = scalar.round();
     let scalar = if nearest.powf(-0.5) as f32 == scale as f32 { nearest } else { scalar };

@@ -25,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
 };
 
 impl ModelConfig {
-    /// A GPT-2. Its sizes are 0, for the caller to set.
+    /// Returns the config of a GPT-2. The caller must set its sizes, which are 0.
     pub fn gpt2() -> Self {
         let plain = ModelConfig::plain(FAMILY);
         ModelConfig { qkv_bias: true, attention_output_bias: true, mlp_bias: true, ..plain }
@@ -92,10 +92,11 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         })
     };
     let normal = normal(config);
-    // What is added to the residual stream by each of so many layers (Radford et al. 2019, section 2.3).
+    // Initial weights of layers that add to the residual stream are divided by the square root of the number of these layers (Radford et
+    // al. 2019, section 2.3).
     let num_added = (2.0 * config.num_layers as f32).sqrt();
     let into_residual = Initial::Normal { standard_deviation: config.initializer_range / num_added };
-    // A column-parallel layer is cut by its outputs, with its bias; the row-parallel one after it by its inputs.
+    // A column-parallel layer is split by its outputs, with its bias. The row-parallel layer after it is split by its inputs.
     let column_parallel = |table: &mut ParameterTable, name: String, outputs: usize, cut: Cut| {
         let weight = Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_cut(cut);
         let bias = Parameter::vector(format!("{name}.bias"), outputs, Initial::ZEROS);

@@ -1,4 +1,4 @@
-//! Layers and parameters that all families have in common.
+//! Layers and parameters common to all families.
 
 use super::names;
 use crate::config::ModelConfig;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use trireme_tensor::tape::{Attention, Dropout, RotaryTable};
 use trireme_tensor::{Cut, Initial, Parameter, ParameterSpan, ParameterTable};
 
-/// How ranks of the tensor axis cut heads of keys and values, in elements of `granule`.
+/// Returns how the tensor axis splits heads of keys and values, in units of `granule` elements.
 pub(super) fn kv_heads(granule: usize) -> Cut {
     Cut::along(0).with_granule(granule).shared()
 }
@@ -23,7 +23,7 @@ pub(super) fn attention(
     Arc::new(attention.with_rotary(rotary.cloned()))
 }
 
-/// The dropout of this place, if the model is trained with it.
+/// Returns the dropout layer with this name, if the config has dropout.
 pub(super) fn dropout(config: &ModelConfig, name: &str) -> Option<Arc<Dropout>> {
     (config.dropout > 0.0).then(|| Arc::new(Dropout::new(format!("{name}.dropout"), config.dropout)))
 }
@@ -32,13 +32,13 @@ pub(super) fn normal(config: &ModelConfig) -> Initial {
     Initial::Normal { standard_deviation: config.initializer_range }
 }
 
-/// A row of the residual stream's width for each token.
+/// Returns the declaration of an embedding table, `[vocab_size, hidden_size]`.
 pub(super) fn token_table(name: &str, config: &ModelConfig) -> Parameter {
     let dims = [config.vocab_size, config.hidden_size];
     Parameter::embedding(name, &dims, normal(config)).with_cut(Cut::along(0).padded())
 }
 
-/// The weight of the output layer: that of the embedding, if they are tied.
+/// Returns the weight of the output layer: the embedding's, if they are tied.
 pub(super) fn output_weight(
     config: &ModelConfig,
     table: &mut ParameterTable,

@@ -15,7 +15,7 @@ pub(super) const FAMILY: Family = Family {
 };
 
 impl ModelConfig {
-    /// A llama with rotary positions of base `rope_theta`. Its sizes are 0, for the caller to set.
+    /// Returns the config of a llama with rotary positions of base `rope_theta`. The caller must set its sizes, which are 0.
     pub fn llama(rope_theta: f64) -> Self {
         let rope = Some(Rope { theta: rope_theta, scaling: None });
         ModelConfig { rope, activation: Activation::Silu, ..ModelConfig::plain(FAMILY) }

@@ -1,4 +1,4 @@
-//! mistral (Jiang et al., "Mistral 7B", 2023): llama, in which attention may slide.
+//! mistral (Jiang et al., "Mistral 7B", 2023): llama with optional sliding-window attention.
 
 use super::decoder::{Defaults, Style, build, read_decoder, read_window, window_size, write_decoder};
 use crate::config::{AttentionConfig, Family, ModelConfig, Reader, SlidingWindow};

@@ -1,4 +1,4 @@
-//! mixtral (Jiang et al., "Mixtral of experts", 2024): mistral, in which each token goes through a few of a layer's feed-forward layers.
+//! mixtral (Jiang et al., "Mixtral of experts", 2024): mistral with a mixture of experts in every layer.
 
 use super::decoder::{Defaults, ExpertNames, Style, build, read_decoder, window_size, write_decoder};
 use crate::config::{AttentionConfig, ExpertsConfig, Family, ModelConfig, Reader, SlidingWindow, shortest};

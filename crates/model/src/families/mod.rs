@@ -1,4 +1,4 @@
-//! Families of models: one file each.
+//! Families of models, one file each.
 //!
 //! A family's file reads and writes its Hugging Face `config.json`, and builds units with the names and layouts of its checkpoints.
 

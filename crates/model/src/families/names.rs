@@ -1,19 +1,20 @@
-//! Other spellings of the names of tensors.
+//! Alternative names of tensors in checkpoints.
 
 use std::collections::BTreeSet;
 use trireme_tensor::ParameterTable;
 
-/// The name of an output layer that is not tied to the embedding.
+/// Name of the weight of an output layer that is not tied to the embedding.
 pub(super) const OUTPUT_WEIGHT: &str = "lm_head.weight";
 
-/// Parts that PyTorch's wrappers insert into the names of a module's parameters: `torch.compile`, data parallelism, FSDP and activation
+/// Name components that PyTorch's wrappers insert into parameter names: `torch.compile`, data parallelism, FSDP and activation
 /// checkpointing. No family has modules of these names.
 const WRAPPERS: [&str; 4] = ["_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
 
-/// The parameter of a model that a stored tensor's name means; `None` if it is none of its own. A name that the model has stays.
+/// Returns a function that maps the name of a stored tensor to the name of a parameter of the model. It returns `None` for known tensors
+/// that are not parameters, and returns unknown names unchanged.
 ///
-/// PyTorch's wrappers insert parts such as `_orig_mod.` or `module.` into names. The first GPT-2 checkpoints lack the leading
-/// `transformer.` and contain the causal mask; old llama checkpoints contain the rotary frequencies; some files repeat a tied output layer.
+/// PyTorch's wrappers insert components such as `_orig_mod.` or `module.` into names. The first GPT-2 checkpoints lack the leading
+/// `transformer.` and contain the causal mask. Old llama checkpoints contain the rotary frequencies. Some files repeat a tied output layer.
 pub fn canonical_names(table: &ParameterTable) -> impl Fn(&str) -> Option<String> + use<> {
     let own: BTreeSet<String> = table.parameters().iter().map(|info| info.name.clone()).collect();
     let is_tied = table.tie().is_some();
@@ -31,7 +32,7 @@ pub fn canonical_names(table: &ParameterTable) -> impl Fn(&str) -> Option<String
     }
 }
 
-/// The stored names of the embedding and of the output layer, if the model ties them and both are among the names `stored`.
+/// Returns the stored names of the embedding and of the output layer, if the model ties them and both are among the names `stored`.
 pub fn tied_names<'a>(
     table: &ParameterTable,
     stored: impl IntoIterator<Item = &'a str>,
@@ -49,7 +50,7 @@ pub fn tied_names<'a>(
     Some([stored_embedding?, stored_output?])
 }
 
-/// The name without the parts of [`WRAPPERS`].
+/// Returns the name without the components in [`WRAPPERS`].
 fn unwrapped(name: &str) -> String {
     name.split('.').filter(|part| !WRAPPERS.contains(part)).collect::<Vec<_>>().join(".")
 }
@@ -60,7 +61,7 @@ mod tests {
     use trireme_tensor::{Initial, Parameter};
 
     #[test]
-    fn names_of_old_files_become_those_of_today() {
+    fn names_of_old_files_map_to_current_names() {
         let mut table = ParameterTable::default();
         table.begin_unit("unit");
         for name in ["transformer.h.0.ln_1.weight", "transformer.wte.weight", "block.attn.bias", "h.1.weight"]
@@ -73,7 +74,7 @@ mod tests {
         assert_eq!(canonical("h.0.attn.bias"), None);
         assert_eq!(canonical("model.layers.0.self_attn.rotary_emb.inv_freq"), None);
         assert_eq!(canonical("lm_head.weight").as_deref(), Some("lm_head.weight"));
-        // What the model itself has is taken as it is.
+        // Names of the model's own parameters stay unchanged.
         assert_eq!(canonical("block.attn.bias").as_deref(), Some("block.attn.bias"));
         assert_eq!(canonical("h.1.weight").as_deref(), Some("h.1.weight"));
         let span = table.add(Parameter::vector("tied", 1, Initial::ZEROS));

@@ -1,4 +1,4 @@
-//! qwen3_moe (Qwen team, "Qwen3 technical report", 2025): qwen3, in which most layers have experts, a few for each token.
+//! qwen3_moe (Qwen team, "Qwen3 technical report", 2025): qwen3 with a mixture of experts in most layers.
 
 use super::decoder::{Defaults, build, read_decoder, read_window, window_size, write_decoder};
 use super::qwen3::STYLE;
@@ -17,7 +17,7 @@ pub(super) const FAMILY: Family = Family {
 fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let bias = reader.flag("attention_bias", false)?;
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(4), ..Defaults::default() })?;
-    // As in transformers, the window applies to all layers; qwen3 has it in the last layers only.
+    // As in transformers, the window applies to all layers. In qwen3, it applies only to the last layers.
     let window = if reader.flag("use_sliding_window", false)? { read_window(reader)? } else { None };
     let layers = (0..config.num_layers).collect();
     let sliding = window.map(|size| SlidingWindow { size, layers });

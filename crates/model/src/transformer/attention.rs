@@ -1,4 +1,4 @@
-//! Attention, as parts of blocks.
+//! Attention sublayers.
 
 use super::{Projection, Sublayer};
 use crate::unit::UnitContext;
@@ -8,7 +8,7 @@ use trireme_tensor::tape::{
 };
 use trireme_tensor::{DeviceError, Var};
 
-/// Attention of heads that are projections of the residual stream.
+/// Self-attention whose heads are projections of the residual stream.
 #[derive(Debug)]
 pub(crate) struct SelfAttention {
     pub(crate) norm: Arc<Norm>,
@@ -46,7 +46,7 @@ struct HeadNorm {
 }
 
 impl QkNorms {
-    /// For the heads of queries and those of keys of an attention.
+    /// Creates the norms of the query heads and of the key heads of an attention.
     pub(crate) fn new(norms: [Arc<Norm>; 2], attention: &Attention) -> Self {
         let Attention { num_heads, num_kv_heads, head_dim, .. } = *attention;
         let mut end = 0;
@@ -87,17 +87,18 @@ impl HeadNorm {
     }
 }
 
-/// Attention of heads that are made from latent vectors (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
+/// Multi-head latent attention, whose heads are computed from latent vectors (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
 #[derive(Debug)]
 pub(crate) struct LatentAttention {
     pub(crate) norm: Arc<Norm>,
-    /// To the latent vectors, those of keys and values, and what keys share; one after the other.
+    /// Projects to the latent vector of queries (if there is one), the latent vector of keys and values, and the part of the keys that all
+    /// heads share, concatenated.
     pub(crate) down: Arc<Linear>,
     pub(crate) queries: LatentQueries,
-    /// The latent vector of keys and values.
+    /// Selects the latent vector of keys and values.
     pub(crate) kv_slice: Arc<Slice>,
     pub(crate) kv_norm: Arc<Norm>,
-    /// To what heads of keys and values have of their own.
+    /// Projects to the parts of keys and values that each head has of its own.
     pub(crate) kv_up: Arc<Linear>,
     pub(crate) key_slice: Arc<Slice>,
     pub(crate) heads: Arc<LatentHeads>,
@@ -107,9 +108,9 @@ pub(crate) struct LatentAttention {
 
 #[derive(Debug)]
 pub(crate) enum LatentQueries {
-    /// From the residual stream.
+    /// Projected from the residual stream.
     Direct(Arc<Linear>),
-    /// From a latent vector.
+    /// Projected from a latent vector.
     Latent { slice: Arc<Slice>, norm: Arc<Norm>, up: Arc<Linear> },
 }
 

@@ -1,4 +1,4 @@
-//! A mixture of experts, as a part of blocks.
+//! The mixture-of-experts sublayer.
 
 use super::{Projection, Sublayer};
 use crate::rehearsal::EXPERT_DROPS;
@@ -12,8 +12,8 @@ use trireme_tensor::tape::{
 };
 use trireme_tensor::{DeviceError, Var};
 
-/// Feed-forward layers of which each token goes through a few (Shazeer et al., "Outrageously large neural networks", 2017), and perhaps one that all go through
-/// (Dai et al., "DeepSeekMoE", 2024, section 3.2).
+/// A mixture of experts: a router sends each token to a few feed-forward layers (Shazeer et al., "Outrageously large neural networks",
+/// 2017). An optional shared expert processes all tokens (Dai et al., "DeepSeekMoE", 2024, section 3.2).
 #[derive(Debug)]
 pub(crate) struct MixtureOfExperts {
     pub(crate) norm: Arc<Norm>,
@@ -23,17 +23,17 @@ pub(crate) struct MixtureOfExperts {
     pub(crate) groups: Arc<GroupRows>,
     pub(crate) experts: Experts,
     pub(crate) combine: Arc<CombineRows>,
-    /// The largest load of an expert.
+    /// The metric for the largest load of an expert.
     pub(crate) peak: Arc<PeakLoad>,
-    /// What all tokens go through.
+    /// The shared expert.
     pub(crate) shared: Option<(Arc<Linear>, Projection)>,
     pub(crate) losses: RouterLosses,
 }
 
-/// The layers that tokens go through.
+/// The routed experts.
 #[derive(Debug)]
 pub(crate) enum Experts {
-    /// All are on this rank: into their width, which is what the activation reads; and the activation, and back.
+    /// All experts are on this rank. The first layer projects to the experts' width. The second applies the activation and projects back.
     Local([Arc<GroupedLinear>; 2]),
     Distributed {
         gather: Arc<GatherLoads>,
@@ -44,7 +44,7 @@ pub(crate) enum Experts {
 }
 
 impl Experts {
-    /// Those of this rank, by such layers; rows travel to those of other ranks.
+    /// Creates this rank's experts from their two layers. If other ranks have experts too, rows are exchanged with them.
     pub(crate) fn new([into, back]: [GroupedLinear; 2], exchange: ExpertExchange) -> Self {
         if into.num_groups == exchange.num_experts {
             return Experts::Local([into, back].map(Arc::new));
@@ -58,7 +58,7 @@ impl Experts {
     }
 }
 
-/// Weights of losses that keep a router in shape; 0 for none.
+/// Weights of the router's auxiliary losses; 0 for none.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct RouterLosses {
     pub(crate) balance: f32,
@@ -66,7 +66,8 @@ pub(crate) struct RouterLosses {
 }
 
 impl MixtureOfExperts {
-    /// Returns the weights and the experts of each token, of whose rows `token_weights` are the weights in means. Padding weighs nothing, and has no expert.
+    /// Returns the weights and the experts of each token. `token_weights` are the weights of tokens in means. Padding has weight 0 and no
+    /// expert.
     fn route(
         &self,
         cx: &mut UnitContext<'_>,
@@ -91,7 +92,8 @@ impl MixtureOfExperts {
         Ok([weights, experts])
     }
 
-    /// What experts make of rows, and `x` with what all tokens go through added, which is computed while rows travel.
+    /// Returns the outputs of the experts for `rows`, and the sum of `x` and the shared expert's output. The shared expert is computed
+    /// while rows are in flight.
     fn apply_experts(
         &self,
         cx: &mut UnitContext<'_>,
@@ -120,7 +122,7 @@ impl MixtureOfExperts {
         }
     }
 
-    /// Into the width of what all tokens go through.
+    /// Computes the shared expert's first layer.
     fn shared_inner(
         &self,
         cx: &mut UnitContext<'_>,

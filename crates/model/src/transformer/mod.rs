@@ -1,4 +1,4 @@
-//! The units of a transformer that predicts tokens.
+//! The units of a transformer language model.
 
 mod attention;
 mod experts;
@@ -16,7 +16,7 @@ use trireme_tensor::{DeviceError, Var};
 /// Name of the residual stream between units: `[batch, seq_len, hidden]`, f32.
 const HIDDEN: &str = "hidden";
 
-/// From tokens to the residual stream.
+/// The unit that maps tokens to the residual stream.
 #[derive(Debug)]
 pub(crate) struct TokenEmbedding {
     pub(crate) embedding: Arc<Embedding>,
@@ -38,13 +38,14 @@ impl Unit for TokenEmbedding {
     }
 }
 
-/// A part of a block, which adds something to the residual stream.
+/// A part of a block that adds its output to the residual stream.
 pub(crate) trait Sublayer: fmt::Debug + Send + Sync {
-    /// The residual stream with what the part makes of it.
+    /// Returns the residual stream `x` plus the sublayer's output.
     fn apply(&self, cx: &mut UnitContext<'_>, x: Var) -> Result<Var, DeviceError>;
 }
 
-/// Parts that are one unit, such as attention and the feed-forward layer after it. Families differ in what their parts are, not in how they are joined.
+/// A unit of several sublayers, such as attention and the feed-forward layer after it. Families differ in their sublayers, not in how they
+/// are joined.
 #[derive(Debug)]
 pub(crate) struct Block(pub(crate) Vec<Box<dyn Sublayer>>);
 
@@ -58,7 +59,7 @@ impl Unit for Block {
     }
 }
 
-/// What is added to the residual stream: a projection of what a part has made.
+/// The last projection of a sublayer, whose result is added to the residual stream.
 #[derive(Debug)]
 pub(crate) struct Projection {
     pub(crate) linear: Arc<Linear>,
@@ -71,7 +72,7 @@ impl Projection {
         Projection { linear, norm: None, dropout }
     }
 
-    /// The residual stream `x` with the projection of `inner`.
+    /// Returns the residual stream `x` plus the projection of `inner`.
     fn add_to(&self, cx: &mut UnitContext<'_>, x: Var, inner: Var) -> Result<Var, DeviceError> {
         if self.norm.is_none() && self.dropout.is_none() {
             return cx.apply(&self.linear, (inner, x));
@@ -87,13 +88,13 @@ impl Projection {
     }
 }
 
-/// Two linear layers with an activation between them.
+/// A feed-forward sublayer: two linear layers with an activation between them.
 #[derive(Debug)]
 pub(crate) struct Mlp {
     pub(crate) norm: Arc<Norm>,
-    /// Into the feed-forward width: what the activation reads.
+    /// Projects to the feed-forward width.
     pub(crate) into: Arc<Linear>,
-    /// The activation, and back.
+    /// Applies the activation and projects back.
     pub(crate) back: Projection,
 }
 
@@ -105,7 +106,7 @@ impl Sublayer for Mlp {
     }
 }
 
-/// The loss over the targets of a batch; of a batch without targets, the logits.
+/// The last unit. Computes the loss over the targets of a batch, or the logits if the batch has no targets.
 #[derive(Debug)]
 pub(crate) struct Head {
     pub(crate) norm: Arc<Norm>,

@@ -1,6 +1,6 @@
-//! Against values made by Hugging Face transformers in f32: see `tests/golden/README.md`.
+//! Compares models with values computed by Hugging Face transformers in f32: see `tests/golden/README.md`.
 //!
-//! Set `TRIREME_GOLDEN` to a folder of larger references to compare with those as well.
+//! Set `TRIREME_GOLDEN` to a folder with a larger reference to compare with it as well.
 
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -19,12 +19,12 @@ const LOGITS_TOLERANCE: f64 = 1e-4;
 const LOSS_TOLERANCE: f64 = 1e-5;
 const GRAD_TOLERANCE: f64 = 1e-4;
 const TRAIN_TOLERANCE: f64 = 1e-4;
-/// All gradients of a model in bf16 or f16, relative to those in f32; and those of each parameter.
+/// Maximum relative distance between gradients in 16 bits and in f32: all gradients of a model together, and each parameter's.
 const MIXED_GRAD_TOLERANCE: f64 = 1.2e-2;
 const MIXED_PARAMETER_TOLERANCE: f64 = 2.5e-2;
 const MIXED_LOSS_TOLERANCE: f64 = 2e-3;
 
-/// Takes gradients into one flat buffer a unit.
+/// A sink that writes gradients into one flat buffer per unit.
 struct FlatGrads {
     grads: Parameters,
     written: Vec<bool>,
@@ -59,7 +59,7 @@ struct Golden {
 }
 
 impl Golden {
-    /// For sequences of the length of the reference, or shorter ones if there are `num_left_out` tokens less.
+    /// Opens a reference. The model is built for sequences that are `num_left_out` tokens shorter than the reference's.
     fn open(folder: &Path, num_threads: usize, num_left_out: usize) -> Self {
         let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
         let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
@@ -67,7 +67,8 @@ impl Golden {
         let mut config = ModelConfig::from_json(&text).unwrap();
         let json: serde_json::Value = serde_json::from_str(&text).unwrap();
         if let Some(experts) = &mut config.experts {
-            // transformers balances if it returns logits of routers, and adds up the parts that experts have of each choice.
+            // transformers adds the balance loss only if it returns router logits. It sums the fractions of an expert over the choices of a
+            // token, so its loss is `num_choices` times as large.
             let balances = json["output_router_logits"] == true;
             experts.balance_loss *= if balances { experts.num_choices as f32 } else { 0.0 };
         }
@@ -98,7 +99,7 @@ impl Golden {
         f32s(self.reference().tensor(name).unwrap().data())
     }
 
-    /// Integers and shape.
+    /// Returns integers and their shape.
     fn ids(&self, name: &str) -> (Vec<u32>, Vec<usize>) {
         let reference = self.reference();
         let tensor = reference.tensor(name).unwrap();
@@ -107,7 +108,7 @@ impl Golden {
         (ids.collect(), tensor.shape().to_vec())
     }
 
-    /// The parameters whose gradients are derivatives.
+    /// Returns the parameters whose gradients are derivatives of the loss.
     fn differentiated(&self) -> impl Iterator<Item = &ParameterInfo> {
         let parameters = self.model.table().parameters().iter();
         parameters.filter(|info| info.class != ParameterClass::Balance)
@@ -126,7 +127,7 @@ impl Golden {
         self.device.read(made.get(LOGITS).unwrap().view())
     }
 
-    /// All passes of the model, one tape a unit, as the executor runs it; and what the last unit passes on.
+    /// Runs all units forward with one tape per unit, like the executor. Returns the passes and the last unit's outputs.
     fn forward(
         &self,
         (recording, precision, loss_scale): (Recording, Precision, f32),
@@ -146,12 +147,12 @@ impl Golden {
         (passes, x)
     }
 
-    /// Mean loss of predicting each token from those before it; gradients go to `sink`, if there is one.
+    /// Returns the mean loss of predicting each token from those before it. Gradients go to `sink`, if there is one.
     fn loss(&self, ids: &[u32], shape: (usize, usize), sink: Option<&mut FlatGrads>) -> f64 {
         self.loss_in(Precision::F32, 1.0, ids, shape, sink)
     }
 
-    /// As [`Golden::loss`] in a precision, with gradients times `loss_scale`.
+    /// Like [`Golden::loss`], in a given precision, with gradients multiplied by `loss_scale`.
     fn loss_in(
         &self,
         precision: Precision,
@@ -269,7 +270,7 @@ fn gradients_in_16_bits_are_close_to_those_in_f32() {
         let golden = Golden::open(&folder, 2, 0);
         let (ids, shape) = golden.ids("input_ids");
         let expected_loss = f64::from(golden.floats("loss")[0]);
-        // Small gradients would be lost in f16 without the scale.
+        // Without the scale, small gradients would underflow in f16.
         for (precision, loss_scale) in [(Precision::Bf16, 1.0), (Precision::F16, 1024.0)] {
             let mut sink = FlatGrads::new(golden.model.table(), &golden.device);
             let loss = golden.loss_in(precision, loss_scale, &ids, (shape[0], shape[1]), Some(&mut sink));
@@ -305,7 +306,7 @@ fn gradients_in_16_bits_are_close_to_those_in_f32() {
 #[test]
 fn ten_adamw_steps() {
     for folder in folders() {
-        // A fresh model of transformers, whose first sequences have no token that is only predicted.
+        // Training sequences of the reference exclude the last token, which is only a target.
         let mut golden = Golden::open(&folder, 1, 1);
         let (ids, shape) = golden.ids("train.batches");
         let tokens = shape[1] * shape[2];
@@ -329,7 +330,7 @@ fn ten_adamw_steps() {
     }
 }
 
-/// PyTorch's AdamW with learning rate 1e-3, betas 0.9 and 0.95, and weight decay 0.1 for all.
+/// Updates a parameter by PyTorch's AdamW with learning rate 1e-3, betas 0.9 and 0.95, and weight decay 0.1 for all parameters.
 fn adamw(device: &Device, state: [&mut Parameters; 3], grads: &Parameters, info: &ParameterInfo, step: i32) {
     let own = |values: &Parameters| values.values(info.unit)[info.range()].to_vec();
     let [mut parameters, mut first, mut second] = state.each_ref().map(|values| own(values));
@@ -347,7 +348,7 @@ fn adamw(device: &Device, state: [&mut Parameters; 3], grads: &Parameters, info:
 }
 
 #[test]
-fn generation_with_a_cache_sees_what_one_pass_sees() {
+fn generation_with_a_cache_matches_one_pass() {
     for folder in folders() {
         let golden = Golden::open(&folder, 2, 0);
         let (ids, shape) = golden.ids("input_ids");

@@ -1,4 +1,4 @@
-//! The counted operations of a model against the formula by which they are usually estimated (docs/performance.md).
+//! Compares the counted operations of a model with the usual estimate (docs/performance.md).
 
 use trireme_model::{Model, ModelConfig, Rehearsal, token_specs};
 use trireme_tensor::{Device, DeviceOptions, Precision};
@@ -9,7 +9,7 @@ const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 32000, "max_positio
 
 const TOKENS: usize = 2048;
 
-/// The model, and its counted operations for each token, in sequences of so many.
+/// Returns the model, and its counted operations per token in sequences of `seq_len` tokens.
 fn operations_per_token(config: &ModelConfig, seq_len: usize) -> (Model, f64) {
     let options = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
     let build = |device: &Device| config.build(seq_len, device);
@@ -29,7 +29,8 @@ fn counted_operations_are_those_of_the_usual_formula() {
         let config = ModelConfig::from_json(text).unwrap();
         let (model, long) = operations_per_token(&config, 1024);
         let (_, short) = operations_per_token(&config, 512);
-        // N: all parameters but the tables of tokens and positions, and the output layer, which may be the table of tokens.
+        // N: all parameters, without the tables of tokens and positions, but with the output layer, which may be tied to the table of
+        // tokens.
         let tables = ["wte.weight", "wpe.weight", "embed_tokens.weight"];
         let is_table = |name: &str| tables.iter().any(|table| name.ends_with(table));
         let parameters = model.table().parameters().iter().filter(|info| !is_table(&info.name));
@@ -37,10 +38,10 @@ fn counted_operations_are_those_of_the_usual_formula() {
         let head = if config.tie_word_embeddings { config.vocab_size * config.hidden_size } else { 0 };
         let of_weights = 6.0 * (num_parameters + head) as f64;
         let width = config.num_layers * config.num_heads * config.head_dim;
-        // A token sees (T + 1) / 2 positions in the mean.
+        // On average, a token attends to (T + 1) / 2 positions.
         assert_close(long, of_weights + (6 * width * 1025) as f64);
         assert_close(short, of_weights + (6 * width * 513) as f64);
-        // Were all T seen, 6 N + 12 L d T.
+        // If each token attended to all T positions, this would be 6 N + 12 L d T.
         let for_each_position = (long - short) / 512.0;
         assert_eq!(for_each_position, (6 * width) as f64);
         let all_seen = long - for_each_position * 1025.0 + 2.0 * for_each_position * 1024.0;

@@ -39,7 +39,7 @@ impl Rule for Rms {
     }
 }
 
-/// Returns the factor of a member's learning rate. It contains the learning rate itself, because [`rms_step`] has 1.
+/// Returns the factor of a member's learning rate. It includes the learning rate itself, because [`rms_step`] uses 1.
 pub(crate) fn scale(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> StepScale {
     let (clip_threshold, is_relative) = (settings.clip_threshold as f32, settings.relative_step);
     let lr = step.settings.lr * f64::from(member.settings.lr_scale);
@@ -47,11 +47,11 @@ pub(crate) fn scale(settings: OptimizerSettings, member: &Member, step: &UnitSte
     StepScale::Adafactor { lr, is_relative, clip_threshold, num_elements: step.num_elements(member) }
 }
 
-/// Returns the other numbers of an update.
+/// Returns the scalars of a member's update, except the learning rate.
 pub(crate) fn rms_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> RmsStep {
     let own = member.settings;
     let lr = step.settings.lr * f64::from(own.lr_scale);
-    // As all settings, it is rounded to f32.
+    // Settings are rounded to f32.
     let beta2_decay = f64::from(settings.beta2_decay as f32);
     RmsStep {
         lr: 1.0,

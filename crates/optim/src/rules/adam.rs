@@ -1,4 +1,4 @@
-//! AdamW, Adam, and Adam with momentum that may be exchanged instead of gradients.
+//! AdamW, Adam, and the Adam variants that may exchange momentum instead of gradients.
 
 use super::rule::{Rule, StateSpec};
 use crate::members::Member;
@@ -8,7 +8,7 @@ use trireme_tensor::updates::{AdamWStep, Update};
 
 pub(super) const MOMENTS: &[StateSpec] = &[StateSpec::new("exp_avg"), StateSpec::second_moment("exp_avg_sq")];
 
-/// The numbers of an update of Adam or one of its variants.
+/// Returns the scalars of an update of Adam or one of its variants.
 pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> AdamWStep {
     let (own, number) = (member.settings, step.number(member));
     AdamWStep {
@@ -64,7 +64,7 @@ pub(crate) struct CompressedAdam {
 }
 
 impl CompressedAdam {
-    /// Whether a member's update number `step`, counted from 1, updates its second moment.
+    /// Returns whether a member's update number `step`, counted from 1, updates its second moment.
     pub(crate) fn updates_second_moment(&self, step: u64) -> bool {
         self.schedule.at(step).0
     }
@@ -93,17 +93,18 @@ impl Rule for CompressedAdam {
     }
 }
 
-/// The steps that update the second moment, in optimizers that exchange momentum in the other steps.
+/// Schedule of the steps that update the second moment. Optimizers exchange momentum in the other steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum VarianceSchedule {
-    /// In the first steps, then never again: 1-bit Adam (Tang et al. 2021).
+    /// The first `num_steps` steps only: 1-bit Adam (Tang et al. 2021).
     Warmup { num_steps: u64 },
-    /// In every step, after `num_updates` updates in every second, then fourth, and so on: 0/1 Adam (Lu et al. 2022, section 5).
+    /// Every step for `num_updates` updates, then every second step for as many, then every fourth, and so on: 0/1 Adam (Lu et al. 2022,
+    /// section 5).
     Doubling { num_updates: u64 },
 }
 
 impl VarianceSchedule {
-    /// Whether step `step`, counted from 1, updates the second moment, and how many steps have done so, this one included.
+    /// Returns whether step `step`, counted from 1, updates the second moment, and the number of such steps up to and including this one.
     fn at(self, step: u64) -> (bool, u64) {
         match self {
             VarianceSchedule::Warmup { num_steps } => (step <= num_steps, step.min(num_steps)),

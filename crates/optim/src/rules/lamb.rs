@@ -1,4 +1,4 @@
-//! LAMB (You et al. 2020): Adam whose updates have a length in proportion to the parameter's.
+//! LAMB (You et al. 2020): Adam whose updates have a norm proportional to the parameter's norm.
 
 use super::adam::{MOMENTS, adamw_step};
 use super::rule::{Rule, StateSpec};

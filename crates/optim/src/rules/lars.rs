@@ -1,4 +1,4 @@
-//! LARS (You et al. 2017): SGD whose updates have a length in proportion to the parameter's.
+//! LARS (You et al. 2017): SGD whose updates have a norm proportional to the parameter's norm.
 
 use super::rule::{Rule, StateSpec};
 use crate::members::Member;

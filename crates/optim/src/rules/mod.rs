@@ -1,4 +1,4 @@
-//! The optimizers and their elementwise update rules.
+//! Optimizers and their elementwise update rules.
 //!
 //! To add an elementwise optimizer, implement [`Rule`] in a new file and add its name, settings and constructor to [`OptimizerName`]. If no
 //! [`Update`](trireme_tensor::updates::Update) fits, add one to `trireme_tensor::updates`.
@@ -29,25 +29,25 @@ pub(crate) use sign::Sign;
 trireme_base::named! {
     /// The optimizers.
     pub enum OptimizerName {
-        /// AdamW (Loshchilov, Hutter 2019): two values of state a parameter.
+        /// AdamW (Loshchilov, Hutter 2019), with two state values per parameter element.
         AdamW = "adamw",
-        /// Adam (Kingma, Ba 2015), with weight decay in the gradient: two values of state a parameter.
+        /// Adam (Kingma, Ba 2015) with weight decay in the gradient, and with two state values per parameter element.
         Adam = "adam",
-        /// SGD with momentum: one value of state a parameter.
+        /// SGD with momentum, with one state value per parameter element.
         Sgd = "sgd",
-        /// Lion (Chen et al. 2023): one value of state a parameter.
+        /// Lion (Chen et al. 2023), with one state value per parameter element.
         Lion = "lion",
-        /// Adafactor (Shazeer, Stern 2018): a value of state for each row and column of a matrix, and for each element of a vector.
+        /// Adafactor (Shazeer, Stern 2018), with one state value for each row and column of a matrix, and for each element of a vector.
         Adafactor = "adafactor",
-        /// LAMB (You et al. 2020): two values of state a parameter.
+        /// LAMB (You et al. 2020), with two state values per parameter element.
         Lamb = "lamb",
-        /// LARS (You et al. 2017): one value of state a parameter.
+        /// LARS (You et al. 2017), with one state value per parameter element.
         Lars = "lars",
-        /// Muon (Jordan 2024) for [matrices](trireme_tensor::ParameterClass::Matrix) of two dims, AdamW for all other parameters: one value of
-        /// state an element of the former, two of the latter.
+        /// Muon (Jordan 2024) for [matrices](trireme_tensor::ParameterClass::Matrix) of two dims, with one state value per element; AdamW
+        /// for all other parameters, with two.
         Muon = "muon",
-        /// 1-bit Adam (Tang et al. 2021): Adam with decoupled weight decay whose second moment is frozen after the first steps. Two values of state a
-        /// parameter.
+        /// 1-bit Adam (Tang et al. 2021): Adam with decoupled weight decay whose second moment is frozen after the first steps. Two state
+        /// values per parameter element.
         OneBitAdam = "one_bit_adam",
         /// 0/1 Adam (Lu et al. 2022): 1-bit Adam whose second moment is updated at growing intervals.
         ZeroOneAdam = "zero_one_adam",
@@ -55,7 +55,7 @@ trireme_base::named! {
 }
 
 impl OptimizerName {
-    /// Names of the [settings](OptimizerSettings) that this optimizer uses.
+    /// Returns the names of the [settings](OptimizerSettings) that this optimizer uses.
     pub fn settings(self) -> &'static [&'static str] {
         match self {
             OptimizerName::AdamW | OptimizerName::Adam => &["beta1", "beta2", "nu", "eps"],
@@ -70,10 +70,10 @@ impl OptimizerName {
         }
     }
 
-    /// Returns the rule for all parameters except the matrices that Muon and Adafactor treat as a whole.
+    /// Returns the rule for all parameters, except for the matrices that Muon orthogonalizes or Adafactor factors.
     ///
     /// # Panics
-    /// If 1-bit Adam never updates its second moment: then no parameter would move.
+    /// If 1-bit Adam never updates its second moment, because then no parameter would change.
     pub(crate) fn rule(self, settings: OptimizerSettings) -> Box<dyn Rule> {
         match self {
             OptimizerName::AdamW => Box::new(AdamW { settings, lr_scale: 1.0 }),
@@ -98,7 +98,7 @@ impl OptimizerName {
         }
     }
 
-    /// Whether ranks exchange momentum instead of gradients in the steps that do not update the second moment.
+    /// Returns whether ranks exchange momentum instead of gradients in the steps that do not update the second moment.
     pub fn exchanges_momentum(self) -> bool {
         matches!(self, OptimizerName::OneBitAdam | OptimizerName::ZeroOneAdam)
     }

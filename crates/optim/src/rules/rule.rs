@@ -24,13 +24,13 @@ impl StateSpec {
 }
 
 pub(crate) trait Rule: Debug + Send + Sync {
-    /// The states, at most two.
+    /// Returns the states, at most two.
     fn states(&self) -> &'static [StateSpec];
 
-    /// Returns the update. If the rule needs sums, its learning rate is multiplied by [`scale`](Rule::scale).
+    /// Returns the update of a member. If the rule needs sums, its learning rate is multiplied by [`scale`](Rule::scale).
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update;
 
-    /// Number of sums over each full parameter that the update needs, in the first and in the second exchange.
+    /// Returns the number of sums over each full parameter that the update needs, in the first and in the second exchange.
     fn num_sums(&self) -> [usize; 2] {
         [0, 0]
     }
@@ -40,7 +40,7 @@ pub(crate) trait Rule: Debug + Send + Sync {
         Update::Norms { grad_scale: step.grad_scale() }
     }
 
-    /// Whether that pass changes states.
+    /// Returns whether the pass of [`sums_pass`](Rule::sums_pass) changes states.
     fn sums_pass_changes_states(&self, _phase: usize) -> bool {
         false
     }

@@ -1,11 +1,11 @@
-//! A step against the sign of the gradient, for biases that balance the load of experts.
+//! Sign descent, for biases that balance the load of experts.
 
 use super::rule::{Rule, StateSpec};
 use crate::members::Member;
 use crate::step::UnitStep;
 use trireme_tensor::updates::Update;
 
-/// A step of this length against the sign of the gradient. Learning rate and weight decay have no effect.
+/// A step of this length against the sign of the gradient. Ignores learning rate and weight decay.
 #[derive(Debug)]
 pub(crate) struct Sign(pub(crate) f32);
 

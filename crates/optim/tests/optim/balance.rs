@@ -1,4 +1,4 @@
-//! Biases that balance loads move by the same amount in each update, whatever the optimizer.
+//! Balance biases change by the same amount in each update, whatever the optimizer.
 
 use crate::common::{KINDS, device, options, random, table, weights};
 use trireme_optim::{Optimizer, OptimizerOptions, StepSettings, WholeUnits};

@@ -1,4 +1,4 @@
-//! Ranks that exchange momentum come to where ranks that exchange gradients come.
+//! Exchanging momentum gives the same results as exchanging gradients.
 
 use crate::common::{DEFAULT, KINDS, device, options, random, table, weights};
 use trireme_optim::{
@@ -70,7 +70,7 @@ fn momentum_may_be_summed_instead_of_gradients() {
     }
 }
 
-/// A parameter that stays as it is has no momentum, and nothing of its gradient may stay behind where momentum is compressed.
+/// A frozen parameter has no momentum. Its gradient must be cleared, so that it does not affect compressed momentum.
 #[test]
 fn frozen_parameters_have_no_part_in_the_exchange_of_momentum() {
     let (table, device) = (table(5), device(1));

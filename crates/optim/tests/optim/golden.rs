@@ -1,8 +1,8 @@
-//! Weights after a few steps, as other implementations have them.
+//! Compares weights after a few steps with other implementations.
 //!
-//! `peers/optimizer_reference.py` prints them. It computes in f64, from parameters and gradients of an integer generator
-//! (`values` below): AdamW, Adam, SGD, Adafactor and Muon by torch.optim 2.13 (Muon with an iteration in f64), the others by
-//! a few lines of numpy that follow the algorithms in the papers named in docs/optimizers.md.
+//! `peers/optimizer_reference.py` prints them. It computes in f64, from parameters and gradients of an integer generator (`values` below):
+//! AdamW, Adam, SGD, Adafactor and Muon by torch.optim 2.13 (Muon with an iteration in f64), the others by a few lines of numpy that follow
+//! the algorithms in the papers named in docs/optimizers.md.
 
 use crate::common::{DEFAULT, Kind, MUON, device, options, step};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use trireme_optim::{
 };
 use trireme_tensor::{Initial, Parameter, ParameterTable};
 
-/// Multiples of 1/64 between -2 and 2, from a linear congruential generator.
+/// Returns multiples of 1/64 between -2 and 2, from a linear congruential generator.
 fn values(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {
@@ -21,12 +21,12 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| next()).collect()
 }
 
-/// A matrix of 6 x 4 and a vector of 5, and what they have become after `num_steps` steps.
+/// The values of a 6 x 4 matrix and a vector of 5 elements after `num_steps` steps.
 struct Golden {
     kind: Kind,
     num_steps: u64,
     matrix: [f64; 24],
-    /// Muon's is left to AdamW.
+    /// `None` for Muon, which leaves vectors to AdamW.
     vector: Option<[f64; 5]>,
 }
 

@@ -1,4 +1,4 @@
-//! Optimizers with full and with sharded state.
+//! Tests of optimizers with full and with sharded state.
 
 mod balance;
 mod common;

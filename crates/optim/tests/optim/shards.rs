@@ -1,4 +1,4 @@
-//! Optimizers of shards come to the bits of one optimizer of all.
+//! Sharded optimizers compute the same bits as an unsharded one.
 
 use crate::common::{
     Exchange, KINDS, Kind, Shards, Weights, bits, device, grads, options, step, table, train, weights,
@@ -9,13 +9,13 @@ use trireme_tensor::ParameterTable;
 
 const NUM_STEPS: u64 = 3;
 
-/// What ranks come to, each with its shard.
+/// The result of a run in which each rank has one shard.
 #[derive(PartialEq)]
 struct Run {
     weights: Weights,
-    /// All sums that a rank was given.
+    /// Bits of all sums that a rank received.
     sum_bits: Vec<u64>,
-    /// Sums and gathers of a rank.
+    /// Numbers of sums and of gathers of a rank.
     calls: [usize; 2],
 }
 
@@ -26,7 +26,7 @@ fn in_shards(options: &OptimizerOptions, table: &Arc<ParameterTable>, num_ranks:
         let run = |rank: usize| {
             let (exchange, mut weights) = (Arc::clone(&exchange), found.weights.clone());
             move || {
-                // Threads of a rank change nothing either.
+                // The number of threads of a rank does not change the result.
                 let device = device(1 + rank % 2);
                 let parts = table.shards(rank, num_ranks);
                 let mut optimizer = Optimizer::new(options, table, &parts, &device).unwrap();
@@ -66,7 +66,7 @@ fn check(kind: Kind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
             );
         }
         assert!(found.sum_bits == expected.sum_bits, "{kind:?}: {num_ranks} ranks come to other sums");
-        // Of each of three units; Muon's of the one with hidden matrices.
+        // Adafactor, LAMB and LARS exchange sums for each of three units; Muon gathers the only unit with hidden matrices.
         let exchanges = match kind.0 {
             OptimizerName::Adafactor => [2 * 3, 0],
             OptimizerName::Lamb | OptimizerName::Lars => [3, 0],
@@ -78,8 +78,8 @@ fn check(kind: Kind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
 }
 
 #[test]
-fn shards_come_to_the_same_bits() {
-    // Leaves shorter than rows, and longer.
+fn shards_compute_the_same_bits() {
+    // Leaves that are shorter, and longer, than rows.
     for leaf_len in [5, 70] {
         let table = table(leaf_len);
         KINDS.into_iter().for_each(|kind| check(kind, StateDType::F32, &table));
@@ -87,7 +87,7 @@ fn shards_come_to_the_same_bits() {
 }
 
 #[test]
-fn narrow_states_of_shards_come_to_the_same_bits() {
+fn narrow_states_of_shards_have_the_same_bits() {
     let table = table(100);
     assert!(table.units()[1].num_elements >= OptimizerOptions::INT8_ELEMENTS_MIN);
     for kind in KINDS {

@@ -1,4 +1,4 @@
-//! States in f32 and fewer bits: to a checkpoint and back, and what they cost.
+//! States in f32 and fewer bits: saving them, restoring them, and their memory.
 
 use crate::common::{DEFAULT, KINDS, Kind, Weights, bits, device, grads, step, table, train, weights};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use trireme_tensor::{Category, Device, ParameterTable};
 
 const DTYPES: [StateDType; 3] = [StateDType::F32, StateDType::Bf16, StateDType::Int8];
 
-/// A state by the names of state and parameter.
+/// States with their values; a name combines the names of state and parameter.
 type Saved = Vec<(String, Vec<f32>)>;
 
 fn save(optimizer: &Optimizer, device: &Device) -> Saved {
@@ -55,7 +55,7 @@ fn options(kind: Kind, state_dtype: StateDType) -> OptimizerOptions {
 }
 
 #[test]
-fn a_run_goes_on_with_the_same_bits_from_saved_states() {
+fn a_run_resumes_with_the_same_bits_from_saved_states() {
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
     for kind in KINDS {
@@ -76,7 +76,7 @@ fn a_run_goes_on_with_the_same_bits_from_saved_states() {
 }
 
 #[test]
-fn states_of_any_dtype_go_on_from_any_other() {
+fn states_of_any_dtype_load_from_any_other() {
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
     for from in DTYPES {
@@ -243,10 +243,10 @@ fn matrices_decay_and_vectors_only_if_asked() {
     assert_eq!(decayed(false, vec![none]), ["in.weight", "out.weight"]);
 }
 
-/// An update by a state that began late equals the update of a run that begins there.
+/// An update with a state that began late equals the update of a run that begins there.
 #[test]
 fn a_state_that_begins_late_counts_its_own_updates() {
-    // So late that a relative step by the run's count would be shorter than the learning rate.
+    // So late that `1 / sqrt(step)` of the run's step count would be below the learning rate.
     const START: u64 = 1_000_000;
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
@@ -267,7 +267,7 @@ fn a_state_that_begins_late_counts_its_own_updates() {
     }
 }
 
-/// Part of a unit that is trained from the middle of a run on does not change the updates of the rest.
+/// Training a part of a unit from the middle of a run does not change the updates of the rest.
 #[test]
 fn parameters_of_a_unit_may_begin_at_different_times() {
     const LATE: u64 = 5;

@@ -8,7 +8,7 @@ use trireme_schedule::{Chain, single};
 
 const CLASSES: [StateClass; 4] = StateClass::ALL;
 
-/// An embedding, alike blocks and a head on one rank.
+/// Returns the sizes of an embedding, equal blocks and a head on one rank.
 fn sizes(num_units: usize) -> StateSizes {
     let block = UnitPasses {
         input: 64,
@@ -30,7 +30,7 @@ fn sizes(num_units: usize) -> StateSizes {
     StateSizes { units: passes.into_iter().map(unit).collect(), gather_bytes: 4, gradient_bytes: 4 }
 }
 
-/// What a rank would take that holds all of what does not move, and two units' of what does.
+/// Predicts the memory of a rank that stores on the device all state of classes that stay there, and the state of two units of the others.
 fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
     let state = program.outline.state;
     let (mut device, mut host) = (1000, 0);
@@ -65,7 +65,7 @@ fn program(num_units: usize, state: StateLayout) -> Program {
     lay_out(single::program(&chain, 1), state)
 }
 
-/// Every choice with every number of blocks.
+/// Returns all combinations of tiers with all numbers of offloaded blocks.
 fn every_choice(given: StateLayout, num_units: usize) -> Vec<StateLayout> {
     let blocks = |state: StateLayout| (1..num_units).map(move |num_moved| StateLayout { num_moved, ..state });
     combinations(given, &CLASSES, 1).into_iter().flat_map(blocks).collect()
@@ -90,7 +90,8 @@ proptest! {
     }
 }
 
-/// The places of one class for which a rank takes so much less, with so much of the host.
+/// Chooses the tier of one class so that a rank needs `less` fewer bytes on the device, with `host` bytes of host memory. Also returns
+/// whether it fits.
 fn fit(num_units: usize, stage: usize, class: StateClass, less: usize, host: usize) -> (Placing, bool) {
     let (sizes, given) = (sizes(num_units), StateLayout::zero(stage));
     let program = |state| program(num_units, state);
@@ -103,19 +104,19 @@ fn fit(num_units: usize, stage: usize, class: StateClass, less: usize, host: usi
 }
 
 #[test]
-fn the_first_blocks_leave_and_no_more_than_needed() {
+fn the_first_blocks_are_offloaded_and_no_more_than_needed() {
     let fit = |less| fit(8, 0, StateClass::Activations, less, usize::MAX);
     assert_eq!(fit(0).0.state.activations.tier, Tier::Device);
     let (found, _) = fit(640 + 1);
     assert_eq!((found.state.activations.tier, found.state.num_moved), (Tier::Host, 2));
-    // Each goes and comes back.
+    // Each block's activations are moved out and back.
     assert_eq!(found.traffic, Traffic { host: 2 * 2 * 640, disk: 0 });
     let (refused, holds) = fit(7 * 640);
     assert!(!holds && refused.state.activations.tier == Tier::Host);
 }
 
 #[test]
-fn what_the_host_has_no_room_for_goes_to_disk() {
+fn state_goes_to_disk_if_the_host_has_no_room() {
     let tier = |host| {
         let (found, holds) = fit(4, 1, StateClass::Optimizer, 1, host);
         holds.then_some(found.state.optimizer.tier)

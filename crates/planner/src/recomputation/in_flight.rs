@@ -1,4 +1,4 @@
-//! Recomputation on a rank of a pipeline, which has several microbatches in flight.
+//! Chooses recomputation on a pipeline rank, which has several microbatches in flight.
 
 use super::{Choice, inputs_only};
 use crate::offload::MemoryBounds;
@@ -6,16 +6,17 @@ use crate::usage::DryRun;
 use trireme_base::{MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep, Program};
 
-/// Little recomputation with which a rank of a pipeline takes no more than `bounds`, with what it takes; `run` makes the rank's program of a choice and finds
-/// what it takes. Units that lie on other ranks keep what `given` says.
+/// Returns recomputation with which a pipeline rank stays within `bounds`, and its memory use. `run` runs the rank's program of a choice
+/// dry. Units on other ranks keep the activations of `given`. If even keeping only inputs does not fit, returns that choice.
 ///
-/// From inputs alone on, units keep more in the order of the operations that this saves for each byte of all microbatches that are in flight, as far as it fits. That is a
-/// greedy choice: unlike [`fit_keeps`](super::fit_keeps) it makes every unit again from its own input, and may miss the least. If nothing fits, inputs alone.
+/// The search is greedy. At first units keep only their inputs. Then units keep more, in descending order of the operations saved for each
+/// byte of all microbatches in flight, as long as the step fits. Unlike [`fit_keeps`](super::fit_keeps), this recomputes every unit from
+/// its own input, and it may not find the least recomputation.
 ///
-/// Cost: a run for each halving of the steps, of which a unit has at most two.
+/// Cost: one run for each step of a binary search over the upgrades. A unit has at most two upgrades.
 ///
 /// # Errors
-/// Those of `run`.
+/// Errors of `run`.
 pub(crate) fn fit_keeps_in_flight<E>(
     passes: &[UnitPasses],
     given: &[Keep],
@@ -42,7 +43,7 @@ pub(crate) fn fit_keeps_in_flight<E>(
     if !bounds.hold(&found.prediction) {
         return Ok(best);
     }
-    // So many steps fit, and so many do not. First all of them: often there is room.
+    // Binary search: `fits` upgrades fit, `too_many` do not. All of them are tried first, because often there is room.
     let (mut fits, mut too_many) = (0, upgrades.len() + 1);
     let mut next = upgrades.len();
     while too_many - fits > 1 {
@@ -58,7 +59,7 @@ pub(crate) fn fit_keeps_in_flight<E>(
     Ok(best)
 }
 
-/// For each unit the most microbatches of which something waits for the backward pass; 0 if it lies on another rank.
+/// Returns for each unit the maximum number of microbatches between forward and backward; 0 if the unit is on another rank.
 fn most_in_flight(program: &Program, num_units: usize) -> Vec<usize> {
     let (mut now, mut most) = (vec![0_usize; num_units], vec![0; num_units]);
     for action in &program.actions {
@@ -74,18 +75,18 @@ fn most_in_flight(program: &Program, num_units: usize) -> Vec<usize> {
     most
 }
 
-/// A unit keeps more than before.
+/// A change of a unit's choice to one that keeps more activations.
 struct Upgrade {
     unit: usize,
     keep: Keep,
-    /// Operations that are not made again, of a microbatch.
+    /// Operations of a microbatch that are no longer recomputed.
     operations: u64,
-    /// Of all microbatches in flight.
+    /// Additional bytes for all microbatches in flight.
     bytes: usize,
 }
 
 impl Upgrade {
-    /// Those of a unit, of which the first saves most for its bytes.
+    /// Returns the upgrades of a unit, in descending order of the operations saved per byte.
     fn of(unit: usize, passes: &[UnitPasses], in_flight: usize) -> Vec<Upgrade> {
         let passes = &passes[unit];
         if in_flight == 0 || !passes.keeps() {

@@ -12,14 +12,14 @@ fn program(keeps: &[Keep]) -> Program {
     lowering::recompute(single::program(&Chain::of_units(keeps.len()), 1), keeps)
 }
 
-/// Bytes of the tensors that the first and the last unit read of a microbatch.
+/// Bytes of each batch tensor. The first and the last unit read one each.
 const TENSOR_BYTES: usize = 3;
 
 fn batch(passes: &[UnitPasses]) -> Vec<BatchMemory> {
     [0, passes.len() - 1].map(|unit| BatchMemory { bytes: TENSOR_BYTES, readers: vec![unit] }).into()
 }
 
-/// What the activations of a rank without parameters take.
+/// Simulates the activation memory of a rank without parameters.
 fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
     let program = program(keeps);
     let (mut current, mut output, mut grad) = (2 * TENSOR_BYTES, 0, 0);
@@ -72,7 +72,7 @@ fn of_activations(num_bytes: usize) -> CategoryBytes {
     CategoryBytes(Category::ALL.map(bytes))
 }
 
-/// Sizes that passes can have: what is made is there with what it is made of.
+/// Returns sizes that passes can have: results are in memory together with the values that they are computed from.
 fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
     let mut passes: Vec<UnitPasses> = Vec::new();
     for (unit, &[output, inner, products, extra, renewal, backward, grad, operations]) in
@@ -92,7 +92,7 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
             products,
             forward_peak,
             renewal_peak,
-            // The gradient of the output is as large as what the unit above gives; it is added below.
+            // The gradient of the output has the size of the input gradient of the unit above; the loop below adds it.
             backward_peak: record + backward.max(input_grad),
             forward_cost: cost(10 + operations),
             backward_cost: cost(20 + 2 * operations),
@@ -107,7 +107,7 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
     passes
 }
 
-/// All choices that a program can have.
+/// Returns all choices that a program can have.
 fn every_choice(passes: &[UnitPasses]) -> Vec<Vec<Keep>> {
     let mut choices: Vec<Vec<Keep>> = vec![Vec::new()];
     for passes in passes {
@@ -160,9 +160,9 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// The same with the choice for a rank of a pipeline, which need not be the best.
+    /// The same for the choice on a pipeline rank, which need not be the best.
     #[test]
-    fn what_is_in_flight_fits_and_uses_the_room(
+    fn choices_for_microbatches_in_flight_fit_and_use_the_room(
         numbers in proptest::collection::vec(proptest::array::uniform8(0_usize..40), 2..7),
         part in 0.0_f64..1.1,
     ) {
@@ -182,7 +182,7 @@ proptest! {
 }
 
 #[test]
-fn more_memory_makes_less_again() {
+fn more_memory_means_less_recomputation() {
     let block = UnitPasses {
         input: 10,
         output: 10,

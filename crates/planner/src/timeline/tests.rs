@@ -4,12 +4,12 @@ use trireme_schedule::lowering::lay_out;
 use trireme_schedule::pipeline::{self, Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Chain, StateLayout, single};
 
-/// A synchronous schedule, and its stages a rank.
+/// Synchronous schedule kinds with their number of stages per rank.
 fn kinds() -> impl Strategy<Value = (Kind, usize)> {
     prop::sample::select(Kind::synchronous(2).collect::<Vec<_>>())
 }
 
-/// A schedule of stages as programs with a unit a stage, and its own makespan.
+/// Returns a schedule of stages as programs with one unit per stage, and the makespan of the schedule itself.
 fn of_stages(
     kind: (Kind, usize),
     num_ranks: usize,
@@ -23,7 +23,7 @@ fn of_stages(
     (programs(&schedule, costs, &units, &Chain::of_units(units[units.len() - 1].end)), timeline.makespan)
 }
 
-/// Ticks of each stage's passes and of messages; what else there is takes none.
+/// Returns the ticks of each stage's passes and of messages. Other actions take no time.
 fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
     |_, action| match action {
         Action::Forward { unit, .. } => costs.stages()[unit].forward,
@@ -39,7 +39,7 @@ fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
 
 proptest! {
     #[test]
-    fn programs_take_what_their_schedule_takes(
+    fn programs_have_the_makespan_of_their_schedule(
         kind in kinds(), num_ranks in 1..5_usize, more in 0..5_usize, times in prop::collection::vec(1..9_u64, 3),
         send in 0..2_u64,
     ) {
@@ -56,7 +56,7 @@ proptest! {
     ) {
         let equal = Costs::equal(num_ranks * kind.1, StageCosts::of(1, 1, 1)).unwrap();
         let (programs, _) = of_stages(kind, num_ranks, 2 * num_ranks + more, &equal);
-        // Each action takes something else.
+        // Actions have different durations.
         let ticks = |_: usize, action: Action| match action {
             Action::Send(_) => send,
             Action::Forward { unit, microbatch, .. } => 1 + (seed >> ((unit * 7 + microbatch) % 60)) % 16,
@@ -88,7 +88,7 @@ fn program(text: &str) -> Program {
 }
 
 #[test]
-fn messages_travel_beside_passes_and_receivers_wait() {
+fn messages_overlap_passes_and_receivers_wait() {
     let ranks = [
         "units 2 microbatches 1 rank 0 stage 0-1@0 stage 1-2@1\nF 0 0\nSEND_F 0 0\nRECV_B 1 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0",
         "units 2 microbatches 1 rank 1 stage 0-1@0 stage 1-2@1\nRECV_F 0 0\nF 1 0\nB 1 0\nREDUCE_GRAD 1\nSEND_B 1 0\nSTEP 1",
@@ -105,14 +105,14 @@ fn messages_travel_beside_passes_and_receivers_wait() {
     let spans = |rank: usize| -> Vec<(u64, u64)> {
         timeline.ranks[rank].iter().map(|span| (span.start, span.end)).collect()
     };
-    // The second rank's reduction ends at 143, and both update then.
+    // The reduction of the second rank ends at 143, and then both ranks update.
     assert_eq!(spans(0), [(0, 10), (10, 13), (10, 46), (46, 66), (66, 66), (143, 148)]);
     assert_eq!(spans(1), [(0, 13), (13, 23), (23, 43), (43, 143), (43, 46), (143, 148)]);
     assert_eq!(timeline.makespan, 148);
 }
 
 #[test]
-fn gathering_goes_on_beside_passes_that_read_other_units() {
+fn gathers_overlap_passes_that_read_other_units() {
     let program = lay_out(single::program(&Chain::of_units(3), 1), StateLayout::zero(3));
     let ticks = |gather: u64| {
         move |_: usize, action: Action| match action {
@@ -123,7 +123,7 @@ fn gathering_goes_on_beside_passes_that_read_other_units() {
     };
     let makespan = |gather| simulate(std::slice::from_ref(&program), ticks(gather)).unwrap().makespan;
     assert_eq!(makespan(0), 60);
-    // Of what is gathered ahead only the first is waited for.
+    // Passes wait only for the first gather; the others overlap with passes.
     assert_eq!(makespan(4), 64, "{program}");
     let num_gathered =
         program.actions.iter().filter(|action| matches!(action, Action::Unshard { .. })).count();

@@ -1,4 +1,4 @@
-//! Builds the models of these families.
+//! Builds decoder models.
 
 use super::{ExpertNames, Style};
 use crate::config::{ExpertsConfig, LatentConfig, ModelConfig, RouterScores};
@@ -48,7 +48,7 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    /// The units of a layer: one, or one for attention and one for experts.
+    /// Returns the units of a layer: one, or two if it has experts (attention, and the experts).
     fn layer(&mut self, layer: usize, rotary: Option<&Arc<RotaryTable>>) -> Vec<Arc<dyn Unit>> {
         let name = format!("model.layers.{layer}");
         self.table.begin_unit(&name);
@@ -100,7 +100,7 @@ impl Builder<'_> {
         })
     }
 
-    /// Latent vectors are the same on all ranks of the tensor axis; heads are cut.
+    /// Builds latent attention. Tensor parallelism splits the heads; all ranks compute the latent vectors.
     fn latent_attention(
         &mut self,
         name: &str,
@@ -183,7 +183,8 @@ impl Builder<'_> {
         InputActivation::Gated(self.config.activation)
     }
 
-    /// The matrices of all experts lie one below the other; ranks of the tensor axis cut each of them as they cut those of other layers.
+    /// Builds a mixture of experts. The matrices of all experts are stacked along dim 0. Tensor parallelism splits each of them like those
+    /// of other layers.
     fn experts(&mut self, name: &str, experts: &ExpertsConfig) -> MixtureOfExperts {
         let (hidden, inner) = (self.config.hidden_size, experts.intermediate_size);
         let &ExpertsConfig { num_experts, num_choices, normalizes, scale, groups, .. } = experts;
@@ -199,7 +200,7 @@ impl Builder<'_> {
         let bias = experts.has_bias.then(|| {
             self.table.add(Parameter::balance(format!("{module}.gate.e_score_correction_bias"), num_experts))
         });
-        // What all ranks have comes first, so that it lies at the same place on any number of them.
+        // Parameters that all ranks have come first, so that their offsets do not depend on the number of ranks.
         let shared = (experts.num_shared > 0).then(|| {
             let inner = experts.num_shared * inner;
             let shared = |part: &str| format!("{module}.shared_experts.{part}");
@@ -260,7 +261,8 @@ impl Builder<'_> {
         })
     }
 
-    /// Projections of one input lie side by side, for one product. What is cut is cut by its outputs, with its biases.
+    /// Adds projections of one input, stacked so that one matrix product computes them. A split projection is split by its outputs, with
+    /// its bias.
     fn projections(
         &mut self,
         parts: &[(String, usize, Option<Cut>)],
@@ -286,7 +288,7 @@ impl Builder<'_> {
         })
     }
 
-    /// A projection back to the residual stream, with the norm of this name where the style has one.
+    /// Adds a projection back to the residual stream, followed by the norm `norm_name` if the style has output norms.
     fn residual_projection(
         &mut self,
         name: &str,
@@ -298,7 +300,7 @@ impl Builder<'_> {
         Projection { linear, norm, dropout: dropout(self.config, name) }
     }
 
-    /// The projection back to the residual stream, which is cut by its inputs.
+    /// Adds a row-parallel linear layer, which is split by its inputs.
     fn row_parallel(
         &mut self,
         name: &str,

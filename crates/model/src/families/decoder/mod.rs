@@ -1,4 +1,4 @@
-//! What families have in common that descend from llama: rotary positions, RMS normalisation, gated feed-forward, and the names and
+//! Common parts of the families that descend from llama: rotary positions, RMS normalisation, gated feed-forward layers, and the names and
 //! layouts of their Hugging Face checkpoints.
 
 mod builder;
@@ -12,26 +12,26 @@ use crate::error::Result;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;
 
-/// In what families differ beside their configs.
+/// Differences between families that configs do not express.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Style {
-    /// Heads of queries and keys are normalised.
+    /// Whether heads of queries and keys are normalised.
     pub(super) has_qk_norms: bool,
-    /// Attention and feed-forward are normalised before they are added to the residual stream, too.
+    /// Whether the outputs of attention and feed-forward are also normalised before they are added to the residual stream.
     pub(super) has_output_norms: bool,
-    /// Added to the weights of norms, which begin at 1 with it.
+    /// Constant added to the weights of norms. The initial sum is 1.
     pub(super) norm_weight_offset: f32,
-    /// Embeddings are multiplied by the root of their width.
+    /// Whether embeddings are multiplied by the square root of their width.
     pub(super) scales_embedding: bool,
     pub(super) expert_names: ExpertNames,
 }
 
-/// What a layer calls its experts.
+/// Names of a layer's experts in checkpoints.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExpertNames {
-    /// The part of a layer that they are.
+    /// Name of the module that contains the experts.
     pub(super) part: &'static str,
-    /// Of each the gate, what it multiplies, and the projection back.
+    /// Names of the gate projection, the up projection and the down projection of an expert.
     pub(super) projections: [&'static str; 3],
 }
 
@@ -45,12 +45,12 @@ impl Style {
     };
 }
 
-/// What transformers takes for keys that a config does not have.
+/// Defaults of transformers for keys that a config lacks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Defaults {
-    /// `None` for an equal share of the hidden size.
+    /// `None` for the hidden size divided by the number of heads.
     pub(super) head_dim: Option<usize>,
-    /// `None` for as many as there are heads, as for a null.
+    /// `None` for the number of heads, which null also means.
     pub(super) num_kv_heads: Option<usize>,
     pub(super) tie_word_embeddings: bool,
     /// `None` for 10,000.
@@ -82,7 +82,7 @@ pub(super) fn read_decoder(reader: &Reader<'_>, family: Family, defaults: Defaul
     })
 }
 
-/// The layers that `layer_types` says slide, if the config has it.
+/// Returns the layers that `layer_types` lists as sliding; `None` if the key is missing.
 pub(super) fn read_layer_types(reader: &Reader<'_>, num_layers: usize) -> Result<Option<Vec<usize>>> {
     let Some(types) = reader.get("layer_types") else { return Ok(None) };
     let known = ["full_attention", "sliding_attention"].map(Value::from);
@@ -92,13 +92,13 @@ pub(super) fn read_layer_types(reader: &Reader<'_>, num_layers: usize) -> Result
     Ok(Some((0..num_layers).filter(|&layer| types[layer] == known[1]).collect()))
 }
 
-/// The window; `None` where the key says null.
+/// Returns the window size; `None` if the key is null.
 pub(super) fn read_window(reader: &Reader<'_>) -> Result<Option<usize>> {
     let given = reader.optional_size("sliding_window")?;
     Ok(if reader.has("sliding_window") { given } else { Some(4096) })
 }
 
-/// The attention of the Qwen families: some layers may slide.
+/// Reads the attention of the Qwen families, in which some layers may use a sliding window.
 pub(super) fn read_qwen_attention(reader: &Reader<'_>, num_layers: usize) -> Result<AttentionConfig> {
     let window = if reader.flag("use_sliding_window", false)? { read_window(reader)? } else { None };
     let types = read_layer_types(reader, num_layers)?;
@@ -119,12 +119,12 @@ pub(super) fn read_qwen_attention(reader: &Reader<'_>, num_layers: usize) -> Res
     Ok(AttentionConfig { sliding: Some(SlidingWindow { size, layers }), ..AttentionConfig::default() })
 }
 
-/// What [`read_window`] reads.
+/// Returns the value of `sliding_window` for [`read_window`].
 pub(super) fn window_size(config: &ModelConfig) -> Option<usize> {
     config.attention.sliding.as_ref().map(|sliding| sliding.size)
 }
 
-/// For each layer what transformers calls its attention.
+/// Returns the value of `layer_types` for [`read_layer_types`].
 pub(super) fn layer_types(config: &ModelConfig) -> Vec<&'static str> {
     let name = |layer| {
         if config.attention.window(layer).is_some() { "sliding_attention" } else { "full_attention" }
@@ -132,7 +132,7 @@ pub(super) fn layer_types(config: &ModelConfig) -> Vec<&'static str> {
     (0..config.num_layers).map(name).collect()
 }
 
-/// What [`read_qwen_attention`] reads, beside the family's `own` keys.
+/// Adds the keys of [`read_qwen_attention`] to the family's `own` keys.
 pub(super) fn write_qwen_attention(config: &ModelConfig, mut own: Value) -> Value {
     let window = window_size(config);
     own["use_sliding_window"] = window.is_some().into();
@@ -141,7 +141,7 @@ pub(super) fn write_qwen_attention(config: &ModelConfig, mut own: Value) -> Valu
     own
 }
 
-/// The `config.json` of a model, with the family's `own` keys.
+/// Returns the `config.json` of a model, including the family's `own` keys.
 pub(super) fn write_decoder(config: &ModelConfig, class: &str, own: Value) -> Value {
     let rope = config.rope.expect("positions are rotary");
     let mut json = json!({

@@ -1,4 +1,4 @@
-//! Optimizers of small units, whole or in shards of simulated ranks.
+//! Optimizers of small units, unsharded or with shards on simulated ranks.
 
 use std::ops::Range;
 use std::sync::{Arc, Barrier, Mutex};
@@ -38,14 +38,14 @@ pub(crate) fn options((name, settings): Kind) -> OptimizerOptions {
     OptimizerOptions { settings, ..OptimizerOptions::new(name) }
 }
 
-/// Three units: the middle one has matrices and vectors, of which leaves have `leaf_len` elements.
+/// Returns three units. The second has matrices and vectors, and its leaves have `leaf_len` elements.
 pub(crate) fn table(leaf_len: usize) -> Arc<ParameterTable> {
     let mut table = ParameterTable::default();
     table.begin_unit("embedding");
     table.add(Parameter::embedding("wte.weight", &[40, 24], Initial::ZEROS));
     table.begin_unit("block");
     table.add(Parameter::vector("norm.weight", 24, Initial::ZEROS));
-    // Rows are longer than leaves, or leaves than rows.
+    // Depending on `leaf_len`, rows are longer or shorter than leaves.
     table.add(Parameter::matrix("in.weight", &[24, 72], Initial::ZEROS));
     table.add(Parameter::vector("in.bias", 72, Initial::ZEROS));
     table.add(Parameter::balance("router.bias", 7));
@@ -60,7 +60,7 @@ pub(crate) fn device(num_threads: usize) -> Device {
     Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap()
 }
 
-/// Normal values for a unit, of sizes that differ so much between leaves that a sum of their squares depends on its order.
+/// Returns normal values for a unit. Their sizes differ so much between leaves that a sum of their squares depends on its order.
 pub(crate) fn random(len: usize, name: &str, size: f32) -> Vec<f32> {
     let mut values = vec![0.0; len];
     RandomKey::new(3, name).fill_normal(&mut values, size);
@@ -71,7 +71,7 @@ pub(crate) fn random(len: usize, name: &str, size: f32) -> Vec<f32> {
     values
 }
 
-/// Sums of the ranks of a simulated group, which are threads.
+/// Sums over the ranks of a simulated group, which are threads.
 pub(crate) struct Exchange {
     barrier: Barrier,
     slots: Mutex<Vec<Vec<f64>>>,
@@ -84,7 +84,7 @@ impl Exchange {
     }
 }
 
-/// One rank's end of it; counts its calls, and keeps the bits of all sums.
+/// The [`ShardOps`] of one rank. Counts its calls, and records the bits of all sums.
 pub(crate) struct Shards {
     pub(crate) exchange: Arc<Exchange>,
     pub(crate) rank: usize,
@@ -155,7 +155,7 @@ pub(crate) fn weights(table: &ParameterTable) -> Weights {
     table.units().iter().map(|unit| random(unit.num_elements, &unit.name, 0.5)).collect()
 }
 
-/// One step of all units of an optimizer of `parts`.
+/// Runs one step for all units of an optimizer of `parts`.
 pub(crate) fn step<S: ShardOps<Error = DeviceError>>(
     optimizer: &mut Optimizer,
     device: &Device,
@@ -173,14 +173,14 @@ pub(crate) fn step<S: ShardOps<Error = DeviceError>>(
     }
 }
 
-/// Gradients of one step.
+/// Returns the gradients of one step.
 pub(crate) fn grads(table: &ParameterTable, step: u64, size: f32) -> Weights {
     let grads =
         |unit: &trireme_tensor::UnitInfo| random(unit.num_elements, &format!("{} {step}", unit.name), size);
     table.units().iter().map(grads).collect()
 }
 
-/// Weights after some steps of one rank that has all.
+/// Returns the weights after some steps on a single rank.
 pub(crate) fn train(
     options: &OptimizerOptions,
     table: &Arc<ParameterTable>,
