@@ -7,7 +7,7 @@ use std::ops::{Add, AddAssign};
 /// The traffic does not include a kernel's own workspace, such as packed operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Cost {
-    /// Operations of matrix products, including those of attention. A multiply-add counts as two operations.
+    /// Operations of matrix products, including the products of attention. A multiply-add counts as two operations.
     pub product_operations: u64,
     /// The portion of `product_operations` that recomputes results of forward, such as the attention scores in backward.
     pub repeated_operations: u64,

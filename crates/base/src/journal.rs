@@ -56,8 +56,8 @@ pub struct StepEntries {
     /// For each action of the rank's program, the entries that were recorded while it ran. A last element holds the entries after the last
     /// action.
     pub actions: Vec<Vec<JournalEntry>>,
-    /// Number of operations that are issued in each step. If an operation was issued in the previous step, the number in its await is
-    /// smaller by this amount than that of the corresponding operation of this step.
+    /// Number of operations that a step issues. An operation of this step has the number of the corresponding operation of the
+    /// previous step plus this amount.
     pub num_issued: usize,
 }
 

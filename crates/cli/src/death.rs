@@ -13,7 +13,7 @@ pub(crate) enum Death {
 /// The processes of workers that ended or stopped, by rank.
 pub(crate) type Fates = BTreeMap<usize, Fate>;
 
-/// What is seen of a worker's process from outside.
+/// The state of a worker's process, as its launcher observes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
     /// It has ended, and not well.

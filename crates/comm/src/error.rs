@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::{Rank, ranges};
 
-/// Why communication failed. Cheap to clone: the failure of one operation is also that of all after it. Operations are
+/// Why communication failed. Cheap to clone: after an operation has failed, all later ones fail with the same error. Operations are
 /// numbered from 0 (`sequence`) within their group.
 #[derive(Debug, Clone, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain variants and fields")]

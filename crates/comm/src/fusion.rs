@@ -104,7 +104,7 @@ impl Fusion {
     /// From the work: [`CommError::Allocate`] if there is no memory for a batch, and whatever ends a group.
     ///
     /// # Panics
-    /// If the elements of a short vector are of another type than those of earlier ones.
+    /// If a vector short enough to be fused has another dtype than the vectors before it.
     pub fn all_reduce(&self, mut vector: Buffer<Untyped>) -> FusedWork {
         if !self.fuses(vector.len()) {
             self.close(&mut lock(&self.state));

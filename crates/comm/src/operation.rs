@@ -11,7 +11,7 @@ pub(crate) enum OperationKind {
     Collective(CollectiveKind),
     /// An all-to-all with blocks of any lengths.
     AllToAllVariable,
-    /// The same, sending blocks for another host through a rank of the sender's host. Its length is that of all blocks of all ranks.
+    /// The same, sending blocks for another host through a rank of the sender's host. Its length is the sum over all blocks of all ranks.
     AllToAllVariableByHosts,
     /// Every rank gets the bytes of all ranks; their lengths may differ.
     AllGatherBytes,

@@ -163,7 +163,7 @@ pub(super) fn records_file(run_folder: &Path) -> PathBuf {
     run_folder.join(METRICS_FILE)
 }
 
-/// What counting pairs of tokens achieves on the run's text, if that can be found from here.
+/// Returns the loss of the bigram baseline on the run's corpus, if the corpus can be found from here.
 pub(super) fn baseline(run_folder: &Path) -> Option<f64> {
     let path = Some(run_folder.join(CONFIG_TOML)).filter(|path| path.is_file())?;
     let config = Config::load(&path, &[], None).ok()?;

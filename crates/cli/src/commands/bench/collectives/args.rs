@@ -40,7 +40,7 @@ table that shows where each worker was (docs/hangs.md).";
 
 /// Time the collective operations of a group of workers.
 ///
-/// Each operation runs once to check its result, then repeatedly between barriers. Its time is that of the slowest worker.
+/// Each operation runs once to check its result, then repeatedly between barriers. The time of the slowest worker counts.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct CollectivesArgs {
