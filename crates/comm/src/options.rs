@@ -221,7 +221,7 @@ trireme_base::named! {
 }
 
 trireme_base::named! {
-    /// What carries a group's data.
+    /// The transport of a group's data.
     pub enum TransportKind {
         /// Nothing: a world of one.
         Single = "single",

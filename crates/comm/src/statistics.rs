@@ -6,7 +6,7 @@ pub struct CommStatistics {
     /// Operations that ended.
     pub num_operations: u64,
     /// Bytes of user data this rank moved: sent over sockets (without frame headers), or read from and written to peers' shared
-    /// memory. The formulas are those of [`trireme_schedule::collective`].
+    /// memory. The formulas are from [`trireme_schedule::collective`].
     pub payload_bytes: u64,
     /// Bytes of user data in messages that this rank has sent ([`Group::send`](crate::Group::send)).
     pub message_bytes: u64,

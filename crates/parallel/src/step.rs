@@ -95,7 +95,7 @@ impl ExecutorOptions {
         if self.fp8.is_some() { Precision::F32 } else { self.precision }
     }
 
-    /// The dtype in which `num_ranks` ranks reduce gradients, and that of a shard's gradient: several reduce-scattered sums are added
+    /// The dtype in which `num_ranks` ranks reduce gradients, and the dtype of a shard's gradient: several reduce-scattered sums are added
     /// in f32. A rank alone rounds nothing, and `as_integers` gradients are not rounded otherwise.
     pub fn gradient_dtypes(&self, outline: &Outline, num_ranks: usize, as_integers: bool) -> [DType; 2] {
         let reduced = if num_ranks == 1 || as_integers { DType::F32 } else { self.reduce_dtype.dtype() };
@@ -156,7 +156,7 @@ pub enum Skipped {
 }
 
 trireme_base::named! {
-    /// What was infinite or NaN.
+    /// The quantity that was infinite or NaN.
     pub enum NonFinite {
         /// The mean loss: the forward pass went beyond its range.
         Loss = "loss",

@@ -20,7 +20,7 @@ pub enum Placement {
     /// Each rank holds a range of the elements in row-major order. Rank `i` of the axis holds the elements from `bounds[i]` to
     /// `bounds[i + 1]`.
     ///
-    /// Elements are those of the rank's part after all other axes, including padding. So shards of a flat buffer of several tensors may
+    /// The elements are the rank's part after all other axes, including padding. So shards of a flat buffer of several tensors may
     /// begin and end anywhere within a tensor. If there are fewer ranges than ranks, each range is held by equally many neighbouring ranks.
     Ragged {
         /// Start of each range, followed by the end of the last one. Ascending, from 0 to the number of elements.

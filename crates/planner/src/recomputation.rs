@@ -220,7 +220,7 @@ impl Search<'_> {
         self.passes.get(unit + 1).map_or(0, |above| above.input_grad)
     }
 
-    /// Adds a node whose last segment starts at `first`. `kept` and `operations` of `node` are those of this segment alone.
+    /// Adds a node whose last segment starts at `first`. `kept` and `operations` of `node` count this segment alone.
     fn push(&mut self, first: usize, node: Node) {
         let Node { kept, operations, .. } = self.nodes[node.below];
         self.fronts[first + node.len].push(self.nodes.len());

@@ -46,7 +46,7 @@ impl Gauge {
 pub struct MemoryCounter {
     of_category: [Gauge; NUM_CATEGORIES],
     total: Gauge,
-    /// What each category held at the peak of the total.
+    /// The bytes of each category at the peak of the total.
     at_peak: [AtomicUsize; NUM_CATEGORIES],
     /// The part of the total that is memory of others, which count it as well.
     mapped: AtomicUsize,

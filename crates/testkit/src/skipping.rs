@@ -3,7 +3,8 @@ use std::fmt::Display;
 /// Set to 1, no test may be skipped.
 const VARIABLE: &str = "TRIREME_TESTS_SKIP_NOTHING";
 
-/// What a test needs of the machine, if `found`; else `None`, and a line that says why. Every test that may be skipped asks here.
+/// Returns the resource of the machine that a test needs, or prints why the test is skipped and returns `None`. Every test that may be
+/// skipped calls it.
 ///
 /// # Panics
 /// If the machine lacks it, and `TRIREME_TESTS_SKIP_NOTHING` is set to 1.

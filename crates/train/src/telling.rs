@@ -1,4 +1,4 @@
-//! What the ranks of a group tell each other in a run and beside one.
+//! Small messages between all ranks of a group.
 
 use crate::error::TrainError;
 use serde::Serialize;

@@ -48,7 +48,7 @@ fn first_test_line(lines: &[Line]) -> usize {
     lines.windows(2).position(is_start).unwrap_or(lines.len())
 }
 
-/// What a byte of the text belongs to.
+/// The kind of text that a byte belongs to.
 #[derive(Clone, Copy)]
 enum Part {
     Code,

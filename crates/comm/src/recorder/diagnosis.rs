@@ -62,7 +62,7 @@ pub struct Disagreement {
 }
 
 trireme_base::named! {
-    /// What differs between operations that should be the same.
+    /// A property that differs between operations that should be the same.
     #[derive(Serialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Difference {

@@ -5,7 +5,7 @@ use crate::Operation;
 use serde::{Deserialize, Serialize};
 use trireme_base::Rank;
 
-/// The contents of a rank's flight recorder. Ranks are those of the world, times seconds since 1970 on the rank's host.
+/// The contents of a rank's flight recorder. Ranks are ranks of the world; times are seconds since 1970 on the rank's host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct RankReport {

@@ -72,7 +72,7 @@ impl<'a> Session<'a> {
     /// Introduces this rank on a connection to rank `to`, checks that the peer is a member, and returns the key of this connection.
     ///
     /// # Errors
-    /// What ends the connection; `ConnectionRefused` if the peer turned this rank away; `PermissionDenied` if it is no member.
+    /// Any error of the connection; `ConnectionRefused` if the peer turned this rank away; `PermissionDenied` if it is no member.
     pub(super) fn introduce<'p>(
         &self,
         socket: impl AsFd,

@@ -27,7 +27,7 @@ pub(super) struct Piece {
     pub(super) ends_document: bool,
     /// Which of the inputs it is of.
     pub(super) source: usize,
-    /// What counts in the loss, in bytes of the piece; all of it without.
+    /// The byte ranges of the piece that count in the loss; `None` if all bytes do.
     pub(super) answers: Option<Vec<Range<usize>>>,
     /// As [`Answered::literal`].
     pub(super) literal: Vec<usize>,

@@ -253,7 +253,7 @@ impl AxisOps for GroupAxis {
 
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         let lane = self.lane(term.dtype());
-        // What others have lent, such as files of activations that a budget has no room for, is copied like a device's memory.
+        // Lent memory, such as files for activations that exceed the budget, is copied like memory of a device.
         if !term.lent_memory().is_some_and(|memory| lane.memory.has_lent(memory)) {
             return self.start(device, kind, term.view());
         }

@@ -32,7 +32,7 @@ pub(super) struct StartedRows {
     rounds_under_way: usize,
     num_rounds: usize,
     next_round: usize,
-    /// What was started, with its round.
+    /// The exchanges in flight, each with its round.
     under_way: VecDeque<(usize, Transfer)>,
 }
 

@@ -22,7 +22,7 @@ const LATE_STEPS_MAX: u64 = 1 << 12;
 #[derive(Default)]
 struct Found {
     memory: MemoryUse,
-    /// What each category takes at most while an action runs, for every action of the program.
+    /// The peak of each category while an action runs, for every action of the program.
     lines: Vec<CategoryBytes>,
 }
 

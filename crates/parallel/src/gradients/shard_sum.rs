@@ -15,7 +15,7 @@ use trireme_tensor::{Category, Device, View};
 pub(crate) struct ShardSum {
     determinism: Determinism,
     device: Device,
-    /// What is summed over the replicas.
+    /// The vector that is summed over the replicas.
     pub(super) memory: Vector,
     sum: TreeSum<Gradient>,
 }

@@ -4,7 +4,7 @@ use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{ParameterInfo, ParameterTable};
 
-/// Where ranks that update a parameter hold it, and what the optimizer keeps of it, in memory and for checkpoints.
+/// The placement of a parameter and of its optimizer state on the ranks that update it, in memory and in checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placements {
     mesh: Mesh,

@@ -34,7 +34,7 @@ impl Holders {
         terms.sort_unstable();
         terms.dedup();
         let mut found = Self::new(table, &terms, ranks, device, DType::F32);
-        // What all ranks with different experts hold of units with experts: each has seen other tokens.
+        // Parameters of units with experts that are not experts: every rank of the expert axis holds them, and has seen other tokens.
         if let Some(group) = ranks.experts() {
             let pool = Pool::new(group, device, DType::F32, Category::Communication, true);
             let is_shared =

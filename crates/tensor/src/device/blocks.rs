@@ -38,7 +38,7 @@ impl Device {
 
     /// `y[i] = x[ids[i]]`, of rows.
     ///
-    /// Panics if an id is that of no row.
+    /// Panics if an id is outside the rows.
     pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.dtype(), y.dtype());
         self.issue(BlockCall::GatherRows { x: x.operand(), ids: ids.operand(), y: y.into_operand() });

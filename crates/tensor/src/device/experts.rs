@@ -79,7 +79,7 @@ impl Device {
     /// `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]`, of rows, in the order of the choices; in f32,
     /// rounded once. Weights and residual are f32.
     ///
-    /// Panics if a place is that of no row, or weights and residual are not of the shapes of places and `y`.
+    /// Panics if a place is outside the rows, or weights and residual are not of the shapes of places and `y`.
     pub(crate) fn combine_rows(
         &self,
         x: View<'_>,
@@ -99,7 +99,7 @@ impl Device {
     /// `products[t, c] = sum of x[places[t, c]] y[t]`, of rows, as f32: the gradient of the weights of
     /// [`combine_rows`](Device::combine_rows).
     ///
-    /// Panics if a place is that of no row.
+    /// Panics if a place is outside the rows.
     pub(crate) fn row_products(&self, x: View<'_>, places: View<'_>, y: View<'_>, products: ViewMut<'_>) {
         assert_eq!(products.shape(), places.shape());
         let [x, places, y] = [x, places, y].map(View::operand);

@@ -78,7 +78,7 @@ impl Operand {
         Operand::new(start, range.len(), of, self.is_detached)
     }
 
-    /// Where `cpu` reaches it. Panics if it does not.
+    /// Returns the address at which `cpu` reaches the operand. Panics if `cpu` does not reach it.
     fn reach(&self, cpu: &Cpu) -> NonNull<u8> {
         match cpu.mapping() {
             Some(mapping) if self.num_bytes > 0 => mapping.translate(self.start, self.num_bytes),

@@ -15,7 +15,7 @@ pub struct Peaks {
 }
 
 trireme_base::named! {
-    /// What bounds a kernel.
+    /// The resource that limits a kernel.
     pub enum Limit {
         /// The unit that makes products.
         Products = "products",

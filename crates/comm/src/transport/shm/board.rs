@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use std::time::Instant;
 use trireme_base::Rank;
 
-/// What a rank tells its peers, at the start of its area. Only its owner writes to it, but for `num_sleepers`.
+/// The state that a rank publishes to its peers, at the start of its area. Only its owner writes to it, but for `num_sleepers`.
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct Board {

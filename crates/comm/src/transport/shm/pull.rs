@@ -50,7 +50,7 @@ fn on_vectors(operation: Operation) -> Collective {
     operation.collective().expect("operations on vectors are collectives")
 }
 
-/// What member `own` reads, in its best order. If `out_of_place`, that includes its own elements, which change memories.
+/// Returns the pieces that member `own` reads, in its best order. If `out_of_place`, that includes its own elements, which change memories.
 pub(super) fn pulls(
     operation: Operation,
     own: usize,

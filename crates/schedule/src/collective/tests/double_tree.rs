@@ -49,7 +49,7 @@ fn a_rank_has_children_in_one_tree_at_most() {
     }
 }
 
-/// With many chunks, the time is that of sending the vector twice, for any number of ranks.
+/// With many chunks, the operation takes as long as sending the vector twice, for any number of ranks.
 #[test]
 fn time_hardly_depends_on_the_number_of_ranks() {
     let link = LinkCost { latency_seconds: 1e-6, seconds_per_byte: 1e-9 };

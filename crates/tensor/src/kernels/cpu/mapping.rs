@@ -104,7 +104,7 @@ impl Mapping {
         unsafe { self.start.add(offset) }
     }
 
-    /// Where kernels find the bytes that the host knows at `start`. Panics if they lie outside.
+    /// Returns the address at which kernels find the bytes that the host knows at `start`. Panics if they are outside the mapping.
     pub(crate) fn translate(&self, start: NonNull<u8>, num_bytes: usize) -> NonNull<u8> {
         let offset = start.addr().get().checked_sub(self.start.addr().get());
         let offset =

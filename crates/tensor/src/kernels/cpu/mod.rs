@@ -4,7 +4,7 @@
 //! is split between tasks. Nor do they depend on the SIMD level outside of matrix products: sums run in
 //! sixteen fixed lanes, whatever the register width.
 //!
-//! What a kernel computes is said at the method of [`Device`](crate::Device) that has its name.
+//! The method of [`Device`](crate::Device) with the name of a kernel documents the kernel.
 
 pub(crate) mod activation;
 pub(crate) mod arena;

@@ -15,7 +15,7 @@ pub struct Mean {
     pub dim: usize,
 }
 
-/// `factor` is that of a dim of a size.
+/// Sums over `dim` and multiplies the sums by `factor` of its size.
 fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let x = cx.input(0);
     let dims = x.shape().around(dim);

@@ -75,7 +75,7 @@ impl<V> AttentionOutput<V> {
     }
 }
 
-/// Where rows of results go, which tasks write.
+/// The destination of rows of results, which tasks write.
 pub(crate) enum Results<'a, T> {
     /// To elements, rounded.
     Elements(SharedSlice<'a, T>),

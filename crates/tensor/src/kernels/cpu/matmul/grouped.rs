@@ -48,7 +48,7 @@ impl Cpu {
     /// For each group its rows of `left`, times its block of `right`, into its rows of `out`. A block begins `block_rows` rows of the matrix
     /// in memory after the one before. `size` is the product of all rows with one block. Rows of no group become zeros.
     ///
-    /// Cost: that of `size`. Panics as [`Cpu::matmul`], and if `starts` are not those of groups of so many rows.
+    /// Cost: as a product of `size`. Panics as [`Cpu::matmul`], and if `starts` are not those of groups of so many rows.
     pub(crate) fn grouped_matmul(
         &self,
         (precision, size): (Precision, ProductSizes),
@@ -71,7 +71,7 @@ impl Cpu {
     /// without its inner dim, or added to it. A group without rows gives zeros. The block of a group of several parts is the
     /// sum of the products of its parts, in the canonical order of as many ranks; `sums` has room for those that wait, at most one more than the logarithm of their number.
     ///
-    /// Cost: that of `size`, whose inner dim is that of all rows. Panics as [`grouped_matmul`](Cpu::grouped_matmul).
+    /// Cost: as a product of `size`, whose inner dim is the number of all rows. Panics as [`grouped_matmul`](Cpu::grouped_matmul).
     pub(crate) fn grouped_transposed_matmul(
         &self,
         (precision, size): (Precision, ProductSizes),
@@ -131,7 +131,7 @@ impl Cpu {
         self.zip_in_place::<f32, f32>(&mut blocks[first..], last, |left, right| left + right);
     }
 
-    /// Orders rows by their group, and those of a group as they were (a counting sort): `starts[g]` is where the rows of group
+    /// Orders rows by their group, with a stable counting sort: `starts[g]` is where the rows of group
     /// `g` begin, `order[i]` the row at place `i`, and `places[row]` its place. Of each `limit.num_together` rows, a group has
     /// the first ones, up to its [capacity](GroupLimit::capacity); the others are of no group, and come last, as do rows of the
     /// group `num_groups`, which no capacity counts. Panics if a row is of a later group.

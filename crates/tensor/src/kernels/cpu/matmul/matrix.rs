@@ -66,7 +66,7 @@ impl fmt::Display for ProductSizes {
     }
 }
 
-/// What a result, or a part of it, is added to.
+/// The destination to which a result, or a part of it, is added.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Epilogue<'a> {
     /// Whether to the destination's values, which are f32; else the result replaces them.
