@@ -1,8 +1,13 @@
 //! Starts threads, with errors that state the system's limits.
 
 use std::fs;
+use std::hint::black_box;
 use std::io::{self, ErrorKind};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+
+/// Bytes of address space that must be free before a thread starts: its stack, and what this thread and those started just before map
+/// when they begin to run. The standard library ends the process if a new thread finds no memory for its signal stack.
+const ROOM_OF_A_THREAD: usize = 8 << 20;
 
 /// Starts a thread with this name.
 ///
@@ -12,7 +17,7 @@ pub fn spawn_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    refused(name, Builder::new().name(name.to_owned()).spawn(work))
+    refused(name, check_room().and_then(|()| Builder::new().name(name.to_owned()).spawn(work)))
 }
 
 /// Starts a thread with this name that ends within `scope`.
@@ -24,7 +29,15 @@ pub fn spawn_scoped_thread<'scope, T: Send + 'scope>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'scope,
 ) -> io::Result<ScopedJoinHandle<'scope, T>> {
-    refused(name, Builder::new().name(name.to_owned()).spawn_scoped(scope, work))
+    refused(name, check_room().and_then(|()| Builder::new().name(name.to_owned()).spawn_scoped(scope, work)))
+}
+
+/// Returns an error if the process may not map what a new thread needs. Reserves addresses and touches no memory.
+fn check_room() -> io::Result<()> {
+    let mut room = Vec::<u8>::new();
+    room.try_reserve_exact(ROOM_OF_A_THREAD)?;
+    black_box(room);
+    Ok(())
 }
 
 fn refused<T>(name: &str, started: io::Result<T>) -> io::Result<T> {
