@@ -35,12 +35,17 @@ num_tokens = 0
 "#;
 
 /// Text to train on, a few hundred thousand bytes.
-const TEXTS: [&str; 7] = [
+const TEXTS: [&str; 12] = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "README.md",
+    "docs/checkpoints.md",
+    "docs/collectives.md",
+    "docs/compression.md",
+    "docs/experts.md",
     "docs/guide.md",
     "docs/memory.md",
+    "docs/optimizers.md",
     "docs/performance.md",
     "docs/pipeline.md",
 ];
