@@ -343,8 +343,7 @@ impl CompressionOptions {
 }
 
 impl fmt::Display for Compression {
-    /// Formats the codec and its options with the names of the config, such as `top_k (ratio = 0.01, error_feedback =
-    /// true)`.
+    /// Formats the codec and its options with the names of the config, such as `random_k (ratio = 0.01, …)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.codec)?;
         if self.method == Method::None {
