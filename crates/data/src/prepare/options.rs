@@ -66,8 +66,9 @@ impl fmt::Display for TokenizerChoice {
 /// The inputs, output and settings of [`prepare`](crate::prepare).
 #[derive(Debug, Clone, PartialEq)]
 pub struct PrepareOptions {
-    /// Text files, JSON Lines files (`.jsonl`, `.ndjson`, `.json`), Parquet files (`.parquet`) and folders, read in
-    /// this order; `-` is the standard input. Files may be compressed (`.gz`, `.zst`). Each input is a separate source.
+    /// Text files, JSON Lines files (`.jsonl`, `.ndjson`, `.json`), Parquet files (`.parquet`, with the feature
+    /// `parquet`) and folders, read in this order; `-` is the standard input. Files may be compressed (`.gz`, `.zst`).
+    /// Each input is a separate source.
     ///
     /// Folders are searched recursively, in the order of names. Hidden entries, folders named `target`, symbolic links
     /// and binary files in them are skipped.

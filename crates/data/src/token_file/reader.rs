@@ -151,8 +151,8 @@ impl TokenFile {
         self.dtype
     }
 
-    /// Returns a checksum over the ends of documents and the checksums of all blocks. Files with the same tokens and
-    /// documents have the same fingerprint. `None` for a flat file.
+    /// Returns a checksum over the ends of documents and the checksums of all blocks. Files with the same stored ids
+    /// and documents have the same fingerprint. `None` for a flat file.
     pub fn fingerprint(&self) -> Option<u32> {
         self.tables.as_ref().map(|tables| tables.checksum)
     }
