@@ -20,7 +20,8 @@ pub enum Packing {
     /// Windows follow each other without gaps, regardless of document boundaries.
     Stream,
     /// Each window begins at the start of a document and contains the following documents as far as they fit
-    /// completely. The rest of the window is padding. Only documents that are longer than a window are split.
+    /// completely. The rest of the window is padding. Only documents that are longer than a window are split, and only
+    /// their pieces begin within a document.
     Documents,
 }
 

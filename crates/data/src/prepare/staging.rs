@@ -15,8 +15,8 @@ pub enum Existing {
 /// Name of the staging folder. It is inside the output folder, so that files can be moved by an atomic rename.
 const STAGING_FOLDER: &str = ".trireme-prepare";
 
-/// A transaction on the files of an output folder. The folder contains either the complete old set of files or the
-/// complete new one.
+/// A transaction on the files of an output folder. While the folder contains a marker file, it also contains one
+/// complete set of files, the old or the new one.
 ///
 /// New files are written into a hidden staging folder. [`commit`](Self::commit) removes the old marker file, moves the
 /// new files, and moves the new marker file last. Without a commit, dropping the value deletes the staged files. The
